@@ -1,0 +1,1 @@
+"""Kernels that know JAX and nothing of this project."""
