@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from mllm.errors import UserError
@@ -130,7 +138,7 @@ class DataConfig(Section):
 
 class RewardConfig(Section):
     name: str
-    """`exact_match`, `flexible_match`, `format`, `tag_count`, `task` (the task's own scorer), or `package.module:function`."""
+    """`exact_match`, `flexible_match`, `format`, `tag_count`, `task` (its own scorer), or `package.module:function`."""
     weight: float = 1.0
 
 
@@ -275,6 +283,10 @@ class Config(Section):
                     "batch_size",
                     f"{self.batch_size} is not divisible by grpo.num_generations ({self.grpo.num_generations})",
                 )
+            iterations = self.grpo.num_iterations
+            for key, steps in (("steps", self.steps), ("checkpoint.every", self.checkpoint.every or 0)):
+                if steps % iterations:
+                    raise impossible(key, f"{steps} is not divisible by grpo.num_iterations ({iterations})")
         else:
             self.check_sft()
         if self.eval is not None:
@@ -385,7 +397,9 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 def explain(error: ValidationError) -> str:
     """The first problem, in one line: its key with dots, and the way out."""
-    problem = error.errors(include_url=False)[0]
+    problems = error.errors(include_url=False)
+    # A misspelt name is often also a missing one, and says more.
+    problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     match problem["type"]:
@@ -397,6 +411,8 @@ def explain(error: ValidationError) -> str:
             return f"{key}: unknown setting" + (f"; did you mean {close[0]}?" if close else "")
         case "missing":
             return f"{key}: this setting is required"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"{key}: expected a section of settings, got {problem['input']!r}"
     given = problem["input"]
     shown = f" (got {given!r})" if isinstance(given, str | int | float | None) else ""
     return f"{key}: {problem['msg']}{shown}"

@@ -1,0 +1,38 @@
+# make setup [PYTHON=python3.12]   a virtual environment in .venv with everything below
+# make demo [SEED=0]               a tiny model from nothing: SFT, export, GRPO, table and curves
+# make test                        all tests; `make test FAST=1` leaves the slow ones out
+# make check                       ruff and mypy
+# make bench                       the head against full logits, on this machine
+
+PYTHON ?= python3
+SEED ?= 0
+BIN := .venv/bin
+RUNS := runs/demo_seed$(SEED)
+
+.PHONY: setup demo test check bench
+
+setup: .venv/installed
+
+# Which interpreter and which requirements .venv was made with: another one makes it anew.
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.11 or newer is needed; make setup PYTHON=python3.12 picks one" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python train.py --config tiny_sft.yaml seed=$(SEED) run_dir=$(RUNS)/sft
+	$(BIN)/python tools/export.py $(RUNS)/sft
+	$(BIN)/python train.py --config tiny_grpo.yaml seed=$(SEED) run_dir=$(RUNS)/grpo model.source=$(RUNS)/sft/export
+	$(BIN)/python tools/plot.py $(RUNS)/grpo
+
+test: setup
+	$(BIN)/python -m pytest $(if $(FAST),-m "not slow")
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python tools/bench.py

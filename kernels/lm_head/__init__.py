@@ -1,0 +1,6 @@
+"""The fused LM head: log-probabilities, losses and gradients without [tokens, vocabulary] logits."""
+
+from kernels.lm_head.api import token_logprobs, token_loss
+from kernels.lm_head.contract import TokenLogprobs
+
+__all__ = ["TokenLogprobs", "token_logprobs", "token_loss"]

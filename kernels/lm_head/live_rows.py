@@ -1,0 +1,52 @@
+"""Visits the rows that count, a block at a time, in a time that follows their number.
+
+Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+Carry = TypeVar("Carry")
+
+
+class LiveRows(NamedTuple):
+    """Rows that count ahead of the others, in order. Places past their number repeat the first: no other is read."""
+
+    row: Int[Array, "M"]
+    """The row at a place."""
+    place: Int[Array, "N"]
+    """The place of a row; of one that doesn't count, a place past `number`."""
+    number: Int[Array, ""]
+
+    def over_blocks(self, block: int, body: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
+        """Does `carry = body(i, carry)` for each block i with a row that counts."""
+
+        def more(state: tuple[Array, Carry]) -> Array:
+            return state[0] * block < self.number
+
+        def step(state: tuple[Array, Carry]) -> tuple[Array, Carry]:
+            i, carry = state
+            return i + 1, body(i, carry)
+
+        return lax.while_loop(more, step, (jnp.int32(0), carry))[1]
+
+    def block(self, i: Array, block: int) -> tuple[Int[Array, "R"], Bool[Array, "R"]]:
+        """The rows of block i, and which of them are no repetition."""
+        first = i * block
+        live_R = first + jnp.arange(block) < self.number
+        return lax.dynamic_slice_in_dim(self.row, first, block), live_R
+
+
+def live_rows(live: Bool[Array, "N"], block: int) -> LiveRows:
+    order = jnp.argsort(~live, stable=True)
+    count = jnp.sum(live, dtype=jnp.int32)
+    places = jnp.arange(round_up(len(live), block))
+    return LiveRows(order[jnp.where(places < count, places, 0)], jnp.argsort(order), count)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

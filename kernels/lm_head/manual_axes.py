@@ -1,0 +1,21 @@
+"""Inside `jax.shard_map`, the mesh axes over which a value differs from device to device, in JAX's types.
+
+A custom derivative and a loop want theirs to agree: arguments among each other, cotangents with their primals, a loop's
+first carry with its last. See "varying manual axes" in JAX's notes on shard_map.
+"""
+
+from collections.abc import Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def varying_axes(*arrays: Any) -> Set[str]:
+    return frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def vary(x: Any, axes: Set[str]) -> jax.Array:
+    """`x` as a value that may differ over `axes` too. Transposed, this is a sum over the axes that were added."""
+    added = tuple(axes - varying_axes(x))
+    return jax.lax.pcast(x, added, to="varying") if added else jnp.asarray(x)

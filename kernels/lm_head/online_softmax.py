@@ -1,0 +1,85 @@
+"""Softmax of rows of logits that are seen a tile of columns at a time: statistics, and derivatives by the logits.
+
+The running maximum is that of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3;
+the entropy's sum is carried along in the same way. Leaves out where tiles come from.
+
+Suffixes: R rows, T columns of a tile.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kernels.lm_head.contract import TokenLogprobs
+
+_FLOOR = -1e38  # below any logit, yet differences to it are finite
+
+
+class Columns(NamedTuple):
+    """Which columns of a tile count (the last tile overlaps the one before), and where a row's label is."""
+
+    fresh: Bool[Array, "T"]
+    hit: Bool[Array, "R T"]
+
+
+class Running(NamedTuple):
+    """Over the columns seen: the maximum, the sums of `e` and `e (z - top)` with `e = exp(z - top)`, the label's z."""
+
+    top: Float[Array, "R"]
+    total: Float[Array, "R"]
+    tilt: Float[Array, "R"]
+    label: Float[Array, "R"]
+
+
+class Softmax(NamedTuple):
+    """Over all columns: the maximum, the log of the sum of `exp(z - top)`, the label's `z - top`, the entropy.
+
+    `lse = top + log_total` has lost three digits at logits of 1e4: log-probabilities and gradients do without it.
+    """
+
+    top: Float[Array, "R"]
+    log_total: Float[Array, "R"]
+    label: Float[Array, "R"]
+    entropy: Float[Array, "R"]
+
+    def outputs(self) -> TokenLogprobs:
+        return TokenLogprobs(self.label - self.log_total, self.top + self.log_total, self.entropy)
+
+
+def nothing(zeros_R: Float[Array, "R"]) -> Running:
+    return Running(zeros_R + _FLOOR, zeros_R, zeros_R, zeros_R)
+
+
+def include(running: Running, z_RT: Float[Array, "R T"], columns: Columns) -> Running:
+    z_RT = jnp.where(columns.fresh, z_RT, _FLOOR)
+    top = jnp.maximum(running.top, z_RT.max(axis=1))
+    below_RT = z_RT - top[:, None]
+    e_RT = jnp.exp(below_RT)
+    shift = running.top - top
+    return Running(
+        top=top,
+        total=jnp.exp(shift) * running.total + e_RT.sum(axis=1),
+        tilt=jnp.exp(shift) * (running.tilt + shift * running.total) + (e_RT * below_RT).sum(axis=1),
+        label=running.label + jnp.where(columns.hit, z_RT, 0).sum(axis=1),
+    )
+
+
+def finish(running: Running) -> Softmax:
+    log_total = jnp.log(running.total)
+    # H = lse - E[z], both relative to the maximum
+    entropy = log_total - running.tilt / running.total
+    return Softmax(running.top, log_total, running.label - running.top, entropy)
+
+
+def logit_slopes(
+    z_RT: Float[Array, "R T"], softmax: Softmax, slopes: TokenLogprobs, columns: Columns
+) -> Float[Array, "R T"]:
+    """`dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy)`, where `slopes` has a row's three g."""
+    g_logprob, g_lse, g_entropy, entropy = (
+        x[:, None] for x in (slopes.logprob, slopes.lse, slopes.entropy, softmax.entropy)
+    )
+    log_p_RT = (z_RT - softmax.top[:, None]) - softmax.log_total[:, None]
+    by_p_RT = g_lse - g_logprob - g_entropy * (log_p_RT + entropy)
+    dz_RT = jnp.exp(log_p_RT) * by_p_RT + jnp.where(columns.hit, g_logprob, 0)
+    return jnp.where(columns.fresh, dz_RT, 0)

@@ -1,0 +1,184 @@
+"""The sizes of a Qwen2 model: Hugging Face's config.json both ways, and those of Qwen2.5 as published.
+
+Left out: settings that no Qwen2.5 checkpoint uses (sliding windows, scaled rotations, other activations).
+They are refused by name, because a model that ignored them would be another one.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mllm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Qwen2Config:
+    """Named as in config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+    rope_theta: float = 1_000_000.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32_768
+    initializer_range: float = 0.02
+
+    @classmethod
+    def from_hf(cls, settings: Mapping[str, Any], where: str, *, closed: bool = False) -> "Qwen2Config":
+        """Read the keys of a config.json; `where` names it in errors.
+
+        Args:
+            closed: an unknown key is an error. For settings that a user wrote, where it is a misspelling; a
+                checkpoint's own file has many that say nothing about the model.
+
+        Raises:
+            UserError: another architecture, a key missing or of the wrong type, sizes that don't fit
+                together, or a setting that this model doesn't have.
+        """
+        if closed:
+            refuse_unknown(settings, where)
+        rope = settings.get("rope_parameters") or {}
+        if not isinstance(rope, Mapping):
+            raise UserError(f"{where}: rope_parameters must be a mapping, not {rope!r}")
+        refuse_unsupported(settings, rope, where)
+        # transformers 5 nests rope_theta there, older files have it on top; 10,000 is transformers' default.
+        values = {**settings, **rope}
+
+        def positive(key: str, kind: type[int] | type[float], default: int | float | None = None) -> Any:
+            value = values.get(key, default)
+            if value is None:
+                raise UserError(f"{where}: {key} is missing")
+            if isinstance(value, bool) or not isinstance(value, (int, kind)) or value <= 0:
+                noun = "whole number" if kind is int else "number"
+                raise UserError(f"{where}: {key} must be a positive {noun}, not {value!r}")
+            return kind(value)
+
+        tied = settings.get("tie_word_embeddings", False)
+        if not isinstance(tied, bool):
+            raise UserError(f"{where}: tie_word_embeddings must be true or false, not {tied!r}")
+        hidden, heads = positive("hidden_size", int), positive("num_attention_heads", int)
+        if settings.get("head_dim") is None and hidden % heads:
+            raise UserError(f"{where}: hidden_size {hidden} is not divisible by num_attention_heads ({heads})")
+        config = cls(
+            vocab_size=positive("vocab_size", int),
+            hidden_size=hidden,
+            intermediate_size=positive("intermediate_size", int),
+            num_hidden_layers=positive("num_hidden_layers", int),
+            num_attention_heads=heads,
+            num_key_value_heads=positive("num_key_value_heads", int, heads),
+            head_dim=hidden // heads if settings.get("head_dim") is None else positive("head_dim", int),
+            tie_word_embeddings=tied,
+            rope_theta=positive("rope_theta", float, 10_000.0),
+            rms_norm_eps=positive("rms_norm_eps", float, 1e-6),
+            max_position_embeddings=positive("max_position_embeddings", int, 32_768),
+            initializer_range=positive("initializer_range", float, 0.02),
+        )
+        if heads % config.num_key_value_heads:
+            raise UserError(
+                f"{where}: num_attention_heads {heads} is not divisible by num_key_value_heads "
+                f"({config.num_key_value_heads})"
+            )
+        if config.head_dim % 2:
+            raise UserError(f"{where}: head_dim {config.head_dim} is odd; rotary positions need pairs")
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """The keys of a config.json that transformers, new and old, loads as Qwen2ForCausalLM."""
+        return {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_position_embeddings,
+            "initializer_range": self.initializer_range,
+            "attention_dropout": 0.0,
+            "use_sliding_window": False,
+            "use_cache": True,
+        }
+
+
+def refuse_unknown(settings: Mapping[str, Any], where: str) -> None:
+    known = PRESETS["Qwen/Qwen2.5-0.5B"].to_hf().keys()
+    for key in sorted(settings.keys() - known):
+        close = difflib.get_close_matches(key, known, n=1)
+        raise UserError(f"{where}: {key} is unknown" + (f"; did you mean {close[0]}?" if close else ""))
+
+
+def refuse_unsupported(settings: Mapping[str, Any], rope: Mapping[str, Any], where: str) -> None:
+    """Raise for a setting that would change what the model computes, in a way that this one can't follow."""
+    scaling = settings.get("rope_scaling")
+    if isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type")) == "default":
+        scaling = None
+    layers = [kind for kind in settings.get("layer_types") or () if kind != "full_attention"]
+    for key, value, supported in (
+        ("model_type", settings.get("model_type", "qwen2"), "qwen2"),
+        ("hidden_act", settings.get("hidden_act", "silu"), "silu"),
+        ("use_sliding_window", settings.get("use_sliding_window", False), False),
+        ("layer_types", layers, []),
+        ("rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
+        ("rope_scaling", scaling, None),
+        ("attention_dropout", settings.get("attention_dropout", 0.0), 0.0),
+        ("quantization_config", settings.get("quantization_config"), None),
+    ):
+        if value != supported:
+            raise UserError(f"{where}: {key} is {value!r}; this model supports only {supported!r}")
+
+
+def qwen25(
+    hidden: int,
+    mlp: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    tied: bool,
+    eps: float,
+    length: int,
+) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        tie_word_embeddings=tied,
+        rms_norm_eps=eps,
+        max_position_embeddings=length,
+    )
+
+
+# As in the checkpoints' own config.json; base and Instruct differ only in the last two columns.
+PRESETS: dict[str, Qwen2Config] = {
+    "Qwen/Qwen2.5-0.5B": qwen25(896, 4_864, 24, 14, 2, 151_936, True, 1e-6, 32_768),
+    "Qwen/Qwen2.5-0.5B-Instruct": qwen25(896, 4_864, 24, 14, 2, 151_936, True, 1e-6, 32_768),
+    "Qwen/Qwen2.5-1.5B": qwen25(1_536, 8_960, 28, 12, 2, 151_936, True, 1e-6, 131_072),
+    "Qwen/Qwen2.5-1.5B-Instruct": qwen25(1_536, 8_960, 28, 12, 2, 151_936, True, 1e-6, 32_768),
+    "Qwen/Qwen2.5-3B": qwen25(2_048, 11_008, 36, 16, 2, 151_936, True, 1e-6, 32_768),
+    "Qwen/Qwen2.5-3B-Instruct": qwen25(2_048, 11_008, 36, 16, 2, 151_936, True, 1e-6, 32_768),
+    "Qwen/Qwen2.5-7B": qwen25(3_584, 18_944, 28, 28, 4, 152_064, False, 1e-6, 131_072),
+    "Qwen/Qwen2.5-7B-Instruct": qwen25(3_584, 18_944, 28, 28, 4, 152_064, False, 1e-6, 32_768),
+    "Qwen/Qwen2.5-14B": qwen25(5_120, 13_824, 48, 40, 8, 152_064, False, 1e-5, 131_072),
+    "Qwen/Qwen2.5-14B-Instruct": qwen25(5_120, 13_824, 48, 40, 8, 152_064, False, 1e-6, 32_768),
+    "Qwen/Qwen2.5-32B": qwen25(5_120, 27_648, 64, 40, 8, 152_064, False, 1e-5, 131_072),
+    "Qwen/Qwen2.5-32B-Instruct": qwen25(5_120, 27_648, 64, 40, 8, 152_064, False, 1e-6, 32_768),
+    "Qwen/Qwen2.5-72B": qwen25(8_192, 29_568, 80, 64, 8, 152_064, False, 1e-5, 131_072),
+    "Qwen/Qwen2.5-72B-Instruct": qwen25(8_192, 29_568, 80, 64, 8, 152_064, False, 1e-6, 32_768),
+}

@@ -1,0 +1,319 @@
+"""The objectives of SFT and of GRPO and its kin: pure functions of log-probabilities, advantages and masks.
+
+An objective maps a token's log-probability, its entropy and further operands to that token's loss; the loss
+of a step is the plain sum of `token_weights * objective` over all tokens. The weights carry the whole batch's
+denominator, so neither loss nor gradient depends on how it is split into micro-batches or over devices.
+
+Left out: rewards (they come as numbers), the log-probabilities themselves (the head's), and rows packed with
+several completions: here a row is one prompt and its completion.
+
+    PPO       Schulman et al. 2017, Proximal policy optimization algorithms, eq. 7
+    GRPO      Shao et al. 2024, DeepSeekMath, eq. 3 (loss), eq. 4 (KL: k3), section 4.1.2 (advantages)
+    Dr. GRPO  Liu et al. 2025, Understanding R1-Zero-like training, section 3.2
+    DAPO      Yu et al. 2025, DAPO: an open-source LLM reinforcement learning system at scale, eq. 8
+    GSPO      Zheng et al. 2025, Group sequence policy optimization, eq. 5 and 7
+    TIS       Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training;
+              truncated as in Espeholt et al. 2018, IMPALA, section 4.1
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int, Shaped
+
+LossType: TypeAlias = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo"]
+RewardScale: TypeAlias = Literal["group", "batch", "none"]
+
+STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divided by
+MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: nothing is learnt beyond, and exp(89) is infinite in float32
+
+
+def sft(logprob: Float[jax.Array, "*S"], entropy: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
+    """Cross-entropy in nats."""
+    return -logprob
+
+
+class Operands(NamedTuple):
+    """What an objective compares a token's log-probability with; None: not asked for."""
+
+    advantages: Float[jax.Array, "*S"]
+    old_logprobs: Float[jax.Array, "*S"]
+    sampler_logprobs: Float[jax.Array, "*S"] | None
+    reference_logprobs: Float[jax.Array, "*S"] | None
+
+
+@dataclass(frozen=True)
+class GrpoObjective:
+    """PPO's clipped ratio with truncated importance weights, KL penalty and entropy bonus, token by token.
+
+    Hashable, so it may be a static argument of a jitted function. Called as
+    `objective(logprob, entropy, *operands)` with the arrays that `operands` names, in that order; all of one
+    shape, float32, nats. The settings are those of the configuration's `grpo` section.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    """None: as `epsilon`."""
+    beta: float = 0.0
+    entropy_coef: float = 0.0
+    importance_cap: float | None = None
+    num_iterations: int = 1
+    """With one update to a rollout, the policy before it is the current one, and needs no operand."""
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The operands that the settings ask for, by their names in a batch."""
+        asked = {
+            "advantages": True,
+            "old_logprobs": self.num_iterations > 1,
+            "sampler_logprobs": self.importance_cap is not None,
+            "reference_logprobs": self.beta > 0,
+        }
+        return tuple(name for name, wanted in asked.items() if wanted)
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """The ratios between which a token is not clipped."""
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        return 1 - self.epsilon, 1 + high
+
+    def __call__(
+        self,
+        logprob: Float[jax.Array, "*S"],
+        entropy: Float[jax.Array, "*S"],
+        *operands: Float[jax.Array, "*S"],
+    ) -> Float[jax.Array, "*S"]:
+        """Each token's loss, with the ratio of its own probabilities (PPO, GRPO)."""
+        given = self.unpack(logprob, operands)
+        return self.loss(logprob - given.old_logprobs, logprob, entropy, given)
+
+    def unpack(self, logprob: Float[jax.Array, "*S"], operands: tuple[Float[jax.Array, "*S"], ...]) -> Operands:
+        """The operands by name. Raises ValueError where their number is not that of `self.operands`."""
+        if len(operands) != len(self.operands):
+            raise ValueError(f"operands: expected {', '.join(self.operands)}, got {len(operands)} arrays")
+        by_name = dict(zip(self.operands, operands, strict=True))
+        return Operands(
+            by_name["advantages"],
+            by_name.get("old_logprobs", jax.lax.stop_gradient(logprob)),
+            by_name.get("sampler_logprobs"),
+            by_name.get("reference_logprobs"),
+        )
+
+    def loss(
+        self,
+        log_ratio: Float[jax.Array, "*R"],
+        logprob: Float[jax.Array, "*S"],
+        entropy: Float[jax.Array, "*S"],
+        given: Operands,
+    ) -> Float[jax.Array, "*S"]:
+        """Each token's loss; `log_ratio`, its own or its sequence's, says how far the policy has moved.
+
+        As in TRL, the importance weight multiplies the clipped ratio, not the penalty and the bonus.
+        """
+        ratio = bounded_exp(log_ratio)
+        clipped = jnp.clip(ratio, *self.clip_range)
+        loss = -jnp.minimum(ratio * given.advantages, clipped * given.advantages)
+        if given.sampler_logprobs is not None and self.importance_cap is not None:
+            weight = bounded_exp(given.old_logprobs - given.sampler_logprobs)
+            loss *= jnp.minimum(weight, self.importance_cap)  # constant: neither policy is the current one
+        if given.reference_logprobs is not None:
+            loss += self.beta * k3(logprob, given.reference_logprobs)
+        if self.entropy_coef:
+            loss -= self.entropy_coef * entropy
+        return loss
+
+
+def gspo(
+    objective: GrpoObjective,
+    logprob: Float[jax.Array, "B T"],
+    entropy: Float[jax.Array, "B T"],
+    weights: Float[jax.Array, "B T"],
+    *operands: Float[jax.Array, "B T"],
+) -> Float[jax.Array, ""]:
+    """GSPO's loss of the rows given: one clipped ratio a sequence, exp(mean_t(logprob - old)).
+
+    `weights` are those of `token_weights("gspo", ...)` over the whole batch, 0 at tokens that don't count:
+    the losses of micro-batches add up to that of the batch. The gradient flows through the ratio to all
+    tokens of the sequence. Importance weight, KL and entropy stay per token, as with TRL's
+    `importance_sampling_level="sequence"`.
+    """
+    given = objective.unpack(logprob, operands)
+    active = weights > 0
+    log_ratio = sequence_mean(logprob - given.old_logprobs, active)
+    return jnp.sum(jnp.where(active, weights * objective.loss(log_ratio, logprob, entropy, given), 0.0))
+
+
+def k3(logprob: Float[jax.Array, "*S"], reference: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
+    """The policy's KL divergence to the reference, estimated from its samples: unbiased, never negative.
+
+    DeepSeekMath, eq. 4.
+    """
+    difference = jnp.minimum(reference - logprob, MAX_LOG_RATIO)
+    return jnp.exp(difference) - difference - 1
+
+
+def bounded_exp(log_ratio: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
+    """exp, but finite: infinity times an advantage of 0, or times a clip's gradient of 0, would be NaN."""
+    return jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
+
+
+def sequence_mean(
+    values: Float[jax.Array | np.ndarray, "B T"], mask: Bool[jax.Array, "B T"]
+) -> Float[jax.Array, "B 1"]:
+    """The mean of each row's masked values; 0 for a row without any."""
+    count = jnp.maximum(mask.sum(-1, keepdims=True), 1)
+    return jnp.where(mask, values, 0.0).sum(-1, keepdims=True) / count
+
+
+def token_weights(
+    loss_type: LossType, mask: Bool[jax.Array | np.ndarray, "B T"], group_size: int, max_completion_length: int
+) -> Float[jax.Array, "B T"]:
+    """Each token's share of the loss, float32: one over the whole batch's denominator where `mask`, else 0.
+
+    `mask` marks the tokens that count, in all rows of one update; each `group_size` rows in turn are a group.
+
+    - `grpo`, `gspo`: the mean over each completion's tokens, then over completions (DeepSeekMath, eq. 3).
+      TRL's `grpo` is the same.
+    - `bnpo`: the mean over all tokens of the batch. TRL's `bnpo` divides by the tokens of the micro-batch, so
+      that its gradient depends on the split; TRL's `dapo` is the same as this.
+    - `dapo`: the mean over all tokens of a group, then over groups (DAPO, eq. 8). TRL has no name for it.
+    - `dr_grpo`: the sum over tokens divided by the constant `max_completion_length`, then the mean over
+      completions (Dr. GRPO). TRL's `dr_grpo` is the same.
+
+    A completion or group without any token that counts (cut off and masked, failed reward) adds nothing, but
+    the outer mean is still over it too, as in TRL: a batch of which little is left makes a small step, not a
+    full one. A batch without any such token has weights 0, never NaN.
+
+    Raises:
+        ValueError: an unknown `loss_type`, or the rows are not divisible into groups.
+    """
+    rows = mask.shape[0]
+    if rows % group_size:
+        raise ValueError(f"mask: {rows} rows are not divisible into groups of {group_size}")
+    tokens = mask.sum(-1, keepdims=True)
+    match loss_type:
+        case "grpo" | "gspo":
+            denominator = rows * tokens
+        case "bnpo":
+            denominator = tokens.sum()
+        case "dapo":
+            groups = rows // group_size
+            denominator = groups * jnp.repeat(tokens.reshape(groups, group_size).sum(-1), group_size)[:, None]
+        case "dr_grpo":
+            denominator = jnp.asarray(rows * max_completion_length)
+        case _:
+            raise ValueError(f"loss_type: {loss_type!r} is none of grpo, bnpo, dr_grpo, dapo, gspo")
+    return jnp.where(mask, 1.0 / jnp.maximum(denominator, 1).astype(jnp.float32), 0.0)
+
+
+class Advantages(NamedTuple):
+    """The advantages of groups of completions, and what is logged of their rewards."""
+
+    values: Float[jax.Array, "G n"]
+    missing: Bool[jax.Array, "G n"]
+    """The reward was NaN: the completion is to be left out of the loss, too."""
+    reward: Float[jax.Array, ""]
+    """The mean; NaN when all are missing."""
+    reward_std: Float[jax.Array, ""]
+    """The mean of the groups' standard deviations."""
+    frac_reward_zero_std: Float[jax.Array, ""]
+    """The share of groups that teach nothing, because their rewards are all equal (or fewer than two)."""
+
+
+@partial(jax.jit, static_argnames="scale")
+def advantages(rewards: Float[jax.Array | np.ndarray, "G n"], scale: RewardScale) -> Advantages:
+    """How much better each completion is than the mean of its group, of G prompts with n completions each.
+
+    `scale` divides it by the standard deviation (of the sample, n - 1, plus 1e-4, as TRL) of the `group`
+    (DeepSeekMath, section 4.1.2) or of the whole `batch`, or by nothing (`none`, Dr. GRPO). NaN rewards have
+    failed: they enter neither mean nor deviation, and get 0. A group of equal rewards gets exactly 0.
+    """
+    missing = jnp.isnan(rewards)
+    present = ~missing
+    count = present.sum(-1, keepdims=True)
+    mean = sequence_mean(rewards, present)
+    deviation = jnp.where(present, rewards - mean, 0.0)
+    std = sample_std(jnp.sum(deviation**2, -1, keepdims=True), count)
+    # Compared, not std == 0: the mean of equal numbers may be off by a rounding, which 1e-4 would blow up.
+    highest = jnp.where(present, rewards, -jnp.inf).max(-1, keepdims=True)
+    lowest = jnp.where(present, rewards, jnp.inf).min(-1, keepdims=True)
+    equal = highest <= lowest  # also in a group without any reward: -inf <= inf
+    match scale:
+        case "group":
+            divisor = std + STD_EPSILON
+        case "batch":
+            from_mean = jnp.where(present, rewards - jnp.nanmean(rewards), 0.0)
+            divisor = sample_std(jnp.sum(from_mean**2), present.sum()) + STD_EPSILON
+        case "none":
+            divisor = jnp.ones(())
+        case _:
+            raise ValueError(f"scale: {scale!r} is none of group, batch, none")
+    return Advantages(
+        values=jnp.where(equal, 0.0, deviation / divisor),
+        missing=missing,
+        reward=jnp.nanmean(rewards),
+        reward_std=jnp.where(equal, 0.0, std).mean(),
+        frac_reward_zero_std=equal.mean(),
+    )
+
+
+def sample_std(squares: Float[jax.Array, "*S"], count: Int[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
+    """The deviation of `count` numbers whose squared distances to their mean add up to `squares`."""
+    return jnp.sqrt(squares / jnp.maximum(count - 1, 1))
+
+
+def policy_metrics(
+    objective: GrpoObjective,
+    logprob: Float[jax.Array, "B T"],
+    entropy: Float[jax.Array, "B T"],
+    mask: Bool[jax.Array, "B T"],
+    *operands: Float[jax.Array, "B T"],
+    sequence_level: bool = False,
+) -> dict[str, Float[jax.Array, ""]]:
+    """Means over the masked tokens of a whole batch, under TRL's names; 0 when there are none.
+
+    `clip_ratio/low_mean` is the share of tokens (under GSPO, `sequence_level`, of sequences) that the lower
+    clip keeps from becoming less likely still, `high_mean` that of those which the upper one keeps from
+    becoming more likely, `region_mean` their sum. `kl` is there only where the objective has a reference.
+    """
+    given = objective.unpack(logprob, operands)
+    log_ratio, counted, advantage = logprob - given.old_logprobs, mask, given.advantages
+    if sequence_level:
+        log_ratio, counted = sequence_mean(log_ratio, mask), mask.any(-1, keepdims=True)
+        advantage = sequence_mean(advantage, mask)
+    low, high = objective.clip_range
+    ratio = bounded_exp(log_ratio)
+    below = masked_mean((ratio < low) & (advantage < 0), counted)
+    above = masked_mean((ratio > high) & (advantage > 0), counted)
+    metrics = {
+        "entropy": masked_mean(entropy, mask),
+        "clip_ratio/low_mean": below,
+        "clip_ratio/high_mean": above,
+        "clip_ratio/region_mean": below + above,
+    }
+    if given.reference_logprobs is not None:
+        metrics["kl"] = masked_mean(k3(logprob, given.reference_logprobs), mask)
+    return metrics
+
+
+def sampling_metrics(
+    trainer: Float[jax.Array, "B T"], sampler: Float[jax.Array, "B T"], mask: Bool[jax.Array, "B T"]
+) -> dict[str, Float[jax.Array, ""]]:
+    """How far the trainer's log-probabilities of sampled tokens are from the sampler's, under TRL's names.
+
+    The ratio is the untruncated exp(trainer - sampler).
+    """
+    difference = jnp.where(mask, jnp.abs(trainer - sampler), 0.0)
+    return {
+        "sampling/sampling_logp_difference/mean": masked_mean(difference, mask),
+        "sampling/sampling_logp_difference/max": difference.max(),
+        "sampling/importance_sampling_ratio/mean": masked_mean(bounded_exp(trainer - sampler), mask),
+    }
+
+
+def masked_mean(values: Shaped[jax.Array, "*S"], mask: Bool[jax.Array, "*S"]) -> Float[jax.Array, ""]:
+    return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1)

@@ -1,0 +1,104 @@
+"""Records of text data: JSON lines from a file, rows from a hub's data set, and the chats in them.
+
+Each record comes with the place that it stands at (`train.jsonl:17`), so that whoever finds a fault in it can
+say where. Left out: formats other than JSON lines (a hub id is read by `datasets`, which knows them), tools,
+images.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mllm.errors import UserError
+
+Record = dict[str, Any]
+Records = Iterator[tuple[str, Record | UserError]]
+"""Each record, or what is wrong with it, with its place."""
+
+
+def json_lines(path: Path, key: str) -> Records:
+    """The lines of a file; `key` is the setting that named it.
+
+    Raises:
+        UserError: there is no such file, or it can't be read.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                place = f"{path}:{number}"
+                try:
+                    yield place, parse(place, line)
+                except UserError as error:
+                    yield place, error
+    except OSError as error:
+        raise UserError(f"{key}: {path} can't be read ({error.strerror}): give a file of JSON lines") from None
+
+
+def parse(place: str, line: bytes) -> Record:
+    if not line.strip():
+        raise UserError(f"{place}: an empty line")
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: not JSON in UTF-8 ({error})") from None
+    if not isinstance(record, dict):
+        raise UserError(f"{place}: expected a JSON object, got {type(record).__name__}")
+    return record
+
+
+def hub_rows(source: str, subset: str | None, split: str, key: str) -> Records:
+    """The rows of a split of a hub's data set; `key` is the setting that named it.
+
+    Raises:
+        UserError: `datasets` is not installed, or the data set can't be had.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{key}: {source} is no file here, and a hub id needs the package datasets: "
+            "give a local path, or pip install 'mllm[hub]'"
+        ) from None
+    try:
+        rows = datasets.load_dataset(source, subset, split=split)
+    except Exception as error:  # of many kinds: no network, no such data set, a damaged cache
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{key}: {source} can't be had from the hub ({reason}): give a local path") from None
+    for number, row in enumerate(rows):
+        yield f"{source}[{split}][{number}]", row
+
+
+def text(place: str, record: Record, key: str) -> str:
+    """`record[key]`, which must be a string that says something."""
+    if key not in record:
+        raise UserError(f"{place}: {key} is missing")
+    value = record[key]
+    if not isinstance(value, str):
+        raise UserError(f"{place}: {key} must be a string, got {type(value).__name__}")
+    if not value.strip():
+        raise UserError(f"{place}: {key} is empty")
+    return value
+
+
+def chat(place: str, record: Record) -> list[dict[str, str]]:
+    """The chat in a record: its `messages`, or its `question` and `answer`.
+
+    Raises:
+        UserError: something is missing or of the wrong type, or nothing is the assistant's.
+    """
+    if "messages" not in record:
+        if "question" not in record:
+            raise UserError(f"{place}: neither messages nor question and answer are there")
+        question, answer = text(place, record, "question"), text(place, record, "answer")
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    messages = record["messages"]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise UserError(f"{place}: messages must be a list of objects with role and content")
+    chat = [{key: text(place, message, key) for key in ("role", "content")} for message in messages]
+    for message in chat:
+        if message["role"] not in ("system", "user", "assistant"):
+            raise UserError(f"{place}: role {message['role']!r} is none of system, user and assistant")
+    if not any(message["role"] == "assistant" for message in chat):
+        raise UserError(f"{place}: no message is the assistant's, so there is nothing to learn")
+    return chat

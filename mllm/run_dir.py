@@ -1,0 +1,55 @@
+"""A run's folder belongs to one configuration: what may differ when the same command resumes it, and what may not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mllm.config import Config, dump
+from mllm.errors import UserError
+
+HOW = {"run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log"}
+"""Settings of how a run is carried out, not of what it computes: they may change when it resumes."""
+
+
+def check(folder: Path, config: Config) -> None:
+    """Raise UserError if `folder` holds a run of another configuration, or something that is no run."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"run_dir: {folder} is a file; give a folder")
+    path = folder / "config.yaml"
+    if not path.exists():
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UserError(f"run_dir: {folder} holds other files and no config.yaml; give an empty or a new folder")
+        return
+    try:
+        held = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    for key, old, new in differences(held, config.model_dump(mode="json")):
+        if key.split(".")[0] not in HOW and not (key == "steps" and extends(config, old)):
+            raise UserError(
+                f"{key}: {folder} belongs to a run with {old!r}, not {new!r}; give another run_dir, or the old value"
+            )
+
+
+def write(folder: Path, config: Config) -> None:
+    """Make the folder and its config.yaml, the resolved configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / "config.yaml.tmp"
+    partial.write_text(dump(config), encoding="utf-8")
+    partial.replace(folder / "config.yaml")
+
+
+def extends(config: Config, steps: Any) -> bool:
+    """Whether a run may go on past its `steps`: with a constant learning rate the steps so far are the same."""
+    return config.optimizer.schedule == "constant" and isinstance(steps, int) and config.steps > steps
+
+
+def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The settings in which two configurations differ, with dotted keys."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, old, new

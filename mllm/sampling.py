@@ -1,0 +1,73 @@
+"""Drawing the next token: temperature, top-k, top-p, and a key for every token of every sequence.
+
+No random state exists: the noise of a token is a function of (seed, step, sequence, position) alone, so it
+does not matter which sequences are decoded together, in what order or on which devices.
+
+Left out: penalties for repetition, beams, min-p.
+
+    Gumbel-max  Maddison et al. 2014, A* sampling, section 2: argmax(logits + noise) draws from their softmax
+    top-k       Fan et al. 2018, Hierarchical neural story generation, section 5.3
+    top-p       Holtzman et al. 2020, The curious case of neural text degeneration, section 3.1
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int, Key
+
+
+def sequence_keys(
+    seed: Int[jax.Array, ""] | int, step: Int[jax.Array, ""] | int, sequences: Int[jax.Array, "B"]
+) -> Key[jax.Array, "B"]:
+    """One key a sequence, by its number among those of the step."""
+    # Named, for the default generator is a setting of the process, and the tokens must not depend on it.
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, sequences)
+
+
+def sample(
+    logits: Float[jax.Array, "B V"],
+    keys: Key[jax.Array, "B"],
+    position: Int[jax.Array, ""] | int,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> tuple[Int[jax.Array, "B"], Float[jax.Array, "B"]]:
+    """One token a row, and its log-probability (float32, nats) under the distribution that it was drawn from.
+
+    Args:
+        logits: float32.
+        keys: of `sequence_keys`; `position` is the token's place in its completion, from 0.
+        temperature: divides the logits, before all else.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: of those, keep the fewest likeliest ones that have this probability together; 1 keeps all.
+    """
+    kept = exclude(logits / temperature, top_k, top_p)
+    noise = jax.vmap(lambda key: jax.random.gumbel(jax.random.fold_in(key, position), kept.shape[1:]))(keys)
+    token = jnp.argmax(kept + noise, axis=-1)
+    chosen = jnp.take_along_axis(kept, token[:, None], axis=-1)[:, 0]
+    return token.astype(jnp.int32), chosen - jax.nn.logsumexp(kept, axis=-1)
+
+
+def greedy(logits: Float[jax.Array, "B V"]) -> tuple[Int[jax.Array, "B"], Float[jax.Array, "B"]]:
+    """The likeliest token of each row; its log-probability is 0, since no other could have been drawn."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(logits.shape[0])
+
+
+def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[jax.Array, "B V"]:
+    """The logits, -inf where top-k or top-p excludes the token.
+
+    The token that reaches `top_p` is still in, as in transformers, so one is always left; so are those as likely
+    as the last one in. The whole vocabulary is sorted only for a top-p without a top-k.
+    """
+    if 0 < top_k < logits.shape[-1]:
+        likeliest = jax.lax.top_k(logits, top_k)[0]
+    elif top_p < 1:
+        likeliest = jnp.sort(logits, axis=-1, descending=True)
+    else:
+        return logits
+    if top_p < 1:
+        probability = jax.nn.softmax(likeliest, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        likeliest = jnp.where(before < top_p, likeliest, jnp.inf)
+    return jnp.where(logits >= likeliest.min(-1, keepdims=True), logits, -jnp.inf)

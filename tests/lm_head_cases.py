@@ -1,0 +1,235 @@
+"""The LM head's test cases: problems, masks, objectives, and the judges of token_logprobs and token_loss.
+
+Shapes are few, and subject and yardstick are compiled once a shape. What is right, and how near is near
+enough, is said in lm_head_oracle.py.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lm_head_oracle import (
+    HAIR,
+    SLACK,
+    Objective,
+    Plain,
+    assert_as_accurate_as_plain,
+    exact,
+    exact_loss,
+    plain,
+)
+
+from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
+
+IMPLS = ("reference", "streaming")
+DTYPES = (jnp.float32, jnp.bfloat16)
+SCALES = {"near-uniform": 1.0, "peaked": 30.0, "saturated": 1000.0}
+
+UNALIGNED = (252, 507, 123)
+SMALL = (24, 131, 16)
+ONE_TOKEN = (1, 131, 16)
+TWO_WORDS = (24, 2, 16)
+MANY_WORDS = (5, 20011, 8)
+MANY_TOKENS = (5003, 37, 8)
+
+every_impl = pytest.mark.parametrize("impl", IMPLS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.dtype.name)
+
+
+class Problem(NamedTuple):
+    hidden: jax.Array
+    weight: jax.Array
+    labels: jax.Array
+
+
+def random_problem(shape: tuple[int, int, int], scale: float = 3.0, dtype: Any = jnp.float32, seed: int = 0) -> Problem:
+    """Logits with a standard deviation of `scale`; the first label is 0 and the last V-1."""
+    n, v, d = shape
+    rng = np.random.default_rng(seed)
+    hidden, weight = rng.normal(size=(n, d)) * scale / np.sqrt(d), rng.normal(size=(v, d))
+    labels = rng.integers(0, v, n)
+    labels[0], labels[-1] = 0, v - 1
+    return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
+
+
+def planted_problem(dtype: Any, largest: float) -> Problem:
+    """Two rows of three are weight rows scaled up to a logit of `largest`, with and without its label."""
+    hidden, weight, labels = (np.array(x, np.float64) for x in random_problem(UNALIGNED))
+    labels = labels.astype(int)
+    match = np.random.default_rng(1).integers(0, len(weight), len(hidden))
+    planted = np.arange(len(hidden)) % 3 > 0
+    scaled = weight[match] * (largest / (weight[match] ** 2).sum(axis=1, keepdims=True))
+    hidden = np.where(planted[:, None], scaled, hidden)
+    labels = np.where(planted & (np.arange(len(hidden)) % 2 == 0), match, labels)
+    return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
+
+
+def tied_problem(dtype: Any, largest: float) -> Problem:
+    """The first, fourth and last rows of weight are the same, and every third hidden row points at them."""
+    hidden, weight, labels = (np.array(x) for x in random_problem(UNALIGNED))
+    weight[0] = weight[-1] = weight[3]
+    hidden[::3] = weight[3] * (largest / (weight[3] ** 2).sum())
+    labels[::6] = 3
+    return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels))
+
+
+def random_cotangents(n: int, names: str = "logprob lse entropy", seed: int = 2) -> TokenLogprobs:
+    rng = np.random.default_rng(seed)
+    fields = TokenLogprobs._fields
+    return TokenLogprobs(*(jnp.asarray(rng.normal(size=n) * (name in names.split()), jnp.float32) for name in fields))
+
+
+def clipped_ratio(xp: Any, logprob: Any, entropy: Any, old: Any, advantage: Any) -> Any:
+    ratio = xp.exp(logprob - old)
+    return -xp.minimum(ratio * advantage, xp.clip(ratio, 0.8, 1.2) * advantage)
+
+
+def clipped_ratio_slopes(logprob: Any, entropy: Any, old: Any, advantage: Any) -> tuple[Any, Any]:
+    ratio = np.exp(logprob - old)
+    clipped = np.where(advantage > 0, ratio > 1.2, ratio < 0.8)
+    return np.where(clipped, 0, -ratio * advantage), 0 * entropy
+
+
+OBJECTIVES = {
+    "cross-entropy": Objective(
+        lambda xp, logprob, entropy: -logprob,
+        lambda logprob, entropy: (0 * logprob - 1, 0 * entropy),
+        operands=0,
+    ),
+    "clipped ratio": Objective(clipped_ratio, clipped_ratio_slopes, operands=2),
+    "entropy bonus": Objective(
+        lambda xp, logprob, entropy: -logprob - 0.1 * entropy,
+        lambda logprob, entropy: (0 * logprob - 1, 0 * entropy - 0.1),
+        operands=0,
+    ),
+    "nonlinear in both": Objective(
+        lambda xp, logprob, entropy, a: xp.sin(a * logprob) * entropy**2 + xp.exp(logprob - entropy),
+        lambda logprob, entropy, a: (
+            a * np.cos(a * logprob) * entropy**2 + np.exp(logprob - entropy),
+            2 * np.sin(a * logprob) * entropy - np.exp(logprob - entropy),
+        ),
+        operands=1,
+    ),
+}
+every_objective = pytest.mark.parametrize("name", OBJECTIVES)
+
+
+def operands_for(problem: Problem, objective: Objective, seed: int = 3) -> list[jax.Array]:
+    """The first operand is near the true logprob, as an old policy's would be; the second an advantage."""
+    n = len(problem.labels)
+    rng = np.random.default_rng(seed)
+    logprob = exact(*problem, lambda *_: np.zeros((3, n))).logprob
+    operands = [logprob + 0.3 * rng.normal(size=n), rng.normal(size=n)]
+    return [jnp.asarray(x, jnp.float32) for x in operands[: objective.operands]]
+
+
+def sparse_weights(n: int, seed: int = 4) -> jax.Array:
+    """Of either sign, and zero in three rows of five; two rows count always."""
+    rng = np.random.default_rng(seed)
+    weights = rng.normal(size=n) * (rng.random(n) < 0.4)
+    weights[n // 2], weights[-1] = 0.7, -0.3
+    return jnp.asarray(weights, jnp.float32)
+
+
+def pulled_back(
+    hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: TokenLogprobs, **options: Any
+) -> Plain:
+    outputs, pull_back = jax.vjp(lambda h, w: token_logprobs(h, w, labels, **options), hidden, weight)
+    return Plain(*outputs, *pull_back(cotangents))
+
+
+values_and_gradients = jax.jit(pulled_back, static_argnames=("impl", "temperature", "softcap", "dtype"))
+
+
+@functools.partial(jax.jit, static_argnames="softcap")
+def plain_values_and_gradients(
+    hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: TokenLogprobs, **options: Any
+) -> Plain:
+    def total(*outputs: jax.Array) -> jax.Array:
+        return sum(jnp.vdot(g, x) for g, x in zip(cotangents, outputs, strict=True))
+
+    return plain(hidden, weight, labels, total, **options)
+
+
+class Loss(NamedTuple):
+    loss: jax.Array
+    rows: Plain
+
+
+@functools.partial(jax.jit, static_argnames=("objective", "impl", "workspace", "temperature", "softcap", "dtype"))
+def loss_and_gradients(
+    problem: Problem,
+    objective: Objective,
+    operands: Sequence[jax.Array] = (),
+    weights: jax.Array | None = None,
+    **options: Any,
+) -> Loss:
+    def loss(h: jax.Array, w: jax.Array) -> tuple[jax.Array, TokenLogprobs]:
+        return token_loss(h, w, problem.labels, objective.in_jax, *operands, weights=weights, **options)
+
+    run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (value, outputs), gradients = run(problem.hidden, problem.weight)
+    return Loss(value, Plain(*outputs, *gradients))
+
+
+@functools.partial(jax.jit, static_argnames=("objective", "softcap"))
+def plain_loss_and_gradients(
+    problem: Problem, objective: Objective, operands: Sequence[jax.Array], weights: jax.Array, **options: Any
+) -> Loss:
+    def total(logprob: jax.Array, lse: jax.Array, entropy: jax.Array) -> jax.Array:
+        live = weights != 0
+        safe = [jnp.where(live, x, 0) for x in operands]
+        return jnp.sum(jnp.where(live, weights * objective.in_jax(logprob, entropy, *safe), 0))
+
+    rows = plain(*problem, total, where=weights != 0, **options)
+    return Loss(total(rows.logprob, rows.lse, rows.entropy), rows)
+
+
+def check(problem: Problem, cotangents: TokenLogprobs, *, impl: str, where: Any = None, **options: Any) -> Plain:
+    """Judge token_logprobs on one problem; returns what it gave."""
+    where = jnp.ones(problem.labels.shape, bool) if where is None else where
+    got = values_and_gradients(*problem, cotangents, impl=impl, where=where, **options)
+    yardstick = plain_values_and_gradients(*problem, cotangents, where=where, **options)
+    truth = exact(*problem, lambda *_: cotangents, where=where, **options)
+    assert_as_accurate_as_plain(got, yardstick, truth)
+    return got
+
+
+def check_loss(
+    problem: Problem,
+    objective: Objective,
+    operands: Sequence[jax.Array],
+    weights: jax.Array,
+    *,
+    impl: str,
+    **options: Any,
+) -> Loss:
+    """Judge token_loss on one problem; returns what it gave."""
+    got = loss_and_gradients(problem, objective, operands, weights, impl=impl, **options)
+    options.pop("workspace", None)
+    yardstick = plain_loss_and_gradients(problem, objective, operands, weights, **options)
+    truth = exact_loss(*problem, objective, *operands, weights=weights, **options)
+    allowed = SLACK * abs(float(yardstick.loss) - truth.loss) + HAIR * truth.resolution
+    assert abs(float(got.loss) - truth.loss) <= allowed
+    assert_as_accurate_as_plain(got.rows, yardstick.rows, truth.rows)
+    return got
+
+
+MASKS = {
+    "every row": np.ones(24, bool),
+    "scattered rows": np.random.default_rng(5).random(24) < 0.4,
+    "one row": np.arange(24) == 17,
+    "no row": np.zeros(24, bool),
+}
+every_mask = pytest.mark.parametrize("mask", MASKS)
+
+
+def poisoned(problem: Problem, dead: np.ndarray) -> Problem:
+    """NaN, infinities and impossible labels in the rows that do not count."""
+    poison = np.resize([np.nan, np.inf, -np.inf], problem.hidden.shape)
+    hidden = jnp.where(dead[:, None], jnp.asarray(poison, problem.hidden.dtype), problem.hidden)
+    return problem._replace(hidden=hidden, labels=jnp.where(dead, -100, problem.labels))

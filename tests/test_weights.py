@@ -1,0 +1,428 @@
+"""Checkpoints in and out: bit for bit, as transformers saves them, one parameter at a time, and never half a folder."""
+
+import json
+import shutil
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from mllm import weights
+from mllm.errors import UserError
+from mllm.model import Qwen2, Qwen2Config, parameter_name
+
+FIXTURES = Path(__file__).parent / "fixtures"
+NAMES = ("tied", "untied_sharded", "grouped_bfloat16")
+
+
+def load(folder: Path) -> nnx.State:
+    return weights.load(folder, weights.read_config(folder))
+
+
+def assert_same_bits(left: Any, right: Any) -> None:
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def tensors_in(folder: Path) -> dict[str, tuple[list[int], str]]:
+    """Shape and dtype of every tensor in the folder's files."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                found[name] = (part.get_shape(), part.get_dtype())
+    return found
+
+
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(FIXTURES / "tied", tmp_path / "tied"))
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(FIXTURES / "untied_sharded", tmp_path / "sharded"))
+
+
+# Loading and saving
+
+
+def test_each_layer_lands_in_its_own_row_of_the_stacked_parameter() -> None:
+    params = load(FIXTURES / "tied")
+    stored = load_file(FIXTURES / "tied" / "model.safetensors")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        pattern = weights.TENSORS[parameter_name(path)]
+        expected = (
+            np.stack([stored[pattern.format(layer)] for layer in range(2)]) if "{}" in pattern else stored[pattern]
+        )
+        np.testing.assert_array_equal(leaf, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_load_save_load_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+    params = load(FIXTURES / name)
+    weights.save(tmp_path / "export", weights.read_config(FIXTURES / name), params, dtype=jnp.float32)
+    assert weights.read_config(tmp_path / "export") == weights.read_config(FIXTURES / name)
+    assert_same_bits(load(tmp_path / "export"), params)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_that_transformers_gave_them(
+    name: str, tmp_path: Path
+) -> None:
+    dtype = jnp.bfloat16 if "bfloat16" in name else jnp.float32
+    weights.save(tmp_path, weights.read_config(FIXTURES / name), load(FIXTURES / name), dtype=dtype)
+    assert tensors_in(tmp_path) == tensors_in(FIXTURES / name)
+    theirs: dict[str, np.ndarray] = {}
+    for path in (FIXTURES / name).glob("*.safetensors"):
+        theirs |= load_file(path)
+    for tensor, value in load_file(tmp_path / "model.safetensors").items():
+        assert value.tobytes() == theirs[tensor].tobytes(), tensor
+
+
+def test_parameters_come_in_the_dtypes_and_shardings_of_the_abstract_state() -> None:
+    folder = FIXTURES / "grouped_bfloat16"
+    config = weights.read_config(folder)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    by_rank = {1: PartitionSpec("a"), 2: PartitionSpec("a", "b"), 3: PartitionSpec(None, "b")}
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, by_rank[leaf.ndim])),
+        nnx.state(Qwen2.abstract(config, param_dtype=jnp.bfloat16)),
+    )
+    params = weights.load(folder, config, abstract)
+    for expected, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(params), strict=True):
+        assert leaf.dtype == jnp.bfloat16
+        assert leaf.sharding == expected.sharding
+    assert_same_bits(jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params), jax.device_get(load(folder)))
+
+
+def test_each_byte_is_read_once_however_many_devices_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = FIXTURES / "tied"
+    config = weights.read_config(folder)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*[None] * (leaf.ndim - 1), "b"))
+        ),
+        nnx.state(Qwen2.abstract(config)),
+    )
+    read: Counter[str] = Counter()
+
+    class Counted(weights.Tensor):
+        def __getitem__(self, index: Any) -> np.ndarray:
+            part = super().__getitem__(index)
+            read[self.name] += part.size
+            return part
+
+    monkeypatch.setattr(weights, "Tensor", Counted)
+    weights.load(folder, config, abstract)
+    assert read == {name: np.prod(shape) for name, (shape, _) in tensors_in(folder).items()}
+
+
+def test_loading_holds_one_parameter_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    params = jax.jit(lambda: nnx.state(Qwen2(config, rngs=nnx.Rngs(0))))()
+    weights.save(tmp_path, config, params, dtype=jnp.float32)
+
+    def unaligned(shape: Any, dtype: Any) -> np.ndarray:
+        """Memory that JAX has to copy, as it would to an accelerator; on a CPU it may keep an aligned array itself."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        memory = np.ndarray(size + 128, np.uint8)
+        start = -memory.ctypes.data % 64 + 4
+        return memory[start : start + size].view(dtype).reshape(shape)
+
+    monkeypatch.setattr(weights.np, "empty", unaligned)
+    tracemalloc.start()
+    loaded = weights.load(tmp_path, config)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert_same_bits(loaded, params)
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    one_layer = largest / config.num_hidden_layers
+    assert peak < largest + one_layer + 1_000_000
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 4 * largest, "else the bound would say little"
+
+
+def test_saving_holds_one_shard_in_host_memory(tmp_path: Path) -> None:
+    config = weights.read_config(FIXTURES / "untied_sharded")
+    params = load(FIXTURES / "untied_sharded")
+    live: list[int] = []
+    save_tensors = weights.save_file
+
+    def spy(tensors: dict[str, np.ndarray], *args: Any, **kwargs: Any) -> None:
+        live.append(sum(tensor.nbytes for tensor in tensors.values()))
+        save_tensors(tensors, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "save_file", spy)
+        weights.save(tmp_path, config, params, dtype=jnp.float32, max_shard_bytes=30_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(live) == len(set(index["weight_map"].values())) > 2
+    assert max(live) <= 30_000
+    assert sum(live) == index["metadata"]["total_size"]
+    assert_same_bits(load(tmp_path), params)
+
+
+def test_a_tensor_larger_than_a_shard_gets_a_file_of_its_own(tmp_path: Path) -> None:
+    params = load(FIXTURES / "tied")
+    weights.save(tmp_path, weights.read_config(FIXTURES / "tied"), params, dtype=jnp.float32, max_shard_bytes=1)
+    assert len(list(tmp_path.glob("*.safetensors"))) == len(tensors_in(FIXTURES / "tied"))
+    assert_same_bits(load(tmp_path), params)
+
+
+def test_stop_ids_and_padding_go_to_generation_config(tmp_path: Path) -> None:
+    weights.save(tmp_path, weights.read_config(FIXTURES / "tied"), load(FIXTURES / "tied"), stop_ids=(7, 9), pad_id=3)
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [7, 9], "pad_token_id": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_loads_an_export_and_computes_the_same_logits(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    weights.save(
+        tmp_path,
+        weights.read_config(FIXTURES / name),
+        load(FIXTURES / name),
+        dtype=jnp.float32,
+        max_shard_bytes=40_000,
+        stop_ids=(7, 9),
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    assert model.generation_config.eos_token_id == [7, 9]
+    expected = np.load(FIXTURES / name / "expected.npz")
+    tokens, positions = (torch.from_numpy(expected[key]).long() for key in ("tokens", "positions"))
+    with torch.no_grad():
+        logits = model(tokens, attention_mask=torch.ones_like(tokens), position_ids=positions).logits
+    np.testing.assert_allclose(logits.numpy(), expected["logits"], atol=1e-4)
+
+
+# Never half a folder
+
+
+def test_saving_over_an_export_replaces_it_with_nothing_left_behind(sharded: Path) -> None:
+    config = weights.read_config(FIXTURES / "tied")
+    (sharded / "expected.npz").unlink()
+    (sharded / "tokenizer.json").write_text("{}")
+    weights.save(sharded, config, load(FIXTURES / "tied"), also=lambda folder: (folder / "vocab.json").write_text("{}"))
+    assert set(bytes_in(sharded)) == {"config.json", "generation_config.json", "model.safetensors", "vocab.json"}
+    assert list(sharded.parent.iterdir()) == [sharded]
+
+
+@pytest.mark.parametrize("stage", ["second shard", "tokenizer", "last rename"])
+def test_a_save_that_is_interrupted_leaves_the_earlier_export_as_it_was(
+    stage: str, sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, params = weights.read_config(sharded), load(sharded)
+    (sharded / "expected.npz").unlink()
+    before = bytes_in(sharded)
+    save_tensors = weights.save_file
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def first_shard_only(tensors: Any, path: Path, **options: Any) -> None:
+        (save_tensors if "00001" in path.name else interrupt)(tensors, path, **options)
+
+    def first_rename_only(path: Path, target: Path) -> Path:
+        return interrupt() if path.name == ".sharded.unfinished" else rename(path, target)
+
+    rename = Path.rename
+    if stage == "second shard":
+        monkeypatch.setattr(weights, "save_file", first_shard_only)
+    elif stage == "last rename":
+        monkeypatch.setattr(Path, "rename", first_rename_only)
+    with pytest.raises(KeyboardInterrupt):
+        weights.save(sharded, config, params, max_shard_bytes=20_000, also=interrupt if stage == "tokenizer" else None)
+    assert bytes_in(sharded) == before
+    assert list(sharded.parent.iterdir()) == [sharded]
+
+
+def test_a_save_killed_between_the_two_renames_is_mended_by_the_next(sharded: Path) -> None:
+    config, params = weights.read_config(sharded), load(sharded)
+    (sharded / "expected.npz").unlink()
+    before = bytes_in(sharded)
+    sharded.rename(sharded.with_name(".sharded.previous"))
+
+    def fail(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weights.save(sharded, config, params, also=fail)
+    assert bytes_in(sharded) == before
+
+
+def test_a_folder_with_files_that_no_export_wrote_is_left_alone(tied: Path) -> None:
+    config, params = weights.read_config(tied), load(tied)
+    before = bytes_in(tied)
+    with pytest.raises(UserError, match=r"expected\.npz: no export wrote this"):
+        weights.save(tied, config, params)
+    assert bytes_in(tied) == before
+
+
+def test_a_place_that_cannot_be_written_is_an_error_of_one_line(tied: Path) -> None:
+    with pytest.raises(UserError, match="can't be written") as error:
+        weights.save(tied / "config.json" / "export", weights.read_config(tied), load(tied))
+    assert "\n" not in str(error.value)
+
+
+# Bad input
+
+
+def edit(path: Path, change: Callable[[dict], Any]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def error_of(folder: Path) -> str:
+    with pytest.raises(UserError) as error:
+        load(folder)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    assert error_of(tmp_path / "nothing") == f"{tmp_path / 'nothing'}: no such folder"
+
+
+def test_a_missing_config(tied: Path) -> None:
+    (tied / "config.json").unlink()
+    assert error_of(tied).startswith(f"{tied / 'config.json'}: missing")
+
+
+def test_a_config_that_is_not_json(tied: Path) -> None:
+    (tied / "config.json").write_text("{'hidden_size': 32")
+    assert error_of(tied).startswith(f"{tied / 'config.json'}: not readable as JSON")
+
+
+def test_a_config_of_another_architecture(tied: Path) -> None:
+    edit(tied / "config.json", lambda config: config.update(model_type="llama"))
+    assert error_of(tied) == f"{tied / 'config.json'}: model_type is 'llama'; this model supports only 'qwen2'"
+
+
+def test_a_missing_shard(sharded: Path) -> None:
+    (sharded / "model-00002-of-00003.safetensors").unlink()
+    assert error_of(sharded).startswith(f"{sharded / 'model-00002-of-00003.safetensors'}: this shard is missing")
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -1], ids=["empty", "within the length", "within the header", "by a byte"])
+def test_a_truncated_file(kept: int, tied: Path) -> None:
+    file = tied / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    assert error_of(tied).startswith(f"{file}: truncated or not a safetensors file")
+
+
+def test_a_missing_tensor(tied: Path) -> None:
+    edit_tensors(tied, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.bias"))
+    assert "tensor model.layers.1.self_attn.k_proj.bias is missing" in error_of(tied)
+
+
+def test_a_tensor_that_is_not_in_the_shard_that_the_index_names(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    edit(index, lambda index: index["weight_map"].update({"model.norm.weight": "model-00001-of-00003.safetensors"}))
+    message = error_of(sharded)
+    assert message.startswith(f"{sharded / 'model-00001-of-00003.safetensors'}: tensor model.norm.weight is missing")
+
+
+def test_a_tensor_of_the_wrong_shape(tied: Path) -> None:
+    edit_tensors(tied, lambda tensors: tensors.update({"model.norm.weight": np.ones(31, np.float32)}))
+    assert error_of(tied) == (
+        f"{tied / 'model.safetensors'}: tensor model.norm.weight has shape [31]; by config.json it must be [32]"
+    )
+
+
+def test_a_quantised_tensor(tied: Path) -> None:
+    edit_tensors(tied, lambda tensors: tensors.update({"model.norm.weight": np.ones(32, np.int8)}))
+    assert "tensor model.norm.weight is stored as I8" in error_of(tied)
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.input_layernorm.weight", "lm_head.weight"])
+def test_a_surplus_tensor(name: str, tied: Path) -> None:
+    edit_tensors(tied, lambda tensors: tensors.update({name: np.ones(32, np.float32)}))
+    message = error_of(tied)
+    assert f"tensor {name} is not part of this model" in message
+    assert ("tie_word_embeddings" in message) == (name == "lm_head.weight")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.pt", "consolidated.00.pth"])
+def test_pickled_weights_are_named_and_never_opened(name: str, tied: Path) -> None:
+    (tied / "model.safetensors").rename(tied / name)
+    (tied / name).chmod(0)
+    assert f"only pickled weights ({name}), which are never opened" in error_of(tied)
+
+
+def test_a_folder_without_weights(tied: Path) -> None:
+    (tied / "model.safetensors").unlink()
+    assert error_of(tied).startswith(f"{tied}: has neither model.safetensors nor model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("place", ["../outside.safetensors", "/tmp/outside.safetensors", "sub/inside.safetensors"])
+def test_an_index_that_reaches_out_of_the_folder(place: str, sharded: Path) -> None:
+    shutil.copy(sharded / "model-00001-of-00003.safetensors", sharded.parent / "outside.safetensors")
+    index = sharded / "model.safetensors.index.json"
+    edit(index, lambda index: index["weight_map"].update({"model.norm.weight": place}))
+    assert error_of(sharded) == f"{index}: {place!r} is not the name of a file in this folder"
+
+
+def test_an_index_without_a_map(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    index.write_text("{}")
+    assert error_of(sharded).startswith(f"{index}: weight_map is missing")
+
+
+# Where a model comes from
+
+
+def test_a_local_folder_is_used_as_it_is(tied: Path) -> None:
+    assert weights.resolve(str(tied)) == tied
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", "folder", "Qwen/Qwen2.5-0.0B", "a/b/c"])
+def test_what_is_neither_a_folder_nor_to_be_had_from_the_hub_is_one_line_within_seconds(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = time.monotonic()
+    with pytest.raises(UserError, match=r"model\.init=random") as error:
+        weights.resolve(source)
+    assert time.monotonic() - start < 10
+    assert str(error.value).startswith(f"{source}: no such folder")
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr().err == ""

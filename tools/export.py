@@ -1,0 +1,62 @@
+"""Write a run's newest parameters as a Hugging Face folder: python tools/export.py RUN [--step N] [--dtype bfloat16]
+
+RUN/export then holds config.json, generation_config.json, safetensors and the tokenizer, and loads in transformers or
+as another run's `model.source`. An export that is there already is replaced as a whole, or not at all.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from mllm import config as configs
+from mllm import weights
+from mllm.checkpoint import Checkpoints
+from mllm.config import MeshConfig
+from mllm.errors import UserError
+from mllm.mesh import make_mesh
+from mllm.policy import load_policy
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run_dir")
+    parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: that of the computation")
+    options = parser.parse_args(arguments)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells what reading only means
+    try:
+        step = export(options.run, options.step, options.dtype)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"step {step} of {options.run} is exported to {options.run / 'export'}")
+    return 0
+
+
+def export(run: Path, step: int | None, dtype: str | None) -> int:
+    """Write RUN/export; returns the step that it holds."""
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run}: no config.yaml; give a run_dir")
+    config = configs.load(str(run / "config.yaml"))
+    policy = load_policy(config, make_mesh(MeshConfig()))
+    with closing(Checkpoints(run / "checkpoints", config.checkpoint, read_only=True)) as checkpoints:
+        step, params = checkpoints.restore_params(policy.params, step)
+    weights.save(
+        run / "export",
+        policy.architecture,
+        params,
+        dtype=jnp.dtype(dtype or config.model.dtype),
+        stop_ids=policy.stop_ids,
+        pad_id=policy.tokenizer.pad_token_id,
+        also=policy.tokenizer.save_pretrained,
+    )
+    return step
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Train Qwen2.5 by SFT or GRPO: python train.py --config qwen25_3b_grpo.yaml [key.sub=value ...]
+
+The whole story on one page: configuration, mesh, model, source of batches, update, evaluation, checkpoint. The same
+command again resumes from the newest checkpoint in run_dir and ends as a run that never stopped would have.
+
+Exit codes: 0 done, 2 something that you can mend (one line says what), 143 or 130 saved and left on SIGTERM or SIGINT.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mllm import config as configs
+from mllm import data, report, run_dir, tasks
+from mllm.batch import Batch
+from mllm.checkpoint import Checkpoints
+from mllm.config import Config
+from mllm.errors import UserError
+from mllm.evaluate import evaluate
+from mllm.mesh import make_mesh, shard_batch
+from mllm.metrics import RunLog, Stopwatch
+from mllm.optimizer import make_optimizer, make_schedule
+from mllm.policy import Policy, load_policy
+from mllm.rewards import RewardRunner
+from mllm.sampler import Sampler
+from mllm.signals import Interrupt
+from mllm.sources import GrpoSource, SftSource, Source
+from mllm.tasks import Task
+from mllm.train_step import abstract_state, init_state, make_logprob_pass, make_train_step
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="NAME", help="a path, or a file in configs/")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
+    options = parser.parse_intermixed_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        config = configs.load(options.config, options.overrides)
+        if options.print_config:
+            print(configs.dump(config), end="")
+            return 0
+        return train(config)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def train(config: Config) -> int:
+    """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
+    folder = Path(config.run_dir)
+    run_dir.check(folder, config)
+    mesh = make_mesh(config.mesh)
+    policy = load_policy(config, mesh)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    schedule = make_schedule(config.optimizer, config.steps)
+    train_step = make_train_step(policy.graphdef, optimizer, schedule, config)
+
+    with ExitStack() as stack:
+        task = None if config.task is None else tasks.load(config.task, config.seed)
+        source = make_source(config, policy, task, stack)
+        judge = make_judge(config, policy, task)
+        run_dir.write(folder, config)
+
+        checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints", config.checkpoint)))
+        restored = checkpoints.restore(abstract_state(policy.params, optimizer))
+        log = stack.enter_context(closing(RunLog(folder, restored.step if restored else None, config.steps)))
+        interrupt = stack.enter_context(Interrupt())
+        if restored:
+            done, state = restored.step, restored.state
+            source.seek(restored.position)
+        else:
+            done, state = 0, init_state(policy.initial_params(), optimizer)
+            if first := judge(state.params, 0):
+                log.write(0, first)
+
+        finished, leaving = done == config.steps, False
+        while not finished and not leaving:
+            watch = Stopwatch()
+            try:
+                batch, metrics, samples, last = source.next(state.params, done, watch)
+            except StopIteration:
+                break
+            with watch.phase("update"):
+                state, results = train_step(state, shard_batch(mesh, batch))
+                metrics |= {name: float(value) for name, value in results.items()}
+            watch.count_tokens(int(np.count_nonzero(batch.segments)))
+            if metrics["skipped"]:
+                dump_batch(folder / "skipped" / f"step_{done + 1}.npz", batch)
+
+            done += 1
+            finished = last or done == config.steps
+            leaving = interrupt.received is not None and source.resumable(done)
+            if finished or due(config.eval.every if config.eval else None, done):
+                with watch.phase("eval"):
+                    metrics |= judge(state.params, done)
+            log.write(done, metrics, samples)
+            if finished or leaving or due(config.checkpoint.every, done):
+                with watch.phase("save"):
+                    log.sync()
+                    checkpoints.save(done, state, source.position(), configs.dump(config), metrics)
+            log.write_timings(done, watch.timings(), metrics)
+        checkpoints.wait()
+
+    if leaving and not finished:
+        print(f"stopped by a signal after step {done}; saved: the same command resumes", file=sys.stderr)
+        return interrupt.exit_code
+    print(report.summary(folder))
+    return 0
+
+
+def make_source(config: Config, policy: Policy, task: Task | None, stack: ExitStack) -> Source:
+    """What the loop draws batches from; `stack` closes what it opens."""
+    place = {"seed": config.seed, "process_index": jax.process_index(), "process_count": jax.process_count()}
+    if config.algorithm == "sft":
+        assert config.data is not None
+        batches = data.sft_batches(config.data, policy.tokenizer, task=task, batch_size=config.batch_size, **place)
+        return SftSource(batches)
+
+    assert config.grpo is not None
+    assert config.rollout is not None
+    assert config.task is not None
+    assert task is not None
+    prompts = data.prompt_batches(
+        task,
+        policy.tokenizer,
+        prompts_per_step=config.batch_size // config.grpo.num_generations,
+        max_prompt_length=config.rollout.max_prompt_length,
+        **place,
+    )
+    return GrpoSource(
+        config.grpo,
+        config.task,
+        prompts,
+        make_sampler(config, policy),
+        stack.enter_context(RewardRunner(config.task, task)),
+        make_logprob_pass(policy.graphdef, config),
+        reference=policy.initial_params() if config.grpo.beta > 0 else None,
+        logged_samples=config.log.samples,
+    )
+
+
+def make_judge(config: Config, policy: Policy, task: Task | None) -> Callable[[Any, int], dict[str, float]]:
+    """(parameters, step) -> the metrics of an evaluation; none where the configuration asks for no evaluation."""
+    if config.eval is None or task is None:
+        return lambda params, step: {}
+    sampler = make_sampler(config, policy)
+    examples = [task.heldout[i] for i in range(config.eval.prompts or len(task.heldout))]
+    sampled = config.eval.sampled
+    return lambda params, step: evaluate(sampler, params, examples, step=step, sampled=sampled)
+
+
+def make_sampler(config: Config, policy: Policy) -> Sampler:
+    assert config.rollout is not None
+    return Sampler(policy.graphdef, policy.tokenizer, policy.stop_ids, config.rollout, config.seed)
+
+
+def due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+def dump_batch(path: Path, batch: Batch) -> None:
+    """Keep the batch of an update that was skipped, to be looked at."""
+    path.parent.mkdir(exist_ok=True)
+    np.savez(path, **{name: value for name, value in batch._asdict().items() if value is not None})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
