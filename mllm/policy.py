@@ -96,7 +96,7 @@ def find_architecture(config: ModelConfig, folder: Path | None) -> Qwen2Config:
     if folder is not None:
         return weights.read_config(folder)
     if config.architecture is not None:
-        return Qwen2Config.from_hf(config.architecture, "model.architecture")
+        return Qwen2Config.from_hf(config.architecture, "model.architecture", closed=True)
     assert config.source is not None
     return PRESETS[config.source]
 

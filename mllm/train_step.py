@@ -167,7 +167,7 @@ def make_train_step(
     @jax.jit(donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, outputs, gradients = accumulate(forward.loss, state.params, batch, rows)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         sound = jnp.isfinite(loss) & jnp.isfinite(norm)
 
         def update(params: Any, opt_state: Any) -> tuple[Any, Any]:

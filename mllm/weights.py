@@ -128,7 +128,7 @@ def load(folder: Path, config: Qwen2Config, abstract: nnx.State | None = None) -
         def read(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             block = partial(read_block, tensors, TENSORS[parameter_name(path)], leaf)
             array = jax.block_until_ready(to_device(leaf, block))
-            gc.collect()  # JAX lets go of the host's copy only then, and the next one can be as large
+            gc.collect(0)  # JAX lets go of the host's copy only then, and the next can be as large
             return array
 
         return jax.tree_util.tree_map_with_path(read, abstract)

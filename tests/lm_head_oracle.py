@@ -178,7 +178,7 @@ def plain(
     live = jnp.ones(labels.shape, bool) if where is None else where
     hidden = jnp.where(live[:, None], hidden, 0)
 
-    def outputs(raw: Float[jax.Array, "N V"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def outputs(raw: Float[jax.Array, "N V"]) -> tuple[jax.Array, ...]:
         z = (raw if softcap is None else softcap * jnp.tanh(raw / softcap)) / temperature
         log_p = jax.nn.log_softmax(z)
         logprob = jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0]

@@ -61,10 +61,10 @@ def test_exact_matches_and_ties_are_as_accurate_as_full_logits(
     check(make(dtype, largest), random_cotangents(252), impl=impl)
 
 
-@every_impl
 @pytest.mark.parametrize("shape", [MANY_WORDS, MANY_TOKENS], ids=str)
-def test_many_words_and_many_tokens_are_as_accurate_as_full_logits(impl: str, shape: tuple[int, int, int]) -> None:
-    check(random_problem(shape, 3.0, jnp.bfloat16), random_cotangents(shape[0]), impl=impl)
+def test_many_words_and_many_tokens_are_as_accurate_as_full_logits(shape: tuple[int, int, int]) -> None:
+    problem, cotangents = random_problem(shape, 3.0, jnp.bfloat16), random_cotangents(shape[0])
+    check(problem, cotangents, impl="streaming")
 
 
 @every_impl
@@ -120,7 +120,6 @@ def test_without_where_every_row_counts(impl: str) -> None:
 @every_impl
 def test_a_traced_temperature_equals_the_number(impl: str) -> None:
     problem, cotangents = random_problem(SMALL), random_cotangents(24)
-
     traced = jax.jit(lambda temperature: pulled_back(*problem, cotangents, impl=impl, temperature=temperature))
     for temperature in (0.6, 1.7):
         truth = exact(*problem, lambda *_: cotangents, temperature=temperature)

@@ -1,6 +1,7 @@
 """token_loss and its gradients against float64: any objective, workspace, mask and incoming cotangent."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,16 +126,15 @@ def test_rows_of_weight_zero_give_zeros_and_leak_nothing(impl: str, mask: str) -
     assert live.any() or (got.loss == 0 and not np.any(got.rows.weight))
 
 
-@every_impl
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_the_other_side_frozen_changes_no_gradient(impl: str, frozen: str) -> None:
+def test_the_other_side_frozen_changes_no_gradient(frozen: str) -> None:
     problem, objective = random_problem(SMALL), OBJECTIVES["cross-entropy"]
     side = 1 if frozen == "hidden" else 0
 
     def loss(*sides: jax.Array) -> jax.Array:
-        return token_loss(*sides, problem.labels, objective.in_jax, impl=impl)[0]
+        return token_loss(*sides, problem.labels, objective.in_jax, impl="streaming")[0]
 
-    want = loss_and_gradients(problem, objective, (), jnp.ones(24), impl=impl)
+    want = loss_and_gradients(problem, objective, (), jnp.ones(24), impl="streaming")
     got = jax.jit(jax.grad(loss, argnums=side))(problem.hidden, problem.weight)
     np.testing.assert_allclose(got, want.rows[3 + side], rtol=1e-5, atol=1e-6)
 

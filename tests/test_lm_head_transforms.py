@@ -1,4 +1,7 @@
-"""token_logprobs and token_loss under JAX's transformations: each gives what plain calls give."""
+"""token_logprobs and token_loss under JAX's transformations: each gives what plain calls give.
+
+The reference is ordinary JAX code on full logits, so it stands beside `streaming` only where that costs little.
+"""
 
 import functools
 from collections.abc import Callable
@@ -83,19 +86,20 @@ def test_jit_changes_nothing(scalar: Callable[..., Any]) -> None:
     assert_near(jitted(scalar, "streaming")(*ARGUMENTS), eager)
 
 
-@every_impl
 @every_entry_point
-def test_rematerialisation_changes_nothing(impl: str, scalar: Callable[..., Any]) -> None:
+def test_rematerialisation_changes_nothing(scalar: Callable[..., Any]) -> None:
     def checkpointed(*args: jax.Array, impl: str) -> Any:
         return jax.checkpoint(functools.partial(scalar, impl=impl))(*args)
 
-    assert_near(jitted(checkpointed, impl)(*ARGUMENTS), jitted(scalar, impl)(*ARGUMENTS))
+    got = jax.jit(gradients_of(checkpointed, "streaming"))(*ARGUMENTS)
+    assert_near(got, jitted(scalar, "streaming")(*ARGUMENTS))
 
 
-@every_impl
 @every_entry_point
-@pytest.mark.parametrize("over", ["hidden", "everything"])
-def test_vmap_is_a_python_loop(impl: str, scalar: Callable[..., Any], over: str) -> None:
+@pytest.mark.parametrize(
+    ("impl", "over"), [("streaming", "hidden"), ("streaming", "everything"), ("reference", "everything")]
+)
+def test_vmap_is_a_python_loop(impl: str, over: str, scalar: Callable[..., Any]) -> None:
     hidden, weight, labels, weights = ARGUMENTS
     stacks = (
         jnp.stack([hidden, hidden[::-1], 0 * hidden]),
@@ -108,7 +112,7 @@ def test_vmap_is_a_python_loop(impl: str, scalar: Callable[..., Any], over: str)
     got = jax.jit(jax.vmap(gradients_of(scalar, impl), in_axes=axes))(*batched)
     for i in range(3):
         alone = [x if axis is None else x[i] for x, axis in zip(batched, axes, strict=True)]
-        assert_near(jax.tree.map(lambda x: x[i], got), jitted(scalar, impl)(*alone))  # noqa: B023
+        assert_near([x[i] for x in jax.tree.leaves(got)], jitted(scalar, impl)(*alone))
 
 
 @every_entry_point

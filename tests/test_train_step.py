@@ -1,0 +1,185 @@
+"""One update is the same however it is computed: by which head, in which micro-batches, on which mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import config
+
+from mllm.batch import Batch
+from mllm.mesh import make_mesh, shard_batch
+from mllm.optimizer import make_optimizer, make_schedule
+from mllm.policy import load_policy
+from mllm.train_step import Forward, abstract_state, accumulate, init_state, make_logprob_pass, make_train_step
+
+ROWS, LENGTH = 8, 16
+
+
+def make_batch(seed: int = 0) -> Batch:
+    """Rows of a prompt, a completion and padding, all of different lengths."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, 260, (ROWS, LENGTH), dtype=np.int32)
+    length = rng.integers(8, LENGTH, (ROWS, 1))
+    place = np.arange(LENGTH)
+    mask = (place >= 5) & (place < length - 1)
+    numbers = rng.normal(size=(4, ROWS, LENGTH)).astype(np.float32)
+    return Batch(
+        tokens=tokens,
+        positions=np.broadcast_to(place, tokens.shape).astype(np.int32),
+        segments=(place < length).astype(np.int32),
+        labels=(np.roll(tokens, -1, 1) * mask).astype(np.int32),
+        weights=(mask / mask.sum()).astype(np.float32),
+        advantages=numbers[0],
+        sampler_logprobs=-5.5 + 0.1 * numbers[1],
+        old_logprobs=-5.5 + 0.1 * numbers[2],
+        reference_logprobs=-5.5 + 0.1 * numbers[3],
+    )
+
+
+def update(settings, batch=None, steps=1):
+    """The state and metrics after `steps` updates with the same batch."""
+    mesh = make_mesh(settings.mesh)
+    policy = load_policy(settings, mesh)
+    optimizer = make_optimizer(settings.optimizer, settings.steps)
+    schedule = make_schedule(settings.optimizer, settings.steps)
+    train_step = make_train_step(policy.graphdef, optimizer, schedule, settings)
+    state = init_state(policy.initial_params(), optimizer)
+    for _ in range(steps):
+        state, metrics = train_step(state, shard_batch(mesh, batch or make_batch()))
+    return state, metrics
+
+
+def gradient(settings, batch=None):
+    """Loss, metrics and gradients of one step, before the optimizer hides their scale."""
+    mesh = make_mesh(settings.mesh)
+    policy = load_policy(settings, mesh)
+    forward = Forward(policy.graphdef, settings)
+    rows = settings.micro_batch_size or settings.batch_size
+
+    @jax.jit
+    def compute(params, batch):
+        loss, outputs, gradients = accumulate(forward.loss, params, batch, rows)
+        return {"loss": loss, **forward.metrics(batch, outputs)}, gradients
+
+    return compute(policy.initial_params(), shard_batch(mesh, batch or make_batch()))
+
+
+def assert_same(one, other, tolerance=1e-5):
+    """Metrics and gradients agree to float32's rounding, relative to each array's largest value."""
+    (metrics, gradients), (other_metrics, other_gradients) = one, other
+    for name in metrics:
+        np.testing.assert_allclose(metrics[name], other_metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    for leaf, other_leaf in zip(jax.tree.leaves(gradients), jax.tree.leaves(other_gradients), strict=True):
+        np.testing.assert_allclose(leaf, other_leaf, rtol=0, atol=tolerance * float(np.abs(leaf).max()))
+
+
+GRPO_WITH_EVERYTHING = {
+    "num_iterations": 2,
+    "beta": 0.1,
+    "reference": "initial",
+    "entropy_coef": 0.01,
+    "epsilon_high": 0.3,
+}
+SETTINGS = {
+    "sft": config("sft", optimizer={"max_grad_norm": None}),
+    "grpo": config(grpo=GRPO_WITH_EVERYTHING),
+    "gspo": config(grpo={**GRPO_WITH_EVERYTHING, "loss_type": "gspo"}),
+}
+
+
+def changed(settings, **sections):
+    return type(settings).model_validate({**settings.model_dump(), **sections})
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Metrics and gradients of the streaming head on one device, with the whole batch at once."""
+    return {name: gradient(settings) for name, settings in SETTINGS.items()}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_gradient_does_not_depend_on_the_micro_batch(expected, name):
+    assert_same(expected[name], gradient(changed(SETTINGS[name], micro_batch_size=2)))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_full_logits_give_the_gradient_of_the_streaming_head(expected, name):
+    assert_same(expected[name], gradient(changed(SETTINGS[name], head={"impl": "reference"})))
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 8}, {"dp": 2, "fsdp": 2, "tp": 2}], ids=str)
+def test_every_mesh_gives_the_same_gradient(expected, mesh):
+    assert_same(expected["grpo"], gradient(changed(SETTINGS["grpo"], mesh=mesh)), 3e-5)
+
+
+def test_the_workspace_of_the_head_changes_nothing(expected):
+    assert_same(expected["grpo"], gradient(changed(SETTINGS["grpo"], head={"workspace_mib": 0})))
+
+
+def test_bfloat16_computes_near_float32_and_gives_gradients_to_float32_masters(expected):
+    model = SETTINGS["sft"].model.model_dump()
+    metrics, gradients = gradient(changed(SETTINGS["sft"], model={**model, "dtype": "bfloat16"}))
+    exact_metrics, exact = expected["sft"]
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(metrics["loss"], exact_metrics["loss"], rtol=5e-3)
+    np.testing.assert_allclose(optax.tree.norm(gradients), optax.tree.norm(exact), rtol=2e-2)
+
+
+def test_a_loss_that_is_not_finite_skips_the_update_and_says_so():
+    settings = SETTINGS["grpo"]
+    batch = make_batch()
+    poisoned = batch._replace(advantages=np.where(batch.weights > 0, np.inf, 0).astype(np.float32))
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    before = policy.initial_params()
+    state, metrics = update(settings, poisoned)
+    assert metrics["skipped"] == 1
+    assert not np.isfinite(metrics["loss"])
+    for leaf, old in zip(jax.tree.leaves(state.params), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(leaf, old)
+    assert not any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(state.opt_state))
+
+
+def test_a_batch_in_which_nothing_counts_changes_no_parameter():
+    settings = config(optimizer={"weight_decay": 0.0})
+    batch = make_batch()
+    state, metrics = update(settings, batch._replace(weights=np.zeros_like(batch.weights)))
+    assert metrics["loss"] == 0
+    assert metrics["grad_norm"] == 0
+    assert metrics["skipped"] == 0
+    before = load_policy(settings, make_mesh(settings.mesh)).initial_params()
+    for leaf, old in zip(jax.tree.leaves(state.params), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(leaf, old)
+
+
+def test_the_log_prob_pass_gives_what_the_update_sees():
+    settings = changed(SETTINGS["grpo"], micro_batch_size=4)
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    batch = make_batch()
+    logprobs = make_logprob_pass(policy.graphdef, settings)(policy.initial_params(), batch)
+    assert logprobs.shape == (ROWS, LENGTH)
+    assert np.all((np.asarray(logprobs) < 0) == (batch.weights > 0))
+    # With the old policy's log-probabilities equal to the current ones nothing is clipped, and the ratio is 1.
+    exact = batch._replace(old_logprobs=logprobs, sampler_logprobs=logprobs, reference_logprobs=logprobs)
+    _, metrics = update(settings, exact)
+    np.testing.assert_allclose(metrics["kl"], 0, atol=1e-9)
+    np.testing.assert_allclose(metrics["sampling/importance_sampling_ratio/mean"], 1, rtol=1e-5)
+    entropy_term = SETTINGS["grpo"].grpo.entropy_coef * metrics["entropy"]
+    np.testing.assert_allclose(metrics["loss"], -(batch.advantages * batch.weights).sum() - entropy_term, atol=1e-5)
+
+
+def test_the_state_is_laid_out_by_the_table_moments_included():
+    settings = config(mesh={"fsdp": 2, "tp": 2})
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    optimizer = make_optimizer(settings.optimizer, settings.steps)
+    state = init_state(policy.initial_params(), optimizer)
+    expected = abstract_state(policy.params, optimizer)
+    for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (like.shape, like.dtype, like.sharding)
+    shard = {leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state) if leaf.shape == (260, 32)}
+    assert shard == {(130, 16)}
+
+
+def test_the_reported_norm_is_that_of_the_whole_gradient(expected):
+    _, metrics = update(SETTINGS["grpo"])
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(expected["grpo"][1]), rtol=1e-5)

@@ -1,0 +1,36 @@
+"""The smallest run that has every part: configurations and data that tests share."""
+
+from mllm.config import Config
+
+ARCHITECTURE = {
+    "model_type": "qwen2",
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "rope_theta": 10000.0,
+}
+
+
+def config(algorithm: str = "grpo", **sections) -> Config:
+    """A valid configuration of two-digit sums on 8 rows; `sections` replace or extend settings, a level deep."""
+    settings = {
+        "algorithm": algorithm,
+        "run_dir": "unused",
+        "steps": 4,
+        "batch_size": 8,
+        "model": {"init": "random", "architecture": ARCHITECTURE, "dtype": "float32", "remat": "none"},
+        "optimizer": {"learning_rate": 1e-2},
+        "task": {"name": "arithmetic", "heldout": 16},
+        "rollout": {"max_prompt_length": 16, "max_completion_length": 4},
+    }
+    if algorithm == "grpo":
+        settings["grpo"] = {"num_generations": 4}
+    else:
+        settings |= {"data": {"source": "task", "max_length": 32}, "eval": {}}
+    for name, value in sections.items():
+        settings[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value
+    return Config.model_validate(settings)
