@@ -13,12 +13,21 @@ RUNS := runs/demo_seed$(SEED)
 
 setup: .venv/installed
 
-# Which interpreter and which requirements .venv was made with: another one makes it anew.
+# An interpreter that is named, and is not the one that .venv was made with, makes it anew.
+ifneq ($(origin PYTHON), file)
+ifneq ($(shell $(PYTHON) -c 'import sys; print(sys.version)'), $(shell $(BIN)/python -c 'import sys; print(sys.version)' 2>&1))
+.venv/installed: another-interpreter
+endif
+endif
+.PHONY: another-interpreter
+another-interpreter:
+
 .venv/installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.11 or newer is needed; make setup PYTHON=python3.12 picks one" if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than Python 3.11; make setup PYTHON=python3.12 picks another"; exit 2; }
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	@touch $@
 
 demo: setup
 	$(BIN)/python train.py --config tiny_sft.yaml seed=$(SEED) run_dir=$(RUNS)/sft

@@ -15,16 +15,19 @@ Letters: B batch, T time, D hidden, V vocabulary, L layers, H dim of a head, N q
 heads, R = H/2 rotated pairs, S slots of the cache; I and O what goes into a product and what comes out.
 """
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.tree_util import DictKey, KeyPath
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from mllm.architecture import PRESETS, Qwen2Config
+from mllm.attention import splash_attention
 
 __all__ = ["LOGICAL_AXES", "PRESETS", "KVCache", "Qwen2", "Qwen2Config", "parameter_name"]
 
@@ -94,6 +97,7 @@ class Qwen2(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         param_dtype: DTypeLike = jnp.float32,
         remat: Literal["none", "dots", "full"] = "none",
+        splash_mesh: Mesh | None = None,
     ) -> None:
         """Random parameters: matrices normal with deviation `initializer_range`, biases 0, norms 1.
 
@@ -103,10 +107,12 @@ class Qwen2(nnx.Module):
             param_dtype: of the parameters; they are cast to `dtype` where they are used, a layer at a time.
             remat: what the backward pass computes again in each layer: nothing, all but the products with
                 parameters, or everything.
+            splash_mesh: where whole sequences are given to splash attention; see `mllm.attention.splash_mesh`.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.remat = remat
+        self.splash_mesh = splash_mesh
         normal = jax.nn.initializers.normal(config.initializer_range, param_dtype)
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(normal(rngs.params(), vocabulary))
@@ -144,7 +150,10 @@ class Qwen2(nnx.Module):
         """
         slot = jnp.zeros((), jnp.int32) if cache is None else cache.index
         seen = segments if cache is None else write(cache.segments, segments, (0, slot))
-        mask = attention_mask(segments, seen, slot)
+        if cache is None and self.splash_mesh is not None:
+            attend = partial(splash_attention, segments=segments, mesh=self.splash_mesh)
+        else:
+            attend = partial(jax.nn.dot_product_attention, mask=attention_mask(segments, seen, slot))
         rotation = rotary(positions, self.config.head_dim, self.config.rope_theta)
         graphdef, layers = nnx.split(self.layers)
 
@@ -159,7 +168,7 @@ class Qwen2(nnx.Module):
                 start = (number, 0, slot, 0, 0)
                 stored = write(stored[0], keys[None], start), write(stored[1], values[None], start)
                 keys, values = (jax.lax.dynamic_index_in_dim(all_, number, keepdims=False) for all_ in stored)
-            attended = jax.nn.dot_product_attention(queries, keys, values, mask=mask)
+            attended = attend(queries, keys, values)
             hidden = hidden + linear(attended.reshape(*hidden.shape[:2], -1), layer.o_weight)
             hidden = hidden + layer.feed_forward(hidden)
             return (hidden, stored), None

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from mllm import tokenizer as tokenizers
 from mllm import weights
 from mllm.architecture import PRESETS, Qwen2Config
+from mllm.attention import splash_mesh
 from mllm.config import Config, ModelConfig
 from mllm.errors import UserError
 from mllm.mesh import check_divides, sharding
@@ -47,12 +48,14 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
     """Read everything but the parameters, and check that it fits together.
 
     Raises:
-        UserError: the model's or tokenizer's files can't be had or don't fit, or the mesh doesn't divide the model.
+        UserError: the model's or tokenizer's files can't be had or don't fit, or the mesh doesn't divide the model,
+            or the attention that is asked for can't run.
     """
     model = config.model
     folder = find_folder(model)
     architecture = find_architecture(model, folder)
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: make_model(model, architecture, nnx.Rngs(0))))
+    splash = splash_mesh(model.attention, architecture, mesh)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: make_model(model, architecture, nnx.Rngs(0), splash)))
     tokenizer = tokenizers.load(find_tokenizer(model, folder))
     tokenizers.check_fits(tokenizer, architecture.vocab_size)
     stop = () if config.rollout is None else config.rollout.stop
@@ -68,13 +71,16 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
     )
 
 
-def make_model(config: ModelConfig, architecture: Qwen2Config, rngs: nnx.Rngs) -> Qwen2:
+def make_model(
+    config: ModelConfig, architecture: Qwen2Config, rngs: nnx.Rngs, splash_mesh: Mesh | None = None
+) -> Qwen2:
     return Qwen2(
         architecture,
         rngs=rngs,
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         remat=config.remat,
+        splash_mesh=splash_mesh,
     )
 
 

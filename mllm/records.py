@@ -58,7 +58,7 @@ def hub_rows(source: str, subset: str | None, split: str, key: str) -> Records:
     except ImportError:
         raise UserError(
             f"{key}: {source} is no file here, and a hub id needs the package datasets: "
-            "give a local path, or pip install 'mllm[hub]'"
+            "give a local path, or pip install -e '.[hub]'"
         ) from None
     try:
         rows = datasets.load_dataset(source, subset, split=split)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from mllm.metrics import read_records
@@ -12,7 +12,7 @@ def summary(run_dir: Path) -> str:
     """The table of a run, read from its metrics.jsonl and timings.jsonl."""
     metrics = read_records(run_dir / "metrics.jsonl")
     timings = read_records(run_dir / "timings.jsonl")
-    lines = [*accuracy_table(metrics), *loss_lines(metrics), *speed_lines(timings), "", *places(run_dir)]
+    lines = [*accuracy_table(metrics), *progress_line(metrics), *speed_lines(timings), "", *places(run_dir)]
     return "\n".join(["", *lines])
 
 
@@ -36,10 +36,15 @@ def interval(record: dict[str, Any], key: str) -> str:
     return f"{record[f'{key}_low']:.3f} .. {record[f'{key}_high']:.3f}"
 
 
-def loss_lines(metrics: list[dict[str, Any]]) -> Iterator[str]:
-    losses = [record["loss"] for record in metrics if record.get("loss") is not None]
-    if losses:
-        yield f"{'loss':<18} {losses[0]:.4f} at first, {losses[-1]:.4f} at last, over {len(losses)} steps"
+def progress_line(metrics: list[dict[str, Any]]) -> Iterator[str]:
+    """The reward, or without one the loss: the mean of the first and of the last tenth of the steps."""
+    for key in ("reward", "loss"):
+        values = [record[key] for record in metrics if record.get(key) is not None]
+        if values:
+            tenth = max(1, len(values) // 10)
+            first, last = fmean(values[:tenth]), fmean(values[-tenth:])
+            yield f"{key:<18} {first:.3f} in the first tenth, {last:.3f} in the last of {len(values)} steps"
+            return
 
 
 def speed_lines(timings: list[dict[str, Any]]) -> Iterator[str]:

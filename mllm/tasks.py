@@ -223,7 +223,7 @@ def gym(name: str, seed: int, size: int) -> Any:
         import reasoning_gym
     except ImportError:
         raise UserError(
-            f"task.name: reasoning_gym:{name} needs the package reasoning-gym: pip install mllm[reasoning]"
+            f"task.name: reasoning_gym:{name} needs the package reasoning-gym: pip install -e '.[reasoning]'"
         ) from None
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size)

@@ -178,13 +178,13 @@ def plain(
     live = jnp.ones(labels.shape, bool) if where is None else where
     hidden = jnp.where(live[:, None], hidden, 0)
 
-    def outputs(raw: Float[jax.Array, "N V"]) -> tuple[jax.Array, ...]:
+    def outputs(raw: Float[jax.Array, "N V"]) -> tuple[jax.Array, jax.Array, jax.Array]:
         z = (raw if softcap is None else softcap * jnp.tanh(raw / softcap)) / temperature
         log_p = jax.nn.log_softmax(z)
         logprob = jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0]
         entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=1)
         lse = jax.nn.logsumexp(z, axis=1)
-        return tuple(jnp.where(live, x, 0) for x in (logprob, lse, entropy))
+        return jnp.where(live, logprob, 0), jnp.where(live, lse, 0), jnp.where(live, entropy, 0)
 
     def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)

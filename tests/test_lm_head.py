@@ -195,7 +195,7 @@ def test_leading_dims_are_flattened_and_given_back(impl: str) -> None:
 @every_impl
 @every_dtype
 @pytest.mark.parametrize("products", [None, jnp.bfloat16], ids=["as given", "in bfloat16"])
-@pytest.mark.parametrize("leading", [(24, 1), ()], ids=str)
+@pytest.mark.parametrize("leading", [(24, 1), (), (0,)], ids=str)
 def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(
     impl: str, dtype: Any, products: Any, leading: tuple[int, ...]
 ) -> None:

@@ -62,6 +62,8 @@ def read_run(run: Path) -> Records:
 
 def draw(runs: dict[str, Records], out: Path) -> None:
     shown = [key for key in PANELS if any(has(records, key) for records in runs.values())]
+    if "reward" in shown and "loss" in shown:
+        shown.remove("loss")  # a policy's loss is near 0 on its own samples, and says nothing
     columns = min(3, len(shown))
     rows = -(-len(shown) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.2 * rows), squeeze=False, layout="constrained")

@@ -1,0 +1,25 @@
+"""Rewards as a user writes them, in a module of their own; a model from scratch gets some of each."""
+
+import os
+import time
+
+
+def even_characters(prompt, completion, example):
+    """The share of characters with an even number; REWARD_SECONDS makes it slow, for tests that need the time."""
+    time.sleep(float(os.environ.get("REWARD_SECONDS", "0")))
+    return sum(ord(character) % 2 == 0 for character in completion) / 4
+
+
+def fussy(prompt, completion, example):
+    """As `even_characters`, but it can't bear an odd number of them."""
+    even = sum(ord(character) % 2 == 0 for character in completion)
+    if even % 2:
+        raise RuntimeError("an odd number of even characters")
+    return even / 4
+
+
+def slow_at_times(prompt, completion, example):
+    """Hangs where the first character is odd."""
+    if ord(completion[:1] or "a") % 4 == 1:
+        time.sleep(60)
+    return 1.0
