@@ -33,6 +33,7 @@ from mllm.sampler import Sampler
 from mllm.signals import Interrupt
 from mllm.sources import GrpoSource, SftSource, Source
 from mllm.tasks import Task
+from mllm.tokenizer import encode_prompt
 from mllm.train_step import abstract_state, init_state, make_logprob_pass, make_train_step
 
 
@@ -68,6 +69,8 @@ def train(config: Config) -> int:
         task = None if config.task is None else tasks.load(config.task, config.seed)
         source = make_source(config, policy, task, stack)
         judge = make_judge(config, policy, task)
+        # Before anything is written: the files of the parameters may turn out to be damaged.
+        initial = None if run_dir.is_run(folder) else policy.initial_params()
         run_dir.write(folder, config)
 
         checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints", config.checkpoint)))
@@ -78,7 +81,7 @@ def train(config: Config) -> int:
             done, state = restored.step, restored.state
             source.seek(restored.position)
         else:
-            done, state = 0, init_state(policy.initial_params(), optimizer)
+            done, state = 0, init_state(policy.initial_params() if initial is None else initial, optimizer)
             if first := judge(state.params, 0):
                 log.write(0, first)
 
@@ -149,11 +152,23 @@ def make_source(config: Config, policy: Policy, task: Task | None, stack: ExitSt
 
 
 def make_judge(config: Config, policy: Policy, task: Task | None) -> Callable[[Any, int], dict[str, float]]:
-    """(parameters, step) -> the metrics of an evaluation; none where the configuration asks for no evaluation."""
+    """(parameters, step) -> the metrics of an evaluation; none where the configuration asks for no evaluation.
+
+    Raises:
+        UserError: a held-out prompt is longer than `rollout.max_prompt_length`, or can't be written as a chat.
+    """
     if config.eval is None or task is None:
         return lambda params, step: {}
+    assert config.rollout is not None
     sampler = make_sampler(config, policy)
     examples = [task.heldout[i] for i in range(config.eval.prompts or len(task.heldout))]
+    for index, example in enumerate(examples):
+        length, limit = len(encode_prompt(policy.tokenizer, example.prompt)), config.rollout.max_prompt_length
+        if length > limit:
+            raise UserError(
+                f"rollout.max_prompt_length: held-out prompt {index} of task {task.name} has {length} tokens, "
+                f"and the limit is {limit}"
+            )
     sampled = config.eval.sampled
     return lambda params, step: evaluate(sampler, params, examples, step=step, sampled=sampled)
 

@@ -1,14 +1,15 @@
 """Causal attention of whole sequences, within the documents packed in a row, by JAX's splash attention on TPUs.
 
-`jax.nn.dot_product_attention` makes all T x T scores of a head. Splash attention is JAX's own Pallas kernel for TPUs that
-makes them a block at a time and leaves out the blocks in which no query sees a key. This file says where it can run and
-brings its conventions in line with the model's. Left out: attention through a KV cache, and the backends for which JAX
-has no such kernel; there the model calls `jax.nn.dot_product_attention`.
+`jax.nn.dot_product_attention` makes all T x T scores of a head. Splash attention is JAX's own Pallas kernel for TPUs:
+it makes a block of scores at a time, and leaves out the blocks in which no query may see a key. This file says where it
+can run, and brings its conventions in line with the model's. Left out: attention through a KV cache, and the backends
+for which JAX has no such kernel; there the model calls `jax.nn.dot_product_attention`.
 
-Uses `jax.experimental.pallas.ops.tpu.splash_attention`; the computation is FlashAttention's (arXiv:2205.14135, section
-3.1), with a mask that is known when compiling.
+Uses `jax.experimental.pallas.ops.tpu.splash_attention`, which computes as FlashAttention does (arXiv:2205.14135,
+section 3.1).
 """
 
+from functools import partial
 from typing import Literal
 
 import jax
@@ -22,10 +23,10 @@ from mllm.errors import UserError
 from mllm.mesh import RULES, sharding
 
 HEAD_DIMS = (64, 128)
-"""Of every Qwen2.5; the kernel pads others, and nobody has tried them here."""
+"""Those of Qwen2.5, with which it is tested; the kernel pads others."""
 
 BLOCKS = (512, 256, 128)
-"""Queries, or keys, in a block: the longest that divides the sequence is taken. The kernel asks for a multiple of 128."""
+"""Queries, or keys, in a block: the largest that divides the sequence. The kernel asks for multiples of 128."""
 
 
 def splash_mesh(asked: Literal["xla", "splash"] | None, config: Qwen2Config, mesh: Mesh) -> Mesh | None:
@@ -76,23 +77,16 @@ def splash_attention(
     Args:
         mesh: must divide B, N and K by its axes for them. Off TPUs the kernel is interpreted, slowly, for tests.
     """
-    heads, kv_heads, rows = (
-        sharding(mesh, ("batch", None, "heads", None)).spec,
-        sharding(mesh, ("batch", None, "kv_heads", None)).spec,
-        sharding(mesh, ("batch", None)).spec,
-    )
     time = queries.shape[1]
     missing = -time % BLOCKS[-1]
-    padded = [
-        jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) for x in (queries, keys, values, segments)
-    ]
-    # Pallas kernels don't say over which axes their results vary, so that can't be checked.
+    padded = [jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) for x in (queries, keys, values, segments)]
+    heads, kv_heads = (sharding(mesh, ("batch", "time", axis, "head_dim")).spec for axis in ("heads", "kv_heads"))
     attend = jax.shard_map(
-        lambda *shards: local_attention(*shards, interpret=not on_tpu(mesh)),
+        partial(local_attention, interpret=not on_tpu(mesh)),
         mesh=mesh,
-        in_specs=(heads, kv_heads, kv_heads, rows),
+        in_specs=(heads, kv_heads, kv_heads, sharding(mesh, ("batch", "time")).spec),
         out_specs=heads,
-        check_vma=False,
+        check_vma=False,  # a Pallas kernel does not say over which axes its results vary
     )
     return attend(*padded)[:, :time]
 

@@ -4,14 +4,13 @@ Position t of a row predicts `labels[t]`, the token at t + 1; whatever is known 
 loss, its advantage, its log-probability under another policy) stands at t too.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
-import numpy as np
 from jaxtyping import Float, Int
 
-Ints = Int[jax.Array, "B T"] | Int[np.ndarray, "B T"]
-Floats = Float[jax.Array, "B T"] | Float[np.ndarray, "B T"]
+# Any: numpy's arrays from a source, JAX's within the step.
+Ints = Int[Any, "B T"]
+Floats = Float[Any, "B T"]
 
 
 class Batch(NamedTuple):

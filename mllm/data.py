@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import grain
 import numpy as np
@@ -73,7 +73,7 @@ class DataIterator(Generic[T]):
         self.batches = iter(ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=prefetch))
         weakref.finalize(self, self.batches.close)  # or the garbage collector does it, in the very thread to be joined
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> "DataIterator[T]":
         return self
 
     def __next__(self) -> T:

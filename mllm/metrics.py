@@ -19,6 +19,8 @@ from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 RECORDS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
+Scalars = Mapping[str, float | int]
+"""By name."""
 
 
 class RunLog:
@@ -28,19 +30,20 @@ class RunLog:
         """`step`: that of the checkpoint that the run goes on from; None: it begins."""
         for name in RECORDS:
             cut_after(run_dir / name, -1 if step is None else step)
-        self.files = {name: (run_dir / name).open("a", encoding="utf-8") for name in RECORDS}
+        # Line by line, for whoever follows the run in another window.
+        self.files = {name: (run_dir / name).open("a", encoding="utf-8", buffering=1) for name in RECORDS}
         # Events past the purge step are hidden by TensorBoard, not removed from the file.
         self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step and step + 1)
         self.bar = tqdm(total=steps, initial=step or 0, desc=run_dir.name, unit="step", dynamic_ncols=True)
 
-    def write(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+    def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append a step's records; the metrics come last, so that their line says that all of the step is there."""
         for sample in samples:
             self.append("samples.jsonl", {"step": step, **sample})
         self.append("metrics.jsonl", {"step": step, **metrics})
         self.draw(step, metrics)
 
-    def write_timings(self, step: int, timings: Mapping[str, float], metrics: Mapping[str, float]) -> None:
+    def write_timings(self, step: int, timings: Scalars, metrics: Scalars) -> None:
         """Append what the machine took for the step, and move the bar on; `metrics` are shown beside it."""
         self.append("timings.jsonl", {"step": step, **timings})
         self.draw(step, timings)
@@ -49,7 +52,7 @@ class RunLog:
         self.bar.set_postfix_str("  ".join([*words, f"{timings['tokens_per_second']:,.0f} tok/s"]))
         self.bar.update(step - self.bar.n)
 
-    def draw(self, step: int, scalars: Mapping[str, float]) -> None:
+    def draw(self, step: int, scalars: Scalars) -> None:
         for name, value in scalars.items():
             self.board.add_scalar(name, value, step)
 
@@ -123,7 +126,7 @@ def peak_memory() -> int:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines."""
+    """The whole lines of a file of JSON lines, which may still be being written."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]

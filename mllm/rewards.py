@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from math import isfinite
 from queue import SimpleQueue
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 from jaxtyping import Float
@@ -181,7 +181,7 @@ class RewardRunner:
     def close(self) -> None:
         self.worker.kill()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "RewardRunner":
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -15,10 +15,11 @@ HOW = {"run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log"}
 
 def check(folder: Path, config: Config) -> None:
     """Raise UserError if `folder` holds a run of another configuration, or something that is no run."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"run_dir: {folder} is a file; give a folder")
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"run_dir: {there} is a file; give a folder")
     path = folder / "config.yaml"
-    if not path.exists():
+    if not is_run(folder):
         if folder.is_dir() and any(folder.iterdir()):
             raise UserError(f"run_dir: {folder} holds other files and no config.yaml; give an empty or a new folder")
         return
@@ -33,12 +34,20 @@ def check(folder: Path, config: Config) -> None:
             )
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a run has begun there."""
+    return (folder / "config.yaml").exists()
+
+
 def write(folder: Path, config: Config) -> None:
-    """Make the folder and its config.yaml, the resolved configuration."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Make the folder and its config.yaml, the resolved configuration; UserError where that can't be done."""
     partial = folder / "config.yaml.tmp"
-    partial.write_text(dump(config), encoding="utf-8")
-    partial.replace(folder / "config.yaml")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_text(dump(config), encoding="utf-8")
+        partial.replace(folder / "config.yaml")
+    except OSError as error:
+        raise UserError(f"run_dir: {folder} can't be written ({error.strerror}); give another folder") from None
 
 
 def extends(config: Config, steps: Any) -> bool:

@@ -229,6 +229,6 @@ def completion_metrics(completions: Completions) -> dict[str, float]:
     }
 
 
-def number(value: float) -> float | None:
+def number(value: float | np.floating[Any]) -> float | None:
     """JSON has no NaN: a reward that failed is null."""
     return float(value) if np.isfinite(value) else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, SupportsIndex, overload
 
 from mllm.config import ArithmeticConfig, TaskConfig
 from mllm.errors import UserError
@@ -63,10 +63,10 @@ class Problems(Sequence[Example]):
         self.indices = indices
 
     @overload
-    def __getitem__(self, index: int) -> Example: ...
+    def __getitem__(self, index: SupportsIndex) -> Example: ...
     @overload
     def __getitem__(self, index: slice) -> "Problems": ...
-    def __getitem__(self, index: int | slice) -> "Example | Problems":
+    def __getitem__(self, index: SupportsIndex | slice) -> "Example | Problems":
         chosen = self.indices[index]
         return Problems(self.make, chosen) if isinstance(chosen, range) else self.make(chosen)
 

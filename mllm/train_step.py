@@ -26,7 +26,7 @@ Metrics = dict[str, Float[Array, ""]]
 class TrainState(NamedTuple):
     params: Any
     opt_state: Any
-    step: Int[Array, ""]
+    step: Int[Any, ""]
     """Updates tried; skipped ones count."""
 
 

@@ -294,7 +294,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 
 def test_a_hub_id_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(UserError, match=r"data.source: some/data is no file here, .*mllm\[hub\]"):
+    with pytest.raises(UserError, match=r"data.source: some/data is no file here, .*\.\[hub\]"):
         batches_of("some/data")
 
 

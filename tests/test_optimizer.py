@@ -27,7 +27,13 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_its_fraction(schedule, mid
 
 
 def test_decay_touches_matrices_and_spares_every_norm_and_bias():
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 9}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 9,
+    }
     architecture = Qwen2Config.from_hf({**sizes, "num_key_value_heads": 1}, "test")
     _, params = nnx.split(Qwen2.abstract(architecture))
     decayed = {parameter_name(path): value for path, value in jax.tree_util.tree_leaves_with_path(decays(params))}

@@ -159,7 +159,7 @@ not_callable = 3
 
 @pytest.fixture(autouse=True)
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "user_rewards.py").write_text(textwrap.dedent(USER_MODULE))
+    (tmp_path / "own_rewards.py").write_text(textwrap.dedent(USER_MODULE))
     (tmp_path / "broken_rewards.py").write_text("import nothing_of_that_name")
     (tmp_path / "leaving_rewards.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
@@ -177,7 +177,7 @@ def score(judge: RewardRunner, *completions: str) -> rewards.Scores:
 
 
 def test_every_function_is_asked_about_every_completion() -> None:
-    with runner("exact_match", "user_rewards:length") as judge:
+    with runner("exact_match", "own_rewards:length") as judge:
         scores = score(judge, "7", "seven", "")
     np.testing.assert_array_equal(scores.values, [[1, 0, 0], [1, 5, 0]])
     assert scores.values.dtype == np.float64
@@ -186,58 +186,58 @@ def test_every_function_is_asked_about_every_completion() -> None:
 
 def test_a_failing_reward_is_counted_by_kind_and_harms_no_other() -> None:
     completions = ["7", "raise", "exit", "none", "text", "nan", "inf", "8", "7"]
-    with runner("user_rewards:troubled", "exact_match") as judge:
+    with runner("own_rewards:troubled", "exact_match") as judge:
         scores = score(judge, *completions)
     nan = math.nan
     np.testing.assert_array_equal(scores.values[0], [1, nan, nan, nan, nan, nan, nan, 0, 1])
     np.testing.assert_array_equal(scores.values[1], [1, 0, 0, 0, 0, 0, 0, 0, 1])
-    assert scores.failures["user_rewards:troubled"] == {"raised": 2, "timed_out": 0, "not_a_number": 4}
-    assert scores.messages["user_rewards:troubled"] == {"raised": "ValueError: no p", "not_a_number": "returned None"}
+    assert scores.failures["own_rewards:troubled"] == {"raised": 2, "timed_out": 0, "not_a_number": 4}
+    assert scores.messages["own_rewards:troubled"] == {"raised": "ValueError: no p", "not_a_number": "returned None"}
     assert scores.failures["exact_match"] == {"raised": 0, "timed_out": 0, "not_a_number": 0}
 
 
 def test_a_reward_that_hangs_is_stopped_and_only_it_is_lost() -> None:
-    with runner("user_rewards:troubled", "exact_match", timeout=0.5) as judge:
+    with runner("own_rewards:troubled", "exact_match", timeout=0.5) as judge:
         start = time.monotonic()
         scores = score(judge, "7", "hang", "7")
         assert time.monotonic() - start < 20
         np.testing.assert_array_equal(scores.values, [[1, math.nan, 1], [1, 0, 1]])
-        assert scores.failures["user_rewards:troubled"]["timed_out"] == 1
-        assert scores.messages["user_rewards:troubled"]["timed_out"] == "took longer than 0.5 s"
+        assert scores.failures["own_rewards:troubled"]["timed_out"] == 1
+        assert scores.messages["own_rewards:troubled"]["timed_out"] == "took longer than 0.5 s"
         np.testing.assert_array_equal(score(judge, "7").values, [[1], [1]])
 
 
 def test_a_reward_that_kills_its_process_is_counted_and_the_rest_is_scored() -> None:
-    with runner("user_rewards:troubled", "exact_match") as judge:
+    with runner("own_rewards:troubled", "exact_match") as judge:
         scores = score(judge, "die", "7")
     np.testing.assert_array_equal(scores.values, [[math.nan, 1], [0, 1]])
-    assert scores.failures["user_rewards:troubled"]["raised"] == 1
-    assert "exit code 3" in scores.messages["user_rewards:troubled"]["raised"]
+    assert scores.failures["own_rewards:troubled"]["raised"] == 1
+    assert "exit code 3" in scores.messages["own_rewards:troubled"]["raised"]
 
 
 def test_the_first_failure_of_a_kind_is_logged_and_no_second_one(caplog: pytest.LogCaptureFixture) -> None:
-    with runner("user_rewards:troubled") as judge, caplog.at_level(logging.WARNING):
+    with runner("own_rewards:troubled") as judge, caplog.at_level(logging.WARNING):
         score(judge, "raise", "raise")
         score(judge, "raise")
     assert [record.getMessage() for record in caplog.records] == [
-        "reward user_rewards:troubled raised: ValueError: no p (further ones are only counted)"
+        "reward own_rewards:troubled raised: ValueError: no p (further ones are only counted)"
     ]
 
 
 def test_the_process_knows_nothing_of_jax_and_lives_on_between_batches() -> None:
-    with runner("user_rewards:knows_jax", "user_rewards:process") as judge:
+    with runner("own_rewards:knows_jax", "own_rewards:process") as judge:
         first, second = score(judge, "7"), score(judge, "7")
     assert first.values[0] == 0
     assert first.values[1] == second.values[1] != os.getpid()
 
 
 def test_rewards_run_in_a_main_thread_so_that_alarms_work() -> None:
-    with runner("user_rewards:alarm") as judge:
+    with runner("own_rewards:alarm") as judge:
         assert score(judge, "7").values == 1
 
 
 def test_a_process_that_dies_between_batches_is_replaced() -> None:
-    with runner("user_rewards:process") as judge:
+    with runner("own_rewards:process") as judge:
         process = int(score(judge, "7").values[0, 0])
         os.kill(process, signal.SIGKILL)
         judge.worker.process.wait()
@@ -245,7 +245,7 @@ def test_a_process_that_dies_between_batches_is_replaced() -> None:
 
 
 def test_the_process_ends_with_the_runner() -> None:
-    with runner("user_rewards:process") as judge:
+    with runner("own_rewards:process") as judge:
         process = int(score(judge, "7").values[0, 0])
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
@@ -257,7 +257,7 @@ def test_a_run_that_is_killed_takes_even_a_hanging_reward_with_it(tmp_path: Path
         from mllm.config import RewardConfig, TaskConfig
         from mllm.rewards import RewardRunner
         from mllm.tasks import Example, Task
-        config = TaskConfig(name="arithmetic", rewards=(RewardConfig(name="user_rewards:troubled"),), reward_timeout=60)
+        config = TaskConfig(name="arithmetic", rewards=(RewardConfig(name="own_rewards:troubled"),), reward_timeout=60)
         judge = RewardRunner(config, Task("arithmetic", [], []))
         print(judge.worker.process.pid, flush=True)
         judge.score(["p"], ["hang"], [Example([], "7", None)])
@@ -281,8 +281,8 @@ def test_a_run_that_is_killed_takes_even_a_hanging_reward_with_it(tmp_path: Path
         ("task", "no scorer of its own"),
         ("broken_rewards:f", "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
         ("leaving_rewards:f", "SystemExit"),
-        ("user_rewards:missing", "AttributeError"),
-        ("user_rewards:not_callable", "is no function"),
+        ("own_rewards:missing", "AttributeError"),
+        ("own_rewards:not_callable", "is no function"),
     ],
 )
 def test_a_reward_that_can_not_be_had_is_an_error_before_training(name: str, message: str) -> None:

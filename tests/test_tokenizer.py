@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -71,6 +71,7 @@ def test_there_are_260_ids_and_a_byte_is_its_own() -> None:
 
 @given(st.text())
 def test_any_text_comes_back_as_it_was(text: str) -> None:
+    assume(not tokenizers.control_tokens(BYTES).search(text))  # those are one id each, and no message may hold one
     ids = BYTES.encode(text, add_special_tokens=False)
     assert ids == list(text.encode())
     assert BYTES.decode(ids) == text

@@ -1,5 +1,7 @@
 """One update is the same however it is computed: by which head, in which micro-batches, on which mesh."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,17 +39,22 @@ def make_batch(seed: int = 0) -> Batch:
     )
 
 
-def update(settings, batch=None, steps=1):
-    """The state and metrics after `steps` updates with the same batch."""
-    mesh = make_mesh(settings.mesh)
-    policy = load_policy(settings, mesh)
+@cache
+def trainer(name):
+    """Policy, optimizer and compiled update of `SETTINGS[name]`."""
+    settings = SETTINGS[name]
+    policy = load_policy(settings, make_mesh(settings.mesh))
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     schedule = make_schedule(settings.optimizer, settings.steps)
-    train_step = make_train_step(policy.graphdef, optimizer, schedule, settings)
+    return policy, optimizer, make_train_step(policy.graphdef, optimizer, schedule, settings)
+
+
+def update(name, batch):
+    """The parameters before, and the state and metrics after one update."""
+    policy, optimizer, train_step = trainer(name)
     state = init_state(policy.initial_params(), optimizer)
-    for _ in range(steps):
-        state, metrics = train_step(state, shard_batch(mesh, batch or make_batch()))
-    return state, metrics
+    before = jax.device_get(state.params)
+    return before, *train_step(state, shard_batch(make_mesh(SETTINGS[name].mesh), batch))
 
 
 def gradient(settings, batch=None):
@@ -127,12 +134,9 @@ def test_bfloat16_computes_near_float32_and_gives_gradients_to_float32_masters(e
 
 
 def test_a_loss_that_is_not_finite_skips_the_update_and_says_so():
-    settings = SETTINGS["grpo"]
     batch = make_batch()
     poisoned = batch._replace(advantages=np.where(batch.weights > 0, np.inf, 0).astype(np.float32))
-    policy = load_policy(settings, make_mesh(settings.mesh))
-    before = policy.initial_params()
-    state, metrics = update(settings, poisoned)
+    before, state, metrics = update("grpo", poisoned)
     assert metrics["skipped"] == 1
     assert not np.isfinite(metrics["loss"])
     for leaf, old in zip(jax.tree.leaves(state.params), jax.tree.leaves(before), strict=True):
@@ -141,27 +145,24 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_says_so():
 
 
 def test_a_batch_in_which_nothing_counts_changes_no_parameter():
-    settings = config(optimizer={"weight_decay": 0.0})
     batch = make_batch()
-    state, metrics = update(settings, batch._replace(weights=np.zeros_like(batch.weights)))
+    before, state, metrics = update("grpo", batch._replace(weights=np.zeros_like(batch.weights)))
     assert metrics["loss"] == 0
     assert metrics["grad_norm"] == 0
     assert metrics["skipped"] == 0
-    before = load_policy(settings, make_mesh(settings.mesh)).initial_params()
     for leaf, old in zip(jax.tree.leaves(state.params), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(leaf, old)
 
 
 def test_the_log_prob_pass_gives_what_the_update_sees():
     settings = changed(SETTINGS["grpo"], micro_batch_size=4)
-    policy = load_policy(settings, make_mesh(settings.mesh))
-    batch = make_batch()
+    policy, batch = trainer("grpo")[0], make_batch()
     logprobs = make_logprob_pass(policy.graphdef, settings)(policy.initial_params(), batch)
     assert logprobs.shape == (ROWS, LENGTH)
     assert np.all((np.asarray(logprobs) < 0) == (batch.weights > 0))
     # With the old policy's log-probabilities equal to the current ones nothing is clipped, and the ratio is 1.
     exact = batch._replace(old_logprobs=logprobs, sampler_logprobs=logprobs, reference_logprobs=logprobs)
-    _, metrics = update(settings, exact)
+    *_, metrics = update("grpo", exact)
     np.testing.assert_allclose(metrics["kl"], 0, atol=1e-9)
     np.testing.assert_allclose(metrics["sampling/importance_sampling_ratio/mean"], 1, rtol=1e-5)
     entropy_term = SETTINGS["grpo"].grpo.entropy_coef * metrics["entropy"]
@@ -181,5 +182,5 @@ def test_the_state_is_laid_out_by_the_table_moments_included():
 
 
 def test_the_reported_norm_is_that_of_the_whole_gradient(expected):
-    _, metrics = update(SETTINGS["grpo"])
+    *_, metrics = update("grpo", make_batch())
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(expected["grpo"][1]), rtol=1e-5)

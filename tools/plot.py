@@ -64,6 +64,8 @@ def draw(runs: dict[str, Records], out: Path) -> None:
     shown = [key for key in PANELS if any(has(records, key) for records in runs.values())]
     if "reward" in shown and "loss" in shown:
         shown.remove("loss")  # a policy's loss is near 0 on its own samples, and says nothing
+    if not shown:
+        raise UserError(f"{', '.join(runs)}: metrics.jsonl has nothing to draw yet; wait for the first step")
     columns = min(3, len(shown))
     rows = -(-len(shown) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.2 * rows), squeeze=False, layout="constrained")
@@ -80,9 +82,13 @@ def draw(runs: dict[str, Records], out: Path) -> None:
             axis.legend(frameon=False, fontsize=9)
     for axis in list(axes.flat)[len(shown) :]:
         axis.set_visible(False)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=130)
-    plt.close(figure)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=130)
+    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib doesn't know
+        raise UserError(f"--out: {out} can't be written ({error}); give the path of a .png") from None
+    finally:
+        plt.close(figure)
 
 
 def has(records: Records, key: str) -> bool:

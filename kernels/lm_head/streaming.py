@@ -206,7 +206,7 @@ def _gradients(plan: _Plan, inputs: Inputs, live: LiveRows, softmax: Softmax, sl
     dh_MD = _zeros(inputs, len(live.row), features) if plan.wants_hidden else None
     dw_VD = _zeros(inputs, vocabulary, features, dtype=inputs.weight.dtype) if plan.wants_weight else None
     dh_MD, dw_VD = lax.fori_loop(0, plan.tiles, tile, (dh_MD, dw_VD))
-    return None if dh_MD is None else dh_MD[live.place].astype(inputs.hidden.dtype), dw_VD
+    return None if dh_MD is None else dh_MD.astype(inputs.hidden.dtype)[live.place], dw_VD
 
 
 def _waves(

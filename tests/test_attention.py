@@ -1,0 +1,206 @@
+"""Splash attention against XLA's: interpreted on the CPU, lowered for TPUs, and chosen where it can run."""
+
+import dataclasses
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import ARCHITECTURE, config
+
+from mllm import attention
+from mllm.architecture import PRESETS
+from mllm.attention import splash_attention, splash_mesh
+from mllm.batch import Batch
+from mllm.config import MeshConfig
+from mllm.errors import UserError
+from mllm.mesh import make_mesh, sharding
+from mllm.model import KVCache, Qwen2, Qwen2Config, attention_mask
+from mllm.policy import load_policy
+from mllm.train_step import Forward
+
+ONE = MeshConfig()
+EIGHT = MeshConfig(dp=2, fsdp=2, tp=2)
+HEADS_OF_64 = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def segments_of(rows, time):
+    """Row 0: padding at the left and two documents. The others: three documents and padding at the right."""
+    place = np.arange(time)
+    first = (place >= 10).astype(np.int32) + (place >= time // 2)
+    others = 1 + (place >= 20).astype(np.int32) + (place >= 70)
+    others[-15:] = 0
+    return jnp.asarray(np.stack([first] + [others] * (rows - 1)))
+
+
+def inputs_of(rows, time, heads, kv_heads, head_dim, dtype):
+    """Queries, keys, values and the weights of the outputs in the sum that is differentiated."""
+    sizes = (heads, kv_heads, kv_heads, heads)
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(rows, time, size, head_dim) for size in sizes]
+    return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def differentiated(attend, queries, keys, values, weights):
+    """What comes out, and the gradients of its weighted sum for queries, keys and values, all as float32."""
+
+    @jax.jit
+    def run(queries, keys, values):
+        out, pullback = jax.vjp(attend, queries, keys, values)
+        return out, *pullback(weights.astype(out.dtype))
+
+    return [np.asarray(x, np.float32) for x in run(queries, keys, values)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows", "time", "heads", "kv_heads", "head_dim", "dtype", "tolerance"),
+    [
+        (ONE, 2, 128, 4, 2, 64, jnp.float32, 1e-5),
+        (ONE, 2, 256, 2, 1, 128, jnp.bfloat16, 1e-2),
+        (ONE, 2, 100, 2, 1, 128, jnp.float32, 1e-5),
+        (EIGHT, 8, 128, 4, 2, 64, jnp.float32, 1e-5),
+    ],
+    ids=["float32", "two blocks in bfloat16", "a length that no block divides", "eight devices"],
+)
+def test_splash_attention_gives_the_outputs_and_gradients_of_masked_attention(
+    mesh, rows, time, heads, kv_heads, head_dim, dtype, tolerance, monkeypatch
+):
+    monkeypatch.setattr(attention, "BLOCKS", (128,))
+    segments = segments_of(rows, time)
+    mask = attention_mask(segments, segments, jnp.asarray(0))
+    *inputs, weights = inputs_of(rows, time, heads, kv_heads, head_dim, dtype)
+    weights *= (segments != 0)[:, :, None, None]  # nothing that padding gives is ever used
+    mesh = make_mesh(mesh)
+
+    got = differentiated(lambda *qkv: splash_attention(*qkv, segments, mesh), *inputs, weights)
+    exact = [x.astype(jnp.float32) for x in inputs]
+    expected = differentiated(lambda *qkv: jax.nn.dot_product_attention(*qkv, mask=mask), *exact, weights)
+    got[0], expected[0] = (out[segments != 0] for out in (got[0], expected[0]))
+    for name, x, y in zip(("out", "queries", "keys", "values"), got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max(), err_msg=name)
+
+
+def test_padding_is_finite_and_reaches_no_other_token():
+    mesh, segments = make_mesh(ONE), segments_of(2, 128).at[1].set(0)
+    *inputs, weights = inputs_of(2, 128, 2, 1, 64, jnp.float32)
+    padding = (segments == 0)[:, :, None, None]
+    attend = jax.jit(lambda *qkv: splash_attention(*qkv, segments, mesh))
+    # Here padding's outputs do count.
+    for x in differentiated(attend, *inputs, weights):
+        assert np.isfinite(x).all()
+    changed = attend(*(jnp.where(padding, 1e4, x) for x in inputs))
+    np.testing.assert_array_equal(jnp.where(padding, 0, changed), jnp.where(padding, 0, attend(*inputs)))
+
+
+def batch_of(rows, time):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 260, (2, rows, time), dtype=np.int32)
+    segments = np.asarray(segments_of(rows, time))
+    weights = (segments != 0) / np.float32(rows * time)
+    place = np.broadcast_to(np.arange(time, dtype=np.int32), tokens[0].shape)
+    return Batch(tokens=tokens[0], positions=place, segments=segments, labels=tokens[1], weights=weights)
+
+
+def test_a_model_has_the_same_gradient_with_either_attention():
+    settings, batch = config("sft"), batch_of(4, 64)
+
+    def gradient(splash_mesh):
+        architecture = Qwen2Config.from_hf(HEADS_OF_64, "test")
+        options = {"dtype": jnp.float32, "remat": "full", "splash_mesh": splash_mesh}
+        graphdef, params = nnx.split(Qwen2(architecture, rngs=nnx.Rngs(0), **options))
+        forward = Forward(graphdef, settings)
+        return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0]))(params, batch)
+
+    leaves = (jax.tree.leaves(gradient(splash_mesh)) for splash_mesh in (None, make_mesh(EIGHT)))
+    for expected, leaf in zip(*leaves, strict=True):
+        np.testing.assert_allclose(leaf, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def train_gradient(mesh, **model):
+    """The gradient of a small batch's loss, jitted, and its abstract arguments as they lie on the mesh."""
+    settings = config("sft", model={"architecture": HEADS_OF_64, "dtype": "bfloat16", "remat": "full", **model})
+    policy = load_policy(settings, mesh)
+    forward = Forward(policy.graphdef, settings)
+    layout = sharding(mesh, ("batch", "time"))
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), batch_of(8, 128))
+    return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0])), (policy.params, batch)
+
+
+@pytest.mark.parametrize("devices", [ONE, EIGHT], ids=["one device", "eight devices"])
+def test_lowered_for_tpus_the_update_calls_the_kernel_unless_xla_is_asked_for(devices, monkeypatch):
+    monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
+
+    def lowered(**model):
+        gradient, arguments = train_gradient(make_mesh(devices), **model)
+        return gradient.trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
+
+    text = lowered()
+    assert "tpu_custom_call" in text
+    for phase in ("fwd", "dq", "dkv"):
+        assert f"splash_mha_{phase}_segmented" in text
+    assert "splash" not in lowered(attention="xla")
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_the_update_compiles_for_tpus(shape):
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    grid = np.array(devices[: np.prod(shape)]).reshape(shape)
+    mesh = jax.sharding.Mesh(grid, ("dp", "fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    gradient, arguments = train_gradient(mesh)
+    assert "splash_mha_dkv_segmented" in gradient.lower(*arguments).compile().as_text()
+
+
+def test_decoding_through_a_cache_leaves_splash_attention_alone():
+    architecture = Qwen2Config.from_hf(HEADS_OF_64, "test")
+    model = Qwen2.abstract(architecture, splash_mesh=make_mesh(ONE))
+    graphdef, params = nnx.split(model)
+    tokens, cache = jnp.ones((1, 4), jnp.int32), KVCache.empty(architecture, 1, 8, jnp.bfloat16)
+
+    def traced(*cache):
+        return str(jax.make_jaxpr(lambda params: nnx.merge(graphdef, params)(tokens, tokens, tokens, *cache))(params))
+
+    assert "pallas_call" in traced()
+    assert "pallas_call" not in traced(cache)
+
+
+SMALL = PRESETS["Qwen/Qwen2.5-0.5B"]  # 14 heads of 64, 2 of them for keys and values
+
+
+def test_splash_attention_is_taken_on_tpus_and_nowhere_else_unless_xla_is_asked_for(monkeypatch):
+    mesh = make_mesh(EIGHT)
+    assert splash_mesh(None, SMALL, mesh) is None
+    monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
+    assert splash_mesh(None, SMALL, mesh) is mesh
+    assert splash_mesh("splash", SMALL, mesh) is mesh
+    assert splash_mesh("xla", SMALL, mesh) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "devices", "reason"),
+    [
+        ({"head_dim": 32}, ONE, "its heads have 64 or 128 dimensions, and the model's 32"),
+        ({}, MeshConfig(tp=4), "mesh.tp = 4 does not divide the model's 14 heads"),
+        ({"num_attention_heads": 16}, MeshConfig(tp=4), "mesh.tp = 4 does not divide the model's 2 kv_heads"),
+    ],
+    ids=["head_dim", "heads", "kv_heads"],
+)
+def test_where_splash_attention_can_not_run_xla_does_and_asking_for_it_is_an_error(
+    change, devices, reason, monkeypatch
+):
+    monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
+    architecture, mesh = dataclasses.replace(SMALL, **change), make_mesh(devices)
+    assert splash_mesh(None, architecture, mesh) is None
+    with pytest.raises(UserError, match=f"model.attention: splash can't be used: {reason}"):
+        splash_mesh("splash", architecture, mesh)
+
+
+def test_asking_for_splash_attention_without_a_tpu_is_an_error():
+    settings = config("sft", model={"architecture": HEADS_OF_64, "attention": "splash"})
+    with pytest.raises(UserError, match=r"model.attention: .* needs a TPU, and the devices here are of the kind cpu"):
+        load_policy(settings, make_mesh(settings.mesh))
