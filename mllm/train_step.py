@@ -171,7 +171,9 @@ def make_train_step(
         sound = jnp.isfinite(loss) & jnp.isfinite(norm)
 
         def update(params: Any, opt_state: Any) -> tuple[Any, Any]:
-            updates, opt_state = optimizer.update(gradients, opt_state, params)
+            # Micro-batches add up in float32, and moments made of that would not have the parameters' dtype.
+            narrowed = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), gradients, params)
+            updates, opt_state = optimizer.update(narrowed, opt_state, params)
             return optax.apply_updates(params, updates), opt_state
 
         params, opt_state = jax.lax.cond(sound, update, lambda *old: old, state.params, state.opt_state)

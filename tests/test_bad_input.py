@@ -266,7 +266,6 @@ def test_a_run_dir_that_is_or_lies_in_a_file_is_refused(tmp_path, refused, below
 # A whole process
 
 
-@pytest.mark.slow
 def test_without_weights_a_shipped_configuration_ends_at_once_with_one_line(tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PYTHONPATH": str(ROOT)}
     begin = time.monotonic()

@@ -53,7 +53,8 @@ def test_sampled_completions_are_judged_beside_the_greedy_ones_on_request(parrot
 def test_evaluation_asks_for_the_problems_in_order_and_draws_none_of_trainings_random_numbers(parrot):
     evaluate(parrot, None, EXAMPLES, step=3, sampled=True)
     prompts = [tokenizers.encode_prompt(parrot.tokenizer, example.prompt) for example in EXAMPLES]
-    assert ASKED == [(prompts, 3, EVALUATION, True), (prompts, 3, EVALUATION, False)]
+    expected = [(prompts, 3, EVALUATION, True), (prompts, 3, EVALUATION, False)]
+    assert expected == ASKED
 
 
 @pytest.mark.parametrize(

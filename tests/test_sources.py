@@ -47,12 +47,12 @@ def minus_place(params, batch):
     return np.broadcast_to(-params - np.arange(batch.tokens.shape[1], dtype=np.float32), batch.tokens.shape)
 
 
-def grpo_source(reference=None, samples=None, **grpo):
+def grpo_source(reference_params=None, samples=None, **grpo):
     settings = config(grpo={"num_generations": GROUP, **grpo})
     task = load_task(settings.task, seed=0)
     prompts = data.prompt_batches(task, BYTES, prompts_per_step=2, max_prompt_length=16, seed=0)
     sampler = Dice(None, BYTES, (258,), settings.rollout, 0)
-    return GrpoSource(settings.grpo, settings.task, prompts, sampler, Judge(), minus_place, reference, samples)
+    return GrpoSource(settings.grpo, settings.task, prompts, sampler, Judge(), minus_place, reference_params, samples)
 
 
 def rolled_out(**grpo):
@@ -78,9 +78,7 @@ def test_every_token_stands_where_the_batch_says():
             assert batch.segments[row, place] == (place < len(whole))
             assert batch.positions[row, place] == place
             said = place + 1 - len(prompt)  # the completion's token that is predicted here
-            if not 0 <= said < length:
-                assert batch.weights[row, place] == batch.labels[row, place] == 0
-            elif row == 2:  # its reward failed
+            if not 0 <= said < length or row == 2:  # whose reward failed
                 assert batch.weights[row, place] == batch.labels[row, place] == 0
             else:
                 assert batch.labels[row, place] == whole[place + 1]
@@ -127,7 +125,7 @@ def test_a_rollout_serves_its_iterations_and_holds_the_policy_that_it_began_with
 
 
 def test_a_reference_gives_its_own_log_probabilities():
-    source = grpo_source(reference=np.float32(7), beta=0.1)
+    source = grpo_source(np.float32(7), beta=0.1, reference="initial")
     batch = source.next(np.float32(3), 0, Stopwatch()).batch
     np.testing.assert_array_equal(batch.reference_logprobs, minus_place(np.float32(7), batch))
 

@@ -181,6 +181,25 @@ def test_the_state_is_laid_out_by_the_table_moments_included():
     assert shard == {(130, 16)}
 
 
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+def test_an_update_keeps_the_dtypes_of_bfloat16_parameters_and_moments(optimizer, micro_batch_size):
+    settings = config(
+        "sft",
+        model={"param_dtype": "bfloat16"},
+        optimizer={"name": optimizer, "weight_decay": 0.1},
+        micro_batch_size=micro_batch_size,
+    )
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    optimizer = make_optimizer(settings.optimizer, settings.steps)
+    train_step = make_train_step(
+        policy.graphdef, optimizer, make_schedule(settings.optimizer, settings.steps), settings
+    )
+    before = abstract_state(policy.params, optimizer)
+    after, _ = jax.eval_shape(train_step, before, make_batch())
+    assert [leaf.dtype for leaf in jax.tree.leaves(after)] == [leaf.dtype for leaf in jax.tree.leaves(before)]
+
+
 def test_the_reported_norm_is_that_of_the_whole_gradient(expected):
     *_, metrics = update("grpo", make_batch())
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(expected["grpo"][1]), rtol=1e-5)
