@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mllm import config as configs
+from mllm import config_file as configs
 from mllm import data, report, run_dir, tasks
 from mllm.batch import Batch
 from mllm.checkpoint import Checkpoints

@@ -32,8 +32,10 @@ def make_mesh(config: MeshConfig) -> Mesh:
     """The mesh (dp, fsdp, tp) over the first dp * fsdp * tp devices.
 
     Raises:
-        UserError: there are fewer devices.
+        UserError: there are fewer devices, or they belong to several processes.
     """
+    if jax.process_count() > 1:
+        raise UserError(f"mesh: {jax.process_count()} processes; this version trains with the devices of one")
     shape = (config.dp, config.fsdp, config.tp)
     needed, devices = int(np.prod(shape)), jax.devices()
     if needed > len(devices):

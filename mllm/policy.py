@@ -54,6 +54,7 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
     model = config.model
     folder = find_folder(model)
     architecture = find_architecture(model, folder)
+    check_lengths(config, architecture)
     splash = splash_mesh(model.attention, architecture, mesh)
     graphdef, params = nnx.split(nnx.eval_shape(lambda: make_model(model, architecture, nnx.Rngs(0), splash)))
     tokenizer = tokenizers.load(find_tokenizer(model, folder))
@@ -105,6 +106,20 @@ def find_architecture(config: ModelConfig, folder: Path | None) -> Qwen2Config:
         return Qwen2Config.from_hf(config.architecture, "model.architecture", closed=True)
     assert config.source is not None
     return PRESETS[config.source]
+
+
+def check_lengths(config: Config, architecture: Qwen2Config) -> None:
+    """Raise UserError where a row may be longer than the model's positions were trained for."""
+    rows = {} if config.data is None else {"data.max_length": config.data.max_length}
+    if config.rollout is not None:
+        both = config.rollout.max_prompt_length + config.rollout.max_completion_length
+        rows["rollout.max_prompt_length + max_completion_length"] = both
+    for key, length in rows.items():
+        if length > architecture.max_position_embeddings:
+            raise UserError(
+                f"{key}: {length} tokens, but the model has max_position_embeddings "
+                f"{architecture.max_position_embeddings}: lower it"
+            )
 
 
 def find_tokenizer(config: ModelConfig, folder: Path | None) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from mllm.config import Config, dump
+from mllm.config import Config
+from mllm.config_file import dump
 from mllm.errors import UserError
 
 HOW = {"run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log"}

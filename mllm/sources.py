@@ -117,7 +117,7 @@ class GrpoSource:
         with watch.phase("reward"):
             questions = [example.prompt[-1]["content"] for example in examples]
             scores = self.rewards.score(questions, texts, examples)
-        rewards = np.array(list(self.reward_weights.values())) @ scores.values
+        rewards = weighted_sum(scores.values, np.array(list(self.reward_weights.values())))
         judged = objectives.advantages(rewards.reshape(-1, group), self.config.scale_rewards)
         advantages = np.asarray(judged.values).reshape(-1)
 
@@ -206,6 +206,11 @@ class GrpoSource:
 
     def resumable(self, step: int) -> bool:
         return step % self.config.num_iterations == 0
+
+
+def weighted_sum(values: Float[np.ndarray, "R B"], weights: Float[np.ndarray, "R"]) -> Float[np.ndarray, "B"]:
+    """Each completion's reward; NaN where a function failed that counts. One of weight 0 is only watched."""
+    return np.where(weights[:, None] == 0, 0.0, weights[:, None] * values).sum(axis=0)
 
 
 def bucket(length: int) -> int:

@@ -49,8 +49,11 @@ def load(source: str) -> PreTrainedTokenizerBase:
         folder = Path(source)
         if not folder.is_dir():
             folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.jinja", "merges.txt"]))
-        reader = PreTrainedTokenizerFast if (folder / "tokenizer.json").exists() else AutoTokenizer
-        return reader.from_pretrained(str(folder))
+        if (folder / "tokenizer.json").exists():
+            return PreTrainedTokenizerFast.from_pretrained(str(folder))
+        if not any((folder / name).exists() for name in ("vocab.json", "tokenizer.model")):
+            raise FileNotFoundError("it has no file of one")  # AutoTokenizer would make up one without a vocabulary
+        return AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:  # the Rust library raises plain Exceptions, and the hub's client many kinds
         raise UserError(
             f"model.tokenizer: none can be read from {source} ({brief(error)}): "

@@ -1,4 +1,7 @@
-"""Every test sees eight virtual CPU devices, and shapes are checked at every call of the project's functions."""
+"""Every test sees eight virtual CPU devices, and shapes are checked at every call of the project's functions.
+
+Programs that were compiled once are taken from a folder, by later runs and by the processes that tests start, too.
+"""
 
 import os
 from pathlib import Path
@@ -8,6 +11,9 @@ from jaxtyping import install_import_hook
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # beartype knows typing.Self only where it decorates whole classes, and jaxtyping decorates functions: not those two.
 # The head's api checks its arguments itself, and which errors it raises is a part of its contract.

@@ -11,11 +11,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import train
 from mllm.checkpoint import Checkpoints
-from mllm.config import Config, dump
+from mllm.config import Config
+from mllm.config_file import dump
 from mllm.mesh import make_mesh
 from mllm.metrics import read_records
 from mllm.optimizer import make_optimizer
@@ -23,26 +23,6 @@ from mllm.policy import load_policy
 from mllm.train_step import abstract_state
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def compile_once(tmp_path_factory):
-    """Programs that were compiled once are taken from a folder, by the runs of other processes too."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-            patch.setenv(name.upper(), str(value))
-        compilation_cache.reset_cache()
-        yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 def changed(config: Config, **sections) -> Config:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mllm import config as configs
+from mllm import config_file as configs
 from mllm.errors import UserError
 
 SFT = """

@@ -61,3 +61,9 @@ def test_a_batch_is_split_by_rows_and_absent_fields_stay_absent(mesh):
             first = 2 * (2 * dp + fsdp)
             for device in grid[dp, fsdp]:
                 assert rows[device] == numbers[first : first + 2, 0].tolist()
+
+
+def test_several_processes_are_refused_rather_than_trained_wrongly(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match="2 processes"):
+        make_mesh(MeshConfig())

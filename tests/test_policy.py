@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from tiny import ARCHITECTURE, config
 
-from mllm import config as configs
+from mllm import config_file as configs
 from mllm import weights
 from mllm.architecture import PRESETS
-from mllm.config import ModelConfig
+from mllm.config import Config, ModelConfig
 from mllm.errors import UserError
 from mllm.mesh import make_mesh
 from mllm.policy import find_architecture, find_folder, find_tokenizer, load_policy
@@ -50,7 +50,7 @@ def test_a_tokenizer_that_is_named_is_taken():
 
 
 def test_a_folder_gives_architecture_tokenizer_and_parameters(folder, scratch):
-    policy = policy_of(configs.Config.model_validate({**config().model_dump(), "model": {"source": str(folder)}}))
+    policy = policy_of(Config.model_validate({**config().model_dump(), "model": {"source": str(folder)}}))
     assert policy.architecture == scratch[0].architecture
     assert policy.tokenizer.get_vocab() == scratch[0].tokenizer.get_vocab()
     for got, expected in zip(leaves(policy.initial_params()), leaves(scratch[1]), strict=True):
@@ -77,7 +77,7 @@ def test_a_random_model_may_take_its_sizes_from_a_folder_and_leave_the_parameter
 def test_what_can_not_be_had_or_does_not_fit_is_an_error_that_names_it(model, message):
     settings = config().model_dump() | {"model": model}
     with pytest.raises(UserError, match=message):
-        policy_of(configs.Config.model_validate(settings))
+        policy_of(Config.model_validate(settings))
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_an_error():
@@ -103,3 +103,11 @@ def test_a_published_architecture_is_laid_out_over_the_mesh_without_making_a_par
     assert sum(sizes) == 3_085_938_688  # the published checkpoint's number of parameters
     embed = policy.params["embed"]
     assert embed.sharding.shard_shape(embed.shape) == (151_936 // 2, 2_048 // 4)
+
+
+@pytest.mark.parametrize("section", [{"data": {"max_length": 49}}, {"rollout": {"max_prompt_length": 45}}], ids=str)
+def test_rows_longer_than_the_models_positions_are_refused(section):
+    architecture = {**ARCHITECTURE, "max_position_embeddings": 48}
+    assert policy_of(config("sft", model={"architecture": architecture})).architecture.max_position_embeddings == 48
+    with pytest.raises(UserError, match=r"49 tokens, but the model has max_position_embeddings 48"):
+        policy_of(config("sft", model={"architecture": architecture}, **section))

@@ -3,13 +3,14 @@
 import pytest
 from tiny import config
 
-from mllm import config as configs
+from mllm import config_file as configs
 from mllm import run_dir
+from mllm.config import Config
 from mllm.errors import UserError
 
 
 def changed(settings, **values):
-    return configs.Config.model_validate({**settings.model_dump(), **values})
+    return Config.model_validate({**settings.model_dump(), **values})
 
 
 @pytest.mark.parametrize(

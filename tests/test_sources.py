@@ -11,7 +11,7 @@ from mllm.metrics import Stopwatch
 from mllm.rewards import RewardRunner, Scores
 from mllm.rollout import Completions
 from mllm.sampler import Sampler
-from mllm.sources import GrpoSource, SftSource, bucket
+from mllm.sources import GrpoSource, SftSource, bucket, weighted_sum
 from mllm.tasks import Example, Task
 from mllm.tasks import load as load_task
 
@@ -181,3 +181,9 @@ def test_a_source_of_data_goes_on_from_its_position_though_it_reads_ahead(done):
     for got, expected in zip(read(other), read(source), strict=True):
         np.testing.assert_array_equal(got.batch.tokens, expected.batch.tokens)
         assert got.metrics == expected.metrics
+
+
+def test_a_reward_of_weight_zero_is_watched_and_never_counts():
+    values = np.array([[1.0, 2.0, np.nan], [np.nan, 5.0, 6.0]])
+    np.testing.assert_array_equal(weighted_sum(values, np.array([2.0, 0.0])), [2.0, 4.0, np.nan])
+    np.testing.assert_array_equal(weighted_sum(values, np.array([1.0, 1.0])), [np.nan, 7.0, np.nan])

@@ -8,7 +8,7 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from runs import changed, checksums, compile_once, newest, run
+from runs import changed, checksums, newest, run
 from tiny import config
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
@@ -19,8 +19,6 @@ from mllm.policy import load_policy
 from mllm.tokenizer import bytes_tokenizer, stop_ids
 from mllm.tokenizer import load as load_tokenizer
 from tools import export, plot
-
-pytestmark = pytest.mark.usefixtures(compile_once.__name__)
 
 
 @pytest.fixture(scope="module")

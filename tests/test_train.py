@@ -16,7 +16,6 @@ from runs import (
     changed,
     checkpoints,
     checksums,
-    compile_once,
     kill,
     newest,
     records,
@@ -28,9 +27,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tiny import config
 
 import train
-from mllm import config as configs
-
-pytestmark = pytest.mark.usefixtures(compile_once.__name__)
+from mllm import config_file as configs
 
 EVEN = "user_rewards:even_characters"
 SETTINGS = {

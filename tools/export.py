@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from mllm import config as configs
+from mllm import config_file as configs
 from mllm import weights
 from mllm.checkpoint import Checkpoints
 from mllm.config import MeshConfig

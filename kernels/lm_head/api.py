@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from kernels.lm_head import reference, streaming
 from kernels.lm_head.contract import Inputs, Objective, Terms, TokenLogprobs
@@ -26,7 +26,7 @@ _DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 def token_logprobs(
     hidden: Float[Array, "*N D"],
     weight: Float[Array, "V D"],
-    labels: Int[Array, "*N"],
+    labels: Integer[Array, "*N"],
     *,
     where: Bool[Array, "*N"] | None = None,
     temperature: float | Float[Array, ""] = 1.0,
@@ -70,7 +70,7 @@ def token_logprobs(
 def token_loss(
     hidden: Float[Array, "*N D"],
     weight: Float[Array, "V D"],
-    labels: Int[Array, "*N"],
+    labels: Integer[Array, "*N"],
     objective: Objective,
     *operands: Shaped[Array, "*N"],
     weights: Float[Array, "*N"] | None = None,

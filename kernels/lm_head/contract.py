@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 Objective = Callable[..., jax.Array]
 """(logprob, entropy, *operands) -> the loss of one token, all scalars; differentiable in the floating ones."""
@@ -16,7 +16,7 @@ class Inputs(NamedTuple):
 
     hidden: Float[Array, "N D"]
     weight: Float[Array, "V D"]
-    labels: Int[Array, "N"]
+    labels: Integer[Array, "N"]
     live: Bool[Array, "N"]
     temperature: Float[Array, ""]
 

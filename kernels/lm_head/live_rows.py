@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Integer
 
 Carry = TypeVar("Carry")
 
@@ -16,11 +16,11 @@ Carry = TypeVar("Carry")
 class LiveRows(NamedTuple):
     """Rows that count ahead of the others, in order. Places past their number repeat the first: no other is read."""
 
-    row: Int[Array, "M"]
+    row: Integer[Array, "M"]
     """The row at a place."""
-    place: Int[Array, "N"]
+    place: Integer[Array, "N"]
     """The place of a row; of one that doesn't count, a place past `number`."""
-    number: Int[Array, ""]
+    number: Integer[Array, ""]
 
     def over_blocks(self, block: int, body: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
         """Does `carry = body(i, carry)` for each block i with a row that counts."""
@@ -34,7 +34,7 @@ class LiveRows(NamedTuple):
 
         return lax.while_loop(more, step, (jnp.int32(0), carry))[1]
 
-    def block(self, i: Array, block: int) -> tuple[Int[Array, "R"], Bool[Array, "R"]]:
+    def block(self, i: Array, block: int) -> tuple[Integer[Array, "R"], Bool[Array, "R"]]:
         """The rows of block i, and which of them are no repetition."""
         first = i * block
         live_R = first + jnp.arange(block) < self.number

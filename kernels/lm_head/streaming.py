@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from kernels.lm_head.contract import Inputs, Objective, Terms, TokenLogprobs, weighted_sum
 from kernels.lm_head.live_rows import LiveRows, live_rows, round_up
@@ -291,7 +291,7 @@ def _start(plan: _Plan, inputs: Inputs, c: Array) -> Array:
     return jnp.minimum(c * plan.tile, inputs.weight.shape[0] - plan.tile)
 
 
-def _tile(plan: _Plan, inputs: Inputs, c: Array, labels_R: Int[Array, "R"]) -> tuple[Float[Array, "T D"], Columns]:
+def _tile(plan: _Plan, inputs: Inputs, c: Array, labels_R: Integer[Array, "R"]) -> tuple[Float[Array, "T D"], Columns]:
     start = _start(plan, inputs, c)
     column_T = start + jnp.arange(plan.tile)
     fresh_T = column_T >= c * plan.tile
