@@ -94,7 +94,7 @@ def train(config: Config) -> int:
                 break
             with watch.phase("update"):
                 state, results = train_step(state, shard_batch(mesh, batch))
-                metrics |= {name: float(value) for name, value in results.items()}
+                metrics = {**metrics, **{name: float(value) for name, value in results.items()}}
             watch.count_tokens(int(np.count_nonzero(batch.segments)))
             if metrics["skipped"]:
                 dump_batch(folder / "skipped" / f"step_{done + 1}.npz", batch)

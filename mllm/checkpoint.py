@@ -77,25 +77,26 @@ class Checkpoints:
             UserError: there are checkpoints, and none of them can be read.
         """
         steps = sorted(self.manager.all_steps(), reverse=True)
+        damaged: dict[int, str] = {}
         for step in steps:
             try:
                 found = self.read(step, items(like), position=ocp.args.JsonRestore())
             except Exception as error:  # a damaged file can make Orbax raise nearly anything
-                reason = next(iter(str(error).splitlines()), "")[:200]
-                aside = self.put_aside(step)
-                logger.warning(
-                    "checkpoint %d can't be read (%s: %s); put aside as %s",
-                    step,
-                    type(error).__name__,
-                    reason,
-                    aside,
-                )
+                damaged[step] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
                 continue
+            # Only now: where none can be read the fault may lie elsewhere, and they stay as they are.
+            for number, reason in damaged.items():
+                logger.warning(
+                    "checkpoint %d can't be read (%s); put aside as %s", number, reason, self.put_aside(number)
+                )
             arrays = {**found["params"], **found["optimizer"]}
             state = jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in by_name(like)])
             return Restored(step, state, found["position"])
         if steps:
-            raise UserError(f"{self.folder}: none of its {len(steps)} checkpoints can be read; take another run_dir")
+            reason = damaged[steps[0]]
+            raise UserError(
+                f"{self.folder}: none of its {len(steps)} checkpoints can be read ({reason}); take another run_dir"
+            )
         return None
 
     def restore_params(self, like: Any, step: int | None) -> tuple[int, Any]:

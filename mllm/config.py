@@ -118,6 +118,8 @@ class DataConfig(Section):
     def check(self) -> Self:
         if self.source == "task" or self.source.endswith(".jsonl"):
             self.reject_unused(f"with source: {self.source}", "subset", "split")
+        if self.source == "task":
+            self.reject_unused("with source: task", "on_bad_line")
         return self
 
 
@@ -263,6 +265,8 @@ class Config(Section):
         if self.algorithm == "grpo":
             assert self.grpo is not None
             self.reject_unused("by algorithm: grpo", "data")
+            if self.grpo.loss_type == "gspo" and self.head.workspace_mib is not None:
+                raise impossible("head.workspace_mib", "is not used with grpo.loss_type: gspo: remove it")
             if self.batch_size % self.grpo.num_generations:
                 raise impossible(
                     "batch_size",
@@ -281,6 +285,7 @@ class Config(Section):
             assert self.task is not None
             if self.eval.prompts is not None and self.eval.prompts > self.task.heldout:
                 raise impossible("eval.prompts", f"only {self.task.heldout} problems are held out (task.heldout)")
+            self.check_best(self.eval.every)
         elif self.checkpoint.keep_best:
             raise impossible("checkpoint.keep_best", "needs an eval section")
         micro = self.micro_batch_size
@@ -296,9 +301,17 @@ class Config(Section):
             raise impossible("optimizer.warmup_steps", f"longer than the run ({self.steps} steps)")
         return self
 
+    def check_best(self, evaluated: int | None) -> None:
+        saved = self.checkpoint.every
+        if self.checkpoint.keep_best and evaluated and saved and evaluated % saved:
+            raise impossible(
+                "checkpoint.keep_best",
+                f"eval.every ({evaluated}) is not a multiple of checkpoint.every ({saved}): what is judged isn't saved",
+            )
+
     def check_sft(self) -> None:
         assert self.data is not None
-        self.reject_unused("by algorithm: sft", "grpo")
+        self.reject_unused("by algorithm: sft", "grpo", "log")
         if self.data.source == "task":
             if self.task is None:
                 raise impossible("task", "data.source: task needs this section")

@@ -23,7 +23,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
     path = find(name)
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), UniqueKeyLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, OSError) as error:  # a date that isn't one, a list for a key
         raise UserError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):
         raise UserError(f"{path}: expected a mapping of settings at the top level")
@@ -65,7 +65,7 @@ def apply_override(settings: dict[str, Any], override: str) -> None:
             raise UserError(f"{override}: {parent} is a value, not a section")
     try:
         node[last] = yaml.load(text, UniqueKeyLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         raise UserError(f"{override}: the value is not YAML: {' '.join(str(error).split())}") from None
 
 

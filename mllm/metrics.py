@@ -33,7 +33,7 @@ class RunLog:
         # Line by line, for whoever follows the run in another window.
         self.files = {name: (run_dir / name).open("a", encoding="utf-8", buffering=1) for name in RECORDS}
         # Events past the purge step are hidden by TensorBoard, not removed from the file.
-        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step and step + 1)
+        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=0 if step is None else step + 1)
         self.bar = tqdm(total=steps, initial=step or 0, desc=run_dir.name, unit="step", dynamic_ncols=True)
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:

@@ -13,6 +13,9 @@ from mllm.errors import UserError
 HOW = {"run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log"}
 """Settings of how a run is carried out, not of what it computes: they may change when it resumes."""
 
+PARTIAL = "config.yaml.tmp"
+"""All that a run leaves that was killed while it began."""
+
 
 def check(folder: Path, config: Config) -> None:
     """Raise UserError if `folder` holds a run of another configuration, or something that is no run."""
@@ -21,7 +24,7 @@ def check(folder: Path, config: Config) -> None:
         raise UserError(f"run_dir: {there} is a file; give a folder")
     path = folder / "config.yaml"
     if not is_run(folder):
-        if folder.is_dir() and any(folder.iterdir()):
+        if folder.is_dir() and {path.name for path in folder.iterdir()} - {PARTIAL}:
             raise UserError(f"run_dir: {folder} holds other files and no config.yaml; give an empty or a new folder")
         return
     try:
@@ -42,7 +45,7 @@ def is_run(folder: Path) -> bool:
 
 def write(folder: Path, config: Config) -> None:
     """Make the folder and its config.yaml, the resolved configuration; UserError where that can't be done."""
-    partial = folder / "config.yaml.tmp"
+    partial = folder / PARTIAL
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial.write_text(dump(config), encoding="utf-8")

@@ -115,11 +115,13 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_taken(tmp_p
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_by_itself(tmp_path):
     save(tmp_path, [1])
     damage_by_deleting_arrays(tmp_path / "1")
-    with (
-        closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints,
-        pytest.raises(UserError, match="none of its 1 checkpoints can be read"),
-    ):
-        checkpoints.restore(like())
+    for _ in range(2):  # nor when it is asked again
+        with (
+            closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints,
+            pytest.raises(UserError, match="none of its 1 checkpoints can be read"),
+        ):
+            checkpoints.restore(like())
+        assert kept(tmp_path) == [1]
 
 
 def test_parameters_are_read_without_the_optimizer(tmp_path):

@@ -50,7 +50,10 @@ def test_every_shipped_configuration_is_valid_and_survives_being_written_and_rea
 
 @pytest.mark.parametrize("path", sorted(configs.CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_configuration_begins_with_its_command(path: Path):
-    assert path.read_text().startswith(f"# python train.py --config {path.name}")
+    command = path.read_text().splitlines()[0].split("(")[0].removeprefix("# python train.py --config ")
+    name, *overrides = command.split()
+    assert name == path.name
+    configs.load(name, overrides)
 
 
 def test_a_configuration_is_found_by_the_name_of_a_file_in_configs():
@@ -104,6 +107,14 @@ def test_an_override_replaces_a_setting_or_makes_its_section(write):
         (SFT, "steps.x=1", "steps.x=1: steps is a value, not a section"),
         (SFT, "steps", "steps: expected key.sub=value"),
         (SFT, "steps=[", "steps=[: the value is not YAML"),
+        (SFT, "run_dir=2024-13-45", "run_dir=2024-13-45: the value is not YAML"),
+        (SFT, "model={[a]: b}", "model={[a]: b}: the value is not YAML"),
+        (SFT, "log.samples=3", "log: is not used by algorithm: sft"),
+        (
+            SFT,
+            "data={source: task, max_length: 8, on_bad_line: skip}",
+            "data.on_bad_line: is not used with source: task",
+        ),
     ],
 )
 def test_what_can_not_work_is_refused_in_one_line_that_names_it(write, base, override, message):
@@ -128,6 +139,13 @@ def test_a_file_that_is_no_mapping_of_settings_is_refused_by_its_name(write, tex
     with pytest.raises(UserError, match=r"run\.yaml: .*") as error:
         configs.load(path)
     assert message in str(error.value)
+
+
+def test_combinations_that_would_be_ignored_are_refused(write):
+    with pytest.raises(UserError, match=r"head\.workspace_mib: is not used with grpo\.loss_type: gspo"):
+        configs.load(write(GRPO), ["head.workspace_mib=4", "grpo.loss_type=gspo"])
+    with pytest.raises(UserError, match=r"checkpoint\.keep_best: eval\.every \(2\) is not a multiple"):
+        configs.load(write(GRPO), ["eval.every=2", "checkpoint={every: 4, keep_best: true}"])
 
 
 def test_a_missing_file_is_answered_with_the_nearest_name():

@@ -331,3 +331,10 @@ def test_the_printed_configuration_loads_again(tmp_path, capsys):
     printed.write_text(capsys.readouterr().out)
     assert configs.load(str(printed)) == changed(settings, seed=7)
     assert not Path(settings.run_dir).exists()
+
+
+def test_an_evaluation_between_two_updates_of_a_rollout_stands_at_its_own_step_alone(tmp_path):
+    settings = changed(SETTINGS["grpo"], run_dir=str(tmp_path / "run"), steps=6, eval={"every": 3})
+    assert run(settings) == 0
+    evaluated = [r["step"] for r in records(settings, "metrics.jsonl") if "eval/greedy_accuracy" in r]
+    assert evaluated == [0, 3, 6]
