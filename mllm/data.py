@@ -94,11 +94,6 @@ class DataIterator(Generic[T]):
         self.given += examples
         return batch
 
-    @property
-    def epoch(self) -> float:
-        """How often the examples have been gone through."""
-        return self.given / self.counts.examples
-
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch given: JSON."""
         return {"examples": self.counts.examples, "given": self.given, "pipeline": self.batches.get_state()}

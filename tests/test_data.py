@@ -206,13 +206,6 @@ def test_a_batch_that_does_not_divide_among_processes_is_refused(tmp_path: Path)
         batches_of(write(tmp_path, some(9)), batch_size=3, place={"process_count": 2})
 
 
-def test_the_epoch_counts_examples(tmp_path: Path) -> None:
-    read = batches_of(write(tmp_path, some(8)), packing=False, batch_size=2)
-    assert read.epoch == 0
-    next(read)
-    assert read.epoch == 0.25
-
-
 def test_what_does_not_fill_the_last_batch_is_left_out_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,10 +2,8 @@
 
 import json
 import shutil
-import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from mllm import weights
 from mllm.errors import UserError
@@ -294,135 +292,3 @@ def test_a_place_that_cannot_be_written_is_an_error_of_one_line(tied: Path) -> N
     with pytest.raises(UserError, match="can't be written") as error:
         weights.save(tied / "config.json" / "export", weights.read_config(tied), load(tied))
     assert "\n" not in str(error.value)
-
-
-# Bad input
-
-
-def edit(path: Path, change: Callable[[dict], Any]) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
-def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def error_of(folder: Path) -> str:
-    with pytest.raises(UserError) as error:
-        load(folder)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-def test_a_missing_folder(tmp_path: Path) -> None:
-    assert error_of(tmp_path / "nothing") == f"{tmp_path / 'nothing'}: no such folder"
-
-
-def test_a_missing_config(tied: Path) -> None:
-    (tied / "config.json").unlink()
-    assert error_of(tied).startswith(f"{tied / 'config.json'}: missing")
-
-
-def test_a_config_that_is_not_json(tied: Path) -> None:
-    (tied / "config.json").write_text("{'hidden_size': 32")
-    assert error_of(tied).startswith(f"{tied / 'config.json'}: not readable as JSON")
-
-
-def test_a_config_of_another_architecture(tied: Path) -> None:
-    edit(tied / "config.json", lambda config: config.update(model_type="llama"))
-    assert error_of(tied) == f"{tied / 'config.json'}: model_type is 'llama'; this model supports only 'qwen2'"
-
-
-def test_a_missing_shard(sharded: Path) -> None:
-    (sharded / "model-00002-of-00003.safetensors").unlink()
-    assert error_of(sharded).startswith(f"{sharded / 'model-00002-of-00003.safetensors'}: this shard is missing")
-
-
-@pytest.mark.parametrize("kept", [0, 5, 100, -1], ids=["empty", "within the length", "within the header", "by a byte"])
-def test_a_truncated_file(kept: int, tied: Path) -> None:
-    file = tied / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:kept])
-    assert error_of(tied).startswith(f"{file}: truncated or not a safetensors file")
-
-
-def test_a_missing_tensor(tied: Path) -> None:
-    edit_tensors(tied, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.bias"))
-    assert "tensor model.layers.1.self_attn.k_proj.bias is missing" in error_of(tied)
-
-
-def test_a_tensor_that_is_not_in_the_shard_that_the_index_names(sharded: Path) -> None:
-    index = sharded / "model.safetensors.index.json"
-    edit(index, lambda index: index["weight_map"].update({"model.norm.weight": "model-00001-of-00003.safetensors"}))
-    message = error_of(sharded)
-    assert message.startswith(f"{sharded / 'model-00001-of-00003.safetensors'}: tensor model.norm.weight is missing")
-
-
-def test_a_tensor_of_the_wrong_shape(tied: Path) -> None:
-    edit_tensors(tied, lambda tensors: tensors.update({"model.norm.weight": np.ones(31, np.float32)}))
-    assert error_of(tied) == (
-        f"{tied / 'model.safetensors'}: tensor model.norm.weight has shape [31]; by config.json it must be [32]"
-    )
-
-
-def test_a_quantised_tensor(tied: Path) -> None:
-    edit_tensors(tied, lambda tensors: tensors.update({"model.norm.weight": np.ones(32, np.int8)}))
-    assert "tensor model.norm.weight is stored as I8" in error_of(tied)
-
-
-@pytest.mark.parametrize("name", ["model.layers.2.input_layernorm.weight", "lm_head.weight"])
-def test_a_surplus_tensor(name: str, tied: Path) -> None:
-    edit_tensors(tied, lambda tensors: tensors.update({name: np.ones(32, np.float32)}))
-    message = error_of(tied)
-    assert f"tensor {name} is not part of this model" in message
-    assert ("tie_word_embeddings" in message) == (name == "lm_head.weight")
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.pt", "consolidated.00.pth"])
-def test_pickled_weights_are_named_and_never_opened(name: str, tied: Path) -> None:
-    (tied / "model.safetensors").rename(tied / name)
-    (tied / name).chmod(0)
-    assert f"only pickled weights ({name}), which are never opened" in error_of(tied)
-
-
-def test_a_folder_without_weights(tied: Path) -> None:
-    (tied / "model.safetensors").unlink()
-    assert error_of(tied).startswith(f"{tied}: has neither model.safetensors nor model.safetensors.index.json")
-
-
-@pytest.mark.parametrize("place", ["../outside.safetensors", "/tmp/outside.safetensors", "sub/inside.safetensors"])
-def test_an_index_that_reaches_out_of_the_folder(place: str, sharded: Path) -> None:
-    shutil.copy(sharded / "model-00001-of-00003.safetensors", sharded.parent / "outside.safetensors")
-    index = sharded / "model.safetensors.index.json"
-    edit(index, lambda index: index["weight_map"].update({"model.norm.weight": place}))
-    assert error_of(sharded) == f"{index}: {place!r} is not the name of a file in this folder"
-
-
-def test_an_index_without_a_map(sharded: Path) -> None:
-    index = sharded / "model.safetensors.index.json"
-    index.write_text("{}")
-    assert error_of(sharded).startswith(f"{index}: weight_map is missing")
-
-
-# Where a model comes from
-
-
-def test_a_local_folder_is_used_as_it_is(tied: Path) -> None:
-    assert weights.resolve(str(tied)) == tied
-
-
-@pytest.mark.parametrize("source", ["/no/such/folder", "folder", "Qwen/Qwen2.5-0.0B", "a/b/c"])
-def test_what_is_neither_a_folder_nor_to_be_had_from_the_hub_is_one_line_within_seconds(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    start = time.monotonic()
-    with pytest.raises(UserError, match=r"model\.init=random") as error:
-        weights.resolve(source)
-    assert time.monotonic() - start < 10
-    assert str(error.value).startswith(f"{source}: no such folder")
-    assert "\n" not in str(error.value)
-    assert capfd.readouterr().err == ""
