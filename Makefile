@@ -1,6 +1,7 @@
 # make setup [PYTHON=python3.12]   a virtual environment in .venv with everything below
 # make demo [SEED=0]               a tiny model from nothing: SFT, export, GRPO, table and curves
-# make test                        all tests; `make test FAST=1` leaves the slow ones out
+# make test                        all tests but the next; `make test FAST=1` leaves the slow ones out
+# make aot                         compiles for TPUs that aren't there: installs libtpu (0.7 GB) and runs those tests
 # make check                       ruff and mypy
 # make bench                       the head against full logits, on this machine
 
@@ -9,7 +10,7 @@ SEED ?= 0
 BIN := .venv/bin
 RUNS := runs/demo_seed$(SEED)
 
-.PHONY: setup demo test check bench
+.PHONY: setup demo test aot check bench
 
 setup: .venv/installed
 
@@ -36,7 +37,14 @@ demo: setup
 	$(BIN)/python tools/plot.py $(RUNS)/grpo
 
 test: setup
-	$(BIN)/python -m pytest $(if $(FAST),-m "not slow")
+	$(BIN)/python -m pytest -m "not aot$(if $(FAST), and not slow)"
+
+aot: .venv/aot-installed
+	$(BIN)/python -m pytest -m aot
+
+.venv/aot-installed: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[aot]'
+	@touch $@
 
 check: setup
 	$(BIN)/ruff check .

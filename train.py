@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from mllm import config_file as configs
 from mllm import data, report, run_dir, tasks
@@ -63,11 +64,11 @@ def train(config: Config) -> int:
     policy = load_policy(config, mesh)
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = make_schedule(config.optimizer, config.steps)
-    train_step = make_train_step(policy.graphdef, optimizer, schedule, config)
+    train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
 
     with ExitStack() as stack:
         task = None if config.task is None else tasks.load(config.task, config.seed)
-        source = make_source(config, policy, task, stack)
+        source = make_source(config, policy, mesh, task, stack)
         judge = make_judge(config, policy, task)
         # Before anything is written: the files of the parameters may turn out to be damaged.
         initial = None if run_dir.is_run(folder) else policy.initial_params()
@@ -120,7 +121,7 @@ def train(config: Config) -> int:
     return 0
 
 
-def make_source(config: Config, policy: Policy, task: Task | None, stack: ExitStack) -> Source:
+def make_source(config: Config, policy: Policy, mesh: Mesh, task: Task | None, stack: ExitStack) -> Source:
     """What the loop draws batches from; `stack` closes what it opens."""
     place = {"seed": config.seed, "process_index": jax.process_index(), "process_count": jax.process_count()}
     if config.algorithm == "sft":
@@ -145,7 +146,7 @@ def make_source(config: Config, policy: Policy, task: Task | None, stack: ExitSt
         prompts,
         make_sampler(config, policy),
         stack.enter_context(RewardRunner(config.task, task)),
-        make_logprob_pass(policy.graphdef, config),
+        make_logprob_pass(policy.graphdef, config, mesh),
         reference=policy.initial_params() if config.grpo.beta > 0 else None,
         logged_samples=config.log.samples,
     )

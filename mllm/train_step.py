@@ -12,13 +12,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
+from kernels.lm_head import HeadSharding, TokenLogprobs, token_logprobs, token_loss
 from mllm import objectives
+from mllm.attention import on_tpu
 from mllm.batch import Batch
 from mllm.config import Config
+from mllm.errors import UserError
+from mllm.mesh import sharding
+from mllm.model import LOGICAL_AXES
 
 Metrics = dict[str, Float[Array, ""]]
 
@@ -64,10 +68,20 @@ def abstract_state(params: Any, optimizer: optax.GradientTransformation) -> Trai
 
 
 class Forward:
-    """Model and head as functions of the parameters and a batch, with the run's settings bound."""
+    """Model and head as functions of the parameters and a batch, with the run's settings and mesh bound.
 
-    def __init__(self, graphdef: Any, config: Config) -> None:
+    Raises:
+        UserError: the head that is asked for needs other devices.
+    """
+
+    def __init__(self, graphdef: Any, config: Config, mesh: Mesh) -> None:
+        if config.head.impl == "mosaic_tpu" and not on_tpu(mesh):
+            kind = mesh.devices.flat[0].platform
+            raise UserError(
+                f"head.impl: mosaic_tpu needs a TPU, and the devices here are of the kind {kind}: remove it"
+            )
         self.graphdef = graphdef
+        self.sharding = head_sharding(mesh)
         self.dtype = jnp.dtype(config.model.dtype)
         self.head = config.head
         self.temperature = 1.0
@@ -90,6 +104,7 @@ class Forward:
             temperature=self.temperature,
             dtype=self.dtype,
             impl=self.head.impl,
+            sharding=self.sharding,
         )
 
     def loss(self, params: Any, batch: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
@@ -113,6 +128,7 @@ class Forward:
             workspace=None if workspace is None else workspace * 2**20,
             dtype=self.dtype,
             impl=self.head.impl,
+            sharding=self.sharding,
         )
 
     def hidden(self, params: Any, batch: Batch) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
@@ -141,6 +157,13 @@ class Forward:
         return metrics | objectives.sampling_metrics(trainer, batch.sampler_logprobs, mask)
 
 
+def head_sharding(mesh: Mesh) -> HeadSharding:
+    """Tokens as the batch lies, the vocabulary's matrix as its parameter."""
+    (tokens,) = sharding(mesh, ("batch",)).spec
+    vocabulary, features = sharding(mesh, LOGICAL_AXES["head"]).spec
+    return HeadSharding(mesh, tokens, vocabulary, features)
+
+
 def make_objective(config: Config) -> objectives.GrpoObjective:
     grpo = config.grpo
     assert grpo is not None
@@ -155,13 +178,13 @@ def make_objective(config: Config) -> objectives.GrpoObjective:
 
 
 def make_train_step(
-    graphdef: Any, optimizer: optax.GradientTransformation, schedule: optax.Schedule, config: Config
+    graphdef: Any, optimizer: optax.GradientTransformation, schedule: optax.Schedule, config: Config, mesh: Mesh
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The jitted update; it takes over the state's memory.
 
     Where the loss or a gradient is not finite, parameters and optimizer stay as they were and `skipped` is 1.
     """
-    forward = Forward(graphdef, config)
+    forward = Forward(graphdef, config, mesh)
     rows = config.micro_batch_size or config.batch_size
 
     @jax.jit(donate_argnums=0)
@@ -189,9 +212,9 @@ def make_train_step(
     return train_step
 
 
-def make_logprob_pass(graphdef: Any, config: Config) -> Callable[[Any, Batch], Float[Array, "B T"]]:
+def make_logprob_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[Any, Batch], Float[Array, "B T"]]:
     """The jitted forward pass: log-probabilities of a batch's labels under any parameters."""
-    forward = Forward(graphdef, config)
+    forward = Forward(graphdef, config, mesh)
     rows = config.micro_batch_size or config.batch_size
 
     @jax.jit

@@ -110,7 +110,7 @@ def test_a_model_has_the_same_gradient_with_either_attention():
         architecture = Qwen2Config.from_hf(HEADS_OF_64, "test")
         options = {"dtype": jnp.float32, "remat": "full", "splash_mesh": splash_mesh}
         graphdef, params = nnx.split(Qwen2(architecture, rngs=nnx.Rngs(0), **options))
-        forward = Forward(graphdef, settings)
+        forward = Forward(graphdef, settings, make_mesh(ONE))
         return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0]))(params, batch)
 
     leaves = (jax.tree.leaves(gradient(splash_mesh)) for splash_mesh in (None, make_mesh(EIGHT)))
@@ -122,7 +122,7 @@ def train_gradient(mesh, **model):
     """The gradient of a small batch's loss, jitted, and its abstract arguments as they lie on the mesh."""
     settings = config("sft", model={"architecture": HEADS_OF_64, "dtype": "bfloat16", "remat": "full", **model})
     policy = load_policy(settings, mesh)
-    forward = Forward(policy.graphdef, settings)
+    forward = Forward(policy.graphdef, settings, mesh)
     layout = sharding(mesh, ("batch", "time"))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), batch_of(8, 128))
     return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0])), (policy.params, batch)

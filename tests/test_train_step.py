@@ -10,6 +10,7 @@ import pytest
 from tiny import config
 
 from mllm.batch import Batch
+from mllm.errors import UserError
 from mllm.mesh import make_mesh, shard_batch
 from mllm.optimizer import make_optimizer, make_schedule
 from mllm.policy import load_policy
@@ -41,12 +42,16 @@ def make_batch(seed: int = 0) -> Batch:
 
 @cache
 def trainer(name):
-    """Policy, optimizer and compiled update of `SETTINGS[name]`."""
-    settings = SETTINGS[name]
-    policy = load_policy(settings, make_mesh(settings.mesh))
+    return trainer_of(SETTINGS[name])
+
+
+def trainer_of(settings):
+    """Policy, optimizer and jitted update."""
+    mesh = make_mesh(settings.mesh)
+    policy = load_policy(settings, mesh)
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     schedule = make_schedule(settings.optimizer, settings.steps)
-    return policy, optimizer, make_train_step(policy.graphdef, optimizer, schedule, settings)
+    return policy, optimizer, make_train_step(policy.graphdef, optimizer, schedule, settings, mesh)
 
 
 def update(name, batch):
@@ -61,7 +66,7 @@ def gradient(settings, batch=None):
     """Loss, metrics and gradients of one step, before the optimizer hides their scale."""
     mesh = make_mesh(settings.mesh)
     policy = load_policy(settings, mesh)
-    forward = Forward(policy.graphdef, settings)
+    forward = Forward(policy.graphdef, settings, mesh)
     rows = settings.micro_batch_size or settings.batch_size
 
     @jax.jit
@@ -120,6 +125,12 @@ def test_every_mesh_gives_the_same_gradient(expected, mesh):
     assert_same(expected["grpo"], gradient(changed(SETTINGS["grpo"], mesh=mesh)), 3e-5)
 
 
+def test_a_head_for_tpus_is_refused_on_other_devices():
+    settings = changed(SETTINGS["sft"], head={"impl": "mosaic_tpu"})
+    with pytest.raises(UserError, match=r"head.impl: mosaic_tpu needs a TPU, and the devices here are of the kind cpu"):
+        trainer_of(settings)
+
+
 def test_the_workspace_of_the_head_changes_nothing(expected):
     assert_same(expected["grpo"], gradient(changed(SETTINGS["grpo"], head={"workspace_mib": 0})))
 
@@ -157,7 +168,8 @@ def test_a_batch_in_which_nothing_counts_changes_no_parameter():
 def test_the_log_prob_pass_gives_what_the_update_sees():
     settings = changed(SETTINGS["grpo"], micro_batch_size=4)
     policy, batch = trainer("grpo")[0], make_batch()
-    logprobs = make_logprob_pass(policy.graphdef, settings)(policy.initial_params(), batch)
+    logprob_pass = make_logprob_pass(policy.graphdef, settings, make_mesh(settings.mesh))
+    logprobs = logprob_pass(policy.initial_params(), batch)
     assert logprobs.shape == (ROWS, LENGTH)
     assert np.all((np.asarray(logprobs) < 0) == (batch.weights > 0))
     # With the old policy's log-probabilities equal to the current ones nothing is clipped, and the ratio is 1.
@@ -190,11 +202,7 @@ def test_an_update_keeps_the_dtypes_of_bfloat16_parameters_and_moments(optimizer
         optimizer={"name": optimizer, "weight_decay": 0.1},
         micro_batch_size=micro_batch_size,
     )
-    policy = load_policy(settings, make_mesh(settings.mesh))
-    optimizer = make_optimizer(settings.optimizer, settings.steps)
-    train_step = make_train_step(
-        policy.graphdef, optimizer, make_schedule(settings.optimizer, settings.steps), settings
-    )
+    policy, optimizer, train_step = trainer_of(settings)
     before = abstract_state(policy.params, optimizer)
     after, _ = jax.eval_shape(train_step, before, make_batch())
     assert [leaf.dtype for leaf in jax.tree.leaves(after)] == [leaf.dtype for leaf in jax.tree.leaves(before)]

@@ -6,63 +6,33 @@ the median, over rounds, of a method's time to that of full logits in the same r
 program needs beside arguments and results, by the compiler's account. Errors are the largest difference to full logits
 in float32 at the highest precision, relative to the largest magnitude there.
 
+With `--target`, the same for a TPU that isn't there, compiled and not run: see bench_target.py.
+
 Leaves out: other libraries' kernels (but for optax), and several devices.
 """
 
 import argparse
+import importlib.util
 import json
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from kernels.lm_head import token_loss
+from kernels.aot.targets import CHIPS
 
-CHUNK = 256
-
-Loss = Callable[[Float[Array, "N D"], Float[Array, "V D"], Int[Array, "N"], Float[Array, "N"]], Float[Array, ""]]
-
-
-def full_logits(hidden: Array, weight: Array, labels: Array, weights: Array) -> Array:
-    logits = jnp.matmul(hidden, weight.T, preferred_element_type=jnp.float32)
-    label = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-    return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=1) - label))
-
-
-def optax_on_logits(hidden: Array, weight: Array, labels: Array, weights: Array) -> Array:
-    logits = jnp.matmul(hidden, weight.T, preferred_element_type=jnp.float32)
-    return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, labels))
-
-
-def chunked(hidden: Array, weight: Array, labels: Array, weights: Array) -> Array:
-    """Full logits of `CHUNK` tokens at a time, computed again for the gradients."""
-
-    @jax.checkpoint
-    def step(total: Array, rows: tuple[Array, ...]) -> tuple[Array, None]:
-        return total + full_logits(rows[0], weight, *rows[1:]), None
-
-    rows = (x.reshape(-1, min(CHUNK, len(hidden)), *x.shape[1:]) for x in (hidden, labels, weights))
-    return jax.lax.scan(step, jnp.float32(0), tuple(rows))[0]
-
-
-def fused(**options: Any) -> Loss:
-    def loss(hidden: Array, weight: Array, labels: Array, weights: Array) -> Array:
-        return token_loss(hidden, weight, labels, negative_logprob, weights=weights, **options)[0]
-
-    return loss
-
-
-def negative_logprob(logprob: Array, entropy: Array) -> Array:
-    return -logprob
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
+from tools import bench_target
+from tools.head_losses import CHUNK, Loss, chunked, full_logits, fused, optax_on_logits
 
 
 class Method(NamedTuple):
@@ -165,11 +135,16 @@ def main() -> None:
         "--shape",
         type=shape_of,
         nargs="+",
-        default=[(2048, 512, 32768)],
         metavar="N,D,V",
-        help="tokens, hidden size, vocabulary; several are measured one after the other (default 2048,512,32768)",
+        help="tokens, hidden size, vocabulary; several are measured one after the other "
+        "(default 2048,512,32768, for a target 8192,2048,151936)",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of hidden and weight")
+    parser.add_argument(
+        "--target",
+        choices=sorted(CHIPS),
+        help="compile for this TPU instead and time nothing, in bfloat16; needs libtpu, which make aot installs",
+    )
     parser.add_argument("--repeats", type=int, default=5, help="rounds timed, after one that is not (default 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
@@ -179,18 +154,38 @@ def main() -> None:
     if options.json and not options.json.parent.is_dir():
         parser.error(f"argument --json: there is no folder {options.json.parent}")
 
-    device = jax.devices()[0]
-    print(f"{device.platform} {device.device_kind}, jax {jax.__version__}, {options.dtype}, {options.repeats} rounds")
-    results = []
-    for shape in options.shape:
-        print("\nN={}, D={}, V={}".format(*shape))
-        rows = measure(shape, options.dtype, options.repeats, options.seed)
-        show(rows)
-        results.append({"N": shape[0], "D": shape[1], "V": shape[2], "methods": rows})
+    if options.target:
+        if importlib.util.find_spec("libtpu") is None:
+            parser.error("argument --target: libtpu, the TPU compiler, isn't installed; make aot does")
+        report = of_target(options.target, options.shape or [(8192, 2048, 151936)])
+    else:
+        report = of_device(options.shape or [(2048, 512, 32768)], options.dtype, options.repeats, options.seed)
     if options.json:
         command = shlex.join(["python", *sys.argv])
-        report = {"command": command, "device": device.device_kind, "jax": jax.__version__, "dtype": options.dtype}
-        options.json.write_text(json.dumps(report | {"results": results}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"command": command} | report, indent=1) + "\n")
+
+
+def of_device(shapes: Sequence[tuple[int, int, int]], dtype: str, repeats: int, seed: int) -> dict[str, Any]:
+    device = jax.devices()[0]
+    print(f"{device.platform} {device.device_kind}, jax {jax.__version__}, {dtype}, {repeats} rounds")
+    results = []
+    for shape in shapes:
+        print("\nN={}, D={}, V={}".format(*shape))
+        rows = measure(shape, dtype, repeats, seed)
+        show(rows)
+        results.append(dict(zip("NDV", shape, strict=True)) | {"methods": rows})
+    return {"device": device.device_kind, "jax": jax.__version__, "dtype": dtype, "results": results}
+
+
+def of_target(target: str, shapes: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+    print(f"{target} by its compiler, jax {jax.__version__}, bfloat16; nothing was run, and nothing is a time")
+    results = []
+    for shape in shapes:
+        print("\nN={}, D={}, V={}".format(*shape))
+        rows = bench_target.table(target, shape)
+        bench_target.show(rows)
+        results.append(dict(zip("NDV", shape, strict=True)) | {"methods": [asdict(row) for row in rows]})
+    return {"target": target, "jax": jax.__version__, "dtype": "bfloat16", "results": results}
 
 
 if __name__ == "__main__":

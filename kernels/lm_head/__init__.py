@@ -2,5 +2,6 @@
 
 from kernels.lm_head.api import token_logprobs, token_loss
 from kernels.lm_head.contract import TokenLogprobs
+from kernels.lm_head.sharded import HeadSharding
 
-__all__ = ["TokenLogprobs", "token_logprobs", "token_loss"]
+__all__ = ["HeadSharding", "TokenLogprobs", "token_logprobs", "token_loss"]

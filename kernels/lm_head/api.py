@@ -1,11 +1,10 @@
 """The head's two entry points: arguments are checked, leading dims flattened, an implementation picked.
 
-Leaves the rest to the implementations: modules with functions of the same two names on flat rows, listed in one table.
+Leaves the rest to the implementations on flat rows: the reference, and the engines of one table.
 """
 
 import math
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any, Literal
 
 import jax
@@ -13,13 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
-from kernels.lm_head import reference, streaming
-from kernels.lm_head.contract import Inputs, Objective, Terms, TokenLogprobs
+from kernels.lm_head import derivatives, mosaic_tpu, reference, streaming, target
+from kernels.lm_head.contract import How, Inputs, Objective, Terms, TokenLogprobs
+from kernels.lm_head.derivatives import Engine
 from kernels.lm_head.manual_axes import vary, varying_axes
+from kernels.lm_head.sharded import HeadSharding, Sharded
 
-Impl = Literal["reference", "streaming"]
+Impl = Literal["reference", "streaming", "mosaic_tpu"]
 
-_IMPLEMENTATIONS: Mapping[str, ModuleType] = {"reference": reference, "streaming": streaming}
+_ENGINES: Mapping[str, Engine] = {"streaming": streaming, "mosaic_tpu": mosaic_tpu}
 _DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 
 
@@ -33,6 +34,7 @@ def token_logprobs(
     softcap: float | None = None,
     dtype: Any = None,
     impl: Impl | None = None,
+    sharding: HeadSharding | None = None,
 ) -> TokenLogprobs:
     """Log-probability of each label, log-normaliser and entropy under `softmax(z)`: float32 [*N], in nats.
 
@@ -50,20 +52,25 @@ def token_logprobs(
         dtype: of the matrix products' operands, cast tile by tile as they are read; every sum is float32. None: the
             wider of the arguments' dtypes. float32 products have the device's highest precision.
         impl: None for the best that runs here, which never makes full logits; or a name.
+        sharding: how `hidden`, `weight` and all that is given for each token lie on a mesh, in and outside of `jit`
+            alike; the work is then divided accordingly, and so lie results and gradients. None: on one device.
 
     Raises:
         ValueError: names the argument; before anything is compiled.
     """
-    implementation = _implementation(impl, tokens=np.size(labels))
     if where is not None and jnp.result_type(where) != jnp.bool_:
         raise ValueError(f"where must be boolean, not {jnp.result_type(where)}")
     live = np.ones(np.shape(labels), np.bool_) if where is None else where
     hidden, weight, flat_labels, flat_live = _rows(hidden, weight, labels, {"where": live})
     _check_labels(flat_labels, flat_live, vocabulary=weight.shape[0])
     inputs = Inputs(hidden, weight, flat_labels, flat_live, _temperature(temperature))
-    flat: TokenLogprobs = implementation.token_logprobs(
-        _same_varying(inputs), softcap=_softcap(softcap), dtype=_product_dtype(dtype, hidden, weight)
-    )
+    inputs = _same_varying(inputs)
+    how = How(_softcap(softcap), _product_dtype(dtype, hidden, weight))
+    engine = _engine(impl, inputs, how, sharding)
+    if engine is None:
+        flat = reference.token_logprobs(inputs, softcap=how.softcap, dtype=how.dtype)
+    else:
+        flat = derivatives.token_logprobs(engine, inputs, how)
     return TokenLogprobs(*(x.reshape(np.shape(labels)) for x in flat))
 
 
@@ -79,6 +86,7 @@ def token_loss(
     workspace: int | None = None,
     dtype: Any = None,
     impl: Impl | None = None,
+    sharding: HeadSharding | None = None,
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
     """`sum_i weights_i * objective(logprob_i, entropy_i, *operands_i)`, and the tokens' statistics without gradient.
 
@@ -99,7 +107,6 @@ def token_loss(
     Raises:
         ValueError: names the argument; before anything is compiled.
     """
-    implementation = _implementation(impl, tokens=np.size(labels))
     if workspace is not None and (not isinstance(workspace, int) or workspace < 0):
         raise ValueError(f"workspace must be None or a number of bytes, not {workspace!r}")
     weights_or_ones = np.ones(np.shape(labels), np.float32) if weights is None else weights
@@ -113,22 +120,40 @@ def token_loss(
     inputs = Inputs(hidden, weight, flat_labels, live, _temperature(temperature))
     terms = Terms(jnp.asarray(flat_weights, jnp.float32), tuple(flat_operands))
     inputs, terms = _same_varying((inputs, terms))
-    loss, flat = implementation.token_loss(
-        inputs,
-        objective,
-        terms,
-        softcap=_softcap(softcap),
-        dtype=_product_dtype(dtype, hidden, weight),
-        workspace=workspace,
-    )
+    how = How(_softcap(softcap), _product_dtype(dtype, hidden, weight), workspace)
+    engine = _engine(impl, inputs, how, sharding)
+    if engine is None:
+        loss, flat = reference.token_loss(
+            inputs, objective, terms, softcap=how.softcap, dtype=how.dtype, workspace=workspace
+        )
+    else:
+        loss, flat = derivatives.token_loss(engine, inputs, objective, terms, how)
     return loss, TokenLogprobs(*(x.reshape(np.shape(labels)) for x in flat))
 
 
-def _implementation(impl: str | None, tokens: int) -> ModuleType:
-    name = "streaming" if impl is None else impl
-    if name not in _IMPLEMENTATIONS:
-        raise ValueError(f"impl must be None or one of {', '.join(_IMPLEMENTATIONS)}, not {impl!r}")
-    return _IMPLEMENTATIONS[name] if tokens else reference  # of no tokens, full logits are empty
+def _engine(impl: str | None, inputs: Inputs, how: How, sharding: HeadSharding | None) -> Engine | None:
+    """The engine to use; None for the reference."""
+    if impl not in (None, "reference", *_ENGINES):
+        raise ValueError(f"impl must be None or one of reference, {', '.join(_ENGINES)}, not {impl!r}")
+    if sharding is not None:
+        sharding.check(inputs.hidden, inputs.weight)
+    if impl == "reference" or not inputs.labels.size:  # of no tokens, full logits are empty
+        return None
+    if impl is None:
+        kernels = _placed("mosaic_tpu", sharding)
+        on_tpu = target.platform(None if sharding is None else sharding.mesh) == "tpu"
+        return kernels if on_tpu and kernels.obstacle(inputs, how) is None else _placed("streaming", sharding)
+    engine = _placed(impl, sharding)
+    why_not = engine.obstacle(inputs, how)
+    if why_not is not None:
+        raise ValueError(f"impl: {impl} can't run here: {why_not}")
+    return engine
+
+
+def _placed(name: str, sharding: HeadSharding | None) -> Engine:
+    """The engine of that name, on every device of a mesh if there is one."""
+    engine = _ENGINES[name]
+    return engine if sharding is None or sharding.mesh.size == 1 else Sharded(engine, sharding.in_use())
 
 
 def _rows(hidden: Any, weight: Any, labels: Any, per_token: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """What every implementation of the head takes and returns, and the one definition of the loss that they share."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,6 +12,10 @@ Objective = Callable[..., jax.Array]
 """(logprob, entropy, *operands) -> the loss of one token, all scalars; differentiable in the floating ones."""
 
 
+Gradients = tuple[Array | None, Array | None]
+"""By hidden [N, D] and by weight [V, D]; None where not asked for."""
+
+
 class Inputs(NamedTuple):
     """What the statistics are made of; `live` are the rows that count."""
 
@@ -19,6 +24,33 @@ class Inputs(NamedTuple):
     labels: Integer[Array, "N"]
     live: Bool[Array, "N"]
     temperature: Float[Array, ""]
+    columns: Integer[Array, ""] | None = None
+    """The first so many rows of `weight` are the vocabulary's, the rest is padding; None: all are."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class How:
+    """What is known while tracing."""
+
+    softcap: float | None
+    dtype: jnp.dtype
+    """Of the matrix products' operands."""
+    workspace: int | None = None
+    """Bytes, as for `token_loss`."""
+    wants_hidden: bool = True
+    wants_weight: bool = True
+    entropy_slopes: bool = True
+    """False: the slope by the entropy is 0 everywhere."""
+    vocabulary_axis: str | None = None
+    """Inside `shard_map`, the mesh axis over which the rows of `weight` are spread."""
+    token_axes: tuple[str, ...] = ()
+    """Inside `shard_map`, those over which tokens are spread. A loop that holds collectives runs as often on each of
+    their devices."""
+    hidden_gradient: jnp.dtype | None = None
+    """Dtype of dh; None: that of `hidden`."""
+    weight_gradient: jnp.dtype | None = None
+    """Dtype of dW; None: that of `weight`."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -51,14 +83,21 @@ def weighted_sum(
     """`sum_i weights_i * objective(logprob_i, entropy_i, *operands_i)` over the rows that count.
 
     An objective may be infinite or NaN at a row that doesn't count (its operands are anybody's guess): neither the
-    sum nor a gradient sees it. That takes a `where` before the objective as well as after it.
+    sum nor a gradient sees it, but for gradients of arrays, not scalars, that are shared by the rows. That takes a
+    `where` before the objective as well as after it.
     """
 
-    def guard(x: jax.Array) -> jax.Array:
+    def guard(x: jax.Array, live: jax.Array = live) -> jax.Array:
         return jnp.where(live, x, jax.lax.stop_gradient(x))
 
-    def of_token(*scalars: jax.Array) -> jax.Array:
-        return objective(*scalars, *terms.shared)
+    def of_token(live: jax.Array, *scalars: jax.Array) -> jax.Array:
+        return objective(*scalars, *(x if x.ndim else guard(x, live) for x in terms.shared))
 
-    values = jax.vmap(of_token)(guard(logprob), guard(entropy), *map(guard, terms.operands))
+    values = jax.vmap(of_token)(live, guard(logprob), guard(entropy), *map(guard, terms.operands))
     return jnp.sum(jnp.where(live, guard(terms.weights) * values.astype(jnp.float32), 0))
+
+
+def loss_slopes(objective: Objective, live: Bool[Array, "N"], tokens: TokenLogprobs, terms: Terms) -> TokenLogprobs:
+    """The derivatives of `weighted_sum` by the tokens' statistics."""
+    g_logprob, g_entropy = jax.grad(weighted_sum, (2, 3))(objective, live, tokens.logprob, tokens.entropy, terms)
+    return TokenLogprobs(g_logprob, jnp.zeros_like(g_logprob), g_entropy)

@@ -22,11 +22,18 @@ class LiveRows(NamedTuple):
     """The place of a row; of one that doesn't count, a place past `number`."""
     number: Integer[Array, ""]
 
-    def over_blocks(self, block: int, body: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
-        """Does `carry = body(i, carry)` for each block i with a row that counts."""
+    def over_blocks(
+        self, block: int, body: Callable[[Array, Carry], Carry], carry: Carry, in_step: tuple[str, ...] = ()
+    ) -> Carry:
+        """Does `carry = body(i, carry)` for each block i with a row that counts.
+
+        All devices along the mesh axes `in_step` do so equally often, as a body with collectives needs it: those
+        with fewer such rows end with blocks that have none.
+        """
+        number = lax.pmax(self.number, in_step) if in_step else self.number
 
         def more(state: tuple[Array, Carry]) -> Array:
-            return state[0] * block < self.number
+            return state[0] * block < number
 
         def step(state: tuple[Array, Carry]) -> tuple[Array, Carry]:
             i, carry = state

@@ -9,11 +9,13 @@ Suffixes: R rows, T columns of a tile.
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from kernels.lm_head.contract import TokenLogprobs
 
 _FLOOR = -1e38  # below any logit, yet differences to it are finite
+_MASKED = 2 * _FLOOR  # so far below the floor that a tile of nothing else adds nothing
 
 
 class Columns(NamedTuple):
@@ -52,7 +54,7 @@ def nothing(zeros_R: Float[Array, "R"]) -> Running:
 
 
 def include(running: Running, z_RT: Float[Array, "R T"], columns: Columns) -> Running:
-    z_RT = jnp.where(columns.fresh, z_RT, _FLOOR)
+    z_RT = jnp.where(columns.fresh, z_RT, _MASKED)
     top = jnp.maximum(running.top, z_RT.max(axis=1))
     below_RT = z_RT - top[:, None]
     e_RT = jnp.exp(below_RT)
@@ -63,6 +65,21 @@ def include(running: Running, z_RT: Float[Array, "R T"], columns: Columns) -> Ru
         tilt=jnp.exp(shift) * (running.tilt + shift * running.total) + (e_RT * below_RT).sum(axis=1),
         label=running.label + jnp.where(columns.hit, z_RT, 0).sum(axis=1),
     )
+
+
+def merge(running: Running, axis: str) -> Running:
+    """What all devices along a mesh axis have seen, each of them other columns. Three sums and a maximum a row."""
+    top = lax.pmax(running.top, axis)
+    shift = running.top - top
+    total, tilt, label = lax.psum(
+        (
+            jnp.exp(shift) * running.total,
+            jnp.exp(shift) * (running.tilt + shift * running.total),
+            running.label,
+        ),
+        axis,
+    )
+    return Running(top, total, tilt, label)
 
 
 def finish(running: Running) -> Softmax:

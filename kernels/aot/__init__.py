@@ -1,0 +1,1 @@
+"""Compiling for TPUs that aren't there, and reading what the compiler wrote."""

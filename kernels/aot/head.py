@@ -1,0 +1,92 @@
+"""Programmes of the head for `targets.py` and `listing.py`: what a trainer asks of it, at any size.
+
+On a mesh of one chip the head is that of one device; on one with the axes dp, fsdp and tp it is sharded over them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from kernels.lm_head import HeadSharding, token_logprobs, token_loss
+
+Programme = tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]
+
+
+def value(mesh: Mesh, **sizes: Any) -> Programme:
+    """Log-probability, normaliser and entropy of every token."""
+    options, arguments = _sized(mesh, **sizes)
+
+    def logprobs(hidden: Array, weight: Array, labels: Array, live: Array, *_: Array) -> Any:
+        return token_logprobs(hidden, weight, labels, where=live != 0, **options)
+
+    return logprobs, arguments
+
+
+def general(mesh: Mesh, *, entropy: bool = False, **sizes: Any) -> Programme:
+    """Those, and the gradients of hidden states and weight for any cotangents, if wanted of the entropy, too."""
+    options, arguments = _sized(mesh, **sizes)
+    outputs = 3 if entropy else 2
+
+    def gradients(hidden: Array, weight: Array, labels: Array, live: Array, *cotangents: Array) -> Any:
+        def statistics(hidden: Array, weight: Array) -> Any:
+            found = tuple(token_logprobs(hidden, weight, labels, where=live != 0, **options))
+            return found[:outputs], found[outputs:]
+
+        found, pull, rest = jax.vjp(statistics, hidden, weight, has_aux=True)
+        return found + rest, pull(cotangents[:outputs])
+
+    return gradients, arguments
+
+
+def loss(mesh: Mesh, *, workspace: int | None = None, entropy: bool = False, **sizes: Any) -> Programme:
+    """A policy-gradient loss, with an entropy bonus if wanted, and its gradients of hidden states and weight."""
+    options, arguments = _sized(mesh, **sizes)
+
+    def objective(logprob: Array, tokens_entropy: Array, advantage: Array, old: Array) -> Array:
+        ratio = jnp.exp(logprob - old)
+        clipped = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+        return clipped - 0.01 * tokens_entropy if entropy else clipped
+
+    def step(hidden: Array, weight: Array, labels: Array, weights: Array, *operands: Array) -> Any:
+        def total(hidden: Array, weight: Array) -> Any:
+            per_token = operands[:2]  # advantages, and log-probabilities of the policy that sampled
+            return token_loss(
+                hidden, weight, labels, objective, *per_token, weights=weights, workspace=workspace, **options
+            )
+
+        return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
+
+    return step, arguments
+
+
+def _sized(
+    mesh: Mesh,
+    *,
+    tokens: int = 8192,
+    features: int = 2048,
+    vocabulary: int = 151936,
+    hidden: str = "bfloat16",
+    weight: str = "bfloat16",
+    dtype: str | None = None,
+    impl: str | None = None,
+) -> tuple[dict[str, Any], Sequence[jax.ShapeDtypeStruct]]:
+    """Options of the head; and hidden states, weight, labels, and four numbers a token, as they lie on the mesh."""
+    sharding = HeadSharding(mesh) if "tp" in mesh.axis_names else None
+    hidden_spec = PartitionSpec() if sharding is None else sharding.hidden_spec
+    weight_spec = PartitionSpec() if sharding is None else sharding.weight_spec
+
+    def array(shape: tuple[int, ...], kind: str, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(kind), sharding=NamedSharding(mesh, spec))
+
+    per_token = PartitionSpec(*hidden_spec[:1])
+    arguments = (
+        array((tokens, features), hidden, hidden_spec),
+        array((vocabulary, features), weight, weight_spec),
+        array((tokens,), "int32", per_token),
+        *(array((tokens,), "float32", per_token) for _ in range(4)),
+    )
+    return {"dtype": dtype, "impl": impl, "sharding": sharding}, arguments

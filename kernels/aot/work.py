@@ -1,0 +1,105 @@
+"""The work of a traced function, by arithmetic: flops of its matrix products, and bytes that they move.
+
+A Pallas kernel says both itself (`cost_estimate`), by its own tiling. Of other products, operands are read and results
+written once each, in the dtypes that they have: less than any program moves whose operands don't fit on chip. A loop's
+body counts as often as it runs. Where that depends on data, a loop with Pallas kernels is taken to visit all tokens, in
+blocks as its kernels take them; for others there is no answer, nor for kernels that don't say what they do.
+
+Leaves out all that is no matrix product.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+
+class Part(NamedTuple):
+    """A kernel by its name, or all products outside of kernels, called "XLA"."""
+
+    name: str
+    flops: int
+    bytes: int
+
+
+def parts(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Part] | None:
+    """What the function consists of, each kernel summed over its calls; None if that can't be told.
+
+    Args:
+        function: of hidden states [tokens, features], the weight [vocabulary, features] and anything else.
+        arguments: trees of `jax.ShapeDtypeStruct`.
+    """
+    found: dict[str, Part] = {}
+    try:
+        for part in _parts(jax.make_jaxpr(function)(*arguments).jaxpr, 1, [x.shape for x in arguments[:2]]):
+            before = found.get(part.name, Part(part.name, 0, 0))
+            found[part.name] = Part(part.name, before.flops + part.flops, before.bytes + part.bytes)
+    except _Unknown:
+        return None
+    return list(found.values())
+
+
+class _Unknown(Exception):
+    """A loop that depends on data holds products and no kernel, or a kernel doesn't say what it does."""
+
+
+def _parts(jaxpr: Jaxpr, times: int, head: Sequence[tuple[int, int]]) -> Iterator[Part]:
+    for equation in jaxpr.eqns:
+        name, parameters = equation.primitive.name, equation.params
+        if name == "pallas_call":
+            cost = parameters["cost_estimate"]
+            if cost is None:
+                raise _Unknown
+            yield Part(_kernel_name(parameters), times * cost.flops, times * cost.bytes_accessed)
+        elif name == "dot_general":
+            yield Part("XLA", times * _flops(equation), times * _bytes(equation))
+        elif name == "cond":
+            branches = [list(_parts(branch.jaxpr, times, head)) for branch in parameters["branches"]]
+            yield from max(branches, key=lambda branch: sum(part.flops for part in branch))
+        else:
+            for body in _inner(parameters):
+                turns = _blocks(body, head) if name == "while" else parameters.get("length", 1)
+                yield from _parts(body, times * turns, head)
+
+
+def _inner(parameters: dict[str, Any]) -> list[Jaxpr]:
+    leaves = jax.tree.leaves(parameters, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr))
+    return [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in leaves if isinstance(x, ClosedJaxpr | Jaxpr)]
+
+
+def _blocks(body: Jaxpr, head: Sequence[tuple[int, int]]) -> int:
+    """How many blocks of rows the kernels of a loop's body make of the hidden states; 1 if it has no product."""
+    tokens, features = head[0]
+    found = list(_equations(body))
+    kernels = [equation for equation in found if equation.primitive.name == "pallas_call"]
+    shapes = [[var.aval.shape for var in equation.invars if var.aval.ndim == 2] for equation in kernels]
+    # A kernel's first matrix of as many features is its block of hidden states; a later one may be the whole weight.
+    rows = [shape[0] for matrices in shapes for shape in matrices[:1] if shape[1] == features]
+    if not rows and any(equation.primitive.name == "dot_general" for equation in found):
+        raise _Unknown
+    return -(-tokens // max(rows)) if rows else 1
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name != "pallas_call":
+            for body in _inner(equation.params):
+                yield from _equations(body)
+
+
+def _kernel_name(parameters: dict[str, Any]) -> str:
+    info = parameters.get("name_and_src_info")
+    return str(getattr(info, "name", None) or parameters.get("name") or "kernel")
+
+
+def _flops(equation: Any) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval.shape
+    return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
+
+
+def _bytes(equation: Any) -> int:
+    return sum(var.aval.size * var.aval.dtype.itemsize for var in (*equation.invars, *equation.outvars))

@@ -1,0 +1,208 @@
+"""The head over a mesh of devices: tokens over some of its axes, the vocabulary over another, W stored in shards.
+
+An engine's pass runs inside `jax.shard_map`, on a device's own tokens and its rows of W. What is exchanged, N, V and D
+being a device's own:
+
+    W        all-gathered over `features`, in the products' dtype if that is narrower: V x D, once a pass
+    softmax  a maximum and three sums a row over `vocabulary`: 4 N, once a pass, or in waves for each wave's rows
+    dh       summed over `vocabulary`: N x D in float32
+    dW       reduce-scattered over `features`, and summed over the tokens' other axes: V x D in float32
+
+Logits stay where they are. The rules of differentiation and the loss are outside (derivatives.py): JAX differentiates
+and transposes nothing in here. Leaves out hidden states whose features are spread.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from kernels.lm_head.contract import Gradients, How, Inputs, Objective, Terms, TokenLogprobs
+from kernels.lm_head.derivatives import Engine
+from kernels.lm_head.online_softmax import Softmax
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSharding:
+    """How tokens and weight lie on a mesh, by names of its axes; None: whole on every device.
+
+    Hidden states [N, D] and all that there is one of for each token are spread over `tokens` in the order of the rows
+    ([B, T, D]: over B), the rows of the weight [V, D] over `vocabulary`, its columns over `features`; gradients lie as
+    what they belong to. N and D must be divisible by the devices along their axes. A V that is not is padded, which
+    copies the weight.
+    """
+
+    mesh: Mesh
+    tokens: tuple[str, ...] = ("dp", "fsdp")
+    vocabulary: str | None = "tp"
+    features: str | None = "fsdp"
+
+    @property
+    def hidden_spec(self) -> PartitionSpec:
+        return PartitionSpec(self.tokens, None)
+
+    @property
+    def weight_spec(self) -> PartitionSpec:
+        return PartitionSpec(self.vocabulary, self.features)
+
+    def devices(self, *axes: str | None) -> int:
+        return math.prod(1 if axis is None else self.mesh.shape[axis] for axis in axes)
+
+    def in_use(self) -> "HeadSharding":
+        """Without the axes along which there is one device."""
+        vocabulary, features = (axis if self.devices(axis) > 1 else None for axis in (self.vocabulary, self.features))
+        tokens = tuple(axis for axis in self.tokens if self.devices(axis) > 1)
+        return HeadSharding(self.mesh, tokens, vocabulary, features)
+
+    def check(self, hidden: Float[Array, "N D"], weight: Float[Array, "V D"]) -> None:
+        """Raise ValueError where the arrays can't be laid out so, or are laid out otherwise."""
+        both = [axis for axis in (self.vocabulary, self.features) if axis is not None]
+        for axis in (*self.tokens, *both):
+            if axis not in self.mesh.axis_names:
+                raise ValueError(f"sharding: {axis!r} is none of the mesh's axes {', '.join(self.mesh.axis_names)}")
+        if any(kind != AxisType.Auto for kind in self.mesh.axis_types):
+            raise ValueError("sharding: the mesh's axes must be automatic, made with axis_types=(AxisType.Auto, ...)")
+        if self.vocabulary in self.tokens or len(set(both)) < len(both):
+            raise ValueError(f"sharding: {self.vocabulary!r} is the vocabulary's, and can't be another's axis as well")
+        if hidden.shape[0] % self.devices(*self.tokens):
+            shards = f"{self.devices(*self.tokens)} shards over {', '.join(self.tokens)}"
+            raise ValueError(f"hidden: {hidden.shape[0]} tokens don't make {shards}; add some that don't count")
+        if weight.shape[1] % self.devices(self.features):
+            shards = f"{self.devices(self.features)} shards over {self.features}"
+            raise ValueError(f"weight: {weight.shape[1]} features don't make {shards}; set sharding's features to None")
+        uneven = weight.shape[0] % self.devices(self.vocabulary)
+        weight_spec = PartitionSpec(None, self.features) if uneven else self.weight_spec
+        for name, array, spec in (("hidden", hidden, self.hidden_spec), ("weight", weight, weight_spec)):
+            if isinstance(array, jax.core.Tracer) or len(array.sharding.device_set) == 1:
+                continue  # unknown, or still to be spread
+            if not array.sharding.is_equivalent_to(NamedSharding(self.mesh, spec), 2):
+                raise ValueError(f"{name} must be laid out as sharding says, by {spec}, and has {array.sharding}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """An engine whose passes are another's, on every device of a mesh with more than one."""
+
+    engine: Engine
+    sharding: HeadSharding
+
+    def statistics(self, inputs: Inputs, how: How) -> Softmax:
+        return self._on_devices(self.engine.statistics, self._rows, inputs, how)
+
+    def forward(self, inputs: Inputs, how: How) -> tuple[Softmax, Any]:
+        def pass_(own: Inputs, how: How) -> tuple[Softmax, Any]:
+            softmax, saved = self.engine.forward(own, how)
+            return softmax, jax.tree.map(lambda x: x[None], saved)
+
+        return self._on_devices(pass_, (self._rows, self._saved), inputs, how)
+
+    def gradients(self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, how: How) -> Gradients:
+        def pass_(own: Inputs, how: How, softmax: Softmax, saved: Any, slopes: TokenLogprobs) -> Gradients:
+            saved = jax.tree.map(lambda x: x[0], saved)
+            return self._summed(self.engine.gradients(own, softmax, saved, slopes, how), inputs)
+
+        given = ((softmax, self._rows), (saved, self._saved), (slopes, self._rows))
+        return self._trimmed(self._on_devices(pass_, self._gradients, inputs, how, *given), inputs)
+
+    def loss_and_gradients(
+        self, inputs: Inputs, objective: Objective, terms: Terms, how: How
+    ) -> tuple[Softmax, Gradients]:
+        def pass_(own: Inputs, how: How, terms: Terms) -> tuple[Softmax, Gradients]:
+            softmax, gradients = self.engine.loss_and_gradients(own, objective, terms, how)
+            return softmax, self._summed(gradients, inputs)
+
+        given = (terms, Terms(self._rows, self._rows, PartitionSpec()))  # type: ignore[arg-type]
+        softmax, gradients = self._on_devices(pass_, (self._rows, self._gradients), inputs, how, given)
+        return softmax, self._trimmed(gradients, inputs)
+
+    def obstacle(self, inputs: Inputs, how: How) -> str | None:
+        """The engine's, for what a device has of the arrays."""
+        found: list[str | None] = []
+
+        def pass_(own: Inputs, how: How) -> tuple[()]:
+            found.append(self.engine.obstacle(own, how))
+            return ()
+
+        jax.eval_shape(lambda inputs: self._on_devices(pass_, (), inputs, how), inputs)
+        return found[0]
+
+    @property
+    def _rows(self) -> PartitionSpec:
+        return PartitionSpec(self.sharding.tokens)
+
+    @property
+    def _saved(self) -> PartitionSpec:
+        """Each shard of the vocabulary has its own."""
+        return PartitionSpec(self.sharding.vocabulary, self.sharding.tokens)
+
+    @property
+    def _gradients(self) -> tuple[PartitionSpec, PartitionSpec]:
+        return self.sharding.hidden_spec, self.sharding.weight_spec
+
+    def _on_devices(
+        self, pass_: Callable[..., Any], out_specs: Any, inputs: Inputs, how: How, *given: tuple[Any, Any]
+    ) -> Any:
+        """`pass_(inputs, how, *arguments)` of what each device has; `given` are the arguments and how they lie."""
+        vocabulary = inputs.weight.shape[0]
+        missing = -vocabulary % self.sharding.devices(self.sharding.vocabulary)
+        if missing:
+            inputs = inputs._replace(weight=jnp.pad(inputs.weight, ((0, missing), (0, 0))))
+
+        def on_device(own: Inputs, *arguments: Any) -> Any:
+            return pass_(*self._prepared(own, how, vocabulary), *arguments)
+
+        hidden, weight = self._gradients
+        own = Inputs(hidden, weight, self._rows, self._rows, PartitionSpec())  # type: ignore[arg-type]
+        arguments, specs = [x for x, _ in given], [spec for _, spec in given]
+        return jax.shard_map(
+            on_device, mesh=self.sharding.mesh, in_specs=(own, *specs), out_specs=out_specs, check_vma=False
+        )(inputs, *arguments)
+
+    def _prepared(self, own: Inputs, how: How, vocabulary: int) -> tuple[Inputs, How]:
+        """What a device gives to the engine: W's features gathered, labels counted from its first row of W."""
+        at, weight, labels, columns = self.sharding, own.weight, own.labels, None
+        if at.features is not None:
+            if how.dtype.itemsize < weight.dtype.itemsize:
+                weight = weight.astype(how.dtype)
+            weight = lax.all_gather(weight, at.features, axis=1, tiled=True)
+        if at.vocabulary is not None:
+            first = lax.axis_index(at.vocabulary) * len(weight)
+            labels = labels.astype(jnp.int32) - first
+            columns = jnp.clip(vocabulary - first, 0, len(weight))
+        how = dataclasses.replace(
+            how,
+            vocabulary_axis=at.vocabulary,
+            token_axes=at.tokens,
+            hidden_gradient=jnp.dtype(own.hidden.dtype if at.vocabulary is None else jnp.float32),
+            weight_gradient=jnp.dtype(jnp.float32 if at.tokens else own.weight.dtype),
+        )
+        return own._replace(weight=weight, labels=labels, columns=columns), how
+
+    def _summed(self, gradients: Gradients, inputs: Inputs) -> Gradients:
+        """Over the devices that have a part of the sum; each keeps what it has of the array."""
+        at, (dh, dw) = self.sharding, gradients
+        if dh is not None and at.vocabulary is not None:
+            dh = lax.psum(dh, at.vocabulary)
+        if dw is not None:
+            others = tuple(axis for axis in at.tokens if axis != at.features)
+            if at.features in at.tokens:
+                dw = lax.psum_scatter(dw, at.features, scatter_dimension=1, tiled=True)
+            elif at.features is not None:
+                width = dw.shape[1] // at.devices(at.features)
+                dw = lax.dynamic_slice_in_dim(dw, lax.axis_index(at.features) * width, width, 1)
+            dw = lax.psum(dw, others) if others else dw
+        return (
+            None if dh is None else dh.astype(inputs.hidden.dtype),
+            None if dw is None else dw.astype(inputs.weight.dtype),
+        )
+
+    def _trimmed(self, gradients: Gradients, inputs: Inputs) -> Gradients:
+        """Without the padding of the vocabulary."""
+        dh, dw = gradients
+        return dh, None if dw is None else dw[: len(inputs.weight)]

@@ -1,0 +1,258 @@
+"""Tile sizes of the TPU kernels: how much on-chip memory (VMEM) each takes, term by term, and the largest that fit.
+
+A block of R rows of hidden states meets a tile of C rows of the weight. The larger R, the less often the forward
+kernel reads the weight; the larger C, the less often the dW kernels read the hidden states. Within a tile, the
+softmax takes `step` columns at a time. `tiles.json` has the sizes that were measured or ranked for a device
+(`tools/tune.py` writes it); where it has none, the sizes follow from the arithmetic below.
+
+Leaves out the sizes of `streaming.py`, which compilers lay out as they like.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+Kernel = Literal["forward", "hidden", "weight", "kept"]
+"""forward: statistics, with or without E_p[W]; hidden: dh; weight: dW; kept: dW from probabilities that were kept."""
+
+LANES = 128
+_MIB = 2**20
+_RESERVE = 8 * _MIB  # of the chip's VMEM, for what the compiler and XLA put there
+_ROWS = (1024, 512, 256, 128)
+_COLUMNS = (2048, 1024, 512, 256, 128)
+_CALL_ELEMENTS = 2**22
+_MOST_TRAFFIC_LOSS = 1.25  # a tiling that moves at most so much more than the best is as good
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    rows: int
+    """Of hidden states in a block."""
+    columns: int
+    """Rows of the weight in a tile."""
+    step: int
+    """Columns whose softmax is computed at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What the tiles depend on: a kernel, and sizes and dtypes of what it works on."""
+
+    kernel: Kernel
+    tokens: int
+    vocabulary: int
+    features: int
+    hidden: jnp.dtype
+    weight: jnp.dtype
+    product: jnp.dtype
+    gradient: jnp.dtype
+    """Dtype of the gradient that comes out."""
+    mean: bool = False
+    """forward: with E_p[W]."""
+    keep: bool = False
+    """forward: keeps probabilities."""
+
+
+_override: Tiles | None = None
+_call_rows: int | None = None
+_TABLE: list[dict] = json.loads(Path(__file__).with_name("tiles.json").read_text())
+
+
+@contextlib.contextmanager
+def override(*, rows: int, columns: int, step: int | None = None, call: int | None = None) -> Iterator[None]:
+    """Within it, every kernel is traced with these tiles, `call` rows a call: for tests, and for trying sizes."""
+    global _override, _call_rows
+    previous = _override, _call_rows
+    _override, _call_rows = Tiles(rows, columns, step or columns), call
+    try:
+        yield
+    finally:
+        _override, _call_rows = previous
+
+
+def terms(case: Case, tiles: Tiles) -> dict[str, int]:
+    """Bytes of VMEM that a kernel takes, by what for. Blocks that stream in or out have two buffers."""
+    rows, columns, features = tiles.rows, tiles.columns, padded(case.features)
+    row_vector, logits = 4 * 8 * rows, 4 * rows * tiles.step
+    wide = 4 * rows * features
+    found = {
+        "hidden block": 2 * case.hidden.itemsize * rows * features,
+        "labels and row vectors": 4 * row_vector,
+    }
+    if case.kernel != "kept":
+        found["weight tile"] = 2 * case.weight.itemsize * columns * features
+    if case.hidden != case.product:
+        found["hidden block as operand"] = case.product.itemsize * rows * features
+    if case.kernel != "kept" and case.weight != case.product:
+        found["weight tile as operand"] = case.product.itemsize * columns * features
+    if case.kernel == "forward":
+        found["running sums"] = 5 * 4 * rows * LANES
+        found["logits, exponentials and masks"] = 5 * logits
+        if case.mean:
+            found["sum of p W"] = wide
+            found["product p W"] = wide
+            found["E[W] block"] = 2 * case.gradient.itemsize * rows * features
+        if case.keep:
+            found["kept probabilities"] = 2 * case.product.itemsize * rows * columns
+            found["kept maxima"] = 2 * row_vector
+    elif case.kernel == "hidden":
+        found["row vectors, turned"] = 6 * 4 * rows * LANES
+        found["logits and slopes"] = 5 * logits
+        found["sum of dh"] = 2 * wide
+        found["dh block"] = 2 * case.gradient.itemsize * rows * features
+    else:
+        found["logits and slopes"] = 5 * logits
+        found["sum of dW"] = 2 * 4 * columns * features
+        found["dW tile"] = 2 * case.gradient.itemsize * columns * features
+        if case.kernel == "kept":
+            found["kept probabilities"] = 2 * case.product.itemsize * rows * columns + 4 * rows * columns
+            found["dW tile so far"] = 2 * 4 * columns * features
+    return found
+
+
+def traffic(case: Case, tiles: Tiles, live: int | None = None) -> int:
+    """Bytes that a kernel moves between HBM and VMEM by its tiling; `live` rows count."""
+    rows = case.tokens if live is None else live
+    blocks, tiles_of_weight = -(-rows // tiles.rows), -(-case.vocabulary // tiles.columns)
+    hidden, weight = rows * case.features * case.hidden.itemsize, case.vocabulary * case.features * case.weight.itemsize
+    by_rows, by_columns = rows * case.features, case.vocabulary * case.features
+    kept = rows * case.vocabulary * case.product.itemsize
+    if case.kernel == "forward":
+        return hidden + blocks * weight + case.mean * by_rows * case.gradient.itemsize + case.keep * kept
+    if case.kernel == "hidden":
+        return hidden + blocks * weight + by_rows * case.gradient.itemsize
+    if case.kernel == "weight":
+        return weight + tiles_of_weight * hidden + by_columns * case.gradient.itemsize
+    return kept + tiles_of_weight * hidden + by_columns * case.gradient.itemsize
+
+
+def products(case: Case) -> int:
+    """Matrix products of 2 N V D flops each."""
+    return {"forward": 1 + case.mean, "hidden": 2, "weight": 2, "kept": 1}[case.kernel]
+
+
+def choose(case: Case) -> Tiles:
+    """The tiles for a kernel on the TPU that is being traced for.
+
+    Raises:
+        ValueError: not even the smallest fit; names the largest term.
+    """
+    if _override is not None:
+        return _override
+    found = _listed(case) or best(case, vmem())
+    if found is None:
+        smallest = terms(case, Tiles(_ROWS[-1], _COLUMNS[-1], _COLUMNS[-1]))
+        name = max(smallest, key=lambda term: smallest[term])
+        raise ValueError(
+            f"hidden: with {case.features} features the {case.kernel} kernel's smallest tiles take "
+            f"{sum(smallest.values()) / _MIB:.0f} MiB of VMEM, {smallest[name] / _MIB:.0f} of them for its {name}, and "
+            f"the device has {vmem() / _MIB:.0f}; use impl='streaming'"
+        )
+    return found
+
+
+def call_rows(tokens: int, features: int, tile: Tiles) -> int:
+    """Rows that one call of a kernel works on: what is made of them, of hidden's shape, stays small."""
+    if _call_rows is not None:
+        return _call_rows
+    rows = tile.rows
+    while 2 * rows * features <= _CALL_ELEMENTS and rows < tokens:
+        rows *= 2
+    return rows
+
+
+def kept_bytes(vocabulary: int, product: jnp.dtype, tile: Tiles) -> int:
+    """Bytes of a row of what the forward kernel keeps: exponentials, and maxima."""
+    tiles_of_weight = -(-vocabulary // tile.columns)
+    return tiles_of_weight * (tile.columns * product.itemsize + 4 * 8)
+
+
+def obstacle(case: Case) -> str | None:
+    """Why no tiles can be found, if none can."""
+    try:
+        choose(case)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def best(case: Case, capacity: int) -> Tiles | None:
+    """The tiles that fit `capacity` bytes and move least; then best hide the softmax."""
+    fit = candidates(case, capacity)
+    if not fit:
+        return None
+    least = min(traffic(case, tiles) for tiles in fit)
+    good = [tiles for tiles in fit if traffic(case, tiles) <= _MOST_TRAFFIC_LOSS * least]
+    return max(good, key=_overlap)
+
+
+def _overlap(tiles: Tiles) -> tuple[int, ...]:
+    """Large operands for the MXU, and two steps at least: one's products are computed during the other's softmax."""
+    return min(tiles.rows, 512), tiles.step, min(tiles.columns // tiles.step, 2), -tiles.rows * tiles.columns
+
+
+def candidates(case: Case, capacity: int) -> list[Tiles]:
+    """All tilings that fit, none larger than the case itself."""
+    rows_needed, columns_needed = padded(case.tokens), padded(case.vocabulary)
+    fit = []
+    for rows in _ROWS:
+        for columns in _COLUMNS:
+            too_large = rows // 2 >= rows_needed or columns // 2 >= columns_needed
+            if too_large and (rows, columns) != (_ROWS[-1], _COLUMNS[-1]):
+                continue
+            for step in {min(columns, 512), min(columns, 256)}:
+                tiles = Tiles(rows, columns, step)
+                if _fits(case, tiles, capacity):
+                    fit.append(tiles)
+    return fit
+
+
+def _fits(case: Case, tiles: Tiles, capacity: int) -> bool:
+    # What a kernel keeps is laid out as its tiles are, so that the one that takes it has no choice.
+    heirs = [dataclasses.replace(case, kernel="kept", keep=False, gradient=jnp.dtype(jnp.float32))] * case.keep
+    return all(sum(terms(each, tiles).values()) + _RESERVE <= capacity for each in (case, *heirs))
+
+
+def limit(case: Case, tiles: Tiles) -> int:
+    """The VMEM to ask the compiler for: the terms, and room for what it adds; never more than the device has."""
+    return min(vmem(), sum(terms(case, tiles).values()) * 3 // 2 + _RESERVE)
+
+
+def vmem() -> int:
+    """Bytes of VMEM of the TPU that is being traced for; of the smallest there is, where that isn't known."""
+    return 64 * _MIB if chip() is None else pltpu.get_tpu_info().vmem_capacity_bytes
+
+
+def chip() -> str | None:
+    """The TPU that is being traced for, if JAX knows it: that of the mesh in use, else the machine's own."""
+    try:
+        return str(pltpu.get_tpu_info().chip_version)
+    except ValueError:
+        return None
+
+
+def padded(n: int) -> int:
+    return -(-n // LANES) * LANES
+
+
+def _listed(case: Case) -> Tiles | None:
+    wanted = {
+        "device": chip(),
+        "kernel": case.kernel,
+        "mean": case.mean,
+        "keep": case.keep,
+        "dtype": str(case.product),
+        "features": case.features,
+    }
+    for entry in _TABLE:
+        tiles = Tiles(**entry["tiles"])
+        same = all(entry.get(key) == value for key, value in wanted.items())
+        if same and _fits(case, tiles, vmem()):
+            return tiles
+    return None
