@@ -47,6 +47,8 @@ def strict_interpreter(cores: int = 1, copies: Literal["eager", "on_wait"] = "ea
     )
     printed = io.StringIO()
     forgetful = mock.patch.object(interpreter, "get", _get_and_forget)
+    unoptimised = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time
     try:
         with forgetful, contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(strict):
             yield
@@ -55,6 +57,7 @@ def strict_interpreter(cores: int = 1, copies: Literal["eager", "on_wait"] = "ea
         raise AssertionError(f"{printed.getvalue()}{error}") from error
     finally:
         pltpu.reset_tpu_interpret_mode_state()
+        jax.config.update("jax_disable_most_optimizations", unoptimised)
     assert not printed.getvalue(), printed.getvalue()
 
 

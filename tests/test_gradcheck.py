@@ -136,6 +136,11 @@ def test_what_the_head_can_do_passes(arguments):
     assert gradcheck_of(*arguments.split()) == 0
 
 
+def test_the_tpus_kernels_pass_in_the_strict_interpreter(capsys):
+    assert gradcheck_of("--impl", "mosaic_tpu", "--interpret", "--live", "0.5", "--dtype", "float32") == 0
+    assert set(verdicts(capsys).values()) == {"ok"}
+
+
 def scaled(x, factor):
     """x, with a gradient that is too large by a factor."""
     return factor * x + jax.lax.stop_gradient(x - factor * x)

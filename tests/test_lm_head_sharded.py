@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels.lm_head import HeadSharding, streaming, tiles, token_logprobs, token_loss
+from kernels.lm_head import HeadSharding, streaming, target, tiles, token_logprobs, token_loss
 
 N, D, V = 80, 16, 131
 EDGES = [0, *(k * size + side for size in (17, 33, 66) for k in range(1, 8) for side in (-1, 0)), V - 1]
@@ -286,6 +286,18 @@ def test_the_compiler_adds_no_exchange_but_that_of_the_loss(way):
     assert len(re.findall(r" all-gather(?:-start)?\(", text)) <= EXCHANGED[way].count(GATHER_W)
 
 
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("sharding", [None, over(CUBE)], ids=["one device", "a mesh"])
+@pytest.mark.parametrize(
+    ("platform", "dtype", "kernels"), [("tpu", "float32", True), ("tpu", "float16", False), ("cpu", "float32", False)]
+)
+def test_kernels_are_picked_on_tpus_that_can_run_them(platform, dtype, kernels, sharding, monkeypatch):
+    monkeypatch.setattr(target, "platform", lambda mesh=None: platform)
+    sides = [jnp.asarray(x, dtype) for x in ARGUMENTS[:2]]
+    program = jax.make_jaxpr(differentiated("general", sharding=sharding))(*sides, *ARGUMENTS[2:])
+    assert ("pallas_call" in str(program)) == kernels
+
+
 def test_a_mesh_of_one_device_needs_no_map_over_devices():
     text = str(jax.make_jaxpr(differentiated("general", sharding=over((1, 1, 1))))(*ARGUMENTS))
     assert "while" in text
@@ -308,6 +320,13 @@ def test_an_axis_that_the_mesh_lacks_is_named():
 
 def test_a_mesh_of_explicit_axes_is_told_which_kind_it_takes():
     refused("sharding: the mesh's axes must be automatic", kind=AxisType.Explicit)
+
+
+@pytest.mark.parametrize("sharding", [None, over(CUBE)], ids=["one device", "a mesh"])
+def test_an_engine_that_is_asked_for_and_can_not_run_says_why(sharding):
+    half = [jnp.asarray(x, jnp.float16) for x in ARGUMENTS[:2]]
+    with pytest.raises(ValueError, match="impl: mosaic_tpu can't run here: hidden is float16"):
+        token_logprobs(*half, LABELS, where=LIVE, impl="mosaic_tpu", sharding=sharding)
 
 
 @pytest.mark.parametrize("axes", [{"vocabulary": "dp"}, {"features": "tp"}], ids=str)

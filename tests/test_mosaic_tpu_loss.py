@@ -65,16 +65,15 @@ def test_any_workspace_is_as_accurate_as_full_logits(workspace: int, dtype: Any)
     judge(random_problem(SHAPE, dtype=dtype), OBJECTIVES["clipped ratio"], sparse_weights(300), workspace=workspace)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_any_objective_is_as_accurate_as_full_logits(name: str) -> None:
-    judge(random_problem(SHAPE, dtype=jnp.bfloat16), OBJECTIVES[name], sparse_weights(300))
+@pytest.mark.parametrize("name", ["entropy bonus", "nonlinear in both"])
+def test_an_objective_of_the_entropy_is_as_accurate_as_full_logits(name: str) -> None:
+    problem = random_problem(SHAPE, 10.0, jnp.bfloat16)
+    judge(problem, OBJECTIVES[name], sparse_weights(300), temperature=0.8, softcap=4.0)
 
 
-@pytest.mark.parametrize("workspace", [0, ONE_WAVE], ids=["recomputed", "one wave"])
-@pytest.mark.parametrize("shape", [(1, 300, 64), (7, 1009, 128), (40, 2374, 200)], ids=str)
-def test_any_size_is_as_accurate_as_full_logits(workspace: int, shape: tuple[int, int, int]) -> None:
-    problem = random_problem(shape, dtype=jnp.bfloat16)
-    judge(problem, OBJECTIVES["cross-entropy"], jnp.ones(shape[0]), workspace=workspace)
+def test_a_last_step_without_columns_is_as_accurate_as_full_logits() -> None:
+    problem = random_problem((40, 2374, 200), dtype=jnp.bfloat16)
+    judge(problem, OBJECTIVES["cross-entropy"], jnp.ones(40), workspace=ONE_WAVE)
 
 
 @every_workspace
@@ -84,15 +83,9 @@ def test_any_softmax_is_as_accurate_as_full_logits(workspace: int, softmax: str)
     judge(problem, OBJECTIVES["clipped ratio"], sparse_weights(300), workspace=workspace)
 
 
-@every_workspace
-def test_temperature_and_softcap_are_as_accurate_as_full_logits(workspace: int) -> None:
-    problem, objective = random_problem(SHAPE, 10.0), OBJECTIVES["cross-entropy"]
-    judge(problem, objective, sparse_weights(300), workspace=workspace, temperature=0.8, softcap=4.0)
-
-
-def test_temperature_and_softcap_in_the_entropy_are_as_accurate_as_full_logits() -> None:
-    problem, objective = random_problem(SHAPE, 10.0), OBJECTIVES["nonlinear in both"]
-    judge(problem, objective, sparse_weights(300), temperature=0.8, softcap=4.0)
+def test_temperature_and_softcap_are_as_accurate_as_full_logits() -> None:
+    problem, objective = random_problem(SHAPE, 10.0), OBJECTIVES["clipped ratio"]
+    judge(problem, objective, sparse_weights(300), workspace=WAVES, temperature=0.8, softcap=4.0)
 
 
 @every_workspace
@@ -112,26 +105,26 @@ def test_rows_of_weight_zero_give_zeros_and_leak_nothing(workspace: int, rows: s
 
 @every_workspace
 def test_a_nan_in_a_row_that_counts_is_not_hidden(workspace: int) -> None:
-    problem = random_problem(SHAPE)
-    problem = problem._replace(hidden=problem.hidden.at[5].set(jnp.nan))
+    problem, objective, weights = random_problem(SHAPE), OBJECTIVES["clipped ratio"], jnp.ones(300)
+    operands = operands_for(problem, objective)
+    sick = problem._replace(hidden=problem.hidden.at[5].set(jnp.nan))
     with strict_interpreter():
-        got = loss_and_gradients(
-            problem, OBJECTIVES["cross-entropy"], (), jnp.ones(300), impl="mosaic_tpu", workspace=workspace
-        )
+        got = loss_and_gradients(sick, objective, operands, weights, impl="mosaic_tpu", workspace=workspace)
     assert np.isnan(got.loss)
     assert np.isnan(got.rows.weight).any()
     np.testing.assert_array_equal(np.isnan(got.rows.hidden).any(axis=1), np.arange(300) == 5)
 
 
-@every_workspace
 @pytest.mark.parametrize("side", [0, 1], ids=["hidden alone", "weight alone"])
-def test_a_frozen_side_changes_nothing_of_the_other(workspace: int, side: int) -> None:
-    problem, objective = random_problem(SHAPE), OBJECTIVES["cross-entropy"]
-    both = judge(problem, objective, jnp.ones(300), workspace=workspace)
+def test_a_frozen_side_changes_nothing_of_the_other(side: int) -> None:
+    """Without the weight's gradient nothing is kept; without that of hidden, its expectation isn't made."""
+    problem, objective = random_problem(SHAPE), OBJECTIVES["clipped ratio"]
+    both, operands = judge(problem, objective, jnp.ones(300), workspace=ONE_WAVE), operands_for(problem, objective)
 
     def loss(x: jax.Array) -> jax.Array:
         sides = [x if i == side else y for i, y in enumerate(problem[:2])]
-        return token_loss(*sides, problem.labels, objective.in_jax, workspace=workspace, impl="mosaic_tpu")[0]
+        options: dict[str, Any] = {"workspace": ONE_WAVE, "impl": "mosaic_tpu"}
+        return token_loss(*sides, problem.labels, objective.in_jax, *operands, **options)[0]
 
     with strict_interpreter():
         value, got = jax.jit(jax.value_and_grad(loss))(problem[side])
@@ -139,15 +132,15 @@ def test_a_frozen_side_changes_nothing_of_the_other(workspace: int, side: int) -
     np.testing.assert_allclose(got, both.rows[3 + side], rtol=1e-5, atol=1e-6)
 
 
-@every_workspace
-def test_the_cotangent_of_the_loss_scales_its_gradients(workspace: int) -> None:
-    problem, objective, weights = random_problem(SHAPE), OBJECTIVES["cross-entropy"], sparse_weights(300)
+def test_the_cotangent_of_the_loss_scales_its_gradients() -> None:
+    problem, objective, weights = random_problem(SHAPE), OBJECTIVES["clipped ratio"], sparse_weights(300)
+    operands, workspace = operands_for(problem, objective), ONE_WAVE
 
     @jax.jit
     def gradients(factor: jax.Array) -> tuple[jax.Array, jax.Array]:
         def total(h: jax.Array, w: jax.Array) -> jax.Array:
-            options = {"weights": weights, "workspace": workspace, "impl": "mosaic_tpu"}
-            return factor * token_loss(h, w, problem.labels, objective.in_jax, **options)[0]
+            options: dict[str, Any] = {"weights": weights, "workspace": workspace, "impl": "mosaic_tpu"}
+            return factor * token_loss(h, w, problem.labels, objective.in_jax, *operands, **options)[0]
 
         return jax.grad(total, argnums=(0, 1))(problem.hidden, problem.weight)
 
@@ -159,23 +152,13 @@ def test_the_cotangent_of_the_loss_scales_its_gradients(workspace: int) -> None:
             np.testing.assert_allclose(x, factor * once, rtol=1e-5, atol=1e-6)
 
 
-def test_the_value_alone_is_the_one_that_comes_with_gradients() -> None:
-    problem, objective, weights = random_problem(SHAPE), OBJECTIVES["entropy bonus"], sparse_weights(300)
-    want = judge(problem, objective, weights, workspace=0)
-    with strict_interpreter():
-        got, _ = jax.jit(lambda: token_loss(*problem, objective.in_jax, weights=weights, impl="mosaic_tpu"))()
-    np.testing.assert_allclose(got, want.loss, rtol=1e-6)
-
-
 def test_float32_masters_with_bfloat16_products_get_float32_gradients() -> None:
-    problem, objective = random_problem(SHAPE), OBJECTIVES["cross-entropy"]
-    rounded = Problem(*(x.astype(jnp.bfloat16) for x in problem[:2]), problem.labels)
-    for workspace in (0, WAVES):
-        near = judge(rounded, objective, jnp.ones(300), workspace=workspace)
-        with strict_interpreter():
-            got = loss_and_gradients(
-                problem, objective, (), jnp.ones(300), impl="mosaic_tpu", workspace=workspace, dtype=jnp.bfloat16
-            )
-        for gradient, narrow in zip(got.rows[3:], near.rows[3:], strict=True):
-            np.testing.assert_allclose(gradient, narrow.astype(jnp.float32), rtol=2**-7, atol=1e-6)
-            assert np.any(gradient != gradient.astype(jnp.bfloat16).astype(jnp.float32))
+    problem, objective = random_problem(SHAPE), OBJECTIVES["clipped ratio"]
+    rounded, operands = [x.astype(jnp.bfloat16) for x in problem[:2]], operands_for(problem, objective)
+    options: dict[str, Any] = {"impl": "mosaic_tpu", "workspace": WAVES}
+    near = judge(Problem(*rounded, problem.labels), objective, jnp.ones(300), workspace=WAVES)
+    with strict_interpreter():
+        got = loss_and_gradients(problem, objective, operands, jnp.ones(300), dtype=jnp.bfloat16, **options)
+    for gradient, narrow in zip(got.rows[3:], near.rows[3:], strict=True):
+        np.testing.assert_allclose(gradient, narrow.astype(jnp.float32), rtol=2**-7, atol=1e-3)
+        assert np.any(gradient != gradient.astype(jnp.bfloat16).astype(jnp.float32))

@@ -25,7 +25,7 @@ OBJECTIVE = OBJECTIVES["clipped ratio"]
 PROBLEM = random_problem((200, 300, 64), scale=2.0)
 OPERANDS = operands_for(PROBLEM, OBJECTIVE)
 ARGUMENTS = (*PROBLEM, sparse_weights(200))
-RECOMPUTED, ONE_WAVE = 0, 1 << 30
+ONE_WAVE = 1 << 30
 V6E = AbstractMesh(
     (1,), ("chip",), (AxisType.Auto,), abstract_device=AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
 )
@@ -36,18 +36,12 @@ def of_token_logprobs(hidden: Any, weight: Any, labels: Any, weights: Any) -> tu
     return jnp.vdot(weights, outputs.logprob * outputs.entropy + jnp.sin(outputs.lse)), outputs
 
 
-def of_token_loss(
-    hidden: Any, weight: Any, labels: Any, weights: Any, workspace: int | None = ONE_WAVE
-) -> tuple[jax.Array, TokenLogprobs]:
-    options = {"weights": weights, "workspace": workspace, "impl": "mosaic_tpu"}
+def of_token_loss(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
+    options: dict[str, Any] = {"weights": weights, "workspace": ONE_WAVE, "impl": "mosaic_tpu"}
     return token_loss(hidden, weight, labels, OBJECTIVE.in_jax, *OPERANDS, **options)
 
 
-def recomputed(*args: Any) -> tuple[jax.Array, TokenLogprobs]:
-    return of_token_loss(*args, workspace=RECOMPUTED)
-
-
-every_entry_point = pytest.mark.parametrize("scalar", [of_token_logprobs, of_token_loss, recomputed])
+every_entry_point = pytest.mark.parametrize("scalar", [of_token_logprobs, of_token_loss])
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +50,7 @@ def small_tiles() -> Iterator[None]:
         yield
 
 
+@functools.cache
 def gradients_of(scalar: Callable[..., Any]) -> Callable[..., Any]:
     """(hidden, weight, labels, weights) to ((scalar, outputs), gradients in hidden and weight)."""
     return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)
@@ -103,26 +98,16 @@ def test_rematerialisation_in_a_scan_changes_nothing() -> None:
 
 
 @every_entry_point
-@pytest.mark.parametrize("over", ["hidden", "everything"])
-def test_vmap_is_a_python_loop(over: str, scalar: Callable[..., Any]) -> None:
+def test_vmap_is_a_python_loop(scalar: Callable[..., Any]) -> None:
     hidden, weight, labels, weights = ARGUMENTS
-    stacks = (
-        jnp.stack([hidden, hidden[::-1]]),
-        jnp.stack([weight, -weight]),
-        jnp.stack([labels, 299 - labels]),
-        jnp.stack([weights, 0 * weights]),
-    )
-    axes = (0, None, None, None) if over == "hidden" else (0, 0, 0, 0)
-    batched = [stack if axis == 0 else x for stack, x, axis in zip(stacks, ARGUMENTS, axes, strict=True)]
-    got = strictly(jax.vmap(gradients_of(scalar), in_axes=axes), *batched)
-    for i in range(2):
-        alone = [x if axis is None else x[i] for x, axis in zip(batched, axes, strict=True)]
+    others = (hidden[::-1], -weight, 299 - labels, 0 * weights)
+    got = strictly(jax.vmap(gradients_of(scalar)), *map(jnp.stack, zip(ARGUMENTS, others, strict=True)))
+    for i, alone in enumerate((ARGUMENTS, others)):
         assert_near([x[i] for x in jax.tree.leaves(got)], strictly(gradients_of(scalar), *alone))
 
 
-@pytest.mark.parametrize("checked", [True, False], ids=["varying axes checked", "unchecked"])
-def test_shard_map_over_tokens_gives_the_same(checked: bool) -> None:
-    """The scalars of two shards are summed; the weight and its gradient are replicated."""
+def test_shard_map_over_tokens_gives_the_same() -> None:
+    """The scalars of two shards are summed; the weight and its gradient are replicated; varying axes are checked."""
     tokens, everywhere = P("dp"), P()
 
     @functools.partial(
@@ -130,7 +115,6 @@ def test_shard_map_over_tokens_gives_the_same(checked: bool) -> None:
         mesh=Mesh(np.array(jax.devices()[:2]), ("dp",)),
         in_specs=(tokens, everywhere, tokens, tokens),
         out_specs=(everywhere, tokens),
-        check_vma=checked,
     )
     def sharded(*args: jax.Array) -> tuple[jax.Array, TokenLogprobs]:
         value, outputs = of_token_logprobs(*args)
@@ -225,9 +209,9 @@ def likelihood_and_entropy(hidden: Any, weight: Any, labels: Any, weights: Any) 
     return sum(jnp.vdot(weights, x) for x in outputs)
 
 
-def loss_of(name: str, workspace: int = RECOMPUTED) -> Callable[..., jax.Array]:
+def loss_of(name: str, workspace: int = 0) -> Callable[..., jax.Array]:
     def loss(hidden: Any, weight: Any, labels: Any, weights: Any) -> jax.Array:
-        options = {"weights": weights, "workspace": workspace, "impl": "mosaic_tpu"}
+        options: dict[str, Any] = {"weights": weights, "workspace": workspace, "impl": "mosaic_tpu"}
         return token_loss(hidden, weight, labels, OBJECTIVES[name].in_jax, **options)[0]
 
     return loss
@@ -260,7 +244,7 @@ def test_gradients_take_so_many_products(
 ) -> None:
     """The values' own among them. The expectation of W, which dh is made of, comes with the values for one more."""
     taken = [products(jax.value_and_grad(function, sides), *ALIGNED) for sides in ((0, 1), 0, 1)]
-    assert taken == [both, of_hidden, of_weight]
+    assert np.round(taken, 3).tolist() == [both, of_hidden, of_weight]
 
 
 @pytest.mark.parametrize("function", [likelihood_and_entropy, PLAIN])

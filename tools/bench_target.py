@@ -16,8 +16,10 @@ and weight, in bfloat16, but for one that says "value only". Columns, with how t
 """
 
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +30,8 @@ from jaxtyping import Array
 from kernels.aot import listing, targets
 from kernels.aot.listing import Kernel
 from kernels.aot.work import Part
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the process that compiles starts in any folder
 from tools.head_losses import CHUNK, Loss, chunked, full_logits, fused, optax_on_logits
 
 ONE_WAVE = 1 << 40  # bytes of workspace: more than there is, so that one wave takes all tokens
