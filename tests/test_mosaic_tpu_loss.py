@@ -84,7 +84,7 @@ def test_any_softmax_is_as_accurate_as_full_logits(workspace: int, softmax: str)
 
 
 def test_temperature_and_softcap_are_as_accurate_as_full_logits() -> None:
-    problem, objective = random_problem(SHAPE, 10.0), OBJECTIVES["clipped ratio"]
+    problem, objective = random_problem(SHAPE, 10.0), OBJECTIVES["cross-entropy"]
     judge(problem, objective, sparse_weights(300), workspace=WAVES, temperature=0.8, softcap=4.0)
 
 
@@ -153,12 +153,12 @@ def test_the_cotangent_of_the_loss_scales_its_gradients() -> None:
 
 
 def test_float32_masters_with_bfloat16_products_get_float32_gradients() -> None:
-    problem, objective = random_problem(SHAPE), OBJECTIVES["clipped ratio"]
-    rounded, operands = [x.astype(jnp.bfloat16) for x in problem[:2]], operands_for(problem, objective)
+    problem, objective = random_problem(SHAPE), OBJECTIVES["cross-entropy"]
+    rounded = [x.astype(jnp.bfloat16) for x in problem[:2]]
     options: dict[str, Any] = {"impl": "mosaic_tpu", "workspace": WAVES}
     near = judge(Problem(*rounded, problem.labels), objective, jnp.ones(300), workspace=WAVES)
     with strict_interpreter():
-        got = loss_and_gradients(problem, objective, operands, jnp.ones(300), dtype=jnp.bfloat16, **options)
+        got = loss_and_gradients(problem, objective, (), jnp.ones(300), dtype=jnp.bfloat16, **options)
     for gradient, narrow in zip(got.rows[3:], near.rows[3:], strict=True):
-        np.testing.assert_allclose(gradient, narrow.astype(jnp.float32), rtol=2**-7, atol=1e-3)
+        np.testing.assert_allclose(gradient, narrow.astype(jnp.float32), rtol=2**-7, atol=1e-6)
         assert np.any(gradient != gradient.astype(jnp.bfloat16).astype(jnp.float32))

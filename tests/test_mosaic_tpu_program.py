@@ -8,11 +8,13 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -33,7 +35,7 @@ V6E = AbstractMesh(
 
 def of_token_logprobs(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
     outputs = token_logprobs(hidden, weight, labels, where=weights != 0, impl="mosaic_tpu")
-    return jnp.vdot(weights, outputs.logprob * outputs.entropy + jnp.sin(outputs.lse)), outputs
+    return jnp.sum(weights * (outputs.logprob * outputs.entropy + jnp.sin(outputs.lse))), outputs
 
 
 def of_token_loss(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
@@ -59,6 +61,11 @@ def gradients_of(scalar: Callable[..., Any]) -> Callable[..., Any]:
 def strictly(function: Callable[..., Any], *args: Any) -> Any:
     with strict_interpreter():
         return jax.block_until_ready(jax.jit(function)(*args))
+
+
+def lenient_interpreter() -> Any:
+    """Pallas' own, for what the strict one's callbacks don't allow: `vmap` and `jax.checkpoint`."""
+    return mock.patch.object(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
 
 
 @functools.cache
@@ -87,21 +94,22 @@ def test_rematerialisation_in_a_scan_changes_nothing() -> None:
     def total(hidden: jax.Array, weight: jax.Array) -> jax.Array:
         def step(total: jax.Array, half: Any) -> tuple[jax.Array, None]:
             h, labels, weights = half
-            outputs = token_logprobs(h, weight, labels, where=weights != 0, impl="mosaic_tpu")
-            return total + jnp.vdot(weights, outputs.logprob * outputs.entropy + jnp.sin(outputs.lse)), None
+            return total + of_token_logprobs(h, weight, labels, weights)[0], None
 
         return jax.lax.scan(jax.checkpoint(step), 0.0, (hidden, *halves[1:]))[0]
 
-    got = strictly(jax.value_and_grad(total, argnums=(0, 1)), halves[0], ARGUMENTS[1])
-    (value, _), (dh, dw) = plainly(of_token_logprobs)
-    assert_near((got[0], (got[1][0].reshape(dh.shape), got[1][1])), (value, (dh, dw)))
+    with lenient_interpreter():
+        value, (dh, dw) = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(halves[0], ARGUMENTS[1])
+    (want, _), gradients = plainly(of_token_logprobs)
+    assert_near((value, dh.reshape(gradients[0].shape), dw), (want, *gradients))
 
 
 @every_entry_point
 def test_vmap_is_a_python_loop(scalar: Callable[..., Any]) -> None:
     hidden, weight, labels, weights = ARGUMENTS
-    others = (hidden[::-1], -weight, 299 - labels, 0 * weights)
-    got = strictly(jax.vmap(gradients_of(scalar)), *map(jnp.stack, zip(ARGUMENTS, others, strict=True)))
+    others = (hidden[::-1], -weight, 299 - labels, weights[::-1])
+    with lenient_interpreter():
+        got = jax.jit(jax.vmap(gradients_of(scalar)))(*map(jnp.stack, zip(ARGUMENTS, others, strict=True)))
     for i, alone in enumerate((ARGUMENTS, others)):
         assert_near([x[i] for x in jax.tree.leaves(got)], strictly(gradients_of(scalar), *alone))
 
@@ -201,12 +209,12 @@ def products(function: Callable[..., Any], *args: Any) -> float:
 
 def likelihood(hidden: Any, weight: Any, labels: Any, weights: Any) -> jax.Array:
     outputs = token_logprobs(hidden, weight, labels, where=weights != 0, impl="mosaic_tpu")
-    return jnp.vdot(weights, outputs.logprob) + jnp.vdot(weights, outputs.lse)
+    return jnp.sum(weights * (outputs.logprob + outputs.lse))
 
 
 def likelihood_and_entropy(hidden: Any, weight: Any, labels: Any, weights: Any) -> jax.Array:
     outputs = token_logprobs(hidden, weight, labels, where=weights != 0, impl="mosaic_tpu")
-    return sum(jnp.vdot(weights, x) for x in outputs)
+    return jnp.sum(weights * (outputs.logprob + outputs.lse + outputs.entropy))
 
 
 def loss_of(name: str, workspace: int = 0) -> Callable[..., jax.Array]:
@@ -244,7 +252,7 @@ def test_gradients_take_so_many_products(
 ) -> None:
     """The values' own among them. The expectation of W, which dh is made of, comes with the values for one more."""
     taken = [products(jax.value_and_grad(function, sides), *ALIGNED) for sides in ((0, 1), 0, 1)]
-    assert np.round(taken, 3).tolist() == [both, of_hidden, of_weight]
+    assert taken == [both, of_hidden, of_weight]
 
 
 @pytest.mark.parametrize("function", [likelihood_and_entropy, PLAIN])

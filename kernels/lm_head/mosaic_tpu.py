@@ -89,7 +89,7 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: TokenLogpr
         dh = _hidden_gradient(inputs, by_row, how)
     elif how.wants_hidden:
         assert saved.mean is not None
-        dh = _from_mean(inputs, how, inputs.labels, softmax, slopes, saved.mean)
+        dh = _from_mean(inputs, how, _labels(inputs), softmax, slopes, saved.mean)
         dh = jnp.where(inputs.live[:, None], dh, 0).astype(_gradient_dtypes(inputs, how)[0])
     if how.wants_weight:
         dw = _weight_gradient(inputs, by_row, how)
@@ -195,7 +195,7 @@ def _forward_block(
     keep: bool = False,
 ) -> _Block:
     row_R, live_R = live.block(i, rows)
-    hidden, labels = inputs.hidden[row_R], inputs.labels[row_R].astype(jnp.int32)
+    hidden, labels = inputs.hidden[row_R], _labels(inputs)[row_R]
     number = jnp.clip(live.number - i * rows, 0, rows)
     running, mean_RD, kept = forward_kernel(
         hidden,
@@ -235,9 +235,7 @@ def _hidden_gradient(inputs: Inputs, by_row: Slopes, how: How) -> Float[Array, "
 
     def over(i: Array, dh_MD: Array) -> Array:
         row_R, live_R = live.block(i, rows)
-        of_block = inputs._replace(
-            hidden=inputs.hidden[row_R], labels=inputs.labels[row_R].astype(jnp.int32), live=live_R
-        )
+        of_block = inputs._replace(hidden=inputs.hidden[row_R], labels=_labels(inputs)[row_R], live=live_R)
         number = jnp.clip(live.number - i * rows, 0, rows)
         return _write(dh_MD, _hidden_kernel(of_block, _at(by_row, row_R, live_R), number, how, tile), i * rows)
 
@@ -269,7 +267,7 @@ def _weight_gradient(inputs: Inputs, by_row: Slopes, how: How) -> Float[Array, "
     return weight_gradient(
         inputs.hidden[live.row],
         inputs.weight,
-        inputs.labels[live.row].astype(jnp.int32),
+        _labels(inputs)[live.row],
         live.number,
         inputs.temperature,
         _at(by_row, live.row, live_M),
@@ -333,7 +331,7 @@ def _from_mean(
     mean: Float[Array, "N D"],
 ) -> Float[Array, "N D"]:
     """dh, float32, where the entropy has no slope: the label's row of W has its own factor."""
-    here = (labels >= 0) & (labels < len(inputs.weight))
+    here = labels >= 0
     w_ND = inputs.weight[jnp.where(here, labels, 0)].astype(how.dtype).astype(jnp.float32)
     at_label = jnp.where(here, _at_label(softmax, slopes, inputs.temperature, how), 0)
     at_mean = (slopes.lse - slopes.logprob) / inputs.temperature
@@ -384,6 +382,12 @@ def _wave(inputs: Inputs, how: How) -> tuple[Tiles, int] | None:
         tile = dataclasses.replace(tile, rows=max(tiles.LANES, rows // tiles.LANES * tiles.LANES))
     rows = rows // tile.rows * tile.rows
     return (tile, rows) if rows > 0 else None
+
+
+def _labels(inputs: Inputs) -> Integer[Array, "N"]:
+    """-1 for those of other shards and of nothing: none may hit a column of padding."""
+    here = (inputs.labels >= 0) & (inputs.labels < _columns(inputs))
+    return jnp.where(here, inputs.labels, -1).astype(jnp.int32)
 
 
 def _columns(inputs: Inputs) -> Integer[Array, ""]:
