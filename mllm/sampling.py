@@ -45,6 +45,7 @@ def sample(
     kept = exclude(logits / temperature, top_k, top_p)
     noise = jax.vmap(lambda key: jax.random.gumbel(jax.random.fold_in(key, position), kept.shape[1:]))(keys)
     token = jnp.argmax(kept + noise, axis=-1)
+    # Not by logits_logprobs: XLA fuses this sum with the mask, which a kernel would have to find in memory.
     chosen = jnp.take_along_axis(kept, token[:, None], axis=-1)[:, 0]
     return token.astype(jnp.int32), chosen - jax.nn.logsumexp(kept, axis=-1)
 

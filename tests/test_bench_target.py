@@ -1,5 +1,6 @@
 """The benchmark's table for a TPU that isn't there: its arithmetic, and what it shows. Needs no compiler."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +41,27 @@ def test_the_mxu_s_use_is_flops_over_the_cycles_that_they_take() -> None:
     assert found.mxu == pytest.approx(4 / (1 / 0.5 + 3 / 1.0))
 
 
+def test_products_of_xla_share_the_work_alike_and_are_no_faster_than_listed() -> None:
+    found = row("any", "v6e", SHAPE, ACCOUNT, [Part("XLA", 2 * PRODUCT, 0)], [], [kernel("a", 0.5), kernel("b", 1.0)])
+    assert found.bound_seconds == pytest.approx(PRODUCT / (0.5 * RATE) + PRODUCT / RATE)
+    assert found.mxu == pytest.approx(2 / 3)
+    assert found.kernels == {}
+
+
 def test_work_that_is_unknown_leaves_the_compiler_s_figures() -> None:
     found = row("any", "v6e", SHAPE, ACCOUNT, None, [])
     assert found == Row("any", temp_bytes=3 * 2**20, peak_bytes=2**30)
+
+
+def test_kernels_are_listed_one_by_one_whether_or_not_their_work_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = [kernel("dW", 0.9), kernel("forward", 0.75)]
+    show([row("known", "v6e", SHAPE, ACCOUNT, [Part("dW", PRODUCT, 10), Part("forward", PRODUCT, 10)], listed)])
+    show([row("unknown", "v6e", SHAPE, ACCOUNT, None, listed)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "90.0%" in line] == [
+        "known: dW 90.0%, forward 75.0%",
+        "unknown: dW 90.0%, forward 75.0%",
+    ]
 
 
 def test_the_table_says_where_each_column_comes_from_and_of_no_figure_that_it_is_a_time(
@@ -62,6 +81,26 @@ def test_the_table_says_where_each_column_comes_from_and_of_no_figure_that_it_is
     assert large.split() == ["large", "refused:", "RESOURCE_EXHAUSTED:", "no", "room"]
 
 
+@pytest.mark.parametrize("of_features", [1, 4])
+def test_tokamax_moves_its_operands_once_a_turn_and_its_sums_to_and_fro(of_features: int) -> None:
+    of_tokens, of_columns = 2, 3
+    forward, backward = bench_target.work_of_tokamax(SHAPE, [(2, 3, of_features), (2, 3, 2, of_features)])
+    assert (forward.flops, backward.flops) == (PRODUCT, 3 * PRODUCT)
+
+    def moved(passes: int) -> int:
+        """Of bfloat16 blocks, where one that is there already isn't fetched."""
+        total, there = 0, {}
+        for turn in itertools.product(*map(range, (of_tokens, of_columns, passes, of_features))):
+            i, j, _, k = turn
+            for name, block, size in (("h", (i, k), 512 * 256 / 2), ("W", (k, j), 1000 * 256 / 3)):
+                total += 0 if there.get(name) == block else 2 * size / of_features
+                there[name] = block
+        return round(total)
+
+    assert forward.bytes == moved(1)
+    assert backward.bytes == moved(2) + 4 * ((3 + 2) * 512 * 256 + (2 + 1) * 1000 * 256)
+
+
 @pytest.mark.parametrize(
     ("method", "products"),
     [("full logits", 3), ("optax on full logits", 3), ("scan over 256 tokens, checkpointed", 4)],
@@ -75,6 +114,25 @@ def test_products_of_what_one_would_write_are_counted_in_the_traced_program(meth
     parts = work.parts(function, arguments)
     assert parts is not None
     assert [(part.name, part.flops) for part in parts] == [("XLA", products * PRODUCT)]
+
+
+def test_the_process_that_compiles_finds_the_programmes_from_any_folder(tmp_path: Path) -> None:
+    programme = f"from kernels.aot import targets; targets.programme({bench_target.__file__ + ':programme'!r})"
+    done = subprocess.run([sys.executable, "-c", programme], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_the_reason_of_a_refusal_stands_in_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, method: str, **__: object) -> None:
+        raise ValueError(f"NotImplementedError: no {method}")
+
+    monkeypatch.setattr(bench_target.listing, "read", refuse)
+    show(bench_target.table("v6e", SHAPE))
+    assert "full logits" in (said := capsys.readouterr().out)
+    assert "refused: NotImplementedError: no full logits\n" in said
 
 
 def test_a_target_that_is_unknown_is_refused_in_a_line() -> None:

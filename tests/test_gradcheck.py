@@ -219,7 +219,7 @@ def test_neither_tool_takes_the_others_configuration(capsys):
     ("arguments", "said"),
     [
         ("", "--shape: give N,D,V, or a --config"),
-        ("--shape 24,16", "--shape: shape.2"),
+        ("--shape 24,16", "--shape: shape: expected N,D,V: three whole numbers (got '24,16')"),
         ("--shape 24,16,0", "--shape: shape.2"),
         ("--shape 24,16,x", "--shape: shape.2"),
         ("--config nowhere.yaml", "--config nowhere.yaml: no such file"),
@@ -230,6 +230,7 @@ def test_neither_tool_takes_the_others_configuration(capsys):
         (f"--shape {SMALL} --workspace -1", "--workspace: workspace"),
         (f"--shape {SMALL} --function token_logprobs --workspace 0", "--workspace: workspace: is not used"),
         (f"--shape {SMALL} --interpret", "--interpret: interpret: is not used"),
+        (f"--shape {SMALL} --impl mosaic_tpu", "--impl: mosaic_tpu runs on TPUs, and this is a cpu"),
         (f"--shape {SMALL} --repeats 0", "--repeats: repeats"),
         (f"--shape {SMALL} --softcap -1", "--softcap: softcap"),
         (f"--shape {SMALL} --impl fastest", "impl must be None or one of"),

@@ -126,6 +126,7 @@ def test_memory_on_chip_is_the_compiler_s_report(tmp_path):
     (tmp_path / "3-fusion-01-final_bundles.txt").write_text(text(*body(*matmuls(2, 8))))
     (kernel,) = listing.read_folder(tmp_path, "v6e")
     assert (kernel.name, kernel.vmem, kernel.vmem_spilled) == ("head", 300, 40)
+    assert [kernel.name for kernel in listing.read_folder(tmp_path, "v6e", xla=True)] == ["fusion"]
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,27 @@ def test_memory_on_chip_is_the_compiler_s_report(tmp_path):
 )
 def test_a_target_is_a_chip_or_a_slice(target, expected):
     assert targets.split(target) == expected
+
+
+def test_the_cause_of_a_refusal_is_the_last_exception_without_frames_and_remarks():
+    said = """W0000 a warning
+Traceback (most recent call last):
+  File "first.py", line 1, in <module>
+KeyError: 'handled'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "second.py", line 2, in <module>
+    compile()
+jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: no room
+Largest allocations:
+--------------------
+For simplicity, JAX has removed its internal frames from the traceback.
+"""
+    assert listing.cause(said) == "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: no room"
+    assert listing.cause("Killed\n") == "Killed"
+    assert listing.cause("") == ""
 
 
 @pytest.mark.parametrize("target", ["v9", "v6e:2", "v6e:2x2x2", "v5p:2x2", "v6e:0x1", "v6e:axb", ""])
@@ -173,3 +195,12 @@ def test_xla_s_own_large_product_keeps_the_matrix_units_busy(chip, tmp_path):
     fusions = [path.read_text() for path in tmp_path.glob("*-fusion*-final_bundles.txt") if "schedule" not in path.name]
     kernels = [listing.read_kernel("product", fusion, chip) for fusion in fusions]
     assert max(kernel.mxu for kernel in kernels if kernel) > 0.93
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
+def test_a_programme_that_is_not_there_is_refused_in_a_line_with_all_that_was_said_beside_it():
+    with pytest.raises(ValueError, match="no_such_thing") as refusal:
+        listing.read("v6e", "math:no_such_thing")
+    assert str(refusal.value) == "AttributeError: module 'math' has no attribute 'no_such_thing'"
+    assert "Traceback" in refusal.value.__notes__[0]

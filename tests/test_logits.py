@@ -77,9 +77,15 @@ def pulled_back(
     return outputs, pull_back(cotangents)[0]
 
 
-def run(way: str, *args: Any, **options: Any) -> tuple[TokenLogprobs, jax.Array]:
-    with taking(way) as impl:
-        return jax.block_until_ready(jax.jit(functools.partial(pulled_back, impl=impl, **options))(*args))
+@functools.cache
+def jitted(function: Callable[..., Any], way: str) -> Callable[..., Any]:
+    """To be traced within `taking`; once, since compiling takes most of the time."""
+    return jax.jit(functools.partial(function, impl="mosaic_tpu" if way == "kernels" else "xla"))
+
+
+def run(way: str, *args: Any, where: Any = None, temperature: float = 1.0) -> tuple[TokenLogprobs, jax.Array]:
+    with taking(way):
+        return jax.block_until_ready(jitted(pulled_back, way)(*args, where=where, temperature=temperature))
 
 
 def problem(shape: tuple[int, int], scale: float = 3.0, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]:
@@ -203,12 +209,8 @@ def test_float16_is_taken_by_xla(way: str) -> None:
 
 @every_way
 def test_a_temperature_divides_the_logits_and_may_be_traced(way: str) -> None:
-    (logits, labels), cotangents = problem(SMALL), random_cotangents(20)
-    with taking(way) as impl:
-        function = jax.jit(lambda t: pulled_back(logits, labels, cotangents, temperature=t, impl=impl))
-        for temperature in (0.3, 1.7):
-            got = jax.block_until_ready(function(temperature))
-            judge(got, logits, labels, cotangents, temperature=temperature)
+    for temperature in (0.3, 1.7):
+        check(way, *problem(SMALL), temperature=temperature)
 
 
 # --- logits of -inf ---
@@ -333,8 +335,12 @@ def transformed(way: str, transformation: Callable[[str], Callable[..., Any]], *
         return jax.block_until_ready(transformation(impl)(*args))
 
 
+def value_and_gradient(*args: Any, impl: str) -> Any:
+    return gradient_of(scalar, impl)(*args)
+
+
 def plainly(way: str, *args: Any) -> Any:
-    return transformed(way, lambda impl: jax.jit(gradient_of(scalar, impl)), *args)
+    return transformed(way, lambda _: jitted(value_and_gradient, way), *args)
 
 
 def assert_near(got: Any, want: Any) -> None:

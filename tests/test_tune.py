@@ -36,7 +36,7 @@ def compiler(monkeypatch):
 
     def read(target, programme, *, tile, kind, **_):
         if tile["rows"] == 1024:
-            raise ValueError("v6e: the first line\nE1001: no room in VMEM")
+            raise ValueError("E1001: no room in VMEM")
         mxu = 0.5 + tile["columns"] / 8192
         return {}, [kernel("head_kept_weight_gradient", mxu), kernel(f"head_{tune.KINDS[kind][0]}_mean", mxu)]
 
@@ -132,7 +132,7 @@ def test_no_more_than_asked_for_are_tried(compiler):
 def test_the_table_says_that_nothing_was_timed(compiler, tmp_path, capsys):
     assert tuned(tmp_path / "tiles.json", "--target", "v6e", "--kernel", "weight") == 0
     out = capsys.readouterr().out
-    assert "by listing" in out
+    assert "by the compiler's listing; nothing was timed" in out
     assert "bound ms" in out
     assert "refused: E1001: no room in VMEM" in out
     assert not (tmp_path / "tiles.json").exists()
@@ -197,6 +197,7 @@ def test_the_table_that_is_shipped_can_be_read():
         ("--kernel wave dW", "--kernel: there is no 'dW'; there are statistics, forward"),
         ("--most 0", "--most: 0"),
         ("--target v9", "--target: "),
+        ("--table nowhere/tiles.json", "--table: there is no folder nowhere"),
     ],
 )
 def test_a_bad_argument_is_named_in_one_line(arguments, said, capsys):
@@ -208,6 +209,16 @@ def test_a_damaged_table_is_not_overwritten(compiler, tmp_path, capsys):
     table.write_text("[{")
     assert f"--table: {table} is not JSON" in refused(capsys, "--table", str(table), "--target", "v6e", "--write")
     assert table.read_text() == "[{"
+
+
+def test_a_folder_is_no_table(tmp_path, capsys):
+    assert f"--table: {tmp_path} can't be read: " in refused(capsys, "--table", str(tmp_path), "--target", "v6e")
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '[{"tiles": {}}]'])
+def test_json_that_is_no_table_is_refused(text, tmp_path, capsys):
+    (tmp_path / "tiles.json").write_text(text)
+    assert "holds no list of tilings" in refused(capsys, "--table", str(tmp_path / "tiles.json"), "--target", "v6e")
 
 
 @pytest.mark.aot

@@ -8,17 +8,19 @@ and weight, in bfloat16, but for one that says "value only". Columns, with how t
                operands and results are counted once each. What XLA moves beside: not counted       [arithmetic]
     temp, peak MiB of HBM beside arguments and results, and with them                               [compiler]
     MXU        share of cycles that the matrix units are busy in the hot loops of the method's
-               kernels, their mean by flops; "-" where products are XLA's                            [listing]
-    bound ms   sum over kernels and XLA's products of the larger of flops / (rate x MXU), with 100 %
-               for "-", and bytes / bandwidth, at the published rates: no run is faster              [estimate]
+               kernels, their mean by flops; all products of XLA are taken to be equally large       [listing]
+    bound ms   sum over kernels and XLA's products of the larger of flops / (rate x MXU) and
+               bytes / bandwidth, at the published rates: no run is faster                           [estimate]
 
-"?" is what can't be told: loops whose length depends on data, or kernels that don't say what they do. Needs libtpu.
+Below it stands the MXU use of each kernel. "?" is what can't be told: loops whose length depends on data, or kernels
+that don't say what they do; "-" that no loop has a product. Needs libtpu.
 """
 
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from kernels.aot import listing, targets
+from kernels.aot import listing
 from kernels.aot.listing import Kernel
 from kernels.aot.work import Part
 
@@ -48,7 +50,9 @@ LOSSES: dict[str, Loss] = {
     "fused, single pass in one wave": fused(workspace=ONE_WAVE, impl="mosaic_tpu"),
     "fused, value only": fused(impl="mosaic_tpu"),
 }
-TOKAMAX = "tokamax"  # https://github.com/openxla/tokamax, by its own TPU kernels
+TOKAMAX = "tokamax"
+"""https://github.com/openxla/tokamax, by its own TPU kernels."""
+TOKAMAX_KERNELS = tuple(f"linear_softmax_cross_entropy_loss_{way}_pallas_mosaic_tpu" for way in ("fwd", "bwd"))
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class Row:
     peak_bytes: int | None = None
     mxu: float | None = None
     bound_seconds: float | None = None
+    kernels: dict[str, float] = field(default_factory=dict)
+    """The MXU use of each, by the listing."""
     refused: str | None = None
     """What the compiler said instead of compiling."""
 
@@ -81,14 +87,40 @@ def programme(
         jax.ShapeDtypeStruct((tokens,), jnp.int32),
         jax.ShapeDtypeStruct((tokens,), jnp.float32),
     )
-    loss = of_tokamax if method == TOKAMAX else LOSSES[method]
+    if method == TOKAMAX:
+        return of_tokamax(mesh), arguments
+    loss = LOSSES[method]
     return (loss if "value only" in method else jax.value_and_grad(loss, (0, 1))), arguments
 
 
-def of_tokamax(hidden: Array, weight: Array, labels: Array, _: Array) -> Array:
+def of_tokamax(mesh: Mesh) -> Callable[..., Any]:
+    """Its loss and gradients. It asks JAX's default device, forward and backward, whether its kernels can run."""
     import tokamax  # type: ignore[import-not-found]  # nothing here depends on it
 
-    return tokamax.linear_softmax_cross_entropy_loss(hidden, labels, weight, implementation="mosaic_tpu")
+    def loss(hidden: Array, weight: Array, labels: Array) -> Array:
+        return tokamax.linear_softmax_cross_entropy_loss(hidden, labels, weight, implementation="mosaic_tpu")
+
+    def loss_and_gradients(hidden: Array, weight: Array, labels: Array, _: Array) -> Any:
+        with jax.default_device(mesh.devices.flat[0]):
+            return jax.value_and_grad(loss, (0, 1))(hidden, weight, labels)
+
+    return loss_and_gradients
+
+
+def work_of_tokamax(shape: tuple[int, int, int], grids: Sequence[Sequence[int]]) -> list[Part]:
+    """What its kernels don't say themselves, from their grids: blocks of tokens, of columns, and innermost of features.
+
+    As of 0.0.12. Backward goes over the features twice, for the logits and for the gradients, and sums these in HBM.
+    """
+    tokens, features, vocabulary = shape
+    of_tokens, of_columns, of_features = grids[0]
+    hidden, weight, product = tokens * features, vocabulary * features, 2 * tokens * vocabulary * features
+    # Features in one block stay where they are while nothing but the columns, or the pass, changes.
+    passes, again = (2, of_columns) if of_features > 1 else (1, 1)
+    operands = 2 * (again * hidden + of_tokens * weight)
+    sums = 4 * ((2 * of_columns - 1) * hidden + (2 * of_tokens - 1) * weight)
+    forward, backward = TOKAMAX_KERNELS
+    return [Part(forward, product, operands), Part(backward, 3 * product, passes * operands + sums)]
 
 
 def table(target: str, shape: tuple[int, int, int]) -> list[Row]:
@@ -96,20 +128,18 @@ def table(target: str, shape: tuple[int, int, int]) -> list[Row]:
     tokens, features, vocabulary = shape
     rows = []
     for method in methods():
-        try:
-            account, kernels = listing.read(
-                target,
-                f"{__file__}:programme",
-                method=method,
-                tokens=tokens,
-                features=features,
-                vocabulary=vocabulary,
-            )
-        except ValueError as error:
-            rows.append(Row(method, refused=str(error).splitlines()[-1]))
-            continue
+        sizes = {"method": method, "tokens": tokens, "features": features, "vocabulary": vocabulary}
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                account, kernels = listing.read(target, f"{__file__}:programme", Path(folder), **sizes)
+            except ValueError as error:
+                rows.append(Row(method, refused=str(error)))
+                continue
+            fusions = listing.read_folder(Path(folder), target, xla=True)
         parts = account["parts"] and [Part(*part) for part in account["parts"]]
-        rows.append(row(method, targets.split(target)[0], shape, account, parts, kernels))
+        if method == TOKAMAX:
+            parts = work_of_tokamax(shape, account["grids"])
+        rows.append(row(method, target, shape, account, parts, kernels, fusions))
     return rows
 
 
@@ -120,25 +150,27 @@ def row(
     account: dict[str, Any],
     parts: Sequence[Part] | None,
     kernels: Sequence[Kernel],
+    fusions: Sequence[Kernel] = (),
 ) -> Row:
-    """A method's figures, from the compiler's account, the program's parts, and its kernels by the listing."""
-    of_memory = {"temp_bytes": account["temp"], "peak_bytes": account["peak"]}
+    """A method's figures, from the compiler's account, the program's parts, and the listing of what has products."""
+    busy = {kernel.name: kernel.mxu for kernel in kernels}
+    known = Row(method, temp_bytes=account["temp"], peak_bytes=account["peak"], kernels=dict(busy))
     if not parts:
-        return Row(method, **of_memory)
+        return known
+    if fusions:
+        busy["XLA"] = len(fusions) / sum(1 / fusion.mxu for fusion in fusions)
     tokens, features, vocabulary = shape
     rate, bandwidth = RATES[chip]
-    busy = {kernel.name: kernel.mxu for kernel in kernels}
     flops = sum(part.flops for part in parts)
     listed = [(part.flops, busy[part.name]) for part in parts if part.name in busy]
     bounds = [max(part.flops / (rate * busy.get(part.name, 1.0)), part.bytes / bandwidth) for part in parts]
-    return Row(
-        method,
+    return replace(
+        known,
         products=flops / (2 * tokens * features * vocabulary),
         moved_bytes=sum(part.bytes for part in parts),
         # Of cycles: flops take as many as they are, over the share in which they run.
         mxu=sum(n for n, _ in listed) / sum(n / mxu for n, mxu in listed) if listed else None,
         bound_seconds=sum(bounds),
-        **of_memory,
     )
 
 
@@ -150,6 +182,9 @@ def show(rows: Sequence[Row]) -> None:
         print(f"{'':{width}}" + "".join(f"{name:>14}" for name in names))
     for row in rows:
         print(f"{row.method:{width}}" + (f"  refused: {row.refused}" if row.refused else "".join(cells(row))))
+    for row in rows:
+        if row.kernels:
+            print(f"{row.method}: " + ", ".join(f"{name} {mxu:.1%}" for name, mxu in row.kernels.items()))
 
 
 def cells(row: Row) -> list[str]:

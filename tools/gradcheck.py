@@ -33,6 +33,7 @@ import yaml
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
 from mllm import config_file
@@ -87,7 +88,10 @@ class Settings(Section):
     @field_validator("shape", mode="before")
     @classmethod
     def split(cls, shape: Any) -> Any:
-        return shape.split(",") if isinstance(shape, str) else shape
+        sizes = shape.split(",") if isinstance(shape, str) else shape
+        if isinstance(sizes, list) and len(sizes) != 3:
+            raise PydanticCustomError("shape", "expected N,D,V: three whole numbers")
+        return sizes
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -201,8 +205,11 @@ def check(settings: Settings) -> tuple[dict[str, Error], Cost]:
     Raises:
         UserError: the head refuses its arguments, or can't run here.
     """
-    if settings.interpret and jax.default_backend() != "cpu":
+    backend = jax.default_backend()
+    if settings.interpret and backend != "cpu":
         raise UserError("--interpret: runs on a CPU; set JAX_PLATFORMS=cpu")
+    if settings.impl == "mosaic_tpu" and not settings.interpret and backend != "tpu":
+        raise UserError(f"--impl: mosaic_tpu runs on TPUs, and this is a {backend}; on a CPU, add --interpret")
     problem = make_problem(
         settings.shape,
         settings.objective,

@@ -92,8 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.most < 1:
             raise UserError(f"--most: {options.most} tilings are none")
         noted = read(options.table)
+        if not options.table.parent.is_dir():
+            raise UserError(f"--table: there is no folder {options.table.parent}")
         chip = chip_of(options.target)
-        print(f"{chip.name}, {options.dtype}, N,D,V = {options.shape}, by {by}")
+        source = "time" if by == "time" else "the compiler's listing; nothing was timed"
+        print(f"{chip.name}, {options.dtype}, N,D,V = {options.shape}, by {source}")
         best = []
         for kind, case in cases.items():
             trials = tune(kind, case, chip, options.target, options.most)
@@ -193,7 +196,7 @@ def listed(kind: str, case: Case, tile: Tiles, chip: Chip, target: str) -> Trial
     try:
         _, found = listing.read(target, f"{Path(__file__).resolve()}:programme", **arguments)
     except ValueError as error:
-        return Trial(tile, math.inf, refusal=str(error).splitlines()[-1])
+        return Trial(tile, math.inf, refusal=str(error))
     by_name = {kernel.name: kernel.step or kernel.mxu for kernel in found}
     use = [next(x for name, x in by_name.items() if name.startswith(f"head_{part.kernel}")) for part in kernels(case)]
     work = [flops(part) for part in kernels(case)]
@@ -315,9 +318,14 @@ def merged(noted: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> li
 
 def read(path: Path) -> list[dict[str, Any]]:
     try:
-        return json.loads(path.read_text()) if path.exists() else []
+        noted = json.loads(path.read_text()) if path.exists() else []
     except json.JSONDecodeError as error:
         raise UserError(f"--table: {path} is not JSON: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--table: {path} can't be read: {error}") from None
+    if not (isinstance(noted, list) and all(isinstance(entry, dict) and "by" in entry for entry in noted)):
+        raise UserError(f"--table: {path} holds no list of tilings, as kernels/lm_head/tiles.json does")
+    return noted
 
 
 def write(path: Path, entries: Sequence[dict[str, Any]]) -> None:

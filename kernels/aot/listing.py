@@ -183,8 +183,8 @@ def _step(
 # --- the compiler's files -------------------------------------------------------------------------------------------
 
 
-def read_folder(folder: Path, chip: str) -> list[Kernel]:
-    """The Pallas kernels among the programs whose listings lie in a folder."""
+def read_folder(folder: Path, chip: str, *, xla: bool = False) -> list[Kernel]:
+    """The Pallas kernels among the programs whose listings lie in a folder; or XLA's own, those with products."""
     pallas, vmem = set(), {}
     for path in folder.glob("*-TLP-hlo.txt"):
         calls = re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", path.read_text())
@@ -195,7 +195,7 @@ def read_folder(folder: Path, chip: str) -> list[Kernel]:
     result = []
     for path in sorted(folder.glob("*-final_bundles.txt")):
         match = re.fullmatch(r"\d+-(.+)-\d\d-final_bundles\.txt", path.name)
-        if match and match[1] in pallas:
+        if match and (match[1] in pallas) != xla:
             kernel = read_kernel(own_name(match[1]), path.read_text(), chip, vmem.get(match[1]))
             result += [kernel] if kernel else []
     return result
@@ -221,7 +221,8 @@ def read(
         The compiler's account of memory (bytes: argument, output, alias, temp, peak), and the kernels.
 
     Raises:
-        ValueError: there is no such target, or the compiler refuses; the message is the compiler's last line.
+        ValueError: there is no such target, or the compiler refuses; the message is its cause, a line, and a note has
+            all that was said.
     """
     chip, _ = split(target)
     with tempfile.TemporaryDirectory() as temporary:
@@ -233,8 +234,16 @@ def read(
         command = [sys.executable, "-m", "kernels.aot.targets", target, programme, json.dumps(arguments)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise ValueError(f"{programme} for {target}: {done.stderr.strip()[-2000:]}")
+            refusal = ValueError(cause(done.stderr) or f"{programme} for {target}: ended with code {done.returncode}")
+            refusal.add_note(done.stderr)
+            raise refusal
         return json.loads(done.stdout.splitlines()[-1]), read_folder(dump, chip)
+
+
+def cause(errors: str) -> str:
+    """Of what Python says as it ends, the line with the exception: frames stand before it, JAX's remarks behind."""
+    last = errors.rpartition("Traceback (most recent call last):\n")[2]
+    return next((line for line in last.splitlines() if line.strip() and not line.startswith(" ")), "")
 
 
 def show(kernels: Sequence[Kernel]) -> None:

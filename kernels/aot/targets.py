@@ -81,10 +81,10 @@ def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip"
 
 
 def compiled(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> jax.stages.Compiled:
-    """`jax.jit(function)` compiled for the mesh.
+    """A function compiled for the mesh.
 
     Args:
-        function: what to compile; traced where `pltpu.get_tpu_info()` and the like see the target.
+        function: what to compile, jitted or not; traced where `pltpu.get_tpu_info()` and the like see the target.
         arguments: trees of `jax.ShapeDtypeStruct`; those without a sharding are on every device of the mesh.
         mesh: as `mesh` returns it.
 
@@ -94,8 +94,6 @@ def compiled(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh)
     Raises:
         jax.errors.JaxRuntimeError: the compiler's own refusals: no room in HBM or VMEM, no way to lower an operation.
     """
-    import jax
-
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or everywhere), tuple(arguments)
@@ -104,9 +102,11 @@ def compiled(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh)
     cached = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     reset_cache()
+    # Jitted once more, a function would keep the arguments that it gives away.
+    jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
     try:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            lowered = jax.jit(function).trace(*placed).lower(lowering_platforms=("tpu",))
+            lowered = jitted.trace(*placed).lower(lowering_platforms=("tpu",))
         return lowered.compile()
     finally:
         jax.config.update("jax_enable_compilation_cache", cached)
@@ -141,8 +141,8 @@ def main(target: str, name: str, arguments: str) -> None:
     start = time.perf_counter()
     program = compiled(function, shapes, one)
     with jax.sharding.use_abstract_mesh(one.abstract_mesh):
-        parts = work.parts(function, shapes)
-    print(json.dumps(memory(program) | {"seconds": time.perf_counter() - start, "parts": parts}))
+        of_kernels = {"parts": work.parts(function, shapes), "grids": work.grids(function, shapes)}
+    print(json.dumps(memory(program) | {"seconds": time.perf_counter() - start} | of_kernels))
 
 
 if __name__ == "__main__":

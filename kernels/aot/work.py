@@ -41,6 +41,12 @@ def parts(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Part] 
     return list(found.values())
 
 
+def grids(function: Callable[..., Any], arguments: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Those of the function's Pallas kernels, in its order."""
+    found = _equations(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return [x.params["grid_mapping"].grid for x in found if x.primitive.name == "pallas_call"]
+
+
 class _Unknown(Exception):
     """A loop that depends on data holds products and no kernel, or a kernel doesn't say what it does."""
 

@@ -98,11 +98,14 @@ def token_loss(
         objective: any differentiable function of scalars (it runs under `jax.vmap`, a token at a time). What differs
             from token to token reaches it as an operand, floating, integer or boolean.
         weights: each token's share in the loss; rows of weight 0 are those that don't count. None: 1 everywhere.
-        workspace: bytes that the loss may take beside the gradients and a few tiles. Where float32 logits of 64 tokens
-            fit, those of as many as do (2048 at most) are kept, and loss and gradients come out of one pass of
-            3 matrix products; else logits are computed twice: 4 products. The float32 sum that a gradient
-            of a narrower weight needs over several such waves is workspace too. None: room for one wave of 256 tokens
-            (1024 on accelerators), if that sum is not needed; else 0. The reference ignores it.
+        workspace: bytes that the loss may take beside the gradients and a few tiles. Of as many tokens as fit, a wave,
+            what backward needs is kept, and loss and gradients come out of one pass of 3 matrix products; where the
+            smallest wave doesn't fit, logits are computed twice: 4 products. The float32 sum that a gradient of a
+            narrower weight needs over several waves (4 bytes for each of its elements) is workspace, too.
+            streaming keeps float32 products, of 64 to 2048 tokens; None: room for 256 of them (1024 on accelerators),
+            but not for such a sum. mosaic_tpu keeps exponentials in `dtype`, and 32 bytes of maxima for each tile of
+            columns, of 128 tokens or more; None: room for 1024 of them, but not for such a sum. It has no use for a
+            workspace where the weight is frozen or the objective uses the entropy. The reference ignores it.
 
     Raises:
         ValueError: names the argument; before anything is compiled.
