@@ -120,8 +120,8 @@ def test_a_slope_by_the_entropy_takes_the_kernel_of_the_hidden_states(entry: Ent
 
 @pytest.mark.parametrize(
     ("name", "chip", "features"),
-    [("forward alone", "tpu7x", 2048), ("general backward", "v5e", 896), ("loss in one pass", "v6e", 1536)],
-    ids=["forward-tpu7x", "general-v5e", "loss-v6e"],
+    [("forward alone", "tpu7x", 2048), pytest.param("general backward", "v5e", 896, marks=pytest.mark.slow)],
+    ids=["forward-tpu7x", "general-v5e"],
 )
 def test_float32_products_compile(name: str, chip: str, features: int) -> None:
     sizes = {"tokens": 8192, "vocabulary": 18992, "features": features}

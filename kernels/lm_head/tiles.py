@@ -91,6 +91,8 @@ def terms(case: Case, tiles: Tiles) -> dict[str, int]:
         found["hidden block as operand"] = case.product.itemsize * rows * features
     if case.kernel != "kept" and case.weight != case.product:
         found["weight tile as operand"] = case.product.itemsize * columns * features
+    if case.product == jnp.float32:
+        found["operands in parts"] = 2 * 4 * (rows + columns) * features  # of bfloat16, which the compiler spills
     if case.kernel == "forward":
         found["running sums"] = 5 * 4 * rows * LANES
         found["logits, exponentials and masks"] = 5 * logits
