@@ -242,6 +242,22 @@ def test_rows_left_out_give_zeros_and_leak_nothing(rows: str, dtype: Any) -> Non
     assert not np.any(np.asarray(got.hidden, np.float32)[~live])
 
 
+def test_rows_left_out_of_a_saturated_softmax_give_zeros_and_leak_nothing() -> None:
+    """Their places hold other rows, with statistics of none: exponentials of 1e4 must not meet their zeros."""
+    live = LIVE["scattered, less than a block"]
+    problem, cotangents = random_problem(SHAPE, SCALES["saturated"]), random_cotangents(300)
+    with strict_interpreter():
+        got = values_and_gradients(*problem, cotangents, impl="mosaic_tpu", where=jnp.asarray(live))
+    yardstick = plain_values_and_gradients(*problem, cotangents, where=live)
+    assert_as_accurate_as_plain(got, yardstick, exact(*problem, lambda *_: cotangents, where=live))
+
+
+def test_logits_far_below_zero_are_as_accurate_as_full_logits() -> None:
+    """A column past the vocabulary, whose product is 0, would have the largest of all logits."""
+    hidden, weight, labels = random_problem(SHAPE)
+    judge(Problem(hidden.at[:, 0].set(30), weight.at[:, 0].set(-10), labels))
+
+
 def test_a_nan_in_a_row_that_counts_is_not_hidden() -> None:
     problem = random_problem(SHAPE)
     sick = np.arange(300) == 5

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental import pallas as pl
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
@@ -40,7 +41,7 @@ def of_token_logprobs(hidden: Any, weight: Any, labels: Any, weights: Any) -> tu
 
 def of_token_loss(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
     options: dict[str, Any] = {"weights": weights, "workspace": ONE_WAVE, "impl": "mosaic_tpu"}
-    return token_loss(hidden, weight, labels, OBJECTIVE.in_jax, *OPERANDS, **options)
+    return token_loss(hidden, weight, labels, OBJECTIVE.in_jax, *(x[: len(labels)] for x in OPERANDS), **options)
 
 
 every_entry_point = pytest.mark.parametrize("scalar", [of_token_logprobs, of_token_loss])
@@ -77,6 +78,40 @@ def assert_near(got: Any, want: Any) -> None:
     """Of each array, within 1 part in 50,000 of its largest number: another order of the same sums."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.max(np.abs(y), initial=1.0))
+
+
+# --- rows that count ---
+
+
+def traffic(function: Callable[..., Any], *args: Any) -> dict[str, int]:
+    """Numbers that kernels read on the chip, and that are copied to and from there, when the function is run."""
+    found = {"read": 0, "fetched": 0, "written back": 0}
+    with strict_interpreter():
+        get = interpreter.get
+
+        @functools.wraps(get)
+        def counting(*place: Any, **reader: Any) -> Any:
+            token, value = get(*place, **reader)
+            kind = "fetched" if "input_name" in reader else "read" if "source_info" in reader else "written back"
+            found[kind] += value.size if value.size > 1 else 0
+            return token, value
+
+        with mock.patch.object(interpreter, "get", counting):
+            jax.block_until_ready(jax.jit(lambda *args: function(*args))(*args))  # a new one, so traced anew
+            jax.effects_barrier()
+    return found
+
+
+@every_entry_point
+def test_blocks_of_rows_that_do_not_count_are_neither_read_nor_fetched(scalar: Callable[..., Any]) -> None:
+    """128 of 200 rows, in a call of two blocks, against the same 128 rows in a call of one."""
+    hidden, weight, labels = PROBLEM
+    some = jnp.where(jnp.arange(200) < 128, 0.5, 0)
+    of_two = traffic(gradients_of(scalar), hidden, weight, labels, some)
+    with tiles.override(rows=128, columns=256, step=128, call=128):
+        of_one = traffic(gradients_of(scalar), hidden[:128], weight, labels[:128], some[:128])
+    for kind in ("read", "fetched"):
+        assert of_two[kind] == of_one[kind] > weight.size
 
 
 # --- transformations ---

@@ -8,6 +8,7 @@ being a device's own:
     dh       summed over `vocabulary`: N x D in float32
     dW       reduce-scattered over `features`, and summed over the tokens' other axes: V x D in float32
 
+Where gradients are bfloat16, XLA for TPUs rounds dh, and dW after its first sum, ahead of adding them up.
 Logits stay where they are. The rules of differentiation and the loss are outside (derivatives.py): JAX differentiates
 and transposes nothing in here. Leaves out hidden states whose features are spread.
 """

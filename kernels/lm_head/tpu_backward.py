@@ -372,9 +372,7 @@ def _kept_kernel(
             e_SR = kept[:, pl.ds(s * step, step)].T.astype(jnp.float32)
             column_SR = lax.broadcasted_iota(jnp.int32, e_SR.shape, 0)
             hit_SR = column_SR == labels[...] - (j * columns + s * step)
-            # A row that doesn't count may hold anything.
-            dy_SR = jnp.where(factor_1R == 0, 0, e_SR * factor_1R)
-            dy_SR = jnp.where(hit_SR, at_label_1R, dy_SR)
+            dy_SR = jnp.where(hit_SR, at_label_1R, e_SR * factor_1R)
             scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0))
 
     @pl.when(i == pl.num_programs(1) - 1)
