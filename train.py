@@ -3,18 +3,22 @@
 The whole story on one page: configuration, mesh, model, source of batches, update, evaluation, checkpoint. The same
 command again resumes from the newest checkpoint in run_dir and ends as a run that never stopped would have.
 
+Several processes train one model, over the devices of all, when each gets --coordinator HOST:PORT (of process 0),
+--processes and --process, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in its environment, or
+--cluster where JAX knows the cluster (TPU pods, Slurm, Open MPI, Kubernetes). They share run_dir.
+
 Exit codes: 0 done, 2 something that you can mend (one line says what), 143 or 130 saved and left on SIGTERM or SIGINT.
 """
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -23,11 +27,13 @@ from mllm import data, report, run_dir, tasks
 from mllm.batch import Batch
 from mllm.checkpoint import Checkpoints
 from mllm.config import Config
+from mllm.distributed import Meeting, Rows, agreed, everyone, join_cluster, local_rows, writes
 from mllm.errors import UserError
 from mllm.evaluate import evaluate
 from mllm.mesh import make_mesh, shard_batch
-from mllm.metrics import RunLog, Stopwatch
+from mllm.metrics import NoLog, RunLog, Stopwatch
 from mllm.optimizer import make_optimizer, make_schedule
+from mllm.plan import plan
 from mllm.policy import Policy, load_policy
 from mllm.rewards import RewardRunner
 from mllm.sampler import Sampler
@@ -42,7 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="NAME", help="a path, or a file in configs/")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
+    parser.add_argument("--plan", action="store_true", help="say what the run will hold in memory, and exit")
+    parser.add_argument("--target", metavar="SLICE", help="with --plan: of TPUs that aren't there, as in v6e:2x4")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
+    several = parser.add_argument_group("several processes")
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 answers")
+    several.add_argument("--processes", type=int, metavar="N", help="how many train this model")
+    several.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
+    several.add_argument("--cluster", action="store_true", help="find all of that by the cluster's environment")
+    several.add_argument("--wait", type=int, default=300, metavar="SECONDS", help="for the others (default 300)")
     options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
@@ -50,6 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_config:
             print(configs.dump(config), end="")
             return 0
+        if options.target and not options.plan:
+            raise UserError("--target: is for --plan; training takes the devices at hand")
+        if options.plan:
+            plan(config, options.target)
+            return 0
+        if options.cluster:
+            join_cluster(options.wait)
+        elif meeting := Meeting.find(options.coordinator, options.processes, options.process, os.environ):
+            meeting.join(options.wait)
         return train(config)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -59,24 +82,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train(config: Config) -> int:
     """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
     folder = Path(config.run_dir)
-    run_dir.check(folder, config)
     mesh = make_mesh(config.mesh)
-    policy = load_policy(config, mesh)
+    rows = Rows.of(mesh)
+    with agreed():
+        run_dir.check(folder, config)
+        policy = load_policy(config, mesh)
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = make_schedule(config.optimizer, config.steps)
     train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
 
     with ExitStack() as stack:
-        task = None if config.task is None else tasks.load(config.task, config.seed)
-        source = make_source(config, policy, mesh, task, stack)
-        judge = make_judge(config, policy, task)
-        # Before anything is written: the files of the parameters may turn out to be damaged.
-        initial = None if run_dir.is_run(folder) else policy.initial_params()
-        run_dir.write(folder, config)
+        with agreed():
+            task = None if config.task is None else tasks.load(config.task, config.seed)
+            source = make_source(config, policy, mesh, task, stack)
+            judge = make_judge(config, policy, task, rows)
+            # Before anything is written: the files of the parameters may turn out to be damaged.
+            initial = None if run_dir.is_run(folder) else policy.initial_params()
+        with agreed():
+            if writes():
+                run_dir.write(folder, config)
 
         checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints", config.checkpoint)))
         restored = checkpoints.restore(abstract_state(policy.params, optimizer))
-        log = stack.enter_context(closing(RunLog(folder, restored.step if restored else None, config.steps)))
+        resumed = restored.step if restored else None
+        log = stack.enter_context(closing(RunLog(folder, resumed, config.steps) if writes() else NoLog()))
         interrupt = stack.enter_context(Interrupt())
         if restored:
             done, state = restored.step, restored.state
@@ -90,19 +119,19 @@ def train(config: Config) -> int:
         while not finished and not leaving:
             watch = Stopwatch()
             try:
-                batch, metrics, samples, last = source.next(state.params, done, watch)
+                batch, metrics, samples, tokens, last = source.next(state.params, done, watch)
             except StopIteration:
                 break
             with watch.phase("update"):
                 state, results = train_step(state, shard_batch(mesh, batch))
                 metrics = {**metrics, **{name: float(value) for name, value in results.items()}}
-            watch.count_tokens(int(np.count_nonzero(batch.segments)))
+            watch.count_tokens(tokens)
             if metrics["skipped"]:
-                dump_batch(folder / "skipped" / f"step_{done + 1}.npz", batch)
+                dump_batch(folder / "skipped" / f"step_{done + 1}.npz", batch, rows)
 
             done += 1
             finished = last or done == config.steps
-            leaving = interrupt.received is not None and source.resumable(done)
+            leaving = interrupt.agree(everyone) and source.resumable(done)
             if finished or due(config.eval.every if config.eval else None, done):
                 with watch.phase("eval"):
                     metrics |= judge(state.params, done)
@@ -117,17 +146,19 @@ def train(config: Config) -> int:
     if leaving and not finished:
         print(f"stopped by a signal after step {done}; saved: the same command resumes", file=sys.stderr)
         return interrupt.exit_code
-    print(report.summary(folder))
+    if writes():
+        print(report.summary(folder))
     return 0
 
 
 def make_source(config: Config, policy: Policy, mesh: Mesh, task: Task | None, stack: ExitStack) -> Source:
     """What the loop draws batches from; `stack` closes what it opens."""
-    place = {"seed": config.seed, "process_index": jax.process_index(), "process_count": jax.process_count()}
+    rows = Rows.of(mesh)
+    place = {"seed": config.seed, "process_index": rows.index, "process_count": rows.count}
     if config.algorithm == "sft":
         assert config.data is not None
         batches = data.sft_batches(config.data, policy.tokenizer, task=task, batch_size=config.batch_size, **place)
-        return SftSource(batches)
+        return SftSource(batches, rows)
 
     assert config.grpo is not None
     assert config.rollout is not None
@@ -140,19 +171,21 @@ def make_source(config: Config, policy: Policy, mesh: Mesh, task: Task | None, s
         max_prompt_length=config.rollout.max_prompt_length,
         **place,
     )
+    logprob_pass = make_logprob_pass(policy.graphdef, config, mesh)
     return GrpoSource(
         config.grpo,
         config.task,
         prompts,
         make_sampler(config, policy),
         stack.enter_context(RewardRunner(config.task, task)),
-        make_logprob_pass(policy.graphdef, config, mesh),
+        lambda params, batch: logprob_pass(params, shard_batch(mesh, batch)),
         reference=policy.initial_params() if config.grpo.beta > 0 else None,
         logged_samples=config.log.samples,
+        rows=rows,
     )
 
 
-def make_judge(config: Config, policy: Policy, task: Task | None) -> Callable[[Any, int], dict[str, float]]:
+def make_judge(config: Config, policy: Policy, task: Task | None, rows: Rows) -> Callable[[Any, int], dict[str, float]]:
     """(parameters, step) -> the metrics of an evaluation; none where the configuration asks for no evaluation.
 
     Raises:
@@ -171,7 +204,7 @@ def make_judge(config: Config, policy: Policy, task: Task | None) -> Callable[[A
                 f"and the limit is {limit}"
             )
     sampled = config.eval.sampled
-    return lambda params, step: evaluate(sampler, params, examples, step=step, sampled=sampled)
+    return lambda params, step: evaluate(sampler, params, examples, step=step, sampled=sampled, rows=rows)
 
 
 def make_sampler(config: Config, policy: Policy) -> Sampler:
@@ -183,10 +216,14 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def dump_batch(path: Path, batch: Batch) -> None:
+def dump_batch(path: Path, batch: Batch, rows: Rows) -> None:
     """Keep the batch of an update that was skipped, to be looked at."""
-    path.parent.mkdir(exist_ok=True)
-    np.savez(path, **{name: value for name, value in batch._asdict().items() if value is not None})
+    fields = {name: local_rows(value) for name, value in batch._asdict().items() if value is not None}
+    shares = rows.gather(fields)
+    if writes():
+        path.parent.mkdir(exist_ok=True)
+        whole: dict[str, Any] = {name: np.concatenate([share[name] for share in shares]) for name in fields}
+        np.savez(path, **whole)
 
 
 if __name__ == "__main__":

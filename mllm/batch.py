@@ -32,3 +32,14 @@ class Batch(NamedTuple):
     old_logprobs: Floats | None = None
     """Under the trainer's parameters before this rollout's first update; None: they are the current ones."""
     reference_logprobs: Floats | None = None
+
+
+def padded_length(length: int, longest: int) -> int:
+    """The length that rows of `length` tokens are padded to: few different ones, so that little is compiled.
+
+    A power of two, or the one between two of them: at most a third is padding beyond 16. Never more than `longest`.
+    """
+    power = 16
+    while power < length:
+        power *= 2
+    return min(power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power, longest)

@@ -2,10 +2,16 @@
 
 A checkpoint is written beside the others under a temporary name and renamed when it is whole, in the background while
 training goes on. One that can't be read any more is put aside with a warning and the next older one is taken. What
-happens between a step and its checkpoint's rename is lost with a crash, and done again.
+happens between a step and its checkpoint's rename is lost with a crash, and done again. Of several processes each
+writes and reads what lies on its devices, in a folder that all of them share; another mesh, or another number of
+processes, reads it as well.
 """
 
 import logging
+import math
+import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +20,10 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from mllm.config import CheckpointConfig
+from mllm.distributed import everyone, writes
 from mllm.errors import UserError
 from mllm.train_step import TrainState
+from mllm.transfer import transfer_bar
 
 BEST = "eval/greedy_accuracy"
 """The metric by which `keep_best` judges."""
@@ -38,6 +46,7 @@ class Checkpoints:
         self.config = config
         self.read_only = read_only
         self.manager = self.open_manager()
+        self.saving: tuple[int, int] | None = None
 
     def open_manager(self) -> ocp.CheckpointManager:
         if self.read_only:
@@ -65,6 +74,7 @@ class Checkpoints:
         arrays = {name: ocp.args.StandardSave(tree) for name, tree in items(state).items()}
         documents = {"position": ocp.args.JsonSave(position), "config": ocp.args.JsonSave({"yaml": config})}
         best = {BEST: metrics[BEST]} if BEST in metrics else None
+        self.saving = step, nbytes(state)
         self.manager.save(step, args=ocp.args.Composite(**arrays, **documents), metrics=best)
 
     def restore(self, like: TrainState) -> Restored | None:
@@ -79,23 +89,30 @@ class Checkpoints:
         steps = sorted(self.manager.all_steps(), reverse=True)
         damaged: dict[int, str] = {}
         for step in steps:
+            reason = None
             try:
-                found = self.read(step, items(like), position=ocp.args.JsonRestore())
+                with transfer_bar(f"checkpoint {step}", nbytes(like)) as bar:
+                    position = self.read(step, {}, position=ocp.args.JsonRestore())["position"]
+                    arrays: dict[str, Any] = {}
+                    for name, tree in items(like).items():
+                        arrays |= self.read(step, {name: tree})[name]
+                        bar.update(nbytes(tree))
             except Exception as error:  # a damaged file can make Orbax raise nearly anything
-                damaged[step] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+                reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+            if reasons := [reason for reason in everyone(reason) if reason is not None]:
+                damaged[step] = reasons[0]
                 continue
             # Only now: where none can be read the fault may lie elsewhere, and they stay as they are.
             for number, reason in damaged.items():
-                logger.warning(
-                    "checkpoint %d can't be read (%s); put aside as %s", number, reason, self.put_aside(number)
-                )
-            arrays = {**found["params"], **found["optimizer"]}
+                aside = self.put_aside(number)
+                if writes():
+                    logger.warning("checkpoint %d can't be read (%s); put aside as %s", number, reason, aside)
             state = jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in by_name(like)])
-            return Restored(step, state, found["position"])
+            return Restored(step, state, position)
         if steps:
-            reason = damaged[steps[0]]
             raise UserError(
-                f"{self.folder}: none of its {len(steps)} checkpoints can be read ({reason}); take another run_dir"
+                f"{self.folder}: none of its {len(steps)} checkpoints can be read ({damaged[steps[0]]}); "
+                "take another run_dir"
             )
         return None
 
@@ -119,18 +136,41 @@ class Checkpoints:
     def put_aside(self, step: int) -> Path:
         """Rename a checkpoint so that it is never taken for one again; nothing is deleted."""
         self.manager.close()
+        everyone(None)  # has closed it
         aside = self.folder / f"damaged_{step}"
         number = 1
         while aside.exists():
             number += 1
             aside = self.folder / f"damaged_{step}_{number}"
-        (self.folder / str(step)).rename(aside)
+        everyone(None)  # has found the same name
+        if writes():
+            (self.folder / str(step)).rename(aside)
+        everyone(None)  # sees it renamed
         self.manager = self.open_manager()
         return aside
 
     def wait(self) -> None:
-        """Until what was begun is on disk."""
+        """Until what was begun is on disk, with a bar of it."""
+        if self.saving is not None:
+            step, size = self.saving
+            with transfer_bar(f"saving checkpoint {step}", size) as bar:
+                bar.initial = written = min(size, self.written(step))
+                while self.manager.is_saving_in_progress():
+                    time.sleep(0.1)
+                    before, written = written, min(size, max(written, self.written(step)))
+                    bar.update(written - before)
         self.manager.wait_until_finished()
+
+    def written(self, step: int) -> int:
+        """Bytes of an unfinished checkpoint so far, by all processes."""
+        found = 0
+        for unfinished in self.folder.glob(f"{step}.*"):
+            # Its folders are renamed meanwhile; `os.walk` passes over what is no longer there.
+            for folder, _, names in os.walk(unfinished):
+                for name in names:
+                    with suppress(FileNotFoundError):
+                        found += Path(folder, name).stat().st_size
+        return found
 
     def close(self) -> None:
         self.manager.close()
@@ -144,6 +184,10 @@ def items(state: TrainState) -> dict[str, dict[str, Any]]:
         "params": params,
         "optimizer": {name: leaf for name, leaf in arrays.items() if name not in params},
     }
+
+
+def nbytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def by_name(tree: Any) -> dict[str, Any]:

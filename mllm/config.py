@@ -4,6 +4,7 @@ Keys that are unknown, settings that nothing would read, and values that can't w
 compiled or written. Names follow TRL's where it has one. `config_file` reads and writes it.
 """
 
+import math
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
@@ -291,15 +292,22 @@ class Config(Section):
         micro = self.micro_batch_size
         if micro is not None and self.batch_size % micro:
             raise impossible("batch_size", f"{self.batch_size} is not divisible by micro_batch_size ({micro})")
-        shards = self.mesh.dp * self.mesh.fsdp
-        if (micro or self.batch_size) % shards:
-            raise impossible(
-                "micro_batch_size" if micro else "batch_size",
-                f"{micro or self.batch_size} is not divisible by mesh.dp * mesh.fsdp ({shards})",
-            )
+        self.check_rows(self.mesh.dp * self.mesh.fsdp)
         if self.optimizer.warmup_steps > self.steps:
             raise impossible("optimizer.warmup_steps", f"longer than the run ({self.steps} steps)")
         return self
+
+    def check_rows(self, shards: int) -> None:
+        """Whether each of the devices that share a batch's rows has as many."""
+        batch, micro = self.batch_size, self.micro_batch_size
+        problem = f"is not divisible by mesh.dp * mesh.fsdp ({shards}); the nearest that works is"
+        if batch % shards:
+            step = math.lcm(shards, micro or 1, self.grpo.num_generations if self.grpo else 1)
+            raise impossible("batch_size", f"{batch} {problem} {max(1, round(batch / step)) * step}")
+        if micro is not None and micro % shards:
+            works = [rows for rows in range(shards, batch + 1, shards) if batch % rows == 0]
+            nearest = min(works, key=lambda rows: abs(rows - micro))
+            raise impossible("micro_batch_size", f"{micro} {problem} {nearest}")
 
     def check_best(self, evaluated: int | None) -> None:
         saved = self.checkpoint.every

@@ -24,7 +24,7 @@ from grain.experimental import FirstFitPackIterDataset, ThreadPrefetchIterDatase
 from jaxtyping import Int32
 from transformers import PreTrainedTokenizerBase
 
-from mllm.batch import Batch
+from mllm.batch import Batch, padded_length
 from mllm.config import DataConfig
 from mllm.errors import UserError
 from mllm.records import Records, chat, hub_rows, json_lines
@@ -123,7 +123,7 @@ def sft_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> DataIterator[Batch]:
-    """Batches of `batch_size` rows of `config.max_length` tokens, of which this process gets its share; numpy arrays.
+    """Batches of `batch_size` rows of up to `config.max_length` tokens, of which this process gets its share; in numpy.
 
     Weights are 1 over the number of the assistant's tokens in the whole batch, 0 elsewhere. Padding is token
     0 in segment 0. The first batch is made at once, so that what is wrong with the data shows here.
@@ -189,9 +189,14 @@ def prompt_batches(
 
 
 def process_rows(total: int, process_index: int, process_count: int, key: str) -> slice:
-    """The rows of a batch that belong to this process."""
+    """The rows of a batch that belong to this process, of those between which the mesh shares them out."""
     if total % process_count:
-        raise UserError(f"{key}: {total} is not divisible by the number of processes ({process_count})")
+        below = total - total % process_count
+        nearest = f"{below} or {below + process_count}" if below else str(process_count)
+        raise UserError(
+            f"{key}: {total} is not divisible by the number of processes that share its rows ({process_count}); "
+            f"the nearest that is: {nearest}"
+        )
     share = total // process_count
     return slice(process_index * share, (process_index + 1) * share)
 
@@ -215,12 +220,16 @@ def order(count: int, epochs: int | None, seed: int | None) -> grain.MapDataset[
 
 
 def assemble(packs: dict[str, np.ndarray], rows: slice) -> tuple[Batch, int]:
-    """This process's rows of a batch, and the number of examples in all of it."""
+    """This process's rows of a batch, and the number of examples in all of it.
+
+    The rows are as long as the longest of all of them, padded to one of a few lengths.
+    """
     tokens, labels, learned = np.moveaxis(packs["document"], -1, 0)
     segments = packs["document_segment_ids"]
     weights = (learned / learned.sum()).astype(np.float32)
     fields = (tokens, packs["document_positions"], segments, labels * learned, weights)
-    ours: list[Any] = [np.ascontiguousarray(field[rows]) for field in fields]
+    length = padded_length(int(np.count_nonzero(segments, axis=1).max()), segments.shape[1])
+    ours: list[Any] = [np.ascontiguousarray(field[rows, :length]) for field in fields]
     return Batch(*ours), int(segments.max(axis=1).sum())
 
 

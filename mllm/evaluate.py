@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from scipy.stats import binomtest
 
+from mllm.distributed import ALONE, Rows
 from mllm.rewards import exact_match, flexible_match
 from mllm.sampler import EVALUATION, Sampler
 from mllm.tasks import Example
@@ -12,28 +14,35 @@ from mllm.tokenizer import encode_prompt
 
 
 def evaluate(
-    sampler: Sampler, params: Any, examples: Sequence[Example], *, step: int, sampled: bool
+    sampler: Sampler, params: Any, examples: Sequence[Example], *, step: int, sampled: bool, rows: Rows = ALONE
 ) -> dict[str, float]:
-    """Complete each problem greedily and, if `sampled`, once at the rollout's temperature.
+    """Complete each problem greedily and, if `sampled`, once at the rollout's temperature; each process its share.
 
     Returns:
         `eval/greedy_accuracy` (the task's exact form) with the ends `_low` and `_high` of its 95 % interval,
         `eval/greedy_flexible_accuracy` (its last number), the mean length in tokens; likewise `eval/sampled_...`.
     """
-    prompts = [encode_prompt(sampler.tokenizer, example.prompt) for example in examples]
+    share = -(-len(examples) // rows.count)
+    mine = examples[rows.index * share :][:share]
+    # Every process completes as many; what stands in for a missing one is dropped below.
+    mine = [*mine, *[examples[0]] * (share - len(mine))]
+    prompts = [encode_prompt(sampler.tokenizer, example.prompt) for example in mine]
+    first = EVALUATION + rows.index * share
     metrics: dict[str, float] = {}
     for mode in ("greedy", "sampled") if sampled else ("greedy",):
-        completions, texts = sampler.complete(params, prompts, step=step, first=EVALUATION, greedy=mode == "greedy")
-        answered = [(e.prompt[-1]["content"], text, e) for e, text in zip(examples, texts, strict=True)]
-        correct = sum(exact_match(*answer) == 1 for answer in answered)
-        flexible = sum(flexible_match(*answer) == 1 for answer in answered)
+        completions, texts = sampler.complete(params, prompts, step=step, first=first, greedy=mode == "greedy")
+        answered = [(e.prompt[-1]["content"], text, e) for e, text in zip(mine, texts, strict=True)]
+        matches = [(exact_match(*answer) == 1, flexible_match(*answer) == 1) for answer in answered]
+        said = rows.gather((np.array(matches), completions.lengths))
+        (exact, flexible), lengths = (np.concatenate(part)[: len(examples)].T for part in zip(*said, strict=True))
+        correct = int(exact.sum())
         low, high = wilson(correct, len(examples))
         metrics |= {
             f"eval/{mode}_accuracy": correct / len(examples),
             f"eval/{mode}_accuracy_low": low,
             f"eval/{mode}_accuracy_high": high,
-            f"eval/{mode}_flexible_accuracy": flexible / len(examples),
-            f"eval/{mode}_mean_length": float(completions.lengths.mean()),
+            f"eval/{mode}_flexible_accuracy": int(flexible.sum()) / len(examples),
+            f"eval/{mode}_mean_length": float(lengths.mean()),
         }
     return metrics
 

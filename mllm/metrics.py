@@ -1,7 +1,8 @@
 """What a run says of itself: metrics.jsonl, timings.jsonl, samples.jsonl, TensorBoard, and the progress bar.
 
 metrics.jsonl and samples.jsonl hold what the run computed and are the same, to the bit, however often it was killed and
-resumed; timings.jsonl holds what the machine decided (seconds, tokens/s, memory). Names follow TRL's.
+resumed; timings.jsonl holds what the machine decided (seconds, tokens/s, memory). Names follow TRL's. Of several
+processes the first writes all of it: metrics, samples and tokens/s are those of all, seconds and memory its own.
 """
 
 import contextlib
@@ -74,6 +75,25 @@ class RunLog:
         for file in self.files.values():
             file.close()
         self.board.close()
+
+
+class NoLog(RunLog):
+    """Of a process that leaves writing to process 0."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        pass
+
+    def write_timings(self, step: int, timings: Scalars, metrics: Scalars) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class Stopwatch:

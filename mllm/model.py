@@ -24,12 +24,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.tree_util import DictKey, KeyPath
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from mllm.architecture import PRESETS, Qwen2Config
 from mllm.attention import splash_attention
+from mllm.mesh import Layout, gathered
 
-__all__ = ["LOGICAL_AXES", "PRESETS", "KVCache", "Qwen2", "Qwen2Config", "parameter_name"]
+__all__ = ["LOGICAL_AXES", "PRESETS", "KVCache", "Qwen2", "Qwen2Config", "in_use", "parameter_name"]
 
 LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "embed": ("vocab", "embed"),
@@ -56,6 +57,13 @@ beside `layers`.
 """
 
 
+ROWS = ("batch", "time", "hidden")
+"""What each dim of hidden states is; below, of queries, of keys and values, and of the cache."""
+HEADS = ("batch", "time", "heads", "head_dim")
+KV_HEADS = ("batch", "time", "kv_heads", "head_dim")
+CACHE = ("layers", "batch", "slots", "kv_heads", "head_dim")
+
+
 def parameter_name(path: KeyPath) -> str:
     """The name of a leaf, from its path in a tree of parameters or one like it, such as adamw's moments."""
     return ".".join(str(key.key) for key in path if isinstance(key, DictKey))
@@ -71,12 +79,14 @@ class KVCache(NamedTuple):
     index: Int[jax.Array, ""]  # type: ignore[assignment]  # tuple.index, which nobody calls
 
     @classmethod
-    def empty(cls, config: Qwen2Config, batch: int, slots: int, dtype: DTypeLike) -> "KVCache":
+    def empty(
+        cls, config: Qwen2Config, batch: int, slots: int, dtype: DTypeLike, layout: Layout | None = None
+    ) -> "KVCache":
         """Room for `batch` rows of `slots` tokens, padding included; `dtype` is the model's compute dtype."""
         shape = (config.num_hidden_layers, batch, slots, config.num_key_value_heads, config.head_dim)
         return cls(
-            keys=jnp.zeros(shape, dtype),
-            values=jnp.zeros(shape, dtype),
+            keys=lie(layout, jnp.zeros(shape, dtype), CACHE),
+            values=lie(layout, jnp.zeros(shape, dtype), CACHE),
             segments=jnp.zeros((batch, slots), jnp.int32),
             index=jnp.zeros((), jnp.int32),
         )
@@ -98,6 +108,7 @@ class Qwen2(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         remat: Literal["none", "dots", "full"] = "none",
         splash_mesh: Mesh | None = None,
+        layout: Layout | None = None,
     ) -> None:
         """Random parameters: matrices normal with deviation `initializer_range`, biases 0, norms 1.
 
@@ -108,11 +119,13 @@ class Qwen2(nnx.Module):
             remat: what the backward pass computes again in each layer: nothing, all but the products with
                 parameters, or everything.
             splash_mesh: where whole sequences are given to splash attention; see `mllm.attention.splash_mesh`.
+            layout: how activations lie, and that parameters are gathered where they are used; None: as XLA likes.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.remat = remat
         self.splash_mesh = splash_mesh
+        self.layout = layout
         normal = jax.nn.initializers.normal(config.initializer_range, param_dtype)
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(normal(rngs.params(), vocabulary))
@@ -157,29 +170,47 @@ class Qwen2(nnx.Module):
         rotation = rotary(positions, self.config.head_dim, self.config.rope_theta)
         graphdef, layers = nnx.split(self.layers)
 
+        layout = self.layout
+
         # The cache is carried whole rather than scanned over: a layer then writes its T new slots in place,
         # where scanned outputs would copy all S of them at every token.
         def step(carry: tuple, scanned: tuple) -> tuple[tuple, None]:
             hidden, stored = carry
             params, number = scanned
-            layer = nnx.merge(graphdef, params)
-            queries, keys, values = layer.project(hidden, rotation)
+            layer = nnx.merge(graphdef, in_use(params, self.dtype, layout, "layers."))
+            projected = layer.project(hidden, rotation)
+            queries, keys, values = (
+                lie(layout, x, axes) for x, axes in zip(projected, (HEADS, KV_HEADS, KV_HEADS), strict=True)
+            )
             if stored is not None:
                 start = (number, 0, slot, 0, 0)
                 stored = write(stored[0], keys[None], start), write(stored[1], values[None], start)
                 keys, values = (jax.lax.dynamic_index_in_dim(all_, number, keepdims=False) for all_ in stored)
             attended = attend(queries, keys, values)
-            hidden = hidden + linear(attended.reshape(*hidden.shape[:2], -1), layer.o_weight)
-            hidden = hidden + layer.feed_forward(hidden)
+            hidden = lie(layout, hidden + linear(attended.reshape(*hidden.shape[:2], -1), layer.o_weight), ROWS)
+            hidden = lie(layout, hidden + layer.feed_forward(hidden), ROWS)
             return (hidden, stored), None
 
-        hidden = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan).astype(self.dtype)
+        hidden = self.look_up(tokens, whole=cache is not None)
         stored = None if cache is None else (cache.keys, cache.values)
         numbers = jnp.arange(self.config.num_hidden_layers)
         (hidden, stored), _ = jax.lax.scan(rematerialised(step, self.remat), (hidden, stored), (layers, numbers))
         if stored is not None:
             cache = KVCache(*stored, segments=seen, index=slot + tokens.shape[1])
-        return rms_norm(hidden, self.norm, self.config.rms_norm_eps), cache
+        return lie(layout, rms_norm(hidden, self.norm, self.config.rms_norm_eps), ROWS), cache
+
+    def look_up(self, tokens: Int[jax.Array, "B T"], whole: bool) -> Float[jax.Array, "B T D"]:
+        """The tokens' rows of the embedding, in the compute dtype.
+
+        Unless the embedding is `whole` along fsdp, as for decoding, each device looks up its own columns for all rows
+        of its replica, and these are exchanged: they are far fewer than the embedding's, which gathering would move.
+        """
+        if not whole:
+            tokens = lie(self.layout, tokens, ("rows_of_replica", "time"))
+        hidden = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan).astype(self.dtype)
+        if not whole:
+            hidden = lie(self.layout, hidden, ("rows_of_replica", "time", "embed"))
+        return lie(self.layout, hidden, ROWS)
 
 
 class Layer(nnx.Module):
@@ -222,6 +253,25 @@ class Layer(nnx.Module):
     def feed_forward(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
         x = rms_norm(hidden, self.mlp_norm, self.config.rms_norm_eps)
         return linear(jax.nn.silu(linear(x, self.gate_weight)) * linear(x, self.up_weight), self.down_weight)
+
+
+def lie(layout: Layout | None, array: Shaped[jax.Array, "..."], axes: tuple[str, ...]) -> Shaped[jax.Array, "..."]:
+    return array if layout is None else layout.constrain(array, axes)
+
+
+def in_use(params: Any, dtype: DTypeLike, layout: Layout | None, parent: str = "") -> Any:
+    """Parameters as products read them: in the compute dtype, and gathered over fsdp.
+
+    Args:
+        params: the whole tree, or those of one layer with `parent` "layers.": then without the axis of layers.
+    """
+
+    def place(path: KeyPath, leaf: jax.Array) -> jax.Array:
+        axes = LOGICAL_AXES[parent + parameter_name(path)]
+        narrowed = leaf.astype(dtype)
+        return narrowed if layout is None else layout.constrain(narrowed, gathered(axes[-leaf.ndim :]))
+
+    return jax.tree_util.tree_map_with_path(place, params)
 
 
 def linear(x: Float[jax.Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None = None) -> Float[jax.Array, "B T O"]:

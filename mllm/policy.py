@@ -15,7 +15,7 @@ from mllm.architecture import PRESETS, Qwen2Config
 from mllm.attention import splash_mesh
 from mllm.config import Config, ModelConfig
 from mllm.errors import UserError
-from mllm.mesh import check_divides, sharding
+from mllm.mesh import Layout
 from mllm.model import LOGICAL_AXES, Qwen2, parameter_name
 
 
@@ -55,8 +55,9 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
     folder = find_folder(model)
     architecture = find_architecture(model, folder)
     check_lengths(config, architecture)
+    layout = Layout.of(mesh, architecture)
     splash = splash_mesh(model.attention, architecture, mesh)
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: make_model(model, architecture, nnx.Rngs(0), splash)))
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: make_model(model, architecture, nnx.Rngs(0), splash, layout)))
     tokenizer = tokenizers.load(find_tokenizer(model, folder))
     tokenizers.check_fits(tokenizer, architecture.vocab_size)
     stop = () if config.rollout is None else config.rollout.stop
@@ -66,14 +67,18 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
         tokenizer=tokenizer,
         stop_ids=tokenizers.stop_ids(tokenizer, folder, stop),
         graphdef=graphdef,
-        params=lay_out(params, mesh),
+        params=lay_out(params, layout),
         folder=folder if model.init == "pretrained" else None,
         seed=config.seed,
     )
 
 
 def make_model(
-    config: ModelConfig, architecture: Qwen2Config, rngs: nnx.Rngs, splash_mesh: Mesh | None = None
+    config: ModelConfig,
+    architecture: Qwen2Config,
+    rngs: nnx.Rngs,
+    splash_mesh: Mesh | None = None,
+    layout: Layout | None = None,
 ) -> Qwen2:
     return Qwen2(
         architecture,
@@ -82,6 +87,7 @@ def make_model(
         param_dtype=jnp.dtype(config.param_dtype),
         remat=config.remat,
         splash_mesh=splash_mesh,
+        layout=layout,
     )
 
 
@@ -128,13 +134,11 @@ def find_tokenizer(config: ModelConfig, folder: Path | None) -> str:
     return "bytes" if folder is None else str(folder)
 
 
-def lay_out(params: Any, mesh: Mesh) -> Any:
+def lay_out(params: Any, layout: Layout) -> Any:
     """The abstract parameters, each with its sharding from the mesh's table."""
 
     def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        name = parameter_name(path)
-        axes = LOGICAL_AXES[name]
-        check_divides(mesh, name, leaf.shape, axes)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(mesh, axes))
+        axes = LOGICAL_AXES[parameter_name(path)]
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.sharding(axes))
 
     return jax.tree_util.tree_map_with_path(place, params)

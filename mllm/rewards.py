@@ -131,6 +131,20 @@ class Scores:
     messages: dict[str, dict[str, str]]
     """Reward's name -> how it failed -> what the first such failure said."""
 
+    @classmethod
+    def joined(cls, parts: Sequence["Scores"]) -> "Scores":
+        """Of several parts of the completions: of all of them, in their order."""
+        failures: dict[str, dict[str, int]] = {}
+        messages: dict[str, dict[str, str]] = {}
+        for part in parts:
+            for name, kinds in part.failures.items():
+                counts = failures.setdefault(name, dict.fromkeys(kinds, 0))
+                for kind, count in kinds.items():
+                    counts[kind] += count
+            for name, said in part.messages.items():
+                messages[name] = {**said, **messages.get(name, {})}
+        return cls(np.concatenate([part.values for part in parts], axis=1), failures, messages)
+
 
 class RewardRunner:
     """Calls a task's reward functions in a process of their own; replaces the process when one hangs or dies.

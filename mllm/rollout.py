@@ -3,7 +3,8 @@
 Prompts are padded on the left to one of a few lengths, so that all rows write the same slot of the cache at a
 time and little is compiled. The loop ends as soon as every row has. Rows don't see each other, and a token's
 random key depends on neither batch nor padding (see `sampling`): which rows are decoded together changes
-nothing but rounding.
+nothing but rounding. Over a mesh each device decodes its own rows, with parameters that were gathered over fsdp once
+for all tokens of the rollout.
 
 Left out: text (it is the caller's), rewards, and refilling rows that end early with waiting prompts: all rows
 of a batch start together, and the slowest decides.
@@ -21,7 +22,9 @@ from jaxtyping import Bool, Float, Int
 
 from mllm import sampling
 from mllm.config import RolloutConfig
-from mllm.model import KVCache
+from mllm.distributed import Rows, everyone, local_rows
+from mllm.mesh import shard_batch
+from mllm.model import KVCache, Qwen2, in_use
 
 SHORTEST_BUCKET = 8
 
@@ -52,7 +55,9 @@ def generate(
     first_sequence: int = 0,
     greedy: bool = False,
 ) -> Completions:
-    """Complete each prompt, `options.batch_size` of them at a time; the result is in numpy.
+    """Complete each prompt, `options.batch_size` of them at a time, rounded up for the mesh; the result is in numpy.
+
+    Each of several processes passes the prompts of its own rows, as many as the others, and gets their completions.
 
     Args:
         graphdef: and `params`: of `nnx.split(model)`.
@@ -73,16 +78,21 @@ def generate(
                 f"prompts: number {number} has {len(prompt)} tokens; "
                 f"expected 1 to {options.max_prompt_length} (rollout.max_prompt_length)"
             )
-    rows = options.batch_size or len(prompts)
+    layout = nnx.merge(graphdef, params).layout
+    shares = 1 if layout is None else Rows.of(layout.mesh).count
+    rows = -(-options.batch_size // shares) if options.batch_size else len(prompts)
+    rows += 0 if layout is None else -rows % (layout.row_shards // shares)
+    weights = decoding_weights(graphdef, params)
     slices = []
     for start in range(0, len(prompts), rows):
-        tokens, lengths = pad_left(prompts[start : start + rows], rows, options.max_prompt_length, pad_id)
+        some = prompts[start : start + rows]
+        longest = max(everyone(max(map(len, some))))
+        tokens, lengths = pad_left(some, rows, min(bucket(longest), options.max_prompt_length), pad_id)
+        given = (tokens, lengths, first_sequence + start + np.arange(rows, dtype=np.int32))
         completions = decode(
             graphdef,
-            params,
-            tokens,
-            lengths,
-            first_sequence + start + np.arange(rows, dtype=np.int32),
+            weights,
+            *(given if layout is None else shard_batch(layout.mesh, given)),
             np.asarray(stop_ids, np.int32),
             pad_id,
             seed,
@@ -90,21 +100,31 @@ def generate(
             options=options,
             greedy=greedy,
         )
-        slices.append(jax.device_get(completions))
+        slices.append(local_rows(completions))
     return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(prompts)], *slices)
 
 
+def bucket(longest: int) -> int:
+    """The length that prompts are padded to: a power of two, so that little is compiled."""
+    return max(SHORTEST_BUCKET, 1 << (longest - 1).bit_length())
+
+
 def pad_left(
-    prompts: Sequence[Sequence[int]], rows: int, max_length: int, pad_id: int
+    prompts: Sequence[Sequence[int]], rows: int, width: int, pad_id: int
 ) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, "B"]]:
-    """The prompts in `rows` rows, ending at the last column, and their lengths: 0 in rows left over."""
-    longest = max(map(len, prompts))
-    bucket = min(max(SHORTEST_BUCKET, 1 << (longest - 1).bit_length()), max_length)
-    tokens, lengths = np.full((rows, bucket), pad_id, np.int32), np.zeros(rows, np.int32)
+    """The prompts in `rows` rows of `width` tokens, ending at the last, and their lengths: 0 in rows left over."""
+    tokens, lengths = np.full((rows, width), pad_id, np.int32), np.zeros(rows, np.int32)
     for row, prompt in enumerate(prompts):
-        tokens[row, bucket - len(prompt) :] = prompt
+        tokens[row, width - len(prompt) :] = prompt
         lengths[row] = len(prompt)
     return tokens, lengths
+
+
+@partial(jax.jit, static_argnames="graphdef")
+def decoding_weights(graphdef: nnx.GraphDef, params: Any) -> Any:
+    """The parameters as `decode` reads them at every token: in the compute dtype, gathered over fsdp."""
+    model = nnx.merge(graphdef, params)
+    return in_use(params, model.dtype, model.layout)
 
 
 class Progress(NamedTuple):
@@ -132,12 +152,10 @@ def decode(
     options: RolloutConfig,
     greedy: bool,
 ) -> Completions:
-    """Complete the rows of one batch; a row of length 0 is none, and gets no tokens."""
+    """Complete the rows of one batch; a row of length 0 is none, and gets no tokens. `params`: `decoding_weights`."""
     rows, width = prompts.shape
     limit = options.max_completion_length
-    # Cast once rather than at every token: decoding is bound by reading the parameters.
-    dtype = nnx.merge(graphdef, params).dtype
-    model = nnx.merge(graphdef, jax.tree.map(lambda p: p.astype(dtype), params))
+    model = nnx.merge(graphdef, params)
     keys = sampling.sequence_keys(seed, step, sequences)
 
     def extend(progress: Progress, hidden: Float[jax.Array, "B T D"], cache: KVCache) -> Progress:
@@ -172,14 +190,24 @@ def decode(
         positions = (lengths + progress.made - 1)[:, None]
         return extend(progress, *model(tokens, positions, jnp.ones_like(tokens), progress.cache))
 
-    offsets = jnp.arange(width) - (width - lengths)[:, None]
     empty = Completions(
         tokens=jnp.full((rows, limit), pad_id, jnp.int32),
         logprobs=jnp.zeros((rows, limit)),
         lengths=jnp.zeros(rows, jnp.int32),
         finished=jnp.zeros(rows, bool),
     )
-    cache = KVCache.empty(model.config, rows, width + limit, dtype)
+    hidden, cache = prefill(model, prompts, lengths, width + limit)
     progress = Progress(jnp.zeros((), jnp.int32), empty, lengths == 0, cache)
-    prefilled = model(prompts, jnp.maximum(offsets, 0), (offsets >= 0).astype(jnp.int32), cache)
-    return jax.lax.while_loop(unfinished, advance, extend(progress, *prefilled)).completions
+    return jax.lax.while_loop(unfinished, advance, extend(progress, hidden, cache)).completions
+
+
+def prefill(
+    model: Qwen2, prompts: Int[jax.Array, "B P"], lengths: Int[jax.Array, "B"], slots: int
+) -> tuple[Float[jax.Array, "B P D"], KVCache]:
+    """Hidden states of the prompts, and a cache of `slots` tokens a row that begins with them."""
+    rows, width = prompts.shape
+    offsets = jnp.arange(width) - (width - lengths)[:, None]
+    cache = KVCache.empty(model.config, rows, slots, model.dtype, model.layout)
+    hidden, filled = model(prompts, jnp.maximum(offsets, 0), (offsets >= 0).astype(jnp.int32), cache)
+    assert filled is not None
+    return hidden, filled

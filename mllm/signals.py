@@ -1,6 +1,10 @@
-"""SIGTERM and SIGINT ask the loop to save and leave; a second one ends the process at once."""
+"""SIGTERM and SIGINT ask the loop to save and leave; a second one ends the process at once.
+
+A signal to one of several processes stops all of them after the same step: they ask each other once a step.
+"""
 
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -17,6 +21,13 @@ class Interrupt:
     def __enter__(self) -> Self:
         self.previous = {number: signal.signal(number, self.note) for number in self.SIGNALS}
         return self
+
+    def agree(self, everyone: Callable[[int | None], list[int | None]]) -> bool:
+        """Whether a signal has reached any of the processes; `received` is then the same in all of them."""
+        received = [number for number in everyone(self.received) if number is not None]
+        if received:
+            self.received = received[0]
+        return bool(received)
 
     def note(self, number: int, frame: FrameType | None) -> None:
         self.received = number

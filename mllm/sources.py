@@ -8,12 +8,13 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from mllm import objectives
-from mllm.batch import Batch
+from mllm.batch import Batch, padded_length
 from mllm.config import GrpoConfig, TaskConfig
 from mllm.data import DataIterator, PromptBatch
+from mllm.distributed import ALONE, Rows
 from mllm.metrics import Stopwatch
 from mllm.rewards import RewardRunner, Scores
 from mllm.rollout import Completions
@@ -24,9 +25,12 @@ LogprobPass = Callable[[Any, Batch], Float[Array, "B T"]]
 
 class Step(NamedTuple):
     batch: Batch
+    """Rows of this process in numpy, or of all in JAX's arrays."""
     metrics: dict[str, float]
     samples: list[dict[str, Any]]
-    """For samples.jsonl: prompt, completion, rewards."""
+    """For samples.jsonl: prompt, completion, rewards; of all processes, as the metrics are."""
+    tokens: int
+    """In the whole batch, prompts included."""
     last: bool = False
     """The data ends here."""
 
@@ -47,8 +51,9 @@ class Source(Protocol):
 class SftSource:
     """Batches as the data pipeline makes them, read one ahead to know which is the last."""
 
-    def __init__(self, data: DataIterator[Batch]) -> None:
+    def __init__(self, data: DataIterator[Batch], rows: Rows = ALONE) -> None:
         self.data = data
+        self.rows = rows
         self.num_tokens = 0
         self.after = data.get_state()
         self.upcoming: Batch | None = None
@@ -58,8 +63,9 @@ class SftSource:
             batch = next(self.data) if self.upcoming is None else self.upcoming
             self.after = self.data.get_state()
             self.upcoming = next(self.data, None)
-        self.num_tokens += int(np.count_nonzero(batch.segments))
-        return Step(batch, {"num_tokens": self.num_tokens}, [], last=self.upcoming is None)
+        tokens = sum(self.rows.gather(int(np.count_nonzero(batch.segments))))
+        self.num_tokens += tokens
+        return Step(batch, {"num_tokens": self.num_tokens}, [], tokens, last=self.upcoming is None)
 
     def position(self) -> dict[str, Any]:
         return {"data": self.after, "num_tokens": self.num_tokens}
@@ -73,10 +79,37 @@ class SftSource:
         return True
 
 
+class Sampled(NamedTuple):
+    """What a process tells the others of the rows that it sampled; joined, of all rows."""
+
+    questions: list[str]
+    texts: list[str]
+    starts: Int[np.ndarray, "B"]
+    """Tokens of the prompt."""
+    lengths: Int[np.ndarray, "B"]
+    """Tokens of the completion."""
+    finished: Bool[np.ndarray, "B"]
+    scores: Scores
+
+    @classmethod
+    def joined(cls, parts: Sequence["Sampled"]) -> "Sampled":
+        questions, texts, starts, lengths, finished, scores = zip(*parts, strict=True)
+        return cls(
+            questions=[question for part in questions for question in part],
+            texts=[text for part in texts for text in part],
+            starts=np.concatenate(starts),
+            lengths=np.concatenate(lengths),
+            finished=np.concatenate(finished),
+            scores=Scores.joined(scores),
+        )
+
+
 class GrpoSource:
     """Prompts from the task, completions from the policy, advantages from their rewards.
 
-    One rollout serves `num_iterations` updates; a checkpoint must fall between rollouts.
+    Each process samples and scores its own rows and then learns the rewards of all: advantages, the loss's
+    denominators, metrics and samples are those of the whole batch. One rollout serves `num_iterations` updates; a
+    checkpoint must fall between rollouts.
     """
 
     def __init__(
@@ -89,6 +122,7 @@ class GrpoSource:
         logprob_pass: LogprobPass,
         reference: Any | None,
         logged_samples: int | None,
+        rows: Rows = ALONE,
     ) -> None:
         self.config = config
         self.reward_weights = {reward.name: reward.weight for reward in task.rewards}
@@ -98,6 +132,7 @@ class GrpoSource:
         self.logprob_pass = logprob_pass
         self.reference = reference
         self.logged_samples = logged_samples
+        self.rows = rows
         self.num_tokens = 0
         self.current: Step | None = None
 
@@ -113,27 +148,32 @@ class GrpoSource:
         prompts = [tokens for tokens in asked.tokens for _ in range(group)]
         examples = [example for example in asked.examples for _ in range(group)]
         with watch.phase("rollout"):
-            completions, texts = self.sampler.complete(params, prompts, step=step)
+            first = self.rows.index * len(prompts)
+            completions, texts = self.sampler.complete(params, prompts, step=step, first=first)
         with watch.phase("reward"):
             questions = [example.prompt[-1]["content"] for example in examples]
             scores = self.rewards.score(questions, texts, examples)
-        rewards = weighted_sum(scores.values, np.array(list(self.reward_weights.values())))
+            starts = np.array([len(prompt) for prompt in prompts])
+            lengths, finished = np.asarray(completions.lengths), np.asarray(completions.finished)
+            mine = Sampled(questions, texts, starts, lengths, finished, scores)
+            sampled = Sampled.joined(self.rows.gather(mine))
+        rewards = weighted_sum(sampled.scores.values, np.array(list(self.reward_weights.values())))
         judged = objectives.advantages(rewards.reshape(-1, group), self.config.scale_rewards)
         advantages = np.asarray(judged.values).reshape(-1)
 
         counts = np.isfinite(rewards)
         if self.config.mask_truncated_completions:
-            counts &= completions.finished
-        batch = self.assemble(prompts, completions, counts, advantages)
+            counts &= sampled.finished
         with watch.phase("logprob"):
-            batch = self.with_policies(params, batch)
-        self.num_tokens += int(np.count_nonzero(batch.segments))
+            batch = self.with_policies(params, self.assemble(prompts, completions, sampled, counts, advantages))
+        tokens = int(sampled.starts.sum() + sampled.lengths.sum())
+        self.num_tokens += tokens
         metrics = {
             "reward": float(judged.reward),
             "reward_std": float(judged.reward_std),
             "frac_reward_zero_std": float(judged.frac_reward_zero_std),
-            **self.reward_metrics(scores),
-            **completion_metrics(completions),
+            **self.reward_metrics(sampled.scores),
+            **completion_metrics(sampled),
             "num_tokens": self.num_tokens,
         }
         samples = [
@@ -143,41 +183,60 @@ class GrpoSource:
                 "rewards": {name: number(value) for name, value in zip(self.reward_weights, values, strict=True)},
                 "advantage": number(advantage),
             }
-            for question, text, values, advantage in zip(questions, texts, scores.values.T, advantages, strict=True)
+            for question, text, values, advantage in zip(
+                sampled.questions, sampled.texts, sampled.scores.values.T, advantages, strict=True
+            )
         ]
-        return Step(batch, metrics, samples[: self.logged_samples])
+        return Step(batch, metrics, samples[: self.logged_samples], tokens)
 
     def assemble(
         self,
         prompts: Sequence[Sequence[int]],
         completions: Completions,
+        sampled: "Sampled",
         counts: Bool[np.ndarray, "B"],
         advantages: Float[np.ndarray, "B"],
     ) -> Batch:
-        """Lay prompt and completion out in one row; a row that doesn't count keeps its tokens and weighs nothing."""
-        lengths = [len(prompt) + int(length) for prompt, length in zip(prompts, completions.lengths, strict=True)]
-        shape = (len(prompts), bucket(max(lengths)))
+        """Lay prompt and completion out in one row; a row that doesn't count keeps its tokens and weighs nothing.
+
+        Args:
+            prompts: of this process's rows, as `completions` are.
+            sampled: of all rows, as `counts` and `advantages` are.
+        """
+        totals = sampled.starts + sampled.lengths
+        options = self.sampler.options
+        longest = options.max_prompt_length + options.max_completion_length
+        shape = (len(prompts), padded_length(int(totals.max()), longest))
+        place = np.arange(shape[1])
+        mask = (place >= sampled.starts[:, None] - 1) & (place < totals[:, None] - 1) & counts[:, None]
+        weights = objectives.token_weights(
+            self.config.loss_type,
+            mask,
+            group_size=self.config.num_generations,
+            max_completion_length=options.max_completion_length,
+        )
+        ours = slice(self.rows.index * len(prompts), (self.rows.index + 1) * len(prompts))
         tokens, labels, segments = (np.zeros(shape, np.int32) for _ in range(3))
-        mask = np.zeros(shape, bool)
         row_advantages, sampler_logprobs = (np.zeros(shape, np.float32) for _ in range(2))
-        for row, (prompt, total) in enumerate(zip(prompts, lengths, strict=True)):
-            start, count = len(prompt), total - len(prompt)
+        for row, (prompt, total, advantage) in enumerate(zip(prompts, totals[ours], advantages[ours], strict=True)):
+            start, count = len(prompt), int(total) - len(prompt)
             tokens[row, :start] = prompt
             tokens[row, start:total] = completions.tokens[row, :count]
             segments[row, :total] = 1
             predicts = slice(start - 1, total - 1)
             labels[row, predicts] = completions.tokens[row, :count]
-            mask[row, predicts] = counts[row]
-            row_advantages[row, predicts] = advantages[row]
+            row_advantages[row, predicts] = advantage
             sampler_logprobs[row, predicts] = completions.logprobs[row, :count]
-        weights = objectives.token_weights(
-            self.config.loss_type,
-            mask,
-            group_size=self.config.num_generations,
-            max_completion_length=self.sampler.options.max_completion_length,
+        positions = np.broadcast_to(place.astype(np.int32), shape)
+        return Batch(
+            tokens,
+            positions,
+            segments,
+            labels * mask[ours],
+            np.asarray(weights)[ours],
+            row_advantages,
+            sampler_logprobs,
         )
-        positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-        return Batch(tokens, positions, segments, labels * mask, np.asarray(weights), row_advantages, sampler_logprobs)
 
     def with_policies(self, params: Any, batch: Batch) -> Batch:
         """Add the log-probabilities under other policies that the objective will ask for."""
@@ -213,24 +272,13 @@ def weighted_sum(values: Float[np.ndarray, "R B"], weights: Float[np.ndarray, "R
     return np.where(weights[:, None] == 0, 0.0, weights[:, None] * values).sum(axis=0)
 
 
-def bucket(length: int) -> int:
-    """The length that rows of `length` tokens are padded to: few different ones, so that little is compiled.
-
-    A power of two, or the one between two of them: at most a third is padding beyond 16.
-    """
-    power = 16
-    while power < length:
-        power *= 2
-    return power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power
-
-
-def completion_metrics(completions: Completions) -> dict[str, float]:
-    lengths = completions.lengths
+def completion_metrics(sampled: Sampled) -> dict[str, float]:
+    lengths = sampled.lengths
     return {
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(1 - completions.finished.mean()),
+        "completions/clipped_ratio": float(1 - sampled.finished.mean()),
     }
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, Int
 
 from kernels.lm_head import HeadSharding, TokenLogprobs, token_logprobs, token_loss
@@ -21,8 +22,8 @@ from mllm.attention import on_tpu
 from mllm.batch import Batch
 from mllm.config import Config
 from mllm.errors import UserError
-from mllm.mesh import sharding
-from mllm.model import LOGICAL_AXES
+from mllm.mesh import Layout, sharding
+from mllm.model import LOGICAL_AXES, parameter_name
 
 Metrics = dict[str, Float[Array, ""]]
 
@@ -95,7 +96,9 @@ class Forward:
 
     def logprobs(self, params: Any, batch: Batch) -> TokenLogprobs:
         """Log-probability of each label that counts, lse and entropy, [B, T] each; 0 where `weights` is 0."""
-        hidden, weight = self.hidden(params, batch)
+        return self.head_logprobs(*self.hidden(params, batch), batch)
+
+    def head_logprobs(self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch) -> TokenLogprobs:
         return token_logprobs(
             hidden,
             weight,
@@ -109,13 +112,17 @@ class Forward:
 
     def loss(self, params: Any, batch: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
         """The batch's share of the step's loss, and its log-probabilities for the metrics."""
+        return self.head_loss(*self.hidden(params, batch), batch)
+
+    def head_loss(
+        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch
+    ) -> tuple[Float[Array, ""], TokenLogprobs]:
         if self.objective is not None and self.sequence_level:
-            outputs = self.logprobs(params, batch)
+            outputs = self.head_logprobs(hidden, weight, batch)
             loss = objectives.gspo(
                 self.objective, outputs.logprob, outputs.entropy, batch.weights, *self.operands(batch)
             )
             return loss, jax.lax.stop_gradient(outputs)
-        hidden, weight = self.hidden(params, batch)
         workspace = self.head.workspace_mib
         return token_loss(
             hidden,
@@ -133,6 +140,9 @@ class Forward:
 
     def hidden(self, params: Any, batch: Batch) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
         model = nnx.merge(self.graphdef, params)
+        if model.layout is not None:
+            # Of the parameters it is known; said of them, it holds for their gradients, too.
+            model = nnx.merge(self.graphdef, by_table(model.layout, params))
         hidden, _ = model(batch.tokens, batch.positions, batch.segments)
         return hidden, model.head_weight
 
@@ -157,6 +167,15 @@ class Forward:
         return metrics | objectives.sampling_metrics(trainer, batch.sampler_logprobs, mask)
 
 
+def by_table(layout: Layout, params: Any) -> Any:
+    """The parameters, laid out by the table; inside jit."""
+
+    def place(path: KeyPath, leaf: Array) -> Array:
+        return layout.constrain(leaf, LOGICAL_AXES[parameter_name(path)])
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
 def head_sharding(mesh: Mesh) -> HeadSharding:
     """Tokens as the batch lies, the vocabulary's matrix as its parameter."""
     (tokens,) = sharding(mesh, ("batch",)).spec
@@ -178,13 +197,18 @@ def make_objective(config: Config) -> objectives.GrpoObjective:
 
 
 def make_train_step(
-    graphdef: Any, optimizer: optax.GradientTransformation, schedule: optax.Schedule, config: Config, mesh: Mesh
+    graphdef: Any,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    config: Config,
+    mesh: Mesh,
+    kind: type[Forward] = Forward,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The jitted update; it takes over the state's memory.
+    """The jitted update; it takes over the state's memory. `kind`: for comparisons, a forward pass with another head.
 
     Where the loss or a gradient is not finite, parameters and optimizer stay as they were and `skipped` is 1.
     """
-    forward = Forward(graphdef, config, mesh)
+    forward = kind(graphdef, config, mesh)
     rows = config.micro_batch_size or config.batch_size
 
     @jax.jit(donate_argnums=0)
@@ -217,7 +241,7 @@ def make_logprob_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[An
     forward = Forward(graphdef, config, mesh)
     rows = config.micro_batch_size or config.batch_size
 
-    @jax.jit
+    @jax.jit(in_shardings=(None, sharding(mesh, ("batch",))))
     def logprob_pass(params: Any, batch: Batch) -> Float[Array, "B T"]:
         logprobs = jax.lax.map(lambda micro: forward.logprobs(params, micro).logprob, split(batch, rows))
         return join(logprobs)

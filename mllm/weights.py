@@ -1,9 +1,9 @@
 """Hugging Face's safetensors to and from this model's parameters, through one table of names, without torch.
 
-Tensors are read lazily, each straight into its place in the stacked parameter, and only what the devices of
-this process need: the host holds one parameter at a time. A folder is written shard by shard under another
-name and renamed when it is whole. Pickled checkpoints (.bin, .pt) are never opened: loading one can run any
-code.
+Tensors are read lazily, one after the other straight into their places on the devices, and only what the devices of
+this process need: beside the parameters the host holds one tensor as it is stored, never more than its file. A folder
+is written shard by shard under another name and renamed when it is whole. Pickled checkpoints (.bin, .pt) are never
+opened: loading one can run any code.
 
 Left out: quantised checkpoints, and saving from several processes.
 """
@@ -13,7 +13,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,13 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from huggingface_hub import HfApi, snapshot_download
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from tqdm import tqdm
 
 from mllm.errors import UserError
 from mllm.model import Qwen2, Qwen2Config, parameter_name
+from mllm.transfer import transfer_bar
 
 TENSORS: dict[str, str] = {
     "embed": "model.embed_tokens.weight",
@@ -52,7 +55,8 @@ TENSORS: dict[str, str] = {
 }
 """The name of a parameter (`mllm.model.parameter_name`) to its tensors'; `{}` is the number of the layer."""
 
-STORED_DTYPES = ("F32", "BF16", "F16")
+STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
+"""Those that can be read, with the bytes of a number."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SECONDS = 5
@@ -125,42 +129,71 @@ def load(folder: Path, config: Qwen2Config, abstract: nnx.State | None = None) -
         tensors = open_tensors(folder, files)
         check(tensors, {name: shape for name, shape, _, _ in tensors_of(abstract)}, folder)
 
-        def read(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            block = partial(read_block, tensors, TENSORS[parameter_name(path)], leaf)
-            array = jax.block_until_ready(to_device(leaf, block))
-            gc.collect(0)  # JAX lets go of the host's copy only then, and the next can be as large
-            return array
+        with transfer_bar(f"loading {folder.name}", stored_bytes(tensors.values())) as bar:
 
-        return jax.tree_util.tree_map_with_path(read, abstract)
+            def read(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+                return read_parameter(tensors, TENSORS[parameter_name(path)], leaf, bar)
+
+            return jax.tree_util.tree_map_with_path(read, abstract)
 
 
-def read_block(
-    tensors: Mapping[str, "Tensor"], pattern: str, leaf: jax.ShapeDtypeStruct, index: tuple[slice, ...]
-) -> np.ndarray:
-    """The part at `index` of a stacked parameter, filled tensor by tensor."""
-    shape = [len(range(*part.indices(size))) for part, size in zip(index, leaf.shape, strict=True)]
-    block = np.empty(shape, leaf.dtype)
+def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: jax.ShapeDtypeStruct, bar: tqdm) -> jax.Array:
+    """One parameter on its devices; of a stacked one, a layer's tensor at a time passes through the host."""
+
+    def read(tensor: Tensor, sharding: Sharding | None) -> jax.Array:
+        # As it is stored, and cast on the device: the host never holds more of it than the file does.
+        array = jax.block_until_ready(to_device(tensor, sharding))
+        gc.collect(0)  # JAX lets go of the host's copy only then
+        bar.update(stored_bytes([tensor]))
+        return array
+
     if "{}" not in pattern:
-        block[...] = tensors[pattern][index]
-        return block
-    for row, layer in enumerate(range(leaf.shape[0])[index[0]]):
-        block[row] = tensors[pattern.format(layer)][index[1:]]
-    return block
+        return cast(read(tensors[pattern], leaf.sharding), leaf.dtype)
+    layers = [tensors[pattern.format(layer)] for layer in range(leaf.shape[0])]
+    stacked = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+    for layer, tensor in enumerate(layers):
+        stacked = put(stacked, read(tensor, of_one_layer(leaf.sharding)), layer, sharding=leaf.sharding)
+    return stacked
 
 
-def to_device(leaf: jax.ShapeDtypeStruct, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
-    if leaf.sharding is None:
-        return jax.device_put(read((slice(None),) * len(leaf.shape)))
+@partial(jax.jit, static_argnames="dtype")
+def cast(array: jax.Array, dtype: np.dtype) -> jax.Array:
+    return array.astype(dtype)
+
+
+@partial(jax.jit, static_argnames="sharding", donate_argnums=0)
+def put(stacked: jax.Array, tensor: jax.Array, layer: jax.Array | int, *, sharding: Sharding | None) -> jax.Array:
+    """The stacked parameter with one layer's tensor in its place; it takes over the memory of `stacked`."""
+    filled = jax.lax.dynamic_update_index_in_dim(stacked, tensor.astype(stacked.dtype), layer, axis=0)
+    return filled if sharding is None else jax.lax.with_sharding_constraint(filled, sharding)
+
+
+def of_one_layer(stacked: Sharding | None) -> Sharding | None:
+    """The sharding of a layer's tensor, given that of the stacked parameter."""
+    if isinstance(stacked, NamedSharding):
+        return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
+    return stacked
+
+
+def to_device(tensor: "Tensor", sharding: Sharding | None) -> jax.Array:
+    """A tensor as it is stored, of which only what this process's devices hold is read."""
+    shape = tuple(tensor.stored.get_shape())
+    if sharding is None:
+        return jax.device_put(tensor[(slice(None),) * len(shape)])
     blocks: dict[str, np.ndarray] = {}
 
     def block(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         # Devices that hold copies of the same block share one reading of it.
         if str(index) not in blocks:
-            blocks[str(index)] = read(index)
+            blocks[str(index)] = tensor[index]
         return blocks[str(index)]
 
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, block)
+    return jax.make_array_from_callback(shape, sharding, block)
+
+
+def stored_bytes(tensors: Iterable["Tensor"]) -> int:
+    return sum(math.prod(tensor.stored.get_shape()) * STORED_DTYPES[tensor.stored.get_dtype()] for tensor in tensors)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from tiny import ARCHITECTURE, config
 
+from kernels.aot import targets
 from mllm import attention
 from mllm.architecture import PRESETS
 from mllm.attention import splash_attention, splash_mesh
@@ -144,16 +145,12 @@ def test_lowered_for_tpus_the_update_calls_the_kernel_unless_xla_is_asked_for(de
 
 
 @pytest.mark.aot
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
 def test_the_update_compiles_for_tpus(shape):
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
-    grid = np.array(devices[: np.prod(shape)]).reshape(shape)
-    mesh = jax.sharding.Mesh(grid, ("dp", "fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    gradient, arguments = train_gradient(mesh)
-    assert "splash_mha_dkv_segmented" in gradient.lower(*arguments).compile().as_text()
+    mesh = targets.mesh("v5e:2x4", shape, ("dp", "fsdp", "tp"))
+    program = targets.compiled(*train_gradient(mesh), mesh)
+    assert "splash_mha_dkv_segmented" in program.as_text()
 
 
 def test_decoding_through_a_cache_leaves_splash_attention_alone():

@@ -87,8 +87,8 @@ def pretrained(tmp_path, model, algorithm="grpo", **sections):
     [
         ("rollout.temprature=2", "rollout.temprature: unknown setting; did you mean temperature?"),
         ("grpo.num_generations=3", "batch_size: 8 is not divisible by grpo.num_generations (3)"),
-        ("mesh.tp=16", "mesh: dp * fsdp * tp = 16, but there are 8 devices"),
-        ("mesh.tp=8", "mesh.tp: 8 does not divide embed's dimension vocab of 260"),
+        ("mesh.tp=16", "mesh: dp * fsdp * tp = 16, but there are 8 devices: set mesh.tp=8"),
+        ("mesh.tp=8", "mesh.tp: 8 does not divide the model's num_attention_heads of 4; the nearest that works is 4"),
         ("rollout.max_prompt_length=3", "rollout.max_prompt_length: prompt 0 of task arithmetic has"),
         ("task.heldout=60", "task.heldout: 60 of arithmetic's 100 problems"),
         ("task.rewards=[{name: exact}]", "task.rewards: there is no reward exact:"),

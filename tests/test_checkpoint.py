@@ -1,6 +1,7 @@
 """What was saved comes back to the bit; damage costs one checkpoint, never the run."""
 
 import logging
+import re
 import shutil
 from contextlib import closing
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mllm import transfer
 from mllm.checkpoint import BEST, Checkpoints
 from mllm.config import CheckpointConfig, MeshConfig, OptimizerConfig
 from mllm.errors import UserError
@@ -68,6 +70,25 @@ def test_another_mesh_restores_it(tmp_path):
         restored = checkpoints.restore(like(mesh))
     assert_equal(restored.state, make_state(value=1))
     assert restored.state.params["embed"].sharding.shard_shape((8, 8)) == (2, 4)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(transfer, "SECONDS", 0)
+    params = {"embed": jnp.arange(2.0**21).reshape(2**12, 2**9), "norm": jnp.ones(8)}
+    params = jax.device_put(params, sharding(make_mesh(MeshConfig()), ()))
+    state = init_state(params, OPTIMIZER)
+    with closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
+        checkpoints.save(1, state, POSITION, "seed: 0\n", {})
+        assert kept(tmp_path) == []
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()  # as the next update does
+        checkpoints.wait()
+        assert kept(tmp_path) == [1]
+        restored = checkpoints.restore(abstract_state(params, OPTIMIZER))
+    np.testing.assert_array_equal(restored.state.params["embed"].ravel(), np.arange(2.0**21))
+    bars = capsys.readouterr().err
+    assert re.search(r"saving checkpoint 1: .*B/s\]", bars)
+    assert re.search(r"checkpoint 1: 100%.* 25.2M/25.2M .*B/s\]", bars)
 
 
 def test_an_empty_folder_restores_nothing(tmp_path):

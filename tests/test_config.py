@@ -78,7 +78,16 @@ def test_an_override_replaces_a_setting_or_makes_its_section(write):
         (GRPO, "optimiser.learning_rate=1", "optimiser: unknown setting; did you mean optimizer?"),
         (GRPO, "batch_size=6", "batch_size: 6 is not divisible by grpo.num_generations (4)"),
         (GRPO, "micro_batch_size=3", "batch_size: 8 is not divisible by micro_batch_size (3)"),
-        (GRPO, "mesh.dp=3", "batch_size: 8 is not divisible by mesh.dp * mesh.fsdp (3)"),
+        (
+            GRPO,
+            "mesh.dp=3",
+            "batch_size: 8 is not divisible by mesh.dp * mesh.fsdp (3); the nearest that works is 12",
+        ),
+        (
+            GRPO + "micro_batch_size: 2\n",
+            "mesh={dp: 2, fsdp: 2}",
+            "micro_batch_size: 2 is not divisible by mesh.dp * mesh.fsdp (4); the nearest that works is 4",
+        ),
         (GRPO, "grpo.beta=0.1", "grpo.beta: a KL penalty needs a reference"),
         (GRPO, "grpo.reference=initial", "grpo.reference: is not used with beta: 0"),
         (GRPO, "grpo.num_iterations=3", "steps: 4 is not divisible by grpo.num_iterations (3)"),

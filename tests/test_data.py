@@ -75,6 +75,12 @@ def test_a_row_is_laid_out_as_the_contract_says(tmp_path: Path) -> None:
     assert batch[5:] == (None,) * 4
 
 
+def test_rows_are_as_long_as_the_longest_of_the_whole_batch_needs(tmp_path: Path) -> None:
+    source = write(tmp_path, [qa("a" * length, "c") for length in (3, 2, 12, 2, 2, 40)])
+    read = batches_of(source, batch_size=2, max_length=64, shuffle=False, packing=False)
+    assert [next(read).tokens.shape for _ in range(3)] == [(2, 16), (2, 24), (2, 48)]
+
+
 def test_messages_and_question_with_answer_are_read_alike(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}], "id": 7}
     for one, other in zip(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mllm import rewards
 from mllm.config import RewardConfig, TaskConfig
 from mllm.errors import UserError
-from mllm.rewards import RewardRunner, exact_match, flexible_match, last_number, tag_count, think_answer_format
+from mllm.rewards import RewardRunner, Scores, exact_match, flexible_match, last_number, tag_count, think_answer_format
 from mllm.tasks import Example, Task
 
 
@@ -300,3 +300,16 @@ def test_a_batch_of_256_completions_costs_milliseconds() -> None:
             score(judge, *["The answer is 7."] * 256)
             times.append(time.perf_counter() - start)
     assert min(times) < 0.2  # 4 to 12 ms, beside other work
+
+
+def test_scores_of_parts_join_to_those_of_the_whole() -> None:
+    first = Scores(np.array([[1.0, np.nan]]), {"r": {"raised": 1, "timed_out": 0}}, {"r": {"raised": "first"}})
+    second = Scores(
+        np.array([[np.nan, np.nan]]),
+        {"r": {"raised": 1, "timed_out": 1}},
+        {"r": {"raised": "second", "timed_out": "x"}},
+    )
+    whole = Scores.joined([first, second])
+    np.testing.assert_array_equal(whole.values, [[1.0, np.nan, np.nan, np.nan]])
+    assert whole.failures == {"r": {"raised": 2, "timed_out": 1}}
+    assert whole.messages == {"r": {"raised": "first", "timed_out": "x"}}

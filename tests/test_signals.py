@@ -29,3 +29,10 @@ def test_leaving_restores_what_was_there():
     with Interrupt():
         assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
     assert {number: signal.getsignal(number) for number in Interrupt.SIGNALS} == before
+
+
+def test_a_signal_to_another_process_counts_as_one_to_this():
+    interrupt = Interrupt()
+    assert not interrupt.agree(lambda mine: [mine, None])
+    assert interrupt.agree(lambda mine: [mine, signal.SIGTERM])
+    assert interrupt.exit_code == 143

@@ -6,12 +6,13 @@ from tiny import config
 
 from mllm import data, objectives
 from mllm import tokenizer as tokenizers
+from mllm.batch import padded_length
 from mllm.config import DataConfig
 from mllm.metrics import Stopwatch
 from mllm.rewards import RewardRunner, Scores
 from mllm.rollout import Completions
 from mllm.sampler import Sampler
-from mllm.sources import GrpoSource, SftSource, bucket, weighted_sum
+from mllm.sources import GrpoSource, SftSource, weighted_sum
 from mllm.tasks import Example, Task
 from mllm.tasks import load as load_task
 
@@ -124,6 +125,17 @@ def test_a_rollout_serves_its_iterations_and_holds_the_policy_that_it_began_with
     assert [source.resumable(step) for step in range(5)] == [True, False, True, False, True]
 
 
+@pytest.mark.parametrize(("iterations", "passes"), [(1, 0), (2, 1)])
+def test_the_old_policy_s_pass_is_made_only_where_the_update_is_not_that_pass_itself(iterations, passes):
+    """With one update to a rollout its own log-probabilities are the old ones; the sampler's may differ."""
+    source, calls = grpo_source(num_iterations=iterations), []
+    source.logprob_pass = lambda params, batch: calls.append(params) or minus_place(params, batch)
+    for step in range(iterations):
+        batch = source.next(np.float32(step), step, Stopwatch()).batch
+    assert calls == [0.0] * passes
+    assert (batch.old_logprobs is not None) == bool(passes)
+
+
 def test_a_reference_gives_its_own_log_probabilities():
     source = grpo_source(np.float32(7), beta=0.1, reference="initial")
     batch = source.next(np.float32(3), 0, Stopwatch()).batch
@@ -146,7 +158,12 @@ def test_a_source_of_rollouts_goes_on_from_its_position():
     ("length", "padded"), [(1, 16), (16, 16), (17, 24), (24, 24), (25, 32), (33, 48), (1025, 1536)]
 )
 def test_rows_are_padded_to_a_power_of_two_or_half_as_much_again(length, padded):
-    assert bucket(length) == padded
+    assert padded_length(length, 2048) == padded
+
+
+def test_rows_are_never_padded_beyond_the_longest_that_there_can_be():
+    assert padded_length(1100, 1200) == 1200
+    assert padded_length(3, 9) == 9
 
 
 def sft_source(epochs=1):

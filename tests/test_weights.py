@@ -1,6 +1,8 @@
 """Checkpoints in and out: bit for bit, as transformers saves them, one parameter at a time, and never half a folder."""
 
 import json
+import math
+import re
 import shutil
 import tracemalloc
 from collections import Counter
@@ -15,8 +17,9 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from tqdm import tqdm
 
-from mllm import weights
+from mllm import transfer, weights
 from mllm.errors import UserError
 from mllm.model import Qwen2, Qwen2Config, parameter_name
 
@@ -135,9 +138,20 @@ def test_each_byte_is_read_once_however_many_devices_hold_it(monkeypatch: pytest
     assert read == {name: np.prod(shape) for name, (shape, _) in tensors_in(folder).items()}
 
 
-def test_loading_holds_one_parameter_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_load_shows_its_bytes_and_their_speed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transfer, "SECONDS", 0)
+    load(FIXTURES / "untied_sharded")
+    stored = tensors_in(FIXTURES / "untied_sharded").values()
+    size = tqdm.format_sizeof(sum(math.prod(shape) * 4 for shape, _ in stored))
+    bar = capsys.readouterr().err.split("\r")[-1]
+    assert re.fullmatch(rf"loading untied_sharded: 100%.* {size}/{size} .*B/s\]\s*", bar)
+
+
+def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path) -> None:
     config = Qwen2Config(
-        vocab_size=64,
+        vocab_size=1024,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=6,
@@ -147,25 +161,16 @@ def test_loading_holds_one_parameter_in_host_memory(tmp_path: Path, monkeypatch:
         tie_word_embeddings=True,
     )
     params = jax.jit(lambda: nnx.state(Qwen2(config, rngs=nnx.Rngs(0))))()
-    weights.save(tmp_path, config, params, dtype=jnp.float32)
-
-    def unaligned(shape: Any, dtype: Any) -> np.ndarray:
-        """Memory that JAX has to copy, as it would to an accelerator; on a CPU it may keep an aligned array itself."""
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        memory = np.ndarray(size + 128, np.uint8)
-        start = -memory.ctypes.data % 64 + 4
-        return memory[start : start + size].view(dtype).reshape(shape)
-
-    monkeypatch.setattr(weights.np, "empty", unaligned)
+    weights.save(tmp_path, config, params, dtype=jnp.bfloat16, max_shard_bytes=1_000_000)
+    load(tmp_path)  # once, so that what is compiled and imported isn't counted
+    # The parameters themselves are XLA's and not counted: what is traced passes through.
     tracemalloc.start()
-    loaded = weights.load(tmp_path, config)
+    loaded = load(tmp_path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert_same_bits(loaded, params)
-    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
-    one_layer = largest / config.num_hidden_layers
-    assert peak < largest + one_layer + 1_000_000
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 4 * largest, "else the bound would say little"
+    file = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert peak < file
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) > 8 * file, "else the bound would say little"
 
 
 def test_saving_holds_one_shard_in_host_memory(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """The smallest run that has every part: configurations and data that tests share."""
 
+import numpy as np
+
+from mllm.batch import Batch
 from mllm.config import Config
 
 ARCHITECTURE = {
@@ -34,3 +37,24 @@ def config(algorithm: str = "grpo", **sections) -> Config:
     for name, value in sections.items():
         settings[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value
     return Config.model_validate(settings)
+
+
+def random_batch(rows: int, length: int, seed: int = 0) -> Batch:
+    """Rows of a prompt, a completion and padding, all of different lengths."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, 260, (rows, length), dtype=np.int32)
+    lengths = rng.integers(length // 2, length, (rows, 1))
+    place = np.arange(length)
+    mask = (place >= 5) & (place < lengths - 1)
+    numbers = rng.normal(size=(4, rows, length)).astype(np.float32)
+    return Batch(
+        tokens=tokens,
+        positions=np.broadcast_to(place, tokens.shape).astype(np.int32),
+        segments=(place < lengths).astype(np.int32),
+        labels=(np.roll(tokens, -1, 1) * mask).astype(np.int32),
+        weights=(mask / mask.sum()).astype(np.float32),
+        advantages=numbers[0],
+        sampler_logprobs=-5.5 + 0.1 * numbers[1],
+        old_logprobs=-5.5 + 0.1 * numbers[2],
+        reference_logprobs=-5.5 + 0.1 * numbers[3],
+    )

@@ -37,8 +37,21 @@ ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-CHIPS = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
-"""The chips known here, and the dimensions of their slices."""
+SLICES = {
+    "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "v5p": ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8"),
+    "v6e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "tpu7x": ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8"),
+}
+"""The chips known here, and slices of them that one can have; there are larger ones."""
+CHIPS = {chip: slices[0].count("x") + 1 for chip, slices in SLICES.items()}
+"""The chips, and the dimensions of their slices."""
+HBM = {chip: int(gib * 2**30) for chip, gib in {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}.items()}
+"""Bytes of a device's HBM that a program may have, as the compiler says where it refuses one (libtpu 0.0.42).
+
+A chip has 16 GB, 95 GiB, 32 GiB and 192 GiB, on tpu7x for two devices: https://docs.cloud.google.com/tpu/docs/tpu7x and
+https://docs.cloud.google.com/tpu/docs/v5e.
+"""
 
 Programme = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
 
@@ -58,26 +71,39 @@ def split(target: str) -> tuple[str, tuple[int, ...]]:
     return chip, sizes
 
 
-def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip",)) -> Mesh:
-    """A mesh of the target's first devices (one TensorCore each on tpu7x, a chip elsewhere).
+def devices(target: str) -> Sequence[jax.Device]:
+    """The target's devices: a TensorCore each on tpu7x, a chip elsewhere.
 
     Raises:
-        ValueError: as `split`, or the slice has fewer devices than the mesh.
+        ValueError: as `split`, or the chip has no such slice.
         ModuleNotFoundError: libtpu isn't installed.
     """
+    chip, sizes = split(target)
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError("libtpu, the TPU compiler, isn't installed; make aot does")
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    chip, sizes = split(target)
     hosts = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(sizes) == 1 else {}
     name = f"{chip}:{'x'.join(map(str, sizes))}"
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **hosts).devices
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **hosts).devices
+    except jax.errors.JaxRuntimeError:
+        raise ValueError(f"target {target!r}: of {chip} there are {', '.join(SLICES[chip])} and larger") from None
+
+
+def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip",)) -> Mesh:
+    """A mesh of the target's first devices.
+
+    Raises:
+        ValueError: as `devices`, or the slice has fewer devices than the mesh.
+        ModuleNotFoundError: libtpu isn't installed.
+    """
+    there = devices(target)
     wanted = math.prod(shape)
-    if len(devices) < wanted:
-        raise ValueError(f"target {target!r} has {len(devices)} devices, a mesh of {tuple(shape)} needs {wanted}")
+    if len(there) < wanted:
+        raise ValueError(f"target {target!r} has {len(there)} devices, a mesh of {tuple(shape)} needs {wanted}")
     types = (AxisType.Auto,) * len(axes)
-    return Mesh(np.array(devices[:wanted]).reshape(shape), tuple(axes), axis_types=types)
+    return Mesh(np.array(there[:wanted]).reshape(shape), tuple(axes), axis_types=types)
 
 
 def compiled(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> jax.stages.Compiled:
@@ -136,8 +162,10 @@ def programme(name: str) -> Programme:
 
 
 def main(target: str, name: str, arguments: str) -> None:
-    one = mesh(target)
-    function, shapes = programme(name)(one, **json.loads(arguments))
+    given = json.loads(arguments)
+    axes = given.pop("mesh", {"chip": 1})
+    one = mesh(target, tuple(axes.values()), tuple(axes))
+    function, shapes = programme(name)(one, **given)
     start = time.perf_counter()
     program = compiled(function, shapes, one)
     with jax.sharding.use_abstract_mesh(one.abstract_mesh):
