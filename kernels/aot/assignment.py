@@ -2,8 +2,10 @@
 
 XLA assigns every buffer its place before it turns to the instructions, which take most of the time. So the compiler
 runs in a process of its own (`targets.py`), leaves its account of the assignment in a folder (`--xla_dump_to`), and is
-stopped there. What is too large is accounted for all the same. Leaves out what comes later: whether each kernel finds
-room on chip, and what `memory_analysis()` adds for the code's own use, a thousandth or so.
+stopped there. Its total is what the compiler holds against HBM: where it refuses a program, it names that very figure.
+`memory_analysis()` adds up more temporaries where there are collectives, more than HBM of programs that the compiler
+accepts. What is too large is accounted for all the same. Leaves out what comes later: whether each kernel finds room on
+chip.
 """
 
 import json
