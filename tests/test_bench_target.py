@@ -127,12 +127,12 @@ def test_the_reason_of_a_refusal_stands_in_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object, method: str, **__: object) -> None:
-        raise ValueError(f"NotImplementedError: no {method}")
+        raise ValueError(f"XlaRuntimeError: RESOURCE_EXHAUSTED: no room for {method}")
 
     monkeypatch.setattr(bench_target.listing, "read", refuse)
     show(bench_target.table("v6e", SHAPE))
     assert "full logits" in (said := capsys.readouterr().out)
-    assert "refused: NotImplementedError: no full logits\n" in said
+    assert "refused: XlaRuntimeError: RESOURCE_EXHAUSTED: no room for full logits\n" in said
 
 
 def test_a_target_that_is_unknown_is_refused_in_a_line() -> None:

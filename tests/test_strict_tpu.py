@@ -184,13 +184,15 @@ def test_two_copies_to_the_same_place_race() -> None:
         strictly(copying(both))
 
 
-def test_a_read_before_the_wait_races_with_the_copy() -> None:
-    def hasty(x_hbm: Any, o_ref: Any, buffer: Any, semaphores: Any) -> None:
-        one = first_rows(x_hbm, buffer, semaphores)
-        one.start()
-        o_ref[...] = buffer[...]
-        one.wait()
+def hasty(x_hbm: Any, o_ref: Any, buffer: Any, semaphores: Any) -> None:
+    """Reads before it waits."""
+    one = first_rows(x_hbm, buffer, semaphores)
+    one.start()
+    o_ref[...] = buffer[...]
+    one.wait()
 
+
+def test_a_read_before_the_wait_races_with_the_copy() -> None:
     with pytest.raises(AssertionError, match="RACE DETECTED"):
         strictly(copying(hasty))
 
@@ -205,12 +207,6 @@ def test_a_copy_that_nobody_waits_for_is_found_even_if_nobody_reads_it() -> None
 
 
 def test_a_race_in_an_earlier_kernel_is_not_forgotten() -> None:
-    def hasty(x_hbm: Any, o_ref: Any, buffer: Any, semaphores: Any) -> None:
-        one = first_rows(x_hbm, buffer, semaphores)
-        one.start()
-        o_ref[...] = buffer[...]
-        one.wait()
-
     with pytest.raises(AssertionError, match="RACE DETECTED"):
         strictly(lambda x: in_blocks(double)(x) + copying(hasty)(x)[0] + in_blocks(double)(x))
 

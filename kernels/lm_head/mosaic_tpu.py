@@ -1,4 +1,4 @@
-"""The head on TPUs: which Pallas kernel when, and what is linear in the number of rows around them.
+"""The head on TPUs: which Pallas kernel when.
 
 Rows that count are moved ahead of the others, block by block (`live_rows.py`). With F = 2 N V D flops for a product:
 
@@ -12,7 +12,8 @@ Rows that count are moved ahead of the others, block by block (`live_rows.py`). 
 
 E_p[W] and what is kept leave out the label's column, so that a probability near 1 loses nothing to bfloat16.
 
-Leaves out: the kernels (`tpu_forward.py`, `tpu_backward.py`), and their tile sizes (`tiles.py`).
+Leaves out: the kernels (`tpu_forward.py`, `tpu_backward.py`), what they are told of a row (`tpu_slopes.py`), and their
+tile sizes (`tiles.py`).
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features, V vocabulary.
 """
@@ -34,9 +35,9 @@ from kernels.lm_head.tiles import Case, Kernel, Tiles
 from kernels.lm_head.tpu_backward import Slopes, hidden_gradient, kept_weight_gradient, weight_gradient
 from kernels.lm_head.tpu_forward import Kept
 from kernels.lm_head.tpu_forward import forward as forward_kernel
+from kernels.lm_head.tpu_slopes import at_rows, hidden_gradient_from_mean, slopes_by_row
 
 _DEFAULT_WAVE = 1024  # rows kept where nothing is said of a workspace
-_NEVER = 1e30  # log of a total that makes every probability 0
 
 
 class Saved(NamedTuple):
@@ -83,13 +84,13 @@ def forward(inputs: Inputs, how: How) -> tuple[Softmax, Saved]:
 
 
 def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: TokenLogprobs, how: How) -> Gradients:
-    by_row = _slopes(inputs, softmax, saved.top_y, slopes, how)
+    by_row = slopes_by_row(inputs, softmax, saved.top_y, slopes, how)
     dh = dw = None
     if how.wants_hidden and how.entropy_slopes:
         dh = _hidden_gradient(inputs, by_row, how)
     elif how.wants_hidden:
         assert saved.mean is not None
-        dh = _from_mean(inputs, how, _labels(inputs), softmax, slopes, saved.mean)
+        dh = hidden_gradient_from_mean(inputs, how, _labels(inputs), softmax, slopes, saved.mean)
         dh = jnp.where(inputs.live[:, None], dh, 0).astype(_gradient_dtypes(inputs, how)[0])
     if how.wants_weight:
         dw = _weight_gradient(inputs, by_row, how)
@@ -113,10 +114,10 @@ def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: 
         terms_R = Terms(terms.weights[block.row], tuple(x[block.row] for x in terms.operands), terms.shared)
         slopes_R = loss_slopes(objective, block.live, softmax_R.outputs(), terms_R)
         of_block = inputs._replace(hidden=block.hidden, labels=block.labels, live=block.live)
-        by_row = _slopes(of_block, softmax_R, top_y_R, slopes_R, how)
+        by_row = slopes_by_row(of_block, softmax_R, top_y_R, slopes_R, how)
         if block.mean is not None:
             mean_RD = block.mean if share_R is None else share_R[:, None] * block.mean
-            dh_RD = _from_mean(inputs, how, block.labels, softmax_R, slopes_R, mean_RD).astype(dh_dtype)
+            dh_RD = hidden_gradient_from_mean(inputs, how, block.labels, softmax_R, slopes_R, mean_RD).astype(dh_dtype)
             dh_MD = _write(dh_MD, dh_RD, i * rows)
         elif how.wants_hidden:
             dh_MD = _write(dh_MD, _hidden_kernel(of_block, by_row, block.number, how, tile=None), i * rows)
@@ -143,7 +144,7 @@ def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: 
     )
     in_step = how.token_axes if how.vocabulary_axis else ()
     softmax_M, top_y_M, dh_MD, dw = live.over_blocks(rows, over, carry, in_step)
-    softmax, top_y = _masked((softmax_M, top_y_M), live, inputs)
+    softmax, top_y = jax.tree.map(lambda x: x[live.place], (softmax_M, top_y_M))
     dh = None if dh_MD is None else jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
     if dw is not None:
         return softmax, (dh, dw.astype(dw_dtype))
@@ -151,7 +152,7 @@ def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: 
         # One array of hidden's shape at a time: dh is done with before the rows are put in order once more.
         dh, hidden = lax.optimization_barrier((dh, inputs.hidden))
         slopes = loss_slopes(objective, inputs.live, softmax.outputs(), terms)
-        dw = _weight_gradient(inputs._replace(hidden=hidden), _slopes(inputs, softmax, top_y, slopes, how), how)
+        dw = _weight_gradient(inputs._replace(hidden=hidden), slopes_by_row(inputs, softmax, top_y, slopes, how), how)
     return softmax, (dh, dw)
 
 
@@ -237,7 +238,7 @@ def _hidden_gradient(inputs: Inputs, by_row: Slopes, how: How) -> Float[Array, "
         row_R, live_R = live.block(i, rows)
         of_block = inputs._replace(hidden=inputs.hidden[row_R], labels=_labels(inputs)[row_R], live=live_R)
         number = jnp.clip(live.number - i * rows, 0, rows)
-        return _write(dh_MD, _hidden_kernel(of_block, _at(by_row, row_R, live_R), number, how, tile), i * rows)
+        return _write(dh_MD, _hidden_kernel(of_block, at_rows(by_row, row_R, live_R), number, how, tile), i * rows)
 
     dtype = _gradient_dtypes(inputs, how)[0]
     dh_MD = live.over_blocks(rows, over, _zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype))
@@ -270,72 +271,12 @@ def _weight_gradient(inputs: Inputs, by_row: Slopes, how: How) -> Float[Array, "
         _labels(inputs)[live.row],
         live.number,
         inputs.temperature,
-        _at(by_row, live.row, live_M),
+        at_rows(by_row, live.row, live_M),
         tile=tile,
         softcap=how.softcap,
         dtype=how.dtype,
         gradient=_gradient_dtypes(inputs, how)[1],
     )
-
-
-# --- rows' slopes -------------------------------------------------------------------------------------------------
-
-
-def _slopes(inputs: Inputs, softmax: Softmax, top_y: Array, slopes: TokenLogprobs, how: How) -> Slopes:
-    """Of y, by `dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy)`; none where no row counts."""
-    scale = 1 / inputs.temperature
-    by_p = slopes.lse - slopes.logprob
-    if how.entropy_slopes:
-        by_p -= slopes.entropy * softmax.entropy
-    return _only(
-        inputs.live,
-        Slopes(
-            top=top_y,
-            log_total=softmax.log_total,
-            at_p=by_p * scale,
-            at_p_log_p=-slopes.entropy * scale if how.entropy_slopes else None,
-            at_label=_at_label(softmax, slopes, inputs.temperature, how),
-        ),
-    )
-
-
-def _only(live: Bool[Array, "M"], slopes: Slopes) -> Slopes:
-    """With slopes and probabilities 0 at rows that don't count."""
-    zeroed = jax.tree.map(lambda x: jnp.where(live, x, 0), slopes)
-    return zeroed._replace(log_total=jnp.where(live, slopes.log_total, _NEVER))
-
-
-def _at(slopes: Slopes, row: Integer[Array, "M"], live: Bool[Array, "M"]) -> Slopes:
-    return _only(live, jax.tree.map(lambda x: x[row], slopes))
-
-
-def _at_label(softmax: Softmax, slopes: TokenLogprobs, temperature: Array, how: How) -> Float[Array, "N"]:
-    """The slope by the label's y: a probability's distance from 1 is found without subtracting it from 1."""
-    log_p = softmax.label - softmax.log_total
-    p = jnp.exp(log_p)
-    at_label = slopes.lse * p - slopes.logprob * jnp.expm1(log_p)
-    if how.entropy_slopes:
-        at_label -= slopes.entropy * p * (log_p + softmax.entropy)
-    if how.softcap is not None:
-        y = (softmax.label + softmax.top) * temperature
-        at_label *= 1 - (y / how.softcap) ** 2
-    return at_label / temperature
-
-
-def _from_mean(
-    inputs: Inputs,
-    how: How,
-    labels: Integer[Array, "N"],
-    softmax: Softmax,
-    slopes: TokenLogprobs,
-    mean: Float[Array, "N D"],
-) -> Float[Array, "N D"]:
-    """dh, float32, where the entropy has no slope: the label's row of W has its own factor."""
-    here = labels >= 0
-    w_ND = inputs.weight[jnp.where(here, labels, 0)].astype(how.dtype).astype(jnp.float32)
-    at_label = jnp.where(here, _at_label(softmax, slopes, inputs.temperature, how), 0)
-    at_mean = (slopes.lse - slopes.logprob) / inputs.temperature
-    return at_mean[:, None] * mean + at_label[:, None] * w_ND
 
 
 # --- sizes --------------------------------------------------------------------------------------------------------
@@ -398,10 +339,6 @@ def _gradient_dtypes(inputs: Inputs, how: How) -> tuple[jnp.dtype, jnp.dtype]:
     """Of dh and of dW."""
     dh, dw = how.hidden_gradient, how.weight_gradient
     return jnp.dtype(dh or inputs.hidden.dtype), jnp.dtype(dw or inputs.weight.dtype)
-
-
-def _masked(of_rows: Any, live: LiveRows, inputs: Inputs) -> Any:
-    return jax.tree.map(lambda x: jnp.where(inputs.live, x[live.place], 0), of_rows)
 
 
 def _write(whole: Any, rows: Any, start: Array) -> Any:

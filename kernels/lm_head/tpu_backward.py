@@ -5,7 +5,8 @@ hidden states pass by, and leaves once. It works on y transposed, W hᵀ, so tha
 `hidden_gradient` mirrors the forward kernel; only objectives with a slope by the entropy need it, since for the others
 dh follows from the forward kernel's sum of p W. `kept_weight_gradient` is the third product of the single pass.
 
-Leaves out which of them to use, and everything that is linear in the number of rows alone: see `mosaic_tpu.py`.
+Leaves out which of them to use (`mosaic_tpu.py`), and everything that is linear in the number of rows alone
+(`tpu_slopes.py`).
 
 Suffixes as in `tpu_forward.py`. With p = exp(log p), log p = (y - top) / temperature - log_total, all of them compute
 
@@ -33,6 +34,8 @@ from kernels.lm_head.tpu_forward import (
     cost,
     dot,
     lanes,
+    live_block,
+    live_tile,
     operands,
     to_lanes,
     zero_tail,
@@ -73,8 +76,7 @@ def weight_gradient(
     case, typed = _prepared("weight", hidden, weight, weight.shape[0], dtype, gradient)
     blocks, features = len(hidden) // tile.rows, hidden.shape[1]
 
-    def row_block(i: Any, ints: Any) -> Any:
-        return jnp.minimum(i, jnp.maximum(pl.cdiv(ints[0], tile.rows) - 1, 0))
+    row_block = live_block(tile)
 
     return pl.pallas_call(
         functools.partial(
@@ -173,11 +175,7 @@ def hidden_gradient(
     features = hidden.shape[1]
     tiles_of_weight = pl.cdiv(len(weight), tile.columns)
 
-    def row_block(i: Any, ints: Any) -> Any:
-        return jnp.minimum(i, jnp.maximum(pl.cdiv(ints[0], tile.rows) - 1, 0))
-
-    def weight_tile(i: Any, j: Any, ints: Any, _: Any) -> Any:
-        return jnp.where(i * tile.rows < ints[0], j, tiles_of_weight - 1), 0
+    row_block = live_block(tile)
 
     return pl.pallas_call(
         functools.partial(
@@ -189,7 +187,7 @@ def hidden_gradient(
             grid=(len(hidden) // tile.rows, tiles_of_weight),
             in_specs=[
                 pl.BlockSpec((tile.rows, features), lambda i, j, ints, _: (row_block(i, ints), 0)),
-                pl.BlockSpec((tile.columns, features), weight_tile),
+                pl.BlockSpec((tile.columns, features), live_tile(tile, tiles_of_weight)),
                 pl.BlockSpec((1, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
                 pl.BlockSpec((SUBLANES, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
             ],
@@ -296,8 +294,7 @@ def kept_weight_gradient(
     features, tile = hidden.shape[1], kept.tile
     columns = tile.columns
 
-    def row_block(i: Any, ints: Any) -> Any:
-        return jnp.minimum(i, jnp.maximum(pl.cdiv(ints[0], tile.rows) - 1, 0))
+    row_block = live_block(tile)
 
     dw_tile = pl.BlockSpec((columns, features), lambda j, i, *_: (j, 0))
     return pl.pallas_call(

@@ -17,6 +17,7 @@ V vocabulary. Sums of a row lie in all lanes, [R, L], or are spread over them an
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -81,11 +82,7 @@ def forward(
     blocks, tiles_of_weight = pl.cdiv(rows, tile.rows), pl.cdiv(len(weight), tile.columns)
     typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
 
-    def row_block(i: Any, ints: Any) -> Any:
-        return jnp.minimum(i, jnp.maximum(pl.cdiv(ints[0], tile.rows) - 1, 0))
-
-    def weight_tile(i: Any, j: Any, ints: Any, _: Any) -> Any:
-        return jnp.where(i * tile.rows < ints[0], j, tiles_of_weight - 1), 0
+    row_block = live_block(tile)
 
     outputs = {
         "sums": (typed((SUBLANES, rows), jnp.float32), pl.BlockSpec((SUBLANES, tile.rows), lambda i, *_: (0, i)))
@@ -115,7 +112,7 @@ def forward(
             grid=(blocks, tiles_of_weight),
             in_specs=[
                 pl.BlockSpec((tile.rows, features), lambda i, j, ints, _: (row_block(i, ints), 0)),
-                pl.BlockSpec((tile.columns, features), weight_tile),
+                pl.BlockSpec((tile.columns, features), live_tile(tile, tiles_of_weight)),
                 pl.BlockSpec((1, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
             ],
             out_specs={name: spec for name, (_, spec) in outputs.items()},
@@ -228,6 +225,16 @@ def _kernel(
 
 
 # --- shared with the backward kernels -----------------------------------------------------------------------------
+
+
+def live_block(tile: Tiles) -> Callable[..., Any]:
+    """The block of rows that step i of the grid fetches; beyond the rows that count the last step's, so none anew."""
+    return lambda i, ints: jnp.minimum(i, jnp.maximum(pl.cdiv(ints[0], tile.rows) - 1, 0))
+
+
+def live_tile(tile: Tiles, tiles_of_weight: int) -> Callable[..., Any]:
+    """The block of the weight that step (i, j) fetches, likewise."""
+    return lambda i, j, ints, _: (jnp.where(i * tile.rows < ints[0], j, tiles_of_weight - 1), 0)
 
 
 def operands(tile: Tiles, features: int, hidden: Any, weight: Any, product: Any) -> dict[str, Any]:
