@@ -27,7 +27,7 @@ from mllm import data, report, run_dir, tasks
 from mllm.batch import Batch
 from mllm.checkpoint import Checkpoints
 from mllm.config import Config
-from mllm.distributed import Meeting, Rows, agreed, everyone, join_cluster, local_rows, writes
+from mllm.distributed import Meeting, Rows, agreed, join_cluster, local_rows, writes
 from mllm.errors import UserError
 from mllm.evaluate import evaluate
 from mllm.mesh import make_mesh, shard_batch
@@ -37,7 +37,7 @@ from mllm.plan import plan
 from mllm.policy import Policy, load_policy
 from mllm.rewards import RewardRunner
 from mllm.sampler import Sampler
-from mllm.signals import Interrupt
+from mllm.signals import Interrupt, Interrupted
 from mllm.sources import GrpoSource, SftSource, Source
 from mllm.tasks import Task
 from mllm.tokenizer import encode_prompt
@@ -92,10 +92,11 @@ def train(config: Config) -> int:
     train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
 
     with ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt())
         with agreed():
             task = None if config.task is None else tasks.load(config.task, config.seed)
-            source = make_source(config, policy, mesh, task, stack)
-            judge = make_judge(config, policy, task, rows)
+            source = make_source(config, policy, mesh, task, stack, interrupt)
+            judge = make_judge(config, policy, task, rows, interrupt)
             # Before anything is written: the files of the parameters may turn out to be damaged.
             initial = None if run_dir.is_run(folder) else policy.initial_params()
         with agreed():
@@ -103,55 +104,82 @@ def train(config: Config) -> int:
                 run_dir.write(folder, config)
 
         checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints", config.checkpoint)))
-        restored = checkpoints.restore(abstract_state(policy.params, optimizer))
-        resumed = restored.step if restored else None
-        log = stack.enter_context(closing(RunLog(folder, resumed, config.steps) if writes() else NoLog()))
-        interrupt = stack.enter_context(Interrupt())
-        if restored:
-            done, state = restored.step, restored.state
-            source.seek(restored.position)
+        if restored := checkpoints.restore(abstract_state(policy.params, optimizer)):
+            done, state, position = restored
+            source.seek(position)
         else:
             done, state = 0, init_state(policy.initial_params() if initial is None else initial, optimizer)
-            if first := judge(state.params, 0):
-                log.write(0, first)
+            position = {**source.position(), "skipped": 0, "unjudged": {"metrics": {}, "samples": []}}
+        logged = done - ("unjudged" in position)
+        log = stack.enter_context(closing(RunLog(folder, logged, config.steps) if writes() else NoLog()))
 
-        finished, leaving = done == config.steps, False
-        while not finished and not leaving:
-            watch = Stopwatch()
-            try:
-                batch, metrics, samples, tokens, last = source.next(state.params, done, watch)
-            except StopIteration:
-                break
-            with watch.phase("update"):
-                state, results = train_step(state, shard_batch(mesh, batch))
-                metrics = {**metrics, **{name: float(value) for name, value in results.items()}}
-            watch.count_tokens(tokens)
-            if metrics["skipped"]:
-                dump_batch(folder / "skipped" / f"step_{done + 1}.npz", batch, rows)
+        def save(metrics: dict[str, float]) -> None:
+            log.sync()
+            checkpoints.save(done, state, position, configs.dump(config), metrics)
 
-            done += 1
-            finished = last or done == config.steps
-            leaving = interrupt.agree(everyone) and source.resumable(done)
-            if finished or due(config.eval.every if config.eval else None, done):
-                with watch.phase("eval"):
-                    metrics |= judge(state.params, done)
-            log.write(done, metrics, samples)
-            if finished or leaving or due(config.checkpoint.every, done):
-                with watch.phase("save"):
-                    log.sync()
-                    checkpoints.save(done, state, source.position(), configs.dump(config), metrics)
-            log.write_timings(done, watch.timings(), metrics)
+        saved, skipped = done, position["skipped"]
+        finished, leaving, hopeless = done == config.steps, False, False
+        interrupt.hold()
+        try:
+            unjudged = position.pop("unjudged", None)
+            if unjudged and (metrics := unjudged["metrics"] | judge(state.params, done)):
+                log.write(done, metrics, unjudged["samples"])
+            while not (finished or leaving or hopeless):
+                watch = Stopwatch()
+                try:
+                    batch, metrics, samples, tokens, last = source.next(state.params, done, watch)
+                except StopIteration:
+                    break
+                with watch.phase("update"):
+                    state, results = train_step(state, shard_batch(mesh, batch))
+                    metrics = {**metrics, **{name: float(value) for name, value in results.items()}}
+                watch.count_tokens(tokens)
+                done += 1
+                dump = folder / "skipped" / f"step_{done}.npz"
+                skipped = skipped + 1 if metrics["skipped"] else 0
+                if skipped:
+                    dump_batch(dump, batch, rows, step=done, seed=config.seed)
+
+                finished = last or done == config.steps
+                hopeless = skipped > config.optimizer.max_skipped
+                leaving = interrupt.agree() and source.resumable(done)
+                position = {**source.position(), "skipped": skipped}
+                if finished or due(config.eval.every if config.eval else None, done):
+                    position["unjudged"] = {"metrics": metrics, "samples": samples}
+                    with watch.phase("eval"):
+                        metrics |= judge(state.params, done)
+                    del position["unjudged"]
+                log.write(done, metrics, samples)
+                if finished or leaving or hopeless or due(config.checkpoint.every, done):
+                    with watch.phase("save"):
+                        save(metrics)
+                    saved = done
+                log.write_timings(done, watch.timings(), metrics)
+        except Interrupted:  # in a rollout, whose step is as if it had not begun, or in an evaluation, still to be made
+            finished, leaving = False, True
+            # The best is known by its evaluation: under keep_best a step is saved with it or not at all.
+            whole = not (config.checkpoint.keep_best and "unjudged" in position)
+            if done > saved and source.resumable(done) and whole:
+                save(metrics)
+                saved = done
         checkpoints.wait()
 
+    if hopeless:
+        raise UserError(
+            f"optimizer.max_skipped: the last {skipped} updates were not finite and skipped; saved after step {done}; "
+            f"the last batch is {dump}, and tools/replay.py looks into it"
+        )
     if leaving and not finished:
-        print(f"stopped by a signal after step {done}; saved: the same command resumes", file=sys.stderr)
+        print(f"stopped by a signal after step {saved}; saved: the same command resumes", file=sys.stderr)
         return interrupt.exit_code
     if writes():
         print(report.summary(folder))
     return 0
 
 
-def make_source(config: Config, policy: Policy, mesh: Mesh, task: Task | None, stack: ExitStack) -> Source:
+def make_source(
+    config: Config, policy: Policy, mesh: Mesh, task: Task | None, stack: ExitStack, interrupt: Interrupt
+) -> Source:
     """What the loop draws batches from; `stack` closes what it opens."""
     rows = Rows.of(mesh)
     place = {"seed": config.seed, "process_index": rows.index, "process_count": rows.count}
@@ -176,16 +204,19 @@ def make_source(config: Config, policy: Policy, mesh: Mesh, task: Task | None, s
         config.grpo,
         config.task,
         prompts,
-        make_sampler(config, policy),
+        make_sampler(config, policy, interrupt),
         stack.enter_context(RewardRunner(config.task, task)),
         lambda params, batch: logprob_pass(params, shard_batch(mesh, batch)),
         reference=policy.initial_params() if config.grpo.beta > 0 else None,
         logged_samples=config.log.samples,
         rows=rows,
+        poll=interrupt.poll_alone,
     )
 
 
-def make_judge(config: Config, policy: Policy, task: Task | None, rows: Rows) -> Callable[[Any, int], dict[str, float]]:
+def make_judge(
+    config: Config, policy: Policy, task: Task | None, rows: Rows, interrupt: Interrupt
+) -> Callable[[Any, int], dict[str, float]]:
     """(parameters, step) -> the metrics of an evaluation; none where the configuration asks for no evaluation.
 
     Raises:
@@ -194,7 +225,7 @@ def make_judge(config: Config, policy: Policy, task: Task | None, rows: Rows) ->
     if config.eval is None or task is None:
         return lambda params, step: {}
     assert config.rollout is not None
-    sampler = make_sampler(config, policy)
+    sampler = make_sampler(config, policy, interrupt)
     examples = [task.heldout[i] for i in range(config.eval.prompts or len(task.heldout))]
     for index, example in enumerate(examples):
         length, limit = len(encode_prompt(policy.tokenizer, example.prompt)), config.rollout.max_prompt_length
@@ -207,22 +238,23 @@ def make_judge(config: Config, policy: Policy, task: Task | None, rows: Rows) ->
     return lambda params, step: evaluate(sampler, params, examples, step=step, sampled=sampled, rows=rows)
 
 
-def make_sampler(config: Config, policy: Policy) -> Sampler:
+def make_sampler(config: Config, policy: Policy, interrupt: Interrupt) -> Sampler:
     assert config.rollout is not None
-    return Sampler(policy.graphdef, policy.tokenizer, policy.stop_ids, config.rollout, config.seed)
+    return Sampler(policy.graphdef, policy.tokenizer, policy.stop_ids, config.rollout, config.seed, interrupt.poll)
 
 
 def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def dump_batch(path: Path, batch: Batch, rows: Rows) -> None:
-    """Keep the batch of an update that was skipped, to be looked at."""
+def dump_batch(path: Path, batch: Batch, rows: Rows, **place: int) -> None:
+    """Keep the batch of an update that was skipped, and its place in the run; `tools/replay.py` looks into it."""
     fields = {name: local_rows(value) for name, value in batch._asdict().items() if value is not None}
     shares = rows.gather(fields)
     if writes():
         path.parent.mkdir(exist_ok=True)
         whole: dict[str, Any] = {name: np.concatenate([share[name] for share in shares]) for name in fields}
+        whole |= place
         np.savez(path, **whole)
 
 

@@ -72,11 +72,11 @@ def parameter_name(path: KeyPath) -> str:
 class KVCache(NamedTuple):
     """Keys and values of the tokens so far; the next go to the slots from `index` on, in every row."""
 
-    keys: Float[jax.Array, "L B S K H"]
-    values: Float[jax.Array, "L B S K H"]
-    segments: Int[jax.Array, "B S"]
+    keys: Float[Any, "L B S K H"]
+    values: Float[Any, "L B S K H"]
+    segments: Int[Any, "B S"]
     """0: an empty slot, or padding; nothing attends to it."""
-    index: Int[jax.Array, ""]  # type: ignore[assignment]  # tuple.index, which nobody calls
+    index: Int[Any, ""]  # type: ignore[assignment]  # tuple.index, which nobody calls
 
     @classmethod
     def empty(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float
 
 from mllm.architecture import PRESETS
 from mllm.batch import Batch
@@ -23,7 +23,7 @@ from mllm.mesh import gathered
 from mllm.model import CACHE, LOGICAL_AXES, parameter_name
 from mllm.optimizer import make_optimizer, make_schedule
 from mllm.policy import load_policy
-from mllm.rollout import decode, prefill
+from mllm.rollout import Draw, advance, begin, by_axes
 from mllm.train_step import Forward, abstract_state, make_logprob_pass, make_train_step
 
 Programme = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -54,20 +54,16 @@ class Programmes:
         self.micro_rows = config.micro_batch_size or config.batch_size
 
     def prefill(self) -> Programme:
-        """The decoding loop's first half by itself; the cache comes out."""
-
-        def last(weights: Any, prompts: Int[Array, "B P"], lengths: Int[Array, "B"]) -> Any:
-            hidden, cache = prefill(nnx.merge(self.policy.graphdef, weights), prompts, lengths, self.slots)
-            return hidden[:, -1], cache
-
-        return last, (self.decoding_weights(), *self.prompts())
+        return self.decoding(begin), (self.decoding_weights(), self.prompts(), self.draw())
 
     def decode(self) -> Programme:
-        scalar = self.array((), jnp.int32, ())
-        stop = self.array((len(self.policy.stop_ids),), jnp.int32, (None,))
-        (prompts, lengths) = self.prompts()
-        function = partial(decode, self.policy.graphdef, options=self.config.rollout, greedy=False)
-        return function, (self.decoding_weights(), prompts, lengths, lengths, stop, scalar, scalar, scalar)
+        """A turn of the loop; completions and cache take the place of those before."""
+        prefill, arguments = self.prefill()
+        progress = by_axes(lambda x, axes: self.array(x.shape, x.dtype, axes), jax.eval_shape(prefill, *arguments))
+        return self.decoding(advance), (self.decoding_weights(), progress, self.draw(), self.array((), jnp.int32, ()))
+
+    def decoding(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(program, self.policy.graphdef, options=self.config.rollout, greedy=False)
 
     def logprob(self) -> Programme:
         function = make_logprob_pass(self.policy.graphdef, self.config, self.mesh)
@@ -113,12 +109,14 @@ class Programmes:
         assert self.config.rollout is not None
         return self.config.rollout.max_prompt_length + self.config.rollout.max_completion_length
 
-    def prompts(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    def prompts(self) -> jax.ShapeDtypeStruct:
         assert self.config.rollout is not None
-        width = self.config.rollout.max_prompt_length
-        return self.array((self.decoded_rows, width), jnp.int32, ("batch", None)), self.array(
-            (self.decoded_rows,), jnp.int32, ("batch",)
-        )
+        return self.array((self.decoded_rows, self.config.rollout.max_prompt_length), jnp.int32, ("batch", None))
+
+    def draw(self) -> Draw:
+        of_rows, scalar = self.array((self.decoded_rows,), jnp.int32, ("batch",)), self.array((), jnp.int32, ())
+        stop = self.array((len(self.policy.stop_ids),), jnp.int32, (None,))
+        return Draw(of_rows, of_rows, stop, scalar, scalar, scalar)
 
     @property
     def decoded_rows(self) -> int:

@@ -1,7 +1,8 @@
-"""Completions of prompts: one prefill, then a decode loop with a KV cache, both in one compiled program.
+"""Completions of prompts: one prefill, then a decode loop with a KV cache, a compiled program each.
 
 Prompts are padded on the left to one of a few lengths, so that all rows write the same slot of the cache at a
-time and little is compiled. The loop ends as soon as every row has. Rows don't see each other, and a token's
+time and little is compiled. The loop ends as soon as every row has. It runs for about a quarter of a second at a time,
+so that a signal is heard in between; where it is cut changes nothing. Rows don't see each other, and a token's
 random key depends on neither batch nor padding (see `sampling`): which rows are decoded together changes
 nothing but rounding. Over a mesh each device decodes its own rows, with parameters that were gathered over fsdp once
 for all tokens of the rollout.
@@ -10,7 +11,8 @@ Left out: text (it is the caller's), rewards, and refilling rows that end early 
 of a batch start together, and the slowest decides.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,21 +26,23 @@ from mllm import sampling
 from mllm.config import RolloutConfig
 from mllm.distributed import Rows, everyone, local_rows
 from mllm.mesh import shard_batch
-from mllm.model import KVCache, Qwen2, in_use
+from mllm.model import CACHE, KVCache, Qwen2, in_use
 
 SHORTEST_BUCKET = 8
+TURN = 0.25
+"""Seconds that the decode loop may run before somebody asks whether to go on."""
 
 
 class Completions(NamedTuple):
     """What was sampled; numpy or JAX arrays. C is the configuration's `max_completion_length`."""
 
-    tokens: Int[jax.Array, "B C"]
+    tokens: Int[Any, "B C"]
     """The stop token included; padding behind it."""
-    logprobs: Float[jax.Array, "B C"]
+    logprobs: Float[Any, "B C"]
     """Under the distribution that was sampled from (temperature, top-k, top-p applied); 0 behind the end."""
-    lengths: Int[jax.Array, "B"]
+    lengths: Int[Any, "B"]
     """Tokens, the stop token included."""
-    finished: Bool[jax.Array, "B"]
+    finished: Bool[Any, "B"]
     """Ended by a stop token; not cut off."""
 
 
@@ -54,6 +58,7 @@ def generate(
     step: int,
     first_sequence: int = 0,
     greedy: bool = False,
+    poll: Callable[[], None] = lambda: None,
 ) -> Completions:
     """Complete each prompt, `options.batch_size` of them at a time, rounded up for the mesh; the result is in numpy.
 
@@ -66,6 +71,7 @@ def generate(
         first_sequence: the first prompt's number among the sequences of the step; the others' follow. Seed,
             step and this number determine the random key.
         greedy: take the likeliest token, whatever temperature, top-k and top-p say; log-probabilities are 0.
+        poll: called every `TURN` seconds, by all processes alike; what it raises ends the rollout.
 
     Raises:
         ValueError: no prompts, or one that is empty or longer than `options.max_prompt_length`.
@@ -89,17 +95,9 @@ def generate(
         longest = max(everyone(max(map(len, some))))
         tokens, lengths = pad_left(some, rows, min(bucket(longest), options.max_prompt_length), pad_id)
         given = (tokens, lengths, first_sequence + start + np.arange(rows, dtype=np.int32))
-        completions = decode(
-            graphdef,
-            weights,
-            *(given if layout is None else shard_batch(layout.mesh, given)),
-            np.asarray(stop_ids, np.int32),
-            pad_id,
-            seed,
-            step,
-            options=options,
-            greedy=greedy,
-        )
+        tokens, lengths, sequences = given if layout is None else shard_batch(layout.mesh, given)
+        draw = Draw(lengths, sequences, np.asarray(stop_ids, np.int32), pad_id, seed, step)
+        completions = complete(graphdef, weights, tokens, draw, poll, options=options, greedy=greedy)
         slices.append(local_rows(completions))
     return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(prompts)], *slices)
 
@@ -127,78 +125,154 @@ def decoding_weights(graphdef: nnx.GraphDef, params: Any) -> Any:
     return in_use(params, model.dtype, model.layout)
 
 
+def complete(
+    graphdef: nnx.GraphDef,
+    params: Any,
+    prompts: Int[jax.Array | np.ndarray, "B P"],
+    draw: "Draw",
+    poll: Callable[[], None],
+    **how: Any,
+) -> Completions:
+    """Complete the rows of one batch, a turn of the loop at a time. `params`: `decoding_weights`."""
+    progress = begin(graphdef, params, prompts, draw, **how)
+    made, turn, limit = 1, 1, progress.completions.tokens.shape[1]
+    while made < limit:
+        until, start = min(made + turn, limit), time.perf_counter()
+        progress = advance(graphdef, params, progress, draw, until, **how)
+        made = int(progress.made)  # waits for it
+        poll()
+        if made < until:  # all rows have ended
+            break
+        turn = next_turn(turn, time.perf_counter() - start)
+    return progress.completions
+
+
+def next_turn(tokens: int, seconds: float) -> int:
+    """Tokens of the decode loop's next turn, where the last took so long; as many in each process."""
+    # A first turn compiles and says little: the fall is unbounded, the growth is not.
+    return max(1, min(2 * tokens, int(tokens * TURN / max(everyone(seconds)))))
+
+
+class Draw(NamedTuple):
+    """What determines the tokens of a batch's rows, beside parameters and prompts."""
+
+    lengths: Int[Any, "B"]
+    """Of the prompts; a row of length 0 is none, and gets no tokens."""
+    sequences: Int[Any, "B"]
+    """The rows' numbers among the sequences of the step."""
+    stop_ids: Int[Any, "S"]
+    pad_id: Int[Any, ""]
+    seed: Int[Any, ""]
+    step: Int[Any, ""]
+
+
 class Progress(NamedTuple):
     """What the decode loop carries."""
 
-    made: Int[jax.Array, ""]
+    made: Int[Any, ""]
     """Tokens so far, of the rows that haven't ended."""
     completions: Completions
-    ended: Bool[jax.Array, "B"]
+    ended: Bool[Any, "B"]
     cache: KVCache
 
 
+AXES: Any = Progress((), Completions(*[("batch",)] * 4), ("batch",), KVCache(CACHE, CACHE, ("batch",), ()))
+"""Their logical axes."""
+
+
 @partial(jax.jit, static_argnames=("graphdef", "options", "greedy"))
-def decode(
+def begin(
     graphdef: nnx.GraphDef,
     params: Any,
     prompts: Int[jax.Array, "B P"],
-    lengths: Int[jax.Array, "B"],
-    sequences: Int[jax.Array, "B"],
-    stop_ids: Int[jax.Array, "S"],
-    pad_id: Int[jax.Array, ""],
-    seed: Int[jax.Array, ""],
-    step: Int[jax.Array, ""],
+    draw: Draw,
     *,
     options: RolloutConfig,
     greedy: bool,
-) -> Completions:
-    """Complete the rows of one batch; a row of length 0 is none, and gets no tokens. `params`: `decoding_weights`."""
+) -> Progress:
+    """The rows of one batch with their first token. `params`: `decoding_weights`."""
     rows, width = prompts.shape
     limit = options.max_completion_length
     model = nnx.merge(graphdef, params)
-    keys = sampling.sequence_keys(seed, step, sequences)
-
-    def extend(progress: Progress, hidden: Float[jax.Array, "B T D"], cache: KVCache) -> Progress:
-        """One more token a row, from the hidden states at the row's end."""
-        logits = jnp.einsum("bd,vd->bv", hidden[:, -1], model.head_weight, preferred_element_type=jnp.float32)
-        if greedy:
-            token, logprob = sampling.greedy(logits)
-        else:
-            token, logprob = sampling.sample(
-                logits,
-                keys,
-                progress.made,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-            )
-        stopped = (token[:, None] == stop_ids).any(-1)
-        so_far, ended, made = progress.completions, progress.ended, progress.made
-        completions = Completions(
-            tokens=so_far.tokens.at[:, made].set(jnp.where(ended, pad_id, token)),
-            logprobs=so_far.logprobs.at[:, made].set(jnp.where(ended, 0.0, logprob)),
-            lengths=so_far.lengths + ~ended,
-            finished=so_far.finished | (stopped & ~ended),
-        )
-        return Progress(made + 1, completions, ended | stopped, cache)
-
-    def unfinished(progress: Progress) -> Bool[jax.Array, ""]:
-        return (progress.made < limit) & ~progress.ended.all()
-
-    def advance(progress: Progress) -> Progress:
-        tokens = jax.lax.dynamic_index_in_dim(progress.completions.tokens, progress.made - 1, axis=1)
-        positions = (lengths + progress.made - 1)[:, None]
-        return extend(progress, *model(tokens, positions, jnp.ones_like(tokens), progress.cache))
-
     empty = Completions(
-        tokens=jnp.full((rows, limit), pad_id, jnp.int32),
+        tokens=jnp.full((rows, limit), draw.pad_id, jnp.int32),
         logprobs=jnp.zeros((rows, limit)),
         lengths=jnp.zeros(rows, jnp.int32),
         finished=jnp.zeros(rows, bool),
     )
-    hidden, cache = prefill(model, prompts, lengths, width + limit)
-    progress = Progress(jnp.zeros((), jnp.int32), empty, lengths == 0, cache)
-    return jax.lax.while_loop(unfinished, advance, extend(progress, hidden, cache)).completions
+    hidden, cache = prefill(model, prompts, draw.lengths, width + limit)
+    progress = Progress(jnp.zeros((), jnp.int32), empty, draw.lengths == 0, cache)
+    return laid_out(model, extended(model, progress, draw, options, greedy, hidden, cache))
+
+
+@partial(jax.jit, static_argnames=("graphdef", "options", "greedy"), donate_argnames="progress")
+def advance(
+    graphdef: nnx.GraphDef,
+    params: Any,
+    progress: Progress,
+    draw: Draw,
+    until: Int[jax.Array, ""],
+    *,
+    options: RolloutConfig,
+    greedy: bool,
+) -> Progress:
+    """The same rows with `until` tokens each, or ended before; it takes over the memory of `progress`."""
+    model = nnx.merge(graphdef, params)
+
+    def unfinished(progress: Progress) -> Bool[jax.Array, ""]:
+        return (progress.made < until) & ~progress.ended.all()
+
+    def longer(progress: Progress) -> Progress:
+        tokens = jax.lax.dynamic_index_in_dim(progress.completions.tokens, progress.made - 1, axis=1)
+        positions = (draw.lengths + progress.made - 1)[:, None]
+        hidden, cache = model(tokens, positions, jnp.ones_like(tokens), progress.cache)
+        return extended(model, progress, draw, options, greedy, hidden, cache)
+
+    return laid_out(model, jax.lax.while_loop(unfinished, longer, progress))
+
+
+def extended(
+    model: Qwen2,
+    progress: Progress,
+    draw: Draw,
+    options: RolloutConfig,
+    greedy: bool,
+    hidden: Float[jax.Array, "B T D"],
+    cache: KVCache,
+) -> Progress:
+    """One more token a row, from the hidden states at the row's end."""
+    logits = jnp.einsum("bd,vd->bv", hidden[:, -1], model.head_weight, preferred_element_type=jnp.float32)
+    if greedy:
+        token, logprob = sampling.greedy(logits)
+    else:
+        token, logprob = sampling.sample(
+            logits,
+            sampling.sequence_keys(draw.seed, draw.step, draw.sequences),
+            progress.made,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+        )
+    stopped = (token[:, None] == draw.stop_ids).any(-1)
+    so_far, ended, made = progress.completions, progress.ended, progress.made
+    completions = Completions(
+        tokens=so_far.tokens.at[:, made].set(jnp.where(ended, draw.pad_id, token)),
+        logprobs=so_far.logprobs.at[:, made].set(jnp.where(ended, 0.0, logprob)),
+        lengths=so_far.lengths + ~ended,
+        finished=so_far.finished | (stopped & ~ended),
+    )
+    return Progress(made + 1, completions, ended | stopped, cache)
+
+
+def laid_out(model: Qwen2, progress: Progress) -> Progress:
+    """By the table: what one program gives lies as the next one takes it."""
+    layout = model.layout
+    return progress if layout is None else by_axes(layout.constrain, progress)
+
+
+def by_axes(place: Callable[[Any, tuple[str | None, ...]], Any], progress: Progress) -> Progress:
+    """`place(array, its logical axes)` of everything that the loop carries."""
+    return jax.tree.map(lambda axes, array: place(array, axes), AXES, progress, is_leaf=lambda x: type(x) is tuple)
 
 
 def prefill(

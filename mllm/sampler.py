@@ -1,6 +1,6 @@
 """Prompts in, completions and their text out: the rollout bound to one model, tokenizer and mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ class Sampler:
     stop_ids: tuple[int, ...]
     options: RolloutConfig
     seed: int
+    poll: Callable[[], None] = lambda: None
+    """See `generate`."""
 
     def complete(
         self,
@@ -47,6 +49,7 @@ class Sampler:
             step=step,
             first_sequence=first,
             greedy=greedy,
+            poll=self.poll,
         )
         said = completions.lengths - completions.finished
         tokens = [row[:count].tolist() for row, count in zip(completions.tokens, said, strict=True)]

@@ -1,5 +1,7 @@
 """What devices hold and exchange in the programs of a rollout and of the log-prob pass, by their compiled text."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +12,7 @@ from kernels.lm_head import streaming
 from mllm import rollout
 from mllm.mesh import make_mesh, sharding
 from mllm.policy import load_policy
-from mllm.rollout import decode, decoding_weights, generate
+from mllm.rollout import Draw, advance, begin, decoding_weights, generate
 from mllm.train_step import make_logprob_pass
 
 HIDDEN, ROWS, PROMPT, LIMIT = ARCHITECTURE["hidden_size"], 8, 16, 12
@@ -32,19 +34,32 @@ def gathering(policy):
     return decoding_weights.lower(policy.graphdef, policy.params).compile()
 
 
-@pytest.fixture(scope="module")
-def decoding(policy, gathering):
-    def lie(leaf, layout):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
+def lie(leaf, layout):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
 
-    weights = jax.tree.map(lie, policy.params, gathering.output_shardings)
+
+@pytest.fixture(scope="module")
+def asked(policy, gathering):
+    """Weights, prompts, and what draws their tokens."""
     rows = sharding(make_mesh(SETTINGS.mesh), ("batch",))
-    prompts, lengths, sequences = (
-        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for shape in ((ROWS, PROMPT), (ROWS,), (ROWS,))
-    )
-    stop_ids = jnp.array([1])
-    arguments = (weights, prompts, lengths, sequences, stop_ids, 0, 0, 0)
-    return decode.lower(policy.graphdef, *arguments, options=SETTINGS.rollout, greedy=False).compile()
+    prompts, of_rows = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for shape in ((ROWS, PROMPT), (ROWS,)))
+    weights = jax.tree.map(lie, policy.params, gathering.output_shardings)
+    return weights, prompts, Draw(of_rows, of_rows, jnp.array([1]), 0, 0, 0)
+
+
+HOW = {"options": SETTINGS.rollout, "greedy": False}
+
+
+@pytest.fixture(scope="module")
+def prefilling(policy, asked):
+    return begin.lower(policy.graphdef, *asked, **HOW).compile()
+
+
+@pytest.fixture(scope="module")
+def decoding(policy, asked, prefilling):
+    weights, _, draw = asked
+    progress = jax.tree.map(lie, prefilling.out_info, prefilling.output_shardings)
+    return advance.lower(policy.graphdef, weights, progress, draw, LIMIT, **HOW).compile()
 
 
 def test_gathering_for_a_rollout_leaves_parameters_divided_over_tp_alone(policy, gathering):
@@ -54,22 +69,35 @@ def test_gathering_for_a_rollout_leaves_parameters_divided_over_tp_alone(policy,
     assert len(exchanged(gathering)) == len(jax.tree.leaves(policy.params)) - 3  # q_bias, k_bias, v_bias have no fsdp
 
 
-def test_decoding_gathers_no_parameters(decoding):
-    gathered = [array.shape for array in exchanged(decoding) if array.kind == "all-gather"]
-    assert not [shape for shape in gathered if HIDDEN in shape]
+def test_a_rollout_gathers_no_parameters(prefilling, decoding):
+    for program in (prefilling, decoding):
+        gathered = [array.shape for array in exchanged(program) if array.kind == "all-gather"]
+        assert not [shape for shape in gathered if HIDDEN in shape]
 
 
-def test_decoding_adds_up_its_own_rows_over_tp_and_exchanges_no_keys_or_values(decoding):
-    added = {array.shape for array in exchanged(decoding) if array.shape[-1] == HIDDEN}
-    assert added == {(ROWS // 4, PROMPT, HIDDEN), (ROWS // 4, 1, HIDDEN)}
-    assert not [array for array in exchanged(decoding) if HEAD_DIM in array.shape]
+def test_a_rollout_adds_up_its_own_rows_over_tp_and_exchanges_no_keys_or_values(prefilling, decoding):
+    for program, tokens in ((prefilling, PROMPT), (decoding, 1)):
+        added = {array.shape for array in exchanged(program) if array.shape[-1] == HIDDEN}
+        assert added == {(ROWS // 4, tokens, HIDDEN)}
+        assert not [array for array in exchanged(program) if HEAD_DIM in array.shape]
 
 
-def test_a_device_has_its_own_rows_and_heads_of_the_cache(decoding):
+def test_a_device_has_its_own_rows_and_heads_of_the_cache(prefilling, decoding):
     slots = PROMPT + LIMIT
-    caches = {array.shape for array in arrays(text(decoding)) if len(array.shape) == 5 and slots in array.shape}
-    assert (ARCHITECTURE["num_hidden_layers"], ROWS // 4, slots, KV_HEADS // 2, HEAD_DIM) in caches
-    assert not [shape for shape in caches if ROWS in shape[1:2]]
+    for program in (prefilling, decoding):
+        caches = {array.shape for array in arrays(text(program)) if len(array.shape) == 5 and slots in array.shape}
+        assert (ARCHITECTURE["num_hidden_layers"], ROWS // 4, slots, KV_HEADS // 2, HEAD_DIM) in caches
+        assert not [shape for shape in caches if ROWS in shape[1:2]]
+
+
+def test_a_turn_of_the_loop_takes_the_place_of_the_one_before(decoding):
+    """So the program is compiled once, and there is no second cache."""
+    before, after = decoding.input_shardings[0][1], decoding.output_shardings
+    carried = 0
+    for info, one, other in zip(*map(jax.tree.leaves, (decoding.out_info, before, after)), strict=True):
+        assert one.is_equivalent_to(other, len(info.shape))
+        carried += math.prod(other.shard_shape(info.shape)) * info.dtype.itemsize
+    assert decoding.memory_analysis().alias_size_in_bytes == carried
 
 
 def test_a_rollout_of_many_slices_gathers_once(policy, monkeypatch):

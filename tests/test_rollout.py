@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mllm import sampling
+from mllm import rollout, sampling
 from mllm.config import RolloutConfig
 from mllm.model import Qwen2, Qwen2Config
 from mllm.rollout import generate
+from mllm.signals import Interrupted
 
 VOCABULARY, PAD, STOPS = 40, 39, (3, 11, 12, 20, 33)
 LIMIT = 6
@@ -155,7 +156,7 @@ def test_decoding_ends_when_every_completion_has(model, prompts, monkeypatch):
     assert len(steps) == 1
 
 
-def test_one_program_serves_all_prompts_of_a_bucket(model, prompts, monkeypatch):
+def test_a_program_of_each_half_serves_all_prompts_of_a_bucket(model, prompts, monkeypatch):
     traced = []
 
     def counted(*arguments):
@@ -167,7 +168,31 @@ def test_one_program_serves_all_prompts_of_a_bucket(model, prompts, monkeypatch)
     options = OPTIONS.model_copy(update={"temperature": 1.1})  # not compiled yet
     for step, some in enumerate((prompts[:3], prompts[4:8], prompts[4:8] * 3)):
         complete(model, some, options, seed=step, step=step, first_sequence=step)
-    assert len(traced) == 1
+    assert len(traced) == 2
+
+
+def test_a_rollout_is_asked_between_its_turns_whether_to_go_on_and_ends_the_same_wherever_it_is_cut(
+    model, prompts, monkeypatch
+):
+    turns = []
+    monkeypatch.setattr(rollout, "next_turn", lambda tokens, seconds: 3)
+    in_threes = complete(model, prompts, poll=lambda: turns.append(1))
+    monkeypatch.undo()
+    assert len(turns) > -(-len(prompts) // OPTIONS.batch_size)
+    jax.tree.map(np.testing.assert_array_equal, in_threes, complete(model, prompts))
+
+
+def test_what_is_raised_between_two_turns_ends_the_rollout(model, prompts):
+    def leave():
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        complete(model, prompts, poll=leave)
+
+
+@pytest.mark.parametrize(("tokens", "seconds", "then"), [(1, 9.0, 1), (8, 0.01, 16), (8, 0.25, 8), (8, 1.0, 2)])
+def test_a_turn_takes_about_a_quarter_of_a_second(tokens, seconds, then):
+    assert rollout.next_turn(tokens, seconds) == then
 
 
 def test_in_bfloat16_the_log_probabilities_are_those_of_the_model_without_a_cache(prompts):

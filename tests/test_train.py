@@ -4,6 +4,7 @@ import math
 import shutil
 import signal
 import struct
+import time
 from functools import cache
 from pathlib import Path
 
@@ -133,6 +134,29 @@ def test_a_signal_saves_and_the_same_command_resumes(undisturbed, tmp_path, numb
     assert f"stopped by a signal after step {stopped}; saved: the same command resumes" in errors
     assert "Traceback" not in errors
     assert output == ""
+    assert run(settings) == 0
+    assert_same_end(settings, undisturbed("grpo"))
+
+
+@pytest.mark.parametrize("phase", ["rollout", "reward", "eval"])
+def test_a_signal_in_the_middle_of_a_step_saves_the_last_whole_one(undisturbed, tmp_path, monkeypatch, phase):
+    settings = placed("grpo", tmp_path, checkpoint={"every": None})
+    entered = []
+
+    class Signalled(train.Stopwatch):
+        def phase(self, name):
+            entered.append(name)
+            if name == phase and entered.count("rollout") == (4 if name == "eval" else 5):
+                signal.raise_signal(signal.SIGTERM)
+                time.sleep(0.1)  # for whoever hears it
+            return super().phase(name)
+
+    monkeypatch.setattr(train, "Stopwatch", Signalled)
+    assert run(settings) == 143
+    assert entered[-1] == phase
+    assert checkpoints(settings) == [8]
+    assert records(settings)[-1]["step"] == (7 if phase == "eval" else 8)
+    monkeypatch.undo()
     assert run(settings) == 0
     assert_same_end(settings, undisturbed("grpo"))
 
@@ -274,7 +298,7 @@ def scalars(folder: Path) -> dict[tuple[str, int], float]:
 
 def test_rewards_that_raise_or_hang_are_counted_and_training_goes_on(tmp_path):
     names = ["user_rewards:fussy", "user_rewards:slow_at_times"]
-    rewards = {"rewards": [{"name": name} for name in names], "reward_timeout": 0.5}
+    rewards = {"rewards": [{"name": name} for name in names], "reward_timeout": 0.5, "max_failed_groups": 1}
     settings = placed("grpo", tmp_path, steps=2, task=rewards)
     assert run(settings) == 0
     first = records(settings)[1]

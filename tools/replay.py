@@ -1,0 +1,106 @@
+"""Look into an update that was skipped: python tools/replay.py RUN/skipped/step_N.npz
+
+The batch that the run kept is computed again, a row at a time, on one device, with the parameters of that moment if a
+checkpoint still has them, else with those of the nearest; it says which rows have a loss or a gradient that isn't
+finite, and in which parameters.
+
+Exit codes: 0 everything is finite, 1 something isn't, 2 something that you can mend.
+"""
+
+import argparse
+import logging
+import sys
+import zipfile
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from mllm import config_file as configs
+from mllm.batch import Batch
+from mllm.checkpoint import Checkpoints, by_name
+from mllm.config import MeshConfig
+from mllm.errors import UserError
+from mllm.mesh import make_mesh
+from mllm.metrics import read_records
+from mllm.policy import load_policy
+from mllm.train_step import Forward
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dump", type=Path, metavar="RUN/skipped/step_N.npz", help="the batch of a skipped update")
+    parser.add_argument("--checkpoint", type=int, metavar="N", help="take this one's parameters")
+    options = parser.parse_args(arguments)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells what reading only means
+    try:
+        return replay(options.dump, options.checkpoint)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def replay(path: Path, checkpoint: int | None) -> int:
+    """Compute the batch again and print what isn't finite. Returns the exit code."""
+    batch, step = read(path)
+    run = path.parent.parent
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run}: no config.yaml; a dump stands in the folder skipped of a run_dir")
+    config = configs.load(str(run / "config.yaml"))
+    mesh = make_mesh(MeshConfig())
+    policy = load_policy(config, mesh)
+    with closing(Checkpoints(run / "checkpoints", config.checkpoint, read_only=True)) as checkpoints:
+        updated = {record["step"] for record in read_records(run / "metrics.jsonl") if record.get("skipped") == 0}
+        if checkpoint is None:
+            checkpoint = nearest(checkpoints.manager.all_steps(), step, updated)
+        checkpoint, params = checkpoints.restore_params(policy.params, checkpoint)
+    between = len(updates_between(checkpoint, step, updated))
+    when = f"{between} updates {'earlier' if checkpoint < step else 'later'}" if between else "as they were then"
+    print(f"step {step} of {run}, parameters of checkpoint {checkpoint}: {when}")
+
+    forward = Forward(policy.graphdef, config, mesh)
+    value_and_grad = jax.jit(jax.value_and_grad(lambda params, row: forward.loss(params, row)[0]))
+    total, gone = 0.0, 0
+    for row in tqdm(range(len(batch.tokens)), unit="row", leave=False):
+        one = jax.tree.map(lambda x, row=row: jnp.asarray(x[row : row + 1]), batch)
+        loss, gradients = value_and_grad(params, one)
+        broken = {name: leaf for name, leaf in by_name(gradients).items() if not jnp.isfinite(leaf).all()}
+        total += float(loss)
+        if broken or not np.isfinite(loss):
+            gone += 1
+            tqdm.write(f"row {row}: loss {float(loss):g} of {int((one.weights > 0).sum())} tokens; not finite in")
+            for name, leaf in broken.items():
+                tqdm.write(f"  {name}: {int((~jnp.isfinite(leaf)).sum())} of {leaf.size}")
+    print(f"loss {total:g}; {gone} of {len(batch.tokens)} rows aren't finite")
+    return 1 if gone else 0
+
+
+def read(path: Path) -> tuple[Batch, int]:
+    """The batch, and the update that it was for."""
+    try:
+        with np.load(path, allow_pickle=False) as kept:
+            fields = {name: kept[name] for name in kept.files}
+        return Batch(**{name: value for name, value in fields.items() if name in Batch._fields}), int(fields["step"])
+    except FileNotFoundError:
+        raise UserError(f"{path}: not found; a run keeps its skipped updates in run_dir/skipped") from None
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError) as error:
+        raise UserError(f"{path}: not a batch that a run has kept ({type(error).__name__}: {error})") from None
+
+
+def nearest(checkpoints: Sequence[int], step: int, updated: set[int]) -> int | None:
+    """The checkpoint with the fewest updates between its parameters and those that the skipped update had."""
+    return min(sorted(checkpoints), key=lambda found: len(updates_between(found, step, updated)), default=None)
+
+
+def updates_between(checkpoint: int, step: int, updated: set[int]) -> list[int]:
+    """The updates that were made between a checkpoint and the beginning of update `step`, or the other way round."""
+    first, last = sorted((checkpoint, step - 1))
+    return [number for number in range(first + 1, last + 1) if number in updated]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
