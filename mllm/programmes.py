@@ -54,15 +54,18 @@ class Programmes:
         self.micro_rows = config.micro_batch_size or config.batch_size
 
     def prefill(self) -> Programme:
-        return self.decoding(begin), (self.decoding_weights(), self.prompts(), self.draw())
+        return jax.jit(self.sampling(begin)), (self.decoding_weights(), self.prompts(), self.draw())
 
     def decode(self) -> Programme:
         """A turn of the loop; completions and cache take the place of those before."""
         prefill, arguments = self.prefill()
         progress = by_axes(lambda x, axes: self.array(x.shape, x.dtype, axes), jax.eval_shape(prefill, *arguments))
-        return self.decoding(advance), (self.decoding_weights(), progress, self.draw(), self.array((), jnp.int32, ()))
+        # What `advance` itself gives away counts for nothing: it is only a part of the program that is compiled.
+        turn = jax.jit(self.sampling(advance), donate_argnums=1)
+        return turn, (self.decoding_weights(), progress, self.draw(), self.array((), jnp.int32, ()))
 
-    def decoding(self, program: Callable[..., Any]) -> Callable[..., Any]:
+    def sampling(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        """`begin` or `advance`, with the run's model and options bound."""
         return partial(program, self.policy.graphdef, options=self.config.rollout, greedy=False)
 
     def logprob(self) -> Programme:

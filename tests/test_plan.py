@@ -92,6 +92,16 @@ class TestPhases:
             assert peak + free == pytest.approx(1000, abs=0.02)
 
 
+def test_a_turn_of_decoding_takes_over_the_memory_of_the_one_before(config):
+    """Else the plan would count the cache twice."""
+    devices = plan.Devices("two", make_mesh(config.mesh), 8, 2**30, None)
+    planner = plan.Planner(config, devices, lambda line: None)
+    turn = planner.compile("decode", "decode")
+    cache = plan.on_device(planner.programmes.cache())
+    assert turn.arguments > cache
+    assert turn.peak - turn.arguments - turn.temporaries < cache / 10
+
+
 class TestTheLargestMicroBatch:
     def test_is_found_wherever_it_is_in_few_trials(self):
         candidates = [1, 2, 4, 5, 8, 10, 16, 20, 40, 80]
@@ -225,6 +235,18 @@ allocation 3: size 7, color 1, preallocated-temp:
         whole = targets.memory(targets.compiled(*head.loss(mesh, **sizes), mesh))
         assert found.arguments == whole["argument"]
         assert found.peak == pytest.approx(whole["peak"], abs=MIB / 2)
+
+    @pytest.mark.aot
+    @needs_libtpu
+    def test_has_results_that_take_an_argument_s_place_once(self):
+        config = tiny.config(rollout={"batch_size": 64, "max_prompt_length": 64, "max_completion_length": 64})
+        axes = {"dp": 1, "fsdp": 1, "tp": 1}
+        mesh = targets.mesh("v6e", tuple(axes.values()), tuple(axes))
+        settings = {"config": config.model_dump(mode="json"), "name": "decode"}
+        turn = assignment.read("v6e", "mllm.programmes:programme", axes, **settings)
+        cache = plan.on_device(Programmes(config, mesh).cache())
+        assert turn.arguments > cache
+        assert turn.peak - turn.arguments - turn.temporaries < cache / 10
 
     @pytest.mark.aot
     @needs_libtpu
