@@ -11,6 +11,11 @@ from typing import Any
 
 from mllm.errors import UserError
 
+LARGEST_SIZE = 2**31 - 1
+"""JAX counts in int32."""
+LARGEST_FLOAT = 10**15
+LARGEST = {"num_hidden_layers": 10_000}
+
 
 @dataclass(frozen=True)
 class Qwen2Config:
@@ -48,15 +53,17 @@ class Qwen2Config:
             raise UserError(f"{where}: rope_parameters must be a mapping, not {rope!r}")
         refuse_unsupported(settings, rope, where)
         # transformers 5 nests rope_theta there, older files have it on top; 10,000 is transformers' default.
-        values = {**settings, **rope}
+        values = {**settings, "rope_theta": rope.get("rope_theta", settings.get("rope_theta", 10_000.0))}
 
         def positive(key: str, kind: type[int] | type[float], default: int | float | None = None) -> Any:
             value = values.get(key, default)
             if value is None:
                 raise UserError(f"{where}: {key} is missing")
-            if isinstance(value, bool) or not isinstance(value, (int, kind)) or value <= 0:
+            largest = LARGEST.get(key, LARGEST_SIZE if kind is int else LARGEST_FLOAT)
+            # Not `value <= 0 or value > largest`: JSON as Python reads it has NaN.
+            if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 < value <= largest:
                 noun = "whole number" if kind is int else "number"
-                raise UserError(f"{where}: {key} must be a positive {noun}, not {value!r}")
+                raise UserError(f"{where}: {key} must be a positive {noun} up to {largest}, not {value!r}")
             return kind(value)
 
         tied = settings.get("tie_word_embeddings", False)
@@ -74,7 +81,7 @@ class Qwen2Config:
             num_key_value_heads=positive("num_key_value_heads", int, heads),
             head_dim=hidden // heads if settings.get("head_dim") is None else positive("head_dim", int),
             tie_word_embeddings=tied,
-            rope_theta=positive("rope_theta", float, 10_000.0),
+            rope_theta=positive("rope_theta", float),
             rms_norm_eps=positive("rms_norm_eps", float, 1e-6),
             max_position_embeddings=positive("max_position_embeddings", int, 32_768),
             initializer_range=positive("initializer_range", float, 0.02),
@@ -125,12 +132,14 @@ def refuse_unsupported(settings: Mapping[str, Any], rope: Mapping[str, Any], whe
     scaling = settings.get("rope_scaling")
     if isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type")) == "default":
         scaling = None
-    layers = [kind for kind in settings.get("layer_types") or () if kind != "full_attention"]
+    layers = settings.get("layer_types") or []
+    if not isinstance(layers, list | tuple):
+        raise UserError(f"{where}: layer_types must be a list, not {layers!r}")
     for key, value, supported in (
         ("model_type", settings.get("model_type", "qwen2"), "qwen2"),
         ("hidden_act", settings.get("hidden_act", "silu"), "silu"),
         ("use_sliding_window", settings.get("use_sliding_window", False), False),
-        ("layer_types", layers, []),
+        ("layer_types", [kind for kind in layers if kind != "full_attention"], []),
         ("rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
         ("rope_scaling", scaling, None),
         ("attention_dropout", settings.get("attention_dropout", 0.0), 0.0),

@@ -11,7 +11,7 @@ mixtures.
 """
 
 import logging
-import sys
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -28,7 +28,7 @@ from mllm.batch import Batch, padded_length
 from mllm.config import DataConfig
 from mllm.errors import UserError
 from mllm.records import Records, chat, hub_rows, json_lines
-from mllm.tasks import Example, Task, permuted
+from mllm.tasks import MOST_PROBLEMS, Example, Task, permuted
 from mllm.tokenizer import Message, encode_example, encode_prompt
 
 log = logging.getLogger(__name__)
@@ -204,6 +204,7 @@ def process_rows(total: int, process_index: int, process_count: int, key: str) -
 def order(count: int, epochs: int | None, seed: int | None) -> grain.MapDataset[int]:
     """The indices of `count` examples, `epochs` times over, each time in another order; seed None: in their own.
 
+    No longer than `MOST_PROBLEMS`: Grain counts batches in floating point, and len() must not pass sys.maxsize.
     Not Grain's `shuffle`: it takes 0.7 ms an index for a hundred examples (its smallest cycle has 2^16
     members), holds at most 2^32 of them, and shuffles epoch e by seed + e, so that seed 0's second epoch is
     seed 1's first.
@@ -215,7 +216,7 @@ def order(count: int, epochs: int | None, seed: int | None) -> grain.MapDataset[
         epoch, index = divmod(int(position), count)
         return index if seed is None else permuted(index, count, key=f"{seed} {epoch}")
 
-    length = min(count * epochs, sys.maxsize) if epochs else sys.maxsize
+    length = min(count * epochs, MOST_PROBLEMS) if epochs else MOST_PROBLEMS
     return grain.MapDataset.range(length).map(draw)
 
 
@@ -262,7 +263,9 @@ def read_documents(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def records(config: DataConfig) -> Records:
-    if config.source.endswith(".jsonl") or Path(config.source).is_file():
+    if os.path.isdir(config.source):
+        raise UserError(f"data.source: {config.source} is a folder: give a file of JSON lines, or a hub id")
+    if config.source.endswith(".jsonl") or os.path.exists(config.source):
         return json_lines(Path(config.source), "data.source")
     return hub_rows(config.source, config.subset, config.split, "data.source")
 
@@ -276,7 +279,7 @@ def tokenize(
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
     document = np.stack([ids, np.roll(ids, -1), np.roll(said, -1)], axis=1).astype(np.int32)[:max_length]
-    document[-1, 1:] = 0  # what follows the last token is cut off, or another document's
+    document[-1:, 1:] = 0  # what follows the last token is cut off, or another document's
     if not document[:, 2].any():
         raise UserError(f"{place}: none of the assistant's tokens lies within data.max_length ({max_length})")
     return document, len(ids) <= max_length
@@ -295,7 +298,10 @@ def solved(task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int, inde
 def asked(task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int, index: int) -> tuple[Example, list[int]]:
     """Training problem `index` of the task, and the tokens of its prompt."""
     example = task.train[index]
-    tokens = encode_prompt(tokenizer, example.prompt)
+    try:
+        tokens = encode_prompt(tokenizer, example.prompt)
+    except UserError as error:
+        raise UserError(f"{task.name}[{index}]: {error}") from None
     if len(tokens) > max_length:
         raise UserError(
             f"rollout.max_prompt_length: prompt {index} of task {task.name} has {len(tokens)} tokens, "

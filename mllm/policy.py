@@ -1,5 +1,7 @@
 """The run's model: architecture, tokenizer, stop ids and first parameters, as the configuration asks for them."""
 
+import math
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,8 @@ from mllm.config import Config, ModelConfig
 from mllm.errors import UserError
 from mllm.mesh import Layout
 from mllm.model import LOGICAL_AXES, Qwen2, parameter_name
+
+MOST_PARAMETERS = 10**13
 
 
 class Policy(NamedTuple):
@@ -58,6 +62,12 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
     layout = Layout.of(mesh, architecture)
     splash = splash_mesh(model.attention, architecture, mesh)
     graphdef, params = nnx.split(nnx.eval_shape(lambda: make_model(model, architecture, nnx.Rngs(0), splash, layout)))
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    if count > MOST_PARAMETERS:
+        raise UserError(
+            f"{'model.architecture' if folder is None else folder / 'config.json'}: {count:,} parameters "
+            f"are more than any model has: correct its sizes"
+        )
     tokenizer = tokenizers.load(find_tokenizer(model, folder))
     tokenizers.check_fits(tokenizer, architecture.vocab_size)
     stop = () if config.rollout is None else config.rollout.stop
@@ -95,7 +105,7 @@ def find_folder(config: ModelConfig) -> Path | None:
     """The folder of the model's files; None where random parameters need none."""
     if config.source is None:
         return None
-    if config.init == "random" and not Path(config.source).is_dir():
+    if config.init == "random" and not os.path.isdir(os.path.expanduser(config.source)):
         if config.source in PRESETS:
             return None
         raise UserError(

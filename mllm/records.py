@@ -1,20 +1,26 @@
 """Records of text data: JSON lines from a file, rows from a hub's data set, and the chats in them.
 
 Each record comes with the place that it stands at (`train.jsonl:17`), so that whoever finds a fault in it can
-say where. Left out: formats other than JSON lines (a hub id is read by `datasets`, which knows them), tools,
-images.
+say where. Lines end as Unix or Windows end them, the file may begin with a byte order mark, and lines of nothing
+but space are passed over: nothing is lost with them, and the others keep their numbers. Left out: formats other
+than JSON lines (a hub id is read by `datasets`, which knows them), tools, images.
 """
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mllm.errors import UserError
 
 Record = dict[str, Any]
 Records = Iterator[tuple[str, Record | UserError]]
 """Each record, or what is wrong with it, with its place."""
+
+LONGEST_LINE = 2**23
+"""Bytes: some million tokens, each of which takes a hundred bytes for a moment."""
 
 
 def json_lines(path: Path, key: str) -> Records:
@@ -23,9 +29,13 @@ def json_lines(path: Path, key: str) -> Records:
     Raises:
         UserError: there is no such file, or it can't be read.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe may take for ever
+        raise UserError(f"{key}: {path} is no regular file: give a file of JSON lines")
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(lines(file), start=1):
+                if not line.strip():
+                    continue
                 place = f"{path}:{number}"
                 try:
                     yield place, parse(place, line)
@@ -35,9 +45,18 @@ def json_lines(path: Path, key: str) -> Records:
         raise UserError(f"{key}: {path} can't be read ({error.strerror}): give a file of JSON lines") from None
 
 
+def lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file; of one that is longer than `LONGEST_LINE` only the beginning, which is longer, too."""
+    while line := file.readline(LONGEST_LINE + 1):
+        rest = line
+        while not rest.endswith(b"\n") and (rest := file.readline(LONGEST_LINE)):
+            pass
+        yield line
+
+
 def parse(place: str, line: bytes) -> Record:
-    if not line.strip():
-        raise UserError(f"{place}: an empty line")
+    if len(line) > LONGEST_LINE:
+        raise UserError(f"{place}: longer than {LONGEST_LINE >> 20} MiB: is it a file of JSON lines?")
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -78,6 +97,8 @@ def text(place: str, record: Record, key: str) -> str:
         raise UserError(f"{place}: {key} must be a string, got {type(value).__name__}")
     if not value.strip():
         raise UserError(f"{place}: {key} is empty")
+    if half := re.search("[\ud800-\udfff]", value):
+        raise UserError(f"{place}: {key} holds {half.group()!r}, which is half a character")
     return value
 
 

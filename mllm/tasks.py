@@ -24,7 +24,7 @@ MOST_PROBLEMS = 2**62
 
 HASHES = re.compile(r"#### (-?[0-9.,]+)")
 """GSM8K's own extraction (grade_school_math/dataset.py)."""
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+OPEN, CLOSE = "<answer>", "</answer>"
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 """verl's prompt for GSM8K (examples/data_preprocess/gsm8k.py)."""
@@ -99,10 +99,18 @@ def final_answer(completion: str, example: Example) -> str | None:
             found = HASHES.findall(completion)
             return found[-1].replace(",", "").rstrip(".") if found else None
         case "tags":
-            found = ANSWER.findall(completion)
-            return found[-1].strip() if found else completion.strip()
+            return last_element(completion).strip()
         case _:
             return completion.strip()
+
+
+def last_element(completion: str) -> str:
+    """What the last <answer> element holds, or all where there is none. No regular expression: those that find it look
+    through the rest of the text once for every <answer> that is not closed."""
+    end, found = 0, completion
+    while (start := completion.find(OPEN, end)) >= 0 and (end := completion.find(CLOSE, start)) >= 0:
+        found = completion[start + len(OPEN) : end]
+    return found
 
 
 def arithmetic(config: TaskConfig) -> Task:
@@ -189,7 +197,7 @@ def gsm8k_example(config: TaskConfig, place: str, row: Record | UserError) -> Ex
     prompt = chat(config, question, GSM8K_INSTRUCTION)
     example = Example(prompt, "", solution, {"form": "hashes"})
     answer = final_answer(solution, example)
-    if answer is None:
+    if answer is None or not re.search("[0-9]", answer):
         raise UserError(f"{place}: answer has no line '#### N' with the result")
     return replace(example, answer=answer)
 

@@ -7,11 +7,16 @@ that isn't plain text.
 
 A message that holds the text of a control token, such as `<|im_end|>`, is refused: Hugging Face's pipeline
 would read it as the token itself, so a question could end its own turn and speak as somebody else.
+
+Tokenizer and template may be a stranger's. No code of the folder is run; the template is a program that Jinja
+keeps from everything but its messages, and that is stopped when it takes longer than `TEMPLATE_SECONDS`. Not
+limited is the memory that it takes, nor a single huge product; `**` is refused.
 """
 
-import json
+import os
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +27,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mllm.errors import UserError
+from mllm.json_file import read_json
+from mllm.time_limit import time_limit
 
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
@@ -31,6 +38,11 @@ BYTES_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
 """Roles are left out: a tiny model pays for each token."""
+
+LARGEST_TEMPLATE = 2**20
+"""Characters."""
+TEMPLATE_SECONDS = 10.0
+"""That a chat may take to be rendered; one takes a thousandth of a second."""
 
 
 def load(source: str) -> PreTrainedTokenizerBase:
@@ -46,15 +58,20 @@ def load(source: str) -> PreTrainedTokenizerBase:
     if source == "bytes":
         return bytes_tokenizer()
     try:
-        folder = Path(source)
-        if not folder.is_dir():
+        folder = Path(os.path.expanduser(source))
+        if not os.path.isdir(folder):
+            if os.path.lexists(folder):
+                raise NotADirectoryError("it is not a folder")
             folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.jinja", "merges.txt"]))
-        if (folder / "tokenizer.json").exists():
+        if (folder / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(str(folder))
-        if not any((folder / name).exists() for name in ("vocab.json", "tokenizer.model")):
+        if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):
             raise FileNotFoundError("it has no file of one")  # AutoTokenizer would make up one without a vocabulary
-        return AutoTokenizer.from_pretrained(str(folder))
-    except Exception as error:  # the Rust library raises plain Exceptions, and the hub's client many kinds
+        # Without this word it would ask at the terminal whether to run the folder's code.
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except BaseException as error:  # the Rust library's, and the hub's client's, are of many kinds
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise UserError(
             f"model.tokenizer: none can be read from {source} ({brief(error)}): "
             "give a folder with tokenizer.json, a hub id, or bytes"
@@ -101,12 +118,13 @@ def stop_ids(
     """
     ids: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     path = None if folder is None else folder / "generation_config.json"
-    if path is not None and path.exists():
-        try:
-            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError, OSError) as error:
-            raise UserError(f"{path}: not readable ({brief(error)}): repair or remove it") from None
-        ids += listed if isinstance(listed, list) else [] if listed is None else [listed]
+    if path is not None and path.is_file():
+        listed = read_json(path).get("eos_token_id")
+        known = set(tokenizer.get_vocab().values())
+        for token in listed if isinstance(listed, list) else [] if listed is None else [listed]:
+            if type(token) is not int or token not in known:
+                raise UserError(f"{path}: eos_token_id: {token!r} is no id of the tokenizer: repair or remove it")
+            ids.append(token)
     if tokenizer.chat_template:
         answered = render(tokenizer, [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}])
         closing = control_tokens(tokenizer).findall(answered.rpartition(".")[2])
@@ -122,18 +140,24 @@ def stop_ids(
 
 
 def check_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raise UserError if the tokenizer has an id without a row in an embedding of `vocab_size` rows."""
-    token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    """Raise UserError if the tokenizer has an id without a row in an embedding of `vocab_size` rows, or loses text."""
+    token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     if last >= vocab_size:
         raise UserError(
             f"model.tokenizer: its token {token!r} has id {last}, but the embedding has {vocab_size} rows: "
             "use the tokenizer that the model was made with"
         )
+    for text in ("user", "7"):  # a vocabulary that is damaged drops what it lacks, and says nothing
+        if str(tokenizer.decode(encode(tokenizer, text))).strip() != text:
+            raise UserError(f"model.tokenizer: it can't write {text}: its vocabulary is damaged")
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """The ids of a chat, up to where the assistant begins to speak."""
-    return encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
+    """The ids of a chat, up to where the assistant begins to speak; UserError where there are none."""
+    ids = encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
+    if not ids:
+        raise UserError("messages: the tokenizer's chat template makes nothing of them")
+    return ids
 
 
 def encode_example(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
@@ -147,9 +171,7 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messag
     """
     text = render(tokenizer, messages)
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):
-        encoded: Any = tokenizer.apply_chat_template(
-            list(messages), return_dict=True, return_assistant_tokens_mask=True
-        )
+        encoded: Any = apply_template(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
         return list(encoded["input_ids"]), [bool(said) for said in encoded["assistant_masks"]]
     borders = [0]
     for turn, message in enumerate(messages):
@@ -197,17 +219,36 @@ def render(
     for message in messages:
         if found := control_tokens(tokenizer).search(message["content"]):
             raise UserError(f"messages: {found.group()} is a control token, which only the chat template may write")
+    return cast(str, apply_template(tokenizer, messages, add_generation_prompt=add_generation_prompt, tokenize=False))
+
+
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> Any:
+    """What the chat template makes of a chat; UserError where it fails or takes too long."""
     try:
-        return cast(
-            str,
-            tokenizer.apply_chat_template(list(messages), add_generation_prompt=add_generation_prompt, tokenize=False),
-        )
-    except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+        with time_limit(TEMPLATE_SECONDS, "model.tokenizer: its chat template"):
+            template: Any = tokenizer.get_chat_template()
+            if not isinstance(template, str) or len(template) > LARGEST_TEMPLATE:
+                raise UserError(f"model.tokenizer: its chat template is no text of up to {LARGEST_TEMPLATE} characters")
+            refuse_powers(template)
+            return tokenizer.apply_chat_template(list(messages), **options)
+    except UserError:
+        raise
+    except Exception as error:  # the template is a program, which may fail in any way
         raise UserError(f"messages: the tokenizer's chat template refuses them: {brief(error)}") from None
 
 
+@lru_cache
+def refuse_powers(template: str) -> None:
+    """Raise UserError where there is one: 9**9**9**9 would be a single instruction, which nothing stops."""
+    if any(kind == "operator" and text == "**" for _, kind, text in jinja2.Environment().lex(template)):
+        raise UserError("model.tokenizer: its chat template takes a power (**), which no chat needs")
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # the Rust library's, of a vocabulary that lacks what the text needs
+        raise UserError(f"model.tokenizer: it can't encode {text:.40}: {brief(error)}") from None
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
@@ -215,6 +256,6 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     return re.compile("|".join(names) or r"(?!)")
 
 
-def brief(error: Exception) -> str:
+def brief(error: BaseException) -> str:
     """The first line of an error, or its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -3,14 +3,14 @@
 Tensors are read lazily, one after the other straight into their places on the devices, and only what the devices of
 this process need: beside the parameters the host holds one tensor as it is stored, never more than its file. A folder
 is written shard by shard under another name and renamed when it is whole. Pickled checkpoints (.bin, .pt) are never
-opened: loading one can run any code.
+opened: loading one can run any code. Nor is code that lies in the folder ever run.
 
 Left out: quantised checkpoints, and saving from several processes.
 """
 
 import gc
-import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +33,7 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from mllm.errors import UserError
+from mllm.json_file import read_json, write_json
 from mllm.model import Qwen2, Qwen2Config, parameter_name
 from mllm.transfer import transfer_bar
 
@@ -57,6 +58,8 @@ TENSORS: dict[str, str] = {
 
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """Those that can be read, with the bytes of a number."""
+COMPARED = 2**22
+"""Numbers of two tensors that are compared at a time."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SECONDS = 5
@@ -74,10 +77,12 @@ def resolve(source: str) -> Path:
     Raises:
         UserError: neither a folder nor an id that the hub, or its local cache, gives.
     """
-    folder = Path(source).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(source))
+    if os.path.isdir(folder):
         return folder
     way_out = "give a local folder or a hub id that can be reached, or set model.init=random"
+    if os.path.lexists(folder):
+        raise UserError(f"{source}: is not a folder (archives and single files are never opened); {way_out}")
     if not HUB_ID.fullmatch(source):
         raise UserError(f"{source}: no such folder; {way_out}")
     patterns = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
@@ -121,7 +126,7 @@ def load(folder: Path, config: Qwen2Config, abstract: nnx.State | None = None) -
 
     Raises:
         UserError: a file missing, damaged or outside the folder; a tensor missing, surplus, of the wrong
-            shape, or quantised.
+            shape, or quantised. A tied model's head is surplus unless it equals the embedding.
     """
     if abstract is None:
         abstract = nnx.state(Qwen2.abstract(config))
@@ -228,10 +233,12 @@ def open_tensors(folder: Path, files: ExitStack) -> dict[str, Tensor]:
         raise UserError(f"{where}: weight_map is missing or not a mapping of tensors to files")
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(places.values())):
-        # Only plain names: an index must not reach into other folders.
+        # Only plain names: an index must not reach into other folders. Links are followed: the hub's cache is of links.
         if Path(name).name != name:
             raise UserError(f"{where}: {name!r} is not the name of a file in this folder")
-        if not (folder / name).is_file():
+        if not name.endswith(".safetensors"):
+            raise UserError(f"{where}: {name!r} is no safetensors file, and others are never opened")
+        if not os.path.isfile(folder / name):
             raise UserError(f"{folder / name}: this shard is missing; {INDEX} lists it")
         tensors |= open_file(folder / name, files)
     for tensor, name in places.items():
@@ -263,9 +270,23 @@ def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], 
                 f"{tensor.file}: tensor {name} is stored as {stored_dtype}; only {', '.join(STORED_DTYPES)} can be read"
             )
     surplus = sorted(tensors.keys() - shapes.keys())
-    if surplus:
-        tied = " (config.json says tie_word_embeddings)" if surplus[0] == TENSORS["head"] else ""
-        raise UserError(f"{tensors[surplus[0]].file}: tensor {surplus[0]} is not part of this model{tied}")
+    if surplus == [TENSORS["head"]]:
+        check_copy(tensors[TENSORS["head"]], tensors[TENSORS["embed"]])
+    elif surplus:
+        raise UserError(f"{tensors[surplus[0]].file}: tensor {surplus[0]} is not part of this model")
+
+
+def check_copy(head: Tensor, embed: Tensor) -> None:
+    """Raise unless a head that a tied model doesn't need is its embedding once more, as some programs save it."""
+    rows, features = embed.stored.get_shape()
+    step = COMPARED // features + 1
+    blocks = (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+    like = [(tensor.stored.get_shape(), tensor.stored.get_dtype()) for tensor in (head, embed)]
+    if like[0] != like[1] or not all(np.array_equal(head[block, :], embed[block, :]) for block in blocks):
+        raise UserError(
+            f"{head.file}: tensor {head.name} is not the embedding, but config.json says tie_word_embeddings: "
+            "set that to false, or remove the tensor"
+        )
 
 
 def save(
@@ -368,17 +389,3 @@ def tensors_of(params: nnx.State) -> Iterator[tuple[str, tuple[int, ...], Any, A
             continue
         for layer in range(shape[0]):
             yield name.format(layer), shape[1:], parameter, layer
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object")
-    return content
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -95,7 +95,11 @@ def test_an_override_replaces_a_setting_or_makes_its_section(write):
         (GRPO, "rollout=null", "rollout: algorithm: grpo needs this section"),
         (GRPO, "rollout=3", "rollout: expected a section of settings"),
         (GRPO, "rollout.temperature=0", "rollout.temperature: Input should be greater than 0"),
-        (GRPO, "rollout.top_p=.nan", "rollout.top_p: "),
+        (
+            GRPO,
+            "rollout.top_p=.nan",
+            "rollout.top_p=.nan: the value is not readable as YAML: line 1: .nan is no number",
+        ),
         (GRPO, "task.path=data", "task.path: is not used by task arithmetic"),
         (GRPO, "task.name=chess", "task.name: "),
         (GRPO, "task.rewards=[{name: format}, {name: format}]", "task.rewards: each name may stand once"),
@@ -118,9 +122,8 @@ def test_an_override_replaces_a_setting_or_makes_its_section(write):
         (SFT, "model.source=a", "model.architecture: init: random takes either a source or an architecture"),
         (SFT, "steps.x=1", "steps.x=1: steps is a value, not a section"),
         (SFT, "steps", "steps: expected key.sub=value"),
-        (SFT, "steps=[", "steps=[: the value is not YAML"),
-        (SFT, "run_dir=2024-13-45", "run_dir=2024-13-45: the value is not YAML"),
-        (SFT, "model={[a]: b}", "model={[a]: b}: the value is not YAML"),
+        (SFT, "steps=[", "steps=[: the value is not readable as YAML"),
+        (SFT, "model={[a]: b}", "model={[a]: b}: the value is not readable as YAML"),
         (SFT, "log.samples=3", "log: is not used by algorithm: sft"),
         (
             SFT,
@@ -151,6 +154,10 @@ def test_a_file_that_is_no_mapping_of_settings_is_refused_by_its_name(write, tex
     with pytest.raises(UserError, match=r"run\.yaml: .*") as error:
         configs.load(path)
     assert message in str(error.value)
+
+
+def test_a_date_is_a_text(write):
+    assert configs.load(write(SFT), ["run_dir=2024-12-24"]).run_dir == "2024-12-24"
 
 
 def test_combinations_that_would_be_ignored_are_refused(write):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mllm import records
 from mllm import tokenizer as tokenizers
 from mllm.batch import Batch
 from mllm.config import DataConfig, TaskConfig
@@ -231,12 +232,12 @@ def test_a_long_example_is_cut_and_counted(tmp_path: Path, caplog: pytest.LogCap
 
 BAD = [
     ("{", "not JSON"),
-    ("", "an empty line"),
     ("[1]", "expected a JSON object, got list"),
     ({"text": "a"}, "neither messages nor question and answer"),
     ({"question": "a"}, "answer is missing"),
     ({"question": "a", "answer": None}, "answer must be a string, got NoneType"),
     ({"question": "a", "answer": "\n"}, "answer is empty"),
+    ({"question": "a", "answer": "\ud83d"}, "answer holds '.ud83d', which is half a character"),
     ({"messages": "a"}, "messages must be a list"),
     ({"messages": ["a"]}, "messages must be a list of objects"),
     ({"messages": []}, "no message is the assistant's"),
@@ -255,6 +256,29 @@ def test_a_bad_line_is_an_error_that_names_it(tmp_path: Path, line: Any, fault: 
     with pytest.raises(UserError, match=f"data.jsonl:2: .*{fault}") as error:
         batches_of(source, batch_size=1)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\n\n", " \n\t\n"])
+def test_a_byte_order_mark_and_blank_lines_are_no_records_but_lines_keep_their_numbers(
+    tmp_path: Path, ending: str
+) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\ufeff" + ending.join(json.dumps(record) for record in some(4)) + ending, newline="")
+    read = batches_of(str(path), shuffle=False, packing=False)
+    assert read.counts.examples == 4
+    assert questions(next(read)) == ["q0", "q1", "q2", "q3"]
+    path.write_text(json.dumps(qa("a", "b")) + ending + "{", newline="")
+    with pytest.raises(UserError, match=f"data.jsonl:{1 + ending.count(chr(10))}: not JSON"):
+        batches_of(str(path))
+
+
+def test_a_line_that_is_too_long_is_bad_and_the_next_one_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LONGEST_LINE", 100)
+    source = write(tmp_path, [qa("a", "b"), qa("c" * 1000, "d"), qa("e", "f")])
+    with pytest.raises(UserError, match=r"data.jsonl:2: longer than"):
+        batches_of(source)
+    read = batches_of(source, batch_size=2, on_bad_line="skip", shuffle=False, packing=False)
+    assert questions(next(read)) == ["a", "e"]
 
 
 def test_bad_lines_are_skipped_and_counted_on_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -311,6 +335,10 @@ def test_a_task_without_solutions_can_not_be_taught() -> None:
 
 def prompts(seed: int = 0, count: int = 8, **settings: Any) -> DataIterator[Any]:
     return prompt_batches(ARITHMETIC, BYTES, prompts_per_step=count, seed=seed, **{"max_prompt_length": 16, **settings})
+
+
+def test_a_step_may_have_a_single_prompt() -> None:
+    assert len(next(prompts(count=1)).tokens) == 1
 
 
 def test_prompts_come_with_their_tokens() -> None:

@@ -1,7 +1,10 @@
 """The byte tokenizer is lossless, and the chat template decides which tokens are the assistant's."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -47,7 +50,7 @@ CHAT = [
 ]
 
 
-def with_template(template: str | None) -> PreTrainedTokenizerFast:
+def with_template(template: Any) -> PreTrainedTokenizerFast:
     tokenizer = tokenizers.bytes_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
@@ -126,13 +129,39 @@ def test_a_message_may_not_hold_a_control_token() -> None:
         (None, "no chat template"),
         ("{{ raise_exception('only tools') }}", "refuses them: only tools"),
         ("{% for", "refuses them"),
+        (5, "no text of up to"),
+        ("x" * (2**20 + 1), "no text of up to"),
+        ("", "no chat template"),
+        ("{{ 1 / 0 }}", "refuses them: division by zero"),
+        ("{{ 9**9**9**9 }}", "takes a power"),
+        ("{{ range(10000000) }}", "refuses them: Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses them: maximum recursion depth"),
+        ("{{ " + "(" * 9999 + ")" * 9999 + " }}", "refuses them: maximum recursion depth"),
+        ("{% include '/etc/passwd' %}", "refuses them: no loader"),
+        ("{{ messages.clear() }}", "refuses them: access to attribute 'clear' of 'list' object is unsafe"),
+        ("{{ cycler.__init__.__globals__.os.abort() }}", "refuses them: access to attribute '__init__'"),
+        ("{{ ('%s'|attr('__class__')).mro() }}", "refuses them"),
         ("{% for m in messages %}{{ loop.last and m.content or 'gone' }}{% endfor %}", "rewrites earlier turns"),
     ],
 )
-def test_a_template_that_fails_is_an_error_in_one_line(template: str | None, message: str) -> None:
+def test_a_template_that_fails_is_an_error_in_one_line(template: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         tokenizers.encode_example(with_template(template), CHAT)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["in the main thread", "in another thread"])
+def test_a_template_that_never_ends_is_stopped(in_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizers, "TEMPLATE_SECONDS", 0.1)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    ask = partial(tokenizers.encode_prompt, with_template(loop), CHAT[:1])
+    with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match=r"its chat template took longer than 0\.1 s"):
+        pool.submit(ask).result() if in_thread else ask()  # as Grain's threads render what a task says
+
+
+def test_a_template_that_says_nothing_makes_no_prompt() -> None:
+    with pytest.raises(UserError, match="makes nothing of them"):
+        tokenizers.encode_prompt(with_template("{# nothing #}"), CHAT[:1])
 
 
 def test_a_chat_that_begins_with_the_assistant_is_refused() -> None:
@@ -157,10 +186,24 @@ def test_a_stop_of_several_tokens_is_refused() -> None:
         tokenizers.stop_ids(BYTES, stop=("ab",))
 
 
-def test_a_damaged_generation_config_is_named(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"generation_config.json: not readable"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not readable as JSON"),
+        ("[" * 100_000, "not readable as JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"eos_token_id": "x"}', "eos_token_id: 'x' is no id of the tokenizer"),
+        ('{"eos_token_id": [258, {}]}', "eos_token_id: {} is no id of the tokenizer"),
+        ('{"eos_token_id": -1}', "eos_token_id: -1 is no id of the tokenizer"),
+        ('{"eos_token_id": 99999999999}', "eos_token_id: 99999999999 is no id of the tokenizer"),
+        ('{"eos_token_id": true}', "eos_token_id: True is no id of the tokenizer"),
+    ],
+)
+def test_a_damaged_generation_config_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(UserError) as error:
         tokenizers.stop_ids(BYTES, tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'generation_config.json'}: {message}")
 
 
 def test_a_tokenizer_without_any_stop_is_refused() -> None:
@@ -173,6 +216,15 @@ def test_ids_beyond_the_embedding_are_refused() -> None:
     tokenizers.check_fits(BYTES, 260)
     with pytest.raises(UserError, match=r"id 259, but the embedding has 259 rows"):
         tokenizers.check_fits(BYTES, 259)
+
+
+def test_a_vocabulary_that_loses_text_is_refused(tmp_path: Path) -> None:
+    BYTES.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer.json").read_text())
+    settings["model"]["vocab"] = {name: number for name, number in settings["model"]["vocab"].items() if name != "7"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="it can't write 7: its vocabulary is damaged"):
+        tokenizers.check_fits(tokenizers.load(str(tmp_path)), 300)
 
 
 def test_what_is_no_tokenizer_is_an_error_in_one_line(tmp_path: Path) -> None:

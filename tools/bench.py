@@ -9,11 +9,12 @@ in float32 at the highest precision, relative to the largest magnitude there.
 With `--target`, the same for a TPU that isn't there, compiled and not run: see bench_target.py.
 
 Leaves out: other libraries' kernels (but for optax), and several devices.
+
+Exit codes: 0 done, 2 something that you can mend (one line says what).
 """
 
 import argparse
 import importlib.util
-import json
 import shlex
 import statistics
 import sys
@@ -29,9 +30,10 @@ import numpy as np
 from jaxtyping import Array
 
 from kernels.aot.targets import CHIPS
+from mllm.errors import ArgumentParser, UserError
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
-from tools import bench_target
+from tools import bench_target, figures
 from tools.head_losses import CHUNK, Loss, chunked, full_logits, fused, optax_on_logits
 
 
@@ -124,13 +126,15 @@ def shape_of(text: str) -> tuple[int, int, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not N,D,V: three whole numbers") from None
     if min(tokens, features, vocabulary) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} has a size below 1")
+    if max(tokens, features, vocabulary) >= 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} has a size that is no index of 32 bits")
     if tokens > CHUNK and tokens % CHUNK:
         raise argparse.ArgumentTypeError(f"{text!r}: more than {CHUNK} tokens must be a multiple of {CHUNK}")
     return tokens, features, vocabulary
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--shape",
         type=shape_of,
@@ -148,21 +152,30 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="rounds timed, after one that is not (default 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    options = parser.parse_args()
-    if options.repeats < 1:
-        parser.error(f"argument --repeats: {options.repeats} rounds give no time, 1 is the least")
-    if options.json and not options.json.parent.is_dir():
-        parser.error(f"argument --json: there is no folder {options.json.parent}")
-
-    if options.target:
-        if importlib.util.find_spec("libtpu") is None:
-            parser.error("argument --target: libtpu, the TPU compiler, isn't installed; make aot does")
-        report = of_target(options.target, options.shape or [(8192, 2048, 151936)])
-    else:
-        report = of_device(options.shape or [(2048, 512, 32768)], options.dtype, options.repeats, options.seed)
-    if options.json:
-        command = shlex.join(["python", *sys.argv])
-        options.json.write_text(json.dumps({"command": command} | report, indent=1) + "\n")
+    try:
+        options = parser.parse_args(arguments)
+        if options.repeats < 1:
+            raise UserError(f"--repeats: {options.repeats} rounds give no time, 1 is the least")
+        if not 0 <= options.seed < 2**31:
+            raise UserError(f"--seed: {options.seed} is not from 0 to {2**31 - 1}")
+        figures.check(options.json)
+        if options.target:
+            if importlib.util.find_spec("libtpu") is None:
+                raise UserError("--target: libtpu, the TPU compiler, isn't installed; make aot does")
+            report = of_target(options.target, options.shape or [(8192, 2048, 151936)])
+        else:
+            report = of_device(options.shape or [(2048, 512, 32768)], options.dtype, options.repeats, options.seed)
+        figures.write(options.json, {"command": shlex.join(["python", *sys.argv])} | report)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if "RESOURCE_EXHAUSTED" not in reason:
+            raise
+        print(f"error: --shape: too large for this device: {reason}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def of_device(shapes: Sequence[tuple[int, int, int]], dtype: str, repeats: int, seed: int) -> dict[str, Any]:
@@ -189,4 +202,4 @@ def of_target(target: str, shapes: Sequence[tuple[int, int, int]]) -> dict[str, 
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

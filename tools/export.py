@@ -6,6 +6,7 @@ as another run's `model.source`. An export that is there already is replaced as 
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -17,19 +18,19 @@ from mllm import config_file as configs
 from mllm import weights
 from mllm.checkpoint import Checkpoints
 from mllm.config import MeshConfig
-from mllm.errors import UserError
+from mllm.errors import ArgumentParser, UserError
 from mllm.mesh import make_mesh
 from mllm.policy import load_policy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run_dir")
     parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: that of the computation")
-    options = parser.parse_args(arguments)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells what reading only means
     try:
+        options = parser.parse_args(arguments)
         step = export(options.run, options.step, options.dtype)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def export(run: Path, step: int | None, dtype: str | None) -> int:
     """Write RUN/export; returns the step that it holds."""
-    if not (run / "config.yaml").is_file():
+    if not os.path.isfile(run / "config.yaml"):
         raise UserError(f"{run}: no config.yaml; give a run_dir")
     config = configs.load(str(run / "config.yaml"))
     policy = load_policy(config, make_mesh(MeshConfig()))

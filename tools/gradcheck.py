@@ -15,7 +15,6 @@ Exit codes: 0 passed, 1 past tolerance, 2 something that you can mend (one line 
 """
 
 import argparse
-import json
 import math
 import shlex
 import statistics
@@ -24,12 +23,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import yaml
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
@@ -38,14 +36,16 @@ from pydantic_core import PydanticCustomError
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
 from mllm import config_file
 from mllm.config import Section, impossible
-from mllm.errors import UserError
+from mllm.errors import ArgumentParser, UserError
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
+from tools import figures
 from tools.exact_head import Problem, Results, Truth, exact, make_problem, norms, plain, progress
 
 SLACK, HAIR = 1.25, 4.0  # two orders of one sum round differently, and plain may be right by luck
 
 DType = Literal["bfloat16", "float16", "float32"]
+Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class Settings(Section):
@@ -53,7 +53,7 @@ class Settings(Section):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    shape: tuple[PositiveInt, PositiveInt, PositiveInt]
+    shape: tuple[Size, Size, Size]
     """N,D,V: tokens, hidden size, vocabulary"""
     impl: str | None = None
     """the head's implementation, by name; default: what the head picks on this device"""
@@ -138,7 +138,7 @@ class Error(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", metavar="NAME", help="a path, or a file in configs/")
     for name, field in Settings.model_fields.items():
         kind: dict[str, Any] = {"metavar": "X"}
@@ -146,24 +146,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kind = {"action": "store_const", "const": "true"}
         parser.add_argument(option(name), dest=name, help=field.description, **kind)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    options = vars(parser.parse_args(arguments))
     try:
+        options = vars(parser.parse_args(arguments))
         given = {name: options[name] for name in Settings.model_fields if options[name] is not None}
         settings = load(options["config"], given)
-        if options["json"] and not options["json"].parent.is_dir():
-            raise UserError(f"--json: there is no folder {options['json'].parent}")
+        figures.check(options["json"])
         errors, cost = check(settings)
+        print("\n".join(table(settings, errors, cost)))
+        figures.write(options["json"], report(settings, errors, cost))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        reason = next(iter(str(error).splitlines()), "out of memory")
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in reason:
             raise
-        print(f"error: --shape: too large for this device: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"error: --shape: too large for this device: {reason}", file=sys.stderr)
         return 2
-    print("\n".join(table(settings, errors, cost)))
-    if options["json"]:
-        options["json"].write_text(json.dumps(report(settings, errors, cost), indent=1) + "\n")
     return 0 if all(error.passed for error in errors.values()) else 1
 
 
@@ -178,12 +177,7 @@ def load(name: str | None, given: dict[str, str]) -> Settings:
         UserError: the file is not there or not YAML, or a setting is unknown, missing or impossible.
     """
     path = config_file.find(name) if name else None
-    try:
-        settings = yaml.load(path.read_text(encoding="utf-8"), config_file.UniqueKeyLoader) if path else {}
-    except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(settings, dict):
-        raise UserError(f"{path}: expected a mapping of settings at the top level")
+    settings = config_file.read(path) if path else {}
     if not path and "shape" not in given:
         raise UserError("--shape: give N,D,V, or a --config")
     for key, text in given.items():
@@ -191,7 +185,7 @@ def load(name: str | None, given: dict[str, str]) -> Settings:
     try:
         return Settings.model_validate(settings)
     except ValidationError as error:
-        explained = config_file.explain(error)
+        explained = config_file.explain(error, Settings)
         key = explained.split(":")[0].split(".")[0]
         raise UserError(f"{option(key) if key in given else path}: {explained}") from None
 
@@ -210,17 +204,20 @@ def check(settings: Settings) -> tuple[dict[str, Error], Cost]:
         raise UserError("--interpret: runs on a CPU; set JAX_PLATFORMS=cpu")
     if settings.impl == "mosaic_tpu" and not settings.interpret and backend != "tpu":
         raise UserError(f"--impl: mosaic_tpu runs on TPUs, and this is a {backend}; on a CPU, add --interpret")
-    problem = make_problem(
-        settings.shape,
-        settings.objective,
-        softmax=settings.softmax,
-        live=settings.live,
-        dtype=settings.dtype,
-        param_dtype=settings.param_dtype,
-        temperature=settings.temperature,
-        softcap=settings.softcap,
-        seed=settings.seed,
-    )
+    try:
+        problem = make_problem(
+            settings.shape,
+            settings.objective,
+            softmax=settings.softmax,
+            live=settings.live,
+            dtype=settings.dtype,
+            param_dtype=settings.param_dtype,
+            temperature=settings.temperature,
+            softcap=settings.softcap,
+            seed=settings.seed,
+        )
+    except ValueError as error:  # NumPy's, of more bytes than can be addressed
+        raise UserError(f"--shape: too large for this machine: {error}") from None
     with strict_interpreter() if settings.interpret else nullcontext():
         start = time.perf_counter()
         compiled = compile_head(settings, problem)

@@ -17,6 +17,7 @@ grew. Each in a process of its own. Writes FILE.json and FILE.png beside the tab
 import argparse
 import ctypes
 import json
+import os
 import re
 import subprocess
 import sys
@@ -42,7 +43,7 @@ from mllm import config_file as configs
 from mllm import objectives, plan
 from mllm.batch import Batch
 from mllm.config import Config
-from mllm.errors import UserError
+from mllm.errors import ArgumentParser, UserError
 from mllm.mesh import make_mesh
 from mllm.programmes import Programme, Programmes
 from mllm.train_step import Forward
@@ -85,19 +86,21 @@ class OptaxOnLogits(Forward):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="NAME", help="a path, or a file in configs/")
     parser.add_argument("--target", metavar="SLICE", help="TPUs that aren't there, as in v6e:2x4")
     parser.add_argument("--measure", action="store_true", help="run the update on the devices at hand")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES, metavar="N")
     parser.add_argument("--out", type=Path, metavar="FILE", help="without its ending; none: no files")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
-    options = parser.parse_intermixed_args(arguments)
     try:
+        options = parser.parse_intermixed_args(arguments)
         if options.measure and options.target:
             raise UserError("--measure: is for the devices at hand, --target for those that aren't there")
         if min(options.micro_batches) < 1:
             raise UserError(f"--micro-batches: {min(options.micro_batches)}: expected 1 or more")
+        if options.out:
+            check_out(options.out)
         config = configs.load(options.config, options.overrides)
         devices = plan.find_devices(config.mesh, options.target)
         how = "measured" if options.measure else "compiler"
@@ -114,6 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError where the files can't be written: better before the work than after it."""
+    there = next((path for path in (out.parent, *out.parent.parents) if os.path.lexists(path)), Path("."))
+    if not out.name or any(os.path.isdir(out.with_suffix(ending)) for ending in (".json", ".png")):
+        raise UserError(f"--out: {out} names no file")
+    if not os.path.isdir(there):
+        raise UserError(f"--out: {out} can't be written: {there} is a file")
 
 
 def row(config: Config, devices: plan.Devices, head: str, micro: int, how: str, bare: int) -> dict[str, Any]:

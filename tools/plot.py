@@ -5,6 +5,7 @@ One panel a metric, one colour a run: reward, held-out accuracy with its 95 % in
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from mllm.errors import UserError
+from mllm.errors import ArgumentParser, UserError
 from mllm.metrics import read_records
 
 PANELS = {
@@ -32,11 +33,11 @@ Records = list[dict[str, Any]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run_dir")
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: curves.png in the first run")
-    options = parser.parse_args(arguments)
     try:
+        options = parser.parse_args(arguments)
         out = options.out or options.runs[0] / "curves.png"
         draw({name(run, options.runs): read_run(run) for run in options.runs}, out)
     except UserError as error:
@@ -53,11 +54,27 @@ def name(run: Path, runs: Sequence[Path]) -> str:
 
 def read_run(run: Path) -> Records:
     """A record a step, with what the run computed and what the machine took for it."""
-    metrics = read_records(run / "metrics.jsonl")
+    metrics = read_metrics(run / "metrics.jsonl")
     if not metrics:
         raise UserError(f"{run}: no metrics.jsonl with a line in it; give a run_dir")
-    timings = {record["step"]: record for record in read_records(run / "timings.jsonl")}
+    timings = {record["step"]: record for record in read_metrics(run / "timings.jsonl")}
     return [{**timings.get(record["step"], {}), **record} for record in metrics]
+
+
+def read_metrics(path: Path) -> Records:
+    """The records of a file, with what of them is a number.
+
+    Raises:
+        UserError: it can't be read, or a line of it is no record of a step.
+    """
+    try:
+        records = read_records(path) if os.path.lexists(path) else []
+        return [
+            {key: x for key, x in record.items() if isinstance(x, int | float)} | {"step": int(record["step"])}
+            for record in records
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError) as error:
+        raise UserError(f"{path}: damaged: a line is no record of a step ({error})") from None
 
 
 def draw(runs: dict[str, Records], out: Path) -> None:

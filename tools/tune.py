@@ -21,6 +21,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -41,7 +42,7 @@ from kernels.lm_head import tiles
 from kernels.lm_head.tiles import Case, Kernel, Tiles
 from kernels.lm_head.tpu_backward import Slopes, hidden_gradient, kept_weight_gradient, weight_gradient
 from kernels.lm_head.tpu_forward import forward
-from mllm.errors import UserError
+from mllm.errors import ArgumentParser, UserError
 
 KINDS: dict[str, tuple[Kernel, bool, bool]] = {
     "statistics": ("forward", False, False),
@@ -77,7 +78,7 @@ class Trial(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8192,2048,151936", metavar="N,D,V", help="tokens, hidden size, vocabulary")
     parser.add_argument("--dtype", default="bfloat16", metavar="X", help="bfloat16 (default) or float32")
     parser.add_argument("--kernel", nargs="+", default=list(KINDS), metavar="X", help=f"of {', '.join(KINDS)}")
@@ -85,14 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=8, metavar="K", help="tilings to try of each kernel (default 8)")
     parser.add_argument("--write", action="store_true", help="note the best in the table")
     parser.add_argument("--table", type=Path, default=Path(tiles.__file__).with_suffix(".json"), metavar="FILE")
-    options = parser.parse_args(arguments)
-    by = "time" if options.target is None else "listing"
     try:
+        options = parser.parse_args(arguments)
+        by = "time" if options.target is None else "listing"
         cases = cases_of(options.shape, options.dtype, options.kernel)
         if options.most < 1:
             raise UserError(f"--most: {options.most} tilings are none")
         noted = read(options.table)
-        if not options.table.parent.is_dir():
+        if not os.path.isdir(options.table.parent):
             raise UserError(f"--table: there is no folder {options.table.parent}")
         chip = chip_of(options.target)
         source = "time" if by == "time" else "the compiler's listing; nothing was timed"
@@ -113,9 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cases_of(shape: str, dtype: str, kinds: Sequence[str]) -> dict[str, Case]:
-    sizes = [int(size) if size.isdecimal() else 0 for size in shape.split(",")]
-    if len(sizes) != 3 or min(sizes) < 1:
-        raise UserError(f"--shape: {shape!r} is not N,D,V: three whole numbers from 1")
+    sizes = [int(size) if re.fullmatch("[0-9]{1,10}", size) else 0 for size in shape.split(",")]
+    if len(sizes) != 3 or not 1 <= min(sizes) <= max(sizes) < 2**31:
+        raise UserError(f"--shape: {shape!r} is not N,D,V: three whole numbers from 1 to 2147483647")
     if dtype not in PASSES:
         raise UserError(f"--dtype: {dtype!r} is not {' or '.join(PASSES)}")
     for kind in kinds:
@@ -318,14 +319,18 @@ def merged(noted: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> li
 
 def read(path: Path) -> list[dict[str, Any]]:
     try:
-        noted = json.loads(path.read_text()) if path.exists() else []
-    except json.JSONDecodeError as error:
+        noted = json.loads(path.read_text(encoding="utf-8")) if os.path.lexists(path) else []
+    except (json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"--table: {path} is not JSON: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--table: {path} can't be read: {error}") from None
-    if not (isinstance(noted, list) and all(isinstance(entry, dict) and "by" in entry for entry in noted)):
+    if not (isinstance(noted, list) and all(isinstance(entry, dict) and is_noted(entry) for entry in noted)):
         raise UserError(f"--table: {path} holds no list of tilings, as kernels/lm_head/tiles.json does")
     return noted
+
+
+def is_noted(entry: dict[str, Any]) -> bool:
+    return "by" in entry and all(isinstance(part, str | int | None) for part in subject(entry))
 
 
 def write(path: Path, entries: Sequence[dict[str, Any]]) -> None:
