@@ -30,7 +30,10 @@ def kernels(program: jax.stages.Compiled) -> set[str]:
 def exchanged(program: jax.stages.Compiled) -> list[Exchanged]:
     """By all collectives between devices, one in a loop once; scalars are left out."""
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
-    found = re.findall(rf"%\S+ = (.*?) ({kinds})(?:-start)?\(", text(program))
+    # For TPUs a reduce-scatter is a computation of this name, in which an all-reduce and a slice stand for it.
+    scattered = re.compile(r"^%all-reduce-scatter\S* \([^\n]*\) -> ([^\n]*) \{$.*?^\}$", re.MULTILINE | re.DOTALL)
+    found = re.findall(rf"%\S+ = (.*?) ({kinds})(?:-start)?\(", scattered.sub("", text(program)))
+    found += [(result, "reduce-scatter") for result in scattered.findall(text(program))]
     return [Exchanged(kind, *array) for result, kind in found for array in arrays(result)]
 
 

@@ -142,8 +142,8 @@ def test_without_a_workspace_temporaries_are_64_mib_and_one_array_of_hidden_s_sh
 # --- over eight chips, two along each of dp, fsdp and tp ---
 
 SHARDED = {"tokens": 8192, "vocabulary": 151936, "features": 2048}
-W, W_STORED = (151936 // 2, 2048), (151936 // 2, 2048 // 2)
-"""What a device has of the weight in a pass, and as it is stored and as its gradient is."""
+W = (151936 // 2, 2048)
+"""What a device has of the weight in a pass."""
 H = (8192 // 4, 2048)
 """What a device has of the hidden states."""
 
@@ -159,9 +159,9 @@ def test_over_eight_chips_weights_are_gathered_once_and_gradients_and_rows_sums_
 ) -> None:
     """The list is complete but for scalars. Three things in it are XLA's doing.
 
-    It merges the gathers of forward and backward, where nothing else stands between them; it makes of dW's scattered
-    sum over fsdp a sum over its two devices, of which each keeps its half; and it narrows to bfloat16, in which
-    gradients are asked for, what is then summed over tp (dh) and over dp (dW).
+    It merges the gathers of forward and backward, where nothing else stands between them; it pads what is scattered,
+    and exchanges a few rows for that; and it narrows to bfloat16, in which gradients are asked for, what is then summed
+    over tp (dh) and over dp (dW).
     """
     mesh = targets.mesh(target, (2, 2, 2), ("dp", "fsdp", "tp"))
     program = compiled(mesh, entry, **SHARDED)
@@ -169,9 +169,15 @@ def test_over_eight_chips_weights_are_gathered_once_and_gradients_and_rows_sums_
     a_number_a_row = [array for array in exchanged(program) if math.prod(array.shape) == H[0]]
     assert {(array.kind, array.dtype) for array in a_number_a_row} == {("all-reduce", "f32")}
     assert len(a_number_a_row) <= 5  # the maximum, for backward in the products' units, too, and three sums
-    assert sorted(array for array in exchanged(program) if array not in a_number_a_row) == [
+    others = sorted(array for array in exchanged(program) if array not in a_number_a_row)
+    permuted = [array for array in others if array.kind == "collective-permute"]
+    assert sum(math.prod(array.shape) for array in permuted) < 0.01 * math.prod(W)
+    *sums, scattered = [array for array in others if array not in permuted]
+    assert sums == [
         ("all-gather", "bf16", W),
         ("all-reduce", "bf16", H),
-        ("all-reduce", "bf16", W_STORED),
-        ("all-reduce", "f32", W),
+        ("all-reduce", "bf16", (W[0] // 2, W[1])),
+        ("all-to-all", "bf16", (W[0] // 2, 2, W[1] // 2)),
     ]
+    assert (scattered.kind, scattered.dtype) == ("reduce-scatter", "f32")
+    assert W[0] // 2 <= scattered.shape[0] < 1.01 * W[0] // 2

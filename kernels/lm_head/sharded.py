@@ -6,7 +6,8 @@ being a device's own:
     W        all-gathered over `features`, in the products' dtype if that is narrower: V x D, once a pass
     softmax  a maximum and three sums a row over `vocabulary`: 4 N, once a pass, or in waves for each wave's rows
     dh       summed over `vocabulary`: N x D in float32
-    dW       reduce-scattered over `features`, and summed over the tokens' other axes: V x D in float32
+    dW       reduce-scattered by rows over `features` in float32, V x D; a device's share summed over the tokens' other
+             axes; its rows exchanged for its features
 
 Where gradients are bfloat16, XLA for TPUs rounds dh, and dW after its first sum, ahead of adding them up.
 Logits stay where they are. The rules of differentiation and the loss are outside (derivatives.py): JAX differentiates
@@ -190,18 +191,27 @@ class Sharded:
         at, (dh, dw) = self.sharding, gradients
         if dh is not None and at.vocabulary is not None:
             dh = lax.psum(dh, at.vocabulary)
-        if dw is not None:
-            others = tuple(axis for axis in at.tokens if axis != at.features)
-            if at.features in at.tokens:
-                dw = lax.psum_scatter(dw, at.features, scatter_dimension=1, tiled=True)
-            elif at.features is not None:
-                width = dw.shape[1] // at.devices(at.features)
-                dw = lax.dynamic_slice_in_dim(dw, lax.axis_index(at.features) * width, width, 1)
-            dw = lax.psum(dw, others) if others else dw
         return (
             None if dh is None else dh.astype(inputs.hidden.dtype),
-            None if dw is None else dw.astype(inputs.weight.dtype),
+            None if dw is None else self._weight_summed(dw, inputs.weight.dtype),
         )
+
+    def _weight_summed(self, dw: Float[Array, "V D"], dtype: Any) -> Float[Array, "V d"]:
+        """Over the tokens' axes; of the features those remain that this device stores."""
+        at = self.sharding
+        others = tuple(axis for axis in at.tokens if axis != at.features)
+        if at.features not in at.tokens:
+            if at.features is not None:
+                width = dw.shape[1] // at.devices(at.features)
+                dw = lax.dynamic_slice_in_dim(dw, lax.axis_index(at.features) * width, width, 1)
+            return (lax.psum(dw, others) if others else dw).astype(dtype)
+        # The sums are scattered by rows, and the rows exchanged for features: scattered by features, XLA for TPUs would
+        # add up the whole on every device, and in bfloat16.
+        rows = len(dw)
+        dw = jnp.pad(dw, ((0, -rows % at.devices(at.features)), (0, 0)))
+        dw = lax.psum_scatter(dw, at.features, scatter_dimension=0, tiled=True)
+        dw = (lax.psum(dw, others) if others else dw).astype(dtype)
+        return lax.all_to_all(dw, at.features, split_axis=1, concat_axis=0, tiled=True)[:rows]
 
     def _trimmed(self, gradients: Gradients, inputs: Inputs) -> Gradients:
         """Without the padding of the vocabulary."""
