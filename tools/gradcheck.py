@@ -181,7 +181,10 @@ def load(name: str | None, given: dict[str, str]) -> Settings:
     if not path and "shape" not in given:
         raise UserError("--shape: give N,D,V, or a --config")
     for key, text in given.items():
-        config_file.apply_override(settings, f"{key}={text}")
+        try:
+            config_file.apply_override(settings, f"{key}={text}")
+        except UserError as error:
+            raise UserError(f"{option(key)}: {error}") from None
     try:
         return Settings.model_validate(settings)
     except ValidationError as error:

@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser.parse_args(arguments)
         out = options.out or options.runs[0] / "curves.png"
+        if not out.suffix:  # matplotlib would add one, and write another file than is told
+            raise UserError(f"--out: {out} can't be written without an ending that says what it is; give a .png")
         draw({name(run, options.runs): read_run(run) for run in options.runs}, out)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
