@@ -77,6 +77,8 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Of matrices; never of norms and biases."""
     max_grad_norm: PositiveFloat | None = 1.0
+    max_skipped: int = Field(default=10, ge=0)
+    """Updates in a row that may be skipped because the loss or a gradient isn't finite; one more stops the run."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -150,6 +152,9 @@ class TaskConfig(Section):
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="exact_match"),)
     reward_timeout: PositiveFloat = 2.0
     """Seconds that one reward function may take for one completion."""
+    max_failed_groups: float = Field(default=0.5, ge=0, le=1)
+    """The share of a step's groups that may be left out because a reward that counts failed in them, be it for one
+    completion; a larger one stops the run."""
 
     @model_validator(mode="after")
     def check(self) -> Self:

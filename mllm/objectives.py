@@ -29,7 +29,7 @@ LossType: TypeAlias = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo"]
 RewardScale: TypeAlias = Literal["group", "batch", "none"]
 
 STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divided by
-MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: nothing is learnt beyond, and exp(89) is infinite in float32
+MAX_LOG_RATIO = 20.0  # as verl's: exp(20) = 5e8, nothing is learnt beyond, and exp(89) is infinite in float32
 
 
 def sft(logprob: Float[jax.Array, "*S"], entropy: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
@@ -185,8 +185,9 @@ def token_weights(
       completions (Dr. GRPO). TRL's `dr_grpo` is the same.
 
     A completion or group without any token that counts (cut off and masked, failed reward) adds nothing, but
-    the outer mean is still over it too, as in TRL: a batch of which little is left makes a small step, not a
-    full one. A batch without any such token has weights 0, never NaN.
+    the outer mean is still over it too, as in TRL: what is left weighs the same without it (but for `bnpo`, whose
+    mean knows no groups), and a batch of which little is left makes a small step, not a full one. A batch
+    without any such token has weights 0, never NaN.
 
     Raises:
         ValueError: an unknown `loss_type`, or the rows are not divisible into groups.

@@ -1,46 +1,33 @@
-"""Rewards: plain functions (prompt, completion, example) -> float, and the process that calls them.
+"""Rewards: plain functions (prompt, completion, example) -> float.
 
-They run in a process of their own, because a user's function may hang, crash or print, and a regular
-expression or C code that hangs can only be killed. The process has a main thread of its own (math-verify's
-time limit needs one), never imports JAX, and what it prints goes to stderr. A reward that raises, runs over
-its time or is no number is counted and left NaN, never guessed. Left out: rewards that compare completions
-with each other; calling several at a time.
+They run in a process of their own (see reward_worker), in its main thread (math-verify's time limit needs one) and
+without JAX, because a user's function may do anything. A reward that raises, runs over its time or is no number is
+counted and left NaN, never guessed. Left out: rewards that compare completions with each other; calling several at a
+time.
 """
 
 import importlib
 import logging
-import os
-import pickle
 import re
-import signal
-import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
-from math import isfinite
-from queue import SimpleQueue
-from typing import IO, Any
 
 import numpy as np
 from jaxtyping import Float
 
 from mllm.config import TaskConfig
 from mllm.errors import UserError
+from mllm.reward_worker import FAILURES, Worker
 from mllm.tasks import Example, Scorer, Task, final_answer
 
 Reward = Callable[[str, str, Example], float]
-KINDS = ("raised", "timed_out", "not_a_number")
-START_TIMEOUT = 120.0
-"""Seconds that the process may take to import the functions."""
 
 NUMBER = re.compile(
-    r"(?:(?<![\w.)%])[-−])?[$€£¥]?(?:(?<=[$€£¥])[-−])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:(?<![\w.)%])[-−])?[$€£¥]?(?:(?<=[$€£¥])[-−])?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)"
 )
-"""A minus counts as a sign only where nothing precedes it that it could be subtracted from."""
+"""A minus counts as a sign only where nothing precedes it that it could be subtracted from, and a comma as thousands'
+where just three digits follow, even if the digits before it lack one."""
 THINK_ANSWER = re.compile(
     r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>(?:(?!</?(?:think|answer)>).)*</answer>\s*", re.DOTALL
 )
@@ -72,7 +59,8 @@ def last_number(text: str) -> Decimal | None:
     if not found:
         return None
     magnitude = Decimal(re.sub(r"[^0-9.]", "", found[-1]))
-    return -magnitude if re.search("[-−]", found[-1]) else magnitude
+    # Not -magnitude, which rounds to 28 digits.
+    return magnitude.copy_negate() if re.search("[-−]", found[-1]) else magnitude
 
 
 def think_answer_format(prompt: str, completion: str, example: Example) -> float:
@@ -157,33 +145,49 @@ class RewardRunner:
         self.names = [reward.name for reward in config.rewards]
         self.timeout = config.reward_timeout
         self.scorer = task.scorer
-        self.worker = Worker(self.names, self.scorer)
+        self.worker = Worker(self.names, self.scorer, lambda: None)
         self.warned: set[tuple[str, str]] = set()
 
-    def score(self, prompts: Sequence[str], completions: Sequence[str], examples: Sequence[Example]) -> Scores:
-        """Every function on every completion."""
+    def score(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        examples: Sequence[Example],
+        poll: Callable[[], None] = lambda: None,
+    ) -> Scores:
+        """Every function on every completion.
+
+        `poll` is called at least every 0.25 s; what it raises passes through, and the runner can be used again.
+        """
         samples = list(zip(prompts, completions, examples, strict=True))
         scores = Scores(
             values=np.full((len(self.names), len(samples)), np.nan),
-            failures={name: dict.fromkeys(KINDS, 0) for name in self.names},
+            failures={name: dict.fromkeys(FAILURES, 0) for name in self.names},
             messages={name: {} for name in self.names},
         )
-        done, total = 0, scores.values.size
-        if self.worker.process.poll() is not None:  # it died between batches, by no function's fault
-            self.worker = Worker(self.names, self.scorer)
-        self.worker.submit(samples, done)
-        while done < total:
-            function, sample = divmod(done, len(samples))
-            kind, result = self.worker.result(self.timeout)
-            if kind == "value":
-                scores.values[function, sample] = result
-            else:
-                self.record(scores, self.names[function], kind, result)
-            done += 1
-            if not self.worker.alive:
-                self.worker = Worker(self.names, self.scorer)
-                self.worker.submit(samples, done)
+        asked = False
+        try:
+            for number in range(scores.values.size):
+                if not asked or not self.worker.alive:
+                    self.ask(samples, number, poll)
+                    asked = True
+                function, sample = divmod(number, len(samples))
+                kind, result = self.worker.answer(number, self.timeout, poll)
+                if kind == "value":
+                    scores.values[function, sample] = result
+                else:
+                    self.record(scores, self.names[function], kind, result)
+        except BaseException:
+            self.worker.kill()  # it may be in the middle of a function
+            raise
         return scores
+
+    def ask(self, samples: Sequence[tuple[str, str, Example]], done: int, poll: Callable[[], None]) -> None:
+        """For the results of all functions on all samples, function by function, but for the first `done`."""
+        if not self.worker.alive or self.worker.process.poll() is not None:
+            self.worker.kill()
+            self.worker = Worker(self.names, self.scorer, poll)
+        self.worker.send((samples, done), self.timeout, poll)
 
     def record(self, scores: Scores, name: str, kind: str, message: str) -> None:
         scores.failures[name][kind] += 1
@@ -200,95 +204,3 @@ class RewardRunner:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-class Worker:
-    """The process, seen from outside. It's a fresh interpreter: forking one that runs JAX's threads may deadlock."""
-
-    def __init__(self, names: Sequence[str], scorer: Scorer | None) -> None:
-        self.socket, theirs = socket.socketpair()
-        self.incoming = self.socket.makefile("rb")
-        path = [entry or os.getcwd() for entry in sys.path]
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"from mllm.rewards import work; work({theirs.fileno()})"],
-            stdin=subprocess.DEVNULL,
-            stdout=2,
-            pass_fds=[theirs.fileno()],
-            # the functions may import JAX themselves; the accelerator is the trainer's
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.getcwd()]), "JAX_PLATFORMS": "cpu"},
-            start_new_session=True,  # Ctrl-C is the trainer's to handle
-        )
-        theirs.close()
-        self.alive = True
-        self.socket.sendall(pickle.dumps((names, scorer)))
-        kind, message = self.result(START_TIMEOUT)
-        if kind != "ready":
-            self.kill()
-            raise UserError(message if kind == "failed" else f"task.rewards: importing them {message}")
-
-    def submit(self, samples: Sequence[tuple[str, str, Example]], done: int) -> None:
-        """Ask for the results of all functions on all samples, function by function, but for the first `done`."""
-        self.socket.settimeout(None)
-        with suppress(ConnectionError):  # a process that has died is `result`'s to find
-            self.socket.sendall(pickle.dumps((samples, done)))
-
-    def result(self, timeout: float) -> tuple[str, Any]:
-        """The next one: ("value", float), or how it failed and what that says. The process may be dead thereafter."""
-        self.socket.settimeout(timeout)
-        try:
-            return pickle.load(self.incoming)
-        except TimeoutError:
-            self.kill()
-            return "timed_out", f"took longer than {timeout:g} s"
-        except (EOFError, ConnectionError, pickle.UnpicklingError):
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(1)  # it is leaving: its own exit code is worth waiting for
-            self.kill()
-            return "raised", f"ended its process with exit code {self.process.returncode}"
-
-    def kill(self) -> None:
-        self.alive = False
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)  # with whatever it started
-        self.process.wait()
-        self.incoming.close()
-        self.socket.close()
-
-
-def work(handle: int) -> None:
-    """The process, seen from inside. It ends with the connection, even where a function hangs."""
-    with socket.socket(fileno=handle) as connection:
-        incoming = connection.makefile("rb")
-        names, scorer = pickle.load(incoming)
-        try:
-            functions = [find(name, scorer) for name in names]
-        except UserError as error:
-            connection.sendall(pickle.dumps(("failed", str(error))))
-            return
-        connection.sendall(pickle.dumps(("ready", "")))
-        requests: SimpleQueue[Any] = SimpleQueue()
-        threading.Thread(target=listen, args=(incoming, requests), daemon=True).start()
-        while True:
-            samples, done = requests.get()
-            for index in range(done, len(functions) * len(samples)):
-                function, sample = divmod(index, len(samples))
-                connection.sendall(pickle.dumps(call(functions[function], samples[sample])))
-
-
-def listen(incoming: IO[bytes], requests: SimpleQueue[Any]) -> None:
-    """Take requests, so that the end of the connection is seen even while a function runs."""
-    try:
-        while True:
-            requests.put(pickle.load(incoming))
-    except (EOFError, OSError):
-        os._exit(0)
-
-
-def call(function: Reward, sample: tuple[str, str, Example]) -> tuple[str, Any]:
-    """("value", float), or ("raised" or "not_a_number", what it said)."""
-    try:
-        value = function(*sample)
-        number = float(value) if hasattr(value, "__float__") else float("nan")
-    except BaseException as error:  # SystemExit too: one sample's trouble is not the others'
-        return "raised", f"{type(error).__name__}: {error!s:.300}"
-    return ("value", number) if isfinite(number) else ("not_a_number", f"returned {value!r:.100}")

@@ -14,7 +14,8 @@ from mllm import objectives
 from mllm.batch import Batch, padded_length
 from mllm.config import GrpoConfig, TaskConfig
 from mllm.data import DataIterator, PromptBatch
-from mllm.distributed import ALONE, Rows
+from mllm.distributed import ALONE, Rows, agreed
+from mllm.errors import UserError
 from mllm.metrics import Stopwatch
 from mllm.rewards import RewardRunner, Scores
 from mllm.rollout import Completions
@@ -108,8 +109,8 @@ class GrpoSource:
     """Prompts from the task, completions from the policy, advantages from their rewards.
 
     Each process samples and scores its own rows and then learns the rewards of all: advantages, the loss's
-    denominators, metrics and samples are those of the whole batch. One rollout serves `num_iterations` updates; a
-    checkpoint must fall between rollouts.
+    denominators, metrics and samples are those of the whole batch. A group in which a reward failed is left out of
+    the loss. One rollout serves `num_iterations` updates; a checkpoint must fall between rollouts.
     """
 
     def __init__(
@@ -123,9 +124,12 @@ class GrpoSource:
         reference: Any | None,
         logged_samples: int | None,
         rows: Rows = ALONE,
+        poll: Callable[[], None] = lambda: None,
     ) -> None:
+        """`poll` is called again and again while rewards are waited for; what it raises passes through."""
         self.config = config
         self.reward_weights = {reward.name: reward.weight for reward in task.rewards}
+        self.max_failed_groups = task.max_failed_groups
         self.prompts = prompts
         self.sampler = sampler
         self.rewards = rewards
@@ -133,6 +137,7 @@ class GrpoSource:
         self.reference = reference
         self.logged_samples = logged_samples
         self.rows = rows
+        self.poll = poll
         self.num_tokens = 0
         self.current: Step | None = None
 
@@ -143,6 +148,7 @@ class GrpoSource:
         return self.current._replace(samples=[])
 
     def roll_out(self, params: Any, step: int, watch: Stopwatch) -> Step:
+        """Raises UserError, in all processes alike, where too many groups failed."""
         group = self.config.num_generations
         asked = next(self.prompts)
         prompts = [tokens for tokens in asked.tokens for _ in range(group)]
@@ -152,16 +158,22 @@ class GrpoSource:
             completions, texts = self.sampler.complete(params, prompts, step=step, first=first)
         with watch.phase("reward"):
             questions = [example.prompt[-1]["content"] for example in examples]
-            scores = self.rewards.score(questions, texts, examples)
+            with agreed():
+                scores = self.rewards.score(questions, texts, examples, self.poll)
             starts = np.array([len(prompt) for prompt in prompts])
             lengths, finished = np.asarray(completions.lengths), np.asarray(completions.finished)
             mine = Sampled(questions, texts, starts, lengths, finished, scores)
             sampled = Sampled.joined(self.rows.gather(mine))
-        rewards = weighted_sum(sampled.scores.values, np.array(list(self.reward_weights.values())))
-        judged = objectives.advantages(rewards.reshape(-1, group), self.config.scale_rewards)
+        rewards = weighted_sum(sampled.scores.values, np.array(list(self.reward_weights.values()))).reshape(-1, group)
+        failed = np.isnan(rewards).any(axis=1)
+        if failed.mean() > self.max_failed_groups:
+            raise self.failure(sampled.scores, f"{failed.sum()} of {failed.size}")
+        rewards[failed] = np.nan  # what the others would be compared with is not known
+        judged = objectives.advantages(rewards, self.config.scale_rewards)
         advantages = np.asarray(judged.values).reshape(-1)
+        left_out = np.repeat(failed, group)
 
-        counts = np.isfinite(rewards)
+        counts = ~left_out
         if self.config.mask_truncated_completions:
             counts &= sampled.finished
         with watch.phase("logprob"):
@@ -172,6 +184,7 @@ class GrpoSource:
             "reward": float(judged.reward),
             "reward_std": float(judged.reward_std),
             "frac_reward_zero_std": float(judged.frac_reward_zero_std),
+            "frac_groups_failed": float(failed.mean()),
             **self.reward_metrics(sampled.scores),
             **completion_metrics(sampled),
             "num_tokens": self.num_tokens,
@@ -184,10 +197,29 @@ class GrpoSource:
                 "advantage": number(advantage),
             }
             for question, text, values, advantage in zip(
-                sampled.questions, sampled.texts, sampled.scores.values.T, advantages, strict=True
+                sampled.questions,
+                sampled.texts,
+                sampled.scores.values.T,
+                np.where(left_out, np.nan, advantages),
+                strict=True,
             )
         ]
         return Step(batch, metrics, samples[: self.logged_samples], tokens)
+
+    def failure(self, scores: Scores, groups: str) -> UserError:
+        """What the reward that counts and failed most often said first."""
+        counts = {
+            (name, kind): count
+            for name, kinds in scores.failures.items()
+            for kind, count in kinds.items()
+            if self.reward_weights[name] != 0
+        }
+        name, kind = max(counts, key=lambda which: counts[which])
+        return UserError(
+            f"task.max_failed_groups: a reward failed in {groups} groups, and at most {self.max_failed_groups:g} of "
+            f"them may; {name} {kind} {counts[name, kind]} times, first: {scores.messages[name][kind]}; "
+            "mend the function, or raise the limit"
+        )
 
     def assemble(
         self,
@@ -283,5 +315,5 @@ def completion_metrics(sampled: Sampled) -> dict[str, float]:
 
 
 def number(value: float | np.floating[Any]) -> float | None:
-    """JSON has no NaN: a reward that failed is null."""
+    """JSON has no NaN: a reward that failed is null, and so is an advantage that there isn't for that."""
     return float(value) if np.isfinite(value) else None

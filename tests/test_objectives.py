@@ -7,6 +7,7 @@ import pytest
 
 from mllm import objectives
 from mllm.objectives import GrpoObjective, advantages, gspo, policy_metrics, sampling_metrics, token_weights
+from mllm.reward_worker import LARGEST
 
 GROUPS, GROUP, LENGTH = 3, 4, 6
 ROWS = GROUPS * GROUP
@@ -272,6 +273,23 @@ def test_when_every_reward_failed_all_advantages_are_zero(scale):
     assert not judged.values.any()
     assert judged.missing.all()
     assert judged.frac_reward_zero_std == 1.0
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_a_group_in_which_every_reward_failed_changes_no_bit_of_the_others(scale):
+    rewards = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+    expected = advantages(rewards, scale).values
+    rewards[2] = np.nan
+    got = advantages(rewards, scale).values
+    assert not got[2].any()
+    np.testing.assert_array_equal(np.delete(got, 2, 0), np.delete(expected, 2, 0))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_rewards_as_large_as_they_may_be_give_finite_advantages(scale):
+    judged = advantages(jnp.array([[LARGEST, -LARGEST, LARGEST, 0.0], [0.0, 1.0, 2.0, 3.0]]), scale)
+    assert np.isfinite(judged.values).all()
+    assert judged.values[0, 0] > 0 > judged.values[0, 1]
 
 
 @pytest.mark.parametrize("sequence_level", [False, True])

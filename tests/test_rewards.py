@@ -4,10 +4,9 @@ import logging
 import math
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +55,10 @@ def test_exact_match_wants_the_very_form_of_the_task(completion: str, answer: st
         ("(-7)", "-7"),
         ("1,234", "1234"),
         ("1,234,567.50", "1234567.5"),
+        ("1234567,890", "1234567890"),
         ("1,2,3", "3"),
+        ("1,2345", "2345"),
+        ("1,234,5", "5"),
         ("7.0", "7"),
         ("7.", "7"),
         ("The answer is 7. Done.", "7"),
@@ -73,8 +75,8 @@ def test_flexible_match_reads_the_last_number_however_it_is_written(completion: 
     assert flexible_match("", completion, example(number + "1")) == 0
 
 
-@given(st.decimals(allow_nan=False, allow_infinity=False, places=2, min_value=-(10**12), max_value=10**12))
-def test_a_number_is_read_as_it_was_written(number: float) -> None:
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=2, min_value=-(10**35), max_value=10**35))
+def test_a_number_is_read_as_it_was_written(number: Decimal) -> None:
     assert last_number(f"It costs {number:,}") == number
     assert last_number(f"It costs ${number}.") == number
 
@@ -249,29 +251,6 @@ def test_the_process_ends_with_the_runner() -> None:
         process = int(score(judge, "7").values[0, 0])
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
-
-
-def test_a_run_that_is_killed_takes_even_a_hanging_reward_with_it(tmp_path: Path) -> None:
-    script = """
-        import subprocess, sys
-        from mllm.config import RewardConfig, TaskConfig
-        from mllm.rewards import RewardRunner
-        from mllm.tasks import Example, Task
-        config = TaskConfig(name="arithmetic", rewards=(RewardConfig(name="own_rewards:troubled"),), reward_timeout=60)
-        judge = RewardRunner(config, Task("arithmetic", [], []))
-        print(judge.worker.process.pid, flush=True)
-        judge.score(["p"], ["hang"], [Example([], "7", None)])
-    """
-    run = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    process = int(run.stdout.readline())
-    time.sleep(0.3)
-    run.kill()
-    run.wait()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{process}").exists() and "Z" not in Path(f"/proc/{process}/stat").read_text().split()[2]:
-        assert time.monotonic() < deadline, "the reward's process outlived the run"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -2,63 +2,23 @@
 
 import numpy as np
 import pytest
+from rollouts import BYTES, GROUP, Judge, grpo_source, minus_place
+from runs import checkpoints, records, run
 from tiny import config
 
 from mllm import data, objectives
-from mllm import tokenizer as tokenizers
 from mllm.batch import padded_length
 from mllm.config import DataConfig
+from mllm.distributed import Rows
+from mllm.errors import UserError
 from mllm.metrics import Stopwatch
-from mllm.rewards import RewardRunner, Scores
-from mllm.rollout import Completions
-from mllm.sampler import Sampler
-from mllm.sources import GrpoSource, SftSource, weighted_sum
+from mllm.sources import SftSource, weighted_sum
 from mllm.tasks import Example, Task
-from mllm.tasks import load as load_task
-
-BYTES = tokenizers.bytes_tokenizer()
-GROUP, LIMIT = 4, 4
 
 
-class Dice(Sampler):
-    """Completions of 1 to 4 tokens that depend on the step; those of 4 are cut off."""
-
-    def complete(self, params, prompts, *, step, first=0, greedy=False):
-        rng = np.random.default_rng(step)
-        lengths = rng.integers(1, LIMIT + 1, len(prompts), dtype=np.int32)
-        tokens = rng.integers(1, 256, (len(prompts), LIMIT), dtype=np.int32)
-        logprobs = -rng.random(tokens.shape, dtype=np.float32) - 1
-        return Completions(tokens, logprobs, lengths, lengths < LIMIT), [f"{i}" for i in range(len(prompts))]
-
-
-class Judge(RewardRunner):
-    """The number of a completion in the batch, squared; number 2 fails."""
-
-    def __init__(self):
-        pass
-
-    def score(self, prompts, completions, examples):
-        values = np.array([[float(text) ** 2 if text != "2" else np.nan for text in completions]])
-        failures = {"exact_match": {"raised": 1, "timed_out": 0, "not_a_number": 0}}
-        return Scores(values, failures, {"exact_match": {"raised": "it was 2"}})
-
-
-def minus_place(params, batch):
-    """Instead of a log-prob pass: under parameters p, token t of any row has -p - t."""
-    return np.broadcast_to(-params - np.arange(batch.tokens.shape[1], dtype=np.float32), batch.tokens.shape)
-
-
-def grpo_source(reference_params=None, samples=None, **grpo):
-    settings = config(grpo={"num_generations": GROUP, **grpo})
-    task = load_task(settings.task, seed=0)
-    prompts = data.prompt_batches(task, BYTES, prompts_per_step=2, max_prompt_length=16, seed=0)
-    sampler = Dice(None, BYTES, (258,), settings.rollout, 0)
-    return GrpoSource(settings.grpo, settings.task, prompts, sampler, Judge(), minus_place, reference_params, samples)
-
-
-def rolled_out(**grpo):
+def rolled_out(**options):
     """The step's batch, and the prompts and completions that it was made of."""
-    source = grpo_source(**grpo)
+    source = grpo_source(**options)
     state = source.prompts.get_state()
     step = source.next(np.float32(0), 0, Stopwatch())
     source.prompts.set_state(state)
@@ -69,7 +29,7 @@ def rolled_out(**grpo):
 def test_every_token_stands_where_the_batch_says():
     step, prompts, completions = rolled_out()
     batch = step.batch
-    rewards = np.array([i**2 if i != 2 else np.nan for i in range(8)], np.float32).reshape(2, GROUP)
+    rewards = np.arange(8, dtype=np.float32).reshape(2, GROUP) ** 2
     advantages = np.asarray(objectives.advantages(rewards, "group").values).reshape(-1)
     for row, prompt in enumerate(prompts):
         length = int(completions.lengths[row])
@@ -79,7 +39,7 @@ def test_every_token_stands_where_the_batch_says():
             assert batch.segments[row, place] == (place < len(whole))
             assert batch.positions[row, place] == place
             said = place + 1 - len(prompt)  # the completion's token that is predicted here
-            if not 0 <= said < length or row == 2:  # whose reward failed
+            if not 0 <= said < length:
                 assert batch.weights[row, place] == batch.labels[row, place] == 0
             else:
                 assert batch.labels[row, place] == whole[place + 1]
@@ -95,24 +55,107 @@ def test_completions_that_were_cut_off_weigh_nothing_where_they_are_masked():
     step, _, completions = rolled_out(mask_truncated_completions=True)
     counts = step.batch.weights.any(axis=1)
     assert not completions.finished.all()
-    np.testing.assert_array_equal(counts, completions.finished & (np.arange(8) != 2))
+    np.testing.assert_array_equal(counts, completions.finished)
 
 
-def test_failed_rewards_are_counted_and_left_out_of_the_means():
-    step, _, completions = rolled_out()
-    others = [float(i**2) for i in range(8) if i != 2]
-    assert step.metrics["reward"] == pytest.approx(np.mean(others))
-    assert step.metrics["rewards/exact_match/mean"] == pytest.approx(np.mean(others))
+def test_a_group_in_which_a_reward_failed_is_left_out_and_no_bit_of_the_others_changes():
+    for loss_type in ("grpo", "dapo", "dr_grpo", "gspo", "bnpo"):
+        sound, _, completions = rolled_out(loss_type=loss_type)
+        step, _, _ = rolled_out(loss_type=loss_type, bad=[2])
+        assert not any(np.any(getattr(step.batch, field)[:GROUP]) for field in ("weights", "labels", "advantages"))
+        for field, got, expected in zip(step.batch._fields, step.batch, sound.batch, strict=True):
+            if got is not None and (loss_type, field) != ("bnpo", "weights"):  # the mean over the tokens that are left
+                np.testing.assert_array_equal(got[GROUP:], expected[GROUP:], err_msg=f"{loss_type}: {field}")
+    left = step.batch.weights[GROUP:]
+    np.testing.assert_allclose(left[left > 0], 1 / completions.lengths[GROUP:].sum(), rtol=1e-6)
+
+
+def test_failed_rewards_are_counted_and_their_groups_left_out_of_the_means():
+    sound, _, _ = rolled_out()
+    step, _, completions = rolled_out(bad=[2])
+    assert step.metrics.keys() == sound.metrics.keys()
+    assert step.metrics["reward"] == pytest.approx(np.mean([i**2 for i in range(4, 8)]))
+    assert step.metrics["rewards/exact_match/mean"] == pytest.approx(np.mean([i**2 for i in range(8) if i != 2]))
     assert step.metrics["rewards/exact_match/raised"] == 1
+    assert (sound.metrics["frac_groups_failed"], step.metrics["frac_groups_failed"]) == (0, 0.5)
     assert step.metrics["completions/clipped_ratio"] == pytest.approx(1 - completions.finished.mean())
     assert step.metrics["num_tokens"] == np.count_nonzero(step.batch.segments)
 
 
 def test_samples_say_prompt_completion_and_rewards_and_null_where_one_failed():
-    samples = grpo_source(samples=3).next(np.float32(0), 0, Stopwatch()).samples
-    assert [sample["completion"] for sample in samples] == ["0", "1", "2"]
-    assert [sample["rewards"] for sample in samples] == [{"exact_match": value} for value in (0.0, 1.0, None)]
-    assert len({sample["prompt"] for sample in samples}) == 1
+    samples = grpo_source(samples=5, bad=[2]).next(np.float32(0), 0, Stopwatch()).samples
+    assert [sample["completion"] for sample in samples] == ["0", "1", "2", "3", "4"]
+    assert [sample["rewards"]["exact_match"] for sample in samples] == [0, 1, None, 9, 16]
+    assert [sample["advantage"] for sample in samples[:GROUP]] == [None] * GROUP
+    assert samples[GROUP]["advantage"] < 0
+    assert len({sample["prompt"] for sample in samples[:GROUP]}) == 1
+
+
+@pytest.mark.parametrize(("limit", "bad"), [(0.5, [2]), (1, range(8)), (0, [])])
+def test_as_many_groups_as_the_limit_says_may_fail(limit, bad):
+    source = grpo_source(bad=bad, task={"max_failed_groups": limit})
+    step = source.next(np.float32(0), 0, Stopwatch())
+    assert step.metrics["frac_groups_failed"] == limit
+    assert all(np.isfinite(field).all() for field in step.batch if field is not None)
+
+
+@pytest.mark.parametrize(("limit", "bad", "groups"), [(0.5, [2, 3, 5], 2), (0.4, [2], 1), (0, [7], 1)])
+def test_more_failed_groups_than_the_limit_stop_the_run_in_one_line(limit, bad, groups):
+    source = grpo_source(bad=bad, task={"max_failed_groups": limit})
+    with pytest.raises(UserError) as stopped:
+        source.next(np.float32(0), 0, Stopwatch())
+    assert str(stopped.value) == (
+        f"task.max_failed_groups: a reward failed in {groups} of 2 groups, and at most {limit} of them may; "
+        f"exact_match raised {len(bad)} times, first: too many; mend the function, or raise the limit"
+    )
+
+
+def test_a_reward_that_is_only_watched_stops_nothing_and_no_group_is_left_out():
+    watched = {"rewards": [{"name": "exact_match", "weight": 0}], "max_failed_groups": 0}
+    step, _, _ = rolled_out(bad=range(8), task=watched)
+    assert step.metrics["frac_groups_failed"] == 0
+    assert step.metrics["rewards/exact_match/raised"] == 8
+    assert step.batch.weights.any(axis=1).all()
+
+
+def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_nothing_of_the_step(tmp_path, capsys):
+    settings = config(
+        run_dir=str(tmp_path / "run"),
+        steps=24,
+        grpo={"num_iterations": 2, "beta": 0.1, "reference": "initial"},
+        task={"rewards": [{"name": "user_rewards:tires"}]},
+        checkpoint={"every": 2},
+    )
+    assert run(settings) == 2
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")] == [
+        "error: task.max_failed_groups: a reward failed in 2 of 2 groups, and at most 0.5 of them may; "
+        "user_rewards:tires raised 8 times, first: RuntimeError: so tired; mend the function, or raise the limit"
+    ]
+    assert checkpoints(settings) == [2, 4]
+    assert [line["step"] for line in records(settings)] == [1, 2, 3, 4]
+
+
+class Second(Rows):
+    """This process has the second half of the rows, and all rewards of the first failed."""
+
+    def gather(self, mine):
+        failed = Judge(range(8)).score([], [f"{i}" for i in range(8)], [])
+        return [mine._replace(scores=failed), mine]
+
+
+def test_a_process_stops_for_what_failed_in_another():
+    source = grpo_source(task={"max_failed_groups": 0.25})
+    source.rows = Second(1, 2, (0, 1))
+    with pytest.raises(UserError, match=r"in 2 of 4 groups.* exact_match raised 8 times, first: too many"):
+        source.next(np.float32(0), 0, Stopwatch())
+
+
+def test_a_source_asks_while_it_waits_for_rewards_whether_to_stop():
+    def poll():
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        grpo_source(poll=poll).next(np.float32(0), 0, Stopwatch())
 
 
 def test_a_rollout_serves_its_iterations_and_holds_the_policy_that_it_began_with():

@@ -23,3 +23,14 @@ def slow_at_times(prompt, completion, example):
     if ord(completion[:1] or "a") % 4 == 1:
         time.sleep(60)
     return 1.0
+
+
+CALLS = []
+
+
+def tires(prompt, completion, example):
+    """Sound for two rollouts of eight, then no more."""
+    CALLS.append(completion)
+    if len(CALLS) > 16:
+        raise RuntimeError("so\ntired")
+    return len(completion) / 4
