@@ -2,7 +2,8 @@
 
 metrics.jsonl and samples.jsonl hold what the run computed and are the same, to the bit, however often it was killed and
 resumed; timings.jsonl holds what the machine decided (seconds, tokens/s, memory). Names follow TRL's. Of several
-processes the first writes all of it: metrics, samples and tokens/s are those of all, seconds and memory its own.
+processes the first writes all of it: metrics, samples and tokens/s are those of all, seconds and memory its own. What
+can't be written is a UserError, which ends the run.
 """
 
 import contextlib
@@ -16,8 +17,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from tensorboardX import SummaryWriter
 from tqdm import tqdm
+
+from mllm.board import Board
+from mllm.storage import Appended, writing
 
 RECORDS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 Scalars = Mapping[str, float | int]
@@ -29,52 +32,45 @@ class RunLog:
 
     def __init__(self, run_dir: Path, step: int | None, steps: int) -> None:
         """`step`: that of the checkpoint that the run goes on from; None: it begins."""
+        last, checkpoints = -1 if step is None else step, run_dir / "checkpoints"
         for name in RECORDS:
-            cut_after(run_dir / name, -1 if step is None else step)
-        # Line by line, for whoever follows the run in another window.
-        self.files = {name: (run_dir / name).open("a", encoding="utf-8", buffering=1) for name in RECORDS}
-        # Events past the purge step are hidden by TensorBoard, not removed from the file.
-        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=0 if step is None else step + 1)
-        self.bar = tqdm(total=steps, initial=step or 0, desc=run_dir.name, unit="step", dynamic_ncols=True)
+            with writing(run_dir / name, checkpoints):
+                cut_after(run_dir / name, last)
+        self.files = {name: Appended(run_dir / name, checkpoints) for name in RECORDS}
+        self.board = Board(run_dir / "tensorboard", last + 1, checkpoints)
+        self.bar = tqdm(total=steps, initial=max(last, 0), desc=run_dir.name, unit="step", dynamic_ncols=True)
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append a step's records; the metrics come last, so that their line says that all of the step is there."""
         for sample in samples:
             self.append("samples.jsonl", {"step": step, **sample})
         self.append("metrics.jsonl", {"step": step, **metrics})
-        self.draw(step, metrics)
+        self.board.draw(step, metrics)
 
     def write_timings(self, step: int, timings: Scalars, metrics: Scalars) -> None:
         """Append what the machine took for the step, and move the bar on; `metrics` are shown beside it."""
         self.append("timings.jsonl", {"step": step, **timings})
-        self.draw(step, timings)
+        self.board.draw(step, timings)
         shown = {"reward": metrics.get("reward"), "loss": metrics.get("loss")}
         words = [f"{name} {value:.3f}" for name, value in shown.items() if value is not None]
         self.bar.set_postfix_str("  ".join([*words, f"{timings['tokens_per_second']:,.0f} tok/s"]))
         self.bar.update(step - self.bar.n)
 
-    def draw(self, step: int, scalars: Scalars) -> None:
-        for name, value in scalars.items():
-            self.board.add_scalar(name, value, step)
-
     def append(self, name: str, record: Mapping[str, Any]) -> None:
         # NaN and Infinity are no JSON; a reader in another language would refuse the file.
         finite = {key: None if isinstance(v, float) and not np.isfinite(v) else v for key, v in record.items()}
-        self.files[name].write(json.dumps(finite, ensure_ascii=False) + "\n")
+        self.files[name].append((json.dumps(finite, ensure_ascii=False) + "\n").encode())
 
     def sync(self) -> None:
         """Until everything written so far survives a crash of the machine; before a checkpoint begins."""
-        for file in self.files.values():
-            file.flush()
-            os.fsync(file.fileno())
-        self.board.flush()
+        for file in (*self.files.values(), self.board.file):
+            file.sync()
 
     def close(self) -> None:
         self.bar.close()
-        self.sync()
-        for file in self.files.values():
+        for file in (*self.files.values(), self.board.file):
+            file.sync()
             file.close()
-        self.board.close()
 
 
 class NoLog(RunLog):

@@ -1,8 +1,17 @@
-"""A run's folder belongs to one configuration: what may differ when the same command resumes it, and what may not."""
+"""A run's folder belongs to one configuration, and to one process at a time that writes it.
 
+What may differ when the same command resumes a run, and what may not. Left out: folders on file systems that know no
+locks; there it's up to whoever starts a run that no other writes the same.
+"""
+
+import fcntl
+import logging
+import os
+import socket
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -14,7 +23,11 @@ HOW = {"run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log"}
 """Settings of how a run is carried out, not of what it computes: they may change when it resumes."""
 
 PARTIAL = "config.yaml.tmp"
+LOCK = "lock"
+BEGINNINGS = {PARTIAL, LOCK}
 """All that a run leaves that was killed while it began."""
+
+logger = logging.getLogger(__name__)
 
 
 def check(folder: Path, config: Config) -> None:
@@ -24,7 +37,7 @@ def check(folder: Path, config: Config) -> None:
         raise UserError(f"run_dir: {there} is a file; give a folder")
     path = folder / "config.yaml"
     if not is_run(folder):
-        if folder.is_dir() and {path.name for path in folder.iterdir()} - {PARTIAL}:
+        if folder.is_dir() and {path.name for path in folder.iterdir()} - BEGINNINGS:
             raise UserError(f"run_dir: {folder} holds other files and no config.yaml; give an empty or a new folder")
         return
     try:
@@ -52,6 +65,59 @@ def write(folder: Path, config: Config) -> None:
         partial.replace(folder / "config.yaml")
     except OSError as error:
         raise UserError(f"run_dir: {folder} can't be written ({error.strerror}); give another folder") from None
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold the folder, which is made where it's missing, for this process: nobody else writes it meanwhile.
+
+    The operating system holds the lock, and lets it go when the process ends, however it ends. A folder in which no run
+    has begun is left as it was found. Of several processes of one run only the first may ask.
+
+    Raises:
+        UserError: another process holds it, or it can't be written.
+    """
+    try:
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        file = locked(folder)
+    except OSError as error:
+        raise UserError(f"run_dir: {folder} can't be written ({error.strerror}); give another folder") from None
+    try:
+        yield
+    finally:
+        # Not the file itself: whoever has opened it already would lock what is no longer there.
+        with suppress(OSError):
+            file.truncate(0)
+        if not is_run(folder):
+            with suppress(OSError):
+                (folder / LOCK).unlink()
+                for path in made:
+                    path.rmdir()
+        file.close()
+
+
+def locked(folder: Path) -> TextIO:
+    """The folder's lock file, open and locked, with this process's name in it."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise UserError(f"run_dir: {folder} is in use by {holder}; wait for it, or give another folder") from None
+        except OSError as error:
+            logger.warning("%s can't be locked (%s): let no other run write it", folder, error.strerror)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
+                break
+        file.close()  # another process removed it before this one had it
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
 
 
 def extends(config: Config, steps: Any) -> bool:

@@ -8,10 +8,11 @@ from contextlib import closing
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from mllm import transfer
-from mllm.checkpoint import BEST, Checkpoints
+from mllm.checkpoint import BEST, Checkpoints, items
 from mllm.config import CheckpointConfig, MeshConfig, OptimizerConfig
 from mllm.errors import UserError
 from mllm.mesh import make_mesh, sharding
@@ -27,7 +28,7 @@ def make_state(mesh_config=None, value=0.0):
     mesh = make_mesh(mesh_config or MeshConfig())
     layout = {"embed": ("vocab", "embed"), "norm": ("embed",)}
     params = {
-        name: jax.device_put(jnp.arange(float(8 ** len(axes))).reshape((8,) * len(axes)) + value, sharding(mesh, axes))
+        name: jax.device_put(jnp.arange(64.0 ** len(axes)).reshape((64,) * len(axes)) + value, sharding(mesh, axes))
         for name, axes in layout.items()
     }
     state = init_state(params, OPTIMIZER)
@@ -69,7 +70,7 @@ def test_another_mesh_restores_it(tmp_path):
     with closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
         restored = checkpoints.restore(like(mesh))
     assert_equal(restored.state, make_state(value=1))
-    assert restored.state.params["embed"].sharding.shard_shape((8, 8)) == (2, 4)
+    assert restored.state.params["embed"].sharding.shard_shape((64, 64)) == (16, 32)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, capsys, monkeypatch):
@@ -96,6 +97,9 @@ def test_an_empty_folder_restores_nothing(tmp_path):
         assert checkpoints.restore(like()) is None
 
 
+# What is kept
+
+
 def test_the_newest_are_kept_and_the_best_beside_them(tmp_path):
     scores = {step: {BEST: score} for step, score in {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3, 5: 0.4}.items()}
     save(tmp_path / "newest", range(1, 6), scores, keep=2)
@@ -104,21 +108,91 @@ def test_the_newest_are_kept_and_the_best_beside_them(tmp_path):
     assert kept(tmp_path / "best") == [2, 4, 5]
 
 
-def damage_by_deleting_arrays(folder):
+def test_the_best_is_known_to_a_run_that_resumes(tmp_path):
+    scores = {step: {BEST: score} for step, score in {1: 0.1, 2: 0.9, 3: 0.2, 5: 0.3}.items()}
+    for step in range(1, 7):
+        save(tmp_path, [step], scores, keep=1, keep_best=True)
+    assert kept(tmp_path) == [2, 6]
+
+
+@pytest.mark.parametrize("settings", [{"keep": 1}, {"keep": 2}, {"keep": 1, "keep_best": True}], ids=str)
+def test_the_last_sound_checkpoint_stays_until_a_newer_one_is_whole(tmp_path, settings):
+    scores = {step: {BEST: score} for step, score in {1: 0.3, 2: 0.2, 3: 0.9}.items()}
+    save(tmp_path, [1], scores, **settings)
+    for step in (2, 3):  # written beside the last sound one, and damaged as soon as they are whole
+        shutil.copytree(tmp_path / "1", tmp_path / str(step))
+        flipped(tmp_path / str(step))
+    with closing(Checkpoints(tmp_path, CheckpointConfig(**settings))) as checkpoints:
+        assert checkpoints.restore(like()).step == 1
+        checkpoints.save(2, make_state(value=2), POSITION, "", scores[2])
+        assert 1 in kept(tmp_path)
+        checkpoints.wait()
+        assert checkpoints.restore(like()).step == 2
+    assert kept(tmp_path) == ([2] if settings == {"keep": 1} else [1, 2])
+    assert all((tmp_path / f"damaged_{step}").is_dir() for step in (2, 3))
+
+
+# Damage
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def stored(folder):
+    """The files that hold the arrays' bytes."""
+    found = [path for path in files(folder) if path.parent.name == "d"]
+    assert found
+    return found
+
+
+def deleted(name):
+    return lambda folder: shutil.rmtree(folder / name)
+
+
+def half_deleted(folder):
+    for path in files(folder)[::2]:
+        path.unlink()
+
+
+def truncated(folder):
+    for path in stored(folder):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def emptied(folder):
+    max(files(folder), key=lambda path: path.stat().st_size).write_bytes(b"")
+
+
+def exchanged(folder):
+    """Whole files, of another checkpoint."""
     shutil.rmtree(folder / "params")
+    shutil.copytree(folder.parent / "1" / "params", folder / "params")
 
 
-def damage_by_truncating(folder):
-    for path in (folder / "params").rglob("*"):
-        if path.is_file() and path.parent.name == "d":
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+def flipped(folder):
+    for path in stored(folder):
+        flip(path, path.stat().st_size // 2)
 
 
-def damage_by_deleting_the_position(folder):
-    shutil.rmtree(folder / "position")
+def flip(path, place, bit=0):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [damage_by_deleting_arrays, damage_by_truncating, damage_by_deleting_the_position])
+DAMAGE = {
+    "the arrays are deleted": deleted("params"),
+    "the document is deleted": deleted("document"),
+    "half of the files are deleted": half_deleted,
+    "files are truncated": truncated,
+    "a file is empty": emptied,
+    "a part is another checkpoint's": exchanged,
+    "a bit is flipped": flipped,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_taken(tmp_path, caplog, damage):
     save(tmp_path, [1, 2])
     damage(tmp_path / "2")
@@ -133,9 +207,61 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_taken(tmp_p
     assert (tmp_path / "damaged_2").is_dir()
 
 
+def test_a_bit_flipped_anywhere_is_found_or_changes_nothing(tmp_path):
+    save(tmp_path, [1, 2])
+    wanted, found = like(), set()
+    for path in files(tmp_path / "2"):
+        size = path.stat().st_size
+        for place in sorted({0, size // 3, size // 2, size - 1}):
+            flip(path, place, bit=place % 8)
+            with closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
+                restored = checkpoints.restore(wanted)
+            assert restored.position == POSITION
+            assert_equal(restored.state, make_state(value=restored.step))
+            if restored.step == 1:
+                found.add(path)
+                (tmp_path / "damaged_2").rename(tmp_path / "2")
+            flip(path, place, bit=place % 8)
+    arrays = max(stored(tmp_path / "2"), key=lambda path: path.stat().st_size)
+    assert {arrays, *(tmp_path / "2" / "document").glob("metadata")} <= found
+
+
+def test_a_checkpoint_that_only_its_checksum_finds_damaged_is_said(tmp_path, caplog):
+    save(tmp_path, [1, 2])
+    exchanged(tmp_path / "2")
+    with closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
+        assert checkpoints.restore(like()).step == 1
+    assert "checkpoint 2 can't be read (the checksum of params.embed and of 1 others differs)" in caplog.text
+
+
+def test_a_reader_puts_nothing_aside(tmp_path, caplog):
+    save(tmp_path, [1, 2])
+    flipped(tmp_path / "2")
+    with closing(Checkpoints(tmp_path, CheckpointConfig(), read_only=True)) as checkpoints:
+        assert checkpoints.restore(like()).step == 1
+    assert "checkpoint 2 can't be read" in caplog.text
+    assert kept(tmp_path) == [1, 2]
+
+
+def test_a_checkpoint_of_before_there_were_checksums_is_taken_with_a_warning(tmp_path, caplog):
+    arrays = {name: ocp.args.StandardSave(tree) for name, tree in items(make_state(value=5)).items()}
+    documents = {"position": ocp.args.JsonSave(POSITION), "config": ocp.args.JsonSave({"yaml": "seed: 0\n"})}
+    with closing(ocp.CheckpointManager(tmp_path)) as manager:
+        manager.save(5, args=ocp.args.Composite(**arrays, **documents))
+    with closing(Checkpoints(tmp_path, CheckpointConfig(keep_best=True))) as checkpoints:
+        restored = checkpoints.restore(like())
+        assert (restored.step, restored.position) == (5, POSITION)
+        assert_equal(restored.state, make_state(value=5))
+        assert checkpoints.restore_params(like().params, 5)[0] == 5
+        checkpoints.save(6, make_state(value=6), POSITION, "", {BEST: 0.5})
+        checkpoints.wait()
+        assert checkpoints.restore(like()).step == 6
+    assert "checkpoint 5 is of before checksums were stored" in caplog.text
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_by_itself(tmp_path):
     save(tmp_path, [1])
-    damage_by_deleting_arrays(tmp_path / "1")
+    deleted("params")(tmp_path / "1")
     for _ in range(2):  # nor when it is asked again
         with (
             closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints,
@@ -143,6 +269,15 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_by_itself(t
         ):
             checkpoints.restore(like())
         assert kept(tmp_path) == [1]
+
+
+def test_parameters_are_not_read_from_a_damaged_checkpoint(tmp_path):
+    save(tmp_path, [1, 2])
+    flipped(tmp_path / "2")
+    with closing(Checkpoints(tmp_path, CheckpointConfig(), read_only=True)) as checkpoints:
+        with pytest.raises(UserError, match=r"2: can't be read \(.*\); --step takes an older one"):
+            checkpoints.restore_params(like().params, None)
+        assert checkpoints.restore_params(like().params, 1)[0] == 1
 
 
 def test_parameters_are_read_without_the_optimizer(tmp_path):
