@@ -38,6 +38,15 @@ MOST_SAID = 300
 LONGEST_LINE = 2**15
 TICK = 0.1
 """Seconds between looks at whether the process lives, and whether the trainer is asked to stop."""
+GUARD = """
+import os, signal, sys
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+sys.stdin.read()
+os.killpg(int(sys.argv[1]), signal.SIGKILL)
+"""
+"""Kills a group as soon as nobody holds the other end of its input: it ends with the trainer, and needs nothing of the
+group, in which a function may hang and let no other thread run."""
 
 
 class Worker:
@@ -55,20 +64,24 @@ class Worker:
 
     def __init__(self, names: Sequence[str], scorer: Any, poll: Callable[[], None]) -> None:
         self.socket, theirs = socket.socketpair()
-        lifeline, self.lifeline = os.pipe()
         self.received = b""
         path = [entry or os.getcwd() for entry in sys.path]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"from mllm.reward_worker import work; work({theirs.fileno()}, {lifeline})"],
+            [sys.executable, "-P", "-c", f"from mllm.reward_worker import work; work({theirs.fileno()})"],
             stdin=subprocess.DEVNULL,
             stdout=2,
-            pass_fds=[theirs.fileno(), lifeline],
+            pass_fds=[theirs.fileno()],
             # the functions may import JAX themselves; the accelerator is the trainer's
             env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.getcwd()]), "JAX_PLATFORMS": "cpu"},
             start_new_session=True,  # Ctrl-C is the trainer's to handle
         )
         theirs.close()
-        os.close(lifeline)
+        self.guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", GUARD, str(self.process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=2,
+            start_new_session=True,
+        )
         self.alive = True
         try:
             self.send((names, scorer), START_TIMEOUT, poll)
@@ -117,6 +130,7 @@ class Worker:
             except ConnectionError:
                 chunk = b""
             if not chunk:
+                poll()  # what ended it may have reached the trainer, too
                 return "raised", self.end()
             self.received += chunk
         line, _, self.received = self.received.partition(b"\n")
@@ -143,15 +157,19 @@ class Worker:
         if not self.alive:
             return
         self.alive = False
-        for process in descendants(self.process.pid) if self.process.poll() is None else []:
+        self.guard.kill()
+        started = descendants(self.process.pid) if self.process.poll() is None else []
+        for process in started:
             with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGKILL)
-        # The group's number is not another's, even if its leader has died: `end_with_trainer`'s process is in it.
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel, as on a file server that is gone
             self.process.wait(1)
-        os.close(self.lifeline)
+        for process in started:
+            with contextlib.suppress(OSError):
+                os.waitpid(process, os.WNOHANG)  # its own now, where the trainer is process 1, as in a container
+        self.guard.communicate()
         self.socket.close()
 
 
@@ -180,9 +198,8 @@ def read(line: bytes, number: int) -> tuple[str, Any] | None:
     return None
 
 
-def work(handle: int, lifeline: int) -> None:
+def work(handle: int) -> None:
     """The process, seen from inside: take a batch, answer for every function and sample in turn, and again."""
-    end_with_trainer(handle, lifeline)
     myself = os.getpid()
 
     def spare(number: int, frame: FrameType | None) -> None:
@@ -204,7 +221,7 @@ def work(handle: int, lifeline: int) -> None:
         except OSError:
             os._exit(1)
 
-    from mllm.rewards import find  # not before: it brings threads along, and end_with_trainer forks
+    from mllm.rewards import find  # here, since that file imports this one
 
     try:
         names, scorer = pickle.load(incoming)
@@ -221,25 +238,6 @@ def work(handle: int, lifeline: int) -> None:
         for number in range(done, len(functions) * len(samples)):
             function, sample = divmod(number, len(samples))
             tell(number, *call(functions[function], samples[sample]))
-
-
-def end_with_trainer(handle: int, lifeline: int) -> None:
-    """Start a process that kills this one's group as soon as nobody holds the other end of the lifeline.
-
-    It needs nothing of this one, in which a function may hang and let no other thread run.
-    """
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
-        os.close(lifeline)
-        return
-    if os.fork():  # so that it is nobody's child: a function may wait for all of its own
-        os._exit(0)
-    os.close(handle)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    os.read(lifeline, 1)
-    os.killpg(0, signal.SIGKILL)
 
 
 def call(function: Callable[..., Any], sample: Sequence[Any]) -> tuple[str, float | str]:

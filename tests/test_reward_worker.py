@@ -221,6 +221,17 @@ def test_what_a_function_started_ends_with_the_runner(left):
     assert_gone([process], seconds=2)
 
 
+def test_nothing_is_left_of_workers_that_were_replaced(place):
+    def held():
+        children = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+        return len(children.split()), len(os.listdir("/proc/self/fd"))
+
+    before = held()
+    with runner(HOSTILE, timeout=60) as judge:
+        score(judge, *["leave_at_once", "kill_itself"] * 2)
+    assert held() == before
+
+
 @pytest.mark.parametrize("does", ["sleep", "match_for_ever"])
 def test_a_trainer_that_is_killed_takes_a_hanging_function_with_it(place, does):
     script = f"""
