@@ -11,9 +11,11 @@ import argparse
 import logging
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,20 +65,36 @@ def replay(path: Path, checkpoint: int | None) -> int:
     print(f"step {step} of {run}, parameters of checkpoint {checkpoint}: {when}")
 
     forward = Forward(policy.graphdef, config, mesh)
-    value_and_grad = jax.jit(jax.value_and_grad(lambda params, row: forward.loss(params, row)[0]))
-    total, gone = 0.0, 0
+
+    @jax.jit
+    def examine(params: Any, row: Batch) -> tuple[Any, Any, Any]:
+        """Whether the hidden states are finite, the loss, and which gradients are."""
+        loss, gradients = jax.value_and_grad(lambda params: forward.loss(params, row)[0])(params)
+        sound = jnp.isfinite(forward.hidden(params, row)[0]).all()
+        return sound, loss, jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), gradients)
+
+    broken: list[str] = []
+    parameters: Counter[str] = Counter()
     for row in tqdm(range(len(batch.tokens)), unit="row", leave=False):
         one = jax.tree.map(lambda x, row=row: jnp.asarray(x[row : row + 1]), batch)
-        loss, gradients = value_and_grad(params, one)
-        broken = {name: leaf for name, leaf in by_name(gradients).items() if not jnp.isfinite(leaf).all()}
-        total += float(loss)
-        if broken or not np.isfinite(loss):
-            gone += 1
-            tqdm.write(f"row {row}: loss {float(loss):g} of {int((one.weights > 0).sum())} tokens; not finite in")
-            for name, leaf in broken.items():
-                tqdm.write(f"  {name}: {int((~jnp.isfinite(leaf)).sum())} of {leaf.size}")
-    print(f"loss {total:g}; {gone} of {len(batch.tokens)} rows aren't finite")
-    return 1 if gone else 0
+        sound, loss, gradients = examine(params, one)
+        names = [name for name, finite in by_name(gradients).items() if not finite]
+        parameters.update(names)
+        if names or not np.isfinite(loss):
+            tokens = int((one.weights > 0).sum())
+            broken.append(f"{row:5} {tokens:7} {'finite' if sound else 'not finite':>14} {float(loss):12g}")
+    if not broken:
+        print(f"all {len(batch.tokens)} rows are finite")
+        return 0
+    print(
+        f"{len(broken)} of {len(batch.tokens)} rows aren't finite:",
+        "  row  tokens  hidden states         loss",
+        sep="\n",
+    )
+    print(*broken, sep="\n")
+    print("gradients that aren't finite, and in how many rows:")
+    print(*(f"  {name}: {count}" for name, count in parameters.items()), sep="\n")
+    return 1
 
 
 def read(path: Path) -> tuple[Batch, int]:
@@ -87,8 +105,8 @@ def read(path: Path) -> tuple[Batch, int]:
         return Batch(**{name: value for name, value in fields.items() if name in Batch._fields}), int(fields["step"])
     except FileNotFoundError:
         raise UserError(f"{path}: not found; a run keeps its skipped updates in run_dir/skipped") from None
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError) as error:
-        raise UserError(f"{path}: not a batch that a run has kept ({type(error).__name__}: {error})") from None
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError):
+        raise UserError(f"{path}: not a batch that a run has kept; those are run_dir/skipped/step_N.npz") from None
 
 
 def nearest(checkpoints: Sequence[int], step: int, updated: set[int]) -> int | None:

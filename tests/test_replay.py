@@ -1,0 +1,66 @@
+"""Updates that aren't finite, one after another: the run stops, and what it kept of them can be looked into."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import changed, newest, records, run
+from tiny import config
+
+from tools import replay
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """The first update throws the parameters to where nothing can be computed any more."""
+    optimizer = {"learning_rate": 9e18, "max_skipped": 1}
+    return config("sft", steps=8, optimizer=optimizer, run_dir=str(tmp_path_factory.mktemp("stopped") / "run"))
+
+
+def stop(settings, capfd):
+    """Run to where it stops: step, and the line that says why."""
+    assert run(settings) == 2
+    return newest(settings).step, capfd.readouterr().err.splitlines()[-1]
+
+
+def dump(settings, step):
+    return Path(settings.run_dir, "skipped", f"step_{step}.npz")
+
+
+def test_too_many_skipped_updates_in_a_row_stop_the_run_and_the_same_command_counts_on(settings, capfd):
+    for step, skipped in ((3, 2), (4, 3)):
+        stopped, said = stop(settings, capfd)
+        assert stopped == step
+        assert [line["step"] for line in records(settings)] == list(range(step + 1))
+        why = f"the last {skipped} updates were not finite and skipped; saved after step {step}"
+        where = f"the last batch is {dump(settings, step)}, and tools/replay.py looks into it"
+        assert said == f"error: optimizer.max_skipped: {why}; {where}"
+
+
+def test_a_replay_says_which_rows_and_parameters_are_not_finite(settings, capsys):
+    assert replay.main([str(dump(settings, 4))]) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == f"step 4 of {settings.run_dir}, parameters of checkpoint 4: as they were then"
+    assert told[1] == "8 of 8 rows aren't finite:"
+    assert "  embed: 8" in told
+
+
+def test_with_sound_parameters_the_same_batch_is_finite(settings, tmp_path, capsys):
+    sound = changed(settings, run_dir=str(tmp_path / "run"), steps=4, optimizer={"learning_rate": 1e-3})
+    assert run(sound) == 0
+    dump(sound, 2).parent.mkdir()
+    shutil.copy(dump(settings, 2), dump(sound, 2))
+    capsys.readouterr()
+    assert replay.main([str(dump(sound, 2))]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told == [
+        f"step 2 of {sound.run_dir}, parameters of checkpoint 4: 3 updates later",
+        "all 8 rows are finite",
+    ]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "skipped/step_7.npz"])
+def test_a_replay_of_something_else_is_refused(settings, capsys, name):
+    path = Path(settings.run_dir, name)
+    assert replay.main([str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {path}: not ")
