@@ -40,7 +40,7 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run_and_the_same_command_cou
 def test_a_replay_says_which_rows_and_parameters_are_not_finite(settings, capsys):
     assert replay.main([str(dump(settings, 4))]) == 1
     told = capsys.readouterr().out.splitlines()
-    assert told[0] == f"step 4 of {settings.run_dir}, parameters of checkpoint 4: as they were then"
+    assert told[0] == f"step 4 of {settings.run_dir}, parameters of checkpoint 3: as they were then"
     assert told[1] == "8 of 8 rows aren't finite:"
     assert "  embed: 8" in told
 
