@@ -2,6 +2,7 @@
 # make demo [SEED=0]               a tiny model from nothing: SFT, export, GRPO, table and curves
 # make test                        all tests but the next; `make test FAST=1` leaves the slow ones out
 # make aot                         compiles for TPUs that aren't there: installs libtpu (0.7 GB) and runs those tests
+# make aot-gpu                     the same for H100s: XLA's plugin for CUDA (0.5 GB), in a folder of its own
 # make check                       ruff and mypy
 # make bench                       the head against full logits, on this machine
 
@@ -10,7 +11,7 @@ SEED ?= 0
 BIN := .venv/bin
 RUNS := runs/demo_seed$(SEED)
 
-.PHONY: setup demo test aot check bench
+.PHONY: setup demo test aot aot-gpu check bench
 
 setup: .venv/installed
 
@@ -37,13 +38,24 @@ demo: setup
 	$(BIN)/python tools/plot.py $(RUNS)/grpo
 
 test: setup
-	$(BIN)/python -m pytest -m "not aot$(if $(FAST), and not slow)"
+	$(BIN)/python -m pytest -m "not aot and not aot_gpu$(if $(FAST), and not slow)"
 
 aot: .venv/aot-installed
 	$(BIN)/python -m pytest -m aot
 
 .venv/aot-installed: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[aot]'
+	@touch $@
+
+aot-gpu: .venv/aot-gpu
+	$(BIN)/python -m pytest -m aot_gpu
+
+# Where JAX finds the plugin and no driver, every program complains: so not beside the other packages.
+.venv/aot-gpu: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
+	  --target $@.part jax-cuda12-plugin jax-cuda12-pjrt
+	rm -rf $@
+	mv $@.part $@
 	@touch $@
 
 check: setup

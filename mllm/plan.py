@@ -1,8 +1,8 @@
 """What a run will hold in memory, before it holds any: python train.py --config NAME --plan [--target v6e:2x4].
 
 The run's programs are made from shapes (programmes.py) and given to the compiler: that of the devices at hand, or
-libtpu for a slice of TPUs that isn't there, which is stopped once it has laid out the memory (kernels/aot). Per phase
-and device; what each column is, and how it is known:
+for devices that aren't there libtpu (TPUs) or XLA's plugin for CUDA (H100s), which are stopped once they have laid out
+the memory (kernels/aot). Per phase and device; what each column is, and how it is known:
 
     parameters   and copies of them: the decoding layout, the reference policy            [shapes]
     optimizer    its moments, which stay where they are in every phase                     [shapes]
@@ -27,7 +27,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from kernels.aot import assignment, targets
+from kernels.aot import assignment, gpus, targets
 from kernels.aot.assignment import Account
 from mllm.config import Config, MeshConfig
 from mllm.errors import UserError
@@ -49,7 +49,12 @@ class Devices:
     memory: int
     """Bytes a device that a program may have."""
     target: str | None
-    """A slice that isn't there; None: the devices at hand."""
+    """What isn't there; None: the devices at hand."""
+
+    @property
+    def caveat(self) -> str | None:
+        """What is to be said of all figures, if anything."""
+        return gpus.CAVEAT if self.target and gpus.named(self.target) else None
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     shape = ", ".join(f"{axis} {size}" for axis, size in devices.mesh.shape.items())
     memory = size(devices.memory)
     tell(f"{devices.name}: mesh {shape}, {devices.mesh.size} of {devices.available} devices, {memory} each")
+    if devices.caveat:
+        tell(f"{devices.name}: {devices.caveat}")
     planner = Planner(config, devices, tell)
     phases = planner.phases()
     tell(table(phases, devices.memory))
@@ -166,10 +173,10 @@ class Planner:
 
 
 def find_devices(config: MeshConfig, target: str | None) -> Devices:
-    """The mesh on the devices at hand, or on those of a slice of TPUs as in `v6e:2x4`.
+    """The mesh on the devices at hand, or on those of a slice of TPUs as in `v6e:2x4`, or of H100s as in `h100:8`.
 
     Raises:
-        UserError: there are fewer devices; there is no such slice; libtpu isn't installed.
+        UserError: there are fewer devices; there is no such target; its compiler isn't installed.
     """
     if target is None:
         mesh = make_mesh(config)
@@ -178,8 +185,7 @@ def find_devices(config: MeshConfig, target: str | None) -> Devices:
     try:
         shape = (config.dp, config.fsdp, config.tp)
         mesh = targets.mesh(target, shape, ("dp", "fsdp", "tp"))
-        chip, _ = targets.split(target)
-        return Devices(target, mesh, len(targets.devices(target)), targets.HBM[chip], target)
+        return Devices(target, mesh, len(targets.devices(target)), targets.memory_limit(target), target)
     except (ValueError, ModuleNotFoundError) as error:
         raise UserError(f"--target: {error}") from None
 

@@ -2,6 +2,13 @@
 
 import importlib.util
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,7 +17,7 @@ import tiny
 from runs import arguments, changed
 
 import train
-from kernels.aot import assignment, head, targets
+from kernels.aot import assignment, gpus, head, targets
 from mllm import config_file, plan
 from mllm.config import MeshConfig
 from mllm.mesh import make_mesh
@@ -183,9 +190,23 @@ class TestTargets:
 
     def test_an_unknown_chip_is_refused_and_the_known_ones_listed(self, refused):
         said = refused("--plan", "--target", "v9x:2x4")
-        assert (
-            said
-            == "error: --target: target 'v9x:2x4': there are v5e, v5p, v6e, tpu7x and their slices, as in v6e:2x4\n"
+        assert said == (
+            "error: --target: target 'v9x:2x4': there are v5e, v5p, v6e, tpu7x and their slices, as in v6e:2x4; "
+            "for plans of memory h100, too, as in h100:8\n"
+        )
+
+    def test_of_h100s_there_are_those_of_a_host(self, refused):
+        assert "there are h100 and h100:2 to h100:8" in refused("--plan", "--target", "h100:9")
+
+    def test_without_the_plugin_it_says_how_to_install_it(self, refused, monkeypatch, tmp_path):
+        def not_found(*_, **__):
+            raise NotImplementedError  # as JAX does
+
+        monkeypatch.setattr(gpus.topologies, "get_topology_desc", not_found)
+        monkeypatch.setattr(gpus, "FOLDER", tmp_path)
+        said = refused("--plan", "--target", "h100")
+        assert said == (
+            "error: --target: XLA's plugin for CUDA, which compiles for GPUs, isn't installed; make aot-gpu does\n"
         )
 
     def test_without_libtpu_it_says_how_to_install_it(self, refused, monkeypatch):
@@ -275,6 +296,47 @@ allocation 3: size 7, color 1, preallocated-temp:
         plan.plan(config, "v6e:2x4", told.append)
         assert told[0].startswith("v6e:2x4: mesh dp 1, fsdp 8, tp 1, 8 of 8 devices, 31.25 GiB each")
         assert any(line.startswith("fits: ") for line in told)
+
+
+def test_the_compiler_s_process_ends_with_the_one_that_started_it_however_that_ends(tmp_path):
+    ends = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+    programmes = {end: tmp_path / f"{end.name}.py" for end in ends}
+    folders = {end: tmp_path / end.name for end in ends}
+    parents = {}
+    for end, programme in programmes.items():
+        programme.write_text(
+            f"import os, time\nopen({str(programme)!r} + '.pid', 'x').write(f'{{os.getpid()}} ')\ntime.sleep(300)\n"
+        )
+        folders[end].mkdir()
+        code = f"from kernels.aot import assignment; assignment.read('v6e', {str(programme)!r} + ':programme', {{}})"
+        environment = {**os.environ, "TMPDIR": str(folders[end])}
+        parents[end] = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
+    try:
+        for end, parent in parents.items():
+            noted = programmes[end].with_suffix(".py.pid")
+            wait_until(lambda noted=noted: noted.exists() and noted.read_text().endswith(" "))
+            parent.send_signal(end)
+            parent.wait()
+            child = int(noted.read_text())
+            wait_until(lambda child=child: not running(child))
+            assert list(folders[end].iterdir()) == []
+    finally:
+        for parent in parents.values():
+            parent.kill()
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 100) -> None:
+    limit = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_mesh_of_cpus_shares_the_host_s_memory():

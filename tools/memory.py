@@ -9,8 +9,8 @@ device or, with tp, those that share its rows), what a device holds at its peak,
     head          what the peak is above that
     head alone    temporaries of the head with its gradients, compiled by itself: at the peak they may be gone
 
-With --target by the TPU compiler for a slice that isn't there, else by the compiler of the devices at hand; --measure
-runs the update on them instead, on zeros: peak_bytes_in_use where a device counts them, on CPUs by how much the process
+With --target by the compiler for TPUs or H100s that aren't there, else by that of the devices at hand; --measure runs
+the update on them instead, on zeros: peak_bytes_in_use where a device counts them, on CPUs by how much the process
 grew. Each in a process of its own. Writes FILE.json and FILE.png beside the table (--out FILE).
 """
 
@@ -88,7 +88,7 @@ class OptaxOnLogits(Forward):
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="NAME", help="a path, or a file in configs/")
-    parser.add_argument("--target", metavar="SLICE", help="TPUs that aren't there, as in v6e:2x4")
+    parser.add_argument("--target", metavar="SLICE", help="devices that aren't there, as in v6e:2x4 or h100:8")
     parser.add_argument("--measure", action="store_true", help="run the update on the devices at hand")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES, metavar="N")
     parser.add_argument("--out", type=Path, metavar="FILE", help="without its ending; none: no files")
@@ -111,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         rows = [row(config, devices, head, micro, how, bare[micro]) for head in HEADS for micro in sizes]
         print(table(rows, devices))
+        if devices.caveat:
+            print(f"{devices.name}: {devices.caveat}.")
         if options.out:
             write(rows, devices, options, how)
     except UserError as error:
@@ -243,6 +245,7 @@ def table(rows: Sequence[dict[str, Any]], devices: plan.Devices) -> str:
 def write(rows: Sequence[dict[str, Any]], devices: plan.Devices, options: argparse.Namespace, how: str) -> None:
     settings = {"config": options.config, "overrides": options.overrides, "devices": devices.name, "how": how}
     about = {**settings, "mesh": dict(devices.mesh.shape), "memory": devices.memory, "jax": jax.__version__}
+    about |= {"caveat": devices.caveat} if devices.caveat else {}
     try:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.with_suffix(".json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")

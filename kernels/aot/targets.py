@@ -1,10 +1,10 @@
 """Compiles JAX programs for TPUs that this machine doesn't have, by libtpu, the real compiler (`make aot` installs it).
 
-A target is a chip, as in `v6e`, or a slice of them, as in `v6e:2x4`. Run as a program, `python -m kernels.aot.targets
-TARGET PROGRAMME JSON` compiles one programme and prints the compiler's account of its memory, and the work in it, as a
-line of JSON; `listing.py` compiles so, in a process of its own. A programme is named `package.module:function` or
-`file.py:function`; the function takes the target's mesh and the arguments in JSON, and returns the function to compile
-and its arguments, trees of `jax.ShapeDtypeStruct`.
+A target is a chip, as in `v6e`, or a slice of them, as in `v6e:2x4`; or GPUs, see `gpus.py`. Run as a program,
+`python -m kernels.aot.targets TARGET PROGRAMME JSON` compiles one programme and prints the compiler's account of its
+memory, and the work in it, as a line of JSON; `listing.py` compiles so, in a process of its own. A programme is named
+`package.module:function` or `file.py:function`; the function takes the target's mesh and the arguments in JSON, and
+returns the function to compile and its arguments, trees of `jax.ShapeDtypeStruct`.
 
 Leaves out: running anything.
 """
@@ -26,7 +26,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, Mesh
 
-from kernels.aot import work
+from kernels.aot import gpus, work
 
 # For libtpu, before it is loaded: there is no TPU whose metadata it could ask for, nor one to keep from other programs.
 ENVIRONMENT = {
@@ -64,7 +64,8 @@ def split(target: str) -> tuple[str, tuple[int, ...]]:
     """
     chip, _, shape = target.partition(":")
     if chip not in CHIPS:
-        raise ValueError(f"target {target!r}: there are {', '.join(CHIPS)} and their slices, as in v6e:2x4")
+        known = f"{', '.join(CHIPS)} and their slices, as in v6e:2x4"
+        raise ValueError(f"target {target!r}: there are {known}; for plans of memory h100, too, as in h100:8")
     sizes = tuple(int(size) if size.isdecimal() else 0 for size in shape.split("x")) if shape else (1,) * CHIPS[chip]
     if len(sizes) != CHIPS[chip] or min(sizes) < 1:
         raise ValueError(f"target {target!r}: a slice of {chip} has {CHIPS[chip]} dimensions, as in {chip}:2x2")
@@ -76,8 +77,10 @@ def devices(target: str) -> Sequence[jax.Device]:
 
     Raises:
         ValueError: as `split`, or the chip has no such slice.
-        ModuleNotFoundError: libtpu isn't installed.
+        ModuleNotFoundError: libtpu isn't installed, or for GPUs the plugin.
     """
+    if gpus.named(target):
+        return gpus.devices(target)
     chip, sizes = split(target)
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError("libtpu, the TPU compiler, isn't installed; make aot does")
@@ -91,12 +94,17 @@ def devices(target: str) -> Sequence[jax.Device]:
         raise ValueError(f"target {target!r}: of {chip} there are {', '.join(SLICES[chip])} and larger") from None
 
 
+def memory_limit(target: str) -> int:
+    """Bytes of a device of the target that a program may have."""
+    return gpus.memory() if gpus.named(target) else HBM[split(target)[0]]
+
+
 def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip",)) -> Mesh:
     """A mesh of the target's first devices.
 
     Raises:
         ValueError: as `devices`, or the slice has fewer devices than the mesh.
-        ModuleNotFoundError: libtpu isn't installed.
+        ModuleNotFoundError: as `devices`.
     """
     there = devices(target)
     wanted = math.prod(shape)
@@ -130,9 +138,10 @@ def compiled(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh)
     reset_cache()
     # Jitted once more, a function would keep the arguments that it gives away.
     jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
+    platform = {"gpu": "cuda"}.get(mesh.devices.flat[0].platform, "tpu")
     try:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            lowered = jitted.trace(*placed).lower(lowering_platforms=("tpu",))
+            lowered = jitted.trace(*placed).lower(lowering_platforms=(platform,))
         return lowered.compile()
     finally:
         jax.config.update("jax_enable_compilation_cache", cached)
@@ -164,8 +173,9 @@ def programme(name: str) -> Programme:
 def main(target: str, name: str, arguments: str) -> None:
     given = json.loads(arguments)
     axes = given.pop("mesh", {"chip": 1})
+    make = programme(name)
     one = mesh(target, tuple(axes.values()), tuple(axes))
-    function, shapes = programme(name)(one, **given)
+    function, shapes = make(one, **given)
     start = time.perf_counter()
     program = compiled(function, shapes, one)
     with jax.sharding.use_abstract_mesh(one.abstract_mesh):
