@@ -41,7 +41,7 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
 
 @partial(jax.jit, static_argnums=1)
 def sums(arrays: list[Array], everywhere: NamedSharding) -> UInt32[Array, "N 2"]:
-    found = jnp.stack([jnp.stack([weighted_sum(words(array), factors) for factors in FACTORS]) for array in arrays])
+    found = jnp.stack([jnp.stack(weighted_sums(words(array))) for array in arrays])
     return jax.lax.with_sharding_constraint(found, everywhere)
 
 
@@ -53,13 +53,22 @@ def words(array: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
     return jax.lax.bitcast_convert_type(array, kind).astype(jnp.uint32)
 
 
-def weighted_sum(words: UInt32[Array, "..."], factors: tuple[int, ...]) -> UInt32[Array, ""]:
-    # An index along each dimension: a flat one would not fit into 32 bits.
-    place = jnp.uint32(1)
-    for dim in range(words.ndim):
-        index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-        place = place * jnp.uint32(31) + index * jnp.uint32(factors[dim % len(factors)])
-    return jnp.sum(words * (mixed(place) | jnp.uint32(1)), dtype=jnp.uint32)
+def weighted_sums(words: UInt32[Array, "..."]) -> list[UInt32[Array, ""]]:
+    weighted = [words * (mixed(place(words.shape, factors)) | jnp.uint32(1)) for factors in FACTORS]
+    zeros = [jnp.uint32(0)] * len(FACTORS)
+    # Both at once: on a CPU that takes a tenth of the time of one after the other.
+    return jax.lax.reduce(
+        weighted, zeros, lambda sums, more: [a + b for a, b in zip(sums, more, strict=True)], tuple(range(words.ndim))
+    )
+
+
+def place(shape: tuple[int, ...], factors: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """A number for each element, by its index along each dimension: a flat one would not fit into 32 bits."""
+    found = jnp.full(shape, 1, jnp.uint32)
+    for dim in range(len(shape)):
+        index = jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+        found = found * jnp.uint32(31) + index * jnp.uint32(factors[dim % len(factors)])
+    return found
 
 
 def mixed(place: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

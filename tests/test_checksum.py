@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mllm.checksum import FACTORS, Damaged, checksums, seal, unseal
+from mllm.checksum import FACTORS, Damaged, checksums, seal, sums, unseal
 from mllm.config import MeshConfig
 from mllm.mesh import make_mesh
 
@@ -95,6 +95,13 @@ def test_each_array_has_its_own_by_name():
     arrays = {name: placed(some(dtype), ("fsdp",)) for name, dtype in (("a", "float32"), ("b", "bfloat16"))}
     assert checksums(arrays) == {"a": checksum(some("float32")), "b": checksum(some("bfloat16"))}
     assert checksums({}) == {}
+
+
+def test_nothing_is_gathered_nor_made_of_an_array_even_of_more_elements_than_32_bits_count():
+    layout = NamedSharding(MESH, PartitionSpec("fsdp", "tp"))
+    arrays = [jax.ShapeDtypeStruct((2**20, 2**13), dtype, sharding=layout) for dtype in ("float32", "bfloat16")]
+    program = sums.lower(arrays, NamedSharding(MESH, PartitionSpec())).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2**16
 
 
 # Documents
