@@ -28,7 +28,7 @@ from mllm.batch import Batch
 from mllm.checkpoint import Checkpoints
 from mllm.config import Config
 from mllm.distributed import Meeting, Rows, agreed, join_cluster, local_rows, writes
-from mllm.errors import UserError
+from mllm.errors import StepError, UserError
 from mllm.evaluate import evaluate
 from mllm.mesh import make_mesh, shard_batch
 from mllm.metrics import NoLog, RunLog, Stopwatch
@@ -84,15 +84,18 @@ def train(config: Config) -> int:
     folder = Path(config.run_dir)
     mesh = make_mesh(config.mesh)
     rows = Rows.of(mesh)
-    with agreed():
-        run_dir.check(folder, config)
-        policy = load_policy(config, mesh)
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    schedule = make_schedule(config.optimizer, config.steps)
-    train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
 
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
+        with agreed():
+            run_dir.check(folder, config)
+            if writes():
+                stack.enter_context(run_dir.lock(folder))
+                run_dir.check(folder, config)  # it may have been another's until now
+            policy = load_policy(config, mesh)
+        optimizer = make_optimizer(config.optimizer, config.steps)
+        schedule = make_schedule(config.optimizer, config.steps)
+        train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
         with agreed():
             task = None if config.task is None else tasks.load(config.task, config.seed)
             source = make_source(config, policy, mesh, task, stack, interrupt)
@@ -118,7 +121,7 @@ def train(config: Config) -> int:
             checkpoints.save(done, state, position, configs.dump(config), metrics)
 
         saved, skipped = done, position["skipped"]
-        finished, leaving, hopeless = done == config.steps, False, False
+        finished, leaving, hopeless = done == config.steps, False, ""
         interrupt.hold()
         try:
             unjudged = position.pop("unjudged", None)
@@ -129,6 +132,9 @@ def train(config: Config) -> int:
                 try:
                     batch, metrics, samples, tokens, last = source.next(state.params, done, watch)
                 except StopIteration:
+                    break
+                except StepError as error:
+                    hopeless = str(error)
                     break
                 with watch.phase("update"):
                     state, results = train_step(state, shard_batch(mesh, batch))
@@ -141,7 +147,11 @@ def train(config: Config) -> int:
                     dump_batch(dump, batch, rows, step=done, seed=config.seed)
 
                 finished = last or done == config.steps
-                hopeless = skipped > config.optimizer.max_skipped
+                if skipped > config.optimizer.max_skipped:
+                    hopeless = (
+                        f"optimizer.max_skipped: the last {skipped} updates were not finite and skipped; "
+                        f"the last batch is {dump}, and tools/replay.py looks into it"
+                    )
                 leaving = interrupt.agree() and source.resumable(done)
                 position = {**source.position(), "skipped": skipped}
                 if finished or due(config.eval.every if config.eval else None, done):
@@ -150,25 +160,22 @@ def train(config: Config) -> int:
                         metrics |= judge(state.params, done)
                     del position["unjudged"]
                 log.write(done, metrics, samples)
-                if finished or leaving or hopeless or due(config.checkpoint.every, done):
+                if finished or leaving or due(config.checkpoint.every, done):
                     with watch.phase("save"):
                         save(metrics)
                     saved = done
                 log.write_timings(done, watch.timings(), metrics)
         except Interrupted:  # in a rollout, whose step is as if it had not begun, or in an evaluation, still to be made
             finished, leaving = False, True
-            # The best is known by its evaluation: under keep_best a step is saved with it or not at all.
-            whole = not (config.checkpoint.keep_best and "unjudged" in position)
-            if done > saved and source.resumable(done) and whole:
-                save(metrics)
-                saved = done
+        # The best is known by its evaluation: under keep_best a step is saved with it or not at all.
+        whole = not (config.checkpoint.keep_best and "unjudged" in position)
+        if (leaving or hopeless) and done > saved and source.resumable(done) and whole:
+            save(metrics)
+            saved = done
         checkpoints.wait()
 
     if hopeless:
-        raise UserError(
-            f"optimizer.max_skipped: the last {skipped} updates were not finite and skipped; saved after step {done}; "
-            f"the last batch is {dump}, and tools/replay.py looks into it"
-        )
+        raise UserError(hopeless + (f" (saved after step {saved}: the same command resumes)" if saved else ""))
     if leaving and not finished:
         print(f"stopped by a signal after step {saved}; saved: the same command resumes", file=sys.stderr)
         return interrupt.exit_code

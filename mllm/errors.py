@@ -20,6 +20,10 @@ class UserError(Exception):
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
 
 
+class StepError(UserError):
+    """A step can't be made, in all processes alike; what was done before it can be saved."""
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """Says what is wrong with a command line as everything else is said: by a `UserError`, without the usage."""
 

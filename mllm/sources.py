@@ -15,7 +15,7 @@ from mllm.batch import Batch, padded_length
 from mllm.config import GrpoConfig, TaskConfig
 from mllm.data import DataIterator, PromptBatch
 from mllm.distributed import ALONE, Rows, agreed
-from mllm.errors import UserError
+from mllm.errors import StepError
 from mllm.metrics import Stopwatch
 from mllm.rewards import RewardRunner, Scores
 from mllm.rollout import Completions
@@ -148,7 +148,7 @@ class GrpoSource:
         return self.current._replace(samples=[])
 
     def roll_out(self, params: Any, step: int, watch: Stopwatch) -> Step:
-        """Raises UserError, in all processes alike, where too many groups failed."""
+        """Raises StepError where too many groups failed."""
         group = self.config.num_generations
         asked = next(self.prompts)
         prompts = [tokens for tokens in asked.tokens for _ in range(group)]
@@ -206,7 +206,7 @@ class GrpoSource:
         ]
         return Step(batch, metrics, samples[: self.logged_samples], tokens)
 
-    def failure(self, scores: Scores, groups: str) -> UserError:
+    def failure(self, scores: Scores, groups: str) -> StepError:
         """What the reward that counts and failed most often said first."""
         counts = {
             (name, kind): count
@@ -215,7 +215,7 @@ class GrpoSource:
             if self.reward_weights[name] != 0
         }
         name, kind = max(counts, key=lambda which: counts[which])
-        return UserError(
+        return StepError(
             f"task.max_failed_groups: a reward failed in {groups} groups, and at most {self.max_failed_groups:g} of "
             f"them may; {name} {kind} {counts[name, kind]} times, first: {scores.messages[name][kind]}; "
             "mend the function, or raise the limit"

@@ -32,9 +32,9 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run_and_the_same_command_cou
         stopped, said = stop(settings, capfd)
         assert stopped == step
         assert [line["step"] for line in records(settings)] == list(range(step + 1))
-        why = f"the last {skipped} updates were not finite and skipped; saved after step {step}"
-        where = f"the last batch is {dump(settings, step)}, and tools/replay.py looks into it"
-        assert said == f"error: optimizer.max_skipped: {why}; {where}"
+        why = f"the last {skipped} updates were not finite and skipped; the last batch is {dump(settings, step)}"
+        way_out = f"and tools/replay.py looks into it (saved after step {step}: the same command resumes)"
+        assert said == f"error: optimizer.max_skipped: {why}, {way_out}"
 
 
 def test_a_replay_says_which_rows_and_parameters_are_not_finite(settings, capsys):

@@ -118,20 +118,21 @@ def test_a_reward_that_is_only_watched_stops_nothing_and_no_group_is_left_out():
     assert step.batch.weights.any(axis=1).all()
 
 
-def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_nothing_of_the_step(tmp_path, capsys):
+def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp_path, capsys):
     settings = config(
         run_dir=str(tmp_path / "run"),
         steps=24,
         grpo={"num_iterations": 2, "beta": 0.1, "reference": "initial"},
         task={"rewards": [{"name": "user_rewards:tires"}]},
-        checkpoint={"every": 2},
+        checkpoint={"every": 24},
     )
     assert run(settings) == 2
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")] == [
         "error: task.max_failed_groups: a reward failed in 2 of 2 groups, and at most 0.5 of them may; "
-        "user_rewards:tires raised 8 times, first: RuntimeError: so tired; mend the function, or raise the limit"
+        "user_rewards:tires raised 8 times, first: RuntimeError: so tired; mend the function, or raise the limit "
+        "(saved after step 4: the same command resumes)"
     ]
-    assert checkpoints(settings) == [2, 4]
+    assert checkpoints(settings) == [4]
     assert [line["step"] for line in records(settings)] == [1, 2, 3, 4]
 
 
