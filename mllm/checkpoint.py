@@ -228,12 +228,18 @@ class Checkpoints:
                     bar.update(written - before)
         self.finish()
 
+    def poll(self) -> None:
+        """Raises UserError where what was begun has turned out not to be writable: the next `save` may be far away."""
+        if not self.manager.is_saving_in_progress():
+            self.finish()
+
     def finish(self) -> None:
         """As `wait`, in silence."""
         if self.saving is not None:
             step, _ = self.saving
             with self.storing(self.folder / str(step)):
                 self.manager.wait_until_finished()
+            self.saving = None
 
     def written(self, step: int) -> int:
         """Bytes of an unfinished checkpoint so far, by all processes."""

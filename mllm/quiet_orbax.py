@@ -7,6 +7,7 @@ which Python reports. Everything else is logged and reported as ever.
 
 import logging
 import sys
+import warnings
 from traceback import walk_tb
 from types import CoroutineType
 
@@ -21,6 +22,7 @@ def silence() -> None:
 
     sys.unraisablehook = report_others
     logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR or not is_orbax(record.pathname))
+    warnings.filterwarnings("ignore", "coroutine 'async_(de)?serialize.* was never awaited", RuntimeWarning)
     logging.getLogger("asyncio").addFilter(lambda record: not never_retrieved(record))
 
 

@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -94,16 +95,32 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path, settings
         assert_equal(checkpoints.restore(like()).state, make_state(value=2))
 
 
-def test_the_next_save_says_that_the_one_before_did_not_fit(tmp_path):
+def begin(checkpoints):
+    checkpoints.save(3, make_state(value=3), POSITION, "", {})
+
+
+@pytest.mark.parametrize("notice", [begin, Checkpoints.poll, Checkpoints.wait, Checkpoints.close])
+def test_whatever_comes_next_says_that_the_checkpoint_before_did_not_fit_and_closing_is_then_silent(tmp_path, notice):
     save(tmp_path, [1])
-    with closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
-        with files_of_at_most(200):
-            checkpoints.save(2, make_state(value=2), POSITION, "", {})
-            while checkpoints.manager.is_saving_in_progress():
-                pass
-        with pytest.raises(UserError, match=r"2: can't be written .* goes on from checkpoint 1$"):
-            checkpoints.save(3, make_state(value=3), POSITION, "", {})
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    with files_of_at_most(200):
+        checkpoints.save(2, make_state(value=2), POSITION, "", {})
+        while checkpoints.manager.is_saving_in_progress():
+            time.sleep(0.01)
+    with pytest.raises(UserError, match=r"2: can't be written .* goes on from checkpoint 1$"):
+        notice(checkpoints)
+    checkpoints.close()
     assert kept(tmp_path) == [1]
+
+
+def test_nothing_is_said_while_all_goes_well(tmp_path):
+    with closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
+        checkpoints.poll()
+        checkpoints.save(1, make_state(value=1), POSITION, "", {})
+        while not kept(tmp_path):
+            checkpoints.poll()
+        checkpoints.wait()
+        checkpoints.poll()
 
 
 def test_a_folder_that_can_not_be_made_is_said(tmp_path):
