@@ -110,7 +110,7 @@ def campaign(kills: int, seed: int, keep: bool) -> tuple[list[Trial], float]:
         signal.signal(stop, lambda number, frame: sys.exit(128 + number))
     trials: list[Trial] = []
     try:
-        with tqdm(total=len(planned) + len(lanes), unit="fault", dynamic_ncols=True, smoothing=0.05) as bar:
+        with tqdm(total=len(planned) + 2 * len(lanes), unit="fault", dynamic_ncols=True, smoothing=0.05) as bar:
             for name, lane in lanes.items():
                 bar.set_description(f"{name}, undisturbed")
                 lane.undisturbed()
@@ -123,8 +123,10 @@ def campaign(kills: int, seed: int, keep: bool) -> tuple[list[Trial], float]:
                     lanes[name].trials.append(Trial(fault, hit="hung", lane=name))
                     lanes[name].close(f"{lanes[name].run_dir}: {error}")
                 bar.update()
-            for lane in lanes.values():
+            for name, lane in lanes.items():
+                bar.set_description(f"{name}, to its end")
                 lane.finish()
+                bar.update()
         trials = [trial for lane in lanes.values() for trial in lane.finished]
     finally:
         server.close()

@@ -2,10 +2,9 @@
 
 import os
 import random
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,6 +84,10 @@ def tear_logs(run_dir: Path, rng: random.Random) -> str:
     return f"{path.name} ends in {tail[:16]!r}"
 
 
+class Unavailable(Exception):
+    """This machine grants no file system of one's own: no user namespaces, or not Linux."""
+
+
 class SmallDisk(NamedTuple):
     """A file system of a few MiB in a mount namespace of its own."""
 
@@ -96,10 +99,11 @@ class SmallDisk(NamedTuple):
     """Its path for everybody else."""
 
     def fill(self, spare: int) -> None:
-        """Leave `spare` bytes of it."""
-        with (self.outside / "filler").open("wb") as file:
-            free = shutil.disk_usage(self.outside).free
-            file.write(bytes(max(0, free - spare)))
+        """Leave `spare` bytes of it, or less where somebody takes them meanwhile."""
+        with (self.outside / "filler").open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        os.truncate(self.outside / "filler", max(0, (self.outside / "filler").stat().st_size - spare))
 
     def empty(self) -> None:
         (self.outside / "filler").unlink()
@@ -110,7 +114,7 @@ def small_disk(folder: Path, mebibytes: int) -> Iterator[SmallDisk]:
     """A tmpfs at `folder`.
 
     Raises:
-        OSError: this machine grants none (no user namespaces, no root).
+        Unavailable
     """
     mount = f'mount -t tmpfs -o size={mebibytes}m chaos "$0" && echo mounted && exec sleep 86400'
     try:
@@ -121,12 +125,12 @@ def small_disk(folder: Path, mebibytes: int) -> Iterator[SmallDisk]:
             text=True,
         )
     except FileNotFoundError:
-        raise OSError("there is no command unshare") from None
+        raise Unavailable("there is no command unshare") from None
     assert holder.stdout is not None
     assert holder.stderr is not None
     try:
         if holder.stdout.readline() != "mounted\n":
-            raise OSError(" ".join(holder.stderr.read().split()))
+            raise Unavailable(" ".join(holder.stderr.read().split()))
         enter = ["nsenter", "--preserve-credentials", "--user", "--mount", "--target", str(holder.pid)]
         outside = Path(f"/proc/{holder.pid}/root", *folder.parts[1:])
         outside.stat()

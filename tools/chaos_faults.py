@@ -9,7 +9,7 @@ from collections.abc import Collection
 from contextlib import closing
 
 from tools.chaos_child import END
-from tools.chaos_damage import DAMAGES, checkpoints, small_disk, tear_logs
+from tools.chaos_damage import DAMAGES, Unavailable, checkpoints, small_disk, tear_logs
 from tools.chaos_lane import ONCE, Lane, Trial, difference, tail
 from tools.chaos_process import Process, Server
 
@@ -85,7 +85,7 @@ def settled(lane: Lane, trial: Trial, process: Process, number: signal.Signals) 
         lane.check(process)
         return False
     lane.account(process)
-    second = trial.fault not in ("SIGTERM", "SIGINT")
+    second = trial.fault not in ("SIGTERM", "SIGINT") and trial.hit != END  # there it has all but left
     took = trial.left if second else trial.noticed
     lane.record(trial, process)
     if code != 128 + number:
@@ -156,7 +156,7 @@ def fill_disk(lane: Lane) -> None:
                 trial.failure = f"exit code {again.end()} when the disk had room again: {tail(path)}"
             elif problem := difference(lane.name, disk.outside / "run", lane.folder):
                 trial.failure = f"after a full disk: {problem}"
-    except OSError as error:
+    except Unavailable as error:
         trial.hit, trial.said = "not tried", f"no small file system can be had here ({error})"
 
 

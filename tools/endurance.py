@@ -149,11 +149,11 @@ def run(steps: int) -> Samples:
 
 def settings(run_dir: Path, steps: int) -> Config:
     base = workload("grpo", run_dir)
-    every = max(4, steps // 40 // 2 * 2)  # num_iterations divides it
+    every = max(4, steps // 10 // 2 * 2)  # num_iterations divides it
     changes: dict[str, Any] = {
         "steps": steps,
         "checkpoint": {"every": every, "keep": 3},
-        "eval": {"every": 4 * every, "prompts": 8, "sampled": True},
+        "eval": {"every": every, "prompts": 8, "sampled": True},
     }
     return Config.model_validate({**base.model_dump(), **changes})
 
