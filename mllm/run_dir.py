@@ -18,6 +18,7 @@ import yaml
 from mllm.config import Config
 from mllm.config_file import dump
 from mllm.errors import UserError
+from mllm.storage import remedy
 
 HOW = {"run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log"}
 """Settings of how a run is carried out, not of what it computes: they may change when it resumes."""
@@ -32,14 +33,15 @@ logger = logging.getLogger(__name__)
 
 def check(folder: Path, config: Config) -> None:
     """Raise UserError if `folder` holds a run of another configuration, or something that is no run."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
-        raise UserError(f"run_dir: {there} is a file; give a folder")
     path = folder / "config.yaml"
-    if not is_run(folder):
-        if folder.is_dir() and {path.name for path in folder.iterdir()} - BEGINNINGS:
-            raise UserError(f"run_dir: {folder} holds other files and no config.yaml; give an empty or a new folder")
-        return
+    with accessible(folder, "read"):
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir():
+            raise UserError(f"run_dir: {there} is a file; give a folder")
+        if not is_run(folder):
+            if folder.is_dir() and {path.name for path in folder.iterdir()} - BEGINNINGS:
+                raise UserError(f"run_dir: {folder} holds other files and no config.yaml; give an empty or new folder")
+            return
     try:
         held = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
@@ -59,12 +61,20 @@ def is_run(folder: Path) -> bool:
 def write(folder: Path, config: Config) -> None:
     """Make the folder and its config.yaml, the resolved configuration; UserError where that can't be done."""
     partial = folder / PARTIAL
-    try:
+    with accessible(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
         partial.write_text(dump(config), encoding="utf-8")
         partial.replace(folder / "config.yaml")
+
+
+@contextmanager
+def accessible(folder: Path, use: str) -> Iterator[None]:
+    """What the operating system refuses inside becomes a UserError."""
+    try:
+        yield
     except OSError as error:
-        raise UserError(f"run_dir: {folder} can't be written ({error.strerror}); give another folder") from None
+        way = f"{remedy(error.errno)}, or give another folder"
+        raise UserError(f"run_dir: {folder} can't be {use} ({error.strerror}); {way}") from None
 
 
 @contextmanager
@@ -77,11 +87,9 @@ def lock(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process holds it, or it can't be written.
     """
-    try:
+    with accessible(folder, "written"):
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         file = locked(folder)
-    except OSError as error:
-        raise UserError(f"run_dir: {folder} can't be written ({error.strerror}); give another folder") from None
     try:
         yield
     finally:

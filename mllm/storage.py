@@ -17,10 +17,11 @@ REMEDY = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room, or have the quota raised",
     errno.EFBIG: "allow larger files there",
-    errno.EACCES: "allow writing there",
-    errno.EPERM: "allow writing there",
+    errno.EACCES: "allow access there",
+    errno.EPERM: "allow access there",
     errno.EROFS: "allow writing there",
 }
+"""By the operating system's number."""
 OF_TENSORSTORE = re.compile(r"\[os_error_code='(\d+)'\]")
 """In the text of its errors, which are ValueErrors."""
 
@@ -56,8 +57,11 @@ def unwritable(path: Path, fault: Fault, checkpoints: Path) -> UserError:
     """The error of a run that can't write `path`; `checkpoints` is the folder that it resumes from."""
     steps = whole_checkpoints(checkpoints)
     newest = f"goes on from checkpoint {steps[-1]}" if steps else "begins again: there is no checkpoint yet"
-    remedy = REMEDY.get(fault.number or 0, "mend that")
-    return UserError(f"{path}: can't be written ({fault.text}); {remedy}, and the same command {newest}")
+    return UserError(f"{path}: can't be written ({fault.text}); {remedy(fault.number)}, and the same command {newest}")
+
+
+def remedy(number: int | None) -> str:
+    return REMEDY.get(number or 0, "mend that")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from runs import ROOT, arguments, assert_same_end, changed, checkpoints, run
 from test_checkpoint import POSITION, assert_equal, kept, like, make_state, save
 from tiny import config
 
+from mllm import run_dir
 from mllm.checkpoint import BEST, Checkpoints
 from mllm.config import CheckpointConfig
 from mllm.errors import UserError
@@ -41,7 +42,7 @@ REFUSALS = {
     errno.ENOSPC: "(No space left on device); make room, and",
     errno.EDQUOT: "(Disk quota exceeded); make room, or have the quota raised, and",
     errno.EFBIG: "(File too large); allow larger files there, and",
-    errno.EACCES: "(Permission denied); allow writing there, and",
+    errno.EACCES: "(Permission denied); allow access there, and",
     errno.EROFS: "(Read-only file system); allow writing there, and",
     errno.EIO: "(Input/output error); mend that, and",
 }
@@ -156,6 +157,13 @@ def forbidden(folder):
     assert kept(folder) == [2]
     for closed in (folder / "2", folder / "damaged_3" / "params"):
         closed.chmod(0o755)
+
+    secret = folder / "secret"
+    secret.mkdir(0)
+    with pytest.raises(UserError, match=r"^run_dir: .* can't be read \(Permission denied\); .* give another folder$"):
+        run_dir.check(secret, SETTINGS)
+    with pytest.raises(UserError, match=r"^run_dir: .* can't be written \(Permission denied\)"), run_dir.lock(secret):
+        pass
 
 
 def test_what_is_forbidden_to_read_is_put_aside_and_what_is_forbidden_to_write_is_said(tmp_path):
