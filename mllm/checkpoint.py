@@ -157,8 +157,9 @@ class Checkpoints:
             with transfer_bar(f"checkpoint {step}", nbytes(parts)) as bar:
                 document = self.document(step)
                 for name, tree in parts.items():
-                    wanted = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree)})
-                    arrays |= self.manager.restore(step, args=wanted)[name]
+                    # Not by the manager, which waits for all processes: one of them may be unable to read its part.
+                    reader = ocp.StandardCheckpointHandler()
+                    arrays |= reader.restore(self.folder / str(step) / name, args=ocp.args.StandardRestore(tree))
                     bar.update(nbytes(tree))
         except Damaged as error:
             reason = str(error)
@@ -182,7 +183,6 @@ class Checkpoints:
         Raises:
             Damaged, or what a damaged file makes Orbax raise.
         """
-        # Of each file by itself: the manager's way of reading waits for the other processes.
         folder, json = self.folder / str(step), ocp.JsonCheckpointHandler()
         if (folder / "position").exists():
             return {"position": json.restore(folder / "position")}

@@ -1,6 +1,7 @@
 """What was saved comes back to the bit; damage costs one checkpoint, never the run."""
 
 import logging
+import os
 import re
 import shutil
 from contextlib import closing
@@ -10,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from test_processes import ends, in_two
 
 from mllm import transfer
 from mllm.checkpoint import BEST, Checkpoints, items
 from mllm.config import CheckpointConfig, MeshConfig, OptimizerConfig
+from mllm.distributed import Meeting, everyone, writes
 from mllm.errors import UserError
 from mllm.mesh import make_mesh, sharding
 from mllm.optimizer import make_optimizer
@@ -232,6 +235,29 @@ def test_a_checkpoint_that_only_its_checksum_finds_damaged_is_said(tmp_path, cap
     with closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
         assert checkpoints.restore(like()).step == 1
     assert "checkpoint 2 can't be read (the checksum of params.embed and of 1 others differs)" in caplog.text
+
+
+def one_s_part_is_damaged(folder):
+    """In each of two processes, of which the second has a part that can't be read, and then one that is different."""
+    Meeting.find(None, None, None, os.environ).join(60)
+    mesh = MeshConfig(fsdp=8)
+    with closing(Checkpoints(folder, CheckpointConfig(keep=3))) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, make_state(mesh, value=step), POSITION, "", {})
+            checkpoints.wait()
+        if writes():
+            for step, damage in ((3, truncated), (2, flipped)):
+                damage(folder / str(step) / "params" / "ocdbt.process_1")
+        everyone(None)
+        assert checkpoints.restore(like(mesh)).step == 1
+
+
+@pytest.mark.slow
+def test_what_only_one_of_two_processes_finds_damaged_both_put_aside(tmp_path):
+    program = "import sys, pathlib, test_checkpoint; test_checkpoint.one_s_part_is_damaged(pathlib.Path(sys.argv[1]))"
+    said = ends(in_two(["-c", program, str(tmp_path)]))
+    assert ["put aside as" in output for output in said] == [True, False]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "damaged_2", "damaged_3"]
 
 
 def test_a_reader_puts_nothing_aside(tmp_path, caplog):
