@@ -1,6 +1,7 @@
 """What the user can mend is said in one line, at once: nothing is compiled, written, or run as code.
 
-The tables are in bad_inputs.py; here is how each is asked for, and what only meets the machine.
+The tables are in bad_inputs.py, bad_models.py and bad_tokenizers.py; here is how each is asked for, and what only meets
+the machine.
 """
 
 import importlib
@@ -16,7 +17,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from bad_inputs import ARCHIVES, CONFIGS, FILES, GOOD, LINES, MODELS, OVERRIDES, TOKENIZERS, TOOLS, archive, mark
+from bad_inputs import CONFIGS, FILES, GOOD, LINES, OVERRIDES, TOOLS
+from bad_models import ARCHIVES, MODELS, archive, mark
+from bad_tokenizers import TOKENIZERS
 from runs import ROOT, arguments, checksums
 from tiny import config
 
