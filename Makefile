@@ -52,9 +52,9 @@ aot-gpu: .venv/aot-gpu
 
 # Where JAX finds the plugin and no driver, every program complains: so not beside the other packages.
 .venv/aot-gpu: .venv/installed
+	rm -rf $@ $@.part
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
 	  --target $@.part jax-cuda12-plugin jax-cuda12-pjrt
-	rm -rf $@
 	mv $@.part $@
 	@touch $@
 
