@@ -19,6 +19,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -28,7 +29,7 @@ from mllm.batch import Batch
 from mllm.checkpoint import Checkpoints
 from mllm.config import Config
 from mllm.distributed import Meeting, Rows, agreed, join_cluster, local_rows, writes
-from mllm.errors import StepError, UserError
+from mllm.errors import ArgumentParser, StepError, UserError
 from mllm.evaluate import evaluate
 from mllm.mesh import make_mesh, shard_batch
 from mllm.metrics import NoLog, RunLog, Stopwatch
@@ -45,7 +46,7 @@ from mllm.train_step import abstract_state, init_state, make_logprob_pass, make_
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="NAME", help="a path, or a file in configs/")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     parser.add_argument("--plan", action="store_true", help="say what the run will hold in memory, and exit")
@@ -57,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     several.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
     several.add_argument("--cluster", action="store_true", help="find all of that by the cluster's environment")
     several.add_argument("--wait", type=int, default=300, metavar="SECONDS", help="for the others (default 300)")
-    options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
+        options = parser.parse_intermixed_args(arguments)
         config = configs.load(options.config, options.overrides)
         if options.print_config:
             print(configs.dump(config), end="")
@@ -76,6 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train(config)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"error: out of memory ({str(error).splitlines()[0]}); --plan says what would fit", file=sys.stderr)
         return 2
 
 
