@@ -78,7 +78,7 @@ def plan(kills: int, rng: random.Random) -> list[tuple[str, str, Fault]]:
     damages = [lambda lane, kind=kind: faults.damage(lane, kind) for kind in DAMAGES]
     planned = [
         *some(kills, "kill -9", faults.kill),
-        *some(-(-kills // 6), "a signal", faults.interrupt),
+        *some(-(-kills // 4), "a signal", faults.interrupt),
         *some(kills // 10, "two signals", faults.interrupt_twice),
         *(next(some(1, "damage", damages[index % len(damages)])) for index in range(kills // 4)),
         *some(kills // 10, "a torn log", faults.tear),
@@ -86,7 +86,7 @@ def plan(kills: int, rng: random.Random) -> list[tuple[str, str, Fault]]:
         *some(kills // 30, "a full disk", faults.fill_disk),
     ]
     rng.shuffle(planned)
-    slow = [("slow", "a signal", lambda lane: faults.interrupt(lane, faults.HEARD))] * (kills // 10)
+    slow = [("slow", "a signal", lambda lane: faults.interrupt(lane, faults.HEARD))] * (kills // 15)
     hanging = [("hanging", "kill -9", lambda lane: faults.kill(lane, ["reward"]))] * (kills // 20)
     return [*planned, *slow, *hanging]
 

@@ -49,7 +49,7 @@ class Marks:
             yield
         finally:
             self.open.pop()
-            self.tell(self.open[-1] if self.open else BETWEEN)
+            self.tell(*(self.open[-1:] or [BETWEEN]))
 
     def wrap(
         self,

@@ -196,12 +196,16 @@ class Lane:
         return phase, count, self.rng.uniform(0, self.usual[phase])
 
     def reach(self, phase: str, count: int) -> Process:
-        """A process that has begun `phase` the `count`th time. Runs that end before are checked, and new ones begun."""
+        """A process that has begun `phase` the `count`th time, or where runs are too short for that an earlier one.
+
+        A run that ends before is checked, and a new one begun.
+        """
         while True:
             process = self.launch()
             if process.reach(phase, count):
                 return process
             self.check(process)
+            count = max(1, count - 1)
 
     def go_on(self, enough: Callable[[], bool]) -> None:
         """Let the run go on until `enough()` holds while a step is written, and kill it there."""

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import IO, NamedTuple
 from uuid import uuid4
@@ -133,8 +134,8 @@ class Process:
         return self.marks[-1].name if self.marks else "start"
 
     def counts(self) -> Counter[str]:
-        """How often each phase has begun."""
-        return Counter(mark.name for mark in self.marks)
+        """How often each phase has begun; one inside another of its name is the same."""
+        return Counter(name for name, _ in groupby(mark.name for mark in self.marks))
 
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):

@@ -4,11 +4,11 @@ A small GRPO run, with its rewards in their process, evaluations and checkpoints
 file handles, threads, children, live JAX arrays, compilations, seconds. After a warm-up of a quarter of the steps none
 of it may grow.
 
-The rest is cut into blocks. Of a block counts its least value, since a checkpoint in the background takes memory,
-threads and handles for a while; of the seconds its median. A line is laid through them (Theil-Sen: the median of all
-slopes between two of them, which single blocks that the machine disturbs don't move), with a 95 % interval. A quantity
-grows if the whole interval lies above its limit; it is flat if the whole interval lies below; else the machine was too
-restless to tell. What is counted may not grow at all.
+Checkpoints are waited for, since one in the background takes memory, threads and handles for a while. The rest is cut
+into blocks; of a block counts its least value, of the seconds its median. A line is laid through them (Theil-Sen: the
+median of all slopes between two of them, which single blocks that the machine disturbs don't move), with a 95 %
+interval. Memory and seconds grow if the whole interval lies above their limit, they are flat if the whole interval lies
+below; else, or with fewer than 500 steps, nobody can tell. What is counted may not grow at all.
 
 Exit codes: 0 nothing grows, 1 something does, 2 bad arguments. Linux only. Left out: the device's memory, which a CPU
 doesn't have.
@@ -29,6 +29,7 @@ import jax
 import numpy as np
 from scipy.stats import theilslopes
 
+from mllm.checkpoint import Checkpoints
 from mllm.config import Config
 from mllm.config_file import dump
 from mllm.errors import UserError
@@ -41,6 +42,8 @@ from tools.chaos_lane import workload
 STEPS = 2000
 FEWEST = 40
 BLOCKS = 25
+ENOUGH = 500
+"""Steps after the warm-up; before, memory and speed still settle."""
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -121,7 +124,11 @@ def run(steps: int) -> Samples:
         nonlocal compiled
         compiled += event == COMPILED
 
-    write = RunLog.write_timings
+    write, save = RunLog.write_timings, Checkpoints.save
+
+    def save_and_wait(checkpoints: Checkpoints, *args: Any) -> None:
+        save(checkpoints, *args)
+        checkpoints.wait()
 
     def sampled(log: RunLog, step: int, timings: Mapping[str, float], metrics: Mapping[str, float]) -> None:
         write(log, step, timings, metrics)
@@ -133,6 +140,7 @@ def run(steps: int) -> Samples:
 
     jax.monitoring.register_event_duration_secs_listener(count)
     RunLog.write_timings = sampled  # type: ignore[assignment,method-assign]
+    Checkpoints.save = save_and_wait  # type: ignore[assignment,method-assign]
     try:
         with tempfile.TemporaryDirectory(prefix="endurance_") as folder:
             path = Path(folder, "endurance.yaml")
@@ -141,6 +149,7 @@ def run(steps: int) -> Samples:
                 code = train.main(["--config", str(path)])
     finally:
         RunLog.write_timings = write  # type: ignore[method-assign]
+        Checkpoints.save = save  # type: ignore[method-assign]
         jax.monitoring.unregister_event_duration_listener(count)
     if code:
         raise UserError(f"the run ended with exit code {code}")
@@ -198,7 +207,8 @@ def judge(values: Sequence[float] | np.ndarray, limit: Limit) -> Verdict:
     if most == 0:
         says = "grows" if blocks[-1] > blocks[0] else "flat"
     else:
-        says = "grows" if low > most else "flat" if high < most else "can't tell"
+        sure = len(values) >= ENOUGH
+        says = "grows" if sure and low > most else "flat" if sure and high < most else "can't tell"
     return Verdict(blocks[0], blocks[-1], slope, low, high, most, says)
 
 
