@@ -48,7 +48,7 @@ def fault(error: BaseException | None) -> Fault | None:
 def whole_checkpoints(folder: Path) -> list[int]:
     """The steps of those that were written to their end, upwards."""
     try:
-        return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+        return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir())
     except OSError:
         return []
 

@@ -174,6 +174,13 @@ def exchanged(folder):
     shutil.copytree(folder.parent / "1" / "params", folder / "params")
 
 
+def edited(folder):
+    path = folder / "document" / "metadata"
+    text = path.read_text()
+    assert '"next_index": 3' in text
+    path.write_text(text.replace('"next_index": 3', '"next_index": 4'))
+
+
 def flipped(folder):
     for path in stored(folder):
         flip(path, path.stat().st_size // 2)
@@ -192,6 +199,7 @@ DAMAGE = {
     "files are truncated": truncated,
     "a file is empty": emptied,
     "a part is another checkpoint's": exchanged,
+    "the position is another": edited,
     "a bit is flipped": flipped,
 }
 

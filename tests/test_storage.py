@@ -20,7 +20,7 @@ from mllm.checkpoint import BEST, Checkpoints
 from mllm.config import CheckpointConfig
 from mllm.errors import UserError
 from mllm.metrics import RunLog
-from mllm.storage import fault, unwritable
+from mllm.storage import Appended, fault, unwritable
 
 SETTINGS = config("sft", steps=4, checkpoint={"every": 2, "keep": 1}, eval=None, task={"heldout": 16}, rollout=None)
 
@@ -111,6 +111,17 @@ def test_whatever_comes_next_says_that_the_checkpoint_before_did_not_fit_and_clo
     with pytest.raises(UserError, match=r"2: can't be written .* goes on from checkpoint 1$"):
         notice(checkpoints)
     checkpoints.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+def test_a_checkpoint_of_which_nothing_fits_is_said_once(tmp_path):
+    save(tmp_path, [1])
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    with files_of_at_most(0):
+        checkpoints.save(2, make_state(value=2), POSITION, "", {})
+        with pytest.raises(UserError, match=r"2: can't be written \(File too large\)"):
+            checkpoints.wait()
+        checkpoints.close()
     assert kept(tmp_path) == [1]
 
 
@@ -210,6 +221,13 @@ def test_a_record_that_does_not_fit_is_said(tmp_path, capfd, name, use):
     with pytest.raises(UserError, match=rf"{name}\S*: can't be written \(Invalid argument\)"):
         log.close()  # which no buffer tries a second time: /dev/full can't be synced
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_half_a_record_is_not_taken_for_a_whole_one(tmp_path):
+    file = Appended(tmp_path / "metrics.jsonl", tmp_path)
+    with files_of_at_most(20), pytest.raises(UserError, match=r"can't be written \(File too large\)"):
+        file.append(b"x" * 30)
+    file.close()
 
 
 # Whole runs
