@@ -78,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before training, which hears signals itself
+        return 130
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -170,7 +172,7 @@ def train(config: Config) -> int:
                     with watch.phase("save"):
                         save(metrics)
                     saved = done
-                log.write_timings(done, watch.timings(), metrics)
+                log.write_timings(done, {**watch.timings(), **checkpoints.timings()}, metrics)
         except Interrupted:  # in a rollout, whose step is as if it had not begun, or in an evaluation, still to be made
             finished, leaving = False, True
         # The best is known by its evaluation: under keep_best a step is saved with it or not at all.

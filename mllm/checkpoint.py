@@ -8,6 +8,7 @@ reads what lies on its devices, in a folder that all of them share; another mesh
 it as well.
 """
 
+import json
 import logging
 import math
 import os
@@ -56,6 +57,7 @@ class Checkpoints:
         self.config = config
         self.read_only = read_only
         self.saving: tuple[int, int] | None = None
+        self.ended: dict[str, float] = {}
         self.failed = False
         with self.storing(self.folder):
             self.manager = self.open_manager()
@@ -233,13 +235,24 @@ class Checkpoints:
         if not self.manager.is_saving_in_progress():
             self.finish()
 
+    def timings(self) -> dict[str, float]:
+        """How fast a save was, by all processes, if one has ended since this was asked before. Raises as `poll`."""
+        self.poll()
+        told, self.ended = self.ended, {}
+        return told
+
     def finish(self) -> None:
         """As `wait`, in silence."""
         if self.saving is not None:
-            step, _ = self.saving
+            step, size = self.saving
             with self.storing(self.folder / str(step)):
                 self.manager.wait_until_finished()
             self.saving = None
+            with suppress(OSError, ValueError, KeyError):  # where Orbax notes no times
+                noted = json.loads((self.folder / str(step) / "_CHECKPOINT_METADATA").read_text())
+                # In billionths of a second; bytes in one are GB/s.
+                took = noted["commit_timestamp_nsecs"] - noted["init_timestamp_nsecs"]
+                self.ended = {"save/gb_per_second": size / max(took, 1)}
 
     def written(self, step: int) -> int:
         """Bytes of an unfinished checkpoint so far, by all processes."""

@@ -21,7 +21,9 @@ from mllm.errors import UserError
 from mllm.storage import remedy
 
 HOW = {"run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log"}
-"""Settings of how a run is carried out, not of what it computes: they may change when it resumes."""
+LIMITS = {"optimizer.max_skipped", "task.max_failed_groups"}
+"""Settings of how a run is carried out and when it gives up, not of what it computes: they may change when it
+resumes."""
 
 PARTIAL = "config.yaml.tmp"
 LOCK = "lock"
@@ -47,7 +49,8 @@ def check(folder: Path, config: Config) -> None:
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     for key, old, new in differences(held, config.model_dump(mode="json")):
-        if key.split(".")[0] not in HOW and not (key == "steps" and extends(config, old)):
+        free = key.split(".")[0] in HOW or key in LIMITS
+        if not free and not (key == "steps" and extends(config, old)):
             raise UserError(
                 f"{key}: {folder} belongs to a run with {old!r}, not {new!r}; give another run_dir, or the old value"
             )

@@ -217,13 +217,13 @@ def make_train_step(
         norm = optax.tree.norm(gradients)
         sound = jnp.isfinite(loss) & jnp.isfinite(norm)
 
-        def update(params: Any, opt_state: Any) -> tuple[Any, Any]:
-            # Micro-batches add up in float32, and moments made of that would not have the parameters' dtype.
-            narrowed = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), gradients, params)
-            updates, opt_state = optimizer.update(narrowed, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        params, opt_state = jax.lax.cond(sound, update, lambda *old: old, state.params, state.opt_state)
+        # Micro-batches add up in float32, and moments made of that would not have the parameters' dtype.
+        narrowed = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), gradients, state.params)
+        updates, opt_state = optimizer.update(narrowed, state.opt_state, state.params)
+        updated = optax.apply_updates(state.params, updates), opt_state
+        # No `cond`: XLA for GPUs holds what comes out of one beside the state, and on every device the whole of it.
+        kept = jax.tree.map(lambda new, old: jnp.where(sound, new, old), updated, (state.params, state.opt_state))
+        params, opt_state = kept
         metrics = {
             "loss": loss,
             "grad_norm": norm,

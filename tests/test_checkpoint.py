@@ -68,6 +68,15 @@ def test_a_state_comes_back_to_the_bit_with_its_position(tmp_path):
     assert_equal(restored.state, make_state(value=2))
 
 
+def test_the_rate_of_a_save_is_told_once_when_it_has_ended(tmp_path):
+    with closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
+        assert checkpoints.timings() == {}
+        checkpoints.save(1, make_state(), POSITION, "seed: 0\n", {})
+        checkpoints.wait()
+        assert 0 < checkpoints.timings()["save/gb_per_second"] < 100
+        assert checkpoints.timings() == {}
+
+
 def test_another_mesh_restores_it(tmp_path):
     save(tmp_path, [1])
     mesh = MeshConfig(fsdp=2, tp=4)

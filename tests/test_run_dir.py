@@ -31,6 +31,7 @@ def changed(settings, **values):
         {"checkpoint": {"every": 2, "keep": 5}},
         {"log": {"samples": 1}},
         {"run_dir": "elsewhere"},
+        {"optimizer": config().optimizer.model_dump() | {"max_skipped": 1}},
         {"steps": 8},
     ],
     ids=str,
