@@ -26,7 +26,7 @@ def kill(lane: Lane, phases: Collection[str] | None = None) -> None:
     """kill -9, of the trainer alone or with its children."""
     fault = "kill -9"
     while True:
-        phase, count, delay = lane.aim(fault, phases or lane.usual)
+        phase, count, delay = lane.aim(fault, phases or lane.lengths)
         everything = lane.rng.random() < 0.5
         process = lane.reach(phase, count)
         pause(delay)
@@ -41,7 +41,7 @@ def interrupt(lane: Lane, phases: Collection[str] | None = None) -> None:
     number = lane.rng.choice([signal.SIGTERM, signal.SIGINT])
     fault = number.name
     while True:
-        phase, count, delay = lane.aim(fault, phases or lane.usual.keys() - {"wait"})
+        phase, count, delay = lane.aim(fault, phases or [name for name in lane.lengths if name != "wait"])
         process = lane.reach(phase, count + (phase not in ONCE))  # the first of a phase compiles
         pause(delay)
         trial = signalled(process, number, fault)
@@ -60,7 +60,7 @@ def interrupt_twice(lane: Lane) -> None:
         if not process.follow(lambda mark: mark.name in ("save", "wait")):
             trial = Trial("a second signal", hit="came too late", left=0.0, noticed=0.0)
         else:
-            pause(lane.rng.uniform(0, lane.usual["save"]))
+            pause(lane.rng.uniform(0, lane.usual("save")))
             trial = signalled(process, number, "a second signal")
         if settled(lane, trial, process, number):
             break

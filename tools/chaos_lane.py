@@ -130,8 +130,10 @@ class Lane:
     folder: Path
     rng: random.Random
     server: Server
-    usual: dict[str, float] = field(default_factory=dict)
-    """Seconds that a phase takes."""
+    lengths: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds that a phase took, each time that it was seen to end."""
+    writing: float = 0.0
+    """Seconds from the beginning of a save to the end of its writing in the background."""
     tries: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By fault and phase: two for each that fell in it, one for each that missed it."""
     runs: int = 0
@@ -170,22 +172,28 @@ class Lane:
         process.follow()
         if process.end() != 0:
             raise UserError(f"a run of {self.name} that nothing disturbed failed: {tail(self.said)}")
-        lengths: dict[str, list[float]] = {}
-        phases = [next(marks) for _, marks in groupby(process.marks, lambda mark: mark.name)]
-        for mark, after in pairwise(phases):
-            lengths.setdefault(mark.name, []).append(after.seconds - mark.seconds)
+        self.measure(process)
         for mark in process.marks:
             path = self.run_dir / "checkpoints" / str(mark.step)
             if mark.name == "save" and path.is_dir():
-                # It is written in the background; its folder changes last when it gets its name.
-                lengths["save"].append(path.stat().st_ctime - clock - mark.seconds)
-        self.usual = {name: median(seconds) for name, seconds in lengths.items() if name != BETWEEN}
-        self.usual["save"] = max(lengths["save"])
+                # Its folder changes last when it gets its name.
+                self.writing = max(self.writing, path.stat().st_ctime - clock - mark.seconds)
         config = workload(self.name, self.run_dir)
         steps = [record["step"] for record in read_records(self.run_dir / "metrics.jsonl")]
         if steps != list(range(0 if config.eval else 1, config.steps + 1)):
             raise UserError(f"metrics.jsonl of a run of {self.name} that nothing disturbed has the steps {steps}")
         self.runs = 1
+
+    def measure(self, process: Process) -> None:
+        """Take note of how long its phases took."""
+        phases = [next(marks) for _, marks in groupby(process.marks, lambda mark: mark.name)]
+        for mark, after in pairwise(phases):
+            if mark.name != BETWEEN:
+                self.lengths.setdefault(mark.name, []).append(after.seconds - mark.seconds)
+
+    def usual(self, phase: str) -> float:
+        """Seconds that it takes; of a save those until it is written."""
+        return self.writing if phase == "save" else median(self.lengths[phase])
 
     def aim(self, fault: str, phases: Collection[str]) -> tuple[str, int, float]:
         """A phase that `fault` was tried at the least, its how-maniest beginning, and seconds thereafter."""
@@ -193,7 +201,7 @@ class Lane:
         fewest = min(self.tries[fault, name] for name in possible)
         phase = self.rng.choice([name for name in possible if self.tries[fault, name] == fewest])
         count = 1 if phase in ONCE else self.rng.randint(1, 2 if phase == "save" else 4)
-        return phase, count, self.rng.uniform(0, self.usual[phase])
+        return phase, count, self.rng.uniform(0, self.usual(phase))
 
     def reach(self, phase: str, count: int) -> Process:
         """A process that has begun `phase` the `count`th time, or where runs are too short for that an earlier one.
@@ -225,6 +233,7 @@ class Lane:
 
     def account(self, process: Process) -> None:
         """What a process that has ended tells of the faults before it: the steps that it did again."""
+        self.measure(process)
         if process.phase in ("start", "restore"):
             return
         resumed = process.restored or 0
