@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mllm import config_file as configs
-from mllm import data, report, run_dir, tasks
+from mllm import data, report, run_dir, storage, tasks
 from mllm.batch import Batch
 from mllm.checkpoint import Checkpoints
 from mllm.config import Config
@@ -128,7 +128,7 @@ def train(config: Config) -> int:
             log.sync()
             checkpoints.save(done, state, position, configs.dump(config), metrics)
 
-        saved, skipped = done, position["skipped"]
+        saved, skipped = done, position.get("skipped", 0)
         finished, leaving, hopeless = done == config.steps, False, ""
         interrupt.hold()
         try:
@@ -267,10 +267,11 @@ def dump_batch(path: Path, batch: Batch, rows: Rows, **place: int) -> None:
     fields = {name: local_rows(value) for name, value in batch._asdict().items() if value is not None}
     shares = rows.gather(fields)
     if writes():
-        path.parent.mkdir(exist_ok=True)
         whole: dict[str, Any] = {name: np.concatenate([share[name] for share in shares]) for name in fields}
         whole |= place
-        np.savez(path, **whole)
+        with storage.writing(path, path.parent.parent / "checkpoints"):
+            path.parent.mkdir(exist_ok=True)
+            np.savez(path, **whole)
 
 
 if __name__ == "__main__":
