@@ -10,7 +10,8 @@ median of all slopes between two of them, which single blocks that the machine d
 interval. A quantity grows if the whole interval lies above its limit, it is flat if the whole interval lies below;
 else, or with fewer than 500 steps, nobody can tell. Handles, children, arrays and compilations may not grow at all.
 
-Memory in use is what malloc has given away; a leak shows in that. At some checkpoints it jumps by 3.4 MiB, up or down.
+Memory in use is what malloc has given away, beside it the blocks of Python's own allocator: a leak shows in one of the
+two. At some checkpoints memory in use jumps by 3.4 MiB, up or down.
 What is resident is more by what malloc keeps in pieces, which grows for long, and ever slower.
 
 Exit codes: 0 nothing grows, 1 something does, 2 bad arguments. Linux with glibc. Left out: the device's memory, which
@@ -71,6 +72,7 @@ class Limit(NamedTuple):
 
 LIMITS = {
     "memory in use": Limit("MiB", 2.0**-20, 4.0),
+    "Python's blocks": Limit("1,000", 1e-3, 10.0),
     "memory resident": Limit("MiB", 2.0**-20, 8.0),
     "memory of children": Limit("MiB", 2.0**-20, 1.0),
     "seconds a step": Limit("ms", 1e3, 0.05, relative=True),
@@ -187,6 +189,7 @@ def of_process() -> dict[str, float]:
     memory = libc.mallinfo2()
     return {
         "memory in use": memory.uordblks + memory.hblkhd,
+        "Python's blocks": sys.getallocatedblocks(),
         "memory resident": anonymous(os.getpid()),
         "memory of children": sum(map(anonymous, children)),
         "file handles": len(os.listdir("/proc/self/fd")),
