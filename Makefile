@@ -1,6 +1,6 @@
 # make setup [PYTHON=python3.12]   a virtual environment in .venv with everything below
 # make demo [SEED=0]               a tiny model from nothing: SFT, export, GRPO, table and curves
-# make test                        all tests but the next; `make test FAST=1` leaves the slow ones out
+# make test [WORKERS=2]            all tests but the next; `make test FAST=1` leaves the slow ones out
 # make aot                         compiles for TPUs that aren't there: installs libtpu (0.7 GB) and runs those tests
 # make aot-gpu                     the same for H100s: XLA's plugin for CUDA (0.5 GB), in a folder of its own
 # make check                       ruff and mypy
@@ -8,6 +8,7 @@
 
 PYTHON ?= python3
 SEED ?= 0
+WORKERS ?= 2
 BIN := .venv/bin
 RUNS := runs/demo_seed$(SEED)
 
@@ -38,7 +39,7 @@ demo: setup
 	$(BIN)/python tools/plot.py $(RUNS)/grpo
 
 test: setup
-	$(BIN)/python -m pytest -m "not aot and not aot_gpu$(if $(FAST), and not slow)"
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not aot and not aot_gpu$(if $(FAST), and not slow)"
 
 aot: .venv/aot-installed
 	$(BIN)/python -m pytest -m aot

@@ -39,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
     parser.add_argument("--messages", action="store_true", help="list what was said of the inputs that were refused")
-    logging.getLogger("mllm").setLevel(logging.ERROR)  # readers warn of what they skip
     try:
         options = parser.parse_args(arguments)
         if importlib.util.find_spec("hypothesis") is None:
@@ -85,4 +84,5 @@ def table(tallies: "Sequence[Tally]", messages: bool = False) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    logging.getLogger("mllm").setLevel(logging.ERROR)  # readers warn of what they skip
     sys.exit(main())
