@@ -58,7 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     several.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
     several.add_argument("--cluster", action="store_true", help="find all of that by the cluster's environment")
     several.add_argument("--wait", type=int, default=300, metavar="SECONDS", help="for the others (default 300)")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
         options = parser.parse_intermixed_args(arguments)
         config = configs.load(options.config, options.overrides)
@@ -275,4 +274,6 @@ def dump_batch(path: Path, batch: Batch, rows: Rows, **place: int) -> None:
 
 
 if __name__ == "__main__":
+    # What is imported has set the root's format already.
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", force=True)
     sys.exit(main())

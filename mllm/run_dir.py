@@ -13,10 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-
 from mllm.config import Config
-from mllm.config_file import dump
+from mllm.config_file import dump, read
 from mllm.errors import UserError
 from mllm.storage import remedy
 
@@ -44,11 +42,7 @@ def check(folder: Path, config: Config) -> None:
             if folder.is_dir() and {path.name for path in folder.iterdir()} - BEGINNINGS:
                 raise UserError(f"run_dir: {folder} holds other files and no config.yaml; give an empty or new folder")
             return
-    try:
-        held = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
-    for key, old, new in differences(held, config.model_dump(mode="json")):
+    for key, old, new in differences(read(path), config.model_dump(mode="json")):
         free = key.split(".")[0] in HOW or key in LIMITS
         if not free and not (key == "steps" and extends(config, old)):
             raise UserError(

@@ -138,18 +138,6 @@ def test_a_small_disk_fills_up(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--kills", "0"], "error: --kills: 0"), (["--kills", "9", "--short"], "error: --kills: 9")],
-)
-def test_bad_arguments_are_refused_in_one_line(capsys, arguments, message):
-    assert chaos.main(arguments) == 2
-    output, errors = capsys.readouterr()
-    assert output == ""
-    assert errors.startswith(message)
-    assert errors.count("\n") == 1
-
-
 def test_what_a_process_leaves_behind_is_found_and_killed(server, tmp_path, monkeypatch):
     monkeypatch.setattr("tools.chaos_process.ORPHANS", 0.2)
     process = server.start(["--help"], tmp_path / "said.txt")

@@ -1,6 +1,8 @@
 """Updates that aren't finite, one after another: the run stops, and what it kept of them can be looked into."""
 
 import shutil
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -11,27 +13,36 @@ from tools import replay
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory):
-    """The first update throws the parameters to where nothing can be computed any more."""
+def stops(tmp_path_factory):
+    """A run whose first update throws the parameters to where nothing can be computed any more, and where it stopped.
+
+    It was called twice: step, steps that are logged, and the last line on stderr, of each.
+    """
     optimizer = {"learning_rate": 9e18, "max_skipped": 1}
-    return config("sft", steps=8, optimizer=optimizer, run_dir=str(tmp_path_factory.mktemp("stopped") / "run"))
+    settings = config("sft", steps=8, optimizer=optimizer, run_dir=str(tmp_path_factory.mktemp("stopped") / "run"))
+    found = []
+    for _ in range(2):
+        with redirect_stderr(StringIO()) as errors:
+            assert run(settings) == 2
+        logged = [line["step"] for line in records(settings)]
+        found.append((newest(settings).step, logged, errors.getvalue().splitlines()[-1]))
+    return settings, found
 
 
-def stop(settings, capfd):
-    """Run to where it stops: step, and the line that says why."""
-    assert run(settings) == 2
-    return newest(settings).step, capfd.readouterr().err.splitlines()[-1]
+@pytest.fixture
+def settings(stops):
+    return stops[0]
 
 
 def dump(settings, step):
     return Path(settings.run_dir, "skipped", f"step_{step}.npz")
 
 
-def test_too_many_skipped_updates_in_a_row_stop_the_run_and_the_same_command_counts_on(settings, capfd):
-    for step, skipped in ((3, 2), (4, 3)):
-        stopped, said = stop(settings, capfd)
+def test_too_many_skipped_updates_in_a_row_stop_the_run_and_the_same_command_counts_on(stops):
+    settings, found = stops
+    for (stopped, logged, said), step, skipped in zip(found, (3, 4), (2, 3), strict=True):
         assert stopped == step
-        assert [line["step"] for line in records(settings)] == list(range(step + 1))
+        assert logged == list(range(step + 1))
         why = f"the last {skipped} updates were not finite and skipped; the last batch is {dump(settings, step)}"
         way_out = f"and tools/replay.py looks into it (saved after step {step}: the same command resumes)"
         assert said == f"error: optimizer.max_skipped: {why}, {way_out}"

@@ -348,6 +348,25 @@ def test_help_says_how_to_call_it(capsys):
     assert "key.sub=value" in capsys.readouterr().out
 
 
+def test_a_model_that_is_too_large_for_memory_is_one_line(tmp_path, capsys):
+    architecture = {**SETTINGS["sft"].model.architecture, "hidden_size": 2**18, "intermediate_size": 2**18}
+    settings = placed("sft", tmp_path, model={"architecture": architecture})  # 256 GiB a matrix
+    assert run(settings) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: out of memory (RESOURCE_EXHAUSTED")
+    assert said.endswith("--plan says what would fit\n")
+    assert said.count("\n") == 1
+
+
+def test_ctrl_c_before_training_is_no_traceback(tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(train, "plan", interrupted)
+    assert train.main([*arguments(placed("sft", tmp_path)), "--plan"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_the_printed_configuration_loads_again(tmp_path, capsys):
     settings = placed("grpo", tmp_path)
     assert train.main([*arguments(settings), "--print-config", "seed=7"]) == 0

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mllm.errors import UserError
+from mllm.errors import ArgumentParser, UserError
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from tools import chaos_faults as faults
@@ -42,16 +42,16 @@ Fault = Callable[[Lane], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--kills", type=int, metavar="N", help=f"by kill -9 (default {KILLS}); other faults in proportion"
     )
     parser.add_argument("--short", action="store_true", help=f"as --kills {SHORT}")
     parser.add_argument("--seed", type=int, default=0, help="of what is aimed at (default 0)")
     parser.add_argument("--keep", action="store_true", help="keep the runs' folder; after a loss it is kept anyway")
-    options = parser.parse_args(arguments)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells what reading only means
     try:
+        options = parser.parse_args(arguments)
         if options.kills is not None and (options.short or options.kills < 1):
             raise UserError(f"--kills: {options.kills}: give a number from 1, without --short")
         if not Path("/proc/self/environ").exists():

@@ -37,7 +37,7 @@ from scipy.stats import theilslopes
 from mllm.checkpoint import Checkpoints
 from mllm.config import Config
 from mllm.config_file import dump
-from mllm.errors import UserError
+from mllm.errors import ArgumentParser, UserError
 from mllm.metrics import RunLog
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
@@ -102,10 +102,10 @@ class Verdict(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS, help=f"updates (default {STEPS})")
-    options = parser.parse_args(arguments)
     try:
+        options = parser.parse_args(arguments)
         if options.steps < FEWEST or options.steps % 2:
             raise UserError(f"--steps: {options.steps}: give an even number from {FEWEST}")
         if not Path("/proc/self/status").exists() or not hasattr(ctypes.CDLL(None), "mallinfo2"):

@@ -26,7 +26,7 @@ from mllm import config_file as configs
 from mllm.batch import Batch
 from mllm.checkpoint import Checkpoints, by_name
 from mllm.config import MeshConfig
-from mllm.errors import UserError
+from mllm.errors import ArgumentParser, UserError
 from mllm.mesh import make_mesh
 from mllm.metrics import read_records
 from mllm.policy import load_policy
@@ -34,12 +34,12 @@ from mllm.train_step import Forward
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dump", type=Path, metavar="RUN/skipped/step_N.npz", help="the batch of a skipped update")
     parser.add_argument("--checkpoint", type=int, metavar="N", help="take this one's parameters")
-    options = parser.parse_args(arguments)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells what reading only means
     try:
+        options = parser.parse_args(arguments)
         return replay(options.dump, options.checkpoint)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -56,7 +56,7 @@ def devices(target: str) -> Sequence[jax.Device]:
     with quiet():
         try:
             found = topologies.get_topology_desc("h100", "cuda", target_config=DESCRIPTION, topology=shape)
-        except NotImplementedError:
+        except NotImplementedError:  # JAX knows no such plugin; where it was installed beside JAX, it would
             register()
             found = topologies.get_topology_desc("h100", "cuda", target_config=DESCRIPTION, topology=shape)
     return found.devices
