@@ -185,10 +185,10 @@ class Checkpoints:
         Raises:
             Damaged, or what a damaged file makes Orbax raise.
         """
-        folder, json = self.folder / str(step), ocp.JsonCheckpointHandler()
+        folder, reader = self.folder / str(step), ocp.JsonCheckpointHandler()
         if (folder / "position").exists():
-            return {"position": json.restore(folder / "position")}
-        return unseal(json.restore(folder / DOCUMENT))
+            return {"position": reader.restore(folder / "position")}
+        return unseal(reader.restore(folder / DOCUMENT))
 
     def put_aside(self, step: int, reason: str) -> None:
         """Rename a damaged checkpoint so that it is never taken for one again; nothing is deleted."""
