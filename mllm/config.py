@@ -37,8 +37,9 @@ class ModelConfig(Section):
     """Of the parameters that the optimizer updates."""
     remat: Literal["none", "dots", "full"] = "full"
     """What the backward pass computes again, a layer at a time: nothing, all but the matrix products, everything."""
-    attention: Literal["xla", "splash"] | None = None
-    """Of whole sequences; None: splash attention on TPUs where it can run (see mllm/attention.py), else XLA's."""
+    attention: Literal["xla", "splash", "cudnn"] | None = None
+    """Of whole sequences; None: splash attention on TPUs and cuDNN's on NVIDIA GPUs where these can run (see
+    mllm/attention.py), else XLA's."""
 
     @model_validator(mode="after")
     def check(self) -> Self:

@@ -21,13 +21,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 from jax.tree_util import DictKey, KeyPath
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, Shaped
 
 from mllm.architecture import PRESETS, Qwen2Config
-from mllm.attention import splash_attention
+from mllm.attention import Attention
 from mllm.mesh import Layout, gathered
 
 __all__ = ["LOGICAL_AXES", "PRESETS", "KVCache", "Qwen2", "Qwen2Config", "in_use", "parameter_name"]
@@ -107,7 +106,7 @@ class Qwen2(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         param_dtype: DTypeLike = jnp.float32,
         remat: Literal["none", "dots", "full"] = "none",
-        splash_mesh: Mesh | None = None,
+        attention: Attention | None = None,
         layout: Layout | None = None,
     ) -> None:
         """Random parameters: matrices normal with deviation `initializer_range`, biases 0, norms 1.
@@ -118,13 +117,13 @@ class Qwen2(nnx.Module):
             param_dtype: of the parameters; they are cast to `dtype` where they are used, a layer at a time.
             remat: what the backward pass computes again in each layer: nothing, all but the products with
                 parameters, or everything.
-            splash_mesh: where whole sequences are given to splash attention; see `mllm.attention.splash_mesh`.
+            attention: what whole sequences are given to; None: XLA's. See `mllm.attention.choose`.
             layout: how activations lie, and that parameters are gathered where they are used; None: as XLA likes.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.remat = remat
-        self.splash_mesh = splash_mesh
+        self.attention = attention
         self.layout = layout
         normal = jax.nn.initializers.normal(config.initializer_range, param_dtype)
         vocabulary = (config.vocab_size, config.hidden_size)
@@ -163,8 +162,8 @@ class Qwen2(nnx.Module):
         """
         slot = jnp.zeros((), jnp.int32) if cache is None else cache.index
         seen = segments if cache is None else write(cache.segments, segments, (0, slot))
-        if cache is None and self.splash_mesh is not None:
-            attend = partial(splash_attention, segments=segments, mesh=self.splash_mesh)
+        if cache is None and self.attention is not None:
+            attend = partial(self.attention, segments=segments)
         else:
             attend = partial(jax.nn.dot_product_attention, mask=attention_mask(segments, seen, slot))
         rotation = rotary(positions, self.config.head_dim, self.config.rope_theta)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from mllm import tokenizer as tokenizers
 from mllm import weights
 from mllm.architecture import PRESETS, Qwen2Config
-from mllm.attention import splash_mesh
+from mllm.attention import Attention, choose
 from mllm.config import Config, ModelConfig
 from mllm.errors import UserError
 from mllm.mesh import Layout
@@ -60,8 +60,11 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
     architecture = find_architecture(model, folder)
     check_lengths(config, architecture)
     layout = Layout.of(mesh, architecture)
-    splash = splash_mesh(model.attention, architecture, mesh)
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: make_model(model, architecture, nnx.Rngs(0), splash, layout)))
+    packed = config.data is not None and config.data.packing
+    attention = choose(model.attention, architecture, mesh, model.dtype, packed)
+    graphdef, params = nnx.split(
+        nnx.eval_shape(lambda: make_model(model, architecture, nnx.Rngs(0), attention, layout))
+    )
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     if count > MOST_PARAMETERS:
         raise UserError(
@@ -87,7 +90,7 @@ def make_model(
     config: ModelConfig,
     architecture: Qwen2Config,
     rngs: nnx.Rngs,
-    splash_mesh: Mesh | None = None,
+    attention: Attention | None = None,
     layout: Layout | None = None,
 ) -> Qwen2:
     return Qwen2(
@@ -96,7 +99,7 @@ def make_model(
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         remat=config.remat,
-        splash_mesh=splash_mesh,
+        attention=attention,
         layout=layout,
     )
 

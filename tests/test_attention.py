@@ -1,19 +1,24 @@
-"""Splash attention against XLA's: interpreted on the CPU, lowered for TPUs, and chosen where it can run."""
+"""Splash attention and cuDNN's against XLA's: conventions on the CPU, lowered for their devices, chosen where they run.
+
+Splash attention is interpreted; of cuDNN's XLA's stands in, with the same arguments.
+"""
 
 import dataclasses
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo
 from tiny import ARCHITECTURE, config
 
 from kernels.aot import targets
 from mllm import attention
 from mllm.architecture import PRESETS
-from mllm.attention import splash_attention, splash_mesh
+from mllm.attention import Attention, choose
 from mllm.batch import Batch
 from mllm.config import MeshConfig
 from mllm.errors import UserError
@@ -55,27 +60,49 @@ def differentiated(attend, queries, keys, values, weights):
     return [np.asarray(x, np.float32) for x in run(queries, keys, values)]
 
 
+def one_document_of(rows, time):
+    """Each row begins with its only document, and ends with padding of another length."""
+    return jnp.asarray(np.arange(time) < time - 10 * np.arange(rows)[:, None]).astype(jnp.int32)
+
+
 @pytest.mark.parametrize(
-    ("mesh", "rows", "time", "heads", "kv_heads", "head_dim", "dtype", "tolerance"),
+    ("kernel", "mesh", "rows", "time", "heads", "kv_heads", "head_dim", "dtype", "tolerance"),
     [
-        (ONE, 2, 128, 4, 2, 64, jnp.float32, 1e-5),
-        (ONE, 2, 256, 2, 1, 128, jnp.bfloat16, 1e-2),
-        (ONE, 2, 100, 2, 1, 128, jnp.float32, 1e-5),
-        (EIGHT, 8, 128, 4, 2, 64, jnp.float32, 1e-5),
+        ("splash", ONE, 2, 128, 4, 2, 64, jnp.float32, 1e-5),
+        ("splash", ONE, 2, 256, 2, 1, 128, jnp.bfloat16, 1e-2),
+        ("splash", ONE, 2, 100, 2, 1, 128, jnp.float32, 1e-5),
+        ("splash", EIGHT, 8, 128, 4, 2, 64, jnp.float32, 1e-5),
+        ("cudnn", ONE, 2, 101, 4, 2, 64, jnp.bfloat16, 2e-2),
+        ("cudnn", EIGHT, 8, 128, 4, 2, 64, jnp.float32, 1e-5),
     ],
-    ids=["float32", "two blocks in bfloat16", "a length that no block divides", "eight devices"],
+    ids=[
+        "splash in float32",
+        "splash, two blocks in bfloat16",
+        "splash, a length that no block divides",
+        "splash on eight devices",
+        "cudnn, an odd length in bfloat16",
+        "cudnn on eight devices",
+    ],
 )
-def test_splash_attention_gives_the_outputs_and_gradients_of_masked_attention(
-    mesh, rows, time, heads, kv_heads, head_dim, dtype, tolerance, monkeypatch
+def test_a_kernel_s_conventions_give_the_outputs_and_gradients_of_masked_attention(
+    kernel, mesh, rows, time, heads, kv_heads, head_dim, dtype, tolerance, monkeypatch
 ):
     monkeypatch.setattr(attention, "BLOCKS", (128,))
-    segments = segments_of(rows, time)
-    mask = attention_mask(segments, segments, jnp.asarray(0))
-    *inputs, weights = inputs_of(rows, time, heads, kv_heads, head_dim, dtype)
-    weights *= (segments != 0)[:, :, None, None]  # nothing that padding gives is ever used
-    mesh = make_mesh(mesh)
+    sizes = (rows, time, heads, kv_heads, head_dim, dtype)
+    check_against_masked(Attention(kernel, make_mesh(mesh)), segments_of(rows, time), sizes, tolerance)
 
-    got = differentiated(lambda *qkv: splash_attention(*qkv, segments, mesh), *inputs, weights)
+
+def test_cudnn_needs_no_mask_for_rows_of_one_document_with_padding_behind_it():
+    attend = Attention("cudnn", make_mesh(ONE), packed=False)
+    check_against_masked(attend, one_document_of(3, 100), (3, 100, 4, 2, 64, jnp.float32), 1e-5)
+
+
+def check_against_masked(attend, segments, sizes, tolerance):
+    mask = attention_mask(segments, segments, jnp.asarray(0))
+    *inputs, weights = inputs_of(*sizes)
+    weights *= (segments != 0)[:, :, None, None]  # nothing that padding gives is ever used
+
+    got = differentiated(lambda *qkv: attend(*qkv, segments), *inputs, weights)
     exact = [x.astype(jnp.float32) for x in inputs]
     expected = differentiated(lambda *qkv: jax.nn.dot_product_attention(*qkv, mask=mask), *exact, weights)
     got[0], expected[0] = (out[segments != 0] for out in (got[0], expected[0]))
@@ -83,11 +110,12 @@ def test_splash_attention_gives_the_outputs_and_gradients_of_masked_attention(
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max(), err_msg=name)
 
 
-def test_padding_is_finite_and_reaches_no_other_token():
-    mesh, segments = make_mesh(ONE), segments_of(2, 128).at[1].set(0)
+@pytest.mark.parametrize(("kernel", "packed"), [("splash", True), ("cudnn", True), ("cudnn", False)])
+def test_padding_is_finite_and_reaches_no_other_token(kernel, packed):
+    segments = (segments_of(2, 128) if packed else one_document_of(2, 128)).at[1].set(0)
     *inputs, weights = inputs_of(2, 128, 2, 1, 64, jnp.float32)
     padding = (segments == 0)[:, :, None, None]
-    attend = jax.jit(lambda *qkv: splash_attention(*qkv, segments, mesh))
+    attend = jax.jit(lambda *qkv: Attention(kernel, make_mesh(ONE), packed)(*qkv, segments))
     # Here padding's outputs do count.
     for x in differentiated(attend, *inputs, weights):
         assert np.isfinite(x).all()
@@ -107,21 +135,22 @@ def batch_of(rows, time):
 def test_a_model_has_the_same_gradient_with_either_attention():
     settings, batch = config("sft"), batch_of(4, 64)
 
-    def gradient(splash_mesh):
+    def gradient(attention):
         architecture = Qwen2Config.from_hf(HEADS_OF_64, "test")
-        options = {"dtype": jnp.float32, "remat": "full", "splash_mesh": splash_mesh}
+        options = {"dtype": jnp.float32, "remat": "full", "attention": attention}
         graphdef, params = nnx.split(Qwen2(architecture, rngs=nnx.Rngs(0), **options))
         forward = Forward(graphdef, settings, make_mesh(ONE))
         return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0]))(params, batch)
 
-    leaves = (jax.tree.leaves(gradient(splash_mesh)) for splash_mesh in (None, make_mesh(EIGHT)))
+    leaves = (jax.tree.leaves(gradient(attention)) for attention in (None, Attention("splash", make_mesh(EIGHT))))
     for expected, leaf in zip(*leaves, strict=True):
         np.testing.assert_allclose(leaf, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-def train_gradient(mesh, **model):
+def train_gradient(mesh, data=None, **model):
     """The gradient of a small batch's loss, jitted, and its abstract arguments as they lie on the mesh."""
-    settings = config("sft", model={"architecture": HEADS_OF_64, "dtype": "bfloat16", "remat": "full", **model})
+    model = {"architecture": HEADS_OF_64, "dtype": "bfloat16", "remat": "full", **model}
+    settings = config("sft", model=model, **({} if data is None else {"data": data}))
     policy = load_policy(settings, mesh)
     forward = Forward(policy.graphdef, settings, mesh)
     layout = sharding(mesh, ("batch", "time"))
@@ -155,7 +184,7 @@ def test_the_update_compiles_for_tpus(shape):
 
 def test_decoding_through_a_cache_leaves_splash_attention_alone():
     architecture = Qwen2Config.from_hf(HEADS_OF_64, "test")
-    model = Qwen2.abstract(architecture, splash_mesh=make_mesh(ONE))
+    model = Qwen2.abstract(architecture, attention=Attention("splash", make_mesh(ONE)))
     graphdef, params = nnx.split(model)
     tokens, cache = jnp.ones((1, 4), jnp.int32), KVCache.empty(architecture, 1, 8, jnp.bfloat16)
 
@@ -169,13 +198,16 @@ def test_decoding_through_a_cache_leaves_splash_attention_alone():
 SMALL = PRESETS["Qwen/Qwen2.5-0.5B"]  # 14 heads of 64, 2 of them for keys and values
 
 
+def chosen(asked, architecture=SMALL, mesh=ONE, dtype="bfloat16", packed=False):
+    return choose(asked, architecture, make_mesh(mesh), dtype, packed)
+
+
 def test_splash_attention_is_taken_on_tpus_and_nowhere_else_unless_xla_is_asked_for(monkeypatch):
-    mesh = make_mesh(EIGHT)
-    assert splash_mesh(None, SMALL, mesh) is None
+    assert chosen(None, mesh=EIGHT) is None
     monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
-    assert splash_mesh(None, SMALL, mesh) is mesh
-    assert splash_mesh("splash", SMALL, mesh) is mesh
-    assert splash_mesh("xla", SMALL, mesh) is None
+    splash = Attention("splash", make_mesh(EIGHT), packed=False)
+    assert chosen(None, mesh=EIGHT) == chosen("splash", mesh=EIGHT) == splash
+    assert chosen("xla", mesh=EIGHT) is None
 
 
 @pytest.mark.parametrize(
@@ -191,13 +223,91 @@ def test_where_splash_attention_can_not_run_xla_does_and_asking_for_it_is_an_err
     change, devices, reason, monkeypatch
 ):
     monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
-    architecture, mesh = dataclasses.replace(SMALL, **change), make_mesh(devices)
-    assert splash_mesh(None, architecture, mesh) is None
+    architecture = dataclasses.replace(SMALL, **change)
+    assert chosen(None, architecture, devices) is None
     with pytest.raises(UserError, match=f"model.attention: splash can't be used: {reason}"):
-        splash_mesh("splash", architecture, mesh)
+        chosen("splash", architecture, devices)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Devices that say that they are H100s, and a JAX that finds cuDNN; `gpus(...)` changes what they say."""
+
+    def say(capability=9.0, cudnn=True):
+        monkeypatch.setattr(attention, "on_gpu", lambda mesh: True)
+        monkeypatch.setattr(attention, "capability", lambda mesh: capability)
+        if cudnn:  # no public function says which one there is
+            monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+    say()
+    return say
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
+def test_cudnn_is_taken_on_gpus_unless_xla_is_asked_for(packed, gpus):
+    cudnn = Attention("cudnn", make_mesh(EIGHT), packed)
+    assert chosen(None, mesh=EIGHT, packed=packed) == chosen("cudnn", mesh=EIGHT, packed=packed) == cudnn
+    assert chosen("xla", mesh=EIGHT, packed=packed) is None
+
+
+def test_where_jax_finds_no_cudnn_xla_s_attention_runs_and_asking_for_cudnn_is_an_error(monkeypatch):
+    monkeypatch.setattr(attention, "on_gpu", lambda mesh: True)
+    assert chosen(None) is None
+    with pytest.raises(UserError, match=r"^model.attention: cudnn can't be used: JAX says: cuDNN is not detected; "):
+        chosen("cudnn")
+
+
+@pytest.mark.parametrize(
+    ("change", "setting", "reason"),
+    [
+        ({}, {"dtype": "float32"}, "it computes in bfloat16, and model.dtype is float32"),
+        ({"head_dim": 252}, {}, "JAX says: The head dim must be <= "),
+        ({}, {"mesh": MeshConfig(tp=4)}, "mesh.tp = 4 does not divide the model's 14 heads"),
+    ],
+    ids=["dtype", "head_dim", "heads"],
+)
+def test_where_cudnn_can_not_run_xla_does_and_asking_for_it_is_an_error(change, setting, reason, gpus):
+    architecture = dataclasses.replace(SMALL, **change)
+    assert chosen(None, architecture, **setting) is None
+    with pytest.raises(UserError, match=f"model.attention: cudnn can't be used: {reason}"):
+        chosen("cudnn", architecture, **setting)
+
+
+def test_gpus_older_than_cudnn_s_attention_get_xla_s(gpus):
+    gpus(capability=7.5)
+    assert chosen(None) is None
+    with pytest.raises(UserError, match=r"compute capability 8.0, and this one has 7.5"):
+        chosen("cudnn")
+
+
+def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(gpus, monkeypatch):
+    mesh = make_mesh(ONE)
+    monkeypatch.setattr(jax, "devices", list)
+    assert choose(None, SMALL, mesh, "bfloat16", packed=False) is None
+
+
+@pytest.mark.parametrize("devices", [ONE, MeshConfig(dp=4, tp=2)], ids=["one device", "eight devices"])
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "one document"])
+def test_lowered_for_gpus_the_update_calls_cudnn_with_a_mask_only_where_rows_are_packed(devices, packing, gpus):
+    gradient, arguments = train_gradient(
+        make_mesh(devices), data={"source": "task", "max_length": 128, "packing": packing}
+    )
+    text = gradient.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    name = "fmhaScaleBiasSoftmax" if packing else "fmhaSoftmax"
+    # Once as it is, and with remat again before its backward pass.
+    assert text.count(f"@__cudnn${name}(") == 2
+    assert text.count(f"@__cudnn${name}Backward(") == 1
+    assert text.count("@__cudnn$") == 3
+    assert set(re.findall(r"mask_type[^A-Z]*([A-Z_]+)", text)) == {"CAUSAL"}
 
 
 def test_asking_for_splash_attention_without_a_tpu_is_an_error():
     settings = config("sft", model={"architecture": HEADS_OF_64, "attention": "splash"})
     with pytest.raises(UserError, match=r"model.attention: .* needs a TPU, and the devices here are of the kind cpu"):
+        load_policy(settings, make_mesh(settings.mesh))
+
+
+def test_asking_for_cudnn_without_a_gpu_is_an_error():
+    settings = config("sft", model={"architecture": HEADS_OF_64, "attention": "cudnn"})
+    with pytest.raises(UserError, match=r"model.attention: .* needs an NVIDIA GPU, .* of the kind cpu"):
         load_policy(settings, make_mesh(settings.mesh))
