@@ -1,204 +1,242 @@
-"""Times the fused head beside what one would write without it; prints temporaries and errors in the same table.
+"""Times the fused head beside the bare matrix products and what others have; memory and errors in the same table.
 
 Every method computes the cross-entropy of the same tokens and its gradients by hidden states and weight, but for those
-that say "value only". Methods take turns, so that a busy machine slows all of them. Seconds are medians; the ratio is
-the median, over rounds, of a method's time to that of full logits in the same round. `temp MiB` is what the compiled
-program needs beside arguments and results, by the compiler's account. Errors are the largest difference to full logits
-in float32 at the highest precision, relative to the largest magnitude there.
+whose name says otherwise, in a process of its own. What isn't installed, or can't run here, is named with the reason.
 
-With `--target`, the same for a TPU that isn't there, compiled and not run: see bench_target.py.
+    ms         median of the rounds, of calls that the device is kept busy with                     [host's clock]
+    /three     the median, over rounds, of the time to that of h Wᵀ, g W and gᵀ h, as XLA (or, for
+               methods through torch, torch) multiplies them in the same round, at the rows that count
+    /four      the same with h Wᵀ twice, which is what a method without a workspace has to do
+    TFLOP/s    of the products that a method has to make with the memory it is given: 3, 4, or 1
+    peak MiB   the most that the device held                              [its own count; - where it has none]
+    temp MiB   of that, beside arguments and results; on a CPU the compiler's temporaries
+    loss ...   the largest difference to float32 at the highest precision, relative to the largest magnitude there;
+               of the general backward, for the loss, that of logprob and lse
 
-Leaves out: other libraries' kernels (but for optax), and several devices.
+With `--target`, for a TPU that isn't there, compiled and not run: see bench_target.py.
+
+Leaves out: several devices.
 
 Exit codes: 0 done, 2 something that you can mend (one line says what).
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import shlex
-import statistics
+import shutil
+import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array
 
 from kernels.aot.targets import CHIPS
 from mllm.errors import ArgumentParser, UserError
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
-from tools import bench_target, figures
-from tools.head_losses import CHUNK, Loss, chunked, full_logits, fused, optax_on_logits
+from tools import bench_methods, bench_plot, bench_report, bench_run, bench_target, figures
+from tools.bench_methods import Method
+from tools.bench_problem import MODELS, PRESETS, VOCABULARY, Shape, shapes_of
+from tools.bench_run import Children, Settings
+
+LARGE: Shape = (8192, MODELS["3B"], VOCABULARY)
+SMALL: Shape = (1024, 512, 16384)
+LEAST = 0.05
+"""Seconds that a turn takes: the clock and the start of the calls don't count then."""
+PACKAGES = ("jax", "jaxlib", "numpy", "optax", "tokamax", "torch", "triton", "liger-kernel", "cut-cross-entropy")
+FOREVER = 10.0**9
 
 
-class Method(NamedTuple):
-    name: str
-    loss: Loss
-    live: float = 1.0
-    """The share of rows that count; the weights of the others are 0."""
-    gradients: bool = True
-
-
-METHODS = (
-    Method("full logits", full_logits),
-    Method("optax on full logits", optax_on_logits),
-    Method(f"scan over {CHUNK} tokens, checkpointed", chunked),
-    Method("fused, workspace 0", fused(workspace=0)),
-    Method("fused, default workspace", fused()),
-    Method("fused, half of the rows live", fused(), live=0.5),
-    Method("fused, a quarter of the rows live", fused(), live=0.25),
-    Method("full logits, value only", full_logits, gradients=False),
-    Method("fused, value only", fused(), gradients=False),
-)
-
-
-def problem(shape: tuple[int, int, int], dtype: str, seed: int) -> tuple[Array, Array, Array]:
-    """Logits of unit variance, and random labels."""
-    tokens, features, vocabulary = shape
-    h, w, y = jax.random.split(jax.random.key(seed), 3)
-    hidden = jax.random.normal(h, (tokens, features), dtype)
-    weight = (jax.random.normal(w, (vocabulary, features)) * features**-0.5).astype(dtype)
-    return hidden, weight, jax.random.randint(y, (tokens,), 0, vocabulary)
-
-
-def weights_of(live: float, tokens: int) -> Array:
-    chosen = np.random.default_rng(0).permutation(tokens) < round(live * tokens)
-    return jnp.asarray(chosen, jnp.float32)
-
-
-def error(got: Any, expected: Any) -> list[float]:
-    def largest(a: Array, b: Array) -> float:
-        return float(jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)))
-
-    return [largest(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)]
-
-
-def measure(shape: tuple[int, int, int], dtype: str, repeats: int, seed: int) -> list[dict[str, Any]]:
-    arrays = problem(shape, dtype, seed)
-    rows: list[dict[str, Any]] = []
-    calls: list[tuple[jax.stages.Compiled, tuple[Array, ...], list[float]]] = []
-    for method in METHODS:
-        function = jax.value_and_grad(method.loss, (0, 1)) if method.gradients else method.loss
-        args: tuple[Array, ...] = (*arrays, weights_of(method.live, shape[0]))
-        compiled = jax.jit(function).lower(*args).compile()
-        memory: Any = compiled.memory_analysis()
-        rows.append({"method": method.name, "live": method.live, "temp_bytes": memory.temp_size_in_bytes})
-        calls.append((compiled, args, []))
-    for _ in range(repeats + 1):
-        for compiled, args, seconds in calls:
-            start = time.perf_counter()
-            jax.block_until_ready(compiled(*args))
-            seconds.append(time.perf_counter() - start)
-    for row, (_, _, seconds) in zip(rows, calls, strict=True):
-        row["seconds"] = statistics.median(seconds[1:])
-        # Of what ran in the same round, so that a slow spell of the machine cancels.
-        row["ratio"] = statistics.median(a / b for a, b in zip(seconds[1:], calls[0][2][1:], strict=True))
-    wide = [x.astype(jnp.float32) for x in arrays[:2]]
-    for live in {method.live for method in METHODS}:
-        reference = jax.jit(jax.value_and_grad(fused(impl="reference"), (0, 1)))
-        expected = reference(*wide, arrays[2], weights_of(live, shape[0]))
-        for method, row, (compiled, args, _) in zip(METHODS, rows, calls, strict=True):
-            if method.live == live:
-                want = expected if method.gradients else expected[0]
-                row["errors"] = dict(zip(("loss", "dh", "dW"), error(compiled(*args), want), strict=False))
-    return rows
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    width = max(len(row["method"]) for row in rows)
-    print(f"{'':{width}}  seconds  ratio  temp MiB     loss       dh       dW   (largest relative errors)")
-    for row in rows:
-        errors = " ".join(f"{x:8.1e}" for x in row["errors"].values())
-        figures = f"{row['seconds']:7.3f}  {row['ratio']:5.2f}  {row['temp_bytes'] / 2**20:8.1f} {errors}"
-        print(f"{row['method']:{width}}  {figures}")
-
-
-def shape_of(text: str) -> tuple[int, int, int]:
-    try:
-        tokens, features, vocabulary = map(int, text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not N,D,V: three whole numbers") from None
-    if min(tokens, features, vocabulary) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} has a size below 1")
-    if max(tokens, features, vocabulary) >= 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} has a size that is no index of 32 bits")
-    if tokens > CHUNK and tokens % CHUNK:
-        raise argparse.ArgumentTypeError(f"{text!r}: more than {CHUNK} tokens must be a multiple of {CHUNK}")
-    return tokens, features, vocabulary
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
+def parser() -> ArgumentParser:
+    result = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument(
         "--shape",
-        type=shape_of,
+        type=shapes_of,
         nargs="+",
         metavar="N,D,V",
-        help="tokens, hidden size, vocabulary; several are measured one after the other "
-        "(default 2048,512,32768, for a target 8192,2048,151936)",
+        help="tokens, hidden size, vocabulary; several are measured one after the other. N,3B has the sizes of "
+        f"Qwen2.5-3B, 3B alone is that at 1024 to 65536 tokens; so for {', '.join(MODELS)} "
+        f"(default on a CPU {','.join(map(str, SMALL))}, else {','.join(map(str, LARGE))})",
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of hidden and weight")
-    parser.add_argument(
+    result.add_argument("--preset", choices=sorted(PRESETS), help="a list of shapes, what matters most first")
+    result.add_argument("--dtype", choices=("float32", "bfloat16"), help="default on a CPU float32, else bfloat16")
+    result.add_argument(
+        "--live",
+        type=share,
+        nargs="+",
+        metavar="SHARE",
+        help="shares of rows that count (default on a CPU 1, else 1 0.5 0.25)",
+    )
+    result.add_argument("--methods", nargs="+", metavar="TEXT", help="only those whose name has one of these in it")
+    result.add_argument("--limit", type=seconds, metavar="SECONDS", help="end by then; tell what was left out")
+    result.add_argument(
+        "--timeout", type=seconds, default=300.0, metavar="SECONDS", help="of one method, all shares (default 300)"
+    )
+    result.add_argument(
         "--target",
         choices=sorted(CHIPS),
         help="compile for this TPU instead and time nothing, in bfloat16; needs libtpu, which make aot installs",
     )
-    parser.add_argument("--repeats", type=int, default=5, help="rounds timed, after one that is not (default 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    result.add_argument("--repeats", type=int, help="rounds timed, after one that is not (default on a CPU 5, else 10)")
+    result.add_argument("--seed", type=int, default=0, help="of the random inputs (default 0)")
+    result.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too, as they become known")
+    result.add_argument("--plot", type=Path, metavar="FILE", help="draw time against memory there (.png, .svg, .pdf)")
+    return result
+
+
+def share(text: str) -> float:
     try:
-        options = parser.parse_args(arguments)
-        if options.repeats < 1:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, at most 1")
+    return number
+
+
+def seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= FOREVER:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        options = parser().parse_args(arguments)
+        if options.repeats is not None and options.repeats < 1:
             raise UserError(f"--repeats: {options.repeats} rounds give no time, 1 is the least")
         if not 0 <= options.seed < 2**31:
             raise UserError(f"--seed: {options.seed} is not from 0 to {2**31 - 1}")
+        if options.shape and options.preset:
+            raise UserError("--preset: is a list of shapes, as --shape is; give one of them")
         figures.check(options.json)
+        bench_plot.check(options.plot)
         if options.target:
-            if importlib.util.find_spec("libtpu") is None:
-                raise UserError("--target: libtpu, the TPU compiler, isn't installed; make aot does")
-            report = of_target(options.target, options.shape or [(8192, 2048, 151936)])
+            of_target(options)
         else:
-            report = of_device(options.shape or [(2048, 512, 32768)], options.dtype, options.repeats, options.seed)
-        figures.write(options.json, {"command": shlex.join(["python", *sys.argv])} | report)
+            of_device(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except jax.errors.JaxRuntimeError as error:
-        reason = str(error).splitlines()[0]
-        if "RESOURCE_EXHAUSTED" not in reason:
-            raise
-        print(f"error: --shape: too large for this device: {reason}", file=sys.stderr)
         return 2
     return 0
 
 
-def of_device(shapes: Sequence[tuple[int, int, int]], dtype: str, repeats: int, seed: int) -> dict[str, Any]:
-    device = jax.devices()[0]
-    print(f"{device.platform} {device.device_kind}, jax {jax.__version__}, {dtype}, {repeats} rounds")
-    results = []
-    for shape in shapes:
-        print("\nN={}, D={}, V={}".format(*shape))
-        rows = measure(shape, dtype, repeats, seed)
-        show(rows)
-        results.append(dict(zip("NDV", shape, strict=True)) | {"methods": rows})
-    return {"device": device.device_kind, "jax": jax.__version__, "dtype": dtype, "results": results}
+def chosen_shapes(options: argparse.Namespace, default: Shape) -> list[Shape]:
+    if options.preset:
+        return PRESETS[options.preset]
+    return [shape for shapes in options.shape or [[default]] for shape in shapes]
 
 
-def of_target(target: str, shapes: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    print(f"{target} by its compiler, jax {jax.__version__}, bfloat16; nothing was run, and nothing is a time")
+def chosen_methods(texts: Sequence[str] | None, platform: str) -> list[Method]:
+    known = bench_methods.methods(platform)
+    for text in texts or []:
+        if not any(text.lower() in method.name.lower() for method in known):
+            names = "; ".join(method.name for method in known)
+            raise UserError(f"--methods: no method has {text!r} in its name; there are: {names}")
+    return [method for method in known if not texts or any(text.lower() in method.name.lower() for text in texts)]
+
+
+def of_device(options: argparse.Namespace) -> None:
+    """Measure, and tell it as it becomes known.
+
+    Raises:
+        UserError: there is no device, or nothing could be measured.
+    """
+    children = Children(options.limit or FOREVER, options.timeout)
+    probe = children.start({"task": "device"})
+    if probe.status != bench_report.MEASURED:
+        raise UserError(f"JAX finds no device to measure on: {probe.reason}")
+    device = probe.found
+    cpu = device["platform"] == "cpu"
+    methods = chosen_methods(options.methods, device["platform"])
+    settings = Settings(
+        dtype=options.dtype or ("float32" if cpu else "bfloat16"),
+        lives=sorted(set(options.live or ([1.0] if cpu else [1.0, 0.5, 0.25])), reverse=True),
+        rounds=options.repeats or (5 if cpu else 10),
+        least=LEAST,
+        seed=options.seed,
+    )
+    report: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device | {"driver": driver()},
+        "versions": versions(),
+        "dtype": settings.dtype,
+        "rounds": settings.rounds,
+        "seed": settings.seed,
+        "results": [],
+    }
+    heading = f"{device['platform']} {device['kind']}, jax {jax.__version__}, {settings.dtype}, {report['date'][:10]}"
+    print(f"{heading}, {settings.rounds} rounds")
+
+    shapes = chosen_shapes(options, SMALL if cpu else LARGE)
+    results = report["results"]
+    for tables, complete in bench_run.bench(shapes, methods, device["platform"], settings, children):
+        if len(tables[0]["methods"]) == 1:
+            results += tables
+        keep(options.json, report)
+        if complete:
+            print("".join("\n" + "\n".join(bench_report.lines(table)) + "\n" for table in tables), end="", flush=True)
+        if complete and options.plot:
+            bench_plot.draw(results, heading, options.plot)
+    rows = [row for table in report["results"] for row in table["methods"]]
+    if all(row["status"] != bench_report.MEASURED for row in rows):
+        reason = next((row["reason"] for row in rows if row["status"] != "skipped"), rows[0]["reason"])
+        raise UserError(f"--shape, --methods: nothing could be measured; of {rows[0]['method']}: {reason}")
+
+
+def keep(path: Path | None, report: dict[str, Any]) -> None:
+    """Write the file as a whole: who is cut off has the one before."""
+    if path is not None:
+        draft = path.with_name(f"{path.name}.part")
+        figures.write(draft, report)
+        draft.replace(path)
+
+
+def versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def driver() -> str | None:
+    """That of an NVIDIA GPU, if its tool tells."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
+
+
+def of_target(options: argparse.Namespace) -> None:
+    for name in ("plot", "methods", "live", "limit"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name}: has no meaning with --target, which times nothing")
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError("--target: libtpu, the TPU compiler, isn't installed; make aot does")
+    print(f"{options.target} by its compiler, jax {jax.__version__}, bfloat16; nothing was run, and nothing is a time")
     results = []
-    for shape in shapes:
-        print("\nN={}, D={}, V={}".format(*shape))
-        rows = bench_target.table(target, shape)
+    for shape in chosen_shapes(options, LARGE):
+        print(f"\n{bench_report.title(shape)}")
+        rows = bench_target.table(options.target, shape)
         bench_target.show(rows)
         results.append(dict(zip("NDV", shape, strict=True)) | {"methods": [asdict(row) for row in rows]})
-    return {"target": target, "jax": jax.__version__, "dtype": "bfloat16", "results": results}
+    report = {"target": options.target, "jax": jax.__version__, "dtype": "bfloat16", "results": results}
+    figures.write(options.json, {"command": shlex.join(["python", *sys.argv])} | report)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ A core of tpu7x, which is a device of its own, has half of its chip's.
 LOSSES: dict[str, Loss] = {
     "full logits": full_logits,
     "optax on full logits": optax_on_logits,
-    f"scan over {CHUNK} tokens, checkpointed": chunked,
+    f"scan over {CHUNK} tokens, checkpointed": chunked(),
     "fused, workspace 0": fused(workspace=0, impl="mosaic_tpu"),
     "fused, single pass in one wave": fused(workspace=ONE_WAVE, impl="mosaic_tpu"),
     "fused, value only": fused(impl="mosaic_tpu"),

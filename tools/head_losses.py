@@ -26,15 +26,25 @@ def optax_on_logits(hidden: Array, weight: Array, labels: Array, weights: Array)
     return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
-def chunked(hidden: Array, weight: Array, labels: Array, weights: Array) -> Array:
-    """Full logits of `CHUNK` tokens at a time, computed again for the gradients."""
+def chunked(size: int = CHUNK) -> Loss:
+    """Full logits of `size` tokens at a time, computed again for the gradients.
 
-    @jax.checkpoint
-    def step(total: Array, rows: tuple[Array, ...]) -> tuple[Array, None]:
-        return total + full_logits(rows[0], weight, *rows[1:]), None
+    Raises:
+        ValueError: more tokens than that, and not a multiple.
+    """
 
-    rows = (x.reshape(-1, min(CHUNK, len(hidden)), *x.shape[1:]) for x in (hidden, labels, weights))
-    return jax.lax.scan(step, jnp.float32(0), tuple(rows))[0]
+    def loss(hidden: Array, weight: Array, labels: Array, weights: Array) -> Array:
+        if len(hidden) > size and len(hidden) % size:
+            raise ValueError(f"{len(hidden)} tokens are no multiple of {size}")
+
+        @jax.checkpoint
+        def step(total: Array, rows: tuple[Array, ...]) -> tuple[Array, None]:
+            return total + full_logits(rows[0], weight, *rows[1:]), None
+
+        rows = (x.reshape(-1, min(size, len(hidden)), *x.shape[1:]) for x in (hidden, labels, weights))
+        return jax.lax.scan(step, jnp.float32(0), tuple(rows))[0]
+
+    return loss
 
 
 def fused(**options: Any) -> Loss:
