@@ -311,3 +311,13 @@ def test_asking_for_cudnn_without_a_gpu_is_an_error():
     settings = config("sft", model={"architecture": HEADS_OF_64, "attention": "cudnn"})
     with pytest.raises(UserError, match=r"model.attention: .* needs an NVIDIA GPU, .* of the kind cpu"):
         load_policy(settings, make_mesh(settings.mesh))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("jax.default_backend() != 'gpu'", reason="needs a GPU")
+@pytest.mark.parametrize("time", [100, 192, 256])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
+def test_on_gpus_cudnn_gives_the_outputs_and_gradients_of_masked_attention(packed, time):
+    attend = chosen("cudnn", packed=packed)
+    segments = segments_of(2, time) if packed else one_document_of(2, time)
+    check_against_masked(attend, segments, (2, time, 14, 2, 64, jnp.bfloat16), 2e-2)
