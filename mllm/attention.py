@@ -11,8 +11,8 @@ Splash attention knows segments. cuDNN's, as far as JAX makes it public, knows l
   comes too late to be seen. No lengths are given: what comes out for padding must be finite.
 - Packed rows need a mask: B T T numbers of the compute dtype, one for all heads, and in JAX 0.10.2 a gradient of as
   many that nobody uses. That is 2 N times less than XLA's float32 scores, but the blocks between two documents are
-  computed. JAX has offsets of documents, too, in a private function, which until its pull request 39521 read the wrong
-  keys where query heads share them, as Qwen2.5's do.
+  computed. JAX has offsets of documents, too, in a private function, which until jax-ml/jax pull request 39521 read
+  the wrong keys where query heads share them, as Qwen2.5's do.
 
 The cuDNN path was lowered for GPUs, and its conventions were held against the masked attention on CPUs; no GPU has run
 it. Left out: attention through a KV cache, which is XLA's everywhere.
@@ -44,8 +44,8 @@ HEAD_DIMS = (64, 128)
 BLOCKS = (512, 256, 128)
 """Queries, or keys, in a block of splash attention: the largest that divides the sequence.
 
-Rows are padded to a multiple of the last. Splash attention asks for it; cuDNN, with a mask, has given gradients that
-are not finite for lengths of 64 more than one (pytorch issue 196678), and refuses odd ones.
+Rows are padded to a multiple of the last. Splash attention asks for it; cuDNN with a mask refuses odd lengths, and has
+given gradients that are not finite where a length is 64 more than such a multiple (pytorch/pytorch issue 196678).
 """
 
 AMPERE = 8.0

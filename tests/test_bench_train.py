@@ -263,6 +263,8 @@ def test_a_file_of_another_kind_is_left_alone(tmp_path, capsys):
     ("message", "kind"),
     [
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nmore", "out_of_memory"),
+        ("INTERNAL: Error dispatching computation: Out of memory allocating 9 bytes.", "out_of_memory"),
+        ("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory", "out_of_memory"),
         ("RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 300000", "error"),
         ("INTERNAL: cuDNN has no plan", "error"),
     ],

@@ -46,7 +46,7 @@ GRPO = ("model.init=random", "mesh.fsdp=1", "batch_size=128", "grpo.num_generati
 SFT = ("model.init=random", "batch_size=32")
 CASES = {
     "0.5B-sft": ("qwen25_3b_sft.yaml", (*SFT, "model.source=Qwen/Qwen2.5-0.5B", "micro_batch_size=16")),
-    "0.5B-grpo": ("qwen25_0p5b_grpo.yaml", (*GRPO, "micro_batch_size=16")),
+    "0.5B-grpo": ("qwen25_0p5b_grpo.yaml", (*GRPO, "micro_batch_size=32")),
     "3B-sft": ("qwen25_3b_sft.yaml", (*SFT, "micro_batch_size=4")),
     "3B-grpo": ("qwen25_3b_grpo.yaml", (*GRPO, "micro_batch_size=8")),
 }

@@ -9,6 +9,7 @@ GRPO of the longest prompt and the longest completion. Rewards, which the host c
 
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -75,7 +76,8 @@ def measure(settings: dict[str, Any], tell: Tell) -> Result:
 
 def is_out_of_memory(message: str) -> bool:
     """Of the device. A kernel that asks for more shared memory than there is exhausts a resource, too."""
-    return "RESOURCE_EXHAUSTED" in message and "shared memory" not in message.lower()
+    said = message.lower()
+    return bool(re.search("resource_exhausted|out.of.memory", said)) and "shared memory" not in said
 
 
 def device(*, matmul: int, copy_mib: int, tell: Tell) -> Result:
