@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
-from kernels.lm_head import derivatives, mosaic_tpu, reference, streaming, target
+from kernels.lm_head import derivatives, mosaic_gpu, mosaic_tpu, reference, streaming, target
 from kernels.lm_head.contract import How, Inputs, Objective, Terms, TokenLogprobs
 from kernels.lm_head.derivatives import Engine
 from kernels.lm_head.manual_axes import vary, varying_axes
 from kernels.lm_head.sharded import HeadSharding, Sharded
 
-Impl = Literal["reference", "streaming", "mosaic_tpu"]
+Impl = Literal["reference", "streaming", "mosaic_tpu", "mosaic_gpu"]
 
-_ENGINES: Mapping[str, Engine] = {"streaming": streaming, "mosaic_tpu": mosaic_tpu}
+_ENGINES: Mapping[str, Engine] = {"streaming": streaming, "mosaic_tpu": mosaic_tpu, "mosaic_gpu": mosaic_gpu}
 _DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 
 

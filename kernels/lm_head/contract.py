@@ -47,6 +47,8 @@ class How:
     token_axes: tuple[str, ...] = ()
     """Inside `shard_map`, those over which tokens are spread. A loop that holds collectives runs as often on each of
     their devices."""
+    filter_eps: float | None = None
+    """Backward may leave out tiles of rows and columns in which no probability reaches it, and no label is."""
     hidden_gradient: jnp.dtype | None = None
     """Dtype of dh; None: that of `hidden`."""
     weight_gradient: jnp.dtype | None = None

@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float
 
 from kernels.lm_head.contract import TokenLogprobs
 
-_FLOOR = -1e38  # below any logit, yet differences to it are finite
-_MASKED = 2 * _FLOOR  # so far below the floor that a tile of nothing else adds nothing
+FLOOR = -1e38  # below any logit, yet differences to it are finite
+MASKED = 2 * FLOOR  # so far below the floor that a tile of nothing else adds nothing
 
 
 class Columns(NamedTuple):
@@ -50,11 +50,11 @@ class Softmax(NamedTuple):
 
 
 def nothing(zeros_R: Float[Array, "R"]) -> Running:
-    return Running(zeros_R + _FLOOR, zeros_R, zeros_R, zeros_R)
+    return Running(zeros_R + FLOOR, zeros_R, zeros_R, zeros_R)
 
 
 def include(running: Running, z_RT: Float[Array, "R T"], columns: Columns) -> Running:
-    z_RT = jnp.where(columns.fresh, z_RT, _MASKED)
+    z_RT = jnp.where(columns.fresh, z_RT, MASKED)
     top = jnp.maximum(running.top, z_RT.max(axis=1))
     below_RT = z_RT - top[:, None]
     e_RT = jnp.exp(below_RT)
@@ -67,19 +67,31 @@ def include(running: Running, z_RT: Float[Array, "R T"], columns: Columns) -> Ru
     )
 
 
+def joined(a: Running, b: Running) -> Running:
+    """What two have seen, each of them other columns."""
+    top = jnp.maximum(a.top, b.top)
+    (total_a, tilt_a), (total_b, tilt_b) = (_raised(x, top) for x in (a, b))
+    return Running(top, total_a + total_b, tilt_a + tilt_b, a.label + b.label)
+
+
+def merged(parts: Running) -> Running:
+    """What all have seen, one along the first dim of `parts`."""
+    top = parts.top.max(axis=0)
+    total, tilt = _raised(parts, top)
+    return Running(top, total.sum(axis=0), tilt.sum(axis=0), parts.label.sum(axis=0))
+
+
 def merge(running: Running, axis: str) -> Running:
     """What all devices along a mesh axis have seen, each of them other columns. Three sums and a maximum a row."""
     top = lax.pmax(running.top, axis)
-    shift = running.top - top
-    total, tilt, label = lax.psum(
-        (
-            jnp.exp(shift) * running.total,
-            jnp.exp(shift) * (running.tilt + shift * running.total),
-            running.label,
-        ),
-        axis,
-    )
+    total, tilt, label = lax.psum((*_raised(running, top), running.label), axis)
     return Running(top, total, tilt, label)
+
+
+def _raised(running: Running, top: Float[Array, "R"]) -> tuple[Float[Array, "R"], Float[Array, "R"]]:
+    """Both sums, relative to another maximum."""
+    shift = running.top - top
+    return jnp.exp(shift) * running.total, jnp.exp(shift) * (running.tilt + shift * running.total)
 
 
 def finish(running: Running) -> Softmax:
@@ -100,3 +112,14 @@ def logit_slopes(
     by_p_RT = g_lse - g_logprob - g_entropy * (log_p_RT + entropy)
     dz_RT = jnp.exp(log_p_RT) * by_p_RT + jnp.where(columns.hit, g_logprob, 0)
     return jnp.where(columns.fresh, dz_RT, 0)
+
+
+def at_label(softmax: Softmax, slopes: TokenLogprobs, temperature: Array, softcap: float | None) -> Float[Array, "R"]:
+    """The slope by the label's y = h·W: a probability's distance from 1 is found without subtracting it from 1."""
+    log_p = softmax.label - softmax.log_total
+    p = jnp.exp(log_p)
+    slope = slopes.lse * p - slopes.logprob * jnp.expm1(log_p) - slopes.entropy * p * (log_p + softmax.entropy)
+    if softcap is not None:
+        y = (softmax.label + softmax.top) * temperature
+        slope *= 1 - (y / softcap) ** 2
+    return slope / temperature

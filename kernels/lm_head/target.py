@@ -10,3 +10,21 @@ def platform(mesh: Mesh | None = None) -> str:
         return mesh.devices.flat[0].platform
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def multiprocessors() -> int:
+    """Of the GPU that is being traced for; an H100's where that can't be told."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    found = getattr(jax.devices()[0], "core_count", None) if device is None else device.num_cores
+    return found or 132
+
+
+def no_hopper() -> str | None:
+    """What the GPU is that is being traced for, if it isn't of the Hopper generation."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        found = getattr(jax.devices()[0], "compute_capability", None)
+        return None if found == "9.0" else f"it needs a Hopper GPU, and this one has compute capability {found}"
+    if any(name in device.device_kind for name in ("H100", "H200", "H800", "H20")):
+        return None
+    return f"it needs a Hopper GPU, and this is {device.device_kind}"

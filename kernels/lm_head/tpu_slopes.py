@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
 from kernels.lm_head.contract import How, Inputs, TokenLogprobs
-from kernels.lm_head.online_softmax import Softmax
+from kernels.lm_head.online_softmax import Softmax, at_label
 from kernels.lm_head.tpu_backward import Slopes
 
 NEVER = 1e30  # log of a total that makes every probability 0
@@ -29,7 +29,7 @@ def slopes_by_row(inputs: Inputs, softmax: Softmax, top_y: Array, slopes: TokenL
             log_total=softmax.log_total,
             at_p=by_p * scale,
             at_p_log_p=-slopes.entropy * scale if how.entropy_slopes else None,
-            at_label=at_label(softmax, slopes, inputs.temperature, how),
+            at_label=at_label(softmax, slopes, inputs.temperature, how.softcap),
         ),
     )
 
@@ -44,19 +44,6 @@ def at_rows(slopes: Slopes, row: Integer[Array, "M"], live: Bool[Array, "M"]) ->
     return only(live, jax.tree.map(lambda x: x[row], slopes))
 
 
-def at_label(softmax: Softmax, slopes: TokenLogprobs, temperature: Array, how: How) -> Float[Array, "N"]:
-    """The slope by the label's y: a probability's distance from 1 is found without subtracting it from 1."""
-    log_p = softmax.label - softmax.log_total
-    p = jnp.exp(log_p)
-    slope = slopes.lse * p - slopes.logprob * jnp.expm1(log_p)
-    if how.entropy_slopes:
-        slope -= slopes.entropy * p * (log_p + softmax.entropy)
-    if how.softcap is not None:
-        y = (softmax.label + softmax.top) * temperature
-        slope *= 1 - (y / how.softcap) ** 2
-    return slope / temperature
-
-
 def hidden_gradient_from_mean(
     inputs: Inputs,
     how: How,
@@ -68,6 +55,6 @@ def hidden_gradient_from_mean(
     """dh, float32, where the entropy has no slope: the label's row of W has its own factor."""
     here = labels >= 0
     w_ND = inputs.weight[jnp.where(here, labels, 0)].astype(how.dtype).astype(jnp.float32)
-    own = jnp.where(here, at_label(softmax, slopes, inputs.temperature, how), 0)
+    own = jnp.where(here, at_label(softmax, slopes, inputs.temperature, how.softcap), 0)
     at_mean = (slopes.lse - slopes.logprob) / inputs.temperature
     return at_mean[:, None] * mean + own[:, None] * w_ND

@@ -1,0 +1,263 @@
+"""Gradients by a chunk of the vocabulary on Hopper: the slopes of its logits, and the two products with them.
+
+Of a chunk, `slopes` computes the logits again and makes of them, before they leave the registers, dy = dloss/dy in the
+products' dtype: a buffer of rows x chunk that is read twice and then used for the next chunk. `hidden_gradient` adds
+dy W to the sum of dh in memory, by TMA, in float32; `weight_gradient` writes the chunk's rows of dW, once, its sum over
+all rows having stayed in registers.
+
+Where tiles don't count (`Wanted`), none of the three does anything for them.
+
+Left out: the order of chunks, and what backward keeps from forward (`mosaic_gpu.py`).
+
+Suffixes: M rows; C columns of the chunk; G blocks of a cluster's rows, U tiles of the chunk's columns.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from kernels.lm_head.gpu_forward import LOG2E, Logits
+from kernels.lm_head.gpu_products import (
+    Operand,
+    Place,
+    Product,
+    Ref,
+    Scalar,
+    Strip,
+    Work,
+    column,
+    kernel,
+    pieces_of,
+    run,
+    send,
+    sent,
+    stage,
+    strips_of,
+    vector,
+)
+from kernels.lm_head.gpu_tiles import Tiles
+
+
+class Chunk(NamedTuple):
+    """Columns of the vocabulary."""
+
+    first: Scalar
+    """Where it begins in the vocabulary: in dW, and in labels' numbers. A multiple of a tile's columns."""
+    first_row: Scalar | int
+    """Where it begins in the array of weights; likewise."""
+    columns: Scalar
+    """Of it, those that count."""
+
+
+class RowSlopes(NamedTuple):
+    """What makes dy of a row's logits, float32: at the label's column `label`, else p (by_p - entropy log p) dz/dy."""
+
+    top: Float[Array, "M"]
+    log_total: Float[Array, "M"]
+    by_p: Float[Array, "M"]
+    entropy: Float[Array, "M"]
+    label: Float[Array, "M"]
+
+
+class Wanted(NamedTuple):
+    """Which tiles of a chunk count, in the three orders in which they are visited."""
+
+    tiles: Int[Array, "G*U"]
+    """Numbers of blocks times U plus those of tiles, `number` of them."""
+    number: Scalar
+    of_block: Int[Array, "G U"]
+    in_block: Int[Array, "G"]
+    of_column: Int[Array, "U G"]
+    in_column: Int[Array, "U"]
+
+
+def slopes(
+    hidden: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    labels: Int[Array, "M"],
+    rows: RowSlopes,
+    number: Scalar,
+    chunk: Chunk,
+    temperature: Float[Array, ""],
+    *,
+    size: int,
+    tiles: Tiles,
+    strip: int,
+    softcap: float | None,
+    entropy: bool,
+    wanted: Wanted | None = None,
+) -> Float[Array, "M C"]:
+    """dy of a chunk, for all blocks with a row that counts, and tiles with a column that does; 0 at columns that don't.
+
+    Args:
+        size: columns of the buffer, whole tiles.
+        entropy: whether there is a slope by the entropy.
+    """
+
+    def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, by_row: Ref, *refs: Ref) -> None:
+        *listed, dy = refs
+        number, columns = counts[0], counts[3]
+        first, first_row = (pl.multiple_of(counts[i], tiles.columns) for i in (1, 2))
+        blocks, used = _blocks(tiles, number), _tiles(tiles, columns)
+        slabs = jnp.int32(-(-h.shape[1] // tiles.depth))
+        where = strips_of(blocks, used, strip, rows_first=True)
+        if listed:
+            where = listed[1][0], functools.partial(_listed, listed[0], size // tiles.columns)
+        work = Work(*where, depth=lambda block, tile: slabs)
+
+        def multiplier(stages: Ref) -> Strip:
+            logits = Logits(softcap, scale[0])
+            return functools.partial(_slopes, tiles, logits, first, columns, labels, by_row, entropy, stages, dy)
+
+        run(tiles, work, Operand(h, False), Operand(w, False, first_row), multiplier, [stage(dy.dtype)])
+
+    call = kernel(body, tiles, "lm_head_slopes", [jax.ShapeDtypeStruct((len(hidden), size), hidden.dtype)])
+    listed = () if wanted is None else (wanted.tiles, wanted.number[None])
+    counts = jnp.stack([number, chunk.first, chunk.first_row, chunk.columns]).astype(jnp.int32)
+    (dy,) = call(counts, 1 / temperature[None], hidden, weight, labels, jnp.stack(rows), *listed)
+    return dy
+
+
+def _listed(tiles: Ref, across: int, strip: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+    found = tiles[strip]
+    return lax.div(found, jnp.int32(across)), lax.rem(found, jnp.int32(across)), jnp.int32(1)
+
+
+def _slopes(
+    tiles: Tiles,
+    logits: Logits,
+    first: Scalar,
+    columns: Scalar,
+    labels: Ref,
+    by_row: Ref,
+    entropy: bool,
+    stages: Ref,
+    dy: Ref,
+    place: Place,
+    product: Product,
+    step: Scalar,
+) -> Scalar:
+    row = RowSlopes(*(vector(by_row, place, i) for i in range(len(RowSlopes._fields))))
+    label = vector(labels, place) - first
+
+    def tile(t: Scalar, step: Scalar) -> Scalar:
+        y, step = product(t, step)
+        start = t * tiles.columns
+        left, own = columns - start, label - start
+        for i, piece in enumerate(pieces_of(y)):
+            wide = functools.partial(lax.broadcast_in_dim, shape=piece.shape, broadcast_dimensions=(0,))
+            z = logits.of(piece)
+            log_p = (z - wide(row.top)) - wide(row.log_total)
+            by_p = wide(row.by_p) - wide(row.entropy) * log_p if entropy else wide(row.by_p)
+            by_y = jnp.exp2(log_p * LOG2E) * by_p * logits.slope(z)
+            by_y = jnp.where(column(z, i) == wide(own), wide(row.label), by_y)
+            by_y = jnp.where(column(z, i) < left, by_y, 0)
+            to = dy.at[pl.ds(place.row, tiles.rows_each), pl.ds(start + i * piece.shape[1], piece.shape[1])]
+            send(stages, place, i, by_y, to)
+        return step
+
+    step = lax.fori_loop(place.tile, place.tile + place.tiles, tile, step)
+    sent()
+    return step
+
+
+def hidden_gradient(
+    sums: Ref,
+    dy: Float[Array, "M C"],
+    weight: Float[Array, "V D"],
+    number: Scalar,
+    chunk: Chunk,
+    *,
+    tiles: Tiles,
+    wanted: Wanted | None = None,
+) -> None:
+    """Adds dy @ weight[chunk] to `sums`, float32 [M, D], in place; to blocks with a row that counts."""
+
+    def body(counts: Ref, dy: Ref, w: Ref, *refs: Ref) -> None:
+        *listed, sums = refs
+        number, first_row, columns = counts[0], pl.multiple_of(counts[1], tiles.columns), counts[2]
+        across = jnp.int32(-(-w.shape[1] // tiles.columns))
+        slabs, a_tile = lax.div(columns + (tiles.depth - 1), jnp.int32(tiles.depth)), tiles.columns // tiles.depth
+        work = Work(*strips_of(_blocks(tiles, number), across, 1, rows_first=False), depth=lambda block, tile: slabs)
+        if listed:
+            work = work._replace(
+                depth=lambda block, tile: listed[1][block] * a_tile,
+                slab=lambda block, tile, k: _within(listed[0][block, lax.div(k, jnp.int32(a_tile))], k, a_tile),
+            )
+        multiplier = functools.partial(_store, tiles, sums, 0, True)
+        run(tiles, work, Operand(dy, False), Operand(w, True, 0, first_row), multiplier, [stage(jnp.float32)])
+
+    listed = () if wanted is None else (wanted.of_block, wanted.in_block)
+    counts = jnp.stack([number, chunk.first_row, chunk.columns]).astype(jnp.int32)
+    kernel(body, tiles, "lm_head_hidden", ())(counts, dy, weight, *listed, sums)
+
+
+def weight_gradient(
+    out: Ref,
+    dy: Float[Array, "M C"],
+    hidden: Float[Array, "M D"],
+    number: Scalar,
+    chunk: Chunk,
+    *,
+    tiles: Tiles,
+    add: bool,
+    wanted: Wanted | None = None,
+) -> None:
+    """Writes dy.T @ hidden to the chunk's rows of `out`, [V, D], in place; or adds it to what is there.
+
+    What counts of the chunk must reach to its end, or to that of `out`.
+    """
+
+    def body(counts: Ref, dy: Ref, h: Ref, *refs: Ref) -> None:
+        *listed, out = refs
+        number, first, columns = counts[0], pl.multiple_of(counts[1], tiles.columns), counts[2]
+        across = jnp.int32(-(-h.shape[1] // tiles.columns))
+        slabs, a_block = lax.div(number + (tiles.depth - 1), jnp.int32(tiles.depth)), tiles.cluster_rows // tiles.depth
+        work = Work(*strips_of(_blocks(tiles, columns), across, 1, rows_first=False), depth=lambda block, tile: slabs)
+        if listed:
+
+            def of(block: Scalar) -> Scalar:
+                return lax.div(block * tiles.cluster_rows, jnp.int32(tiles.columns))
+
+            work = work._replace(
+                depth=lambda block, tile: listed[1][of(block)] * a_block,
+                slab=lambda block, tile, k: _within(listed[0][of(block), lax.div(k, jnp.int32(a_block))], k, a_block),
+            )
+        multiplier = functools.partial(_store, tiles, out, first, add)
+        run(tiles, work, Operand(dy, True), Operand(h, True), multiplier, [stage(out.dtype)])
+
+    listed = () if wanted is None else (wanted.of_column, wanted.in_column)
+    counts = jnp.stack([number, chunk.first, chunk.columns]).astype(jnp.int32)
+    kernel(body, tiles, "lm_head_weight", ())(counts, dy, hidden, *listed, out)
+
+
+def _within(listed: Scalar, k: Scalar, slabs: int) -> Scalar:
+    return listed * slabs + lax.rem(k, jnp.int32(slabs))
+
+
+def _store(tiles: Tiles, out: Ref, first: Scalar | int, add: bool, stages: Ref) -> Strip:
+    width = stages.shape[-1]
+
+    def strip(place: Place, product: Product, step: Scalar) -> Scalar:
+        y, step = product(place.tile, step)
+        rows = pl.ds(first + place.row, tiles.rows_each)
+        for i, piece in enumerate(pieces_of(y, width)):
+            to = out.at[rows, pl.ds(place.tile * tiles.columns + i * width, width)]
+            send(stages, place, i, piece, to, add)
+        sent()
+        return step
+
+    return strip
+
+
+def _blocks(tiles: Tiles, rows: Scalar) -> Scalar:
+    return lax.div(rows + (tiles.cluster_rows - 1), jnp.int32(tiles.cluster_rows))
+
+
+def _tiles(tiles: Tiles, columns: Scalar) -> Scalar:
+    return lax.div(columns + (tiles.columns - 1), jnp.int32(tiles.columns))

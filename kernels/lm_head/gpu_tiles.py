@@ -1,0 +1,95 @@
+"""Tiles of the kernels for Hopper, and the shared memory that they take."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kernels.lm_head import target
+from kernels.lm_head.live_rows import round_up
+
+MULTIPLIERS = 2
+"""Warpgroups of a block that multiply."""
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a block can have: CUDA C++ programming guide, technical specifications of compute capability 9.0."""
+_RESERVE = 2048  # for barriers, labels and what the compiler adds
+_STRIPS = 16  # for each cluster
+_CHUNK, _LEAST_CHUNK, _MOST_CHUNK = 32 * 2**20, 1024, 8192  # bytes of dy if that can be; columns
+_STAGE = 64 * 128  # bytes of a piece of a tile on its way out: 64 rows of 128 bytes
+STAGES = 2
+"""Such pieces that a warpgroup has on their way."""
+_override: "Sizes | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Of a product; a cluster's blocks lie below each other."""
+
+    rows: int = 128
+    columns: int = 256
+    depth: int = 64
+    slots: int = 4
+    cluster: int = 2
+
+    @property
+    def cluster_rows(self) -> int:
+        return self.rows * self.cluster
+
+    @property
+    def rows_each(self) -> int:
+        """Of a warpgroup."""
+        return self.rows // MULTIPLIERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How the work is cut."""
+
+    tiles: Tiles
+    chunk: int
+    """Columns of the vocabulary that backward takes at a time; whole tiles."""
+    default_rows: int = 1024
+    """Rows kept where nothing is said of a workspace."""
+    least_wave: int = 1024
+    """Rows; fewer would touch all of dW too often."""
+
+    def __post_init__(self) -> None:
+        assert self.chunk % self.tiles.columns == 0
+        assert self.tiles.columns % self.tiles.cluster_rows == 0  # as columns are rows of dW
+
+    def strip(self, rows: int, columns: int) -> int:
+        """Tiles of a strip, so that each cluster gets some strips, all nearly as many, and sums of few are stored."""
+        clusters = target.multiprocessors() // self.tiles.cluster
+        blocks, tiles = -(-rows // self.tiles.cluster_rows), -(-columns // self.tiles.columns)
+        return max(1, tiles * blocks // (_STRIPS * clusters))
+
+
+def choose(rows: int, vocabulary: int, features: int) -> Sizes:
+    """The sizes for a head on the GPU that is being traced for."""
+    if _override is not None:
+        return _override
+    tiles = Tiles()
+    fits = _CHUNK // (2 * round_up(rows, tiles.cluster_rows)) // tiles.columns * tiles.columns
+    chunk = min(max(fits, _LEAST_CHUNK), _MOST_CHUNK, round_up(vocabulary, tiles.columns))
+    return Sizes(tiles, chunk)
+
+
+@contextmanager
+def override(sizes: Sizes) -> Iterator[None]:
+    """In it, every kernel is traced with these sizes: for tests, and for trying sizes."""
+    global _override
+    previous, _override = _override, sizes
+    try:
+        yield
+    finally:
+        _override = previous
+
+
+def kept_bytes(columns: int, sizes: Sizes) -> int:
+    """Bytes of a row of what forward keeps: exponentials, and maxima."""
+    return 2 * columns + 4 * -(-columns // sizes.tiles.columns)
+
+
+def shared_memory(tiles: Tiles) -> int:
+    """Bytes that a block takes, of operands of 2 bytes."""
+    slabs = tiles.slots * 2 * tiles.depth * (tiles.rows + tiles.columns)
+    return slabs + MULTIPLIERS * STAGES * _STAGE + _RESERVE

@@ -1,0 +1,377 @@
+"""The head on Hopper GPUs: which kernel when.
+
+Rows that count are gathered ahead of the others. With F = 2 N V D flops for a product:
+
+- Statistics: the forward kernel, F.
+- Backward goes over the vocabulary in chunks: dy of a chunk, [rows, chunk] in bfloat16, from logits computed again; dh
+  += dy W; dW's rows, complete at once. 3 F, 2 F for one gradient alone. What it needs beside: the chunk, the gathered
+  hidden states and the sum of dh in float32.
+- With a workspace, forward keeps exponentials of the first columns, all of them if they fit, and for those XLA makes dy
+  without a product: between 4 F and 3 F in all, on one line.
+- Where dW is wanted in float32, or there is room for such a sum, a workspace that doesn't fit all columns is rather
+  spent on all columns of some rows: waves of 3 F, each of which adds to dW.
+- With `filter_eps`, tiles in which every probability is below it, and no label is, are left out of backward: 1 F and
+  three times the share of the others, and a gradient that lacks them.
+
+dy has no form as an attention's backward would have, without a buffer: a sum of dh for 128 rows, 1 MiB at 2048
+features, is more than a multiprocessor holds.
+
+Left out: the kernels (`gpu_forward.py`, `gpu_backward.py`) and their tiles (`gpu_tiles.py`).
+
+Suffixes: N rows, M those in the kernels' order, R of a wave; C columns of a chunk, K those kept; G blocks of rows, U
+tiles of columns.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels.lm_head import gpu_tiles, target
+from kernels.lm_head.contract import Gradients, How, Inputs, Objective, Terms, TokenLogprobs, loss_slopes
+from kernels.lm_head.gpu_backward import Chunk, RowSlopes, Wanted, hidden_gradient, weight_gradient
+from kernels.lm_head.gpu_backward import slopes as slopes_kernel
+from kernels.lm_head.gpu_forward import forward as forward_kernel
+from kernels.lm_head.gpu_tiles import Sizes
+from kernels.lm_head.live_rows import live_rows, round_up
+from kernels.lm_head.manual_axes import vary, varying_axes
+from kernels.lm_head.online_softmax import FLOOR, Running, Softmax, at_label, finish, joined, merge
+
+_NEVER = 1e30  # log of a total that makes every probability 0
+
+
+class _Rows(NamedTuple):
+    """Rows in the kernels' order, the first `number` of which count."""
+
+    hidden: Float[Array, "R D"]
+    labels: Int[Array, "R"]
+    live: Bool[Array, "R"]
+    number: Int[Array, ""]
+
+
+class _Kept(NamedTuple):
+    """What forward keeps for backward; None, if nothing."""
+
+    tops: Float[Array, "U R"] | None
+    """Maxima of the first tiles; of all, if some are to be left out."""
+    exponentials: Float[Array, "P R K"] | None
+    """Of the first P K columns."""
+
+
+def obstacle(inputs: Inputs, how: How) -> str | None:
+    if how.dtype != jnp.bfloat16:
+        return f"dtype is {how.dtype}, and the kernels multiply in bfloat16"
+    for name, dtype in {"hidden": inputs.hidden.dtype, "weight": inputs.weight.dtype}.items():
+        if dtype not in (jnp.bfloat16, jnp.float32):
+            return f"{name} is {dtype}, and the kernels know bfloat16 and float32"
+    if inputs.weight.shape[1] % 8:
+        return f"hidden has {inputs.weight.shape[1]} features, and TMA wants a multiple of 8"
+    return target.no_hopper() if target.platform() == "gpu" else None
+
+
+def statistics(inputs: Inputs, how: How) -> Softmax:
+    sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
+    live = live_rows(inputs.live, sizes.tiles.cluster_rows)
+    running, _ = _forward(inputs, how, sizes, _gathered(inputs, how, live.row, live.number), keep=0)
+    return _softmax(how, jax.tree.map(lambda x: x[live.place], running), inputs.live)
+
+
+def forward(inputs: Inputs, how: How) -> tuple[Softmax, None]:
+    return statistics(inputs, how), None
+
+
+def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogprobs, how: How) -> Gradients:
+    sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
+    live = live_rows(inputs.live, sizes.tiles.cluster_rows)
+    rows = _gathered(inputs, how, live.row, live.number)
+    softmax, slopes = jax.tree.map(lambda x: x[live.row], (softmax, slopes))
+    dw = _zeros(inputs, *inputs.weight.shape, dtype=_gradient_dtypes(inputs, how)[1]) if how.wants_weight else None
+    dh, dw = _backward(inputs, how, sizes, rows, softmax, slopes, _Kept(None, None), dw, add=False)
+    return None if dh is None else jnp.where(inputs.live[:, None], dh[live.place], 0), dw
+
+
+def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: How) -> tuple[Softmax, Gradients]:
+    sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
+    plan = _plan(inputs, how, sizes)
+    live = live_rows(inputs.live, plan.rows)
+    dh_dtype, dw_dtype = _gradient_dtypes(inputs, how)
+    count, features = len(live.row), inputs.hidden.shape[1]
+    one_wave = count == plan.rows
+    sum_dtype = dw_dtype if one_wave else jnp.dtype(jnp.float32)
+
+    def wave(i: Array, carry: Any) -> Any:
+        softmax_M, dh_MD, dw_VD = carry
+        row_R, live_R = live.block(i, plan.rows)
+        rows = _gathered(inputs, how, row_R, jnp.clip(live.number - i * plan.rows, 0, plan.rows))
+        running, kept = _forward(inputs, how, sizes, rows, plan.keep)
+        softmax_R = _softmax(how, running, live_R)
+        terms_R = Terms(terms.weights[row_R], tuple(x[row_R] for x in terms.operands), terms.shared)
+        slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms_R)
+        dh_RD, dw_VD = _backward(inputs, how, sizes, rows, softmax_R, slopes_R, kept, dw_VD, add=not one_wave)
+        if dh_RD is not None:
+            dh_MD = lax.dynamic_update_slice_in_dim(dh_MD, dh_RD, i * plan.rows, 0)
+        softmax_M = jax.tree.map(
+            lambda x, new: lax.dynamic_update_slice_in_dim(x, new, i * plan.rows, 0), softmax_M, softmax_R
+        )
+        return softmax_M, dh_MD, dw_VD
+
+    carry = (
+        Softmax(*(_zeros(inputs, count) for _ in Softmax._fields)),
+        _zeros(inputs, count, features, dtype=dh_dtype) if how.wants_hidden else None,
+        _zeros(inputs, *inputs.weight.shape, dtype=sum_dtype) if how.wants_weight else None,
+    )
+    in_step = how.token_axes if how.vocabulary_axis else ()
+    # What loops as often as the device finds waits for it to tell: a single wave doesn't.
+    over = functools.partial(wave, jnp.int32(0)) if one_wave else None
+    softmax_M, dh_MD, dw = over(carry) if over else live.over_blocks(plan.rows, wave, carry, in_step)
+    dh = None if dh_MD is None else jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
+    softmax = jax.tree.map(lambda x: x[live.place], softmax_M)
+    return softmax, (dh, None if dw is None else dw.astype(dw_dtype))
+
+
+# --- passes -------------------------------------------------------------------------------------------------------
+
+
+def _gathered(inputs: Inputs, how: How, row: Int[Array, "R"], number: Int[Array, ""]) -> _Rows:
+    here = (inputs.labels >= 0) & (inputs.labels < _columns(inputs))
+    labels = jnp.where(here, inputs.labels, -1).astype(jnp.int32)[row]
+    return _Rows(inputs.hidden[row].astype(how.dtype), labels, jnp.arange(len(row)) < number, number)
+
+
+def _forward(inputs: Inputs, how: How, sizes: Sizes, rows: _Rows, keep: int) -> tuple[Running, _Kept]:
+    """Over the first `keep` columns, which are kept, and over the others."""
+    found = [
+        _over(inputs, how, sizes, rows, first, last, first < keep)
+        for first, last in ((0, keep), (keep, len(inputs.weight)))
+        if first < last
+    ]
+    running = functools.reduce(joined, (part[0] for part in found))
+    tops = jnp.concatenate([part[1] for part in found]) if how.filter_eps is not None else found[0][1]
+    return running, _Kept(tops, found[0][2] if keep else None)
+
+
+def _over(
+    inputs: Inputs, how: How, sizes: Sizes, rows: _Rows, first: int, last: int, keep: bool
+) -> tuple[Running, Float[Array, "U R"] | None, Float[Array, "P R K"] | None]:
+    def kernel(weight: Array, labels: Array, columns: Array, first: int, last: int) -> Any:
+        return forward_kernel(
+            rows.hidden,
+            weight,
+            labels,
+            rows.number,
+            columns,
+            inputs.temperature,
+            span=(first, last),
+            tiles=sizes.tiles,
+            strip=sizes.strip(len(labels), last - first),
+            softcap=how.softcap,
+            keep=keep,
+            tops=how.filter_eps is not None,
+        )
+
+    if inputs.weight.dtype == how.dtype:
+        running, tops, exponentials = kernel(inputs.weight, rows.labels, _columns(inputs), first, last)
+        return running, tops, None if exponentials is None else exponentials[None]
+
+    def part(running: Running, i: Array) -> Any:
+        start = first + i * sizes.chunk
+        weight, _ = _weight(inputs, how, sizes, start)
+        columns = jnp.clip(_columns(inputs) - start, 0, sizes.chunk)
+        found, *kept = kernel(weight, rows.labels - start, columns, 0, sizes.chunk)
+        return joined(running, found), kept
+
+    zeros = _zeros(inputs, len(rows.labels))
+    nothing = Running(zeros + FLOOR, zeros, zeros, zeros)
+    running, (tops, exponentials) = lax.scan(part, nothing, jnp.arange(-(-(last - first) // sizes.chunk)))
+    return running, None if tops is None else tops.reshape(-1, len(rows.labels)), exponentials
+
+
+def _softmax(how: How, running: Running, live: Bool[Array, "R"]) -> Softmax:
+    """Over the whole vocabulary; 0 at rows that don't count."""
+    # Nothing was written there, and a product of 0 with what isn't finite is not 0.
+    running = Running(*(jnp.where(live, x, fill) for x, fill in zip(running, (0, 1, 0, 0), strict=True)))
+    if how.vocabulary_axis is not None:
+        running = merge(running, how.vocabulary_axis)
+    return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(running))
+
+
+def _backward(
+    inputs: Inputs,
+    how: How,
+    sizes: Sizes,
+    rows: _Rows,
+    softmax: Softmax,
+    slopes: TokenLogprobs,
+    kept: _Kept,
+    dw: Float[Array, "V D"] | None,
+    add: bool,
+) -> Gradients:
+    """dh, and dW written or added to `dw`, a chunk of the vocabulary at a time."""
+    by_row = _by_row(inputs, how, rows, softmax, slopes)
+    counted = None if how.filter_eps is None else _counted(inputs, how, sizes, rows, softmax, kept)
+    dh_sum = jax.new_ref(_zeros(inputs, *rows.hidden.shape)) if how.wants_hidden else None
+    dw_sum = None if dw is None else jax.new_ref(dw)
+
+    def chunk(i: Array, again: bool) -> None:
+        first = i * sizes.chunk
+        weight, first_row = _weight(inputs, how, sizes, first)
+        place = Chunk(first, first_row, jnp.clip(_columns(inputs) - first, 0, sizes.chunk))
+        wanted = None if counted is None else _wanted(sizes, counted, i)
+        options = {"tiles": sizes.tiles, "wanted": wanted}
+        if again:
+            dy = slopes_kernel(
+                rows.hidden,
+                weight,
+                rows.labels,
+                by_row,
+                rows.number,
+                place,
+                inputs.temperature,
+                size=sizes.chunk,
+                strip=sizes.strip(len(rows.labels), sizes.chunk),
+                softcap=how.softcap,
+                entropy=how.entropy_slopes,
+                **options,
+            )
+        else:
+            dy = _kept_slopes(inputs, how, sizes, rows, softmax, by_row, kept, i)
+        if dh_sum is not None:
+            hidden_gradient(dh_sum, dy, weight, rows.number, place, **options)
+        if dw_sum is not None:
+            weight_gradient(dw_sum, dy, rows.hidden, rows.number, place, add=add, **options)
+
+    chunks, kept_chunks = -(-len(inputs.weight) // sizes.chunk), 0
+    if kept.exponentials is not None:
+        parts, _, columns = kept.exponentials.shape
+        kept_chunks = -(-parts * columns // sizes.chunk)
+        lax.fori_loop(0, kept_chunks, lambda i, _: chunk(i, again=False), None)
+    lax.fori_loop(kept_chunks, chunks, lambda i, _: chunk(i, again=True), None)
+    dh = None if dh_sum is None else jax.freeze(dh_sum).astype(_gradient_dtypes(inputs, how)[0])
+    return dh, None if dw_sum is None else jax.freeze(dw_sum)
+
+
+def _weight(inputs: Inputs, how: How, sizes: Sizes, first: Array) -> tuple[Float[Array, "_ D"], Array]:
+    """Where the kernels find a chunk of the weight in the products' dtype: an array, and the chunk's row there."""
+    if inputs.weight.dtype == how.dtype:
+        return inputs.weight, first
+    row = jnp.minimum(first + jnp.arange(sizes.chunk), len(inputs.weight) - 1)
+    return inputs.weight[row].astype(how.dtype), jnp.int32(0)
+
+
+def _by_row(inputs: Inputs, how: How, rows: _Rows, softmax: Softmax, slopes: TokenLogprobs) -> RowSlopes:
+    by_p = slopes.lse - slopes.logprob - slopes.entropy * softmax.entropy
+    label = at_label(softmax, slopes, inputs.temperature, how.softcap)
+    found = RowSlopes(softmax.top, softmax.log_total, by_p, slopes.entropy, label)
+    found = jax.tree.map(lambda x: jnp.where(rows.live, x, 0), found)
+    return found._replace(log_total=jnp.where(rows.live, found.log_total, _NEVER))
+
+
+def _kept_slopes(
+    inputs: Inputs,
+    how: How,
+    sizes: Sizes,
+    rows: _Rows,
+    softmax: Softmax,
+    by_row: RowSlopes,
+    kept: _Kept,
+    i: Array,
+) -> Float[Array, "R C"]:
+    """dy of a chunk by what was kept of it, without a product."""
+    assert kept.exponentials is not None
+    assert kept.tops is not None
+    width, tiles = sizes.tiles.columns, sizes.chunk // sizes.tiles.columns
+    if len(kept.exponentials) > 1:
+        e_RC = kept.exponentials[i]
+    else:
+        e_RC = lax.dynamic_slice_in_dim(kept.exponentials[0], i * sizes.chunk, sizes.chunk, 1)
+    top_UR = lax.dynamic_slice_in_dim(kept.tops, i * tiles, tiles)
+    e_RUT = e_RC.reshape(-1, tiles, width).astype(jnp.float32)
+    below_UR = top_UR - by_row.top - by_row.log_total
+    p_RUT = e_RUT * jnp.exp(below_UR).T[:, :, None]
+    by_p_RUT = by_row.by_p[:, None, None]
+    if how.entropy_slopes or how.softcap is not None:
+        log_e_RUT = jnp.log(jnp.maximum(e_RUT, jnp.finfo(jnp.float16).smallest_subnormal))
+        if how.entropy_slopes:
+            by_p_RUT -= by_row.entropy[:, None, None] * (log_e_RUT + below_UR.T[:, :, None])
+        if how.softcap is not None:
+            z_RUT = log_e_RUT + top_UR.T[:, :, None]
+            by_p_RUT *= 1 - (z_RUT * inputs.temperature / how.softcap) ** 2
+    dy_RC = (p_RUT * by_p_RUT / inputs.temperature).reshape(e_RC.shape)
+    own = rows.labels - i * sizes.chunk
+    hit_RC = jnp.arange(sizes.chunk) == own[:, None]
+    dy_RC = jnp.where(hit_RC, by_row.label[:, None], dy_RC)
+    counts_C = jnp.arange(sizes.chunk) < _columns(inputs) - i * sizes.chunk
+    return jnp.where(rows.live[:, None] & counts_C, dy_RC, 0).astype(how.dtype)
+
+
+# --- tiles that are left out --------------------------------------------------------------------------------------
+
+
+def _counted(inputs: Inputs, how: How, sizes: Sizes, rows: _Rows, softmax: Softmax, kept: _Kept) -> Bool[Array, "G U"]:
+    """Blocks and tiles of the whole vocabulary in which a probability reaches `filter_eps`, or a label is."""
+    assert kept.tops is not None
+    assert how.filter_eps is not None
+    width, block = sizes.tiles.columns, sizes.tiles.cluster_rows
+    tile = jnp.arange(round_up(len(kept.tops), sizes.chunk // width))
+    tops_UR = jnp.pad(kept.tops, ((0, len(tile) - len(kept.tops)), (0, 0)))
+    likely_UR = tops_UR - softmax.top - softmax.log_total >= jnp.log(how.filter_eps)
+    here_UR = likely_UR & (tile * width < _columns(inputs))[:, None] | (rows.labels // width == tile[:, None])
+    return (here_UR & rows.live).reshape(len(tile), -1, block).any(axis=2).T
+
+
+def _wanted(sizes: Sizes, counted: Bool[Array, "G U"], i: Array) -> Wanted:
+    tiles = sizes.chunk // sizes.tiles.columns
+    found_GU = lax.dynamic_slice_in_dim(counted, i * tiles, tiles, 1)
+
+    def first(found: Bool[Array, "_ _"]) -> tuple[Int[Array, "_ _"], Array]:
+        return jnp.argsort(~found, axis=1).astype(jnp.int32), found.sum(axis=1, dtype=jnp.int32)
+
+    (flat,), (number,) = first(found_GU.reshape(1, -1))
+    return Wanted(flat, number, *first(found_GU), *first(found_GU.T))
+
+
+# --- sizes --------------------------------------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    rows: int
+    """Of a wave."""
+    keep: int
+    """Columns whose exponentials are kept."""
+
+
+def _plan(inputs: Inputs, how: How, sizes: Sizes) -> _Plan:
+    """What to spend the workspace on."""
+    vocabulary = len(inputs.weight)
+    rows = round_up(len(inputs.labels), sizes.tiles.cluster_rows)
+    bytes_a_row = gpu_tiles.kept_bytes(round_up(vocabulary, sizes.chunk), sizes)
+    room = sizes.default_rows * bytes_a_row if how.workspace is None else how.workspace
+    if rows * bytes_a_row <= room:
+        return _Plan(rows, round_up(vocabulary, sizes.chunk))
+    if how.wants_weight:
+        # Several waves are summed in float32, which is no gradient then but one more array.
+        no_array = _gradient_dtypes(inputs, how)[1] == jnp.float32
+        left = room if no_array else (0 if how.workspace is None else how.workspace - 4 * inputs.weight.size)
+        wave = left // bytes_a_row // sizes.tiles.cluster_rows * sizes.tiles.cluster_rows
+        if wave >= sizes.least_wave:
+            return _Plan(wave, round_up(vocabulary, sizes.chunk))
+    keep = room // (rows * gpu_tiles.kept_bytes(sizes.chunk, sizes)) * sizes.chunk
+    return _Plan(rows, keep)
+
+
+def _columns(inputs: Inputs) -> Int[Array, ""]:
+    return jnp.int32(len(inputs.weight)) if inputs.columns is None else inputs.columns.astype(jnp.int32)
+
+
+def _gradient_dtypes(inputs: Inputs, how: How) -> tuple[jnp.dtype, jnp.dtype]:
+    """Of dh and of dW."""
+    dh, dw = how.hidden_gradient, how.weight_gradient
+    return jnp.dtype(dh or inputs.hidden.dtype), jnp.dtype(dw or inputs.weight.dtype)
+
+
+def _zeros(inputs: Inputs, *shape: int, dtype: Any = jnp.float32) -> Array:
+    """Zeros that vary, under `shard_map`, over the axes that the inputs vary over, as a loop's carry must."""
+    return vary(jnp.zeros(shape, dtype), varying_axes(inputs.hidden))
