@@ -68,6 +68,9 @@ def register() -> None:
     if not modules:
         raise ModuleNotFoundError("XLA's plugin for CUDA, which compiles for GPUs, isn't installed; make aot-gpu does")
     sys.path.append(str(FOLDER))
+    # Pallas has looked for it beside the plugin, if it was imported before.
+    runtime = next(FOLDER.glob("jax_cuda*_plugin/libmosaic_gpu_runtime.so"))
+    os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(runtime))
     importlib.import_module(f"jax_plugins.{modules[-1]}").initialize()
 
 

@@ -132,9 +132,9 @@ class _Out(NamedTuple):
 
     sums: Ref
     buffers: Ref
-    tops: Ref | None = None
-    stages: Ref | None = None
-    exponentials: Ref | None = None
+    tops: Ref = None
+    stages: Ref = None
+    exponentials: Ref = None
 
 
 def _strip(

@@ -119,8 +119,8 @@ def run(tiles: Tiles, work: Work, a: Operand, b: Operand, strip: Callable[..., S
     """Does all the work, from inside a kernel. `strip`, given the refs of `scratch`, is what a multiplier does."""
     freed = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if tiles.cluster > 1 else plgpu.Barrier
 
-    def roles(a_slots: Ref, b_slots: Ref, *refs: Ref) -> None:
-        *refs, full, free = refs
+    def roles(a_slots: Ref, b_slots: Ref, *others: Ref) -> None:
+        *refs, full, free = others
         ring = _Ring(tiles, a, b, a_slots, b_slots, full, free)
         warpgroup = lax.axis_index("warpgroup")
 
@@ -190,8 +190,8 @@ def _load(ring: _Ring, work: Work) -> None:
                 a = _slab(ring.a, row, tiles.rows, at, tiles.depth)
                 plgpu.copy_gmem_to_smem(a, ring.a_slots.at[slot], ring.full.at[slot])
                 b = _slab(ring.b, column, tiles.columns, at, tiles.depth)
-                shared = {"collective_axes": "rank"} if tiles.cluster > 1 else {}
-                plgpu.copy_gmem_to_smem(b, ring.b_slots.at[slot], ring.full.at[slot], **shared)
+                shared = "rank" if tiles.cluster > 1 else None
+                plgpu.copy_gmem_to_smem(b, ring.b_slots.at[slot], ring.full.at[slot], collective_axes=shared)
                 return step + 1
 
             return lax.fori_loop(0, depth, slab, step)
@@ -288,7 +288,7 @@ def send(stages: Ref, place: Place, number: int, piece: Array, to: Ref, add: boo
     plgpu.wait_smem_to_gmem(STAGES - 1, wait_read_only=True)
     buffer[...] = piece.astype(stages.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffer, to, **({"reduction_op": "add"} if add else {}))
+    plgpu.copy_smem_to_gmem(buffer, to, reduction_op="add" if add else None)
 
 
 def vectors(number: int) -> Any:

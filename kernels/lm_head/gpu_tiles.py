@@ -68,9 +68,17 @@ def choose(rows: int, vocabulary: int, features: int) -> Sizes:
     if _override is not None:
         return _override
     tiles = Tiles()
+    return Sizes(tiles, _chunk(rows, vocabulary, tiles))
+
+
+def of_wave(sizes: Sizes, rows: int, vocabulary: int) -> Sizes:
+    """The same, for so many rows at a time."""
+    return sizes if _override else dataclasses.replace(sizes, chunk=_chunk(rows, vocabulary, sizes.tiles))
+
+
+def _chunk(rows: int, vocabulary: int, tiles: Tiles) -> int:
     fits = _CHUNK // (2 * round_up(rows, tiles.cluster_rows)) // tiles.columns * tiles.columns
-    chunk = min(max(fits, _LEAST_CHUNK), _MOST_CHUNK, round_up(vocabulary, tiles.columns))
-    return Sizes(tiles, chunk)
+    return min(max(fits, _LEAST_CHUNK), _MOST_CHUNK, round_up(vocabulary, tiles.columns))
 
 
 @contextmanager

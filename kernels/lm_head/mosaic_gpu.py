@@ -22,6 +22,7 @@ Suffixes: N rows, M those in the kernels' order, R of a wave; C columns of a chu
 tiles of columns.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -73,29 +74,33 @@ def obstacle(inputs: Inputs, how: How) -> str | None:
 
 
 def statistics(inputs: Inputs, how: How) -> Softmax:
+    return forward(inputs, dataclasses.replace(how, filter_eps=None))[0]
+
+
+def forward(inputs: Inputs, how: How) -> tuple[Softmax, Float[Array, "N U"] | None]:
+    """With the maxima of tiles, if some are to be left out of backward."""
     sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, sizes.tiles.cluster_rows)
-    running, _ = _forward(inputs, how, sizes, _gathered(inputs, how, live.row, live.number), keep=0)
-    return _softmax(how, jax.tree.map(lambda x: x[live.place], running), inputs.live)
+    running, kept = _forward(inputs, how, sizes, _gathered(inputs, how, live.row, live.number), keep=0)
+    softmax = _softmax(how, jax.tree.map(lambda x: x[live.place], running), inputs.live)
+    return softmax, None if kept.tops is None else kept.tops.T[live.place]
 
 
-def forward(inputs: Inputs, how: How) -> tuple[Softmax, None]:
-    return statistics(inputs, how), None
-
-
-def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogprobs, how: How) -> Gradients:
+def gradients(
+    inputs: Inputs, softmax: Softmax, saved: Float[Array, "N U"] | None, slopes: TokenLogprobs, how: How
+) -> Gradients:
     sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, sizes.tiles.cluster_rows)
     rows = _gathered(inputs, how, live.row, live.number)
     softmax, slopes = jax.tree.map(lambda x: x[live.row], (softmax, slopes))
     dw = _zeros(inputs, *inputs.weight.shape, dtype=_gradient_dtypes(inputs, how)[1]) if how.wants_weight else None
-    dh, dw = _backward(inputs, how, sizes, rows, softmax, slopes, _Kept(None, None), dw, add=False)
+    kept = _Kept(None if saved is None else saved[live.row].T, None)
+    dh, dw = _backward(inputs, how, sizes, rows, softmax, slopes, kept, dw, add=False)
     return None if dh is None else jnp.where(inputs.live[:, None], dh[live.place], 0), dw
 
 
 def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: How) -> tuple[Softmax, Gradients]:
-    sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
-    plan = _plan(inputs, how, sizes)
+    sizes, plan = _plan(inputs, how)
     live = live_rows(inputs.live, plan.rows)
     dh_dtype, dw_dtype = _gradient_dtypes(inputs, how)
     count, features = len(live.row), inputs.hidden.shape[1]
@@ -124,9 +129,9 @@ def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: 
         _zeros(inputs, *inputs.weight.shape, dtype=sum_dtype) if how.wants_weight else None,
     )
     in_step = how.token_axes if how.vocabulary_axis else ()
-    # What loops as often as the device finds waits for it to tell: a single wave doesn't.
-    over = functools.partial(wave, jnp.int32(0)) if one_wave else None
-    softmax_M, dh_MD, dw = over(carry) if over else live.over_blocks(plan.rows, wave, carry, in_step)
+    # A loop as long as the device finds would have to wait for it to tell.
+    one = wave(jnp.int32(0), carry) if one_wave else None
+    softmax_M, dh_MD, dw = one or live.over_blocks(plan.rows, wave, carry, in_step)
     dh = None if dh_MD is None else jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
     softmax = jax.tree.map(lambda x: x[live.place], softmax_M)
     return softmax, (dh, None if dw is None else dw.astype(dw_dtype))
@@ -149,8 +154,8 @@ def _forward(inputs: Inputs, how: How, sizes: Sizes, rows: _Rows, keep: int) -> 
         if first < last
     ]
     running = functools.reduce(joined, (part[0] for part in found))
-    tops = jnp.concatenate([part[1] for part in found]) if how.filter_eps is not None else found[0][1]
-    return running, _Kept(tops, found[0][2] if keep else None)
+    tops = [part[1] for part in found if part[1] is not None]
+    return running, _Kept(jnp.concatenate(tops) if tops else None, found[0][2])
 
 
 def _over(
@@ -220,7 +225,7 @@ def _backward(
         weight, first_row = _weight(inputs, how, sizes, first)
         place = Chunk(first, first_row, jnp.clip(_columns(inputs) - first, 0, sizes.chunk))
         wanted = None if counted is None else _wanted(sizes, counted, i)
-        options = {"tiles": sizes.tiles, "wanted": wanted}
+        tiles = sizes.tiles
         if again:
             dy = slopes_kernel(
                 rows.hidden,
@@ -234,14 +239,15 @@ def _backward(
                 strip=sizes.strip(len(rows.labels), sizes.chunk),
                 softcap=how.softcap,
                 entropy=how.entropy_slopes,
-                **options,
+                tiles=tiles,
+                wanted=wanted,
             )
         else:
             dy = _kept_slopes(inputs, how, sizes, rows, softmax, by_row, kept, i)
         if dh_sum is not None:
-            hidden_gradient(dh_sum, dy, weight, rows.number, place, **options)
+            hidden_gradient(dh_sum, dy, weight, rows.number, place, tiles=tiles, wanted=wanted)
         if dw_sum is not None:
-            weight_gradient(dw_sum, dy, rows.hidden, rows.number, place, add=add, **options)
+            weight_gradient(dw_sum, dy, rows.hidden, rows.number, place, tiles=tiles, add=add, wanted=wanted)
 
     chunks, kept_chunks = -(-len(inputs.weight) // sizes.chunk), 0
     if kept.exponentials is not None:
@@ -343,23 +349,27 @@ class _Plan(NamedTuple):
     """Columns whose exponentials are kept."""
 
 
-def _plan(inputs: Inputs, how: How, sizes: Sizes) -> _Plan:
+def _plan(inputs: Inputs, how: How) -> tuple[Sizes, _Plan]:
     """What to spend the workspace on."""
     vocabulary = len(inputs.weight)
+    sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
     rows = round_up(len(inputs.labels), sizes.tiles.cluster_rows)
-    bytes_a_row = gpu_tiles.kept_bytes(round_up(vocabulary, sizes.chunk), sizes)
-    room = sizes.default_rows * bytes_a_row if how.workspace is None else how.workspace
-    if rows * bytes_a_row <= room:
-        return _Plan(rows, round_up(vocabulary, sizes.chunk))
+
+    def bytes_a_row(sizes: Sizes) -> int:
+        return gpu_tiles.kept_bytes(round_up(vocabulary, sizes.chunk), sizes)
+
+    room = sizes.default_rows * bytes_a_row(sizes) if how.workspace is None else how.workspace
+    if rows * bytes_a_row(sizes) <= room:
+        return sizes, _Plan(rows, round_up(vocabulary, sizes.chunk))
     if how.wants_weight:
         # Several waves are summed in float32, which is no gradient then but one more array.
         no_array = _gradient_dtypes(inputs, how)[1] == jnp.float32
-        left = room if no_array else (0 if how.workspace is None else how.workspace - 4 * inputs.weight.size)
-        wave = left // bytes_a_row // sizes.tiles.cluster_rows * sizes.tiles.cluster_rows
+        left = room if no_array else 0 if how.workspace is None else how.workspace - 4 * inputs.weight.size
+        of_wave = gpu_tiles.of_wave(sizes, max(left, 0) // bytes_a_row(sizes), vocabulary)
+        wave = left // bytes_a_row(of_wave) // sizes.tiles.cluster_rows * sizes.tiles.cluster_rows
         if wave >= sizes.least_wave:
-            return _Plan(wave, round_up(vocabulary, sizes.chunk))
-    keep = room // (rows * gpu_tiles.kept_bytes(sizes.chunk, sizes)) * sizes.chunk
-    return _Plan(rows, keep)
+            return of_wave, _Plan(wave, round_up(vocabulary, of_wave.chunk))
+    return sizes, _Plan(rows, room // (rows * gpu_tiles.kept_bytes(sizes.chunk, sizes)) * sizes.chunk)
 
 
 def _columns(inputs: Inputs) -> Int[Array, ""]:

@@ -16,6 +16,8 @@ Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D featur
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from kernels.lm_head import target
 from kernels.lm_head.contract import Gradients, How, Inputs, Objective, Terms, TokenLogprobs, loss_slopes
-from kernels.lm_head.live_rows import live_rows, round_up
+from kernels.lm_head.live_rows import Carry, live_rows, round_up
 from kernels.lm_head.manual_axes import vary, varying_axes
 from kernels.lm_head.online_softmax import Columns, Running, Softmax, finish, include, logit_slopes, merge, nothing
 
@@ -93,19 +95,23 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogpro
         dh_MD, dw_VD = carry
 
         def block(i: Array, carry: Any) -> Any:
-            dh_MD, dw_TD = carry
             row_R, live_R = live.block(i, plan.block)
             h_RD = inputs.hidden[row_R]
             w_TD, columns = _tile(plan, inputs, c, inputs.labels[row_R])
             softmax_R = jax.tree.map(lambda x: x[row_R], softmax)
             slopes_R = jax.tree.map(lambda g: jnp.where(live_R, g[row_R], 0), slopes)
             y_RT = _dot(how, h_RD, w_TD, (1, 1))
-            dy_RT = _product_slopes(inputs, how, y_RT, softmax_R, slopes_R, columns)
-            if how.wants_hidden:
-                dh_MD = _add(dh_MD, _dot(how, dy_RT, w_TD, (1, 0)), i * plan.block)
-            if how.wants_weight:
-                dw_TD += _dot(how, dy_RT, h_RD, (0, 0))
-            return dh_MD, dw_TD
+
+            def add(carry: Any) -> Any:
+                dh_MD, dw_TD = carry
+                dy_RT = _product_slopes(inputs, how, y_RT, softmax_R, slopes_R, columns)
+                if how.wants_hidden:
+                    dh_MD = _add(dh_MD, _dot(how, dy_RT, w_TD, (1, 0)), i * plan.block)
+                if how.wants_weight:
+                    dw_TD += _dot(how, dy_RT, h_RD, (0, 0))
+                return dh_MD, dw_TD
+
+            return _unless_negligible(inputs, how, y_RT, softmax_R, live_R, columns, add, (dh_MD, dw_TD))
 
         dw_TD = _zeros(inputs, plan.tile, features) if how.wants_weight else None
         dh_MD, dw_TD = live.over_blocks(plan.block, block, (dh_MD, dw_TD))
@@ -143,14 +149,18 @@ def _waves(plan: _Plan, inputs: Inputs, objective: Objective, terms: Terms, how:
         slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms_R)
 
         def backward(c: Array, carry: Any) -> Any:
-            dh_RD, dw_VD = carry
             w_TD, columns = _tile(plan, inputs, c, labels_R)
-            dy_RT = _product_slopes(inputs, how, y_CRT[c], softmax_R, slopes_R, columns)
-            if how.wants_hidden:
-                dh_RD += _dot(how, dy_RT, w_TD, (1, 0))
-            if how.wants_weight:
-                dw_VD = _add(dw_VD, _dot(how, dy_RT, h_RD, (0, 0)), _start(plan, inputs, c))
-            return dh_RD, dw_VD
+
+            def add(carry: Any) -> Any:
+                dh_RD, dw_VD = carry
+                dy_RT = _product_slopes(inputs, how, y_CRT[c], softmax_R, slopes_R, columns)
+                if how.wants_hidden:
+                    dh_RD += _dot(how, dy_RT, w_TD, (1, 0))
+                if how.wants_weight:
+                    dw_VD = _add(dw_VD, _dot(how, dy_RT, h_RD, (0, 0)), _start(plan, inputs, c))
+                return dh_RD, dw_VD
+
+            return _unless_negligible(inputs, how, y_CRT[c], softmax_R, live_R, columns, add, carry)
 
         dh_RD = _zeros(inputs, plan.block, features) if how.wants_hidden else None
         dh_RD, dw_VD = lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD))
@@ -228,6 +238,24 @@ def _product_slopes(
 ) -> Float[Array, "R T"]:
     z_RT, pull = jax.vjp(functools.partial(_logits, inputs, how), y_RT)
     return pull(logit_slopes(z_RT, softmax_R, slopes_R, columns))[0]
+
+
+def _unless_negligible(
+    inputs: Inputs,
+    how: How,
+    y_RT: Array,
+    softmax_R: Softmax,
+    live_R: Array,
+    columns: Columns,
+    body: Callable[[Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """`body(carry)`, but where nothing in a tile is to be expected of it, which is left out if that is asked for."""
+    if how.filter_eps is None:
+        return body(carry)
+    log_p_RT = (_logits(inputs, how, y_RT) - softmax_R.top[:, None]) - softmax_R.log_total[:, None]
+    likely_RT = (log_p_RT >= math.log(how.filter_eps)) & columns.fresh | columns.hit
+    return lax.cond((likely_RT & live_R[:, None]).any(), body, lambda carry: carry, carry)
 
 
 def _finish(how: How, running: Running, live: Bool[Array, "N"]) -> Softmax:
