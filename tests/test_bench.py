@@ -57,10 +57,9 @@ class Canned:
         self.found, self.environment, self.started = found, {}, []
 
     def start(self, task):
-        self.started.append(task.get("method", "inputs"))
-        if task["task"] == "prepare":
-            return self.found.get("inputs", Outcome({"obstacles": {}}))
-        return self.found[task["method"]]
+        name = "inputs" if task["task"] == "prepare" else task["methods"][0]
+        self.started.append(name)
+        return self.found.get(name, Outcome({"obstacles": {}}))
 
 
 def tables(found, methods, shapes=(SHAPE,)):
@@ -240,6 +239,21 @@ def test_no_more_calls_are_under_way_than_the_queue_takes_and_all_are_waited_for
     )
     assert highest == [most]
     assert under_way == []
+
+
+@pytest.mark.parametrize(("before", "is_bound"), [(900, False), (1700, True)])
+def test_memory_is_the_device_s_own_count_and_only_a_bound_where_the_compiler_took_as_much(
+    monkeypatch, before, is_bound
+):
+    monkeypatch.setattr(bench_child, "peak", lambda: 1700)
+    program = jax.jit(lambda x: x + 1).lower(jnp.zeros(100)).compile()
+    found = bench_child.memory_of(program, [jnp.zeros(100)], (jnp.zeros(50),), before)
+    assert (found["peak_bytes"], found["peak_is_bound"]) == (1700, is_bound)
+    assert found["temp_bytes"] == 1700 - 400 - 200
+    figures = {**FOUND, "live": 1.0, **found}
+    table = bench_report.table(Problem(SHAPE, "float32", 0, ""), 1.0)
+    row = bench_report.row(METHOD, table, Outcome([{**figures, "peak_bytes": 1700 << 20}]))
+    assert ("≤1700" in bench_report.cells(row)) == is_bound
 
 
 # --- what can't be measured

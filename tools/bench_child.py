@@ -42,11 +42,10 @@ def device() -> dict[str, Any]:
     }
 
 
-def prepare(problem: Problem, lives: list[float], names: list[str]) -> dict[str, Any]:
+def prepare(problem: Problem, lives: list[float], methods: list[Method]) -> dict[str, Any]:
     """Leaves the files; tells by name what can't run here, and why."""
-    chosen = [method for method in bench_methods.methods(jax.default_backend()) if method.name in names]
-    obstacles = {method.name: bench_methods.obstacle(method, problem) for method in chosen}
-    able = [method for method in chosen if obstacles[method.name] is None]
+    obstacles = {method.name: bench_methods.obstacle(method, problem) for method in methods}
+    able = [method for method in methods if obstacles[method.name] is None]
     write_inputs(problem)
     arrays = [jnp.asarray(x) for x in (problem.read("hidden"), problem.read("weight"), problem.labels())]
     for general in {method.general for method in able}:
@@ -146,11 +145,12 @@ def main(task: dict[str, Any], file: Path) -> None:
         return write(file, device())
     shape: Shape = tuple(task["shape"])
     problem = Problem(shape, task["dtype"], task["seed"], task["folder"])
+    methods = [method for method in bench_methods.methods(task["platform"]) if method.name in task["methods"]]
     if task["task"] == "prepare":
-        return write(file, prepare(problem, task["lives"], task["methods"]))
+        return write(file, prepare(problem, task["lives"], methods))
     if problem.dtype == "float32":  # else a GPU multiplies in less
         jax.config.update("jax_default_matmul_precision", "highest")
-    method = next(x for x in bench_methods.methods(task["platform"]) if x.name == task["method"])
+    (method,) = methods
     run = measure if method.call else bench_torch.measure
     found = []
     for figures in run(method, problem, task["lives"], task["rounds"], task["least"]):

@@ -75,17 +75,18 @@ def draw(results: Sequence[dict[str, Any]], heading: str, out: Path) -> bool:
 
 def panel(axis: Axes, table: dict[str, Any], names: Sequence[str]) -> None:
     axis.set_visible(True)
-    for name, (memory, milliseconds) in points(table).items():
-        place = names.index(name)
-        look: dict[str, Any] = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place % 10}", "linestyle": "none"}
-        axis.plot([memory], [milliseconds], label=name, markersize=8, alpha=0.85, **look)
-    for (number, seconds), style in zip((bare_products(table, "XLA") or {}).items(), ("--", ":"), strict=False):
+    families = list(dict.fromkeys(name.split(",")[0] for name in names))
+    found, bare = points(table), bare_products(table, "XLA") or {}
+    for name, (memory, milliseconds) in found.items():
+        colour, marker = f"C{families.index(name.split(',')[0]) % 10}", MARKERS[names.index(name) % len(MARKERS)]
+        axis.plot([memory], [milliseconds], label=name, marker=marker, color=colour, linestyle="none", markersize=8)
+    for (number, seconds), style in zip(bare.items(), ("--", ":"), strict=False):
         axis.axhline(1e3 * seconds, color="black", linewidth=1, linestyle=style, label=f"{number} bare products")
     axis.set_xscale("log")
-    axis.set_xlim(left=LEAST / 1.5)
-    axis.set_ylim(bottom=0)
+    axis.set_xlim(LEAST / 1.5, 2 * max(memory for memory, _ in found.values()))
+    axis.set_ylim(0, 1.1 * max([milliseconds for _, milliseconds in found.values()] + [1e3 * x for x in bare.values()]))
     axis.set_title(
-        f"{title((table['N'], table['D'], table['V']))}\n{table['live']:.0%} of the rows", fontsize=10, loc="left"
+        f"{title((table['N'], table['D'], table['V']))}\n{table['live']:.0%} of the rows count", fontsize=10, loc="left"
     )
     axis.set_xlabel("MiB beside arguments and results")
     axis.set_ylabel("ms")

@@ -146,7 +146,7 @@ def bench(
                     bar.update()
                     outcome = Outcome(None, prepared.status, f"inputs: {prepared.reason}")
                 else:
-                    how = {"method": method.name, "rounds": settings.rounds, "least": settings.least}
+                    how = {"methods": [method.name], "rounds": settings.rounds, "least": settings.least}
                     outcome = start(problem, method.name, task="measure", **how)
                 for table in tables:
                     table["methods"].append(bench_report.row(method, table, outcome))
