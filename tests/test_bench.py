@@ -101,20 +101,20 @@ def test_a_run_tells_the_same_in_its_table_and_its_json_and_draws_it(monkeypatch
     assert plt.imread(picture)[..., :3].std() > 0.01
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_inputs_are_random_have_logits_of_unit_variance_and_are_the_same_for_a_seed(tmp_path, dtype):
+@pytest.mark.parametrize(("dtype", "spread"), [("float32", 1.0), ("bfloat16", 1.0), ("float32", 8.0)])
+def test_inputs_are_random_have_logits_of_that_spread_and_are_the_same_for_a_seed(tmp_path, dtype, spread):
     folders = [tmp_path / "one", tmp_path / "other"]
     read = []
     for folder in folders:
         folder.mkdir()
-        problem = Problem((256, 64, 5000), dtype, 7, str(folder))
+        problem = Problem((256, 64, 5000), dtype, 7, str(folder), spread)
         write_inputs(problem)
         read.append([problem.read(name) for name in ("hidden", "weight")])
     (hidden, weight), again = read
     assert hidden.dtype == weight.dtype == jnp.dtype(dtype)
     for one, other in zip(read[0], again, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert np.std(hidden.astype(np.float32) @ weight.astype(np.float32).T) == pytest.approx(1, abs=0.05)
+    assert np.std(hidden.astype(np.float32) @ weight.astype(np.float32).T) == pytest.approx(spread, rel=0.05)
     assert not np.array_equal(weight[:64], weight[4096:4160])  # of another block
     assert problem.weights(0.25).sum() == 64
     assert len(set(problem.labels())) > 200
@@ -371,7 +371,7 @@ def test_methods_have_names_of_their_own_on_every_device(platform):
     [
         (["--methods", "nonsense"], "--methods: no method has 'nonsense' in its name; there are: "),
         (["--live", "0"], "argument --live: '0' is not a number above 0, at most 1"),
-        (["--limit", "-1"], "argument --limit: '-1' is not a number of seconds above 0"),
+        (["--limit", "-1"], "argument --limit: '-1' is not a number above 0"),
         (["--preset", "hopper", "--shape", "8,8,8"], "--preset: is a list of shapes, as --shape is; give one of them"),
         (["--plot", "curves"], "--plot: curves doesn't say what it is; end it in .png, .svg or .pdf"),
         (["--plot", "nowhere/a.png"], "--plot: nowhere/a.png can't be written: nowhere is no folder"),

@@ -73,9 +73,9 @@ def parser() -> ArgumentParser:
         help="shares of rows that count (default on a CPU 1, else 1 0.5 0.25)",
     )
     result.add_argument("--methods", nargs="+", metavar="TEXT", help="only those whose name has one of these in it")
-    result.add_argument("--limit", type=seconds, metavar="SECONDS", help="end by then; tell what was left out")
+    result.add_argument("--limit", type=positive, metavar="SECONDS", help="end by then; tell what was left out")
     result.add_argument(
-        "--timeout", type=seconds, default=300.0, metavar="SECONDS", help="of one method, all shares (default 300)"
+        "--timeout", type=positive, default=300.0, metavar="SECONDS", help="of one method, all shares (default 300)"
     )
     result.add_argument(
         "--target",
@@ -84,6 +84,14 @@ def parser() -> ArgumentParser:
     )
     result.add_argument("--repeats", type=int, help="rounds timed, after one that is not (default on a CPU 5, else 10)")
     result.add_argument("--seed", type=int, default=0, help="of the random inputs (default 0)")
+    result.add_argument(
+        "--spread",
+        type=positive,
+        default=1.0,
+        metavar="S",
+        help="standard deviation of the logits (default 1; with 8 few tokens are likely, and the filter leaves out "
+        "little that counts)",
+    )
     result.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too, as they become known")
     result.add_argument("--plot", type=Path, metavar="FILE", help="draw time against memory there (.png, .svg, .pdf)")
     return result
@@ -99,13 +107,13 @@ def share(text: str) -> float:
     return number
 
 
-def seconds(text: str) -> float:
+def positive(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not 0 < number <= FOREVER:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
 
 
@@ -164,6 +172,7 @@ def of_device(options: argparse.Namespace) -> None:
         rounds=options.repeats or (5 if cpu else 10),
         least=LEAST,
         seed=options.seed,
+        spread=options.spread,
     )
     report: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
@@ -173,6 +182,7 @@ def of_device(options: argparse.Namespace) -> None:
         "dtype": settings.dtype,
         "rounds": settings.rounds,
         "seed": settings.seed,
+        "spread": settings.spread,
         "results": [],
     }
     heading = f"{device['platform']} {device['kind']}, jax {jax.__version__}, {settings.dtype}, {report['date'][:10]}"

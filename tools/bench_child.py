@@ -144,7 +144,7 @@ def main(task: dict[str, Any], file: Path) -> None:
     if task["task"] == "device":
         return write(file, device())
     shape: Shape = tuple(task["shape"])
-    problem = Problem(shape, task["dtype"], task["seed"], task["folder"])
+    problem = Problem(shape, task["dtype"], task["seed"], task["folder"], task["spread"])
     methods = [method for method in bench_methods.methods(task["platform"]) if method.name in task["methods"]]
     if task["task"] == "prepare":
         return write(file, prepare(problem, task["lives"], methods))

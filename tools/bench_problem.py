@@ -1,7 +1,7 @@
 """What tools/bench.py measures its methods on: shapes by name, random inputs from a seed, and the answer in float32.
 
-Inputs and answer lie in files, so that every method, through whatever library, gets the same ones: logits of unit
-variance, random labels, rows that count at random places, and random cotangents for the general backward. The answer is
+Inputs and answer lie in files, so that every method, through whatever library, gets the same ones: normal logits, of
+unit variance if nothing else is asked for, random labels, rows that count at random places, and random cotangents for the general backward. The answer is
 found in float32 at the highest precision, some tokens at a time, so that it fits wherever the weight does. The files
 lie where TMPDIR says: 9 GB for three shares at 8192 tokens of Qwen2.5-3B, 21 GB at the largest shape.
 """
@@ -67,6 +67,8 @@ class Problem(NamedTuple):
     seed: int
     folder: str
     """Of the files, which `write_inputs` and `write_answer` leave there."""
+    spread: float = 1.0
+    """Standard deviation of the logits."""
 
     @property
     def inputs(self) -> dict[str, tuple[Path, tuple[int, int], float]]:
@@ -75,7 +77,11 @@ class Problem(NamedTuple):
         folder = Path(self.folder)
         return {
             "hidden": (folder / f"hidden_{tokens}_{features}.npy", (tokens, features), 1.0),
-            "weight": (folder / f"weight_{vocabulary}_{features}.npy", (vocabulary, features), features**-0.5),
+            "weight": (
+                folder / f"weight_{vocabulary}_{features}.npy",
+                (vocabulary, features),
+                self.spread * features**-0.5,
+            ),
         }
 
     def live_rows(self, live: float) -> int:

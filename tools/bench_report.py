@@ -23,7 +23,8 @@ def title(shape: Shape) -> str:
 def table(problem: Problem, live: float) -> dict[str, Any]:
     """With no rows yet."""
     sizes = dict(zip("NDV", problem.shape, strict=True))
-    return {**sizes, "dtype": problem.dtype, "live": live, "rows": problem.live_rows(live), "methods": []}
+    about = {**sizes, "dtype": problem.dtype, "spread": problem.spread}
+    return {**about, "live": live, "rows": problem.live_rows(live), "methods": []}
 
 
 def row(method: Method, table: dict[str, Any], outcome: Any) -> dict[str, Any]:
@@ -75,7 +76,8 @@ def lines(table: dict[str, Any]) -> list[str]:
     measured = [row for row in table["methods"] if row["status"] == MEASURED]
     width = max([len(row["method"]) for row in measured] + [len("three bare products, torch")])
     shape = title((table["N"], table["D"], table["V"]))
-    result = [f"{shape}, {table['dtype']}, {table['live']:.0%} of the rows count: {table['rows']}"]
+    about = f"{shape}, {table['dtype']}, logits of standard deviation {table['spread']:g}"
+    result = [f"{about}, {table['live']:.0%} of the rows count: {table['rows']}"]
     if measured:
         heads = ["ms", "/three", "/four", "TFLOP/s", "peak MiB", "temp MiB", "loss", "dh", "dW"]
         sizes = [10, 7, 7, 8, 10, 10, 9, 9, 9]

@@ -38,6 +38,8 @@ class Settings(NamedTuple):
     least: float
     """Seconds a turn."""
     seed: int
+    spread: float = 1.0
+    """Standard deviation of the logits."""
 
 
 class Outcome(NamedTuple):
@@ -133,7 +135,7 @@ def bench(
             return outcome
 
         for shape in shapes:
-            problem = Problem(shape, settings.dtype, settings.seed, folder)
+            problem = Problem(shape, settings.dtype, settings.seed, folder, settings.spread)
             tables = [bench_report.table(problem, live) for live in settings.lives]
             prepared = start(problem, "inputs", task="prepare", methods=[method.name for method in able])
             obstacles = prepared.found["obstacles"] if prepared.status == "measured" else {}

@@ -111,7 +111,7 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogpro
                     dw_TD += _dot(how, dy_RT, h_RD, (0, 0))
                 return dh_MD, dw_TD
 
-            return _unless_negligible(inputs, how, y_RT, softmax_R, live_R, columns, add, (dh_MD, dw_TD))
+            return _unless_negligible(inputs, how, y_RT, softmax_R, live_R, columns, add, carry)
 
         dw_TD = _zeros(inputs, plan.tile, features) if how.wants_weight else None
         dh_MD, dw_TD = live.over_blocks(plan.block, block, (dh_MD, dw_TD))
