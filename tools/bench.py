@@ -25,6 +25,7 @@ import importlib.metadata
 import importlib.util
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -250,4 +251,5 @@ def of_target(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # large files are removed
     sys.exit(main())

@@ -1,9 +1,10 @@
 """What tools/bench.py measures its methods on: shapes by name, random inputs from a seed, and the answer in float32.
 
 Inputs and answer lie in files, so that every method, through whatever library, gets the same ones: normal logits, of
-unit variance if nothing else is asked for, random labels, rows that count at random places, and random cotangents for the general backward. The answer is
-found in float32 at the highest precision, some tokens at a time, so that it fits wherever the weight does. The files
-lie where TMPDIR says: 9 GB for three shares at 8192 tokens of Qwen2.5-3B, 21 GB at the largest shape.
+unit variance if nothing else is asked for, random labels, rows that count at random places, and random cotangents for
+the general backward. The answer is found in float32 at the highest precision, some tokens at a time, so that it fits
+wherever the weight does. The files lie where TMPDIR says: 9 GB for three shares at 8192 tokens of Qwen2.5-3B, 21 GB at
+the largest shape.
 """
 
 import argparse

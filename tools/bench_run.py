@@ -100,7 +100,7 @@ class Children:
 def why(code: int, said: str) -> str:
     """A line, from what a process said before it ended."""
     line = reason(said)[:300] if said.strip() else "it said nothing"
-    if any(word in said for word in MEMORY):
+    if any(word in line for word in MEMORY):
         return f"out of memory: {line}"
     if code < 0:
         return f"ended by {signal.Signals(-code).name}: {line}"
