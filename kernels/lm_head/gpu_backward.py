@@ -35,7 +35,6 @@ from kernels.lm_head.gpu_products import (
     pieces_of,
     run,
     send,
-    sent,
     stage,
     strips_of,
     vector,
@@ -161,9 +160,7 @@ def _slopes(
             send(stages, place, i, by_y, to)
         return step
 
-    step = lax.fori_loop(place.tile, place.tile + place.tiles, tile, step)
-    sent()
-    return step
+    return lax.fori_loop(place.tile, place.tile + place.tiles, tile, step)
 
 
 def hidden_gradient(
@@ -249,7 +246,6 @@ def _store(tiles: Tiles, out: Ref, first: Scalar | int, add: bool, stages: Ref) 
         for i, piece in enumerate(pieces_of(y, width)):
             to = out.at[rows, pl.ds(place.tile * tiles.columns + i * width, width)]
             send(stages, place, i, piece, to, add)
-        sent()
         return step
 
     return strip

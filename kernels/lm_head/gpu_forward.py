@@ -35,7 +35,6 @@ from kernels.lm_head.gpu_products import (
     run,
     send,
     send_vectors,
-    sent,
     stage,
     strips_of,
     vector,
@@ -183,5 +182,4 @@ def _strip(
     step, running = lax.fori_loop(place.tile, place.tile + place.tiles, tile, (step, nothing))
     number = lax.div(place.tile, jnp.int32(length))
     send_vectors(out.buffers, place, running, lambda i: out.sums.at[number, i, rows])
-    sent()
     return step

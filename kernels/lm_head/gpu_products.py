@@ -247,6 +247,7 @@ def _multiply(ring: _Ring, work: Work, warpgroup: Scalar, strip: Strip) -> None:
         return strip(Place(row, first, number, warpgroup), product, step)
 
     _over_strips(work, one)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _slabs(ring: _Ring, slot: Scalar, warpgroup: Scalar) -> tuple[Ref, Ref]:
@@ -309,8 +310,3 @@ def send_vectors(buffers: Ref, place: Place, values: Sequence[Array], to: Callab
 def vector(ref: Ref, place: Place, *index: Any) -> Array:
     """What `ref` has for a warpgroup's rows."""
     return plgpu.load(ref.at[(*index, pl.ds(place.row, 64))], *_NO_INDEX, optimized=False)
-
-
-def sent() -> None:
-    """All that was sent has arrived."""
-    plgpu.wait_smem_to_gmem(0)

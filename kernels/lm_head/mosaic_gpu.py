@@ -365,9 +365,9 @@ def _plan(inputs: Inputs, how: How) -> tuple[Sizes, _Plan]:
         # Several waves are summed in float32, which is no gradient then but one more array.
         no_array = _gradient_dtypes(inputs, how)[1] == jnp.float32
         left = room if no_array else 0 if how.workspace is None else how.workspace - 4 * inputs.weight.size
-        of_wave = gpu_tiles.of_wave(sizes, max(left, 0) // bytes_a_row(sizes), vocabulary)
-        wave = left // bytes_a_row(of_wave) // sizes.tiles.cluster_rows * sizes.tiles.cluster_rows
-        if wave >= sizes.least_wave:
+        if left >= sizes.least_wave * bytes_a_row(sizes):
+            of_wave = gpu_tiles.of_wave(sizes, left // bytes_a_row(sizes), vocabulary)
+            wave = left // bytes_a_row(of_wave) // sizes.tiles.cluster_rows * sizes.tiles.cluster_rows
             return of_wave, _Plan(wave, round_up(vocabulary, of_wave.chunk))
     return sizes, _Plan(rows, room // (rows * gpu_tiles.kept_bytes(sizes.chunk, sizes)) * sizes.chunk)
 
