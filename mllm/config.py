@@ -53,15 +53,19 @@ class ModelConfig(Section):
 
 
 class HeadConfig(Section):
-    impl: Literal["reference", "streaming", "mosaic_tpu"] | None = None
+    impl: Literal["reference", "streaming", "mosaic_tpu", "mosaic_gpu"] | None = None
     """None: the fastest that runs on this device without making [tokens, vocabulary] logits."""
     workspace_mib: int | None = Field(default=None, ge=0)
     """What the loss may keep of the logits at a time; 0 computes them twice instead; None: the head's choice."""
+    filter_eps: float | None = Field(default=None, gt=0, lt=1)
+    """Leaves tiles of the vocabulary in which no token is likelier out of the gradients, which are then not exact."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
         if self.impl == "reference":
-            self.reject_unused("with impl: reference", "workspace_mib")
+            self.reject_unused("with impl: reference", "workspace_mib", "filter_eps")
+        if self.impl == "mosaic_tpu":
+            self.reject_unused("with impl: mosaic_tpu", "filter_eps")
         return self
 
 

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 
 from kernels.lm_head import HeadSharding, TokenLogprobs, token_logprobs, token_loss
 from mllm import objectives
-from mllm.attention import on_tpu
 from mllm.batch import Batch
 from mllm.config import Config
 from mllm.errors import UserError
@@ -76,10 +75,12 @@ class Forward:
     """
 
     def __init__(self, graphdef: Any, config: Config, mesh: Mesh) -> None:
-        if config.head.impl == "mosaic_tpu" and not on_tpu(mesh):
-            kind = mesh.devices.flat[0].platform
+        needed = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}.get(config.head.impl or "")
+        kind = mesh.devices.flat[0].platform
+        if needed not in (None, kind):
             raise UserError(
-                f"head.impl: mosaic_tpu needs a TPU, and the devices here are of the kind {kind}: remove it"
+                f"head.impl: {config.head.impl} needs a {needed.upper()}, and the devices here are of the kind {kind}: "
+                "remove it"
             )
         self.graphdef = graphdef
         self.sharding = head_sharding(mesh)
@@ -106,6 +107,7 @@ class Forward:
             where=batch.weights > 0,
             temperature=self.temperature,
             dtype=self.dtype,
+            filter_eps=self.head.filter_eps,
             impl=self.head.impl,
             sharding=self.sharding,
         )
@@ -134,6 +136,7 @@ class Forward:
             temperature=self.temperature,
             workspace=None if workspace is None else workspace * 2**20,
             dtype=self.dtype,
+            filter_eps=self.head.filter_eps,
             impl=self.head.impl,
             sharding=self.sharding,
         )

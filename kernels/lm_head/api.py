@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
-from kernels.lm_head import derivatives, mosaic_gpu, mosaic_tpu, reference, streaming, target
+from kernels.lm_head import derivatives, gpu_tiles, mosaic_gpu, mosaic_tpu, reference, streaming, target
 from kernels.lm_head.contract import How, Inputs, Objective, Terms, TokenLogprobs
 from kernels.lm_head.derivatives import Engine
 from kernels.lm_head.manual_axes import vary, varying_axes
@@ -148,14 +148,21 @@ def _engine(impl: str | None, inputs: Inputs, how: How, sharding: HeadSharding |
     if impl == "reference" or not inputs.labels.size:  # of no tokens, full logits are empty
         return None
     if impl is None:
-        kernels = _placed("mosaic_tpu", sharding)
-        on_tpu = target.platform(None if sharding is None else sharding.mesh) == "tpu"
-        return kernels if on_tpu and kernels.obstacle(inputs, how) is None else _placed("streaming", sharding)
+        kernels = _placed(_preferred(inputs, sharding), sharding)
+        return kernels if kernels.obstacle(inputs, how) is None else _placed("streaming", sharding)
     engine = _placed(impl, sharding)
     why_not = engine.obstacle(inputs, how)
     if why_not is not None:
         raise ValueError(f"impl: {impl} can't run here: {why_not}")
     return engine
+
+
+def _preferred(inputs: Inputs, sharding: HeadSharding | None) -> str:
+    """What is fastest on this platform, where it can run. Of kernels for GPUs that is only said by a measurement."""
+    platform = target.platform(None if sharding is None else sharding.mesh)
+    if platform == "gpu" and gpu_tiles.faster(inputs.weight.shape[1]):
+        return "mosaic_gpu"
+    return "mosaic_tpu" if platform == "tpu" else "streaming"
 
 
 def _placed(name: str, sharding: HeadSharding | None) -> Engine:

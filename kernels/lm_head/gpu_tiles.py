@@ -1,8 +1,12 @@
 """Tiles of the kernels for Hopper, and the shared memory that they take."""
 
 import dataclasses
+import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from kernels.lm_head import target
 from kernels.lm_head.live_rows import round_up
@@ -18,6 +22,7 @@ _STAGE = 64 * 128  # bytes of a piece of a tile on its way out: 64 rows of 128 b
 STAGES = 2
 """Such pieces that a warpgroup has on their way."""
 _override: "Sizes | None" = None
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,22 +68,30 @@ class Sizes:
         return max(1, tiles * blocks // (_STRIPS * clusters))
 
 
-def choose(rows: int, vocabulary: int, features: int) -> Sizes:
-    """The sizes for a head on the GPU that is being traced for."""
+def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
+    """The sizes for so many rows at a time on the GPU that is being traced for.
+
+    Args:
+        spare: bytes that dy of a chunk may take beside the 32 MiB that it may always.
+    """
     if _override is not None:
         return _override
-    tiles = Tiles()
-    return Sizes(tiles, _chunk(rows, vocabulary, tiles))
+    tiles = Tiles(**(_measured(features) or {}).get("tiles", {}))
+    fits = (_CHUNK + spare) // (2 * round_up(max(rows, 1), tiles.cluster_rows)) // tiles.columns * tiles.columns
+    return Sizes(tiles, min(max(fits, _LEAST_CHUNK), _MOST_CHUNK, round_up(vocabulary, tiles.columns)))
 
 
-def of_wave(sizes: Sizes, rows: int, vocabulary: int) -> Sizes:
-    """The same, for so many rows at a time."""
-    return sizes if _override else dataclasses.replace(sizes, chunk=_chunk(rows, vocabulary, sizes.tiles))
+def faster(features: int) -> bool:
+    """Whether the kernels were timed on such a GPU, and took less time than plain XLA."""
+    found = _measured(features)
+    return found is not None and found["seconds"] < found["streaming_seconds"]
 
 
-def _chunk(rows: int, vocabulary: int, tiles: Tiles) -> int:
-    fits = _CHUNK // (2 * round_up(rows, tiles.cluster_rows)) // tiles.columns * tiles.columns
-    return min(max(fits, _LEAST_CHUNK), _MOST_CHUNK, round_up(vocabulary, tiles.columns))
+def _measured(features: int) -> dict[str, Any] | None:
+    """What `tools/tune.py` noted on such a GPU, for the next hidden size in proportion."""
+    kind = target.device_kind()
+    noted = [x for x in _TABLE if x["engine"] == "mosaic_gpu" and x["device"] == kind]
+    return min(noted, key=lambda x: abs(math.log(x["features"] / features)), default=None)
 
 
 @contextmanager
@@ -92,9 +105,9 @@ def override(sizes: Sizes) -> Iterator[None]:
         _override = previous
 
 
-def kept_bytes(columns: int, sizes: Sizes) -> int:
+def kept_bytes(columns: int, tiles: Tiles) -> int:
     """Bytes of a row of what forward keeps: exponentials, and maxima."""
-    return 2 * columns + 4 * -(-columns // sizes.tiles.columns)
+    return 2 * columns + 4 * -(-columns // tiles.columns)
 
 
 def shared_memory(tiles: Tiles) -> int:

@@ -41,6 +41,7 @@ from kernels.lm_head.live_rows import live_rows, round_up
 from kernels.lm_head.manual_axes import vary, varying_axes
 from kernels.lm_head.online_softmax import FLOOR, Running, Softmax, at_label, finish, joined, merge
 
+_SHARE_OF_CHUNK, _MOST_SPARE = 8, 96 * 2**20  # of a workspace, one part in so many, and bytes: for larger chunks
 _NEVER = 1e30  # log of a total that makes every probability 0
 
 
@@ -351,25 +352,32 @@ class _Plan(NamedTuple):
 
 def _plan(inputs: Inputs, how: How) -> tuple[Sizes, _Plan]:
     """What to spend the workspace on."""
-    vocabulary = len(inputs.weight)
-    sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
-    rows = round_up(len(inputs.labels), sizes.tiles.cluster_rows)
+    vocabulary, features = inputs.weight.shape
+    sizes = gpu_tiles.choose(len(inputs.labels), vocabulary, features)
+    tiles = sizes.tiles
+    rows = round_up(len(inputs.labels), tiles.cluster_rows)
+    room = sizes.default_rows * gpu_tiles.kept_bytes(vocabulary, tiles) if how.workspace is None else how.workspace
+    spare = min(room // _SHARE_OF_CHUNK, _MOST_SPARE)
+    room -= spare
 
-    def bytes_a_row(sizes: Sizes) -> int:
-        return gpu_tiles.kept_bytes(round_up(vocabulary, sizes.chunk), sizes)
+    def sizes_and_bytes(rows: int) -> tuple[Sizes, int, int]:
+        """Sizes for so many rows, all columns by these, and the bytes of a row of all that is kept of them."""
+        sizes = gpu_tiles.choose(rows, vocabulary, features, spare)
+        columns = round_up(vocabulary, sizes.chunk)
+        return sizes, columns, gpu_tiles.kept_bytes(columns, tiles)
 
-    room = sizes.default_rows * bytes_a_row(sizes) if how.workspace is None else how.workspace
-    if rows * bytes_a_row(sizes) <= room:
-        return sizes, _Plan(rows, round_up(vocabulary, sizes.chunk))
+    sizes, columns, bytes_a_row = sizes_and_bytes(rows)
+    if rows * bytes_a_row <= room:
+        return sizes, _Plan(rows, columns)
     if how.wants_weight:
         # Several waves are summed in float32, which is no gradient then but one more array.
         no_array = _gradient_dtypes(inputs, how)[1] == jnp.float32
-        left = room if no_array else 0 if how.workspace is None else how.workspace - 4 * inputs.weight.size
-        if left >= sizes.least_wave * bytes_a_row(sizes):
-            of_wave = gpu_tiles.of_wave(sizes, left // bytes_a_row(sizes), vocabulary)
-            wave = left // bytes_a_row(of_wave) // sizes.tiles.cluster_rows * sizes.tiles.cluster_rows
-            return of_wave, _Plan(wave, round_up(vocabulary, of_wave.chunk))
-    return sizes, _Plan(rows, room // (rows * gpu_tiles.kept_bytes(sizes.chunk, sizes)) * sizes.chunk)
+        left = room if no_array else 0 if how.workspace is None else room - 4 * inputs.weight.size
+        of_wave, columns, bytes_a_row = sizes_and_bytes(max(left, 0) // gpu_tiles.kept_bytes(vocabulary, tiles))
+        wave = max(left, 0) // bytes_a_row // tiles.cluster_rows * tiles.cluster_rows
+        if wave >= sizes.least_wave:
+            return of_wave, _Plan(wave, columns)
+    return sizes, _Plan(rows, room // (rows * gpu_tiles.kept_bytes(sizes.chunk, tiles)) * sizes.chunk)
 
 
 def _columns(inputs: Inputs) -> Int[Array, ""]:

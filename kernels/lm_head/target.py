@@ -12,6 +12,12 @@ def platform(mesh: Mesh | None = None) -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def device_kind() -> str:
+    """What the device calls itself that is being traced for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
 def multiprocessors() -> int:
     """Of the GPU that is being traced for; an H100's where that can't be told."""
     device = jax.sharding.get_abstract_mesh().abstract_device
