@@ -46,7 +46,7 @@ from tools.bench_problem import MODELS, PRESETS, VOCABULARY, Shape, shapes_of
 from tools.bench_run import Children, Settings
 
 LARGE: Shape = (8192, MODELS["3B"], VOCABULARY)
-SMALL: Shape = (1024, 512, 16384)
+SMALL: Shape = (1024, 256, 16384)
 LEAST = 0.05
 """Seconds that a turn takes: the clock and the start of the calls don't count then."""
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "tokamax", "torch", "triton", "liger-kernel", "cut-cross-entropy")
@@ -90,8 +90,7 @@ def parser() -> ArgumentParser:
         type=positive,
         default=1.0,
         metavar="S",
-        help="standard deviation of the logits (default 1; with 8 few tokens are likely, and the filter leaves out "
-        "little that counts)",
+        help="standard deviation of the logits (default 1; at 8 few tokens are likely, as the filter wants)",
     )
     result.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too, as they become known")
     result.add_argument("--plot", type=Path, metavar="FILE", help="draw time against memory there (.png, .svg, .pdf)")
