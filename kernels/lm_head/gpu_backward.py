@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from kernels.lm_head.gpu_forward import LOG2E, Logits
+from kernels.lm_head.gpu_forward import LOG2E, Chunk, Labels, Logits
 from kernels.lm_head.gpu_products import (
     Operand,
     Place,
@@ -42,19 +42,9 @@ from kernels.lm_head.gpu_products import (
 from kernels.lm_head.gpu_tiles import Tiles
 
 
-class Chunk(NamedTuple):
-    """Columns of the vocabulary."""
-
-    first: Scalar
-    """Where it begins in the vocabulary: in dW, and in labels' numbers. A multiple of a tile's columns."""
-    first_row: Scalar | int
-    """Where it begins in the array of weights; likewise."""
-    columns: Scalar
-    """Of it, those that count."""
-
-
 class RowSlopes(NamedTuple):
-    """What makes dy of a row's logits, float32: at the label's column `label`, else p (by_p - entropy log p) dz/dy."""
+    """What makes dy of a row's logits, float32: at the label's column `label`, else p (by_p - entropy log p) dcap/dy;
+    these with 1 / temperature."""
 
     top: Float[Array, "M"]
     log_total: Float[Array, "M"]
@@ -79,6 +69,7 @@ def slopes(
     hidden: Float[Array, "M D"],
     weight: Float[Array, "V D"],
     labels: Int[Array, "M"],
+    found: Int[Array, "W U"],
     rows: RowSlopes,
     number: Scalar,
     chunk: Chunk,
@@ -94,11 +85,12 @@ def slopes(
     """dy of a chunk, for all blocks with a row that counts, and tiles with a column that does; 0 at columns that don't.
 
     Args:
+        found: `gpu_forward.labelled(labels)`.
         size: columns of the buffer, whole tiles.
         entropy: whether there is a slope by the entropy.
     """
 
-    def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, by_row: Ref, *refs: Ref) -> None:
+    def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, found: Ref, by_row: Ref, *refs: Ref) -> None:
         *listed, dy = refs
         number, columns = counts[0], counts[3]
         first, first_row = (pl.multiple_of(counts[i], tiles.columns) for i in (1, 2))
@@ -111,14 +103,15 @@ def slopes(
 
         def multiplier(stages: Ref) -> Strip:
             logits = Logits(softcap, scale[0])
-            return functools.partial(_slopes, tiles, logits, first, columns, labels, by_row, entropy, stages, dy)
+            own = Labels(labels, found, first, columns)
+            return functools.partial(_slopes, tiles, logits, own, by_row, entropy, stages, dy)
 
         run(tiles, work, Operand(h, False), Operand(w, False, first_row), multiplier, [stage(dy.dtype)])
 
     call = kernel(body, tiles, "lm_head_slopes", [jax.ShapeDtypeStruct((len(hidden), size), hidden.dtype)])
     listed = () if wanted is None else (wanted.tiles, wanted.number[None])
-    counts = jnp.stack([number, chunk.first, chunk.first_row, chunk.columns]).astype(jnp.int32)
-    (dy,) = call(counts, 1 / temperature[None], hidden, weight, labels, jnp.stack(rows), *listed)
+    counts = jnp.stack([number, *chunk]).astype(jnp.int32)
+    (dy,) = call(counts, 1 / temperature[None], hidden, weight, labels, found, jnp.stack(rows), *listed)
     return dy
 
 
@@ -130,9 +123,7 @@ def _listed(tiles: Ref, across: int, strip: Scalar) -> tuple[Scalar, Scalar, Sca
 def _slopes(
     tiles: Tiles,
     logits: Logits,
-    first: Scalar,
-    columns: Scalar,
-    labels: Ref,
+    labels: Labels,
     by_row: Ref,
     entropy: bool,
     stages: Ref,
@@ -142,25 +133,38 @@ def _slopes(
     step: Scalar,
 ) -> Scalar:
     row = RowSlopes(*(vector(by_row, place, i) for i in range(len(RowSlopes._fields))))
-    label = vector(labels, place) - first
+    label = vector(labels.of_row, place) - labels.first
+    top, log_total = row.top * LOG2E, row.log_total * LOG2E
 
     def tile(t: Scalar, step: Scalar) -> Scalar:
+        hit = labels.hit(place, t, tiles)
         y, step = product(t, step)
         start = t * tiles.columns
-        left, own = columns - start, label - start
+        left = labels.columns - start
         for i, piece in enumerate(pieces_of(y)):
             wide = functools.partial(lax.broadcast_in_dim, shape=piece.shape, broadcast_dimensions=(0,))
-            z = logits.of(piece)
-            log_p = (z - wide(row.top)) - wide(row.log_total)
-            by_p = wide(row.by_p) - wide(row.entropy) * log_p if entropy else wide(row.by_p)
-            by_y = jnp.exp2(log_p * LOG2E) * by_p * logits.slope(z)
-            by_y = jnp.where(column(z, i) == wide(own), wide(row.label), by_y)
-            by_y = jnp.where(column(z, i) < left, by_y, 0)
+            capped = logits.capped(piece)
+            log2_p = (capped * (logits.scale * LOG2E) - wide(top)) - wide(log_total)
+            by_z = wide(row.by_p) - wide(row.entropy / LOG2E) * log2_p if entropy else wide(row.by_p)
+            by_y = jnp.exp2(log2_p) * by_z
+            if logits.softcap is not None:
+                by_y *= logits.slope(capped)
+            fixed = functools.partial(_fixed, i, label - start, row.label, left)
+            by_y = lax.cond(hit | (left < tiles.columns), fixed, lambda x: x, by_y)
             to = dy.at[pl.ds(place.row, tiles.rows_each), pl.ds(start + i * piece.shape[1], piece.shape[1])]
             send(stages, place, i, by_y, to)
         return step
 
     return lax.fori_loop(place.tile, place.tile + place.tiles, tile, step)
+
+
+def _fixed(
+    number: int, own: Int[Array, "R"], at_label: Float[Array, "R"], left: Scalar, by_y: Float[Array, "R P"]
+) -> Float[Array, "R P"]:
+    """With the slopes by labels, and without those by columns that don't count."""
+    wide = functools.partial(lax.broadcast_in_dim, shape=by_y.shape, broadcast_dimensions=(0,))
+    by_y = jnp.where(column(by_y, number) == wide(own), wide(at_label), by_y)
+    return jnp.where(column(by_y, number) < left, by_y, 0)
 
 
 def hidden_gradient(

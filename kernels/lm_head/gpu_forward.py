@@ -41,59 +41,75 @@ from kernels.lm_head.gpu_products import (
     vectors,
 )
 from kernels.lm_head.gpu_tiles import Tiles
-from kernels.lm_head.online_softmax import FLOOR, MASKED, Running, joined, merged
+from kernels.lm_head.online_softmax import FLOOR, Running, joined, merged
 
 KEPT = jnp.dtype(jnp.float16)
 LOG2E = math.log2(math.e)
+_MASKED = -1e30  # below any product, and finite however it is scaled
+
+
+class Chunk(NamedTuple):
+    """Columns of the vocabulary."""
+
+    first: Scalar | int
+    """Where it begins in the vocabulary, in labels' numbers; a multiple of a tile's columns."""
+    first_row: Scalar | int
+    """Where it begins in the array of weights; likewise."""
+    columns: Scalar
+    """Of it, those that count."""
 
 
 class Logits(NamedTuple):
-    """From products y to logits z = cap(y) / temperature."""
+    """From products y to logits z = cap(y) scale. They are scaled late: a multiplication by element costs as much as
+    all else that a tile's epilogue does with it."""
 
     softcap: float | None
     scale: Scalar
     """1 / temperature."""
 
-    def of(self, y: Float[Array, "R C"]) -> Float[Array, "R C"]:
+    def capped(self, y: Float[Array, "R C"]) -> Float[Array, "R C"]:
         # The hardware's own tanh has 11 bits.
         cap = self.softcap
-        return (y if cap is None else cap - 2 * cap / (1 + jnp.exp(y * (2 / cap)))) * self.scale
+        return y if cap is None else cap - 2 * cap / (1 + jnp.exp(y * (2 / cap)))
 
-    def slope(self, z: Float[Array, "R C"]) -> Float[Array, "R C"] | Scalar:
-        """dz / dy."""
-        if self.softcap is None:
-            return self.scale
-        tanh = z / (self.scale * self.softcap)
-        return (1 - tanh * tanh) * self.scale
+    def slope(self, capped: Float[Array, "R C"]) -> Float[Array, "R C"]:
+        """dcap / dy."""
+        return 1 - (capped * (1 / self.softcap)) ** 2 if self.softcap else jnp.ones_like(capped)
+
+
+def labelled(labels: Int[Array, "M"], vocabulary: int, tiles: Tiles) -> Int[Array, "W U"]:
+    """Of each warpgroup's rows and each tile of the vocabulary: 1 where one of their labels is in it, else 0."""
+    tile = jnp.where(labels >= 0, labels // tiles.columns, -1).reshape(-1, tiles.rows_each, 1)
+    return (tile == jnp.arange(-(-vocabulary // tiles.columns))).any(axis=1).astype(jnp.int32)
 
 
 def forward(
     hidden: Float[Array, "M D"],
     weight: Float[Array, "V D"],
     labels: Int[Array, "M"],
+    found: Int[Array, "W U"],
     number: Scalar,
-    columns: Scalar,
+    chunk: Chunk,
     temperature: Float[Array, ""],
     *,
-    span: tuple[int, int],
+    size: int,
     tiles: Tiles,
     strip: int,
     softcap: float | None,
     keep: bool = False,
     tops: bool = False,
 ) -> tuple[Running, Float[Array, "U M"] | None, Float[Array, "M K"] | None]:
-    """Of the first `number` rows over a span of columns: running statistics; with `tops` the maxima of each tile; with
-    `keep` exp(z - the tile's maximum), too, 0 where there is no column, for all blocks with a row that counts.
+    """Of the first `number` rows over a chunk: running statistics; with `tops` the maxima of each tile; with `keep`
+    exp(z - the tile's maximum), too, 0 where there is no column, for all blocks with a row that counts.
 
     Args:
         hidden, weight: of one dtype of 2 bytes; M a multiple of a cluster's rows.
-        columns: how many rows of `weight` count.
-        span: first column, and the one past the last; whole tiles, but where the vocabulary ends.
+        found: `labelled(labels)`.
+        size: columns that a chunk may have.
         strip: tiles of a strip.
     """
     rows, width = len(hidden), tiles.columns
-    first, last = span
-    column_tiles = -(-(last - first) // width)
+    column_tiles = -(-size // width)
     strips = -(-column_tiles // strip)
     out = [jax.ShapeDtypeStruct((strips, 4, rows), jnp.float32)]
     if keep or tops:
@@ -101,27 +117,28 @@ def forward(
     if keep:
         out.append(jax.ShapeDtypeStruct((rows, column_tiles * width), KEPT))
 
-    def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, sums: Ref, *kept: Ref) -> None:
-        blocks = lax.div(counts[0] + (tiles.cluster_rows - 1), jnp.int32(tiles.cluster_rows))
-        columns = jnp.minimum(counts[1], last)
-        used = lax.div(jnp.maximum(columns - first, 0) + (width - 1), jnp.int32(width))
+    def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, found: Ref, sums: Ref, *kept: Ref) -> None:
+        number, columns = counts[0], counts[3]
+        first, first_row = (pl.multiple_of(counts[i], tiles.columns) for i in (1, 2))
+        blocks = lax.div(number + (tiles.cluster_rows - 1), jnp.int32(tiles.cluster_rows))
         slabs = jnp.int32(-(-h.shape[1] // tiles.depth))
+        used = lax.div(columns + (width - 1), jnp.int32(width))
         work = Work(*strips_of(blocks, used, strip, rows_first=True), depth=lambda block, tile: slabs)
-        logits = Logits(softcap, scale[0])
+        own = Labels(labels, found, first, columns)
 
         def multiplier(*scratch: Ref) -> Strip:
             *stages, buffers = scratch
             out = _Out(sums, buffers, *kept[:1], *stages, *kept[1:])
-            return functools.partial(_strip, tiles, strip, logits, first, columns, labels, out)
+            return functools.partial(_strip, tiles, strip, Logits(softcap, scale[0]), own, out)
 
         scratch = [stage(KEPT)] * keep + [vectors(4)]
-        run(tiles, work, Operand(h, False), Operand(w, False, first), multiplier, scratch)
+        run(tiles, work, Operand(h, False), Operand(w, False, first_row), multiplier, scratch)
 
     call = kernel(body, tiles, "lm_head_keep" if keep else "lm_head_forward", out)
-    counts = jnp.stack([number, columns]).astype(jnp.int32)
-    sums, *kept = call(counts, 1 / temperature[None], hidden, weight, labels)
+    counts = jnp.stack([number, *chunk]).astype(jnp.int32)
+    sums, *kept = call(counts, 1 / temperature[None], hidden, weight, labels, found)
     # Of strips beyond the columns that count, nothing was written.
-    used = (first + jnp.arange(strips) * strip * width < columns)[:, None]
+    used = (jnp.arange(strips) * strip * width < chunk.columns)[:, None]
     top, total, tilt, label = (jnp.where(used, sums[:, i], 0) for i in range(4))
     return merged(Running(jnp.where(used, top, FLOOR), total, tilt, label)), *kept, *[None] * (2 - len(kept))
 
@@ -136,46 +153,47 @@ class _Out(NamedTuple):
     exponentials: Ref = None
 
 
+class Labels(NamedTuple):
+    """Where labels are, and where columns end."""
+
+    of_row: Ref
+    found: Ref
+    first: Scalar
+    columns: Scalar
+
+    def hit(self, place: Place, t: Scalar, tiles: Tiles) -> Array:
+        """Whether one of the labels of a warpgroup's rows is in a tile."""
+        tile = lax.div(self.first, jnp.int32(tiles.columns)) + t
+        return self.found[lax.div(place.row, jnp.int32(tiles.rows_each)), tile] > 0
+
+
 def _strip(
-    tiles: Tiles,
-    length: int,
-    logits: Logits,
-    first: int,
-    columns: Scalar,
-    labels: Ref,
-    out: _Out,
-    place: Place,
-    product: Product,
-    step: Scalar,
+    tiles: Tiles, length: int, logits: Logits, labels: Labels, out: _Out, place: Place, product: Product, step: Scalar
 ) -> Scalar:
     rows = pl.ds(place.row, tiles.rows_each)
-    label = vector(labels, place)
+    label = vector(labels.of_row, place) - labels.first
 
     def tile(t: Scalar, carry: Any) -> Any:
         step, running = carry
+        hit = labels.hit(place, t, tiles)
         y, step = product(t, step)
         start = t * tiles.columns
-        left, own = columns - (first + start), label - (first + start)
-        pieces = [logits.of(piece) for piece in pieces_of(y)]  # few registers are left beside a tile's sums
-        pieces = lax.cond(
-            left < tiles.columns,
-            lambda *pieces: tuple(jnp.where(column(z, i) < left, z, MASKED) for i, z in enumerate(pieces)),
-            lambda *pieces: pieces,
-            *pieces,
-        )
-        top = functools.reduce(jnp.maximum, (z.max(axis=1) for z in pieces))
+        left, own = labels.columns - start, label - start
+        capped = [logits.capped(piece) for piece in pieces_of(y)]  # few registers are left beside a tile's sums
+        capped = lax.cond(left < tiles.columns, functools.partial(_masked, left), lambda *x: x, *capped)
+        top = functools.reduce(jnp.maximum, (c.max(axis=1) for c in capped))
         if out.tops is not None:
-            send_vectors(out.buffers, place, [top], lambda _: out.tops.at[t, rows])
-        seen = Running(top, *(jnp.zeros_like(top) for _ in range(3)))
-        for i, z in enumerate(pieces):
-            below = z - lax.broadcast_in_dim(top, z.shape, (0,))
-            e = jnp.exp2(below * LOG2E)
-            hit = column(z, i) == lax.broadcast_in_dim(own, z.shape, (0,))
-            sums = (x.sum(axis=1) for x in (e, e * below, jnp.where(hit, z, 0)))
-            seen = Running(top, *(a + b for a, b in zip(seen[1:], sums, strict=True)))
+            send_vectors(out.buffers, place, [top * logits.scale], lambda _: out.tops.at[t, rows])
+        total = tilt = jnp.zeros_like(top)
+        for i, c in enumerate(capped):
+            below = c - lax.broadcast_in_dim(top, c.shape, (0,))
+            e = jnp.exp2(below * (logits.scale * LOG2E))
+            total, tilt = total + e.sum(axis=1), tilt + (e * below).sum(axis=1)
             if out.exponentials is not None:
                 send(out.stages, place, i, e, out.exponentials.at[rows, pl.ds(start + i * PIECE, PIECE)])
-        return step, joined(running, seen)
+        at_label = lax.cond(hit, functools.partial(_at, own), lambda *x: jnp.zeros_like(top), *capped)
+        here = Running(top * logits.scale, total, tilt * logits.scale, at_label * logits.scale)
+        return step, joined(running, here)
 
     zero = jnp.zeros((tiles.rows_each,), jnp.float32)
     nothing = Running(zero + FLOOR, zero, zero, zero)
@@ -183,3 +201,14 @@ def _strip(
     number = lax.div(place.tile, jnp.int32(length))
     send_vectors(out.buffers, place, running, lambda i: out.sums.at[number, i, rows])
     return step
+
+
+def _masked(left: Scalar, *pieces: Float[Array, "R P"]) -> tuple[Float[Array, "R P"], ...]:
+    return tuple(jnp.where(column(piece, i) < left, piece, _MASKED) for i, piece in enumerate(pieces))
+
+
+def _at(own: Int[Array, "R"], *pieces: Float[Array, "R P"]) -> Float[Array, "R"]:
+    """What pieces of a tile have in one column of each row, 0 where that isn't in the tile."""
+    hits = (column(piece, i) == lax.broadcast_in_dim(own, piece.shape, (0,)) for i, piece in enumerate(pieces))
+    found = [jnp.where(hit, piece, 0).sum(axis=1) for hit, piece in zip(hits, pieces, strict=True)]
+    return functools.reduce(jnp.add, found)

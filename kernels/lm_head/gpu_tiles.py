@@ -16,7 +16,7 @@ MULTIPLIERS = 2
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block can have: CUDA C++ programming guide, technical specifications of compute capability 9.0."""
 _RESERVE = 2048  # for barriers, labels and what the compiler adds
-_STRIPS = 16  # for each cluster
+_MOST_STRIP = 32  # tiles
 _CHUNK, _LEAST_CHUNK, _MOST_CHUNK = 32 * 2**20, 1024, 8192  # bytes of dy if that can be; columns
 _STAGE = 64 * 128  # bytes of a piece of a tile on its way out: 64 rows of 128 bytes
 STAGES = 2
@@ -62,10 +62,14 @@ class Sizes:
         assert self.tiles.columns % self.tiles.cluster_rows == 0  # as columns are rows of dW
 
     def strip(self, rows: int, columns: int) -> int:
-        """Tiles of a strip, so that each cluster gets some strips, all nearly as many, and sums of few are stored."""
+        """Tiles of a strip: so many that no cluster has much more to do than others, then as many as may be."""
         clusters = target.multiprocessors() // self.tiles.cluster
         blocks, tiles = -(-rows // self.tiles.cluster_rows), -(-columns // self.tiles.columns)
-        return max(1, tiles * blocks // (_STRIPS * clusters))
+
+        def longest(strip: int) -> int:
+            return -(-blocks * -(-tiles // strip) // clusters) * strip
+
+        return min(range(1, min(tiles, _MOST_STRIP) + 1), key=lambda strip: (longest(strip), -strip))
 
 
 def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
@@ -92,6 +96,10 @@ def _measured(features: int) -> dict[str, Any] | None:
     kind = target.device_kind()
     noted = [x for x in _TABLE if x["engine"] == "mosaic_gpu" and x["device"] == kind]
     return min(noted, key=lambda x: abs(math.log(x["features"] / features)), default=None)
+
+
+def overridden() -> bool:
+    return _override is not None
 
 
 @contextmanager

@@ -33,8 +33,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels.lm_head import gpu_tiles, target
 from kernels.lm_head.contract import Gradients, How, Inputs, Objective, Terms, TokenLogprobs, loss_slopes
-from kernels.lm_head.gpu_backward import Chunk, RowSlopes, Wanted, hidden_gradient, weight_gradient
+from kernels.lm_head.gpu_backward import RowSlopes, Wanted, hidden_gradient, weight_gradient
 from kernels.lm_head.gpu_backward import slopes as slopes_kernel
+from kernels.lm_head.gpu_forward import Chunk, labelled
 from kernels.lm_head.gpu_forward import forward as forward_kernel
 from kernels.lm_head.gpu_tiles import Sizes
 from kernels.lm_head.live_rows import live_rows, round_up
@@ -50,6 +51,8 @@ class _Rows(NamedTuple):
 
     hidden: Float[Array, "R D"]
     labels: Int[Array, "R"]
+    found: Int[Array, "W U"]
+    """Of each warpgroup's rows, the tiles of the vocabulary with one of their labels."""
     live: Bool[Array, "R"]
     number: Int[Array, ""]
 
@@ -71,7 +74,8 @@ def obstacle(inputs: Inputs, how: How) -> str | None:
             return f"{name} is {dtype}, and the kernels know bfloat16 and float32"
     if inputs.weight.shape[1] % 8:
         return f"hidden has {inputs.weight.shape[1]} features, and TMA wants a multiple of 8"
-    return target.no_hopper() if target.platform() == "gpu" else None
+    # Elsewhere they can be interpreted, with tiles for that.
+    return None if gpu_tiles.overridden() else target.no_hopper()
 
 
 def statistics(inputs: Inputs, how: How) -> Softmax:
@@ -82,7 +86,7 @@ def forward(inputs: Inputs, how: How) -> tuple[Softmax, Float[Array, "N U"] | No
     """With the maxima of tiles, if some are to be left out of backward."""
     sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, sizes.tiles.cluster_rows)
-    running, kept = _forward(inputs, how, sizes, _gathered(inputs, how, live.row, live.number), keep=0)
+    running, kept = _forward(inputs, how, sizes, _gathered(inputs, how, sizes, live.row, live.number), keep=0)
     softmax = _softmax(how, jax.tree.map(lambda x: x[live.place], running), inputs.live)
     return softmax, None if kept.tops is None else kept.tops.T[live.place]
 
@@ -92,7 +96,7 @@ def gradients(
 ) -> Gradients:
     sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, sizes.tiles.cluster_rows)
-    rows = _gathered(inputs, how, live.row, live.number)
+    rows = _gathered(inputs, how, sizes, live.row, live.number)
     softmax, slopes = jax.tree.map(lambda x: x[live.row], (softmax, slopes))
     dw = _zeros(inputs, *inputs.weight.shape, dtype=_gradient_dtypes(inputs, how)[1]) if how.wants_weight else None
     kept = _Kept(None if saved is None else saved[live.row].T, None)
@@ -111,7 +115,7 @@ def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: 
     def wave(i: Array, carry: Any) -> Any:
         softmax_M, dh_MD, dw_VD = carry
         row_R, live_R = live.block(i, plan.rows)
-        rows = _gathered(inputs, how, row_R, jnp.clip(live.number - i * plan.rows, 0, plan.rows))
+        rows = _gathered(inputs, how, sizes, row_R, jnp.clip(live.number - i * plan.rows, 0, plan.rows))
         running, kept = _forward(inputs, how, sizes, rows, plan.keep)
         softmax_R = _softmax(how, running, live_R)
         terms_R = Terms(terms.weights[row_R], tuple(x[row_R] for x in terms.operands), terms.shared)
@@ -141,10 +145,12 @@ def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: 
 # --- passes -------------------------------------------------------------------------------------------------------
 
 
-def _gathered(inputs: Inputs, how: How, row: Int[Array, "R"], number: Int[Array, ""]) -> _Rows:
-    here = (inputs.labels >= 0) & (inputs.labels < _columns(inputs))
-    labels = jnp.where(here, inputs.labels, -1).astype(jnp.int32)[row]
-    return _Rows(inputs.hidden[row].astype(how.dtype), labels, jnp.arange(len(row)) < number, number)
+def _gathered(inputs: Inputs, how: How, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> _Rows:
+    live = jnp.arange(len(row)) < number
+    labels = inputs.labels[row]
+    labels = jnp.where(live & (labels >= 0) & (labels < _columns(inputs)), labels, -1).astype(jnp.int32)
+    found = labelled(labels, round_up(len(inputs.weight), sizes.chunk), sizes.tiles)
+    return _Rows(inputs.hidden[row].astype(how.dtype), labels, found, live, number)
 
 
 def _forward(inputs: Inputs, how: How, sizes: Sizes, rows: _Rows, keep: int) -> tuple[Running, _Kept]:
@@ -162,31 +168,30 @@ def _forward(inputs: Inputs, how: How, sizes: Sizes, rows: _Rows, keep: int) -> 
 def _over(
     inputs: Inputs, how: How, sizes: Sizes, rows: _Rows, first: int, last: int, keep: bool
 ) -> tuple[Running, Float[Array, "U R"] | None, Float[Array, "P R K"] | None]:
-    def kernel(weight: Array, labels: Array, columns: Array, first: int, last: int) -> Any:
+    def kernel(first: Array, size: int) -> Any:
+        weight, chunk = _chunk(inputs, how, sizes, first, size)
         return forward_kernel(
             rows.hidden,
             weight,
-            labels,
+            rows.labels,
+            rows.found,
             rows.number,
-            columns,
+            chunk,
             inputs.temperature,
-            span=(first, last),
+            size=size,
             tiles=sizes.tiles,
-            strip=sizes.strip(len(labels), last - first),
+            strip=sizes.strip(len(rows.labels), size),
             softcap=how.softcap,
             keep=keep,
             tops=how.filter_eps is not None,
         )
 
     if inputs.weight.dtype == how.dtype:
-        running, tops, exponentials = kernel(inputs.weight, rows.labels, _columns(inputs), first, last)
+        running, tops, exponentials = kernel(jnp.int32(first), last - first)
         return running, tops, None if exponentials is None else exponentials[None]
 
     def part(running: Running, i: Array) -> Any:
-        start = first + i * sizes.chunk
-        weight, _ = _weight(inputs, how, sizes, start)
-        columns = jnp.clip(_columns(inputs) - start, 0, sizes.chunk)
-        found, *kept = kernel(weight, rows.labels - start, columns, 0, sizes.chunk)
+        found, *kept = kernel(first + i * sizes.chunk, sizes.chunk)
         return joined(running, found), kept
 
     zeros = _zeros(inputs, len(rows.labels))
@@ -223,8 +228,7 @@ def _backward(
 
     def chunk(i: Array, again: bool) -> None:
         first = i * sizes.chunk
-        weight, first_row = _weight(inputs, how, sizes, first)
-        place = Chunk(first, first_row, jnp.clip(_columns(inputs) - first, 0, sizes.chunk))
+        weight, place = _chunk(inputs, how, sizes, first, sizes.chunk)
         wanted = None if counted is None else _wanted(sizes, counted, i)
         tiles = sizes.tiles
         if again:
@@ -232,6 +236,7 @@ def _backward(
                 rows.hidden,
                 weight,
                 rows.labels,
+                rows.found,
                 by_row,
                 rows.number,
                 place,
@@ -260,18 +265,20 @@ def _backward(
     return dh, None if dw_sum is None else jax.freeze(dw_sum)
 
 
-def _weight(inputs: Inputs, how: How, sizes: Sizes, first: Array) -> tuple[Float[Array, "_ D"], Array]:
-    """Where the kernels find a chunk of the weight in the products' dtype: an array, and the chunk's row there."""
+def _chunk(inputs: Inputs, how: How, sizes: Sizes, first: Array, size: int) -> tuple[Float[Array, "_ D"], Chunk]:
+    """A chunk, and an array that has its rows of the weight in the products' dtype."""
+    columns = jnp.clip(_columns(inputs) - first, 0, size)
     if inputs.weight.dtype == how.dtype:
-        return inputs.weight, first
-    row = jnp.minimum(first + jnp.arange(sizes.chunk), len(inputs.weight) - 1)
-    return inputs.weight[row].astype(how.dtype), jnp.int32(0)
+        return inputs.weight, Chunk(first, first, columns)
+    row = jnp.minimum(first + jnp.arange(size), len(inputs.weight) - 1)
+    return inputs.weight[row].astype(how.dtype), Chunk(first, jnp.int32(0), columns)
 
 
 def _by_row(inputs: Inputs, how: How, rows: _Rows, softmax: Softmax, slopes: TokenLogprobs) -> RowSlopes:
+    scale = 1 / inputs.temperature
     by_p = slopes.lse - slopes.logprob - slopes.entropy * softmax.entropy
     label = at_label(softmax, slopes, inputs.temperature, how.softcap)
-    found = RowSlopes(softmax.top, softmax.log_total, by_p, slopes.entropy, label)
+    found = RowSlopes(softmax.top, softmax.log_total, by_p * scale, slopes.entropy * scale, label)
     found = jax.tree.map(lambda x: jnp.where(rows.live, x, 0), found)
     return found._replace(log_total=jnp.where(rows.live, found.log_total, _NEVER))
 
@@ -306,7 +313,7 @@ def _kept_slopes(
         if how.softcap is not None:
             z_RUT = log_e_RUT + top_UR.T[:, :, None]
             by_p_RUT *= 1 - (z_RUT * inputs.temperature / how.softcap) ** 2
-    dy_RC = (p_RUT * by_p_RUT / inputs.temperature).reshape(e_RC.shape)
+    dy_RC = (p_RUT * by_p_RUT).reshape(e_RC.shape)
     own = rows.labels - i * sizes.chunk
     hit_RC = jnp.arange(sizes.chunk) == own[:, None]
     dy_RC = jnp.where(hit_RC, by_row.label[:, None], dy_RC)

@@ -26,7 +26,9 @@ def multiprocessors() -> int:
 
 
 def no_hopper() -> str | None:
-    """What the GPU is that is being traced for, if it isn't of the Hopper generation."""
+    """What it is that is being traced for, if that isn't a GPU of the Hopper generation."""
+    if platform() != "gpu":
+        return f"it needs a Hopper GPU, and this is a {platform()}"
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         found = getattr(jax.devices()[0], "compute_capability", None)
