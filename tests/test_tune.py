@@ -12,7 +12,7 @@ from strict_tpu import strict_interpreter
 from kernels.aot.listing import Kernel
 from kernels.lm_head import tiles
 from kernels.lm_head.tiles import Tiles
-from tools import tune
+from tools import tune, tune_table
 
 V6E = tune.Chip("v6e", 128 * 2**20, 920e12, 1640e9)
 SHAPE = "2048,1024,151936"
@@ -46,6 +46,10 @@ def compiler(monkeypatch):
 
 def tuned(path, *arguments):
     return tune.main(["--shape", SHAPE, "--table", str(path), *arguments])
+
+
+def read(path):
+    return tune_table.read(path, tune.SUBJECT)
 
 
 def refused(capsys, *arguments):
@@ -148,10 +152,10 @@ def test_tiles_py_takes_what_was_noted(compiler, tmp_path, monkeypatch):
     monkeypatch.setattr(tiles, "_TABLE", entries)
     monkeypatch.setattr(tiles, "chip", lambda: "v6e")
     monkeypatch.setattr(tiles, "vmem", lambda: V6E.vmem)
-    noted = {tune.subject(entry): entry["tiles"] for entry in entries}
+    noted = {tune_table.subject(entry, tune.SUBJECT): entry["tiles"] for entry in entries}
     chosen = {kind: tiles.choose(case_of(kind)) for kind in tune.KINDS}
     for kind, tile in chosen.items():
-        assert dataclasses.asdict(tile) == noted[tune.subject(entry_of("listing", kind=kind))]
+        assert dataclasses.asdict(tile) == noted[tune_table.subject(entry_of("listing", kind=kind), tune.SUBJECT)]
     assert chosen != {kind: tiles.best(case_of(kind), V6E.vmem) for kind in tune.KINDS}
 
 
@@ -167,19 +171,19 @@ def test_a_rank_never_replaces_a_measurement_but_anything_else_is_replaced():
         ("listing", "listing", False),
     ]:
         old, new = entry_of(before, 1.0), entry_of(after, 2.0)
-        assert tune.merged([old], [new]) == [old if stays else new]
+        assert tune_table.merged([old], [new], tune.SUBJECT) == [old if stays else new]
 
 
 def test_entries_of_other_kernels_stay(tmp_path):
     table = tmp_path / "tiles.json"
-    tune.write(table, [entry_of("time", kind="hidden")])
-    tune.write(table, tune.merged(tune.read(table), [entry_of("listing")]))
-    assert [e["kernel"] for e in tune.read(table)] == ["hidden", "weight"]
+    tune_table.write(table, [entry_of("time", kind="hidden")])
+    tune_table.write(table, tune_table.merged(read(table), [entry_of("listing")], tune.SUBJECT))
+    assert [e["kernel"] for e in read(table)] == ["hidden", "weight"]
     assert [path.name for path in tmp_path.iterdir()] == ["tiles.json"]
 
 
 def test_the_table_that_is_shipped_can_be_read():
-    for noted in tune.read(tune.Path(tiles.__file__).with_suffix(".json")):
+    for noted in read(tune.Path(tiles.__file__).with_suffix(".json")):
         assert noted["by"] in ("time", "listing")
         assert Tiles(**noted["tiles"]).step <= noted["tiles"]["columns"]
 
@@ -190,7 +194,7 @@ def test_the_table_that_is_shipped_can_be_read():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "--target: there is no TPU here; name one to compile for: v5e, v5p, v6e, tpu7x"),
+        ("", "--target: there is no TPU or GPU here; name a TPU to compile for: v5e, v5p, v6e, tpu7x"),
         ("--shape 1,2", "--shape: '1,2' is not N,D,V"),
         ("--shape 1,0,2", "--shape: '1,0,2' is not N,D,V"),
         ("--dtype float16", "--dtype: 'float16' is not bfloat16 or float32"),
@@ -226,6 +230,6 @@ def test_json_that_is_no_table_is_refused(text, tmp_path, capsys):
 def test_the_compilers_listing_ranks_the_kernels_of_a_wave(tmp_path, capsys):
     arguments = ("--shape", "512,256,4096", "--target", "v6e", "--kernel", "wave", "--most", "1", "--write")
     assert tune.main([*arguments, "--table", str(tmp_path / "tiles.json")]) == 0
-    [noted] = tune.read(tmp_path / "tiles.json")
+    [noted] = read(tmp_path / "tiles.json")
     assert (noted["device"], noted["by"], noted["keep"]) == ("v6e", "listing", True)
     assert "refused" not in capsys.readouterr().out

@@ -1,6 +1,6 @@
-"""Finds tile sizes for the head's TPU kernels and, on request, notes the best in kernels/lm_head/tiles.json.
+"""Finds tile sizes for the head's kernels and, on request, notes the best in kernels/lm_head/ (gpu_)tiles.json.
 
-    python tools/tune.py --shape 8192,2048,151936 --write                   on a TPU: by time
+    python tools/tune.py --shape 8192,2048,151936 --write                   on a TPU or a Hopper GPU: by time
     python tools/tune.py --shape 8192,2048,151936 --target v6e --write      without one: by the compiler's listing
 
 Candidates are tilings that fit the chip's VMEM by kernels/lm_head/tiles.py, that which it takes without a table among
@@ -11,6 +11,9 @@ them. Without a TPU each is compiled for the target (`make aot` installs the com
 which no TPU has confirmed; what was timed is never replaced by such a rank. An entry is for a chip, a kernel, a dtype
 and a hidden size.
 
+On a GPU the sizes of kernels/lm_head/gpu_tiles.py are tried instead, of all kernels together: see tune_gpu.py. An entry
+is for a device and a hidden size.
+
 Leaves out weights of another dtype than the hidden states, whose tiles must be smaller: tiles.py checks that they fit.
 
 Exit codes: 0 done, 2 something that you can mend (one line says what).
@@ -18,7 +21,6 @@ Exit codes: 0 done, 2 something that you can mend (one line says what).
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import re
@@ -37,12 +39,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 from tqdm import tqdm
 
-from kernels.aot import listing, targets
+from kernels.aot import gpus, listing, targets
 from kernels.lm_head import tiles
 from kernels.lm_head.tiles import Case, Kernel, Tiles
 from kernels.lm_head.tpu_backward import Slopes, hidden_gradient, kept_weight_gradient, weight_gradient
 from kernels.lm_head.tpu_forward import forward
 from mllm.errors import ArgumentParser, UserError
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
+from tools import tune_gpu, tune_table
 
 KINDS: dict[str, tuple[Kernel, bool, bool]] = {
     "statistics": ("forward", False, False),
@@ -57,6 +62,8 @@ WAVE = 1024  # rows, which is mosaic_tpu's default
 PASSES = {"bfloat16": 1, "float32": 6}
 """Products of bfloat16 that one at the dtype's highest precision is made of."""
 CALLS = 5  # timed of each tiling
+SUBJECT = ("device", "kernel", "mean", "keep", "dtype", "features")
+"""Keys of an entry that say what it is for."""
 
 
 class Chip(NamedTuple):
@@ -78,51 +85,75 @@ class Trial(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="8192,2048,151936", metavar="N,D,V", help="tokens, hidden size, vocabulary")
-    parser.add_argument("--dtype", default="bfloat16", metavar="X", help="bfloat16 (default) or float32")
-    parser.add_argument("--kernel", nargs="+", default=list(KINDS), metavar="X", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--target", metavar="CHIP", help=f"{', '.join(targets.CHIPS)}; default: this machine's TPU")
-    parser.add_argument("--most", type=int, default=8, metavar="K", help="tilings to try of each kernel (default 8)")
-    parser.add_argument("--write", action="store_true", help="note the best in the table")
-    parser.add_argument("--table", type=Path, default=Path(tiles.__file__).with_suffix(".json"), metavar="FILE")
     try:
-        options = parser.parse_args(arguments)
-        by = "time" if options.target is None else "listing"
-        cases = cases_of(options.shape, options.dtype, options.kernel)
-        if options.most < 1:
-            raise UserError(f"--most: {options.most} tilings are none")
-        noted = read(options.table)
-        if not os.path.isdir(options.table.parent):
-            raise UserError(f"--table: there is no folder {options.table.parent}")
-        chip = chip_of(options.target)
-        source = "time" if by == "time" else "the compiler's listing; nothing was timed"
-        print(f"{chip.name}, {options.dtype}, N,D,V = {options.shape}, by {source}")
-        best = []
-        for kind, case in cases.items():
-            trials = tune(kind, case, chip, options.target, options.most)
-            print("\n".join(table(kind, case, trials, by)), flush=True)
-            if trials and math.isfinite(trials[0].seconds):
-                best.append(entry(case, chip, trials[0], by))
-        if options.write:
-            write(options.table, merged(noted, best))
-            print(f"\nnoted in {options.table}")
+        options = parse(arguments)
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory is for the trials' process
+        if options.target is None and jax.default_backend() == "gpu":
+            tune_gpu.run(options, sizes_of(options.shape))
+        else:
+            run(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def cases_of(shape: str, dtype: str, kinds: Sequence[str]) -> dict[str, Case]:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8192,2048,151936", metavar="N,D,V", help="tokens, hidden size, vocabulary")
+    parser.add_argument("--dtype", default="bfloat16", metavar="X", help="bfloat16 (default) or float32")
+    parser.add_argument("--kernel", nargs="+", metavar="X", help=f"on TPUs; of {', '.join(KINDS)} (default: all)")
+    parser.add_argument("--target", metavar="CHIP", help=f"{', '.join(targets.CHIPS)}; default: this machine's device")
+    parser.add_argument("--most", type=int, metavar="K", help="tilings to try of each kernel (default 8, on GPUs all)")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="on GPUs: begin no trial that would end later")
+    parser.add_argument("--write", action="store_true", help="note the best in the table")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="default: that which the kernels read")
+    options = parser.parse_args(arguments)
+    if options.most is not None and options.most < 1:
+        raise UserError(f"--most: {options.most} tilings are none")
+    if options.limit is not None and not 0 < options.limit < math.inf:
+        raise UserError(f"--limit: {options.limit} is no number of seconds above 0")
+    return options
+
+
+def run(options: argparse.Namespace) -> None:
+    by = "time" if options.target is None else "listing"
+    table = options.table or Path(tiles.__file__).with_suffix(".json")
+    cases = cases_of(options.shape, options.dtype, options.kernel or list(KINDS))
+    noted = tune_table.read(table, SUBJECT)
+    if not os.path.isdir(table.parent):
+        raise UserError(f"--table: there is no folder {table.parent}")
+    if options.limit is not None:
+        raise UserError("--limit: is for GPUs; here --most bounds the work")
+    chip = chip_of(options.target)
+    source = "time" if by == "time" else "the compiler's listing; nothing was timed"
+    print(f"{chip.name}, {options.dtype}, N,D,V = {options.shape}, by {source}")
+    best = []
+    for kind, case in cases.items():
+        trials = tune(kind, case, chip, options.target, options.most or 8)
+        print("\n".join(lines(kind, case, trials, by)), flush=True)
+        if trials and math.isfinite(trials[0].seconds):
+            best.append(entry(case, chip, trials[0], by))
+    if options.write:
+        tune_table.write(table, tune_table.merged(noted, best, SUBJECT))
+        print(f"\nnoted in {table}")
+
+
+def sizes_of(shape: str) -> tuple[int, int, int]:
     sizes = [int(size) if re.fullmatch("[0-9]{1,10}", size) else 0 for size in shape.split(",")]
     if len(sizes) != 3 or not 1 <= min(sizes) <= max(sizes) < 2**31:
         raise UserError(f"--shape: {shape!r} is not N,D,V: three whole numbers from 1 to 2147483647")
+    tokens, features, vocabulary = sizes
+    return tokens, features, vocabulary
+
+
+def cases_of(shape: str, dtype: str, kinds: Sequence[str]) -> dict[str, Case]:
+    tokens, features, vocabulary = sizes_of(shape)
     if dtype not in PASSES:
         raise UserError(f"--dtype: {dtype!r} is not {' or '.join(PASSES)}")
     for kind in kinds:
         if kind not in KINDS:
             raise UserError(f"--kernel: there is no {kind!r}; there are {', '.join(KINDS)}")
-    tokens, features, vocabulary = sizes
     return {kind: case_of(kind, tokens, features, vocabulary, dtype) for kind in kinds}
 
 
@@ -139,8 +170,10 @@ def chip_of(target: str | None) -> Chip:
     Raises:
         UserError: there is no such target, no compiler, or no TPU.
     """
+    if target is not None and gpus.named(target):
+        raise UserError(f"--target: {target}: GPUs can't be ranked without one; run this on it, without --target")
     if target is None and jax.default_backend() != "tpu":
-        raise UserError(f"--target: there is no TPU here; name one to compile for: {', '.join(targets.CHIPS)}")
+        raise UserError(f"--target: there is no TPU or GPU here; name a TPU to compile for: {', '.join(targets.CHIPS)}")
     try:
         mesh = None if target is None else targets.mesh(target)
     except (ValueError, ModuleNotFoundError) as error:
@@ -271,7 +304,7 @@ def shapes_of(case: Case, tile: Tiles) -> list[jax.ShapeDtypeStruct]:
 # --- what is told, and what is noted --------------------------------------------------------------------------------
 
 
-def table(kind: str, case: Case, trials: Sequence[Trial], by: str) -> Iterator[str]:
+def lines(kind: str, case: Case, trials: Sequence[Trial], by: str) -> Iterator[str]:
     yield ""
     if not trials:
         yield f"{kind}: no tiling fits the chip's VMEM"
@@ -301,47 +334,6 @@ def entry(case: Case, chip: Chip, trial: Trial, by: str) -> dict[str, Any]:
         "vocabulary": case.vocabulary,
         "milliseconds": round(1e3 * trial.seconds, 3),
     }
-
-
-def subject(entry: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(entry.get(key) for key in ("device", "kernel", "mean", "keep", "dtype", "features"))
-
-
-def merged(noted: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """New entries replace those of the same subject, but a rank by the listing no measured one."""
-    result = {subject(entry): entry for entry in noted}
-    for entry in new:
-        before = result.get(subject(entry), {})
-        if entry["by"] == "time" or before.get("by") != "time":
-            result[subject(entry)] = entry
-    return sorted(result.values(), key=lambda entry: tuple(map(str, subject(entry))))
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    try:
-        noted = json.loads(path.read_text(encoding="utf-8")) if os.path.lexists(path) else []
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"--table: {path} is not JSON: {error}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--table: {path} can't be read: {error}") from None
-    if not (isinstance(noted, list) and all(isinstance(entry, dict) and is_noted(entry) for entry in noted)):
-        raise UserError(f"--table: {path} holds no list of tilings, as kernels/lm_head/tiles.json does")
-    return noted
-
-
-def is_noted(entry: dict[str, Any]) -> bool:
-    return "by" in entry and all(isinstance(part, str | int | None) for part in subject(entry))
-
-
-def write(path: Path, entries: Sequence[dict[str, Any]]) -> None:
-    """An entry a line; as a whole, or not at all."""
-    lines = ",\n".join(json.dumps(entry) for entry in entries)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(f"[\n{lines}\n]\n")
-        draft.replace(path)
-    except OSError as error:
-        raise UserError(f"--table: {error}") from None
 
 
 if __name__ == "__main__":
