@@ -141,6 +141,20 @@ def test_the_tpus_kernels_pass_in_the_strict_interpreter(capsys):
     assert set(verdicts(capsys).values()) == {"ok"}
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax before 0.12 has no interpreter for these kernels")
+def test_the_gpus_kernels_pass_in_the_strict_interpreter(capsys):
+    assert gradcheck_of("--impl", "mosaic_gpu", "--interpret", "--live", "0.5") == 0
+    assert set(verdicts(capsys).values()) == {"ok"}
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="jax has the interpreter since 0.12")
+def test_without_an_interpreter_for_the_gpus_kernels_a_line_says_so(capsys):
+    said = refused(capsys, "--shape", SMALL, "--impl", "mosaic_gpu", "--interpret")
+    assert said.startswith(
+        f"error: --interpret: kernels for GPUs are interpreted by jax 0.12 or later, and this is {jax.__version__}"
+    )
+
+
 def scaled(x, factor):
     """x, with a gradient that is too large by a factor."""
     return factor * x + jax.lax.stop_gradient(x - factor * x)
@@ -231,6 +245,7 @@ def test_neither_tool_takes_the_others_configuration(capsys):
         (f"--shape {SMALL} --function token_logprobs --workspace 0", "--workspace: workspace: is not used"),
         (f"--shape {SMALL} --interpret", "--interpret: interpret: is not used"),
         (f"--shape {SMALL} --impl mosaic_tpu", "--impl: mosaic_tpu runs on TPUs, and this is a cpu"),
+        (f"--shape {SMALL} --impl mosaic_gpu", "--impl: mosaic_gpu runs on GPUs, and this is a cpu"),
         (f"--shape {SMALL} --repeats 0", "--repeats: repeats"),
         (f"--shape {SMALL} --softcap -1", "--softcap: softcap"),
         (f"--shape {SMALL} --impl fastest", "impl must be None or one of"),

@@ -15,13 +15,15 @@ Exit codes: 0 passed, 1 past tolerance, 2 something that you can mend (one line 
 """
 
 import argparse
+import importlib
+import importlib.util
 import math
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -33,7 +35,7 @@ from jaxtyping import Array, Float
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
+from kernels.lm_head import TokenLogprobs, gpu_tiles, token_logprobs, token_loss
 from mllm import config_file
 from mllm.config import Section, impossible
 from mllm.errors import ArgumentParser, UserError
@@ -43,6 +45,9 @@ from tools import figures
 from tools.exact_head import Problem, Results, Truth, exact, make_problem, norms, plain, progress
 
 SLACK, HAIR = 1.25, 4.0  # two orders of one sum round differently, and plain may be right by luck
+
+PLATFORMS = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}
+"""Implementations that run on one kind of device."""
 
 DType = Literal["bfloat16", "float16", "float32"]
 Size = Annotated[int, Field(ge=1, lt=2**31)]
@@ -79,7 +84,7 @@ class Settings(Section):
     against: Literal["float64", "float32"] = "float64"
     """of the reference: float64 (default), or float32, which takes half the time and judges only what is narrower"""
     interpret: bool = False
-    """run impl mosaic_tpu on a CPU, in Pallas' strict interpreter: for small shapes"""
+    """run impl mosaic_tpu or mosaic_gpu on a CPU, in Pallas' interpreter: for small shapes; GPUs' needs jax 0.12"""
     repeats: PositiveInt = 3
     """calls to time, after one that is not (default 3)"""
     seed: int = Field(default=0, ge=0)
@@ -99,8 +104,8 @@ class Settings(Section):
             self.reject_unused("by token_logprobs", "workspace")
         if self.impl == "reference":
             self.reject_unused("with impl: reference", "workspace")
-        if self.impl != "mosaic_tpu":
-            self.reject_unused("by implementations other than mosaic_tpu", "interpret")
+        if self.impl not in PLATFORMS:
+            self.reject_unused(f"by implementations other than {' and '.join(PLATFORMS)}", "interpret")
         if self.against == self.dtype:
             raise impossible("against", f"{self.against} can't judge {self.dtype}: give float64, or a narrower dtype")
         return self
@@ -205,8 +210,12 @@ def check(settings: Settings) -> tuple[dict[str, Error], Cost]:
     backend = jax.default_backend()
     if settings.interpret and backend != "cpu":
         raise UserError("--interpret: runs on a CPU; set JAX_PLATFORMS=cpu")
-    if settings.impl == "mosaic_tpu" and not settings.interpret and backend != "tpu":
-        raise UserError(f"--impl: mosaic_tpu runs on TPUs, and this is a {backend}; on a CPU, add --interpret")
+    wanted = backend if settings.interpret else PLATFORMS.get(settings.impl or "", backend)
+    if backend != wanted:
+        raise UserError(
+            f"--impl: {settings.impl} runs on {wanted.upper()}s, and this is a {backend}; on a CPU, add --interpret"
+        )
+    interpreter = strict_interpreter(settings) if settings.interpret else nullcontext()
     try:
         problem = make_problem(
             settings.shape,
@@ -221,7 +230,7 @@ def check(settings: Settings) -> tuple[dict[str, Error], Cost]:
         )
     except ValueError as error:  # NumPy's, of more bytes than can be addressed
         raise UserError(f"--shape: too large for this machine: {error}") from None
-    with strict_interpreter() if settings.interpret else nullcontext():
+    with interpreter:
         start = time.perf_counter()
         compiled = compile_head(settings, problem)
         compile_seconds = time.perf_counter() - start
@@ -231,11 +240,28 @@ def check(settings: Settings) -> tuple[dict[str, Error], Cost]:
     return errors, cost._replace(compile_seconds=compile_seconds)
 
 
-def strict_interpreter() -> Any:
-    """In it, reading past an array raises, and memory that nobody wrote is NaN."""
-    return pltpu.force_tpu_interpret_mode(
-        pltpu.InterpretParams(out_of_bounds_reads="raise", uninitialized_memory="nan")
-    )
+def strict_interpreter(settings: Settings) -> Any:
+    """In it, reading past an array raises, and memory that nobody wrote is NaN.
+
+    Raises:
+        UserError: it isn't there.
+    """
+    if settings.impl == "mosaic_tpu":
+        return pltpu.force_tpu_interpret_mode(
+            pltpu.InterpretParams(out_of_bounds_reads="raise", uninitialized_memory="nan")
+        )
+    if jax.__version_info__ < (0, 12):
+        said = f"kernels for GPUs are interpreted by jax 0.12 or later, and this is {jax.__version__}"
+        raise UserError(f"--interpret: {said}")
+    # What JAX's lacks for these kernels the tests supply, and they need pytest.
+    if importlib.util.find_spec("pytest") is None:
+        raise UserError("--interpret: pytest isn't installed, and tests/strict_gpu.py needs it")
+    sys.path.append(str(Path(__file__).parent.parent / "tests"))
+    context = ExitStack()
+    context.enter_context(importlib.import_module("strict_gpu").strict_interpreter())
+    tokens, features, vocabulary = settings.shape
+    context.enter_context(gpu_tiles.override(gpu_tiles.choose(tokens, vocabulary, features)))  # though this is no GPU
+    return context
 
 
 def compile_head(settings: Settings, problem: Problem) -> jax.stages.Compiled:
