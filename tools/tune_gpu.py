@@ -129,9 +129,8 @@ def tilings() -> list[Tiles]:
 
 def rule(tiles: Tiles, rows: int, vocabulary: int) -> int:
     """The chunk that gpu_tiles.py takes by itself."""
-    blocks = -(-rows // tiles.cluster_rows)
-    fits = DY // (2 * blocks * tiles.cluster_rows) // tiles.columns * tiles.columns
-    return min(max(fits, CHUNKS[0]), 8192, whole(vocabulary, tiles))
+    fits = DY // (2 * Sizes(tiles, tiles.columns).block(rows)) // tiles.columns * tiles.columns
+    return min(fits, 8192, whole(vocabulary, tiles))
 
 
 def chunks(tiles: Tiles, rows: int, vocabulary: int) -> list[int]:
@@ -334,7 +333,7 @@ def lines(found: Found, shape: Shape) -> Iterator[str]:
         yield f"--limit: {found.left_out} candidates were left out"
     for trial in found.in_turns[:1]:
         if not affordable(trial.sizes, shape):
-            mib = 2 * shape[0] * trial.sizes.chunk / 2**20
+            mib = 2 * trial.sizes.block(shape[0]) * trial.sizes.chunk / 2**20
             yield f"not noted: chunk {trial.sizes.chunk}, the fastest, takes {mib:.0f} MiB; the rule allows {DY >> 20}"
 
 
