@@ -9,7 +9,7 @@ Where tiles don't count (`Wanted`), none of the three does anything for them.
 
 Left out: the order of chunks, and what backward keeps from forward (`mosaic_gpu.py`).
 
-Suffixes: M rows; C columns of the chunk; G blocks of a cluster's rows, U tiles of the chunk's columns.
+Suffixes: M rows, R of a block; C columns of the chunk; G blocks of a cluster's rows, U tiles of the chunk's columns.
 """
 
 import functools
@@ -32,6 +32,7 @@ from kernels.lm_head.gpu_products import (
     Work,
     column,
     kernel,
+    load,
     pieces_of,
     run,
     send,
@@ -40,6 +41,15 @@ from kernels.lm_head.gpu_products import (
     vector,
 )
 from kernels.lm_head.gpu_tiles import Tiles
+
+
+class Block(NamedTuple):
+    """Rows."""
+
+    first: Scalar
+    """A multiple of a cluster's rows."""
+    number: Scalar
+    """Of them, those that count."""
 
 
 class RowSlopes(NamedTuple):
@@ -71,46 +81,46 @@ def slopes(
     labels: Int[Array, "M"],
     found: Int[Array, "W U"],
     rows: RowSlopes,
-    number: Scalar,
+    block: Block,
     chunk: Chunk,
     temperature: Float[Array, ""],
     *,
-    size: int,
+    size: tuple[int, int],
     tiles: Tiles,
     strip: int,
     softcap: float | None,
     entropy: bool,
     wanted: Wanted | None = None,
-) -> Float[Array, "M C"]:
-    """dy of a chunk, for all blocks with a row that counts, and tiles with a column that does; 0 at columns that don't.
+) -> Float[Array, "R C"]:
+    """dy of a block of rows and a chunk, in all tiles with a row and a column that count; 0 at columns that don't.
 
     Args:
         found: `gpu_forward.labelled(labels)`.
-        size: columns of the buffer, whole tiles.
+        size: rows and columns of dy, whole tiles.
         entropy: whether there is a slope by the entropy.
     """
 
     def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, found: Ref, by_row: Ref, *refs: Ref) -> None:
         *listed, dy = refs
-        number, columns = counts[0], counts[3]
-        first, first_row = (pl.multiple_of(counts[i], tiles.columns) for i in (1, 2))
+        number, columns = counts[1], counts[4]
+        token, first, first_row = _aligned(tiles, counts, 0, 2, 3)
         blocks, used = _blocks(tiles, number), _tiles(tiles, columns)
         slabs = jnp.int32(-(-h.shape[1] // tiles.depth))
         where = strips_of(blocks, used, strip, rows_first=True)
         if listed:
-            where = listed[1][0], functools.partial(_listed, listed[0], size // tiles.columns)
+            where = listed[1][0], functools.partial(_listed, listed[0], size[1] // tiles.columns)
         work = Work(*where, depth=lambda block, tile: slabs)
 
         def multiplier(stages: Ref) -> Strip:
             logits = Logits(softcap, scale[0])
             own = Labels(labels, found, first, columns)
-            return functools.partial(_slopes, tiles, logits, own, by_row, entropy, stages, dy)
+            return functools.partial(_slopes, tiles, logits, own, by_row, entropy, token, stages, dy)
 
-        run(tiles, work, Operand(h, False), Operand(w, False, first_row), multiplier, [stage(dy.dtype)])
+        run(tiles, work, Operand(h, False, token), Operand(w, False, first_row), multiplier, [stage(dy.dtype)])
 
-    call = kernel(body, tiles, "lm_head_slopes", [jax.ShapeDtypeStruct((len(hidden), size), hidden.dtype)])
+    call = kernel(body, tiles, "lm_head_slopes", [jax.ShapeDtypeStruct(size, hidden.dtype)])
     listed = () if wanted is None else (wanted.tiles, wanted.number[None])
-    counts = jnp.stack([number, *chunk]).astype(jnp.int32)
+    counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
     (dy,) = call(counts, 1 / temperature[None], hidden, weight, labels, found, jnp.stack(rows), *listed)
     return dy
 
@@ -126,18 +136,20 @@ def _slopes(
     labels: Labels,
     by_row: Ref,
     entropy: bool,
+    token: Scalar,
     stages: Ref,
     dy: Ref,
     place: Place,
     product: Product,
     step: Scalar,
 ) -> Scalar:
-    row = RowSlopes(*(vector(by_row, place, i) for i in range(len(RowSlopes._fields))))
-    label = vector(labels.of_row, place) - labels.first
+    in_all = place._replace(row=token + place.row)
+    row = RowSlopes(*(vector(by_row, in_all, i) for i in range(len(RowSlopes._fields))))
+    label = vector(labels.of_row, in_all) - labels.first
     top, log_total = row.top * LOG2E, row.log_total * LOG2E
 
     def tile(t: Scalar, step: Scalar) -> Scalar:
-        hit = labels.hit(place, t, tiles)
+        hit = labels.hit(in_all, t, tiles)
         y, step = product(t, step)
         start = t * tiles.columns
         left = labels.columns - start
@@ -169,19 +181,20 @@ def _fixed(
 
 def hidden_gradient(
     sums: Ref,
-    dy: Float[Array, "M C"],
+    dy: Float[Array, "R C"],
     weight: Float[Array, "V D"],
-    number: Scalar,
+    block: Block,
     chunk: Chunk,
     *,
     tiles: Tiles,
     wanted: Wanted | None = None,
 ) -> None:
-    """Adds dy @ weight[chunk] to `sums`, float32 [M, D], in place; to blocks with a row that counts."""
+    """Adds dy @ weight[chunk] to the block's rows of `sums`, float32 [M, D], in place."""
 
     def body(counts: Ref, dy: Ref, w: Ref, *refs: Ref) -> None:
         *listed, sums = refs
-        number, first_row, columns = counts[0], pl.multiple_of(counts[1], tiles.columns), counts[2]
+        number, columns = counts[1], counts[4]
+        token, first_row = _aligned(tiles, counts, 0, 3)
         across = jnp.int32(-(-w.shape[1] // tiles.columns))
         slabs, a_tile = lax.div(columns + (tiles.depth - 1), jnp.int32(tiles.depth)), tiles.columns // tiles.depth
         work = Work(*strips_of(_blocks(tiles, number), across, 1, rows_first=False), depth=lambda block, tile: slabs)
@@ -190,69 +203,81 @@ def hidden_gradient(
                 depth=lambda block, tile: listed[1][block] * a_tile,
                 slab=lambda block, tile, k: _within(listed[0][block, lax.div(k, jnp.int32(a_tile))], k, a_tile),
             )
-        multiplier = functools.partial(_store, tiles, sums, 0, True)
+        multiplier = functools.partial(_store, tiles, sums, token, None, True)
         run(tiles, work, Operand(dy, False), Operand(w, True, 0, first_row), multiplier, [stage(jnp.float32)])
 
     listed = () if wanted is None else (wanted.of_block, wanted.in_block)
-    counts = jnp.stack([number, chunk.first_row, chunk.columns]).astype(jnp.int32)
-    kernel(body, tiles, "lm_head_hidden", ())(counts, dy, weight, *listed, sums)
+    counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
+    kernel(body, tiles, "lm_head_hidden")(counts, dy, weight, *listed, sums)
 
 
 def weight_gradient(
     out: Ref,
-    dy: Float[Array, "M C"],
+    dy: Float[Array, "R C"],
     hidden: Float[Array, "M D"],
-    number: Scalar,
+    block: Block,
     chunk: Chunk,
     *,
     tiles: Tiles,
-    add: bool,
+    add: bool = False,
+    before: Float[Array, "C D"] | None = None,
     wanted: Wanted | None = None,
 ) -> None:
-    """Writes dy.T @ hidden to the chunk's rows of `out`, [V, D], in place; or adds it to what is there.
+    """Writes dy.T @ hidden[block] to the chunk's rows of `out`, [V, D], in place; or adds it to what is there.
 
-    What counts of the chunk must reach to its end, or to that of `out`.
+    Args:
+        chunk: what counts of it must reach to its end, or to that of `out`.
+        before: sums of other blocks, float32, to write with these.
     """
 
     def body(counts: Ref, dy: Ref, h: Ref, *refs: Ref) -> None:
-        *listed, out = refs
-        number, first, columns = counts[0], pl.multiple_of(counts[1], tiles.columns), counts[2]
+        *others, out = refs
+        number, columns = counts[1], counts[4]
+        token, first = _aligned(tiles, counts, 0, 2)
         across = jnp.int32(-(-h.shape[1] // tiles.columns))
         slabs, a_block = lax.div(number + (tiles.depth - 1), jnp.int32(tiles.depth)), tiles.cluster_rows // tiles.depth
         work = Work(*strips_of(_blocks(tiles, columns), across, 1, rows_first=False), depth=lambda block, tile: slabs)
-        if listed:
+        if wanted is not None:
 
             def of(block: Scalar) -> Scalar:
                 return lax.div(block * tiles.cluster_rows, jnp.int32(tiles.columns))
 
             work = work._replace(
-                depth=lambda block, tile: listed[1][of(block)] * a_block,
-                slab=lambda block, tile, k: _within(listed[0][of(block), lax.div(k, jnp.int32(a_block))], k, a_block),
+                depth=lambda block, tile: others[1][of(block)] * a_block,
+                slab=lambda block, tile, k: _within(others[0][of(block), lax.div(k, jnp.int32(a_block))], k, a_block),
             )
-        multiplier = functools.partial(_store, tiles, out, first, add)
-        run(tiles, work, Operand(dy, True), Operand(h, True), multiplier, [stage(out.dtype)])
+        multiplier = functools.partial(_store, tiles, out, first, None if before is None else others[-1], add)
+        run(tiles, work, Operand(dy, True), Operand(h, True, 0, token), multiplier, [stage(out.dtype)])
 
-    listed = () if wanted is None else (wanted.of_column, wanted.in_column)
-    counts = jnp.stack([number, chunk.first, chunk.columns]).astype(jnp.int32)
-    kernel(body, tiles, "lm_head_weight", ())(counts, dy, hidden, *listed, out)
+    others = () if wanted is None else (wanted.of_column, wanted.in_column)
+    others = others if before is None else (*others, before)
+    counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
+    kernel(body, tiles, "lm_head_weight")(counts, dy, hidden, *others, out)
 
 
 def _within(listed: Scalar, k: Scalar, slabs: int) -> Scalar:
     return listed * slabs + lax.rem(k, jnp.int32(slabs))
 
 
-def _store(tiles: Tiles, out: Ref, first: Scalar | int, add: bool, stages: Ref) -> Strip:
+def _store(tiles: Tiles, out: Ref, first: Scalar, before: Ref | None, add: bool, stages: Ref) -> Strip:
     width = stages.shape[-1]
 
     def strip(place: Place, product: Product, step: Scalar) -> Scalar:
         y, step = product(place.tile, step)
-        rows = pl.ds(first + place.row, tiles.rows_each)
+        own = pl.ds(place.row, tiles.rows_each)
         for i, piece in enumerate(pieces_of(y, width)):
-            to = out.at[rows, pl.ds(place.tile * tiles.columns + i * width, width)]
-            send(stages, place, i, piece, to, add)
+            columns = pl.ds(place.tile * tiles.columns + i * width, width)
+            if before is not None:
+                piece += load(before.at[own, columns])
+            send(stages, place, i, piece, out.at[pl.ds(first + place.row, tiles.rows_each), columns], add)
         return step
 
     return strip
+
+
+def _aligned(tiles: Tiles, counts: Ref, *places: int) -> tuple[Scalar, ...]:
+    """Numbers that are whole tiles."""
+    return tuple(pl.multiple_of(counts[i], tiles.cluster_rows) for i in places)
 
 
 def _blocks(tiles: Tiles, rows: Scalar) -> Scalar:

@@ -309,4 +309,9 @@ def send_vectors(buffers: Ref, place: Place, values: Sequence[Array], to: Callab
 
 def vector(ref: Ref, place: Place, *index: Any) -> Array:
     """What `ref` has for a warpgroup's rows."""
-    return plgpu.load(ref.at[(*index, pl.ds(place.row, 64))], *_NO_INDEX, optimized=False)
+    return load(ref.at[(*index, pl.ds(place.row, 64))])
+
+
+def load(ref: Ref) -> Array:
+    """What is in GPU memory, in registers."""
+    return plgpu.load(ref, *_NO_INDEX, optimized=False)

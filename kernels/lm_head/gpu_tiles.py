@@ -17,7 +17,7 @@ SHARED_MEMORY = 227 * 1024
 """Bytes that a block can have: CUDA C++ programming guide, technical specifications of compute capability 9.0."""
 _RESERVE = 2048  # for barriers, labels and what the compiler adds
 _MOST_STRIP = 32  # tiles
-_CHUNK, _LEAST_CHUNK, _MOST_CHUNK = 32 * 2**20, 1024, 8192  # bytes of dy if that can be; columns
+_CHUNK, _MOST_CHUNK = 32 * 2**20, 8192  # bytes of dy; columns
 _STAGE = 64 * 128  # bytes of a piece of a tile on its way out: 64 rows of 128 bytes
 STAGES = 2
 """Such pieces that a warpgroup has on their way."""
@@ -52,14 +52,28 @@ class Sizes:
     tiles: Tiles
     chunk: int
     """Columns of the vocabulary that backward takes at a time; whole tiles."""
+    most_rows: int = 8192
+    """Rows that it takes at a time, at most."""
     default_rows: int = 1024
     """Rows kept where nothing is said of a workspace."""
-    least_wave: int = 1024
-    """Rows; fewer would touch all of dW too often."""
+    wave_cost: int = 900
+    """Rows whose product takes as long as a sum of dW is read and written: 8 V D bytes, against 2 V D flops a row, at an
+    H100's 3.35 TB/s and 750 TFLOP/s. Arithmetic, nothing was timed."""
+    cast_cost: int = 1350
+    """The same for reading a float32 weight twice and writing it in bfloat16."""
 
     def __post_init__(self) -> None:
         assert self.chunk % self.tiles.columns == 0
         assert self.tiles.columns % self.tiles.cluster_rows == 0  # as columns are rows of dW
+
+    def block(self, rows: int) -> int:
+        """Rows that backward takes at a time, of so many: all blocks are nearly full."""
+        blocks = -(-max(rows, 1) // self.most_rows)
+        return round_up(-(-max(rows, 1) // blocks), self.tiles.cluster_rows)
+
+    def rows(self, rows: int) -> int:
+        """These, filled up to whole blocks."""
+        return round_up(max(rows, 1), self.block(rows))
 
     def strip(self, rows: int, columns: int) -> int:
         """Tiles of a strip: so many that no cluster has much more to do than others, then as many as may be."""
@@ -81,8 +95,9 @@ def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
     if _override is not None:
         return _override
     tiles = Tiles(**(_measured(features) or {}).get("tiles", {}))
-    fits = (_CHUNK + spare) // (2 * round_up(max(rows, 1), tiles.cluster_rows)) // tiles.columns * tiles.columns
-    return Sizes(tiles, min(max(fits, _LEAST_CHUNK), _MOST_CHUNK, round_up(vocabulary, tiles.columns)))
+    block = Sizes(tiles, tiles.columns).block(rows)
+    chunk = (_CHUNK + spare) // (2 * block) // tiles.columns * tiles.columns
+    return Sizes(tiles, min(chunk, _MOST_CHUNK, round_up(vocabulary, tiles.columns)))
 
 
 def faster(features: int) -> bool:

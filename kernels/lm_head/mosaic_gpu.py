@@ -8,8 +8,8 @@ Rows that count are gathered ahead of the others. With F = 2 N V D flops for a p
   hidden states and the sum of dh in float32.
 - With a workspace, forward keeps exponentials of the first columns, all of them if they fit, and for those XLA makes dy
   without a product: between 4 F and 3 F in all, on one line.
-- Where dW is wanted in float32, or there is room for such a sum, a workspace that doesn't fit all columns is rather
-  spent on all columns of some rows: waves of 3 F, each of which adds to dW.
+- Where dW is wanted in float32, or there is room for such a sum, the workspace can keep all columns of some rows instead:
+  waves of 3 F, each of which adds to dW. So it does where that is less work by arithmetic (`Sizes.wave_cost`).
 - With `filter_eps`, tiles in which every probability is below it, and no label is, are left out of backward: 1 F and
   three times the share of the others, and a gradient that lacks them.
 
@@ -24,6 +24,7 @@ tiles of columns.
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -33,11 +34,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels.lm_head import gpu_tiles, target
 from kernels.lm_head.contract import Gradients, How, Inputs, Objective, Terms, TokenLogprobs, loss_slopes
-from kernels.lm_head.gpu_backward import RowSlopes, Wanted, hidden_gradient, weight_gradient
+from kernels.lm_head.gpu_backward import Block, RowSlopes, Wanted, hidden_gradient, weight_gradient
 from kernels.lm_head.gpu_backward import slopes as slopes_kernel
 from kernels.lm_head.gpu_forward import Chunk, labelled
 from kernels.lm_head.gpu_forward import forward as forward_kernel
-from kernels.lm_head.gpu_tiles import Sizes
+from kernels.lm_head.gpu_tiles import Sizes, Tiles
 from kernels.lm_head.live_rows import live_rows, round_up
 from kernels.lm_head.manual_axes import vary, varying_axes
 from kernels.lm_head.online_softmax import FLOOR, Running, Softmax, at_label, finish, joined, merge
@@ -64,6 +65,8 @@ class _Kept(NamedTuple):
     """Maxima of the first tiles; of all, if some are to be left out."""
     exponentials: Float[Array, "P R K"] | None
     """Of the first P K columns."""
+    chunk: int = 0
+    """Columns that backward takes of them at a time; K of them, if not all are together."""
 
 
 def obstacle(inputs: Inputs, how: How) -> str | None:
@@ -86,7 +89,8 @@ def forward(inputs: Inputs, how: How) -> tuple[Softmax, Float[Array, "N U"] | No
     """With the maxima of tiles, if some are to be left out of backward."""
     sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, sizes.tiles.cluster_rows)
-    running, kept = _forward(inputs, how, sizes, _gathered(inputs, how, sizes, live.row, live.number), keep=0)
+    rows = _gathered(inputs, how, sizes, live.row, live.number)
+    running, kept = _forward(inputs, how, sizes, rows, keep=0, kept_chunk=0)
     softmax = _softmax(how, jax.tree.map(lambda x: x[live.place], running), inputs.live)
     return softmax, None if kept.tops is None else kept.tops.T[live.place]
 
@@ -95,7 +99,7 @@ def gradients(
     inputs: Inputs, softmax: Softmax, saved: Float[Array, "N U"] | None, slopes: TokenLogprobs, how: How
 ) -> Gradients:
     sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
-    live = live_rows(inputs.live, sizes.tiles.cluster_rows)
+    live = live_rows(inputs.live, sizes.rows(len(inputs.labels)))
     rows = _gathered(inputs, how, sizes, live.row, live.number)
     softmax, slopes = jax.tree.map(lambda x: x[live.row], (softmax, slopes))
     dw = _zeros(inputs, *inputs.weight.shape, dtype=_gradient_dtypes(inputs, how)[1]) if how.wants_weight else None
@@ -105,7 +109,8 @@ def gradients(
 
 
 def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: How) -> tuple[Softmax, Gradients]:
-    sizes, plan = _plan(inputs, how)
+    plan = _plan(inputs, how)
+    sizes = plan.sizes
     live = live_rows(inputs.live, plan.rows)
     dh_dtype, dw_dtype = _gradient_dtypes(inputs, how)
     count, features = len(live.row), inputs.hidden.shape[1]
@@ -116,7 +121,7 @@ def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: 
         softmax_M, dh_MD, dw_VD = carry
         row_R, live_R = live.block(i, plan.rows)
         rows = _gathered(inputs, how, sizes, row_R, jnp.clip(live.number - i * plan.rows, 0, plan.rows))
-        running, kept = _forward(inputs, how, sizes, rows, plan.keep)
+        running, kept = _forward(inputs, how, sizes, rows, plan.keep, plan.kept_chunk)
         softmax_R = _softmax(how, running, live_R)
         terms_R = Terms(terms.weights[row_R], tuple(x[row_R] for x in terms.operands), terms.shared)
         slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms_R)
@@ -149,34 +154,34 @@ def _gathered(inputs: Inputs, how: How, sizes: Sizes, row: Int[Array, "R"], numb
     live = jnp.arange(len(row)) < number
     labels = inputs.labels[row]
     labels = jnp.where(live & (labels >= 0) & (labels < _columns(inputs)), labels, -1).astype(jnp.int32)
-    found = labelled(labels, round_up(len(inputs.weight), sizes.chunk), sizes.tiles)
+    found = labelled(labels, len(inputs.weight), sizes.tiles)
     return _Rows(inputs.hidden[row].astype(how.dtype), labels, found, live, number)
 
 
-def _forward(inputs: Inputs, how: How, sizes: Sizes, rows: _Rows, keep: int) -> tuple[Running, _Kept]:
+def _forward(inputs: Inputs, how: How, sizes: Sizes, rows: _Rows, keep: int, kept_chunk: int) -> tuple[Running, _Kept]:
     """Over the first `keep` columns, which are kept, and over the others."""
     found = [
-        _over(inputs, how, sizes, rows, first, last, first < keep)
-        for first, last in ((0, keep), (keep, len(inputs.weight)))
+        _over(inputs, how, sizes, rows, first, last, chunk, first < keep)
+        for first, last, chunk in ((0, keep, kept_chunk), (keep, len(inputs.weight), sizes.chunk))
         if first < last
     ]
     running = functools.reduce(joined, (part[0] for part in found))
     tops = [part[1] for part in found if part[1] is not None]
-    return running, _Kept(jnp.concatenate(tops) if tops else None, found[0][2])
+    return running, _Kept(jnp.concatenate(tops) if tops else None, found[0][2], kept_chunk)
 
 
 def _over(
-    inputs: Inputs, how: How, sizes: Sizes, rows: _Rows, first: int, last: int, keep: bool
+    inputs: Inputs, how: How, sizes: Sizes, rows: _Rows, first: int, last: int, chunk: int, keep: bool
 ) -> tuple[Running, Float[Array, "U R"] | None, Float[Array, "P R K"] | None]:
     def kernel(first: Array, size: int) -> Any:
-        weight, chunk = _chunk(inputs, how, sizes, first, size)
+        weight, of_weight = _chunk(inputs, how, first, size)
         return forward_kernel(
             rows.hidden,
             weight,
             rows.labels,
             rows.found,
             rows.number,
-            chunk,
+            of_weight,
             inputs.temperature,
             size=size,
             tiles=sizes.tiles,
@@ -191,12 +196,12 @@ def _over(
         return running, tops, None if exponentials is None else exponentials[None]
 
     def part(running: Running, i: Array) -> Any:
-        found, *kept = kernel(first + i * sizes.chunk, sizes.chunk)
+        found, *kept = kernel(first + i * chunk, chunk)
         return joined(running, found), kept
 
     zeros = _zeros(inputs, len(rows.labels))
     nothing = Running(zeros + FLOOR, zeros, zeros, zeros)
-    running, (tops, exponentials) = lax.scan(part, nothing, jnp.arange(-(-(last - first) // sizes.chunk)))
+    running, (tops, exponentials) = lax.scan(part, nothing, jnp.arange(-(-(last - first) // chunk)))
     return running, None if tops is None else tops.reshape(-1, len(rows.labels)), exponentials
 
 
@@ -223,49 +228,63 @@ def _backward(
     """dh, and dW written or added to `dw`, a chunk of the vocabulary at a time."""
     by_row = _by_row(inputs, how, rows, softmax, slopes)
     counted = None if how.filter_eps is None else _counted(inputs, how, sizes, rows, softmax, kept)
+    tiles, size = sizes.tiles, sizes.block(len(rows.labels))
+    blocks = len(rows.labels) // size
     dh_sum = jax.new_ref(_zeros(inputs, *rows.hidden.shape)) if how.wants_hidden else None
     dw_sum = None if dw is None else jax.new_ref(dw)
 
-    def chunk(i: Array, again: bool) -> None:
-        first = i * sizes.chunk
-        weight, place = _chunk(inputs, how, sizes, first, sizes.chunk)
-        wanted = None if counted is None else _wanted(sizes, counted, i)
-        tiles = sizes.tiles
-        if again:
-            dy = slopes_kernel(
-                rows.hidden,
-                weight,
-                rows.labels,
-                rows.found,
-                by_row,
-                rows.number,
-                place,
-                inputs.temperature,
-                size=sizes.chunk,
-                strip=sizes.strip(len(rows.labels), sizes.chunk),
-                softcap=how.softcap,
-                entropy=how.entropy_slopes,
-                tiles=tiles,
-                wanted=wanted,
-            )
-        else:
-            dy = _kept_slopes(inputs, how, sizes, rows, softmax, by_row, kept, i)
-        if dh_sum is not None:
-            hidden_gradient(dh_sum, dy, weight, rows.number, place, tiles=tiles, wanted=wanted)
-        if dw_sum is not None:
-            weight_gradient(dw_sum, dy, rows.hidden, rows.number, place, tiles=tiles, add=add, wanted=wanted)
+    def chunk(first: Array, columns: int, kept_chunk: Array | None) -> None:
+        weight, chunk = _chunk(inputs, how, first, columns)
 
-    chunks, kept_chunks = -(-len(inputs.weight) // sizes.chunk), 0
+        def block(i: Array, out: Any, chunk_of_out: Chunk, **options: Any) -> None:
+            block = Block(i * size, jnp.clip(rows.number - i * size, 0, size))
+            wanted = None if counted is None else _wanted(tiles, counted, block, chunk, (size, columns))
+            if kept_chunk is None:
+                dy = slopes_kernel(
+                    rows.hidden,
+                    weight,
+                    rows.labels,
+                    rows.found,
+                    by_row,
+                    block,
+                    chunk,
+                    inputs.temperature,
+                    size=(size, columns),
+                    strip=sizes.strip(size, columns),
+                    softcap=how.softcap,
+                    entropy=how.entropy_slopes,
+                    tiles=tiles,
+                    wanted=wanted,
+                )
+            else:
+                dy = _kept_slopes(inputs, how, tiles, rows, by_row, kept, kept_chunk, block, chunk, (size, columns))
+            if dh_sum is not None:
+                hidden_gradient(dh_sum, dy, weight, block, chunk, tiles=tiles, wanted=wanted)
+            if out is not None:
+                weight_gradient(out, dy, rows.hidden, block, chunk_of_out, tiles=tiles, wanted=wanted, **options)
+
+        last = jnp.int32(blocks - 1)
+        if blocks == 1:
+            block(last, dw_sum, chunk, add=add)
+        elif dw_sum is None:
+            lax.fori_loop(0, blocks, lambda i, _: block(i, None, chunk), None)
+        else:
+            sums = jax.new_ref(_zeros(inputs, columns, round_up(rows.hidden.shape[1], tiles.columns)))
+            at_start = chunk._replace(first=jnp.int32(0))
+            lax.fori_loop(0, blocks - 1, lambda i, _: block(i, sums, at_start, add=True), None)
+            block(last, dw_sum, chunk, before=jax.freeze(sums))
+
+    keep = 0
     if kept.exponentials is not None:
-        parts, _, columns = kept.exponentials.shape
-        kept_chunks = -(-parts * columns // sizes.chunk)
-        lax.fori_loop(0, kept_chunks, lambda i, _: chunk(i, again=False), None)
-    lax.fori_loop(kept_chunks, chunks, lambda i, _: chunk(i, again=True), None)
+        keep, columns = math.prod(kept.exponentials.shape[::2]), kept.chunk
+        lax.fori_loop(0, keep // columns, lambda i, _: chunk(i * columns, columns, i), None)
+    others = max(0, -(-(len(inputs.weight) - keep) // sizes.chunk))
+    lax.fori_loop(0, others, lambda i, _: chunk(keep + i * sizes.chunk, sizes.chunk, None), None)
     dh = None if dh_sum is None else jax.freeze(dh_sum).astype(_gradient_dtypes(inputs, how)[0])
     return dh, None if dw_sum is None else jax.freeze(dw_sum)
 
 
-def _chunk(inputs: Inputs, how: How, sizes: Sizes, first: Array, size: int) -> tuple[Float[Array, "_ D"], Chunk]:
+def _chunk(inputs: Inputs, how: How, first: Array, size: int) -> tuple[Float[Array, "_ D"], Chunk]:
     """A chunk, and an array that has its rows of the weight in the products' dtype."""
     columns = jnp.clip(_columns(inputs) - first, 0, size)
     if inputs.weight.dtype == how.dtype:
@@ -286,23 +305,26 @@ def _by_row(inputs: Inputs, how: How, rows: _Rows, softmax: Softmax, slopes: Tok
 def _kept_slopes(
     inputs: Inputs,
     how: How,
-    sizes: Sizes,
+    tiles: Tiles,
     rows: _Rows,
-    softmax: Softmax,
     by_row: RowSlopes,
     kept: _Kept,
-    i: Array,
+    number: Array,
+    block: Block,
+    chunk: Chunk,
+    size: tuple[int, int],
 ) -> Float[Array, "R C"]:
-    """dy of a chunk by what was kept of it, without a product."""
+    """dy of a block and a chunk by what was kept of them, without a product."""
     assert kept.exponentials is not None
     assert kept.tops is not None
-    width, tiles = sizes.tiles.columns, sizes.chunk // sizes.tiles.columns
-    if len(kept.exponentials) > 1:
-        e_RC = kept.exponentials[i]
-    else:
-        e_RC = lax.dynamic_slice_in_dim(kept.exponentials[0], i * sizes.chunk, sizes.chunk, 1)
-    top_UR = lax.dynamic_slice_in_dim(kept.tops, i * tiles, tiles)
-    e_RUT = e_RC.reshape(-1, tiles, width).astype(jnp.float32)
+    part, column = (number, 0) if len(kept.exponentials) > 1 else (0, chunk.first)
+    e_RC = lax.dynamic_slice(kept.exponentials, (part, block.first, column), (1, *size))[0]
+    across = size[1] // tiles.columns
+    top_UR = lax.dynamic_slice(kept.tops, (chunk.first // tiles.columns, block.first), (across, size[0]))
+    labels, live, by_row = jax.tree.map(
+        lambda x: lax.dynamic_slice_in_dim(x, block.first, size[0]), (rows.labels, rows.live, by_row)
+    )
+    e_RUT = e_RC.reshape(size[0], across, tiles.columns).astype(jnp.float32)
     below_UR = top_UR - by_row.top - by_row.log_total
     p_RUT = e_RUT * jnp.exp(below_UR).T[:, :, None]
     by_p_RUT = by_row.by_p[:, None, None]
@@ -313,12 +335,10 @@ def _kept_slopes(
         if how.softcap is not None:
             z_RUT = log_e_RUT + top_UR.T[:, :, None]
             by_p_RUT *= 1 - (z_RUT * inputs.temperature / how.softcap) ** 2
-    dy_RC = (p_RUT * by_p_RUT).reshape(e_RC.shape)
-    own = rows.labels - i * sizes.chunk
-    hit_RC = jnp.arange(sizes.chunk) == own[:, None]
-    dy_RC = jnp.where(hit_RC, by_row.label[:, None], dy_RC)
-    counts_C = jnp.arange(sizes.chunk) < _columns(inputs) - i * sizes.chunk
-    return jnp.where(rows.live[:, None] & counts_C, dy_RC, 0).astype(how.dtype)
+    column_C = jnp.arange(size[1])
+    hit_RC = column_C == (labels - chunk.first)[:, None]
+    dy_RC = jnp.where(hit_RC, by_row.label[:, None], (p_RUT * by_p_RUT).reshape(size))
+    return jnp.where(live[:, None] & (column_C < chunk.columns), dy_RC, 0).astype(how.dtype)
 
 
 # --- tiles that are left out --------------------------------------------------------------------------------------
@@ -329,16 +349,16 @@ def _counted(inputs: Inputs, how: How, sizes: Sizes, rows: _Rows, softmax: Softm
     assert kept.tops is not None
     assert how.filter_eps is not None
     width, block = sizes.tiles.columns, sizes.tiles.cluster_rows
-    tile = jnp.arange(round_up(len(kept.tops), sizes.chunk // width))
-    tops_UR = jnp.pad(kept.tops, ((0, len(tile) - len(kept.tops)), (0, 0)))
-    likely_UR = tops_UR - softmax.top - softmax.log_total >= jnp.log(how.filter_eps)
+    tile = jnp.arange(len(kept.tops))
+    likely_UR = kept.tops - softmax.top - softmax.log_total >= jnp.log(how.filter_eps)
     here_UR = likely_UR & (tile * width < _columns(inputs))[:, None] | (rows.labels // width == tile[:, None])
-    return (here_UR & rows.live).reshape(len(tile), -1, block).any(axis=2).T
+    found = (here_UR & rows.live).reshape(len(tile), -1, block).any(axis=2).T
+    return jnp.pad(found, ((0, 0), (0, sizes.chunk // width)))  # the last chunk may reach beyond
 
 
-def _wanted(sizes: Sizes, counted: Bool[Array, "G U"], i: Array) -> Wanted:
-    tiles = sizes.chunk // sizes.tiles.columns
-    found_GU = lax.dynamic_slice_in_dim(counted, i * tiles, tiles, 1)
+def _wanted(tiles: Tiles, counted: Bool[Array, "G U"], block: Block, chunk: Chunk, size: tuple[int, int]) -> Wanted:
+    lengths = size[0] // tiles.cluster_rows, size[1] // tiles.columns
+    found_GU = lax.dynamic_slice(counted, (block.first // tiles.cluster_rows, chunk.first // tiles.columns), lengths)
 
     def first(found: Bool[Array, "_ _"]) -> tuple[Int[Array, "_ _"], Array]:
         return jnp.argsort(~found, axis=1).astype(jnp.int32), found.sum(axis=1, dtype=jnp.int32)
@@ -351,40 +371,50 @@ def _wanted(sizes: Sizes, counted: Bool[Array, "G U"], i: Array) -> Wanted:
 
 
 class _Plan(NamedTuple):
+    sizes: Sizes
     rows: int
     """Of a wave."""
     keep: int
     """Columns whose exponentials are kept."""
+    kept_chunk: int
+    """Columns that are taken of them at a time."""
 
 
-def _plan(inputs: Inputs, how: How) -> tuple[Sizes, _Plan]:
+def _plan(inputs: Inputs, how: How) -> _Plan:
     """What to spend the workspace on."""
     vocabulary, features = inputs.weight.shape
     sizes = gpu_tiles.choose(len(inputs.labels), vocabulary, features)
     tiles = sizes.tiles
-    rows = round_up(len(inputs.labels), tiles.cluster_rows)
-    room = sizes.default_rows * gpu_tiles.kept_bytes(vocabulary, tiles) if how.workspace is None else how.workspace
-    spare = min(room // _SHARE_OF_CHUNK, _MOST_SPARE)
-    room -= spare
-
-    def sizes_and_bytes(rows: int) -> tuple[Sizes, int, int]:
-        """Sizes for so many rows, all columns by these, and the bytes of a row of all that is kept of them."""
-        sizes = gpu_tiles.choose(rows, vocabulary, features, spare)
-        columns = round_up(vocabulary, sizes.chunk)
-        return sizes, columns, gpu_tiles.kept_bytes(columns, tiles)
-
-    sizes, columns, bytes_a_row = sizes_and_bytes(rows)
+    bytes_a_row = gpu_tiles.kept_bytes(vocabulary, tiles)
+    room = sizes.default_rows * bytes_a_row if how.workspace is None else how.workspace
+    rows, most_columns = sizes.rows(len(inputs.labels)), round_up(vocabulary, tiles.columns)
     if rows * bytes_a_row <= room:
-        return sizes, _Plan(rows, columns)
+        return _cut(inputs, rows, most_columns, room - rows * bytes_a_row)
+    spare = min(room // _SHARE_OF_CHUNK, _MOST_SPARE)
+    columns = (room - spare) // (rows * gpu_tiles.kept_bytes(tiles.columns, tiles)) * tiles.columns
     if how.wants_weight:
         # Several waves are summed in float32, which is no gradient then but one more array.
         no_array = _gradient_dtypes(inputs, how)[1] == jnp.float32
         left = room if no_array else 0 if how.workspace is None else room - 4 * inputs.weight.size
-        of_wave, columns, bytes_a_row = sizes_and_bytes(max(left, 0) // gpu_tiles.kept_bytes(vocabulary, tiles))
-        wave = max(left, 0) // bytes_a_row // tiles.cluster_rows * tiles.cluster_rows
-        if wave >= sizes.least_wave:
-            return of_wave, _Plan(wave, columns)
-    return sizes, _Plan(rows, room // (rows * gpu_tiles.kept_bytes(sizes.chunk, tiles)) * sizes.chunk)
+        most = min(max(left, 0) // bytes_a_row, sizes.most_rows) // tiles.cluster_rows * tiles.cluster_rows
+        cost = sizes.wave_cost + (0 if inputs.weight.dtype == how.dtype else sizes.cast_cost)
+        if most and -(-rows // most) * cost < rows * (1 - columns / vocabulary):
+            wave = round_up(-(-rows // -(-rows // most)), tiles.cluster_rows)
+            return _cut(inputs, wave, most_columns, left - wave * bytes_a_row)
+    return _cut(inputs, rows, columns, spare)
+
+
+def _cut(inputs: Inputs, rows: int, keep: int, spare: int) -> _Plan:
+    """With chunks as large as `spare` bytes allow, those that are kept all of one size."""
+    vocabulary, features = inputs.weight.shape
+    sizes = gpu_tiles.choose(rows, vocabulary, features, min(spare, _MOST_SPARE))
+    if not keep:
+        return _Plan(sizes, rows, 0, 0)
+    tiles = keep // sizes.tiles.columns
+    chunks = -(-keep // sizes.chunk)
+    whole = keep >= vocabulary
+    kept_chunk = (-(-tiles // chunks) if whole else tiles // chunks) * sizes.tiles.columns
+    return _Plan(sizes, rows, chunks * kept_chunk, kept_chunk)
 
 
 def _columns(inputs: Inputs) -> Int[Array, ""]:
