@@ -57,8 +57,8 @@ class Sizes:
     default_rows: int = 1024
     """Rows kept where nothing is said of a workspace."""
     wave_cost: int = 900
-    """Rows whose product takes as long as a sum of dW is read and written: 8 V D bytes, against 2 V D flops a row, at an
-    H100's 3.35 TB/s and 750 TFLOP/s. Arithmetic, nothing was timed."""
+    """Rows whose product takes as long as a sum of dW is read and written: 8 V D bytes, against 2 V D flops a row, at
+    an H100's 3.35 TB/s and 750 TFLOP/s. Arithmetic, nothing was timed."""
     cast_cost: int = 1350
     """The same for reading a float32 weight twice and writing it in bfloat16."""
 

@@ -8,8 +8,8 @@ Rows that count are gathered ahead of the others. With F = 2 N V D flops for a p
   hidden states and the sum of dh in float32.
 - With a workspace, forward keeps exponentials of the first columns, all of them if they fit, and for those XLA makes dy
   without a product: between 4 F and 3 F in all, on one line.
-- Where dW is wanted in float32, or there is room for such a sum, the workspace can keep all columns of some rows instead:
-  waves of 3 F, each of which adds to dW. So it does where that is less work by arithmetic (`Sizes.wave_cost`).
+- Where dW is wanted in float32, or there is room for such a sum, the workspace can keep all columns of some rows
+  instead: waves of 3 F, each of which adds to dW. So it does where that is less work, by arithmetic (`wave_cost`).
 - With `filter_eps`, tiles in which every probability is below it, and no label is, are left out of backward: 1 F and
   three times the share of the others, and a gradient that lacks them.
 
