@@ -92,7 +92,9 @@ def _multiply(*, token: Any, mesh_location: Any, thread: Any, source_info: Any =
 
 def _read_operands(operands: list[tuple[Any, Any]], thread: Any, source_info: Any) -> list[np.ndarray]:
     memory = callbacks._get_shared_memory()
-    clock = memory.incr_clock(thread)
+    with memory.lock:  # what is read as memory's own asynchronous units see it is an event of its own
+        memory.clocks[thread].async_smem_clock.inc(memory.thread_to_vc_position(thread))
+        clock = memory.clocks[thread].copy()
     for key, access in operands:
         callbacks.get_races().check_read(thread, clock.async_smem_clock, key, access, source_info=source_info)
     return [np.array(memory.get_buffer_content(key, access, thread)[0]) for key, access in operands]
