@@ -40,7 +40,7 @@ from kernels.lm_head.gpu_products import (
     strips_of,
     vector,
 )
-from kernels.lm_head.gpu_tiles import Tiles
+from kernels.lm_head.gpu_tiles import Tiles, shared_blocks
 
 
 class Block(NamedTuple):
@@ -106,7 +106,7 @@ def slopes(
         token, first, first_row = _aligned(tiles, counts, 0, 2, 3)
         blocks, used = _blocks(tiles, number), _tiles(tiles, columns)
         slabs = jnp.int32(-(-h.shape[1] // tiles.depth))
-        where = strips_of(blocks, used, strip, rows_first=True)
+        where = strips_of(blocks, used, strip, shared_blocks(tiles, h.shape[1]))
         if listed:
             where = listed[1][0], functools.partial(_listed, listed[0], size[1] // tiles.columns)
         work = Work(*where, depth=lambda block, tile: slabs)
@@ -197,7 +197,7 @@ def hidden_gradient(
         token, first_row = _aligned(tiles, counts, 0, 3)
         across = jnp.int32(-(-w.shape[1] // tiles.columns))
         slabs, a_tile = lax.div(columns + (tiles.depth - 1), jnp.int32(tiles.depth)), tiles.columns // tiles.depth
-        work = Work(*strips_of(_blocks(tiles, number), across, 1, rows_first=False), depth=lambda block, tile: slabs)
+        work = Work(*strips_of(_blocks(tiles, number), across, 1), depth=lambda block, tile: slabs)
         if listed:
             work = work._replace(
                 depth=lambda block, tile: listed[1][block] * a_tile,
@@ -236,7 +236,7 @@ def weight_gradient(
         token, first = _aligned(tiles, counts, 0, 2)
         across = jnp.int32(-(-h.shape[1] // tiles.columns))
         slabs, a_block = lax.div(number + (tiles.depth - 1), jnp.int32(tiles.depth)), tiles.cluster_rows // tiles.depth
-        work = Work(*strips_of(_blocks(tiles, columns), across, 1, rows_first=False), depth=lambda block, tile: slabs)
+        work = Work(*strips_of(_blocks(tiles, columns), across, 1), depth=lambda block, tile: slabs)
         if wanted is not None:
 
             def of(block: Scalar) -> Scalar:

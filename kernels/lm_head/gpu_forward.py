@@ -40,7 +40,7 @@ from kernels.lm_head.gpu_products import (
     vector,
     vectors,
 )
-from kernels.lm_head.gpu_tiles import Tiles
+from kernels.lm_head.gpu_tiles import Tiles, shared_blocks
 from kernels.lm_head.online_softmax import FLOOR, Running, joined, merged
 
 KEPT = jnp.dtype(jnp.float16)
@@ -123,7 +123,7 @@ def forward(
         blocks = lax.div(number + (tiles.cluster_rows - 1), jnp.int32(tiles.cluster_rows))
         slabs = jnp.int32(-(-h.shape[1] // tiles.depth))
         used = lax.div(columns + (width - 1), jnp.int32(width))
-        work = Work(*strips_of(blocks, used, strip, rows_first=True), depth=lambda block, tile: slabs)
+        work = Work(*strips_of(blocks, used, strip, shared_blocks(tiles, h.shape[1])), depth=lambda block, tile: slabs)
         own = Labels(labels, found, first, columns)
 
         def multiplier(*scratch: Ref) -> Strip:
@@ -181,7 +181,7 @@ def _strip(
         left, own = labels.columns - start, label - start
         capped = [logits.capped(piece) for piece in pieces_of(y)]  # few registers are left beside a tile's sums
         capped = lax.cond(left < tiles.columns, functools.partial(_masked, left), lambda *x: x, *capped)
-        top = functools.reduce(jnp.maximum, (c.max(axis=1) for c in capped))
+        top = functools.reduce(jnp.maximum, capped).max(axis=1)
         if out.tops is not None:
             send_vectors(out.buffers, place, [top * logits.scale], lambda _: out.tops.at[t, rows])
         total = tilt = jnp.zeros_like(top)

@@ -12,7 +12,7 @@ from kernels.lm_head.contract import How, Inputs
 from kernels.lm_head.gpu_tiles import Sizes
 from kernels.lm_head.live_rows import round_up
 
-_SHARE_OF_CHUNK, _MOST_SPARE = 8, 96 * 2**20  # of a workspace, one part in so many, and bytes: for larger chunks
+_SHARE_OF_CHUNK, _MOST_SPARE = 8, 100 * 2**20  # of a workspace, one part in so many, and bytes: for larger chunks
 
 
 class Plan(NamedTuple):
@@ -55,11 +55,20 @@ def _cut(inputs: Inputs, rows: int, keep: int, spare: int) -> Plan:
     sizes = gpu_tiles.choose(rows, vocabulary, features, min(spare, _MOST_SPARE))
     if not keep:
         return Plan(sizes, rows, 0, 0)
-    tiles = keep // sizes.tiles.columns
-    chunks = -(-keep // sizes.chunk)
-    whole = keep >= vocabulary
-    kept_chunk = (-(-tiles // chunks) if whole else tiles // chunks) * sizes.tiles.columns
-    return Plan(sizes, rows, chunks * kept_chunk, kept_chunk)
+    tiles, width = keep // sizes.tiles.columns, sizes.tiles.columns
+    least = -(-keep // max(sizes.chunk, spare // (2 * sizes.block(rows))))
+
+    def kept(chunks: int) -> tuple[int, int]:
+        """Of the columns, those kept, and of these those of a chunk."""
+        chunk = (-(-tiles // chunks) if keep >= vocabulary else tiles // chunks) * width
+        return chunks * chunk, chunk
+
+    def cost(chunks: int) -> int:
+        keep, chunk = kept(chunks)
+        again = sizes.cost(rows, features, max(0, vocabulary - keep), sizes.chunk)
+        return sizes.cost(rows, features, keep, chunk, products=2) + again
+
+    return Plan(sizes, rows, *kept(min(range(least, min(2 * least + 4, tiles) + 1), key=cost)))
 
 
 def gradient_dtypes(inputs: Inputs, how: How) -> tuple[jnp.dtype, jnp.dtype]:

@@ -7,7 +7,7 @@ then do with the sums what the kernel is for, while the next tile's slabs arrive
 lie below each other, and a slab of B, which is then the same, is read once and multicast to both.
 
 A slab that reaches beyond its array is filled with zeros by TMA, and what is stored beyond one is dropped: sizes need
-not be multiples of tiles. Rows of arrays must be multiples of 16 bytes.
+not be multiples of tiles, but Pallas wants those of arrays to be multiples of 8 and 64.
 
 Left out: what is multiplied (`gpu_forward.py`, `gpu_backward.py`), and how large the tiles are (`gpu_tiles.py`).
 
@@ -100,15 +100,24 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
 
 
-def strips_of(blocks: Scalar, tiles: Scalar, length: int, rows_first: bool) -> tuple[Scalar, Callable[..., Any]]:
-    """Strips of `length` tiles that cover blocks x tiles, and where each lies; neighbours share columns, or rows."""
+def strips_of(
+    blocks: Scalar, tiles: Scalar, length: int, together: int | None = None
+) -> tuple[Scalar, Callable[..., Any]]:
+    """Strips of `length` tiles that cover blocks x tiles, and where each lies.
+
+    Args:
+        together: blocks that are gone through strip by strip, before the next ones; None: one block after the other.
+    """
     across = lax.div(tiles + (length - 1), jnp.int32(length))
 
     def place(strip: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-        if rows_first:
-            block, number = lax.rem(strip, blocks), lax.div(strip, blocks)
-        else:
+        if together is None:
             block, number = lax.div(strip, across), lax.rem(strip, across)
+        else:
+            before = lax.div(strip, across * together) * together
+            here = jnp.minimum(together, blocks - before)
+            strip -= before * across
+            block, number = before + lax.rem(strip, here), lax.div(strip, here)
         first = number * length
         return block, first, jnp.minimum(length, tiles - first)
 

@@ -15,9 +15,12 @@ MULTIPLIERS = 2
 """Warpgroups of a block that multiply."""
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block can have: CUDA C++ programming guide, technical specifications of compute capability 9.0."""
-_RESERVE = 2048  # for barriers, labels and what the compiler adds
+_VECTORS = 2048  # for numbers of rows on their way out
 _MOST_STRIP = 32  # tiles
-_CHUNK, _MOST_CHUNK = 32 * 2**20, 8192  # bytes of dy; columns
+_ALWAYS, _LEAST = 64 * 2**20, 32 * 2**20  # bytes: beside one array of hidden's shape; of dy, at least
+_MOST_TILES = 66  # of a chunk
+_SHARED_ROWS = 16 * 2**20  # bytes of hidden states that clusters share in the L2 cache
+_LAUNCHES = 1700  # slabs' worth of depth that a chunk's launches take: 20 us, an estimate
 _STAGE = 64 * 128  # bytes of a piece of a tile on its way out: 64 rows of 128 bytes
 STAGES = 2
 """Such pieces that a warpgroup has on their way."""
@@ -34,6 +37,11 @@ class Tiles:
     depth: int = 64
     slots: int = 4
     cluster: int = 2
+
+    def __post_init__(self) -> None:
+        assert self.rows_each == 64  # as one wgmma has, and what is stored at a time
+        assert self.columns % 128 == 0  # stages are taken in turn, and each tile begins with the first
+        assert self.columns % self.cluster_rows == 0  # columns are rows of dW
 
     @property
     def cluster_rows(self) -> int:
@@ -64,7 +72,6 @@ class Sizes:
 
     def __post_init__(self) -> None:
         assert self.chunk % self.tiles.columns == 0
-        assert self.tiles.columns % self.tiles.cluster_rows == 0  # as columns are rows of dW
 
     def block(self, rows: int) -> int:
         """Rows that backward takes at a time, of so many: all blocks are nearly full."""
@@ -77,27 +84,58 @@ class Sizes:
 
     def strip(self, rows: int, columns: int) -> int:
         """Tiles of a strip: so many that no cluster has much more to do than others, then as many as may be."""
-        clusters = target.multiprocessors() // self.tiles.cluster
         blocks, tiles = -(-rows // self.tiles.cluster_rows), -(-columns // self.tiles.columns)
 
         def longest(strip: int) -> int:
-            return -(-blocks * -(-tiles // strip) // clusters) * strip
+            return _rounds(self.tiles, blocks * -(-tiles // strip)) * strip
 
         return min(range(1, min(tiles, _MOST_STRIP) + 1), key=lambda strip: (longest(strip), -strip))
+
+    def cost(self, rows: int, features: int, columns: int, chunk: int, products: int = 3) -> int:
+        """Of backward over so many columns in chunks: depth that a cluster sums, over all its tiles, launches included.
+
+        Args:
+            products: 2 where logits aren't computed again.
+        """
+        whole, rest = divmod(columns, chunk)
+        tiles, block = self.tiles, self.block(rows)
+        blocks, across = block // tiles.cluster_rows, -(-features // tiles.columns)
+
+        def one(columns: int) -> int:
+            in_chunk = -(-columns // tiles.columns)
+            hidden = _rounds(tiles, blocks * across) * columns
+            weight = _rounds(tiles, in_chunk * across) * block
+            again = _rounds(tiles, blocks * in_chunk) * features if products == 3 else 0
+            return hidden + weight + again + _LAUNCHES
+
+        return whole * one(chunk) + (one(rest) if rest else 0)
+
+
+def _rounds(tiles: Tiles, number: int) -> int:
+    """Tiles, or strips, of the cluster that has most of them."""
+    return -(-number // (target.multiprocessors() // tiles.cluster))
 
 
 def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
     """The sizes for so many rows at a time on the GPU that is being traced for.
 
     Args:
-        spare: bytes that dy of a chunk may take beside the 32 MiB that it may always.
+        spare: bytes that dy of a chunk may take beside those that it may always.
     """
     if _override is not None:
         return _override
     tiles = Tiles(**(_measured(features) or {}).get("tiles", {}))
-    block = Sizes(tiles, tiles.columns).block(rows)
-    chunk = (_CHUNK + spare) // (2 * block) // tiles.columns * tiles.columns
-    return Sizes(tiles, min(chunk, _MOST_CHUNK, round_up(vocabulary, tiles.columns)))
+    sizes = Sizes(tiles, tiles.columns)
+    block = sizes.block(rows)
+    room = max(_ALWAYS - 2 * block * features, _LEAST) + spare  # dh is summed in twice an array of hidden's shape
+    most = min(room // (2 * block * tiles.columns), _MOST_TILES, -(-vocabulary // tiles.columns))
+    chunks = [tiles.columns * number for number in range(1, max(most, 1) + 1)]
+    return Sizes(tiles, min(chunks, key=lambda chunk: sizes.cost(rows, features, vocabulary, chunk)))
+
+
+def shared_blocks(tiles: Tiles, features: int) -> int:
+    """Blocks of a cluster's rows that are gone through column by column, so that the L2 cache has them all."""
+    return max(1, _SHARED_ROWS // (2 * features * tiles.cluster_rows))
 
 
 def faster(features: int) -> bool:
@@ -136,4 +174,4 @@ def kept_bytes(columns: int, tiles: Tiles) -> int:
 def shared_memory(tiles: Tiles) -> int:
     """Bytes that a block takes, of operands of 2 bytes."""
     slabs = tiles.slots * 2 * tiles.depth * (tiles.rows + tiles.columns)
-    return slabs + MULTIPLIERS * STAGES * _STAGE + _RESERVE
+    return slabs + MULTIPLIERS * STAGES * _STAGE + _VECTORS + 2 * 8 * tiles.slots

@@ -45,8 +45,9 @@ def obstacle(inputs: Inputs, how: How) -> str | None:
     for name, dtype in {"hidden": inputs.hidden.dtype, "weight": inputs.weight.dtype}.items():
         if dtype not in (jnp.bfloat16, jnp.float32):
             return f"{name} is {dtype}, and the kernels know bfloat16 and float32"
-    if inputs.weight.shape[1] % 8:
-        return f"hidden has {inputs.weight.shape[1]} features, and TMA wants a multiple of 8"
+    vocabulary, features = inputs.weight.shape
+    if features % 64 or vocabulary % 8:
+        return f"weight is {vocabulary} x {features}, and the kernels want multiples of 8 x 64"
     # Elsewhere they can be interpreted, with tiles for that.
     return None if gpu_tiles.overridden() else target.no_hopper()
 
