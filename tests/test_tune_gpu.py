@@ -3,6 +3,7 @@
 No kernel runs here: answers of the trials' process are made up, or come from small programs.
 """
 
+import dataclasses
 import json
 import sys
 
@@ -13,7 +14,7 @@ import pytest
 from kernels.lm_head import gpu_tiles
 from kernels.lm_head.gpu_tiles import SHARED_MEMORY, Sizes, Tiles
 from tools import tune, tune_gpu, tune_gpu_child, tune_table
-from tools.tune_gpu import Worker
+from tools.tune_gpu import Candidate, Worker
 
 SHAPE = (8192, 2048, 151936)
 RIGHT = dict.fromkeys(tune_gpu.TOLERANCE, 1e-5)
@@ -56,29 +57,29 @@ def test_every_tiling_fits_a_blocks_shared_memory_and_the_default_is_the_first()
     assert len(set(tilings)) == len(tilings)
     for tiles in tilings:
         assert gpu_tiles.shared_memory(tiles) <= SHARED_MEMORY == 227 * 1024
-        Sizes(tiles, tune_gpu.rule(tiles, *SHAPE[::2]))
 
 
 @pytest.mark.parametrize("columns", [256, 128])
 def test_of_each_width_one_more_slot_would_not_fit(columns):
     most = max((tiles for tiles in tune_gpu.tilings() if tiles.columns == columns), key=lambda tiles: tiles.slots)
-    assert gpu_tiles.shared_memory(Tiles(columns=columns, slots=most.slots + 1)) > SHARED_MEMORY
+    assert gpu_tiles.shared_memory(dataclasses.replace(most, slots=most.slots + 1)) > SHARED_MEMORY
 
 
-@pytest.mark.parametrize("rows", [1, 1000, 8192, 65536])
-@pytest.mark.parametrize("vocabulary", [700, 151936])
-def test_the_rules_chunk_is_that_of_the_kernels(rows, vocabulary, monkeypatch):
+def test_the_rule_is_the_kernels_own_with_these_tiles(monkeypatch):
     monkeypatch.setattr(gpu_tiles, "_TABLE", [])
-    assert tune_gpu.rule(Tiles(), rows, vocabulary) == gpu_tiles.choose(rows, vocabulary, 2048).chunk
+    assert tune_gpu.rule(Tiles(), SHAPE) == gpu_tiles.choose(8192, 151936, 2048)
+    assert tune_gpu.rule(Tiles(slots=3), SHAPE).tiles == Tiles(slots=3)
 
 
-def test_chunks_are_whole_tiles_other_than_the_rules_and_the_nearest_is_the_first():
+@pytest.mark.parametrize("shape", [SHAPE, (100, 64, 1100)])
+def test_chunks_are_whole_tiles_other_than_the_rules_and_the_nearest_is_the_first(shape):
     for tiles in tune_gpu.tilings():
-        chunks = tune_gpu.chunks(tiles, 8192, 151936)
-        assert not [chunk for chunk in chunks if chunk % tiles.columns]
-        assert tune_gpu.rule(tiles, 8192, 151936) == 2048
-        assert (chunks[0], chunks[-1], 2048 in chunks) == (2304, 8448, False)
-    assert tune_gpu.chunks(Tiles(), 8192, 1100) == [1024]
+        chunks, own = tune_gpu.chunks(tiles, shape), tune_gpu.rule(tiles, shape).chunk
+        assert [x for x in chunks if x % tiles.columns or x >= shape[2] + tiles.columns] == []
+        assert own not in chunks
+        ratios = [max(chunk / own, own / chunk) for chunk in chunks]
+        assert ratios == sorted(ratios)
+    assert len(tune_gpu.chunks(Tiles(), SHAPE)) >= len(tune_gpu.CHUNKS) - 2
 
 
 # Trials
@@ -88,7 +89,8 @@ def test_tilings_are_tried_first_and_then_chunks_for_the_fastest():
     device = Device(lambda tiles, chunk: 1.0 if tiles.cluster == 1 and tiles.slots == 4 else 2.0)
     found = device.tuned()
     tilings = len(tune_gpu.tilings())
-    assert {asked["chunk"] for asked in device.asked[:tilings]} == {2048}
+    assert {asked["chunk"] for asked in device.asked[:tilings]} == {None}
+    assert None not in {asked["chunk"] for asked in device.asked[tilings:]}
     assert {(x["tiles"]["cluster"], x["tiles"]["slots"]) for x in device.asked[tilings:]} == {(1, 4)}
     assert found.left_out == 0
     assert found.streaming == seconds(2.0)
@@ -99,7 +101,7 @@ def test_what_would_end_too_late_is_left_out_and_the_best_of_the_others_is_found
     found = device.tuned(limit=55.0)
     assert len(device.asked) == 4
     assert device.now <= 55
-    assert found.left_out == len(tune_gpu.tilings()) - 4 + len(tune_gpu.chunks(Tiles(), *SHAPE[::2]))
+    assert found.left_out == len(tune_gpu.tilings()) - 4 + len(tune_gpu.chunks(Tiles(), SHAPE))
     assert found.in_turns
     assert f"--limit: {found.left_out} candidates were left out" in tune_gpu.lines(found, SHAPE)
 
@@ -126,7 +128,7 @@ def test_a_wrong_candidate_is_told_and_never_noted_however_fast(name):
         lambda tiles, chunk: answer if tiles.cluster == 1 else {},
     )
     found = device.tuned()
-    assert {trial.sizes.tiles.cluster for trial in found.in_turns} == {2}
+    assert {trial.candidate.tiles.cluster for trial in found.in_turns} == {2}
     assert device.noted()["tiles"]["cluster"] == 2
     assert sum(line.endswith(said) for line in tune_gpu.lines(found, SHAPE)) >= 3
 
@@ -170,7 +172,7 @@ def trials():
         yield tune_gpu_child.Trials((64, 16, 300), 1 << 20, engine="streaming")
 
 
-SIZES = tune_gpu.as_json(Sizes(Tiles(), 1024))
+SIZES = tune_gpu.as_json(Candidate(Tiles()))
 
 
 def test_what_is_right_has_no_error_and_three_times(trials):
@@ -191,7 +193,7 @@ def test_after_a_failure_on_the_device_the_process_is_spoilt(trials, monkeypatch
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(trials, "try_sizes", fail)
+    monkeypatch.setattr(trials, "try_one", fail)
     answer = tune_gpu_child.answer(trials, {"try": SIZES})
     assert answer == {"refusal": f"{type(error).__name__}: no", "spoilt": spoilt}
 
@@ -230,7 +232,7 @@ def test_the_kernels_take_what_was_noted(monkeypatch):
     noted = Device(lambda tiles, chunk: 1.0 if tiles == fast else 1.5).noted()
     monkeypatch.setattr(gpu_tiles, "_TABLE", [noted])
     monkeypatch.setattr(gpu_tiles.target, "device_kind", lambda: "a GPU")
-    assert gpu_tiles.choose(8192, 151936, 2048) == Sizes(fast, 2048)
+    assert gpu_tiles.choose(8192, 151936, 2048).tiles == fast
     assert gpu_tiles.faster(2048)
     assert (noted["seconds"], noted["streaming_seconds"]) == (1.0, 2.0)
     monkeypatch.setattr(gpu_tiles, "_TABLE", [Device(lambda *_: 2.5).noted()])
@@ -240,18 +242,19 @@ def test_the_kernels_take_what_was_noted(monkeypatch):
 @pytest.mark.parametrize(
     ("times", "chunk", "taken"),
     [
-        ({1536: 0.9}, 1536, 0.9),
-        ({1536: 0.99}, None, 1.0),  # not clearly
-        ({8192: 0.5}, None, 1.0),  # takes more memory
-        ({8192: 0.5, 1024: 0.8}, 1024, 0.8),
+        ({1024: 0.9}, 1024, 0.9),
+        ({1024: 0.99}, None, 1.0),  # not clearly
+        ({8448: 0.5}, None, 1.0),  # takes more memory
+        ({8448: 0.5, 1024: 0.8}, 1024, 0.8),
     ],
 )
-def test_a_chunk_is_noted_that_is_clearly_faster_and_not_larger(times, chunk, taken):
+def test_a_chunk_is_noted_that_is_clearly_faster_and_not_larger(times, chunk, taken, monkeypatch):
+    monkeypatch.setattr(tune_gpu, "rule", lambda tiles, shape: Sizes(tiles, 2048))
     device = Device(lambda tiles, chunk: times.get(chunk, 1.0))
     assert device.noted().get("chunk") == chunk
     assert device.noted()["seconds"] == taken
-    told = [line for line in tune_gpu.lines(device.tuned(), SHAPE) if line.startswith("not noted: chunk 8192")]
-    assert bool(told) is (8192 in times)
+    told = [line for line in tune_gpu.lines(device.tuned(), SHAPE) if line.startswith("not noted: chunk 8448")]
+    assert bool(told) is (8448 in times)
 
 
 def test_an_entry_replaces_that_of_the_same_device_and_hidden_size():

@@ -2,8 +2,9 @@
 
     python tools/tune.py --shape 8192,2048,151936 --limit 240 --write       on the GPU
 
-Tiles that fit shared memory by gpu_tiles.py are tried in turn, at the chunk of the vocabulary that it would take; then
-other chunks, with the fastest tiles. Each is compiled, held against streaming's results on random data, and timed:
+Tiles that fit shared memory by gpu_tiles.py are tried in turn, with the chunk of the vocabulary that it takes by its
+rule; then other chunks, with the fastest tiles. Each is compiled, held against streaming's results on random data, and
+timed:
 
     ms, no workspace   loss and gradients of the cross-entropy; with 640 MiB; and the value alone
     errors             of the loss, the tokens' statistics, dh and dW: the largest over the largest magnitude, or one
@@ -30,10 +31,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 from tqdm import tqdm
@@ -50,8 +52,6 @@ PROGRAMS = ("no workspace", "workspace", "value")
 WORKSPACE = 640 << 20
 TOLERANCE = {"loss": 1e-4, "statistics": 1e-4, "dh": 0.02, "dW": 0.02}
 """Gradients are bfloat16; a tile of 256 columns that is left out moves an lse of 12 nats by 2e-3."""
-DY = 32 * 2**20
-"""Bytes of a chunk of dy that gpu_tiles.py allows always."""
 CHUNKS = (1024, 1536, 1792, 2048, 2304, 3072, 4096, 4224, 6144, 8192, 8448)
 """Columns: also such that tiles come out even on 132 multiprocessors."""
 CLEARLY = 0.015
@@ -64,8 +64,14 @@ Ask = Callable[[dict[str, Any]], dict[str, Any]]
 """A request to the trials' process -> its answer, which has a `refusal` where nothing came of it."""
 
 
+class Candidate(NamedTuple):
+    tiles: Tiles
+    chunk: int | None = None
+    """Columns; None: what gpu_tiles.py takes with these tiles."""
+
+
 class Trial(NamedTuple):
-    sizes: Sizes
+    candidate: Candidate
     seconds: dict[str, float]
     """By program."""
     errors: dict[str, float]
@@ -117,31 +123,38 @@ def tilings() -> list[Tiles]:
         Tiles(columns=columns, slots=slots, cluster=cluster)
         for columns in (256, 128)
         for cluster in (2, 1)
+        if columns % (Tiles.rows * cluster) == 0
         for slots in (6, 5, 4, 3)
-        if columns % Tiles(columns=columns, cluster=cluster).cluster_rows == 0
     ]
     fitting = [tiles for tiles in fitting if gpu_tiles.shared_memory(tiles) <= SHARED_MEMORY]
-    most = {tiles.columns: 0 for tiles in fitting}
-    for tiles in fitting:
-        most[tiles.columns] = max(most[tiles.columns], tiles.slots)
+    most = {columns: max(t.slots for t in fitting if t.columns == columns) for columns in {t.columns for t in fitting}}
     return sorted(fitting, key=lambda t: (t != Tiles(), most[t.columns] - t.slots, -t.columns, -t.cluster))
 
 
-def rule(tiles: Tiles, rows: int, vocabulary: int) -> int:
-    """The chunk that gpu_tiles.py takes by itself."""
-    fits = DY // (2 * Sizes(tiles, tiles.columns).block(rows)) // tiles.columns * tiles.columns
-    return min(fits, 8192, whole(vocabulary, tiles))
+@contextmanager
+def taken(candidate: Candidate) -> Iterator[None]:
+    """In it the kernels are traced with these tiles, as they will be once these are noted."""
+    if candidate.chunk is not None:
+        with gpu_tiles.override(Sizes(candidate.tiles, candidate.chunk)):
+            yield
+        return
+    noted = {"engine": "mosaic_gpu", "device": target.device_kind(), "features": 1}
+    with mock.patch.object(gpu_tiles, "_TABLE", [noted | {"tiles": dataclasses.asdict(candidate.tiles)}]):
+        yield
 
 
-def chunks(tiles: Tiles, rows: int, vocabulary: int) -> list[int]:
+def rule(tiles: Tiles, shape: Shape) -> Sizes:
+    """What gpu_tiles.py takes with these tiles."""
+    tokens, features, vocabulary = shape
+    with taken(Candidate(tiles)):
+        return gpu_tiles.choose(tokens, vocabulary, features)
+
+
+def chunks(tiles: Tiles, shape: Shape) -> list[int]:
     """Others than the rule's, the nearest to it first."""
-    own = rule(tiles, rows, vocabulary)
-    found = [c for c in CHUNKS if c % tiles.columns == 0 and c != own and c <= whole(vocabulary, tiles)]
+    own, whole = rule(tiles, shape).chunk, -(-shape[2] // tiles.columns) * tiles.columns
+    found = [chunk for chunk in CHUNKS if chunk % tiles.columns == 0 and chunk != own and chunk <= whole]
     return sorted(found, key=lambda chunk: abs(math.log(chunk / own)))
-
-
-def whole(vocabulary: int, tiles: Tiles) -> int:
-    return -(-vocabulary // tiles.columns) * tiles.columns
 
 
 # --- trials ---------------------------------------------------------------------------------------------------------
@@ -161,23 +174,22 @@ def tune(
     shape: Shape, ask: Ask, limit: float, most: int | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Found:
     """Tilings, then chunks for the best of them, then the finalists in turns; what would end too late is left out."""
-    rows, _, vocabulary = shape
     start, longest, trials, left_out = clock(), 0.0, list[Trial](), 0
-    first = [Sizes(tiles, rule(tiles, rows, vocabulary)) for tiles in tilings()][:most]
+    first = [Candidate(tiles) for tiles in tilings()][:most]
     bar = tqdm(total=len(first) + len(CHUNKS) - 2, unit="trial", dynamic_ncols=True)
 
     def in_time() -> bool:
         return clock() - start + 2 * longest < limit  # one more, and the turns at the end
 
-    def try_all(candidates: Sequence[Sizes]) -> None:
+    def try_all(candidates: Sequence[Candidate]) -> None:
         nonlocal longest, left_out
-        for sizes in candidates:
+        for candidate in candidates:
             if not in_time():
                 left_out += 1
                 continue
             began = clock()
-            bar.set_description(told(sizes))
-            trials.append(tried(ask, sizes))
+            bar.set_description(told(candidate))
+            trials.append(tried(ask, candidate))
             longest = max(longest, clock() - began)
             bar.update()
             bar.write(cells(trials[-1]))
@@ -186,8 +198,8 @@ def tune(
         try_all(first)
         right = [trial for trial in trials if not trial.refusal]
         if right:
-            tiles = min(right, key=lambda trial: trial.total).sizes.tiles
-            others = [Sizes(tiles, chunk) for chunk in chunks(tiles, rows, vocabulary)]
+            tiles = min(right, key=lambda trial: trial.total).candidate.tiles
+            others = [Candidate(tiles, chunk) for chunk in chunks(tiles, shape)]
             bar.total = len(first) + len(others)
             try_all(others if most is None else others[: max(0, most - len(first))])
         right = sorted((trial for trial in trials if not trial.refusal), key=lambda trial: trial.total)
@@ -195,42 +207,42 @@ def tune(
     return Found(trials, streaming, in_turns, left_out)
 
 
-def tried(ask: Ask, sizes: Sizes) -> Trial:
-    answer = ask({"try": as_json(sizes)})
+def tried(ask: Ask, candidate: Candidate) -> Trial:
+    answer = ask({"try": as_json(candidate)})
     if "refusal" in answer:
-        return Trial(sizes, {}, {}, answer["refusal"])
+        return Trial(candidate, {}, {}, answer["refusal"])
     errors = answer["errors"]
     wrong = [f"{name} {x:.1e}" for name, x in errors.items() if not x <= TOLERANCE[name]]
     refusal = f"WRONG: {', '.join(wrong)}" if wrong else "" if answer["same"] else "WRONG: moves from call to call"
-    return Trial(sizes, answer["seconds"], errors, refusal)
+    return Trial(candidate, answer["seconds"], errors, refusal)
 
 
 def finalists(right: Sequence[Trial], shape: Shape) -> list[Trial]:
-    """The fastest two; the fastest that takes no more memory than the rule's, and that with the rule's chunk."""
-    allowed = [trial for trial in right if affordable(trial.sizes, shape)]
-    own = [trial for trial in right if trial.sizes.chunk == rule(trial.sizes.tiles, shape[0], shape[2])]
-    return list({trial.sizes: trial for trial in [*allowed[:2], *own[:1], *right[:1]]}.values())
+    """The fastest; the fastest two that take no more memory than the rule's chunk, and the fastest with that chunk."""
+    allowed = [trial for trial in right if affordable(trial.candidate, shape)]
+    own = [trial for trial in right if trial.candidate.chunk is None]
+    return list({trial.candidate: trial for trial in [*allowed[:2], *own[:1], *right[:1]]}.values())
 
 
-def affordable(sizes: Sizes, shape: Shape) -> bool:
-    return sizes.chunk <= rule(sizes.tiles, shape[0], shape[2])
+def affordable(candidate: Candidate, shape: Shape) -> bool:
+    return candidate.chunk is None or candidate.chunk < rule(candidate.tiles, shape).chunk
 
 
 def turns(ask: Ask, chosen: Sequence[Trial], trials: list[Trial]) -> tuple[dict[str, float], list[Trial]]:
     """Streaming's seconds, and the finalists by their time in turns."""
     if not chosen:
         return {}, []
-    answer = ask({"turns": [as_json(trial.sizes) for trial in chosen]})
+    answer = ask({"turns": [as_json(trial.candidate) for trial in chosen]})
     if "refusal" in answer:
-        trials.append(Trial(chosen[0].sizes, {}, {}, f"in turns: {answer['refusal']}"))
+        trials.append(Trial(chosen[0].candidate, {}, {}, f"in turns: {answer['refusal']}"))
         return {}, []
     streaming, *seconds = answer["seconds"]
     again = [trial._replace(seconds=own) for trial, own in zip(chosen, seconds, strict=True)]
     return streaming, sorted(again, key=lambda trial: trial.total)
 
 
-def as_json(sizes: Sizes) -> dict[str, Any]:
-    return {"tiles": dataclasses.asdict(sizes.tiles), "chunk": sizes.chunk}
+def as_json(candidate: Candidate) -> dict[str, Any]:
+    return {"tiles": dataclasses.asdict(candidate.tiles), "chunk": candidate.chunk}
 
 
 class Worker:
@@ -307,17 +319,15 @@ class Worker:
 # --- what is told, and what is noted --------------------------------------------------------------------------------
 
 
-def told(sizes: Sizes) -> str:
-    tiles = sizes.tiles
-    return (
-        f"{tiles.rows} x {tiles.columns} x {tiles.depth}, {tiles.slots} slots, cluster {tiles.cluster}, {sizes.chunk}"
-    )
+def told(candidate: Candidate) -> str:
+    tiles, chunk = candidate.tiles, "" if candidate.chunk is None else f", {candidate.chunk}"
+    return f"{tiles.rows} x {tiles.columns} x {tiles.depth}, {tiles.slots} slots, cluster {tiles.cluster}{chunk}"
 
 
 def cells(trial: Trial) -> str:
     seconds = "".join(f"{1e3 * trial.seconds[name]:9.2f}" for name in PROGRAMS) if trial.seconds else ""
     errors = "".join(f"{x:9.1e}" for x in trial.errors.values())
-    return f"{told(trial.sizes):40}{seconds}{errors}  {trial.refusal}".rstrip()
+    return f"{told(trial.candidate):40}{seconds}{errors}  {trial.refusal}".rstrip()
 
 
 def lines(found: Found, shape: Shape) -> Iterator[str]:
@@ -332,23 +342,25 @@ def lines(found: Found, shape: Shape) -> Iterator[str]:
     if found.left_out:
         yield f"--limit: {found.left_out} candidates were left out"
     for trial in found.in_turns[:1]:
-        if not affordable(trial.sizes, shape):
-            mib = 2 * trial.sizes.block(shape[0]) * trial.sizes.chunk / 2**20
-            yield f"not noted: chunk {trial.sizes.chunk}, the fastest, takes {mib:.0f} MiB; the rule allows {DY >> 20}"
+        if not affordable(trial.candidate, shape):
+            own = rule(trial.candidate.tiles, shape)
+            mib, by_rule = (2 * own.block(shape[0]) * x / 2**20 for x in (trial.candidate.chunk or 0, own.chunk))
+            said = f"takes {mib:.0f} MiB; the rule's, {own.chunk}, {by_rule:.0f}"
+            yield f"not noted: chunk {trial.candidate.chunk}, the fastest, {said}"
 
 
 def entry(found: Found, shape: Shape, device: str) -> dict[str, Any]:
     """As gpu_tiles.py reads it: what it is for, the tiles, and the times to compare; then how they were found."""
-    own = next(t for t in found.in_turns if t.sizes.chunk == rule(t.sizes.tiles, shape[0], shape[2]))
-    best = next(t for t in found.in_turns if affordable(t.sizes, shape))
+    own = next(trial for trial in found.in_turns if trial.candidate.chunk is None)
+    best = next(trial for trial in found.in_turns if affordable(trial.candidate, shape))  # own is one of them
     if best.total > (1 - CLEARLY) * own.total:
         best = own
-    chunk = {} if best is own else {"chunk": best.sizes.chunk}
+    chunk = {} if best is own else {"chunk": best.candidate.chunk}
     return {
         "engine": "mosaic_gpu",
         "device": device,
         "features": shape[1],
-        "tiles": dataclasses.asdict(best.sizes.tiles),
+        "tiles": dataclasses.asdict(best.candidate.tiles),
         **chunk,
         "seconds": round(best.total, 6),
         "streaming_seconds": round(decisive(found.streaming), 6),

@@ -1,7 +1,7 @@
 """The process in which tools/tune_gpu.py tries sizes: python -m tools.tune_gpu_child TASK. A line of JSON answers each:
 
-    {"try": sizes}           -> {"errors": {...}, "same": bool, "seconds": {program: ...}}, or {"refusal": why}
-    {"turns": [sizes, ...]}  -> {"seconds": [streaming's, and of each]}, by program, timed in turns
+    {"try": candidate}           -> {"errors": {...}, "same": bool, "seconds": {program: ...}}, or {"refusal": why}
+    {"turns": [candidate, ...]}  -> {"seconds": [streaming's, and of each]}, by program, timed in turns
 
 Data is random: logits of unit variance, and every other label beyond the vocabulary, where it hits nothing. In rows
 whose label counts, and in that label's row of the weight, the label's part of a gradient hides all others; so rows
@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.lm_head import TokenLogprobs, gpu_tiles, token_loss
-from kernels.lm_head.gpu_tiles import Sizes, Tiles
+from kernels.lm_head import TokenLogprobs, token_loss
+from kernels.lm_head.gpu_tiles import Tiles
 from tools import bench_timing
+from tools.tune_gpu import Candidate, taken
 
 ROUNDS = 7
 LEAST = 0.05
@@ -39,29 +40,29 @@ class Trials:
     def __init__(self, shape: tuple[int, int, int], workspace: int, engine: str = "mosaic_gpu") -> None:
         self.arrays, self.engine = random_arrays(shape), engine
         self.options = OPTIONS | {"workspace": {"workspace": workspace}}
-        self.compiled: dict[tuple[str, Sizes | None], Any] = {}
+        self.compiled: dict[tuple[str, Candidate | None], Any] = {}
         self.right = jax.block_until_ready(self.program("no workspace", None)(*self.arrays))
 
-    def program(self, name: str, sizes: Sizes | None) -> Any:
-        """Compiled, with these sizes; None: streaming's."""
-        if (name, sizes) not in self.compiled:
-            options = self.options[name] | {"impl": "streaming" if sizes is None else self.engine}
+    def program(self, name: str, candidate: Candidate | None) -> Any:
+        """Compiled, of a candidate; None: of streaming."""
+        if (name, candidate) not in self.compiled:
+            options = self.options[name] | {"impl": "streaming" if candidate is None else self.engine}
 
             def loss(hidden: Array, weight: Array, labels: Array) -> tuple[Array, TokenLogprobs]:
                 return token_loss(hidden, weight, labels, lambda logprob, entropy: -logprob, **options)
 
             run = loss if name == "value" else jax.value_and_grad(loss, (0, 1), has_aux=True)
-            jax.clear_caches()  # nothing that was traced with other sizes
-            with gpu_tiles.override(sizes or Sizes(Tiles(), 1024)):
-                self.compiled[name, sizes] = jax.jit(run).lower(*self.arrays).compile()
-        return self.compiled[name, sizes]
+            jax.clear_caches()  # nothing that was traced for another
+            with taken(candidate or Candidate(Tiles())):
+                self.compiled[name, candidate] = jax.jit(run).lower(*self.arrays).compile()
+        return self.compiled[name, candidate]
 
-    def calls(self, sizes: Sizes | None) -> dict[str, Callable[[], Any]]:
-        return {name: functools.partial(self.program(name, sizes), *self.arrays) for name in self.options}
+    def calls(self, candidate: Candidate | None) -> dict[str, Callable[[], Any]]:
+        return {name: functools.partial(self.program(name, candidate), *self.arrays) for name in self.options}
 
-    def try_sizes(self, sizes: Sizes) -> dict[str, Any]:
+    def try_one(self, candidate: Candidate) -> dict[str, Any]:
         """Raises whatever the compiler and the device raise."""
-        calls = self.calls(sizes)
+        calls = self.calls(candidate)
         found = {name: jax.block_until_ready(call()) for name, call in calls.items()}
         labels, vocabulary = self.arrays[2], len(self.arrays[1])
         errors = [compared(x, self.right, labels, vocabulary) for x in found.values()]
@@ -70,11 +71,11 @@ class Trials:
         del found
         return {"errors": worst, "same": same, "seconds": medians(calls)}
 
-    def in_turns(self, all_sizes: list[Sizes]) -> list[dict[str, float]]:
+    def in_turns(self, candidates: list[Candidate]) -> list[dict[str, float]]:
         """Streaming's seconds, then those of each."""
-        calls = {(i, name): call for i, s in enumerate([None, *all_sizes]) for name, call in self.calls(s).items()}
+        calls = {(i, name): call for i, s in enumerate([None, *candidates]) for name, call in self.calls(s).items()}
         seconds = medians(calls)
-        return [{name: seconds[i, name] for name in self.options} for i in range(1 + len(all_sizes))]
+        return [{name: seconds[i, name] for name in self.options} for i in range(1 + len(candidates))]
 
 
 def medians(calls: dict[Any, Callable[[], Any]]) -> dict[Any, float]:
@@ -130,15 +131,15 @@ def equal(found: Any, again: Any) -> bool:
     return all(bool(jnp.array_equal(a, b)) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True))
 
 
-def sizes_of(found: dict[str, Any]) -> Sizes:
-    return Sizes(Tiles(**found["tiles"]), found["chunk"])
+def read(candidate: dict[str, Any]) -> Candidate:
+    return Candidate(Tiles(**candidate["tiles"]), candidate["chunk"])
 
 
 def answer(trials: Trials, request: dict[str, Any]) -> dict[str, Any]:
     try:
         if "try" in request:
-            return trials.try_sizes(sizes_of(request["try"]))
-        return {"seconds": trials.in_turns([sizes_of(sizes) for sizes in request["turns"]])}
+            return trials.try_one(read(request["try"]))
+        return {"seconds": trials.in_turns([read(candidate) for candidate in request["turns"]])}
     except Exception as error:  # of the compiler, the device, or the kernels' own making: all make it no candidate
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         return {"refusal": said[:300], "spoilt": isinstance(error, jax.errors.JaxRuntimeError)}
