@@ -313,7 +313,10 @@ def test_where_no_candidate_is_right_the_table_stays_and_a_line_says_so(gpu, tmp
     [
         ("--dtype float32", "--dtype: float32: the kernels for GPUs multiply in bfloat16"),
         ("--kernel wave", "--kernel: on a GPU the kernels are tried together"),
-        ("--shape 64,12,300", "--shape: 12 features are no multiple of 8"),
+        (
+            "--shape 64,12,300",
+            "--shape: mosaic_gpu can't run here: weight is 300 x 12, and the kernels want multiples of 8 x 64",
+        ),
         ("--limit 0", "--limit: 0.0 is no number of seconds above 0"),
         ("--table nowhere/gpu_tiles.json", "--table: there is no folder nowhere"),
     ],
@@ -326,7 +329,7 @@ def test_what_has_no_meaning_on_a_gpu_is_refused_in_one_line(arguments, said, gp
 def test_another_gpu_than_hopper_is_refused(gpu, monkeypatch, capsys):
     monkeypatch.setattr(tune_gpu.target, "no_hopper", lambda: "this one has compute capability 8.0")
     assert tune.main([]) == 2
-    assert capsys.readouterr().err == "error: the kernels can't run here: this one has compute capability 8.0\n"
+    assert capsys.readouterr().err == "error: --shape: mosaic_gpu can't run here: this one has compute capability 8.0\n"
 
 
 @pytest.mark.parametrize(

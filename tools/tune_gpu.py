@@ -38,10 +38,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 from tqdm import tqdm
 
 from kernels.aot.assignment import reason
-from kernels.lm_head import gpu_tiles, target
+from kernels.lm_head import gpu_tiles, mosaic_gpu, target
+from kernels.lm_head.contract import How, Inputs
 from kernels.lm_head.gpu_tiles import SHARED_MEMORY, Sizes, Tiles
 from mllm.errors import UserError
 from tools import tune_table
@@ -94,10 +96,8 @@ def run(options: argparse.Namespace, shape: Shape) -> None:
         raise UserError(f"--dtype: {options.dtype}: the kernels for GPUs multiply in bfloat16")
     if options.kernel:
         raise UserError("--kernel: on a GPU the kernels are tried together")
-    if why_not := target.no_hopper():
-        raise UserError(f"the kernels can't run here: {why_not}")
-    if shape[1] % 8:
-        raise UserError(f"--shape: {shape[1]} features are no multiple of 8")
+    if why_not := obstacle(shape):
+        raise UserError(f"--shape: mosaic_gpu can't run here: {why_not}")
     noted = tune_table.read(table, SUBJECT)
     if not table.parent.is_dir():
         raise UserError(f"--table: there is no folder {table.parent}")
@@ -112,6 +112,16 @@ def run(options: argparse.Namespace, shape: Shape) -> None:
         new = entry(found, shape, device)
         tune_table.write(table, tune_table.merged(noted, [new], SUBJECT))
         print(f"\nnoted in {table}")
+
+
+def obstacle(shape: Shape) -> str | None:
+    """Why the kernels can't run on this device with such arrays."""
+    tokens, features, vocabulary = shape
+    hidden: Any = jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16)
+    weight: Any = jax.ShapeDtypeStruct((vocabulary, features), jnp.bfloat16)
+    per_row: Any = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    inputs = Inputs(hidden, weight, per_row, per_row, per_row)
+    return mosaic_gpu.obstacle(inputs, How(None, jnp.dtype(jnp.bfloat16)))
 
 
 # --- candidates -----------------------------------------------------------------------------------------------------
