@@ -5,14 +5,16 @@
 # make aot-gpu                     the same for H100s: XLA's plugin for CUDA (0.5 GB), in a folder of its own
 # make check                       ruff and mypy
 # make bench                       the head against full logits, on this machine
+# make gpu [OUT=runs/gpu]          on a Hopper GPU, by PYTHON: its tests, tiles and tables; again goes on where it stopped
 
 PYTHON ?= python3
 SEED ?= 0
 WORKERS ?= 2
 BIN := .venv/bin
 RUNS := runs/demo_seed$(SEED)
+OUT ?= runs/gpu
 
-.PHONY: setup demo test aot aot-gpu check bench
+.PHONY: setup demo test aot aot-gpu check bench gpu
 
 setup: .venv/installed
 
@@ -66,3 +68,7 @@ check: setup
 
 bench: setup
 	$(BIN)/python tools/bench.py
+
+# Not by .venv, which has JAX for CPUs.
+gpu:
+	$(PYTHON) tools/gpu.py --out $(OUT)

@@ -22,6 +22,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -63,8 +64,8 @@ class Job(NamedTuple):
     command: Callable[[Path, float], list[str]]
     """FOLDER, seconds for its own limit -> what to run."""
     environment: Mapping[str, str]
-    complete: Callable[[Path, str], bool]
-    """FOLDER, what it said -> nothing is left to do, if it ended well."""
+    lacks: Callable[[Path, str], str]
+    """FOLDER, what it said -> why something is left to do, though it ended well; empty if nothing is."""
 
 
 def main(arguments: Sequence[str] | None = None, run: Run = gpu_process.run) -> int:
@@ -105,12 +106,12 @@ def jobs() -> list[Job]:
     lean = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     first, *others = (8192, 2048), (8192, 3584), (8192, 896), (32768, 2048), (1024, 2048), (65536, 2048)
     return [
-        Job("tests", "tests", 60, 300, tests, {**lean, "JAX_PLATFORMS": "cuda,cpu"}, lambda *_: True),
-        Job("tune 2048", "tune", 90, 240, tune(2048), lean, lambda *_: True),
+        Job("tests", "tests", 60, 300, tests, {**lean, "JAX_PLATFORMS": "cuda,cpu"}, untested),
+        Job("tune 2048", "tune", 90, 240, tune(2048), lean, lambda *_: ""),
         bench_job(*first),
-        Job("train", "train", 120, 360, train, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}, all_trained),
-        Job("tune 3584", "tune", 90, 200, tune(3584), lean, lambda *_: True),
-        Job("tune 896", "tune", 60, 150, tune(896), lean, lambda *_: True),
+        Job("train", "train", 120, 360, train, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}, untrained),
+        Job("tune 3584", "tune", 90, 200, tune(3584), lean, lambda *_: ""),
+        Job("tune 896", "tune", 60, 150, tune(896), lean, lambda *_: ""),
         *(bench_job(*sizes) for sizes in others),
     ]
 
@@ -122,6 +123,10 @@ def tests(folder: Path, limit: float) -> list[str]:
     bare = ["--noconftest"] if importlib.util.find_spec("beartype") is None else []  # by which it checks shapes
     names = [str(path.relative_to(ROOT)) for path in files]
     return [sys.executable, "-m", "pytest", "-m", "gpu", "-rfE", "--continue-on-collection-errors", *bare, *names]
+
+
+def untested(folder: Path, said: str) -> str:
+    return "" if re.search(r"\b[0-9]+ passed\b", said) else "no test ran"
 
 
 def tune(features: int) -> Callable[[Path, float], list[str]]:
@@ -142,15 +147,19 @@ def bench_job(tokens: int, features: int) -> Job:
         sizes = ",".join(map(str, shape))
         return [*tool("bench"), "--shape", sizes, "--limit", f"{limit:.0f}", "--json", str(file), *some]
 
-    return Job(name, "bench", 120, 420, command, {}, lambda folder, said: not gpu_results.left_out(folder, shape))
+    def lacks(folder: Path, said: str) -> str:
+        return "its time was over: some methods are left" if gpu_results.left_out(folder, shape) else ""
+
+    return Job(name, "bench", 120, 420, command, {}, lacks)
 
 
 def train(folder: Path, limit: float) -> list[str]:
     return [*tool("bench_train"), "--json", str(folder / "train.json"), "--limit", f"{limit:.0f}"]
 
 
-def all_trained(folder: Path, said: str) -> bool:
-    return not any(line.startswith("--limit:") for line in said.splitlines())
+def untrained(folder: Path, said: str) -> str:
+    late = any(line.startswith("--limit:") for line in said.splitlines())
+    return "its time was over" if late else ""
 
 
 def tool(name: str) -> list[str]:
@@ -210,9 +219,7 @@ def look(run: Run, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
         raise UserError(f"JAX finds no device: {outcome.reason or 'the smoke test said nothing'}")
     device = found[0]
     if device["platform"] != "gpu":
-        raise UserError(
-            f"JAX's device here is a {device['platform']}, and this is for a GPU; python tools/bench.py isn't"
-        )
+        raise UserError(f"JAX's device here is a {device['platform']}, and this is for a Hopper GPU")
     versions = ", ".join(f"{name} {version}" for name, version in device["versions"].items())
     print(
         f"{device['kind']}, compute capability {device['capability']}; driver {device['driver']}; {device['runtime']}"
@@ -237,8 +244,8 @@ def did(job: Job, folder: Path, seconds: float, run: Run) -> dict[str, Any]:
         return entry("failed", f"stopped after {outcome.seconds:.0f} s", outcome.seconds)
     if outcome.code != 0:
         return entry("failed", outcome.reason or f"exit code {outcome.code}", outcome.seconds)
-    if not job.complete(folder, outcome.said):
-        return entry("to come", "in part: its time was over", outcome.seconds)
+    if lacking := job.lacks(folder, outcome.said):
+        return entry("to come", lacking, outcome.seconds)
     return entry("done", "", outcome.seconds)
 
 

@@ -81,7 +81,7 @@ def tables(folder: Path, shape: Shape | None = None) -> list[dict[str, Any]]:
 
 
 def gather(folder: Path) -> Iterator[str]:
-    """bench.json, bench.txt and bench.png of all that was measured; the tables' lines, and what hinders the plot."""
+    """bench.json, bench.txt and bench.png of all that was measured; tells what hinders it."""
     reports = files(folder)
     if not reports:
         return
@@ -95,6 +95,5 @@ def gather(folder: Path) -> Iterator[str]:
         return
     lines = [line for table in found for line in ("", *bench_report.lines(table))]
     (folder / "bench.txt").write_text("\n".join(lines[1:]) + "\n", encoding="utf-8")
-    yield from lines
     heading = f"{first['device']['kind']}, jax {first['versions']['jax']}, {first['dtype']}, {first['date'][:10]}"
     bench_plot.draw(found, heading, folder / "bench.png")
