@@ -121,6 +121,13 @@ def test_every_program_ends_by_itself_ahead_of_its_time_and_no_time_is_beyond_th
         assert 0 < own <= seconds - gpu.MARGIN + 1 <= 200 - 2 * gpu.MARGIN + 1
 
 
+def test_a_relative_folder_is_the_callers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    machine = Machine()
+    call(machine, Path("out"), "--steps", "bench", "--limit", "100000")
+    assert machine.of("bench.py", f"--json {tmp_path}/out/bench/")
+
+
 def test_what_has_too_little_time_is_not_begun_and_named_as_missing(out, capsys):
     machine = Machine()
     assert call(machine, out, "--limit", "70") == 0

@@ -90,6 +90,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"{missing} for {sys.executable}, and nothing here runs without")
     if options.out.exists() and not options.out.is_dir():
         raise UserError(f"--out: {options.out} is no folder")
+    options.out = options.out.absolute()  # programs run in the repository
     return options
 
 

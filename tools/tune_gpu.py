@@ -184,15 +184,16 @@ def tune(
     shape: Shape, ask: Ask, limit: float, most: int | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Found:
     """Tilings, then chunks for the best of them, then the finalists in turns; what would end too late is left out."""
-    start, longest, trials, left_out = clock(), 0.0, list[Trial](), 0
+    start, took, trials, left_out = clock(), list[float](), list[Trial](), 0
     first = [Candidate(tiles) for tiles in tilings()][:most]
     bar = tqdm(total=len(first) + len(CHUNKS) - 2, unit="trial", dynamic_ncols=True)
 
     def in_time() -> bool:
+        longest = max(took[1:] or took, default=0.0)  # the first starts the process, too
         return clock() - start + 2 * longest < limit  # one more, and the turns at the end
 
     def try_all(candidates: Sequence[Candidate]) -> None:
-        nonlocal longest, left_out
+        nonlocal left_out
         for candidate in candidates:
             if not in_time():
                 left_out += 1
@@ -200,7 +201,7 @@ def tune(
             began = clock()
             bar.set_description(told(candidate))
             trials.append(tried(ask, candidate))
-            longest = max(longest, clock() - began)
+            took.append(clock() - began)
             bar.update()
             bar.write(cells(trials[-1]))
 
