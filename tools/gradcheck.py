@@ -18,6 +18,7 @@ import argparse
 import importlib
 import importlib.util
 import math
+import os
 import shlex
 import statistics
 import sys
@@ -207,6 +208,10 @@ def check(settings: Settings) -> tuple[dict[str, Error], Cost]:
     Raises:
         UserError: the head refuses its arguments, or can't run here.
     """
+    if settings.interpret and settings.impl == "mosaic_gpu":
+        # A kernel's threads wait for each other, and XLA runs as many at a time as it has devices or cores.
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
     backend = jax.default_backend()
     if settings.interpret and backend != "cpu":
         raise UserError("--interpret: runs on a CPU; set JAX_PLATFORMS=cpu")
