@@ -121,9 +121,10 @@ def tests(folder: Path, limit: float) -> list[str]:
     files = [
         path for path in sorted((ROOT / "tests").glob("test_*.py")) if "pytest.mark.gpu" in path.read_text("utf-8")
     ]
-    bare = ["--noconftest"] if importlib.util.find_spec("beartype") is None else []  # by which it checks shapes
+    # Shapes and what is deprecated are checked where there is no GPU; conftest.py needs beartype, and wants the CPU.
+    numbers = ["--noconftest", "-W", "default::DeprecationWarning"]
     names = [str(path.relative_to(ROOT)) for path in files]
-    return [sys.executable, "-m", "pytest", "-m", "gpu", "-rfE", "--continue-on-collection-errors", *bare, *names]
+    return [sys.executable, "-m", "pytest", "-m", "gpu", "-rfE", "--continue-on-collection-errors", *numbers, *names]
 
 
 def untested(folder: Path, said: str) -> str:
