@@ -264,11 +264,7 @@ def _slabs(ring: _Ring, slot: Scalar, warpgroup: Scalar) -> tuple[Ref, Ref]:
     rows = pl.ds(warpgroup * ring.tiles.rows_each, ring.tiles.rows_each)
     a = ring.a_slots.at[slot, :, rows] if ring.a.depth_first else ring.a_slots.at[slot, rows]
     b = ring.b_slots.at[slot]
-    return _transposed(a) if ring.a.depth_first else a, b if ring.b.depth_first else _transposed(b)
-
-
-def _transposed(ref: Ref) -> Ref:
-    return plgpu.transpose_ref(ref, (1, 0))
+    return a.transpose((1, 0)) if ring.a.depth_first else a, b if ring.b.depth_first else b.transpose((1, 0))
 
 
 # --- results ------------------------------------------------------------------------------------------------------

@@ -124,10 +124,13 @@ def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
     """
     if _override is not None:
         return _override
-    tiles = Tiles(**(_measured(features) or {}).get("tiles", {}))
+    noted = _measured(features) or {}
+    tiles = Tiles(**noted.get("tiles", {}))
     sizes = Sizes(tiles, tiles.columns)
     block = sizes.block(rows)
     room = max(_ALWAYS - 2 * block * features, _LEAST) + spare  # dh is summed in twice an array of hidden's shape
+    if "chunk" in noted:  # smaller than the arithmetic's, and found faster
+        room = min(room, 2 * noted["shape"][0] * noted["chunk"])
     most = min(room // (2 * block * tiles.columns), _MOST_TILES, -(-vocabulary // tiles.columns))
     chunks = [tiles.columns * number for number in range(1, max(most, 1) + 1)]
     return Sizes(tiles, min(chunks, key=lambda chunk: sizes.cost(rows, features, vocabulary, chunk)))

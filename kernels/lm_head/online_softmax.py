@@ -88,7 +88,7 @@ def merge(running: Running, axis: str) -> Running:
     return Running(top, total, tilt, label)
 
 
-def _raised(running: Running, top: Float[Array, "R"]) -> tuple[Float[Array, "R"], Float[Array, "R"]]:
+def _raised(running: Running, top: Float[Array, "R"]) -> tuple[Float[Array, "*S R"], Float[Array, "*S R"]]:
     """Both sums, relative to another maximum."""
     shift = running.top - top
     return jnp.exp(shift) * running.total, jnp.exp(shift) * (running.tilt + shift * running.total)
