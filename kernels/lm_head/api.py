@@ -54,7 +54,8 @@ def token_logprobs(
             wider of the arguments' dtypes. float32 products have the device's highest precision.
         filter_eps: changes the gradients, not the values: tiles of rows and columns in which no probability reaches it,
             and no label is, may be left out of them, as in cut cross-entropy (arXiv:2411.09009, section 4.3), which
-            takes 2**-12. streaming and mosaic_gpu save time by it, the others leave nothing out. None: exact.
+            takes 2**-12. mosaic_gpu leaves out tiles of 256 x 256, streaming of a block of rows and up to 2048 columns,
+            the others none. None: exact.
         impl: None for the best that runs here, which never makes full logits; or a name.
         sharding: how `hidden`, `weight` and all that is given for each token lie on a mesh, in and outside of `jit`
             alike; the work is then divided accordingly, and so lie results and gradients. None: on one device.

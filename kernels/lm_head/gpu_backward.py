@@ -118,11 +118,12 @@ def slopes(
 
         run(tiles, work, Operand(h, False, token), Operand(w, False, first_row), multiplier, [stage(dy.dtype)])
 
-    call = kernel(body, tiles, "lm_head_slopes", [jax.ShapeDtypeStruct(size, hidden.dtype)])
+    dy = jax.ShapeDtypeStruct(size, hidden.dtype, manual_axis_type=jax.typeof(hidden).manual_axis_type)
+    call = kernel(body, tiles, "lm_head_slopes", [dy])
     listed = () if wanted is None else (wanted.tiles, wanted.number[None])
     counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
-    (dy,) = call(counts, 1 / temperature[None], hidden, weight, labels, found, jnp.stack(rows), *listed)
-    return dy
+    (result,) = call(counts, 1 / temperature[None], hidden, weight, labels, found, jnp.stack(rows), *listed)
+    return result
 
 
 def _listed(tiles: Ref, across: int, strip: Scalar) -> tuple[Scalar, Scalar, Scalar]:

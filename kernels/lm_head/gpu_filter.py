@@ -3,7 +3,7 @@
 Cut cross-entropy's filter (arXiv:2411.09009, section 4.3), before the logits are computed again: forward has stored the
 tiles' maxima.
 
-Suffixes: R rows; G blocks of a cluster's rows, U tiles of columns.
+Suffixes: R rows; G blocks of a cluster's rows; P tiles of columns, U with those of a chunk beyond.
 """
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from kernels.lm_head.online_softmax import Softmax
 def counted(
     eps: float,
     tiles: Tiles,
-    tops: Float[Array, "U R"],
+    tops: Float[Array, "P R"],
     softmax: Softmax,
     labels: Int[Array, "R"],
     live: Bool[Array, "R"],
@@ -34,9 +34,9 @@ def counted(
     """
     width = tiles.columns
     tile = jnp.arange(len(tops))
-    likely_UR = tops - softmax.top - softmax.log_total >= jnp.log(eps)
-    here_UR = likely_UR & (tile * width < columns)[:, None] | (labels // width == tile[:, None])
-    found_GU = (here_UR & live).reshape(len(tile), -1, tiles.cluster_rows).any(axis=2).T
+    likely_PR = tops - softmax.top - softmax.log_total >= jnp.log(eps)
+    here_PR = likely_PR & (tile * width < columns)[:, None] | (labels // width == tile[:, None])
+    found_GU = (here_PR & live).reshape(len(tile), -1, tiles.cluster_rows).any(axis=2).T
     return jnp.pad(found_GU, ((0, 0), (0, chunk // width)))  # the last chunk may reach beyond
 
 

@@ -98,7 +98,7 @@ def forward(
     softcap: float | None,
     keep: bool = False,
     tops: bool = False,
-) -> tuple[Running, Float[Array, "U M"] | None, Float[Array, "M K"] | None]:
+) -> tuple[Running, Float[Array, "P M"] | None, Float[Array, "M K"] | None]:
     """Of the first `number` rows over a chunk: running statistics; with `tops` the maxima of each tile; with `keep`
     exp(z - the tile's maximum), too, 0 where there is no column, for all blocks with a row that counts.
 
@@ -111,11 +111,12 @@ def forward(
     rows, width = len(hidden), tiles.columns
     column_tiles = -(-size // width)
     strips = -(-column_tiles // strip)
-    out = [jax.ShapeDtypeStruct((strips, 4, rows), jnp.float32)]
+    typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
+    out = [typed((strips, 4, rows), jnp.float32)]
     if keep or tops:
-        out.append(jax.ShapeDtypeStruct((column_tiles, rows), jnp.float32))
+        out.append(typed((column_tiles, rows), jnp.float32))
     if keep:
-        out.append(jax.ShapeDtypeStruct((rows, column_tiles * width), KEPT))
+        out.append(typed((rows, column_tiles * width), KEPT))
 
     def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, found: Ref, sums: Ref, *kept: Ref) -> None:
         number, columns = counts[0], counts[3]

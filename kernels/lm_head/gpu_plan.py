@@ -30,11 +30,11 @@ def plan(inputs: Inputs, how: How) -> Plan:
     vocabulary, features = inputs.weight.shape
     sizes = gpu_tiles.choose(len(inputs.labels), vocabulary, features)
     tiles = sizes.tiles
-    bytes_a_row = gpu_tiles.kept_bytes(vocabulary, tiles)
+    bytes_a_row = gpu_tiles.kept_bytes(round_up(vocabulary, tiles.columns), tiles)
     room = sizes.default_rows * bytes_a_row if how.workspace is None else how.workspace
-    rows, most_columns = sizes.rows(len(inputs.labels)), round_up(vocabulary, tiles.columns)
-    if rows * bytes_a_row <= room:
-        return _cut(inputs, rows, most_columns, room - rows * bytes_a_row)
+    rows = sizes.rows(len(inputs.labels))
+    if found := _whole(inputs, rows, room):
+        return found
     spare = min(room // _SHARE_OF_CHUNK, _MOST_SPARE)
     columns = (room - spare) // (rows * gpu_tiles.kept_bytes(tiles.columns, tiles)) * tiles.columns
     if how.wants_weight:
@@ -45,30 +45,54 @@ def plan(inputs: Inputs, how: How) -> Plan:
         cost = sizes.wave_cost + (0 if inputs.weight.dtype == how.dtype else sizes.cast_cost)
         if most and -(-rows // most) * cost < rows * (1 - columns / vocabulary):
             wave = round_up(-(-rows // -(-rows // most)), tiles.cluster_rows)
-            return _cut(inputs, wave, most_columns, left - wave * bytes_a_row)
-    return _cut(inputs, rows, columns, spare)
+            if found := _whole(inputs, wave, left):
+                return found
+    found = _cut(inputs, rows, columns, spare)
+    assert found is not None
+    return found
 
 
-def _cut(inputs: Inputs, rows: int, keep: int, spare: int) -> Plan:
-    """With chunks as large as `spare` bytes allow, those that are kept all of one size."""
+def _whole(inputs: Inputs, rows: int, room: int) -> Plan | None:
+    """With all columns kept, if that fits, and what is left spent on larger chunks."""
     vocabulary, features = inputs.weight.shape
-    sizes = gpu_tiles.choose(rows, vocabulary, features, min(spare, _MOST_SPARE))
+    tiles = gpu_tiles.choose(rows, vocabulary, features).tiles
+    columns = round_up(vocabulary, tiles.columns)
+    left = room - rows * gpu_tiles.kept_bytes(columns, tiles)
+    for eighths in range(8, -1, -1) if left >= 0 else ():
+        found = _cut(inputs, rows, columns, left * eighths // 8, room)
+        if found is not None:
+            return found
+    return None
+
+
+def _cut(inputs: Inputs, rows: int, keep: int, spare: int, room: int | None = None) -> Plan | None:
+    """With chunks as large as `spare` bytes allow, those that are kept all of one size; within `room`, if it can be."""
+    vocabulary, features = inputs.weight.shape
+    spare = min(spare, _MOST_SPARE)
+    sizes = gpu_tiles.choose(rows, vocabulary, features, spare)
     if not keep:
         return Plan(sizes, rows, 0, 0)
-    tiles, width = keep // sizes.tiles.columns, sizes.tiles.columns
-    least = -(-keep // max(sizes.chunk, spare // (2 * sizes.block(rows))))
+    tiles, width, block = keep // sizes.tiles.columns, sizes.tiles.columns, sizes.block(rows)
+    always = gpu_tiles.always(block, features)
 
     def kept(chunks: int) -> tuple[int, int]:
         """Of the columns, those kept, and of these those of a chunk."""
         chunk = (-(-tiles // chunks) if keep >= vocabulary else tiles // chunks) * width
         return chunks * chunk, chunk
 
+    def fits(chunks: int) -> bool:
+        keep, chunk = kept(chunks)
+        beside = max(0, 2 * block * max(chunk, sizes.chunk) - always)
+        return room is None or rows * gpu_tiles.kept_bytes(keep, sizes.tiles) + beside <= room
+
     def cost(chunks: int) -> int:
         keep, chunk = kept(chunks)
         again = sizes.cost(rows, features, max(0, vocabulary - keep), sizes.chunk)
         return sizes.cost(rows, features, keep, chunk, products=2) + again
 
-    return Plan(sizes, rows, *kept(min(range(least, min(2 * least + 4, tiles) + 1), key=cost)))
+    least = -(-keep // max(sizes.chunk, spare // (2 * block)))
+    chunks = min(filter(fits, range(least, tiles + 1)), key=cost, default=None)
+    return None if chunks is None else Plan(sizes, rows, *kept(chunks))
 
 
 def gradient_dtypes(inputs: Inputs, how: How) -> tuple[jnp.dtype, jnp.dtype]:

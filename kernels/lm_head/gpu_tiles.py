@@ -128,12 +128,17 @@ def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
     tiles = Tiles(**noted.get("tiles", {}))
     sizes = Sizes(tiles, tiles.columns)
     block = sizes.block(rows)
-    room = max(_ALWAYS - 2 * block * features, _LEAST) + spare  # dh is summed in twice an array of hidden's shape
+    room = always(block, features) + spare
     if "chunk" in noted:  # smaller than the arithmetic's, and found faster
         room = min(room, 2 * noted["shape"][0] * noted["chunk"])
     most = min(room // (2 * block * tiles.columns), _MOST_TILES, -(-vocabulary // tiles.columns))
     chunks = [tiles.columns * number for number in range(1, max(most, 1) + 1)]
     return Sizes(tiles, min(chunks, key=lambda chunk: sizes.cost(rows, features, vocabulary, chunk)))
+
+
+def always(block: int, features: int) -> int:
+    """Bytes that dy may take of any chunk. dh is summed in twice an array of hidden's shape."""
+    return max(_ALWAYS - 2 * block * features, _LEAST)
 
 
 def shared_blocks(tiles: Tiles, features: int) -> int:
