@@ -73,7 +73,9 @@ def test_two_runs_agree_bit_for_bit(scalar: Callable[..., Any]) -> None:
 
 @needs_interpreter
 @pytest.mark.slow
-@pytest.mark.xfail(raises=ValueError, strict=True, reason="kernels' outputs don't say over which axes they vary")
+@pytest.mark.xfail(
+    raises=ValueError, strict=True, reason="JAX has no kernels with refs that vary; check_vma=False does"
+)
 def test_shard_map_over_tokens_gives_the_same() -> None:
     """The scalars of two shards are summed; the weight and its gradient are replicated."""
     tokens, everywhere = P("dp"), P()
@@ -154,6 +156,7 @@ needs_plugin = pytest.mark.skipif(
 needs_ptxas = pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas, of the CUDA toolkit")
 N, V, D = 8192, 151936, 2048
 HIDDEN = 2 * N * D
+NUMBERS = 128 * 8192  # bytes
 
 
 def compiled(programme: str, **options: Any) -> jax.stages.Compiled:
@@ -173,11 +176,11 @@ def compiled(programme: str, **options: Any) -> jax.stages.Compiled:
         pytest.param("loss", {}, 2440 * MIB, id="all"),
     ],
 )
-def test_temporaries_are_the_workspace_and_64_mib_and_an_array_of_hidden_s_shape(
+def test_temporaries_are_the_workspace_and_64_mib_and_an_array_of_hidden_s_shape_and_numbers_a_token(
     programme: str, options: dict[str, Any], workspace: int
 ) -> None:
     options = options | ({"workspace": workspace} if programme == "loss" else {})
-    assert targets.memory(compiled(programme, **options))["temp"] <= workspace + 64 * MIB + HIDDEN
+    assert targets.memory(compiled(programme, **options))["temp"] <= workspace + 64 * MIB + HIDDEN + NUMBERS
 
 
 @pytest.mark.aot_gpu
