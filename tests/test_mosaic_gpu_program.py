@@ -156,7 +156,7 @@ needs_plugin = pytest.mark.skipif(
 needs_ptxas = pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas, of the CUDA toolkit")
 N, V, D = 8192, 151936, 2048
 HIDDEN = 2 * N * D
-NUMBERS = 128 * 8192  # bytes
+NUMBERS = 128 * N  # bytes
 
 
 def compiled(programme: str, **options: Any) -> jax.stages.Compiled:
