@@ -186,7 +186,7 @@ TOOLS: tuple[tuple[str, str, str], ...] = (
     ("bench", "--json nowhere/figures.json", "--json: there is no folder nowhere"),
     ("bench", "--json run", "--json: run is a folder; give a file"),
     ("bench", "--target v9", "argument --target: invalid choice: 'v9'"),
-    ("tune", "", "--target: there is no TPU here; name one to compile for"),
+    ("tune", "", "--target: there is no TPU or GPU here; name a TPU to compile for"),
     ("tune", f"--shape 1,1,{'9' * 5000}", "is not N,D,V: three whole numbers from 1"),
     ("tune", "--shape １,１,１", "is not N,D,V: three whole numbers from 1"),
     ("tune", "--dtype int8", "--dtype: 'int8' is not bfloat16 or float32"),
