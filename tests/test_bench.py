@@ -274,6 +274,12 @@ def test_a_method_that_says_that_it_can_not_run_here_is_skipped_in_its_words(pro
     unknown = Method("unknown", 3, value_and_gradients(fused(impl="none")))
     assert bench_methods.obstacle(unknown, problem).startswith("impl must be None or one of")
     assert bench_methods.obstacle(METHOD, problem) is None
+    faulty = Method("faulty", 3, value_and_gradients(lambda hidden, *_: hidden @ hidden))
+    with pytest.raises(TypeError):
+        faulty.call(*[jnp.ones((2, 3))] * 4)
+    assert bench_methods.obstacle(faulty, problem) is None
+    wrong = Method("wrong", 3, value_and_gradients(fused(workspace=-1)))
+    assert bench_methods.obstacle(wrong, problem) is None  # a ValueError, and none that says that it can't run here
     prepared = Outcome({"obstacles": {"unknown": "impl: it can't"}})
     (table, _), children = tables({"inputs": prepared, "any": Outcome([{**FOUND, "live": 1.0}])}, [unknown, METHOD])
     assert children.started == ["inputs", "any"]

@@ -142,8 +142,9 @@ def obstacle(method: Method, problem: Problem) -> str | None:
             jax.ShapeDtypeStruct((tokens,), jnp.int32),
             *[by_token] * 3,
         )
-    except (ValueError, NotImplementedError, ImportError) as error:
-        return str(error).splitlines()[0]
-    except Exception:  # a fault of the method: its own process will fail by it, and nothing else
-        return None
+    except Exception as error:
+        refusals = (NotImplementedError, ImportError, *[ValueError] * bool(method.needs))
+        refused = isinstance(error, refusals) or str(error).startswith("impl")
+        # Anything else is a fault of the method: its own process will fail by it, and no other.
+        return str(error).splitlines()[0] if refused else None
     return None
