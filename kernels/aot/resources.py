@@ -30,9 +30,6 @@ from typing import Any
 
 from kernels.aot.listing import cause
 
-SHARED_MEMORY = 227 * 1024
-"""Bytes that a block can have on an H100: CUDA C++ programming guide, technical specifications."""
-
 
 @dataclass(frozen=True)
 class Kernel:
