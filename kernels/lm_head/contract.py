@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer, Shaped
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
+
+from kernels.lm_head.manual_axes import vary, varying_axes
 
 Objective = Callable[..., jax.Array]
 """(logprob, entropy, *operands) -> the loss of one token, all scalars; differentiable in the floating ones."""
@@ -53,6 +55,28 @@ class How:
     """Dtype of dh; None: that of `hidden`."""
     weight_gradient: jnp.dtype | None = None
     """Dtype of dW; None: that of `weight`."""
+
+
+def columns_of(inputs: Inputs) -> Int[Array, ""]:
+    """Rows of the weight that are the vocabulary's."""
+    return jnp.int32(len(inputs.weight)) if inputs.columns is None else inputs.columns.astype(jnp.int32)
+
+
+def labels_of(inputs: Inputs) -> Int[Array, "N"]:
+    """-1 for those of other shards and of nothing: none may hit a column of padding."""
+    here = (inputs.labels >= 0) & (inputs.labels < columns_of(inputs))
+    return jnp.where(here, inputs.labels, -1).astype(jnp.int32)
+
+
+def gradient_dtypes(inputs: Inputs, how: How) -> tuple[jnp.dtype, jnp.dtype]:
+    """Of dh and of dW."""
+    dh, dw = how.hidden_gradient, how.weight_gradient
+    return inputs.hidden.dtype if dh is None else dh, inputs.weight.dtype if dw is None else dw
+
+
+def zeros(inputs: Inputs, *shape: int, dtype: Any = jnp.float32) -> Array:
+    """Zeros that vary, under `shard_map`, over the axes that the inputs vary over, as a loop's carry must."""
+    return vary(jnp.zeros(shape, dtype), varying_axes(inputs.hidden))
 
 
 class TokenLogprobs(NamedTuple):

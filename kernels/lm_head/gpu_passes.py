@@ -16,15 +16,22 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.lm_head import gpu_filter
-from kernels.lm_head.contract import Gradients, How, Inputs, TokenLogprobs
+from kernels.lm_head.contract import (
+    Gradients,
+    How,
+    Inputs,
+    TokenLogprobs,
+    columns_of,
+    gradient_dtypes,
+    labels_of,
+    zeros,
+)
 from kernels.lm_head.gpu_backward import Block, RowSlopes, hidden_gradient, weight_gradient
 from kernels.lm_head.gpu_backward import slopes as slopes_kernel
 from kernels.lm_head.gpu_forward import Chunk, labelled
 from kernels.lm_head.gpu_forward import forward as forward_kernel
-from kernels.lm_head.gpu_plan import gradient_dtypes
 from kernels.lm_head.gpu_tiles import Sizes, Tiles
 from kernels.lm_head.live_rows import round_up
-from kernels.lm_head.manual_axes import vary, varying_axes
 from kernels.lm_head.online_softmax import FLOOR, Running, Softmax, at_label, finish, joined, merge
 
 _NEVER = 1e30  # log of a total that makes every probability 0
@@ -54,8 +61,7 @@ class Kept(NamedTuple):
 
 def gathered(inputs: Inputs, how: How, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> Rows:
     live = jnp.arange(len(row)) < number
-    labels = inputs.labels[row]
-    labels = jnp.where(live & (labels >= 0) & (labels < columns_of(inputs)), labels, -1).astype(jnp.int32)
+    labels = jnp.where(live, labels_of(inputs)[row], -1)
     found = labelled(labels, len(inputs.weight), sizes.tiles)
     return Rows(inputs.hidden[row].astype(how.dtype), labels, found, live, number)
 
@@ -253,12 +259,3 @@ def _kept_slopes(
     hit_RC = column_C == (labels - chunk.first)[:, None]
     dy_RC = jnp.where(hit_RC, by_row.label[:, None], (p_RUT * by_p_RUT).reshape(size))
     return jnp.where(live[:, None] & (column_C < chunk.columns), dy_RC, 0).astype(how.dtype)
-
-
-def columns_of(inputs: Inputs) -> Int[Array, ""]:
-    return jnp.int32(len(inputs.weight)) if inputs.columns is None else inputs.columns.astype(jnp.int32)
-
-
-def zeros(inputs: Inputs, *shape: int, dtype: Any = jnp.float32) -> Array:
-    """Zeros that vary, under `shard_map`, over the axes that the inputs vary over, as a loop's carry must."""
-    return vary(jnp.zeros(shape, dtype), varying_axes(inputs.hidden))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kernels.lm_head import gpu_tiles
-from kernels.lm_head.contract import How, Inputs
+from kernels.lm_head.contract import How, Inputs, gradient_dtypes
 from kernels.lm_head.gpu_tiles import Sizes
 from kernels.lm_head.live_rows import round_up
 
@@ -93,9 +93,3 @@ def _cut(inputs: Inputs, rows: int, keep: int, spare: int, room: int | None = No
     least = -(-keep // max(sizes.chunk, spare // (2 * block)))
     chunks = min(filter(fits, range(least, tiles + 1)), key=cost, default=None)
     return None if chunks is None else Plan(sizes, rows, *kept(chunks))
-
-
-def gradient_dtypes(inputs: Inputs, how: How) -> tuple[jnp.dtype, jnp.dtype]:
-    """Of dh and of dW."""
-    dh, dw = how.hidden_gradient, how.weight_gradient
-    return jnp.dtype(dh or inputs.hidden.dtype), jnp.dtype(dw or inputs.weight.dtype)

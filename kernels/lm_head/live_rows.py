@@ -6,6 +6,7 @@ Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block.
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Integer
@@ -56,6 +57,11 @@ def live_rows(live: Bool[Array, "N"], block: int) -> LiveRows:
     order = jnp.zeros_like(row).at[place].set(row, unique_indices=True)
     places = jnp.arange(round_up(len(live), block))
     return LiveRows(order[jnp.where(places < count, places, 0)], place, count)
+
+
+def write(whole: Carry, rows: Carry, start: Array) -> Carry:
+    """Rows of a block, from place `start` on, into those of all; a tree of arrays each."""
+    return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, 0), whole, rows)
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -31,9 +31,18 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kernels.lm_head import gpu_passes, gpu_tiles, target
-from kernels.lm_head.contract import Gradients, How, Inputs, Objective, Terms, TokenLogprobs, loss_slopes
-from kernels.lm_head.gpu_passes import Kept, gathered, softmax_of, zeros
-from kernels.lm_head.gpu_plan import gradient_dtypes
+from kernels.lm_head.contract import (
+    Gradients,
+    How,
+    Inputs,
+    Objective,
+    Terms,
+    TokenLogprobs,
+    gradient_dtypes,
+    loss_slopes,
+    zeros,
+)
+from kernels.lm_head.gpu_passes import Kept, gathered, softmax_of
 from kernels.lm_head.gpu_plan import plan as make_plan
 from kernels.lm_head.live_rows import live_rows
 from kernels.lm_head.online_softmax import Softmax

@@ -27,9 +27,20 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
 from kernels.lm_head import tiles
-from kernels.lm_head.contract import Gradients, How, Inputs, Objective, Terms, TokenLogprobs, loss_slopes
-from kernels.lm_head.live_rows import LiveRows, live_rows
-from kernels.lm_head.manual_axes import vary, varying_axes
+from kernels.lm_head.contract import (
+    Gradients,
+    How,
+    Inputs,
+    Objective,
+    Terms,
+    TokenLogprobs,
+    columns_of,
+    gradient_dtypes,
+    labels_of,
+    loss_slopes,
+    zeros,
+)
+from kernels.lm_head.live_rows import LiveRows, live_rows, write
 from kernels.lm_head.online_softmax import Running, Softmax, finish, merge
 from kernels.lm_head.tiles import Case, Kernel, Tiles
 from kernels.lm_head.tpu_backward import Slopes, hidden_gradient, kept_weight_gradient, weight_gradient
@@ -90,8 +101,8 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: TokenLogpr
         dh = _hidden_gradient(inputs, by_row, how)
     elif how.wants_hidden:
         assert saved.mean is not None
-        dh = hidden_gradient_from_mean(inputs, how, _labels(inputs), softmax, slopes, saved.mean)
-        dh = jnp.where(inputs.live[:, None], dh, 0).astype(_gradient_dtypes(inputs, how)[0])
+        dh = hidden_gradient_from_mean(inputs, how, labels_of(inputs), softmax, slopes, saved.mean)
+        dh = jnp.where(inputs.live[:, None], dh, 0).astype(gradient_dtypes(inputs, how)[0])
     if how.wants_weight:
         dw = _weight_gradient(inputs, by_row, how)
     return dh, dw
@@ -99,7 +110,7 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: TokenLogpr
 
 def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: How) -> tuple[Softmax, Gradients]:
     """In waves where the workspace allows them, else with logits computed twice."""
-    dh_dtype, dw_dtype = _gradient_dtypes(inputs, how)
+    dh_dtype, dw_dtype = gradient_dtypes(inputs, how)
     wave = _wave(inputs, how)
     keep = wave is not None
     with_mean = how.wants_hidden and not how.entropy_slopes
@@ -118,9 +129,9 @@ def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: 
         if block.mean is not None:
             mean_RD = block.mean if share_R is None else share_R[:, None] * block.mean
             dh_RD = hidden_gradient_from_mean(inputs, how, block.labels, softmax_R, slopes_R, mean_RD).astype(dh_dtype)
-            dh_MD = _write(dh_MD, dh_RD, i * rows)
+            dh_MD = write(dh_MD, dh_RD, i * rows)
         elif how.wants_hidden:
-            dh_MD = _write(dh_MD, _hidden_kernel(of_block, by_row, block.number, how, tile=None), i * rows)
+            dh_MD = write(dh_MD, _hidden_kernel(of_block, by_row, block.number, how, tile=None), i * rows)
         if block.kept is not None:
             dw_VD = kept_weight_gradient(
                 block.hidden,
@@ -133,14 +144,14 @@ def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: 
                 vocabulary=len(inputs.weight),
                 gradient=dw_dtype if one_wave else jnp.dtype(jnp.float32),
             )
-        return _write(softmax_M, softmax_R, i * rows), _write(top_y_M, top_y_R, i * rows), dh_MD, dw_VD
+        return write(softmax_M, softmax_R, i * rows), write(top_y_M, top_y_R, i * rows), dh_MD, dw_VD
 
     count, features = len(live.row), inputs.hidden.shape[1]
     carry = (
-        Softmax(*(_zeros(inputs, count) for _ in Softmax._fields)),
-        _zeros(inputs, count),
-        _zeros(inputs, count, features, dtype=dh_dtype) if how.wants_hidden else None,
-        _zeros(inputs, *inputs.weight.shape, dtype=dw_dtype if one_wave else jnp.float32) if keep else None,
+        Softmax(*(zeros(inputs, count) for _ in Softmax._fields)),
+        zeros(inputs, count),
+        zeros(inputs, count, features, dtype=dh_dtype) if how.wants_hidden else None,
+        zeros(inputs, *inputs.weight.shape, dtype=dw_dtype if one_wave else jnp.float32) if keep else None,
     )
     in_step = how.token_axes if how.vocabulary_axis else ()
     softmax_M, top_y_M, dh_MD, dw = live.over_blocks(rows, over, carry, in_step)
@@ -170,11 +181,11 @@ def _forward(
         running_M, mean_MD = carry
         block = _forward_block(inputs, how, tile, live, rows, i, dtype if with_mean else None)
         if with_mean:
-            mean_MD = _write(mean_MD, block.mean, i * rows)
-        return _write(running_M, block.running, i * rows), mean_MD
+            mean_MD = write(mean_MD, block.mean, i * rows)
+        return write(running_M, block.running, i * rows), mean_MD
 
-    zeros_M = _zeros(inputs, len(live.row))
-    mean_MD = _zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype) if with_mean else None
+    zeros_M = zeros(inputs, len(live.row))
+    mean_MD = zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype) if with_mean else None
     unvisited = Running(zeros_M, zeros_M + 1, zeros_M, zeros_M)
     running_M, mean_MD = live.over_blocks(rows, over, (unvisited, mean_MD))
     running = jax.tree.map(lambda x: x[live.place], running_M)
@@ -196,14 +207,14 @@ def _forward_block(
     keep: bool = False,
 ) -> _Block:
     row_R, live_R = live.block(i, rows)
-    hidden, labels = inputs.hidden[row_R], _labels(inputs)[row_R]
+    hidden, labels = inputs.hidden[row_R], labels_of(inputs)[row_R]
     number = jnp.clip(live.number - i * rows, 0, rows)
     running, mean_RD, kept = forward_kernel(
         hidden,
         inputs.weight,
         labels,
         number,
-        _columns(inputs),
+        columns_of(inputs),
         inputs.temperature,
         tile=tile,
         softcap=how.softcap,
@@ -236,12 +247,12 @@ def _hidden_gradient(inputs: Inputs, by_row: Slopes, how: How) -> Float[Array, "
 
     def over(i: Array, dh_MD: Array) -> Array:
         row_R, live_R = live.block(i, rows)
-        of_block = inputs._replace(hidden=inputs.hidden[row_R], labels=_labels(inputs)[row_R], live=live_R)
+        of_block = inputs._replace(hidden=inputs.hidden[row_R], labels=labels_of(inputs)[row_R], live=live_R)
         number = jnp.clip(live.number - i * rows, 0, rows)
-        return _write(dh_MD, _hidden_kernel(of_block, at_rows(by_row, row_R, live_R), number, how, tile), i * rows)
+        return write(dh_MD, _hidden_kernel(of_block, at_rows(by_row, row_R, live_R), number, how, tile), i * rows)
 
-    dtype = _gradient_dtypes(inputs, how)[0]
-    dh_MD = live.over_blocks(rows, over, _zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype))
+    dtype = gradient_dtypes(inputs, how)[0]
+    dh_MD = live.over_blocks(rows, over, zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype))
     return jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
 
 
@@ -251,13 +262,13 @@ def _hidden_kernel(inputs: Inputs, by_row: Slopes, number: Array, how: How, tile
         inputs.weight,
         inputs.labels,
         number,
-        _columns(inputs),
+        columns_of(inputs),
         inputs.temperature,
         by_row,
         tile=tile or tiles.choose(_case(inputs, how, "hidden")),
         softcap=how.softcap,
         dtype=how.dtype,
-        gradient=_gradient_dtypes(inputs, how)[0],
+        gradient=gradient_dtypes(inputs, how)[0],
     )
 
 
@@ -268,14 +279,14 @@ def _weight_gradient(inputs: Inputs, by_row: Slopes, how: How) -> Float[Array, "
     return weight_gradient(
         inputs.hidden[live.row],
         inputs.weight,
-        _labels(inputs)[live.row],
+        labels_of(inputs)[live.row],
         live.number,
         inputs.temperature,
         at_rows(by_row, live.row, live_M),
         tile=tile,
         softcap=how.softcap,
         dtype=how.dtype,
-        gradient=_gradient_dtypes(inputs, how)[1],
+        gradient=gradient_dtypes(inputs, how)[1],
     )
 
 
@@ -283,7 +294,7 @@ def _weight_gradient(inputs: Inputs, by_row: Slopes, how: How) -> Float[Array, "
 
 
 def _case(inputs: Inputs, how: How, kernel: Kernel, mean: Any = None, keep: bool = False) -> Case:
-    dh, dw = _gradient_dtypes(inputs, how)
+    dh, dw = gradient_dtypes(inputs, how)
     gradient = {"forward": jnp.dtype(mean or dh), "hidden": dh}.get(kernel, dw)
     tokens, (vocabulary, features) = len(inputs.labels), inputs.weight.shape
     return Case(
@@ -315,7 +326,7 @@ def _wave(inputs: Inputs, how: How) -> tuple[Tiles, int] | None:
     bytes_a_row = tiles.kept_bytes(len(inputs.weight), how.dtype, tile)
     needed = -(-len(inputs.labels) // tile.rows) * tile.rows
     room = _DEFAULT_WAVE * bytes_a_row if how.workspace is None else how.workspace
-    if needed * bytes_a_row > room and _gradient_dtypes(inputs, how)[1] != jnp.float32:
+    if needed * bytes_a_row > room and gradient_dtypes(inputs, how)[1] != jnp.float32:
         # Several waves are summed in float32, which is no gradient then but one more array.
         room = 0 if how.workspace is None else how.workspace - 4 * inputs.weight.size
     rows = min(needed, room // bytes_a_row)
@@ -323,28 +334,3 @@ def _wave(inputs: Inputs, how: How) -> tuple[Tiles, int] | None:
         tile = dataclasses.replace(tile, rows=max(tiles.LANES, rows // tiles.LANES * tiles.LANES))
     rows = rows // tile.rows * tile.rows
     return (tile, rows) if rows > 0 else None
-
-
-def _labels(inputs: Inputs) -> Integer[Array, "N"]:
-    """-1 for those of other shards and of nothing: none may hit a column of padding."""
-    here = (inputs.labels >= 0) & (inputs.labels < _columns(inputs))
-    return jnp.where(here, inputs.labels, -1).astype(jnp.int32)
-
-
-def _columns(inputs: Inputs) -> Integer[Array, ""]:
-    return jnp.int32(len(inputs.weight)) if inputs.columns is None else inputs.columns.astype(jnp.int32)
-
-
-def _gradient_dtypes(inputs: Inputs, how: How) -> tuple[jnp.dtype, jnp.dtype]:
-    """Of dh and of dW."""
-    dh, dw = how.hidden_gradient, how.weight_gradient
-    return jnp.dtype(dh or inputs.hidden.dtype), jnp.dtype(dw or inputs.weight.dtype)
-
-
-def _write(whole: Any, rows: Any, start: Array) -> Any:
-    return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, 0), whole, rows)
-
-
-def _zeros(inputs: Inputs, *shape: int, dtype: Any = jnp.float32) -> Array:
-    """Zeros that vary, under `shard_map`, over the axes that the inputs vary over, as a loop's carry must."""
-    return vary(jnp.zeros(shape, dtype), varying_axes(inputs.hidden))

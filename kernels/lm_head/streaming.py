@@ -26,9 +26,18 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
 from kernels.lm_head import target
-from kernels.lm_head.contract import Gradients, How, Inputs, Objective, Terms, TokenLogprobs, loss_slopes
-from kernels.lm_head.live_rows import Carry, live_rows, round_up
-from kernels.lm_head.manual_axes import vary, varying_axes
+from kernels.lm_head.contract import (
+    Gradients,
+    How,
+    Inputs,
+    Objective,
+    Terms,
+    TokenLogprobs,
+    gradient_dtypes,
+    loss_slopes,
+    zeros,
+)
+from kernels.lm_head.live_rows import Carry, live_rows, round_up, write
 from kernels.lm_head.online_softmax import Columns, Running, Softmax, finish, include, logit_slopes, merge, nothing
 
 _CPU_BLOCK, _BLOCK = 256, 1024
@@ -77,10 +86,10 @@ def statistics(inputs: Inputs, how: How) -> Softmax:
             w_TD, columns = _tile(plan, inputs, c, labels_R)
             return include(running, _logits(inputs, how, _dot(how, h_RD, w_TD, (1, 1))), columns)
 
-        running_R = lax.fori_loop(0, plan.tiles, tile, nothing(_zeros(inputs, plan.block)))
-        return _write(all_M, running_R, i * plan.block)
+        running_R = lax.fori_loop(0, plan.tiles, tile, nothing(zeros(inputs, plan.block)))
+        return write(all_M, running_R, i * plan.block)
 
-    zeros_M = _zeros(inputs, len(live.row))
+    zeros_M = zeros(inputs, len(live.row))
     unvisited = Running(zeros_M, zeros_M + 1, zeros_M, zeros_M)  # finite
     all_M = live.over_blocks(plan.block, block, unvisited)
     return _finish(how, jax.tree.map(lambda x: x[live.place], all_M), inputs.live)
@@ -113,14 +122,14 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogpro
 
             return _unless_negligible(inputs, how, y_RT, softmax_R, live_R, columns, add, carry)
 
-        dw_TD = _zeros(inputs, plan.tile, features) if how.wants_weight else None
+        dw_TD = zeros(inputs, plan.tile, features) if how.wants_weight else None
         dh_MD, dw_TD = live.over_blocks(plan.block, block, (dh_MD, dw_TD))
         return dh_MD, None if dw_TD is None else _add(dw_VD, dw_TD, _start(plan, inputs, c))
 
     vocabulary, features = inputs.weight.shape
-    dh_dtype, dw_dtype = _gradient_dtypes(inputs, how)
-    dh_MD = _zeros(inputs, len(live.row), features) if how.wants_hidden else None
-    dw_VD = _zeros(inputs, vocabulary, features, dtype=dw_dtype) if how.wants_weight else None
+    dh_dtype, dw_dtype = gradient_dtypes(inputs, how)
+    dh_MD = zeros(inputs, len(live.row), features) if how.wants_hidden else None
+    dw_VD = zeros(inputs, vocabulary, features, dtype=dw_dtype) if how.wants_weight else None
     dh_MD, dw_VD = lax.fori_loop(0, plan.tiles, tile, (dh_MD, dw_VD))
     return None if dh_MD is None else dh_MD.astype(dh_dtype)[live.place], dw_VD
 
@@ -143,7 +152,7 @@ def _waves(plan: _Plan, inputs: Inputs, objective: Objective, terms: Terms, how:
                 y_CRT, y_RT, c, 0
             )
 
-        running, y_CRT = lax.fori_loop(0, plan.tiles, forward, (nothing(_zeros(inputs, plan.block)), y_CRT))
+        running, y_CRT = lax.fori_loop(0, plan.tiles, forward, (nothing(zeros(inputs, plan.block)), y_CRT))
         softmax_R = _finish(how, running, live_R)
         terms_R = Terms(terms.weights[row_R], tuple(x[row_R] for x in terms.operands), terms.shared)
         slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms_R)
@@ -162,19 +171,19 @@ def _waves(plan: _Plan, inputs: Inputs, objective: Objective, terms: Terms, how:
 
             return _unless_negligible(inputs, how, y_CRT[c], softmax_R, live_R, columns, add, carry)
 
-        dh_RD = _zeros(inputs, plan.block, features) if how.wants_hidden else None
+        dh_RD = zeros(inputs, plan.block, features) if how.wants_hidden else None
         dh_RD, dw_VD = lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD))
         start = i * plan.block
-        dh_MD = None if dh_RD is None else _write(dh_MD, dh_RD.astype(dh_dtype), start)
-        return _write(all_M, softmax_R, start), dh_MD, dw_VD, y_CRT
+        dh_MD = None if dh_RD is None else write(dh_MD, dh_RD.astype(dh_dtype), start)
+        return write(all_M, softmax_R, start), dh_MD, dw_VD, y_CRT
 
     vocabulary, features = inputs.weight.shape
-    dh_dtype, dw_dtype = _gradient_dtypes(inputs, how)
+    dh_dtype, dw_dtype = gradient_dtypes(inputs, how)
     sum_dtype = dw_dtype if len(live.row) == plan.block else jnp.float32
-    all_M = Softmax(*(_zeros(inputs, len(live.row)) for _ in Softmax._fields))
-    dh_MD = _zeros(inputs, len(live.row), features, dtype=dh_dtype) if how.wants_hidden else None
-    dw_VD = _zeros(inputs, vocabulary, features, dtype=sum_dtype) if how.wants_weight else None
-    y_CRT = _zeros(inputs, plan.tiles, plan.block, plan.tile)
+    all_M = Softmax(*(zeros(inputs, len(live.row)) for _ in Softmax._fields))
+    dh_MD = zeros(inputs, len(live.row), features, dtype=dh_dtype) if how.wants_hidden else None
+    dw_VD = zeros(inputs, vocabulary, features, dtype=sum_dtype) if how.wants_weight else None
+    y_CRT = zeros(inputs, plan.tiles, plan.block, plan.tile)
     in_step = how.token_axes if how.vocabulary_axis else ()
     all_M, dh_MD, dw_VD, _ = live.over_blocks(plan.block, wave, (all_M, dh_MD, dw_VD, y_CRT), in_step)
     dh = None if dh_MD is None else dh_MD[live.place]
@@ -199,7 +208,7 @@ def _wave(plan: _Plan, inputs: Inputs, how: How) -> int:
     bytes_a_row = 4 * plan.tiles * plan.tile
     room = plan.block * bytes_a_row if how.workspace is None else how.workspace
     wave = min(rows, _MOST_WAVE, room // bytes_a_row // 8 * 8)
-    if how.wants_weight and _gradient_dtypes(inputs, how)[1] != jnp.float32 and wave < rows:
+    if how.wants_weight and gradient_dtypes(inputs, how)[1] != jnp.float32 and wave < rows:
         # Several waves are summed in float32, which is no gradient then but one more array.
         room = 0 if how.workspace is None else max(0, how.workspace - 4 * inputs.weight.size)
         wave = min(wave, room // bytes_a_row // 8 * 8)
@@ -265,21 +274,6 @@ def _finish(how: How, running: Running, live: Bool[Array, "N"]) -> Softmax:
     return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(running))
 
 
-def _gradient_dtypes(inputs: Inputs, how: How) -> tuple[jnp.dtype, jnp.dtype]:
-    """Of dh and of dW."""
-    dh, dw = how.hidden_gradient, how.weight_gradient
-    return inputs.hidden.dtype if dh is None else dh, inputs.weight.dtype if dw is None else dw
-
-
 def _add(x: Array, rows: Array, start: Array) -> Array:
     old = lax.dynamic_slice_in_dim(x, start, len(rows))
     return lax.dynamic_update_slice_in_dim(x, (old + rows).astype(x.dtype), start, 0)
-
-
-def _write(whole: Any, rows: Any, start: Array) -> Any:
-    return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, 0), whole, rows)
-
-
-def _zeros(inputs: Inputs, *shape: int, dtype: Any = jnp.float32) -> Array:
-    """Zeros that vary, under `shard_map`, over the axes that the inputs vary over, as a loop's carry must."""
-    return vary(jnp.zeros(shape, dtype), varying_axes(inputs.hidden))
