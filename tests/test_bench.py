@@ -1,22 +1,20 @@
-"""The benchmark of the head: what it measures, and that a wrong, missing, dying or slow method is told as such."""
+"""The benchmark of the head: its table, and that a missing, dying or slow method is told as such."""
 
 import json
 import re
 import sys
 import time
-import types
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
-import numpy as np
 import pytest
 
 from mllm.errors import UserError
-from tools import bench, bench_child, bench_methods, bench_plot, bench_report, bench_run, bench_timing, bench_torch
-from tools.bench_methods import Method, by_tokamax, general_backward, value_and_gradients, value_only
-from tools.bench_problem import PRESETS, Problem, shapes_of, write_answer, write_inputs
+from tools import bench, bench_child, bench_methods, bench_plot, bench_report, bench_run
+from tools.bench_methods import Method, value_and_gradients
+from tools.bench_problem import PRESETS, Problem, shapes_of
 from tools.bench_run import Children, Outcome, Settings
 from tools.head_losses import full_logits, fused
 
@@ -25,24 +23,13 @@ SETTINGS = Settings(dtype="float32", lives=[1.0, 0.5], rounds=2, least=0.0, seed
 ROUNDS = {"method": [9.0, 2.0, 3.0], "hW": [1.0, 1.0, 1.0], "gW": [2.0, 2.0, 2.0], "gh": [3.0, 3.0, 3.0]}
 FOUND = {"through": "XLA", "errors": {"value": 0.0}, "rounds": ROUNDS, "peak_bytes": None, "temp_bytes": 2**20}
 FOUND |= {"peak_is_bound": False}
+PREPARED = {"obstacles": {}, "largest_probability": None}
 METHOD = Method("any", 3, value_and_gradients(full_logits))
 
 
-@pytest.fixture(scope="module")
-def problem(tmp_path_factory):
-    """Its inputs, and the answers at all rows and at half of them."""
-    found = Problem(SHAPE, "float32", 0, str(tmp_path_factory.mktemp("problem")))
-    write_inputs(found)
-    arrays = [jnp.asarray(x) for x in (found.read("hidden"), found.read("weight"), found.labels())]
-    for general in (False, True):
-        for live in SETTINGS.lives:
-            write_answer(found, general, live, *arrays)
-    return found
-
-
-def errors(problem, call, live=1.0, **options):
-    method = Method("any", 3, call, **options)
-    return next(bench_child.measure(method, problem, [live], rounds=1, least=0.0))["errors"]
+@pytest.fixture
+def problem():
+    return Problem(SHAPE, "float32", 0, "")
 
 
 def child(monkeypatch, code):
@@ -59,7 +46,7 @@ class Canned:
     def start(self, task):
         name = "inputs" if task["task"] == "prepare" else task["methods"][0]
         self.started.append(name)
-        return self.found.get(name, Outcome({"obstacles": {}}))
+        return self.found.get(name, Outcome(PREPARED))
 
 
 def tables(found, methods, shapes=(SHAPE,)):
@@ -101,98 +88,7 @@ def test_a_run_tells_the_same_in_its_table_and_its_json_and_draws_it(monkeypatch
     assert plt.imread(picture)[..., :3].std() > 0.01
 
 
-@pytest.mark.parametrize(("dtype", "spread"), [("float32", 1.0), ("bfloat16", 1.0), ("float32", 8.0)])
-def test_inputs_are_random_have_logits_of_that_spread_and_are_the_same_for_a_seed(tmp_path, dtype, spread):
-    folders = [tmp_path / "one", tmp_path / "other"]
-    read = []
-    for folder in folders:
-        folder.mkdir()
-        problem = Problem((256, 64, 5000), dtype, 7, str(folder), spread)
-        write_inputs(problem)
-        read.append([problem.read(name) for name in ("hidden", "weight")])
-    (hidden, weight), again = read
-    assert hidden.dtype == weight.dtype == jnp.dtype(dtype)
-    for one, other in zip(read[0], again, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert np.std(hidden.astype(np.float32) @ weight.astype(np.float32).T) == pytest.approx(spread, rel=0.05)
-    assert not np.array_equal(weight[:64], weight[4096:4160])  # of another block
-    assert problem.weights(0.25).sum() == 64
-    assert len(set(problem.labels())) > 200
-
-
-# --- is a method right?
-
-
-@pytest.mark.parametrize("live", [1.0, 0.5])
-def test_a_right_method_shows_no_error(problem, live):
-    assert max(errors(problem, value_and_gradients(full_logits), live).values()) < 1e-5
-    assert max(errors(problem, value_and_gradients(fused()), live).values()) < 1e-5
-    assert max(errors(problem, general_backward(), live, general=True).values()) < 1e-5
-    assert errors(problem, value_only(fused()), live).keys() == {"value"}
-
-
-def test_a_wrong_method_shows_where_it_is_wrong_and_by_how_much(problem):
-    right = value_and_gradients(full_logits)
-
-    def spoilt(*arguments):
-        value, dh, dw = right(*arguments)
-        return value * 1.01, dh.at[3, 5].add(0.5 * jnp.abs(dh).max()), dw.at[-1].set(jnp.nan)
-
-    found = errors(problem, spoilt)
-    assert found["value"] == pytest.approx(0.01, rel=1e-3)
-    assert found["dh"] == pytest.approx(0.5, rel=1e-3)
-    assert np.isnan(found["dW"])
-
-
-def test_a_method_that_takes_rows_that_do_not_count_shows_errors(problem):
-    def all_rows(hidden, weight, labels, weights, *rest):
-        return value_and_gradients(full_logits)(hidden, weight, labels, jnp.ones_like(weights), *rest)
-
-    assert max(errors(problem, all_rows).values()) < 1e-5
-    assert min(errors(problem, all_rows, live=0.5).values()) > 0.01
-
-
-def test_a_number_that_is_not_finite_is_said_to_be_so_in_table_and_json(problem):
-    found = [{**FOUND, "live": 1.0, "errors": {"value": 1e-3, "dh": float("nan"), "dW": float("inf")}}]
-    table = bench_report.table(problem, 1.0)
-    table["methods"] = [bench_report.row(METHOD, table, Outcome(found))]
-    assert bench_report.lines(table)[-1].split()[-3:] == ["1.0e-03", "nan", "nan"]
-    assert "NaN" not in json.dumps(table)
-
-
-def test_tokamax_which_has_no_weights_is_given_zeros_and_its_result_corrected(problem, monkeypatch):
-    def loss(hidden, labels, weight, *, implementation):
-        logits = hidden @ weight
-        return jnp.sum(jax.nn.logsumexp(logits, axis=1) - logits[jnp.arange(len(labels)), labels])
-
-    fake = types.SimpleNamespace(linear_softmax_cross_entropy_loss=loss)
-    monkeypatch.setitem(sys.modules, "tokamax", fake)
-    for live in SETTINGS.lives:
-        assert max(errors(problem, by_tokamax(None), live, transposed=True).values()) < 1e-5
-
-
-def test_methods_through_torch_are_measured_by_its_own_means(problem):
-    pytest.importorskip("torch")
-    method = Method("full logits in torch", 3)
-    found = list(bench_torch.measure(method, problem, SETTINGS.lives, rounds=2, least=0.0))
-    assert [figures["through"] for figures in found] == ["torch", "torch"]
-    assert max(max(figures["errors"].values()) for figures in found) < 1e-5
-
-
-# --- times
-
-
-def test_the_bare_products_are_those_of_the_rows_that_count_in_their_dtype():
-    hidden = jax.random.normal(jax.random.key(1), (6, 16), jnp.bfloat16)
-    weight = jax.random.normal(jax.random.key(2), (130, 16), jnp.bfloat16)
-    found = {name: call() for name, call in bench_child.bare_products(hidden, weight).items()}
-    assert {name: x.shape for name, x in found.items()} == {"hW": (6, 130), "gW": (6, 16), "gh": (130, 16)}
-    assert {x.dtype for x in found.values()} == {jnp.dtype(jnp.bfloat16)}
-    slopes = bench_child.random_slopes(6, 130, jnp.bfloat16).astype(jnp.float32)
-    assert float(slopes.std()) == pytest.approx(1, abs=0.1)
-    wide = hidden.astype(jnp.float32), weight.astype(jnp.float32)
-    for name, expected in {"hW": wide[0] @ wide[1].T, "gW": slopes @ wide[1], "gh": slopes.T @ wide[0]}.items():
-        np.testing.assert_allclose(found[name].astype(jnp.float32), expected, atol=0.2)
+# --- the table
 
 
 def test_three_products_are_each_once_four_have_the_logits_twice_and_ratios_are_of_the_same_round(problem):
@@ -208,52 +104,27 @@ def test_three_products_are_each_once_four_have_the_logits_twice_and_ratios_are_
     assert lines[3].split() == ["four", "bare", "products,", "XLA", "7000.00", f"{4 * 2 * 12 * 16 * 130 / 7e12:.3g}"]
 
 
-def test_a_turn_is_as_many_calls_as_fill_it_and_its_figure_is_of_one():
-    now, calls = [0.0], []
-
-    def function(name, seconds):
-        def call():
-            calls.append(name)
-            now[0] += seconds
-
-        return call
-
-    functions = {"short": function("short", 0.01), "long": function("long", 0.2)}
-    found = bench_timing.in_turns(functions, lambda _: None, rounds=3, least=0.0999, queue=1, clock=lambda: now[0])
-    assert found == {"short": pytest.approx([0.01] * 3), "long": pytest.approx([0.2] * 3)}
-    assert calls[4:] == (["short"] * 10 + ["long"]) * 3
-
-
-@pytest.mark.parametrize(("queue", "most"), [(1, 1), (2, 2)])
-def test_no_more_calls_are_under_way_than_the_queue_takes_and_all_are_waited_for(queue, most):
-    under_way, highest = [], [0]
-
-    def call():
-        under_way.append(object())
-        highest[0] = max(highest[0], len(under_way))
-        return under_way[-1]
-
-    ticks = iter(range(10**6))
-    bench_timing.in_turns(
-        {"one": call}, under_way.remove, rounds=2, least=5.0, queue=queue, clock=lambda: float(next(ticks))
-    )
-    assert highest == [most]
-    assert under_way == []
-
-
-@pytest.mark.parametrize(("before", "is_bound"), [(900, False), (1700, True)])
-def test_memory_is_the_device_s_own_count_and_only_a_bound_where_the_compiler_took_as_much(
-    monkeypatch, before, is_bound
-):
-    monkeypatch.setattr(bench_child, "peak", lambda: 1700)
-    program = jax.jit(lambda x: x + 1).lower(jnp.zeros(100)).compile()
-    found = bench_child.memory_of(program, [jnp.zeros(100)], (jnp.zeros(50),), before)
-    assert (found["peak_bytes"], found["peak_is_bound"]) == (1700, is_bound)
-    assert found["temp_bytes"] == 1700 - 400 - 200
-    figures = {**FOUND, "live": 1.0, **found}
-    table = bench_report.table(Problem(SHAPE, "float32", 0, ""), 1.0)
-    row = bench_report.row(METHOD, table, Outcome([{**figures, "peak_bytes": 1700 << 20}]))
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_a_peak_that_is_only_a_bound_is_marked_as_one(problem, is_bound):
+    figures = {**FOUND, "live": 1.0, "peak_bytes": 1700 << 20, "peak_is_bound": is_bound}
+    row = bench_report.row(METHOD, bench_report.table(problem, 1.0), Outcome([figures]))
     assert ("≤1700" in bench_report.cells(row)) == is_bound
+
+
+def test_inputs_with_a_peak_are_told_in_the_table_s_title(problem):
+    assert "peak" not in bench_report.lines(bench_report.table(problem, 1.0))[0]
+    table = bench_report.table(problem._replace(peak=14.0), 1.0) | {"largest_probability": 0.812}
+    [title] = bench_report.lines(table)
+    assert title.startswith("N=24, D=16, V=130, peak 14, float32, 100% of the rows count: 24")
+    assert title.endswith("; largest probability 0.81 on average")
+
+
+def test_a_number_that_is_not_finite_is_said_to_be_so_in_table_and_json(problem):
+    found = [{**FOUND, "live": 1.0, "errors": {"value": 1e-3, "dh": float("nan"), "dW": float("inf")}}]
+    table = bench_report.table(problem, 1.0)
+    table["methods"] = [bench_report.row(METHOD, table, Outcome(found))]
+    assert bench_report.lines(table)[-1].split()[-3:] == ["1.0e-03", "nan", "nan"]
+    assert "NaN" not in json.dumps(table)
 
 
 # --- what can't be measured
@@ -280,7 +151,7 @@ def test_a_method_that_says_that_it_can_not_run_here_is_skipped_in_its_words(pro
     assert bench_methods.obstacle(faulty, problem) is None
     wrong = Method("wrong", 3, value_and_gradients(fused(workspace=-1)))
     assert bench_methods.obstacle(wrong, problem) is None  # a ValueError, and none that says that it can't run here
-    prepared = Outcome({"obstacles": {"unknown": "impl: it can't"}})
+    prepared = Outcome({**PREPARED, "obstacles": {"unknown": "impl: it can't"}})
     (table, _), children = tables({"inputs": prepared, "any": Outcome([{**FOUND, "live": 1.0}])}, [unknown, METHOD])
     assert children.started == ["inputs", "any"]
     assert "skipped: unknown: impl: it can't" in bench_report.lines(table)
@@ -327,7 +198,7 @@ def test_a_limit_stops_what_runs_and_starts_nothing_more(monkeypatch):
 
 def test_shapes_that_a_limit_leaves_out_are_told_and_earlier_ones_kept():
     found = {"any": Outcome([{**FOUND, "live": 1.0}, {**FOUND, "live": 0.5}])}
-    first, late = Outcome({"obstacles": {}}), Outcome(None, "left out", "--limit: the time was used up")
+    first, late = Outcome(PREPARED), Outcome(None, "left out", "--limit: the time was used up")
 
     class Late(Canned):
         def start(self, task):

@@ -24,10 +24,11 @@ def says(*lines, code=0, seconds=1.0):
     )
 
 
-def report(*rows, live=1.0, shape=SHAPE):
+def report(*rows, live=1.0, shape=SHAPE, peak=0):
     """Of the bench; rows are (method, status)."""
     methods = [{"method": name, "status": status, "reason": "why"} for name, status in rows]
-    table = {**dict(zip("NDV", shape, strict=True)), "dtype": "bfloat16", "spread": 1.0, "live": live, "rows": 1}
+    table = {**dict(zip("NDV", shape, strict=True)), "dtype": "bfloat16", "peak": peak, "live": live, "rows": 1}
+    table["largest_probability"] = None
     about = {"device": {"kind": "H100"}, "versions": {"jax": "1"}, "dtype": "bfloat16", "date": "2000-01-01T00"}
     return {**about, "results": [table | {"methods": methods}]}
 
@@ -87,7 +88,7 @@ def test_the_smoke_test_is_the_first_and_all_steps_follow(out, capsys):
     assert [len(machine.of(name)) for name in ("pytest -m gpu", "tune.py", "bench.py", "bench_train.py")] == [
         1,
         3,
-        6,
+        7,
         1,
     ]
     assert all("--write" in command for command in machine.of("tune.py"))
@@ -245,7 +246,7 @@ def test_methods_that_a_limit_left_out_of_the_bench_are_measured_by_the_next_cal
         call(machine, out, "--steps", "bench")
     assert machine.of("bench.py")[0][-2:] == ["--methods", "theirs"]
     assert states(out)["bench 8192,2048"] == "done"
-    [table] = gpu_results.tables(out, SHAPE)
+    [table] = gpu_results.tables(out, "8192_2048")
     assert [(row["method"], row["status"]) for row in table["methods"]] == [
         ("ours", "measured"),
         ("theirs", "measured"),
@@ -278,11 +279,13 @@ def test_a_folder_that_tells_of_another_gpu_is_refused(out, capsys):
 
 def test_all_runs_of_the_bench_become_one_table_one_file_and_one_plot(out):
     (out / "bench").mkdir(parents=True)
-    for shape in (SHAPE, (64, 8, 300)):
-        gpu_results.next_file(out, shape).write_text(json.dumps(report(("ours", "failed"), shape=shape)))
+    for shape, peak in ((SHAPE, 0), (SHAPE, 14), ((64, 8, 300), 0)):
+        file = gpu_results.next_file(out, f"{shape[0]}_{peak}")
+        file.write_text(json.dumps(report(("ours", "failed"), shape=shape, peak=peak)))
     assert list(gpu_results.gather(out)) == []
-    assert (out / "bench.txt").read_text().count("failed: ours: why") == 2
-    assert [table["N"] for table in json.loads((out / "bench.json").read_text())["results"]] == [8192, 64]
+    assert (out / "bench.txt").read_text().count("failed: ours: why") == 3
+    found = json.loads((out / "bench.json").read_text())["results"]
+    assert [(table["N"], table["peak"]) for table in found] == [(8192, 0), (8192, 14), (64, 0)]
 
 
 @pytest.mark.parametrize(

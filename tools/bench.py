@@ -86,11 +86,11 @@ def parser() -> ArgumentParser:
     result.add_argument("--repeats", type=int, help="rounds timed, after one that is not (default on a CPU 5, else 10)")
     result.add_argument("--seed", type=int, default=0, help="of the random inputs (default 0)")
     result.add_argument(
-        "--spread",
+        "--peak",
         type=positive,
-        default=1.0,
-        metavar="S",
-        help="standard deviation of the logits (default 1; at 8 few tokens are likely, as the filter wants)",
+        default=0.0,
+        metavar="P",
+        help="inputs as a trained model has them: words by Zipf's law, a label's logit P above (default: all normal)",
     )
     result.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too, as they become known")
     result.add_argument("--plot", type=Path, metavar="FILE", help="draw time against memory there (.png, .svg, .pdf)")
@@ -172,7 +172,7 @@ def of_device(options: argparse.Namespace) -> None:
         rounds=options.repeats or (5 if cpu else 10),
         least=LEAST,
         seed=options.seed,
-        spread=options.spread,
+        peak=options.peak,
     )
     report: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
@@ -182,7 +182,7 @@ def of_device(options: argparse.Namespace) -> None:
         "dtype": settings.dtype,
         "rounds": settings.rounds,
         "seed": settings.seed,
-        "spread": settings.spread,
+        "peak": settings.peak,
         "results": [],
     }
     heading = f"{device['platform']} {device['kind']}, jax {jax.__version__}, {settings.dtype}, {report['date'][:10]}"

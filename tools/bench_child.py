@@ -43,15 +43,17 @@ def device() -> dict[str, Any]:
 
 
 def prepare(problem: Problem, lives: list[float], methods: list[Method]) -> dict[str, Any]:
-    """Leaves the files; tells by name what can't run here, and why."""
+    """Leaves the files; tells by name what can't run here, and why, and how peaked the inputs are."""
     obstacles = {method.name: bench_methods.obstacle(method, problem) for method in methods}
     able = [method for method in methods if obstacles[method.name] is None]
     write_inputs(problem)
     arrays = [jnp.asarray(x) for x in (problem.read("hidden"), problem.read("weight"), problem.labels())]
-    for general in {method.general for method in able}:
-        for live in lives:
-            write_answer(problem, general, live, *arrays)
-    return {"obstacles": {name: reason for name, reason in obstacles.items() if reason is not None}}
+    kinds = {method.general for method in able}
+    largest = [write_answer(problem, general, live, *arrays) for general in kinds for live in lives]
+    return {
+        "obstacles": {name: reason for name, reason in obstacles.items() if reason is not None},
+        "largest_probability": largest[0] if largest else None,
+    }
 
 
 def measure(
@@ -144,7 +146,7 @@ def main(task: dict[str, Any], file: Path) -> None:
     if task["task"] == "device":
         return write(file, device())
     shape: Shape = tuple(task["shape"])
-    problem = Problem(shape, task["dtype"], task["seed"], task["folder"], task["spread"])
+    problem = Problem(shape, task["dtype"], task["seed"], task["folder"], task["peak"])
     methods = [method for method in bench_methods.methods(task["platform"]) if method.name in task["methods"]]
     if task["task"] == "prepare":
         return write(file, prepare(problem, task["lives"], methods))

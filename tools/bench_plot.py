@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from mllm.errors import UserError
-from tools.bench_report import MEASURED, bare_products, title
+from tools.bench_report import MEASURED, bare_products, subject
 
 MARKERS = "oDsv^<>pPX*hd"
 LEAST = 1.0
@@ -50,15 +50,15 @@ def draw(results: Sequence[dict[str, Any]], heading: str, out: Path) -> bool:
     tables = [table for table in results if points(table)]
     if not tables:
         return False
-    shapes = list(dict.fromkeys(title((table["N"], table["D"], table["V"])) for table in tables))
+    subjects = list(dict.fromkeys(subject(table) for table in tables))
     lives = sorted({table["live"] for table in tables}, reverse=True)
     names = list(dict.fromkeys(name for table in tables for name in points(table)))
-    size = (4.4 * len(lives) + 3.4, max(3.4 * len(shapes), 0.26 * len(names) + 1.2))
-    figure, axes = plt.subplots(len(shapes), len(lives), figsize=size, squeeze=False, layout="constrained")
+    size = (4.4 * len(lives) + 3.4, max(3.4 * len(subjects), 0.26 * len(names) + 1.2))
+    figure, axes = plt.subplots(len(subjects), len(lives), figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat:
         axis.set_visible(False)
     for table in tables:
-        place = shapes.index(title((table["N"], table["D"], table["V"]))), lives.index(table["live"])
+        place = subjects.index(subject(table)), lives.index(table["live"])
         panel(axes[place], table, names)
     handles = {text: line for axis in axes.flat for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
     ordered = [name for name in names if name in handles] + [name for name in handles if name not in names]
@@ -85,9 +85,7 @@ def panel(axis: Axes, table: dict[str, Any], names: Sequence[str]) -> None:
     axis.set_xscale("log")
     axis.set_xlim(LEAST / 1.5, 2 * max(memory for memory, _ in found.values()))
     axis.set_ylim(0, 1.1 * max([milliseconds for _, milliseconds in found.values()] + [1e3 * x for x in bare.values()]))
-    axis.set_title(
-        f"{title((table['N'], table['D'], table['V']))}\n{table['live']:.0%} of the rows count", fontsize=10, loc="left"
-    )
+    axis.set_title(f"{subject(table)}\n{table['live']:.0%} of the rows count", fontsize=10, loc="left")
     axis.set_xlabel("MiB beside arguments and results")
     axis.set_ylabel("ms")
     axis.grid(alpha=0.25)

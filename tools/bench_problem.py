@@ -1,10 +1,13 @@
 """What tools/bench.py measures its methods on: shapes by name, random inputs from a seed, and the answer in float32.
 
-Inputs and answer lie in files, so that every method, through whatever library, gets the same ones: normal logits, of
-unit variance if nothing else is asked for, random labels, rows that count at random places, and random cotangents for
-the general backward. The answer is found in float32 at the highest precision, some tokens at a time, so that it fits
-wherever the weight does. The files lie where TMPDIR says: 9 GB for three shares at 8192 tokens of Qwen2.5-3B, 21 GB at
-the largest shape.
+Inputs and answer lie in files, so that every method, through whatever library, gets the same ones: normal logits of
+unit variance, random labels, rows that count at random places, and random cotangents for the general backward. The
+answer is found in float32 at the highest precision, some tokens at a time, so that it fits wherever the weight does.
+The files lie where TMPDIR says: 9 GB for three shares at 8192 tokens of Qwen2.5-3B, 21 GB at the largest shape.
+
+With a `peak` they are rather as a trained model has them: a word's logit falls with its rank, as Zipf's law has it, the
+frequent words are the vocabulary's first, as in a tokenizer's order of merges, labels follow the ranks, and a hidden
+state points to its label by as much as `peak` says, some more and some less.
 """
 
 import argparse
@@ -27,6 +30,8 @@ MODELS = {"0.5B": 896, "3B": 2048, "7B": 3584}
 TOKENS = tuple(1024 << i for i in range(7))
 BLOCK = 4096
 """Rows of an input that one thread makes."""
+ZIPF, NOISE, VARIES = 1.2, 1.5, 0.3
+"""With a peak: the exponent of ranks; standard deviations of hidden states beside it, and of the peak itself."""
 
 Shape = tuple[int, int, int]
 """Tokens, hidden size, vocabulary."""
@@ -68,20 +73,20 @@ class Problem(NamedTuple):
     seed: int
     folder: str
     """Of the files, which `write_inputs` and `write_answer` leave there."""
-    spread: float = 1.0
-    """Standard deviation of the logits."""
+    peak: float = 0.0
+    """How far above the others a label's logit is; 0: no further, and all logits are normal."""
 
     @property
     def inputs(self) -> dict[str, tuple[Path, tuple[int, int], float]]:
-        """Of hidden states and weight the file, the shape and the standard deviation."""
+        """Of weight and hidden states the file, the shape and the standard deviation."""
         tokens, features, vocabulary = self.shape
         folder = Path(self.folder)
         return {
-            "hidden": (folder / f"hidden_{tokens}_{features}.npy", (tokens, features), 1.0),
-            "weight": (
-                folder / f"weight_{vocabulary}_{features}.npy",
-                (vocabulary, features),
-                self.spread * features**-0.5,
+            "weight": (folder / f"weight_{vocabulary}_{features}.npy", (vocabulary, features), features**-0.5),
+            "hidden": (
+                folder / f"hidden_{tokens}_{features}_{vocabulary}.npy",
+                (tokens, features),
+                NOISE if self.peak else 1.0,
             ),
         }
 
@@ -89,7 +94,10 @@ class Problem(NamedTuple):
         return max(1, round(live * self.shape[0]))
 
     def labels(self) -> Int[np.ndarray, "N"]:
-        return np.random.default_rng([self.seed, 2]).integers(0, self.shape[2], self.shape[0], dtype=np.int32)
+        random, (tokens, _, vocabulary) = np.random.default_rng([self.seed, 2]), self.shape
+        if self.peak:  # each is as frequent as the others of its order of magnitude together
+            return np.minimum(vocabulary ** random.random(tokens), vocabulary - 1).astype(np.int32)
+        return random.integers(0, vocabulary, tokens, dtype=np.int32)
 
     def weights(self, live: float) -> Float[np.ndarray, "N"]:
         """1 at the rows that count, else 0."""
@@ -121,34 +129,44 @@ class Problem(NamedTuple):
 
 
 def write_inputs(problem: Problem) -> None:
-    for part, (path, shape, scale) in enumerate(problem.inputs.values()):
-        if not path.exists():
-            _write_normal(path, shape, scale, problem.dtype, [problem.seed, part])
+    for part, name in enumerate(problem.inputs):
+        if not problem.inputs[name][0].exists():
+            _write(problem, name, [problem.seed, part])
 
 
-def _write_normal(path: Path, shape: tuple[int, int], scale: float, dtype: str, seed: list[int]) -> None:
-    stored = np.dtype(np.uint16 if dtype == "bfloat16" else np.float32)
+def _write(problem: Problem, name: str, seed: list[int]) -> None:
+    path, shape, scale = problem.inputs[name]
+    stored = np.dtype(np.uint16 if problem.dtype == "bfloat16" else np.float32)
     file = np.lib.format.open_memmap(path, "w+", stored, shape)
 
-    def fill(block: int) -> None:
-        rows = file[block * BLOCK : (block + 1) * BLOCK]
-        normal = np.random.default_rng([*seed, block]).standard_normal(rows.shape, np.float32) * np.float32(scale)
-        rows[...] = normal.astype(dtype).view(stored)
+    def fill(first: int) -> None:
+        rows = file[first : first + BLOCK]
+        random = np.random.default_rng([*seed, first // BLOCK])
+        numbers = random.standard_normal(rows.shape, np.float32) * np.float32(scale)
+        if problem.peak and name == "weight":
+            numbers[:, 0] = -ZIPF * np.log(np.arange(first, first + len(rows)) + 1)
+        elif problem.peak:
+            height = problem.peak * (1 + VARIES * random.standard_normal((len(rows), 1), np.float32))
+            numbers += height * problem.read("weight")[problem.labels()[first : first + BLOCK]].astype(np.float32)
+            numbers[:, 0] = 1
+        rows[...] = numbers.astype(problem.dtype).view(stored)
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(fill, range(-(-shape[0] // BLOCK))))
+        list(pool.map(fill, range(0, shape[0], BLOCK)))
 
 
-def write_answer(problem: Problem, general: bool, live: float, hidden: Array, weight: Array, labels: Array) -> None:
-    found = _answer(hidden, weight, labels, *problem.cotangents(general, live))
+def write_answer(problem: Problem, general: bool, live: float, hidden: Array, weight: Array, labels: Array) -> float:
+    """The mean, over tokens, of the largest probability."""
+    largest, *found = _answer(hidden, weight, labels, *problem.cotangents(general, live))
     for path, array in zip(problem.answer(general, live).values(), found, strict=True):
         path.parent.mkdir(exist_ok=True)
         np.save(path, np.asarray(array))
+    return float(largest)
 
 
 @jax.jit
 def _answer(hidden: Array, weight: Array, labels: Array, by_logprob: Array, by_lse: Array) -> tuple[Array, ...]:
-    """logprob and lse [2, N], and the gradients under these cotangents, in float32."""
+    """The mean largest probability, logprob and lse [2, N], and the gradients under these cotangents, in float32."""
 
     def total(hidden: Array, weight: Array) -> tuple[Array, Array]:
         @jax.checkpoint
@@ -157,15 +175,16 @@ def _answer(hidden: Array, weight: Array, labels: Array, by_logprob: Array, by_l
             logits = jnp.matmul(h, weight.T, precision="highest")
             lse = jax.nn.logsumexp(logits, axis=1)
             logprob = jnp.take_along_axis(logits, label[:, None], axis=1)[:, 0] - lse
-            return total + jnp.sum(by_logprob * logprob + by_lse * lse), jnp.stack([logprob, lse])
+            largest = jnp.exp(logits.max(1) - lse)
+            return total + jnp.sum(by_logprob * logprob + by_lse * lse), jnp.stack([largest, logprob, lse])
 
         rows = (x.reshape(-1, min(CHUNK, len(hidden)), *x.shape[1:]) for x in (hidden, labels, by_logprob, by_lse))
         sums, values = jax.lax.scan(step, jnp.float32(0), tuple(rows))
-        return sums, jnp.moveaxis(values, 1, 0).reshape(2, -1)
+        return sums, jnp.moveaxis(values, 1, 0).reshape(3, -1)
 
     wide = hidden.astype(jnp.float32), weight.astype(jnp.float32)
-    (dh, dw), values = jax.grad(total, (0, 1), has_aux=True)(*wide)
-    return values, dh, dw
+    (dh, dw), (largest, *values) = jax.grad(total, (0, 1), has_aux=True)(*wide)
+    return largest.mean(), jnp.stack(values), dh, dw
 
 
 def largest_error(got: Any, expected: np.ndarray, compare: Callable[[Any, np.ndarray], tuple[float, float]]) -> float:

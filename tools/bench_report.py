@@ -20,10 +20,14 @@ def title(shape: Shape) -> str:
     return "N={}, D={}, V={}".format(*shape)
 
 
+def subject(table: dict[str, Any]) -> str:
+    return title((table["N"], table["D"], table["V"])) + f", peak {table['peak']:g}" * (table["peak"] > 0)
+
+
 def table(problem: Problem, live: float) -> dict[str, Any]:
-    """With no rows yet."""
+    """With no rows yet; how large the largest probability is on average is known later."""
     sizes = dict(zip("NDV", problem.shape, strict=True))
-    about = {**sizes, "dtype": problem.dtype, "spread": problem.spread}
+    about: dict[str, Any] = {**sizes, "dtype": problem.dtype, "peak": problem.peak, "largest_probability": None}
     return {**about, "live": live, "rows": problem.live_rows(live), "methods": []}
 
 
@@ -75,9 +79,9 @@ def lines(table: dict[str, Any]) -> list[str]:
     """The table as text; what wasn't measured stands below it."""
     measured = [row for row in table["methods"] if row["status"] == MEASURED]
     width = max([len(row["method"]) for row in measured] + [len("three bare products, torch")])
-    shape = title((table["N"], table["D"], table["V"]))
-    about = f"{shape}, {table['dtype']}, logits of standard deviation {table['spread']:g}"
-    result = [f"{about}, {table['live']:.0%} of the rows count: {table['rows']}"]
+    result = [f"{subject(table)}, {table['dtype']}, {table['live']:.0%} of the rows count: {table['rows']}"]
+    if table["largest_probability"] is not None:
+        result[0] += f"; largest probability {table['largest_probability']:.2g} on average"
     if measured:
         heads = ["ms", "/three", "/four", "TFLOP/s", "peak MiB", "temp MiB", "loss", "dh", "dW"]
         sizes = [10, 7, 7, 8, 10, 10, 9, 9, 9]

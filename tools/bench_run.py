@@ -38,8 +38,8 @@ class Settings(NamedTuple):
     least: float
     """Seconds a turn."""
     seed: int
-    spread: float = 1.0
-    """Standard deviation of the logits."""
+    peak: float = 0.0
+    """Of the inputs: bench_problem.py says which."""
 
 
 class Outcome(NamedTuple):
@@ -135,16 +135,19 @@ def bench(
             return outcome
 
         for shape in shapes:
-            problem = Problem(shape, settings.dtype, settings.seed, folder, settings.spread)
+            problem = Problem(shape, settings.dtype, settings.seed, folder, settings.peak)
             tables = [bench_report.table(problem, live) for live in settings.lives]
             prepared = start(problem, "inputs", task="prepare", methods=[method.name for method in able])
-            obstacles = prepared.found["obstacles"] if prepared.status == "measured" else {}
+            ready = prepared.status == "measured"
+            obstacles = prepared.found["obstacles"] if ready else {}
+            for table in tables:
+                table["largest_probability"] = prepared.found["largest_probability"] if ready else None
             bar.total -= len(obstacles)  # type: ignore[operator]
             for method in methods:
                 obstacle = not_here(method, platform) or obstacles.get(method.name)
                 if obstacle is not None:
                     outcome = Outcome(None, "skipped", obstacle)
-                elif prepared.status != "measured":
+                elif not ready:
                     bar.update()
                     outcome = Outcome(None, prepared.status, f"inputs: {prepared.reason}")
                 else:

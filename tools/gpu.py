@@ -114,6 +114,7 @@ def jobs() -> list[Job]:
         Job("tune 3584", "tune", 90, 200, tune(3584), lean, lambda *_: ""),
         Job("tune 896", "tune", 60, 150, tune(896), lean, lambda *_: ""),
         *(bench_job(*sizes) for sizes in others),
+        bench_job(*first, peak=14, methods=["workspace 0", "cut-cross-entropy"]),
     ]
 
 
@@ -138,19 +139,20 @@ def tune(features: int) -> Callable[[Path, float], list[str]]:
     return command
 
 
-def bench_job(tokens: int, features: int) -> Job:
-    shape = (tokens, features, 151936)
-    name = f"bench {tokens},{features}"
+def bench_job(tokens: int, features: int, peak: int | None = None, methods: Sequence[str] = ()) -> Job:
+    """A shape; `peak` as the bench has it, and which `methods`."""
+    name = f"bench {tokens},{features}" + (f" peak {peak}" if peak else "")
+    subject = name.removeprefix("bench ").replace(",", "_").replace(" ", "_")
+    inputs = ["--shape", f"{tokens},{features},151936", *(["--peak", str(peak), "--live", "1"] if peak else [])]
 
     def command(folder: Path, limit: float) -> list[str]:
-        left = gpu_results.left_out(folder, shape)
-        some = ["--methods", *left] if left else []
-        file = gpu_results.next_file(folder, shape)
-        sizes = ",".join(map(str, shape))
-        return [*tool("bench"), "--shape", sizes, "--limit", f"{limit:.0f}", "--json", str(file), *some]
+        some = gpu_results.left_out(folder, subject) or methods
+        file = gpu_results.next_file(folder, subject)
+        about = [*inputs, *(["--methods", *some] if some else [])]
+        return [*tool("bench"), "--limit", f"{limit:.0f}", "--json", str(file), *about]
 
     def lacks(folder: Path, said: str) -> str:
-        return "its time was over: some methods are left" if gpu_results.left_out(folder, shape) else ""
+        return "its time was over: some methods are left" if gpu_results.left_out(folder, subject) else ""
 
     return Job(name, "bench", 120, 420, command, {}, lacks)
 
@@ -270,11 +272,11 @@ def keep_tiles(folder: Path) -> None:
 def summary(state: dict[str, Any], folder: Path, steps: Sequence[str]) -> list[str]:
     """A line for each job; then what is missing, and about how long it may take."""
     known = jobs()
-    lines = ["", f"{'':16} {'':10} {'s':>6}"]
+    lines = ["", f"{'':23} {'':10} {'s':>6}"]
     for name in ["smoke", *(job.name for job in known)]:
         if name in state["jobs"]:
             each = state["jobs"][name]
-            lines.append(f"{name:16} {each['status']:10} {each['seconds']:6.0f}  {each['reason']}".rstrip())
+            lines.append(f"{name:23} {each['status']:10} {each['seconds']:6.0f}  {each['reason']}".rstrip())
     open_jobs = [
         job
         for job in known

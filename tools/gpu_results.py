@@ -14,7 +14,6 @@ from mllm.errors import UserError
 MEASURED, LEFT_OUT = "measured", "left out"
 STATE = "gpu.json"
 
-Shape = tuple[int, int, int]
 Report = dict[str, Any]
 
 
@@ -46,32 +45,29 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
 # --- the bench ------------------------------------------------------------------------------------------------------
 
 
-def name_of(shape: Shape) -> str:
-    return "_".join(map(str, shape))
-
-
-def files(folder: Path, shape: Shape | None = None) -> list[Path]:
-    """The reports of a shape, or of all; in the order in which they were written."""
-    found = (folder / "bench").glob(f"{'*' if shape is None else name_of(shape)}.*.json")
+def files(folder: Path, subject: str = "*") -> list[Path]:
+    """The reports of a subject, a shape and inputs by whatever name, or of all; in the order of their writing."""
+    found = (folder / "bench").glob(f"{subject}.*.json")
     return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
 
 
-def next_file(folder: Path, shape: Shape) -> Path:
-    return folder / "bench" / f"{name_of(shape)}.{len(files(folder, shape)) + 1}.json"
+def next_file(folder: Path, subject: str) -> Path:
+    return folder / "bench" / f"{subject}.{len(files(folder, subject)) + 1}.json"
 
 
-def left_out(folder: Path, shape: Shape) -> list[str]:
+def left_out(folder: Path, subject: str) -> list[str]:
     """Methods for which there was no time yet."""
-    rows = [row for table in tables(folder, shape) for row in table["methods"]]
+    rows = [row for table in tables(folder, subject) for row in table["methods"]]
     return list(dict.fromkeys(row["method"] for row in rows if row["status"] == LEFT_OUT))
 
 
-def tables(folder: Path, shape: Shape | None = None) -> list[dict[str, Any]]:
-    """One for each shape and share of rows that count; of a method that was tried again, what came of it last."""
+def tables(folder: Path, subject: str = "*") -> list[dict[str, Any]]:
+    """One for each subject and share of rows that count; of a method that was tried again, what came of it last."""
     result: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for path in files(folder, shape):
+    for path in files(folder, subject):
         for table in json.loads(path.read_text(encoding="utf-8"))["results"]:
-            whole = result.setdefault(tuple(table[key] for key in ("N", "D", "V", "live")), {**table, "methods": []})
+            about = tuple(table[key] for key in ("N", "D", "V", "peak", "live"))
+            whole = result.setdefault(about, {**table, "methods": []})
             rows = {row["method"]: row for row in whole["methods"]}
             for row in table["methods"]:
                 if rows.get(row["method"], row)["status"] != MEASURED or row["status"] == MEASURED:
