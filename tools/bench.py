@@ -21,12 +21,9 @@ Exit codes: 0 done, 2 something that you can mend (one line says what).
 """
 
 import argparse
-import importlib.metadata
 import importlib.util
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -40,7 +37,7 @@ from kernels.aot.targets import CHIPS
 from mllm.errors import ArgumentParser, UserError
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
-from tools import bench_methods, bench_plot, bench_report, bench_run, bench_target, figures
+from tools import bench_methods, bench_plot, bench_report, bench_run, bench_target, figures, machine
 from tools.bench_methods import Method
 from tools.bench_problem import MODELS, PRESETS, VOCABULARY, Shape, shapes_of
 from tools.bench_run import Children, Settings
@@ -177,8 +174,8 @@ def of_device(options: argparse.Namespace) -> None:
     report: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device | {"driver": driver()},
-        "versions": versions(),
+        "device": device | {"driver": machine.driver()},
+        "versions": machine.versions(PACKAGES),
         "dtype": settings.dtype,
         "rounds": settings.rounds,
         "seed": settings.seed,
@@ -210,26 +207,6 @@ def keep(path: Path | None, report: dict[str, Any]) -> None:
         draft = path.with_name(f"{path.name}.part")
         figures.write(draft, report)
         draft.replace(path)
-
-
-def versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def driver() -> str | None:
-    """That of an NVIDIA GPU, if its tool tells."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
 
 
 def of_target(options: argparse.Namespace) -> None:

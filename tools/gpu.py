@@ -228,7 +228,7 @@ def look(run: Run, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
     print(
         f"{device['kind']}, compute capability {device['capability']}; driver {device['driver']}; {device['runtime']}"
     )
-    print(f"Python {sys.version.split()[0]}, {versions}", flush=True)
+    print(versions, flush=True)
     if len(found) < 2:
         smoke = entry("failed", outcome.reason or "it said nothing", outcome.seconds)
     elif wrong := {name: x for name, x in found[1].items() if not x < 0.02}:

@@ -4,10 +4,7 @@ Lines of JSON: first the device and versions; then, from a small problem, the re
 `mosaic_gpu` beside full logits. A fault of the kernels shows by how the process ends. `tools/gpu.py` starts it.
 """
 
-import importlib.metadata
 import json
-import shutil
-import subprocess
 from typing import Any
 
 import jax
@@ -15,6 +12,7 @@ import jax.numpy as jnp
 
 from kernels.lm_head import token_loss
 from kernels.lm_head.api import Impl
+from tools import machine
 
 SHAPE = (1000, 576, 5000)
 """Of N, D and V: off every tile, of more than one chunk and cluster."""
@@ -27,26 +25,10 @@ def about() -> dict[str, Any]:
         "platform": device.platform,
         "kind": device.device_kind,
         "capability": getattr(device, "compute_capability", None),
-        "driver": driver(),
+        "driver": machine.driver(),
         "runtime": device.client.platform_version.splitlines()[0],
-        "versions": {package: version for package in PACKAGES if (version := version_of(package)) is not None},
+        "versions": machine.versions(PACKAGES),
     }
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def driver() -> str | None:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=driver_version,memory.total,power.limit", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
 
 
 def errors(impl: Impl = "mosaic_gpu") -> dict[str, float]:
