@@ -4,10 +4,13 @@ Programs that were compiled once are taken from a folder, by later runs and by t
 """
 
 import os
+import signal
 from pathlib import Path
 
 from jaxtyping import install_import_hook
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's job in the background, and what that starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
