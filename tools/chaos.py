@@ -36,7 +36,7 @@ from tools.chaos_damage import DAMAGES
 from tools.chaos_lane import Lane, Trial
 from tools.chaos_process import Hung, Server
 
-KILLS, SHORT = 60, 4
+KILLS, SHORT = 60, 6
 
 Fault = Callable[[Lane], None]
 
