@@ -150,9 +150,10 @@ def test_a_long_load_shows_its_bytes_and_their_speed(
 
 
 def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path) -> None:
-    # A file's bytes are many times the 0.1 to 0.5 MB of Python objects that JAX makes meanwhile, traced as well.
+    # A file has room for several of the largest tensor, as those of Qwen2.5 have: JAX may give a tensor's memory back,
+    # from a thread of its own, when the next one was read already.
     config = Qwen2Config(
-        vocab_size=2048,
+        vocab_size=512,
         hidden_size=512,
         intermediate_size=1024,
         num_hidden_layers=6,
