@@ -2,8 +2,8 @@
 
 A cluster takes rows of hidden states and a strip of the vocabulary, tile by tile, with the sums of an online softmax
 in registers (`online_softmax.py` has their meaning); strips are merged by XLA. It can keep what backward would
-otherwise compute again: exp(z - m), with m the row's maximum in the tile, in float16, whose 11 bits lose little beside
-the 8 of the products' operands.
+otherwise compute again: how far below the row's maximum in the tile a logit is, in float16. Of its 11 bits a likely
+word's probability gets as many; a logit that is 16 below loses what a bfloat16 does. None underflows.
 
 Left out: when that pays (`mosaic_gpu.py`), the products (`gpu_products.py`).
 
@@ -12,6 +12,7 @@ Suffixes: M rows; V vocabulary; S strips; K columns that are kept, U tiles of th
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from kernels.lm_head.gpu_loan import Lent
 from kernels.lm_head.gpu_products import (
     PIECE,
     Operand,
@@ -40,10 +42,9 @@ from kernels.lm_head.gpu_products import (
     vector,
     vectors,
 )
-from kernels.lm_head.gpu_tiles import Tiles, shared_blocks
+from kernels.lm_head.gpu_tiles import KEPT, Tiles, shared_blocks
 from kernels.lm_head.online_softmax import FLOOR, Running, joined, merged
 
-KEPT = jnp.dtype(jnp.float16)
 LOG2E = math.log2(math.e)
 _MASKED = -1e30  # below any product, and finite however it is scaled
 
@@ -97,10 +98,12 @@ def forward(
     strip: int,
     softcap: float | None,
     keep: bool = False,
+    lent: Lent | None = None,
     tops: bool = False,
 ) -> tuple[Running, Float[Array, "P M"] | None, Float[Array, "M K"] | None]:
     """Of the first `number` rows over a chunk: running statistics; with `tops` the maxima of each tile; with `keep`
-    exp(z - the tile's maximum), too, 0 where there is no column, for all blocks with a row that counts.
+    logits less the tile's maximum, too, before the temperature, for all blocks with a row that counts; with `lent` the
+    same, stored there.
 
     Args:
         hidden, weight: of one dtype of 2 bytes; M a multiple of a cluster's rows.
@@ -113,12 +116,14 @@ def forward(
     strips = -(-column_tiles // strip)
     typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
     out = [typed((strips, 4, rows), jnp.float32)]
-    if keep or tops:
+    if keep or lent or tops:
         out.append(typed((column_tiles, rows), jnp.float32))
     if keep:
         out.append(typed((rows, column_tiles * width), KEPT))
 
-    def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, found: Ref, sums: Ref, *kept: Ref) -> None:
+    def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, found: Ref, *refs: Ref) -> None:
+        into = lent and lent._replace(ref=refs[0])
+        sums, *kept = refs[1:] if lent else refs
         number, columns = counts[0], counts[3]
         first, first_row = (pl.multiple_of(counts[i], tiles.columns) for i in (1, 2))
         blocks = lax.div(number + (tiles.cluster_rows - 1), jnp.int32(tiles.cluster_rows))
@@ -129,15 +134,17 @@ def forward(
 
         def multiplier(*scratch: Ref) -> Strip:
             *stages, buffers = scratch
-            out = _Out(sums, buffers, *kept[:1], *stages, *kept[1:])
+            places = _places(own, into, *kept[1:])
+            out = _Out(sums, buffers, next(iter(kept), None), next(iter(stages), None), places)
             return functools.partial(_strip, tiles, strip, Logits(softcap, scale[0]), own, out)
 
-        scratch = [stage(KEPT)] * keep + [vectors(4)]
+        scratch = [stage(KEPT)] * (keep or lent is not None) + [vectors(4)]
         run(tiles, work, Operand(h, False), Operand(w, False, first_row), multiplier, scratch)
 
-    call = kernel(body, tiles, "lm_head_keep" if keep else "lm_head_forward", out)
+    call = kernel(body, tiles, "lm_head_keep" if keep or lent else "lm_head_forward", out)
     counts = jnp.stack([number, *chunk]).astype(jnp.int32)
-    sums, *kept = call(counts, 1 / temperature[None], hidden, weight, labels, found)
+    into = [lent.ref] if lent else []
+    sums, *kept = call(counts, 1 / temperature[None], hidden, weight, labels, found, *into)
     # Of strips beyond the columns that count, nothing was written.
     used = (jnp.arange(strips) * strip * width < chunk.columns)[:, None]
     top, total, tilt, label = (jnp.where(used, sums[:, i], 0) for i in range(4))
@@ -151,7 +158,14 @@ class _Out(NamedTuple):
     buffers: Ref
     tops: Ref = None
     stages: Ref = None
-    exponentials: Ref = None
+    logits: Callable[[Scalar, Scalar], Ref] | None = None
+    """(row, column of the chunk) -> the place of 64 rows of 64 columns."""
+
+
+def _places(own: "Labels", lent: Lent | None, kept: Ref = None) -> Callable[[Scalar, Scalar], Ref] | None:
+    if lent is not None:
+        return lambda row, column: lent.place(own.first + column, row)
+    return None if kept is None else lambda row, column: kept.at[pl.ds(row, 64), pl.ds(column, PIECE)]
 
 
 class Labels(NamedTuple):
@@ -190,8 +204,8 @@ def _strip(
             below = c - lax.broadcast_in_dim(top, c.shape, (0,))
             e = jnp.exp2(below * (logits.scale * LOG2E))
             total, tilt = total + e.sum(axis=1), tilt + (e * below).sum(axis=1)
-            if out.exponentials is not None:
-                send(out.stages, place, i, e, out.exponentials.at[rows, pl.ds(start + i * PIECE, PIECE)])
+            if out.logits is not None:
+                send(out.stages, place, i, below, out.logits(place.row, start + i * PIECE))
         at_label = lax.cond(hit, functools.partial(_at, own), lambda *x: jnp.zeros_like(top), *capped)
         here = Running(top * logits.scale, total, tilt * logits.scale, at_label * logits.scale)
         return step, joined(running, here)

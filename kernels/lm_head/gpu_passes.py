@@ -7,15 +7,15 @@ U tiles of columns, W warpgroups' rows, T columns of a tile.
 """
 
 import functools
-import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt16
 
-from kernels.lm_head import gpu_filter
+from kernels.lm_head import gpu_filter, gpu_loan
 from kernels.lm_head.contract import (
     Gradients,
     How,
@@ -30,7 +30,9 @@ from kernels.lm_head.gpu_backward import Block, RowSlopes, hidden_gradient, weig
 from kernels.lm_head.gpu_backward import slopes as slopes_kernel
 from kernels.lm_head.gpu_forward import Chunk, labelled
 from kernels.lm_head.gpu_forward import forward as forward_kernel
-from kernels.lm_head.gpu_tiles import Sizes, Tiles
+from kernels.lm_head.gpu_loan import Lent
+from kernels.lm_head.gpu_plan import Plan
+from kernels.lm_head.gpu_tiles import KEPT, Sizes, Tiles
 from kernels.lm_head.live_rows import round_up
 from kernels.lm_head.online_softmax import FLOOR, Running, Softmax, at_label, finish, joined, merge
 
@@ -52,11 +54,13 @@ class Kept(NamedTuple):
     """What forward keeps for backward; None, if nothing."""
 
     tops: Float[Array, "U R"] | None
-    """Maxima of the first tiles; of all, if some are to be left out."""
-    exponentials: Float[Array, "P R K"] | None
-    """Of the first P K columns."""
-    chunk: int = 0
-    """Columns that backward takes of them at a time; K of them, if not all are together."""
+    """Maxima of the tiles that the workspace has; of all, if some are to be left out."""
+    before: int = 0
+    """Of them, those ahead of the workspace's."""
+    logits: Float[Array, "P R K"] | None = None
+    """Of P K columns, those that the workspace has."""
+    lent: UInt16[Array, "V W"] | None = None
+    """What dW's memory has."""
 
 
 def gathered(inputs: Inputs, how: How, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> Rows:
@@ -66,20 +70,39 @@ def gathered(inputs: Inputs, how: How, sizes: Sizes, row: Int[Array, "R"], numbe
     return Rows(inputs.hidden[row].astype(how.dtype), labels, found, live, number)
 
 
-def forward(inputs: Inputs, how: How, sizes: Sizes, rows: Rows, keep: int, kept_chunk: int) -> tuple[Running, Kept]:
-    """Over the first `keep` columns, which are kept, and over the others."""
+def forward(inputs: Inputs, how: How, plan: Plan, rows: Rows) -> tuple[Running, Kept]:
+    """Over the columns that dW's memory keeps, those that the workspace does, and the others."""
+    lent = gpu_loan.lend(inputs, how, plan.loan)
+    edges = (0, plan.loan.columns, plan.loan.columns + plan.keep, len(inputs.weight))
+    chunks = (plan.loan.chunk, plan.kept_chunk, plan.sizes.chunk)
+    over = functools.partial(_over, inputs, how, plan.sizes, rows)
     found = [
-        _over(inputs, how, sizes, rows, first, last, chunk, first < keep)
-        for first, last, chunk in ((0, keep, kept_chunk), (keep, len(inputs.weight), sizes.chunk))
+        over(first, last, chunk, keep=number == 1, lent=None if number else lent)
+        for number, (first, last, chunk) in enumerate(zip(edges, edges[1:], chunks, strict=False))
         if first < last
     ]
     running = functools.reduce(joined, (part[0] for part in found))
     tops = [part[1] for part in found if part[1] is not None]
-    return running, Kept(jnp.concatenate(tops) if tops else None, found[0][2], kept_chunk)
+    memory = None if lent is None else gpu_loan.given_back(lent, tops[0])
+    before = 0
+    if lent is not None and how.filter_eps is None:
+        tops = tops[1:]
+    elif lent is not None:
+        before = len(tops[0])
+    logits = next((part[2] for part in found if part[2] is not None), None)
+    return running, Kept(jnp.concatenate(tops) if tops else None, before, logits, memory)
 
 
 def _over(
-    inputs: Inputs, how: How, sizes: Sizes, rows: Rows, first: int, last: int, chunk: int, keep: bool
+    inputs: Inputs,
+    how: How,
+    sizes: Sizes,
+    rows: Rows,
+    first: int,
+    last: int,
+    chunk: int,
+    keep: bool = False,
+    lent: Lent | None = None,
 ) -> tuple[Running, Float[Array, "U R"] | None, Float[Array, "P R K"] | None]:
     def kernel(first: Array, size: int) -> Any:
         weight, of_weight = _chunk(inputs, how, first, size)
@@ -96,12 +119,13 @@ def _over(
             strip=sizes.strip(len(rows.labels), size),
             softcap=how.softcap,
             keep=keep,
+            lent=lent,
             tops=how.filter_eps is not None,
         )
 
     if inputs.weight.dtype == how.dtype:
-        running, tops, exponentials = kernel(jnp.int32(first), last - first)
-        return running, tops, None if exponentials is None else exponentials[None]
+        running, tops, logits = kernel(jnp.int32(first), last - first)
+        return running, tops, None if logits is None else logits[None]
 
     def part(running: Running, i: Array) -> Any:
         found, *kept = kernel(first + i * chunk, chunk)
@@ -109,8 +133,8 @@ def _over(
 
     none = zeros(inputs, len(rows.labels))
     nothing = Running(none + FLOOR, none, none, none)
-    running, (tops, exponentials) = lax.scan(part, nothing, jnp.arange(-(-(last - first) // chunk)))
-    return running, None if tops is None else tops.reshape(-1, len(rows.labels)), exponentials
+    running, (tops, logits) = lax.scan(part, nothing, jnp.arange(-(-(last - first) // chunk)))
+    return running, None if tops is None else tops.reshape(-1, len(rows.labels)), logits
 
 
 def softmax_of(how: How, running: Running, live: Bool[Array, "R"]) -> Softmax:
@@ -125,7 +149,7 @@ def softmax_of(how: How, running: Running, live: Bool[Array, "R"]) -> Softmax:
 def backward(
     inputs: Inputs,
     how: How,
-    sizes: Sizes,
+    plan: Plan,
     rows: Rows,
     softmax: Softmax,
     slopes: TokenLogprobs,
@@ -133,7 +157,9 @@ def backward(
     dw: Float[Array, "V D"] | None,
     add: bool,
 ) -> Gradients:
-    """dh, and dW written or added to `dw`, a chunk of the vocabulary at a time."""
+    """dh, and dW written or added to `dw`, a chunk of the vocabulary at a time. What is kept in dW's memory takes the
+    place of `dw`."""
+    sizes, loan = plan.sizes, plan.loan
     by_row = _by_row(inputs, how, rows, softmax, slopes)
     counted = None
     if how.filter_eps is not None:
@@ -151,15 +177,18 @@ def backward(
     tiles, size = sizes.tiles, sizes.block(len(rows.labels))
     blocks = len(rows.labels) // size
     dh_sum = jax.new_ref(zeros(inputs, *rows.hidden.shape)) if how.wants_hidden else None
+    if kept.lent is not None:
+        assert dw is not None
+        dw = gpu_loan.as_gradient(kept.lent, dw.dtype)
     dw_sum = None if dw is None else jax.new_ref(dw)
 
-    def chunk(first: Array, columns: int, kept_chunk: Array | None) -> None:
+    def chunk(first: Array, columns: int, found: Callable[[Block], tuple[Array, Array]] | None = None) -> None:
         weight, chunk = _chunk(inputs, how, first, columns)
 
         def block(i: Array, out: Any, chunk_of_out: Chunk, **options: Any) -> None:
             block = Block(i * size, jnp.clip(rows.number - i * size, 0, size))
             wanted = None if counted is None else gpu_filter.wanted(tiles, counted, block, chunk, (size, columns))
-            if kept_chunk is None:
+            if found is None:
                 dy = slopes_kernel(
                     rows.hidden,
                     weight,
@@ -177,7 +206,7 @@ def backward(
                     wanted=wanted,
                 )
             else:
-                dy = _kept_slopes(inputs, how, tiles, rows, by_row, kept, kept_chunk, block, chunk, (size, columns))
+                dy = _kept_slopes(inputs, how, tiles, rows, by_row, *found(block), block, chunk)
             if dh_sum is not None:
                 hidden_gradient(dh_sum, dy, weight, block, chunk, tiles=tiles, wanted=wanted)
             if out is not None:
@@ -194,12 +223,26 @@ def backward(
             lax.fori_loop(0, blocks - 1, lambda i, _: block(i, sums, at_start, add=True), None)
             block(last, dw_sum, chunk, before=jax.freeze(sums))
 
-    keep = 0
-    if kept.exponentials is not None:
-        keep = math.prod(kept.exponentials.shape[::2])
-        lax.fori_loop(0, keep // kept.chunk, lambda i, _: chunk(i * kept.chunk, kept.chunk, i), None)
-    others = max(0, -(-(len(inputs.weight) - keep) // sizes.chunk))
-    lax.fori_loop(0, others, lambda i, _: chunk(keep + i * sizes.chunk, sizes.chunk, None), None)
+    def of_lent(i: Array, _: None) -> None:
+        def found(block: Block) -> tuple[Array, Array]:
+            logits = gpu_loan.logits_of(dw_sum, loan, i * loan.chunk, block.first, size)
+            return logits, gpu_loan.tops_of(dw_sum, loan, i * loan.chunk, tiles.columns)
+
+        chunk(i * loan.chunk, loan.chunk, found)
+
+    def of_kept(i: Array, _: None) -> None:
+        first = loan.columns + i * plan.kept_chunk
+        chunk(first, plan.kept_chunk, lambda block: _kept(kept, plan, i, block.first, size))
+
+    kept_columns = loan.columns + plan.keep
+    others = max(0, -(-(len(inputs.weight) - kept_columns) // sizes.chunk))
+    for number, body in (
+        (loan.columns // max(1, loan.chunk), of_lent),
+        (plan.keep // max(1, plan.kept_chunk), of_kept),
+        (others, lambda i, _: chunk(kept_columns + i * sizes.chunk, sizes.chunk)),
+    ):
+        if number:
+            lax.fori_loop(0, number, body, None)
     dh = None if dh_sum is None else jax.freeze(dh_sum).astype(gradient_dtypes(inputs, how)[0])
     return dh, None if dw_sum is None else jax.freeze(dw_sum)
 
@@ -222,40 +265,47 @@ def _by_row(inputs: Inputs, how: How, rows: Rows, softmax: Softmax, slopes: Toke
     return found._replace(log_total=jnp.where(rows.live, found.log_total, _NEVER))
 
 
+def _kept(
+    kept: Kept, plan: Plan, number: Array, row: Array, rows: int
+) -> tuple[Float[Array, "R C"], Float[Array, "U M"]]:
+    """What the workspace has of `rows` from `row` on and a chunk: logits less their tile's maximum, and maxima."""
+    assert kept.logits is not None
+    assert kept.tops is not None
+    part, column = (number, 0) if len(kept.logits) > 1 else (0, number * plan.kept_chunk)
+    across = plan.kept_chunk // plan.sizes.tiles.columns
+    tops = lax.dynamic_slice_in_dim(kept.tops, kept.before + number * across, across)
+    return lax.dynamic_slice(kept.logits, (part, row, column), (1, rows, plan.kept_chunk))[0], tops
+
+
 def _kept_slopes(
     inputs: Inputs,
     how: How,
     tiles: Tiles,
     rows: Rows,
     by_row: RowSlopes,
-    kept: Kept,
-    number: Array,
+    below_RC: Float[Array, "R C"],
+    top_UM: Float[Array, "U M"],
     block: Block,
     chunk: Chunk,
-    size: tuple[int, int],
 ) -> Float[Array, "R C"]:
     """dy of a block and a chunk by what was kept of them, without a product."""
-    assert kept.exponentials is not None
-    assert kept.tops is not None
-    part, column = (number, 0) if len(kept.exponentials) > 1 else (0, chunk.first)
-    e_RC = lax.dynamic_slice(kept.exponentials, (part, block.first, column), (1, *size))[0]
+    size = below_RC.shape
     across = size[1] // tiles.columns
-    top_UR = lax.dynamic_slice(kept.tops, (chunk.first // tiles.columns, block.first), (across, size[0]))
+    top_UR = lax.dynamic_slice_in_dim(top_UM, block.first, size[0], axis=1)
     labels, live, by_row = jax.tree.map(
         lambda x: lax.dynamic_slice_in_dim(x, block.first, size[0]), (rows.labels, rows.live, by_row)
     )
-    e_RUT = e_RC.reshape(size[0], across, tiles.columns).astype(jnp.float32)
-    below_UR = top_UR - by_row.top - by_row.log_total
-    p_RUT = e_RUT * jnp.exp(below_UR).T[:, :, None]
+    below_RUT = below_RC.reshape(size[0], across, tiles.columns).astype(jnp.float32)
+    # Where no float16 is so low, and where there is no column: a probability of 0, and finite.
+    below_RUT = jnp.maximum(below_RUT, -float(jnp.finfo(KEPT).max)) / inputs.temperature
+    log_p_RUT = below_RUT + (top_UR - by_row.top - by_row.log_total).T[:, :, None]
     by_p_RUT = by_row.by_p[:, None, None]
-    if how.entropy_slopes or how.softcap is not None:
-        log_e_RUT = jnp.log(jnp.maximum(e_RUT, jnp.finfo(jnp.float16).smallest_subnormal))
-        if how.entropy_slopes:
-            by_p_RUT -= by_row.entropy[:, None, None] * (log_e_RUT + below_UR.T[:, :, None])
-        if how.softcap is not None:
-            z_RUT = log_e_RUT + top_UR.T[:, :, None]
-            by_p_RUT *= 1 - (z_RUT * inputs.temperature / how.softcap) ** 2
+    if how.entropy_slopes:
+        by_p_RUT -= by_row.entropy[:, None, None] * log_p_RUT
+    if how.softcap is not None:
+        z_RUT = below_RUT + top_UR.T[:, :, None]
+        by_p_RUT *= 1 - (z_RUT * inputs.temperature / how.softcap) ** 2
     column_C = jnp.arange(size[1])
     hit_RC = column_C == (labels - chunk.first)[:, None]
-    dy_RC = jnp.where(hit_RC, by_row.label[:, None], (p_RUT * by_p_RUT).reshape(size))
+    dy_RC = jnp.where(hit_RC, by_row.label[:, None], (jnp.exp(log_p_RUT) * by_p_RUT).reshape(size))
     return jnp.where(live[:, None] & (column_C < chunk.columns), dy_RC, 0).astype(how.dtype)

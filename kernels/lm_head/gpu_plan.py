@@ -1,5 +1,7 @@
 """What a workspace is spent on by the head on Hopper GPUs: columns or rows that are kept, and larger chunks.
 
+What it keeps comes on top of what dW's own memory does (`gpu_loan.py`).
+
 Left out: what is done with it (`gpu_passes.py`).
 """
 
@@ -7,8 +9,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from kernels.lm_head import gpu_tiles
+from kernels.lm_head import gpu_loan, gpu_tiles
 from kernels.lm_head.contract import How, Inputs, gradient_dtypes
+from kernels.lm_head.gpu_loan import Loan
 from kernels.lm_head.gpu_tiles import Sizes
 from kernels.lm_head.live_rows import round_up
 
@@ -19,9 +22,11 @@ class Plan(NamedTuple):
     sizes: Sizes
     rows: int
     """Of a wave."""
-    keep: int
-    """Columns whose exponentials are kept."""
-    kept_chunk: int
+    loan: Loan = Loan()
+    """Of dW's memory, to the vocabulary's first columns."""
+    keep: int = 0
+    """The columns behind these that the workspace keeps."""
+    kept_chunk: int = 0
     """Columns that are taken of them at a time."""
 
 
@@ -33,7 +38,8 @@ def plan(inputs: Inputs, how: How) -> Plan:
     bytes_a_row = gpu_tiles.kept_bytes(round_up(vocabulary, tiles.columns), tiles)
     room = sizes.default_rows * bytes_a_row if how.workspace is None else how.workspace
     rows = sizes.rows(len(inputs.labels))
-    if found := _whole(inputs, rows, room):
+    lent = Plan(sizes, rows, gpu_loan.largest(inputs, how, sizes, rows))
+    if found := _whole(inputs, rows, room, lent):
         return found
     spare = min(room // _SHARE_OF_CHUNK, _MOST_SPARE)
     columns = (room - spare) // (rows * gpu_tiles.kept_bytes(tiles.columns, tiles)) * tiles.columns
@@ -43,35 +49,36 @@ def plan(inputs: Inputs, how: How) -> Plan:
         left = room if no_array else 0 if how.workspace is None else room - 4 * inputs.weight.size
         most = min(max(left, 0) // bytes_a_row, sizes.most_rows) // tiles.cluster_rows * tiles.cluster_rows
         cost = sizes.wave_cost + (0 if inputs.weight.dtype == how.dtype else sizes.cast_cost)
-        if most and -(-rows // most) * cost < rows * (1 - columns / vocabulary):
+        if most and -(-rows // most) * cost < rows * (1 - (lent.loan.columns + columns) / vocabulary):
             wave = round_up(-(-rows // -(-rows // most)), tiles.cluster_rows)
-            if found := _whole(inputs, wave, left):
+            if found := _whole(inputs, wave, left, Plan(sizes, wave)):
                 return found
-    found = _cut(inputs, rows, columns, spare)
+    found = _cut(inputs, rows, columns, spare, lent)
     assert found is not None
     return found
 
 
-def _whole(inputs: Inputs, rows: int, room: int) -> Plan | None:
+def _whole(inputs: Inputs, rows: int, room: int, lent: Plan) -> Plan | None:
     """With all columns kept, if that fits, and what is left spent on larger chunks."""
     vocabulary, features = inputs.weight.shape
     tiles = gpu_tiles.choose(rows, vocabulary, features).tiles
-    columns = round_up(vocabulary, tiles.columns)
+    columns = round_up(vocabulary - lent.loan.columns, tiles.columns)
     left = room - rows * gpu_tiles.kept_bytes(columns, tiles)
     for eighths in range(8, -1, -1) if left >= 0 else ():
-        found = _cut(inputs, rows, columns, left * eighths // 8, room)
+        found = _cut(inputs, rows, columns, left * eighths // 8, lent, room)
         if found is not None:
             return found
     return None
 
 
-def _cut(inputs: Inputs, rows: int, keep: int, spare: int, room: int | None = None) -> Plan | None:
+def _cut(inputs: Inputs, rows: int, keep: int, spare: int, lent: Plan, room: int | None = None) -> Plan | None:
     """With chunks as large as `spare` bytes allow, those that are kept all of one size; within `room`, if it can be."""
     vocabulary, features = inputs.weight.shape
     spare = min(spare, _MOST_SPARE)
     sizes = gpu_tiles.choose(rows, vocabulary, features, spare)
-    if not keep:
-        return Plan(sizes, rows, 0, 0)
+    vocabulary -= lent.loan.columns
+    if keep <= 0 or vocabulary <= 0:
+        return lent._replace(sizes=sizes)
     tiles, width, block = keep // sizes.tiles.columns, sizes.tiles.columns, sizes.block(rows)
     always = gpu_tiles.always(block, features)
 
@@ -92,4 +99,7 @@ def _cut(inputs: Inputs, rows: int, keep: int, spare: int, room: int | None = No
 
     least = -(-keep // max(sizes.chunk, spare // (2 * block)))
     chunks = min(filter(fits, range(least, tiles + 1)), key=cost, default=None)
-    return None if chunks is None else Plan(sizes, rows, *kept(chunks))
+    if chunks is None:
+        return None
+    keep, chunk = kept(chunks)
+    return lent._replace(sizes=sizes, keep=keep, kept_chunk=chunk)

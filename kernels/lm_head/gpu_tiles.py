@@ -8,9 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from kernels.lm_head import target
 from kernels.lm_head.live_rows import round_up
 
+KEPT = jnp.dtype(jnp.float16)
+"""Of the logits that forward keeps."""
 MULTIPLIERS = 2
 """Warpgroups of a block that multiply."""
 SHARED_MEMORY = 227 * 1024
@@ -175,7 +179,7 @@ def override(sizes: Sizes) -> Iterator[None]:
 
 
 def kept_bytes(columns: int, tiles: Tiles) -> int:
-    """Bytes of a row of what forward keeps: exponentials, and maxima."""
+    """Bytes of a row of what forward keeps: logits, and maxima."""
     return 2 * columns + 4 * -(-columns // tiles.columns)
 
 

@@ -6,7 +6,7 @@ Rows that count are gathered ahead of the others. With F = 2 N V D flops for a p
 - Backward goes over the vocabulary in chunks: dy of a chunk, [rows, chunk] in bfloat16, from logits computed again; dh
   += dy W; dW's rows, complete at once. 3 F, 2 F for one gradient alone. What it needs beside: the chunk, the gathered
   hidden states and the sum of dh in float32.
-- With a workspace, forward keeps exponentials of the first columns, all of them if they fit, and for those XLA makes dy
+- With a workspace, forward keeps logits of the first columns, all of them if they fit, and for those XLA makes dy
   without a product: between 4 F and 3 F in all, on one line.
 - Where dW is wanted in float32, or there is room for such a sum, the workspace can keep all columns of some rows
   instead: waves of 3 F, each of which adds to dW. So it does where that is less work, by arithmetic (`wave_cost`).
@@ -43,6 +43,7 @@ from kernels.lm_head.contract import (
     zeros,
 )
 from kernels.lm_head.gpu_passes import Kept, gathered, softmax_of
+from kernels.lm_head.gpu_plan import Plan
 from kernels.lm_head.gpu_plan import plan as make_plan
 from kernels.lm_head.live_rows import live_rows
 from kernels.lm_head.online_softmax import Softmax
@@ -70,7 +71,7 @@ def forward(inputs: Inputs, how: How) -> tuple[Softmax, Float[Array, "N U"] | No
     sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, sizes.tiles.cluster_rows)
     rows = gathered(inputs, how, sizes, live.row, live.number)
-    running, kept = gpu_passes.forward(inputs, how, sizes, rows, keep=0, kept_chunk=0)
+    running, kept = gpu_passes.forward(inputs, how, Plan(sizes, len(rows.labels)), rows)
     softmax = softmax_of(how, jax.tree.map(lambda x: x[live.place], running), inputs.live)
     return softmax, None if kept.tops is None else kept.tops.T[live.place]
 
@@ -83,8 +84,9 @@ def gradients(
     rows = gathered(inputs, how, sizes, live.row, live.number)
     softmax, slopes = jax.tree.map(lambda x: x[live.row], (softmax, slopes))
     dw = zeros(inputs, *inputs.weight.shape, dtype=gradient_dtypes(inputs, how)[1]) if how.wants_weight else None
-    kept = Kept(None if saved is None else saved[live.row].T, None)
-    dh, dw = gpu_passes.backward(inputs, how, sizes, rows, softmax, slopes, kept, dw, add=False)
+    kept = Kept(None if saved is None else saved[live.row].T)
+    plan = Plan(sizes, len(rows.labels))
+    dh, dw = gpu_passes.backward(inputs, how, plan, rows, softmax, slopes, kept, dw, add=False)
     return None if dh is None else jnp.where(inputs.live[:, None], dh[live.place], 0), dw
 
 
@@ -101,11 +103,11 @@ def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: 
         softmax_M, dh_MD, dw_VD = carry
         row_R, live_R = live.block(i, plan.rows)
         rows = gathered(inputs, how, sizes, row_R, jnp.clip(live.number - i * plan.rows, 0, plan.rows))
-        running, kept = gpu_passes.forward(inputs, how, sizes, rows, plan.keep, plan.kept_chunk)
+        running, kept = gpu_passes.forward(inputs, how, plan, rows)
         softmax_R = softmax_of(how, running, live_R)
         terms_R = Terms(terms.weights[row_R], tuple(x[row_R] for x in terms.operands), terms.shared)
         slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms_R)
-        dh_RD, dw_VD = gpu_passes.backward(inputs, how, sizes, rows, softmax_R, slopes_R, kept, dw_VD, add=not one_wave)
+        dh_RD, dw_VD = gpu_passes.backward(inputs, how, plan, rows, softmax_R, slopes_R, kept, dw_VD, add=not one_wave)
         if dh_RD is not None:
             dh_MD = lax.dynamic_update_slice_in_dim(dh_MD, dh_RD, i * plan.rows, 0)
         softmax_M = jax.tree.map(

@@ -1,0 +1,116 @@
+"""dW's memory as a place for logits, on Hopper: all that is put there is there when its turn comes to be read.
+
+Without a kernel: what one would write is written piece by piece. Kernels that do are in test_mosaic_gpu_loss.py.
+"""
+
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.lm_head import gpu_loan
+from kernels.lm_head.contract import How, Inputs
+from kernels.lm_head.gpu_loan import Loan
+from kernels.lm_head.gpu_products import PIECE
+from kernels.lm_head.gpu_tiles import KEPT, Sizes, Tiles
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+TILES = Tiles(columns=128, cluster=1)
+
+
+@pytest.fixture(autouse=True)
+def an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.lm_head.target.multiprocessors", lambda: 132)
+
+
+def problem(n: int, v: int, d: int, dw: Any, **options: Any) -> tuple[Inputs, How]:
+    shapes = ((n, d), BF16), ((v, d), BF16), ((n,), jnp.int32), ((n,), bool), ((), F32)
+    inputs = Inputs(*(jnp.zeros(*x) for x in shapes))
+    return inputs, How(None, jnp.dtype(BF16), weight_gradient=jnp.dtype(dw), **options)
+
+
+def largest(n: int, v: int, d: int, dw: Any = BF16, chunk: int = 256, tiles: Tiles = TILES) -> Loan:
+    rows = -(-n // tiles.cluster_rows) * tiles.cluster_rows
+    return gpu_loan.largest(*problem(n, v, d, dw), Sizes(tiles, chunk), rows)
+
+
+@pytest.mark.parametrize("dw", [BF16, F32])
+@pytest.mark.parametrize(
+    ("n", "v", "d", "chunk"),
+    [
+        pytest.param(128, 2000, 128, 256, id="fewer rows than a group has columns"),
+        pytest.param(256, 2000, 128, 256, id="more rows"),
+        pytest.param(256, 2000, 512, 256, id="several chunks to a group"),
+        pytest.param(128, 2440, 192, 768, id="tiles across groups"),
+        pytest.param(384, 1032, 64, 128, id="maxima of many rows"),
+    ],
+)
+def test_logits_and_maxima_are_there_until_their_chunk_is_written(n: int, v: int, d: int, chunk: int, dw: Any) -> None:
+    inputs, how = problem(n, v, d, dw)
+    loan = largest(n, v, d, dw, chunk)
+    assert loan.columns > 0
+    random = np.random.default_rng(0)
+    logits = random.standard_normal((n, loan.columns)).astype(KEPT)
+    tops = random.standard_normal((loan.columns // TILES.columns, n)).astype(np.float32)
+
+    @jax.jit
+    def memory() -> jax.Array:
+        lent = gpu_loan.lend(inputs, how, loan)
+        assert lent is not None
+        for row, column in product(range(0, n, 64), range(0, loan.columns, PIECE)):
+            lent.place(jnp.int32(column), jnp.int32(row))[...] = logits[row : row + 64, column : column + PIECE]
+        return gpu_loan.given_back(lent, jnp.asarray(tops))
+
+    @jax.jit
+    def read_and_write(dw: jax.Array, first: jax.Array) -> Any:
+        ref, half = jax.new_ref(dw), n // 2
+        halves = [gpu_loan.logits_of(ref, loan, first, jnp.int32(row), half) for row in (0, half)]
+        found = jnp.concatenate(halves), gpu_loan.tops_of(ref, loan, first, TILES.columns)
+        bits = jax.lax.bitcast_convert_type(dw, f"uint{8 * dw.dtype.itemsize}")  # XLA's bfloat16 on a CPU mends NaNs
+        written = jax.lax.dynamic_update_slice_in_dim(bits, jnp.full((loan.chunk, d), 1, bits.dtype), first, 0)
+        return found, jax.lax.bitcast_convert_type(written, dw.dtype)
+
+    written = gpu_loan.as_gradient(memory(), jnp.dtype(dw))
+    assert (written.shape, written.dtype) == ((v, d), dw)
+    for first in range(0, loan.columns, loan.chunk):
+        (found, tops_found), written = read_and_write(written, jnp.int32(first))
+        np.testing.assert_array_equal(found, logits[:, first : first + loan.chunk])
+        across = slice(first // TILES.columns, (first + loan.chunk) // TILES.columns)
+        np.testing.assert_array_equal(tops_found, tops[across])
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "dw", "least"),
+    [
+        (2048, 2048, BF16, 0.95),
+        (8192, 2048, BF16, 0.24),
+        (4096, 2048, F32, 0.97),
+        (8192, 2048, F32, 0.48),
+        (8192, 3584, BF16, 0.41),
+        (1024, 896, BF16, 0.84),
+    ],
+)
+def test_of_qwen_s_words_it_holds_about_as_many_as_there_are_features_for_each_row(
+    n: int, d: int, dw: Any, least: float
+) -> None:
+    sizes = Sizes(Tiles(), 2048 if n == 8192 else 6144)
+    abstract = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((n, d), (151936, d)))
+    inputs = Inputs(*abstract, *[jax.ShapeDtypeStruct((n,), jnp.int32)] * 2, jnp.float32(1))
+    how = How(None, jnp.dtype(BF16), weight_gradient=jnp.dtype(dw))
+    share = gpu_loan.largest(inputs, how, sizes, n).columns / 151936
+    assert least <= share <= min(1, d * jnp.dtype(dw).itemsize / 2 / n)
+
+
+def test_nothing_is_lent_of_a_gradient_that_nobody_wants_or_whose_padding_is_not_written() -> None:
+    sizes = Sizes(TILES, 256)
+    inputs, how = problem(128, 2000, 128, BF16, wants_weight=False)
+    assert gpu_loan.largest(inputs, how, sizes, 128) == Loan()
+    inputs, how = problem(128, 2000, 128, BF16)
+    assert gpu_loan.largest(inputs._replace(columns=jnp.int32(1990)), how, sizes, 128) == Loan()
+
+
+def test_nothing_is_lent_where_the_rows_of_one_group_are_more_than_dw_has() -> None:
+    assert largest(2048, 2000, 128) == Loan()
