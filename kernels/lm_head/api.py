@@ -111,7 +111,8 @@ def token_loss(
             streaming keeps float32 products, of 64 to 2048 tokens; None: room for 256 of them (1024 on accelerators),
             but not for such a sum. mosaic_tpu keeps exponentials in `dtype`, and 32 bytes of maxima for each tile of
             columns, of 128 tokens or more; None: room for 1024 of them, but not for such a sum. It has no use for a
-            workspace where the weight is frozen or the objective uses the entropy. The reference ignores it.
+            workspace where the weight is frozen or the objective uses the entropy. mosaic_gpu keeps float16 logits, of
+            all tokens and as many columns as fit; None: room for those of 1024 tokens. The reference ignores it.
 
     Raises:
         ValueError: names the argument; before anything is compiled.

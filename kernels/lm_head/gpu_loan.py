@@ -125,11 +125,16 @@ def logits_of(dw: Ref, loan: Loan, first: Array, row: Array, rows: int) -> Float
     width = dw.shape[1] * together
     columns = min(loan.chunk, width)
     start, column = loan.first + first // width * loan.rows + row, first % width // together
-    parts = [
-        lax.dynamic_slice(bits, (start + group * loan.rows, column), (rows, columns // together))
-        for group in range(loan.chunk // columns)
-    ]
-    return jnp.concatenate([lax.bitcast_convert_type(x, KEPT).reshape(rows, columns) for x in parts], axis=1)
+
+    def group(number: int) -> Float[Array, "R C"]:
+        place = start + number * loan.rows, column
+        found_RC = lax.dynamic_slice(bits, place, (rows, columns // together))
+        if together == 2:  # by shifts, which XLA fuses with what follows; a cast would need an array of its own
+            shifts_C = 16 * (jnp.arange(columns, dtype=bits.dtype) % 2)
+            found_RC = (jnp.repeat(found_RC, 2, axis=1) >> shifts_C).astype(jnp.uint16)
+        return lax.bitcast_convert_type(found_RC, KEPT)
+
+    return jnp.concatenate([group(number) for number in range(loan.chunk // columns)], axis=1)
 
 
 def tops_of(dw: Ref, loan: Loan, first: Array, width: int) -> Float[Array, "U R"]:

@@ -73,8 +73,9 @@ def gathered(inputs: Inputs, how: How, sizes: Sizes, row: Int[Array, "R"], numbe
 def forward(inputs: Inputs, how: How, plan: Plan, rows: Rows) -> tuple[Running, Kept]:
     """Over the columns that dW's memory keeps, those that the workspace does, and the others."""
     lent = gpu_loan.lend(inputs, how, plan.loan)
-    edges = (0, plan.loan.columns, plan.loan.columns + plan.keep, len(inputs.weight))
-    chunks = (plan.loan.chunk, plan.kept_chunk, plan.sizes.chunk)
+    vocabulary = len(inputs.weight)
+    edges = (0, plan.loan.columns, plan.loan.columns + plan.keep, vocabulary)
+    chunks = (plan.loan.chunk, plan.kept_chunk, plan.chunk(vocabulary))
     over = functools.partial(_over, inputs, how, plan.sizes, rows)
     found = [
         over(first, last, chunk, keep=number == 1, lent=None if number else lent)
@@ -234,12 +235,12 @@ def backward(
         first = loan.columns + i * plan.kept_chunk
         chunk(first, plan.kept_chunk, lambda block: _kept(kept, plan, i, block.first, size))
 
-    kept_columns = loan.columns + plan.keep
-    others = max(0, -(-(len(inputs.weight) - kept_columns) // sizes.chunk))
+    kept_columns, other_chunk = loan.columns + plan.keep, plan.chunk(len(inputs.weight))
+    others = max(0, -(-(len(inputs.weight) - kept_columns) // other_chunk))
     for number, body in (
         (loan.columns // max(1, loan.chunk), of_lent),
         (plan.keep // max(1, plan.kept_chunk), of_kept),
-        (others, lambda i, _: chunk(kept_columns + i * sizes.chunk, sizes.chunk)),
+        (others, lambda i, _: chunk(kept_columns + i * other_chunk, other_chunk)),
     ):
         if number:
             lax.fori_loop(0, number, body, None)

@@ -29,6 +29,15 @@ class Plan(NamedTuple):
     kept_chunk: int = 0
     """Columns that are taken of them at a time."""
 
+    def chunk(self, vocabulary: int) -> int:
+        """Columns that are taken at a time of those that aren't kept."""
+        others = round_up(max(1, vocabulary - self.loan.columns - self.keep), self.sizes.tiles.columns)
+        return min(self.sizes.chunk, others)
+
+    def products(self, vocabulary: int) -> float:
+        """Products of N V D that loss and gradients take of these: 4, less the share of columns that are kept."""
+        return 4 - min(self.loan.columns + self.keep, vocabulary) / vocabulary
+
 
 def plan(inputs: Inputs, how: How) -> Plan:
     """What to spend the workspace on."""

@@ -6,8 +6,9 @@ Rows that count are gathered ahead of the others. With F = 2 N V D flops for a p
 - Backward goes over the vocabulary in chunks: dy of a chunk, [rows, chunk] in bfloat16, from logits computed again; dh
   += dy W; dW's rows, complete at once. 3 F, 2 F for one gradient alone. What it needs beside: the chunk, the gathered
   hidden states and the sum of dh in float32.
-- With a workspace, forward keeps logits of the first columns, all of them if they fit, and for those XLA makes dy
-  without a product: between 4 F and 3 F in all, on one line.
+- Where the objective is known (`token_loss`), forward keeps logits of as many columns as dW's memory holds until it is
+  written (`gpu_loan.py`), and of more with a workspace. For those XLA makes dy without a product: between 4 F and 3 F
+  in all, on one line.
 - Where dW is wanted in float32, or there is room for such a sum, the workspace can keep all columns of some rows
   instead: waves of 3 F, each of which adds to dW. So it does where that is less work, by arithmetic (`wave_cost`).
 - With `filter_eps`, tiles in which every probability is below it, and no label is, are left out of backward: 1 F and
