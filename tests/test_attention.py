@@ -257,6 +257,16 @@ def test_where_jax_finds_no_cudnn_xla_s_attention_runs_and_asking_for_cudnn_is_a
         chosen("cudnn")
 
 
+@pytest.mark.parametrize("fault", [RuntimeError("INTERNAL"), ValueError("shapes"), TypeError("arguments")])
+def test_a_fault_is_not_taken_for_a_kernel_that_is_not_there(monkeypatch, gpus, fault):
+    def faulty(*_, **__):
+        raise fault
+
+    monkeypatch.setattr(attention, "cudnn_attention", faulty)
+    with pytest.raises(type(fault), match=str(fault)):
+        chosen(None)
+
+
 @pytest.mark.parametrize(
     ("change", "setting", "reason"),
     [

@@ -40,7 +40,8 @@ def losses(problem: Problem, impl: str, objective: Any = lambda logprob, entropy
     masters = [x.astype(jnp.float32) for x in problem[:2]]
 
     def loss(h: jax.Array, w: jax.Array) -> Any:
-        return token_loss(h, w, problem.labels, objective, dtype=jnp.bfloat16, impl=impl, workspace=0, **options)
+        asked = {"dtype": jnp.bfloat16, "workspace": 0, **options}
+        return token_loss(h, w, problem.labels, objective, impl=impl, **asked)
 
     sizes = Sizes(Tiles(columns=128, slots=2, cluster=1), chunk=256)
     interpreted = strict_interpreter() if impl == "mosaic_gpu" else contextlib.nullcontext()
@@ -84,6 +85,15 @@ def test_tiles_without_a_likely_token_or_a_label_are_left_out(impl: str) -> None
     assert not zero[: FREQUENT[impl]].any()
     assert not zero[v - 1]
     np.testing.assert_allclose(dw_f[v - 1], dw[v - 1], rtol=1e-5)
+
+
+@every_engine
+def test_with_a_workspace_the_same_tiles_are_left_out(impl: str) -> None:
+    """Of those, too, whose logits it keeps; and rare words of the others get the gradient that is theirs."""
+    (_, without), (_, kept) = whole_and_filtered(impl)[1], losses(peaked(impl), impl, filter_eps=EPS, workspace=2**30)
+    np.testing.assert_array_equal(np.any(kept[1], axis=1), np.any(without[1], axis=1))
+    for x, y in zip(kept, without, strict=True):
+        assert np.all(np.abs(x - y) <= 2**-5 * np.abs(y).max(axis=1, keepdims=True))
 
 
 @every_engine

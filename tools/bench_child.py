@@ -48,11 +48,13 @@ def prepare(problem: Problem, lives: list[float], methods: list[Method]) -> dict
     able = [method for method in methods if obstacles[method.name] is None]
     write_inputs(problem)
     arrays = [jnp.asarray(x) for x in (problem.read("hidden"), problem.read("weight"), problem.labels())]
-    kinds = {method.general for method in able}
-    largest = [write_answer(problem, general, live, *arrays) for general in kinds for live in lives]
+    largest = None
+    for general in {method.general for method in able}:
+        for live in lives:
+            largest = write_answer(problem, general, live, *arrays)
     return {
         "obstacles": {name: reason for name, reason in obstacles.items() if reason is not None},
-        "largest_probability": largest[0] if largest else None,
+        "largest_probability": largest,
     }
 
 

@@ -142,9 +142,7 @@ def obstacle(method: Method, problem: Problem) -> str | None:
             jax.ShapeDtypeStruct((tokens,), jnp.int32),
             *[by_token] * 3,
         )
-    except Exception as error:
-        refusals = (NotImplementedError, ImportError, *[ValueError] * bool(method.needs))
-        refused = isinstance(error, refusals) or str(error).startswith("impl")
-        # Anything else is a fault of the method: its own process will fail by it, and no other.
-        return str(error).splitlines()[0] if refused else None
+    except Exception as error:  # any but a refusal is a fault of the method: its own process fails by it, and no other
+        if isinstance(error, NotImplementedError) or str(error).startswith("impl"):
+            return str(error).splitlines()[0]
     return None

@@ -95,7 +95,7 @@ class Problem(NamedTuple):
 
     def labels(self) -> Int[np.ndarray, "N"]:
         random, (tokens, _, vocabulary) = np.random.default_rng([self.seed, 2]), self.shape
-        if self.peak:  # each is as frequent as the others of its order of magnitude together
+        if self.peak:  # an order of magnitude of ranks is as frequent as the next
             return np.minimum(vocabulary ** random.random(tokens), vocabulary - 1).astype(np.int32)
         return random.integers(0, vocabulary, tokens, dtype=np.int32)
 

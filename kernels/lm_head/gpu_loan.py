@@ -2,11 +2,11 @@
 
 Seen as float16 [V, W], it holds, from the end: the maxima of tiles, float32 bit by bit, each tile's in whole rows; and
 logits below these maxima, in groups of W columns of the vocabulary, of which each takes as many rows as there are rows
-of hidden states. The first columns are lent their memory, and the first group begins where dW's rows are written last:
-when the rows of a chunk are, its logits have been read.
+of hidden states. It is the first columns that are lent memory: backward takes a chunk's logits before it writes the
+chunk's rows of dW, and these rows end before the logits begin that are still to be read.
 
-So N rows of hidden states of D features save V D / N columns, of a bfloat16 dW, from being multiplied again, without a
-byte of workspace; all of them where N is at most D.
+So N rows of hidden states of D features save about V D / N columns, of a bfloat16 dW, from being multiplied again,
+without a byte of workspace; nearly all of them where N is at most D.
 
 Suffixes: V vocabulary, D features, W float16 of a row of dW; R rows of hidden states, U tiles, C columns.
 """

@@ -55,8 +55,6 @@ class Kept(NamedTuple):
 
     tops: Float[Array, "U R"] | None
     """Maxima of the tiles that the workspace has; of all, if some are to be left out."""
-    before: int = 0
-    """Of them, those ahead of the workspace's."""
     logits: Float[Array, "P R K"] | None = None
     """Of P K columns, those that the workspace has."""
     lent: UInt16[Array, "V W"] | None = None
@@ -85,13 +83,10 @@ def forward(inputs: Inputs, how: How, plan: Plan, rows: Rows) -> tuple[Running, 
     running = functools.reduce(joined, (part[0] for part in found))
     tops = [part[1] for part in found if part[1] is not None]
     memory = None if lent is None else gpu_loan.given_back(lent, tops[0])
-    before = 0
     if lent is not None and how.filter_eps is None:
         tops = tops[1:]
-    elif lent is not None:
-        before = len(tops[0])
     logits = next((part[2] for part in found if part[2] is not None), None)
-    return running, Kept(jnp.concatenate(tops) if tops else None, before, logits, memory)
+    return running, Kept(jnp.concatenate(tops) if tops else None, logits, memory)
 
 
 def _over(
@@ -233,7 +228,8 @@ def backward(
 
     def of_kept(i: Array, _: None) -> None:
         first = loan.columns + i * plan.kept_chunk
-        chunk(first, plan.kept_chunk, lambda block: _kept(kept, plan, i, block.first, size))
+        tile = (0 if counted is None else loan.columns // tiles.columns) + i * (plan.kept_chunk // tiles.columns)
+        chunk(first, plan.kept_chunk, lambda block: _kept(kept, plan, i, tile, block.first, size))
 
     kept_columns, other_chunk = loan.columns + plan.keep, plan.chunk(len(inputs.weight))
     others = max(0, -(-(len(inputs.weight) - kept_columns) // other_chunk))
@@ -267,14 +263,18 @@ def _by_row(inputs: Inputs, how: How, rows: Rows, softmax: Softmax, slopes: Toke
 
 
 def _kept(
-    kept: Kept, plan: Plan, number: Array, row: Array, rows: int
+    kept: Kept, plan: Plan, number: Array, tile: Array, row: Array, rows: int
 ) -> tuple[Float[Array, "R C"], Float[Array, "U M"]]:
-    """What the workspace has of `rows` from `row` on and a chunk: logits less their tile's maximum, and maxima."""
+    """What the workspace has of `rows` from `row` on and a chunk: logits less their tile's maximum, and maxima.
+
+    Args:
+        number: of the chunk, among those that the workspace has.
+        tile: its first one's place in `kept.tops`.
+    """
     assert kept.logits is not None
     assert kept.tops is not None
     part, column = (number, 0) if len(kept.logits) > 1 else (0, number * plan.kept_chunk)
-    across = plan.kept_chunk // plan.sizes.tiles.columns
-    tops = lax.dynamic_slice_in_dim(kept.tops, kept.before + number * across, across)
+    tops = lax.dynamic_slice_in_dim(kept.tops, tile, plan.kept_chunk // plan.sizes.tiles.columns)
     return lax.dynamic_slice(kept.logits, (part, row, column), (1, rows, plan.kept_chunk))[0], tops
 
 

@@ -48,7 +48,7 @@ def plan(inputs: Inputs, how: How) -> Plan:
     room = sizes.default_rows * bytes_a_row if how.workspace is None else how.workspace
     rows = sizes.rows(len(inputs.labels))
     lent = Plan(sizes, rows, gpu_loan.largest(inputs, how, sizes, rows))
-    if found := _whole(inputs, rows, room, lent):
+    if found := _whole(inputs, lent, room):
         return found
     spare = min(room // _SHARE_OF_CHUNK, _MOST_SPARE)
     columns = (room - spare) // (rows * gpu_tiles.kept_bytes(tiles.columns, tiles)) * tiles.columns
@@ -60,29 +60,29 @@ def plan(inputs: Inputs, how: How) -> Plan:
         cost = sizes.wave_cost + (0 if inputs.weight.dtype == how.dtype else sizes.cast_cost)
         if most and -(-rows // most) * cost < rows * (1 - (lent.loan.columns + columns) / vocabulary):
             wave = round_up(-(-rows // -(-rows // most)), tiles.cluster_rows)
-            if found := _whole(inputs, wave, left, Plan(sizes, wave)):
+            if found := _whole(inputs, Plan(sizes, wave), left):
                 return found
-    found = _cut(inputs, rows, columns, spare, lent)
+    found = _cut(inputs, lent, columns, spare)
     assert found is not None
     return found
 
 
-def _whole(inputs: Inputs, rows: int, room: int, lent: Plan) -> Plan | None:
+def _whole(inputs: Inputs, lent: Plan, room: int) -> Plan | None:
     """With all columns kept, if that fits, and what is left spent on larger chunks."""
-    vocabulary, features = inputs.weight.shape
+    (vocabulary, features), rows = inputs.weight.shape, lent.rows
     tiles = gpu_tiles.choose(rows, vocabulary, features).tiles
     columns = round_up(vocabulary - lent.loan.columns, tiles.columns)
     left = room - rows * gpu_tiles.kept_bytes(columns, tiles)
     for eighths in range(8, -1, -1) if left >= 0 else ():
-        found = _cut(inputs, rows, columns, left * eighths // 8, lent, room)
+        found = _cut(inputs, lent, columns, left * eighths // 8, room)
         if found is not None:
             return found
     return None
 
 
-def _cut(inputs: Inputs, rows: int, keep: int, spare: int, lent: Plan, room: int | None = None) -> Plan | None:
+def _cut(inputs: Inputs, lent: Plan, keep: int, spare: int, room: int | None = None) -> Plan | None:
     """With chunks as large as `spare` bytes allow, those that are kept all of one size; within `room`, if it can be."""
-    vocabulary, features = inputs.weight.shape
+    (vocabulary, features), rows = inputs.weight.shape, lent.rows
     spare = min(spare, _MOST_SPARE)
     sizes = gpu_tiles.choose(rows, vocabulary, features, spare)
     vocabulary -= lent.loan.columns

@@ -180,7 +180,7 @@ def override(sizes: Sizes) -> Iterator[None]:
 
 def kept_bytes(columns: int, tiles: Tiles) -> int:
     """Bytes of a row of what forward keeps: logits, and maxima."""
-    return 2 * columns + 4 * -(-columns // tiles.columns)
+    return KEPT.itemsize * columns + 4 * -(-columns // tiles.columns)
 
 
 def shared_memory(tiles: Tiles) -> int:
