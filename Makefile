@@ -67,7 +67,7 @@ check: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python tools/bench.py
+	$(BIN)/python tools/bench/head.py
 
 # Not by .venv, which has JAX for CPUs.
 gpu:

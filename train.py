@@ -23,26 +23,29 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mllm import config_file as configs
-from mllm import data, report, run_dir, storage, tasks
-from mllm.batch import Batch
-from mllm.checkpoint import Checkpoints
-from mllm.config import Config
-from mllm.distributed import Meeting, Rows, agreed, join_cluster, local_rows, writes
+from mllm.config import load as configs
+from mllm.config.schema import Config
+from mllm.data import pipeline as data
+from mllm.data import tasks
+from mllm.data.batch import Batch
+from mllm.data.tasks import Task
 from mllm.errors import ArgumentParser, StepError, UserError
-from mllm.evaluate import evaluate
-from mllm.mesh import make_mesh, shard_batch
-from mllm.metrics import NoLog, RunLog, Stopwatch
-from mllm.optimizer import make_optimizer, make_schedule
-from mllm.plan import plan
-from mllm.policy import Policy, load_policy
-from mllm.rewards import RewardRunner
-from mllm.sampler import Sampler
-from mllm.signals import Interrupt, Interrupted
-from mllm.sources import GrpoSource, SftSource, Source
-from mllm.tasks import Task
-from mllm.tokenizer import encode_prompt
-from mllm.train_step import abstract_state, init_state, make_logprob_pass, make_train_step
+from mllm.model.load import Policy, load_policy
+from mllm.model.tokenizer import encode_prompt
+from mllm.parallel.mesh import make_mesh, shard_batch
+from mllm.parallel.processes import Meeting, Rows, agreed, join_cluster, local_rows, writes
+from mllm.plan.memory import plan
+from mllm.rl.evaluation import evaluate
+from mllm.rl.rewards import RewardRunner
+from mllm.rl.sampler import Sampler
+from mllm.rl.sources import GrpoSource, SftSource, Source
+from mllm.run import folder as run_dir
+from mllm.run import report, storage
+from mllm.run.checkpoint import Checkpoints
+from mllm.run.metrics import NoLog, RunLog, Stopwatch
+from mllm.run.signals import Interrupt, Interrupted
+from mllm.train.optimizer import make_optimizer, make_schedule
+from mllm.train.step import abstract_state, init_state, make_logprob_pass, make_train_step
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

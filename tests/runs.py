@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import train
-from mllm.checkpoint import Checkpoints
-from mllm.config import Config
-from mllm.config_file import dump
-from mllm.mesh import make_mesh
-from mllm.metrics import read_records
-from mllm.optimizer import make_optimizer
-from mllm.policy import load_policy
-from mllm.train_step import abstract_state
+from mllm.config.load import dump
+from mllm.config.schema import Config
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import make_mesh
+from mllm.run.checkpoint import Checkpoints
+from mllm.run.metrics import read_records
+from mllm.train.optimizer import make_optimizer
+from mllm.train.step import abstract_state
 
 ROOT = Path(__file__).parent.parent
 

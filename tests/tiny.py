@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from mllm.batch import Batch
-from mllm.config import Config
+from mllm.config.schema import Config
+from mllm.data.batch import Batch
 
 ARCHITECTURE = {
     "model_type": "qwen2",

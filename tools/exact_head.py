@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
-from mllm import objectives
+from mllm.train import objectives
 
 LOGITS = 2**25  # at a time: 256 MiB of float64
 TILE = 8192  # rows of the weight that are widened at a time

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from mllm import config_file as configs
-from mllm import weights
-from mllm.checkpoint import Checkpoints
-from mllm.config import MeshConfig
+from mllm.config import load as configs
+from mllm.config.schema import MeshConfig
 from mllm.errors import ArgumentParser, UserError
-from mllm.mesh import make_mesh
-from mllm.policy import load_policy
+from mllm.model import weights
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import make_mesh
+from mllm.run.checkpoint import Checkpoints
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ that it needs nothing of what is checked. A result passes if neither its largest
     1.25 times that of the plain computation: full logits, products of the same dtype, float32 in between
     + 4 times its float32 resolution: how far it moves, at most, when logits and results are rounded to float32 once.
 
-Leaves out: sharded heads, and comparisons of time (tools/bench.py).
+Leaves out: sharded heads, and comparisons of time (tools/bench/head.py).
 
 Exit codes: 0 passed, 1 past tolerance, 2 something that you can mend (one line says what).
 """
@@ -36,9 +36,10 @@ from jaxtyping import Array, Float
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kernels.lm_head import TokenLogprobs, gpu_tiles, token_logprobs, token_loss
-from mllm import config_file
-from mllm.config import Section, impossible
+from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
+from kernels.lm_head.gpu import tiles as gpu_tiles
+from mllm.config import load as config_file
+from mllm.config.schema import Section, impossible
 from mllm.errors import ArgumentParser, UserError
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
@@ -260,7 +261,7 @@ def strict_interpreter(settings: Settings) -> Any:
         raise UserError(f"--interpret: {said}")
     # What JAX's lacks for these kernels the tests supply, and they need pytest.
     if importlib.util.find_spec("pytest") is None:
-        raise UserError("--interpret: pytest isn't installed, and tests/strict_gpu.py needs it")
+        raise UserError("--interpret: pytest isn't installed, and tests/kernels/strict_gpu.py needs it")
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
     context = ExitStack()
     context.enter_context(importlib.import_module("strict_gpu").strict_interpreter())

@@ -36,17 +36,18 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the process that compiles starts in any folder
-from kernels.aot import assignment
-from kernels.aot.assignment import Account
 from kernels.lm_head import TokenLogprobs
-from mllm import config_file as configs
-from mllm import objectives, plan
-from mllm.batch import Batch
-from mllm.config import Config
+from mllm.config import load as configs
+from mllm.config.schema import Config
+from mllm.data.batch import Batch
 from mllm.errors import ArgumentParser, UserError
-from mllm.mesh import make_mesh
-from mllm.programmes import Programme, Programmes
-from mllm.train_step import Forward
+from mllm.parallel.mesh import make_mesh
+from mllm.plan import assignment
+from mllm.plan import memory as plan
+from mllm.plan.assignment import Account
+from mllm.plan.programs import Programme, Programmes
+from mllm.train import objectives
+from mllm.train.step import Forward
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 HEADS = ("reference", "optax", "fused")
@@ -173,7 +174,7 @@ def kind(head: str) -> type[Forward]:
 
 
 def programme(mesh: Mesh, *, config: dict[str, Any], head: str, name: str) -> Programme:
-    """For `kernels.aot.assignment`: a program of `Programmes` with one of the heads."""
+    """For `mllm.plan.assignment`: a program of `Programmes` with one of the heads."""
     return getattr(Programmes(Config.model_validate(config), mesh, kind(head)), name)()
 
 

@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from mllm.errors import ArgumentParser, UserError
-from mllm.metrics import read_records
+from mllm.run.metrics import read_records
 
 PANELS = {
     "reward": "Reward",

@@ -22,15 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from mllm import config_file as configs
-from mllm.batch import Batch
-from mllm.checkpoint import Checkpoints, by_name
-from mllm.config import MeshConfig
+from mllm.config import load as configs
+from mllm.config.schema import MeshConfig
+from mllm.data.batch import Batch
 from mllm.errors import ArgumentParser, UserError
-from mllm.mesh import make_mesh
-from mllm.metrics import read_records
-from mllm.policy import load_policy
-from mllm.train_step import Forward
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import make_mesh
+from mllm.run.checkpoint import Checkpoints, by_name
+from mllm.run.metrics import read_records
+from mllm.train.step import Forward
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
     python tools/tune.py --shape 8192,2048,151936 --write                   on a TPU or a Hopper GPU: by time
     python tools/tune.py --shape 8192,2048,151936 --target v6e --write      without one: by the compiler's listing
 
-Candidates are tilings that fit the chip's VMEM by kernels/lm_head/tiles.py, that which it takes without a table among
+Candidates are tilings that fit the chip's VMEM by kernels/lm_head/tpu/tiles.py, that which it takes without a table among
 them. Without a TPU each is compiled for the target (`make aot` installs the compiler), and they are ranked by
 
     bound = max(flops / (rate x MXU use in the listing), bytes that the tiling moves / bandwidth),
@@ -11,7 +11,7 @@ them. Without a TPU each is compiled for the target (`make aot` installs the com
 which no TPU has confirmed; what was timed is never replaced by such a rank. An entry is for a chip, a kernel, a dtype
 and a hidden size.
 
-On a GPU the sizes of kernels/lm_head/gpu_tiles.py are tried instead, of all kernels together: see tune_gpu.py. An entry
+On a GPU the sizes of kernels/lm_head/gpu/tiles.py are tried instead, of all kernels together: see tune_gpu.py. An entry
 is for a device and a hidden size.
 
 Leaves out weights of another dtype than the hidden states, whose tiles must be smaller: tiles.py checks that they fit.
@@ -39,12 +39,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 from tqdm import tqdm
 
-from kernels.aot import gpus, listing, targets
-from kernels.lm_head import tiles
-from kernels.lm_head.tiles import Case, Kernel, Tiles
-from kernels.lm_head.tpu_backward import Slopes, hidden_gradient, kept_weight_gradient, weight_gradient
-from kernels.lm_head.tpu_forward import forward
+from kernels.lm_head.tpu import tiles
+from kernels.lm_head.tpu.backward import Slopes, hidden_gradient, kept_weight_gradient, weight_gradient
+from kernels.lm_head.tpu.forward import forward
+from kernels.lm_head.tpu.tiles import Case, Kernel, Tiles
 from mllm.errors import ArgumentParser, UserError
+from mllm.plan import gpus, listing, targets
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from tools import tune_gpu, tune_table
@@ -263,7 +263,7 @@ def timed(case: Case, tile: Tiles) -> Trial:
 def programme(
     mesh: Mesh, *, kind: str, tokens: int, features: int, vocabulary: int, dtype: str, tile: dict[str, int]
 ) -> tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]:
-    """For kernels/aot/listing.py, which calls it in a process of its own."""
+    """For mllm/plan/listing.py, which calls it in a process of its own."""
     case = case_of(kind, tokens, features, vocabulary, dtype)
     return call_of(case, Tiles(**tile)), shapes_of(case, Tiles(**tile))
 

@@ -1,4 +1,4 @@
-"""Tries sizes of the head's kernels for Hopper, and notes the best in kernels/lm_head/gpu_tiles.json; by tools/tune.py.
+"""Tries sizes of the head's kernels for Hopper, and notes the best in kernels/lm_head/gpu/tiles.json; by tools/tune.py.
 
     python tools/tune.py --shape 8192,2048,151936 --limit 240 --write       on the GPU
 
@@ -41,11 +41,13 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from kernels.aot.assignment import reason
-from kernels.lm_head import gpu_tiles, mosaic_gpu, target
+from kernels.lm_head import target
 from kernels.lm_head.contract import How, Inputs
-from kernels.lm_head.gpu_tiles import SHARED_MEMORY, Sizes, Tiles
+from kernels.lm_head.gpu import engine as mosaic_gpu
+from kernels.lm_head.gpu import tiles as gpu_tiles
+from kernels.lm_head.gpu.tiles import SHARED_MEMORY, Sizes, Tiles
 from mllm.errors import UserError
+from mllm.plan.assignment import reason
 from tools import tune_table
 
 SUBJECT = ("engine", "device", "features")

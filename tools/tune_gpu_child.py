@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.lm_head import TokenLogprobs, token_loss
-from kernels.lm_head.gpu_tiles import Tiles
-from tools import bench_timing
+from kernels.lm_head.gpu.tiles import Tiles
+from tools.bench import timing as bench_timing
 from tools.tune_gpu import Candidate, taken
 
 ROUNDS = 7

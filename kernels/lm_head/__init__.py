@@ -2,7 +2,7 @@
 
 from kernels.lm_head.api import token_logprobs, token_loss
 from kernels.lm_head.contract import TokenLogprobs
-from kernels.lm_head.logits import logits_logprobs
 from kernels.lm_head.sharded import HeadSharding
+from kernels.logits.api import logits_logprobs
 
 __all__ = ["HeadSharding", "TokenLogprobs", "logits_logprobs", "token_logprobs", "token_loss"]

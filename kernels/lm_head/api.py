@@ -12,11 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
-from kernels.lm_head import derivatives, gpu_tiles, mosaic_gpu, mosaic_tpu, reference, streaming, target
+from kernels.lm_head import autodiff as derivatives
+from kernels.lm_head import reference, target
+from kernels.lm_head import xla as streaming
+from kernels.lm_head.autodiff import Engine
 from kernels.lm_head.contract import How, Inputs, Objective, Terms, TokenLogprobs
-from kernels.lm_head.derivatives import Engine
+from kernels.lm_head.gpu import engine as mosaic_gpu
+from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.manual_axes import vary, varying_axes
 from kernels.lm_head.sharded import HeadSharding, Sharded
+from kernels.lm_head.tpu import engine as mosaic_tpu
 
 Impl = Literal["reference", "streaming", "mosaic_tpu", "mosaic_gpu"]
 

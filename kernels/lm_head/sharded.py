@@ -25,9 +25,9 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from kernels.lm_head.autodiff import Engine
 from kernels.lm_head.contract import Gradients, How, Inputs, Objective, Terms, TokenLogprobs
-from kernels.lm_head.derivatives import Engine
-from kernels.lm_head.online_softmax import Softmax
+from kernels.lm_head.softmax import Softmax
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Compiling for TPUs that aren't there, and reading what the compiler wrote."""

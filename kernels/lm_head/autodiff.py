@@ -1,0 +1,159 @@
+"""The head's rules of differentiation, the same for every engine: a module with the passes over weight and tokens.
+
+`token_logprobs` is one pass forward and one backward. `token_loss` needs no more than one for both: the derivatives of
+a sum over tokens are known as soon as a token's log-probability is, so loss and gradients come out together, for a
+cotangent of 1, and backward scales them. A side that isn't differentiated is left out (`symbolic_zeros`).
+
+Leaves out the passes themselves. Nothing in them is differentiated by JAX.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence, Set
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jaxtyping import Array, Float
+
+from kernels.lm_head.contract import Gradients, How, Inputs, Objective, Terms, TokenLogprobs, weighted_sum
+from kernels.lm_head.manual_axes import vary, varying_axes
+from kernels.lm_head.softmax import Softmax
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """An implementation of the head. Rows that don't count are 0 in all that it returns."""
+
+    def statistics(self, inputs: Inputs, how: How) -> Softmax:
+        """The tokens' statistics alone."""
+
+    def forward(self, inputs: Inputs, how: How) -> tuple[Softmax, Any]:
+        """The statistics, and what `gradients` wants back: a tree of arrays [N, ...], one row a token, or None."""
+
+    def gradients(self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, how: How) -> Gradients:
+        """The gradients, of the sides that `how` asks for, of a total with the derivatives `slopes` by the statistics.
+
+        Where `how` names a vocabulary axis, dh is this shard's part of the sum over it.
+        """
+
+    def loss_and_gradients(
+        self, inputs: Inputs, objective: Objective, terms: Terms, how: How
+    ) -> tuple[Softmax, Gradients]:
+        """The statistics, and the gradients of `weighted_sum`."""
+
+    def obstacle(self, inputs: Inputs, how: How) -> str | None:
+        """Why it can't run, if it can't. `inputs` may be shapes and dtypes alone."""
+
+
+def token_logprobs(engine: Engine, inputs: Inputs, how: How) -> TokenLogprobs:
+    return _token_logprobs(engine, how, inputs)
+
+
+def token_loss(
+    engine: Engine, inputs: Inputs, objective: Objective, terms: Terms, how: How
+) -> tuple[Float[Array, ""], TokenLogprobs]:
+    # A custom rule differentiates by its arguments only: what the objective closes over has to become one of them.
+    dtypes = [x.dtype for x in (terms.weights, terms.weights, *terms.operands)]
+    closed = _traced(objective, dtypes, varying_axes(inputs.hidden))
+
+    def converted(*scalars_and_shared: Array) -> Array:
+        given, shared = scalars_and_shared[: len(dtypes)], scalars_and_shared[len(dtypes) :]
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, shared))(*given)[0]
+
+    terms = terms._replace(shared=tuple(map(jnp.asarray, closed.consts)))
+    how = dataclasses.replace(how, entropy_slopes=_uses(closed.jaxpr, closed.jaxpr.invars[1]))
+    loss, tokens = _token_loss(engine, how, converted, inputs, terms)
+    return loss, lax.stop_gradient(tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _token_logprobs(engine: Engine, how: How, inputs: Inputs) -> TokenLogprobs:
+    return engine.statistics(inputs, how).outputs()
+
+
+def _token_logprobs_forward(engine: Engine, how: How, inputs: Any) -> tuple[TokenLogprobs, Any]:
+    how, inputs = _asked_for(how, inputs), _values(inputs)
+    softmax, saved = engine.forward(inputs, how)
+    return softmax.outputs(), (how, inputs, softmax, saved)
+
+
+def _token_logprobs_backward(engine: Engine, _: How, residuals: Any, cotangents: TokenLogprobs) -> tuple[Inputs]:
+    how, inputs, softmax, saved = residuals
+    slopes = TokenLogprobs(*map(_instantiate, cotangents))
+    how = dataclasses.replace(how, entropy_slopes=not isinstance(cotangents.entropy, SymbolicZero))
+    return (_cotangent(engine.gradients(inputs, softmax, saved, slopes, how)),)
+
+
+_token_logprobs.defvjp(_token_logprobs_forward, _token_logprobs_backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _token_loss(
+    engine: Engine, how: How, objective: Objective, inputs: Inputs, terms: Terms
+) -> tuple[Float[Array, ""], TokenLogprobs]:
+    tokens = engine.statistics(inputs, how).outputs()
+    return weighted_sum(objective, inputs.live, tokens.logprob, tokens.entropy, terms), tokens
+
+
+def _token_loss_forward(
+    engine: Engine, how: How, objective: Objective, inputs: Any, terms: Any
+) -> tuple[tuple[Float[Array, ""], TokenLogprobs], Any]:
+    how, inputs, terms = _asked_for(how, inputs), _values(inputs), _values(terms)
+    if how.wants_hidden or how.wants_weight:
+        softmax, gradients = engine.loss_and_gradients(inputs, objective, terms, how)
+    else:
+        softmax, gradients = engine.statistics(inputs, how), (None, None)
+    tokens = softmax.outputs()
+
+    def total(terms: Terms) -> Float[Array, ""]:
+        return weighted_sum(objective, inputs.live, tokens.logprob, tokens.entropy, terms)
+
+    loss, pull = jax.vjp(total, terms)
+    return (loss, tokens), (pull, gradients)
+
+
+def _token_loss_backward(
+    _engine: Engine, _how: How, _objective: Objective, residuals: Any, cotangents: Any
+) -> tuple[Inputs, Terms]:
+    pull, gradients = residuals
+    g_loss = _instantiate(cotangents[0])
+    (g_terms,) = pull(g_loss)
+    # Where the cotangent is the constant 1, as under `jax.grad` of this loss, XLA drops the product.
+    return _cotangent(jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients)), g_terms
+
+
+_token_loss.defvjp(_token_loss_forward, _token_loss_backward, symbolic_zeros=True)
+
+
+def _traced(objective: Objective, dtypes: Sequence[Any], varying: Set[str]) -> ClosedJaxpr:
+    """The objective of scalars with these dtypes which, under the caller's own `shard_map`, vary over these axes."""
+    if varying:
+        return jax.make_jaxpr(objective)(*(vary(jnp.zeros((), dtype), varying) for dtype in dtypes))
+    # A mesh that is set would stay with what is traced under it, which could then not run inside `shard_map`.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return jax.make_jaxpr(objective)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
+
+
+def _uses(jaxpr: Jaxpr, argument: Any) -> bool:
+    """Whether a function looks at an argument at all."""
+    return any(x is argument for operands in (jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)) for x in operands)
+
+
+def _asked_for(how: How, inputs: Any) -> How:
+    return dataclasses.replace(how, wants_hidden=inputs.hidden.perturbed, wants_weight=inputs.weight.perturbed)
+
+
+def _values(perturbable: Any) -> Any:
+    return jax.tree.map(lambda x: x.value, perturbable)
+
+
+def _instantiate(cotangent: Any) -> Array:
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+
+
+def _cotangent(gradients: Gradients) -> Inputs:
+    return Inputs(*gradients, None, None, None)  # type: ignore[arg-type]  # None: no cotangent

@@ -1,0 +1,386 @@
+"""Pallas for TPUs, the backward kernels: dW and dh from logits that are computed again, and dW from what was kept.
+
+`weight_gradient` is stationary in the vocabulary: a tile of dW is summed in float32 on the chip while the blocks of
+hidden states pass by, and leaves once. It works on y transposed, W hᵀ, so that dW = dyᵀ h needs no transpose.
+`hidden_gradient` mirrors the forward kernel; only objectives with a slope by the entropy need it, since for the others
+dh follows from the forward kernel's sum of p W. `kept_weight_gradient` is the third product of the single pass.
+
+Leaves out which of them to use (`mosaic_tpu.py`), and everything that is linear in the number of rows alone
+(`tpu_slopes.py`).
+
+Suffixes as in `tpu_forward.py`. With p = exp(log p), log p = (y - top) / temperature - log_total, all of them compute
+
+    dy = slope of the cap / temperature * p * (at_p + at_p_log_p * log p), but `at_label` in the label's column
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Integer
+
+from kernels.lm_head import target
+from kernels.lm_head.tpu import tiles
+from kernels.lm_head.tpu.forward import (
+    FLOOR,
+    LOG2E,
+    SUBLANES,
+    Kept,
+    cap_slope,
+    cost,
+    dot,
+    lanes,
+    live_block,
+    live_tile,
+    operands,
+    to_lanes,
+    zero_tail,
+)
+from kernels.lm_head.tpu.tiles import LANES, Case, Kernel, Tiles
+
+
+class Slopes(NamedTuple):
+    """What dy is made of, a row each. The factor 1 / temperature is in all of the last three."""
+
+    top: Float[Array, "M"]
+    """The maximum of y over the whole vocabulary, in units of y."""
+    log_total: Float[Array, "M"]
+    at_p: Float[Array, "M"]
+    at_p_log_p: Float[Array, "M"] | None
+    """None: zero everywhere."""
+    at_label: Float[Array, "M"]
+    """With the cap's slope at the label."""
+
+    def packed(self) -> Float[Array, "8 M"]:
+        rows = [jnp.zeros_like(self.top) if x is None else x for x in self]
+        return jnp.stack(rows + [jnp.zeros_like(self.top)] * (SUBLANES - len(rows)))
+
+
+def weight_gradient(
+    hidden: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    labels: Integer[Array, "M"],
+    number: Integer[Array, ""],
+    temperature: Float[Array, ""],
+    slopes: Slopes,
+    *,
+    tile: Tiles,
+    softcap: float | None,
+    dtype: jnp.dtype,
+    gradient: jnp.dtype,
+) -> Float[Array, "V D"]:
+    """dW, from the rows [0, number); the slopes of the others in their last block must be 0, and log_total large."""
+    case, typed = _prepared("weight", hidden, weight, weight.shape[0], dtype, gradient)
+    blocks, features = len(hidden) // tile.rows, hidden.shape[1]
+
+    row_block = live_block(tile)
+
+    return pl.pallas_call(
+        functools.partial(
+            _weight_kernel, tile=tile, softcap=softcap, dtype=dtype, entropy=slopes.at_p_log_p is not None
+        ),
+        out_shape=typed(weight.shape, gradient),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(pl.cdiv(len(weight), tile.columns), blocks),
+            in_specs=[
+                pl.BlockSpec((tile.rows, features), lambda j, i, ints, _: (row_block(i, ints), 0)),
+                pl.BlockSpec((tile.columns, features), lambda j, i, *_: (j, 0)),
+                pl.BlockSpec((1, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
+                pl.BlockSpec((SUBLANES, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
+            ],
+            out_specs=pl.BlockSpec((tile.columns, features), lambda j, i, *_: (j, 0)),
+            scratch_shapes=[
+                {"sum": pltpu.VMEM((tile.columns, features), jnp.float32)}
+                | operands(tile, features, hidden.dtype, weight.dtype, dtype)
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tiles.limit(case, tile)
+        ),
+        cost_estimate=cost(case, tile),
+        name="head_weight_gradient",
+    )(number[None], (1 / temperature)[None], hidden, weight, labels[None], slopes.packed())
+
+
+def _weight_kernel(
+    ints: Any,
+    scales: Any,
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    slopes: Any,
+    out: Any,
+    scratch: Any,
+    *,
+    tile: Tiles,
+    softcap: float | None,
+    dtype: jnp.dtype,
+    entropy: bool,
+) -> None:
+    j, i = pl.program_id(0), pl.program_id(1)
+    step = tile.step
+
+    @pl.when(i == 0)
+    def _() -> None:
+        scratch["sum"][...] = jnp.zeros(scratch["sum"].shape, jnp.float32)
+        if "weight" in scratch:
+            scratch["weight"][...] = weight[...].astype(dtype)
+
+    @pl.when(i * tile.rows < ints[0])
+    def _() -> None:
+        h_RD, w_TD = scratch.get("hidden", hidden), scratch.get("weight", weight)
+        if "hidden" in scratch:
+            h_RD[...] = hidden[...].astype(dtype)
+        slopes_1R = Slopes(*(slopes[pl.ds(n, 1), :] for n in range(5)))
+
+        def products(s: int) -> Float[Array, "S R"]:
+            return dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1))
+
+        y_next = products(0)
+        for s in range(tile.columns // step):
+            y_SR = y_next
+            if s + 1 < tile.columns // step:
+                y_next = products(s + 1)
+            y_SR = y_SR if softcap is None else softcap * jnp.tanh(y_SR / softcap)
+            column_SR = lax.broadcasted_iota(jnp.int32, y_SR.shape, 0)
+            hit_SR = column_SR == labels[...] - (j * tile.columns + s * step)
+            dy_SR = _dy(y_SR, hit_SR, scales[0], softcap, slopes_1R, entropy)
+            scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0))
+
+    @pl.when(i == pl.num_programs(1) - 1)
+    def _() -> None:
+        out[...] = scratch["sum"][...].astype(out.dtype)
+
+
+def hidden_gradient(
+    hidden: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    labels: Integer[Array, "M"],
+    number: Integer[Array, ""],
+    columns: Integer[Array, ""],
+    temperature: Float[Array, ""],
+    slopes: Slopes,
+    *,
+    tile: Tiles,
+    softcap: float | None,
+    dtype: jnp.dtype,
+    gradient: jnp.dtype,
+) -> Float[Array, "M D"]:
+    """dh of rows [0, number) from columns [0, columns); what is past those rows is undefined."""
+    case, typed = _prepared("hidden", hidden, weight, weight.shape[0], dtype, gradient)
+    features = hidden.shape[1]
+    tiles_of_weight = pl.cdiv(len(weight), tile.columns)
+
+    row_block = live_block(tile)
+
+    return pl.pallas_call(
+        functools.partial(
+            _hidden_kernel, tile=tile, softcap=softcap, dtype=dtype, entropy=slopes.at_p_log_p is not None
+        ),
+        out_shape=typed(hidden.shape, gradient),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(len(hidden) // tile.rows, tiles_of_weight),
+            in_specs=[
+                pl.BlockSpec((tile.rows, features), lambda i, j, ints, _: (row_block(i, ints), 0)),
+                pl.BlockSpec((tile.columns, features), live_tile(tile, tiles_of_weight)),
+                pl.BlockSpec((1, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
+                pl.BlockSpec((SUBLANES, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
+            ],
+            out_specs=pl.BlockSpec((tile.rows, features), lambda i, j, *_: (i, 0)),
+            scratch_shapes=[
+                {
+                    "sum": pltpu.VMEM((tile.rows, features), jnp.float32),
+                    "label": pltpu.VMEM((tile.rows, LANES), jnp.int32),
+                    "slopes": pltpu.VMEM((5, tile.rows, LANES), jnp.float32),
+                }
+                | operands(tile, features, hidden.dtype, weight.dtype, dtype)
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tiles.limit(case, tile)
+        ),
+        cost_estimate=cost(case, tile),
+        name="head_hidden_gradient",
+    )(jnp.stack([number, columns]), (1 / temperature)[None], hidden, weight, labels[None], slopes.packed())
+
+
+def _hidden_kernel(
+    ints: Any,
+    scales: Any,
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    slopes: Any,
+    out: Any,
+    scratch: Any,
+    *,
+    tile: Tiles,
+    softcap: float | None,
+    dtype: jnp.dtype,
+    entropy: bool,
+) -> None:
+    i, j = pl.program_id(0), pl.program_id(1)
+    last = pl.num_programs(1) - 1
+    step = tile.step
+
+    @pl.when(i * tile.rows < ints[0])
+    def _() -> None:
+        @pl.when(j == 0)
+        def _() -> None:
+            scratch["sum"][...] = jnp.zeros(scratch["sum"].shape, jnp.float32)
+            scratch["label"][...] = to_lanes(labels[...])
+            for n in range(5):
+                scratch["slopes"][n] = to_lanes(slopes[pl.ds(n, 1), :])
+            if "hidden" in scratch:
+                scratch["hidden"][...] = hidden[...].astype(dtype)
+
+        zero_tail(weight, ints[1] - j * tile.columns, j == last)
+        h_RD, w_TD = scratch.get("hidden", hidden), scratch.get("weight", weight)
+        if "weight" in scratch:
+            w_TD[...] = weight[...].astype(dtype)
+
+        def products(s: int) -> Float[Array, "R S"]:
+            return dot(h_RD[...], w_TD[pl.ds(s * step, step), :], (1, 1))
+
+        y_next = products(0)
+        for s in range(tile.columns // step):
+            y_RS = y_next
+            if s + 1 < tile.columns // step:
+                y_next = products(s + 1)
+            y_RS = y_RS if softcap is None else softcap * jnp.tanh(y_RS / softcap)
+            first = j * tile.columns + s * step
+            column_RS = lax.broadcasted_iota(jnp.int32, y_RS.shape, 1)
+            y_RS = jnp.where(column_RS < ints[1] - first, y_RS, FLOOR)
+            hit_RS = column_RS == lanes(scratch["label"][...] - first, step)
+            slopes_RS = Slopes(*(lanes(scratch["slopes"][n], step) for n in range(5)))
+            dy_RS = _dy(y_RS, hit_RS, scales[0], softcap, slopes_RS, entropy)
+            scratch["sum"][...] += dot(dy_RS.astype(dtype), w_TD[pl.ds(s * step, step), :], (1, 0))
+
+        @pl.when(j == last)
+        def _() -> None:
+            out[...] = scratch["sum"][...].astype(out.dtype)
+
+
+def _dy(y: Array, hit: Array, scale: Array, softcap: float | None, slopes: Slopes, entropy: bool) -> Array:
+    assert slopes.at_p_log_p is not None  # packed, it is zeros
+    log_p = (y - slopes.top) * scale - slopes.log_total
+    p = jnp.exp2(log_p * LOG2E)
+    dy = p * (slopes.at_p + slopes.at_p_log_p * log_p) if entropy else p * slopes.at_p
+    if softcap is not None:
+        dy *= cap_slope(y, softcap)
+    return jnp.where(hit, slopes.at_label, dy)
+
+
+def kept_weight_gradient(
+    hidden: Float[Array, "M D"],
+    kept: Kept,
+    labels: Integer[Array, "M"],
+    number: Integer[Array, ""],
+    temperature: Float[Array, ""],
+    slopes: Slopes,
+    so_far: Float[Array, "V D"] | None,
+    *,
+    vocabulary: int,
+    gradient: jnp.dtype,
+) -> Float[Array, "V D"]:
+    """`so_far`, float32, whose memory it takes, and dW of the rows [0, number) of a wave, from what forward kept."""
+    dtype = kept.exponential.dtype
+    case, typed = _prepared("kept", hidden, kept.exponential, vocabulary, dtype, gradient)
+    features, tile = hidden.shape[1], kept.tile
+    columns = tile.columns
+
+    row_block = live_block(tile)
+
+    dw_tile = pl.BlockSpec((columns, features), lambda j, i, *_: (j, 0))
+    return pl.pallas_call(
+        functools.partial(_kept_kernel, tile=tile, dtype=dtype),
+        out_shape=typed((vocabulary, features), gradient),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(kept.exponential.shape[1] // columns, len(hidden) // tile.rows),
+            in_specs=[
+                pl.BlockSpec((tile.rows, features), lambda j, i, ints, _: (row_block(i, ints), 0)),
+                pl.BlockSpec((tile.rows, columns), lambda j, i, ints, _: (row_block(i, ints), j)),
+                pl.BlockSpec((SUBLANES, tile.rows), lambda j, i, ints, _: (j, row_block(i, ints))),
+                pl.BlockSpec((1, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
+                pl.BlockSpec((SUBLANES, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
+                *([] if so_far is None else [dw_tile]),
+            ],
+            out_specs=dw_tile,
+            scratch_shapes=[
+                {"sum": pltpu.VMEM((columns, features), jnp.float32)}
+                | operands(tile, features, hidden.dtype, dtype, dtype)
+            ],
+        ),
+        # Off the TPU, the interpreter gives an aliased output back with the last tile's padding.
+        input_output_aliases={7: 0} if so_far is not None and target.platform() == "tpu" else {},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tiles.limit(case, tile)
+        ),
+        cost_estimate=cost(case, tile),
+        name="head_kept_weight_gradient",
+    )(
+        number[None],
+        (1 / temperature)[None],
+        hidden,
+        kept.exponential,
+        kept.top,
+        labels[None],
+        slopes.packed(),
+        *([] if so_far is None else [so_far]),
+    )
+
+
+def _kept_kernel(
+    ints: Any,
+    scales: Any,
+    hidden: Any,
+    kept: Any,
+    kept_top: Any,
+    labels: Any,
+    slopes: Any,
+    *rest: Any,
+    tile: Tiles,
+    dtype: jnp.dtype,
+) -> None:
+    *so_far, out, scratch = rest
+    j, i = pl.program_id(0), pl.program_id(1)
+    columns = kept.shape[1]
+    step = tile.step
+
+    @pl.when(i == 0)
+    def _() -> None:
+        scratch["sum"][...] = so_far[0][...] if so_far else jnp.zeros(scratch["sum"].shape, jnp.float32)
+
+    @pl.when(i * tile.rows < ints[0])
+    def _() -> None:
+        h_RD = scratch.get("hidden", hidden)
+        if "hidden" in scratch:
+            h_RD[...] = hidden[...].astype(dtype)
+        top_1R, log_total_1R, at_p_1R, _, at_label_1R = (slopes[pl.ds(n, 1), :] for n in range(5))
+        for s in range(columns // step):
+            then_1R = kept_top[pl.ds(s, 1), :]
+            factor_1R = at_p_1R * jnp.exp2(((then_1R - top_1R) * scales[0] - log_total_1R) * LOG2E)
+            e_SR = kept[:, pl.ds(s * step, step)].T.astype(jnp.float32)
+            column_SR = lax.broadcasted_iota(jnp.int32, e_SR.shape, 0)
+            hit_SR = column_SR == labels[...] - (j * columns + s * step)
+            dy_SR = jnp.where(hit_SR, at_label_1R, e_SR * factor_1R)
+            scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0))
+
+    @pl.when(i == pl.num_programs(1) - 1)
+    def _() -> None:
+        out[...] = scratch["sum"][...].astype(out.dtype)
+
+
+def _prepared(
+    kernel: Kernel, hidden: Array, other: Array, vocabulary: int, dtype: jnp.dtype, gradient: jnp.dtype
+) -> tuple[Case, Any]:
+    case = Case(kernel, len(hidden), vocabulary, hidden.shape[1], hidden.dtype, other.dtype, dtype, gradient)
+    typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
+    return case, typed

@@ -1,0 +1,336 @@
+"""The head on TPUs: which Pallas kernel when.
+
+Rows that count are moved ahead of the others, block by block (`live_rows.py`). With F = 2 N V D flops for a product:
+
+- Statistics: the forward kernel, F.
+- `token_logprobs`: forward with E_p[W], 2 F; backward, the dW kernel with logits computed again, 2 F, and
+  `dh = (g_lse - g_logprob) E_p[W] + g_logprob W[label]` without a product. A slope by the entropy has no such short
+  form: the dh kernel, 2 F more.
+- `token_loss` without a workspace: the same 4 F, where dh follows block by block as the objective's slopes are known.
+  Where the objective uses the entropy: forward, dh kernel and dW kernel, 5 F.
+- `token_loss` with a workspace: forward with E_p[W] keeps a wave's exponentials, and dW is one product with them: 3 F.
+
+E_p[W] and what is kept leave out the label's column, so that a probability near 1 loses nothing to bfloat16.
+
+Leaves out: the kernels (`tpu_forward.py`, `tpu_backward.py`), what they are told of a row (`tpu_slopes.py`), and their
+tile sizes (`tiles.py`).
+
+Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features, V vocabulary.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Integer
+
+from kernels.lm_head.contract import (
+    Gradients,
+    How,
+    Inputs,
+    Objective,
+    Terms,
+    TokenLogprobs,
+    columns_of,
+    gradient_dtypes,
+    labels_of,
+    loss_slopes,
+    zeros,
+)
+from kernels.lm_head.live_rows import LiveRows, live_rows, write
+from kernels.lm_head.softmax import Running, Softmax, finish, merge
+from kernels.lm_head.tpu import tiles
+from kernels.lm_head.tpu.backward import Slopes, hidden_gradient, kept_weight_gradient, weight_gradient
+from kernels.lm_head.tpu.forward import Kept
+from kernels.lm_head.tpu.forward import forward as forward_kernel
+from kernels.lm_head.tpu.slopes import at_rows, hidden_gradient_from_mean, slopes_by_row
+from kernels.lm_head.tpu.tiles import Case, Kernel, Tiles
+
+_DEFAULT_WAVE = 1024  # rows kept where nothing is said of a workspace
+
+
+class Saved(NamedTuple):
+    """What backward wants back from forward."""
+
+    top_y: Float[Array, "N"]
+    """The maximum over the whole vocabulary in units of y: what was subtracted there, to the bit."""
+    mean: Float[Array, "N D"] | None
+    """Sum of p W over this shard's columns but the label's, p over the whole vocabulary; with the cap's slope."""
+
+
+class _Block(NamedTuple):
+    """A block of rows, and what forward found of them."""
+
+    hidden: Float[Array, "R D"]
+    labels: Integer[Array, "R"]
+    live: Bool[Array, "R"]
+    number: Integer[Array, ""]
+    row: Integer[Array, "R"]
+    running: Running
+    mean: Float[Array, "R D"] | None
+    kept: Kept | None
+
+
+def obstacle(inputs: Inputs, how: How) -> str | None:
+    for name, dtype in {"hidden": inputs.hidden.dtype, "weight": inputs.weight.dtype, "dtype": how.dtype}.items():
+        if dtype not in (jnp.bfloat16, jnp.float32):
+            return f"{name} is {dtype}, and the kernels know bfloat16 and float32"
+    cases = (
+        _case(inputs, how, "forward", jnp.dtype(jnp.float32)),
+        _case(inputs, how, "hidden"),
+        _case(inputs, how, "weight"),
+    )
+    return next((found for case in cases if (found := tiles.obstacle(case))), None)
+
+
+def statistics(inputs: Inputs, how: How) -> Softmax:
+    return _forward(inputs, how, with_mean=False)[0]
+
+
+def forward(inputs: Inputs, how: How) -> tuple[Softmax, Saved]:
+    softmax, top_y, mean = _forward(inputs, how, with_mean=how.wants_hidden)
+    return softmax, Saved(top_y, mean)
+
+
+def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: TokenLogprobs, how: How) -> Gradients:
+    by_row = slopes_by_row(inputs, softmax, saved.top_y, slopes, how)
+    dh = dw = None
+    if how.wants_hidden and how.entropy_slopes:
+        dh = _hidden_gradient(inputs, by_row, how)
+    elif how.wants_hidden:
+        assert saved.mean is not None
+        dh = hidden_gradient_from_mean(inputs, how, labels_of(inputs), softmax, slopes, saved.mean)
+        dh = jnp.where(inputs.live[:, None], dh, 0).astype(gradient_dtypes(inputs, how)[0])
+    if how.wants_weight:
+        dw = _weight_gradient(inputs, by_row, how)
+    return dh, dw
+
+
+def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: How) -> tuple[Softmax, Gradients]:
+    """In waves where the workspace allows them, else with logits computed twice."""
+    dh_dtype, dw_dtype = gradient_dtypes(inputs, how)
+    wave = _wave(inputs, how)
+    keep = wave is not None
+    with_mean = how.wants_hidden and not how.entropy_slopes
+    tile, rows = wave or _plan(inputs, how, with_mean=with_mean)
+    live = live_rows(inputs.live, rows)
+    one_wave = len(live.row) == rows
+
+    def over(i: Array, carry: Any) -> Any:
+        softmax_M, top_y_M, dh_MD, dw_VD = carry
+        block = _forward_block(inputs, how, tile, live, rows, i, jnp.dtype(jnp.float32) if with_mean else None, keep)
+        softmax_R, top_y_R, share_R = _merged(block.running, inputs, how, block.live)
+        terms_R = Terms(terms.weights[block.row], tuple(x[block.row] for x in terms.operands), terms.shared)
+        slopes_R = loss_slopes(objective, block.live, softmax_R.outputs(), terms_R)
+        of_block = inputs._replace(hidden=block.hidden, labels=block.labels, live=block.live)
+        by_row = slopes_by_row(of_block, softmax_R, top_y_R, slopes_R, how)
+        if block.mean is not None:
+            mean_RD = block.mean if share_R is None else share_R[:, None] * block.mean
+            dh_RD = hidden_gradient_from_mean(inputs, how, block.labels, softmax_R, slopes_R, mean_RD).astype(dh_dtype)
+            dh_MD = write(dh_MD, dh_RD, i * rows)
+        elif how.wants_hidden:
+            dh_MD = write(dh_MD, _hidden_kernel(of_block, by_row, block.number, how, tile=None), i * rows)
+        if block.kept is not None:
+            dw_VD = kept_weight_gradient(
+                block.hidden,
+                block.kept,
+                block.labels,
+                block.number,
+                inputs.temperature,
+                by_row,
+                None if one_wave else dw_VD,
+                vocabulary=len(inputs.weight),
+                gradient=dw_dtype if one_wave else jnp.dtype(jnp.float32),
+            )
+        return write(softmax_M, softmax_R, i * rows), write(top_y_M, top_y_R, i * rows), dh_MD, dw_VD
+
+    count, features = len(live.row), inputs.hidden.shape[1]
+    carry = (
+        Softmax(*(zeros(inputs, count) for _ in Softmax._fields)),
+        zeros(inputs, count),
+        zeros(inputs, count, features, dtype=dh_dtype) if how.wants_hidden else None,
+        zeros(inputs, *inputs.weight.shape, dtype=dw_dtype if one_wave else jnp.float32) if keep else None,
+    )
+    in_step = how.token_axes if how.vocabulary_axis else ()
+    softmax_M, top_y_M, dh_MD, dw = live.over_blocks(rows, over, carry, in_step)
+    softmax, top_y = jax.tree.map(lambda x: x[live.place], (softmax_M, top_y_M))
+    dh = None if dh_MD is None else jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
+    if dw is not None:
+        return softmax, (dh, dw.astype(dw_dtype))
+    if how.wants_weight:
+        # One array of hidden's shape at a time: dh is done with before the rows are put in order once more.
+        dh, hidden = lax.optimization_barrier((dh, inputs.hidden))
+        slopes = loss_slopes(objective, inputs.live, softmax.outputs(), terms)
+        dw = _weight_gradient(inputs._replace(hidden=hidden), slopes_by_row(inputs, softmax, top_y, slopes, how), how)
+    return softmax, (dh, dw)
+
+
+# --- the kernels over blocks of rows ------------------------------------------------------------------------------
+
+
+def _forward(
+    inputs: Inputs, how: How, with_mean: bool
+) -> tuple[Softmax, Float[Array, "N"], Float[Array, "N D"] | None]:
+    tile, rows = _plan(inputs, how, with_mean)
+    live = live_rows(inputs.live, rows)
+    dtype = inputs.hidden.dtype
+
+    def over(i: Array, carry: Any) -> Any:
+        running_M, mean_MD = carry
+        block = _forward_block(inputs, how, tile, live, rows, i, dtype if with_mean else None)
+        if with_mean:
+            mean_MD = write(mean_MD, block.mean, i * rows)
+        return write(running_M, block.running, i * rows), mean_MD
+
+    zeros_M = zeros(inputs, len(live.row))
+    mean_MD = zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype) if with_mean else None
+    unvisited = Running(zeros_M, zeros_M + 1, zeros_M, zeros_M)
+    running_M, mean_MD = live.over_blocks(rows, over, (unvisited, mean_MD))
+    running = jax.tree.map(lambda x: x[live.place], running_M)
+    softmax, top_y, share = _merged(running, inputs, how, inputs.live)
+    if mean_MD is None:
+        return softmax, top_y, None
+    mean = mean_MD[live.place]
+    return softmax, top_y, mean if share is None else (share[:, None] * mean).astype(dtype)
+
+
+def _forward_block(
+    inputs: Inputs,
+    how: How,
+    tile: Tiles,
+    live: LiveRows,
+    rows: int,
+    i: Array,
+    mean: Any,
+    keep: bool = False,
+) -> _Block:
+    row_R, live_R = live.block(i, rows)
+    hidden, labels = inputs.hidden[row_R], labels_of(inputs)[row_R]
+    number = jnp.clip(live.number - i * rows, 0, rows)
+    running, mean_RD, kept = forward_kernel(
+        hidden,
+        inputs.weight,
+        labels,
+        number,
+        columns_of(inputs),
+        inputs.temperature,
+        tile=tile,
+        softcap=how.softcap,
+        dtype=how.dtype,
+        mean=mean,
+        keep=keep,
+    )
+    top, total, tilt, label = (jnp.where(live_R, x, 0) for x in running)
+    running = Running(top, jnp.where(live_R, total, 1), tilt, label)
+    return _Block(hidden, labels, live_R, number, row_R, running, mean_RD, kept)
+
+
+def _merged(
+    running: Running, inputs: Inputs, how: How, live: Bool[Array, "N"]
+) -> tuple[Softmax, Float[Array, "N"], Float[Array, "N"] | None]:
+    """The whole vocabulary's softmax, its maximum in units of y, and this shard's share of the total, if it is one."""
+    scale = 1 / inputs.temperature
+    own = Running(running.top * scale, running.total, running.tilt * scale, running.label * scale)
+    whole, top_y, share = own, running.top, None
+    if how.vocabulary_axis is not None:
+        whole, top_y = merge(own, how.vocabulary_axis), lax.pmax(running.top, how.vocabulary_axis)
+        share = jnp.exp(own.top - whole.top) * own.total / whole.total
+    return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(whole)), top_y, share
+
+
+def _hidden_gradient(inputs: Inputs, by_row: Slopes, how: How) -> Float[Array, "N D"]:
+    tile = tiles.choose(_case(inputs, how, "hidden"))
+    rows = tiles.call_rows(len(inputs.labels), inputs.hidden.shape[1], tile)
+    live = live_rows(inputs.live, rows)
+
+    def over(i: Array, dh_MD: Array) -> Array:
+        row_R, live_R = live.block(i, rows)
+        of_block = inputs._replace(hidden=inputs.hidden[row_R], labels=labels_of(inputs)[row_R], live=live_R)
+        number = jnp.clip(live.number - i * rows, 0, rows)
+        return write(dh_MD, _hidden_kernel(of_block, at_rows(by_row, row_R, live_R), number, how, tile), i * rows)
+
+    dtype = gradient_dtypes(inputs, how)[0]
+    dh_MD = live.over_blocks(rows, over, zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype))
+    return jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
+
+
+def _hidden_kernel(inputs: Inputs, by_row: Slopes, number: Array, how: How, tile: Tiles | None) -> Float[Array, "R D"]:
+    return hidden_gradient(
+        inputs.hidden,
+        inputs.weight,
+        inputs.labels,
+        number,
+        columns_of(inputs),
+        inputs.temperature,
+        by_row,
+        tile=tile or tiles.choose(_case(inputs, how, "hidden")),
+        softcap=how.softcap,
+        dtype=how.dtype,
+        gradient=gradient_dtypes(inputs, how)[0],
+    )
+
+
+def _weight_gradient(inputs: Inputs, by_row: Slopes, how: How) -> Float[Array, "V D"]:
+    tile = tiles.choose(_case(inputs, how, "weight"))
+    live = live_rows(inputs.live, tile.rows)
+    live_M = jnp.arange(len(live.row)) < live.number
+    return weight_gradient(
+        inputs.hidden[live.row],
+        inputs.weight,
+        labels_of(inputs)[live.row],
+        live.number,
+        inputs.temperature,
+        at_rows(by_row, live.row, live_M),
+        tile=tile,
+        softcap=how.softcap,
+        dtype=how.dtype,
+        gradient=gradient_dtypes(inputs, how)[1],
+    )
+
+
+# --- sizes --------------------------------------------------------------------------------------------------------
+
+
+def _case(inputs: Inputs, how: How, kernel: Kernel, mean: Any = None, keep: bool = False) -> Case:
+    dh, dw = gradient_dtypes(inputs, how)
+    gradient = {"forward": jnp.dtype(mean or dh), "hidden": dh}.get(kernel, dw)
+    tokens, (vocabulary, features) = len(inputs.labels), inputs.weight.shape
+    return Case(
+        kernel,
+        tokens,
+        vocabulary,
+        features,
+        jnp.dtype(inputs.hidden.dtype),
+        jnp.dtype(inputs.weight.dtype),
+        how.dtype,
+        gradient,
+        mean is not None,
+        keep,
+    )
+
+
+def _plan(inputs: Inputs, how: How, with_mean: bool) -> tuple[Tiles, int]:
+    """Tiles of the forward kernel, and the rows that one call of it takes."""
+    tile = tiles.choose(_case(inputs, how, "forward", jnp.float32 if with_mean else None))
+    return tile, tiles.call_rows(len(inputs.labels), inputs.hidden.shape[1], tile)
+
+
+def _wave(inputs: Inputs, how: How) -> tuple[Tiles, int] | None:
+    """Tiles, and the rows of a wave whose exponentials are kept; None where there is no room, or none is needed."""
+    if not how.wants_weight or how.entropy_slopes:
+        return None
+    mean = jnp.float32 if how.wants_hidden else None
+    tile = tiles.choose(_case(inputs, how, "forward", mean, keep=True))
+    bytes_a_row = tiles.kept_bytes(len(inputs.weight), how.dtype, tile)
+    needed = -(-len(inputs.labels) // tile.rows) * tile.rows
+    room = _DEFAULT_WAVE * bytes_a_row if how.workspace is None else how.workspace
+    if needed * bytes_a_row > room and gradient_dtypes(inputs, how)[1] != jnp.float32:
+        # Several waves are summed in float32, which is no gradient then but one more array.
+        room = 0 if how.workspace is None else how.workspace - 4 * inputs.weight.size
+    rows = min(needed, room // bytes_a_row)
+    if rows < tile.rows:
+        tile = dataclasses.replace(tile, rows=max(tiles.LANES, rows // tiles.LANES * tiles.LANES))
+    rows = rows // tile.rows * tile.rows
+    return (tile, rows) if rows > 0 else None

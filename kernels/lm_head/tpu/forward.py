@@ -1,0 +1,308 @@
+"""Pallas for TPUs, the forward kernel: statistics, and on request E_p[W] or the probabilities for a later product.
+
+A block of R rows of hidden states stays on the chip while the weight passes by in tiles. Of each tile, S columns at a
+time: y = h Wᵀ, then the softmax's running sums as in `online_softmax.py`, and then the sum of e W, where
+e = exp(z - maximum so far), rescaled when the maximum rises, as in FlashAttention (arXiv:2205.14135, section 3.1) with
+hidden states for queries and the weight for keys and values. The MXU computes the next S columns of y meanwhile.
+
+The label's own column is left out of the sum of e W and of what is kept: near certainty, p_label - 1 is far smaller
+than either, and rounded to bfloat16 in the product it would be lost. The callers add that column exactly.
+
+Leaves out rows past `number` (their blocks cost nothing), a merge over shards, and what becomes of the sums.
+
+Suffixes: R rows of a block, T columns of a tile, S columns of a step, L the 128 lanes; M all rows, D features,
+V vocabulary. Sums of a row lie in all lanes, [R, L], or are spread over them and added up at the end.
+`y` is the capped product; z = y / temperature is never formed: exponents are (y - top) / temperature.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Integer
+
+from kernels.lm_head.softmax import Running
+from kernels.lm_head.tpu import tiles
+from kernels.lm_head.tpu.tiles import LANES, Case, Tiles
+
+FLOOR = -1e30  # below any product, yet its sums and differences are finite
+SUBLANES = 8
+LOG2E = math.log2(math.e)
+
+
+class Kept(NamedTuple):
+    """exp((y - top) / temperature) of a wave's rows; with a softcap, times its slope 1 - (y / cap)²; 0 at labels.
+
+    Each step of columns has the row's maximum at its time, `top`, a row of its own: tile j, step s at SUBLANES * j + s.
+    """
+
+    exponential: Float[Array, "M V"]
+    top: Float[Array, "steps M"]
+    tile: Tiles
+
+
+def forward(
+    hidden: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    labels: Integer[Array, "M"],
+    number: Integer[Array, ""],
+    columns: Integer[Array, ""],
+    temperature: Float[Array, ""],
+    *,
+    tile: Tiles,
+    softcap: float | None,
+    dtype: jnp.dtype,
+    mean: jnp.dtype | None = None,
+    keep: bool = False,
+) -> tuple[Running, Float[Array, "M D"] | None, Kept | None]:
+    """The running sums of rows [0, number) over columns [0, columns), in units of y; of other rows, anything.
+
+    With `mean`, its dtype: sum of p W over these columns but the label's, p being their own softmax. With a softcap,
+    p is times its slope.
+    """
+    rows, features = hidden.shape
+    case = Case(
+        "forward",
+        rows,
+        len(weight),
+        features,
+        hidden.dtype,
+        weight.dtype,
+        dtype,
+        jnp.dtype(mean or hidden.dtype),
+        mean is not None,
+        keep,
+    )
+    blocks, tiles_of_weight = pl.cdiv(rows, tile.rows), pl.cdiv(len(weight), tile.columns)
+    typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
+
+    row_block = live_block(tile)
+
+    outputs = {
+        "sums": (typed((SUBLANES, rows), jnp.float32), pl.BlockSpec((SUBLANES, tile.rows), lambda i, *_: (0, i)))
+    }
+    scratch: dict[str, Any] = {
+        name: pltpu.VMEM((tile.rows, LANES), jnp.float32) for name in ("top", "total", "tilt", "label_y")
+    }
+    scratch["label"] = pltpu.VMEM((tile.rows, LANES), jnp.int32)
+    if mean is not None:
+        outputs["mean"] = typed((rows, features), mean), pl.BlockSpec((tile.rows, features), lambda i, *_: (i, 0))
+        scratch["sum"] = pltpu.VMEM((tile.rows, features), jnp.float32)
+    if keep:
+        outputs["kept"] = (
+            typed((rows, tiles_of_weight * tile.columns), dtype),
+            pl.BlockSpec((tile.rows, tile.columns), lambda i, j, *_: (i, j)),
+        )
+        outputs["kept_top"] = (
+            typed((tiles_of_weight * SUBLANES, rows), jnp.float32),
+            pl.BlockSpec((SUBLANES, tile.rows), lambda i, j, *_: (j, i)),
+        )
+    scratch |= operands(tile, features, hidden.dtype, weight.dtype, dtype)
+    out = pl.pallas_call(
+        functools.partial(_kernel, tile=tile, softcap=softcap, dtype=dtype),
+        out_shape={name: shape for name, (shape, _) in outputs.items()},
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(blocks, tiles_of_weight),
+            in_specs=[
+                pl.BlockSpec((tile.rows, features), lambda i, j, ints, _: (row_block(i, ints), 0)),
+                pl.BlockSpec((tile.columns, features), live_tile(tile, tiles_of_weight)),
+                pl.BlockSpec((1, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
+            ],
+            out_specs={name: spec for name, (_, spec) in outputs.items()},
+            scratch_shapes=[scratch],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tiles.limit(case, tile)
+        ),
+        cost_estimate=cost(case, tile),
+        name="head_forward" + ("_mean" if mean is not None else "") + ("_keep" if keep else ""),
+    )(jnp.stack([number, columns]), (1 / temperature)[None], hidden, weight, labels[None])
+    kept = Kept(out["kept"], out["kept_top"], tile) if keep else None
+    return Running(*out["sums"][:4]), out.get("mean"), kept
+
+
+def _kernel(
+    ints: Any,
+    scales: Any,
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    out: Any,
+    scratch: Any,
+    *,
+    tile: Tiles,
+    softcap: float | None,
+    dtype: jnp.dtype,
+) -> None:
+    i, j = pl.program_id(0), pl.program_id(1)
+    last = pl.num_programs(1) - 1
+    number, columns = ints[0], ints[1]
+    exponent = scales[0] * LOG2E
+    rows, step = tile.rows, tile.step
+    features = hidden.shape[1]
+    has_mean, keeps = "mean" in out, "kept" in out
+
+    @pl.when(i * rows < number)
+    def _() -> None:
+        @pl.when(j == 0)
+        def _() -> None:
+            for name in ("total", "tilt", "label_y"):
+                scratch[name][...] = jnp.zeros((rows, LANES), jnp.float32)
+            scratch["top"][...] = jnp.full((rows, LANES), FLOOR)
+            scratch["label"][...] = to_lanes(labels[...])
+            if has_mean:
+                scratch["sum"][...] = jnp.zeros((rows, features), jnp.float32)
+            if "hidden" in scratch:
+                scratch["hidden"][...] = hidden[...].astype(dtype)
+
+        zero_tail(weight, columns - j * tile.columns, j == last)
+        h_RD, w_TD = scratch.get("hidden", hidden), scratch.get("weight", weight)
+        if "weight" in scratch:
+            w_TD[...] = weight[...].astype(dtype)
+
+        def products(s: int) -> Float[Array, "R S"]:
+            return dot(h_RD[...], w_TD[pl.ds(s * step, step), :], (1, 1))
+
+        def add_mean(s: int, e_RS: Array, rescale_RL: Array) -> None:
+            scratch["sum"][...] = scratch["sum"][...] * lanes(rescale_RL, features) + dot(
+                e_RS, w_TD[pl.ds(s * step, step), :], (1, 0)
+            )
+
+        y_next = products(0)
+        to_add: tuple[Any, ...] = ()
+        kept_tops = []
+        for s in range(tile.columns // step):
+            y_RS = y_next
+            if s + 1 < tile.columns // step:
+                y_next = products(s + 1)
+            y_RS = y_RS if softcap is None else softcap * jnp.tanh(y_RS / softcap)
+            first = j * tile.columns + s * step
+            column_RS = lax.broadcasted_iota(jnp.int32, (rows, step), 1)
+            y_RS = jnp.where(column_RS < columns - first, y_RS, FLOOR)
+            hit_RS = column_RS == lanes(scratch["label"][...] - first, step)
+
+            old_top_RL, old_total_RL = scratch["top"][...], scratch["total"][...]
+            top_RL = jnp.maximum(old_top_RL, to_lanes_of(y_RS.max(axis=1, keepdims=True)))
+            below_RS = y_RS - lanes(top_RL, step)
+            e_RS = jnp.exp2(below_RS * exponent)
+            shift_RL = old_top_RL - top_RL
+            rescale_RL = jnp.exp2(shift_RL * exponent)
+            scratch["top"][...] = top_RL
+            scratch["total"][...] = rescale_RL * old_total_RL + folded(e_RS)
+            scratch["tilt"][...] = rescale_RL * (scratch["tilt"][...] + shift_RL * old_total_RL) + folded(
+                e_RS * below_RS
+            )
+            scratch["label_y"][...] += folded(jnp.where(hit_RS, y_RS, 0))
+            if has_mean or keeps:
+                slope_RS = e_RS if softcap is None else e_RS * cap_slope(y_RS, softcap)
+                others_RS = jnp.where(hit_RS, 0, slope_RS).astype(dtype)
+            if keeps:
+                out["kept"][:, pl.ds(s * step, step)] = others_RS
+                kept_tops.append(top_RL)
+            if has_mean:
+                if to_add:
+                    add_mean(*to_add)
+                to_add = s, others_RS, rescale_RL
+        if has_mean:
+            add_mean(*to_add)
+        if keeps:
+            out["kept_top"][...] = to_rows(kept_tops)
+
+        @pl.when(j == last)
+        def _() -> None:
+            total_RL = row_sum(scratch["total"][...])
+            sums = [scratch["top"][...], total_RL, row_sum(scratch["tilt"][...]), row_sum(scratch["label_y"][...])]
+            out["sums"][...] = to_rows(sums)
+            if has_mean:
+                out["mean"][...] = (scratch["sum"][...] * lanes(1 / total_RL, features)).astype(out["mean"].dtype)
+
+
+# --- shared with the backward kernels -----------------------------------------------------------------------------
+
+
+def live_block(tile: Tiles) -> Callable[..., Any]:
+    """The block of rows that step i of the grid fetches; beyond the rows that count the last step's, so none anew."""
+    return lambda i, ints: jnp.minimum(i, jnp.maximum(pl.cdiv(ints[0], tile.rows) - 1, 0))
+
+
+def live_tile(tile: Tiles, tiles_of_weight: int) -> Callable[..., Any]:
+    """The block of the weight that step (i, j) fetches, likewise."""
+    return lambda i, j, ints, _: (jnp.where(i * tile.rows < ints[0], j, tiles_of_weight - 1), 0)
+
+
+def operands(tile: Tiles, features: int, hidden: Any, weight: Any, product: Any) -> dict[str, Any]:
+    """Room for a block and a tile in the products' dtype, where they come in another."""
+    scratch = {}
+    if hidden != product:
+        scratch["hidden"] = pltpu.VMEM((tile.rows, features), product)
+    if weight != product:
+        scratch["weight"] = pltpu.VMEM((tile.columns, features), product)
+    return scratch
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "_ _"]:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def cap_slope(y: Array, softcap: float) -> Array:
+    """Of `softcap * tanh(x / softcap)`, given its value; finite where a column is masked by a floor."""
+    return 1 - (jnp.maximum(y, -softcap) * (1 / softcap)) ** 2
+
+
+def zero_tail(block: Any, there: Any, may_have_one: Any) -> None:
+    """Zeroes a block's rows past the array's end, whatever was there: 0 times it would not be 0 if it is no number."""
+
+    @pl.when(may_have_one)
+    def _() -> None:
+        row = lax.broadcasted_iota(jnp.int32, block.shape, 0)
+        block[...] = jnp.where(row < there, block[...], 0)
+
+
+def to_lanes(row_1R: Array) -> Array:
+    """[1, R] to [R, L], each lane the same."""
+    return jnp.broadcast_to(row_1R, (LANES, row_1R.shape[1])).T
+
+
+def to_lanes_of(column_R1: Array) -> Array:
+    return jnp.broadcast_to(column_R1, (column_R1.shape[0], LANES))
+
+
+def to_rows(columns_RL: list[Array]) -> Array:
+    """Up to 8 arrays [R, L], each with all lanes the same, to the rows of one [8, R]."""
+    lane = lax.broadcasted_iota(jnp.int32, columns_RL[0].shape, 1)
+    merged = columns_RL[-1]
+    for n, column_RL in reversed(list(enumerate(columns_RL[:-1]))):
+        merged = jnp.where(lane == n, column_RL, merged)
+    return merged.T[:SUBLANES]
+
+
+def lanes(x_RL: Array, width: int) -> Array:
+    """[R, L] with all lanes the same to [R, width]."""
+    return jnp.tile(x_RL, (1, pl.cdiv(width, LANES)))[:, :width]
+
+
+def folded(x_RS: Array) -> Array:
+    """The sum over columns with the same lane: [R, S] to [R, L]."""
+    return sum((x_RS[:, first : first + LANES] for first in range(0, x_RS.shape[1], LANES)), start=jnp.float32(0))
+
+
+def row_sum(x_RL: Array) -> Array:
+    return to_lanes_of(x_RL.sum(axis=1, keepdims=True))
+
+
+def cost(case: Case, tile: Tiles) -> pl.CostEstimate:
+    work = case.tokens * case.vocabulary
+    return pl.CostEstimate(
+        flops=2 * tiles.products(case) * work * case.features,
+        transcendentals=work,
+        bytes_accessed=tiles.traffic(case, tile),
+    )

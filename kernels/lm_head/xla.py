@@ -1,0 +1,279 @@
+"""The head in plain XLA, a tile of logits at a time: the CPU's implementation and every other backend's fallback.
+
+Rows that count are moved ahead of those that don't by a stable sort, and a `while_loop` takes them in blocks, so that
+the time follows their number. There are two ways to the gradients:
+
+- Recomputation. Statistics a block at a time; backward goes over tiles of the vocabulary, with a loop over the blocks
+  inside, so that a tile of dW is summed in float32 and leaves once. 4 matrix products.
+- Waves (`token_loss` with a workspace). The products of a block with the whole vocabulary are kept; once the rows'
+  normalisers are known, so are the objective's slopes, and dh and dW follow. 3 matrix products.
+
+Leaves out: sharding (given sharded arrays, XLA partitions as it likes), and fusion of the products with the softmax.
+
+Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features; V vocabulary, C tiles of T columns.
+`y` is the product of hidden states and weight, `z` the logits: y after softcap and temperature.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Integer
+
+from kernels.lm_head import target
+from kernels.lm_head.contract import (
+    Gradients,
+    How,
+    Inputs,
+    Objective,
+    Terms,
+    TokenLogprobs,
+    gradient_dtypes,
+    loss_slopes,
+    zeros,
+)
+from kernels.lm_head.live_rows import Carry, live_rows, round_up, write
+from kernels.lm_head.softmax import Columns, Running, Softmax, finish, include, logit_slopes, merge, nothing
+
+_CPU_BLOCK, _BLOCK = 256, 1024
+_TILE, _TILE_ELEMENTS = 2048, 2**22  # columns at most, and elements of a tile of dW: 16 MiB in float32
+_LEAST_WAVE, _MOST_WAVE = 64, 2048  # fewer rows would touch all of dW too often, more make a tile too large
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How the work is cut."""
+
+    block: int
+    tile: int
+    tiles: int
+
+
+def obstacle(inputs: Inputs, how: How) -> None:
+    """There is none."""
+
+
+def forward(inputs: Inputs, how: How) -> tuple[Softmax, None]:
+    return statistics(inputs, how), None
+
+
+def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: How) -> tuple[Softmax, Gradients]:
+    """In waves where the workspace allows them, else by recomputation."""
+    plan = _plan(inputs)
+    wave = _wave(plan, inputs, how)
+    if wave:
+        return _waves(dataclasses.replace(plan, block=wave), inputs, objective, terms, how)
+    softmax = statistics(inputs, how)
+    slopes = loss_slopes(objective, inputs.live, softmax.outputs(), terms)
+    return softmax, gradients(inputs, softmax, None, slopes, how)
+
+
+def statistics(inputs: Inputs, how: How) -> Softmax:
+    """1 matrix product."""
+    plan = _plan(inputs)
+    live = live_rows(inputs.live, plan.block)
+
+    def block(i: Array, all_M: Running) -> Running:
+        row_R, _ = live.block(i, plan.block)
+        h_RD, labels_R = inputs.hidden[row_R], inputs.labels[row_R]
+
+        def tile(c: Array, running: Running) -> Running:
+            w_TD, columns = _tile(plan, inputs, c, labels_R)
+            return include(running, _logits(inputs, how, _dot(how, h_RD, w_TD, (1, 1))), columns)
+
+        running_R = lax.fori_loop(0, plan.tiles, tile, nothing(zeros(inputs, plan.block)))
+        return write(all_M, running_R, i * plan.block)
+
+    zeros_M = zeros(inputs, len(live.row))
+    unvisited = Running(zeros_M, zeros_M + 1, zeros_M, zeros_M)  # finite
+    all_M = live.over_blocks(plan.block, block, unvisited)
+    return _finish(how, jax.tree.map(lambda x: x[live.place], all_M), inputs.live)
+
+
+def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogprobs, how: How) -> Gradients:
+    """By recomputation: 3 matrix products, 2 for one gradient alone."""
+    plan = _plan(inputs)
+    live = live_rows(inputs.live, plan.block)
+
+    def tile(c: Array, carry: Any) -> Any:
+        dh_MD, dw_VD = carry
+
+        def block(i: Array, carry: Any) -> Any:
+            row_R, live_R = live.block(i, plan.block)
+            h_RD = inputs.hidden[row_R]
+            w_TD, columns = _tile(plan, inputs, c, inputs.labels[row_R])
+            softmax_R = jax.tree.map(lambda x: x[row_R], softmax)
+            slopes_R = jax.tree.map(lambda g: jnp.where(live_R, g[row_R], 0), slopes)
+            y_RT = _dot(how, h_RD, w_TD, (1, 1))
+
+            def add(carry: Any) -> Any:
+                dh_MD, dw_TD = carry
+                dy_RT = _product_slopes(inputs, how, y_RT, softmax_R, slopes_R, columns)
+                if how.wants_hidden:
+                    dh_MD = _add(dh_MD, _dot(how, dy_RT, w_TD, (1, 0)), i * plan.block)
+                if how.wants_weight:
+                    dw_TD += _dot(how, dy_RT, h_RD, (0, 0))
+                return dh_MD, dw_TD
+
+            return _unless_negligible(inputs, how, y_RT, softmax_R, live_R, columns, add, carry)
+
+        dw_TD = zeros(inputs, plan.tile, features) if how.wants_weight else None
+        dh_MD, dw_TD = live.over_blocks(plan.block, block, (dh_MD, dw_TD))
+        return dh_MD, None if dw_TD is None else _add(dw_VD, dw_TD, _start(plan, inputs, c))
+
+    vocabulary, features = inputs.weight.shape
+    dh_dtype, dw_dtype = gradient_dtypes(inputs, how)
+    dh_MD = zeros(inputs, len(live.row), features) if how.wants_hidden else None
+    dw_VD = zeros(inputs, vocabulary, features, dtype=dw_dtype) if how.wants_weight else None
+    dh_MD, dw_VD = lax.fori_loop(0, plan.tiles, tile, (dh_MD, dw_VD))
+    return None if dh_MD is None else dh_MD.astype(dh_dtype)[live.place], dw_VD
+
+
+def _waves(plan: _Plan, inputs: Inputs, objective: Objective, terms: Terms, how: How) -> tuple[Softmax, Gradients]:
+    """Statistics and gradients, keeping a block's products: 3 matrix products, 2 for one gradient alone."""
+    live = live_rows(inputs.live, plan.block)
+
+    def wave(i: Array, carry: Any) -> Any:
+        all_M, dh_MD, dw_VD, y_CRT = carry
+        row_R, live_R = live.block(i, plan.block)
+        # Where no row counts, the rows that fill a block don't either; and such a block may have to be gone through.
+        h_RD, labels_R = jnp.where(live_R[:, None], inputs.hidden[row_R], 0), inputs.labels[row_R]
+
+        def forward(c: Array, carry: Any) -> Any:
+            running, y_CRT = carry
+            w_TD, columns = _tile(plan, inputs, c, labels_R)
+            y_RT = _dot(how, h_RD, w_TD, (1, 1))
+            return include(running, _logits(inputs, how, y_RT), columns), lax.dynamic_update_index_in_dim(
+                y_CRT, y_RT, c, 0
+            )
+
+        running, y_CRT = lax.fori_loop(0, plan.tiles, forward, (nothing(zeros(inputs, plan.block)), y_CRT))
+        softmax_R = _finish(how, running, live_R)
+        terms_R = Terms(terms.weights[row_R], tuple(x[row_R] for x in terms.operands), terms.shared)
+        slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms_R)
+
+        def backward(c: Array, carry: Any) -> Any:
+            w_TD, columns = _tile(plan, inputs, c, labels_R)
+
+            def add(carry: Any) -> Any:
+                dh_RD, dw_VD = carry
+                dy_RT = _product_slopes(inputs, how, y_CRT[c], softmax_R, slopes_R, columns)
+                if how.wants_hidden:
+                    dh_RD += _dot(how, dy_RT, w_TD, (1, 0))
+                if how.wants_weight:
+                    dw_VD = _add(dw_VD, _dot(how, dy_RT, h_RD, (0, 0)), _start(plan, inputs, c))
+                return dh_RD, dw_VD
+
+            return _unless_negligible(inputs, how, y_CRT[c], softmax_R, live_R, columns, add, carry)
+
+        dh_RD = zeros(inputs, plan.block, features) if how.wants_hidden else None
+        dh_RD, dw_VD = lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD))
+        start = i * plan.block
+        dh_MD = None if dh_RD is None else write(dh_MD, dh_RD.astype(dh_dtype), start)
+        return write(all_M, softmax_R, start), dh_MD, dw_VD, y_CRT
+
+    vocabulary, features = inputs.weight.shape
+    dh_dtype, dw_dtype = gradient_dtypes(inputs, how)
+    sum_dtype = dw_dtype if len(live.row) == plan.block else jnp.float32
+    all_M = Softmax(*(zeros(inputs, len(live.row)) for _ in Softmax._fields))
+    dh_MD = zeros(inputs, len(live.row), features, dtype=dh_dtype) if how.wants_hidden else None
+    dw_VD = zeros(inputs, vocabulary, features, dtype=sum_dtype) if how.wants_weight else None
+    y_CRT = zeros(inputs, plan.tiles, plan.block, plan.tile)
+    in_step = how.token_axes if how.vocabulary_axis else ()
+    all_M, dh_MD, dw_VD, _ = live.over_blocks(plan.block, wave, (all_M, dh_MD, dw_VD, y_CRT), in_step)
+    dh = None if dh_MD is None else dh_MD[live.place]
+    dw = None if dw_VD is None else dw_VD.astype(dw_dtype)
+    return jax.tree.map(lambda x: x[live.place], all_M), (dh, dw)
+
+
+# --- blocks and tiles ---------------------------------------------------------------------------------------------
+
+
+def _plan(inputs: Inputs) -> _Plan:
+    vocabulary, features = inputs.weight.shape
+    most = min(_TILE, max(256, _TILE_ELEMENTS // features))
+    tile = min(vocabulary, round_up(-(-vocabulary // -(-vocabulary // most)), 128))
+    block = _CPU_BLOCK if target.platform() == "cpu" else _BLOCK
+    return _Plan(min(block, round_up(len(inputs.labels), 8)), tile, -(-vocabulary // tile))
+
+
+def _wave(plan: _Plan, inputs: Inputs, how: How) -> int:
+    """Rows whose logits are kept, or 0 to compute them again."""
+    rows = round_up(len(inputs.labels), 8)
+    bytes_a_row = 4 * plan.tiles * plan.tile
+    room = plan.block * bytes_a_row if how.workspace is None else how.workspace
+    wave = min(rows, _MOST_WAVE, room // bytes_a_row // 8 * 8)
+    if how.wants_weight and gradient_dtypes(inputs, how)[1] != jnp.float32 and wave < rows:
+        # Several waves are summed in float32, which is no gradient then but one more array.
+        room = 0 if how.workspace is None else max(0, how.workspace - 4 * inputs.weight.size)
+        wave = min(wave, room // bytes_a_row // 8 * 8)
+    return wave if wave >= min(rows, _LEAST_WAVE) else 0
+
+
+def _start(plan: _Plan, inputs: Inputs, c: Array) -> Array:
+    """The last tile begins early enough to be a whole one."""
+    return jnp.minimum(c * plan.tile, inputs.weight.shape[0] - plan.tile)
+
+
+def _tile(plan: _Plan, inputs: Inputs, c: Array, labels_R: Integer[Array, "R"]) -> tuple[Float[Array, "T D"], Columns]:
+    start = _start(plan, inputs, c)
+    column_T = start + jnp.arange(plan.tile)
+    fresh_T = column_T >= c * plan.tile
+    if inputs.columns is not None:
+        fresh_T &= column_T < inputs.columns
+    w_TD = lax.dynamic_slice_in_dim(inputs.weight, start, plan.tile)
+    return w_TD, Columns(fresh_T, fresh_T & (column_T == labels_R[:, None]))
+
+
+def _dot(how: How, a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "_ _"]:
+    precision = lax.Precision.HIGHEST if how.dtype == jnp.float32 else None
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    a, b = a.astype(how.dtype), b.astype(how.dtype)
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _logits(inputs: Inputs, how: How, y_RT: Float[Array, "R T"]) -> Float[Array, "R T"]:
+    capped = y_RT if how.softcap is None else how.softcap * jnp.tanh(y_RT / how.softcap)
+    return capped / inputs.temperature
+
+
+def _product_slopes(
+    inputs: Inputs, how: How, y_RT: Array, softmax_R: Softmax, slopes_R: TokenLogprobs, columns: Columns
+) -> Float[Array, "R T"]:
+    z_RT, pull = jax.vjp(functools.partial(_logits, inputs, how), y_RT)
+    return pull(logit_slopes(z_RT, softmax_R, slopes_R, columns))[0]
+
+
+def _unless_negligible(
+    inputs: Inputs,
+    how: How,
+    y_RT: Array,
+    softmax_R: Softmax,
+    live_R: Array,
+    columns: Columns,
+    body: Callable[[Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """`body(carry)`, but where nothing in a tile is to be expected of it, which is left out if that is asked for."""
+    if how.filter_eps is None:
+        return body(carry)
+    log_p_RT = (_logits(inputs, how, y_RT) - softmax_R.top[:, None]) - softmax_R.log_total[:, None]
+    likely_RT = (log_p_RT >= math.log(how.filter_eps)) & columns.fresh | columns.hit
+    return lax.cond((likely_RT & live_R[:, None]).any(), body, lambda carry: carry, carry)
+
+
+def _finish(how: How, running: Running, live: Bool[Array, "N"]) -> Softmax:
+    """Over the whole vocabulary; 0 at rows that don't count."""
+    if how.vocabulary_axis is not None:
+        running = merge(running, how.vocabulary_axis)
+    return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(running))
+
+
+def _add(x: Array, rows: Array, start: Array) -> Array:
+    old = lax.dynamic_slice_in_dim(x, start, len(rows))
+    return lax.dynamic_update_slice_in_dim(x, (old + rows).astype(x.dtype), start, 0)

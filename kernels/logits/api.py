@@ -1,0 +1,122 @@
+"""Statistics and gradient for logits that exist already: those that another model, or a head of one's own, has made.
+
+Forward reads the logits once and keeps four numbers a row. Backward is elementwise and takes the logits' place in
+memory, if nothing else needs them any more. Nothing of the logits' size is made on the way: they are widened to float32
+in registers or a tile at a time.
+
+The passes are in logits_xla.py and, as Pallas kernels for TPUs, in logits_tpu.py; here the arguments are checked, and
+the rule of differentiation is stated. Leaves out a softcap, which is a part of making logits, and sharding: on a mesh,
+call it inside `jax.shard_map` on rows that have all their columns.
+"""
+
+import functools
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Integer
+
+from kernels.lm_head import target
+from kernels.lm_head.api import _DTYPES, _check_labels, _same_varying, _temperature
+from kernels.lm_head.contract import TokenLogprobs
+from kernels.lm_head.softmax import Softmax, finish
+from kernels.logits import tpu as logits_tpu
+from kernels.logits import xla as logits_xla
+
+Impl = Literal["xla", "mosaic_tpu"]
+
+_PASSES = {"xla": logits_xla, "mosaic_tpu": logits_tpu}
+
+
+def logits_logprobs(
+    logits: Float[Array, "*N V"],
+    labels: Integer[Array, "*N"],
+    *,
+    where: Bool[Array, "*N"] | None = None,
+    temperature: float | Float[Array, ""] = 1.0,
+    impl: Impl | None = None,
+) -> TokenLogprobs:
+    """Log-probability of each label, log-normaliser and entropy under `softmax(logits / temperature)`: float32, nats.
+
+    As `token_logprobs`, from the logits on. Differentiable in `logits` under any cotangent of the three (reverse mode,
+    first order), in the dtype of the logits: with z = logits / temperature,
+    `dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy)`. The gradient is written over the logits
+    where the program that this is part of has no other use for them: donate them, or make them in it.
+
+    A logit of -inf excludes its column: p = 0, no share in the entropy, no gradient; a label there has logprob -inf.
+
+    Args:
+        logits: bfloat16, float16 or float32.
+        labels: columns of `logits`. A traced label can't be checked; out of range, it hits nothing: its logprob is
+            `-lse`.
+        where: the rows that count. The others give 0, get no gradient and may hold anything. Blocks of nothing else
+            are not read.
+        temperature: positive; a number, or a scalar that may be traced. Differentiation takes it for a constant.
+        impl: "xla"; "mosaic_tpu", for TPUs, not for float16; None for the latter wherever it can run.
+
+    Raises:
+        ValueError: names the argument; before anything is compiled.
+    """
+    if jnp.result_type(logits) not in _DTYPES:
+        raise ValueError(f"logits must be one of {', '.join(map(str, _DTYPES))}, not {jnp.result_type(logits)}")
+    if np.ndim(logits) == 0 or np.shape(logits)[-1] == 0:
+        raise ValueError(f"logits must be [..., vocabulary], not {list(np.shape(logits))}")
+    if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
+        raise ValueError(f"labels must be integers, not {jnp.result_type(labels)}")
+    if where is not None and jnp.result_type(where) != jnp.bool_:
+        raise ValueError(f"where must be boolean, not {jnp.result_type(where)}")
+    lead = np.shape(logits)[:-1]
+    live = np.ones(lead, np.bool_) if where is None else where
+    for name, value in {"labels": labels, "where": live}.items():
+        if np.shape(value) != lead:
+            raise ValueError(f"{name} must have logits' leading shape {list(lead)}, not {list(np.shape(value))}")
+    _check_labels(labels, live, vocabulary=np.shape(logits)[-1])
+    given = Given(jnp.asarray(logits), jnp.asarray(labels), jnp.asarray(live), 1 / _temperature(temperature))
+    return _logprobs(_passes(impl, given.logits), _same_varying(given))
+
+
+class Given(NamedTuple):
+    """The arguments of the passes."""
+
+    logits: Float[Array, "*N V"]
+    labels: Integer[Array, "*N"]
+    live: Bool[Array, "*N"]
+    scale: Float[Array, ""]
+    """z is so many times the logits."""
+
+
+def _passes(impl: str | None, logits: Float[Array, "*N V"]) -> ModuleType:
+    if impl not in (None, *_PASSES):
+        raise ValueError(f"impl must be None or one of {', '.join(_PASSES)}, not {impl!r}")
+    why_not = logits_tpu.obstacle(logits)
+    if impl == "mosaic_tpu" and why_not is not None:
+        raise ValueError(f"impl: {impl} can't run here: {why_not}")
+    if impl is None:
+        by_kernels = target.platform() == "tpu" and why_not is None and logits_tpu.lie_well(logits)
+        impl = "mosaic_tpu" if by_kernels else "xla"
+    return _PASSES[impl]
+
+
+# --- the rule of differentiation ----------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _logprobs(passes: ModuleType, given: Given) -> TokenLogprobs:
+    return _forward(passes, given)[0]
+
+
+def _forward(passes: ModuleType, given: Given) -> tuple[TokenLogprobs, tuple[Given, Softmax]]:
+    softmax = finish(passes.sums(*given))
+    tokens = TokenLogprobs(*(jnp.where(given.live, x, 0) for x in softmax.outputs()))
+    return tokens, (given, softmax)
+
+
+def _backward(passes: ModuleType, saved: tuple[Given, Softmax], slopes: TokenLogprobs) -> tuple[Given]:
+    given, softmax = saved
+    gradient = passes.gradient(*given, softmax, slopes)
+    return (Given(gradient, None, None, None),)  # type: ignore[arg-type]  # None: no cotangent
+
+
+_logprobs.defvjp(_forward, _backward)

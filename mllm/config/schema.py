@@ -1,0 +1,344 @@
+"""The schema of a run: every setting, its type, its bounds, and what it may not be combined with.
+
+Keys that are unknown, settings that nothing would read, and values that can't work are errors before anything is
+compiled or written. Names follow TRL's where it has one. `config_file` reads and writes it.
+"""
+
+import math
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
+
+
+class Section(BaseModel):
+    """A group of settings; immutable, and closed to keys that it doesn't define."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def reject_unused(self, because: str, *names: str) -> None:
+        """Raise for the first of `names` that is set to something other than its default."""
+        for name in names:
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise impossible(name, f"is not used {because}: remove it")
+
+
+class ModelConfig(Section):
+    source: str | None = None
+    """A folder in Hugging Face's layout, or a hub id."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    architecture: dict[str, Any] | None = None
+    """The keys of Hugging Face's config.json, for a model made from scratch without a `source`."""
+    tokenizer: str | None = None
+    """A folder or hub id, or `bytes`; by default the source's, or bytes for an `architecture`."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the computation."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the parameters that the optimizer updates."""
+    remat: Literal["none", "dots", "full"] = "full"
+    """What the backward pass computes again, a layer at a time: nothing, all but the matrix products, everything."""
+    attention: Literal["xla", "splash", "cudnn"] | None = None
+    """Of whole sequences; None: splash attention on TPUs and cuDNN's on NVIDIA GPUs where these can run (see
+    mllm/model/attention.py), else XLA's."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.init == "pretrained":
+            if self.source is None:
+                raise impossible("source", "give a local folder or a hub id, or set model.init=random")
+            self.reject_unused("with init: pretrained (the source's config.json says it)", "architecture")
+        elif (self.source is None) == (self.architecture is None):
+            raise impossible("architecture", "init: random takes either a source or an architecture")
+        return self
+
+
+class HeadConfig(Section):
+    impl: Literal["reference", "streaming", "mosaic_tpu", "mosaic_gpu"] | None = None
+    """None: the fastest that runs on this device without making [tokens, vocabulary] logits."""
+    workspace_mib: int | None = Field(default=None, ge=0)
+    """What the loss may keep of the logits at a time; 0 computes them twice instead; None: the head's choice."""
+    filter_eps: float | None = Field(default=None, gt=0, lt=1)
+    """Leaves tiles of the vocabulary in which no token is likelier out of the gradients, which are then not exact."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.impl == "reference":
+            self.reject_unused("with impl: reference", "workspace_mib", "filter_eps")
+        if self.impl == "mosaic_tpu":
+            self.reject_unused("with impl: mosaic_tpu", "filter_eps")
+        return self
+
+
+class OptimizerConfig(Section):
+    name: Literal["adamw", "lion"] = "adamw"
+    learning_rate: PositiveFloat
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up, down to `final_fraction` of the learning rate at the last step."""
+    warmup_steps: int = Field(default=0, ge=0)
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+    b1: float = Field(default=0.9, ge=0, lt=1)
+    b2: float = Field(default=0.99, ge=0, lt=1)
+    eps: PositiveFloat = 1e-8
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Of matrices; never of norms and biases."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    max_skipped: int = Field(default=10, ge=0)
+    """Updates in a row that may be skipped because the loss or a gradient isn't finite; one more stops the run."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.name == "lion":
+            self.reject_unused("by lion", "eps")
+        if self.schedule == "constant":
+            self.reject_unused("with schedule: constant", "final_fraction")
+        return self
+
+
+class MeshConfig(Section):
+    """Devices along each axis; their product is the number of devices that are used."""
+
+    dp: PositiveInt = 1
+    fsdp: PositiveInt = 1
+    tp: PositiveInt = 1
+
+
+class DataConfig(Section):
+    """What SFT reads."""
+
+    source: str
+    """A file of JSON lines (`messages`, or `question` and `answer`), a hub id, or `task`: the task's own solutions."""
+    subset: str | None = None
+    """Of a hub id, e.g. `main`."""
+    split: str = "train"
+    """Of a hub id."""
+    max_length: PositiveInt
+    """Tokens in a row; a longer example is cut there."""
+    packing: bool = True
+    """Fill a row with several examples; they don't attend to each other."""
+    shuffle: bool = True
+    epochs: PositiveInt | None = None
+    """None: as many as `steps` take."""
+    on_bad_line: Literal["error", "skip"] = "error"
+    prefetch: int = Field(default=2, ge=0)
+    """Batches made ahead of the step that reads them."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.source == "task" or self.source.endswith(".jsonl"):
+            self.reject_unused(f"with source: {self.source}", "subset", "split")
+        if self.source == "task":
+            self.reject_unused("with source: task", "on_bad_line")
+        return self
+
+
+class RewardConfig(Section):
+    name: str
+    """`exact_match`, `flexible_match`, `format`, `tag_count`, `task` (its own scorer), or `package.module:function`."""
+    weight: float = 1.0
+
+
+class ArithmeticConfig(Section):
+    operands: int = Field(default=2, ge=2, le=6)
+    digits: int = Field(default=1, ge=1, le=6)
+    """The most digits of an operand."""
+    operators: str = Field(default="+", pattern=r"^[-+*]+$")
+
+
+class TaskConfig(Section):
+    name: str = Field(pattern=r"^(arithmetic|gsm8k|reasoning_gym:[a-z0-9_]+)$")
+    arithmetic: ArithmeticConfig | None = None
+    path: str | None = None
+    """gsm8k: a folder with train.jsonl and test.jsonl; None: from the hub."""
+    train_examples: PositiveInt = 10_000
+    """reasoning_gym: how many problems to make for training."""
+    heldout: PositiveInt = 256
+    """How many problems evaluation may use; training never sees them."""
+    system_prompt: str | None = None
+    rewards: tuple[RewardConfig, ...] = (RewardConfig(name="exact_match"),)
+    reward_timeout: PositiveFloat = 2.0
+    """Seconds that one reward function may take for one completion."""
+    max_failed_groups: float = Field(default=0.5, ge=0, le=1)
+    """The share of a step's groups that may be left out because a reward that counts failed in them, be it for one
+    completion; a larger one stops the run."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.name != "arithmetic":
+            self.reject_unused(f"by task {self.name}", "arithmetic")
+        if self.name != "gsm8k":
+            self.reject_unused(f"by task {self.name}", "path")
+        if not self.name.startswith("reasoning_gym:"):
+            self.reject_unused(f"by task {self.name}", "train_examples")
+        if not self.rewards:
+            raise impossible("rewards", "give at least one")
+        names = [reward.name for reward in self.rewards]
+        if len(set(names)) < len(names):
+            raise impossible("rewards", "each name may stand once")
+        return self
+
+
+class RolloutConfig(Section):
+    """How completions are sampled, for GRPO and for evaluation."""
+
+    max_prompt_length: PositiveInt
+    max_completion_length: PositiveInt
+    temperature: PositiveFloat = 1.0
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    """0: all."""
+    stop: tuple[str, ...] = ()
+    """Tokens that end a completion, beside the model's own."""
+    batch_size: PositiveInt | None = None
+    """Sequences decoded at a time; None: all of them."""
+
+
+class GrpoConfig(Section):
+    num_generations: int = Field(default=8, ge=2)
+    """Completions of a prompt: the group whose rewards are compared."""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo"] = "grpo"
+    num_iterations: PositiveInt = 1
+    """Updates from one rollout."""
+    epsilon: float = Field(default=0.2, gt=0, lt=1)
+    epsilon_high: float | None = Field(default=None, gt=0)
+    """None: as `epsilon`."""
+    beta: float = Field(default=0.0, ge=0)
+    """Of the KL divergence to the reference policy; 0: none is held."""
+    reference: Literal["initial"] | None = None
+    """The policy that beta holds to: the parameters that the run began with."""
+    entropy_coef: float = 0.0
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    importance_cap: PositiveFloat | None = 2.0
+    """Truncation of the importance weight of trainer against sampler; None: no such weight."""
+    mask_truncated_completions: bool = False
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.beta > 0 and self.reference is None:
+            raise impossible("beta", "a KL penalty needs a reference: set grpo.reference=initial, or beta to 0")
+        if self.beta == 0:
+            self.reject_unused("with beta: 0", "reference")
+        return self
+
+
+class EvalConfig(Section):
+    """At step 0, every n steps and at the end, on problems that training never sees."""
+
+    every: PositiveInt | None = None
+    """None: only first and last."""
+    prompts: PositiveInt | None = None
+    """None: all that the task holds out."""
+    sampled: bool = False
+    """Measure one completion at the rollout's temperature as well as the greedy one."""
+
+
+class CheckpointConfig(Section):
+    every: PositiveInt | None = None
+    """Steps; None: only at the end."""
+    keep: PositiveInt = 2
+    """The newest n."""
+    keep_best: bool = False
+    """The one of the highest `eval/greedy_accuracy`, too."""
+
+
+class LogConfig(Section):
+    samples: int | None = Field(default=None, ge=0)
+    """Completions of a step that go to samples.jsonl; None: all."""
+
+
+class Config(Section):
+    algorithm: Literal["sft", "grpo"]
+    run_dir: str
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    steps: PositiveInt
+    """Updates of the parameters."""
+    batch_size: PositiveInt
+    """Sequences of an update. Under GRPO `num_generations` of them share a prompt."""
+    micro_batch_size: PositiveInt | None = None
+    """Sequences in one forward and backward pass; None: the whole batch. The gradient does not depend on it."""
+    model: ModelConfig
+    head: HeadConfig = HeadConfig()
+    optimizer: OptimizerConfig
+    mesh: MeshConfig = MeshConfig()
+    data: DataConfig | None = None
+    task: TaskConfig | None = None
+    rollout: RolloutConfig | None = None
+    grpo: GrpoConfig | None = None
+    eval: EvalConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        needed = {"sft": ("data",), "grpo": ("task", "rollout", "grpo")}[self.algorithm]
+        for name in needed:
+            if getattr(self, name) is None:
+                raise impossible(name, f"algorithm: {self.algorithm} needs this section")
+        if self.algorithm == "grpo":
+            assert self.grpo is not None
+            self.reject_unused("by algorithm: grpo", "data")
+            if self.grpo.loss_type == "gspo" and self.head.workspace_mib is not None:
+                raise impossible("head.workspace_mib", "is not used with grpo.loss_type: gspo: remove it")
+            if self.batch_size % self.grpo.num_generations:
+                raise impossible(
+                    "batch_size",
+                    f"{self.batch_size} is not divisible by grpo.num_generations ({self.grpo.num_generations})",
+                )
+            iterations = self.grpo.num_iterations
+            for key, steps in (("steps", self.steps), ("checkpoint.every", self.checkpoint.every or 0)):
+                if steps % iterations:
+                    raise impossible(key, f"{steps} is not divisible by grpo.num_iterations ({iterations})")
+        else:
+            self.check_sft()
+        if self.eval is not None:
+            for name in ("task", "rollout"):
+                if getattr(self, name) is None:
+                    raise impossible(name, "eval needs this section")
+            assert self.task is not None
+            if self.eval.prompts is not None and self.eval.prompts > self.task.heldout:
+                raise impossible("eval.prompts", f"only {self.task.heldout} problems are held out (task.heldout)")
+            self.check_best(self.eval.every)
+        elif self.checkpoint.keep_best:
+            raise impossible("checkpoint.keep_best", "needs an eval section")
+        micro = self.micro_batch_size
+        if micro is not None and self.batch_size % micro:
+            raise impossible("batch_size", f"{self.batch_size} is not divisible by micro_batch_size ({micro})")
+        self.check_rows(self.mesh.dp * self.mesh.fsdp)
+        if self.optimizer.warmup_steps > self.steps:
+            raise impossible("optimizer.warmup_steps", f"longer than the run ({self.steps} steps)")
+        return self
+
+    def check_rows(self, shards: int) -> None:
+        """Whether each of the devices that share a batch's rows has as many."""
+        batch, micro = self.batch_size, self.micro_batch_size
+        problem = f"is not divisible by mesh.dp * mesh.fsdp ({shards}); the nearest that works is"
+        if batch % shards:
+            step = math.lcm(shards, micro or 1, self.grpo.num_generations if self.grpo else 1)
+            raise impossible("batch_size", f"{batch} {problem} {max(1, round(batch / step)) * step}")
+        if micro is not None and micro % shards:
+            works = [rows for rows in range(shards, batch + 1, shards) if batch % rows == 0]
+            nearest = min(works, key=lambda rows: abs(rows - micro))
+            raise impossible("micro_batch_size", f"{micro} {problem} {nearest}")
+
+    def check_best(self, evaluated: int | None) -> None:
+        saved = self.checkpoint.every
+        if self.checkpoint.keep_best and evaluated and saved and evaluated % saved:
+            raise impossible(
+                "checkpoint.keep_best",
+                f"eval.every ({evaluated}) is not a multiple of checkpoint.every ({saved}): what is judged isn't saved",
+            )
+
+    def check_sft(self) -> None:
+        assert self.data is not None
+        self.reject_unused("by algorithm: sft", "grpo", "log")
+        if self.data.source == "task":
+            if self.task is None:
+                raise impossible("task", "data.source: task needs this section")
+        elif self.eval is None:
+            self.reject_unused("without an eval section", "task")
+        if self.eval is None:
+            self.reject_unused("without an eval section", "rollout")
+
+
+def impossible(key: str, message: str) -> PydanticCustomError:
+    """The error of a setting that contradicts another; `key` is relative to the section that raises it."""
+    return PydanticCustomError("impossible", "{key}\n{message}", {"key": key, "message": message})

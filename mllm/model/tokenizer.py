@@ -1,0 +1,261 @@
+"""The checkpoint's tokenizer and chat template, and a byte tokenizer for models made from scratch.
+
+A chat is turned into tokens by the checkpoint's own Jinja template and nothing else. Which of them the
+assistant said is told by the template's `{% generation %}` blocks where it has them, and otherwise by
+comparing what it renders before and after each of the assistant's turns. Left out: tools, documents, content
+that isn't plain text.
+
+A message that holds the text of a control token, such as `<|im_end|>`, is refused: Hugging Face's pipeline
+would read it as the token itself, so a question could end its own turn and speak as somebody else.
+
+Tokenizer and template may be a stranger's. No code of the folder is run; the template is a program that Jinja
+keeps from everything but its messages, and that is stopped when it takes longer than `TEMPLATE_SECONDS`. Not
+limited is the memory that it takes, nor a single huge product; `**` is refused.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import jinja2
+from huggingface_hub import snapshot_download
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from mllm.errors import UserError
+from mllm.model.json_file import read_json
+from mllm.model.time_limit import time_limit
+
+Message = dict[str, str]
+"""{"role": "system" | "user" | "assistant", "content": text}"""
+
+BYTES_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+"""Roles are left out: a tiny model pays for each token."""
+
+LARGEST_TEMPLATE = 2**20
+"""Characters."""
+TEMPLATE_SECONDS = 10.0
+"""That a chat may take to be rendered; one takes a thousandth of a second."""
+
+
+def load(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id, or `bytes`.
+
+    `AutoTokenizer` replaces the normalizer and pre-tokenizer of any tokenizer.json that lies beside a Qwen2
+    config.json by Qwen's, so that file is read by the base class; without it `AutoTokenizer` knows other
+    formats.
+
+    Raises:
+        UserError: there is no tokenizer, or it can't be read.
+    """
+    if source == "bytes":
+        return bytes_tokenizer()
+    try:
+        folder = Path(os.path.expanduser(source))
+        if not os.path.isdir(folder):
+            if os.path.lexists(folder):
+                raise NotADirectoryError("it is not a folder")
+            folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.jinja", "merges.txt"]))
+        if (folder / "tokenizer.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(str(folder))
+        if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):
+            raise FileNotFoundError("it has no file of one")  # AutoTokenizer would make up one without a vocabulary
+        # Without this word it would ask at the terminal whether to run the folder's code.
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except BaseException as error:  # the Rust library's, and the hub's client's, are of many kinds
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"model.tokenizer: none can be read from {source} ({brief(error)}): "
+            "give a folder with tokenizer.json, a hub id, or bytes"
+        ) from None
+
+
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """256 bytes and four control tokens, 260 ids; a byte's id is its value. Lossless on any UTF-8 text."""
+    backend = Tokenizer(models.BPE(vocab=byte_symbols(), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        extra_special_tokens=["<|endoftext|>", "<|im_start|>"],
+        chat_template=BYTES_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def byte_symbols() -> dict[str, int]:
+    """From the printable character that byte-level BPE writes for a byte (as GPT-2 does) to the byte."""
+    printable = [byte for first, last in ("!~", "¡¬", "®ÿ") for byte in range(ord(first), ord(last) + 1)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def stop_ids(
+    tokenizer: PreTrainedTokenizerBase, folder: Path | None = None, stop: Sequence[str] = ()
+) -> tuple[int, ...]:
+    """The ids that end a completion, without duplicates.
+
+    They are the tokenizer's end of sequence, those in the folder's generation_config.json, the control token
+    with which the chat template closes the assistant's turn (a base model's end of sequence is another), and
+    `stop`.
+
+    Raises:
+        UserError: one of `stop` is not a single token, generation_config.json is unreadable, or there are no
+        ids.
+    """
+    ids: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    path = None if folder is None else folder / "generation_config.json"
+    if path is not None and path.is_file():
+        listed = read_json(path).get("eos_token_id")
+        known = set(tokenizer.get_vocab().values())
+        for token in listed if isinstance(listed, list) else [] if listed is None else [listed]:
+            if type(token) is not int or token not in known:
+                raise UserError(f"{path}: eos_token_id: {token!r} is no id of the tokenizer: repair or remove it")
+            ids.append(token)
+    if tokenizer.chat_template:
+        answered = render(tokenizer, [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}])
+        closing = control_tokens(tokenizer).findall(answered.rpartition(".")[2])
+        ids += [cast(int, tokenizer.convert_tokens_to_ids(token)) for token in closing[:1]]
+    for text in stop:
+        encoded = encode(tokenizer, text)
+        if len(encoded) != 1:
+            raise UserError(f"rollout.stop: {text!r} is {len(encoded)} tokens; each must be exactly one")
+        ids += encoded
+    if not ids:
+        raise UserError("rollout.stop: the tokenizer names no end of sequence; give a token that is one")
+    return tuple(dict.fromkeys(ids))
+
+
+def check_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise UserError if the tokenizer has an id without a row in an embedding of `vocab_size` rows, or loses text."""
+    token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if last >= vocab_size:
+        raise UserError(
+            f"model.tokenizer: its token {token!r} has id {last}, but the embedding has {vocab_size} rows: "
+            "use the tokenizer that the model was made with"
+        )
+    for text in ("user", "7"):  # a vocabulary that is damaged drops what it lacks, and says nothing
+        if str(tokenizer.decode(encode(tokenizer, text))).strip() != text:
+            raise UserError(f"model.tokenizer: it can't write {text}: its vocabulary is damaged")
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    """The ids of a chat, up to where the assistant begins to speak; UserError where there are none."""
+    ids = encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
+    if not ids:
+        raise UserError("messages: the tokenizer's chat template makes nothing of them")
+    return ids
+
+
+def encode_example(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    """The ids of a whole chat, and which of them the assistant said, the token that ends each turn included.
+
+    Without `{% generation %}` in the template, the text is cut at the borders of the assistant's turns and
+    each piece is tokenized by itself: what stands before a turn has the very tokens of `encode_prompt`.
+
+    Raises:
+        UserError: there is no template, it fails, or it doesn't tell the assistant's turns from the others.
+    """
+    text = render(tokenizer, messages)
+    if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):
+        encoded: Any = apply_template(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
+        return list(encoded["input_ids"]), [bool(said) for said in encoded["assistant_masks"]]
+    borders = [0]
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            borders += assistant_span(tokenizer, messages, turn, text)
+    ids: list[int] = []
+    mask: list[bool] = []
+    for piece, (start, stop) in enumerate(pairwise([*borders, len(text)])):
+        tokens = encode(tokenizer, text[start:stop])
+        ids += tokens
+        mask += [piece % 2 == 1] * len(tokens)
+    return ids, mask
+
+
+def assistant_span(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turn: int, text: str
+) -> tuple[int, int]:
+    """Where in `text` (the rendered chat) the assistant's turn starts, and where its closing control token ends.
+
+    What a template writes after that token, such as Qwen's newline, is nobody's: sampling stops before it.
+    """
+    if turn == 0:
+        raise UserError("messages: the first is the assistant's, so it answers nothing: begin with the user's")
+    before = render(tokenizer, messages[:turn], add_generation_prompt=True)
+    through = render(tokenizer, messages[: turn + 1])
+    if not (through.startswith(before) and text.startswith(through)):
+        raise UserError(
+            "model.tokenizer: its chat template rewrites earlier turns, so the assistant's can't be told "
+            "from the others: mark them in the template with {% generation %}"
+        )
+    closing = list(control_tokens(tokenizer).finditer(through, len(before)))
+    return len(before), closing[-1].end() if closing else len(through)
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool = False
+) -> str:
+    """The chat as the template writes it.
+
+    Raises:
+        UserError: there is no template, it refuses the chat, or a message holds the text of a control token.
+    """
+    if not tokenizer.chat_template:
+        raise UserError("model.tokenizer: it has no chat template: use an instruction-tuned checkpoint's tokenizer")
+    for message in messages:
+        if found := control_tokens(tokenizer).search(message["content"]):
+            raise UserError(f"messages: {found.group()} is a control token, which only the chat template may write")
+    return cast(str, apply_template(tokenizer, messages, add_generation_prompt=add_generation_prompt, tokenize=False))
+
+
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> Any:
+    """What the chat template makes of a chat; UserError where it fails or takes too long."""
+    try:
+        with time_limit(TEMPLATE_SECONDS, "model.tokenizer: its chat template"):
+            template: Any = tokenizer.get_chat_template()
+            if not isinstance(template, str) or len(template) > LARGEST_TEMPLATE:
+                raise UserError(f"model.tokenizer: its chat template is no text of up to {LARGEST_TEMPLATE} characters")
+            refuse_powers(template)
+            return tokenizer.apply_chat_template(list(messages), **options)
+    except UserError:
+        raise
+    except Exception as error:  # the template is a program, which may fail in any way
+        raise UserError(f"messages: the tokenizer's chat template refuses them: {brief(error)}") from None
+
+
+@lru_cache
+def refuse_powers(template: str) -> None:
+    """Raise UserError where there is one: 9**9**9**9 would be a single instruction, which nothing stops."""
+    if any(kind == "operator" and text == "**" for _, kind, text in jinja2.Environment().lex(template)):
+        raise UserError("model.tokenizer: its chat template takes a power (**), which no chat needs")
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # the Rust library's, of a vocabulary that lacks what the text needs
+        raise UserError(f"model.tokenizer: it can't encode {text:.40}: {brief(error)}") from None
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    names = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return re.compile("|".join(names) or r"(?!)")
+
+
+def brief(error: BaseException) -> str:
+    """The first line of an error, or its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

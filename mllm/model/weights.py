@@ -1,0 +1,391 @@
+"""Hugging Face's safetensors to and from this model's parameters, through one table of names, without torch.
+
+Tensors are read lazily, one after the other straight into their places on the devices, and only what the devices of
+this process need: beside the parameters the host holds one tensor as it is stored, never more than its file. A folder
+is written shard by shard under another name and renamed when it is whole. Pickled checkpoints (.bin, .pt) are never
+opened: loading one can run any code. Nor is code that lies in the folder ever run.
+
+Left out: quantised checkpoints, and saving from several processes.
+"""
+
+import gc
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from huggingface_hub import HfApi, snapshot_download
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+from mllm.errors import UserError
+from mllm.model.decoder import Qwen2, Qwen2Config, parameter_name
+from mllm.model.json_file import read_json, write_json
+from mllm.progress import transfer_bar
+
+TENSORS: dict[str, str] = {
+    "embed": "model.embed_tokens.weight",
+    "layers.attention_norm": "model.layers.{}.input_layernorm.weight",
+    "layers.q_weight": "model.layers.{}.self_attn.q_proj.weight",
+    "layers.q_bias": "model.layers.{}.self_attn.q_proj.bias",
+    "layers.k_weight": "model.layers.{}.self_attn.k_proj.weight",
+    "layers.k_bias": "model.layers.{}.self_attn.k_proj.bias",
+    "layers.v_weight": "model.layers.{}.self_attn.v_proj.weight",
+    "layers.v_bias": "model.layers.{}.self_attn.v_proj.bias",
+    "layers.o_weight": "model.layers.{}.self_attn.o_proj.weight",
+    "layers.mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "layers.gate_weight": "model.layers.{}.mlp.gate_proj.weight",
+    "layers.up_weight": "model.layers.{}.mlp.up_proj.weight",
+    "layers.down_weight": "model.layers.{}.mlp.down_proj.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+"""The name of a parameter (`mllm.model.decoder.parameter_name`) to its tensors'; `{}` is the number of the layer."""
+
+STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
+"""Those that can be read, with the bytes of a number."""
+COMPARED = 2**22
+"""Numbers of two tensors that are compared at a time."""
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_SECONDS = 5
+EXPORTED = re.compile(
+    r"config\.json|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+    r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt"
+    r"|chat_template\.jinja"
+)
+"""Files of an export, the tokenizer's too: all that `save` may replace."""
+
+
+def resolve(source: str) -> Path:
+    """The folder that `source` means: itself where it is one, else the hub's snapshot of that id.
+
+    Raises:
+        UserError: neither a folder nor an id that the hub, or its local cache, gives.
+    """
+    folder = Path(os.path.expanduser(source))
+    if os.path.isdir(folder):
+        return folder
+    way_out = "give a local folder or a hub id that can be reached, or set model.init=random"
+    if os.path.lexists(folder):
+        raise UserError(f"{source}: is not a folder (archives and single files are never opened); {way_out}")
+    if not HUB_ID.fullmatch(source):
+        raise UserError(f"{source}: no such folder; {way_out}")
+    patterns = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
+    unreachable = None
+    # The hub's client raises its own errors, its HTTP library's and OSError; each means: not to be had.
+    try:
+        # Asked first, because the download would wait for ever on a hub that never answers.
+        HfApi().model_info(source, timeout=HUB_SECONDS)
+    except Exception as error:
+        unreachable = error
+    try:
+        cached_only = unreachable is not None
+        return Path(snapshot_download(source, allow_patterns=patterns, local_files_only=cached_only))
+    except Exception as error:
+        reason = next(iter(str(unreachable or error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"{source}: no such folder, and the hub did not give it ({reason}); {way_out}") from None
+
+
+def read_config(folder: Path) -> Qwen2Config:
+    """The sizes in the folder's config.json.
+
+    Raises:
+        UserError: folder or file missing, not JSON, or not a model that `Qwen2` implements.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path}: missing; a checkpoint in Hugging Face's layout has it")
+    return Qwen2Config.from_hf(read_json(path), where=str(path))
+
+
+def load(folder: Path, config: Qwen2Config, abstract: nnx.State | None = None) -> nnx.State:
+    """The parameters, as `nnx.split(model)[1]` has them.
+
+    All names and shapes are checked before the first tensor is read.
+
+    Args:
+        abstract: such a state of `jax.ShapeDtypeStruct`s, whose dtypes and shardings the parameters get;
+            None: float32 on the default device.
+
+    Raises:
+        UserError: a file missing, damaged or outside the folder; a tensor missing, surplus, of the wrong
+            shape, or quantised. A tied model's head is surplus unless it equals the embedding.
+    """
+    if abstract is None:
+        abstract = nnx.state(Qwen2.abstract(config))
+    with ExitStack() as files:
+        tensors = open_tensors(folder, files)
+        check(tensors, {name: shape for name, shape, _, _ in tensors_of(abstract)}, folder)
+
+        with transfer_bar(f"loading {folder.name}", stored_bytes(tensors.values())) as bar:
+
+            def read(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+                return read_parameter(tensors, TENSORS[parameter_name(path)], leaf, bar)
+
+            return jax.tree_util.tree_map_with_path(read, abstract)
+
+
+def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: jax.ShapeDtypeStruct, bar: tqdm) -> jax.Array:
+    """One parameter on its devices; of a stacked one, a layer's tensor at a time passes through the host."""
+
+    def read(tensor: Tensor, sharding: Sharding | None) -> jax.Array:
+        # As it is stored, and cast on the device: the host never holds more of it than the file does.
+        array = jax.block_until_ready(to_device(tensor, sharding))
+        gc.collect(0)  # JAX lets go of the host's copy only then
+        bar.update(stored_bytes([tensor]))
+        return array
+
+    if "{}" not in pattern:
+        return cast(read(tensors[pattern], leaf.sharding), leaf.dtype)
+    layers = [tensors[pattern.format(layer)] for layer in range(leaf.shape[0])]
+    stacked = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+    for layer, tensor in enumerate(layers):
+        stacked = put(stacked, read(tensor, of_one_layer(leaf.sharding)), layer, sharding=leaf.sharding)
+    return stacked
+
+
+@partial(jax.jit, static_argnames="dtype")
+def cast(array: jax.Array, dtype: np.dtype) -> jax.Array:
+    return array.astype(dtype)
+
+
+@partial(jax.jit, static_argnames="sharding", donate_argnums=0)
+def put(stacked: jax.Array, tensor: jax.Array, layer: jax.Array | int, *, sharding: Sharding | None) -> jax.Array:
+    """The stacked parameter with one layer's tensor in its place; it takes over the memory of `stacked`."""
+    filled = jax.lax.dynamic_update_index_in_dim(stacked, tensor.astype(stacked.dtype), layer, axis=0)
+    return filled if sharding is None else jax.lax.with_sharding_constraint(filled, sharding)
+
+
+def of_one_layer(stacked: Sharding | None) -> Sharding | None:
+    """The sharding of a layer's tensor, given that of the stacked parameter."""
+    if isinstance(stacked, NamedSharding):
+        return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
+    return stacked
+
+
+def to_device(tensor: "Tensor", sharding: Sharding | None) -> jax.Array:
+    """A tensor as it is stored, of which only what this process's devices hold is read."""
+    shape = tuple(tensor.stored.get_shape())
+    if sharding is None:
+        return jax.device_put(tensor[(slice(None),) * len(shape)])
+    blocks: dict[str, np.ndarray] = {}
+
+    def block(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        # Devices that hold copies of the same block share one reading of it.
+        if str(index) not in blocks:
+            blocks[str(index)] = tensor[index]
+        return blocks[str(index)]
+
+    return jax.make_array_from_callback(shape, sharding, block)
+
+
+def stored_bytes(tensors: Iterable["Tensor"]) -> int:
+    return sum(math.prod(tensor.stored.get_shape()) * STORED_DTYPES[tensor.stored.get_dtype()] for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint; indexing it reads that part."""
+
+    name: str
+    file: Path
+    stored: Any
+    """safetensors' PySafeSlice, which knows shape and dtype from the file's header."""
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        return self.stored[index]
+
+
+def open_tensors(folder: Path, files: ExitStack) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint by name, none of them read."""
+    if (folder / SINGLE).is_file():
+        return open_file(folder / SINGLE, files)
+    if not (folder / INDEX).is_file():
+        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+        if pickled:
+            raise UserError(
+                f"{folder}: only pickled weights ({pickled[0]}), which are never opened; "
+                "convert them to safetensors with transformers' save_pretrained"
+            )
+        raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}")
+
+    where = folder / INDEX
+    places = read_json(where).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise UserError(f"{where}: weight_map is missing or not a mapping of tensors to files")
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(places.values())):
+        # Only plain names: an index must not reach into other folders. Links are followed: the hub's cache is of links.
+        if Path(name).name != name:
+            raise UserError(f"{where}: {name!r} is not the name of a file in this folder")
+        if not name.endswith(".safetensors"):
+            raise UserError(f"{where}: {name!r} is no safetensors file, and others are never opened")
+        if not os.path.isfile(folder / name):
+            raise UserError(f"{folder / name}: this shard is missing; {INDEX} lists it")
+        tensors |= open_file(folder / name, files)
+    for tensor, name in places.items():
+        if tensor not in tensors or tensors[tensor].file.name != name:
+            raise UserError(f"{folder / name}: tensor {tensor} is missing; {INDEX} says that it is there")
+    return tensors
+
+
+def open_file(path: Path, files: ExitStack) -> dict[str, Tensor]:
+    try:
+        file = files.enter_context(safe_open(path, framework="numpy"))
+        return {name: Tensor(name, path, file.get_slice(name)) for name in list(file.keys())}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: truncated or not a safetensors file ({error}); fetch or export it again") from None
+
+
+def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise UserError(f"{folder}: tensor {name} is missing; config.json asks for it")
+        tensor = tensors[name]
+        stored_shape, stored_dtype = tensor.stored.get_shape(), tensor.stored.get_dtype()
+        if tuple(stored_shape) != shape:
+            raise UserError(
+                f"{tensor.file}: tensor {name} has shape {stored_shape}; by config.json it must be {list(shape)}"
+            )
+        if stored_dtype not in STORED_DTYPES:
+            raise UserError(
+                f"{tensor.file}: tensor {name} is stored as {stored_dtype}; only {', '.join(STORED_DTYPES)} can be read"
+            )
+    surplus = sorted(tensors.keys() - shapes.keys())
+    if surplus == [TENSORS["head"]]:
+        check_copy(tensors[TENSORS["head"]], tensors[TENSORS["embed"]])
+    elif surplus:
+        raise UserError(f"{tensors[surplus[0]].file}: tensor {surplus[0]} is not part of this model")
+
+
+def check_copy(head: Tensor, embed: Tensor) -> None:
+    """Raise unless a head that a tied model doesn't need is its embedding once more, as some programs save it."""
+    rows, features = embed.stored.get_shape()
+    step = COMPARED // features + 1
+    blocks = (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+    like = [(tensor.stored.get_shape(), tensor.stored.get_dtype()) for tensor in (head, embed)]
+    if like[0] != like[1] or not all(np.array_equal(head[block, :], embed[block, :]) for block in blocks):
+        raise UserError(
+            f"{head.file}: tensor {head.name} is not the embedding, but config.json says tie_word_embeddings: "
+            "set that to false, or remove the tensor"
+        )
+
+
+def save(
+    folder: Path,
+    config: Qwen2Config,
+    params: nnx.State,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    max_shard_bytes: int = 5_000_000_000,
+    stop_ids: Sequence[int] = (),
+    pad_id: int | None = None,
+    also: Callable[[Path], object] | None = None,
+) -> None:
+    """Write a folder that transformers loads as Qwen2ForCausalLM; the host holds one shard at a time.
+
+    The folder is written beside its place and renamed when it is whole. An earlier export there is
+    replaced; if this call is cut off, it stays as it was.
+
+    Args:
+        dtype: of the tensors, bfloat16 or float32.
+        max_shard_bytes: a tensor larger than that gets a file of its own.
+        stop_ids, pad_id: for generation_config.json.
+        also: writes what else belongs in the folder (`tokenizer.save_pretrained`) before it takes its place.
+
+    Raises:
+        UserError: the folder holds files that no export wrote, or can't be written.
+    """
+    folder = folder.expanduser().resolve()
+    unfinished, previous = (folder.with_name(f".{folder.name}.{state}") for state in ("unfinished", "previous"))
+    generation = {"eos_token_id": list(stop_ids) or None, "pad_token_id": pad_id}
+    try:
+        restore(folder, previous)
+        refuse_foreign_files(folder)
+        remove(unfinished, previous)
+        unfinished.mkdir(parents=True)
+        write_tensors(unfinished, params, np.dtype(dtype), max_shard_bytes)
+        write_json(unfinished / "config.json", config.to_hf() | {"torch_dtype": str(np.dtype(dtype))})
+        write_json(unfinished / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
+        if also is not None:
+            also(unfinished)
+        if folder.exists():
+            folder.rename(previous)
+        unfinished.rename(folder)
+        remove(previous)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: can't be written: {error}") from None
+    finally:
+        restore(folder, previous)
+        remove(unfinished)
+
+
+def write_tensors(folder: Path, params: nnx.State, dtype: np.dtype, max_shard_bytes: int) -> None:
+    shards: list[dict[str, tuple[jax.Array, Any]]] = [{}]
+    total = used = 0
+    for name, shape, parameter, index in tensors_of(params):
+        size = math.prod(shape) * dtype.itemsize
+        if shards[-1] and used + size > max_shard_bytes:
+            shards.append({})
+            used = 0
+        shards[-1][name] = parameter, index
+        used, total = used + size, total + size
+
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        places |= dict.fromkeys(shard, file)
+        arrays = {name: np.asarray(parameter[index], dtype) for name, (parameter, index) in shard.items()}
+        save_file(arrays, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def refuse_foreign_files(folder: Path) -> None:
+    """Raise unless `folder` can be replaced without losing anything that an export doesn't write anew."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: is a file; choose another folder for the export")
+    for path in sorted(folder.iterdir()) if folder.exists() else ():
+        if path.is_dir() or not EXPORTED.fullmatch(path.name):
+            raise UserError(f"{path}: no export wrote this, and it would be lost; choose another folder")
+
+
+def restore(folder: Path, previous: Path) -> None:
+    """Undo the first of the two renames of a save that was cut off before the second."""
+    if previous.exists() and not folder.exists():
+        previous.rename(folder)
+
+
+def remove(*folders: Path) -> None:
+    for folder in folders:
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def tensors_of(params: nnx.State) -> Iterator[tuple[str, tuple[int, ...], Any, Any]]:
+    """The tensors of a checkpoint of `params`: name, shape, and the parameter and index that give its value."""
+    for path, parameter in jax.tree_util.tree_leaves_with_path(params):
+        name, shape = TENSORS[parameter_name(path)], parameter.shape
+        if "{}" not in name:
+            yield name, shape, parameter, ...
+            continue
+        for layer in range(shape[0]):
+            yield name.format(layer), shape[1:], parameter, layer

@@ -1,0 +1,234 @@
+"""Several processes that train one model: how they meet, which rows are whose, and what they tell each other.
+
+Every process runs the same program, and its arrays span the devices of all. What one alone knows (the rewards of its
+rows, a signal that reached it, an error) it tells the others by `everyone`; process 0 writes the run's files. With one
+process all of this costs nothing.
+
+Left out: processes that come or go while a run goes on. One that dies takes the others with it, and the same command
+resumes.
+"""
+
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from mllm.errors import UserError
+from mllm.parallel.mesh import sharding
+
+T = TypeVar("T")
+
+FRAME = 4096
+"""Bytes of the first message; only what is longer takes a second one."""
+
+
+class Meeting(NamedTuple):
+    """Where the processes of a run meet, and which of them this one is."""
+
+    coordinator: str
+    """host:port of process 0."""
+    processes: int
+    process: int
+
+    @classmethod
+    def find(
+        cls, coordinator: str | None, processes: int | None, process: int | None, environment: Mapping[str, str]
+    ) -> "Meeting | None":
+        """By the flags, and where they say nothing by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+
+        Returns:
+            None where none of the three is given: this process trains alone.
+
+        Raises:
+            UserError: only some of them are given, or one can't be right.
+        """
+        given = {
+            "--coordinator": (coordinator, "JAX_COORDINATOR_ADDRESS"),
+            "--processes": (processes, "JAX_NUM_PROCESSES"),
+            "--process": (process, "JAX_PROCESS_ID"),
+        }
+        found: dict[str, Any] = {
+            flag: environment.get(name) if value is None else value for flag, (value, name) in given.items()
+        }
+        if all(value is None for value in found.values()):
+            return None
+        for flag, value in found.items():
+            if value is None:
+                raise UserError(f"{flag}: missing (or {given[flag][1]}); several processes need {', '.join(found)}")
+        for flag in ("--processes", "--process"):
+            if not str(found[flag]).isdigit():
+                raise UserError(f"{flag}: {found[flag]}: expected a whole number")
+        address, count, index = str(found["--coordinator"]), int(found["--processes"]), int(found["--process"])
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+            raise UserError(f"--coordinator: {address}: expected host:port, of process 0")
+        if index >= count:
+            raise UserError(f"--process: {index}: expected 0 to {count - 1}, since --processes is {count}")
+        return cls(address, count, index)
+
+    def join(self, seconds: int) -> None:
+        """Meet the others; before anything of JAX is used.
+
+        Raises:
+            UserError: process 0's port is taken. A meeting that does not come about in `seconds` ends the process with
+                an error in one line and exit code 2: JAX itself would abort it.
+        """
+        if self.process == 0:
+            absent = f"--coordinator: not all {self.processes} processes came to {self.coordinator}"
+        else:
+            absent = (
+                f"--coordinator: process 0 does not answer at {self.coordinator}, "
+                f"or not all {self.processes} processes came"
+            )
+        try:
+            meet(
+                absent,
+                seconds,
+                coordinator_address=self.coordinator,
+                num_processes=self.processes,
+                process_id=self.process,
+                cluster_detection_method="deactivate",
+            )
+        except jax.errors.JaxRuntimeError as error:
+            reason = next(iter(str(error).splitlines()), "")
+            raise UserError(
+                f"--coordinator: {self.coordinator} can't be opened ({reason}); take another port"
+            ) from None
+
+
+def join_cluster(seconds: int) -> None:
+    """Meet the processes that the cluster's own environment speaks of (TPU pods, Slurm, Open MPI, Kubernetes).
+
+    Raises:
+        UserError: JAX recognises no cluster here.
+    """
+    try:
+        meet("--cluster: not all of its processes came", seconds)
+    except (ValueError, RuntimeError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise UserError(f"--cluster: none found ({reason}); give --coordinator, --processes and --process") from None
+
+
+def meet(absent: str, seconds: int, **place: Any) -> None:
+    """Meet the others, or end the process with `absent` as the error."""
+
+    def give_up() -> None:
+        print(f"error: {absent} within {seconds} s", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    # The trainer handles SIGTERM itself.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    watchdog = threading.Timer(seconds, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        jax.distributed.initialize(**place, initialization_timeout=seconds + 60)
+    finally:
+        watchdog.cancel()
+
+
+def writes() -> bool:
+    """Whether this process writes the run's files and speaks to the user."""
+    return jax.process_index() == 0
+
+
+def everyone(value: T) -> list[T]:
+    """The value that each process passes, in their order. All of them must call it, at the same place."""
+    if jax.process_count() == 1:
+        return [value]
+    message = np.frombuffer(pickle.dumps((jax.process_index(), value)), np.uint8)
+    lengths, frames = multihost_utils.process_allgather((np.int32(message.size), framed(message, FRAME)))
+    if max(lengths) > FRAME:
+        # Powers of two: a gathering is compiled for each length.
+        frames = multihost_utils.process_allgather(framed(message, 1 << (int(max(lengths)) - 1).bit_length()))
+    said = [pickle.loads(frame[:length].tobytes()) for frame, length in zip(frames, lengths, strict=True)]
+    return [value for _, value in sorted(said, key=lambda pair: pair[0])]
+
+
+def framed(message: np.ndarray, size: int) -> np.ndarray:
+    """The first `size` bytes, padded."""
+    frame = np.zeros(size, np.uint8)
+    frame[: message.size] = message[:size]
+    return frame
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """A UserError of one process becomes that of all, so that none waits for one that has left.
+
+    Nothing inside may wait for the others.
+    """
+    error = None
+    try:
+        yield
+    except UserError as raised:
+        error = raised
+    messages = everyone(None if error is None else str(error))
+    for process, message in enumerate(messages):
+        if message is not None:
+            raise UserError(message if len({*messages}) == 1 else f"process {process}: {message}")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """This process's share of the rows of every batch: those on its devices."""
+
+    index: int
+    count: int
+    """Processes whose devices differ only along tp hold the same share."""
+    first: tuple[int, ...]
+    """For each share, the first of the processes that hold it."""
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "Rows":
+        """The share of this process.
+
+        Raises:
+            UserError: the mesh gives processes shares that overlap in part.
+        """
+        layout = sharding(mesh, ("batch",))
+        shards = int(np.prod([mesh.shape[axis] for axis in layout.spec[0]]))
+        held: dict[int, set[int]] = {}
+        device: Any
+        for device, (part,) in layout.devices_indices_map((shards,)).items():
+            held.setdefault(device.process_index, set()).update(range(shards)[part])
+        shares = sorted({tuple(sorted(rows)) for rows in held.values()})
+        if [row for share in shares for row in share] != list(range(shards)) or len({*map(len, shares)}) > 1:
+            raise UserError(
+                f"mesh: the {jax.local_device_count()} devices of a process hold a part of a tp group "
+                f"(mesh.tp {mesh.shape['tp']}): let one of the two divide the other"
+            )
+        process_of = {tuple(sorted(rows)): process for process, rows in sorted(held.items(), reverse=True)}
+        mine = tuple(sorted(held[jax.process_index()]))
+        return cls(shares.index(mine), len(shares), tuple(process_of[share] for share in shares))
+
+    def gather(self, mine: T) -> list[T]:
+        """What each share's first process passes, in the order of the rows."""
+        said = everyone(mine)
+        return [said[process] for process in self.first]
+
+
+ALONE = Rows(0, 1, (0,))
+"""All rows, of the only process."""
+
+
+def local_rows(tree: Any) -> Any:
+    """The rows of arrays [B, ...] that this process's devices hold, in numpy; numpy's arrays are such rows already."""
+
+    def rows(array: Any) -> np.ndarray:
+        if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
+            return np.asarray(array)
+        blocks = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
+        return np.concatenate([blocks[start] for start in sorted(blocks)])
+
+    return jax.tree.map(rows, tree)

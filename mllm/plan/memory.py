@@ -1,0 +1,273 @@
+"""What a run will hold in memory, before it holds any: python train.py --config NAME --plan [--target v6e:2x4].
+
+The run's programs are made from shapes (programmes.py) and given to the compiler: that of the devices at hand, or
+for devices that aren't there libtpu (TPUs) or XLA's plugin for CUDA (H100s), which are stopped once they have laid out
+the memory (mllm/plan). Per phase and device; what each column is, and how it is known:
+
+    parameters   and copies of them: the decoding layout, the reference policy            [shapes]
+    optimizer    its moments, which stay where they are in every phase                     [shapes]
+    gradients    sums over micro-batches                                                   [shapes]
+    KV cache     of the rows that are decoded at a time                                    [shapes]
+    head         temporaries of the head alone, compiled by itself at a micro-batch; logits where tokens are sampled,
+                 which are of shapes                                                       [compiler]
+    activations  whatever else the peak holds: the compiler does not say more              [compiler - the others]
+    peak         all that the phase's program has at once, and what is held beside it      [compiler + shapes]
+
+The largest micro-batch is found by bisection, a compilation each, over those that divide the batch and the mesh. Left
+out: the host's memory; fragmentation; what a compiler finds out later, such as a kernel that has no room on chip.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from mllm.config.schema import Config, MeshConfig
+from mllm.errors import UserError
+from mllm.parallel.mesh import make_mesh
+from mllm.plan import assignment, gpus, targets
+from mllm.plan.assignment import Account
+from mllm.plan.programs import Programmes
+
+COLUMNS = ("parameters", "optimizer", "gradients", "KV cache", "head", "activations")
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """A mesh, and what each of its devices has."""
+
+    name: str
+    mesh: Mesh
+    available: int
+    """Devices, of which the mesh may use fewer."""
+    memory: int
+    """Bytes a device that a program may have."""
+    target: str | None
+    """What isn't there; None: the devices at hand."""
+
+    @property
+    def caveat(self) -> str | None:
+        """What is to be said of all figures, if anything."""
+        return gpus.CAVEAT if self.target and gpus.named(self.target) else None
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes a device, by what holds them (`COLUMNS`); they add up to the peak."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+
+def plan(config: Config, target: str | None, tell: Tell = print) -> None:
+    """Tell what each phase takes, whether all fit, and the largest micro-batch that does.
+
+    Raises:
+        UserError: a phase does not fit, and the nearest setting that does; no such target; a mesh that can't be.
+    """
+    devices = find_devices(config.mesh, target)
+    shape = ", ".join(f"{axis} {size}" for axis, size in devices.mesh.shape.items())
+    memory = size(devices.memory)
+    tell(f"{devices.name}: mesh {shape}, {devices.mesh.size} of {devices.available} devices, {memory} each")
+    if devices.caveat:
+        tell(f"{devices.name}: {devices.caveat}")
+    planner = Planner(config, devices, tell)
+    phases = planner.phases()
+    tell(table(phases, devices.memory))
+    largest = max(phases, key=lambda phase: phase.peak)
+    if largest.peak <= devices.memory:
+        tell(f"fits: {largest.name} takes most, and leaves {size(devices.memory - largest.peak)} of {memory}")
+    rows, peak = planner.largest_micro_batch(phases[-1])
+    if rows is not None:
+        tell(f"micro_batch_size: {rows} is the largest that fits ({size(peak)}), of those that divide batch and mesh")
+    if largest.peak > devices.memory:
+        raise UserError(remedy(config, phases, devices, rows))
+
+
+class Planner:
+    """Compiles a configuration's programs, and tells of each when it is done."""
+
+    def __init__(self, config: Config, devices: Devices, tell: Tell) -> None:
+        self.config = config
+        self.devices = devices
+        self.tell = tell
+        self.programmes = Programmes(config, devices.mesh)
+        beta = 0 if config.grpo is None else config.grpo.beta
+        self.reference = on_device(self.programmes.policy.params) if beta > 0 else 0
+
+    def phases(self) -> list[Phase]:
+        """Prefill, decode and log-prob where the run has them; update, which comes last."""
+        config, shapes = self.config, self.programmes
+        params, optimizer = on_device(shapes.state.params), on_device(shapes.state.opt_state)
+        reference = self.reference
+        found = []
+        if config.rollout is not None:
+            # While tokens are sampled, the parameters and the optimizer's moments wait.
+            held = {"parameters": params + reference, "optimizer": optimizer}
+            copy, cache = on_device(shapes.decoding_weights()), on_device(shapes.cache())
+            known = {**held, "parameters": held["parameters"] + copy, "KV cache": cache}
+            for name, logits in (("prefill", 0), ("decode", on_device(shapes.logits()))):
+                account = self.compile(name, name)
+                found.append(phase(name, account.peak + sum(held.values()), known, logits))
+        if config.grpo is not None:
+            known = {"parameters": params + reference, "optimizer": optimizer}
+            account, head = self.compile("log-prob", "logprob"), self.compile("log-prob, head", "head_of_logprob")
+            found.append(phase("log-prob", account.peak + reference + optimizer, known, head.temporaries))
+        gradients = on_device(shapes.gradients())
+        known = {"parameters": params + reference, "optimizer": optimizer, "gradients": gradients}
+        account, head = self.compile("update", "update"), self.compile("update, head", "head_of_update")
+        found.append(phase("update", account.peak + reference, known, head.temporaries))
+        return found
+
+    def compile(self, title: str, name: str, config: Config | None = None) -> Account:
+        """The account of one program, here or by a process of its own."""
+        start = time.perf_counter()
+        config = config or self.config
+        if self.devices.target is None:
+            function, arguments = getattr(Programmes(config, self.devices.mesh), name)()
+            jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
+            account = here(jitted.trace(*arguments).lower().compile())
+        else:
+            try:
+                account = assignment.read(
+                    self.devices.target,
+                    "mllm.plan.programs:programme",
+                    self.devices.mesh.shape,
+                    config=config.model_dump(mode="json"),
+                    name=name,
+                )
+            except ValueError as error:
+                raise UserError(f"--target: {error}") from None
+        self.tell(f"{title + ':':16} {size(account.peak):>10}, compiled in {time.perf_counter() - start:.0f} s")
+        return account
+
+    def largest_micro_batch(self, update: Phase) -> tuple[int | None, int]:
+        """Rows of the largest micro-batch whose update fits, None if none does; and the peak of that update, in bytes.
+
+        Args:
+            update: the phase as it is configured, which need not be compiled again.
+        """
+        peaks = {self.programmes.micro_rows: update.peak}
+
+        def fits(rows: int) -> bool:
+            if rows not in peaks:
+                config = self.config.model_copy(update={"micro_batch_size": rows})
+                peaks[rows] = self.compile(f"micro-batch {rows}", "update", config).peak + self.reference
+            return peaks[rows] <= self.devices.memory
+
+        if update.parts["parameters"] + update.parts["optimizer"] > self.devices.memory:
+            return None, update.peak
+        candidates = micro_batches(self.config.batch_size, self.programmes.layout.row_shards)
+        found = largest(candidates, fits, self.programmes.micro_rows)
+        return found, peaks[candidates[0] if found is None else found]
+
+
+def find_devices(config: MeshConfig, target: str | None) -> Devices:
+    """The mesh on the devices at hand, or on those of a slice of TPUs as in `v6e:2x4`, or of H100s as in `h100:8`.
+
+    Raises:
+        UserError: there are fewer devices; there is no such target; its compiler isn't installed.
+    """
+    if target is None:
+        mesh = make_mesh(config)
+        kind = mesh.devices.flat[0].device_kind
+        return Devices(f"{kind} at hand", mesh, jax.device_count(), memory_at_hand(mesh), None)
+    try:
+        shape = (config.dp, config.fsdp, config.tp)
+        mesh = targets.mesh(target, shape, ("dp", "fsdp", "tp"))
+        return Devices(target, mesh, len(targets.devices(target)), targets.memory_limit(target), target)
+    except (ValueError, ModuleNotFoundError) as error:
+        raise UserError(f"--target: {error}") from None
+
+
+def memory_at_hand(mesh: Mesh) -> int:
+    """Bytes that a program may have of a device; of CPUs, their share of the host's memory."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return device.memory_stats()["bytes_limit"]
+
+
+def here(program: jax.stages.Compiled) -> Account:
+    """The account of a program for the devices at hand, which stays as it is."""
+    memory = targets.memory(program)
+    return Account(memory["argument"], memory["temp"], memory["peak"])
+
+
+def on_device(tree: Any) -> int:
+    """Bytes of a tree of shapes on one device, by their shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
+    """A phase's parts: the head's and the activations' are what `known` leaves of the peak.
+
+    The head may have its largest temporaries while others of those that are known are gone.
+    """
+    rest = max(peak - sum(known.values()), 0)
+    head = min(head, rest)
+    parts = {**dict.fromkeys(COLUMNS, 0), **known, "head": head, "activations": rest - head}
+    return Phase(name, parts)
+
+
+def micro_batches(batch: int, shards: int) -> list[int]:
+    """Rows that a micro-batch may have."""
+    return [rows for rows in range(shards, batch + 1, shards) if batch % rows == 0]
+
+
+def largest(candidates: Sequence[int], fits: Callable[[int], bool], known: int) -> int | None:
+    """The largest that fits, by bisection from the one that is known: where one fits, all smaller ones do."""
+    place = candidates.index(known)
+    low, high = (place + 1, len(candidates)) if fits(known) else (0, place)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if fits(candidates[middle]) else (low, middle)
+    return candidates[low - 1] if low else None
+
+
+def remedy(config: Config, phases: Sequence[Phase], devices: Devices, rows: int | None) -> str:
+    """One line: what does not fit, by how much, and the nearest setting that does."""
+    worst = max(phases, key=lambda phase: phase.peak)
+    missing = f"{size(worst.peak - devices.memory)} too much in {worst.name}"
+    state = phases[-1].parts["parameters"] + phases[-1].parts["optimizer"]
+    if state > devices.memory:
+        fsdp = config.mesh.fsdp
+        while state * config.mesh.fsdp / fsdp > devices.memory:
+            fsdp *= 2
+        return f"mesh: parameters and optimizer take {size(state)} a device ({missing}); mesh.fsdp={fsdp} spreads them"
+    if worst.name in ("prefill", "decode"):
+        assert config.rollout is not None
+        asked = config.rollout.batch_size or config.batch_size
+        fixed = worst.parts["parameters"] + worst.parts["optimizer"]
+        fitting = int(asked * (devices.memory - fixed) / (worst.peak - fixed))
+        if fitting < 1:
+            return f"rollout: the copy of the parameters for decoding leaves no room ({missing}); raise mesh.tp"
+        return f"rollout.batch_size: {asked} rows do not fit ({missing}); about {fitting} would"
+    asked = config.micro_batch_size or config.batch_size
+    if rows is None:
+        return f"micro_batch_size: {asked} does not fit ({missing}), nor does a smaller one; raise mesh.fsdp"
+    return f"micro_batch_size: {asked} does not fit ({missing}); set it to {rows}"
+
+
+def table(phases: Sequence[Phase], memory: int) -> str:
+    """Phases by columns, in GiB, or in MiB where all is small."""
+    unit, name = (2**30, "GiB") if max(phase.peak for phase in phases) >= 2**30 else (2**20, "MiB")
+    lines = [f"{name + ' a device':14}" + "".join(f"{column:>13}" for column in (*COLUMNS, "peak", "free"))]
+    for phase in phases:
+        figures = [*(phase.parts[column] for column in COLUMNS), phase.peak, memory - phase.peak]
+        lines.append(f"{phase.name:14}" + "".join(f"{figure / unit:13.2f}" for figure in figures))
+    return "\n".join(lines)
+
+
+def size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

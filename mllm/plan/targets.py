@@ -1,0 +1,187 @@
+"""Compiles JAX programs for TPUs that this machine doesn't have, by libtpu, the real compiler (`make aot` installs it).
+
+A target is a chip, as in `v6e`, or a slice of them, as in `v6e:2x4`; or GPUs, see `gpus.py`. Run as a program,
+`python -m mllm.plan.targets TARGET PROGRAMME JSON` compiles one programme and prints the compiler's account of its
+memory, and the work in it, as a line of JSON; `listing.py` compiles so, in a process of its own. A programme is named
+`package.module:function` or `file.py:function`; the function takes the target's mesh and the arguments in JSON, and
+returns the function to compile and its arguments, trees of `jax.ShapeDtypeStruct`.
+
+Leaves out: running anything.
+"""
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax.sharding import AxisType, Mesh
+
+from mllm.plan import gpus, work
+
+# For libtpu, before it is loaded: there is no TPU whose metadata it could ask for, nor one to keep from other programs.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v6e-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+SLICES = {
+    "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "v5p": ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8"),
+    "v6e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "tpu7x": ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8"),
+}
+"""The chips known here, and slices of them that one can have; there are larger ones."""
+CHIPS = {chip: slices[0].count("x") + 1 for chip, slices in SLICES.items()}
+"""The chips, and the dimensions of their slices."""
+HBM = {chip: int(gib * 2**30) for chip, gib in {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}.items()}
+"""Bytes of a device's HBM that a program may have, as the compiler says where it refuses one (libtpu 0.0.42).
+
+A chip has 16 GB, 95 GiB, 32 GiB and 192 GiB, on tpu7x for two devices: https://docs.cloud.google.com/tpu/docs/tpu7x and
+https://docs.cloud.google.com/tpu/docs/v5e.
+"""
+
+Programme = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
+
+
+def split(target: str) -> tuple[str, tuple[int, ...]]:
+    """The chip and the slice's shape; that of a bare chip is all ones.
+
+    Raises:
+        ValueError: the target names no chip known here, or no shape of its slices.
+    """
+    chip, _, shape = target.partition(":")
+    if chip not in CHIPS:
+        known = f"{', '.join(CHIPS)} and their slices, as in v6e:2x4"
+        raise ValueError(f"target {target!r}: there are {known}; for plans of memory h100, too, as in h100:8")
+    sizes = tuple(int(size) if size.isdecimal() else 0 for size in shape.split("x")) if shape else (1,) * CHIPS[chip]
+    if len(sizes) != CHIPS[chip] or min(sizes) < 1:
+        raise ValueError(f"target {target!r}: a slice of {chip} has {CHIPS[chip]} dimensions, as in {chip}:2x2")
+    return chip, sizes
+
+
+def devices(target: str) -> Sequence[jax.Device]:
+    """The target's devices: a TensorCore each on tpu7x, a chip elsewhere.
+
+    Raises:
+        ValueError: as `split`, or the chip has no such slice.
+        ModuleNotFoundError: libtpu isn't installed, or for GPUs the plugin.
+    """
+    if gpus.named(target):
+        return gpus.devices(target)
+    chip, sizes = split(target)
+    if importlib.util.find_spec("libtpu") is None:
+        raise ModuleNotFoundError("libtpu, the TPU compiler, isn't installed; make aot does")
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    hosts = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(sizes) == 1 else {}
+    name = f"{chip}:{'x'.join(map(str, sizes))}"
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **hosts).devices
+    except jax.errors.JaxRuntimeError:
+        raise ValueError(f"target {target!r}: of {chip} there are {', '.join(SLICES[chip])} and larger") from None
+
+
+def memory_limit(target: str) -> int:
+    """Bytes of a device of the target that a program may have."""
+    return gpus.memory() if gpus.named(target) else HBM[split(target)[0]]
+
+
+def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip",)) -> Mesh:
+    """A mesh of the target's first devices.
+
+    Raises:
+        ValueError: as `devices`, or the slice has fewer devices than the mesh.
+        ModuleNotFoundError: as `devices`.
+    """
+    there = devices(target)
+    wanted = math.prod(shape)
+    if len(there) < wanted:
+        raise ValueError(f"target {target!r} has {len(there)} devices, a mesh of {tuple(shape)} needs {wanted}")
+    types = (AxisType.Auto,) * len(axes)
+    return Mesh(np.array(there[:wanted]).reshape(shape), tuple(axes), axis_types=types)
+
+
+def compiled(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> jax.stages.Compiled:
+    """A function compiled for the mesh.
+
+    Args:
+        function: what to compile, jitted or not; traced where `pltpu.get_tpu_info()` and the like see the target.
+        arguments: trees of `jax.ShapeDtypeStruct`; those without a sharding are on every device of the mesh.
+        mesh: as `mesh` returns it.
+
+    Returns:
+        The program, with the compiler's `memory_analysis()` and its own `as_text()`.
+
+    Raises:
+        jax.errors.JaxRuntimeError: the compiler's own refusals: no room in HBM or VMEM, no way to lower an operation.
+    """
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or everywhere), tuple(arguments)
+    )
+    # What is compiled without devices can't be read back from JAX's cache.
+    cached = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()
+    # Jitted once more, a function would keep the arguments that it gives away.
+    jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
+    platform = {"gpu": "cuda"}.get(mesh.devices.flat[0].platform, "tpu")
+    try:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = jitted.trace(*placed).lower(lowering_platforms=(platform,))
+        return lowered.compile()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", cached)
+        reset_cache()
+
+
+def memory(program: jax.stages.Compiled) -> dict[str, int]:
+    """The compiler's account of HBM, in bytes a device; what is aliased is among the arguments and the results."""
+    account: Any = program.memory_analysis()
+    names = ("argument", "output", "alias", "temp")
+    sizes = {name: getattr(account, f"{name}_size_in_bytes") for name in names}
+    return sizes | {"peak": sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]}
+
+
+def programme(name: str) -> Programme:
+    """The function that `package.module:function` or `file.py:function` names."""
+    place, _, function = name.rpartition(":")
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    return getattr(module, function)
+
+
+def main(target: str, name: str, arguments: str) -> None:
+    given = json.loads(arguments)
+    axes = given.pop("mesh", {"chip": 1})
+    make = programme(name)
+    one = mesh(target, tuple(axes.values()), tuple(axes))
+    function, shapes = make(one, **given)
+    start = time.perf_counter()
+    program = compiled(function, shapes, one)
+    with jax.sharding.use_abstract_mesh(one.abstract_mesh):
+        of_kernels = {"parts": work.parts(function, shapes), "grids": work.grids(function, shapes)}
+    print(json.dumps(memory(program) | {"seconds": time.perf_counter() - start} | of_kernels))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

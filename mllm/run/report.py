@@ -1,0 +1,75 @@
+"""What a run came to, as a table: accuracy before and after, speed, memory, and where its files lie."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from mllm.run.metrics import read_records
+
+
+def summary(run_dir: Path) -> str:
+    """The table of a run, read from its metrics.jsonl and timings.jsonl."""
+    metrics = read_records(run_dir / "metrics.jsonl")
+    timings = read_records(run_dir / "timings.jsonl")
+    lines = [*accuracy_table(metrics), *progress_line(metrics), *speed_lines(timings), "", *places(run_dir)]
+    return "\n".join(["", *lines])
+
+
+def accuracy_table(metrics: list[dict[str, Any]]) -> Iterator[str]:
+    evaluated = [record for record in metrics if "eval/greedy_accuracy" in record]
+    if not evaluated:
+        return
+    first, last = evaluated[0], evaluated[-1]
+    before, after = f"step {first['step']}", f"step {last['step']}"
+    yield f"{'held-out accuracy':<18} {before:>8} {'95 %':^15} {after:>10} {'95 %':^15} {'gain':>7}"
+    for mode in ("sampled", "greedy"):
+        key = f"eval/{mode}_accuracy"
+        if key in first and key in last:
+            yield (
+                f"{mode:<18} {first[key]:>8.3f} {interval(first, key):^15} {last[key]:>10.3f} "
+                f"{interval(last, key):^15} {last[key] - first[key]:>+7.3f}"
+            )
+
+
+def interval(record: dict[str, Any], key: str) -> str:
+    return f"{record[f'{key}_low']:.3f} .. {record[f'{key}_high']:.3f}"
+
+
+def progress_line(metrics: list[dict[str, Any]]) -> Iterator[str]:
+    """The reward, or without one the loss: the mean of the first and of the last tenth of the steps."""
+    for key in ("reward", "loss"):
+        values = [record[key] for record in metrics if record.get(key) is not None]
+        if values:
+            tenth = max(1, len(values) // 10)
+            first, last = fmean(values[:tenth]), fmean(values[-tenth:])
+            yield f"{key:<18} {first:.3f} in the first tenth, {last:.3f} in the last of {len(values)} steps"
+            return
+
+
+def speed_lines(timings: list[dict[str, Any]]) -> Iterator[str]:
+    speeds = [record["tokens_per_second"] for record in timings if "tokens_per_second" in record]
+    if speeds:
+        yield f"{'tokens/s':<18} {median(speeds):,.0f} (median of the steps; prompts and completions)"
+    phases: dict[str, float] = {}
+    for record in timings:
+        for key, seconds in record.items():
+            if key.startswith("time/"):
+                phases[key.removeprefix("time/")] = phases.get(key.removeprefix("time/"), 0.0) + seconds
+    if phases:
+        yield f"{'seconds':<18} " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
+    peaks = [record["memory/peak_bytes"] for record in timings if "memory/peak_bytes" in record]
+    if peaks:
+        yield f"{'peak memory':<18} {max(peaks) / 2**20:,.0f} MiB"
+
+
+def places(run_dir: Path) -> Iterator[str]:
+    for name, path in {
+        "TensorBoard": run_dir / "tensorboard",
+        "samples": run_dir / "samples.jsonl",
+        "metrics": run_dir / "metrics.jsonl",
+        "checkpoints": run_dir / "checkpoints",
+        "curves": run_dir / "curves.png",
+    }.items():
+        if path.exists() and (path.is_dir() or path.stat().st_size):
+            yield f"{name:<18} {path}"

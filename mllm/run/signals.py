@@ -1,0 +1,90 @@
+"""SIGTERM and SIGINT ask the loop to save and leave; a second one, or one before there is anything to save, ends the
+process at once.
+
+A thread hears them within milliseconds: Python's own handlers wait for the main thread, and a compiled program may hold
+that for minutes. The loop asks between steps and, by `poll`, between the turns of a rollout. A signal to one of several
+processes stops all of them at the same place, where all of them ask.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from mllm.parallel.processes import everyone
+
+
+class Interrupted(Exception):
+    """A signal came in the middle of a step: the step is as if it had not begun."""
+
+
+class Interrupt:
+    """While entered, hears signals. The process dies of them, but for the first after `hold`, noted in `received`."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.holding = False
+        self.previous: dict[int, Any] = {}
+        self.previous_wakeup = -1
+        self.ours, self.theirs = socket.socketpair()
+
+    def __enter__(self) -> Self:
+        self.theirs.setblocking(False)
+        # The interpreter writes each signal's number here as it comes, whatever the main thread is at.
+        self.previous_wakeup = signal.set_wakeup_fd(self.theirs.fileno(), warn_on_full_buffer=False)
+        self.previous = {number: signal.signal(number, lambda *_: None) for number in self.SIGNALS}
+        threading.Thread(target=self.listen, name="signals", daemon=True).start()
+        return self
+
+    def listen(self) -> None:
+        with self.ours:
+            while number := self.ours.recv(1):
+                if number[0] in self.SIGNALS:
+                    self.note(number[0])
+
+    def hold(self) -> None:
+        """From here on the loop sees to the first signal."""
+        self.holding = True
+
+    def note(self, number: int) -> None:
+        if self.received is not None or not self.holding:
+            os._exit(128 + number)
+        self.received = number
+        name = signal.Signals(number).name
+        print(f"\n{name}: saves and leaves as soon as it can; another one leaves at once", file=sys.stderr, flush=True)
+
+    def agree(self, everyone: Callable[[int | None], list[int | None]] = everyone) -> bool:
+        """Whether a signal has reached any of the processes; `received` is then the same in all of them."""
+        received = [number for number in everyone(self.received) if number is not None]
+        if received:
+            self.received = received[0]
+        return bool(received)
+
+    def poll(self) -> None:
+        """Raise `Interrupted` if a signal has reached any of the processes; all of them ask at the same place."""
+        if self.agree():
+            raise Interrupted
+
+    def poll_alone(self) -> None:
+        """The same where each process goes its own way: of several, each goes on to where all of them ask."""
+        if self.received is not None and jax.process_count() == 1:
+            raise Interrupted
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self.previous_wakeup)
+        self.theirs.close()  # which ends the thread
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell reports a process that died of the signal: 143 for SIGTERM, 130 for SIGINT; 0 for none."""
+        return 0 if self.received is None else 128 + self.received

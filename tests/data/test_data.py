@@ -1,0 +1,393 @@
+"""Batches hold what the examples say, never mix two of them, and go on exactly where they stopped."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mllm.config.schema import DataConfig, TaskConfig
+from mllm.data import records
+from mllm.data.batch import Batch
+from mllm.data.pipeline import DataIterator, prompt_batches, sft_batches
+from mllm.data.tasks import Example, Task
+from mllm.data.tasks import load as load_task
+from mllm.errors import UserError
+from mllm.model import tokenizer as tokenizers
+
+BYTES = tokenizers.bytes_tokenizer()
+START, END = BYTES.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+ARITHMETIC = load_task(TaskConfig(name="arithmetic", heldout=32), seed=0)
+
+
+def write(folder: Path, records: Sequence[Any], name: str = "data.jsonl") -> str:
+    path = folder / name
+    path.write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in records), encoding="utf-8")
+    return str(path)
+
+
+def qa(question: str, answer: str) -> dict[str, str]:
+    return {"question": question, "answer": answer}
+
+
+def some(count: int) -> list[dict[str, str]]:
+    """Examples of many lengths, each to be told from the others by its question."""
+    return [qa(f"q{i}", "a" * (1 + i * 7 % 11)) for i in range(count)]
+
+
+def batches_of(
+    source: str, *, batch_size: int = 4, seed: int = 0, place: Any = None, **settings: Any
+) -> DataIterator[Batch]:
+    config = DataConfig(**{"source": source, "max_length": 32, **settings})
+    return sft_batches(config, BYTES, task=ARITHMETIC, batch_size=batch_size, seed=seed, **(place or {}))
+
+
+def documents(batch: Batch) -> list[list[int]]:
+    """The tokens of every segment, row by row."""
+    return [
+        tokens[segments == segment].tolist()
+        for tokens, segments in zip(batch.tokens, batch.segments, strict=True)
+        for segment in range(1, segments.max() + 1)
+    ]
+
+
+def questions(batch: Batch) -> list[str]:
+    return [bytes(tokens[1 : tokens.index(END)]).decode() for tokens in documents(batch)]
+
+
+def assert_same(first: Batch, second: Batch) -> None:
+    for one, other in zip(first[:5], second[:5], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_row_is_laid_out_as_the_contract_says(tmp_path: Path) -> None:
+    source = write(tmp_path, [qa("ab", "c")])
+    batch = next(batches_of(source, batch_size=1, max_length=8, shuffle=False, packing=False))
+    a, b, c = b"abc"
+    np.testing.assert_array_equal(batch.tokens, [[START, a, b, END, START, c, END, 0]])
+    np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 4, 5, 6, 0]])
+    np.testing.assert_array_equal(batch.segments, [[1, 1, 1, 1, 1, 1, 1, 0]])
+    np.testing.assert_array_equal(batch.labels, [[0, 0, 0, 0, c, END, 0, 0]])
+    np.testing.assert_array_equal(batch.weights, [[0, 0, 0, 0, 0.5, 0.5, 0, 0]])
+    assert [field.dtype for field in batch[:5]] == [np.int32] * 4 + [np.float32]
+    assert batch[5:] == (None,) * 4
+
+
+def test_rows_are_as_long_as_the_longest_of_the_whole_batch_needs(tmp_path: Path) -> None:
+    source = write(tmp_path, [qa("a" * length, "c") for length in (3, 2, 12, 2, 2, 40)])
+    read = batches_of(source, batch_size=2, max_length=64, shuffle=False, packing=False)
+    assert [next(read).tokens.shape for _ in range(3)] == [(2, 16), (2, 24), (2, 48)]
+
+
+def test_messages_and_question_with_answer_are_read_alike(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}], "id": 7}
+    for one, other in zip(
+        batches_of(write(tmp_path, [chat], "messages.jsonl"), batch_size=1, epochs=1),
+        batches_of(write(tmp_path, [qa("ab", "c")], "qa.jsonl"), batch_size=1, epochs=1),
+        strict=True,
+    ):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_an_epoch_gives_each_example_once_and_whole(tmp_path: Path, packing: bool) -> None:
+    examples = some(48)
+    read = list(batches_of(write(tmp_path, examples), batch_size=3, epochs=1, packing=packing))
+    whole = {q["question"]: tokenizers.encode_example(BYTES, [
+        {"role": "user", "content": q["question"]}, {"role": "assistant", "content": q["answer"]}
+    ])[0] for q in examples}  # fmt: skip
+    seen = [question for batch in read for question in questions(batch)]
+    assert len(set(seen)) == len(seen)
+    assert all(tokens == whole[q] for b in read for q, tokens in zip(questions(b), documents(b), strict=True))
+    assert len(seen) == 48 if not packing else len(seen) > 40
+
+
+def test_packing_fills_rows_with_documents_that_do_not_touch(tmp_path: Path) -> None:
+    batch = next(batches_of(write(tmp_path, some(60)), max_length=64))
+    assert batch.segments.max(axis=1).min() >= 3
+    for tokens, positions, segments, labels, weights in zip(*batch[:5], strict=True):
+        for segment in range(1, segments.max() + 1):
+            where = np.flatnonzero(segments == segment)
+            assert (np.diff(where) == 1).all()
+            np.testing.assert_array_equal(positions[where], np.arange(len(where)))
+            assert weights[where[-1]] == 0
+            learned = where[weights[where] > 0]
+            np.testing.assert_array_equal(labels[learned], tokens[learned + 1])
+        assert not weights[segments == 0].any()
+        assert not labels[weights == 0].any()
+
+
+def test_packed_batches_are_at_least_nine_tenths_full(tmp_path: Path) -> None:
+    read = batches_of(write(tmp_path, some(200)), max_length=128, epochs=1)
+    assert np.mean([np.mean(batch.segments > 0) for batch in read]) > 0.9
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_weights_are_one_over_the_tokens_that_the_whole_batch_learns(tmp_path: Path, packing: bool) -> None:
+    batch = next(batches_of(write(tmp_path, some(20)), packing=packing))
+    learned = batch.weights > 0
+    np.testing.assert_allclose(batch.weights[learned], 1 / learned.sum(), rtol=1e-6)
+
+
+def test_all_turns_of_the_assistant_are_learned(tmp_path: Path) -> None:
+    roles = ["system", "user", "assistant", "user", "assistant"]
+    chat = {"messages": [{"role": role, "content": role[0] * 2} for role in roles]}
+    batch = next(batches_of(write(tmp_path, [chat]), batch_size=1))
+    assert batch.labels[batch.weights > 0].tolist() == [*b"aa", END, *b"aa", END]
+
+
+def test_epochs_are_shuffled_anew_and_by_the_seed(tmp_path: Path) -> None:
+    source = write(tmp_path, some(24))
+
+    def order(seed: int, **settings: Any) -> list[str]:
+        read = batches_of(source, seed=seed, packing=False, epochs=2, **settings)
+        return [question for batch in read for question in questions(batch)]
+
+    first = order(0)
+    assert sorted(first[:24]) == sorted(first[24:])
+    assert first[:24] != first[24:]
+    assert first == order(0)
+    assert first != order(1)
+    assert first[24:] != order(1)[:24]
+    assert order(0, shuffle=False) == [f"q{i}" for i in range(24)] * 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 5, 29])
+def test_a_restored_iterator_gives_the_very_batches_that_would_have_come(
+    tmp_path: Path, steps: int, packing: bool, prefetch: int
+) -> None:
+    source = write(tmp_path, some(23))  # no multiple of the batch: positions fall within epochs
+    unbroken = batches_of(source, packing=packing, prefetch=prefetch)
+    for _ in range(steps):
+        next(unbroken)
+    state = json.loads(json.dumps(unbroken.get_state()))
+    after = [next(unbroken) for _ in range(12)]
+
+    fresh = batches_of(source, packing=packing, prefetch=prefetch)
+    fresh.set_state(state)
+    worn = batches_of(source, packing=packing, prefetch=prefetch)
+    for _ in range(3):
+        next(worn)
+    worn.set_state(state)
+    for restored in (fresh, worn):
+        assert restored.get_state() == state
+        for expected in after:
+            assert_same(next(restored), expected)
+        assert restored.get_state() == unbroken.get_state()
+
+
+def test_a_run_restored_near_its_end_ends_where_it_would_have(tmp_path: Path) -> None:
+    source = write(tmp_path, some(23))
+    unbroken = batches_of(source, epochs=2)
+    next(unbroken)
+    state = unbroken.get_state()
+    restored = batches_of(source, epochs=2)
+    restored.set_state(state)
+    assert len(list(restored)) == len(list(unbroken)) > 0
+
+
+def test_restoring_onto_other_data_is_refused(tmp_path: Path) -> None:
+    state = batches_of(write(tmp_path, some(8))).get_state()
+    with pytest.raises(UserError, match="began with 8 examples and now there are 9"):
+        batches_of(write(tmp_path, some(9))).set_state(state)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_processes_partition_the_batch_of_a_single_one(tmp_path: Path, packing: bool) -> None:
+    source = write(tmp_path, some(30))
+    whole = batches_of(source, packing=packing)
+    parts = [batches_of(source, packing=packing, place={"process_index": i, "process_count": 2}) for i in range(2)]
+    for _ in range(8):
+        first, second = (next(part) for part in parts)
+        joined = Batch(*(np.concatenate(pair) for pair in zip(first[:5], second[:5], strict=True)))
+        assert_same(joined, next(whole))
+
+
+def test_a_batch_that_does_not_divide_among_processes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="batch_size: 3 is not divisible by the number of processes"):
+        batches_of(write(tmp_path, some(9)), batch_size=3, place={"process_count": 2})
+
+
+def test_what_does_not_fill_the_last_batch_is_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = batches_of(write(tmp_path, some(11)), packing=False, epochs=1)
+    assert len(list(read)) == 2
+    assert "the last 3 examples did not fill a batch" in caplog.text
+
+
+def test_a_long_example_is_cut_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read = batches_of(write(tmp_path, [qa("ab", "c" * 50), qa("ab", "c")]), batch_size=2, packing=False)
+    assert (read.counts.examples, read.counts.cut) == (2, 1)
+    assert "1 examples were cut" in caplog.text
+    tokens = max(documents(next(read)), key=len)
+    assert tokens == [START, *b"ab", END, START, *b"c" * 27]
+
+
+BAD = [
+    ("{", "not JSON"),
+    ("[1]", "expected a JSON object, got list"),
+    ({"text": "a"}, "neither messages nor question and answer"),
+    ({"question": "a"}, "answer is missing"),
+    ({"question": "a", "answer": None}, "answer must be a string, got NoneType"),
+    ({"question": "a", "answer": "\n"}, "answer is empty"),
+    ({"question": "a", "answer": "\ud83d"}, "answer holds '.ud83d', which is half a character"),
+    ({"messages": "a"}, "messages must be a list"),
+    ({"messages": ["a"]}, "messages must be a list of objects"),
+    ({"messages": []}, "no message is the assistant's"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's"),
+    ({"messages": [{"role": "assistant", "content": "a"}]}, "answers nothing"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "role 'robot' is none of"),
+    ({"messages": [{"role": "user"}]}, "content is missing"),
+    ({"question": "<|im_end|>", "answer": "a"}, "control token"),
+    ({"question": "a" * 40, "answer": "b"}, "none of the assistant's tokens lies within data.max_length"),
+]
+
+
+@pytest.mark.parametrize(("line", "fault"), BAD)
+def test_a_bad_line_is_an_error_that_names_it(tmp_path: Path, line: Any, fault: str) -> None:
+    source = write(tmp_path, [qa("a", "b"), line, qa("c", "d")])
+    with pytest.raises(UserError, match=f"data.jsonl:2: .*{fault}") as error:
+        batches_of(source, batch_size=1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\n\n", " \n\t\n"])
+def test_a_byte_order_mark_and_blank_lines_are_no_records_but_lines_keep_their_numbers(
+    tmp_path: Path, ending: str
+) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\ufeff" + ending.join(json.dumps(record) for record in some(4)) + ending, newline="")
+    read = batches_of(str(path), shuffle=False, packing=False)
+    assert read.counts.examples == 4
+    assert questions(next(read)) == ["q0", "q1", "q2", "q3"]
+    path.write_text(json.dumps(qa("a", "b")) + ending + "{", newline="")
+    with pytest.raises(UserError, match=f"data.jsonl:{1 + ending.count(chr(10))}: not JSON"):
+        batches_of(str(path))
+
+
+def test_a_line_that_is_too_long_is_bad_and_the_next_one_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LONGEST_LINE", 100)
+    source = write(tmp_path, [qa("a", "b"), qa("c" * 1000, "d"), qa("e", "f")])
+    with pytest.raises(UserError, match=r"data.jsonl:2: longer than"):
+        batches_of(source)
+    read = batches_of(source, batch_size=2, on_bad_line="skip", shuffle=False, packing=False)
+    assert questions(next(read)) == ["a", "e"]
+
+
+def test_bad_lines_are_skipped_and_counted_on_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = write(tmp_path, [qa("good", "b"), *(line for line, _ in BAD)])
+    with caplog.at_level(logging.WARNING):
+        read = batches_of(source, batch_size=1, on_bad_line="skip", packing=False)
+    assert (read.counts.examples, read.counts.skipped) == (1, len(BAD))
+    assert f"{len(BAD)} bad lines were skipped" in caplog.text
+    assert questions(next(read)) == ["good"]
+
+
+def test_bytes_that_are_not_utf8_make_a_bad_line(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(b'{"question": "\xff", "answer": "a"}\n')
+    with pytest.raises(UserError, match=r"data.jsonl:1: not JSON in UTF-8"):
+        batches_of(str(tmp_path / "data.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [([], "there is no example in it"), (["{", "["], "all 2 lines are bad, the first: .*data.jsonl:1: not JSON")],
+)
+def test_an_empty_data_set_is_an_error(tmp_path: Path, lines: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=f"data.source: .*{message}"):
+        batches_of(write(tmp_path, lines), on_bad_line="skip")
+
+
+def test_fewer_examples_than_a_batch_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="3 examples, too few for one batch in 1 epochs"):
+        batches_of(write(tmp_path, some(3)), epochs=1)
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data.source: .*missing.jsonl can't be read \(No such file"):
+        batches_of(str(tmp_path / "missing.jsonl"))
+
+
+def test_a_hub_id_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(UserError, match=r"data.source: some/data is no file here, .*\.\[hub\]"):
+        batches_of("some/data")
+
+
+def test_a_task_teaches_its_solutions() -> None:
+    batch = next(batches_of("task", packing=False))
+    for question, tokens in zip(questions(batch), documents(batch), strict=True):
+        assert tokens[-len(str(eval(question[:-1]))) - 1 :] == [*str(eval(question[:-1])).encode(), END]
+
+
+def test_a_task_without_solutions_can_not_be_taught() -> None:
+    task = Task("judged", [Example([{"role": "user", "content": "a"}], "", None)], [])
+    with pytest.raises(UserError, match=r"judged\[0\] has no solution"):
+        sft_batches(DataConfig(source="task", max_length=9), BYTES, task=task, batch_size=1, seed=0)
+
+
+def prompts(seed: int = 0, count: int = 8, **settings: Any) -> DataIterator[Any]:
+    return prompt_batches(ARITHMETIC, BYTES, prompts_per_step=count, seed=seed, **{"max_prompt_length": 16, **settings})
+
+
+def test_a_step_may_have_a_single_prompt() -> None:
+    assert len(next(prompts(count=1)).tokens) == 1
+
+
+def test_prompts_come_with_their_tokens() -> None:
+    for example, tokens in zip(*next(prompts()), strict=True):
+        assert tokens == tokenizers.encode_prompt(BYTES, example.prompt)
+
+
+def test_prompts_are_drawn_without_replacement_and_anew_in_each_epoch() -> None:
+    read = prompts(count=17)
+    drawn = [example.prompt[0]["content"] for _ in range(8) for example in next(read).examples]
+    everything = sorted(example.prompt[0]["content"] for example in ARITHMETIC.train)
+    assert sorted(drawn[:68]) == sorted(drawn[68:]) == everything
+    assert drawn[:68] != drawn[68:]
+
+
+def test_held_out_problems_are_never_among_the_prompts() -> None:
+    read = prompts(count=17)
+    heldout = {example.prompt[0]["content"] for example in ARITHMETIC.heldout}
+    assert heldout.isdisjoint(example.prompt[0]["content"] for _ in range(8) for example in next(read).examples)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 13])
+def test_restored_prompts_continue_exactly(steps: int) -> None:
+    unbroken, restored = prompts(), prompts()
+    for _ in range(steps):
+        next(unbroken)
+    restored.set_state(json.loads(json.dumps(unbroken.get_state())))
+    for _ in range(20):
+        assert next(restored) == next(unbroken)
+
+
+def test_processes_share_the_prompts_of_a_step() -> None:
+    whole, parts = prompts(), [prompts(process_index=i, process_count=2) for i in range(2)]
+    for _ in range(5):
+        first, second = (next(part) for part in parts)
+        assert next(whole).examples == first.examples + second.examples
+
+
+def test_a_prompt_over_the_limit_is_named_before_training() -> None:
+    with pytest.raises(UserError, match=r"max_prompt_length: prompt 0 of task arithmetic has 7 tokens, .* limit is 6"):
+        prompts(max_prompt_length=6)
+
+
+def test_a_long_prompt_anywhere_in_a_listed_task_is_found_at_once() -> None:
+    asked = [Example([{"role": "user", "content": "a" * n}], "", None) for n in (1, 1, 30)]
+    with pytest.raises(UserError, match="prompt 2 of task listed has 33 tokens"):
+        prompt_batches(Task("listed", asked, []), BYTES, prompts_per_step=1, max_prompt_length=16, seed=0)
+
+
+def test_a_task_without_problems_is_an_error() -> None:
+    with pytest.raises(UserError, match="no example"):
+        prompt_batches(Task("empty", [], []), BYTES, prompts_per_step=1, max_prompt_length=16, seed=0)

@@ -1,0 +1,228 @@
+"""Held-out problems stay held out, and every answer is right."""
+
+import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mllm.config.schema import ArithmeticConfig, TaskConfig
+from mllm.data import tasks
+from mllm.data.tasks import Example, final_answer, permuted
+from mllm.errors import UserError
+
+
+def arithmetic(heldout: int = 32, **shape: Any) -> tasks.Task:
+    return tasks.load(TaskConfig(name="arithmetic", heldout=heldout, arithmetic=ArithmeticConfig(**shape)), seed=0)
+
+
+def question(example: Example) -> str:
+    return example.prompt[-1]["content"]
+
+
+def test_one_digit_sums_are_a_hundred_problems_each_in_one_half() -> None:
+    task = arithmetic(heldout=32)
+    train, heldout = {question(e) for e in task.train}, {question(e) for e in task.heldout}
+    assert (len(task.train), len(task.heldout)) == (68, 32)
+    assert train.isdisjoint(heldout)
+    assert train | heldout == {f"{a}+{b}=" for a in range(10) for b in range(10)}
+
+
+@pytest.mark.parametrize("shape", [{"operators": "+-*", "operands": 4}, {"digits": 3, "operators": "-"}])
+def test_answers_are_what_python_says(shape: dict[str, Any]) -> None:
+    task = arithmetic(**shape)
+    for example in [*task.train[:300], *task.heldout]:
+        assert example.answer == example.solution == str(eval(question(example).removesuffix("=")))
+
+
+def test_every_operator_and_operand_turns_up() -> None:
+    problems = " ".join(question(e) for e in arithmetic(operators="+-*", operands=3).train)
+    assert set(problems) == set("0123456789+-*= ")
+
+
+def test_more_problems_than_could_be_listed_are_still_split() -> None:
+    task = arithmetic(heldout=256, operands=6, digits=6, operators="+-*")
+    assert len(task.train) > 2**60
+    some = {question(task.train[i * 10**12]) for i in range(1000)}
+    assert len(some) == 1000
+    assert some.isdisjoint(question(e) for e in task.heldout)
+
+
+def test_the_split_does_not_depend_on_the_seed() -> None:
+    config = TaskConfig(name="arithmetic", heldout=8)
+    assert list(tasks.load(config, seed=1).heldout) == list(tasks.load(config, seed=2).heldout)
+
+
+def test_holding_out_more_than_half_is_refused_with_the_bound() -> None:
+    arithmetic(heldout=50)
+    with pytest.raises(UserError, match=r"task.heldout: 51 of .* at most 50"):
+        arithmetic(heldout=51)
+
+
+def test_problems_are_a_sequence_that_numpy_integers_and_slices_index() -> None:
+    train = arithmetic().train
+    assert train[np.int64(3)] == train[3] == train[2:5][1]
+    assert train[-1] == train[67]
+    with pytest.raises(IndexError):
+        train[68]
+
+
+@given(st.integers(1, 300), st.text(max_size=3))
+def test_a_permutation_reaches_every_index_once(size: int, key: str) -> None:
+    assert sorted(permuted(i, size, key) for i in range(size)) == list(range(size))
+
+
+def test_permutations_of_different_keys_differ() -> None:
+    assert [permuted(i, 100, "a") for i in range(100)] != [permuted(i, 100, "b") for i in range(100)]
+
+
+def test_a_system_prompt_comes_first() -> None:
+    config = TaskConfig(name="arithmetic", heldout=8, system_prompt="Be brief.")
+    assert [m["role"] for m in tasks.load(config, 0).train[0].prompt] == ["system", "user"]
+
+
+def gsm8k_folder(folder: Path, train: list[dict[str, str]], test: list[dict[str, str]]) -> Path:
+    for name, rows in (("train", train), ("test", test)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def row(number: int) -> dict[str, str]:
+    return {"question": f"How much is {number}?", "answer": f"It is <<{number}={number}>>.\n#### {number:,}"}
+
+
+def test_gsm8k_reads_its_two_files(tmp_path: Path) -> None:
+    folder = gsm8k_folder(tmp_path, [row(1234), row(2)], [row(3), row(4)])
+    task = tasks.load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
+    assert [e.answer for e in task.train] == ["1234", "2"]
+    assert [e.answer for e in task.heldout] == ["3"]
+    assert task.train[0].solution == row(1234)["answer"]
+    assert question(task.train[0]).startswith("How much is 1234? ")
+    assert '"####"' in question(task.train[0])
+
+
+def test_gsm8k_never_trains_on_a_held_out_question(tmp_path: Path) -> None:
+    folder = gsm8k_folder(tmp_path, [row(1), row(3)], [row(3)])
+    task = tasks.load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
+    assert [e.answer for e in task.train] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("{", "not JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"question": "a"}', "answer is missing"),
+        ('{"question": "a", "answer": 7}', "answer must be a string"),
+        ('{"question": " ", "answer": "#### 7"}', "question is empty"),
+        ('{"question": "a", "answer": "7"}', "answer has no line '#### N'"),
+    ],
+)
+def test_a_bad_line_of_gsm8k_is_named(tmp_path: Path, line: str, fault: str) -> None:
+    folder = gsm8k_folder(tmp_path, [row(1)], [row(2)])
+    (folder / "train.jsonl").write_text(json.dumps(row(1)) + "\n" + line + "\n")
+    with pytest.raises(UserError, match=f"train.jsonl:2: {fault}"):
+        tasks.load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
+
+
+def test_gsm8k_without_its_files_says_which(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"task.path: .*test.jsonl can't be read"):
+        tasks.load(TaskConfig(name="gsm8k", path=str(tmp_path)), seed=0)
+
+
+def test_gsm8k_with_too_few_problems_to_hold_out_is_refused(tmp_path: Path) -> None:
+    folder = gsm8k_folder(tmp_path, [row(1)], [row(2)])
+    with pytest.raises(UserError, match=r"task.heldout: gsm8k's test split has 1 problems"):
+        tasks.load(TaskConfig(name="gsm8k", path=str(folder), heldout=2), seed=0)
+
+
+def test_a_hub_task_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(UserError, match=r"task.path: .*\.\[hub\]"):
+        tasks.load(TaskConfig(name="gsm8k"), seed=0)
+
+
+class FakeGym:
+    """reasoning_gym's contract: problem i of a generator is made from seed + i alone, and indices are plain ints."""
+
+    def __init__(self, seed: int, size: int, different: int = 10**9) -> None:
+        self.seed, self.size, self.different = seed, size, different
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        assert type(index) is int
+        number = (self.seed + index) % self.different
+        return {"question": f"Which is {number}?", "answer": str(number), "metadata": {}}
+
+    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+        return 1.0 if answer == entry["answer"] else 0.01
+
+
+@pytest.fixture
+def gym(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create_dataset(name: str, seed: int, size: int) -> FakeGym:
+        if name == "missing":
+            raise ValueError(f"Dataset '{name}' not registered")
+        return FakeGym(seed, size, 10 if name == "small" else 10**9)
+
+    tasks.gym.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset))
+
+
+@pytest.mark.usefixtures("gym")
+def test_reasoning_gym_holds_the_same_problems_out_of_every_seed() -> None:
+    config = TaskConfig(name="reasoning_gym:sums", heldout=5, train_examples=20)
+    first, second = tasks.load(config, seed=0), tasks.load(config, seed=1)
+    assert first.heldout == second.heldout
+    questions = [{question(e) for e in examples} for examples in (first.heldout, first.train, second.train)]
+    assert [len(q) for q in questions] == [5, 20, 20]
+    assert len(set.union(*questions)) == 45
+
+
+@pytest.mark.usefixtures("gym")
+def test_a_small_generator_that_repeats_itself_still_trains_on_other_questions() -> None:
+    task = tasks.load(TaskConfig(name="reasoning_gym:small", heldout=5, train_examples=20), seed=0)
+    assert {question(e) for e in task.train}.isdisjoint(question(e) for e in task.heldout)
+
+
+@pytest.mark.usefixtures("gym")
+def test_reasoning_gyms_scorer_judges_the_tagged_answer_and_travels() -> None:
+    task = tasks.load(TaskConfig(name="reasoning_gym:sums", heldout=1, train_examples=1), seed=0)
+    scorer = pickle.loads(pickle.dumps(task.scorer))
+    example = task.train[0]
+    assert scorer("", f"It is <answer>{example.answer}</answer>", example) == 1.0
+    assert scorer("", "nonsense", example) == 0.01
+
+
+@pytest.mark.usefixtures("gym")
+def test_an_unknown_generator_is_named() -> None:
+    with pytest.raises(UserError, match=r"task.name: reasoning_gym:missing"):
+        tasks.load(TaskConfig(name="reasoning_gym:missing"), seed=0)
+
+
+def test_reasoning_gym_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks.gym.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
+    with pytest.raises(UserError, match=r"\.\[reasoning\]"):
+        tasks.load(TaskConfig(name="reasoning_gym:sums"), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("form", "completion", "answer"),
+    [
+        ("whole", " 7\n", "7"),
+        ("whole", "it is 7", "it is 7"),
+        ("hashes", "#### 5\nno:\n#### 1,234.", "1234"),
+        ("hashes", "####  -3", None),
+        ("hashes", "#### -3", "-3"),
+        ("hashes", "it is 7", None),
+        ("tags", "<answer>1</answer> or <answer> 7\n</answer>", "7"),
+        ("tags", " 7 ", "7"),
+    ],
+)
+def test_an_answer_is_read_in_the_form_of_its_task(form: str, completion: str, answer: str | None) -> None:
+    assert final_answer(completion, Example([], "7", None, {"form": form})) == answer

@@ -1,0 +1,47 @@
+"""What is in a program that the TPU compiler made, by its text: Pallas kernels, arrays, what devices exchange."""
+
+import re
+from typing import NamedTuple
+
+import jax
+
+from mllm.plan import listing
+
+
+class Stored(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Exchanged(NamedTuple):
+    """An array that comes out of a collective."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def kernels(program: jax.stages.Compiled) -> set[str]:
+    """Names of the Pallas kernels."""
+    calls = re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", text(program))
+    return {listing.own_name(name) for name in calls}
+
+
+def exchanged(program: jax.stages.Compiled) -> list[Exchanged]:
+    """By all collectives between devices, one in a loop once; scalars are left out."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
+    # For TPUs a reduce-scatter is a computation of this name, in which an all-reduce and a slice stand for it.
+    scattered = re.compile(r"^%all-reduce-scatter\S* \([^\n]*\) -> ([^\n]*) \{$.*?^\}$", re.MULTILINE | re.DOTALL)
+    found = re.findall(rf"%\S+ = (.*?) ({kinds})(?:-start)?\(", scattered.sub("", text(program)))
+    found += [(result, "reduce-scatter") for result in scattered.findall(text(program))]
+    return [Exchanged(kind, *array) for result, kind in found for array in arrays(result)]
+
+
+def arrays(part: str) -> list[Stored]:
+    """Those that a piece of a program's text names, with one dimension at least."""
+    found = re.findall(r"(\w+)\[([\d,]+)\]", part)
+    return [Stored(dtype, tuple(map(int, shape.split(",")))) for dtype, shape in found]
+
+
+def text(program: jax.stages.Compiled) -> str:
+    return program.as_text() or ""

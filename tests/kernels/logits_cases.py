@@ -1,0 +1,141 @@
+"""Logits whose statistics are known, each way of taking them, and a judge of what comes out.
+
+The head's oracle with the identity for a weight is one for logits: hidden states are then the logits. Tiles are small
+here, so that 300 columns are several. The Pallas kernels run under the strict interpreter.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from lm_head_cases import random_cotangents
+from lm_head_oracle import Plain, assert_as_accurate_as_plain, exact
+from strict_tpu import strict_interpreter
+
+from kernels.lm_head import TokenLogprobs, logits_logprobs
+from kernels.logits import tpu as logits_tpu
+from kernels.logits import xla as logits_xla
+
+WAYS = ("tiles", "reduction", "kernels")
+"""XLA's on a CPU, XLA's on accelerators, and the Pallas kernels."""
+
+SMALL = (20, 300)
+ACROSS = (120, 300)  # a TPU has the rows of these in its lanes
+
+every_way = pytest.mark.parametrize("way", WAYS)
+xla_s_ways = pytest.mark.parametrize("way", WAYS[:2])
+every_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+
+
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that 300 columns are several tiles."""
+    monkeypatch.setattr(logits_xla, "_COLUMNS", 128)
+    monkeypatch.setattr(logits_tpu, "_TILE", {2: (16, 1024), 1: (128, 512)})
+    monkeypatch.setattr(logits_tpu, "_AT_A_TIME", 1)
+    monkeypatch.setattr(logits_tpu, "_IN_A_TURN", 2)
+
+
+@contextlib.contextmanager
+def taking(way: str, **strictness: Any) -> Iterator[str]:
+    """The implementation's name; what is traced and run within goes that way."""
+    if way == "kernels":
+        with mock.patch.object(interpreter, "interpret_pallas_call", unpadded), strict_interpreter(**strictness):
+            yield "mosaic_tpu"
+    else:
+        platform = {"tiles": "cpu", "reduction": "gpu"}[way]
+        with mock.patch.object(logits_xla.target, "platform", return_value=platform):
+            yield "xla"
+
+
+def unpadded(*args: Any, out_avals: Any, **options: Any) -> list[jax.Array]:
+    """JAX's interpreter pads an operand to whole blocks, and forgets that where a result takes its place."""
+    results = interpret(*args, out_avals=out_avals, **options)
+    return [x[tuple(map(slice, aval.shape))] for x, aval in zip(results, out_avals, strict=True)]
+
+
+interpret = interpreter.interpret_pallas_call
+
+
+def pulled_back(
+    logits: jax.Array, labels: jax.Array, cotangents: TokenLogprobs, **options: Any
+) -> tuple[TokenLogprobs, jax.Array]:
+    """Values and gradient."""
+    outputs, pull_back = jax.vjp(lambda logits: logits_logprobs(logits, labels, **options), logits)
+    return outputs, pull_back(cotangents)[0]
+
+
+@functools.cache
+def jitted(function: Callable[..., Any], way: str) -> Callable[..., Any]:
+    """To be traced within `taking`; once, since compiling takes most of the time."""
+    return jax.jit(functools.partial(function, impl="mosaic_tpu" if way == "kernels" else "xla"))
+
+
+def run(way: str, *args: Any, where: Any = None, temperature: float = 1.0) -> tuple[TokenLogprobs, jax.Array]:
+    with taking(way):
+        return jax.block_until_ready(jitted(pulled_back, way)(*args, where=where, temperature=temperature))
+
+
+def problem(shape: tuple[int, int], scale: float = 3.0, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]:
+    """Logits, and labels of which the first is 0 and the last V-1."""
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(size=shape) * scale, rng.integers(0, shape[1], shape[0])
+    labels[0], labels[-1] = 0, shape[1] - 1
+    return jnp.asarray(logits, dtype), jnp.asarray(labels, jnp.int32)
+
+
+@jax.jit
+def plain(
+    logits: jax.Array, labels: jax.Array, cotangents: TokenLogprobs, live: jax.Array, temperature: float
+) -> tuple[TokenLogprobs, jax.Array]:
+    """What anybody would write: the yardstick of accuracy."""
+
+    def outputs(logits: jax.Array) -> TokenLogprobs:
+        z = jnp.where(live[:, None], logits, 0).astype(jnp.float32) / temperature
+        log_p = jax.nn.log_softmax(z)
+        logprob = jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0]
+        found = TokenLogprobs(logprob, jax.nn.logsumexp(z, axis=1), -jnp.sum(jnp.exp(log_p) * log_p, axis=1))
+        return TokenLogprobs(*(jnp.where(live, x, 0) for x in found))
+
+    values, pull_back = jax.vjp(outputs, logits)
+    return values, pull_back(cotangents)[0]
+
+
+def judge(
+    got: tuple[TokenLogprobs, jax.Array],
+    logits: jax.Array,
+    labels: jax.Array,
+    cotangents: TokenLogprobs,
+    live: np.ndarray | None = None,
+    temperature: float = 1.0,
+) -> None:
+    """By the head's criterion: no less accurate than the plain program, plus a hair."""
+    live = np.ones(len(labels), bool) if live is None else live
+    safe = np.where(live, labels, 0)
+    identity = np.eye(logits.shape[1])
+    truth = exact(logits, identity, safe, lambda *_: cotangents, where=live, temperature=temperature)
+    yardstick = plain(logits, jnp.asarray(safe), cotangents, live, temperature)
+    nothing = np.zeros(1)  # for the gradient by the weight
+    flat = (Plain(*outputs, gradient, nothing) for outputs, gradient in (got, yardstick))
+    assert_as_accurate_as_plain(*flat, truth._replace(weight=nothing))
+
+
+def check(
+    way: str,
+    logits: jax.Array,
+    labels: jax.Array,
+    cotangents: TokenLogprobs | None = None,
+    live: np.ndarray | None = None,
+    temperature: float = 1.0,
+) -> tuple[TokenLogprobs, jax.Array]:
+    """Judged; returns what came out."""
+    cotangents = random_cotangents(len(labels)) if cotangents is None else cotangents
+    got = run(way, logits, labels, cotangents, where=live, temperature=temperature)
+    judge(got, logits, labels, cotangents, live, temperature)
+    return got

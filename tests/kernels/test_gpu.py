@@ -1,0 +1,202 @@
+"""The head on a Hopper GPU against float64: its kernels, and streaming, which is what float32 takes there.
+
+    JAX_PLATFORMS=cuda python -m pytest -m gpu tests/kernels/test_gpu.py
+
+Two minutes by estimate, most of it compiling; no GPU has run it.
+
+What is right and how near is near enough is said in lm_head_oracle.py. Shapes are off every tile: 128 rows and 256
+columns of one, or half of that, in clusters of one block or of two. What only a device can show is a race: so the same
+call must give the same bits again and again. Left out: what tests on a CPU compile or interpret (test_strict_gpu.py).
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from lm_head_cases import (
+    OBJECTIVES,
+    SCALES,
+    Problem,
+    check,
+    check_loss,
+    loss_and_gradients,
+    operands_for,
+    plain_values_and_gradients,
+    planted_problem,
+    poisoned,
+    pulled_back,
+    random_cotangents,
+    random_problem,
+    sparse_weights,
+    values_and_gradients,
+)
+from lm_head_oracle import assert_as_accurate_as_plain, exact
+
+from kernels.lm_head import token_loss
+from kernels.lm_head.gpu import tiles as gpu_tiles
+from kernels.lm_head.gpu.tiles import Sizes, Tiles
+from kernels.lm_head.sharded import HeadSharding
+from tools import tune_gpu, tune_gpu_child
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("jax.default_backend() != 'gpu' or target.no_hopper() is not None", reason="needs a Hopper GPU"),
+]
+
+OFF_TILES = (300, 712, 192)
+"""Of N, V and D."""
+QWENS_WORDS = (130, 151936, 64)
+TILINGS = [Tiles(cluster=1), Tiles(slots=3), Tiles(columns=128, slots=6, cluster=1)]
+RACES = (4096, 32768, 1024)
+CALLS = 20
+
+
+@pytest.fixture
+def sized() -> Iterator[Any]:
+    """Sets sizes until the test ends. Programs that were traced with others are forgotten."""
+    programs = (values_and_gradients, loss_and_gradients)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def override(sizes: Sizes) -> None:
+            patch.setattr(gpu_tiles, "_override", sizes)
+            for program in programs:
+                program.clear_cache()
+
+        yield override
+    for program in programs:
+        program.clear_cache()
+
+
+def bfloat16_problem(shape: tuple[int, int, int], scale: float = 3.0) -> Problem:
+    return random_problem(shape, scale, jnp.bfloat16)
+
+
+# --- values and gradients
+
+
+@pytest.mark.parametrize("softmax", SCALES)
+def test_values_and_gradients_are_as_accurate_as_full_logits(softmax: str) -> None:
+    check(bfloat16_problem(OFF_TILES, SCALES[softmax]), random_cotangents(300), impl="mosaic_gpu")
+
+
+def test_qwens_vocabulary_is_as_accurate_as_full_logits() -> None:
+    check(bfloat16_problem(QWENS_WORDS), random_cotangents(130), impl="mosaic_gpu")
+
+
+@pytest.mark.parametrize("tiles", TILINGS, ids=str)
+def test_any_tiles_are_as_accurate_as_full_logits(tiles: Tiles, sized: Any) -> None:
+    """In chunks of two tiles, the last not full, of which there are three or more."""
+    sized(Sizes(tiles, 2 * tiles.columns))
+    check(bfloat16_problem((600, 1400, 192)), random_cotangents(600), impl="mosaic_gpu")
+
+
+def test_exact_matches_are_as_accurate_as_full_logits() -> None:
+    hidden, weight, labels = planted_problem(jnp.bfloat16, 1e4)
+    problem = Problem(hidden[:, :64], weight[:504, :64], labels % 504)
+    check(problem, random_cotangents(len(labels)), impl="mosaic_gpu", temperature=2.5, softcap=20.0)
+
+
+def test_a_float32_weight_is_as_accurate_as_a_bfloat16_one() -> None:
+    problem, cotangents, where = bfloat16_problem(OFF_TILES), random_cotangents(300), jnp.ones(300, bool)
+    wide = problem._replace(weight=problem.weight.astype(jnp.float32))
+    got = values_and_gradients(*wide, cotangents, impl="mosaic_gpu", where=where, dtype=jnp.bfloat16)
+    assert got.weight.dtype == jnp.float32
+    yardstick = plain_values_and_gradients(*problem, cotangents, where=where)
+    assert_as_accurate_as_plain(got, yardstick, exact(*problem, lambda *_: cotangents))
+
+
+def test_rows_that_do_not_count_are_never_read() -> None:
+    problem, live = bfloat16_problem(OFF_TILES), np.random.default_rng(5).random(300) < 0.3
+    dead = poisoned(problem, ~live)
+    got = values_and_gradients(*dead, random_cotangents(300), impl="mosaic_gpu", where=jnp.asarray(live))
+    want = check(problem, random_cotangents(300), impl="mosaic_gpu", where=jnp.asarray(live))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_tiles_without_a_likely_word_can_be_left_out_and_values_stay() -> None:
+    """Where every probability is near 0 or 1, what is left out is nothing."""
+    problem, cotangents = bfloat16_problem((300, 5000, 192), 1000.0), random_cotangents(300)
+    options = {"impl": "mosaic_gpu", "filter_eps": 2.0**-12}
+    got = jax.jit(functools.partial(pulled_back, **options))(*problem, cotangents)
+    where = jnp.ones(300, bool)
+    yardstick = plain_values_and_gradients(*problem, cotangents, where=where)
+    assert_as_accurate_as_plain(got, yardstick, exact(*problem, lambda *_: cotangents))
+    whole = values_and_gradients(*problem, cotangents, impl="mosaic_gpu", where=where)
+    for name in ("logprob", "lse", "entropy"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(whole, name))
+
+
+# --- losses
+
+
+@pytest.mark.parametrize("workspace", [0, 1_000_000, 2_000_000, None], ids=["none", "columns", "waves", "all"])
+def test_every_workspace_is_as_accurate_as_full_logits(workspace: int | None, sized: Any) -> None:
+    """Room for nothing, for some columns, for some rows and a float32 sum of dW, and for all."""
+    sized(Sizes(Tiles(), 512, wave_cost=0))
+    problem, objective = bfloat16_problem((600, 1400, 192)), OBJECTIVES["entropy bonus"]
+    check_loss(problem, objective, [], sparse_weights(600), impl="mosaic_gpu", workspace=workspace)
+
+
+def test_the_loss_of_a_clipped_ratio_is_as_accurate_as_full_logits() -> None:
+    problem, objective = bfloat16_problem(OFF_TILES), OBJECTIVES["clipped ratio"]
+    check_loss(problem, objective, operands_for(problem, objective), sparse_weights(300), impl="mosaic_gpu")
+
+
+def test_on_a_mesh_of_one_device_the_loss_has_the_same_bits() -> None:
+    problem = bfloat16_problem(OFF_TILES)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("dp", "fsdp", "tp"))
+
+    def run(sharding: HeadSharding | None) -> Any:
+        def loss(hidden: jax.Array, weight: jax.Array) -> Any:
+            negative = OBJECTIVES["cross-entropy"].in_jax
+            return token_loss(hidden, weight, problem.labels, negative, impl="mosaic_gpu", sharding=sharding)
+
+        run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+        return jax.block_until_ready(run(problem.hidden, problem.weight))
+
+    jax.tree.map(np.testing.assert_array_equal, run(None), run(HeadSharding(mesh)))
+
+
+# --- streaming
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.dtype.name)
+def test_streaming_is_as_accurate_as_full_logits(dtype: Any) -> None:
+    problem = random_problem(OFF_TILES, 3.0, dtype)
+    with jax.default_matmul_precision("highest"):  # the yardstick's, which would be narrower than float32
+        check(problem, random_cotangents(300), impl="streaming")
+        check_loss(problem, OBJECTIVES["entropy bonus"], [], sparse_weights(300), impl="streaming", workspace=0)
+
+
+def test_float32_takes_streaming_by_itself() -> None:
+    problem = random_problem(OFF_TILES)
+    with jax.default_matmul_precision("highest"):
+        check(problem, random_cotangents(300), impl=None)
+
+
+# --- races, and the size that counts
+
+
+@pytest.mark.parametrize("workspace", [0, 640 << 20], ids=["no workspace", "workspace"])
+def test_the_same_call_gives_the_same_bits_again_and_again(workspace: int) -> None:
+    problem, objective = bfloat16_problem(RACES), OBJECTIVES["cross-entropy"]
+    call = functools.partial(
+        loss_and_gradients, problem, objective, weights=sparse_weights(RACES[0]), impl="mosaic_gpu", workspace=workspace
+    )
+    first = call()
+    assert np.isfinite(first.loss)
+    for _ in range(CALLS):
+        assert tune_gpu_child.equal(first, call())
+
+
+def test_at_qwens_size_it_is_what_streaming_gives() -> None:
+    shape = (8192, 2048, 151936)  # of N, D and V
+    trials = tune_gpu_child.Trials(shape, tune_gpu.WORKSPACE)
+    found = trials.try_one(tune_gpu.Candidate(Tiles()))
+    assert found["same"]
+    assert {name: x for name, x in found["errors"].items() if x > tune_gpu.TOLERANCE[name]} == {}

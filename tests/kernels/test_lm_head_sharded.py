@@ -1,0 +1,354 @@
+"""The sharded head gives what one device gives, on every mesh of eight; and what its devices exchange for it.
+
+Half of the tokens don't count and hold NaN: they fill whole shards, so that some devices have nothing to do. The labels
+are those at the edges of the vocabulary's shards, and no mesh divides the vocabulary evenly. Tiles are made small, so
+that there are several of them.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels.lm_head import HeadSharding, target, token_logprobs, token_loss
+from kernels.lm_head import xla as streaming
+from kernels.lm_head.tpu import tiles
+
+N, D, V = 80, 16, 131
+EDGES = [0, *(k * size + side for size in (17, 33, 66) for k in range(1, 8) for side in (-1, 0)), V - 1]
+RNG = np.random.default_rng(0)
+LIVE = (np.arange(N) >= N // 2) & (np.arange(N) % 13 != 0)
+HIDDEN = np.where(LIVE[:, None], RNG.normal(size=(N, D)), np.nan).astype(np.float32)
+WEIGHT = RNG.normal(size=(V, D)).astype(np.float32)
+LABELS = np.full(N, -100)
+LABELS[LIVE] = np.resize([label for label in EDGES if label < V], LIVE.sum())
+OPERAND = np.where(LIVE, RNG.normal(size=N), np.inf).astype(np.float32)
+WEIGHTS = (LIVE * RNG.normal(size=N)).astype(np.float32)
+ARGUMENTS = (HIDDEN, WEIGHT, OPERAND, WEIGHTS, np.float32(0.7))
+
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 2, 4)]
+CUBE = (2, 2, 2)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(streaming, "_CPU_BLOCK", 16)
+    monkeypatch.setattr(streaming, "_TILE", 128)
+    monkeypatch.setattr(streaming, "_LEAST_WAVE", 8)
+    monkeypatch.setattr(streaming, "_MOST_WAVE", 8)
+
+
+@pytest.fixture
+def interpreter():
+    """Runs kernels for TPUs here. Where those of one device fail, the others wait for it no longer."""
+    small = tiles.override(rows=128, columns=256, step=128)
+    with small, pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def over(shape, kind=AxisType.Auto, **axes):
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return HeadSharding(Mesh(devices, ("dp", "fsdp", "tp"), axis_types=(kind,) * 3), **axes)
+
+
+def general(hidden, weight, operand, weights, scale, labels=LABELS, entropy=True, **options):
+    """Of log-probability, normaliser and, if so desired, entropy."""
+    live = weights != 0
+    tokens = token_logprobs(hidden, weight, labels, where=live, **options)
+    product = tokens.logprob * (tokens.entropy if entropy else 1)
+    return jnp.sum(weights * (jnp.where(live, operand, 0) * product + jnp.sin(scale * tokens.lse))), tokens
+
+
+def loss(hidden, weight, operand, weights, scale, labels=LABELS, entropy=True, **options):
+    def objective(logprob, entropy_, operand):
+        by_entropy = 0.1 * jnp.clip(entropy_, 0, 4) ** 2 if entropy else 0
+        return -operand * jnp.exp(scale * 0.1 * logprob) + by_entropy
+
+    return token_loss(hidden, weight, labels, objective, operand, weights=weights, **options)
+
+
+WAYS = {"general": (general, {}), "recomputed": (loss, {"workspace": 0}), "in waves": (loss, {"workspace": 2**20})}
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def differentiated(way, argnums=(0, 1, 2, 3, 4), **options):
+    """Value, tokens and gradients, jitted."""
+    function, settings = WAYS[way]
+    return jax.jit(jax.value_and_grad(lambda *args: function(*args, **settings, **options), argnums, has_aux=True))
+
+
+@functools.cache
+def of_one_device(way, argnums=(0, 1, 2, 3, 4)):
+    return differentiated(way, argnums)(*ARGUMENTS)
+
+
+def assert_close(got, expected, tolerance=2e-5):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        assert np.abs(one - other).max() <= tolerance * max(np.abs(other).max(), 1e-6)
+
+
+# --- what comes out ---
+
+
+@every_way
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_values_and_gradients_are_those_of_one_device(shape, way):
+    assert_close(differentiated(way, sharding=over(shape))(*ARGUMENTS), of_one_device(way))
+
+
+KERNELS = [
+    ((2, 1, 2), "general", True),
+    ((1, 2, 2), "general", False),
+    ((1, 1, 4), "general", False),
+    ((1, 4, 1), "general", False),
+    ((2, 1, 2), "recomputed", False),
+    ((1, 2, 2), "recomputed", True),
+    ((1, 2, 2), "in waves", False),
+]
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("shape", "way", "entropy"), KERNELS, ids=str)
+def test_kernels_for_tpus_give_what_one_device_gives(shape, way, entropy):
+    """On four devices: interpreted kernels wait for each other, and eight would take all threads that XLA has here."""
+    options = {"labels": LABELS, "entropy": entropy}
+    arguments = ARGUMENTS
+    if way == "general":
+        # For the same reason each device needs a token that counts, unless all go through the blocks in step.
+        order = np.arange(N).reshape(2, -1).T.ravel()
+        options["labels"] = LABELS[order]
+        arguments = [x[order] if len(np.shape(x)) and len(x) == N else x for x in ARGUMENTS]
+    got = differentiated(way, sharding=over(shape), impl="mosaic_tpu", **options)(*arguments)
+    assert_close(got, differentiated(way, impl="streaming", **options)(*arguments))
+
+
+@every_way
+def test_temperature_and_softcap_are_those_of_one_device(way):
+    options = {"temperature": 0.6, "softcap": 2.0}
+    got = differentiated(way, sharding=over(CUBE), **options)(*ARGUMENTS)
+    assert_close(got, differentiated(way, **options)(*ARGUMENTS))
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["hidden alone", "weight alone"])
+@pytest.mark.parametrize("way", ["general", "in waves"])
+def test_the_other_side_may_be_frozen(way, side):
+    assert_close(differentiated(way, side, sharding=over(CUBE))(*ARGUMENTS)[1], of_one_device(way)[1][side])
+
+
+@every_way
+def test_bfloat16_arguments_get_gradients_of_their_dtype(way):
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in (HIDDEN, WEIGHT)] + list(ARGUMENTS[2:])
+    got = differentiated(way, (0, 1), sharding=over(CUBE))(*narrow)
+    assert {x.dtype for x in got[1]} == {jnp.dtype(jnp.bfloat16)}
+    assert_close(got, differentiated(way, (0, 1))(*narrow), 2e-2)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"tokens": ("dp",)},
+        {"features": None},
+        {"vocabulary": None},
+        {"tokens": (), "vocabulary": "dp"},
+        {"tokens": ("tp", "dp"), "vocabulary": "fsdp", "features": "tp"},
+    ],
+    ids=str,
+)
+def test_any_axis_may_have_any_part(axes):
+    assert_close(differentiated("in waves", sharding=over(CUBE, **axes))(*ARGUMENTS), of_one_device("in waves"))
+
+
+@every_way
+def test_the_mesh_may_be_set_around_the_program(way):
+    at = over(CUBE)
+    with jax.set_mesh(at.mesh):
+        got = differentiated(way, sharding=at)(*ARGUMENTS)
+    assert_close(got, of_one_device(way))
+
+
+def test_full_logits_take_the_layout_too():
+    got = differentiated("general", sharding=over(CUBE), impl="reference")(*ARGUMENTS)
+    assert_close(got, of_one_device("general"))
+
+
+@every_way
+def test_where_no_token_counts_on_any_device_all_is_zero(way):
+    weights = np.zeros(N, np.float32)
+    got = differentiated(way, (0, 1), sharding=over(CUBE))(HIDDEN, WEIGHT, OPERAND, weights, np.float32(1))
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(got))
+
+
+def on_mesh(at, **arrays):
+    """The arrays as they lie on a mesh: the weight, and all else spread over the tokens."""
+    return {
+        name: jax.device_put(x, NamedSharding(at.mesh, at.weight_spec if name == "weight" else P(at.tokens)))
+        for name, x in arrays.items()
+    }
+
+
+def test_a_tied_weight_gets_both_of_its_gradients_laid_out_as_it_is():
+    words, at = np.resize(np.arange(V + 5), N), over(CUBE)
+    weight = np.resize(WEIGHT, (V + 5, D))
+    labels = np.where(LIVE, LABELS, 0)
+
+    def tied(weight, words, labels, weights, **options):
+        return token_loss(jnp.tanh(weight[words]), weight, labels, lambda logp, _: -logp, weights=weights, **options)[0]
+
+    gradient = jax.jit(jax.grad(tied), static_argnames="sharding")
+    given = {"weight": weight, "words": words, "labels": labels, "weights": WEIGHTS}
+    got = gradient(*on_mesh(at, **given).values(), sharding=at)
+    assert got.sharding.is_equivalent_to(NamedSharding(at.mesh, at.weight_spec), 2)
+    assert_close(got, gradient(*given.values()))
+
+
+@pytest.mark.parametrize("way", ["recomputed", "in waves"])
+def test_micro_batches_in_a_scan_and_rematerialisation_change_nothing(way):
+    def total(hidden, weight, **options):
+        @jax.checkpoint
+        def step(sum_, micro):
+            hidden, labels, operand, weights = micro
+            value, _ = loss(hidden, weight, operand, weights, 0.7, labels, **WAYS[way][1], **options)
+            return sum_ + value, None
+
+        micro_batches = [x.reshape(2, N // 2, *x.shape[1:]) for x in (hidden, LABELS, OPERAND, WEIGHTS)]
+        return jax.lax.scan(step, 0.0, micro_batches)[0]
+
+    gradients = jax.jit(jax.grad(total, (0, 1)), static_argnames="sharding")
+    assert_close(gradients(HIDDEN, WEIGHT, sharding=over(CUBE)), gradients(HIDDEN, WEIGHT))
+
+
+@pytest.mark.parametrize("way", ["general", "in waves"])
+def test_vmap_is_a_loop(way):
+    gradient = differentiated(way, (0, 1), sharding=over(CUBE))
+    weights = np.stack([WEIGHT, -WEIGHT])
+    got = jax.vmap(lambda weight: gradient(HIDDEN, weight, *ARGUMENTS[2:]))(weights)
+    looped = [differentiated(way, (0, 1))(HIDDEN, weight, *ARGUMENTS[2:]) for weight in weights]
+    assert_close(got, jax.tree.map(lambda *x: np.stack(x), *looped))
+
+
+# --- what is exchanged ---
+
+ROWS, WORDS = N // 4, 144 // 2  # a device's, on the cube, of a vocabulary that is divisible
+GROUPS = {"dp": "[[0, 4], ", "fsdp": "[[0, 2], ", "tp": "[[0, 1], ", "dp, fsdp": "[[0, 2, 4, 6], "}
+GATHER_W = ("all_gather", "fsdp", f"{WORDS}x{D}xbf16")
+MERGE = [("all_reduce", "tp", f"{ROWS}xf32")] * 4
+MERGE_A_WAVE = [("all_reduce", "tp", "8xf32")] * 4
+AGREE_ON_WAVES = ("all_reduce", "dp, fsdp", "i32")
+SUM_DH = ("all_reduce", "tp", f"{ROWS}x{D}xf32")
+SUM_DW = [
+    ("reduce_scatter", "fsdp", f"{WORDS // 2}x{D}xf32"),
+    ("all_reduce", "dp", f"{WORDS // 2}x{D}xf32"),
+    ("all_to_all", "fsdp", f"{WORDS}x{D // 2}xf32"),
+]
+EXCHANGED = {
+    "general": [GATHER_W, *MERGE, GATHER_W, SUM_DH, *SUM_DW],
+    "recomputed": [GATHER_W, *MERGE, SUM_DH, *SUM_DW],
+    "in waves": [GATHER_W, AGREE_ON_WAVES, *MERGE_A_WAVE, SUM_DH, *SUM_DW],
+}
+
+
+@functools.cache
+def lowered(way):
+    at = over(CUBE)
+    layouts = [at.hidden_spec, at.weight_spec, P(at.tokens), P(at.tokens), P()]
+    shapes = [(N, D), (2 * WORDS, D), (N,), (N,), ()]
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(at.mesh, spec))
+        for shape, spec in zip(shapes, layouts, strict=True)
+    ]
+    return differentiated(way, (0, 1), sharding=at, dtype=jnp.bfloat16).lower(*arguments)
+
+
+def axes_of(groups):
+    """The mesh axes of replica groups, by whose names newer versions of JAX write them."""
+    names = re.findall(r'name = "(\w+)"', groups)
+    return ", ".join(names) or next(axes for axes, start in GROUPS.items() if start in groups)
+
+
+@every_way
+def test_devices_exchange_weights_once_a_pass_a_few_numbers_a_token_and_sums_of_gradients(way):
+    collective = r'"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)"'
+    operands = r".*?replica_groups = (.*?)(?:use_global|split_count).*?\) -> tensor<(.*?)>"
+    found = re.findall(collective + operands, lowered(way).as_text(), re.DOTALL)
+    assert sorted((op, axes_of(groups), kind) for op, groups, kind in found) == sorted(EXCHANGED[way])
+
+
+@every_way
+def test_the_compiler_adds_no_exchange_but_that_of_the_loss(way):
+    text = lowered(way).compile().as_text()
+    operation = r"= (\S+|\(.*?\)) (all-[\w-]+?|reduce-scatter|collective-\w+)(?:-start)?\("
+    found = {(op, dims) for kinds, op in re.findall(operation, text) for dims in re.findall(r"\w\[(.*?)\]", kinds)}
+    expected = {(op.replace("_", "-"), ",".join(re.findall(r"(\d+)x", kind))) for op, _, kind in EXCHANGED[way]}
+    # XLA for CPUs takes what goes to each device as an array of its own.
+    pieces = {("all-to-all", f"{WORDS},{D // 2}"): ("all-to-all", f"{WORDS // 2},{D // 2}")}
+    assert found == {pieces.get(each, each) for each in expected} | {("all-reduce", "")}
+    assert len(re.findall(r" all-gather(?:-start)?\(", text)) <= EXCHANGED[way].count(GATHER_W)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("sharding", [None, over(CUBE)], ids=["one device", "a mesh"])
+@pytest.mark.parametrize(
+    ("platform", "dtype", "kernels"), [("tpu", "float32", True), ("tpu", "float16", False), ("cpu", "float32", False)]
+)
+def test_kernels_are_picked_on_tpus_that_can_run_them(platform, dtype, kernels, sharding, monkeypatch):
+    monkeypatch.setattr(target, "platform", lambda mesh=None: platform)
+    sides = [jnp.asarray(x, dtype) for x in ARGUMENTS[:2]]
+    program = jax.make_jaxpr(differentiated("general", sharding=sharding))(*sides, *ARGUMENTS[2:])
+    assert ("pallas_call" in str(program)) == kernels
+
+
+def test_a_mesh_of_one_device_needs_no_map_over_devices():
+    text = str(jax.make_jaxpr(differentiated("general", sharding=over((1, 1, 1))))(*ARGUMENTS))
+    assert "while" in text
+    assert "shard_map" not in text
+
+
+# --- what is refused ---
+
+
+def refused(message, arguments=ARGUMENTS[:2], **axes):
+    hidden, weight = arguments
+    for impl in (None, "reference"):
+        with pytest.raises(ValueError, match=message):
+            token_logprobs(hidden, weight, np.zeros(len(hidden), int), sharding=over(CUBE, **axes), impl=impl)
+
+
+def test_an_axis_that_the_mesh_lacks_is_named():
+    refused("sharding: 'model' is none of the mesh's axes dp, fsdp, tp", vocabulary="model")
+
+
+def test_a_mesh_of_explicit_axes_is_told_which_kind_it_takes():
+    refused("sharding: the mesh's axes must be automatic", kind=AxisType.Explicit)
+
+
+@pytest.mark.parametrize("sharding", [None, over(CUBE)], ids=["one device", "a mesh"])
+def test_an_engine_that_is_asked_for_and_can_not_run_says_why(sharding):
+    half = [jnp.asarray(x, jnp.float16) for x in ARGUMENTS[:2]]
+    with pytest.raises(ValueError, match="impl: mosaic_tpu can't run here: hidden is float16"):
+        token_logprobs(*half, LABELS, where=LIVE, impl="mosaic_tpu", sharding=sharding)
+
+
+@pytest.mark.parametrize("axes", [{"vocabulary": "dp"}, {"features": "tp"}], ids=str)
+def test_the_vocabulary_shares_its_axis_with_nothing(axes):
+    refused("can't be another's axis as well", **axes)
+
+
+def test_tokens_and_features_must_be_divisible_by_their_axes():
+    refused("hidden: 78 tokens don't make 4 shards over dp, fsdp", (HIDDEN[:78], WEIGHT))
+    refused("weight: 15 features don't make 2 shards over fsdp", (HIDDEN[:, :15], WEIGHT[:, :15]))
+
+
+@pytest.mark.parametrize("spec", [P(), P("fsdp", "tp"), P(None, "fsdp")], ids=str)
+def test_arrays_that_lie_otherwise_are_refused(spec):
+    at, weight = over(CUBE), WEIGHT[:128]
+    misplaced = [jax.device_put(x, NamedSharding(at.mesh, spec)) for x in (HIDDEN, weight)]
+    refused("hidden must be laid out as sharding says", (misplaced[0], weight))
+    refused("weight must be laid out as sharding says", (HIDDEN, misplaced[1]))

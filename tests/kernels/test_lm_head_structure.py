@@ -1,0 +1,309 @@
+"""What the streaming head does for its results: sizes of values, matrix products, blocks visited.
+
+Tiles are made small here, so that a few rows already make several blocks and the last tile overlaps the one before.
+"""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from kernels.lm_head import token_logprobs, token_loss
+from kernels.lm_head import xla as streaming
+from kernels.lm_head.live_rows import LiveRows
+
+N, D, V = 90, 16, 301
+RNG = np.random.default_rng(0)
+HIDDEN = RNG.normal(size=(N, D)).astype(np.float32)
+WEIGHT = RNG.normal(size=(V, D)).astype(np.float32)
+LABELS = RNG.integers(0, V, N)
+LIVE = RNG.random(N) < 0.5
+ADVANTAGE = RNG.normal(size=N).astype(np.float32)
+WEIGHTS = (LIVE * RNG.normal(size=N)).astype(np.float32)
+WAVE_OF_ALL, WAVES, RECOMPUTED = 10**9, 40 * 384 * 4, 0
+
+
+def objective(logprob, entropy, advantage):
+    return -advantage * jnp.exp(0.1 * logprob) + 0.01 * entropy**2
+
+
+def cross_entropy(logprob, entropy):
+    return -logprob
+
+
+def logprobs_sum(hidden, weight, **options):
+    return sum(x.sum() for x in token_logprobs(hidden, weight, LABELS, **options))
+
+
+def loss(hidden, weight, advantage=ADVANTAGE, weights=LIVE, **options):
+    return token_loss(hidden, weight, LABELS, objective, advantage, weights=weights, **options)[0]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch, request):
+    if "full_size_tiles" not in request.fixturenames:
+        monkeypatch.setattr(streaming, "_CPU_BLOCK", 16)
+        monkeypatch.setattr(streaming, "_BLOCK", 16)
+        monkeypatch.setattr(streaming, "_TILE", 128)
+        monkeypatch.setattr(streaming, "_LEAST_WAVE", 8)
+
+
+@pytest.fixture
+def full_size_tiles():
+    """The tiles of a real run; only for what is traced or compiled and not run."""
+
+
+def close(got, expected, tolerance=2e-5):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(a - b).max() <= tolerance * max(np.abs(b).max(), 1e-6)
+
+
+def equations(jaxpr) -> Iterator:
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)):
+            if isinstance(parameter, ClosedJaxpr | Jaxpr):
+                yield from equations(getattr(parameter, "jaxpr", parameter))
+
+
+def products(function, *args) -> int:
+    """Matrix products in what remains of the function when unused results are dropped."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    return sum(" dot(" in line or ("custom-call(" in line and "matmul" in line) for line in text.splitlines())
+
+
+# --- sizes ---
+
+
+def entry_points():
+    def logprobs(h, w, y, mask):
+        return sum(x.sum() for x in token_logprobs(h, w, y, where=mask != 0))
+
+    def loss_with(workspace):
+        return lambda h, w, y, mask: token_loss(h, w, y, cross_entropy, weights=mask, workspace=workspace)[0]
+
+    yield pytest.param(logprobs, id="token_logprobs")
+    for workspace in (0, None, 2**24, 2**40):
+        yield pytest.param(loss_with(workspace), id=f"token_loss-{workspace}")
+
+
+def shapes_of(rows, vocabulary, features):
+    f32 = jnp.float32
+    return (
+        jax.ShapeDtypeStruct((rows, features), f32),
+        jax.ShapeDtypeStruct((vocabulary, features), f32),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+        jax.ShapeDtypeStruct((rows,), f32),
+    )
+
+
+@pytest.mark.usefixtures("full_size_tiles")
+@pytest.mark.parametrize("function", list(entry_points()))
+@pytest.mark.parametrize("differentiated", [False, True], ids=["forward", "backward"])
+def test_no_value_carries_both_rows_and_vocabulary(function, differentiated):
+    rows, vocabulary = 40_009, 151_936
+    traced = jax.value_and_grad(function, (0, 1)) if differentiated else function
+    jaxpr = jax.make_jaxpr(traced)(*shapes_of(rows, vocabulary, 8)).jaxpr
+    shapes = {v.aval.shape for e in equations(jaxpr) for v in e.outvars}
+    assert len(shapes) > 10, "the walk has not seen the loops"
+    for shape in shapes:
+        assert not (any(n >= rows for n in shape[:-1]) and shape[-1] >= vocabulary), shape
+        # The whole of a wave's logits is the largest: 2048 rows, and never all of them.
+        assert np.prod(shape) <= 2048 * 153_600, shape
+
+
+@pytest.mark.usefixtures("full_size_tiles")
+@pytest.mark.parametrize("workspace", [0, 2**24, 2**26])
+def test_temporaries_stay_within_the_workspace_and_a_few_tiles(workspace):
+    rows, vocabulary, features = 8192, 16_411, 64
+    grad = jax.grad(lambda h, w, y, a: token_loss(h, w, y, cross_entropy, weights=a, workspace=workspace)[0], (0, 1))
+    memory = jax.jit(grad).lower(*shapes_of(rows, vocabulary, features)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= workspace + 64 * 2**20 + 4 * rows * features
+
+
+# --- work ---
+
+
+@pytest.mark.parametrize("workspace", [RECOMPUTED, WAVES, WAVE_OF_ALL])
+def test_the_value_alone_takes_one_matrix_product(workspace):
+    assert products(lambda h, w: loss(h, w, workspace=workspace), HIDDEN, WEIGHT) == 1
+
+
+@pytest.mark.parametrize(("workspace", "expected"), [(RECOMPUTED, 4), (WAVES, 3), (WAVE_OF_ALL, 3), (None, 3)])
+def test_loss_and_both_gradients_take_four_products_or_three_with_a_workspace(workspace, expected):
+    grad = jax.value_and_grad(lambda h, w: loss(h, w, workspace=workspace), (0, 1))
+    assert products(grad, HIDDEN, WEIGHT) == expected
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["hidden alone", "weight alone"])
+@pytest.mark.parametrize(("workspace", "expected"), [(RECOMPUTED, 3), (WAVES, 2)])
+def test_the_gradient_of_a_frozen_side_is_not_computed(side, workspace, expected):
+    grad = jax.value_and_grad(lambda h, w: loss(h, w, workspace=workspace), side)
+    assert products(grad, HIDDEN, WEIGHT) == expected
+    assert products(jax.value_and_grad(logprobs_sum, side), HIDDEN, WEIGHT) == 3
+
+
+def test_a_frozen_side_stays_frozen_through_jit_checkpoint_and_scan():
+    @jax.jit
+    def micro_batches(hidden, weight):
+        step = jax.checkpoint(lambda total, h: (total + loss(h, weight, workspace=RECOMPUTED), None))
+        return jax.lax.scan(step, 0.0, hidden[None])[0]
+
+    # The checkpoint repeats the forward pass: z for the loss, z again, z for the backward pass, dh.
+    assert products(jax.grad(micro_batches), HIDDEN, WEIGHT) <= 4
+
+
+def test_a_narrow_weight_takes_waves_only_if_their_float32_sum_fits():
+    narrow = jnp.asarray(WEIGHT, jnp.bfloat16)
+
+    def count(workspace, side):
+        return products(jax.value_and_grad(lambda h, w: loss(h, w, workspace=workspace), side), HIDDEN, narrow)
+
+    both = (0, 1)
+    room_for_logits = 16 * 384 * 4
+    assert [count(None, both), count(room_for_logits, both), count(room_for_logits + 4 * V * D, both)] == [4, 4, 3]
+    assert count(WAVE_OF_ALL, both) == 3, "one wave has nothing to sum"
+    assert count(None, 0) == 2, "a frozen weight has no sum"
+
+
+@pytest.mark.parametrize("live", [0, 1, 16, 17, N])
+def test_blocks_visited_follow_the_rows_that_count(live, monkeypatch):
+    visits = []
+    block = LiveRows.block
+
+    def counted(self, i, size):
+        jax.debug.callback(lambda i: visits.append(int(i)), i)
+        return block(self, i, size)
+
+    monkeypatch.setattr(LiveRows, "block", counted)
+    mask = np.zeros(N, np.float32)
+    mask[RNG.permutation(N)[:live]] = 1
+    blocks, tiles = -(-live // 16), -(-V // 128)
+    jax.block_until_ready(jax.grad(loss, (0, 1))(HIDDEN, WEIGHT, weights=mask, workspace=None))
+    jax.effects_barrier()
+    assert len(visits) == blocks
+    visits.clear()
+    jax.block_until_ready(jax.grad(loss, (0, 1))(HIDDEN, WEIGHT, weights=mask, workspace=RECOMPUTED))
+    jax.effects_barrier()
+    assert len(visits) == blocks + tiles * blocks
+
+
+@pytest.mark.parametrize("workspace", [RECOMPUTED, None])
+def test_rows_that_do_not_count_are_never_read(workspace):
+    def all_of(hidden, labels, advantage):
+        def of(h, w, a):
+            return token_loss(h, w, labels, objective, a, weights=LIVE, workspace=workspace)
+
+        return jax.value_and_grad(of, (0, 1, 2), has_aux=True)(hidden, WEIGHT, advantage)
+
+    dirty = np.where(LIVE[:, None], HIDDEN, np.nan)
+    got = all_of(dirty, np.where(LIVE, LABELS, -100), np.where(LIVE, ADVANTAGE, np.nan))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(all_of(HIDDEN, LABELS, ADVANTAGE)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    (_, tokens), (dh, _, da) = got
+    assert all((np.asarray(x)[~LIVE] == 0).all() for x in (*tokens, dh, da))
+
+
+# --- several blocks and an overlapping last tile ---
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "softcap": 2.0}], ids=["plain", "scaled"])
+@pytest.mark.parametrize("workspace", [RECOMPUTED, WAVES, None, WAVE_OF_ALL])
+def test_every_workspace_gives_the_loss_and_gradients_of_full_logits(workspace, options):
+    def of(impl):
+        def f(h, w, advantage, weights):
+            return token_loss(
+                h, w, LABELS, objective, advantage, weights=weights, workspace=workspace, impl=impl, **options
+            )
+
+        grad = jax.jit(jax.value_and_grad(f, (0, 1, 2, 3), has_aux=True))
+        return grad(HIDDEN, WEIGHT, ADVANTAGE, WEIGHTS)
+
+    close(of("streaming"), of("reference"))
+
+
+def test_float32_masters_with_bfloat16_products_give_float32_gradients_and_bfloat16_arguments_their_own():
+    grad = jax.grad(loss, (0, 1))
+    expected = grad(HIDDEN, WEIGHT, dtype=jnp.bfloat16, impl="reference")
+    for workspace in (RECOMPUTED, WAVES):
+        masters = grad(HIDDEN, WEIGHT, dtype=jnp.bfloat16, workspace=workspace)
+        assert [x.dtype for x in masters] == [jnp.float32, jnp.float32]
+        close(masters, expected, 1e-2)
+        narrow = [jnp.asarray(x, jnp.bfloat16) for x in (HIDDEN, WEIGHT)]
+        gradients = grad(*narrow, workspace=workspace + 4 * V * D)
+        assert [x.dtype for x in gradients] == [jnp.bfloat16, jnp.bfloat16]
+        close(gradients, expected, 2e-2)
+
+
+def test_what_the_objective_closes_over_is_differentiated():
+    def of(scale, workspace):
+        def scaled(logprob, entropy):
+            return -scale * logprob
+
+        return token_loss(HIDDEN, WEIGHT, LABELS, scaled, workspace=workspace)[0]
+
+    nll = -token_logprobs(HIDDEN, WEIGHT, LABELS).logprob.sum()
+    for workspace in (RECOMPUTED, None):
+        close(jax.grad(of)(2.0, workspace), nll)
+
+
+def test_integer_operands_reach_the_objective():
+    def by_kind(logprob, entropy, kind):
+        return jnp.where(kind == 1, -logprob, entropy)
+
+    kind = RNG.integers(0, 2, N)
+    tokens = token_logprobs(HIDDEN, WEIGHT, LABELS)
+    value, dh = jax.value_and_grad(lambda h: token_loss(h, WEIGHT, LABELS, by_kind, kind)[0])(HIDDEN)
+    close(value, np.where(kind == 1, -np.asarray(tokens.logprob), tokens.entropy).sum())
+    assert dh.shape == HIDDEN.shape
+
+
+def test_the_tokens_beside_the_loss_carry_no_gradient():
+    grad = jax.grad(lambda h: token_loss(h, WEIGHT, LABELS, cross_entropy)[1].entropy.sum())
+    assert not np.asarray(grad(HIDDEN)).any()
+
+
+def test_a_traced_label_out_of_range_hits_nothing():
+    for impl in ("streaming", "reference"):
+        out = jax.jit(lambda y, impl=impl: token_logprobs(HIDDEN, WEIGHT, y, impl=impl))(np.full(N, V + 3))
+        close(out.logprob, -out.lse)
+
+
+# --- transformations ---
+
+
+@pytest.mark.parametrize("workspace", [RECOMPUTED, WAVES])
+def test_vmap_equals_a_loop(workspace):
+    hidden = RNG.normal(size=(3, N, D)).astype(np.float32)
+    weights = (RNG.random((3, N)) < np.array([[0.1], [0.5], [1.0]])).astype(np.float32)
+    grad = jax.value_and_grad(lambda h, a: loss(h, WEIGHT, weights=a, workspace=workspace))
+    looped = [grad(h, a) for h, a in zip(hidden, weights, strict=True)]
+    close(jax.vmap(grad)(hidden, weights), jax.tree.map(lambda *x: jnp.stack(x), *looped))
+
+
+@pytest.mark.parametrize("workspace", [RECOMPUTED, None])
+@pytest.mark.parametrize("checked", [True, False], ids=["varying axes checked", "unchecked"])
+def test_tokens_over_devices_give_the_gradients_of_one(workspace, checked):
+    devices = 5
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+
+    def plain(h, w, y, a, m):
+        value = token_loss(h, w, y, objective, a, weights=m, workspace=workspace)[0]
+        return value + token_logprobs(h, w, y, where=m != 0).lse.sum()
+
+    rows = P("data")
+    sharded = jax.shard_map(
+        lambda *args: jax.lax.psum(plain(*args), "data"),
+        mesh=mesh,
+        in_specs=(rows, P(), rows, rows, rows),
+        out_specs=P(),
+        check_vma=checked,
+    )
+    args = (HIDDEN, WEIGHT, LABELS, ADVANTAGE, LIVE.astype(np.float32))
+    close(jax.jit(jax.value_and_grad(sharded, (0, 1)))(*args), jax.value_and_grad(plain, (0, 1))(*args))

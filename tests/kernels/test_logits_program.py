@@ -1,0 +1,271 @@
+"""logits_logprobs as a program: under JAX's transformations, by which implementation, and what it takes of memory."""
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from lm_head_cases import random_cotangents
+from logits_cases import (
+    ACROSS,
+    SMALL,
+    every_dtype,
+    every_way,
+    jitted,
+    problem,
+    pulled_back,
+    small_tiles,
+    taking,
+    xla_s_ways,
+)
+
+from kernels.lm_head import TokenLogprobs, logits_logprobs
+
+V6E = AbstractMesh(
+    (1,), ("chip",), (AxisType.Auto,), abstract_device=AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
+)
+
+
+@pytest.fixture(autouse=True)
+def tiles_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tiles(monkeypatch)
+
+
+# --- transformations ---
+
+WEIGHTS = np.where(np.arange(20) % 3 == 0, 0, np.linspace(-1, 1, 20)).astype(np.float32)
+
+
+def scalar(logits: jax.Array, labels: jax.Array, weights: jax.Array, *, impl: str) -> jax.Array:
+    outputs = logits_logprobs(logits, labels, where=weights != 0, impl=impl)
+    return jnp.vdot(weights, outputs.logprob * outputs.entropy + jnp.sin(outputs.lse))
+
+
+def gradient_of(function: Callable[..., jax.Array], impl: str) -> Callable[..., Any]:
+    return jax.value_and_grad(functools.partial(function, impl=impl))
+
+
+def transformed(way: str, transformation: Callable[[str], Callable[..., Any]], *args: Any, **strictness: Any) -> Any:
+    with taking(way, **strictness) as impl:
+        return jax.block_until_ready(transformation(impl)(*args))
+
+
+def value_and_gradient(*args: Any, impl: str) -> Any:
+    return gradient_of(scalar, impl)(*args)
+
+
+def plainly(way: str, *args: Any) -> Any:
+    return transformed(way, lambda _: jitted(value_and_gradient, way), *args)
+
+
+def assert_near(got: Any, want: Any) -> None:
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
+
+
+@every_way
+def test_jit_changes_nothing_and_two_runs_agree_bit_for_bit(way: str) -> None:
+    arguments = (*problem(SMALL), WEIGHTS)
+    once, again = plainly(way, *arguments), plainly(way, *arguments)
+    jax.tree.map(np.testing.assert_array_equal, once, again)
+    assert_near(transformed(way, lambda impl: gradient_of(scalar, impl), *arguments), once)
+
+
+@xla_s_ways  # JAX's interpreter can't be rematerialised
+def test_rematerialisation_in_a_scan_changes_nothing(way: str) -> None:
+    def halves(logits: jax.Array, *rest: jax.Array, impl: str) -> jax.Array:
+        def step(total: jax.Array, half: Any) -> tuple[jax.Array, None]:
+            return total + scalar(*half, impl=impl), None
+
+        parts = (x.reshape(2, 10, *x.shape[1:]) for x in (logits, *rest))
+        return jax.lax.scan(jax.checkpoint(step), 0.0, tuple(parts))[0]
+
+    arguments = (*problem(SMALL), WEIGHTS)
+    got = transformed(way, lambda impl: jax.jit(gradient_of(halves, impl)), *arguments)
+    assert_near(got, plainly(way, *arguments))
+
+
+@every_way
+def test_vmap_is_a_python_loop(way: str) -> None:
+    logits, labels = problem(SMALL)
+    alone = [(logits, labels, WEIGHTS), (-logits, 299 - labels, 1 - WEIGHTS)]
+    stacks = map(jnp.stack, zip(*alone, strict=True))
+    got = transformed(way, lambda impl: jax.jit(jax.vmap(gradient_of(scalar, impl))), *stacks)
+    for i, arguments in enumerate(alone):
+        assert_near([x[i] for x in got], list(plainly(way, *arguments)))
+
+
+@every_way
+def test_shard_map_over_rows_gives_the_same(way: str) -> None:
+    def sharded(logits: jax.Array, *rest: jax.Array, impl: str) -> jax.Array:
+        @functools.partial(
+            jax.shard_map, mesh=Mesh(np.array(jax.devices()[:2]), ("dp",)), in_specs=(P("dp"),) * 3, out_specs=P()
+        )
+        def shard(*args: jax.Array) -> jax.Array:
+            return jax.lax.psum(scalar(*args, impl=impl), "dp")
+
+        return shard(logits, *rest)
+
+    arguments = (*problem(SMALL), jnp.asarray(WEIGHTS))
+    got = transformed(way, lambda impl: jax.jit(gradient_of(sharded, impl)), *arguments)
+    assert_near(got, plainly(way, *arguments))
+
+
+@pytest.mark.parametrize("strictness", [{"cores": 2}, {"copies": "on_wait"}], ids=["two cores", "late copies"])
+@pytest.mark.parametrize("shape", [SMALL, ACROSS], ids=str)
+def test_the_kernels_wait_for_their_copies_and_may_run_on_two_cores(
+    shape: tuple[int, int], strictness: dict[str, Any]
+) -> None:
+    arguments = (*problem(shape), jnp.resize(WEIGHTS, shape[0]))
+    got = transformed("kernels", lambda impl: jax.jit(gradient_of(scalar, impl)), *arguments, **strictness)
+    assert_near(got, plainly("kernels", *arguments))
+
+
+# --- which implementation, and refusals ---
+
+GOOD: dict[str, Any] = {"logits": jnp.zeros((4, 5)), "labels": jnp.array([0, 1, 2, 4])}
+FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "logits that are no floating point": ("logits", {"logits": jnp.zeros((4, 5), int)}),
+    "logits without columns": ("logits", {"logits": jnp.zeros((4, 0))}),
+    "labels of another rank": ("labels", {"labels": jnp.zeros((4, 1), int)}),
+    "labels for other rows": ("labels", {"labels": jnp.zeros(3, int)}),
+    "labels that are no integers": ("labels", {"labels": jnp.zeros(4)}),
+    "a label below zero": ("labels", {"labels": jnp.array([0, 1, -1, 2])}),
+    "a label beyond the vocabulary": ("labels", {"labels": jnp.array([0, 1, 5, 2])}),
+    "where of another shape": ("where", {"where": jnp.ones(3, bool)}),
+    "where that is not boolean": ("where", {"where": jnp.ones(4)}),
+    "a temperature that is no number": ("temperature", {"temperature": math.nan}),
+    "a temperature of zero": ("temperature", {"temperature": 0.0}),
+    "a temperature a row": ("temperature", {"temperature": jnp.ones(4)}),
+    "an unknown implementation": ("impl", {"impl": "warp"}),
+    "float16 for the kernels": ("float16", {"impl": "mosaic_tpu", "logits": jnp.zeros((4, 5), jnp.float16)}),
+    "one row for the kernels": ("rows", {"impl": "mosaic_tpu", "logits": jnp.zeros(5), "labels": jnp.array(0)}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_argument_at_fault_is_named(fault: str) -> None:
+    argument, faults = FAULTS[fault]
+    arguments = GOOD | faults
+    with pytest.raises(ValueError, match=argument):
+        logits_logprobs(arguments.pop("logits"), arguments.pop("labels"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "by_kernels"),
+    [
+        ((8, 256), jnp.float32, True),
+        ((2, 8, 256), jnp.bfloat16, True),
+        ((250, 300), jnp.float32, True),
+        ((8, 128, 300), jnp.float32, False),  # lies [V, B, T]: XLA takes it so
+        ((8, 256), jnp.float16, False),
+        ((256,), jnp.float32, False),
+    ],
+    ids=str,
+)
+def test_a_program_for_tpus_has_the_kernels_where_they_fit_without_a_copy(
+    shape: tuple[int, ...], dtype: Any, by_kernels: bool
+) -> None:
+    function = jax.jit(jax.grad(lambda logits, labels: logits_logprobs(logits, labels).logprob.sum()))
+    with jax.sharding.use_abstract_mesh(V6E):
+        program = jax.export.export(function, platforms=["tpu"])
+        text = program(jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:-1], jnp.int32)).mlir_module()
+    assert ("tpu_custom_call" in text) == by_kernels
+
+
+# --- memory ---
+
+
+def both_passes(logits: jax.Array, labels: jax.Array, cotangents: TokenLogprobs) -> Any:
+    return pulled_back(logits, labels, cotangents)
+
+
+@every_dtype
+def test_on_a_cpu_the_gradient_takes_the_place_of_donated_logits(dtype: Any) -> None:
+    logits, labels = problem((64, 20000), dtype=dtype)
+    program = jax.jit(both_passes, donate_argnums=0).lower(logits, labels, random_cotangents(64)).compile()
+    account = program.memory_analysis()
+    assert account.alias_size_in_bytes == logits.nbytes
+    assert account.temp_size_in_bytes < 0.05 * logits.nbytes
+
+
+ON_A_CHIP = (1, 2048, 151643)
+MIB = 2**20
+
+
+def by_log_softmax(logits: jax.Array, labels: jax.Array, cotangents: TokenLogprobs) -> Any:
+    """Log-probabilities alone."""
+
+    def logprobs(logits: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
+
+    values, pull_back = jax.vjp(logprobs, logits)
+    return values, pull_back(cotangents.logprob.astype(values.dtype))[0]
+
+
+def values_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: function(*args)[0]
+
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs"
+)
+
+
+def account(function: Callable[..., Any], *shapes: Any) -> dict[str, int]:
+    """The TPU compiler's, in bytes."""
+    from mllm.plan import targets
+
+    chip = targets.mesh("v6e")
+    return targets.memory(targets.compiled(function, shapes, chip))
+
+
+@pytest.mark.aot
+@needs_libtpu
+def test_on_a_tpu_temporaries_are_below_those_of_log_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, where log_softmax takes half of what it does in float32. `pytest -s` shows the figures."""
+    monkeypatch.undo()  # tiles of a chip's size
+    rows = jax.ShapeDtypeStruct(ON_A_CHIP[:-1], jnp.float32)
+    shapes = (
+        jax.ShapeDtypeStruct(ON_A_CHIP, jnp.bfloat16),
+        jax.ShapeDtypeStruct(rows.shape, jnp.int32),
+        TokenLogprobs(rows, rows, rows),
+    )
+    functions = {
+        "log_softmax": by_log_softmax,
+        **{impl: functools.partial(pulled_back, impl=impl) for impl in (None, "mosaic_tpu", "xla")},
+    }
+    temporaries = {}
+    for name, function in functions.items():
+        passes = {"forward": values_alone(function), "forward and backward": function}
+        temporaries[name] = {which: account(one, *shapes)["temp"] for which, one in passes.items()}
+        print(f"{name!s:12}", *(f"{which} {size / MIB:8.2f} MiB" for which, size in temporaries[name].items()))
+    for name in (None, "mosaic_tpu", "xla"):
+        for which, size in temporaries[name].items():
+            assert size < min(MIB, temporaries["log_softmax"][which])
+
+
+@pytest.mark.aot
+@needs_libtpu
+@pytest.mark.parametrize("vocabulary", [151643, 151936])
+@pytest.mark.parametrize("impl", ["mosaic_tpu", "xla"])
+def test_on_a_tpu_the_gradient_takes_the_place_of_logits_made_in_the_same_program(
+    impl: str, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+
+    def gradient(hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: TokenLogprobs) -> jax.Array:
+        return pulled_back(hidden @ weight.T, labels, cotangents, impl=impl)[1]
+
+    rows = jax.ShapeDtypeStruct((2048,), jnp.float32)
+    hidden, weight = (jax.ShapeDtypeStruct((n, 128), jnp.bfloat16) for n in (2048, vocabulary))
+    labels = jax.ShapeDtypeStruct((2048,), jnp.int32)
+    found = account(gradient, hidden, weight, labels, TokenLogprobs(rows, rows, rows))
+    assert found["output"] >= 2 * 2048 * vocabulary
+    assert found["temp"] < 0.01 * found["output"]

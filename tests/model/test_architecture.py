@@ -1,0 +1,101 @@
+"""Qwen2's sizes: what config.json may say, what is refused, and Qwen2.5 as published."""
+
+import math
+
+import jax
+import pytest
+from flax import nnx
+
+from mllm.errors import UserError
+from mllm.model.architecture import PRESETS, Qwen2Config
+from mllm.model.decoder import Qwen2
+
+SMALL = {
+    "model_type": "qwen2",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def test_what_is_written_reads_back_the_same() -> None:
+    for config in PRESETS.values():
+        assert Qwen2Config.from_hf(config.to_hf(), "config.json") == config
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_theta": 500.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}],
+    ids=["on top, as before transformers 5", "nested, as since"],
+)
+def test_the_rotary_base_is_found_in_both_places(rope: dict) -> None:
+    assert Qwen2Config.from_hf(SMALL | rope, "config.json").rope_theta == 500.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"hidden_size": "32"}, "hidden_size must be a positive whole number up to 2147483647, not '32'"),
+        ({"hidden_size": -32}, "hidden_size must be a positive whole number up to 2147483647, not -32"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a positive whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number up to 10000, not 0"),
+        ({"num_attention_heads": 5}, "hidden_size 32 is not divisible by num_attention_heads"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not divisible by num_key_value_heads"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number up to 1000000000000000, not True"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a positive number up to 1000000000000000, not nan"),
+        ({"rope_theta": math.inf}, "rope_theta must be a positive number up to 1000000000000000, not inf"),
+        ({"rope_theta": 10**400}, "rope_theta must be a positive number up to 1000000000000000, not 1000"),
+        ({"rope_theta": None}, "rope_theta is missing"),
+        ({"vocab_size": 2**31}, "vocab_size must be a positive whole number up to 2147483647, not 2147483648"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a positive whole number up to 10000"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, not 'yes'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"layer_types": 5}, "layer_types must be a list, not 5"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_parameters"),
+        ({"rope_parameters": 3}, "rope_parameters must be a mapping"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_config_that_cannot_be_is_refused_by_file_and_key(change: dict, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        Qwen2Config.from_hf(SMALL | change, "some/config.json")
+    assert str(error.value).startswith("some/config.json: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_misspelt_key_is_found_in_settings_written_by_hand() -> None:
+    settings = SMALL | {"rms_norm_epz": 1e-5}
+    assert Qwen2Config.from_hf(settings, "config.json")
+    with pytest.raises(UserError, match=r"model\.architecture: rms_norm_epz is unknown; did you mean rms_norm_eps"):
+        Qwen2Config.from_hf(settings, "model.architecture", closed=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters"),
+    [
+        ("0.5B", 494_032_768),
+        ("1.5B", 1_543_714_304),
+        ("3B", 3_085_938_688),
+        ("7B", 7_615_616_512),
+        ("14B", 14_770_033_664),
+        ("32B", 32_763_876_352),
+        ("72B", 72_706_203_648),
+    ],
+)
+def test_presets_have_as_many_parameters_as_the_published_checkpoints(size: str, parameters: int) -> None:
+    for name in (f"Qwen/Qwen2.5-{size}", f"Qwen/Qwen2.5-{size}-Instruct"):
+        leaves = jax.tree.leaves(nnx.state(Qwen2.abstract(PRESETS[name])))
+        assert sum(math.prod(leaf.shape) for leaf in leaves) == parameters

@@ -1,0 +1,333 @@
+"""Splash attention and cuDNN's against XLA's: conventions on the CPU, lowered for their devices, chosen where they run.
+
+Splash attention is interpreted; of cuDNN's XLA's stands in, with the same arguments.
+"""
+
+import dataclasses
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo
+from tiny import ARCHITECTURE, config
+
+from mllm.config.schema import MeshConfig
+from mllm.data.batch import Batch
+from mllm.errors import UserError
+from mllm.model import attention
+from mllm.model.architecture import PRESETS
+from mllm.model.attention import Attention, choose
+from mllm.model.decoder import KVCache, Qwen2, Qwen2Config, attention_mask
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import make_mesh, sharding
+from mllm.plan import targets
+from mllm.train.step import Forward
+
+ONE = MeshConfig()
+EIGHT = MeshConfig(dp=2, fsdp=2, tp=2)
+HEADS_OF_64 = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def segments_of(rows, time):
+    """Row 0: padding at the left and two documents. The others: three documents and padding at the right."""
+    place = np.arange(time)
+    first = (place >= 10).astype(np.int32) + (place >= time // 2)
+    others = 1 + (place >= 20).astype(np.int32) + (place >= 70)
+    others[-15:] = 0
+    return jnp.asarray(np.stack([first] + [others] * (rows - 1)))
+
+
+def inputs_of(rows, time, heads, kv_heads, head_dim, dtype):
+    """Queries, keys, values and the weights of the outputs in the sum that is differentiated."""
+    sizes = (heads, kv_heads, kv_heads, heads)
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(rows, time, size, head_dim) for size in sizes]
+    return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def differentiated(attend, queries, keys, values, weights):
+    """What comes out, and the gradients of its weighted sum for queries, keys and values, all as float32."""
+
+    @jax.jit
+    def run(queries, keys, values):
+        out, pullback = jax.vjp(attend, queries, keys, values)
+        return out, *pullback(weights.astype(out.dtype))
+
+    return [np.asarray(x, np.float32) for x in run(queries, keys, values)]
+
+
+def one_document_of(rows, time):
+    """Each row begins with its only document, and ends with padding of another length."""
+    return jnp.asarray(np.arange(time) < time - 10 * np.arange(rows)[:, None]).astype(jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mesh", "rows", "time", "heads", "kv_heads", "head_dim", "dtype", "tolerance"),
+    [
+        ("splash", ONE, 2, 128, 4, 2, 64, jnp.float32, 1e-5),
+        ("splash", ONE, 2, 256, 2, 1, 128, jnp.bfloat16, 1e-2),
+        ("splash", ONE, 2, 100, 2, 1, 128, jnp.float32, 1e-5),
+        ("splash", EIGHT, 8, 128, 4, 2, 64, jnp.float32, 1e-5),
+        ("cudnn", ONE, 2, 101, 4, 2, 64, jnp.bfloat16, 2e-2),
+        ("cudnn", EIGHT, 8, 128, 4, 2, 64, jnp.float32, 1e-5),
+    ],
+    ids=[
+        "splash in float32",
+        "splash, two blocks in bfloat16",
+        "splash, a length that no block divides",
+        "splash on eight devices",
+        "cudnn, an odd length in bfloat16",
+        "cudnn on eight devices",
+    ],
+)
+def test_a_kernel_s_conventions_give_the_outputs_and_gradients_of_masked_attention(
+    kernel, mesh, rows, time, heads, kv_heads, head_dim, dtype, tolerance, monkeypatch
+):
+    monkeypatch.setattr(attention, "BLOCKS", (128,))
+    sizes = (rows, time, heads, kv_heads, head_dim, dtype)
+    check_against_masked(Attention(kernel, make_mesh(mesh)), segments_of(rows, time), sizes, tolerance)
+
+
+def test_cudnn_needs_no_mask_for_rows_of_one_document_with_padding_behind_it():
+    attend = Attention("cudnn", make_mesh(ONE), packed=False)
+    check_against_masked(attend, one_document_of(3, 100), (3, 100, 4, 2, 64, jnp.float32), 1e-5)
+
+
+def check_against_masked(attend, segments, sizes, tolerance):
+    mask = attention_mask(segments, segments, jnp.asarray(0))
+    *inputs, weights = inputs_of(*sizes)
+    weights *= (segments != 0)[:, :, None, None]  # nothing that padding gives is ever used
+
+    got = differentiated(lambda *qkv: attend(*qkv, segments), *inputs, weights)
+    exact = [x.astype(jnp.float32) for x in inputs]
+    expected = differentiated(lambda *qkv: jax.nn.dot_product_attention(*qkv, mask=mask), *exact, weights)
+    got[0], expected[0] = (out[segments != 0] for out in (got[0], expected[0]))
+    for name, x, y in zip(("out", "queries", "keys", "values"), got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max(), err_msg=name)
+
+
+@pytest.mark.parametrize(("kernel", "packed"), [("splash", True), ("cudnn", True), ("cudnn", False)])
+def test_padding_is_finite_and_reaches_no_other_token(kernel, packed):
+    segments = (segments_of(2, 128) if packed else one_document_of(2, 128)).at[1].set(0)
+    *inputs, weights = inputs_of(2, 128, 2, 1, 64, jnp.float32)
+    padding = (segments == 0)[:, :, None, None]
+    attend = jax.jit(lambda *qkv: Attention(kernel, make_mesh(ONE), packed)(*qkv, segments))
+    # Here padding's outputs do count.
+    for x in differentiated(attend, *inputs, weights):
+        assert np.isfinite(x).all()
+    changed = attend(*(jnp.where(padding, 1e4, x) for x in inputs))
+    np.testing.assert_array_equal(jnp.where(padding, 0, changed), jnp.where(padding, 0, attend(*inputs)))
+
+
+def batch_of(rows, time):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 260, (2, rows, time), dtype=np.int32)
+    segments = np.asarray(segments_of(rows, time))
+    weights = (segments != 0) / np.float32(rows * time)
+    place = np.broadcast_to(np.arange(time, dtype=np.int32), tokens[0].shape)
+    return Batch(tokens=tokens[0], positions=place, segments=segments, labels=tokens[1], weights=weights)
+
+
+def test_a_model_has_the_same_gradient_with_either_attention():
+    settings, batch = config("sft"), batch_of(4, 64)
+
+    def gradient(attention):
+        architecture = Qwen2Config.from_hf(HEADS_OF_64, "test")
+        options = {"dtype": jnp.float32, "remat": "full", "attention": attention}
+        graphdef, params = nnx.split(Qwen2(architecture, rngs=nnx.Rngs(0), **options))
+        forward = Forward(graphdef, settings, make_mesh(ONE))
+        return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0]))(params, batch)
+
+    leaves = (jax.tree.leaves(gradient(attention)) for attention in (None, Attention("splash", make_mesh(EIGHT))))
+    for expected, leaf in zip(*leaves, strict=True):
+        np.testing.assert_allclose(leaf, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def train_gradient(mesh, data=None, **model):
+    """The gradient of a small batch's loss, jitted, and its abstract arguments as they lie on the mesh."""
+    model = {"architecture": HEADS_OF_64, "dtype": "bfloat16", "remat": "full", **model}
+    settings = config("sft", model=model, **({} if data is None else {"data": data}))
+    policy = load_policy(settings, mesh)
+    forward = Forward(policy.graphdef, settings, mesh)
+    layout = sharding(mesh, ("batch", "time"))
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), batch_of(8, 128))
+    return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0])), (policy.params, batch)
+
+
+@pytest.mark.parametrize("devices", [ONE, EIGHT], ids=["one device", "eight devices"])
+def test_lowered_for_tpus_the_update_calls_the_kernel_unless_xla_is_asked_for(devices, monkeypatch):
+    monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
+
+    def lowered(**model):
+        gradient, arguments = train_gradient(make_mesh(devices), **model)
+        return gradient.trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
+
+    text = lowered()
+    assert "tpu_custom_call" in text
+    for phase in ("fwd", "dq", "dkv"):
+        assert f"splash_mha_{phase}_segmented" in text
+    assert "splash" not in lowered(attention="xla")
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_the_update_compiles_for_tpus(shape):
+    mesh = targets.mesh("v5e:2x4", shape, ("dp", "fsdp", "tp"))
+    program = targets.compiled(*train_gradient(mesh), mesh)
+    assert "splash_mha_dkv_segmented" in program.as_text()
+
+
+def test_decoding_through_a_cache_leaves_splash_attention_alone():
+    architecture = Qwen2Config.from_hf(HEADS_OF_64, "test")
+    model = Qwen2.abstract(architecture, attention=Attention("splash", make_mesh(ONE)))
+    graphdef, params = nnx.split(model)
+    tokens, cache = jnp.ones((1, 4), jnp.int32), KVCache.empty(architecture, 1, 8, jnp.bfloat16)
+
+    def traced(*cache):
+        return str(jax.make_jaxpr(lambda params: nnx.merge(graphdef, params)(tokens, tokens, tokens, *cache))(params))
+
+    assert "pallas_call" in traced()
+    assert "pallas_call" not in traced(cache)
+
+
+SMALL = PRESETS["Qwen/Qwen2.5-0.5B"]  # 14 heads of 64, 2 of them for keys and values
+
+
+def chosen(asked, architecture=SMALL, mesh=ONE, dtype="bfloat16", packed=False):
+    return choose(asked, architecture, make_mesh(mesh), dtype, packed)
+
+
+def test_splash_attention_is_taken_on_tpus_and_nowhere_else_unless_xla_is_asked_for(monkeypatch):
+    assert chosen(None, mesh=EIGHT) is None
+    monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
+    splash = Attention("splash", make_mesh(EIGHT), packed=False)
+    assert chosen(None, mesh=EIGHT) == chosen("splash", mesh=EIGHT) == splash
+    assert chosen("xla", mesh=EIGHT) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "devices", "reason"),
+    [
+        ({"head_dim": 32}, ONE, "its heads have 64 or 128 dimensions, and the model's 32"),
+        ({}, MeshConfig(tp=4), "mesh.tp = 4 does not divide the model's 14 heads"),
+        ({"num_attention_heads": 16}, MeshConfig(tp=4), "mesh.tp = 4 does not divide the model's 2 kv_heads"),
+    ],
+    ids=["head_dim", "heads", "kv_heads"],
+)
+def test_where_splash_attention_can_not_run_xla_does_and_asking_for_it_is_an_error(
+    change, devices, reason, monkeypatch
+):
+    monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
+    architecture = dataclasses.replace(SMALL, **change)
+    assert chosen(None, architecture, devices) is None
+    with pytest.raises(UserError, match=f"model.attention: splash can't be used: {reason}"):
+        chosen("splash", architecture, devices)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Devices that say that they are H100s, and a JAX that finds cuDNN; `gpus(...)` changes what they say."""
+
+    def say(capability=9.0, cudnn=True):
+        monkeypatch.setattr(attention, "on_gpu", lambda mesh: True)
+        monkeypatch.setattr(attention, "capability", lambda mesh: capability)
+        if cudnn:  # no public function says which one there is
+            monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+    say()
+    return say
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
+def test_cudnn_is_taken_on_gpus_unless_xla_is_asked_for(packed, gpus):
+    cudnn = Attention("cudnn", make_mesh(EIGHT), packed)
+    assert chosen(None, mesh=EIGHT, packed=packed) == chosen("cudnn", mesh=EIGHT, packed=packed) == cudnn
+    assert chosen("xla", mesh=EIGHT, packed=packed) is None
+
+
+def test_where_jax_finds_no_cudnn_xla_s_attention_runs_and_asking_for_cudnn_is_an_error(monkeypatch):
+    monkeypatch.setattr(attention, "on_gpu", lambda mesh: True)
+    assert chosen(None) is None
+    with pytest.raises(UserError, match=r"^model.attention: cudnn can't be used: JAX says: cuDNN is not detected; "):
+        chosen("cudnn")
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("INTERNAL"), ValueError("shapes"), TypeError("arguments")])
+def test_a_fault_is_not_taken_for_a_kernel_that_is_not_there(monkeypatch, gpus, fault):
+    def faulty(*_, **__):
+        raise fault
+
+    monkeypatch.setattr(attention, "cudnn_attention", faulty)
+    with pytest.raises(type(fault), match=str(fault)):
+        chosen(None)
+
+
+@pytest.mark.parametrize(
+    ("change", "setting", "reason"),
+    [
+        ({}, {"dtype": "float32"}, "it computes in bfloat16, and model.dtype is float32"),
+        ({"head_dim": 252}, {}, "JAX says: The head dim must be <= "),
+        ({}, {"mesh": MeshConfig(tp=4)}, "mesh.tp = 4 does not divide the model's 14 heads"),
+    ],
+    ids=["dtype", "head_dim", "heads"],
+)
+def test_where_cudnn_can_not_run_xla_does_and_asking_for_it_is_an_error(change, setting, reason, gpus):
+    architecture = dataclasses.replace(SMALL, **change)
+    assert chosen(None, architecture, **setting) is None
+    with pytest.raises(UserError, match=f"model.attention: cudnn can't be used: {reason}"):
+        chosen("cudnn", architecture, **setting)
+
+
+def test_gpus_older_than_cudnn_s_attention_get_xla_s(gpus):
+    gpus(capability=7.5)
+    assert chosen(None) is None
+    with pytest.raises(UserError, match=r"compute capability 8.0, and this one has 7.5"):
+        chosen("cudnn")
+
+
+def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(gpus, monkeypatch):
+    mesh = make_mesh(ONE)
+    monkeypatch.setattr(jax, "devices", list)
+    assert choose(None, SMALL, mesh, "bfloat16", packed=False) is None
+
+
+@pytest.mark.parametrize("devices", [ONE, MeshConfig(dp=4, tp=2)], ids=["one device", "eight devices"])
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "one document"])
+def test_lowered_for_gpus_the_update_calls_cudnn_with_a_mask_only_where_rows_are_packed(devices, packing, gpus):
+    gradient, arguments = train_gradient(
+        make_mesh(devices), data={"source": "task", "max_length": 128, "packing": packing}
+    )
+    text = gradient.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    name = "fmhaScaleBiasSoftmax" if packing else "fmhaSoftmax"
+    # Once as it is, and with remat again before its backward pass.
+    assert text.count(f"@__cudnn${name}(") == 2
+    assert text.count(f"@__cudnn${name}Backward(") == 1
+    assert text.count("@__cudnn$") == 3
+    assert set(re.findall(r"mask_type[^A-Z]*([A-Z_]+)", text)) == {"CAUSAL"}
+
+
+def test_asking_for_splash_attention_without_a_tpu_is_an_error():
+    settings = config("sft", model={"architecture": HEADS_OF_64, "attention": "splash"})
+    with pytest.raises(UserError, match=r"model.attention: .* needs a TPU, and the devices here are of the kind cpu"):
+        load_policy(settings, make_mesh(settings.mesh))
+
+
+def test_asking_for_cudnn_without_a_gpu_is_an_error():
+    settings = config("sft", model={"architecture": HEADS_OF_64, "attention": "cudnn"})
+    with pytest.raises(UserError, match=r"model.attention: .* needs an NVIDIA GPU, .* of the kind cpu"):
+        load_policy(settings, make_mesh(settings.mesh))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("jax.default_backend() != 'gpu'", reason="needs a GPU")
+@pytest.mark.parametrize("time", [100, 192, 256])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
+def test_on_gpus_cudnn_gives_the_outputs_and_gradients_of_masked_attention(packed, time):
+    attend = chosen("cudnn", packed=packed)
+    segments = segments_of(2, time) if packed else one_document_of(2, time)
+    check_against_masked(attend, segments, (2, time, 14, 2, 64, jnp.bfloat16), 2e-2)

@@ -1,0 +1,249 @@
+"""Qwen2 against transformers' own, with and without a cache, packed, padded, rematerialised and in bfloat16.
+
+Expected logits come from tests/make_fixtures.py.
+"""
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mllm.model import weights
+from mllm.model.decoder import LOGICAL_AXES, KVCache, Qwen2, Qwen2Config, attention_mask, parameter_name
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+NAMES = ("tied", "untied_sharded", "grouped_bfloat16")
+
+
+class Fixture(NamedTuple):
+    config: Qwen2Config
+    params: nnx.State
+    tokens: jax.Array
+    positions: jax.Array
+    logits: np.ndarray
+
+
+@cache
+def fixture(name: str) -> Fixture:
+    config = weights.read_config(FIXTURES / name)
+    expected = np.load(FIXTURES / name / "expected.npz")
+    return Fixture(
+        config,
+        weights.load(FIXTURES / name, config),
+        jnp.asarray(expected["tokens"]),
+        jnp.asarray(expected["positions"]),
+        expected["logits"],
+    )
+
+
+@cache
+def compiled(config: Qwen2Config, dtype: Any) -> Any:
+    graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=dtype))
+
+    @jax.jit
+    def run(params: nnx.State, *inputs: Any) -> tuple[jax.Array, KVCache | None]:
+        model = nnx.merge(graphdef, params)
+        hidden, state = model(*inputs)
+        return jnp.einsum("btd,vd->btv", hidden, model.head_weight), state
+
+    return run
+
+
+def logits_of(config: Qwen2Config, params: nnx.State, *inputs: Any, dtype: Any = jnp.float32) -> Any:
+    """Float32 logits [B, T, V] and the cache."""
+    with jax.default_matmul_precision("highest"):
+        return compiled(config, dtype)(params, *inputs)
+
+
+@cache
+def gradients(name: str, *, padded: bool = False, remat: Any = "none", dtype: Any = jnp.float32) -> nnx.State:
+    """Of a nonlinear function of the logits in every row, padding included."""
+    config, params, tokens, positions, _ = fixture(name)
+    segments = padded_segments(tokens) if padded else jnp.ones_like(tokens)
+    graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=dtype, remat=remat))
+
+    @jax.jit
+    @jax.grad
+    def gradient(params: nnx.State) -> jax.Array:
+        model = nnx.merge(graphdef, params)
+        hidden, _ = model(tokens, positions, segments)
+        return jnp.mean(jnp.sin(hidden.astype(jnp.float32) @ model.head_weight.T))
+
+    return gradient(params)
+
+
+def padded_segments(tokens: jax.Array) -> jax.Array:
+    """Padding at the left of row 0, and nothing but padding in row 1."""
+    return jnp.ones_like(tokens).at[0, :4].set(0).at[1].set(0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_agree_with_transformers(name: str) -> None:
+    config, params, tokens, positions, expected = fixture(name)
+    logits, _ = logits_of(config, params, tokens, positions, jnp.ones_like(tokens))
+    assert np.std(expected) > 1, "logits this small would hide a wrong layer"
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_a_token_sees_its_own_segment_up_to_itself_and_padding_sees_nothing() -> None:
+    segments = np.array([[0, 1, 1, 2, 2, 0], [1, 2, 2, 2, 0, 3]])
+    seen = np.array([[0, 0, 1, 1, 1, 2, 2, 0], [1, 1, 1, 2, 2, 2, 0, 3]])  # two slots came before
+    mask = attention_mask(jnp.asarray(segments), jnp.asarray(seen), jnp.asarray(2))
+    for b, query, slot in np.ndindex(2, 6, 8):
+        sees = segments[b, query] == seen[b, slot] != 0 and slot <= query + 2
+        assert mask[b, 0, query, slot] == sees
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_documents_packed_in_a_row_do_not_see_each_other(name: str) -> None:
+    config, params, tokens, _, _ = fixture(name)
+    lengths = (5, 4, 3)
+    row = tokens[:1]
+    positions = jnp.concatenate([jnp.arange(n) for n in lengths])[None]
+    segments = jnp.concatenate([jnp.full(n, i + 1) for i, n in enumerate(lengths)])[None]
+    packed, _ = logits_of(config, params, row, positions, segments)
+    start = 0
+    for length in lengths:
+        document = row[:, start : start + length]
+        alone, _ = logits_of(config, params, document, jnp.arange(length)[None], jnp.ones_like(document))
+        np.testing.assert_allclose(packed[:, start : start + length], alone, atol=1e-5, rtol=0)
+        start += length
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_left_padded_prompts_decoded_through_the_cache_match_one_full_pass(name: str) -> None:
+    config, params, tokens, _, _ = fixture(name)
+    batch, time = tokens.shape
+    padding, prompt = jnp.array([[3], [0]]), 6
+    # Row 0 begins with three slots of padding, row 1 with none.
+    positions = jnp.maximum(jnp.arange(time) - padding, 0)
+    segments = (jnp.arange(time) >= padding).astype(jnp.int32)
+
+    state = KVCache.empty(config, batch, time + 2, jnp.float32)
+    steps = [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, time))]
+    pieces = []
+    for part in steps:
+        inputs = (tokens[:, part], positions[:, part], segments[:, part])
+        logits, state = logits_of(config, params, *inputs, state)
+        pieces.append(logits)
+    cached = np.concatenate(pieces, axis=1)
+
+    assert state is not None
+    assert state.index == time
+    for row in range(batch):
+        start = int(padding[row, 0])
+        alone = tokens[row : row + 1, start:]
+        full, _ = logits_of(config, params, alone, jnp.arange(time - start)[None], jnp.ones_like(alone))
+        np.testing.assert_allclose(cached[row, start:], full[0], atol=1e-5, rtol=0)
+
+
+def test_decoding_in_a_loop_does_not_copy_the_cache() -> None:
+    config = dataclasses.replace(fixture("grouped_bfloat16").config, num_hidden_layers=8)
+    graphdef, params = nnx.split(Qwen2.abstract(config, dtype=jnp.float32))
+    state = KVCache.empty(config, 2, 4096, jnp.float32)
+    one = jnp.ones((2, 1), jnp.int32)
+
+    def decode(params: nnx.State, state: KVCache) -> KVCache:
+        def step(state: KVCache) -> KVCache:
+            return nnx.merge(graphdef, params)(one, one * state.index, one, state)[1]
+
+        return jax.lax.while_loop(lambda state: state.index < 4096, step, state)
+
+    compiled = jax.jit(decode, donate_argnums=1).lower(params, state).compile()
+    # Attention may copy the layer that it reads, an eighth of the cache's keys and of its values, and no
+    # more.
+    cache_bytes = state.keys.nbytes + state.values.nbytes
+    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 2
+
+
+def test_padding_gives_finite_hidden_states_and_gradients() -> None:
+    config, params, tokens, positions, _ = fixture("grouped_bfloat16")
+    logits, _ = logits_of(config, params, tokens, positions, padded_segments(tokens))
+    assert np.isfinite(logits).all()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients("grouped_bfloat16", padded=True)))
+
+
+@pytest.mark.parametrize("name", ["untied_sharded", "grouped_bfloat16"])
+def test_every_parameter_gets_a_finite_gradient_other_than_zero(name: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients(name)):
+        assert np.isfinite(leaf).all(), parameter_name(path)
+        assert np.abs(leaf).max() > 1e-6, parameter_name(path)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_rematerialisation_does_not_change_gradients(remat: str) -> None:
+    plain = gradients("grouped_bfloat16")
+    for expected, leaf in zip(
+        jax.tree.leaves(plain), jax.tree.leaves(gradients("grouped_bfloat16", remat=remat)), strict=True
+    ):
+        np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_less_is_kept_for_the_backward_pass_the_more_is_rematerialised() -> None:
+    config, params, _, _, _ = fixture("grouped_bfloat16")
+    inputs = jnp.ones((4, 256), jnp.int32)
+
+    def kept(remat: str) -> int:
+        graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=jnp.float32, remat=remat))
+
+        def loss(params: nnx.State) -> jax.Array:
+            return nnx.merge(graphdef, params)(inputs, inputs, inputs)[0].sum()
+
+        _, pullback = jax.eval_shape(lambda params: jax.vjp(loss, params), params)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
+
+    assert kept("full") < kept("dots") < kept("none")
+
+
+def test_bfloat16_computation_leaves_parameters_and_gradients_in_float32() -> None:
+    config, params, tokens, positions, expected = fixture("tied")
+    graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=jnp.bfloat16))
+    segments = jnp.ones_like(tokens)
+    hidden, _ = jax.eval_shape(nnx.merge(graphdef, params), tokens, positions, segments)
+    logits, _ = logits_of(config, params, tokens, positions, segments, dtype=jnp.bfloat16)
+    assert hidden.dtype == jnp.bfloat16
+    leaves = jax.tree.leaves((params, gradients("tied", dtype=jnp.bfloat16)))
+    assert all(leaf.dtype == jnp.float32 for leaf in leaves)
+    assert 1e-4 < np.abs(logits - expected).mean() < 0.03
+
+
+def test_a_token_outside_the_vocabulary_gives_nan() -> None:
+    config, params, tokens, positions, _ = fixture("tied")
+    logits, _ = logits_of(config, params, tokens.at[0, -1].set(96), positions, jnp.ones_like(tokens))
+    assert np.isnan(logits[0, -1]).all()
+    assert np.isfinite(logits[1]).all()
+
+
+def test_a_fresh_model_has_normal_matrices_zero_biases_and_unit_norms() -> None:
+    config = dataclasses.replace(fixture("untied_sharded").config, hidden_size=64, initializer_range=0.02)
+    params = jax.jit(lambda: nnx.state(Qwen2(config, rngs=nnx.Rngs(0))))()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = parameter_name(path)
+        if name.endswith("norm"):
+            assert (leaf == 1).all(), name
+        elif name.endswith("bias"):
+            assert (leaf == 0).all(), name
+        else:
+            assert 0.019 < leaf.std() < 0.021, name
+            firsts = leaf.reshape(len(leaf), -1)[:, 0]
+            assert len(np.unique(firsts)) == len(leaf), f"{name}: layers or rows repeat"
+
+
+@pytest.mark.parametrize("name", ["tied", "untied_sharded"])
+def test_an_abstract_model_has_the_same_structure_and_holds_no_numbers(name: str) -> None:
+    config, params, *_ = fixture(name)
+    abstract = nnx.state(Qwen2.abstract(config))
+    assert jax.tree.structure(abstract) == jax.tree.structure(params)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract))
+
+
+def test_every_dim_of_every_parameter_has_a_logical_axis() -> None:
+    params = fixture("untied_sharded").params
+    dims = {parameter_name(path): leaf.ndim for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    assert dims == {name: len(axes) for name, axes in LOGICAL_AXES.items()}

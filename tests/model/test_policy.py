@@ -1,0 +1,113 @@
+"""The model that a configuration asks for: where its parts come from, and that chance is the seed's alone."""
+
+import jax
+import numpy as np
+import pytest
+from tiny import ARCHITECTURE, config
+
+from mllm.config import load as configs
+from mllm.config.schema import Config, ModelConfig
+from mllm.errors import UserError
+from mllm.model import weights
+from mllm.model.architecture import PRESETS
+from mllm.model.load import find_architecture, find_folder, find_tokenizer, load_policy
+from mllm.parallel.mesh import make_mesh
+
+SCRATCH = ModelConfig(init="random", architecture=ARCHITECTURE)
+
+
+def policy_of(settings):
+    return load_policy(settings, make_mesh(settings.mesh))
+
+
+@pytest.fixture(scope="module")
+def scratch():
+    """The policy of the tiny configuration, and its first parameters."""
+    policy = policy_of(config())
+    return policy, policy.initial_params()
+
+
+@pytest.fixture(scope="module")
+def folder(scratch, tmp_path_factory):
+    policy, params = scratch
+    path = tmp_path_factory.mktemp("model") / "export"
+    weights.save(path, policy.architecture, params, dtype="float32", also=policy.tokenizer.save_pretrained)
+    return path
+
+
+def leaves(params):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+
+
+def test_a_model_from_scratch_needs_no_folder_and_speaks_bytes():
+    assert find_folder(SCRATCH) is None
+    assert find_architecture(SCRATCH, None).hidden_size == ARCHITECTURE["hidden_size"]
+    assert find_tokenizer(SCRATCH, None) == "bytes"
+
+
+def test_a_tokenizer_that_is_named_is_taken():
+    assert find_tokenizer(SCRATCH.model_copy(update={"tokenizer": "elsewhere"}), None) == "elsewhere"
+
+
+def test_a_folder_gives_architecture_tokenizer_and_parameters(folder, scratch):
+    policy = policy_of(Config.model_validate({**config().model_dump(), "model": {"source": str(folder)}}))
+    assert policy.architecture == scratch[0].architecture
+    assert policy.tokenizer.get_vocab() == scratch[0].tokenizer.get_vocab()
+    for got, expected in zip(leaves(policy.initial_params()), leaves(scratch[1]), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_a_random_model_may_take_its_sizes_from_a_folder_and_leave_the_parameters(folder):
+    model = ModelConfig(init="random", source=str(folder))
+    policy = policy_of(config(model=model.model_dump() | {"architecture": None}))
+    assert find_folder(model) == folder
+    assert policy.folder is None
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"init": "random", "source": "Qwen/Qwen9"}, "model.source: Qwen/Qwen9 is neither a folder nor one of"),
+        ({"source": "no/such/folder"}, "no/such/folder: no such folder"),
+        ({"init": "random", "architecture": {**ARCHITECTURE, "hidden": 3}}, "model.architecture: hidden is unknown"),
+        ({"init": "random", "architecture": {**ARCHITECTURE, "vocab_size": 100}}, "the embedding has 100 rows"),
+        ({"init": "random", "architecture": ARCHITECTURE, "tokenizer": "nowhere"}, "model.tokenizer: none can be read"),
+    ],
+)
+def test_what_can_not_be_had_or_does_not_fit_is_an_error_that_names_it(model, message):
+    settings = config().model_dump() | {"model": model}
+    with pytest.raises(UserError, match=message):
+        policy_of(Config.model_validate(settings))
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_an_error():
+    with pytest.raises(UserError, match=r"mesh.tp: 8 does not divide"):
+        policy_of(config(mesh={"tp": 8}, model={"architecture": {**ARCHITECTURE, "intermediate_size": 60}}))
+
+
+def test_the_seed_alone_decides_the_first_parameters_whatever_the_mesh(scratch):
+    again = policy_of(config(mesh={"dp": 2, "fsdp": 2, "tp": 2})).initial_params()
+    for got, expected in zip(leaves(again), leaves(scratch[1]), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    other = policy_of(config(seed=1)).initial_params()
+    assert not np.array_equal(other["embed"][...], scratch[1]["embed"][...])
+
+
+def test_a_published_architecture_is_laid_out_over_the_mesh_without_making_a_parameter():
+    settings = configs.load("qwen25_3b_grpo.yaml", ["model.init=random", "mesh={fsdp: 4, tp: 2}"])
+    before = len(jax.live_arrays())
+    policy = policy_of(settings)
+    assert len(jax.live_arrays()) == before
+    assert policy.architecture == PRESETS[settings.model.source]
+    sizes = [leaf.size for leaf in jax.tree.leaves(policy.params)]
+    assert sum(sizes) == 3_085_938_688  # the published checkpoint's number of parameters
+    embed = policy.params["embed"]
+    assert embed.sharding.shard_shape(embed.shape) == (151_936 // 2, 2_048 // 4)
+
+
+@pytest.mark.parametrize("section", [{"data": {"max_length": 49}}, {"rollout": {"max_prompt_length": 45}}], ids=str)
+def test_rows_longer_than_the_models_positions_are_refused(section):
+    architecture = {**ARCHITECTURE, "max_position_embeddings": 48}
+    assert policy_of(config("sft", model={"architecture": architecture})).architecture.max_position_embeddings == 48
+    with pytest.raises(UserError, match=r"49 tokens, but the model has max_position_embeddings 48"):
+        policy_of(config("sft", model={"architecture": architecture}, **section))

@@ -1,0 +1,302 @@
+"""Checkpoints in and out: bit for bit, as transformers saves them, one parameter at a time, and never half a folder."""
+
+import json
+import math
+import re
+import shutil
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from tqdm import tqdm
+
+from mllm import progress as transfer
+from mllm.errors import UserError
+from mllm.model import weights
+from mllm.model.decoder import Qwen2, Qwen2Config, parameter_name
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+NAMES = ("tied", "untied_sharded", "grouped_bfloat16")
+
+
+def load(folder: Path) -> nnx.State:
+    return weights.load(folder, weights.read_config(folder))
+
+
+def assert_same_bits(left: Any, right: Any) -> None:
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def tensors_in(folder: Path) -> dict[str, tuple[list[int], str]]:
+    """Shape and dtype of every tensor in the folder's files."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                found[name] = (part.get_shape(), part.get_dtype())
+    return found
+
+
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(FIXTURES / "tied", tmp_path / "tied"))
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(FIXTURES / "untied_sharded", tmp_path / "sharded"))
+
+
+# Loading and saving
+
+
+def test_each_layer_lands_in_its_own_row_of_the_stacked_parameter() -> None:
+    params = load(FIXTURES / "tied")
+    stored = load_file(FIXTURES / "tied" / "model.safetensors")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        pattern = weights.TENSORS[parameter_name(path)]
+        expected = (
+            np.stack([stored[pattern.format(layer)] for layer in range(2)]) if "{}" in pattern else stored[pattern]
+        )
+        np.testing.assert_array_equal(leaf, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_load_save_load_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+    params = load(FIXTURES / name)
+    weights.save(tmp_path / "export", weights.read_config(FIXTURES / name), params, dtype=jnp.float32)
+    assert weights.read_config(tmp_path / "export") == weights.read_config(FIXTURES / name)
+    assert_same_bits(load(tmp_path / "export"), params)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_that_transformers_gave_them(
+    name: str, tmp_path: Path
+) -> None:
+    dtype = jnp.bfloat16 if "bfloat16" in name else jnp.float32
+    weights.save(tmp_path, weights.read_config(FIXTURES / name), load(FIXTURES / name), dtype=dtype)
+    assert tensors_in(tmp_path) == tensors_in(FIXTURES / name)
+    theirs: dict[str, np.ndarray] = {}
+    for path in (FIXTURES / name).glob("*.safetensors"):
+        theirs |= load_file(path)
+    for tensor, value in load_file(tmp_path / "model.safetensors").items():
+        assert value.tobytes() == theirs[tensor].tobytes(), tensor
+
+
+def test_parameters_come_in_the_dtypes_and_shardings_of_the_abstract_state() -> None:
+    folder = FIXTURES / "grouped_bfloat16"
+    config = weights.read_config(folder)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    by_rank = {1: PartitionSpec("a"), 2: PartitionSpec("a", "b"), 3: PartitionSpec(None, "b")}
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, by_rank[leaf.ndim])),
+        nnx.state(Qwen2.abstract(config, param_dtype=jnp.bfloat16)),
+    )
+    params = weights.load(folder, config, abstract)
+    for expected, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(params), strict=True):
+        assert leaf.dtype == jnp.bfloat16
+        assert leaf.sharding == expected.sharding
+    assert_same_bits(jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params), jax.device_get(load(folder)))
+
+
+def test_each_byte_is_read_once_however_many_devices_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = FIXTURES / "tied"
+    config = weights.read_config(folder)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*[None] * (leaf.ndim - 1), "b"))
+        ),
+        nnx.state(Qwen2.abstract(config)),
+    )
+    read: Counter[str] = Counter()
+
+    class Counted(weights.Tensor):
+        def __getitem__(self, index: Any) -> np.ndarray:
+            part = super().__getitem__(index)
+            read[self.name] += part.size
+            return part
+
+    monkeypatch.setattr(weights, "Tensor", Counted)
+    weights.load(folder, config, abstract)
+    assert read == {name: np.prod(shape) for name, (shape, _) in tensors_in(folder).items()}
+
+
+def test_a_long_load_shows_its_bytes_and_their_speed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transfer, "SECONDS", 0)
+    load(FIXTURES / "untied_sharded")
+    stored = tensors_in(FIXTURES / "untied_sharded").values()
+    size = tqdm.format_sizeof(sum(math.prod(shape) * 4 for shape, _ in stored))
+    bar = capsys.readouterr().err.split("\r")[-1]
+    assert re.fullmatch(rf"loading untied_sharded: 100%.* {size}/{size} .*B/s\]\s*", bar)
+
+
+def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path) -> None:
+    # A file has room for several of the largest tensor, as those of Qwen2.5 have: JAX may give a tensor's memory back,
+    # from a thread of its own, when the next one was read already.
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    params = jax.jit(lambda: nnx.state(Qwen2(config, rngs=nnx.Rngs(0))))()
+    weights.save(tmp_path, config, params, dtype=jnp.bfloat16, max_shard_bytes=4_000_000)
+    load(tmp_path)  # once, so that what is compiled and imported isn't counted
+    # The parameters themselves are XLA's and not counted: what is traced passes through.
+    tracemalloc.start()
+    loaded = load(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    file = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert peak < file
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) > 8 * file, "else the bound would say little"
+
+
+def test_saving_holds_one_shard_in_host_memory(tmp_path: Path) -> None:
+    config = weights.read_config(FIXTURES / "untied_sharded")
+    params = load(FIXTURES / "untied_sharded")
+    live: list[int] = []
+    save_tensors = weights.save_file
+
+    def spy(tensors: dict[str, np.ndarray], *args: Any, **kwargs: Any) -> None:
+        live.append(sum(tensor.nbytes for tensor in tensors.values()))
+        save_tensors(tensors, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "save_file", spy)
+        weights.save(tmp_path, config, params, dtype=jnp.float32, max_shard_bytes=30_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(live) == len(set(index["weight_map"].values())) > 2
+    assert max(live) <= 30_000
+    assert sum(live) == index["metadata"]["total_size"]
+    assert_same_bits(load(tmp_path), params)
+
+
+def test_a_tensor_larger_than_a_shard_gets_a_file_of_its_own(tmp_path: Path) -> None:
+    params = load(FIXTURES / "tied")
+    weights.save(tmp_path, weights.read_config(FIXTURES / "tied"), params, dtype=jnp.float32, max_shard_bytes=1)
+    assert len(list(tmp_path.glob("*.safetensors"))) == len(tensors_in(FIXTURES / "tied"))
+    assert_same_bits(load(tmp_path), params)
+
+
+def test_stop_ids_and_padding_go_to_generation_config(tmp_path: Path) -> None:
+    weights.save(tmp_path, weights.read_config(FIXTURES / "tied"), load(FIXTURES / "tied"), stop_ids=(7, 9), pad_id=3)
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [7, 9], "pad_token_id": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_loads_an_export_and_computes_the_same_logits(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    weights.save(
+        tmp_path,
+        weights.read_config(FIXTURES / name),
+        load(FIXTURES / name),
+        dtype=jnp.float32,
+        max_shard_bytes=40_000,
+        stop_ids=(7, 9),
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    assert model.generation_config.eos_token_id == [7, 9]
+    expected = np.load(FIXTURES / name / "expected.npz")
+    tokens, positions = (torch.from_numpy(expected[key]).long() for key in ("tokens", "positions"))
+    with torch.no_grad():
+        logits = model(tokens, attention_mask=torch.ones_like(tokens), position_ids=positions).logits
+    np.testing.assert_allclose(logits.numpy(), expected["logits"], atol=1e-4)
+
+
+# Never half a folder
+
+
+def test_saving_over_an_export_replaces_it_with_nothing_left_behind(sharded: Path) -> None:
+    config = weights.read_config(FIXTURES / "tied")
+    (sharded / "expected.npz").unlink()
+    (sharded / "tokenizer.json").write_text("{}")
+    weights.save(sharded, config, load(FIXTURES / "tied"), also=lambda folder: (folder / "vocab.json").write_text("{}"))
+    assert set(bytes_in(sharded)) == {"config.json", "generation_config.json", "model.safetensors", "vocab.json"}
+    assert list(sharded.parent.iterdir()) == [sharded]
+
+
+@pytest.mark.parametrize("stage", ["second shard", "tokenizer", "last rename"])
+def test_a_save_that_is_interrupted_leaves_the_earlier_export_as_it_was(
+    stage: str, sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, params = weights.read_config(sharded), load(sharded)
+    (sharded / "expected.npz").unlink()
+    before = bytes_in(sharded)
+    save_tensors = weights.save_file
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def first_shard_only(tensors: Any, path: Path, **options: Any) -> None:
+        (save_tensors if "00001" in path.name else interrupt)(tensors, path, **options)
+
+    def first_rename_only(path: Path, target: Path) -> Path:
+        return interrupt() if path.name == ".sharded.unfinished" else rename(path, target)
+
+    rename = Path.rename
+    if stage == "second shard":
+        monkeypatch.setattr(weights, "save_file", first_shard_only)
+    elif stage == "last rename":
+        monkeypatch.setattr(Path, "rename", first_rename_only)
+    with pytest.raises(KeyboardInterrupt):
+        weights.save(sharded, config, params, max_shard_bytes=20_000, also=interrupt if stage == "tokenizer" else None)
+    assert bytes_in(sharded) == before
+    assert list(sharded.parent.iterdir()) == [sharded]
+
+
+def test_a_save_killed_between_the_two_renames_is_mended_by_the_next(sharded: Path) -> None:
+    config, params = weights.read_config(sharded), load(sharded)
+    (sharded / "expected.npz").unlink()
+    before = bytes_in(sharded)
+    sharded.rename(sharded.with_name(".sharded.previous"))
+
+    def fail(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weights.save(sharded, config, params, also=fail)
+    assert bytes_in(sharded) == before
+
+
+def test_a_folder_with_files_that_no_export_wrote_is_left_alone(tied: Path) -> None:
+    config, params = weights.read_config(tied), load(tied)
+    before = bytes_in(tied)
+    with pytest.raises(UserError, match=r"expected\.npz: no export wrote this"):
+        weights.save(tied, config, params)
+    assert bytes_in(tied) == before
+
+
+def test_a_place_that_cannot_be_written_is_an_error_of_one_line(tied: Path) -> None:
+    with pytest.raises(UserError, match="can't be written") as error:
+        weights.save(tied / "config.json" / "export", weights.read_config(tied), load(tied))
+    assert "\n" not in str(error.value)

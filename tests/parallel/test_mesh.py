@@ -1,0 +1,98 @@
+"""One table says which dimension lies along which mesh axis, and what can't be divided is refused by name."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from mllm.config.schema import MeshConfig
+from mllm.data.batch import Batch
+from mllm.errors import UserError
+from mllm.model.architecture import PRESETS
+from mllm.model.decoder import CACHE, HEADS, KV_HEADS, LOGICAL_AXES, ROWS
+from mllm.parallel.mesh import RULES, Layout, make_mesh, shard_batch, sharding
+
+SIZES = PRESETS["Qwen/Qwen2.5-3B"]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(MeshConfig(dp=2, fsdp=2, tp=2))
+
+
+def test_every_dimension_of_every_parameter_and_activation_is_in_the_table():
+    activations = (CACHE, HEADS, KV_HEADS, ROWS)
+    assert {axis for axes in (*LOGICAL_AXES.values(), *activations) for axis in axes} <= RULES.keys()
+
+
+def test_no_parameter_uses_a_mesh_axis_twice():
+    for name, axes in LOGICAL_AXES.items():
+        used = [RULES[axis] for axis in axes if RULES[axis] is not None]
+        assert len(set(used)) == len(used), name
+
+
+def test_the_mesh_has_the_sizes_asked_for_and_takes_the_first_devices():
+    mesh = make_mesh(MeshConfig(fsdp=2, tp=3))
+    assert dict(mesh.shape) == {"dp": 1, "fsdp": 2, "tp": 3}
+    assert list(mesh.devices.flat) == jax.devices()[:6]
+
+
+def test_more_devices_than_there_are_is_an_error_that_counts_them():
+    with pytest.raises(UserError, match=r"tp = 16, but there are 8 devices: set mesh.dp=2 or mesh.tp=2"):
+        make_mesh(MeshConfig(dp=4, tp=4))
+    with pytest.raises(UserError, match=r"tp = 1000, but there are 8 devices: lower more than one of them"):
+        make_mesh(MeshConfig(dp=10, fsdp=10, tp=10))
+
+
+def test_a_layout_follows_the_table_and_none_is_never_sharded(mesh):
+    assert sharding(mesh, ("vocab", "embed")).shard_shape((8, 8)) == (4, 4)
+    assert sharding(mesh, ("batch", "time")).shard_shape((8, 8)) == (2, 8)
+    assert sharding(mesh, (None, "layers")).shard_shape((8, 8)) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("axes", "change", "message"),
+    [
+        ({"tp": 4}, {"num_attention_heads": 14}, "mesh.tp: 4 does not divide the model's num_attention_heads of 14"),
+        ({"tp": 8}, {"vocab_size": 260}, "mesh.tp: 8 does not divide the model's vocab_size of 260; .* works is 4"),
+        (
+            {"tp": 3},
+            {"intermediate_size": 36},
+            "mesh.tp: 3 does not divide .* num_attention_heads of 16; .* works is 2",
+        ),
+        ({"fsdp": 8}, {"hidden_size": 36}, "mesh.fsdp: 8 does not divide the model's hidden_size of 36; .* works is 6"),
+    ],
+)
+def test_a_size_that_its_mesh_axis_does_not_divide_is_named_with_the_nearest_that_works(axes, change, message):
+    mesh = make_mesh(MeshConfig(**axes))
+    with pytest.raises(UserError, match=message):
+        Layout.of(mesh, replace(SIZES, **change))
+
+
+def test_heads_of_keys_and_values_are_divided_where_tp_divides_them_and_else_stay_whole():
+    for tp, divided in ((1, True), (2, True), (4, False)):
+        layout = Layout.of(make_mesh(MeshConfig(tp=tp)), SIZES)
+        heads = layout.sharding(("batch", "kv_heads")).shard_shape((8, 2))[1]
+        assert heads == (2 // tp if divided else 2)
+        assert layout.sharding(("heads",)).shard_shape((16,)) == (16 // tp,)
+
+
+def test_a_batch_is_split_by_rows_and_absent_fields_stay_absent(mesh):
+    numbers = np.arange(8 * 3).reshape(8, 3)
+    batch = shard_batch(mesh, Batch(*[numbers] * 4, weights=numbers.astype(np.float32)))
+    assert batch.advantages is None
+    np.testing.assert_array_equal(batch.tokens, numbers)
+    rows = {shard.device: shard.data[:, 0].tolist() for shard in batch.tokens.addressable_shards}
+    grid = mesh.devices
+    for dp in range(2):
+        for fsdp in range(2):
+            first = 2 * (2 * dp + fsdp)
+            for device in grid[dp, fsdp]:
+                assert rows[device] == numbers[first : first + 2, 0].tolist()
+
+
+def test_several_processes_must_use_all_of_their_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match=r"mesh: dp \* fsdp \* tp = 4, but the 2 processes have 8 devices"):
+        make_mesh(MeshConfig(dp=2, tp=2))

@@ -1,0 +1,100 @@
+"""Every mesh gives the losses, gradients, log-probabilities and sampled tokens of one device, to rounding."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from tiny import ARCHITECTURE, config, random_batch
+
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import make_mesh, shard_batch
+from mllm.rl.rollout import Completions, generate
+from mllm.train.step import Forward, accumulate, make_logprob_pass
+
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2)]
+ROWS, LENGTH = 16, 16
+MODEL = {"architecture": {**ARCHITECTURE, "vocab_size": 264, "num_attention_heads": 8, "initializer_range": 0.2}}
+"""Of 2 heads of keys and values: over tp = 8 they are not divided."""
+GRPO = {"num_iterations": 2, "beta": 0.1, "reference": "initial", "entropy_coef": 0.01}
+ROLLOUT = {"max_prompt_length": 8, "max_completion_length": 8, "temperature": 0.9, "top_k": 50, "top_p": 0.9}
+STOPS = tuple(range(3, 40))
+PROMPTS = [list(range(1 + row, 3 + row + row % 6)) for row in range(13)]
+"""A number of them that no mesh divides."""
+QUICKLY = {"xla_backend_optimization_level": 0}
+"""Compiled in half the time; what is divided, and how, is decided before."""
+
+
+class Results(NamedTuple):
+    sft: tuple
+    """Loss and gradients."""
+    grpo: tuple
+    logprobs: np.ndarray
+    completions: Completions
+
+
+def settings_of(algorithm, shape):
+    mesh = dict(zip(("dp", "fsdp", "tp"), shape, strict=True))
+    sections = {"model": MODEL, "mesh": mesh, "batch_size": ROWS, "rollout": ROLLOUT}
+    if algorithm == "grpo":
+        sections |= {"grpo": GRPO, "micro_batch_size": ROWS // 2}
+    return config(algorithm, **sections)
+
+
+def results_of(shape, initial):
+    """What a step computes: SFT on the whole batch, GRPO in two micro-batches, log-probabilities and a rollout."""
+    sft, grpo = (settings_of(algorithm, shape) for algorithm in ("sft", "grpo"))
+    mesh = make_mesh(grpo.mesh)
+    policy = load_policy(grpo, mesh)
+    params = jax.device_put(initial, jax.tree.map(lambda leaf: leaf.sharding, policy.params))
+    forwards = Forward(policy.graphdef, sft, mesh), Forward(policy.graphdef, grpo, mesh)
+
+    @jax.jit(compiler_options=QUICKLY)
+    def gradients(params, batch):
+        loss, _, first = accumulate(forwards[0].loss, params, batch, ROWS)
+        other_loss, _, second = accumulate(forwards[1].loss, params, batch, ROWS // 2)
+        return (loss, first), (other_loss, second)
+
+    batch = random_batch(ROWS, LENGTH)
+    logprobs = make_logprob_pass(policy.graphdef, grpo, mesh)(params, batch)
+    options = {"options": grpo.rollout, "stop_ids": STOPS, "pad_id": 0, "seed": 1, "step": 2}
+    sampled = generate(policy.graphdef, params, PROMPTS, **options)
+    return jax.device_get(Results(*gradients(params, shard_batch(mesh, batch)), logprobs, sampled))
+
+
+@pytest.fixture(scope="module")
+def initial():
+    """Parameters, on one device."""
+    settings = settings_of("sft", (1, 1, 1))
+    return load_policy(settings, make_mesh(settings.mesh)).initial_params()
+
+
+@pytest.fixture(scope="module")
+def one_device(initial):
+    results = results_of((1, 1, 1), initial)
+    assert len(set(results.completions.lengths.tolist())) > 3
+    return results
+
+
+@pytest.fixture(scope="module", params=MESHES, ids=str)
+def both(request, one_device, initial):
+    return results_of(request.param, initial), one_device
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_loss_and_gradients_are_those_of_one_device(both, algorithm):
+    (loss, gradients), (expected_loss, expected) = (getattr(results, algorithm) for results in both)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=2e-5 * np.abs(other).max())
+
+
+def test_log_probabilities_are_those_of_one_device(both):
+    np.testing.assert_allclose(*(results.logprobs for results in both), atol=2e-5)
+
+
+def test_completions_are_those_of_one_device(both):
+    got, expected = (results.completions for results in both)
+    for name in ("tokens", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=2e-5)

@@ -1,0 +1,216 @@
+"""Two processes of four devices each are one process of eight: the same losses and samples, written once."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from runs import ROOT, arguments, changed, checkpoints, newest, records, run, wait
+from tiny import config
+
+from mllm.config.schema import MeshConfig
+from mllm.errors import UserError
+from mllm.model import weights
+from mllm.model.decoder import Qwen2
+from mllm.model.load import lay_out
+from mllm.parallel.mesh import Layout, make_mesh, shard_batch
+from mllm.parallel.processes import Meeting, Rows, agreed, everyone, local_rows
+
+MESH = {"dp": 2, "fsdp": 2, "tp": 2}
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
+SETTINGS = {
+    "sft": config("sft", steps=4, mesh=MESH, checkpoint={"every": 2}, eval={"every": 2, "prompts": 15}),
+    "grpo": config(
+        steps=8,
+        mesh=MESH,
+        grpo={"num_iterations": 2},
+        task={"rewards": [{"name": "user_rewards:even_characters"}]},
+        rollout={"batch_size": 4},
+        checkpoint={"every": 2},
+        log={"samples": 6},
+    ),
+}
+
+
+def in_two(command: list[str], **environment: str) -> list[subprocess.Popen]:
+    """The command in two processes that share a coordinator's address."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    inherited = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "2",
+        **environment,
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={**inherited, "JAX_PROCESS_ID": str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for number in range(2)
+    ]
+
+
+def ends(processes: list[subprocess.Popen], exit_code: int = 0) -> list[str]:
+    """What the processes wrote, both of which must end so."""
+    try:
+        said = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [exit_code] * 2, "\n".join(said)
+    return said
+
+
+@pytest.fixture
+def placed(tmp_path):
+    return lambda name, folder, **sections: changed(SETTINGS[name], run_dir=str(tmp_path / folder), **sections)
+
+
+def assert_same_metrics(mine, yours):
+    assert len(records(mine)) == len(records(yours)) > 1
+    for line, expected in zip(records(mine), records(yours), strict=True):
+        assert line.keys() == expected.keys()
+        for name, value in line.items():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=f"{name}, {line['step']}")
+
+
+# Training
+
+
+@pytest.mark.slow
+def test_sft_that_one_process_began_and_two_went_on_with_ends_as_one_s_alone_and_fits_any_mesh(placed):
+    one, two = placed("sft", "one"), placed("sft", "two")
+    assert run(changed(two, steps=2)) == 0
+    said = ends(in_two(["train.py", *arguments(two)]))
+    assert run(one) == 0
+    assert_same_metrics(two, one)
+    assert [record["step"] for record in records(two, "timings.jsonl")] == [1, 2, 3, 4]
+    assert ["held-out accuracy" in output for output in said] == [True, False]
+    assert len(list(Path(two.run_dir, "tensorboard").iterdir())) == 2  # a file for each start
+    expected = newest(two)
+    assert (expected.step, expected.position) == (two.steps, newest(one).position)
+    for mesh in ({"dp": 1, "fsdp": 2, "tp": 2}, {"dp": 1, "fsdp": 1, "tp": 1}):
+        found = newest(changed(two, mesh=mesh))
+        assert (found.step, found.position) == (expected.step, expected.position)
+        for leaf, same in zip(jax.tree.leaves(found.state), jax.tree.leaves(expected.state), strict=True):
+            np.testing.assert_array_equal(leaf, same)
+
+
+@pytest.mark.slow
+def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_a_single_one_ends_it_as_if_alone(placed):
+    one, two = placed("grpo", "one"), placed("grpo", "two")
+    processes = in_two(["train.py", *arguments(two)], REWARD_SECONDS="0.1")
+    wait(processes[0], lambda: len(records(two)) > 1)
+    processes[1].send_signal(signal.SIGTERM)
+    said = ends(processes, 143)
+    (*_, stopped) = checkpoints(two)
+    assert stopped < two.steps
+    assert all(f"stopped by a signal after step {stopped}" in output for output in said)
+    assert run(two) == 0
+    assert run(one) == 0
+    assert_same_metrics(two, one)
+    samples = (Path(settings.run_dir, "samples.jsonl").read_bytes() for settings in (two, one))
+    assert next(samples) == next(samples)
+
+
+# Which rows are whose
+
+
+def pieces():
+    """What two processes find out about their rows, and what they read of a checkpoint; in each of them."""
+    Meeting.find(None, None, None, os.environ).join(60)
+    process = jax.process_index()
+    assert everyone({"process": process}) == [{"process": 0}, {"process": 1}]
+    assert everyone("x" * 5000 * process) == ["", "x" * 5000]
+
+    for mesh_config, share in (
+        (MeshConfig(dp=8), Rows(process, 2, (0, 1))),
+        (MeshConfig(**MESH), Rows(process, 2, (0, 1))),
+        (MeshConfig(tp=8), Rows(0, 1, (0,))),
+    ):
+        mesh = make_mesh(mesh_config)
+        rows = Rows.of(mesh)
+        assert rows == share
+        whole = np.arange(16 * 3).reshape(16, 3)
+        mine = np.split(whole, rows.count)[rows.index]
+        laid_out = shard_batch(mesh, mine)
+        assert laid_out.shape == whole.shape
+        np.testing.assert_array_equal(local_rows(laid_out), mine)
+        np.testing.assert_array_equal(np.concatenate(rows.gather(local_rows(laid_out))), whole)
+
+    with pytest.raises(UserError, match=r"^process 1: no such file$"), agreed():  # noqa: PT012
+        if process == 1:
+            raise UserError("no such file")
+
+    read: list[int] = []
+
+    class Counted(weights.Tensor):
+        def __getitem__(self, index):
+            part = super().__getitem__(index)
+            read.append(part.nbytes)
+            return part
+
+    weights.Tensor = Counted
+    sizes = weights.read_config(FIXTURE)
+    layout = Layout.of(make_mesh(MeshConfig(fsdp=8)), sizes)
+    params = weights.load(FIXTURE, sizes, lay_out(nnx.state(Qwen2.abstract(sizes)), layout))
+    blocks = [{str(s.index): s.data.nbytes for s in leaf.addressable_shards} for leaf in jax.tree.leaves(params)]
+    assert sum(read) == sum(sum(held.values()) for held in blocks)
+    assert sum(read) < 0.6 * sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def test_each_process_has_the_rows_of_its_devices_and_reads_its_part_of_a_checkpoint():
+    ends(in_two(["-c", "import test_processes; test_processes.pieces()"]))
+
+
+# What is wrong, in one line
+
+
+def test_others_that_do_not_come_are_one_line(placed):
+    command = ["train.py", *arguments(placed("sft", "run")), "--wait", "2"]
+    without_the_third, without_the_first = in_two([*command, "--processes", "3"]), in_two(command)
+    without_the_first[0].kill()
+    said = [*ends(without_the_third, 2), without_the_first[1].communicate(timeout=60)[0]]
+    assert without_the_first[1].returncode == 2
+    assert said[0].startswith("error: --coordinator: not all 3 processes came to localhost:")
+    assert said[2].startswith("error: --coordinator: process 0 does not answer at localhost:")
+    assert [len(output.splitlines()) for output in said] == [1, 1, 1]
+    assert not Path(placed("sft", "run").run_dir).exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        ((None, None, 1), {}, r"--coordinator: missing \(or JAX_COORDINATOR_ADDRESS\)"),
+        (("host:1", None, 1), {}, r"--processes: missing \(or JAX_NUM_PROCESSES\)"),
+        (("host", 2, 1), {}, "--coordinator: host: expected host:port"),
+        (("host:http", 2, 1), {}, "--coordinator: host:http: expected host:port"),
+        (("host:1", 2, 2), {}, "--process: 2: expected 0 to 1"),
+        (("host:1", 2, None), {"JAX_PROCESS_ID": "one"}, "--process: one: expected a whole number"),
+    ],
+)
+def test_flags_that_can_not_be_right_are_named(flags, environment, message):
+    with pytest.raises(UserError, match=message):
+        Meeting.find(*flags, environment)
+
+
+def test_flags_go_before_the_environment_and_neither_means_alone():
+    environment = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    assert Meeting.find(None, None, None, environment) == Meeting("a:1", 2, 1)
+    assert Meeting.find("b:2", 4, 3, environment) == Meeting("b:2", 4, 3)
+    assert Meeting.find(None, None, None, {}) is None

@@ -1,0 +1,142 @@
+"""A checksum knows every bit and every place, on whatever devices they lie."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mllm.config.schema import MeshConfig
+from mllm.parallel.mesh import make_mesh
+from mllm.run.checksum import FACTORS, Damaged, checksums, seal, sums, unseal
+
+MESH = make_mesh(MeshConfig(dp=2, fsdp=2, tp=2))
+LAYOUTS = [(), ("fsdp", "tp"), ("tp", ("dp", "fsdp"))]
+DTYPES = ["float32", "bfloat16", "int32", "bool", "float8_e4m3fn"]
+
+
+def placed(array, layout=()):
+    return jax.device_put(jnp.asarray(array), NamedSharding(MESH, PartitionSpec(*layout)))
+
+
+def checksum(array, layout=()):
+    return checksums({"array": placed(array, layout)})["array"]
+
+
+def some(dtype, shape=(8, 16)):
+    """An array of random bits, NaNs of every kind among them."""
+    if dtype == "bool":
+        return jax.random.bernoulli(jax.random.key(0), shape=shape)
+    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[jnp.dtype(dtype).itemsize]
+    return jax.lax.bitcast_convert_type(jax.random.bits(jax.random.key(0), shape, kind), dtype)
+
+
+def flipped(array, place, bit):
+    """The array with one bit of one element turned."""
+    elements = np.array(array).reshape(-1)
+    elements.view(np.uint8).reshape(array.size, -1)[place, bit // 8] ^= 1 << bit % 8
+    return elements.reshape(array.shape)
+
+
+def by_hand(array):
+    """Word by word, in Python's integers."""
+    kind = {1: np.uint8, 2: np.uint16, 4: np.uint32}[array.dtype.itemsize]
+    sums = []
+    for factors in FACTORS:
+        total = 0
+        for index, word in np.ndenumerate(np.asarray(array).view(kind)):
+            place = 1
+            for dim, i in enumerate(index):
+                place = (place * 31 + i * factors[dim]) % 2**32
+            for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+                place = (place ^ place >> shift) * factor % 2**32
+            total += int(word) * ((place ^ place >> 16) | 1)
+        sums.append(f"{total % 2**32:08x}")
+    return "".join(sums)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_layout_does_not_matter(dtype):
+    array = some(dtype)
+    assert {checksum(array, layout) for layout in LAYOUTS} == {by_hand(array)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (2, 3, 5)])
+def test_every_bit_changes_both_sums(dtype, shape):
+    array = some(dtype, shape)
+    bits = 1 if dtype == "bool" else 8 * array.dtype.itemsize
+    before = by_hand(array)
+    assert checksum(array) == before
+    for place in {0, math.prod(shape) // 2, math.prod(shape) - 1}:
+        for bit in {0, bits // 2, bits - 1}:
+            after = checksum(flipped(array, place, bit))
+            assert after[:8] != before[:8]
+            assert after[8:] != before[8:]
+
+
+def test_words_that_have_changed_places_change_it():
+    array = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    moved = [array[::-1], array[:, ::-1], array.T, np.roll(array, 1, 0), np.roll(array, 1, 1), np.roll(array, 1)]
+    corners = array.copy()
+    corners[[0, 0, 5, 5], [1, 6, 1, 6]] = array[[0, 0, 5, 5], [6, 1, 6, 1]]
+    assert len({checksum(changed) for changed in [array, *moved, corners]}) == 8
+
+
+def test_zeros_of_two_signs_and_two_kinds_of_nan_differ():
+    bits = np.array([0, 0x80000000, 0x7FC00000, 0x7FC00001], np.uint32)
+    assert len({checksum(word.view(np.float32)) for word in bits}) == 4
+
+
+def test_each_array_has_its_own_by_name():
+    arrays = {name: placed(some(dtype), ("fsdp",)) for name, dtype in (("a", "float32"), ("b", "bfloat16"))}
+    assert checksums(arrays) == {"a": checksum(some("float32")), "b": checksum(some("bfloat16"))}
+    assert checksums({}) == {}
+
+
+def test_nothing_is_gathered_nor_made_of_an_array_even_of_more_elements_than_32_bits_count():
+    layout = NamedSharding(MESH, PartitionSpec("fsdp", "tp"))
+    arrays = [jax.ShapeDtypeStruct((2**20, 2**13), dtype, sharding=layout) for dtype in ("float32", "bfloat16")]
+    program = sums.lower(arrays, NamedSharding(MESH, PartitionSpec())).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2**16
+
+
+# Documents
+
+DOCUMENT = {"position": {"data": [1, 2.5, None, "½"], "done": False}, "best": 0.1, "arrays": {"a": "0f"}}
+
+
+def test_a_sealed_document_comes_back_from_json():
+    assert unseal(json.loads(json.dumps(seal(DOCUMENT)))) == DOCUMENT
+
+
+def test_a_sealed_document_is_a_copy():
+    document = {"position": {"next": 1}}
+    sealed = seal(document)
+    document["position"]["next"] = 2
+    assert unseal(sealed) == {"position": {"next": 1}}
+
+
+def test_every_bit_of_a_sealed_document_is_guarded():
+    text = json.dumps(seal(DOCUMENT)).encode()
+    found = 0
+    for place in range(len(text)):
+        for bit in range(8):
+            damaged = bytearray(text)
+            damaged[place] ^= 1 << bit
+            try:
+                assert unseal(json.loads(damaged)) == DOCUMENT  # the same in other letters: \\u00bD
+            except ValueError:
+                pass
+            except Damaged:
+                found += 1
+    assert found > 100
+
+
+@pytest.mark.parametrize("other", [{}, [], None, "crc32", {"position": 1}, {"crc32": "00000000"}])
+def test_what_was_never_sealed_is_no_document(other):
+    with pytest.raises(Damaged):
+        unseal(other)

@@ -1,0 +1,85 @@
+"""What a run writes of itself can be cut back to any step, and is whole JSON."""
+
+import json
+
+import pytest
+
+from mllm.run import report
+from mllm.run.metrics import RunLog, Stopwatch, cut_after, read_records
+
+
+def steps_of(path):
+    return [record["step"] for record in read_records(path)]
+
+
+def write_steps(folder, first, last, *, resumed_at=None):
+    folder.mkdir(exist_ok=True)
+    log = RunLog(folder, resumed_at, last)
+    for step in range(first, last + 1):
+        log.write(step, {"loss": 1 / (step + 1), "reward": 0.5}, [{"completion": f"{step}{n}"} for n in range(2)])
+        log.write_timings(step, {"time/update": 0.1, "tokens_per_second": 5.0}, {})
+    log.close()
+
+
+def test_a_resumed_run_leaves_the_files_that_an_undisturbed_one_leaves(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    write_steps(whole, 0, 6)
+    write_steps(broken, 0, 5)
+    write_steps(broken, 4, 6, resumed_at=3)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (broken / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_run_that_begins_again_without_a_checkpoint_drops_every_line(tmp_path):
+    write_steps(tmp_path, 0, 2)
+    write_steps(tmp_path, 0, 1)
+    assert steps_of(tmp_path / "metrics.jsonl") == [0, 1]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b"\x00\x00\x00\n", b'{"loss": 1}\n', b"[1]\n", b"{"])
+def test_a_line_that_a_crash_tore_is_cut_off(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"step": 1}\n' + torn)
+    cut_after(path, 9)
+    assert path.read_bytes() == b'{"step": 0}\n{"step": 1}\n'
+
+
+def test_numbers_that_json_lacks_are_written_as_null(tmp_path):
+    log = RunLog(tmp_path, None, 1)
+    log.write(0, {"loss": float("nan"), "kl": float("inf"), "reward": 1.0})
+    log.close()
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line) == {"step": 0, "loss": None, "kl": None, "reward": 1.0}
+
+
+def test_phases_add_up_and_evaluation_is_not_part_of_the_speed():
+    watch = Stopwatch()
+    watch.seconds = {"rollout": 1.0, "update": 3.0}
+    watch.count_tokens(40)
+    with watch.phase("eval"):
+        pass
+    with watch.phase("update"):
+        pass
+    assert watch.timings()["tokens_per_second"] == 10.0
+    assert watch.timings()["time/update"] >= 3.0
+    assert set(watch.seconds) == {"rollout", "update", "eval"}
+
+
+def test_the_summary_shows_accuracy_before_and_after_with_its_interval(tmp_path):
+    def accuracy(value):
+        return {"eval/greedy_accuracy": value, "eval/greedy_accuracy_low": 0.2, "eval/greedy_accuracy_high": 0.9}
+
+    log = RunLog(tmp_path, None, 2)
+    log.write(0, accuracy(0.25))
+    log.write(1, {"loss": 2.0})
+    log.write_timings(1, {"time/update": 0.5, "tokens_per_second": 1234.0, "memory/peak_bytes": 3 * 2**20}, {})
+    log.write(2, {"loss": 1.0, **accuracy(0.75)})
+    log.close()
+    text = report.summary(tmp_path)
+    assert "0.250" in text
+    assert "0.750" in text
+    assert "+0.500" in text
+    assert "0.200 .. 0.900" in text
+    assert "1,234" in text
+    assert "3 MiB" in text
+    assert str(tmp_path / "tensorboard") in text

@@ -1,0 +1,76 @@
+"""Orbax's tracebacks are kept from the terminal, and nobody else's."""
+
+import gc
+import logging
+import sys
+
+import pytest
+
+from mllm.run import checkpoint, quiet_orbax
+
+assert checkpoint  # has silenced it
+
+ORBAX, OTHERS = "/lib/orbax/checkpoint/writer.py", "/home/orbax-user/mine.py"
+
+
+def error_from(file):
+    """An error that came through a function of that file."""
+    scope = {}
+    exec(compile("def fail(): raise ValueError('no room')", file, "exec"), scope)
+    try:
+        scope["fail"]()
+    except ValueError as error:
+        return error
+
+
+def coroutine_of(file):
+    scope = {}
+    exec(compile("async def write(): pass", file, "exec"), scope)
+    return scope["write"]()
+
+
+@pytest.mark.parametrize(("file", "shown"), [(ORBAX, False), (OTHERS, True)])
+def test_an_error_that_nobody_asked_for_is_shown_if_it_is_not_orbax_s(caplog, file, shown):
+    logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=error_from(file))
+    assert bool(caplog.records) == shown
+
+
+@pytest.mark.parametrize(("level", "file", "shown"), [("ERROR", ORBAX, 0), ("WARNING", ORBAX, 1), ("ERROR", OTHERS, 1)])
+def test_what_orbax_logs_as_an_error_is_not_shown(caplog, level, file, shown):
+    logger = logging.getLogger("absl")
+    logger.handle(logger.makeRecord("absl", getattr(logging, level), file, 1, "a save failed", (), None))
+    assert len(caplog.records) == shown
+
+
+def test_other_messages_of_asyncio_are_shown(caplog):
+    logging.getLogger("asyncio").error("Executing took 3 seconds", exc_info=error_from(ORBAX))
+    logging.getLogger("asyncio").error("Task exception was never retrieved")
+    assert len(caplog.records) == 2
+
+
+def test_a_read_that_was_given_up_is_left_behind_and_nothing_else(monkeypatch):
+    given_up, mine = coroutine_of(ORBAX), coroutine_of(OTHERS)
+    assert quiet_orbax.left_behind(ValueError(), given_up)
+    assert quiet_orbax.left_behind(RuntimeError("Event loop is closed"), None)
+    assert not quiet_orbax.left_behind(ValueError(), mine)
+    assert not quiet_orbax.left_behind(RuntimeError("cannot schedule new futures"), None)
+    given_up.close()
+    mine.close()
+
+
+def test_what_python_can_not_raise_is_still_reported(monkeypatch):
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: reported.append(unraisable.exc_value.args))
+    quiet_orbax.silence()
+
+    class Failing:
+        def __init__(self, *error):
+            self.error = error
+
+        def __del__(self):
+            raise RuntimeError(*self.error)
+
+    for error in ("Event loop is closed", "mine"):
+        Failing(error)
+    gc.collect()
+    assert reported == [("mine",)]

@@ -1,0 +1,196 @@
+"""A folder belongs to one run: what may change when it resumes, what would make another run of it, and who writes."""
+
+import errno
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from runs import ROOT
+from tiny import config
+
+from mllm.config import load as configs
+from mllm.config.schema import Config
+from mllm.errors import UserError
+from mllm.run import folder as run_dir
+
+
+def changed(settings, **values):
+    return Config.model_validate({**settings.model_dump(), **values})
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"mesh": {"dp": 2}},
+        {"micro_batch_size": 2},
+        {"head": {"impl": "reference"}},
+        {"checkpoint": {"every": 2, "keep": 5}},
+        {"log": {"samples": 1}},
+        {"run_dir": "elsewhere"},
+        {"optimizer": config().optimizer.model_dump() | {"max_skipped": 1}},
+        {"steps": 8},
+    ],
+    ids=str,
+)
+def test_how_a_run_is_carried_out_may_change(tmp_path, how):
+    run_dir.write(tmp_path, config())
+    run_dir.check(tmp_path, changed(config(), **how))
+
+
+@pytest.mark.parametrize(
+    ("what", "key"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"steps": 2}, "steps"),
+        ({"batch_size": 16}, "batch_size"),
+        ({"eval": {"every": 2}}, "eval"),
+        ({"grpo": {"num_generations": 2}}, "grpo.num_generations"),
+        ({"rollout": {"max_prompt_length": 16, "max_completion_length": 8}}, "rollout.max_completion_length"),
+    ],
+    ids=str,
+)
+def test_what_a_run_computes_may_not(tmp_path, what, key):
+    run_dir.write(tmp_path, config())
+    with pytest.raises(UserError, match=f"^{key}: .* belongs to a run with "):
+        run_dir.check(tmp_path, changed(config(), **what))
+
+
+def test_more_steps_make_another_run_where_the_learning_rate_depends_on_them(tmp_path):
+    decaying = config(optimizer={"schedule": "cosine"})
+    run_dir.write(tmp_path, decaying)
+    with pytest.raises(UserError, match=r"^steps: .* belongs to a run with 4, not 8"):
+        run_dir.check(tmp_path, changed(decaying, steps=8))
+
+
+def test_a_new_or_an_empty_folder_belongs_to_nobody(tmp_path):
+    run_dir.check(tmp_path, config())
+    run_dir.check(tmp_path / "new" / "run", config())
+    assert not run_dir.is_run(tmp_path)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_with_other_files_is_not_taken(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match=r"holds other files and no config\.yaml"):
+        run_dir.check(tmp_path, config())
+
+
+def test_a_configuration_that_can_not_be_read_is_no_invitation(tmp_path):
+    (tmp_path / "config.yaml").write_text("steps: [")
+    with pytest.raises(UserError, match=r"config\.yaml: not readable as YAML"):
+        run_dir.check(tmp_path, config())
+
+
+def test_the_folder_is_made_with_a_configuration_that_loads_again(tmp_path):
+    folder = tmp_path / "runs" / "first"
+    run_dir.write(folder, config())
+    assert configs.load(str(folder / "config.yaml")) == config()
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+
+
+def test_a_folder_that_can_not_be_made_is_said(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"run_dir: .* can't be written"):
+        run_dir.write(tmp_path / "file" / "run", config())
+
+
+# Who may write
+
+
+def hold(folder):
+    """Another process that holds the folder."""
+    program = (
+        "import sys; from pathlib import Path; from mllm import run_dir\n"
+        "with run_dir.lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_folder_that_a_process_holds_is_refused_to_others_until_it_is_killed(tmp_path):
+    run_dir.write(tmp_path, config())
+    process = hold(tmp_path)
+    try:
+        with (
+            pytest.raises(UserError, match=rf"^run_dir: .* is in use by process {process.pid} on .*; wait for it"),
+            run_dir.lock(tmp_path),
+        ):
+            pass
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert str(process.pid) in (tmp_path / run_dir.LOCK).read_text()
+    with run_dir.lock(tmp_path):
+        assert str(os.getpid()) in (tmp_path / run_dir.LOCK).read_text()
+
+
+def test_a_refusal_leaves_the_holder_s_lock_as_it_was(tmp_path):
+    with run_dir.lock(tmp_path):
+        for _ in range(2):
+            with pytest.raises(UserError, match=f"in use by process {os.getpid()} on "), run_dir.lock(tmp_path):
+                pass
+
+
+def test_a_run_that_has_begun_leaves_an_empty_lock_file_and_goes_on_with_it(tmp_path):
+    for _ in range(2):
+        with run_dir.lock(tmp_path):
+            run_dir.check(tmp_path, config())
+            run_dir.write(tmp_path, config())
+        assert (tmp_path / run_dir.LOCK).read_bytes() == b""
+
+
+@pytest.mark.parametrize("there", [".", "there", "there/is/no/folder"])
+def test_a_run_that_did_not_begin_leaves_the_folder_as_it_found_it(tmp_path, there):
+    (tmp_path / "there").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with run_dir.lock(tmp_path / there):
+        assert (tmp_path / there).is_dir()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_killed_before_it_began_does_not_hinder_the_next(tmp_path):
+    process = hold(tmp_path / "run")
+    process.kill()
+    process.communicate()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [run_dir.LOCK]
+    run_dir.check(tmp_path / "run", config())
+    with run_dir.lock(tmp_path / "run"):
+        run_dir.write(tmp_path / "run", config())
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_file_system_without_locks_is_warned_of_and_written(tmp_path, monkeypatch, caplog, number):
+    def refuse(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with caplog.at_level(logging.WARNING), run_dir.lock(tmp_path):
+        run_dir.write(tmp_path, config())
+    assert f"can't be locked ({os.strerror(number)}): let no other run write it" in caplog.text
+
+
+def test_a_lock_file_that_another_process_removes_before_it_is_locked_is_no_lock(tmp_path, monkeypatch):
+    removed = []
+    flock = fcntl.flock
+
+    def remove_first(file, operation):
+        if not removed:
+            removed.append((tmp_path / run_dir.LOCK).unlink())
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with run_dir.lock(tmp_path), pytest.raises(UserError, match="in use by"), run_dir.lock(tmp_path):
+        pass
+
+
+def test_a_folder_that_can_not_be_locked_for_lack_of_a_folder_is_said(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"run_dir: .* can't be written"), run_dir.lock(tmp_path / "file" / "run"):
+        pass

@@ -1,0 +1,91 @@
+"""The first signal is noted whatever the process is at, the second ends it, and so does one with nothing to save."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mllm.run.signals import Interrupt, Interrupted
+
+
+def noted(interrupt: Interrupt) -> int:
+    for _ in range(200):
+        if interrupt.received is not None:
+            return interrupt.received
+        time.sleep(0.005)
+    pytest.fail("not noted within a second")
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_first_signal_is_noted_and_gives_the_exit_code(number, exit_code, capsys):
+    with Interrupt() as interrupt:
+        interrupt.hold()
+        interrupt.poll()
+        interrupt.poll_alone()
+        assert (interrupt.received, interrupt.exit_code) == (None, 0)
+        signal.raise_signal(number)
+        assert noted(interrupt) == number
+        assert interrupt.exit_code == exit_code
+        for poll in (interrupt.poll, interrupt.poll_alone):
+            with pytest.raises(Interrupted):
+                poll()
+    assert signal.Signals(number).name in capsys.readouterr().err
+
+
+@pytest.fixture
+def busy():
+    """Processes whose main thread doesn't come back from a call, as from a compiled program."""
+    begun = []
+
+    def begin(*, hold: bool) -> subprocess.Popen:
+        program = f"""
+import hashlib
+from mllm.run.signals import Interrupt
+with Interrupt() as interrupt:
+    {"interrupt.hold()" if hold else ""}
+    print("here", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**30)
+"""
+        command = [sys.executable, "-c", program]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        begun.append(process)
+        assert process.stdout.readline() == "here\n"
+        return process
+
+    yield begin
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def test_of_the_second_the_process_dies_even_in_the_middle_of_a_call(busy):
+    process = busy(hold=True)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr.readline() == "\n"
+    assert process.stderr.readline().startswith("SIGTERM: saves and leaves as soon as it can")
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=5) == 130
+
+
+def test_before_there_is_anything_to_save_the_first_ends_it(busy):
+    process = busy(hold=False)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=5) == 143
+
+
+def test_leaving_restores_what_was_there():
+    before = {number: signal.getsignal(number) for number in Interrupt.SIGNALS}
+    with Interrupt():
+        assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
+    assert {number: signal.getsignal(number) for number in Interrupt.SIGNALS} == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_signal_to_another_process_counts_as_one_to_this():
+    interrupt = Interrupt()
+    assert not interrupt.agree(lambda mine: [mine, None])
+    assert interrupt.agree(lambda mine: [mine, signal.SIGTERM])
+    assert interrupt.exit_code == 143

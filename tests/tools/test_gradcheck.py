@@ -1,0 +1,285 @@
+"""tools/gradcheck.py passes what is right, catches what is a little wrong, and says in one line what it can't do."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lm_head_oracle import exact as oracle
+
+import train
+from mllm.config import load as config_file
+from mllm.errors import UserError
+from tools import exact_head, gradcheck
+from tools.exact_head import Results, exact, make_problem, plain
+
+SMALL = "24,16,131"
+SHAPE = (24, 16, 131)
+RESULTS = Results._fields
+
+every_objective = pytest.mark.parametrize("objective", exact_head.OBJECTIVES)
+
+
+def gradcheck_of(*arguments, shape=SMALL):
+    return gradcheck.main(["--shape", shape, "--repeats", "1", *arguments])
+
+
+def verdicts(capsys):
+    """By the result's name, from the table."""
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in lines if line}
+    return {name: "ok" if rows[name].endswith("ok") else "past tolerance" for name in RESULTS}
+
+
+def refused(capsys, *arguments):
+    """The one line that is said instead of doing anything."""
+    assert gradcheck.main(list(arguments)) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1
+    return errors
+
+
+# The reference and the yardstick
+
+
+@every_objective
+def test_the_reference_is_the_oracle_of_the_heads_tests(objective, monkeypatch):
+    monkeypatch.setattr(exact_head, "LOGITS", 5 * 131)  # blocks of 5 tokens
+    monkeypatch.setattr(exact_head, "TILE", 50)
+    problem = make_problem(SHAPE, objective, softmax="peaked", live=0.7, temperature=0.7, softcap=20.0)
+    truth = exact(problem, "float64")
+    live = problem.weights != 0
+
+    def cotangents(logprob, lse, entropy):
+        operands = [x.astype(np.float64) for x in truth.operands]
+        _, by_logprob, by_entropy = problem.objective.by_hand(logprob, entropy, *operands)
+        return problem.weights * by_logprob, 0 * lse, problem.weights * by_entropy
+
+    want = oracle(*problem[:3], cotangents, where=live, temperature=0.7, softcap=20.0)
+    for name, field in zip(RESULTS[1:], ("logprob", "lse", "entropy", "hidden", "weight"), strict=True):
+        np.testing.assert_allclose(getattr(truth.results, name), getattr(want, field), rtol=1e-10, atol=1e-13)
+        np.testing.assert_allclose(getattr(truth.resolution, name), getattr(want.resolution, field), rtol=1e-10)
+
+
+@every_objective
+def test_derivatives_of_an_objective_by_hand_are_those_of_jax(objective):
+    logprob, entropy, advantages, old = np.random.default_rng(0).normal(size=(4, 100))
+    problem = make_problem(SHAPE, objective)
+    operands = (advantages, old)[: problem.objective.operands]
+    in_jax = jax.vmap(jax.value_and_grad(problem.objective.in_jax, (0, 1)))
+    value, (by_logprob, by_entropy) = in_jax(*(jnp.asarray(x, jnp.float32) for x in (logprob, entropy, *operands)))
+    want = problem.objective.by_hand(logprob, entropy, *operands)
+    for got, right in zip((value, by_logprob, by_entropy), want, strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-5)
+
+
+def test_both_sides_of_both_clips_occur_and_no_token_is_near_one():
+    problem = make_problem((200, 8, 31), "grpo")
+    ratio = np.exp(problem.log_ratios)
+    assert all(np.any(side) for side in (ratio < 0.8, (ratio > 0.8) & (ratio < 1.2), ratio > 1.2))
+    assert np.abs(ratio[:, None] - [0.8, 1.2]).min() > 0.03
+
+
+def test_the_yardstick_does_not_depend_on_the_blocks_of_tokens(monkeypatch):
+    problem = make_problem(SHAPE, "grpo", softmax="peaked", live=0.7)
+    operands = exact(problem, "float64").operands
+    at_once = plain(problem, operands)
+    monkeypatch.setattr(exact_head, "LOGITS", 5 * 131)
+    for one, other in zip(at_once, plain(problem, operands), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("softmax", "likeliest"), [("near-uniform", (0, 0.1)), ("peaked", (0.5, 0.95)), ("saturated", (1, 1))]
+)
+def test_inputs_are_as_sure_of_a_token_as_they_say(softmax, likeliest):
+    problem = make_problem((30, 512, 1009), "cross_entropy", softmax=softmax)
+    logits = problem.hidden.astype(np.float64) @ problem.weight.astype(np.float64).T
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    of_two_in_three = p.max(axis=1)[np.arange(30) % 3 > 0]
+    assert likeliest[0] <= of_two_in_three.min() <= of_two_in_three.max() <= likeliest[1]
+    hits = p[np.arange(30), problem.labels] == p.max(axis=1)
+    assert softmax == "near-uniform" or hits.sum() == 10
+
+
+# The verdict
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("impl", ["reference", "streaming"])
+def test_an_implementation_that_is_right_passes(impl, dtype, capsys):
+    assert gradcheck_of("--impl", impl, "--dtype", dtype, "--objective", "grpo", "--softmax", "peaked") == 0
+    assert set(verdicts(capsys).values()) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--softmax saturated --dtype float32",
+        "--live 0.3",
+        "--live 0",
+        "--workspace 0",
+        "--function token_logprobs --objective grpo --live 0.5",
+        "--softcap 5 --temperature 0.7",
+        "--param-dtype float32",
+        "--dtype float16",
+        "--against float32",
+        "--seed 1 --shape 1,16,2",
+    ],
+)
+def test_what_the_head_can_do_passes(arguments):
+    assert gradcheck_of(*arguments.split()) == 0
+
+
+def test_the_tpus_kernels_pass_in_the_strict_interpreter(capsys):
+    assert gradcheck_of("--impl", "mosaic_tpu", "--interpret", "--live", "0.5", "--dtype", "float32") == 0
+    assert set(verdicts(capsys).values()) == {"ok"}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax before 0.12 has no interpreter for these kernels")
+def test_the_gpus_kernels_pass_in_the_strict_interpreter(capsys):
+    assert gradcheck_of("--impl", "mosaic_gpu", "--interpret", "--live", "0.5", shape="24,64,136") == 0
+    assert set(verdicts(capsys).values()) == {"ok"}
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="jax has the interpreter since 0.12")
+def test_without_an_interpreter_for_the_gpus_kernels_a_line_says_so(capsys):
+    said = refused(capsys, "--shape", SMALL, "--impl", "mosaic_gpu", "--interpret")
+    assert said.startswith(
+        f"error: --interpret: kernels for GPUs are interpreted by jax 0.12 or later, and this is {jax.__version__}"
+    )
+
+
+def scaled(x, factor):
+    """x, with a gradient that is too large by a factor."""
+    return factor * x + jax.lax.stop_gradient(x - factor * x)
+
+
+WRONG = {
+    "dh": lambda head: lambda hidden, *rest, **options: head(scaled(hidden, 1.01), *rest, **options),
+    "dW": lambda head: lambda hidden, weight, *rest, **options: head(hidden, scaled(weight, 1.01), *rest, **options),
+    "loss": lambda head: lambda *rest, **options: (lambda loss, tokens: (loss + 1e-3, tokens))(*head(*rest, **options)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_result_that_is_a_little_wrong_is_past_tolerance(name, capsys, monkeypatch):
+    monkeypatch.setattr(gradcheck, "token_loss", WRONG[name](gradcheck.token_loss))
+    assert gradcheck_of("--param-dtype", "float32") == 1
+    assert [of for of, verdict in verdicts(capsys).items() if verdict != "ok"] == [name]
+
+
+@pytest.mark.parametrize("name", ["logprob", "lse", "entropy"])
+@pytest.mark.parametrize("wrong", [lambda x: x + 1e-4, lambda x: x.at[-1].set(jnp.nan)], ids=["off by 1e-4", "one NaN"])
+def test_a_wrong_statistic_is_past_tolerance(name, wrong, capsys, monkeypatch):
+    head = gradcheck.token_loss
+
+    def wrong_head(*arguments, **options):
+        loss, tokens = head(*arguments, **options)
+        return loss, tokens._replace(**{name: wrong(getattr(tokens, name))})
+
+    monkeypatch.setattr(gradcheck, "token_loss", wrong_head)
+    assert gradcheck_of() == 1
+    out = capsys.readouterr()
+    assert f"verdict   PAST TOLERANCE: {name}\n" in out.out
+
+
+def test_figures_go_to_a_file_as_well(tmp_path, capsys):
+    assert gradcheck_of("--json", str(tmp_path / "figures.json"), "--dtype", "float32") == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["passed"] is True
+    assert figures["settings"]["shape"] == list(SHAPE)
+    assert set(figures["errors"]) == set(RESULTS)
+    for errors in figures["errors"].values():
+        for error in errors.values():
+            assert 0 <= error["absolute"] <= error["allowed"] < math.inf
+            assert error["relative"] < 1e-5
+    assert figures["seconds"] > 0
+    assert figures["peak_bytes"] > 4 * 131 * 16
+    assert f"{figures['peak_bytes'] / 2**20:,.0f} MiB" in capsys.readouterr().out
+
+
+# What it takes
+
+
+def test_the_shipped_configuration_is_qwens_head_at_a_sequence_of_2048():
+    settings = gradcheck.load("gradcheck_qwen25_1p5b.yaml", {"impl": "streaming"})
+    assert settings.shape == (2048, 1536, 151936)
+    assert (settings.dtype, settings.impl) == ("bfloat16", "streaming")
+
+
+def test_an_option_replaces_the_files_setting(tmp_path, capsys):
+    (tmp_path / "check.yaml").write_text(f"shape: [{SMALL}]\nlive: 0.5\nsoftmax: peaked\nrepeats: 1\n")
+    assert gradcheck.main(["--config", str(tmp_path / "check.yaml"), "--live", "0.25"]) == 0
+    out = capsys.readouterr().out
+    assert "N=24, D=16, V=131, bfloat16, on cpu\n" in out
+    assert "live=0.25, softmax=peaked\n" in out
+
+
+def test_neither_tool_takes_the_others_configuration(capsys):
+    with pytest.raises(UserError, match="shape: unknown setting"):
+        config_file.load("gradcheck_qwen25_1p5b.yaml")
+    assert train.main(["--config", "gradcheck_qwen25_1p5b.yaml"]) == 2
+    capsys.readouterr()
+    assert "tiny_sft.yaml: algorithm: unknown setting" in refused(capsys, "--config", "tiny_sft.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "--shape: give N,D,V, or a --config"),
+        ("--shape 24,16", "--shape: shape: expected N,D,V: three whole numbers (got '24,16')"),
+        ("--shape 24,16,0", "--shape: shape.2"),
+        ("--shape 24,16,x", "--shape: shape.2"),
+        ("--config nowhere.yaml", "--config nowhere.yaml: no such file"),
+        (f"--shape {SMALL} --live 2", "--live: live: Input should be less than or equal to 1 (got 2)"),
+        (f"--shape {SMALL} --dtype int8", "--dtype: dtype: Input should be 'bfloat16', 'float16' or 'float32'"),
+        (f"--shape {SMALL} --against float16", "--against: against"),
+        (f"--shape {SMALL} --dtype float32 --against float32", "--against: against: float32 can't judge float32"),
+        (f"--shape {SMALL} --workspace -1", "--workspace: workspace"),
+        (f"--shape {SMALL} --function token_logprobs --workspace 0", "--workspace: workspace: is not used"),
+        (f"--shape {SMALL} --interpret", "--interpret: interpret: is not used"),
+        (f"--shape {SMALL} --impl mosaic_tpu", "--impl: mosaic_tpu runs on TPUs, and this is a cpu"),
+        (f"--shape {SMALL} --impl mosaic_gpu", "--impl: mosaic_gpu runs on GPUs, and this is a cpu"),
+        (f"--shape {SMALL} --repeats 0", "--repeats: repeats"),
+        (f"--shape {SMALL} --softcap -1", "--softcap: softcap"),
+        (f"--shape {SMALL} --impl fastest", "impl must be None or one of"),
+        (f"--shape {SMALL} --json nowhere/figures.json", "--json: there is no folder nowhere"),
+    ],
+)
+def test_a_bad_argument_is_named_in_one_line(arguments, said, capsys):
+    assert said in refused(capsys, *arguments.split())
+
+
+@pytest.mark.parametrize("text", ["shape: [24, 16, 131]\nshape: [1, 1, 2]\n", "- shape\n", "shape: [\n"])
+def test_a_file_that_is_no_configuration_is_named_in_one_line(text, tmp_path, capsys):
+    (tmp_path / "check.yaml").write_text(text)
+    assert f"{tmp_path / 'check.yaml'}: " in refused(capsys, "--config", str(tmp_path / "check.yaml"))
+
+
+def test_a_misspelt_setting_is_refused(tmp_path, capsys):
+    (tmp_path / "check.yaml").write_text("shape: [24, 16, 131]\nobjektive: grpo\n")
+    assert "objektive: unknown setting" in refused(capsys, "--config", str(tmp_path / "check.yaml"))
+
+
+def test_a_device_that_is_too_small_is_said(capsys, monkeypatch):
+    def run(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.")
+
+    monkeypatch.setattr(gradcheck, "run", run)
+    assert gradcheck_of() == 2
+    assert (
+        capsys.readouterr().err
+        == "error: --shape: too large for this device: RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.\n"
+    )
+
+
+def test_help_is_there():
+    with pytest.raises(SystemExit) as leaving:
+        gradcheck.main(["--help"])
+    assert leaving.value.code == 0

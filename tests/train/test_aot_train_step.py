@@ -1,0 +1,86 @@
+"""A whole update of Qwen2.5-0.5B through the real TPU compiler, for eight chips that aren't there.
+
+Model, head, objective, backward pass and optimizer as train.py puts them together, all 24 layers of them, by the
+configuration's own settings but for the mesh. Parameters are only shapes. Leaves out results, which test_train_step.py
+checks on CPUs, and times, which only a TPU can tell.
+"""
+
+import importlib.util
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compiled_program import arrays, exchanged, kernels, text
+
+from mllm.config import load as configs
+from mllm.data.batch import Batch
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import sharding
+from mllm.plan import targets
+from mllm.train.optimizer import make_optimizer, make_schedule
+from mllm.train.step import abstract_state, make_train_step
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs"),
+]
+
+SHAPE = {"dp": 2, "fsdp": 2, "tp": 2}
+HBM = 32e9
+"""Bytes of a v6e's memory."""
+LENGTH = 512 + 1024
+"""Of a row, by the configuration: prompt and completion."""
+WEIGHT = (151936 // SHAPE["tp"], 896)
+"""What a device's head multiplies with."""
+SPLASH = {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
+HEAD = {"head_forward_mean_keep", "head_kept_weight_gradient"}
+"""One pass, in waves of tokens."""
+
+
+@pytest.fixture(scope="module")
+def settings():
+    # Random parameters need no files, and here none are made.
+    overrides = [f"mesh.{axis}={size}" for axis, size in SHAPE.items()]
+    return configs.load("qwen25_0p5b_grpo.yaml", ["model.init=random", *overrides])
+
+
+@pytest.fixture(scope="module")
+def program(settings):
+    mesh = targets.mesh("v6e:2x4", tuple(SHAPE.values()), tuple(SHAPE))
+    policy = load_policy(settings, mesh)
+    optimizer = make_optimizer(settings.optimizer, settings.steps)
+    schedule = make_schedule(settings.optimizer, settings.steps)
+    train_step = make_train_step(policy.graphdef, optimizer, schedule, settings, mesh)
+
+    def array(dtype):
+        rows = (settings.batch_size, LENGTH)
+        return jax.ShapeDtypeStruct(rows, dtype, sharding=sharding(mesh, ("batch", "time")))
+
+    batch = Batch(*(array(jnp.int32) for _ in range(4)), *(array(jnp.float32) for _ in range(3)))
+    return targets.compiled(train_step, (abstract_state(policy.params, optimizer), batch), mesh)
+
+
+def test_attention_forward_and_backward_and_the_head_are_kernels(program):
+    names = kernels(program)
+    assert {re.sub("_segmented.*", "", name) for name in names} == SPLASH | HEAD
+    assert all("segmented" in name for name in names - HEAD)
+
+
+def test_it_fits_the_memory_and_the_new_state_takes_the_place_of_the_old(program):
+    memory = targets.memory(program)
+    assert memory["peak"] < HBM
+    assert memory["output"] - memory["alias"] < 2**20
+
+
+def test_no_array_is_as_large_as_the_logits_of_a_device_s_tokens(program, settings):
+    tokens = settings.micro_batch_size * LENGTH // (SHAPE["dp"] * SHAPE["fsdp"])
+    assert max(math.prod(array.shape) for array in arrays(text(program))) < tokens * WEIGHT[0]
+
+
+def test_the_head_s_weight_is_gathered_once_a_micro_batch(program):
+    """The loop over them stands once in the program. The embedding, the same array, is looked up where it lies."""
+    gathered = [array.shape for array in exchanged(program) if array.kind == "all-gather"]
+    assert [shape for shape in gathered if shape[0] == WEIGHT[0]] == [WEIGHT]

@@ -1,0 +1,193 @@
+"""Numbers that a run meets when it goes wrong give finite losses and gradients, by every loss and through a whole step.
+
+Softmaxes that are certain, policies that are worlds apart, batches in which nothing counts, groups that teach nothing,
+completions of no token and of as many as there may be. Left out: numbers that aren't finite to begin with (such an
+update is skipped: test_train_step), and the heads against float64 (test_lm_head and its kin).
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rollouts import Dice, grpo_source
+from tiny import config
+
+from mllm.model.decoder import parameter_name
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import make_mesh, shard_batch
+from mllm.rl import sampling
+from mllm.run.metrics import Stopwatch
+from mllm.train import objectives
+from mllm.train.optimizer import make_optimizer, make_schedule
+from mllm.train.step import init_state, make_train_step
+
+OPTIMIZER = {"learning_rate": 1e-2, "weight_decay": 0.1}
+EVERYTHING = {"num_iterations": 2, "beta": 0.1, "reference": "initial", "entropy_coef": 0.01, "epsilon_high": 0.3}
+GRPO = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")
+SETTINGS = {
+    "sft": config("sft", optimizer=OPTIMIZER),
+    "sft in bfloat16": config("sft", optimizer=OPTIMIZER, model={"dtype": "bfloat16"}),
+    **{loss: config(optimizer=OPTIMIZER, grpo={**EVERYTHING, "loss_type": loss}) for loss in GRPO},
+}
+
+
+class Told(Dice):
+    """Completions of these lengths. A rollout has the token that ended them: none of its own is of length 0."""
+
+    LENGTHS = (0, 1, 4, 2, 4, 4, 1, 3)
+
+    def complete(self, params, prompts, *, step, first=0, greedy=False):
+        completions, texts = super().complete(params, prompts, step=step)
+        lengths = np.array(self.LENGTHS, np.int32)
+        return completions._replace(lengths=lengths, finished=lengths < 4), texts
+
+
+@cache
+def rolled_out(name):
+    """A batch with completions of no token, of one and of as many as there may be."""
+    loss_type = name if name in GRPO else "grpo"
+    source = grpo_source(np.float32(5), sampler=Told, **EVERYTHING, loss_type=loss_type)
+    return source.next(np.float32(5), 0, Stopwatch()).batch
+
+
+@cache
+def trainer(name):
+    """The jitted update, and a function that makes the first state, whose memory an update takes."""
+    settings = SETTINGS[name]
+    mesh = make_mesh(settings.mesh)
+    policy = load_policy(settings, mesh)
+    optimizer = make_optimizer(settings.optimizer, settings.steps)
+    schedule = make_schedule(settings.optimizer, settings.steps)
+    train_step = make_train_step(policy.graphdef, optimizer, schedule, settings, mesh)
+    first = init_state(policy.initial_params(), optimizer)
+    shardings, values = jax.tree.map(lambda leaf: leaf.sharding, first), jax.device_get(first)
+
+    def state(**factors):
+        """With the parameters that are named multiplied."""
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf * np.float32(factors.get(parameter_name(path), 1)), values.params
+        )
+        return jax.device_put(values._replace(params=params), shardings)
+
+    return optimizer, state, lambda state, batch: train_step(state, shard_batch(mesh, batch))
+
+
+def update(name, batch, **factors):
+    """Parameters before, state and metrics after an update of the first ones, those that are named multiplied."""
+    _, state, train_step = trainer(name)
+    before = jax.device_get(state(**factors).params)
+    after, metrics = train_step(state(**factors), batch)
+    return before, jax.device_get(after), {metric: float(value) for metric, value in metrics.items()}
+
+
+def assert_sound(state, metrics):
+    assert metrics["skipped"] == 0
+    assert {metric: value for metric, value in metrics.items() if not np.isfinite(value)} == {}
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+# Softmaxes
+
+
+@pytest.mark.parametrize("where", ["norm", "embed"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_softmaxes_that_are_certain_give_finite_updates(name, where):
+    """By hidden states or by the vocabulary's matrix, with logits from 1e4 to 1e11."""
+    losses = []
+    for factor in (1e6, 1e12):
+        _, state, metrics = update(name, rolled_out(name), **{where: factor})
+        assert_sound(state, metrics)
+        assert 0 <= metrics["entropy"] < 1e-3
+        losses.append(metrics["loss"])
+        # To GRPO these tokens are worlds away from the policy that said them, and teach nothing.
+        assert (metrics["grad_norm"] > 0) == (SETTINGS[name].algorithm == "sft")
+    if SETTINGS[name].algorithm == "sft":
+        assert 1e4 < losses[0] < 1e9 < losses[1]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 0.9), (0, 0.9)])
+@pytest.mark.parametrize("scale", [1e4, 1e11])
+def test_a_token_drawn_from_a_certain_softmax_is_the_likeliest_and_certain(scale, top_k, top_p):
+    logits = scale * jax.random.normal(jax.random.key(0), (4, 260))
+    keys = sampling.sequence_keys(0, 0, jnp.arange(4))
+    tokens, logprobs = sampling.sample(logits, keys, 0, temperature=0.5, top_k=top_k, top_p=top_p)
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    np.testing.assert_array_equal(logprobs, 0)
+
+
+# Policies
+
+
+@pytest.mark.parametrize("name", GRPO)
+def test_policies_that_are_worlds_apart_give_finite_updates(name):
+    """Trainer, sampler, old and reference policy, in nats of distance; exp overflows float32 from 89 on."""
+    batch, rng = rolled_out(name), np.random.default_rng(0)
+    distances = np.array([0, 30, 89, 1e4, 1e12], np.float32)
+    for _ in range(4):
+        sampler, old, reference = rng.choice([*distances, *-distances], (3, *batch.weights.shape)) - 5.5
+        if name == "gspo":
+            old[:] = old[:, :1]  # for a sequence's mean to be as far away
+        far = batch._replace(sampler_logprobs=sampler, old_logprobs=old, reference_logprobs=reference)
+        assert_sound(*update(name, far)[1:])
+
+
+# Batches
+
+
+def zero_rewards(batch):
+    """What the groups of a step teach whose rewards are all equal."""
+    equal = objectives.advantages(np.full((2, 4), 0.1, np.float32), "group")
+    assert equal.frac_reward_zero_std == 1
+    return batch._replace(advantages=np.repeat(np.asarray(equal.values).ravel()[:, None], batch.tokens.shape[1], 1))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_completions_of_no_token_and_of_as_many_as_there_may_be_are_learnt_from(name):
+    batch = rolled_out(name)
+    assert np.count_nonzero(batch.weights, axis=1).tolist() == list(Told.LENGTHS)
+    _, state, metrics = update(name, batch)
+    assert_sound(state, metrics)
+    assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", GRPO)
+def test_groups_without_variance_leave_the_penalties_alone_to_learn_from(name):
+    _, state, metrics = update(name, zero_rewards(rolled_out(name)))
+    assert_sound(state, metrics)
+    assert metrics["grad_norm"] > 0
+
+
+def nothing(batch):
+    """Rows as they are, in which no token counts."""
+    return batch._replace(weights=np.zeros_like(batch.weights), labels=np.zeros_like(batch.labels))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_batch_in_which_nothing_counts_changes_parameters_by_weight_decay_alone(name):
+    """Its gradient is 0, as that of rewards that are all equal, and the optimizer takes it as such."""
+    for batch in (nothing(rolled_out(name)), jax.tree.map(np.zeros_like, rolled_out(name))):
+        for factors in ({}, {"norm": 1e12}):
+            before, state, metrics = update(name, batch, **factors)
+            assert_sound(state, metrics)
+            assert metrics["loss"] == metrics["grad_norm"] == 0
+            for (path, leaf), old in zip(
+                jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(before), strict=True
+            ):
+                kept = 1 - (0 if parameter_name(path).endswith(("norm", "bias")) else 1e-2 * 0.1)
+                np.testing.assert_allclose(leaf, kept * old, rtol=1e-6)
+
+
+def test_the_moments_of_earlier_updates_go_on_through_a_batch_in_which_nothing_counts():
+    optimizer, state, train_step = trainer("grpo")
+    batch = rolled_out("grpo")
+    moved, _ = train_step(state(), batch)
+    before = jax.device_get(moved)
+    zeros = jax.tree.map(np.zeros_like, before.params)
+    updates, opt_state = jax.jit(optimizer.update)(zeros, before.opt_state, before.params)
+    expected = optax.apply_updates(before.params, updates), opt_state
+    got, _ = train_step(moved, nothing(batch))
+    for leaf, same in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, same, rtol=1e-5, atol=1e-8)
