@@ -33,7 +33,7 @@ from mllm.errors import ArgumentParser, StepError, UserError
 from mllm.model.load import Policy, load_policy
 from mllm.model.tokenizer import encode_prompt
 from mllm.parallel.mesh import make_mesh, shard_batch
-from mllm.parallel.processes import Meeting, Rows, agreed, join_cluster, local_rows, writes
+from mllm.parallel.processes import Meeting, Rows, is_writer, join_cluster, local_rows, raise_everywhere
 from mllm.plan.memory import plan
 from mllm.rl.evaluation import evaluate
 from mllm.rl.rewards import RewardRunner
@@ -97,23 +97,23 @@ def train(config: Config) -> int:
 
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        with agreed():
+        with raise_everywhere():
             run_dir.check(folder, config)
-            if writes():
+            if is_writer():
                 stack.enter_context(run_dir.lock(folder))
                 run_dir.check(folder, config)  # it may have been another's until now
             policy = load_policy(config, mesh)
         optimizer = make_optimizer(config.optimizer, config.steps)
         schedule = make_schedule(config.optimizer, config.steps)
         train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
-        with agreed():
+        with raise_everywhere():
             task = None if config.task is None else tasks.load(config.task, config.seed)
             source = make_source(config, policy, mesh, task, stack, interrupt)
             judge = make_judge(config, policy, task, rows, interrupt)
             # Before anything is written: the files of the parameters may turn out to be damaged.
             initial = None if run_dir.is_run(folder) else policy.initial_params()
-        with agreed():
-            if writes():
+        with raise_everywhere():
+            if is_writer():
                 run_dir.write(folder, config)
 
         checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints", config.checkpoint)))
@@ -124,7 +124,7 @@ def train(config: Config) -> int:
             done, state = 0, init_state(policy.initial_params() if initial is None else initial, optimizer)
             position = {**source.position(), "skipped": 0, "unjudged": {"metrics": {}, "samples": []}}
         logged = done - ("unjudged" in position)
-        log = stack.enter_context(closing(RunLog(folder, logged, config.steps) if writes() else NoLog()))
+        log = stack.enter_context(closing(RunLog(folder, logged, config.steps) if is_writer() else NoLog()))
 
         def save(metrics: dict[str, float]) -> None:
             log.sync()
@@ -189,7 +189,7 @@ def train(config: Config) -> int:
     if leaving and not finished:
         print(f"stopped by a signal after step {saved}; saved: the same command resumes", file=sys.stderr)
         return interrupt.exit_code
-    if writes():
+    if is_writer():
         print(report.summary(folder))
     return 0
 
@@ -268,7 +268,7 @@ def dump_batch(path: Path, batch: Batch, rows: Rows, **place: int) -> None:
     """Keep the batch of an update that was skipped, and its place in the run; `tools/replay.py` looks into it."""
     fields = {name: local_rows(value) for name, value in batch._asdict().items() if value is not None}
     shares = rows.gather(fields)
-    if writes():
+    if is_writer():
         whole: dict[str, Any] = {name: np.concatenate([share[name] for share in shares]) for name in fields}
         whole |= place
         with storage.writing(path, path.parent.parent / "checkpoints"):

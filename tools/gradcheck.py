@@ -1,7 +1,7 @@
 """Is the head right? Its loss, statistics and gradients beside the same in float64, in one table.
 
     python tools/gradcheck.py --config gradcheck_qwen25_1p5b.yaml
-    python tools/gradcheck.py --shape 64,128,1009 --dtype float32 --softmax saturated --impl streaming
+    python tools/gradcheck.py --shape 64,128,1009 --dtype float32 --softmax saturated --impl xla
 
 Every setting of the file is an option here, and an option replaces the file's. The reference is NumPy on the host, so
 that it needs nothing of what is checked. A result passes if neither its largest nor its root-mean-square error exceeds

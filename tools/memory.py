@@ -45,7 +45,7 @@ from mllm.parallel.mesh import make_mesh
 from mllm.plan import assignment
 from mllm.plan import memory as plan
 from mllm.plan.assignment import Account
-from mllm.plan.programs import Programme, Programmes
+from mllm.plan.programs import Program, Programs
 from mllm.train import objectives
 from mllm.train.step import Forward
 
@@ -138,7 +138,7 @@ def row(config: Config, devices: plan.Devices, head: str, micro: int, how: str, 
         bare: the peak without a head.
     """
     config = at(config, head, micro, devices.mesh)
-    shapes = Programmes(config, devices.mesh, kind(head))
+    shapes = Programs(config, devices.mesh, kind(head))
     known = {
         "parameters": plan.on_device(shapes.state.params),
         "optimizer": plan.on_device(shapes.state.opt_state),
@@ -173,9 +173,9 @@ def kind(head: str) -> type[Forward]:
     return {"optax": OptaxOnLogits, "none": NoHead}.get(head, Forward)
 
 
-def programme(mesh: Mesh, *, config: dict[str, Any], head: str, name: str) -> Programme:
-    """For `mllm.plan.assignment`: a program of `Programmes` with one of the heads."""
-    return getattr(Programmes(Config.model_validate(config), mesh, kind(head)), name)()
+def program(mesh: Mesh, *, config: dict[str, Any], head: str, name: str) -> Program:
+    """For `mllm.plan.assignment`: a program of `Programs` with one of the heads."""
+    return getattr(Programs(Config.model_validate(config), mesh, kind(head)), name)()
 
 
 def account(config: Config, devices: plan.Devices, head: str, name: str, how: str) -> Account:
@@ -183,7 +183,7 @@ def account(config: Config, devices: plan.Devices, head: str, name: str, how: st
     settings = {"config": config.model_dump(mode="json"), "head": head, "name": name}
     if devices.target:
         try:
-            return assignment.read(devices.target, f"{__file__}:programme", devices.mesh.shape, **settings)
+            return assignment.read(devices.target, f"{__file__}:program", devices.mesh.shape, **settings)
         except ValueError as error:
             raise UserError(f"--target: {error}") from None
     code = "import json, sys; from tools import memory; print(json.dumps(memory.at_hand(**json.loads(sys.argv[1]))))"
@@ -197,11 +197,11 @@ def account(config: Config, devices: plan.Devices, head: str, name: str, how: st
 def at_hand(config: dict[str, Any], head: str, name: str, measured: bool) -> Account:
     """The account of a program for the devices at hand; its peak measured, if wanted."""
     mesh = make_mesh(Config.model_validate(config).mesh)
-    function, arguments = programme(mesh, config=config, head=head, name=name)
+    function, arguments = program(mesh, config=config, head=head, name=name)
     jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
-    program = jitted.trace(*arguments).lower().compile()
-    known = plan.here(program)
-    return known._replace(peak=run(program, arguments)) if measured else known
+    executable = jitted.trace(*arguments).lower().compile()
+    known = plan.here(executable)
+    return known._replace(peak=run(executable, arguments)) if measured else known
 
 
 def run(program: jax.stages.Compiled, arguments: Any) -> int:

@@ -3,7 +3,7 @@
     python tools/tune.py --shape 8192,2048,151936 --write                   on a TPU or a Hopper GPU: by time
     python tools/tune.py --shape 8192,2048,151936 --target v6e --write      without one: by the compiler's listing
 
-Candidates are tilings that fit the chip's VMEM by kernels/lm_head/tpu/tiles.py, that which it takes without a table among
+Candidates are tilings that fit the chip's VMEM by kernels/lm_head/tpu/tiles.py, the one taken without a table among
 them. Without a TPU each is compiled for the target (`make aot` installs the compiler), and they are ranked by
 
     bound = max(flops / (rate x MXU use in the listing), bytes that the tiling moves / bandwidth),
@@ -228,7 +228,7 @@ def listed(kind: str, case: Case, tile: Tiles, chip: Chip, target: str) -> Trial
     sizes = {"tokens": case.tokens, "features": case.features, "vocabulary": case.vocabulary}
     arguments: dict[str, Any] = sizes | {"kind": kind, "dtype": str(case.product), "tile": dataclasses.asdict(tile)}
     try:
-        _, found = listing.read(target, f"{Path(__file__).resolve()}:programme", **arguments)
+        _, found = listing.read(target, f"{Path(__file__).resolve()}:program", **arguments)
     except ValueError as error:
         return Trial(tile, math.inf, refusal=str(error))
     by_name = {kernel.name: kernel.step or kernel.mxu for kernel in found}
@@ -260,7 +260,7 @@ def timed(case: Case, tile: Tiles) -> Trial:
     return Trial(tile, statistics.median(seconds[1:]))
 
 
-def programme(
+def program(
     mesh: Mesh, *, kind: str, tokens: int, features: int, vocabulary: int, dtype: str, tile: dict[str, int]
 ) -> tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]:
     """For mllm/plan/listing.py, which calls it in a process of its own."""
@@ -274,14 +274,20 @@ def call_of(case: Case, tile: Tiles) -> Callable[..., Any]:
     def call(hidden: Array, weight: Array, labels: Array, by_row: Array) -> Any:
         number, columns, one = jnp.int32(len(hidden)), jnp.int32(len(weight)), jnp.float32(1)
         slopes = Slopes(*by_row)
-        how: dict[str, Any] = {"tile": tile, "softcap": None, "dtype": case.product}
+        options: dict[str, Any] = {"tile": tile, "softcap": None, "dtype": case.product}
         if case.kernel == "hidden":
-            return hidden_gradient(hidden, weight, labels, number, columns, one, slopes, gradient=case.gradient, **how)
+            return hidden_gradient(
+                hidden, weight, labels, number, columns, one, slopes, gradient=case.gradient, **options
+            )
         without_entropy = slopes._replace(at_p_log_p=None)
         if case.kernel == "weight":
-            return weight_gradient(hidden, weight, labels, number, one, without_entropy, gradient=case.gradient, **how)
+            return weight_gradient(
+                hidden, weight, labels, number, one, without_entropy, gradient=case.gradient, **options
+            )
         mean = case.gradient if case.mean else None
-        sums, mean_MD, kept = forward(hidden, weight, labels, number, columns, one, mean=mean, keep=case.keep, **how)
+        sums, mean_MD, kept = forward(
+            hidden, weight, labels, number, columns, one, mean=mean, keep=case.keep, **options
+        )
         if kept is None:
             return sums, mean_MD
         size: dict[str, Any] = {"vocabulary": case.vocabulary, "gradient": jnp.dtype(jnp.float32)}

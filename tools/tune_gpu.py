@@ -42,7 +42,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from kernels.lm_head import target
-from kernels.lm_head.contract import How, Inputs
+from kernels.lm_head.contract import Inputs, Options
 from kernels.lm_head.gpu import engine as mosaic_gpu
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import SHARED_MEMORY, Sizes, Tiles
@@ -123,7 +123,7 @@ def obstacle(shape: Shape) -> str | None:
     weight: Any = jax.ShapeDtypeStruct((vocabulary, features), jnp.bfloat16)
     per_row: Any = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     inputs = Inputs(hidden, weight, per_row, per_row, per_row)
-    return mosaic_gpu.obstacle(inputs, How(None, jnp.dtype(jnp.bfloat16)))
+    return mosaic_gpu.obstacle(inputs, Options(None, jnp.dtype(jnp.bfloat16)))
 
 
 # --- candidates -----------------------------------------------------------------------------------------------------

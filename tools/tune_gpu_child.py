@@ -46,7 +46,7 @@ class Trials:
     def program(self, name: str, candidate: Candidate | None) -> Any:
         """Compiled, of a candidate; None: of streaming."""
         if (name, candidate) not in self.compiled:
-            options = self.options[name] | {"impl": "streaming" if candidate is None else self.engine}
+            options = self.options[name] | {"impl": "xla" if candidate is None else self.engine}
 
             def loss(hidden: Array, weight: Array, labels: Array) -> tuple[Array, TokenLogprobs]:
                 return token_loss(hidden, weight, labels, lambda logprob, entropy: -logprob, **options)

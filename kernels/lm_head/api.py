@@ -13,19 +13,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from kernels.lm_head import autodiff as derivatives
-from kernels.lm_head import reference, target
-from kernels.lm_head import xla as streaming
+from kernels.lm_head import reference, target, xla
 from kernels.lm_head.autodiff import Engine
-from kernels.lm_head.contract import How, Inputs, Objective, Terms, TokenLogprobs
+from kernels.lm_head.contract import Inputs, Objective, Options, Terms, TokenLogprobs
 from kernels.lm_head.gpu import engine as mosaic_gpu
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.manual_axes import vary, varying_axes
 from kernels.lm_head.sharded import HeadSharding, Sharded
 from kernels.lm_head.tpu import engine as mosaic_tpu
 
-Impl = Literal["reference", "streaming", "mosaic_tpu", "mosaic_gpu"]
+Impl = Literal["reference", "xla", "mosaic_tpu", "mosaic_gpu"]
 
-_ENGINES: Mapping[str, Engine] = {"streaming": streaming, "mosaic_tpu": mosaic_tpu, "mosaic_gpu": mosaic_gpu}
+_ENGINES: Mapping[str, Engine] = {"xla": xla, "mosaic_tpu": mosaic_tpu, "mosaic_gpu": mosaic_gpu}
 _DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 
 
@@ -75,12 +74,12 @@ def token_logprobs(
     _check_labels(flat_labels, flat_live, vocabulary=weight.shape[0])
     inputs = Inputs(hidden, weight, flat_labels, flat_live, _temperature(temperature))
     inputs = _same_varying(inputs)
-    how = How(_softcap(softcap), _product_dtype(dtype, hidden, weight), filter_eps=_filter_eps(filter_eps))
-    engine = _engine(impl, inputs, how, sharding)
+    options = Options(_softcap(softcap), _product_dtype(dtype, hidden, weight), filter_eps=_filter_eps(filter_eps))
+    engine = _engine(impl, inputs, options, sharding)
     if engine is None:
-        flat = reference.token_logprobs(inputs, softcap=how.softcap, dtype=how.dtype)
+        flat = reference.token_logprobs(inputs, softcap=options.softcap, dtype=options.dtype)
     else:
-        flat = derivatives.token_logprobs(engine, inputs, how)
+        flat = derivatives.token_logprobs(engine, inputs, options)
     return TokenLogprobs(*(x.reshape(np.shape(labels)) for x in flat))
 
 
@@ -135,18 +134,20 @@ def token_loss(
     inputs = Inputs(hidden, weight, flat_labels, live, _temperature(temperature))
     terms = Terms(jnp.asarray(flat_weights, jnp.float32), tuple(flat_operands))
     inputs, terms = _same_varying((inputs, terms))
-    how = How(_softcap(softcap), _product_dtype(dtype, hidden, weight), workspace, filter_eps=_filter_eps(filter_eps))
-    engine = _engine(impl, inputs, how, sharding)
+    options = Options(
+        _softcap(softcap), _product_dtype(dtype, hidden, weight), workspace, filter_eps=_filter_eps(filter_eps)
+    )
+    engine = _engine(impl, inputs, options, sharding)
     if engine is None:
         loss, flat = reference.token_loss(
-            inputs, objective, terms, softcap=how.softcap, dtype=how.dtype, workspace=workspace
+            inputs, objective, terms, softcap=options.softcap, dtype=options.dtype, workspace=workspace
         )
     else:
-        loss, flat = derivatives.token_loss(engine, inputs, objective, terms, how)
+        loss, flat = derivatives.token_loss(engine, inputs, objective, terms, options)
     return loss, TokenLogprobs(*(x.reshape(np.shape(labels)) for x in flat))
 
 
-def _engine(impl: str | None, inputs: Inputs, how: How, sharding: HeadSharding | None) -> Engine | None:
+def _engine(impl: str | None, inputs: Inputs, options: Options, sharding: HeadSharding | None) -> Engine | None:
     """The engine to use; None for the reference."""
     if impl not in (None, "reference", *_ENGINES):
         raise ValueError(f"impl must be None or one of reference, {', '.join(_ENGINES)}, not {impl!r}")
@@ -156,9 +157,9 @@ def _engine(impl: str | None, inputs: Inputs, how: How, sharding: HeadSharding |
         return None
     if impl is None:
         kernels = _placed(_preferred(inputs, sharding), sharding)
-        return kernels if kernels.obstacle(inputs, how) is None else _placed("streaming", sharding)
+        return kernels if kernels.obstacle(inputs, options) is None else _placed("xla", sharding)
     engine = _placed(impl, sharding)
-    why_not = engine.obstacle(inputs, how)
+    why_not = engine.obstacle(inputs, options)
     if why_not is not None:
         raise ValueError(f"impl: {impl} can't run here: {why_not}")
     return engine
@@ -169,7 +170,7 @@ def _preferred(inputs: Inputs, sharding: HeadSharding | None) -> str:
     platform = target.platform(None if sharding is None else sharding.mesh)
     if platform == "gpu" and gpu_tiles.faster(inputs.weight.shape[1]):
         return "mosaic_gpu"
-    return "mosaic_tpu" if platform == "tpu" else "streaming"
+    return "mosaic_tpu" if platform == "tpu" else "xla"
 
 
 def _placed(name: str, sharding: HeadSharding | None) -> Engine:

@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float
 
-from kernels.lm_head.contract import Gradients, How, Inputs, Objective, Terms, TokenLogprobs, weighted_sum
+from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms, TokenLogprobs, weighted_sum
 from kernels.lm_head.manual_axes import vary, varying_axes
 from kernels.lm_head.softmax import Softmax
 
@@ -28,33 +28,35 @@ from kernels.lm_head.softmax import Softmax
 class Engine(Protocol):
     """An implementation of the head. Rows that don't count are 0 in all that it returns."""
 
-    def statistics(self, inputs: Inputs, how: How) -> Softmax:
+    def statistics(self, inputs: Inputs, options: Options) -> Softmax:
         """The tokens' statistics alone."""
 
-    def forward(self, inputs: Inputs, how: How) -> tuple[Softmax, Any]:
+    def forward(self, inputs: Inputs, options: Options) -> tuple[Softmax, Any]:
         """The statistics, and what `gradients` wants back: a tree of arrays [N, ...], one row a token, or None."""
 
-    def gradients(self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, how: How) -> Gradients:
-        """The gradients, of the sides that `how` asks for, of a total with the derivatives `slopes` by the statistics.
+    def gradients(
+        self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, options: Options
+    ) -> Gradients:
+        """The gradients, of the sides that `options` asks for, of a total with the derivatives `slopes`.
 
-        Where `how` names a vocabulary axis, dh is this shard's part of the sum over it.
+        Where `options` names a vocabulary axis, dh is this shard's part of the sum over it.
         """
 
     def loss_and_gradients(
-        self, inputs: Inputs, objective: Objective, terms: Terms, how: How
+        self, inputs: Inputs, objective: Objective, terms: Terms, options: Options
     ) -> tuple[Softmax, Gradients]:
         """The statistics, and the gradients of `weighted_sum`."""
 
-    def obstacle(self, inputs: Inputs, how: How) -> str | None:
+    def obstacle(self, inputs: Inputs, options: Options) -> str | None:
         """Why it can't run, if it can't. `inputs` may be shapes and dtypes alone."""
 
 
-def token_logprobs(engine: Engine, inputs: Inputs, how: How) -> TokenLogprobs:
-    return _token_logprobs(engine, how, inputs)
+def token_logprobs(engine: Engine, inputs: Inputs, options: Options) -> TokenLogprobs:
+    return _token_logprobs(engine, options, inputs)
 
 
 def token_loss(
-    engine: Engine, inputs: Inputs, objective: Objective, terms: Terms, how: How
+    engine: Engine, inputs: Inputs, objective: Objective, terms: Terms, options: Options
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
     # A custom rule differentiates by its arguments only: what the objective closes over has to become one of them.
     dtypes = [x.dtype for x in (terms.weights, terms.weights, *terms.operands)]
@@ -65,27 +67,27 @@ def token_loss(
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, shared))(*given)[0]
 
     terms = terms._replace(shared=tuple(map(jnp.asarray, closed.consts)))
-    how = dataclasses.replace(how, entropy_slopes=_uses(closed.jaxpr, closed.jaxpr.invars[1]))
-    loss, tokens = _token_loss(engine, how, converted, inputs, terms)
+    options = dataclasses.replace(options, entropy_slopes=_uses(closed.jaxpr, closed.jaxpr.invars[1]))
+    loss, tokens = _token_loss(engine, options, converted, inputs, terms)
     return loss, lax.stop_gradient(tokens)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _token_logprobs(engine: Engine, how: How, inputs: Inputs) -> TokenLogprobs:
-    return engine.statistics(inputs, how).outputs()
+def _token_logprobs(engine: Engine, options: Options, inputs: Inputs) -> TokenLogprobs:
+    return engine.statistics(inputs, options).outputs()
 
 
-def _token_logprobs_forward(engine: Engine, how: How, inputs: Any) -> tuple[TokenLogprobs, Any]:
-    how, inputs = _asked_for(how, inputs), _values(inputs)
-    softmax, saved = engine.forward(inputs, how)
-    return softmax.outputs(), (how, inputs, softmax, saved)
+def _token_logprobs_forward(engine: Engine, options: Options, inputs: Any) -> tuple[TokenLogprobs, Any]:
+    options, inputs = _asked_for(options, inputs), _values(inputs)
+    softmax, saved = engine.forward(inputs, options)
+    return softmax.outputs(), (options, inputs, softmax, saved)
 
 
-def _token_logprobs_backward(engine: Engine, _: How, residuals: Any, cotangents: TokenLogprobs) -> tuple[Inputs]:
-    how, inputs, softmax, saved = residuals
+def _token_logprobs_backward(engine: Engine, _: Options, residuals: Any, cotangents: TokenLogprobs) -> tuple[Inputs]:
+    options, inputs, softmax, saved = residuals
     slopes = TokenLogprobs(*map(_instantiate, cotangents))
-    how = dataclasses.replace(how, entropy_slopes=not isinstance(cotangents.entropy, SymbolicZero))
-    return (_cotangent(engine.gradients(inputs, softmax, saved, slopes, how)),)
+    options = dataclasses.replace(options, entropy_slopes=not isinstance(cotangents.entropy, SymbolicZero))
+    return (_cotangent(engine.gradients(inputs, softmax, saved, slopes, options)),)
 
 
 _token_logprobs.defvjp(_token_logprobs_forward, _token_logprobs_backward, symbolic_zeros=True)
@@ -93,20 +95,20 @@ _token_logprobs.defvjp(_token_logprobs_forward, _token_logprobs_backward, symbol
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _token_loss(
-    engine: Engine, how: How, objective: Objective, inputs: Inputs, terms: Terms
+    engine: Engine, options: Options, objective: Objective, inputs: Inputs, terms: Terms
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
-    tokens = engine.statistics(inputs, how).outputs()
+    tokens = engine.statistics(inputs, options).outputs()
     return weighted_sum(objective, inputs.live, tokens.logprob, tokens.entropy, terms), tokens
 
 
 def _token_loss_forward(
-    engine: Engine, how: How, objective: Objective, inputs: Any, terms: Any
+    engine: Engine, options: Options, objective: Objective, inputs: Any, terms: Any
 ) -> tuple[tuple[Float[Array, ""], TokenLogprobs], Any]:
-    how, inputs, terms = _asked_for(how, inputs), _values(inputs), _values(terms)
-    if how.wants_hidden or how.wants_weight:
-        softmax, gradients = engine.loss_and_gradients(inputs, objective, terms, how)
+    options, inputs, terms = _asked_for(options, inputs), _values(inputs), _values(terms)
+    if options.wants_hidden or options.wants_weight:
+        softmax, gradients = engine.loss_and_gradients(inputs, objective, terms, options)
     else:
-        softmax, gradients = engine.statistics(inputs, how), (None, None)
+        softmax, gradients = engine.statistics(inputs, options), (None, None)
     tokens = softmax.outputs()
 
     def total(terms: Terms) -> Float[Array, ""]:
@@ -117,7 +119,7 @@ def _token_loss_forward(
 
 
 def _token_loss_backward(
-    _engine: Engine, _how: How, _objective: Objective, residuals: Any, cotangents: Any
+    _engine: Engine, _how: Options, _objective: Objective, residuals: Any, cotangents: Any
 ) -> tuple[Inputs, Terms]:
     pull, gradients = residuals
     g_loss = _instantiate(cotangents[0])
@@ -143,8 +145,8 @@ def _uses(jaxpr: Jaxpr, argument: Any) -> bool:
     return any(x is argument for operands in (jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)) for x in operands)
 
 
-def _asked_for(how: How, inputs: Any) -> How:
-    return dataclasses.replace(how, wants_hidden=inputs.hidden.perturbed, wants_weight=inputs.weight.perturbed)
+def _asked_for(options: Options, inputs: Any) -> Options:
+    return dataclasses.replace(options, wants_hidden=inputs.hidden.perturbed, wants_weight=inputs.weight.perturbed)
 
 
 def _values(perturbable: Any) -> Any:

@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class How:
+class Options:
     """What is known while tracing."""
 
     softcap: float | None
@@ -68,9 +68,9 @@ def labels_of(inputs: Inputs) -> Int[Array, "N"]:
     return jnp.where(here, inputs.labels, -1).astype(jnp.int32)
 
 
-def gradient_dtypes(inputs: Inputs, how: How) -> tuple[jnp.dtype, jnp.dtype]:
+def gradient_dtypes(inputs: Inputs, options: Options) -> tuple[jnp.dtype, jnp.dtype]:
     """Of dh and of dW."""
-    dh, dw = how.hidden_gradient, how.weight_gradient
+    dh, dw = options.hidden_gradient, options.weight_gradient
     return inputs.hidden.dtype if dh is None else dh, inputs.weight.dtype if dw is None else dw
 
 

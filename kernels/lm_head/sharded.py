@@ -26,13 +26,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from kernels.lm_head.autodiff import Engine
-from kernels.lm_head.contract import Gradients, How, Inputs, Objective, Terms, TokenLogprobs
+from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms, TokenLogprobs
 from kernels.lm_head.softmax import Softmax
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadSharding:
-    """How tokens and weight lie on a mesh, by names of its axes; None: whole on every device.
+    """Options tokens and weight lie on a mesh, by names of its axes; None: whole on every device.
 
     Hidden states [N, D] and all that there is one of for each token are spread over `tokens` in the order of the rows
     ([B, T, D]: over B), the rows of the weight [V, D] over `vocabulary`, its columns over `features`; gradients lie as
@@ -94,44 +94,46 @@ class Sharded:
     engine: Engine
     sharding: HeadSharding
 
-    def statistics(self, inputs: Inputs, how: How) -> Softmax:
-        return self._on_devices(self.engine.statistics, self._rows, inputs, how)
+    def statistics(self, inputs: Inputs, options: Options) -> Softmax:
+        return self._on_devices(self.engine.statistics, self._rows, inputs, options)
 
-    def forward(self, inputs: Inputs, how: How) -> tuple[Softmax, Any]:
-        def pass_(own: Inputs, how: How) -> tuple[Softmax, Any]:
-            softmax, saved = self.engine.forward(own, how)
+    def forward(self, inputs: Inputs, options: Options) -> tuple[Softmax, Any]:
+        def pass_(own: Inputs, options: Options) -> tuple[Softmax, Any]:
+            softmax, saved = self.engine.forward(own, options)
             return softmax, jax.tree.map(lambda x: x[None], saved)
 
-        return self._on_devices(pass_, (self._rows, self._saved), inputs, how)
+        return self._on_devices(pass_, (self._rows, self._saved), inputs, options)
 
-    def gradients(self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, how: How) -> Gradients:
-        def pass_(own: Inputs, how: How, softmax: Softmax, saved: Any, slopes: TokenLogprobs) -> Gradients:
+    def gradients(
+        self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, options: Options
+    ) -> Gradients:
+        def pass_(own: Inputs, options: Options, softmax: Softmax, saved: Any, slopes: TokenLogprobs) -> Gradients:
             saved = jax.tree.map(lambda x: x[0], saved)
-            return self._summed(self.engine.gradients(own, softmax, saved, slopes, how), inputs)
+            return self._summed(self.engine.gradients(own, softmax, saved, slopes, options), inputs)
 
         given = ((softmax, self._rows), (saved, self._saved), (slopes, self._rows))
-        return self._trimmed(self._on_devices(pass_, self._gradients, inputs, how, *given), inputs)
+        return self._trimmed(self._on_devices(pass_, self._gradients, inputs, options, *given), inputs)
 
     def loss_and_gradients(
-        self, inputs: Inputs, objective: Objective, terms: Terms, how: How
+        self, inputs: Inputs, objective: Objective, terms: Terms, options: Options
     ) -> tuple[Softmax, Gradients]:
-        def pass_(own: Inputs, how: How, terms: Terms) -> tuple[Softmax, Gradients]:
-            softmax, gradients = self.engine.loss_and_gradients(own, objective, terms, how)
+        def pass_(own: Inputs, options: Options, terms: Terms) -> tuple[Softmax, Gradients]:
+            softmax, gradients = self.engine.loss_and_gradients(own, objective, terms, options)
             return softmax, self._summed(gradients, inputs)
 
         given = (terms, Terms(self._rows, self._rows, PartitionSpec()))  # type: ignore[arg-type]
-        softmax, gradients = self._on_devices(pass_, (self._rows, self._gradients), inputs, how, given)
+        softmax, gradients = self._on_devices(pass_, (self._rows, self._gradients), inputs, options, given)
         return softmax, self._trimmed(gradients, inputs)
 
-    def obstacle(self, inputs: Inputs, how: How) -> str | None:
+    def obstacle(self, inputs: Inputs, options: Options) -> str | None:
         """The engine's, for what a device has of the arrays."""
         found: list[str | None] = []
 
-        def pass_(own: Inputs, how: How) -> tuple[()]:
-            found.append(self.engine.obstacle(own, how))
+        def pass_(own: Inputs, options: Options) -> tuple[()]:
+            found.append(self.engine.obstacle(own, options))
             return ()
 
-        jax.eval_shape(lambda inputs: self._on_devices(pass_, (), inputs, how), inputs)
+        jax.eval_shape(lambda inputs: self._on_devices(pass_, (), inputs, options), inputs)
         return found[0]
 
     @property
@@ -148,16 +150,16 @@ class Sharded:
         return self.sharding.hidden_spec, self.sharding.weight_spec
 
     def _on_devices(
-        self, pass_: Callable[..., Any], out_specs: Any, inputs: Inputs, how: How, *given: tuple[Any, Any]
+        self, pass_: Callable[..., Any], out_specs: Any, inputs: Inputs, options: Options, *given: tuple[Any, Any]
     ) -> Any:
-        """`pass_(inputs, how, *arguments)` of what each device has; `given` are the arguments and how they lie."""
+        """`pass_(inputs, options, *arguments)` of what each device has; `given` are the arguments and how they lie."""
         vocabulary = inputs.weight.shape[0]
         missing = -vocabulary % self.sharding.devices(self.sharding.vocabulary)
         if missing:
             inputs = inputs._replace(weight=jnp.pad(inputs.weight, ((0, missing), (0, 0))))
 
         def on_device(own: Inputs, *arguments: Any) -> Any:
-            return pass_(*self._prepared(own, how, vocabulary), *arguments)
+            return pass_(*self._prepared(own, options, vocabulary), *arguments)
 
         hidden, weight = self._gradients
         own = Inputs(hidden, weight, self._rows, self._rows, PartitionSpec())  # type: ignore[arg-type]
@@ -166,25 +168,25 @@ class Sharded:
             on_device, mesh=self.sharding.mesh, in_specs=(own, *specs), out_specs=out_specs, check_vma=False
         )(inputs, *arguments)
 
-    def _prepared(self, own: Inputs, how: How, vocabulary: int) -> tuple[Inputs, How]:
+    def _prepared(self, own: Inputs, options: Options, vocabulary: int) -> tuple[Inputs, Options]:
         """What a device gives to the engine: W's features gathered, labels counted from its first row of W."""
         at, weight, labels, columns = self.sharding, own.weight, own.labels, None
         if at.features is not None:
-            if how.dtype.itemsize < weight.dtype.itemsize:
-                weight = weight.astype(how.dtype)
+            if options.dtype.itemsize < weight.dtype.itemsize:
+                weight = weight.astype(options.dtype)
             weight = lax.all_gather(weight, at.features, axis=1, tiled=True)
         if at.vocabulary is not None:
             first = lax.axis_index(at.vocabulary) * len(weight)
             labels = labels.astype(jnp.int32) - first
             columns = jnp.clip(vocabulary - first, 0, len(weight))
-        how = dataclasses.replace(
-            how,
+        options = dataclasses.replace(
+            options,
             vocabulary_axis=at.vocabulary,
             token_axes=at.tokens,
             hidden_gradient=jnp.dtype(own.hidden.dtype if at.vocabulary is None else jnp.float32),
             weight_gradient=jnp.dtype(jnp.float32 if at.tokens else own.weight.dtype),
         )
-        return own._replace(weight=weight, labels=labels, columns=columns), how
+        return own._replace(weight=weight, labels=labels, columns=columns), options
 
     def _summed(self, gradients: Gradients, inputs: Inputs) -> Gradients:
         """Over the devices that have a part of the sum; each keeps what it has of the array."""

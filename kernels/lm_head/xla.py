@@ -28,9 +28,9 @@ from jaxtyping import Array, Bool, Float, Integer
 from kernels.lm_head import target
 from kernels.lm_head.contract import (
     Gradients,
-    How,
     Inputs,
     Objective,
+    Options,
     Terms,
     TokenLogprobs,
     gradient_dtypes,
@@ -47,33 +47,35 @@ _LEAST_WAVE, _MOST_WAVE = 64, 2048  # fewer rows would touch all of dW too often
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """How the work is cut."""
+    """Options the work is cut."""
 
     block: int
     tile: int
     tiles: int
 
 
-def obstacle(inputs: Inputs, how: How) -> None:
+def obstacle(inputs: Inputs, options: Options) -> None:
     """There is none."""
 
 
-def forward(inputs: Inputs, how: How) -> tuple[Softmax, None]:
-    return statistics(inputs, how), None
+def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
+    return statistics(inputs, options), None
 
 
-def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: How) -> tuple[Softmax, Gradients]:
+def loss_and_gradients(
+    inputs: Inputs, objective: Objective, terms: Terms, options: Options
+) -> tuple[Softmax, Gradients]:
     """In waves where the workspace allows them, else by recomputation."""
     plan = _plan(inputs)
-    wave = _wave(plan, inputs, how)
+    wave = _wave(plan, inputs, options)
     if wave:
-        return _waves(dataclasses.replace(plan, block=wave), inputs, objective, terms, how)
-    softmax = statistics(inputs, how)
+        return _waves(dataclasses.replace(plan, block=wave), inputs, objective, terms, options)
+    softmax = statistics(inputs, options)
     slopes = loss_slopes(objective, inputs.live, softmax.outputs(), terms)
-    return softmax, gradients(inputs, softmax, None, slopes, how)
+    return softmax, gradients(inputs, softmax, None, slopes, options)
 
 
-def statistics(inputs: Inputs, how: How) -> Softmax:
+def statistics(inputs: Inputs, options: Options) -> Softmax:
     """1 matrix product."""
     plan = _plan(inputs)
     live = live_rows(inputs.live, plan.block)
@@ -84,7 +86,7 @@ def statistics(inputs: Inputs, how: How) -> Softmax:
 
         def tile(c: Array, running: Running) -> Running:
             w_TD, columns = _tile(plan, inputs, c, labels_R)
-            return include(running, _logits(inputs, how, _dot(how, h_RD, w_TD, (1, 1))), columns)
+            return include(running, _logits(inputs, options, _dot(options, h_RD, w_TD, (1, 1))), columns)
 
         running_R = lax.fori_loop(0, plan.tiles, tile, nothing(zeros(inputs, plan.block)))
         return write(all_M, running_R, i * plan.block)
@@ -92,10 +94,10 @@ def statistics(inputs: Inputs, how: How) -> Softmax:
     zeros_M = zeros(inputs, len(live.row))
     unvisited = Running(zeros_M, zeros_M + 1, zeros_M, zeros_M)  # finite
     all_M = live.over_blocks(plan.block, block, unvisited)
-    return _finish(how, jax.tree.map(lambda x: x[live.place], all_M), inputs.live)
+    return _finish(options, jax.tree.map(lambda x: x[live.place], all_M), inputs.live)
 
 
-def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogprobs, how: How) -> Gradients:
+def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogprobs, options: Options) -> Gradients:
     """By recomputation: 3 matrix products, 2 for one gradient alone."""
     plan = _plan(inputs)
     live = live_rows(inputs.live, plan.block)
@@ -109,32 +111,34 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogpro
             w_TD, columns = _tile(plan, inputs, c, inputs.labels[row_R])
             softmax_R = jax.tree.map(lambda x: x[row_R], softmax)
             slopes_R = jax.tree.map(lambda g: jnp.where(live_R, g[row_R], 0), slopes)
-            y_RT = _dot(how, h_RD, w_TD, (1, 1))
+            y_RT = _dot(options, h_RD, w_TD, (1, 1))
 
             def add(carry: Any) -> Any:
                 dh_MD, dw_TD = carry
-                dy_RT = _product_slopes(inputs, how, y_RT, softmax_R, slopes_R, columns)
-                if how.wants_hidden:
-                    dh_MD = _add(dh_MD, _dot(how, dy_RT, w_TD, (1, 0)), i * plan.block)
-                if how.wants_weight:
-                    dw_TD += _dot(how, dy_RT, h_RD, (0, 0))
+                dy_RT = _product_slopes(inputs, options, y_RT, softmax_R, slopes_R, columns)
+                if options.wants_hidden:
+                    dh_MD = _add(dh_MD, _dot(options, dy_RT, w_TD, (1, 0)), i * plan.block)
+                if options.wants_weight:
+                    dw_TD += _dot(options, dy_RT, h_RD, (0, 0))
                 return dh_MD, dw_TD
 
-            return _unless_negligible(inputs, how, y_RT, softmax_R, live_R, columns, add, carry)
+            return _unless_negligible(inputs, options, y_RT, softmax_R, live_R, columns, add, carry)
 
-        dw_TD = zeros(inputs, plan.tile, features) if how.wants_weight else None
+        dw_TD = zeros(inputs, plan.tile, features) if options.wants_weight else None
         dh_MD, dw_TD = live.over_blocks(plan.block, block, (dh_MD, dw_TD))
         return dh_MD, None if dw_TD is None else _add(dw_VD, dw_TD, _start(plan, inputs, c))
 
     vocabulary, features = inputs.weight.shape
-    dh_dtype, dw_dtype = gradient_dtypes(inputs, how)
-    dh_MD = zeros(inputs, len(live.row), features) if how.wants_hidden else None
-    dw_VD = zeros(inputs, vocabulary, features, dtype=dw_dtype) if how.wants_weight else None
+    dh_dtype, dw_dtype = gradient_dtypes(inputs, options)
+    dh_MD = zeros(inputs, len(live.row), features) if options.wants_hidden else None
+    dw_VD = zeros(inputs, vocabulary, features, dtype=dw_dtype) if options.wants_weight else None
     dh_MD, dw_VD = lax.fori_loop(0, plan.tiles, tile, (dh_MD, dw_VD))
     return None if dh_MD is None else dh_MD.astype(dh_dtype)[live.place], dw_VD
 
 
-def _waves(plan: _Plan, inputs: Inputs, objective: Objective, terms: Terms, how: How) -> tuple[Softmax, Gradients]:
+def _waves(
+    plan: _Plan, inputs: Inputs, objective: Objective, terms: Terms, options: Options
+) -> tuple[Softmax, Gradients]:
     """Statistics and gradients, keeping a block's products: 3 matrix products, 2 for one gradient alone."""
     live = live_rows(inputs.live, plan.block)
 
@@ -147,13 +151,13 @@ def _waves(plan: _Plan, inputs: Inputs, objective: Objective, terms: Terms, how:
         def forward(c: Array, carry: Any) -> Any:
             running, y_CRT = carry
             w_TD, columns = _tile(plan, inputs, c, labels_R)
-            y_RT = _dot(how, h_RD, w_TD, (1, 1))
-            return include(running, _logits(inputs, how, y_RT), columns), lax.dynamic_update_index_in_dim(
+            y_RT = _dot(options, h_RD, w_TD, (1, 1))
+            return include(running, _logits(inputs, options, y_RT), columns), lax.dynamic_update_index_in_dim(
                 y_CRT, y_RT, c, 0
             )
 
         running, y_CRT = lax.fori_loop(0, plan.tiles, forward, (nothing(zeros(inputs, plan.block)), y_CRT))
-        softmax_R = _finish(how, running, live_R)
+        softmax_R = _finish(options, running, live_R)
         terms_R = Terms(terms.weights[row_R], tuple(x[row_R] for x in terms.operands), terms.shared)
         slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms_R)
 
@@ -162,29 +166,29 @@ def _waves(plan: _Plan, inputs: Inputs, objective: Objective, terms: Terms, how:
 
             def add(carry: Any) -> Any:
                 dh_RD, dw_VD = carry
-                dy_RT = _product_slopes(inputs, how, y_CRT[c], softmax_R, slopes_R, columns)
-                if how.wants_hidden:
-                    dh_RD += _dot(how, dy_RT, w_TD, (1, 0))
-                if how.wants_weight:
-                    dw_VD = _add(dw_VD, _dot(how, dy_RT, h_RD, (0, 0)), _start(plan, inputs, c))
+                dy_RT = _product_slopes(inputs, options, y_CRT[c], softmax_R, slopes_R, columns)
+                if options.wants_hidden:
+                    dh_RD += _dot(options, dy_RT, w_TD, (1, 0))
+                if options.wants_weight:
+                    dw_VD = _add(dw_VD, _dot(options, dy_RT, h_RD, (0, 0)), _start(plan, inputs, c))
                 return dh_RD, dw_VD
 
-            return _unless_negligible(inputs, how, y_CRT[c], softmax_R, live_R, columns, add, carry)
+            return _unless_negligible(inputs, options, y_CRT[c], softmax_R, live_R, columns, add, carry)
 
-        dh_RD = zeros(inputs, plan.block, features) if how.wants_hidden else None
+        dh_RD = zeros(inputs, plan.block, features) if options.wants_hidden else None
         dh_RD, dw_VD = lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD))
         start = i * plan.block
         dh_MD = None if dh_RD is None else write(dh_MD, dh_RD.astype(dh_dtype), start)
         return write(all_M, softmax_R, start), dh_MD, dw_VD, y_CRT
 
     vocabulary, features = inputs.weight.shape
-    dh_dtype, dw_dtype = gradient_dtypes(inputs, how)
+    dh_dtype, dw_dtype = gradient_dtypes(inputs, options)
     sum_dtype = dw_dtype if len(live.row) == plan.block else jnp.float32
     all_M = Softmax(*(zeros(inputs, len(live.row)) for _ in Softmax._fields))
-    dh_MD = zeros(inputs, len(live.row), features, dtype=dh_dtype) if how.wants_hidden else None
-    dw_VD = zeros(inputs, vocabulary, features, dtype=sum_dtype) if how.wants_weight else None
+    dh_MD = zeros(inputs, len(live.row), features, dtype=dh_dtype) if options.wants_hidden else None
+    dw_VD = zeros(inputs, vocabulary, features, dtype=sum_dtype) if options.wants_weight else None
     y_CRT = zeros(inputs, plan.tiles, plan.block, plan.tile)
-    in_step = how.token_axes if how.vocabulary_axis else ()
+    in_step = options.token_axes if options.vocabulary_axis else ()
     all_M, dh_MD, dw_VD, _ = live.over_blocks(plan.block, wave, (all_M, dh_MD, dw_VD, y_CRT), in_step)
     dh = None if dh_MD is None else dh_MD[live.place]
     dw = None if dw_VD is None else dw_VD.astype(dw_dtype)
@@ -202,15 +206,15 @@ def _plan(inputs: Inputs) -> _Plan:
     return _Plan(min(block, round_up(len(inputs.labels), 8)), tile, -(-vocabulary // tile))
 
 
-def _wave(plan: _Plan, inputs: Inputs, how: How) -> int:
+def _wave(plan: _Plan, inputs: Inputs, options: Options) -> int:
     """Rows whose logits are kept, or 0 to compute them again."""
     rows = round_up(len(inputs.labels), 8)
     bytes_a_row = 4 * plan.tiles * plan.tile
-    room = plan.block * bytes_a_row if how.workspace is None else how.workspace
+    room = plan.block * bytes_a_row if options.workspace is None else options.workspace
     wave = min(rows, _MOST_WAVE, room // bytes_a_row // 8 * 8)
-    if how.wants_weight and gradient_dtypes(inputs, how)[1] != jnp.float32 and wave < rows:
+    if options.wants_weight and gradient_dtypes(inputs, options)[1] != jnp.float32 and wave < rows:
         # Several waves are summed in float32, which is no gradient then but one more array.
-        room = 0 if how.workspace is None else max(0, how.workspace - 4 * inputs.weight.size)
+        room = 0 if options.workspace is None else max(0, options.workspace - 4 * inputs.weight.size)
         wave = min(wave, room // bytes_a_row // 8 * 8)
     return wave if wave >= min(rows, _LEAST_WAVE) else 0
 
@@ -230,28 +234,28 @@ def _tile(plan: _Plan, inputs: Inputs, c: Array, labels_R: Integer[Array, "R"]) 
     return w_TD, Columns(fresh_T, fresh_T & (column_T == labels_R[:, None]))
 
 
-def _dot(how: How, a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "_ _"]:
-    precision = lax.Precision.HIGHEST if how.dtype == jnp.float32 else None
+def _dot(options: Options, a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "_ _"]:
+    precision = lax.Precision.HIGHEST if options.dtype == jnp.float32 else None
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    a, b = a.astype(how.dtype), b.astype(how.dtype)
+    a, b = a.astype(options.dtype), b.astype(options.dtype)
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _logits(inputs: Inputs, how: How, y_RT: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    capped = y_RT if how.softcap is None else how.softcap * jnp.tanh(y_RT / how.softcap)
+def _logits(inputs: Inputs, options: Options, y_RT: Float[Array, "R T"]) -> Float[Array, "R T"]:
+    capped = y_RT if options.softcap is None else options.softcap * jnp.tanh(y_RT / options.softcap)
     return capped / inputs.temperature
 
 
 def _product_slopes(
-    inputs: Inputs, how: How, y_RT: Array, softmax_R: Softmax, slopes_R: TokenLogprobs, columns: Columns
+    inputs: Inputs, options: Options, y_RT: Array, softmax_R: Softmax, slopes_R: TokenLogprobs, columns: Columns
 ) -> Float[Array, "R T"]:
-    z_RT, pull = jax.vjp(functools.partial(_logits, inputs, how), y_RT)
+    z_RT, pull = jax.vjp(functools.partial(_logits, inputs, options), y_RT)
     return pull(logit_slopes(z_RT, softmax_R, slopes_R, columns))[0]
 
 
 def _unless_negligible(
     inputs: Inputs,
-    how: How,
+    options: Options,
     y_RT: Array,
     softmax_R: Softmax,
     live_R: Array,
@@ -260,17 +264,17 @@ def _unless_negligible(
     carry: Carry,
 ) -> Carry:
     """`body(carry)`, but where nothing in a tile is to be expected of it, which is left out if that is asked for."""
-    if how.filter_eps is None:
+    if options.filter_eps is None:
         return body(carry)
-    log_p_RT = (_logits(inputs, how, y_RT) - softmax_R.top[:, None]) - softmax_R.log_total[:, None]
-    likely_RT = (log_p_RT >= math.log(how.filter_eps)) & columns.fresh | columns.hit
+    log_p_RT = (_logits(inputs, options, y_RT) - softmax_R.top[:, None]) - softmax_R.log_total[:, None]
+    likely_RT = (log_p_RT >= math.log(options.filter_eps)) & columns.fresh | columns.hit
     return lax.cond((likely_RT & live_R[:, None]).any(), body, lambda carry: carry, carry)
 
 
-def _finish(how: How, running: Running, live: Bool[Array, "N"]) -> Softmax:
+def _finish(options: Options, running: Running, live: Bool[Array, "N"]) -> Softmax:
     """Over the whole vocabulary; 0 at rows that don't count."""
-    if how.vocabulary_axis is not None:
-        running = merge(running, how.vocabulary_axis)
+    if options.vocabulary_axis is not None:
+        running = merge(running, options.vocabulary_axis)
     return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(running))
 
 

@@ -143,7 +143,7 @@ def gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """How the logits are cut: [B, T, V] with `axis` 2, [B, V, T] with 1."""
+    """Options the logits are cut: [B, T, V] with `axis` 2, [B, V, T] with 1."""
 
     axis: int
     batch: int
@@ -225,7 +225,7 @@ def _sums_kernel(
             ref[...] = jnp.full(ref.shape, value, jnp.float32)
 
     def include(columns: int) -> None:
-        """The tile's first columns. How many is known while tracing."""
+        """The tile's first columns. Options many is known while tracing."""
 
         def turn(row: Any, first: Any, columns: int) -> None:
             at = plan.place(row, slice(None))

@@ -53,7 +53,7 @@ class ModelConfig(Section):
 
 
 class HeadConfig(Section):
-    impl: Literal["reference", "streaming", "mosaic_tpu", "mosaic_gpu"] | None = None
+    impl: Literal["reference", "xla", "mosaic_tpu", "mosaic_gpu"] | None = None
     """None: the fastest that runs on this device without making [tokens, vocabulary] logits."""
     workspace_mib: int | None = Field(default=None, ge=0)
     """What the loss may keep of the logits at a time; 0 computes them twice instead; None: the head's choice."""

@@ -137,12 +137,12 @@ def meet(absent: str, seconds: int, **place: Any) -> None:
         watchdog.cancel()
 
 
-def writes() -> bool:
+def is_writer() -> bool:
     """Whether this process writes the run's files and speaks to the user."""
     return jax.process_index() == 0
 
 
-def everyone(value: T) -> list[T]:
+def gather_objects(value: T) -> list[T]:
     """The value that each process passes, in their order. All of them must call it, at the same place."""
     if jax.process_count() == 1:
         return [value]
@@ -163,7 +163,7 @@ def framed(message: np.ndarray, size: int) -> np.ndarray:
 
 
 @contextmanager
-def agreed() -> Iterator[None]:
+def raise_everywhere() -> Iterator[None]:
     """A UserError of one process becomes that of all, so that none waits for one that has left.
 
     Nothing inside may wait for the others.
@@ -173,7 +173,7 @@ def agreed() -> Iterator[None]:
         yield
     except UserError as raised:
         error = raised
-    messages = everyone(None if error is None else str(error))
+    messages = gather_objects(None if error is None else str(error))
     for process, message in enumerate(messages):
         if message is not None:
             raise UserError(message if len({*messages}) == 1 else f"process {process}: {message}")
@@ -214,11 +214,11 @@ class Rows:
 
     def gather(self, mine: T) -> list[T]:
         """What each share's first process passes, in the order of the rows."""
-        said = everyone(mine)
+        said = gather_objects(mine)
         return [said[process] for process in self.first]
 
 
-ALONE = Rows(0, 1, (0,))
+SINGLE_PROCESS = Rows(0, 1, (0,))
 """All rows, of the only process."""
 
 

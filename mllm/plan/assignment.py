@@ -64,19 +64,19 @@ class Account(NamedTuple):
     """With results and constants."""
 
 
-def read(target: str, programme: str, axes: Mapping[str, int], **arguments: Any) -> Account:
-    """The account of `programme`, which gets a mesh of the target with these axes, and `arguments`, as JSON.
+def read(target: str, program: str, axes: Mapping[str, int], **arguments: Any) -> Account:
+    """The account of `program`, which gets a mesh of the target with these axes, and `arguments`, as JSON.
 
     Raises:
         ValueError: it can't be compiled; one line says why. A program that is too large can.
     """
     given = json.dumps({**arguments, "mesh": dict(axes)})
     if not gpus.named(target):
-        return _read(target, programme, given, OF_TPUS)
+        return _read(target, program, given, OF_TPUS)
     found, refusals = [], []
     for flag in gpus.FLAGS:
         try:
-            found.append(_read(target, programme, given, OF_GPUS, flag))
+            found.append(_read(target, program, given, OF_GPUS, flag))
         except ValueError as error:  # a product may suit only one of them
             refusals.append(error)
     if not found:
@@ -84,7 +84,7 @@ def read(target: str, programme: str, axes: Mapping[str, int], **arguments: Any)
     return max(found, key=lambda account: account.peak)
 
 
-def _read(target: str, programme: str, arguments: str, files: Files, *flags: str) -> Account:
+def _read(target: str, program: str, arguments: str, files: Files, *flags: str) -> Account:
     with tempfile.TemporaryDirectory() as folder:
         set_already = os.environ.get("XLA_FLAGS", "")
         xla = " ".join([set_already, *flags, f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text"])
@@ -92,7 +92,7 @@ def _read(target: str, programme: str, arguments: str, files: Files, *flags: str
         with (
             (Path(folder) / "messages").open("w+") as messages,
             subprocess.Popen(
-                [sys.executable, "-m", "mllm.plan.assignment", folder, target, programme, arguments],
+                [sys.executable, "-m", "mllm.plan.assignment", folder, target, program, arguments],
                 cwd=ROOT,
                 env={**ENVIRONMENT, **os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla},
                 stdin=subprocess.PIPE,
@@ -109,7 +109,7 @@ def _read(target: str, programme: str, arguments: str, files: Files, *flags: str
             said = messages.read()
         report, assignment = find(Path(folder), files.report), find(Path(folder), files.assignment)
         if report is None or assignment is None:
-            raise ValueError(f"{programme} on {target}: {reason(said)}")
+            raise ValueError(f"{program} on {target}: {reason(said)}")
         return account(report.read_text(), assignment.read_text())
 
 

@@ -1,4 +1,4 @@
-"""Programmes of the head for `targets.py` and `listing.py`: what a trainer asks of it, at any size.
+"""Programs of the head for `targets.py` and `listing.py`: what a trainer asks of it, at any size.
 
 On a mesh of one chip the head is that of one device; on one with the axes dp, fsdp and tp it is sharded over them.
 """
@@ -13,10 +13,10 @@ from jaxtyping import Array
 
 from kernels.lm_head import HeadSharding, token_logprobs, token_loss
 
-Programme = tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]
+Program = tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]
 
 
-def value(mesh: Mesh, **sizes: Any) -> Programme:
+def value(mesh: Mesh, **sizes: Any) -> Program:
     """Log-probability, normaliser and entropy of every token."""
     options, arguments = _sized(mesh, **sizes)
 
@@ -26,7 +26,7 @@ def value(mesh: Mesh, **sizes: Any) -> Programme:
     return logprobs, arguments
 
 
-def general(mesh: Mesh, *, entropy: bool = False, **sizes: Any) -> Programme:
+def general(mesh: Mesh, *, entropy: bool = False, **sizes: Any) -> Program:
     """Those, and the gradients of hidden states and weight for any cotangents, if wanted of the entropy, too."""
     options, arguments = _sized(mesh, **sizes)
     outputs = 3 if entropy else 2
@@ -42,7 +42,7 @@ def general(mesh: Mesh, *, entropy: bool = False, **sizes: Any) -> Programme:
     return gradients, arguments
 
 
-def loss(mesh: Mesh, *, workspace: int | None = None, entropy: bool = False, **sizes: Any) -> Programme:
+def loss(mesh: Mesh, *, workspace: int | None = None, entropy: bool = False, **sizes: Any) -> Program:
     """A policy-gradient loss, with an entropy bonus if wanted, and its gradients of hidden states and weight."""
     options, arguments = _sized(mesh, **sizes)
 

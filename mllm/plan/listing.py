@@ -1,4 +1,4 @@
-"""Reads the TPU compiler's bundle listing of each Pallas kernel in a programme: how busy are the MXUs in its hot loop?
+"""Reads the TPU compiler's bundle listing of each Pallas kernel in a program: how busy are the MXUs in its hot loop?
 
     python -m mllm.plan.listing --target v6e mllm.plan.head_programs:general features=2048
 
@@ -207,15 +207,15 @@ def own_name(name: str) -> str:
 
 
 def read(
-    target: str, programme: str, folder: Path | None = None, **arguments: Any
+    target: str, program: str, folder: Path | None = None, **arguments: Any
 ) -> tuple[dict[str, Any], list[Kernel]]:
-    """Compiles a programme in a process of its own and reads the listings of its Pallas kernels.
+    """Compiles a program in a process of its own and reads the listings of its Pallas kernels.
 
     Args:
         target: a chip, as in "v6e".
-        programme: as `targets.py` describes it.
+        program: as `targets.py` describes it.
         folder: where the compiler's files stay; none: they are thrown away.
-        arguments: of the programme.
+        arguments: of the program.
 
     Returns:
         The compiler's account of memory (bytes: argument, output, alias, temp, peak), and the kernels.
@@ -231,10 +231,10 @@ def read(
         flags = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
         environment = os.environ | ENVIRONMENT | {"LIBTPU_INIT_ARGS": flags}
         environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # a program from the cache isn't compiled, so not listed
-        command = [sys.executable, "-m", "mllm.plan.targets", target, programme, json.dumps(arguments)]
+        command = [sys.executable, "-m", "mllm.plan.targets", target, program, json.dumps(arguments)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            refusal = ValueError(cause(done.stderr) or f"{programme} for {target}: ended with code {done.returncode}")
+            refusal = ValueError(cause(done.stderr) or f"{program} for {target}: ended with code {done.returncode}")
             refusal.add_note(done.stderr)
             raise refusal
         return json.loads(done.stdout.splitlines()[-1]), read_folder(dump, chip)
@@ -257,7 +257,7 @@ def show(kernels: Sequence[Kernel]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("programme", help="package.module:function or file.py:function; see mllm/plan/targets.py")
+    parser.add_argument("program", help="package.module:function or file.py:function; see mllm/plan/targets.py")
     parser.add_argument("values", nargs="*", metavar="name=value", help="its arguments; a value is JSON or a word")
     parser.add_argument("--target", default="v6e", help="v5e, v5p, v6e or tpu7x (default v6e)")
     parser.add_argument("--dump", type=Path, metavar="FOLDER", help="keep the compiler's files there")
@@ -265,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         values = dict(value.split("=", 1) for value in options.values)
         account, kernels = read(
-            options.target, options.programme, options.dump, **{key: _value(text) for key, text in values.items()}
+            options.target, options.program, options.dump, **{key: _value(text) for key, text in values.items()}
         )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """What a run will hold in memory, before it holds any: python train.py --config NAME --plan [--target v6e:2x4].
 
-The run's programs are made from shapes (programmes.py) and given to the compiler: that of the devices at hand, or
+The run's programs are made from shapes (programs.py) and given to the compiler: that of the devices at hand, or
 for devices that aren't there libtpu (TPUs) or XLA's plugin for CUDA (H100s), which are stopped once they have laid out
 the memory (mllm/plan). Per phase and device; what each column is, and how it is known:
 
@@ -32,7 +32,7 @@ from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh
 from mllm.plan import assignment, gpus, targets
 from mllm.plan.assignment import Account
-from mllm.plan.programs import Programmes
+from mllm.plan.programs import Programs
 
 COLUMNS = ("parameters", "optimizer", "gradients", "KV cache", "head", "activations")
 Tell = Callable[[str], None]
@@ -101,13 +101,13 @@ class Planner:
         self.config = config
         self.devices = devices
         self.tell = tell
-        self.programmes = Programmes(config, devices.mesh)
+        self.programs = Programs(config, devices.mesh)
         beta = 0 if config.grpo is None else config.grpo.beta
-        self.reference = on_device(self.programmes.policy.params) if beta > 0 else 0
+        self.reference = on_device(self.programs.policy.params) if beta > 0 else 0
 
     def phases(self) -> list[Phase]:
         """Prefill, decode and log-prob where the run has them; update, which comes last."""
-        config, shapes = self.config, self.programmes
+        config, shapes = self.config, self.programs
         params, optimizer = on_device(shapes.state.params), on_device(shapes.state.opt_state)
         reference = self.reference
         found = []
@@ -134,14 +134,14 @@ class Planner:
         start = time.perf_counter()
         config = config or self.config
         if self.devices.target is None:
-            function, arguments = getattr(Programmes(config, self.devices.mesh), name)()
+            function, arguments = getattr(Programs(config, self.devices.mesh), name)()
             jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
             account = here(jitted.trace(*arguments).lower().compile())
         else:
             try:
                 account = assignment.read(
                     self.devices.target,
-                    "mllm.plan.programs:programme",
+                    "mllm.plan.programs:program",
                     self.devices.mesh.shape,
                     config=config.model_dump(mode="json"),
                     name=name,
@@ -157,7 +157,7 @@ class Planner:
         Args:
             update: the phase as it is configured, which need not be compiled again.
         """
-        peaks = {self.programmes.micro_rows: update.peak}
+        peaks = {self.programs.micro_rows: update.peak}
 
         def fits(rows: int) -> bool:
             if rows not in peaks:
@@ -167,8 +167,8 @@ class Planner:
 
         if update.parts["parameters"] + update.parts["optimizer"] > self.devices.memory:
             return None, update.peak
-        candidates = micro_batches(self.config.batch_size, self.programmes.layout.row_shards)
-        found = largest(candidates, fits, self.programmes.micro_rows)
+        candidates = micro_batches(self.config.batch_size, self.programs.layout.row_shards)
+        found = largest(candidates, fits, self.programs.micro_rows)
         return found, peaks[candidates[0] if found is None else found]
 
 

@@ -1,7 +1,7 @@
 """The programs of a run, from shapes alone: what the compiler needs to say how much memory they take.
 
 Nothing is computed and no parameter exists. Each is what the run itself would compile, at its largest: the longest
-prompts and completions, a whole batch. `programme` is for `mllm.plan.assignment`, which compiles in another process.
+prompts and completions, a whole batch. `program` is for `mllm.plan.assignment`, which compiles in another process.
 Left out: small change such as the optimizer's first state.
 """
 
@@ -26,16 +26,16 @@ from mllm.rl.rollout import Draw, advance, begin, by_axes
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.step import Forward, abstract_state, make_logprob_pass, make_train_step
 
-Programme = tuple[Callable[..., Any], tuple[Any, ...]]
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments, trees of jax.ShapeDtypeStruct with shardings."""
 
 
-def programme(mesh: Mesh, *, config: dict[str, Any], name: str, kind: type[Forward] = Forward) -> Programme:
-    """That of `Programmes` with this name; `config` as `Config.model_dump` gives it."""
-    return getattr(Programmes(Config.model_validate(config), mesh, kind), name)()
+def program(mesh: Mesh, *, config: dict[str, Any], name: str, kind: type[Forward] = Forward) -> Program:
+    """That of `Programs` with this name; `config` as `Config.model_dump` gives it."""
+    return getattr(Programs(Config.model_validate(config), mesh, kind), name)()
 
 
-class Programmes:
+class Programs:
     """The programs of one configuration on one mesh, and the shapes that they share.
 
     Raises:
@@ -53,10 +53,10 @@ class Programmes:
         self.layout = self.model.layout
         self.micro_rows = config.micro_batch_size or config.batch_size
 
-    def prefill(self) -> Programme:
+    def prefill(self) -> Program:
         return jax.jit(self.sampling(begin)), (self.decoding_weights(), self.prompts(), self.draw())
 
-    def decode(self) -> Programme:
+    def decode(self) -> Program:
         """A turn of the loop; completions and cache take the place of those before."""
         prefill, arguments = self.prefill()
         progress = by_axes(lambda x, axes: self.array(x.shape, x.dtype, axes), jax.eval_shape(prefill, *arguments))
@@ -68,21 +68,21 @@ class Programmes:
         """`begin` or `advance`, with the run's model and options bound."""
         return partial(program, self.policy.graphdef, options=self.config.rollout, greedy=False)
 
-    def logprob(self) -> Programme:
+    def logprob(self) -> Program:
         function = make_logprob_pass(self.policy.graphdef, self.config, self.mesh)
         return function, (self.state.params, self.batch(self.config.batch_size, policies=False))
 
-    def update(self) -> Programme:
+    def update(self) -> Program:
         schedule = make_schedule(self.config.optimizer, self.config.steps)
         function = make_train_step(self.policy.graphdef, self.optimizer, schedule, self.config, self.mesh, self.kind)
         return function, (self.state, self.batch(self.config.batch_size))
 
-    def head_of_logprob(self) -> Programme:
+    def head_of_logprob(self) -> Program:
         """The head alone, at a micro-batch."""
         forward = Forward(self.policy.graphdef, self.config, self.mesh)
         return forward.head_logprobs, (*self.head_operands(), self.batch(self.micro_rows, policies=False))
 
-    def head_of_update(self) -> Programme:
+    def head_of_update(self) -> Program:
         """The head alone with its gradients, at a micro-batch."""
         forward = self.kind(self.policy.graphdef, self.config, self.mesh)
         function = jax.value_and_grad(forward.head_loss, (0, 1), has_aux=True)

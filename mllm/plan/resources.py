@@ -1,4 +1,4 @@
-"""Reads what the compiler says of the Pallas kernels in a programme for an H100: registers, spills, shared memory, PTX.
+"""Reads what the compiler says of the Pallas kernels in a program for an H100: registers, spills, shared memory, PTX.
 
     python -m mllm.plan.resources mllm.plan.head_programs:loss workspace=0
 
@@ -75,8 +75,8 @@ def read_folder(folder: Path) -> list[Kernel]:
     return result
 
 
-def read(programme: str, **arguments: Any) -> tuple[dict[str, Any], list[Kernel]]:
-    """Compiles a programme for an H100 in a process of its own and reads the reports of its Pallas kernels.
+def read(program: str, **arguments: Any) -> tuple[dict[str, Any], list[Kernel]]:
+    """Compiles a program for an H100 in a process of its own and reads the reports of its Pallas kernels.
 
     Returns:
         The compiler's account of memory (bytes: argument, output, alias, temp, peak), and the kernels.
@@ -91,10 +91,10 @@ def read(programme: str, **arguments: Any) -> tuple[dict[str, Any], list[Kernel]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": folder}
         environment |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
         environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # a program from the cache isn't compiled
-        command = [sys.executable, "-m", "mllm.plan.targets", "h100", programme, json.dumps(arguments)]
+        command = [sys.executable, "-m", "mllm.plan.targets", "h100", program, json.dumps(arguments)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            refusal = ValueError(cause(done.stderr) or f"{programme}: ended with code {done.returncode}")
+            refusal = ValueError(cause(done.stderr) or f"{program}: ended with code {done.returncode}")
             refusal.add_note(done.stderr)
             raise refusal
         return json.loads(done.stdout.splitlines()[-1]), read_folder(Path(folder))
@@ -111,14 +111,14 @@ def show(kernels: Sequence[Kernel]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("programme", help="package.module:function or file.py:function; see mllm/plan/targets.py")
+    parser.add_argument("program", help="package.module:function or file.py:function; see mllm/plan/targets.py")
     parser.add_argument("values", nargs="*", metavar="name=value", help="its arguments; a value is JSON or a word")
     options = parser.parse_args(arguments)
     values = {"impl": "mosaic_gpu"}
     try:
         for key, value in (text.split("=", 1) for text in options.values):
             values[key] = json.loads(value) if re.fullmatch(r"[\d.e+-]+|true|false|null", value) else value
-        account, kernels = read(options.programme, **values)
+        account, kernels = read(options.program, **values)
     except (ValueError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,8 +1,8 @@
 """Compiles JAX programs for TPUs that this machine doesn't have, by libtpu, the real compiler (`make aot` installs it).
 
 A target is a chip, as in `v6e`, or a slice of them, as in `v6e:2x4`; or GPUs, see `gpus.py`. Run as a program,
-`python -m mllm.plan.targets TARGET PROGRAMME JSON` compiles one programme and prints the compiler's account of its
-memory, and the work in it, as a line of JSON; `listing.py` compiles so, in a process of its own. A programme is named
+`python -m mllm.plan.targets TARGET PROGRAMME JSON` compiles one program and prints the compiler's account of its
+memory, and the work in it, as a line of JSON; `listing.py` compiles so, in a process of its own. A program is named
 `package.module:function` or `file.py:function`; the function takes the target's mesh and the arguments in JSON, and
 returns the function to compile and its arguments, trees of `jax.ShapeDtypeStruct`.
 
@@ -53,7 +53,7 @@ A chip has 16 GB, 95 GiB, 32 GiB and 192 GiB, on tpu7x for two devices: https://
 https://docs.cloud.google.com/tpu/docs/v5e.
 """
 
-Programme = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
+Program = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
 
 
 def split(target: str) -> tuple[str, tuple[int, ...]]:
@@ -156,7 +156,7 @@ def memory(program: jax.stages.Compiled) -> dict[str, int]:
     return sizes | {"peak": sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]}
 
 
-def programme(name: str) -> Programme:
+def program(name: str) -> Program:
     """The function that `package.module:function` or `file.py:function` names."""
     place, _, function = name.rpartition(":")
     if place.endswith(".py"):
@@ -173,14 +173,14 @@ def programme(name: str) -> Programme:
 def main(target: str, name: str, arguments: str) -> None:
     given = json.loads(arguments)
     axes = given.pop("mesh", {"chip": 1})
-    make = programme(name)
+    make = program(name)
     one = mesh(target, tuple(axes.values()), tuple(axes))
     function, shapes = make(one, **given)
     start = time.perf_counter()
-    program = compiled(function, shapes, one)
+    executable = compiled(function, shapes, one)
     with jax.sharding.use_abstract_mesh(one.abstract_mesh):
         of_kernels = {"parts": work.parts(function, shapes), "grids": work.grids(function, shapes)}
-    print(json.dumps(memory(program) | {"seconds": time.perf_counter() - start} | of_kernels))
+    print(json.dumps(memory(executable) | {"seconds": time.perf_counter() - start} | of_kernels))
 
 
 if __name__ == "__main__":

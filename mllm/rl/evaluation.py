@@ -8,13 +8,13 @@ from scipy.stats import binomtest
 
 from mllm.data.tasks import Example
 from mllm.model.tokenizer import encode_prompt
-from mllm.parallel.processes import ALONE, Rows
+from mllm.parallel.processes import SINGLE_PROCESS, Rows
 from mllm.rl.rewards import exact_match, flexible_match
 from mllm.rl.sampler import EVALUATION, Sampler
 
 
 def evaluate(
-    sampler: Sampler, params: Any, examples: Sequence[Example], *, step: int, sampled: bool, rows: Rows = ALONE
+    sampler: Sampler, params: Any, examples: Sequence[Example], *, step: int, sampled: bool, rows: Rows = SINGLE_PROCESS
 ) -> dict[str, float]:
     """Complete each problem greedily and, if `sampled`, once at the rollout's temperature; each process its share.
 

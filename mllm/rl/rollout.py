@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from mllm.config.schema import RolloutConfig
 from mllm.model.decoder import CACHE, KVCache, Qwen2, in_use
 from mllm.parallel.mesh import shard_batch
-from mllm.parallel.processes import Rows, everyone, local_rows
+from mllm.parallel.processes import Rows, gather_objects, local_rows
 from mllm.rl import sampling
 
 SHORTEST_BUCKET = 8
@@ -92,7 +92,7 @@ def generate(
     slices = []
     for start in range(0, len(prompts), rows):
         some = prompts[start : start + rows]
-        longest = max(everyone(max(map(len, some))))
+        longest = max(gather_objects(max(map(len, some))))
         tokens, lengths = pad_left(some, rows, min(bucket(longest), options.max_prompt_length), pad_id)
         given = (tokens, lengths, first_sequence + start + np.arange(rows, dtype=np.int32))
         tokens, lengths, sequences = given if layout is None else shard_batch(layout.mesh, given)
@@ -150,7 +150,7 @@ def complete(
 def next_turn(tokens: int, seconds: float) -> int:
     """Tokens of the decode loop's next turn, where the last took so long; as many in each process."""
     # A first turn compiles and says little: the fall is unbounded, the growth is not.
-    return max(1, min(2 * tokens, int(tokens * TURN / max(everyone(seconds)))))
+    return max(1, min(2 * tokens, int(tokens * TURN / max(gather_objects(seconds)))))
 
 
 class Draw(NamedTuple):

@@ -25,7 +25,7 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
-from mllm.parallel.processes import agreed, everyone, writes
+from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
 from mllm.progress import transfer_bar
 from mllm.run.checksum import Damaged, checksums, seal, unseal
 from mllm.run.quiet_orbax import silence
@@ -167,10 +167,10 @@ class Checkpoints:
             reason = str(error)
         except Exception as error:  # a damaged file can make Orbax raise nearly anything
             reason = first_cause(error)
-        if reasons := [reason for reason in everyone(reason) if reason is not None]:
+        if reasons := [reason for reason in gather_objects(reason) if reason is not None]:
             raise Damaged(reasons[0])
         if "arrays" not in document:
-            if writes():
+            if is_writer():
                 logger.warning("checkpoint %d is of before checksums were stored: it's taken as it is", step)
             return arrays, document
         found, stored = checksums(arrays), document["arrays"]
@@ -196,9 +196,9 @@ class Checkpoints:
             logger.warning("checkpoint %d can't be read (%s)", step, reason)
             return
         self.manager.close()
-        everyone(None)  # has closed it
-        with agreed():
-            if writes():
+        gather_objects(None)  # has closed it
+        with raise_everywhere():
+            if is_writer():
                 path, aside = self.folder / str(step), self.folder / f"damaged_{step}"
                 number = 1
                 while aside.exists():
@@ -275,7 +275,7 @@ class Checkpoints:
             if refused is None:
                 raise
             self.saving, self.failed = None, True
-            if writes():
+            if is_writer():
                 self.discard(path)
             raise unwritable(path, refused, self.folder) from None
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import jax
 
-from mllm.parallel.processes import everyone
+from mllm.parallel.processes import gather_objects
 
 
 class Interrupted(Exception):
@@ -61,9 +61,9 @@ class Interrupt:
         name = signal.Signals(number).name
         print(f"\n{name}: saves and leaves as soon as it can; another one leaves at once", file=sys.stderr, flush=True)
 
-    def agree(self, everyone: Callable[[int | None], list[int | None]] = everyone) -> bool:
+    def agree(self, gather: Callable[[int | None], list[int | None]] = gather_objects) -> bool:
         """Whether a signal has reached any of the processes; `received` is then the same in all of them."""
-        received = [number for number in everyone(self.received) if number is not None]
+        received = [number for number in gather(self.received) if number is not None]
         if received:
             self.received = received[0]
         return bool(received)

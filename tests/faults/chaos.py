@@ -1,4 +1,4 @@
-"""Kill, stop and damage training runs, and see whether anything is lost: python tests/faults/chaos.py [--kills N] [--short]
+"""Kill, stop and damage training runs, and see whether anything is lost: python tests/faults/chaos.py [--short]
 
 Small SFT and GRPO runs are killed with -9 at random moments of each of their phases, asked to stop by SIGTERM and
 SIGINT, started twice on one run_dir, and find their newest checkpoint damaged, their logs torn, their disk full, their

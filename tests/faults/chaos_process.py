@@ -46,7 +46,7 @@ class Server:
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
-                [*within, sys.executable, "-m", "tools.chaos_child", str(theirs.fileno())],
+                [*within, sys.executable, "-m", "tests.faults.chaos_child", str(theirs.fileno())],
                 cwd=ROOT,
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,

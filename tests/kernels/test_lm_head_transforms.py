@@ -82,8 +82,8 @@ def test_two_runs_agree_bit_for_bit(impl: str, scalar: Callable[..., Any]) -> No
 
 @every_entry_point
 def test_jit_changes_nothing(scalar: Callable[..., Any]) -> None:
-    eager = gradients_of(scalar, "streaming")(*ARGUMENTS)
-    assert_near(jitted(scalar, "streaming")(*ARGUMENTS), eager)
+    eager = gradients_of(scalar, "xla")(*ARGUMENTS)
+    assert_near(jitted(scalar, "xla")(*ARGUMENTS), eager)
 
 
 @every_entry_point
@@ -91,14 +91,12 @@ def test_rematerialisation_changes_nothing(scalar: Callable[..., Any]) -> None:
     def checkpointed(*args: jax.Array, impl: str) -> Any:
         return jax.checkpoint(functools.partial(scalar, impl=impl))(*args)
 
-    got = jax.jit(gradients_of(checkpointed, "streaming"))(*ARGUMENTS)
-    assert_near(got, jitted(scalar, "streaming")(*ARGUMENTS))
+    got = jax.jit(gradients_of(checkpointed, "xla"))(*ARGUMENTS)
+    assert_near(got, jitted(scalar, "xla")(*ARGUMENTS))
 
 
 @every_entry_point
-@pytest.mark.parametrize(
-    ("impl", "over"), [("streaming", "hidden"), ("streaming", "everything"), ("reference", "everything")]
-)
+@pytest.mark.parametrize(("impl", "over"), [("xla", "hidden"), ("xla", "everything"), ("reference", "everything")])
 def test_vmap_is_a_python_loop(impl: str, over: str, scalar: Callable[..., Any]) -> None:
     hidden, weight, labels, weights = ARGUMENTS
     stacks = (
@@ -117,8 +115,8 @@ def test_vmap_is_a_python_loop(impl: str, over: str, scalar: Callable[..., Any])
 
 @every_entry_point
 def test_an_exported_program_gives_the_same(scalar: Callable[..., Any]) -> None:
-    program = export.export(jax.jit(lambda *args: jax.tree.leaves(gradients_of(scalar, "streaming")(*args))))
-    assert_near(program(*ARGUMENTS).call(*ARGUMENTS), jitted(scalar, "streaming")(*ARGUMENTS))
+    program = export.export(jax.jit(lambda *args: jax.tree.leaves(gradients_of(scalar, "xla")(*args))))
+    assert_near(program(*ARGUMENTS).call(*ARGUMENTS), jitted(scalar, "xla")(*ARGUMENTS))
 
 
 @every_entry_point
@@ -133,15 +131,15 @@ def test_shard_map_over_tokens_gives_the_same(scalar: Callable[..., Any]) -> Non
         out_specs=(everywhere, tokens),
     )
     def sharded(*args: jax.Array) -> tuple[jax.Array, TokenLogprobs]:
-        value, outputs = scalar(*args, impl="streaming")
+        value, outputs = scalar(*args, impl="xla")
         return jax.lax.psum(value, "dp"), outputs
 
     got = jax.jit(jax.value_and_grad(sharded, argnums=(0, 1), has_aux=True))(*ARGUMENTS)
-    assert_near(got, jitted(scalar, "streaming")(*ARGUMENTS))
+    assert_near(got, jitted(scalar, "xla")(*ARGUMENTS))
 
 
 def test_with_64_bit_types_enabled_dtypes_and_values_stay() -> None:
     with jax.enable_x64(True):
-        got = jax.jit(gradients_of(scalar_of_token_loss, "streaming"))(*ARGUMENTS)
+        got = jax.jit(gradients_of(scalar_of_token_loss, "xla"))(*ARGUMENTS)
     assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype(jnp.float32)}
-    assert_near(got, jitted(scalar_of_token_loss, "streaming")(*ARGUMENTS))
+    assert_near(got, jitted(scalar_of_token_loss, "xla")(*ARGUMENTS))

@@ -30,7 +30,7 @@ from lm_head_oracle import Objective, assert_as_accurate_as_plain, exact_loss
 from strict_gpu import needs_interpreter, strict_interpreter
 
 from kernels.lm_head import token_loss
-from kernels.lm_head.contract import How, Inputs
+from kernels.lm_head.contract import Inputs, Options
 from kernels.lm_head.gpu import plan as gpu_plan
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
@@ -77,7 +77,7 @@ def test_workspaces_and_the_memory_of_dw_are_spent_as_they_are_called_here(
 ) -> None:
     hidden, weight, labels = random_problem((n, V, D), dtype=dtype)
     inputs = Inputs(hidden, weight, labels, jnp.ones(n, bool), jnp.float32(1))
-    spent = gpu_plan.plan(inputs, How(None, jnp.dtype(BF16), workspace))
+    spent = gpu_plan.plan(inputs, Options(None, jnp.dtype(BF16), workspace))
     assert (spent.rows, spent.loan.columns, min(spent.keep, V - lent)) == (rows, lent, columns)
 
 

@@ -141,7 +141,7 @@ def test_a_cpu_without_the_interpreter_is_refused_in_one_line_that_names_it() ->
 
 def test_none_on_a_cpu_is_streaming() -> None:
     own, streaming = (
-        str(jax.make_jaxpr(lambda *x, i=impl: token_logprobs(*x, impl=i))(*PROBLEM)) for impl in (None, "streaming")
+        str(jax.make_jaxpr(lambda *x, i=impl: token_logprobs(*x, impl=i))(*PROBLEM)) for impl in (None, "xla")
     )
     assert "pallas" not in own
     assert own == streaming
@@ -159,15 +159,15 @@ HIDDEN = 2 * N * D
 NUMBERS = 128 * N  # bytes
 
 
-def compiled(programme: str, **options: Any) -> jax.stages.Compiled:
+def compiled(program: str, **options: Any) -> jax.stages.Compiled:
     mesh = targets.mesh("h100")
-    return targets.compiled(*getattr(head, programme)(mesh, impl="mosaic_gpu", **options), mesh)
+    return targets.compiled(*getattr(head, program)(mesh, impl="mosaic_gpu", **options), mesh)
 
 
 @pytest.mark.aot_gpu
 @needs_plugin
 @pytest.mark.parametrize(
-    ("programme", "options", "workspace"),
+    ("program", "options", "workspace"),
     [
         pytest.param("value", {}, 0, id="value"),
         pytest.param("general", {"entropy": True}, 0, id="token_logprobs"),
@@ -177,10 +177,10 @@ def compiled(programme: str, **options: Any) -> jax.stages.Compiled:
     ],
 )
 def test_temporaries_are_the_workspace_and_64_mib_and_an_array_of_hidden_s_shape_and_numbers_a_token(
-    programme: str, options: dict[str, Any], workspace: int
+    program: str, options: dict[str, Any], workspace: int
 ) -> None:
-    options = options | ({"workspace": workspace} if programme == "loss" else {})
-    assert targets.memory(compiled(programme, **options))["temp"] <= workspace + 64 * MIB + HIDDEN + NUMBERS
+    options = options | ({"workspace": workspace} if program == "loss" else {})
+    assert targets.memory(compiled(program, **options))["temp"] <= workspace + 64 * MIB + HIDDEN + NUMBERS
 
 
 @pytest.mark.aot_gpu
@@ -206,10 +206,10 @@ def test_it_compiles_within_rematerialisation_and_loops(workspace: int) -> None:
 
 @pytest.mark.aot_gpu
 @needs_plugin
-@pytest.mark.parametrize("programme", ["value", "loss"])
-def test_it_compiles_over_a_mesh(programme: str) -> None:
+@pytest.mark.parametrize("program", ["value", "loss"])
+def test_it_compiles_over_a_mesh(program: str) -> None:
     mesh = targets.mesh("h100:8", (2, 2, 2), ("dp", "fsdp", "tp"))
-    program = targets.compiled(*getattr(head, programme)(mesh, impl="mosaic_gpu", features=512), mesh)
+    program = targets.compiled(*getattr(head, program)(mesh, impl="mosaic_gpu", features=512), mesh)
     assert "mosaic_gpu" in (program.as_text() or "")
 
 
@@ -253,7 +253,7 @@ def test_without_a_workspace_no_array_is_larger_than_the_weight_and_none_so_larg
     ],
 )
 def test_every_kernel_fits_a_multiprocessor_and_spills_nothing(options: dict[str, Any]) -> None:
-    _, kernels = resources.read(f"{Path(__file__).with_name('gpu_programmes.py')}:variant", **options)
+    _, kernels = resources.read(f"{Path(__file__).with_name('gpu_programs.py')}:variant", **options)
     assert len(kernels) >= 4
     for kernel in kernels:
         assert kernel.spilled == 0
@@ -267,6 +267,6 @@ def test_every_kernel_fits_a_multiprocessor_and_spills_nothing(options: dict[str
 @needs_plugin
 @needs_ptxas
 def test_blocks_without_a_cluster_share_no_loads() -> None:
-    _, kernels = resources.read(f"{Path(__file__).with_name('gpu_programmes.py')}:variant", cluster=1)
+    _, kernels = resources.read(f"{Path(__file__).with_name('gpu_programs.py')}:variant", cluster=1)
     assert {kernel.multicast for kernel in kernels} == {0}
     assert not any(kernel.spilled for kernel in kernels)

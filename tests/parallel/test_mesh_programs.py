@@ -8,7 +8,7 @@ import pytest
 from compiled_program import arrays, exchanged, text
 from tiny import ARCHITECTURE, config, random_batch
 
-from kernels.lm_head import xla as streaming
+from kernels.lm_head import xla
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.rl import rollout
@@ -124,8 +124,8 @@ def log_prob_program(policy):
 def test_the_log_prob_pass_is_forward_only_by_the_head_s_pass_of_one_product(policy, monkeypatch):
     called = []
     for name in ("statistics", "forward", "gradients", "loss_and_gradients"):
-        own = getattr(streaming, name)
-        monkeypatch.setattr(streaming, name, lambda *given, name=name, own=own: called.append(name) or own(*given))
+        own = getattr(xla, name)
+        monkeypatch.setattr(xla, name, lambda *given, name=name, own=own: called.append(name) or own(*given))
     log_prob_program(policy)
     assert called == ["statistics"]
 

@@ -20,7 +20,7 @@ from mllm.model import weights
 from mllm.model.decoder import Qwen2
 from mllm.model.load import lay_out
 from mllm.parallel.mesh import Layout, make_mesh, shard_batch
-from mllm.parallel.processes import Meeting, Rows, agreed, everyone, local_rows
+from mllm.parallel.processes import Meeting, Rows, gather_objects, local_rows, raise_everywhere
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
@@ -135,8 +135,8 @@ def pieces():
     """What two processes find out about their rows, and what they read of a checkpoint; in each of them."""
     Meeting.find(None, None, None, os.environ).join(60)
     process = jax.process_index()
-    assert everyone({"process": process}) == [{"process": 0}, {"process": 1}]
-    assert everyone("x" * 5000 * process) == ["", "x" * 5000]
+    assert gather_objects({"process": process}) == [{"process": 0}, {"process": 1}]
+    assert gather_objects("x" * 5000 * process) == ["", "x" * 5000]
 
     for mesh_config, share in (
         (MeshConfig(dp=8), Rows(process, 2, (0, 1))),
@@ -153,7 +153,7 @@ def pieces():
         np.testing.assert_array_equal(local_rows(laid_out), mine)
         np.testing.assert_array_equal(np.concatenate(rows.gather(local_rows(laid_out))), whole)
 
-    with pytest.raises(UserError, match=r"^process 1: no such file$"), agreed():  # noqa: PT012
+    with pytest.raises(UserError, match=r"^process 1: no such file$"), raise_everywhere():  # noqa: PT012
         if process == 1:
             raise UserError("no such file")
 

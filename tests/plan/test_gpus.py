@@ -14,7 +14,7 @@ from mllm.config.schema import MeshConfig
 from mllm.plan import assignment, gpus, targets
 from mllm.plan import memory as plan
 from mllm.plan.assignment import Account
-from mllm.plan.programs import Programmes
+from mllm.plan.programs import Programs
 
 MIB = 2**20
 ONE = {"chip": 1}
@@ -100,7 +100,7 @@ class TestTheAccount:
 
     def test_is_what_the_compiled_program_says_of_itself(self):
         mesh = targets.mesh("h100")
-        function, shapes = targets.programme("mllm.plan.head_programs:loss")(mesh, tokens=self.TOKENS, **self.SIZES)
+        function, shapes = targets.program("mllm.plan.head_programs:loss")(mesh, tokens=self.TOKENS, **self.SIZES)
         whole = targets.memory(targets.compiled(function, shapes, mesh))
         found = assignment.read("h100", "mllm.plan.head_programs:loss", ONE, tokens=self.TOKENS, **self.SIZES)
         assert found.arguments == whole["argument"]
@@ -120,6 +120,6 @@ class TestTheAccount:
         devices = plan.find_devices(MeshConfig(fsdp=2), "h100:2")
         planner = plan.Planner(config, devices, lambda line: None)
         update = planner.compile("update", "update")
-        state, batch = Programmes(config, devices.mesh).update()[1]
+        state, batch = Programs(config, devices.mesh).update()[1]
         # An argument that is not used, as a batch's positions may be, is none.
         assert plan.on_device(state) <= update.arguments <= plan.on_device(state) + plan.on_device(batch)

@@ -183,7 +183,7 @@ def test_work_has_no_answer_where_a_loop_s_length_depends_on_data():
 
 
 def square(mesh, size=2048):
-    """A programme of one product, by XLA."""
+    """A program of one product, by XLA."""
     return jnp.matmul, (jax.ShapeDtypeStruct((size, size), jnp.bfloat16),) * 2
 
 
@@ -199,7 +199,7 @@ def test_xla_s_own_large_product_keeps_the_matrix_units_busy(chip, tmp_path):
 
 @pytest.mark.aot
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
-def test_a_programme_that_is_not_there_is_refused_in_a_line_with_all_that_was_said_beside_it():
+def test_a_program_that_is_not_there_is_refused_in_a_line_with_all_that_was_said_beside_it():
     with pytest.raises(ValueError, match="no_such_thing") as refusal:
         listing.read("v6e", "math:no_such_thing")
     assert str(refusal.value) == "AttributeError: module 'math' has no attribute 'no_such_thing'"

@@ -24,7 +24,7 @@ from mllm.parallel.mesh import make_mesh
 from mllm.plan import assignment, gpus, targets
 from mllm.plan import head_programs as head
 from mllm.plan import memory as plan
-from mllm.plan.programs import Programmes
+from mllm.plan.programs import Programs
 
 MIB = 2**20
 needs_libtpu = pytest.mark.skipif(
@@ -63,7 +63,7 @@ class TestPhases:
         assert planned[2] == []
 
     def test_parameters_and_moments_are_counted_by_what_a_device_has_of_them(self, planned, config):
-        shapes = Programmes(config, make_mesh(config.mesh)).policy.params
+        shapes = Programs(config, make_mesh(config.mesh)).policy.params
         halves = wholes = 0
         for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
             if "embed" in LOGICAL_AXES[parameter_name(path)]:
@@ -106,7 +106,7 @@ def test_a_turn_of_decoding_takes_over_the_memory_of_the_one_before(config):
     devices = plan.Devices("two", make_mesh(config.mesh), 8, 2**30, None)
     planner = plan.Planner(config, devices, lambda line: None)
     turn = planner.compile("decode", "decode")
-    cache = plan.on_device(planner.programmes.cache())
+    cache = plan.on_device(planner.programs.cache())
     assert turn.arguments > cache
     assert turn.peak - turn.arguments - turn.temporaries < cache / 10
 
@@ -265,8 +265,8 @@ allocation 3: size 7, color 1, preallocated-temp:
         axes = {"dp": 1, "fsdp": 1, "tp": 1}
         mesh = targets.mesh("v6e", tuple(axes.values()), tuple(axes))
         settings = {"config": config.model_dump(mode="json"), "name": "decode"}
-        turn = assignment.read("v6e", "mllm.plan.programs:programme", axes, **settings)
-        cache = plan.on_device(Programmes(config, mesh).cache())
+        turn = assignment.read("v6e", "mllm.plan.programs:program", axes, **settings)
+        cache = plan.on_device(Programs(config, mesh).cache())
         assert turn.arguments > cache
         assert turn.peak - turn.arguments - turn.temporaries < cache / 10
 
@@ -301,20 +301,20 @@ allocation 3: size 7, color 1, preallocated-temp:
 
 def test_the_compiler_s_process_ends_with_the_one_that_started_it_however_that_ends(tmp_path):
     ends = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-    programmes = {end: tmp_path / f"{end.name}.py" for end in ends}
+    programs = {end: tmp_path / f"{end.name}.py" for end in ends}
     folders = {end: tmp_path / end.name for end in ends}
     parents = {}
-    for end, programme in programmes.items():
-        programme.write_text(
-            f"import os, time\nopen({str(programme)!r} + '.pid', 'x').write(f'{{os.getpid()}} ')\ntime.sleep(300)\n"
+    for end, program in programs.items():
+        program.write_text(
+            f"import os, time\nopen({str(program)!r} + '.pid', 'x').write(f'{{os.getpid()}} ')\ntime.sleep(300)\n"
         )
         folders[end].mkdir()
-        code = f"from mllm.plan import assignment; assignment.read('v6e', {str(programme)!r} + ':programme', {{}})"
+        code = f"from mllm.plan import assignment; assignment.read('v6e', {str(program)!r} + ':program', {{}})"
         environment = {**os.environ, "TMPDIR": str(folders[end])}
         parents[end] = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
     try:
         for end, parent in parents.items():
-            noted = programmes[end].with_suffix(".py.pid")
+            noted = programs[end].with_suffix(".py.pid")
             wait_until(lambda noted=noted: noted.exists() and noted.read_text().endswith(" "))
             parent.send_signal(end)
             parent.wait()

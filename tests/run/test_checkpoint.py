@@ -18,7 +18,7 @@ from mllm import progress as transfer
 from mllm.config.schema import CheckpointConfig, MeshConfig, OptimizerConfig
 from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh, sharding
-from mllm.parallel.processes import Meeting, everyone, writes
+from mllm.parallel.processes import Meeting, gather_objects, is_writer
 from mllm.run.checkpoint import BEST, Checkpoints, items
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state, init_state
@@ -266,10 +266,10 @@ def one_s_part_is_damaged(folder):
         for step in (1, 2, 3):
             checkpoints.save(step, make_state(mesh, value=step), POSITION, "", {})
             checkpoints.wait()
-        if writes():
+        if is_writer():
             for step, damage in ((3, truncated), (2, flipped)):
                 damage(folder / str(step) / "params" / "ocdbt.process_1")
-        everyone(None)
+        gather_objects(None)
         assert checkpoints.restore(like(mesh)).step == 1
 
 

@@ -108,7 +108,7 @@ def test_tokamax_moves_its_operands_once_a_turn_and_its_sums_to_and_fro(of_featu
 def test_products_of_what_one_would_write_are_counted_in_the_traced_program(method: str, products: int) -> None:
     mesh = jax.make_mesh((1,), ("chip",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     tokens, features, vocabulary = SHAPE
-    function, arguments = bench_target.programme(
+    function, arguments = bench_target.program(
         mesh, method=method, tokens=tokens, features=features, vocabulary=vocabulary
     )
     parts = work.parts(function, arguments)
@@ -116,9 +116,9 @@ def test_products_of_what_one_would_write_are_counted_in_the_traced_program(meth
     assert [(part.name, part.flops) for part in parts] == [("XLA", products * PRODUCT)]
 
 
-def test_the_process_that_compiles_finds_the_programmes_from_any_folder(tmp_path: Path) -> None:
-    programme = f"from mllm.plan import targets; targets.programme({bench_target.__file__ + ':programme'!r})"
-    done = subprocess.run([sys.executable, "-c", programme], cwd=tmp_path, capture_output=True, text=True, check=False)
+def test_the_process_that_compiles_finds_the_programs_from_any_folder(tmp_path: Path) -> None:
+    program = f"from mllm.plan import targets; targets.program({bench_target.__file__ + ':program'!r})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.returncode == 0
 

@@ -111,7 +111,7 @@ def test_inputs_are_as_sure_of_a_token_as_they_say(softmax, likeliest):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("impl", ["reference", "streaming"])
+@pytest.mark.parametrize("impl", ["reference", "xla"])
 def test_an_implementation_that_is_right_passes(impl, dtype, capsys):
     assert gradcheck_of("--impl", impl, "--dtype", dtype, "--objective", "grpo", "--softmax", "peaked") == 0
     assert set(verdicts(capsys).values()) == {"ok"}
@@ -208,9 +208,9 @@ def test_figures_go_to_a_file_as_well(tmp_path, capsys):
 
 
 def test_the_shipped_configuration_is_qwens_head_at_a_sequence_of_2048():
-    settings = gradcheck.load("gradcheck_qwen25_1p5b.yaml", {"impl": "streaming"})
+    settings = gradcheck.load("gradcheck_qwen25_1p5b.yaml", {"impl": "xla"})
     assert settings.shape == (2048, 1536, 151936)
-    assert (settings.dtype, settings.impl) == ("bfloat16", "streaming")
+    assert (settings.dtype, settings.impl) == ("bfloat16", "xla")
 
 
 def test_an_option_replaces_the_files_setting(tmp_path, capsys):

@@ -34,7 +34,7 @@ def kernel(name, mxu):
 def compiler(monkeypatch):
     """A compiler that keeps the MXUs the busier, the more columns a tile has, and refuses 1024 rows."""
 
-    def read(target, programme, *, tile, kind, **_):
+    def read(target, program, *, tile, kind, **_):
         if tile["rows"] == 1024:
             raise ValueError("E1001: no room in VMEM")
         mxu = 0.5 + tile["columns"] / 8192

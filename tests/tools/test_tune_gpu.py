@@ -169,7 +169,7 @@ def trials():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tune_gpu_child, "LEAST", 0.0)
         patch.setattr(tune_gpu_child, "ROUNDS", 1)
-        yield tune_gpu_child.Trials((64, 16, 300), 1 << 20, engine="streaming")
+        yield tune_gpu_child.Trials((64, 16, 300), 1 << 20, engine="xla")
 
 
 SIZES = tune_gpu.as_json(Candidate(Tiles()))

@@ -120,7 +120,7 @@ def methods(platform: str) -> list[Method]:
         Method("cut-cross-entropy, exact", 4, needs=("torch", "cut_cross_entropy"), on_gpu=True),
         Method("tokamax, its choice", 3, by_tokamax(None), transposed=True, needs=("tokamax",)),
         Method("tokamax, chunked_xla", 4, by_tokamax("chunked_xla"), transposed=True, needs=("tokamax",)),
-        *ours("streaming"),
+        *ours("xla"),
         Method("optax on full logits", 3, value_and_gradients(optax_on_logits)),
         Method("full logits, value only", 1, value_only(full_logits), gradients=False),
         Method("full logits in torch", 3, needs=("torch",)),

@@ -1,4 +1,4 @@
-"""What tools/bench/head.py measures its methods on: shapes by name, random inputs from a seed, and the answer in float32.
+"""What the bench measures its methods on: shapes by name, random inputs from a seed, and the answer in float32.
 
 Inputs and answer lie in files, so that every method, through whatever library, gets the same ones: normal logits of
 unit variance, random labels, rows that count at random places, and random cotangents for the general backward. The

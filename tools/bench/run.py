@@ -1,4 +1,4 @@
-"""Starts a process for each method that tools/bench/head.py measures, and makes of whatever comes of it a row of a table.
+"""Starts a process for each method that the bench measures, and makes of whatever comes of it a row of a table.
 
 A process that runs out of memory, dies or takes too long is a row that says so, and the next one is started.
 """
@@ -25,7 +25,7 @@ from tools.bench.methods import Method
 from tools.bench.problem import Problem, Shape
 
 ROOT = Path(__file__).parent.parent.parent
-COMMAND = (sys.executable, "-m", "tools.bench_child")
+COMMAND = (sys.executable, "-m", "tools.bench.child")
 MEMORY = ("RESOURCE_EXHAUSTED", "OutOfMemory", "out of memory", "MemoryError", "bad_alloc")
 LEFT_OUT = "--limit: the time was used up"
 

@@ -1,4 +1,4 @@
-"""The head and what one would write without it, compiled for a TPU that isn't there: `tools/bench/head.py --target v6e`.
+"""The head and what one would write without it, compiled for a TPU that isn't there: `the bench --target v6e`.
 
 Nothing runs, and no figure is a measured time. Each method gives the cross-entropy and its gradients by hidden states
 and weight, in bfloat16, but for one that says "value only". Columns, with how they are obtained:
@@ -76,7 +76,7 @@ def methods() -> list[str]:
     return [*LOSSES, *([TOKAMAX] if importlib.util.find_spec("tokamax") else [])]
 
 
-def programme(
+def program(
     mesh: Mesh, *, method: str, tokens: int, features: int, vocabulary: int
 ) -> tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]:
     """For `mllm.plan.listing.read`. tokamax has the weight as it wants it, [D, V]."""
@@ -131,7 +131,7 @@ def table(target: str, shape: tuple[int, int, int]) -> list[Row]:
         sizes = {"method": method, "tokens": tokens, "features": features, "vocabulary": vocabulary}
         with tempfile.TemporaryDirectory() as folder:
             try:
-                account, kernels = listing.read(target, f"{__file__}:programme", Path(folder), **sizes)
+                account, kernels = listing.read(target, f"{__file__}:program", Path(folder), **sizes)
             except ValueError as error:
                 rows.append(Row(method, refused=str(error)))
                 continue

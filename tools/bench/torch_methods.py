@@ -1,4 +1,4 @@
-"""Methods of tools/bench/head.py that run through torch, and how they are measured: as in bench_child.py, by torch's means.
+"""Methods of the bench that run through torch, and how they are measured: as in bench_child.py, by torch's means.
 
 The bare products are torch's, and so is the count of memory: `max_memory_allocated`, for each share of rows that count.
 Rows that don't count have the label that these libraries ignore, -100. Leaves out: gradients that are summed in

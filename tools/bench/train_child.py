@@ -32,7 +32,7 @@ from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.plan.memory import memory_at_hand
-from mllm.plan.programs import Programmes
+from mllm.plan.programs import Programs
 from mllm.rl.rollout import Draw, decoding_weights, generate
 from mllm.train.step import init_state
 from tools import memory
@@ -116,7 +116,7 @@ def update(*, config: dict[str, Any], steps: int, tell: Tell) -> Result:
     """Seconds of a step's phases, medians over `steps` of them after one that is not counted."""
     run = Config.model_validate(config)
     mesh = make_mesh(run.mesh)
-    shapes = Programmes(run, mesh)
+    shapes = Programs(run, mesh)
     tell("compiling")
     update_program = compiled(*shapes.update())
     logprob_program = compiled(*shapes.logprob()) if run.grpo else None
@@ -166,7 +166,7 @@ def timed(seconds: list[float]) -> Iterator[None]:
     seconds.append(time.perf_counter() - start)
 
 
-def roll_out(shapes: Programmes, params: Any, step: int) -> None:
+def roll_out(shapes: Programs, params: Any, step: int) -> None:
     """As training samples: in slices of `rollout.batch_size`, with the parameters gathered and cast anew."""
     options = shapes.config.rollout
     assert options is not None
@@ -182,11 +182,11 @@ def roll_out(shapes: Programmes, params: Any, step: int) -> None:
     )
 
 
-def random_tokens(shapes: Programmes, shape: tuple[int, int]) -> Int[np.ndarray, "B T"]:
+def random_tokens(shapes: Programs, shape: tuple[int, int]) -> Int[np.ndarray, "B T"]:
     return np.random.default_rng(0).integers(1, shapes.policy.architecture.vocab_size, shape, dtype=np.int32)
 
 
-def random_batch(shapes: Programmes) -> tuple[Batch, list[int]]:
+def random_batch(shapes: Programs) -> tuple[Batch, list[int]]:
     """A batch of the largest shape, in numpy, and the lengths of a row's documents."""
     config, length = shapes.config, shapes.length
     shape = (config.batch_size, length)
@@ -216,7 +216,7 @@ def row_of(config: Config, length: int) -> tuple[list[int], Bool[np.ndarray, "T"
     return np.diff(ends).tolist(), ~np.isin(place, ends - 1)
 
 
-def attention_of(shapes: Programmes) -> str:
+def attention_of(shapes: Programs) -> str:
     return "xla" if shapes.model.attention is None else shapes.model.attention.kernel
 
 
@@ -235,7 +235,7 @@ def decode(*, config: dict[str, Any], tell: Tell) -> Result:
             "rollout.max_completion_length: decoding is timed from its second part on, which takes 3 tokens"
         )
     mesh = make_mesh(run.mesh)
-    shapes = Programmes(run, mesh)
+    shapes = Programs(run, mesh)
     tell("compiling")
     begin, advance = compiled(*shapes.prefill()), compiled(*shapes.decode())
     weights = decoding_weights(shapes.policy.graphdef, shapes.policy.initial_params())

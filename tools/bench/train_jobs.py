@@ -20,7 +20,7 @@ from mllm.errors import UserError
 from mllm.model.json_file import read_json
 from mllm.plan.assignment import reason
 
-CHILD = Path(__file__).with_name("bench_train_child.py")
+CHILD = Path(__file__).with_name("train_child.py")
 SHORTEST = 15.0
 """Seconds that must be left for another measurement to begin."""
 

@@ -34,9 +34,9 @@ from jaxtyping import Array, Float
 from kernels.lm_head import target
 from kernels.lm_head.contract import (
     Gradients,
-    How,
     Inputs,
     Objective,
+    Options,
     Terms,
     TokenLogprobs,
     gradient_dtypes,
@@ -52,9 +52,9 @@ from kernels.lm_head.live_rows import live_rows
 from kernels.lm_head.softmax import Softmax
 
 
-def obstacle(inputs: Inputs, how: How) -> str | None:
-    if how.dtype != jnp.bfloat16:
-        return f"dtype is {how.dtype}, and the kernels multiply in bfloat16"
+def obstacle(inputs: Inputs, options: Options) -> str | None:
+    if options.dtype != jnp.bfloat16:
+        return f"dtype is {options.dtype}, and the kernels multiply in bfloat16"
     for name, dtype in {"hidden": inputs.hidden.dtype, "weight": inputs.weight.dtype}.items():
         if dtype not in (jnp.bfloat16, jnp.float32):
             return f"{name} is {dtype}, and the kernels know bfloat16 and float32"
@@ -65,39 +65,43 @@ def obstacle(inputs: Inputs, how: How) -> str | None:
     return None if gpu_tiles.overridden() else target.no_hopper()
 
 
-def statistics(inputs: Inputs, how: How) -> Softmax:
-    return forward(inputs, dataclasses.replace(how, filter_eps=None))[0]
+def statistics(inputs: Inputs, options: Options) -> Softmax:
+    return forward(inputs, dataclasses.replace(options, filter_eps=None))[0]
 
 
-def forward(inputs: Inputs, how: How) -> tuple[Softmax, Float[Array, "N U"] | None]:
+def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "N U"] | None]:
     """With the maxima of tiles, if some are to be left out of backward."""
     sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, sizes.tiles.cluster_rows)
-    rows = gathered(inputs, how, sizes, live.row, live.number)
-    running, kept = gpu_passes.forward(inputs, how, Plan(sizes, len(rows.labels)), rows)
-    softmax = softmax_of(how, jax.tree.map(lambda x: x[live.place], running), inputs.live)
+    rows = gathered(inputs, options, sizes, live.row, live.number)
+    running, kept = gpu_passes.forward(inputs, options, Plan(sizes, len(rows.labels)), rows)
+    softmax = softmax_of(options, jax.tree.map(lambda x: x[live.place], running), inputs.live)
     return softmax, None if kept.tops is None else kept.tops.T[live.place]
 
 
 def gradients(
-    inputs: Inputs, softmax: Softmax, saved: Float[Array, "N U"] | None, slopes: TokenLogprobs, how: How
+    inputs: Inputs, softmax: Softmax, saved: Float[Array, "N U"] | None, slopes: TokenLogprobs, options: Options
 ) -> Gradients:
     sizes = gpu_tiles.choose(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, sizes.rows(len(inputs.labels)))
-    rows = gathered(inputs, how, sizes, live.row, live.number)
+    rows = gathered(inputs, options, sizes, live.row, live.number)
     softmax, slopes = jax.tree.map(lambda x: x[live.row], (softmax, slopes))
-    dw = zeros(inputs, *inputs.weight.shape, dtype=gradient_dtypes(inputs, how)[1]) if how.wants_weight else None
+    dw = (
+        zeros(inputs, *inputs.weight.shape, dtype=gradient_dtypes(inputs, options)[1]) if options.wants_weight else None
+    )
     kept = Kept(None if saved is None else saved[live.row].T)
     plan = Plan(sizes, len(rows.labels))
-    dh, dw = gpu_passes.backward(inputs, how, plan, rows, softmax, slopes, kept, dw, add=False)
+    dh, dw = gpu_passes.backward(inputs, options, plan, rows, softmax, slopes, kept, dw, add=False)
     return None if dh is None else jnp.where(inputs.live[:, None], dh[live.place], 0), dw
 
 
-def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: How) -> tuple[Softmax, Gradients]:
-    plan = make_plan(inputs, how)
+def loss_and_gradients(
+    inputs: Inputs, objective: Objective, terms: Terms, options: Options
+) -> tuple[Softmax, Gradients]:
+    plan = make_plan(inputs, options)
     sizes = plan.sizes
     live = live_rows(inputs.live, plan.rows)
-    dh_dtype, dw_dtype = gradient_dtypes(inputs, how)
+    dh_dtype, dw_dtype = gradient_dtypes(inputs, options)
     count, features = len(live.row), inputs.hidden.shape[1]
     one_wave = count == plan.rows
     sum_dtype = dw_dtype if one_wave else jnp.dtype(jnp.float32)
@@ -105,12 +109,14 @@ def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: 
     def wave(i: Array, carry: Any) -> Any:
         softmax_M, dh_MD, dw_VD = carry
         row_R, live_R = live.block(i, plan.rows)
-        rows = gathered(inputs, how, sizes, row_R, jnp.clip(live.number - i * plan.rows, 0, plan.rows))
-        running, kept = gpu_passes.forward(inputs, how, plan, rows)
-        softmax_R = softmax_of(how, running, live_R)
+        rows = gathered(inputs, options, sizes, row_R, jnp.clip(live.number - i * plan.rows, 0, plan.rows))
+        running, kept = gpu_passes.forward(inputs, options, plan, rows)
+        softmax_R = softmax_of(options, running, live_R)
         terms_R = Terms(terms.weights[row_R], tuple(x[row_R] for x in terms.operands), terms.shared)
         slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms_R)
-        dh_RD, dw_VD = gpu_passes.backward(inputs, how, plan, rows, softmax_R, slopes_R, kept, dw_VD, add=not one_wave)
+        dh_RD, dw_VD = gpu_passes.backward(
+            inputs, options, plan, rows, softmax_R, slopes_R, kept, dw_VD, add=not one_wave
+        )
         if dh_RD is not None:
             dh_MD = lax.dynamic_update_slice_in_dim(dh_MD, dh_RD, i * plan.rows, 0)
         softmax_M = jax.tree.map(
@@ -120,10 +126,10 @@ def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: 
 
     carry = (
         Softmax(*(zeros(inputs, count) for _ in Softmax._fields)),
-        zeros(inputs, count, features, dtype=dh_dtype) if how.wants_hidden else None,
-        zeros(inputs, *inputs.weight.shape, dtype=sum_dtype) if how.wants_weight else None,
+        zeros(inputs, count, features, dtype=dh_dtype) if options.wants_hidden else None,
+        zeros(inputs, *inputs.weight.shape, dtype=sum_dtype) if options.wants_weight else None,
     )
-    in_step = how.token_axes if how.vocabulary_axis else ()
+    in_step = options.token_axes if options.vocabulary_axis else ()
     # A loop as long as the device finds would have to wait for it to tell.
     one = wave(jnp.int32(0), carry) if one_wave else None
     softmax_M, dh_MD, dw = one or live.over_blocks(plan.rows, wave, carry, in_step)

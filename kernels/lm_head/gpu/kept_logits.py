@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, UInt, UInt16
 
-from kernels.lm_head.contract import How, Inputs, gradient_dtypes, zeros
+from kernels.lm_head.contract import Inputs, Options, gradient_dtypes, zeros
 from kernels.lm_head.gpu.products import PIECE, Ref, Scalar
 from kernels.lm_head.gpu.tiles import KEPT, Sizes
 
@@ -28,24 +28,24 @@ _ALIGNED = 8  # rows: Pallas stores whole tiles of shared memory of 8 rows where
 
 
 class Loan(NamedTuple):
-    """How dW's memory is used; known while tracing."""
+    """Options dW's memory is used; known while tracing."""
 
     columns: int = 0
     """Those of the vocabulary that have it, its first."""
     chunk: int = 0
-    """How many of them backward takes at a time: a multiple of W, or a divisor."""
+    """Options many of them backward takes at a time: a multiple of W, or a divisor."""
     first: int = 0
     """The row of dW where their logits begin."""
     rows: int = 0
     """Rows of hidden states."""
 
 
-def largest(inputs: Inputs, how: How, sizes: Sizes, rows: int) -> Loan:
+def largest(inputs: Inputs, options: Options, sizes: Sizes, rows: int) -> Loan:
     """As many columns as may be, in chunks that take the least time, by the arithmetic of `Sizes.cost`."""
     vocabulary, features = inputs.weight.shape
-    if not how.wants_weight or inputs.columns is not None:  # rows of padding would not be written
+    if not options.wants_weight or inputs.columns is not None:  # rows of padding would not be written
         return Loan()
-    width, columns = _width(inputs, how), sizes.tiles.columns
+    width, columns = _width(inputs, options), sizes.tiles.columns
 
     def begin(lent: int) -> int:
         free = vocabulary - lent // columns * _rows_of_tops(rows, width) - lent // width * rows
@@ -68,8 +68,8 @@ def largest(inputs: Inputs, how: How, sizes: Sizes, rows: int) -> Loan:
     return Loan(lent, chunk, begin(lent), rows) if lent else Loan()
 
 
-def _width(inputs: Inputs, how: How) -> int:
-    return inputs.weight.shape[1] * gradient_dtypes(inputs, how)[1].itemsize // KEPT.itemsize
+def _width(inputs: Inputs, options: Options) -> int:
+    return inputs.weight.shape[1] * gradient_dtypes(inputs, options)[1].itemsize // KEPT.itemsize
 
 
 def _rows_of_tops(rows: int, width: int) -> int:
@@ -94,10 +94,10 @@ class Lent(NamedTuple):
         return self.ref.at[pl.ds(first, 64), pl.ds(lax.rem(piece, pieces) * PIECE, PIECE)]
 
 
-def lend(inputs: Inputs, how: How, loan: Loan) -> Lent | None:
+def lend(inputs: Inputs, options: Options, loan: Loan) -> Lent | None:
     if not loan.columns:
         return None
-    return Lent(jax.new_ref(zeros(inputs, len(inputs.weight), _width(inputs, how), dtype=KEPT)), loan)
+    return Lent(jax.new_ref(zeros(inputs, len(inputs.weight), _width(inputs, options), dtype=KEPT)), loan)
 
 
 def given_back(lent: Lent, top_UR: Float[Array, "U R"]) -> UInt16[Array, "V W"]:

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from kernels.lm_head.contract import (
     Gradients,
-    How,
     Inputs,
+    Options,
     TokenLogprobs,
     columns_of,
     gradient_dtypes,
@@ -62,20 +62,20 @@ class Kept(NamedTuple):
     """What dW's memory has."""
 
 
-def gathered(inputs: Inputs, how: How, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> Rows:
+def gathered(inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> Rows:
     live = jnp.arange(len(row)) < number
     labels = jnp.where(live, labels_of(inputs)[row], -1)
     found = labelled(labels, len(inputs.weight), sizes.tiles)
-    return Rows(inputs.hidden[row].astype(how.dtype), labels, found, live, number)
+    return Rows(inputs.hidden[row].astype(options.dtype), labels, found, live, number)
 
 
-def forward(inputs: Inputs, how: How, plan: Plan, rows: Rows) -> tuple[Running, Kept]:
+def forward(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> tuple[Running, Kept]:
     """Over the columns that dW's memory keeps, those that the workspace does, and the others."""
-    lent = gpu_loan.lend(inputs, how, plan.loan)
+    lent = gpu_loan.lend(inputs, options, plan.loan)
     vocabulary = len(inputs.weight)
     edges = (0, plan.loan.columns, plan.loan.columns + plan.keep, vocabulary)
     chunks = (plan.loan.chunk, plan.kept_chunk, plan.chunk(vocabulary))
-    over = functools.partial(_over, inputs, how, plan.sizes, rows)
+    over = functools.partial(_over, inputs, options, plan.sizes, rows)
     found = [
         over(first, last, chunk, keep=number == 1, lent=None if number else lent)
         for number, (first, last, chunk) in enumerate(zip(edges, edges[1:], chunks, strict=False))
@@ -84,7 +84,7 @@ def forward(inputs: Inputs, how: How, plan: Plan, rows: Rows) -> tuple[Running, 
     running = functools.reduce(joined, (part[0] for part in found))
     tops = [part[1] for part in found if part[1] is not None]
     memory = None if lent is None else gpu_loan.given_back(lent, tops[0])
-    if lent is not None and how.filter_eps is None:
+    if lent is not None and options.filter_eps is None:
         tops = tops[1:]
     logits = next((part[2] for part in found if part[2] is not None), None)
     return running, Kept(jnp.concatenate(tops) if tops else None, logits, memory)
@@ -92,7 +92,7 @@ def forward(inputs: Inputs, how: How, plan: Plan, rows: Rows) -> tuple[Running, 
 
 def _over(
     inputs: Inputs,
-    how: How,
+    options: Options,
     sizes: Sizes,
     rows: Rows,
     first: int,
@@ -102,7 +102,7 @@ def _over(
     lent: Lent | None = None,
 ) -> tuple[Running, Float[Array, "U R"] | None, Float[Array, "P R K"] | None]:
     def kernel(first: Array, size: int) -> Any:
-        weight, of_weight = _chunk(inputs, how, first, size)
+        weight, of_weight = _chunk(inputs, options, first, size)
         return forward_kernel(
             rows.hidden,
             weight,
@@ -114,13 +114,13 @@ def _over(
             size=size,
             tiles=sizes.tiles,
             strip=sizes.strip(len(rows.labels), size),
-            softcap=how.softcap,
+            softcap=options.softcap,
             keep=keep,
             lent=lent,
-            tops=how.filter_eps is not None,
+            tops=options.filter_eps is not None,
         )
 
-    if inputs.weight.dtype == how.dtype:
+    if inputs.weight.dtype == options.dtype:
         running, tops, logits = kernel(jnp.int32(first), last - first)
         return running, tops, None if logits is None else logits[None]
 
@@ -134,18 +134,18 @@ def _over(
     return running, None if tops is None else tops.reshape(-1, len(rows.labels)), logits
 
 
-def softmax_of(how: How, running: Running, live: Bool[Array, "R"]) -> Softmax:
+def softmax_of(options: Options, running: Running, live: Bool[Array, "R"]) -> Softmax:
     """Over the whole vocabulary; 0 at rows that don't count."""
     # Nothing was written there, and a product of 0 with what isn't finite is not 0.
     running = Running(*(jnp.where(live, x, fill) for x, fill in zip(running, (0, 1, 0, 0), strict=True)))
-    if how.vocabulary_axis is not None:
-        running = merge(running, how.vocabulary_axis)
+    if options.vocabulary_axis is not None:
+        running = merge(running, options.vocabulary_axis)
     return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(running))
 
 
 def backward(
     inputs: Inputs,
-    how: How,
+    options: Options,
     plan: Plan,
     rows: Rows,
     softmax: Softmax,
@@ -157,12 +157,12 @@ def backward(
     """dh, and dW written or added to `dw`, a chunk of the vocabulary at a time. What is kept in dW's memory takes the
     place of `dw`."""
     sizes, loan = plan.sizes, plan.loan
-    by_row = _by_row(inputs, how, rows, softmax, slopes)
+    by_row = _by_row(inputs, options, rows, softmax, slopes)
     counted = None
-    if how.filter_eps is not None:
+    if options.filter_eps is not None:
         assert kept.tops is not None
         counted = gpu_filter.counted(
-            how.filter_eps,
+            options.filter_eps,
             sizes.tiles,
             kept.tops,
             softmax,
@@ -173,16 +173,16 @@ def backward(
         )
     tiles, size = sizes.tiles, sizes.block(len(rows.labels))
     blocks = len(rows.labels) // size
-    dh_sum = jax.new_ref(zeros(inputs, *rows.hidden.shape)) if how.wants_hidden else None
+    dh_sum = jax.new_ref(zeros(inputs, *rows.hidden.shape)) if options.wants_hidden else None
     if kept.lent is not None:
         assert dw is not None
         dw = gpu_loan.as_gradient(kept.lent, dw.dtype)
     dw_sum = None if dw is None else jax.new_ref(dw)
 
     def chunk(first: Array, columns: int, found: Callable[[Block], tuple[Array, Array]] | None = None) -> None:
-        weight, chunk = _chunk(inputs, how, first, columns)
+        weight, chunk = _chunk(inputs, options, first, columns)
 
-        def block(i: Array, out: Any, chunk_of_out: Chunk, **options: Any) -> None:
+        def block(i: Array, out: Any, chunk_of_out: Chunk, **how_to_add: Any) -> None:
             block = Block(i * size, jnp.clip(rows.number - i * size, 0, size))
             wanted = None if counted is None else gpu_filter.wanted(tiles, counted, block, chunk, (size, columns))
             if found is None:
@@ -197,17 +197,17 @@ def backward(
                     inputs.temperature,
                     size=(size, columns),
                     strip=sizes.strip(size, columns),
-                    softcap=how.softcap,
-                    entropy=how.entropy_slopes,
+                    softcap=options.softcap,
+                    entropy=options.entropy_slopes,
                     tiles=tiles,
                     wanted=wanted,
                 )
             else:
-                dy = _kept_slopes(inputs, how, tiles, rows, by_row, *found(block), block, chunk)
+                dy = _kept_slopes(inputs, options, tiles, rows, by_row, *found(block), block, chunk)
             if dh_sum is not None:
                 hidden_gradient(dh_sum, dy, weight, block, chunk, tiles=tiles, wanted=wanted)
             if out is not None:
-                weight_gradient(out, dy, rows.hidden, block, chunk_of_out, tiles=tiles, wanted=wanted, **options)
+                weight_gradient(out, dy, rows.hidden, block, chunk_of_out, tiles=tiles, wanted=wanted, **how_to_add)
 
         last = jnp.int32(blocks - 1)
         if blocks == 1:
@@ -241,23 +241,23 @@ def backward(
     ):
         if number:
             lax.fori_loop(0, number, body, None)
-    dh = None if dh_sum is None else jax.freeze(dh_sum).astype(gradient_dtypes(inputs, how)[0])
+    dh = None if dh_sum is None else jax.freeze(dh_sum).astype(gradient_dtypes(inputs, options)[0])
     return dh, None if dw_sum is None else jax.freeze(dw_sum)
 
 
-def _chunk(inputs: Inputs, how: How, first: Array, size: int) -> tuple[Float[Array, "_ D"], Chunk]:
+def _chunk(inputs: Inputs, options: Options, first: Array, size: int) -> tuple[Float[Array, "_ D"], Chunk]:
     """A chunk, and an array that has its rows of the weight in the products' dtype."""
     columns = jnp.clip(columns_of(inputs) - first, 0, size)
-    if inputs.weight.dtype == how.dtype:
+    if inputs.weight.dtype == options.dtype:
         return inputs.weight, Chunk(first, first, columns)
     row = jnp.minimum(first + jnp.arange(size), len(inputs.weight) - 1)
-    return inputs.weight[row].astype(how.dtype), Chunk(first, jnp.int32(0), columns)
+    return inputs.weight[row].astype(options.dtype), Chunk(first, jnp.int32(0), columns)
 
 
-def _by_row(inputs: Inputs, how: How, rows: Rows, softmax: Softmax, slopes: TokenLogprobs) -> RowSlopes:
+def _by_row(inputs: Inputs, options: Options, rows: Rows, softmax: Softmax, slopes: TokenLogprobs) -> RowSlopes:
     scale = 1 / inputs.temperature
     by_p = slopes.lse - slopes.logprob - slopes.entropy * softmax.entropy
-    label = at_label(softmax, slopes, inputs.temperature, how.softcap)
+    label = at_label(softmax, slopes, inputs.temperature, options.softcap)
     found = RowSlopes(softmax.top, softmax.log_total, by_p * scale, slopes.entropy * scale, label)
     found = jax.tree.map(lambda x: jnp.where(rows.live, x, 0), found)
     return found._replace(log_total=jnp.where(rows.live, found.log_total, _NEVER))
@@ -281,7 +281,7 @@ def _kept(
 
 def _kept_slopes(
     inputs: Inputs,
-    how: How,
+    options: Options,
     tiles: Tiles,
     rows: Rows,
     by_row: RowSlopes,
@@ -302,12 +302,12 @@ def _kept_slopes(
     below_RUT = jnp.maximum(below_RUT, -float(jnp.finfo(KEPT).max)) / inputs.temperature
     log_p_RUT = below_RUT + (top_UR - by_row.top - by_row.log_total).T[:, :, None]
     by_p_RUT = by_row.by_p[:, None, None]
-    if how.entropy_slopes:
+    if options.entropy_slopes:
         by_p_RUT -= by_row.entropy[:, None, None] * log_p_RUT
-    if how.softcap is not None:
+    if options.softcap is not None:
         z_RUT = below_RUT + top_UR.T[:, :, None]
-        by_p_RUT *= 1 - (z_RUT * inputs.temperature / how.softcap) ** 2
+        by_p_RUT *= 1 - (z_RUT * inputs.temperature / options.softcap) ** 2
     column_C = jnp.arange(size[1])
     hit_RC = column_C == (labels - chunk.first)[:, None]
     dy_RC = jnp.where(hit_RC, by_row.label[:, None], (jnp.exp(log_p_RUT) * by_p_RUT).reshape(size))
-    return jnp.where(live[:, None] & (column_C < chunk.columns), dy_RC, 0).astype(how.dtype)
+    return jnp.where(live[:, None] & (column_C < chunk.columns), dy_RC, 0).astype(options.dtype)

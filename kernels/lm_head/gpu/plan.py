@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from kernels.lm_head.contract import How, Inputs, gradient_dtypes
+from kernels.lm_head.contract import Inputs, Options, gradient_dtypes
 from kernels.lm_head.gpu import kept_logits as gpu_loan
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.kept_logits import Loan
@@ -40,25 +40,25 @@ class Plan(NamedTuple):
         return 4 - min(self.loan.columns + self.keep, vocabulary) / vocabulary
 
 
-def plan(inputs: Inputs, how: How) -> Plan:
+def plan(inputs: Inputs, options: Options) -> Plan:
     """What to spend the workspace on."""
     vocabulary, features = inputs.weight.shape
     sizes = gpu_tiles.choose(len(inputs.labels), vocabulary, features)
     tiles = sizes.tiles
     bytes_a_row = gpu_tiles.kept_bytes(round_up(vocabulary, tiles.columns), tiles)
-    room = sizes.default_rows * bytes_a_row if how.workspace is None else how.workspace
+    room = sizes.default_rows * bytes_a_row if options.workspace is None else options.workspace
     rows = sizes.rows(len(inputs.labels))
-    lent = Plan(sizes, rows, gpu_loan.largest(inputs, how, sizes, rows))
+    lent = Plan(sizes, rows, gpu_loan.largest(inputs, options, sizes, rows))
     if found := _whole(inputs, lent, room):
         return found
     spare = min(room // _SHARE_OF_CHUNK, _MOST_SPARE)
     columns = (room - spare) // (rows * gpu_tiles.kept_bytes(tiles.columns, tiles)) * tiles.columns
-    if how.wants_weight:
+    if options.wants_weight:
         # Several waves are summed in float32, which is no gradient then but one more array.
-        no_array = gradient_dtypes(inputs, how)[1] == jnp.float32
-        left = room if no_array else 0 if how.workspace is None else room - 4 * inputs.weight.size
+        no_array = gradient_dtypes(inputs, options)[1] == jnp.float32
+        left = room if no_array else 0 if options.workspace is None else room - 4 * inputs.weight.size
         most = min(max(left, 0) // bytes_a_row, sizes.most_rows) // tiles.cluster_rows * tiles.cluster_rows
-        cost = sizes.wave_cost + (0 if inputs.weight.dtype == how.dtype else sizes.cast_cost)
+        cost = sizes.wave_cost + (0 if inputs.weight.dtype == options.dtype else sizes.cast_cost)
         if most and -(-rows // most) * cost < rows * (1 - (lent.loan.columns + columns) / vocabulary):
             wave = round_up(-(-rows // -(-rows // most)), tiles.cluster_rows)
             if found := _whole(inputs, Plan(sizes, wave), left):

@@ -59,7 +59,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How the work is cut."""
+    """Options the work is cut."""
 
     tiles: Tiles
     chunk: int

@@ -28,9 +28,9 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from kernels.lm_head.contract import (
     Gradients,
-    How,
     Inputs,
     Objective,
+    Options,
     Terms,
     TokenLogprobs,
     columns_of,
@@ -73,65 +73,71 @@ class _Block(NamedTuple):
     kept: Kept | None
 
 
-def obstacle(inputs: Inputs, how: How) -> str | None:
-    for name, dtype in {"hidden": inputs.hidden.dtype, "weight": inputs.weight.dtype, "dtype": how.dtype}.items():
+def obstacle(inputs: Inputs, options: Options) -> str | None:
+    for name, dtype in {"hidden": inputs.hidden.dtype, "weight": inputs.weight.dtype, "dtype": options.dtype}.items():
         if dtype not in (jnp.bfloat16, jnp.float32):
             return f"{name} is {dtype}, and the kernels know bfloat16 and float32"
     cases = (
-        _case(inputs, how, "forward", jnp.dtype(jnp.float32)),
-        _case(inputs, how, "hidden"),
-        _case(inputs, how, "weight"),
+        _case(inputs, options, "forward", jnp.dtype(jnp.float32)),
+        _case(inputs, options, "hidden"),
+        _case(inputs, options, "weight"),
     )
     return next((found for case in cases if (found := tiles.obstacle(case))), None)
 
 
-def statistics(inputs: Inputs, how: How) -> Softmax:
-    return _forward(inputs, how, with_mean=False)[0]
+def statistics(inputs: Inputs, options: Options) -> Softmax:
+    return _forward(inputs, options, with_mean=False)[0]
 
 
-def forward(inputs: Inputs, how: How) -> tuple[Softmax, Saved]:
-    softmax, top_y, mean = _forward(inputs, how, with_mean=how.wants_hidden)
+def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved]:
+    softmax, top_y, mean = _forward(inputs, options, with_mean=options.wants_hidden)
     return softmax, Saved(top_y, mean)
 
 
-def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: TokenLogprobs, how: How) -> Gradients:
-    by_row = slopes_by_row(inputs, softmax, saved.top_y, slopes, how)
+def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: TokenLogprobs, options: Options) -> Gradients:
+    by_row = slopes_by_row(inputs, softmax, saved.top_y, slopes, options)
     dh = dw = None
-    if how.wants_hidden and how.entropy_slopes:
-        dh = _hidden_gradient(inputs, by_row, how)
-    elif how.wants_hidden:
+    if options.wants_hidden and options.entropy_slopes:
+        dh = _hidden_gradient(inputs, by_row, options)
+    elif options.wants_hidden:
         assert saved.mean is not None
-        dh = hidden_gradient_from_mean(inputs, how, labels_of(inputs), softmax, slopes, saved.mean)
-        dh = jnp.where(inputs.live[:, None], dh, 0).astype(gradient_dtypes(inputs, how)[0])
-    if how.wants_weight:
-        dw = _weight_gradient(inputs, by_row, how)
+        dh = hidden_gradient_from_mean(inputs, options, labels_of(inputs), softmax, slopes, saved.mean)
+        dh = jnp.where(inputs.live[:, None], dh, 0).astype(gradient_dtypes(inputs, options)[0])
+    if options.wants_weight:
+        dw = _weight_gradient(inputs, by_row, options)
     return dh, dw
 
 
-def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: How) -> tuple[Softmax, Gradients]:
+def loss_and_gradients(
+    inputs: Inputs, objective: Objective, terms: Terms, options: Options
+) -> tuple[Softmax, Gradients]:
     """In waves where the workspace allows them, else with logits computed twice."""
-    dh_dtype, dw_dtype = gradient_dtypes(inputs, how)
-    wave = _wave(inputs, how)
+    dh_dtype, dw_dtype = gradient_dtypes(inputs, options)
+    wave = _wave(inputs, options)
     keep = wave is not None
-    with_mean = how.wants_hidden and not how.entropy_slopes
-    tile, rows = wave or _plan(inputs, how, with_mean=with_mean)
+    with_mean = options.wants_hidden and not options.entropy_slopes
+    tile, rows = wave or _plan(inputs, options, with_mean=with_mean)
     live = live_rows(inputs.live, rows)
     one_wave = len(live.row) == rows
 
     def over(i: Array, carry: Any) -> Any:
         softmax_M, top_y_M, dh_MD, dw_VD = carry
-        block = _forward_block(inputs, how, tile, live, rows, i, jnp.dtype(jnp.float32) if with_mean else None, keep)
-        softmax_R, top_y_R, share_R = _merged(block.running, inputs, how, block.live)
+        block = _forward_block(
+            inputs, options, tile, live, rows, i, jnp.dtype(jnp.float32) if with_mean else None, keep
+        )
+        softmax_R, top_y_R, share_R = _merged(block.running, inputs, options, block.live)
         terms_R = Terms(terms.weights[block.row], tuple(x[block.row] for x in terms.operands), terms.shared)
         slopes_R = loss_slopes(objective, block.live, softmax_R.outputs(), terms_R)
         of_block = inputs._replace(hidden=block.hidden, labels=block.labels, live=block.live)
-        by_row = slopes_by_row(of_block, softmax_R, top_y_R, slopes_R, how)
+        by_row = slopes_by_row(of_block, softmax_R, top_y_R, slopes_R, options)
         if block.mean is not None:
             mean_RD = block.mean if share_R is None else share_R[:, None] * block.mean
-            dh_RD = hidden_gradient_from_mean(inputs, how, block.labels, softmax_R, slopes_R, mean_RD).astype(dh_dtype)
+            dh_RD = hidden_gradient_from_mean(inputs, options, block.labels, softmax_R, slopes_R, mean_RD).astype(
+                dh_dtype
+            )
             dh_MD = write(dh_MD, dh_RD, i * rows)
-        elif how.wants_hidden:
-            dh_MD = write(dh_MD, _hidden_kernel(of_block, by_row, block.number, how, tile=None), i * rows)
+        elif options.wants_hidden:
+            dh_MD = write(dh_MD, _hidden_kernel(of_block, by_row, block.number, options, tile=None), i * rows)
         if block.kept is not None:
             dw_VD = kept_weight_gradient(
                 block.hidden,
@@ -150,20 +156,22 @@ def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: 
     carry = (
         Softmax(*(zeros(inputs, count) for _ in Softmax._fields)),
         zeros(inputs, count),
-        zeros(inputs, count, features, dtype=dh_dtype) if how.wants_hidden else None,
+        zeros(inputs, count, features, dtype=dh_dtype) if options.wants_hidden else None,
         zeros(inputs, *inputs.weight.shape, dtype=dw_dtype if one_wave else jnp.float32) if keep else None,
     )
-    in_step = how.token_axes if how.vocabulary_axis else ()
+    in_step = options.token_axes if options.vocabulary_axis else ()
     softmax_M, top_y_M, dh_MD, dw = live.over_blocks(rows, over, carry, in_step)
     softmax, top_y = jax.tree.map(lambda x: x[live.place], (softmax_M, top_y_M))
     dh = None if dh_MD is None else jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
     if dw is not None:
         return softmax, (dh, dw.astype(dw_dtype))
-    if how.wants_weight:
+    if options.wants_weight:
         # One array of hidden's shape at a time: dh is done with before the rows are put in order once more.
         dh, hidden = lax.optimization_barrier((dh, inputs.hidden))
         slopes = loss_slopes(objective, inputs.live, softmax.outputs(), terms)
-        dw = _weight_gradient(inputs._replace(hidden=hidden), slopes_by_row(inputs, softmax, top_y, slopes, how), how)
+        dw = _weight_gradient(
+            inputs._replace(hidden=hidden), slopes_by_row(inputs, softmax, top_y, slopes, options), options
+        )
     return softmax, (dh, dw)
 
 
@@ -171,15 +179,15 @@ def loss_and_gradients(inputs: Inputs, objective: Objective, terms: Terms, how: 
 
 
 def _forward(
-    inputs: Inputs, how: How, with_mean: bool
+    inputs: Inputs, options: Options, with_mean: bool
 ) -> tuple[Softmax, Float[Array, "N"], Float[Array, "N D"] | None]:
-    tile, rows = _plan(inputs, how, with_mean)
+    tile, rows = _plan(inputs, options, with_mean)
     live = live_rows(inputs.live, rows)
     dtype = inputs.hidden.dtype
 
     def over(i: Array, carry: Any) -> Any:
         running_M, mean_MD = carry
-        block = _forward_block(inputs, how, tile, live, rows, i, dtype if with_mean else None)
+        block = _forward_block(inputs, options, tile, live, rows, i, dtype if with_mean else None)
         if with_mean:
             mean_MD = write(mean_MD, block.mean, i * rows)
         return write(running_M, block.running, i * rows), mean_MD
@@ -189,7 +197,7 @@ def _forward(
     unvisited = Running(zeros_M, zeros_M + 1, zeros_M, zeros_M)
     running_M, mean_MD = live.over_blocks(rows, over, (unvisited, mean_MD))
     running = jax.tree.map(lambda x: x[live.place], running_M)
-    softmax, top_y, share = _merged(running, inputs, how, inputs.live)
+    softmax, top_y, share = _merged(running, inputs, options, inputs.live)
     if mean_MD is None:
         return softmax, top_y, None
     mean = mean_MD[live.place]
@@ -198,7 +206,7 @@ def _forward(
 
 def _forward_block(
     inputs: Inputs,
-    how: How,
+    options: Options,
     tile: Tiles,
     live: LiveRows,
     rows: int,
@@ -217,8 +225,8 @@ def _forward_block(
         columns_of(inputs),
         inputs.temperature,
         tile=tile,
-        softcap=how.softcap,
-        dtype=how.dtype,
+        softcap=options.softcap,
+        dtype=options.dtype,
         mean=mean,
         keep=keep,
     )
@@ -228,20 +236,20 @@ def _forward_block(
 
 
 def _merged(
-    running: Running, inputs: Inputs, how: How, live: Bool[Array, "N"]
+    running: Running, inputs: Inputs, options: Options, live: Bool[Array, "N"]
 ) -> tuple[Softmax, Float[Array, "N"], Float[Array, "N"] | None]:
     """The whole vocabulary's softmax, its maximum in units of y, and this shard's share of the total, if it is one."""
     scale = 1 / inputs.temperature
     own = Running(running.top * scale, running.total, running.tilt * scale, running.label * scale)
     whole, top_y, share = own, running.top, None
-    if how.vocabulary_axis is not None:
-        whole, top_y = merge(own, how.vocabulary_axis), lax.pmax(running.top, how.vocabulary_axis)
+    if options.vocabulary_axis is not None:
+        whole, top_y = merge(own, options.vocabulary_axis), lax.pmax(running.top, options.vocabulary_axis)
         share = jnp.exp(own.top - whole.top) * own.total / whole.total
     return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(whole)), top_y, share
 
 
-def _hidden_gradient(inputs: Inputs, by_row: Slopes, how: How) -> Float[Array, "N D"]:
-    tile = tiles.choose(_case(inputs, how, "hidden"))
+def _hidden_gradient(inputs: Inputs, by_row: Slopes, options: Options) -> Float[Array, "N D"]:
+    tile = tiles.choose(_case(inputs, options, "hidden"))
     rows = tiles.call_rows(len(inputs.labels), inputs.hidden.shape[1], tile)
     live = live_rows(inputs.live, rows)
 
@@ -249,14 +257,16 @@ def _hidden_gradient(inputs: Inputs, by_row: Slopes, how: How) -> Float[Array, "
         row_R, live_R = live.block(i, rows)
         of_block = inputs._replace(hidden=inputs.hidden[row_R], labels=labels_of(inputs)[row_R], live=live_R)
         number = jnp.clip(live.number - i * rows, 0, rows)
-        return write(dh_MD, _hidden_kernel(of_block, at_rows(by_row, row_R, live_R), number, how, tile), i * rows)
+        return write(dh_MD, _hidden_kernel(of_block, at_rows(by_row, row_R, live_R), number, options, tile), i * rows)
 
-    dtype = gradient_dtypes(inputs, how)[0]
+    dtype = gradient_dtypes(inputs, options)[0]
     dh_MD = live.over_blocks(rows, over, zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype))
     return jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
 
 
-def _hidden_kernel(inputs: Inputs, by_row: Slopes, number: Array, how: How, tile: Tiles | None) -> Float[Array, "R D"]:
+def _hidden_kernel(
+    inputs: Inputs, by_row: Slopes, number: Array, options: Options, tile: Tiles | None
+) -> Float[Array, "R D"]:
     return hidden_gradient(
         inputs.hidden,
         inputs.weight,
@@ -265,15 +275,15 @@ def _hidden_kernel(inputs: Inputs, by_row: Slopes, number: Array, how: How, tile
         columns_of(inputs),
         inputs.temperature,
         by_row,
-        tile=tile or tiles.choose(_case(inputs, how, "hidden")),
-        softcap=how.softcap,
-        dtype=how.dtype,
-        gradient=gradient_dtypes(inputs, how)[0],
+        tile=tile or tiles.choose(_case(inputs, options, "hidden")),
+        softcap=options.softcap,
+        dtype=options.dtype,
+        gradient=gradient_dtypes(inputs, options)[0],
     )
 
 
-def _weight_gradient(inputs: Inputs, by_row: Slopes, how: How) -> Float[Array, "V D"]:
-    tile = tiles.choose(_case(inputs, how, "weight"))
+def _weight_gradient(inputs: Inputs, by_row: Slopes, options: Options) -> Float[Array, "V D"]:
+    tile = tiles.choose(_case(inputs, options, "weight"))
     live = live_rows(inputs.live, tile.rows)
     live_M = jnp.arange(len(live.row)) < live.number
     return weight_gradient(
@@ -284,17 +294,17 @@ def _weight_gradient(inputs: Inputs, by_row: Slopes, how: How) -> Float[Array, "
         inputs.temperature,
         at_rows(by_row, live.row, live_M),
         tile=tile,
-        softcap=how.softcap,
-        dtype=how.dtype,
-        gradient=gradient_dtypes(inputs, how)[1],
+        softcap=options.softcap,
+        dtype=options.dtype,
+        gradient=gradient_dtypes(inputs, options)[1],
     )
 
 
 # --- sizes --------------------------------------------------------------------------------------------------------
 
 
-def _case(inputs: Inputs, how: How, kernel: Kernel, mean: Any = None, keep: bool = False) -> Case:
-    dh, dw = gradient_dtypes(inputs, how)
+def _case(inputs: Inputs, options: Options, kernel: Kernel, mean: Any = None, keep: bool = False) -> Case:
+    dh, dw = gradient_dtypes(inputs, options)
     gradient = {"forward": jnp.dtype(mean or dh), "hidden": dh}.get(kernel, dw)
     tokens, (vocabulary, features) = len(inputs.labels), inputs.weight.shape
     return Case(
@@ -304,31 +314,31 @@ def _case(inputs: Inputs, how: How, kernel: Kernel, mean: Any = None, keep: bool
         features,
         jnp.dtype(inputs.hidden.dtype),
         jnp.dtype(inputs.weight.dtype),
-        how.dtype,
+        options.dtype,
         gradient,
         mean is not None,
         keep,
     )
 
 
-def _plan(inputs: Inputs, how: How, with_mean: bool) -> tuple[Tiles, int]:
+def _plan(inputs: Inputs, options: Options, with_mean: bool) -> tuple[Tiles, int]:
     """Tiles of the forward kernel, and the rows that one call of it takes."""
-    tile = tiles.choose(_case(inputs, how, "forward", jnp.float32 if with_mean else None))
+    tile = tiles.choose(_case(inputs, options, "forward", jnp.float32 if with_mean else None))
     return tile, tiles.call_rows(len(inputs.labels), inputs.hidden.shape[1], tile)
 
 
-def _wave(inputs: Inputs, how: How) -> tuple[Tiles, int] | None:
+def _wave(inputs: Inputs, options: Options) -> tuple[Tiles, int] | None:
     """Tiles, and the rows of a wave whose exponentials are kept; None where there is no room, or none is needed."""
-    if not how.wants_weight or how.entropy_slopes:
+    if not options.wants_weight or options.entropy_slopes:
         return None
-    mean = jnp.float32 if how.wants_hidden else None
-    tile = tiles.choose(_case(inputs, how, "forward", mean, keep=True))
-    bytes_a_row = tiles.kept_bytes(len(inputs.weight), how.dtype, tile)
+    mean = jnp.float32 if options.wants_hidden else None
+    tile = tiles.choose(_case(inputs, options, "forward", mean, keep=True))
+    bytes_a_row = tiles.kept_bytes(len(inputs.weight), options.dtype, tile)
     needed = -(-len(inputs.labels) // tile.rows) * tile.rows
-    room = _DEFAULT_WAVE * bytes_a_row if how.workspace is None else how.workspace
-    if needed * bytes_a_row > room and gradient_dtypes(inputs, how)[1] != jnp.float32:
+    room = _DEFAULT_WAVE * bytes_a_row if options.workspace is None else options.workspace
+    if needed * bytes_a_row > room and gradient_dtypes(inputs, options)[1] != jnp.float32:
         # Several waves are summed in float32, which is no gradient then but one more array.
-        room = 0 if how.workspace is None else how.workspace - 4 * inputs.weight.size
+        room = 0 if options.workspace is None else options.workspace - 4 * inputs.weight.size
     rows = min(needed, room // bytes_a_row)
     if rows < tile.rows:
         tile = dataclasses.replace(tile, rows=max(tiles.LANES, rows // tiles.LANES * tiles.LANES))

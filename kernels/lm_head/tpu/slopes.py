@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
-from kernels.lm_head.contract import How, Inputs, TokenLogprobs
+from kernels.lm_head.contract import Inputs, Options, TokenLogprobs
 from kernels.lm_head.softmax import Softmax, at_label
 from kernels.lm_head.tpu.backward import Slopes
 
 NEVER = 1e30  # log of a total that makes every probability 0
 
 
-def slopes_by_row(inputs: Inputs, softmax: Softmax, top_y: Array, slopes: TokenLogprobs, how: How) -> Slopes:
+def slopes_by_row(inputs: Inputs, softmax: Softmax, top_y: Array, slopes: TokenLogprobs, options: Options) -> Slopes:
     """Of y, by `dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy)`; none where no row counts."""
     scale = 1 / inputs.temperature
     by_p = slopes.lse - slopes.logprob
-    if how.entropy_slopes:
+    if options.entropy_slopes:
         by_p -= slopes.entropy * softmax.entropy
     return only(
         inputs.live,
@@ -28,8 +28,8 @@ def slopes_by_row(inputs: Inputs, softmax: Softmax, top_y: Array, slopes: TokenL
             top=top_y,
             log_total=softmax.log_total,
             at_p=by_p * scale,
-            at_p_log_p=-slopes.entropy * scale if how.entropy_slopes else None,
-            at_label=at_label(softmax, slopes, inputs.temperature, how.softcap),
+            at_p_log_p=-slopes.entropy * scale if options.entropy_slopes else None,
+            at_label=at_label(softmax, slopes, inputs.temperature, options.softcap),
         ),
     )
 
@@ -46,7 +46,7 @@ def at_rows(slopes: Slopes, row: Integer[Array, "M"], live: Bool[Array, "M"]) ->
 
 def hidden_gradient_from_mean(
     inputs: Inputs,
-    how: How,
+    options: Options,
     labels: Integer[Array, "N"],
     softmax: Softmax,
     slopes: TokenLogprobs,
@@ -54,7 +54,7 @@ def hidden_gradient_from_mean(
 ) -> Float[Array, "N D"]:
     """dh, float32, where the entropy has no slope: the label's row of W has its own factor."""
     here = labels >= 0
-    w_ND = inputs.weight[jnp.where(here, labels, 0)].astype(how.dtype).astype(jnp.float32)
-    own = jnp.where(here, at_label(softmax, slopes, inputs.temperature, how.softcap), 0)
+    w_ND = inputs.weight[jnp.where(here, labels, 0)].astype(options.dtype).astype(jnp.float32)
+    own = jnp.where(here, at_label(softmax, slopes, inputs.temperature, options.softcap), 0)
     at_mean = (slopes.lse - slopes.logprob) / inputs.temperature
     return at_mean[:, None] * mean + own[:, None] * w_ND

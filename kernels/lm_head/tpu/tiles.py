@@ -5,7 +5,7 @@ kernel reads the weight; the larger C, the less often the dW kernels read the hi
 softmax takes `step` columns at a time. `tiles.json` has the sizes that were measured or ranked for a device
 (`tools/tune.py` writes it); where it has none, the sizes follow from the arithmetic below.
 
-Leaves out the sizes of `streaming.py`, which compilers lay out as they like.
+Leaves out the sizes of `xla.py`, which compilers lay out as they like.
 """
 
 import contextlib
@@ -154,7 +154,7 @@ def choose(case: Case) -> Tiles:
         raise ValueError(
             f"hidden: with {case.features} features the {case.kernel} kernel's smallest tiles take "
             f"{sum(smallest.values()) / _MIB:.0f} MiB of VMEM, {smallest[name] / _MIB:.0f} of them for its {name}, and "
-            f"the device has {vmem() / _MIB:.0f}; use impl='streaming'"
+            f"the device has {vmem() / _MIB:.0f}; use impl='xla'"
         )
     return found
 

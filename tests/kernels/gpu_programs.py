@@ -1,4 +1,4 @@
-"""A programme of the head for `mllm/plan/resources.py`, with what `mllm/plan/head_programs.py` doesn't vary."""
+"""A program of the head for `mllm/plan/resources.py`, with what `mllm/plan/head_programs.py` doesn't vary."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def variant(
     entropy: bool = False,
     workspace: int = 0,
     **sizes: Any,
-) -> head.Programme:
+) -> head.Program:
     """A loss and its gradients; with a cluster's size given, of tiles that go with it."""
     same, arguments = head._sized(mesh, impl="mosaic_gpu", **sizes)
     options = same | {"workspace": workspace, "softcap": softcap, "filter_eps": filter_eps}
