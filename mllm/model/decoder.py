@@ -29,7 +29,10 @@ from mllm.model.architecture import PRESETS, Qwen2Config
 from mllm.model.attention import Attention
 from mllm.parallel.mesh import Layout, gathered
 
-__all__ = ["LOGICAL_AXES", "PRESETS", "KVCache", "Qwen2", "Qwen2Config", "in_use", "parameter_name"]
+__all__ = ["LOGICAL_AXES", "PRESETS", "KVCache", "Params", "Qwen2", "Qwen2Config", "in_use", "parameter_name"]
+
+Params = Any
+"""A tree of the decoder's parameters (`nnx.State`), or of what belongs to each: shapes, shardings, gradients."""
 
 LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "embed": ("vocab", "embed"),

@@ -30,7 +30,7 @@ from mllm.errors import ArgumentParser, UserError
 
 if importlib.util.find_spec("hypothesis"):
     import fuzz_targets
-    from tools.fuzz_engine import Tally, fuzz
+    from fuzz_engine import Tally, fuzz
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
