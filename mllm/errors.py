@@ -1,10 +1,19 @@
-"""What the user can mend: `train.py` and the tools print it as one line and exit with 2."""
+"""Errors that the user can mend, and the one place where a command's errors become lines and exit codes.
+
+Imports nothing heavy: `--help` and errors of the configuration must not wait for JAX.
+"""
 
 import argparse
-from typing import NoReturn
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import NoReturn, ParamSpec
+
+P = ParamSpec("P")
 
 LONGEST = 1500
-"""Characters of a message; of a longer one the middle is left out."""
+"""Characters of a message; the middle of a longer one is left out."""
 
 
 class UserError(Exception):
@@ -21,11 +30,52 @@ class UserError(Exception):
 
 
 class StepError(UserError):
-    """A step can't be made, in all processes alike; what was done before it can be saved."""
+    """All processes alike can't make the next step; what was done before it can be saved."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Says what is wrong with a command line as everything else is said: by a `UserError`, without the usage."""
+    """Raises `UserError` where a command line is wrong, instead of printing the usage and leaving."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
+
+
+def command(main: Callable[P, int]) -> Callable[P, int]:
+    """Decorate a command's `main`, which returns its exit code: errors become one line on stderr and a code.
+
+    A `UserError` and a device that is out of memory return 2, Ctrl-C returns 130. Any other exception is a bug of this
+    project and passes through with its traceback.
+    """
+
+    @functools.wraps(main)
+    def run(*arguments: P.args, **options: P.kwargs) -> int:
+        try:
+            return main(*arguments, **options)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 130
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0]
+            print(f"error: out of memory ({reason}); train.py --plan says what would fit", file=sys.stderr)
+            return 2
+
+    return run
+
+
+def run_main(main: Callable[[], int]) -> NoReturn:
+    """Run the `main` of a script, which `command` decorates, and end the process with its exit code.
+
+    Warnings go to stderr as `WARNING: message`, whatever the imported packages have set up.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", force=True)
+    sys.exit(main())
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device has no memory left for what JAX was told to do; False if JAX was never imported."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
