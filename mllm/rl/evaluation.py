@@ -9,7 +9,7 @@ from scipy.stats import binomtest
 from mllm.data.tasks import Example
 from mllm.model.tokenizer import encode_prompt
 from mllm.parallel.processes import SINGLE_PROCESS, Rows
-from mllm.rl.rewards import exact_match, flexible_match
+from mllm.rl.reward_functions import exact_match, flexible_match
 from mllm.rl.sampler import EVALUATION, Sampler
 
 

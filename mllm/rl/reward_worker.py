@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from mllm.errors import UserError
+from mllm.rl.reward_functions import find
 
 FAILURES = ("raised", "timed_out", "not_a_number")
 HANDSHAKE = -1
@@ -55,7 +56,7 @@ class Worker:
     `poll` is called at least every 0.25 s while it is waited for, and what that raises passes through.
 
     Args:
-        names: of the functions, for `rewards.find`.
+        names: of the functions, for `reward_functions.find`.
         scorer: the task's own.
 
     Raises:
@@ -220,8 +221,6 @@ def work(handle: int) -> None:
             connection.sendall(json.dumps([number, kind, result]).encode() + b"\n")
         except OSError:
             os._exit(1)
-
-    from mllm.rl.rewards import find  # here, since that file imports this one
 
     try:
         names, scorer = pickle.load(incoming)

@@ -22,7 +22,7 @@ from mllm.data.tasks import Example, final_answer
 from mllm.model import tokenizer, weights
 from mllm.model.architecture import Qwen2Config
 from mllm.model.decoder import Qwen2
-from mllm.rl.rewards import BUILT_IN, exact_match, flexible_match, last_number
+from mllm.rl.reward_functions import BUILT_IN, exact_match, flexible_match, last_number
 
 SCRATCH = tempfile.TemporaryDirectory(prefix="mllm-fuzz-")
 """Removed when the process ends."""

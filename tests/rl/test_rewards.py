@@ -17,16 +17,8 @@ from hypothesis import strategies as st
 from mllm.config.schema import RewardConfig, TaskConfig
 from mllm.data.tasks import Example, Task
 from mllm.errors import UserError
-from mllm.rl import rewards
-from mllm.rl.rewards import (
-    RewardRunner,
-    Scores,
-    exact_match,
-    flexible_match,
-    last_number,
-    tag_count,
-    think_answer_format,
-)
+from mllm.rl.reward_functions import exact_match, flexible_match, last_number, tag_count, think_answer_format
+from mllm.rl.rewards import RewardRunner, Scores
 
 
 def example(answer: str, form: str = "whole") -> Example:
@@ -182,7 +174,7 @@ def runner(*names: str, timeout: float = 20.0) -> RewardRunner:
     return RewardRunner(config, Task("arithmetic", [], []))
 
 
-def score(judge: RewardRunner, *completions: str) -> rewards.Scores:
+def score(judge: RewardRunner, *completions: str) -> Scores:
     return judge.score(["p"] * len(completions), completions, [example("7")] * len(completions))
 
 
