@@ -1,20 +1,19 @@
 # make setup [PYTHON=python3.12]   a virtual environment in .venv with everything below
 # make demo [SEED=0]               a tiny model from nothing: SFT, export, GRPO, table and curves
-# make test [WORKERS=2]            all tests but the next; `make test FAST=1` leaves the slow ones out
-# make aot                         compiles for TPUs that aren't there: installs libtpu (0.7 GB) and runs those tests
+# make test [WORKERS=2]            all tests but those of the next three targets; FAST=1 leaves the slow ones out
+# make faults                      the long campaigns: kills, damage, fuzzing, endurance
+# make aot [ALL=1]                 compiles for TPUs that aren't there: installs libtpu (0.7 GB) and runs those tests
 # make aot-gpu                     the same for H100s: XLA's plugin for CUDA (0.5 GB), in a folder of its own
 # make check                       ruff and mypy
-# make bench                       the head against full logits, on this machine
-# make gpu [OUT=runs/gpu]          on a Hopper GPU, by PYTHON: its tests, tiles and tables; again goes on where it stopped
+# make bench                       the head beside full logits and other libraries' heads, on this machine
 
 PYTHON ?= python3
 SEED ?= 0
 WORKERS ?= 2
 BIN := .venv/bin
 RUNS := runs/demo_seed$(SEED)
-OUT ?= runs/gpu
 
-.PHONY: setup demo test aot aot-gpu check bench gpu
+.PHONY: setup demo test faults aot aot-gpu check bench
 
 setup: .venv/installed
 
@@ -41,10 +40,13 @@ demo: setup
 	$(BIN)/python tools/plot.py $(RUNS)/grpo
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not aot and not aot_gpu$(if $(FAST), and not slow)"
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not aot and not aot_gpu and not faults$(if $(FAST), and not slow)"
+
+faults: setup
+	$(BIN)/python -m pytest -m faults tests/faults
 
 aot: .venv/aot-installed
-	$(BIN)/python -m pytest -m aot
+	$(BIN)/python -m pytest -m "aot$(if $(ALL),, and not slow)"
 
 .venv/aot-installed: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[aot]'
@@ -67,8 +69,4 @@ check: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python tools/bench/head.py
-
-# Not by .venv, which has JAX for CPUs.
-gpu:
-	$(PYTHON) tools/gpu.py --out $(OUT)
+	$(BIN)/python tools/bench head
