@@ -1,0 +1,157 @@
+"""Runs a command as a child process: in a session of its own, with a time limit, and ends all that it started.
+
+    ended = child_process.run([sys.executable, "-m", "package.module", argument], seconds=60)
+    ended.answer    # the last JSON object or array on a line of its stdout: the child calls `answer(value)`
+    ended.reason    # "" or one line that says why the child failed
+
+A child that also calls `end_with_parent` dies with its parent, even when the parent is killed. This module imports
+nothing but the standard library, so that a child that must start without JAX can use it.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAUSE = 0.05
+"""Seconds between two looks at the child."""
+LONGEST = 300
+"""Characters of a reason."""
+_TRACEBACK = "Traceback (most recent call last):\n"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a child process left behind."""
+
+    code: int | None
+    """The exit code, negative for a signal; None: `run` killed the child."""
+    late: bool
+    """The time limit was reached."""
+    answers: list[Any]
+    """The JSON objects and arrays that stood on lines of its stdout, in order."""
+    stderr: str
+
+    @property
+    def answer(self) -> Any:
+        """The last answer, or None."""
+        return self.answers[-1] if self.answers else None
+
+    @property
+    def reason(self) -> str:
+        """One line that says why the child failed; "" if it ended with exit code 0."""
+        if self.code == 0:
+            return ""
+        if self.late:
+            return "the time limit was reached"
+        said = reason(self.stderr)
+        if self.code is not None and self.code < 0:
+            return f"killed by {signal.Signals(-self.code).name}: {said}"
+        return said
+
+
+def run(
+    command: Sequence[str],
+    *,
+    seconds: float | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    tell: Callable[[Any], None] | None = None,
+    until: Callable[[], bool] | None = None,
+) -> Ended:
+    """Run a command to its end, then kill whatever it started and left running.
+
+    Args:
+        seconds: the time limit; None: there is none.
+        env: the whole environment; None: the parent's.
+        tell: is called with each answer as it comes, from another thread.
+        until: the child is killed as soon as this returns True.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+    answers: list[Any] = []
+    late = wanted = False
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.PIPE,  # closes when the parent ends, however it ends: see `end_with_parent`
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        reader = threading.Thread(target=_read_answers, args=(process.stdout, answers, tell), daemon=True)
+        reader.start()
+        try:
+            while process.poll() is None and not late and not wanted:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(PAUSE)
+                late = deadline is not None and time.monotonic() >= deadline
+                wanted = until is not None and until()
+            late = late and process.returncode is None
+        finally:
+            code = process.returncode
+            kill_session(process)
+            reader.join(timeout=5)  # a process that left the session may hold the pipe
+        assert process.stdin is not None
+        process.stdin.close()
+        stderr.seek(0)
+        return Ended(code, late, answers, stderr.read())
+
+
+def kill_session(process: subprocess.Popen[Any]) -> None:
+    """Kill a process that was started in a session of its own, and all that it started there; wait for its end."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def reason(said: str) -> str:
+    """The one line that names the error among what a process wrote to stderr."""
+    last = said.rpartition(_TRACEBACK)[2] if _TRACEBACK in said else ""
+    raised = [line for line in last.splitlines() if line.strip() and not line[0].isspace()]  # JAX's remarks come after
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"\S*(Error|Exception|EXHAUSTED)\b", line)]
+    found = raised[:1] or errors[-1:] or lines[-1:] or ["it said nothing"]
+    return found[0][:LONGEST]
+
+
+def answer(value: Any) -> None:
+    """In the child: hand a JSON object or array to the parent."""
+    print(json.dumps(value), flush=True)
+
+
+def end_with_parent(clean_up: Callable[[], None] | None = None) -> None:
+    """In the child: from now on, die as soon as the parent has ended, after `clean_up`, with all that was started."""
+
+    def wait() -> None:
+        os.read(0, 1)  # returns when nobody can write to stdin any more
+        if clean_up is not None:
+            clean_up()
+        if os.getsid(0) == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _read_answers(stdout: Any, answers: list[Any], tell: Callable[[Any], None] | None) -> None:
+    with stdout:
+        for line in stdout:
+            try:
+                value = json.loads(line)
+            except ValueError:  # whatever else a library prints
+                continue
+            if isinstance(value, dict | list):
+                answers.append(value)
+                if tell is not None:
+                    tell(value)

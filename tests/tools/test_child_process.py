@@ -1,0 +1,90 @@
+"""The supervisor of child processes: answers, time limits, and nothing left running."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+
+from mllm import child_process
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", f"import os, sys, time\nfrom mllm import child_process\n{code}", *arguments]
+
+
+def assert_ends(pid: int) -> None:
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        with open(f"/proc/{pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[0] == "Z":  # dead, and its new parent is slow
+                return
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError(f"process {pid} is still running")
+
+
+def test_answers_are_the_json_lines_of_stdout_whatever_else_is_printed():
+    told = []
+    ended = child_process.run(
+        python("print('noise'); child_process.answer({'a': 1}); print(7); child_process.answer([2]); print('end')"),
+        tell=told.append,
+    )
+    assert (ended.code, ended.late, ended.reason) == (0, False, "")
+    assert ended.answers == told == [{"a": 1}, [2]]
+    assert ended.answer == [2]
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "reason"),
+    [
+        ("child_process.answer({}); raise ValueError('no room\\nsecond line')", 1, "ValueError: no room"),
+        ("sys.exit('error: --shape: bad')", 1, "error: --shape: bad"),
+        ("os.kill(os.getpid(), 11)", -11, "killed by SIGSEGV: it said nothing"),
+        ("os._exit(3)", 3, "it said nothing"),
+    ],
+)
+def test_a_failure_has_a_one_line_reason(code, exit_code, reason):
+    ended = child_process.run(python(code))
+    assert (ended.code, ended.reason) == (exit_code, reason)
+
+
+def test_the_reason_is_the_exception_not_the_remarks_after_it():
+    said = "log line\nTraceback (most recent call last):\n  File x\nErr: first\n\nDuring handling:\n\n"
+    said += "Traceback (most recent call last):\n  File y\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: 9 GiB\n"
+    said += "-----\nFor simplicity, JAX has removed its internal frames.\n"
+    assert child_process.reason(said) == "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: 9 GiB"
+
+
+@pytest.mark.parametrize("end", ["late", "until", "exit"])
+def test_what_the_child_started_ends_with_it(end):
+    """A grandchild that holds the pipes neither survives nor delays the answer."""
+    code = "import subprocess\nchild_process.answer({'pid': subprocess.Popen(['sleep', '60']).pid})\n"
+    code += "sys.exit() if sys.argv[1] == 'exit' else time.sleep(60)"
+    told = []
+    limit = {"late": {"seconds": 1.5}, "until": {"until": lambda: bool(told)}, "exit": {}}[end]
+    start = time.monotonic()
+    ended = child_process.run(python(code, end), tell=told.append, **limit)
+    assert time.monotonic() - start < 20
+    assert (ended.code, ended.late) == (0 if end == "exit" else None, end == "late")
+    if end == "late":
+        assert ended.reason == "the time limit was reached"
+    assert_ends(ended.answer["pid"])
+
+
+def test_a_child_that_asks_for_it_dies_with_a_killed_parent():
+    child = "child_process.end_with_parent(); child_process.answer({'pid': os.getpid()}); time.sleep(60)"
+    parent = f"child_process.run({python(child)!r}, tell=lambda told: print(told['pid'], flush=True))"
+    process = subprocess.Popen(python(parent), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    with suppress(ProcessLookupError):
+        assert_ends(pid)
