@@ -33,7 +33,7 @@ from mllm.errors import ArgumentParser, StepError, UserError
 from mllm.model.load import Policy, load_policy
 from mllm.model.tokenizer import encode_prompt
 from mllm.parallel.mesh import make_mesh, shard_batch
-from mllm.parallel.processes import Meeting, Rows, is_writer, join_cluster, local_rows, raise_everywhere
+from mllm.parallel.processes import ProcessGroup, RowShare, is_writer, join_cluster, local_rows, raise_everywhere
 from mllm.plan.memory import plan
 from mllm.rl.evaluation import evaluate
 from mllm.rl.rewards import RewardRunner
@@ -74,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.cluster:
             join_cluster(options.wait)
-        elif meeting := Meeting.find(options.coordinator, options.processes, options.process, os.environ):
-            meeting.join(options.wait)
+        elif group := ProcessGroup.find(options.coordinator, options.processes, options.process, os.environ):
+            group.join(options.wait)
         return train(config)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -93,7 +93,7 @@ def train(config: Config) -> int:
     """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
     folder = Path(config.run_dir)
     mesh = make_mesh(config.mesh)
-    rows = Rows.of(mesh)
+    rows = RowShare.of_mesh(mesh)
 
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
@@ -198,7 +198,7 @@ def make_source(
     config: Config, policy: Policy, mesh: Mesh, task: Task | None, stack: ExitStack, interrupt: Interrupt
 ) -> Source:
     """What the loop draws batches from; `stack` closes what it opens."""
-    rows = Rows.of(mesh)
+    rows = RowShare.of_mesh(mesh)
     place = {"seed": config.seed, "process_index": rows.index, "process_count": rows.count}
     if config.algorithm == "sft":
         assert config.data is not None
@@ -232,7 +232,7 @@ def make_source(
 
 
 def make_judge(
-    config: Config, policy: Policy, task: Task | None, rows: Rows, interrupt: Interrupt
+    config: Config, policy: Policy, task: Task | None, rows: RowShare, interrupt: Interrupt
 ) -> Callable[[Any, int], dict[str, float]]:
     """(parameters, step) -> the metrics of an evaluation; none where the configuration asks for no evaluation.
 
@@ -264,7 +264,7 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def dump_batch(path: Path, batch: Batch, rows: Rows, **place: int) -> None:
+def dump_batch(path: Path, batch: Batch, rows: RowShare, **place: int) -> None:
     """Keep the batch of an update that was skipped, and its place in the run; `tools/replay.py` looks into it."""
     fields = {name: local_rows(value) for name, value in batch._asdict().items() if value is not None}
     shares = rows.gather(fields)

@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from mllm.model.architecture import PRESETS, Qwen2Config
 from mllm.model.attention import Attention
-from mllm.parallel.mesh import Layout, gathered
+from mllm.model.layout import Layout, gathered_axes
 
 __all__ = ["LOGICAL_AXES", "PRESETS", "KVCache", "Params", "Qwen2", "Qwen2Config", "in_use", "parameter_name"]
 
@@ -271,7 +271,7 @@ def in_use(params: Any, dtype: DTypeLike, layout: Layout | None, parent: str = "
     def place(path: KeyPath, leaf: jax.Array) -> jax.Array:
         axes = LOGICAL_AXES[parent + parameter_name(path)]
         narrowed = leaf.astype(dtype)
-        return narrowed if layout is None else layout.constrain(narrowed, gathered(axes[-leaf.ndim :]))
+        return narrowed if layout is None else layout.constrain(narrowed, gathered_axes(axes[-leaf.ndim :]))
 
     return jax.tree_util.tree_map_with_path(place, params)
 

@@ -18,7 +18,7 @@ from mllm.model import weights
 from mllm.model.architecture import PRESETS, Qwen2Config
 from mllm.model.attention import Attention, choose
 from mllm.model.decoder import LOGICAL_AXES, Qwen2, parameter_name
-from mllm.parallel.mesh import Layout
+from mllm.model.layout import Layout
 
 MOST_PARAMETERS = 10**13
 

@@ -31,7 +31,7 @@ FRAME = 4096
 """Bytes of the first message; only what is longer takes a second one."""
 
 
-class Meeting(NamedTuple):
+class ProcessGroup(NamedTuple):
     """Where the processes of a run meet, and which of them this one is."""
 
     coordinator: str
@@ -42,7 +42,7 @@ class Meeting(NamedTuple):
     @classmethod
     def find(
         cls, coordinator: str | None, processes: int | None, process: int | None, environment: Mapping[str, str]
-    ) -> "Meeting | None":
+    ) -> "ProcessGroup | None":
         """By the flags, and where they say nothing by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
         Returns:
@@ -79,7 +79,7 @@ class Meeting(NamedTuple):
         """Meet the others; before anything of JAX is used.
 
         Raises:
-            UserError: process 0's port is taken. A meeting that does not come about in `seconds` ends the process with
+            UserError: process 0's port is taken. A group that does not come about in `seconds` ends the process with
                 an error in one line and exit code 2: JAX itself would abort it.
         """
         if self.process == 0:
@@ -180,7 +180,7 @@ def raise_everywhere() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowShare:
     """This process's share of the rows of every batch: those on its devices."""
 
     index: int
@@ -190,7 +190,7 @@ class Rows:
     """For each share, the first of the processes that hold it."""
 
     @classmethod
-    def of(cls, mesh: Mesh) -> "Rows":
+    def of_mesh(cls, mesh: Mesh) -> "RowShare":
         """The share of this process.
 
         Raises:
@@ -218,7 +218,7 @@ class Rows:
         return [said[process] for process in self.first]
 
 
-SINGLE_PROCESS = Rows(0, 1, (0,))
+ALL_ROWS = RowShare(0, 1, (0,))
 """All rows, of the only process."""
 
 

@@ -20,8 +20,8 @@ from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.model.architecture import PRESETS
 from mllm.model.decoder import CACHE, LOGICAL_AXES, parameter_name
+from mllm.model.layout import gathered_axes
 from mllm.model.load import load_policy
-from mllm.parallel.mesh import gathered
 from mllm.rl.rollout import Draw, advance, begin, by_axes
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.step import Forward, abstract_state, make_logprob_pass, make_train_step
@@ -135,7 +135,7 @@ class Programs:
         """As `rollout.decoding_weights` lays them out."""
 
         def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return self.array(leaf.shape, self.model.dtype, gathered(LOGICAL_AXES[parameter_name(path)]))
+            return self.array(leaf.shape, self.model.dtype, gathered_axes(LOGICAL_AXES[parameter_name(path)]))
 
         return jax.tree_util.tree_map_with_path(place, self.policy.params)
 

@@ -8,13 +8,13 @@ from scipy.stats import binomtest
 
 from mllm.data.tasks import Example
 from mllm.model.tokenizer import encode_prompt
-from mllm.parallel.processes import SINGLE_PROCESS, Rows
+from mllm.parallel.processes import ALL_ROWS, RowShare
 from mllm.rl.reward_functions import exact_match, flexible_match
 from mllm.rl.sampler import EVALUATION, Sampler
 
 
 def evaluate(
-    sampler: Sampler, params: Any, examples: Sequence[Example], *, step: int, sampled: bool, rows: Rows = SINGLE_PROCESS
+    sampler: Sampler, params: Any, examples: Sequence[Example], *, step: int, sampled: bool, rows: RowShare = ALL_ROWS
 ) -> dict[str, float]:
     """Complete each problem greedily and, if `sampled`, once at the rollout's temperature; each process its share.
 

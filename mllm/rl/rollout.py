@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from mllm.config.schema import RolloutConfig
 from mllm.model.decoder import CACHE, KVCache, Qwen2, in_use
 from mllm.parallel.mesh import shard_batch
-from mllm.parallel.processes import Rows, gather_objects, local_rows
+from mllm.parallel.processes import RowShare, gather_objects, local_rows
 from mllm.rl import sampling
 
 SHORTEST_BUCKET = 8
@@ -85,7 +85,7 @@ def generate(
                 f"expected 1 to {options.max_prompt_length} (rollout.max_prompt_length)"
             )
     layout = nnx.merge(graphdef, params).layout
-    shares = 1 if layout is None else Rows.of(layout.mesh).count
+    shares = 1 if layout is None else RowShare.of_mesh(layout.mesh).count
     rows = -(-options.batch_size // shares) if options.batch_size else len(prompts)
     rows += 0 if layout is None else -rows % (layout.row_shards // shares)
     weights = decoding_weights(graphdef, params)

@@ -14,7 +14,7 @@ from mllm.config.schema import GrpoConfig, TaskConfig
 from mllm.data.batch import Batch, padded_length
 from mllm.data.pipeline import DataIterator, PromptBatch
 from mllm.errors import StepError
-from mllm.parallel.processes import SINGLE_PROCESS, Rows, raise_everywhere
+from mllm.parallel.processes import ALL_ROWS, RowShare, raise_everywhere
 from mllm.rl.rewards import RewardRunner, Scores
 from mllm.rl.rollout import Completions
 from mllm.rl.sampler import Sampler
@@ -52,7 +52,7 @@ class Source(Protocol):
 class SftSource:
     """Batches as the data pipeline makes them, read one ahead to know which is the last."""
 
-    def __init__(self, data: DataIterator[Batch], rows: Rows = SINGLE_PROCESS) -> None:
+    def __init__(self, data: DataIterator[Batch], rows: RowShare = ALL_ROWS) -> None:
         self.data = data
         self.rows = rows
         self.num_tokens = 0
@@ -123,7 +123,7 @@ class GrpoSource:
         logprob_pass: LogprobPass,
         reference: Any | None,
         logged_samples: int | None,
-        rows: Rows = SINGLE_PROCESS,
+        rows: RowShare = ALL_ROWS,
         poll: Callable[[], None] = lambda: None,
     ) -> None:
         """`poll` is called again and again while rewards are waited for; what it raises passes through."""

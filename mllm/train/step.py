@@ -21,7 +21,8 @@ from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model.decoder import LOGICAL_AXES, parameter_name
-from mllm.parallel.mesh import Layout, sharding
+from mllm.model.layout import Layout
+from mllm.parallel.mesh import sharding
 from mllm.train import objectives
 
 Metrics = dict[str, Float[Array, ""]]

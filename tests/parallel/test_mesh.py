@@ -11,7 +11,8 @@ from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model.architecture import PRESETS
 from mllm.model.decoder import CACHE, HEADS, KV_HEADS, LOGICAL_AXES, ROWS
-from mllm.parallel.mesh import RULES, Layout, make_mesh, shard_batch, sharding
+from mllm.model.layout import Layout
+from mllm.parallel.mesh import RULES, make_mesh, shard_batch, sharding
 
 SIZES = PRESETS["Qwen/Qwen2.5-3B"]
 

@@ -18,9 +18,10 @@ from mllm.config.schema import MeshConfig
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.decoder import Qwen2
+from mllm.model.layout import Layout
 from mllm.model.load import lay_out
-from mllm.parallel.mesh import Layout, make_mesh, shard_batch
-from mllm.parallel.processes import Meeting, Rows, gather_objects, local_rows, raise_everywhere
+from mllm.parallel.mesh import make_mesh, shard_batch
+from mllm.parallel.processes import ProcessGroup, RowShare, gather_objects, local_rows, raise_everywhere
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
@@ -133,18 +134,18 @@ def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_a_single_one_ends_it
 
 def pieces():
     """What two processes find out about their rows, and what they read of a checkpoint; in each of them."""
-    Meeting.find(None, None, None, os.environ).join(60)
+    ProcessGroup.find(None, None, None, os.environ).join(60)
     process = jax.process_index()
     assert gather_objects({"process": process}) == [{"process": 0}, {"process": 1}]
     assert gather_objects("x" * 5000 * process) == ["", "x" * 5000]
 
     for mesh_config, share in (
-        (MeshConfig(dp=8), Rows(process, 2, (0, 1))),
-        (MeshConfig(**MESH), Rows(process, 2, (0, 1))),
-        (MeshConfig(tp=8), Rows(0, 1, (0,))),
+        (MeshConfig(dp=8), RowShare(process, 2, (0, 1))),
+        (MeshConfig(**MESH), RowShare(process, 2, (0, 1))),
+        (MeshConfig(tp=8), RowShare(0, 1, (0,))),
     ):
         mesh = make_mesh(mesh_config)
-        rows = Rows.of(mesh)
+        rows = RowShare.of_mesh(mesh)
         assert rows == share
         whole = np.arange(16 * 3).reshape(16, 3)
         mine = np.split(whole, rows.count)[rows.index]
@@ -206,11 +207,11 @@ def test_others_that_do_not_come_are_one_line(placed):
 )
 def test_flags_that_can_not_be_right_are_named(flags, environment, message):
     with pytest.raises(UserError, match=message):
-        Meeting.find(*flags, environment)
+        ProcessGroup.find(*flags, environment)
 
 
 def test_flags_go_before_the_environment_and_neither_means_alone():
     environment = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-    assert Meeting.find(None, None, None, environment) == Meeting("a:1", 2, 1)
-    assert Meeting.find("b:2", 4, 3, environment) == Meeting("b:2", 4, 3)
-    assert Meeting.find(None, None, None, {}) is None
+    assert ProcessGroup.find(None, None, None, environment) == ProcessGroup("a:1", 2, 1)
+    assert ProcessGroup.find("b:2", 4, 3, environment) == ProcessGroup("b:2", 4, 3)
+    assert ProcessGroup.find(None, None, None, {}) is None

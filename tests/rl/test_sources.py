@@ -11,7 +11,7 @@ from mllm.data import pipeline as data
 from mllm.data.batch import padded_length
 from mllm.data.tasks import Example, Task
 from mllm.errors import UserError
-from mllm.parallel.processes import Rows
+from mllm.parallel.processes import RowShare
 from mllm.rl.sources import SftSource, weighted_sum
 from mllm.run.metrics import Stopwatch
 from mllm.train import objectives
@@ -137,7 +137,7 @@ def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp
     assert [line["step"] for line in records(settings)] == [1, 2, 3, 4]
 
 
-class Second(Rows):
+class Second(RowShare):
     """This process has the second half of the rows, and all rewards of the first failed."""
 
     def gather(self, mine):

@@ -18,7 +18,7 @@ from mllm import progress as transfer
 from mllm.config.schema import CheckpointConfig, MeshConfig, OptimizerConfig
 from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh, sharding
-from mllm.parallel.processes import Meeting, gather_objects, is_writer
+from mllm.parallel.processes import ProcessGroup, gather_objects, is_writer
 from mllm.run.checkpoint import BEST, Checkpoints, items
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state, init_state
@@ -260,7 +260,7 @@ def test_a_checkpoint_that_only_its_checksum_finds_damaged_is_said(tmp_path, cap
 
 def one_s_part_is_damaged(folder):
     """In each of two processes, of which the second has a part that can't be read, and then one that is different."""
-    Meeting.find(None, None, None, os.environ).join(60)
+    ProcessGroup.find(None, None, None, os.environ).join(60)
     mesh = MeshConfig(fsdp=8)
     with closing(Checkpoints(folder, CheckpointConfig(keep=3))) as checkpoints:
         for step in (1, 2, 3):
