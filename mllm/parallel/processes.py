@@ -1,10 +1,10 @@
-"""Several processes that train one model: how they meet, which rows are whose, and what they tell each other.
+"""Several processes that train one model: how they connect, which rows each of them has, and how they share values.
 
-Every process runs the same program, and its arrays span the devices of all. What one alone knows (the rewards of its
-rows, a signal that reached it, an error) it tells the others by `everyone`; process 0 writes the run's files. With one
-process all of this costs nothing.
+Every process runs the same program, and its arrays span the devices of all. What only one process knows (the rewards of
+its rows, a signal that reached it, an error) it shares by `gather_objects`; process 0 writes the run's files. With a
+single process all of this costs nothing.
 
-Left out: processes that come or go while a run goes on. One that dies takes the others with it, and the same command
+Left out: processes that join or leave while a run goes on. One that dies takes the others with it, and the same command
 resumes.
 """
 
@@ -28,28 +28,32 @@ from mllm.parallel.mesh import sharding
 T = TypeVar("T")
 
 FRAME = 4096
-"""Bytes of the first message; only what is longer takes a second one."""
+"""Bytes of the first message in `gather_objects`; only longer values take a second one."""
 
 
 class ProcessGroup(NamedTuple):
-    """Where the processes of a run meet, and which of them this one is."""
+    """The processes of a run, and which of them this one is."""
 
     coordinator: str
-    """host:port of process 0."""
+    """host:port where process 0 listens."""
     processes: int
+    """How many there are."""
     process: int
+    """The number of this one, from 0."""
 
     @classmethod
     def find(
         cls, coordinator: str | None, processes: int | None, process: int | None, environment: Mapping[str, str]
     ) -> "ProcessGroup | None":
-        """By the flags, and where they say nothing by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+        """The group that the flags describe; a flag that is None is read from the environment instead.
+
+        The variables are JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
         Returns:
-            None where none of the three is given: this process trains alone.
+            None if none of the three is given: this process trains alone.
 
         Raises:
-            UserError: only some of them are given, or one can't be right.
+            UserError: only some of the three are given, or a value is impossible.
         """
         given = {
             "--coordinator": (coordinator, "JAX_COORDINATOR_ADDRESS"),
@@ -76,22 +80,23 @@ class ProcessGroup(NamedTuple):
         return cls(address, count, index)
 
     def join(self, seconds: int) -> None:
-        """Meet the others; before anything of JAX is used.
+        """Connect to the other processes; must be called before JAX is used for anything else.
+
+        If they are not all there within `seconds`, the process ends with an error in one line and exit code 2.
 
         Raises:
-            UserError: process 0's port is taken. A group that does not come about in `seconds` ends the process with
-                an error in one line and exit code 2: JAX itself would abort it.
+            UserError: the port of process 0 is taken.
         """
         if self.process == 0:
-            absent = f"--coordinator: not all {self.processes} processes came to {self.coordinator}"
+            timeout_error = f"--coordinator: not all {self.processes} processes came to {self.coordinator}"
         else:
-            absent = (
+            timeout_error = (
                 f"--coordinator: process 0 does not answer at {self.coordinator}, "
                 f"or not all {self.processes} processes came"
             )
         try:
-            meet(
-                absent,
+            connect(
+                timeout_error,
                 seconds,
                 coordinator_address=self.coordinator,
                 num_processes=self.processes,
@@ -106,23 +111,26 @@ class ProcessGroup(NamedTuple):
 
 
 def join_cluster(seconds: int) -> None:
-    """Meet the processes that the cluster's own environment speaks of (TPU pods, Slurm, Open MPI, Kubernetes).
+    """Connect to the processes of a cluster that JAX recognises (TPU pods, Slurm, Open MPI, Kubernetes).
 
     Raises:
         UserError: JAX recognises no cluster here.
     """
     try:
-        meet("--cluster: not all of its processes came", seconds)
+        connect("--cluster: not all of its processes came", seconds)
     except (ValueError, RuntimeError) as error:
         reason = next(iter(str(error).splitlines()), "")
         raise UserError(f"--cluster: none found ({reason}); give --coordinator, --processes and --process") from None
 
 
-def meet(absent: str, seconds: int, **place: Any) -> None:
-    """Meet the others, or end the process with `absent` as the error."""
+def connect(timeout_error: str, seconds: int, **group: Any) -> None:
+    """Initialize `jax.distributed`; where that takes longer than `seconds`, end the process with `timeout_error`.
+
+    A watchdog ends it because JAX's own time limit aborts the process with a C++ stack trace.
+    """
 
     def give_up() -> None:
-        print(f"error: {absent} within {seconds} s", file=sys.stderr, flush=True)
+        print(f"error: {timeout_error} within {seconds} s", file=sys.stderr, flush=True)
         os._exit(2)
 
     # The trainer handles SIGTERM itself.
@@ -132,31 +140,31 @@ def meet(absent: str, seconds: int, **place: Any) -> None:
     watchdog.daemon = True
     watchdog.start()
     try:
-        jax.distributed.initialize(**place, initialization_timeout=seconds + 60)
+        jax.distributed.initialize(**group, initialization_timeout=seconds + 60)
     finally:
         watchdog.cancel()
 
 
 def is_writer() -> bool:
-    """Whether this process writes the run's files and speaks to the user."""
+    """Whether this process writes the run's files and prints for the user: process 0 does."""
     return jax.process_index() == 0
 
 
 def gather_objects(value: T) -> list[T]:
-    """The value that each process passes, in their order. All of them must call it, at the same place."""
+    """The values that the processes pass, in the order of the processes; all of them must call it at the same place."""
     if jax.process_count() == 1:
         return [value]
     message = np.frombuffer(pickle.dumps((jax.process_index(), value)), np.uint8)
-    lengths, frames = multihost_utils.process_allgather((np.int32(message.size), framed(message, FRAME)))
+    lengths, frames = multihost_utils.process_allgather((np.int32(message.size), pad_or_cut(message, FRAME)))
     if max(lengths) > FRAME:
-        # Powers of two: a gathering is compiled for each length.
-        frames = multihost_utils.process_allgather(framed(message, 1 << (int(max(lengths)) - 1).bit_length()))
-    said = [pickle.loads(frame[:length].tobytes()) for frame, length in zip(frames, lengths, strict=True)]
-    return [value for _, value in sorted(said, key=lambda pair: pair[0])]
+        # Lengths are powers of two, because JAX compiles a program for each.
+        frames = multihost_utils.process_allgather(pad_or_cut(message, 1 << (int(max(lengths)) - 1).bit_length()))
+    pairs = [pickle.loads(frame[:length].tobytes()) for frame, length in zip(frames, lengths, strict=True)]
+    return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
 
 
-def framed(message: np.ndarray, size: int) -> np.ndarray:
-    """The first `size` bytes, padded."""
+def pad_or_cut(message: np.ndarray, size: int) -> np.ndarray:
+    """The first `size` bytes of a message; zeros follow a shorter one."""
     frame = np.zeros(size, np.uint8)
     frame[: message.size] = message[:size]
     return frame
@@ -164,9 +172,9 @@ def framed(message: np.ndarray, size: int) -> np.ndarray:
 
 @contextmanager
 def raise_everywhere() -> Iterator[None]:
-    """A UserError of one process becomes that of all, so that none waits for one that has left.
+    """A UserError that one process raises inside is raised in all, so that none waits for one that has left.
 
-    Nothing inside may wait for the others.
+    The code inside must not wait for other processes.
     """
     error = None
     try:
@@ -181,20 +189,21 @@ def raise_everywhere() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RowShare:
-    """This process's share of the rows of every batch: those on its devices."""
+    """This process's share of the rows of every batch: the rows on its devices."""
 
     index: int
+    """The number of this share."""
     count: int
-    """Processes whose devices differ only along tp hold the same share."""
-    first: tuple[int, ...]
-    """For each share, the first of the processes that hold it."""
+    """How many shares there are; processes whose devices differ only along tp hold the same share."""
+    first_process: tuple[int, ...]
+    """For each share, the first process that holds it."""
 
     @classmethod
     def of_mesh(cls, mesh: Mesh) -> "RowShare":
-        """The share of this process.
+        """The share that the mesh gives to this process.
 
         Raises:
-            UserError: the mesh gives processes shares that overlap in part.
+            UserError: the shares of two processes would overlap in part.
         """
         layout = sharding(mesh, ("batch",))
         shards = int(np.prod([mesh.shape[axis] for axis in layout.spec[0]]))
@@ -208,22 +217,25 @@ class RowShare:
                 f"mesh: the {jax.local_device_count()} devices of a process hold a part of a tp group "
                 f"(mesh.tp {mesh.shape['tp']}): let one of the two divide the other"
             )
-        process_of = {tuple(sorted(rows)): process for process, rows in sorted(held.items(), reverse=True)}
+        first = {tuple(sorted(rows)): process for process, rows in sorted(held.items(), reverse=True)}
         mine = tuple(sorted(held[jax.process_index()]))
-        return cls(shares.index(mine), len(shares), tuple(process_of[share] for share in shares))
+        return cls(shares.index(mine), len(shares), tuple(first[share] for share in shares))
 
-    def gather(self, mine: T) -> list[T]:
-        """What each share's first process passes, in the order of the rows."""
-        said = gather_objects(mine)
-        return [said[process] for process in self.first]
+    def gather(self, value: T) -> list[T]:
+        """The value that the first process of each share passes, in the order of the rows."""
+        values = gather_objects(value)
+        return [values[process] for process in self.first_process]
 
 
 ALL_ROWS = RowShare(0, 1, (0,))
-"""All rows, of the only process."""
+"""The share of a process that trains alone."""
 
 
 def local_rows(tree: Any) -> Any:
-    """The rows of arrays [B, ...] that this process's devices hold, in numpy; numpy's arrays are such rows already."""
+    """The rows of a tree of arrays [B, ...] that this process's devices hold, as NumPy arrays.
+
+    NumPy arrays are taken to be such rows already.
+    """
 
     def rows(array: Any) -> np.ndarray:
         if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
