@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
-from kernels.lm_head import autodiff as derivatives
-from kernels.lm_head import reference, target, xla
+from kernels.lm_head import autodiff, reference, target, xla
 from kernels.lm_head.autodiff import Engine
 from kernels.lm_head.contract import Inputs, Objective, Options, Terms, TokenLogprobs
 from kernels.lm_head.gpu import engine as mosaic_gpu
@@ -37,7 +36,6 @@ def token_logprobs(
     temperature: float | Float[Array, ""] = 1.0,
     softcap: float | None = None,
     dtype: Any = None,
-    filter_eps: float | None = None,
     impl: Impl | None = None,
     sharding: HeadSharding | None = None,
 ) -> TokenLogprobs:
@@ -56,10 +54,6 @@ def token_logprobs(
         softcap: positive, a Python number.
         dtype: of the matrix products' operands, cast tile by tile as they are read; every sum is float32. None: the
             wider of the arguments' dtypes. float32 products have the device's highest precision.
-        filter_eps: changes the gradients, not the values: tiles of rows and columns in which no probability reaches it,
-            and no label is, may be left out of them, as in cut cross-entropy (arXiv:2411.09009, section 4.3), which
-            takes 2**-12. mosaic_gpu leaves out tiles of 256 x 256, streaming of a block of rows and up to 2048 columns,
-            the others none. None: exact.
         impl: None for the best that runs here, which never makes full logits; or a name.
         sharding: how `hidden`, `weight` and all that is given for each token lie on a mesh, in and outside of `jit`
             alike; the work is then divided accordingly, and so lie results and gradients. None: on one device.
@@ -74,12 +68,12 @@ def token_logprobs(
     _check_labels(flat_labels, flat_live, vocabulary=weight.shape[0])
     inputs = Inputs(hidden, weight, flat_labels, flat_live, _temperature(temperature))
     inputs = _same_varying(inputs)
-    options = Options(_softcap(softcap), _product_dtype(dtype, hidden, weight), filter_eps=_filter_eps(filter_eps))
+    options = Options(_softcap(softcap), _product_dtype(dtype, hidden, weight))
     engine = _engine(impl, inputs, options, sharding)
     if engine is None:
         flat = reference.token_logprobs(inputs, softcap=options.softcap, dtype=options.dtype)
     else:
-        flat = derivatives.token_logprobs(engine, inputs, options)
+        flat = autodiff.token_logprobs(engine, inputs, options)
     return TokenLogprobs(*(x.reshape(np.shape(labels)) for x in flat))
 
 
@@ -94,7 +88,6 @@ def token_loss(
     softcap: float | None = None,
     workspace: int | None = None,
     dtype: Any = None,
-    filter_eps: float | None = None,
     impl: Impl | None = None,
     sharding: HeadSharding | None = None,
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
@@ -134,16 +127,14 @@ def token_loss(
     inputs = Inputs(hidden, weight, flat_labels, live, _temperature(temperature))
     terms = Terms(jnp.asarray(flat_weights, jnp.float32), tuple(flat_operands))
     inputs, terms = _same_varying((inputs, terms))
-    options = Options(
-        _softcap(softcap), _product_dtype(dtype, hidden, weight), workspace, filter_eps=_filter_eps(filter_eps)
-    )
+    options = Options(_softcap(softcap), _product_dtype(dtype, hidden, weight), workspace)
     engine = _engine(impl, inputs, options, sharding)
     if engine is None:
         loss, flat = reference.token_loss(
             inputs, objective, terms, softcap=options.softcap, dtype=options.dtype, workspace=workspace
         )
     else:
-        loss, flat = derivatives.token_loss(engine, inputs, objective, terms, options)
+        loss, flat = autodiff.token_loss(engine, inputs, objective, terms, options)
     return loss, TokenLogprobs(*(x.reshape(np.shape(labels)) for x in flat))
 
 
@@ -239,14 +230,6 @@ def _softcap(softcap: Any) -> float | None:
     if isinstance(softcap, jax.core.Tracer) or not 0 < float(softcap) < math.inf:
         raise ValueError(f"softcap must be None or a positive number known before tracing, not {softcap}")
     return float(softcap)
-
-
-def _filter_eps(filter_eps: Any) -> float | None:
-    if filter_eps is None:
-        return None
-    if isinstance(filter_eps, jax.core.Tracer) or not 0 < float(filter_eps) < 1:
-        raise ValueError(f"filter_eps must be None or a probability known before tracing, not {filter_eps}")
-    return float(filter_eps)
 
 
 def _product_dtype(dtype: Any, hidden: Any, weight: Any) -> jnp.dtype:

@@ -51,26 +51,26 @@ class Options:
     their devices."""
     filter_eps: float | None = None
     """Backward may leave out tiles of rows and columns in which no probability reaches it, and no label is."""
-    hidden_gradient: jnp.dtype | None = None
+    hidden_gradient_dtype: jnp.dtype | None = None
     """Dtype of dh; None: that of `hidden`."""
-    weight_gradient: jnp.dtype | None = None
+    weight_gradient_dtype: jnp.dtype | None = None
     """Dtype of dW; None: that of `weight`."""
 
 
-def columns_of(inputs: Inputs) -> Int[Array, ""]:
+def number_of_columns(inputs: Inputs) -> Int[Array, ""]:
     """Rows of the weight that are the vocabulary's."""
     return jnp.int32(len(inputs.weight)) if inputs.columns is None else inputs.columns.astype(jnp.int32)
 
 
-def labels_of(inputs: Inputs) -> Int[Array, "N"]:
+def local_labels(inputs: Inputs) -> Int[Array, "N"]:
     """-1 for those of other shards and of nothing: none may hit a column of padding."""
-    here = (inputs.labels >= 0) & (inputs.labels < columns_of(inputs))
+    here = (inputs.labels >= 0) & (inputs.labels < number_of_columns(inputs))
     return jnp.where(here, inputs.labels, -1).astype(jnp.int32)
 
 
 def gradient_dtypes(inputs: Inputs, options: Options) -> tuple[jnp.dtype, jnp.dtype]:
     """Of dh and of dW."""
-    dh, dw = options.hidden_gradient, options.weight_gradient
+    dh, dw = options.hidden_gradient_dtype, options.weight_gradient_dtype
     return inputs.hidden.dtype if dh is None else dh, inputs.weight.dtype if dw is None else dw
 
 

@@ -183,8 +183,8 @@ class Sharded:
             options,
             vocabulary_axis=at.vocabulary,
             token_axes=at.tokens,
-            hidden_gradient=jnp.dtype(own.hidden.dtype if at.vocabulary is None else jnp.float32),
-            weight_gradient=jnp.dtype(jnp.float32 if at.tokens else own.weight.dtype),
+            hidden_gradient_dtype=jnp.dtype(own.hidden.dtype if at.vocabulary is None else jnp.float32),
+            weight_gradient_dtype=jnp.dtype(jnp.float32 if at.tokens else own.weight.dtype),
         )
         return own._replace(weight=weight, labels=labels, columns=columns), options
 

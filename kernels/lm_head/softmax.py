@@ -29,31 +29,31 @@ class Running(NamedTuple):
     """Over the columns seen: the maximum, the sums of `e` and `e (z - top)` with `e = exp(z - top)`, the label's z."""
 
     top: Float[Array, "R"]
-    total: Float[Array, "R"]
-    tilt: Float[Array, "R"]
+    sum_e: Float[Array, "R"]
+    sum_e_z: Float[Array, "R"]
     label: Float[Array, "R"]
 
 
 class Softmax(NamedTuple):
     """Over all columns: the maximum, the log of the sum of `exp(z - top)`, the label's `z - top`, the entropy.
 
-    `lse = top + log_total` has lost three digits at logits of 1e4: log-probabilities and gradients do without it.
+    `lse = top + log_sum_e` has lost three digits at logits of 1e4: log-probabilities and gradients do without it.
     """
 
     top: Float[Array, "R"]
-    log_total: Float[Array, "R"]
+    log_sum_e: Float[Array, "R"]
     label: Float[Array, "R"]
     entropy: Float[Array, "R"]
 
     def outputs(self) -> TokenLogprobs:
-        return TokenLogprobs(self.label - self.log_total, self.top + self.log_total, self.entropy)
+        return TokenLogprobs(self.label - self.log_sum_e, self.top + self.log_sum_e, self.entropy)
 
 
-def nothing(zeros_R: Float[Array, "R"]) -> Running:
+def empty_running(zeros_R: Float[Array, "R"]) -> Running:
     return Running(zeros_R + FLOOR, zeros_R, zeros_R, zeros_R)
 
 
-def include(running: Running, z_RT: Float[Array, "R T"], columns: Columns) -> Running:
+def include_tile(running: Running, z_RT: Float[Array, "R T"], columns: Columns) -> Running:
     z_RT = jnp.where(columns.fresh, z_RT, MASKED)
     top = jnp.maximum(running.top, z_RT.max(axis=1))
     below_RT = z_RT - top[:, None]
@@ -61,44 +61,44 @@ def include(running: Running, z_RT: Float[Array, "R T"], columns: Columns) -> Ru
     shift = running.top - top
     return Running(
         top=top,
-        total=jnp.exp(shift) * running.total + e_RT.sum(axis=1),
-        tilt=jnp.exp(shift) * (running.tilt + shift * running.total) + (e_RT * below_RT).sum(axis=1),
+        sum_e=jnp.exp(shift) * running.sum_e + e_RT.sum(axis=1),
+        sum_e_z=jnp.exp(shift) * (running.sum_e_z + shift * running.sum_e) + (e_RT * below_RT).sum(axis=1),
         label=running.label + jnp.where(columns.hit, z_RT, 0).sum(axis=1),
     )
 
 
-def joined(a: Running, b: Running) -> Running:
+def combine(a: Running, b: Running) -> Running:
     """What two have seen, each of them other columns."""
     top = jnp.maximum(a.top, b.top)
-    (total_a, tilt_a), (total_b, tilt_b) = (_raised(x, top) for x in (a, b))
-    return Running(top, total_a + total_b, tilt_a + tilt_b, a.label + b.label)
+    (sum_e_a, sum_e_z_a), (sum_e_b, sum_e_z_b) = (_raised(x, top) for x in (a, b))
+    return Running(top, sum_e_a + sum_e_b, sum_e_z_a + sum_e_z_b, a.label + b.label)
 
 
-def merged(parts: Running) -> Running:
+def combine_all(parts: Running) -> Running:
     """What all have seen, one along the first dim of `parts`."""
     top = parts.top.max(axis=0)
-    total, tilt = _raised(parts, top)
-    return Running(top, total.sum(axis=0), tilt.sum(axis=0), parts.label.sum(axis=0))
+    sum_e, sum_e_z = _raised(parts, top)
+    return Running(top, sum_e.sum(axis=0), sum_e_z.sum(axis=0), parts.label.sum(axis=0))
 
 
-def merge(running: Running, axis: str) -> Running:
+def combine_over_axis(running: Running, axis: str) -> Running:
     """What all devices along a mesh axis have seen, each of them other columns. Three sums and a maximum a row."""
     top = lax.pmax(running.top, axis)
-    total, tilt, label = lax.psum((*_raised(running, top), running.label), axis)
-    return Running(top, total, tilt, label)
+    sum_e, sum_e_z, label = lax.psum((*_raised(running, top), running.label), axis)
+    return Running(top, sum_e, sum_e_z, label)
 
 
 def _raised(running: Running, top: Float[Array, "R"]) -> tuple[Float[Array, "*S R"], Float[Array, "*S R"]]:
     """Both sums, relative to another maximum."""
     shift = running.top - top
-    return jnp.exp(shift) * running.total, jnp.exp(shift) * (running.tilt + shift * running.total)
+    return jnp.exp(shift) * running.sum_e, jnp.exp(shift) * (running.sum_e_z + shift * running.sum_e)
 
 
 def finish(running: Running) -> Softmax:
-    log_total = jnp.log(running.total)
+    log_sum_e = jnp.log(running.sum_e)
     # H = lse - E[z], both relative to the maximum
-    entropy = log_total - running.tilt / running.total
-    return Softmax(running.top, log_total, running.label - running.top, entropy)
+    entropy = log_sum_e - running.sum_e_z / running.sum_e
+    return Softmax(running.top, log_sum_e, running.label - running.top, entropy)
 
 
 def logit_slopes(
@@ -108,15 +108,17 @@ def logit_slopes(
     g_logprob, g_lse, g_entropy, entropy = (
         x[:, None] for x in (slopes.logprob, slopes.lse, slopes.entropy, softmax.entropy)
     )
-    log_p_RT = (z_RT - softmax.top[:, None]) - softmax.log_total[:, None]
+    log_p_RT = (z_RT - softmax.top[:, None]) - softmax.log_sum_e[:, None]
     by_p_RT = g_lse - g_logprob - g_entropy * (log_p_RT + entropy)
     dz_RT = jnp.exp(log_p_RT) * by_p_RT + jnp.where(columns.hit, g_logprob, 0)
     return jnp.where(columns.fresh, dz_RT, 0)
 
 
-def at_label(softmax: Softmax, slopes: TokenLogprobs, temperature: Array, softcap: float | None) -> Float[Array, "R"]:
+def label_slope(
+    softmax: Softmax, slopes: TokenLogprobs, temperature: Array, softcap: float | None
+) -> Float[Array, "R"]:
     """The slope by the label's y = h·W: a probability's distance from 1 is found without subtracting it from 1."""
-    log_p = softmax.label - softmax.log_total
+    log_p = softmax.label - softmax.log_sum_e
     p = jnp.exp(log_p)
     slope = slopes.lse * p - slopes.logprob * jnp.expm1(log_p) - slopes.entropy * p * (log_p + softmax.entropy)
     if softcap is not None:

@@ -25,7 +25,7 @@ def multiprocessors() -> int:
     return found or 132
 
 
-def no_hopper() -> str | None:
+def why_not_hopper() -> str | None:
     """What it is that is being traced for, if that isn't a GPU of the Hopper generation."""
     if platform() != "gpu":
         return f"it needs a Hopper GPU, and this is a {platform()}"

@@ -16,8 +16,6 @@ Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D featur
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,8 +35,17 @@ from kernels.lm_head.contract import (
     loss_slopes,
     zeros,
 )
-from kernels.lm_head.live_rows import Carry, live_rows, round_up, write
-from kernels.lm_head.softmax import Columns, Running, Softmax, finish, include, logit_slopes, merge, nothing
+from kernels.lm_head.live_rows import live_rows, round_up, write
+from kernels.lm_head.softmax import (
+    Columns,
+    Running,
+    Softmax,
+    combine_over_axis,
+    empty_running,
+    finish,
+    include_tile,
+    logit_slopes,
+)
 
 _CPU_BLOCK, _BLOCK = 256, 1024
 _TILE, _TILE_ELEMENTS = 2048, 2**22  # columns at most, and elements of a tile of dW: 16 MiB in float32
@@ -86,9 +93,9 @@ def statistics(inputs: Inputs, options: Options) -> Softmax:
 
         def tile(c: Array, running: Running) -> Running:
             w_TD, columns = _tile(plan, inputs, c, labels_R)
-            return include(running, _logits(inputs, options, _dot(options, h_RD, w_TD, (1, 1))), columns)
+            return include_tile(running, _logits(inputs, options, _dot(options, h_RD, w_TD, (1, 1))), columns)
 
-        running_R = lax.fori_loop(0, plan.tiles, tile, nothing(zeros(inputs, plan.block)))
+        running_R = lax.fori_loop(0, plan.tiles, tile, empty_running(zeros(inputs, plan.block)))
         return write(all_M, running_R, i * plan.block)
 
     zeros_M = zeros(inputs, len(live.row))
@@ -112,17 +119,13 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogpro
             softmax_R = jax.tree.map(lambda x: x[row_R], softmax)
             slopes_R = jax.tree.map(lambda g: jnp.where(live_R, g[row_R], 0), slopes)
             y_RT = _dot(options, h_RD, w_TD, (1, 1))
-
-            def add(carry: Any) -> Any:
-                dh_MD, dw_TD = carry
-                dy_RT = _product_slopes(inputs, options, y_RT, softmax_R, slopes_R, columns)
-                if options.wants_hidden:
-                    dh_MD = _add(dh_MD, _dot(options, dy_RT, w_TD, (1, 0)), i * plan.block)
-                if options.wants_weight:
-                    dw_TD += _dot(options, dy_RT, h_RD, (0, 0))
-                return dh_MD, dw_TD
-
-            return _unless_negligible(inputs, options, y_RT, softmax_R, live_R, columns, add, carry)
+            dy_RT = _product_slopes(inputs, options, y_RT, softmax_R, slopes_R, columns)
+            dh_MD, dw_TD = carry
+            if options.wants_hidden:
+                dh_MD = _add(dh_MD, _dot(options, dy_RT, w_TD, (1, 0)), i * plan.block)
+            if options.wants_weight:
+                dw_TD += _dot(options, dy_RT, h_RD, (0, 0))
+            return dh_MD, dw_TD
 
         dw_TD = zeros(inputs, plan.tile, features) if options.wants_weight else None
         dh_MD, dw_TD = live.over_blocks(plan.block, block, (dh_MD, dw_TD))
@@ -152,28 +155,24 @@ def _waves(
             running, y_CRT = carry
             w_TD, columns = _tile(plan, inputs, c, labels_R)
             y_RT = _dot(options, h_RD, w_TD, (1, 1))
-            return include(running, _logits(inputs, options, y_RT), columns), lax.dynamic_update_index_in_dim(
+            return include_tile(running, _logits(inputs, options, y_RT), columns), lax.dynamic_update_index_in_dim(
                 y_CRT, y_RT, c, 0
             )
 
-        running, y_CRT = lax.fori_loop(0, plan.tiles, forward, (nothing(zeros(inputs, plan.block)), y_CRT))
+        running, y_CRT = lax.fori_loop(0, plan.tiles, forward, (empty_running(zeros(inputs, plan.block)), y_CRT))
         softmax_R = _finish(options, running, live_R)
         terms_R = Terms(terms.weights[row_R], tuple(x[row_R] for x in terms.operands), terms.shared)
         slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms_R)
 
         def backward(c: Array, carry: Any) -> Any:
             w_TD, columns = _tile(plan, inputs, c, labels_R)
-
-            def add(carry: Any) -> Any:
-                dh_RD, dw_VD = carry
-                dy_RT = _product_slopes(inputs, options, y_CRT[c], softmax_R, slopes_R, columns)
-                if options.wants_hidden:
-                    dh_RD += _dot(options, dy_RT, w_TD, (1, 0))
-                if options.wants_weight:
-                    dw_VD = _add(dw_VD, _dot(options, dy_RT, h_RD, (0, 0)), _start(plan, inputs, c))
-                return dh_RD, dw_VD
-
-            return _unless_negligible(inputs, options, y_CRT[c], softmax_R, live_R, columns, add, carry)
+            dy_RT = _product_slopes(inputs, options, y_CRT[c], softmax_R, slopes_R, columns)
+            dh_RD, dw_VD = carry
+            if options.wants_hidden:
+                dh_RD += _dot(options, dy_RT, w_TD, (1, 0))
+            if options.wants_weight:
+                dw_VD = _add(dw_VD, _dot(options, dy_RT, h_RD, (0, 0)), _start(plan, inputs, c))
+            return dh_RD, dw_VD
 
         dh_RD = zeros(inputs, plan.block, features) if options.wants_hidden else None
         dh_RD, dw_VD = lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD))
@@ -253,28 +252,10 @@ def _product_slopes(
     return pull(logit_slopes(z_RT, softmax_R, slopes_R, columns))[0]
 
 
-def _unless_negligible(
-    inputs: Inputs,
-    options: Options,
-    y_RT: Array,
-    softmax_R: Softmax,
-    live_R: Array,
-    columns: Columns,
-    body: Callable[[Carry], Carry],
-    carry: Carry,
-) -> Carry:
-    """`body(carry)`, but where nothing in a tile is to be expected of it, which is left out if that is asked for."""
-    if options.filter_eps is None:
-        return body(carry)
-    log_p_RT = (_logits(inputs, options, y_RT) - softmax_R.top[:, None]) - softmax_R.log_total[:, None]
-    likely_RT = (log_p_RT >= math.log(options.filter_eps)) & columns.fresh | columns.hit
-    return lax.cond((likely_RT & live_R[:, None]).any(), body, lambda carry: carry, carry)
-
-
 def _finish(options: Options, running: Running, live: Bool[Array, "N"]) -> Softmax:
     """Over the whole vocabulary; 0 at rows that don't count."""
     if options.vocabulary_axis is not None:
-        running = merge(running, options.vocabulary_axis)
+        running = combine_over_axis(running, options.vocabulary_axis)
     return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(running))
 
 

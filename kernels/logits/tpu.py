@@ -91,10 +91,10 @@ def sums(
         ),
         name="logits_sums",
     )(plan.live_blocks(live), scale[None], y)
-    top, total, tilt = (x.reshape(live.shape) for x in jnp.moveaxis(out, plan.axis, 0))
+    top, sum_e, sum_e_z = (x.reshape(live.shape) for x in jnp.moveaxis(out, plan.axis, 0))
     inside = (labels >= 0) & (labels < vocabulary)
     label = jnp.take_along_axis(logits, jnp.where(inside, labels, 0)[..., None], axis=-1)[..., 0].astype(jnp.float32)
-    return Running(scale * top, total, scale * tilt, jnp.where(inside, scale * label, 0))
+    return Running(scale * top, sum_e, scale * sum_e_z, jnp.where(inside, scale * label, 0))
 
 
 def gradient(
@@ -250,13 +250,13 @@ def _sums_kernel(
 
     @pl.when(last)
     def _merge() -> None:
-        tops, totals, tilts = (ref[...] for ref in running)
+        tops, sums_e, sums_e_z = (ref[...] for ref in running)
         top = tops.max(axis=along, keepdims=True)
         shift = tops - top
         rescale = jnp.exp2(shift * exponent)
-        total = (rescale * totals).sum(axis=along, keepdims=True)
-        tilt = (rescale * (tilts + shift * totals)).sum(axis=along, keepdims=True)
-        for n, x in enumerate((top, total, tilt)):
+        sum_e = (rescale * sums_e).sum(axis=along, keepdims=True)
+        sum_e_z = (rescale * (sums_e_z + shift * sums_e)).sum(axis=along, keepdims=True)
+        for n, x in enumerate((top, sum_e, sum_e_z)):
             out_ref[0, *plan.place(slice(None), slice(n, n + 1))] = x
 
 
@@ -277,18 +277,18 @@ def _with(
     state: Sequence[Float[Array, "P Q"]], pieces: Sequence[Float[Array, "P Q"]], exponent: Float[Array, ""]
 ) -> list[Float[Array, "P Q"]]:
     """The maximum, the sum of e and that of `e (y - top)`, place by place, after these pieces too."""
-    old, total, tilt = state
+    old, sum_e, sum_e_z = state
     top = _pairwise(jnp.maximum, [*pieces, old])
     shift = old - top
     rescale = jnp.exp2(shift * exponent)
     below = [y - top for y in pieces]
     e = [jnp.exp2(x * exponent) for x in below]
     # Of a logit of -inf, 0 and not NaN.
-    tilts = [jnp.maximum(x, FLOOR) * weight for x, weight in zip(below, e, strict=True)]
+    sums_e_z = [jnp.maximum(x, FLOOR) * weight for x, weight in zip(below, e, strict=True)]
     return [
         top,
-        rescale * total + _pairwise(jnp.add, e),
-        rescale * (tilt + shift * total) + _pairwise(jnp.add, tilts),
+        rescale * sum_e + _pairwise(jnp.add, e),
+        rescale * (sum_e_z + shift * sum_e) + _pairwise(jnp.add, sums_e_z),
     ]
 
 
@@ -310,13 +310,13 @@ def _gradient_kernel(
         at = (0, *plan.place(row, slice(None)))
         label, of_rows = label_ref[at] - tile * plan.columns - first, of_rows_ref[at]
         parts = jnp.split(of_rows, of_rows.shape[along], axis=along)
-        top, log_total, at_p, at_p_log_p, at_label, counts = parts
+        top, log_sum_e, at_p, at_p_log_p, at_label, counts = parts
         for start in range(0, columns, _AT_A_TIME * plan.width):
             width = min(_AT_A_TIME * plan.width, columns - start)
             place = (0, *plan.place(row, pl.ds(first + start, width)))
             z_K = y_ref[place].astype(jnp.float32) * scale
             hit_K = lax.broadcasted_iota(jnp.int32, z_K.shape, along) == label - start
-            dy_K = by_p((z_K - top) - log_total, at_p, at_p_log_p) + jnp.where(hit_K, at_label, 0)
+            dy_K = by_p((z_K - top) - log_sum_e, at_p, at_p_log_p) + jnp.where(hit_K, at_label, 0)
             out_ref[place] = jnp.where(counts > 0, dy_K, 0).astype(out_ref.dtype)
 
     pl.when(live)(lambda: _over(plan, plan.columns, turn))

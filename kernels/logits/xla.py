@@ -27,12 +27,12 @@ _ROWS, _COLUMNS = 8, 4096  # of a tile on a CPU: 128 KiB in float32
 def merged(a: Running, b: Running) -> Running:
     """What was seen by one and what was seen by the other."""
     top = jnp.maximum(a.top, b.top)
-    total, tilt = jnp.zeros_like(top), jnp.zeros_like(top)
+    sum_e, sum_e_z = jnp.zeros_like(top), jnp.zeros_like(top)
     for own in (a, b):
         shift = own.top - top
-        total += jnp.exp(shift) * own.total
-        tilt += jnp.exp(shift) * (own.tilt + shift * own.total)
-    return Running(top, total, tilt, a.label + b.label)
+        sum_e += jnp.exp(shift) * own.sum_e
+        sum_e_z += jnp.exp(shift) * (own.sum_e_z + shift * own.sum_e)
+    return Running(top, sum_e, sum_e_z, a.label + b.label)
 
 
 def sums(
@@ -60,8 +60,8 @@ def gradient(
 ) -> Float[Array, "*N V"]:
     """The derivatives by the logits of a total that has `slopes` by their statistics. Elementwise: it fits in place."""
     of_rows = by_row(softmax, slopes, scale)
-    top, log_total, at_p, at_p_log_p, at_label = (x[..., None] for x in of_rows)
-    log_p = (scale * logits.astype(jnp.float32) - top) - log_total
+    top, log_sum_e, at_p, at_p_log_p, at_label = (x[..., None] for x in of_rows)
+    log_p = (scale * logits.astype(jnp.float32) - top) - log_sum_e
     hit = labels[..., None] == jnp.arange(logits.shape[-1])
     slope = by_p(log_p, at_p, at_p_log_p) + jnp.where(hit, at_label, 0)
     return jnp.where(live[..., None], slope, 0).astype(logits.dtype)
@@ -70,7 +70,7 @@ def gradient(
 def by_row(softmax: Softmax, slopes: TokenLogprobs, scale: Float[Array, ""]) -> tuple[Float[Array, "*N"], ...]:
     """Maximum and log of the sum; then what p, p log p and the label's 1 are multiplied with for a logit's slope."""
     at_p = slopes.lse - slopes.logprob - slopes.entropy * softmax.entropy
-    return softmax.top, softmax.log_total, scale * at_p, -scale * slopes.entropy, scale * slopes.logprob
+    return softmax.top, softmax.log_sum_e, scale * at_p, -scale * slopes.entropy, scale * slopes.logprob
 
 
 def by_p(log_p: Float[Array, "*z"], at_p: Float[Array, "*#z"], at_p_log_p: Float[Array, "*#z"]) -> Float[Array, "*z"]:

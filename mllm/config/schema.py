@@ -1,7 +1,8 @@
 """The schema of a run: every setting, its type, its bounds, and what it may not be combined with.
 
 Keys that are unknown, settings that nothing would read, and values that can't work are errors before anything is
-compiled or written. Names follow TRL's where it has one. `config_file` reads and writes it.
+compiled or written. Names follow TRL's where it has one. `load.py` reads and writes configurations. Both files import
+nothing heavy, so that an error of the configuration does not wait for JAX.
 """
 
 import math
@@ -32,14 +33,14 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """A folder or hub id, or `bytes`; by default the source's, or bytes for an `architecture`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the computation."""
+    """The dtype of activations and of the products' operands."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the parameters that the optimizer updates."""
+    """The dtype of the parameters that the optimizer updates."""
     remat: Literal["none", "dots", "full"] = "full"
-    """What the backward pass computes again, a layer at a time: nothing, all but the matrix products, everything."""
+    """What the backward pass recomputes in each layer: nothing, all but the matrix products, or everything."""
     attention: Literal["xla", "splash", "cudnn"] | None = None
-    """Of whole sequences; None: splash attention on TPUs and cuDNN's on NVIDIA GPUs where these can run (see
-    mllm/model/attention.py), else XLA's."""
+    """The attention over whole sequences; None: splash attention on TPUs and cuDNN's on NVIDIA GPUs where these can
+    run (see mllm/model/attention.py), else XLA's."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -56,16 +57,12 @@ class HeadConfig(Section):
     impl: Literal["reference", "xla", "mosaic_tpu", "mosaic_gpu"] | None = None
     """None: the fastest that runs on this device without making [tokens, vocabulary] logits."""
     workspace_mib: int | None = Field(default=None, ge=0)
-    """What the loss may keep of the logits at a time; 0 computes them twice instead; None: the head's choice."""
-    filter_eps: float | None = Field(default=None, gt=0, lt=1)
-    """Leaves tiles of the vocabulary in which no token is likelier out of the gradients, which are then not exact."""
+    """Memory in which the loss may keep logits; 0 computes them twice instead; None: the head chooses."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
         if self.impl == "reference":
-            self.reject_unused("with impl: reference", "workspace_mib", "filter_eps")
-        if self.impl == "mosaic_tpu":
-            self.reject_unused("with impl: mosaic_tpu", "filter_eps")
+            self.reject_unused("with impl: reference", "workspace_mib")
         return self
 
 
@@ -73,14 +70,14 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "lion"] = "adamw"
     learning_rate: PositiveFloat
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up, down to `final_fraction` of the learning rate at the last step."""
+    """How the learning rate falls after the warm-up, to `final_fraction` of itself at the last step."""
     warmup_steps: int = Field(default=0, ge=0)
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     b1: float = Field(default=0.9, ge=0, lt=1)
     b2: float = Field(default=0.99, ge=0, lt=1)
     eps: PositiveFloat = 1e-8
     weight_decay: float = Field(default=0.0, ge=0)
-    """Of matrices; never of norms and biases."""
+    """Applies to matrices, never to norms and biases."""
     max_grad_norm: PositiveFloat | None = 1.0
     max_skipped: int = Field(default=10, ge=0)
     """Updates in a row that may be skipped because the loss or a gradient isn't finite; one more stops the run."""
@@ -103,24 +100,24 @@ class MeshConfig(Section):
 
 
 class DataConfig(Section):
-    """What SFT reads."""
+    """The examples that SFT trains on."""
 
     source: str
     """A file of JSON lines (`messages`, or `question` and `answer`), a hub id, or `task`: the task's own solutions."""
     subset: str | None = None
-    """Of a hub id, e.g. `main`."""
+    """The subset of a data set on the hub, e.g. `main`."""
     split: str = "train"
-    """Of a hub id."""
+    """The split of a data set on the hub."""
     max_length: PositiveInt
     """Tokens in a row; a longer example is cut there."""
     packing: bool = True
     """Fill a row with several examples; they don't attend to each other."""
     shuffle: bool = True
     epochs: PositiveInt | None = None
-    """None: as many as `steps` take."""
+    """Passes over the data; None: as many as `steps` take."""
     on_bad_line: Literal["error", "skip"] = "error"
     prefetch: int = Field(default=2, ge=0)
-    """Batches made ahead of the step that reads them."""
+    """Batches that are made ahead of the step that reads them."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -158,8 +155,8 @@ class TaskConfig(Section):
     reward_timeout: PositiveFloat = 2.0
     """Seconds that one reward function may take for one completion."""
     max_failed_groups: float = Field(default=0.5, ge=0, le=1)
-    """The share of a step's groups that may be left out because a reward that counts failed in them, be it for one
-    completion; a larger one stops the run."""
+    """The share of a step's groups that may be left out; a larger one stops the run. A group is left out if a reward
+    with a weight failed for one of its completions."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -185,30 +182,30 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = 1.0
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    """0: all."""
+    """How many of the likeliest tokens are sampled from; 0: all."""
     stop: tuple[str, ...] = ()
-    """Tokens that end a completion, beside the model's own."""
+    """Tokens that end a completion, besides the model's own."""
     batch_size: PositiveInt | None = None
     """Sequences decoded at a time; None: all of them."""
 
 
 class GrpoConfig(Section):
     num_generations: int = Field(default=8, ge=2)
-    """Completions of a prompt: the group whose rewards are compared."""
+    """Completions of each prompt: the group whose rewards are compared."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo"] = "grpo"
     num_iterations: PositiveInt = 1
-    """Updates from one rollout."""
+    """Updates from each rollout."""
     epsilon: float = Field(default=0.2, gt=0, lt=1)
     epsilon_high: float | None = Field(default=None, gt=0)
-    """None: as `epsilon`."""
+    """None: the same as `epsilon`."""
     beta: float = Field(default=0.0, ge=0)
-    """Of the KL divergence to the reference policy; 0: none is held."""
+    """Weight of the KL divergence to the reference policy; 0: no reference policy is held."""
     reference: Literal["initial"] | None = None
-    """The policy that beta holds to: the parameters that the run began with."""
+    """The reference policy: the parameters that the run began with."""
     entropy_coef: float = 0.0
     scale_rewards: Literal["group", "batch", "none"] = "group"
     importance_cap: PositiveFloat | None = 2.0
-    """Truncation of the importance weight of trainer against sampler; None: no such weight."""
+    """Upper limit of the importance weight, trainer's over sampler's probability; None: no such weight."""
     mask_truncated_completions: bool = False
 
     @model_validator(mode="after")
@@ -221,28 +218,28 @@ class GrpoConfig(Section):
 
 
 class EvalConfig(Section):
-    """At step 0, every n steps and at the end, on problems that training never sees."""
+    """Evaluation at step 0, every n steps and at the end, on problems that training never sees."""
 
     every: PositiveInt | None = None
-    """None: only first and last."""
+    """Steps between evaluations; None: only at step 0 and at the end."""
     prompts: PositiveInt | None = None
-    """None: all that the task holds out."""
+    """How many held-out problems are used; None: all."""
     sampled: bool = False
-    """Measure one completion at the rollout's temperature as well as the greedy one."""
+    """Measure one completion at the rollout's temperature besides the greedy one."""
 
 
 class CheckpointConfig(Section):
     every: PositiveInt | None = None
-    """Steps; None: only at the end."""
+    """Steps between checkpoints; None: only one at the end."""
     keep: PositiveInt = 2
-    """The newest n."""
+    """How many of the newest checkpoints are kept."""
     keep_best: bool = False
-    """The one of the highest `eval/greedy_accuracy`, too."""
+    """Keep the checkpoint with the highest `eval/greedy_accuracy`, too."""
 
 
 class LogConfig(Section):
     samples: int | None = Field(default=None, ge=0)
-    """Completions of a step that go to samples.jsonl; None: all."""
+    """How many completions of each step are written to samples.jsonl; None: all."""
 
 
 class Config(Section):
@@ -250,9 +247,9 @@ class Config(Section):
     run_dir: str
     seed: int = Field(default=0, ge=0, lt=2**31)
     steps: PositiveInt
-    """Updates of the parameters."""
+    """How often the parameters are updated."""
     batch_size: PositiveInt
-    """Sequences of an update. Under GRPO `num_generations` of them share a prompt."""
+    """Sequences in each update. Under GRPO `num_generations` of them share a prompt."""
     micro_batch_size: PositiveInt | None = None
     """Sequences in one forward and backward pass; None: the whole batch. The gradient does not depend on it."""
     model: ModelConfig
@@ -308,7 +305,7 @@ class Config(Section):
         return self
 
     def check_rows(self, shards: int) -> None:
-        """Whether each of the devices that share a batch's rows has as many."""
+        """Raise if `shards` devices, which share the rows of a batch, would not have equally many."""
         batch, micro = self.batch_size, self.micro_batch_size
         problem = f"is not divisible by mesh.dp * mesh.fsdp ({shards}); the nearest that works is"
         if batch % shards:

@@ -108,7 +108,6 @@ class Forward:
             where=batch.weights > 0,
             temperature=self.temperature,
             dtype=self.dtype,
-            filter_eps=self.head.filter_eps,
             impl=self.head.impl,
             sharding=self.sharding,
         )
@@ -137,7 +136,6 @@ class Forward:
             temperature=self.temperature,
             workspace=None if workspace is None else workspace * 2**20,
             dtype=self.dtype,
-            filter_eps=self.head.filter_eps,
             impl=self.head.impl,
             sharding=self.sharding,
         )

@@ -45,7 +45,9 @@ from tools import tune_gpu, tune_gpu_child
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif("jax.default_backend() != 'gpu' or target.no_hopper() is not None", reason="needs a Hopper GPU"),
+    pytest.mark.skipif(
+        "jax.default_backend() != 'gpu' or target.why_not_hopper() is not None", reason="needs a Hopper GPU"
+    ),
 ]
 
 OFF_TILES = (300, 712, 192)

@@ -30,7 +30,7 @@ def an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
 def problem(n: int, v: int, d: int, dw: Any, **options: Any) -> tuple[Inputs, Options]:
     shapes = ((n, d), BF16), ((v, d), BF16), ((n,), jnp.int32), ((n,), bool), ((), F32)
     inputs = Inputs(*(jnp.zeros(*x) for x in shapes))
-    return inputs, Options(None, jnp.dtype(BF16), weight_gradient=jnp.dtype(dw), **options)
+    return inputs, Options(None, jnp.dtype(BF16), weight_gradient_dtype=jnp.dtype(dw), **options)
 
 
 def largest(n: int, v: int, d: int, dw: Any = BF16, chunk: int = 256, tiles: Tiles = TILES) -> Loan:

@@ -62,7 +62,7 @@ def obstacle(inputs: Inputs, options: Options) -> str | None:
     if features % 64 or vocabulary % 8:
         return f"weight is {vocabulary} x {features}, and the kernels want multiples of 8 x 64"
     # Elsewhere they can be interpreted, with tiles for that.
-    return None if gpu_tiles.overridden() else target.no_hopper()
+    return None if gpu_tiles.overridden() else target.why_not_hopper()
 
 
 def statistics(inputs: Inputs, options: Options) -> Softmax:

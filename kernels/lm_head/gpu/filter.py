@@ -34,7 +34,7 @@ def counted(
     """
     width = tiles.columns
     tile = jnp.arange(len(tops))
-    likely_PR = tops - softmax.top - softmax.log_total >= jnp.log(eps)
+    likely_PR = tops - softmax.top - softmax.log_sum_e >= jnp.log(eps)
     here_PR = likely_PR & (tile * width < columns)[:, None] | (labels // width == tile[:, None])
     found_GU = (here_PR & live).reshape(len(tile), -1, tiles.cluster_rows).any(axis=2).T
     return jnp.pad(found_GU, ((0, 0), (0, chunk // width)))  # the last chunk may reach beyond

@@ -20,9 +20,9 @@ from kernels.lm_head.contract import (
     Inputs,
     Options,
     TokenLogprobs,
-    columns_of,
     gradient_dtypes,
-    labels_of,
+    local_labels,
+    number_of_columns,
     zeros,
 )
 from kernels.lm_head.gpu import filter as gpu_filter
@@ -35,7 +35,7 @@ from kernels.lm_head.gpu.kept_logits import Lent
 from kernels.lm_head.gpu.plan import Plan
 from kernels.lm_head.gpu.tiles import KEPT, Sizes, Tiles
 from kernels.lm_head.live_rows import round_up
-from kernels.lm_head.softmax import FLOOR, Running, Softmax, at_label, finish, joined, merge
+from kernels.lm_head.softmax import FLOOR, Running, Softmax, combine, combine_over_axis, finish, label_slope
 
 _NEVER = 1e30  # log of a total that makes every probability 0
 
@@ -64,7 +64,7 @@ class Kept(NamedTuple):
 
 def gathered(inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> Rows:
     live = jnp.arange(len(row)) < number
-    labels = jnp.where(live, labels_of(inputs)[row], -1)
+    labels = jnp.where(live, local_labels(inputs)[row], -1)
     found = labelled(labels, len(inputs.weight), sizes.tiles)
     return Rows(inputs.hidden[row].astype(options.dtype), labels, found, live, number)
 
@@ -81,7 +81,7 @@ def forward(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> tuple[R
         for number, (first, last, chunk) in enumerate(zip(edges, edges[1:], chunks, strict=False))
         if first < last
     ]
-    running = functools.reduce(joined, (part[0] for part in found))
+    running = functools.reduce(combine, (part[0] for part in found))
     tops = [part[1] for part in found if part[1] is not None]
     memory = None if lent is None else gpu_loan.given_back(lent, tops[0])
     if lent is not None and options.filter_eps is None:
@@ -126,7 +126,7 @@ def _over(
 
     def part(running: Running, i: Array) -> Any:
         found, *kept = kernel(first + i * chunk, chunk)
-        return joined(running, found), kept
+        return combine(running, found), kept
 
     none = zeros(inputs, len(rows.labels))
     nothing = Running(none + FLOOR, none, none, none)
@@ -139,7 +139,7 @@ def softmax_of(options: Options, running: Running, live: Bool[Array, "R"]) -> So
     # Nothing was written there, and a product of 0 with what isn't finite is not 0.
     running = Running(*(jnp.where(live, x, fill) for x, fill in zip(running, (0, 1, 0, 0), strict=True)))
     if options.vocabulary_axis is not None:
-        running = merge(running, options.vocabulary_axis)
+        running = combine_over_axis(running, options.vocabulary_axis)
     return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(running))
 
 
@@ -168,7 +168,7 @@ def backward(
             softmax,
             rows.labels,
             rows.live,
-            columns=columns_of(inputs),
+            columns=number_of_columns(inputs),
             chunk=sizes.chunk,
         )
     tiles, size = sizes.tiles, sizes.block(len(rows.labels))
@@ -247,7 +247,7 @@ def backward(
 
 def _chunk(inputs: Inputs, options: Options, first: Array, size: int) -> tuple[Float[Array, "_ D"], Chunk]:
     """A chunk, and an array that has its rows of the weight in the products' dtype."""
-    columns = jnp.clip(columns_of(inputs) - first, 0, size)
+    columns = jnp.clip(number_of_columns(inputs) - first, 0, size)
     if inputs.weight.dtype == options.dtype:
         return inputs.weight, Chunk(first, first, columns)
     row = jnp.minimum(first + jnp.arange(size), len(inputs.weight) - 1)
@@ -257,10 +257,10 @@ def _chunk(inputs: Inputs, options: Options, first: Array, size: int) -> tuple[F
 def _by_row(inputs: Inputs, options: Options, rows: Rows, softmax: Softmax, slopes: TokenLogprobs) -> RowSlopes:
     scale = 1 / inputs.temperature
     by_p = slopes.lse - slopes.logprob - slopes.entropy * softmax.entropy
-    label = at_label(softmax, slopes, inputs.temperature, options.softcap)
-    found = RowSlopes(softmax.top, softmax.log_total, by_p * scale, slopes.entropy * scale, label)
+    label = label_slope(softmax, slopes, inputs.temperature, options.softcap)
+    found = RowSlopes(softmax.top, softmax.log_sum_e, by_p * scale, slopes.entropy * scale, label)
     found = jax.tree.map(lambda x: jnp.where(rows.live, x, 0), found)
-    return found._replace(log_total=jnp.where(rows.live, found.log_total, _NEVER))
+    return found._replace(log_sum_e=jnp.where(rows.live, found.log_sum_e, _NEVER))
 
 
 def _kept(
@@ -300,7 +300,7 @@ def _kept_slopes(
     below_RUT = below_RC.reshape(size[0], across, tiles.columns).astype(jnp.float32)
     # Where no float16 is so low, and where there is no column: a probability of 0, and finite.
     below_RUT = jnp.maximum(below_RUT, -float(jnp.finfo(KEPT).max)) / inputs.temperature
-    log_p_RUT = below_RUT + (top_UR - by_row.top - by_row.log_total).T[:, :, None]
+    log_p_RUT = below_RUT + (top_UR - by_row.top - by_row.log_sum_e).T[:, :, None]
     by_p_RUT = by_row.by_p[:, None, None]
     if options.entropy_slopes:
         by_p_RUT -= by_row.entropy[:, None, None] * log_p_RUT

@@ -1,18 +1,20 @@
-"""The skeleton of every kernel for Hopper: C = A B, tile after tile, and what is done with a tile that is complete.
+"""The skeleton of every Hopper kernel: computes C = A B tile by tile, and hands each finished tile to an epilogue.
 
-As many thread blocks as there are multiprocessors stay to the end: they are persistent. One warpgroup of a block loads:
-TMA brings slabs of A and of B into a ring of slots in shared memory, ahead of those who need them and across the ends
-of tiles. Two warpgroups multiply, each one half of the rows of a tile, by WGMMA with float32 sums in registers, and
-then do with the sums what the kernel is for, while the next tile's slabs arrive. Two blocks form a cluster: their tiles
-lie below each other, and a slab of B, which is then the same, is read once and multicast to both.
+The kernels are persistent: as many thread blocks as there are multiprocessors run to the end. One warpgroup of a block
+loads: TMA brings slabs of A and B into a ring of slots in shared memory, ahead of their use and across the ends of
+tiles. Two warpgroups multiply, each one half of a tile's rows, by WGMMA with float32 sums in registers, and then run
+the epilogue on the sums, while the next tile's slabs arrive. Two blocks form a cluster: their tiles are neighbours in
+the direction of the rows, and a slab of B, which both need, is read once and multicast to both.
 
-A slab that reaches beyond its array is filled with zeros by TMA, and what is stored beyond one is dropped: sizes need
-not be multiples of tiles, but Pallas wants those of arrays to be multiples of 8 and 64.
+TMA fills a slab that reaches beyond its array with zeros, and drops what is stored beyond one: sizes need not be
+multiples of tiles, but Pallas requires arrays whose sizes are multiples of 8 and 64.
 
-Left out: what is multiplied (`gpu_forward.py`, `gpu_backward.py`), and how large the tiles are (`gpu_tiles.py`).
+Left out: what is multiplied (`forward.py`, `backward.py`), and the sizes of tiles (`tiles.py`).
 
-The design is that of CUTLASS's persistent warp-specialised kernels, in the cooperative variant. What the hardware does:
+The design is that of CUTLASS's persistent warp-specialised kernels, in the cooperative variant. The hardware's part:
 PTX ISA, `wgmma.mma_async`, `cp.async.bulk.tensor`, `mbarrier`.
+
+Suffixes: R rows of a warpgroup's half of a tile, C columns of a tile, P columns of a piece of it.
 """
 
 import functools
@@ -37,49 +39,52 @@ Ref = Any
 
 
 class Operand(NamedTuple):
-    """A matrix in GPU memory: rows or columns of the result by the depth over which products are summed."""
+    """A factor of the product in GPU memory: the result's rows (or columns) by the depth over which it is summed."""
 
     ref: Ref
     depth_first: bool
-    """The array is [depth, rows or columns]."""
+    """Whether the array is [depth, rows or columns] instead of [rows or columns, depth]."""
     first: Scalar | int = 0
-    """Where rows or columns begin in the array."""
+    """The array's index of the first row (or column)."""
     first_depth: Scalar | int = 0
 
 
 class Work(NamedTuple):
-    """What there is to do; known on the device alone, all or in part. A strip is what a cluster does at a time: tiles
-    side by side, with something to carry from each to the next."""
+    """What a kernel computes: strips, each of neighbouring tiles that one cluster computes in order, carrying values
+    from each tile to the next. The numbers may be known on the device alone."""
 
     strips: Scalar
     place: Callable[[Scalar], tuple[Scalar, Scalar, Scalar]]
-    """Of a strip: its block of a cluster's rows, its first tile of columns, how many tiles."""
-    depth: Callable[[Scalar, Scalar], Scalar]
-    """Of a block of rows and a tile of columns: slabs to sum."""
-    slab: Callable[[Scalar, Scalar, Scalar], Scalar] = lambda block, tile, k: k
-    """Of these two and a number below that depth: the slab's place."""
+    """strip -> (block of a cluster's rows, first tile of columns, number of tiles)."""
+    slabs: Scalar
+    """Number of slabs over which each tile is summed."""
 
 
 class Place(NamedTuple):
-    """Where a warpgroup is."""
+    """The part of a strip that one warpgroup computes."""
 
     row: Scalar
     """First row of its tiles."""
     tile: Scalar
-    """First tile of columns of its strip."""
+    """First tile of columns of the strip."""
     tiles: Scalar
+    """Number of tiles of the strip."""
     warpgroup: Scalar
 
 
 Product = Callable[[Scalar, Scalar], tuple[Float[Array, "R C"], Scalar]]
-"""(tile of columns, step) -> its sums, step. Steps count slabs, and are handed from one product to the next."""
+"""(tile of columns, step) -> (the tile's sums, step). The step counts the slabs that were consumed so far."""
 Strip = Callable[[Place, Product, Scalar], Scalar]
-"""(place, product, step) -> step: does a strip's tiles in order."""
+"""(place, product, step) -> step: computes the tiles of a strip in order, and stores what the kernel is for."""
 
 
 def kernel(body: Callable[..., None], tiles: Tiles, name: str, out: Any = ()) -> Any:
-    """A Pallas kernel of persistent blocks. `body` gets a ref of each argument, and of each of `out`; arguments that
-    are refs themselves are changed in place."""
+    """A Pallas kernel of persistent blocks.
+
+    Args:
+        body: takes a ref of each argument, then one of each array of `out`. Arguments that are refs themselves are
+            changed in place.
+    """
     mesh = plgpu.Mesh(
         grid=(target.multiprocessors() // tiles.cluster,),
         grid_names=("cluster",),
@@ -95,7 +100,7 @@ def kernel(body: Callable[..., None], tiles: Tiles, name: str, out: Any = ()) ->
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for matrices, laid out as WGMMA and TMA like them: in columns of 128 bytes."""
+    """Shared memory for matrices in the layout that WGMMA and TMA need: swizzled columns of 128 bytes."""
     width = 128 // jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
 
@@ -103,10 +108,11 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 def strips_of(
     blocks: Scalar, tiles: Scalar, length: int, together: int | None = None
 ) -> tuple[Scalar, Callable[..., Any]]:
-    """Strips of `length` tiles that cover blocks x tiles, and where each lies.
+    """The number of strips of `length` tiles that cover blocks x tiles, and `Work.place` for them.
 
     Args:
-        together: blocks that are gone through strip by strip, before the next ones; None: one block after the other.
+        together: number of blocks whose strips are interleaved, so that they share what they load of the columns;
+            None: one block after the other.
     """
     across = lax.div(tiles + (length - 1), jnp.int32(length))
 
@@ -125,8 +131,8 @@ def strips_of(
 
 
 def run(tiles: Tiles, work: Work, a: Operand, b: Operand, strip: Callable[..., Strip], scratch: Sequence[Any]) -> None:
-    """Does all the work, from inside a kernel. `strip`, given the refs of `scratch`, is what a multiplier does."""
-    freed = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if tiles.cluster > 1 else plgpu.Barrier
+    """Does a kernel's work, called in its body. `strip(*refs of scratch)` makes a multiplier's function of a strip."""
+    free_barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if tiles.cluster > 1 else plgpu.Barrier
 
     def roles(a_slots: Ref, b_slots: Ref, *others: Ref) -> None:
         *refs, full, free = others
@@ -145,17 +151,17 @@ def run(tiles: Tiles, work: Work, a: Operand, b: Operand, strip: Callable[..., S
 
     pl.run_scoped(
         roles,
-        swizzled(_slots(tiles, tiles.rows, a), a.ref.dtype),
-        swizzled(_slots(tiles, tiles.columns, b), b.ref.dtype),
+        swizzled(_slots_shape(tiles, tiles.rows, a), a.ref.dtype),
+        swizzled(_slots_shape(tiles, tiles.columns, b), b.ref.dtype),
         *scratch,
         plgpu.Barrier(num_arrivals=2, num_barriers=tiles.slots),
-        freed(num_arrivals=MULTIPLIERS, num_barriers=tiles.slots),
+        free_barrier(num_arrivals=MULTIPLIERS, num_barriers=tiles.slots),
         collective_axes="warpgroup",
     )
 
 
 class _Ring(NamedTuple):
-    """Slots in shared memory, that are filled and freed in turn."""
+    """Slots in shared memory that are filled and freed in turn."""
 
     tiles: Tiles
     a: Operand
@@ -163,12 +169,12 @@ class _Ring(NamedTuple):
     a_slots: Ref
     b_slots: Ref
     full: Ref
-    """Barriers: both slabs have arrived."""
+    """One barrier a slot: both slabs have arrived."""
     free: Ref
-    """Barriers: all who read them, in both blocks, are done."""
+    """One barrier a slot: all readers, in both blocks of the cluster, are done."""
 
 
-def _slots(tiles: Tiles, size: int, operand: Operand) -> tuple[int, int, int]:
+def _slots_shape(tiles: Tiles, size: int, operand: Operand) -> tuple[int, int, int]:
     return (tiles.slots, tiles.depth, size) if operand.depth_first else (tiles.slots, size, tiles.depth)
 
 
@@ -190,29 +196,27 @@ def _load(ring: _Ring, work: Work) -> None:
         row = (block * tiles.cluster + rank) * tiles.rows
 
         def tile(t: Scalar, step: Scalar) -> Scalar:
-            depth = work.depth(block, first + t)
-
             def slab(k: Scalar, step: Scalar) -> Scalar:
-                at, slot = work.slab(block, first + t, k) * tiles.depth, lax.rem(step, jnp.int32(tiles.slots))
+                at, slot = k * tiles.depth, lax.rem(step, jnp.int32(tiles.slots))
                 column = (first + t) * tiles.columns
                 plgpu.barrier_wait(ring.free.at[slot])
-                a = _slab(ring.a, row, tiles.rows, at, tiles.depth)
+                a = _slab_ref(ring.a, row, tiles.rows, at, tiles.depth)
                 plgpu.copy_gmem_to_smem(a, ring.a_slots.at[slot], ring.full.at[slot])
-                b = _slab(ring.b, column, tiles.columns, at, tiles.depth)
+                b = _slab_ref(ring.b, column, tiles.columns, at, tiles.depth)
                 shared = "rank" if tiles.cluster > 1 else None
                 plgpu.copy_gmem_to_smem(b, ring.b_slots.at[slot], ring.full.at[slot], collective_axes=shared)
                 return step + 1
 
-            return lax.fori_loop(0, depth, slab, step)
+            return lax.fori_loop(0, work.slabs, slab, step)
 
         return lax.fori_loop(0, number, tile, step)
 
     step = _over_strips(work, strip)
-    for i in range(tiles.slots):  # the other block of the cluster frees slots in this one: not after its end
+    for i in range(tiles.slots):  # the other block of the cluster frees slots in this one: it must not end before
         plgpu.barrier_wait(ring.free.at[lax.rem(step + i, jnp.int32(tiles.slots))])
 
 
-def _slab(operand: Operand, start: Scalar, size: int, at: Scalar, depth: int) -> Ref:
+def _slab_ref(operand: Operand, start: Scalar, size: int, at: Scalar, depth: int) -> Ref:
     own, along = pl.ds(operand.first + start, size), pl.ds(operand.first_depth + at, depth)
     return operand.ref.at[along, own] if operand.depth_first else operand.ref.at[own, along]
 
@@ -225,14 +229,12 @@ def _multiply(ring: _Ring, work: Work, warpgroup: Scalar, strip: Strip) -> None:
 
     def one(block: Scalar, first: Scalar, number: Scalar, step: Scalar) -> Scalar:
         def product(t: Scalar, step: Scalar) -> tuple[Float[Array, "R C"], Scalar]:
-            depth = work.depth(block, t)
-
             def accumulate(sums: Ref) -> Float[Array, "R C"]:
                 def slab(k: Scalar, step: Scalar) -> Scalar:
                     slot = lax.rem(step, slots)
                     plgpu.barrier_wait(ring.full.at[slot])
-                    plgpu.wgmma(sums, *_slabs(ring, slot, warpgroup))
-                    plgpu.wgmma_wait(1)  # the one before is done
+                    plgpu.wgmma(sums, *_slab_refs(ring, slot, warpgroup))
+                    plgpu.wgmma_wait(1)  # the product before this one is done
 
                     @pl.when(k > 0)
                     def _() -> None:
@@ -240,13 +242,13 @@ def _multiply(ring: _Ring, work: Work, warpgroup: Scalar, strip: Strip) -> None:
 
                     return step + 1
 
-                lax.fori_loop(0, depth, slab, step)
+                lax.fori_loop(0, work.slabs, slab, step)
                 return sums[...]
 
             sums = pl.run_scoped(accumulate, plgpu.ACC((tiles.rows_each, tiles.columns), jnp.float32))
-            step += depth
+            step += work.slabs
 
-            @pl.when(depth > 0)
+            @pl.when(work.slabs > 0)
             def _() -> None:
                 plgpu.barrier_arrive(ring.free.at[lax.rem(step + (slots - 1), slots)])
 
@@ -259,37 +261,37 @@ def _multiply(ring: _Ring, work: Work, warpgroup: Scalar, strip: Strip) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _slabs(ring: _Ring, slot: Scalar, warpgroup: Scalar) -> tuple[Ref, Ref]:
-    """This warpgroup's rows of A's slab, and B's."""
+def _slab_refs(ring: _Ring, slot: Scalar, warpgroup: Scalar) -> tuple[Ref, Ref]:
+    """A's slab, this warpgroup's rows of it, and B's."""
     rows = pl.ds(warpgroup * ring.tiles.rows_each, ring.tiles.rows_each)
     a = ring.a_slots.at[slot, :, rows] if ring.a.depth_first else ring.a_slots.at[slot, rows]
     b = ring.b_slots.at[slot]
     return a.transpose((1, 0)) if ring.a.depth_first else a, b if ring.b.depth_first else b.transpose((1, 0))
 
 
-# --- results ------------------------------------------------------------------------------------------------------
+# --- epilogues ----------------------------------------------------------------------------------------------------
 
 
 PIECE = 64
-"""Columns of a tile that are worked on at a time."""
+"""Columns of a tile that an epilogue works on at a time."""
 
 
 def pieces_of(y: Float[Array, "R C"], width: int = PIECE) -> list[Float[Array, "R P"]]:
     return [y[:, start : start + width] for start in range(0, y.shape[1], width)]
 
 
-def column(piece: Array, number: int) -> Int[Array, "R P"]:
-    """Of each element of a tile's piece, its column in the tile."""
+def column_index(piece: Array, number: int) -> Int[Array, "R P"]:
+    """The tile's column at each element of its piece of that number."""
     return lax.broadcasted_iota(jnp.int32, piece.shape, 1) + number * PIECE
 
 
-def stage(dtype: Any) -> Any:
-    """Scratch of `send`: pieces of tiles on their way out."""
+def piece_stages(dtype: Any) -> Any:
+    """Scratch of `store_piece`."""
     return swizzled((MULTIPLIERS, STAGES, 64, 128 // jnp.dtype(dtype).itemsize), dtype)
 
 
-def send(stages: Ref, place: Place, number: int, piece: Array, to: Ref, add: bool = False) -> None:
-    """Stores a tile's piece of that number, as wide as a stage, or adds it to what is there."""
+def store_piece(stages: Ref, place: Place, number: int, piece: Array, to: Ref, add: bool = False) -> None:
+    """Stores a tile's piece of that number, as wide as a stage, in GPU memory, or adds it to what is there."""
     buffer = stages.at[place.warpgroup, number % STAGES]
     plgpu.wait_smem_to_gmem(STAGES - 1, wait_read_only=True)
     buffer[...] = piece.astype(stages.dtype)
@@ -297,26 +299,26 @@ def send(stages: Ref, place: Place, number: int, piece: Array, to: Ref, add: boo
     plgpu.copy_smem_to_gmem(buffer, to, reduction_op="add" if add else None)
 
 
-def vectors(number: int) -> Any:
-    """Scratch of `send_vectors`."""
+def vector_stages(number: int) -> Any:
+    """Scratch of `store_vectors`, for up to `number` vectors."""
     return plgpu.SMEM((MULTIPLIERS, number, 64), jnp.float32)
 
 
-def send_vectors(buffers: Ref, place: Place, values: Sequence[Array], to: Callable[[int], Ref]) -> None:
-    """Stores a number for each of a warpgroup's rows where `to` says, of each of `values`."""
+def store_vectors(stages: Ref, place: Place, values: Sequence[Array], to: Callable[[int], Ref]) -> None:
+    """Stores `values[i]`, one float32 for each of a warpgroup's rows, at `to(i)` in GPU memory."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i, value in enumerate(values):
-        buffers[place.warpgroup, i] = value
+        stages[place.warpgroup, i] = value
     plgpu.commit_smem()
     for i in range(len(values)):
-        plgpu.copy_smem_to_gmem(buffers.at[place.warpgroup, i], to(i), commit_group=i + 1 == len(values))
+        plgpu.copy_smem_to_gmem(stages.at[place.warpgroup, i], to(i), commit_group=i + 1 == len(values))
 
 
-def vector(ref: Ref, place: Place, *index: Any) -> Array:
-    """What `ref` has for a warpgroup's rows."""
+def load_vector(ref: Ref, place: Place, *index: Any) -> Array:
+    """The numbers of a warpgroup's rows from `ref[*index]` in GPU memory."""
     return load(ref.at[(*index, pl.ds(place.row, 64))])
 
 
 def load(ref: Ref) -> Array:
-    """What is in GPU memory, in registers."""
+    """Loads from GPU memory into registers."""
     return plgpu.load(ref, *_NO_INDEX, optimized=False)

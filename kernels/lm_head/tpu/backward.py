@@ -8,7 +8,7 @@ dh follows from the forward kernel's sum of p W. `kept_weight_gradient` is the t
 Leaves out which of them to use (`mosaic_tpu.py`), and everything that is linear in the number of rows alone
 (`tpu_slopes.py`).
 
-Suffixes as in `tpu_forward.py`. With p = exp(log p), log p = (y - top) / temperature - log_total, all of them compute
+Suffixes as in `tpu_forward.py`. With p = exp(log p), log p = (y - top) / temperature - log_sum_e, all of them compute
 
     dy = slope of the cap / temperature * p * (at_p + at_p_log_p * log p), but `at_label` in the label's column
 """
@@ -48,7 +48,7 @@ class Slopes(NamedTuple):
 
     top: Float[Array, "M"]
     """The maximum of y over the whole vocabulary, in units of y."""
-    log_total: Float[Array, "M"]
+    log_sum_e: Float[Array, "M"]
     at_p: Float[Array, "M"]
     at_p_log_p: Float[Array, "M"] | None
     """None: zero everywhere."""
@@ -73,7 +73,7 @@ def weight_gradient(
     dtype: jnp.dtype,
     gradient: jnp.dtype,
 ) -> Float[Array, "V D"]:
-    """dW, from the rows [0, number); the slopes of the others in their last block must be 0, and log_total large."""
+    """dW, from the rows [0, number); the slopes of the others in their last block must be 0, and log_sum_e large."""
     case, typed = _prepared("weight", hidden, weight, weight.shape[0], dtype, gradient)
     blocks, features = len(hidden) // tile.rows, hidden.shape[1]
 
@@ -269,7 +269,7 @@ def _hidden_kernel(
 
 def _dy(y: Array, hit: Array, scale: Array, softcap: float | None, slopes: Slopes, entropy: bool) -> Array:
     assert slopes.at_p_log_p is not None  # packed, it is zeros
-    log_p = (y - slopes.top) * scale - slopes.log_total
+    log_p = (y - slopes.top) * scale - slopes.log_sum_e
     p = jnp.exp2(log_p * LOG2E)
     dy = p * (slopes.at_p + slopes.at_p_log_p * log_p) if entropy else p * slopes.at_p
     if softcap is not None:
@@ -363,10 +363,10 @@ def _kept_kernel(
         h_RD = scratch.get("hidden", hidden)
         if "hidden" in scratch:
             h_RD[...] = hidden[...].astype(dtype)
-        top_1R, log_total_1R, at_p_1R, _, at_label_1R = (slopes[pl.ds(n, 1), :] for n in range(5))
+        top_1R, log_sum_e_1R, at_p_1R, _, at_label_1R = (slopes[pl.ds(n, 1), :] for n in range(5))
         for s in range(columns // step):
             then_1R = kept_top[pl.ds(s, 1), :]
-            factor_1R = at_p_1R * jnp.exp2(((then_1R - top_1R) * scales[0] - log_total_1R) * LOG2E)
+            factor_1R = at_p_1R * jnp.exp2(((then_1R - top_1R) * scales[0] - log_sum_e_1R) * LOG2E)
             e_SR = kept[:, pl.ds(s * step, step)].T.astype(jnp.float32)
             column_SR = lax.broadcasted_iota(jnp.int32, e_SR.shape, 0)
             hit_SR = column_SR == labels[...] - (j * columns + s * step)

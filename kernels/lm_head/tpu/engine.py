@@ -33,14 +33,14 @@ from kernels.lm_head.contract import (
     Options,
     Terms,
     TokenLogprobs,
-    columns_of,
     gradient_dtypes,
-    labels_of,
+    local_labels,
     loss_slopes,
+    number_of_columns,
     zeros,
 )
 from kernels.lm_head.live_rows import LiveRows, live_rows, write
-from kernels.lm_head.softmax import Running, Softmax, finish, merge
+from kernels.lm_head.softmax import Running, Softmax, combine_over_axis, finish
 from kernels.lm_head.tpu import tiles
 from kernels.lm_head.tpu.backward import Slopes, hidden_gradient, kept_weight_gradient, weight_gradient
 from kernels.lm_head.tpu.forward import Kept
@@ -101,7 +101,7 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: TokenLogpr
         dh = _hidden_gradient(inputs, by_row, options)
     elif options.wants_hidden:
         assert saved.mean is not None
-        dh = hidden_gradient_from_mean(inputs, options, labels_of(inputs), softmax, slopes, saved.mean)
+        dh = hidden_gradient_from_mean(inputs, options, local_labels(inputs), softmax, slopes, saved.mean)
         dh = jnp.where(inputs.live[:, None], dh, 0).astype(gradient_dtypes(inputs, options)[0])
     if options.wants_weight:
         dw = _weight_gradient(inputs, by_row, options)
@@ -215,14 +215,14 @@ def _forward_block(
     keep: bool = False,
 ) -> _Block:
     row_R, live_R = live.block(i, rows)
-    hidden, labels = inputs.hidden[row_R], labels_of(inputs)[row_R]
+    hidden, labels = inputs.hidden[row_R], local_labels(inputs)[row_R]
     number = jnp.clip(live.number - i * rows, 0, rows)
     running, mean_RD, kept = forward_kernel(
         hidden,
         inputs.weight,
         labels,
         number,
-        columns_of(inputs),
+        number_of_columns(inputs),
         inputs.temperature,
         tile=tile,
         softcap=options.softcap,
@@ -230,8 +230,8 @@ def _forward_block(
         mean=mean,
         keep=keep,
     )
-    top, total, tilt, label = (jnp.where(live_R, x, 0) for x in running)
-    running = Running(top, jnp.where(live_R, total, 1), tilt, label)
+    top, sum_e, sum_e_z, label = (jnp.where(live_R, x, 0) for x in running)
+    running = Running(top, jnp.where(live_R, sum_e, 1), sum_e_z, label)
     return _Block(hidden, labels, live_R, number, row_R, running, mean_RD, kept)
 
 
@@ -240,11 +240,11 @@ def _merged(
 ) -> tuple[Softmax, Float[Array, "N"], Float[Array, "N"] | None]:
     """The whole vocabulary's softmax, its maximum in units of y, and this shard's share of the total, if it is one."""
     scale = 1 / inputs.temperature
-    own = Running(running.top * scale, running.total, running.tilt * scale, running.label * scale)
+    own = Running(running.top * scale, running.sum_e, running.sum_e_z * scale, running.label * scale)
     whole, top_y, share = own, running.top, None
     if options.vocabulary_axis is not None:
-        whole, top_y = merge(own, options.vocabulary_axis), lax.pmax(running.top, options.vocabulary_axis)
-        share = jnp.exp(own.top - whole.top) * own.total / whole.total
+        whole, top_y = combine_over_axis(own, options.vocabulary_axis), lax.pmax(running.top, options.vocabulary_axis)
+        share = jnp.exp(own.top - whole.top) * own.sum_e / whole.sum_e
     return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(whole)), top_y, share
 
 
@@ -255,7 +255,7 @@ def _hidden_gradient(inputs: Inputs, by_row: Slopes, options: Options) -> Float[
 
     def over(i: Array, dh_MD: Array) -> Array:
         row_R, live_R = live.block(i, rows)
-        of_block = inputs._replace(hidden=inputs.hidden[row_R], labels=labels_of(inputs)[row_R], live=live_R)
+        of_block = inputs._replace(hidden=inputs.hidden[row_R], labels=local_labels(inputs)[row_R], live=live_R)
         number = jnp.clip(live.number - i * rows, 0, rows)
         return write(dh_MD, _hidden_kernel(of_block, at_rows(by_row, row_R, live_R), number, options, tile), i * rows)
 
@@ -272,7 +272,7 @@ def _hidden_kernel(
         inputs.weight,
         inputs.labels,
         number,
-        columns_of(inputs),
+        number_of_columns(inputs),
         inputs.temperature,
         by_row,
         tile=tile or tiles.choose(_case(inputs, options, "hidden")),
@@ -289,7 +289,7 @@ def _weight_gradient(inputs: Inputs, by_row: Slopes, options: Options) -> Float[
     return weight_gradient(
         inputs.hidden[live.row],
         inputs.weight,
-        labels_of(inputs)[live.row],
+        local_labels(inputs)[live.row],
         live.number,
         inputs.temperature,
         at_rows(by_row, live.row, live_M),

@@ -88,7 +88,7 @@ def forward(
         "sums": (typed((SUBLANES, rows), jnp.float32), pl.BlockSpec((SUBLANES, tile.rows), lambda i, *_: (0, i)))
     }
     scratch: dict[str, Any] = {
-        name: pltpu.VMEM((tile.rows, LANES), jnp.float32) for name in ("top", "total", "tilt", "label_y")
+        name: pltpu.VMEM((tile.rows, LANES), jnp.float32) for name in ("top", "sum_e", "sum_e_z", "label_y")
     }
     scratch["label"] = pltpu.VMEM((tile.rows, LANES), jnp.int32)
     if mean is not None:
@@ -153,7 +153,7 @@ def _kernel(
     def _() -> None:
         @pl.when(j == 0)
         def _() -> None:
-            for name in ("total", "tilt", "label_y"):
+            for name in ("sum_e", "sum_e_z", "label_y"):
                 scratch[name][...] = jnp.zeros((rows, LANES), jnp.float32)
             scratch["top"][...] = jnp.full((rows, LANES), FLOOR)
             scratch["label"][...] = to_lanes(labels[...])
@@ -188,15 +188,15 @@ def _kernel(
             y_RS = jnp.where(column_RS < columns - first, y_RS, FLOOR)
             hit_RS = column_RS == lanes(scratch["label"][...] - first, step)
 
-            old_top_RL, old_total_RL = scratch["top"][...], scratch["total"][...]
+            old_top_RL, old_sum_e_RL = scratch["top"][...], scratch["sum_e"][...]
             top_RL = jnp.maximum(old_top_RL, to_lanes_of(y_RS.max(axis=1, keepdims=True)))
             below_RS = y_RS - lanes(top_RL, step)
             e_RS = jnp.exp2(below_RS * exponent)
             shift_RL = old_top_RL - top_RL
             rescale_RL = jnp.exp2(shift_RL * exponent)
             scratch["top"][...] = top_RL
-            scratch["total"][...] = rescale_RL * old_total_RL + folded(e_RS)
-            scratch["tilt"][...] = rescale_RL * (scratch["tilt"][...] + shift_RL * old_total_RL) + folded(
+            scratch["sum_e"][...] = rescale_RL * old_sum_e_RL + folded(e_RS)
+            scratch["sum_e_z"][...] = rescale_RL * (scratch["sum_e_z"][...] + shift_RL * old_sum_e_RL) + folded(
                 e_RS * below_RS
             )
             scratch["label_y"][...] += folded(jnp.where(hit_RS, y_RS, 0))
@@ -217,11 +217,11 @@ def _kernel(
 
         @pl.when(j == last)
         def _() -> None:
-            total_RL = row_sum(scratch["total"][...])
-            sums = [scratch["top"][...], total_RL, row_sum(scratch["tilt"][...]), row_sum(scratch["label_y"][...])]
+            sum_e_RL = row_sum(scratch["sum_e"][...])
+            sums = [scratch["top"][...], sum_e_RL, row_sum(scratch["sum_e_z"][...]), row_sum(scratch["label_y"][...])]
             out["sums"][...] = to_rows(sums)
             if has_mean:
-                out["mean"][...] = (scratch["sum"][...] * lanes(1 / total_RL, features)).astype(out["mean"].dtype)
+                out["mean"][...] = (scratch["sum"][...] * lanes(1 / sum_e_RL, features)).astype(out["mean"].dtype)
 
 
 # --- shared with the backward kernels -----------------------------------------------------------------------------

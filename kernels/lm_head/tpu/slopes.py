@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
 from kernels.lm_head.contract import Inputs, Options, TokenLogprobs
-from kernels.lm_head.softmax import Softmax, at_label
+from kernels.lm_head.softmax import Softmax, label_slope
 from kernels.lm_head.tpu.backward import Slopes
 
 NEVER = 1e30  # log of a total that makes every probability 0
@@ -26,10 +26,10 @@ def slopes_by_row(inputs: Inputs, softmax: Softmax, top_y: Array, slopes: TokenL
         inputs.live,
         Slopes(
             top=top_y,
-            log_total=softmax.log_total,
+            log_sum_e=softmax.log_sum_e,
             at_p=by_p * scale,
             at_p_log_p=-slopes.entropy * scale if options.entropy_slopes else None,
-            at_label=at_label(softmax, slopes, inputs.temperature, options.softcap),
+            at_label=label_slope(softmax, slopes, inputs.temperature, options.softcap),
         ),
     )
 
@@ -37,7 +37,7 @@ def slopes_by_row(inputs: Inputs, softmax: Softmax, top_y: Array, slopes: TokenL
 def only(live: Bool[Array, "M"], slopes: Slopes) -> Slopes:
     """With slopes and probabilities 0 at rows that don't count."""
     zeroed = jax.tree.map(lambda x: jnp.where(live, x, 0), slopes)
-    return zeroed._replace(log_total=jnp.where(live, slopes.log_total, NEVER))
+    return zeroed._replace(log_sum_e=jnp.where(live, slopes.log_sum_e, NEVER))
 
 
 def at_rows(slopes: Slopes, row: Integer[Array, "M"], live: Bool[Array, "M"]) -> Slopes:
@@ -55,6 +55,6 @@ def hidden_gradient_from_mean(
     """dh, float32, where the entropy has no slope: the label's row of W has its own factor."""
     here = labels >= 0
     w_ND = inputs.weight[jnp.where(here, labels, 0)].astype(options.dtype).astype(jnp.float32)
-    own = jnp.where(here, at_label(softmax, slopes, inputs.temperature, options.softcap), 0)
+    own = jnp.where(here, label_slope(softmax, slopes, inputs.temperature, options.softcap), 0)
     at_mean = (slopes.lse - slopes.logprob) / inputs.temperature
     return at_mean[:, None] * mean + own[:, None] * w_ND
