@@ -1,7 +1,7 @@
-"""A configuration from a YAML file and `key.sub=value` overrides; what is wrong with it, in one line; back to YAML.
+"""Reads a configuration from a YAML file and `key.sub=value` overrides, explains errors in one line, and writes YAML.
 
-Of YAML only what settings need: mappings with names for keys, lists, texts, numbers, true, false and null. Refused are
-tags, anchors and merges, with which a line can fill the memory; a date is a text.
+Reads only the YAML that settings need: mappings with names for keys, lists, texts, numbers, true, false and null. Tags,
+anchors and merges, with which one line can fill the memory, are refused; a date is a text.
 """
 
 import difflib
@@ -19,18 +19,18 @@ from mllm.errors import UserError
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 LARGEST_FILE = 2**20
-"""Bytes."""
+"""Bytes of a configuration file."""
 DEEPEST = 20
-"""Levels of YAML."""
+"""Levels of nested YAML."""
 LARGEST_NUMBER = 2**31 - 1
-"""Of whole numbers: JAX counts in int32."""
+"""The largest whole number in a setting, because JAX counts in int32."""
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Config:
-    """Read the configuration `name` (a path, or a file in configs/) and lay `key.sub=value` overrides over it.
+    """The configuration `name` (a path, or a file in configs/) with `key.sub=value` overrides applied.
 
     Raises:
-        UserError: the file is not there or not YAML, or a setting is unknown, unused or impossible.
+        UserError: the file is missing or not YAML, or a setting is unknown, unused or impossible.
     """
     path = find(name)
     settings = read(path)
@@ -47,10 +47,10 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file, not yet looked at.
+    """The settings in a YAML file, not yet validated.
 
     Raises:
-        UserError: it is no YAML, not a mapping, or more YAML than settings need.
+        UserError: the file is no YAML, not a mapping, or more YAML than settings need.
     """
     try:
         if path.stat().st_size > LARGEST_FILE:
@@ -64,11 +64,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as YAML: every setting, defaults included; `load` reads it back as it was."""
+    """The resolved configuration as YAML: every setting, defaults included; `load` reads it back unchanged."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def find(name: str) -> Path:
+    """The file of the configuration `name`: itself, or in configs/ with or without its ending."""
     candidates = [Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"]
     for path in candidates:
         if os.path.isfile(path):  # never raises, as Path.is_file does at names that are too long
@@ -80,6 +81,7 @@ def find(name: str) -> Path:
 
 
 def apply_override(settings: dict[str, Any], override: str) -> None:
+    """Set one `key.sub=value` in `settings`; sections on the way are created where they are missing."""
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         raise UserError(f"{override}: expected key.sub=value")
@@ -98,10 +100,11 @@ def apply_override(settings: dict[str, Any], override: str) -> None:
 
 
 def from_yaml(text: str) -> Any:
-    """What the text says.
+    """The value of a YAML text.
 
     Raises:
-        yaml.YAMLError: it is no YAML. ValueError: it is more than settings need.
+        yaml.YAMLError: the text is no YAML.
+        ValueError: the text uses more of YAML than settings need.
     """
     depth = 0
     events: Iterator[Any] = yaml.parse(text, yaml.SafeLoader)
@@ -121,7 +124,7 @@ def from_yaml(text: str) -> Any:
 
 
 class PlainLoader(yaml.SafeLoader):
-    """What can't be written back as it was read is an error; so is a key that stands twice: the first would be lost."""
+    """Refuses what can't be written back unchanged, and a key that stands twice, whose first value would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -151,7 +154,7 @@ for kind, construct in (
 
 
 def whole_numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """Those in a configuration, with their dotted keys."""
+    """The whole numbers in a configuration, with their dotted keys."""
     if isinstance(value, int):
         yield key, value
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
@@ -160,7 +163,7 @@ def whole_numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
 
 
 def explain(error: ValidationError, schema: type[BaseModel] = Config) -> str:
-    """The first problem, in one line: its key with dots, and the way out."""
+    """One line for the first problem: its key with dots, and the way out."""
     problems = error.errors(include_url=False)
     # A misspelt name is often also a missing one, and says more.
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
@@ -183,7 +186,7 @@ def explain(error: ValidationError, schema: type[BaseModel] = Config) -> str:
 
 
 def siblings(location: Sequence[str], schema: type[BaseModel]) -> list[str]:
-    """The names that the section around `location` defines."""
+    """The names of the settings in the section around `location`."""
     section: Any = schema
     for part in location[:-1]:
         if part.isdigit():

@@ -1,5 +1,7 @@
-"""A configuration is read whole or refused in one line that names the setting."""
+"""A configuration is read whole or refused in one line that names the setting, without waiting for JAX."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,7 +46,7 @@ RUNS = sorted(path for path in configs.CONFIGS.glob("*.yaml") if not path.stem.s
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_every_shipped_configuration_is_valid_and_survives_being_written_and_read(path: Path, tmp_path):
+def test_every_shipped_configuration_is_valid_and_loads_unchanged_after_dump(path: Path, tmp_path):
     config = configs.load(path.name)
     copy = tmp_path / "config.yaml"
     copy.write_text(configs.dump(config))
@@ -63,7 +65,7 @@ def test_a_configuration_is_found_by_the_name_of_a_file_in_configs():
     assert configs.load("tiny_grpo") == configs.load("tiny_grpo.yaml")
 
 
-def test_an_override_replaces_a_setting_or_makes_its_section(write):
+def test_an_override_replaces_a_setting_or_creates_its_section(write):
     config = configs.load(write(SFT), ["optimizer.learning_rate=1e-5", "mesh.dp=2", "checkpoint={every: 2}"])
     assert config.optimizer.learning_rate == 1e-5
     assert config.mesh.dp == 2
@@ -132,7 +134,7 @@ def test_an_override_replaces_a_setting_or_makes_its_section(write):
         ),
     ],
 )
-def test_what_can_not_work_is_refused_in_one_line_that_names_it(write, base, override, message):
+def test_an_impossible_setting_is_refused_in_one_line_that_names_it(write, base, override, message):
     with pytest.raises(UserError) as error:
         configs.load(write(base), [override])
     assert message in str(error.value)
@@ -149,18 +151,18 @@ def test_what_can_not_work_is_refused_in_one_line_that_names_it(write, base, ove
         ("\x00", "not readable as YAML"),
     ],
 )
-def test_a_file_that_is_no_mapping_of_settings_is_refused_by_its_name(write, text, message):
+def test_a_file_that_is_no_mapping_of_settings_is_refused_with_its_path(write, text, message):
     path = write(text)
     with pytest.raises(UserError, match=r"run\.yaml: .*") as error:
         configs.load(path)
     assert message in str(error.value)
 
 
-def test_a_date_is_a_text(write):
+def test_a_date_is_read_as_a_text(write):
     assert configs.load(write(SFT), ["run_dir=2024-12-24"]).run_dir == "2024-12-24"
 
 
-def test_combinations_that_would_be_ignored_are_refused(write):
+def test_combinations_of_settings_without_effect_are_refused(write):
     with pytest.raises(UserError, match=r"head\.workspace_mib: is not used with grpo\.loss_type: gspo"):
         configs.load(write(GRPO), ["head.workspace_mib=4", "grpo.loss_type=gspo"])
     with pytest.raises(UserError, match=r"checkpoint\.keep_best: eval\.every \(2\) is not a multiple"):
@@ -170,3 +172,10 @@ def test_combinations_that_would_be_ignored_are_refused(write):
 def test_a_missing_file_is_answered_with_the_nearest_name():
     with pytest.raises(UserError, match=r"did you mean tiny_grpo\.yaml\?"):
         configs.load("tiny_grop.yaml")
+
+
+def test_reading_a_configuration_imports_nothing_heavy():
+    code = "import sys, mllm.config.load, mllm.errors; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=configs.CONFIGS.parent, capture_output=True, check=True)
+    heavy = {"jax", "numpy", "scipy", "transformers", "flax", "orbax", "kernels"}
+    assert heavy.isdisjoint(done.stdout.decode().split())
