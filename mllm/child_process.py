@@ -109,10 +109,32 @@ def run(
 
 
 def kill_session(process: subprocess.Popen[Any]) -> None:
-    """Kill a process that was started in a session of its own, and all that it started there; wait for its end."""
-    with suppress(ProcessLookupError, PermissionError):
+    """Kill a process that was started in a session of its own, and all that it started, and wait for its end.
+
+    Processes that have left the session are found on Linux only, and only while their parent lives. A process that is
+    stuck in the kernel, as on a file server that is gone, is waited for no longer than a second.
+    """
+    started = descendants(process.pid) if process.poll() is None else []
+    for pid in started:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    with suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(1)
+    for pid in started:
+        with suppress(OSError):
+            os.waitpid(pid, os.WNOHANG)  # orphans become children of process 1, which may be this one in a container
+
+
+def descendants(pid: int) -> list[int]:
+    """The ids of a process's children and of theirs, in whatever session, as Linux lists them; elsewhere none."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, path.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
 
 
 def reason(said: str) -> str:

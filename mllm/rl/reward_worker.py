@@ -1,13 +1,13 @@
-"""The process that reward functions run in, seen from outside (`Worker`) and from inside (`work`).
+"""The process in which reward functions run: `Worker` is the trainer's side of it, `work` the process's own.
 
-A stranger's function may raise, hang in C code with every signal blocked, end or fork its process, print, and write to
-or close whatever is open. So the process is a fresh interpreter (forking one that runs JAX's threads may deadlock) in a
-session of its own, with its output on stderr. What comes back from it is a line of JSON that is checked, never
-unpickled; what is late is killed with all that it started; and it ends with the trainer, however that ends.
+A user's function may raise, hang in C code with every signal blocked, end or fork its process, print, and write to or
+close whatever is open. So the process is a fresh interpreter (forking one that runs JAX's threads may deadlock) in a
+session of its own, and its output goes to stderr. Its answers are lines of JSON that are checked, never unpickled. When
+an answer is late, the process is killed with all that it started; and it ends with the trainer, however that ends.
 
-Left out: limits on memory and processors. Protection from malice: the functions have the rights of the user who trains.
-Taking back what a function changes in its process (directory, environment): it stays for the functions after it. A
-process that has left the session outlives a worker that ends by itself.
+Left out: limits on memory and processors; protection from malice, since functions have the rights of the user who
+trains; undoing what a function changes in its process (directory, environment), which the next ones see. A process that
+has left the session outlives a worker that ends by itself.
 """
 
 import contextlib
@@ -20,25 +20,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mllm.child_process import kill_session
 from mllm.errors import UserError
 from mllm.rl.reward_functions import find
 
 FAILURES = ("raised", "timed_out", "not_a_number")
 HANDSHAKE = -1
-"""The number of the answer that says whether the functions could be had: `ready` or `failed`."""
+"""The number of the first answer, `ready` or `failed`: whether the functions could be imported."""
 START_TIMEOUT = 120.0
 """Seconds that the process may take to import the functions."""
 LARGEST = 1e18
-"""Of rewards: the squares of larger ones overflow the float32 in which a group's are compared."""
-MOST_SAID = 300
-"""Characters of an error that travel."""
+"""The largest reward: squares of larger ones overflow the float32 in which a group's rewards are compared."""
+LONGEST_MESSAGE = 300
+"""Characters of an error that are sent to the trainer."""
 LONGEST_LINE = 2**15
 TICK = 0.1
-"""Seconds between looks at whether the process lives, and whether the trainer is asked to stop."""
+"""Seconds between two looks at whether the process lives and whether the trainer is asked to stop."""
 GUARD = """
 import os, signal, sys
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -46,18 +46,18 @@ for number in (signal.SIGTERM, signal.SIGINT):
 sys.stdin.read()
 os.killpg(int(sys.argv[1]), signal.SIGKILL)
 """
-"""Kills a group as soon as nobody holds the other end of its input: it ends with the trainer, and needs nothing of the
-group, in which a function may hang and let no other thread run."""
+"""A program that kills the process group in its argument as soon as its stdin closes, so when the trainer ends. It is
+not a thread of the worker, since a function that hangs in C code lets no other thread run."""
 
 
 class Worker:
-    """The process, seen from outside.
+    """The trainer's side of the process.
 
-    `poll` is called at least every 0.25 s while it is waited for, and what that raises passes through.
+    While a method waits, it calls `poll` at least every 0.25 s; what `poll` raises passes through.
 
     Args:
-        names: of the functions, for `reward_functions.find`.
-        scorer: the task's own.
+        names: the functions' names, for `reward_functions.find`.
+        scorer: the task's own scorer.
 
     Raises:
         UserError: a function is unknown or can't be imported.
@@ -94,7 +94,7 @@ class Worker:
             raise
 
     def send(self, message: Any, timeout: float, poll: Callable[[], None]) -> None:
-        """Tell it; where it has died or takes nothing for `timeout` seconds, `answer` will say so."""
+        """Send a pickled message. Where the process has died or reads nothing for `timeout` s, `answer` reports it."""
         unsent = memoryview(pickle.dumps(message))
         deadline = time.monotonic() + timeout
         self.socket.settimeout(TICK)
@@ -109,7 +109,7 @@ class Worker:
                 return
 
     def answer(self, number: int, timeout: float, poll: Callable[[], None]) -> tuple[str, Any]:
-        """The next one, which must be of this number: ("value", float), or how it failed and what that says.
+        """The next answer, which must have this number: ("value", float), or (kind of failure, message).
 
         The process may be dead thereafter: see `alive`.
         """
@@ -119,6 +119,7 @@ class Worker:
             left = deadline - time.monotonic()
             ended = self.process.poll() is not None  # a child of its own may still hold the connection
             self.socket.settimeout(0.001 if ended else max(0.001, min(left, TICK)))
+            chunk = b""
             try:
                 chunk = self.socket.recv(4096)
             except TimeoutError:
@@ -127,24 +128,23 @@ class Worker:
                 if not ended:
                     self.kill()
                     return "timed_out", f"took longer than {timeout:g} s"
-                chunk = b""
             except ConnectionError:
-                chunk = b""
+                pass
             if not chunk:
-                poll()  # what ended it may have reached the trainer, too
+                poll()  # the signal that ended the process may have reached the trainer, too
                 return "raised", self.end()
             self.received += chunk
         line, _, self.received = self.received.partition(b"\n")
-        answer = read(line, number)
+        answer = parse(line, number)
         if answer is None:
             self.kill()
             return "raised", "wrote to its process's connection with the trainer"
         return answer
 
     def end(self) -> str:
-        """How it ended, once nothing more will come from it."""
+        """Kill the process, from which nothing more will come; returns how it had ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(TICK)  # it is leaving: its own exit code is worth waiting for
+            self.process.wait(TICK)  # a process that is about to exit gets the time to give its own exit code
         code = self.process.returncode
         self.kill()
         if code is None:
@@ -154,69 +154,49 @@ class Worker:
         return f"ended its process with exit code {code}"
 
     def kill(self) -> None:
-        """With whatever it started; killed twice is killed."""
+        """Kill the process and all that it started, if that is still to be done."""
         if not self.alive:
             return
         self.alive = False
         self.guard.kill()
-        started = descendants(self.process.pid) if self.process.poll() is None else []
-        for process in started:
-            with contextlib.suppress(OSError):
-                os.kill(process, signal.SIGKILL)
-        with contextlib.suppress(OSError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel, as on a file server that is gone
-            self.process.wait(1)
-        for process in started:
-            with contextlib.suppress(OSError):
-                os.waitpid(process, os.WNOHANG)  # its own now, where the trainer is process 1, as in a container
+        kill_session(self.process)
         self.guard.communicate()
         self.socket.close()
 
 
-def descendants(process: int) -> list[int]:
-    """Its children and theirs, as Linux knows them, in whatever session; elsewhere none."""
-    found: list[int] = []
-    for path in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, path.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
-
-
-def read(line: bytes, number: int) -> tuple[str, Any] | None:
-    """A line as an answer; None: it is none, or of another number. A function may have written it, or a part of it."""
+def parse(line: bytes, number: int) -> tuple[str, Any] | None:
+    """The answer on a line, or None where the line is no answer of this number: a function may have written it."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
         return None
     kinds = ("ready", "failed") if number == HANDSHAKE else FAILURES
     match message:
-        case [int(said), "value", float(value)] if said == number and abs(value) <= LARGEST:
+        case [int(given), "value", float(value)] if given == number and abs(value) <= LARGEST:
             return "value", value
-        case [int(said), str(kind), str(text)] if said == number and kind in kinds:
+        case [int(given), str(kind), str(text)] if given == number and kind in kinds:
             return kind, " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return None
 
 
 def work(handle: int) -> None:
-    """The process, seen from inside: take a batch, answer for every function and sample in turn, and again."""
-    myself = os.getpid()
+    """The process's own side: read batches from the socket `handle`, call every function on every sample, answer."""
+    worker = os.getpid()
 
-    def spare(number: int, frame: FrameType | None) -> None:
+    def ignore(number: int, frame: FrameType | None) -> None:
         """Signals to all processes of a job are the trainer's to handle; children that functions fork die of them."""
-        if os.getpid() != myself:
+        if os.getpid() != worker:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    signal.signal(signal.SIGTERM, spare)
-    signal.signal(signal.SIGINT, spare)
+    signal.signal(signal.SIGTERM, ignore)
+    signal.signal(signal.SIGINT, ignore)
     connection = socket.socket(fileno=handle)
     incoming = connection.makefile("rb")
 
-    def tell(number: int, kind: str, result: float | str) -> None:
-        if os.getpid() != myself:
-            os._exit(0)  # a copy that a function forked, and that came back out of it
+    def reply(number: int, kind: str, result: float | str) -> None:
+        if os.getpid() != worker:
+            os._exit(0)  # a function forked this process and returned in it, too
         try:
             connection.sendall(json.dumps([number, kind, result]).encode() + b"\n")
         except OSError:
@@ -226,9 +206,9 @@ def work(handle: int) -> None:
         names, scorer = pickle.load(incoming)
         functions = [find(name, scorer) for name in names]
     except UserError as error:
-        tell(HANDSHAKE, "failed", str(error))
+        reply(HANDSHAKE, "failed", str(error))
         return
-    tell(HANDSHAKE, "ready", "")
+    reply(HANDSHAKE, "ready", "")
     while True:
         try:
             samples, done = pickle.load(incoming)
@@ -236,36 +216,36 @@ def work(handle: int) -> None:
             return
         for number in range(done, len(functions) * len(samples)):
             function, sample = divmod(number, len(samples))
-            tell(number, *call(functions[function], samples[sample]))
+            reply(number, *call(functions[function], samples[sample]))
 
 
 def call(function: Callable[..., Any], sample: Sequence[Any]) -> tuple[str, float | str]:
-    """("value", float), or ("raised" or "not_a_number", what it said)."""
+    """("value", float), or ("raised" or "not_a_number", message)."""
     try:
         value = function(*sample)
-    except BaseException as error:  # SystemExit too: one sample's trouble is not the others'
-        return "raised", described(error)
+    except BaseException as error:  # SystemExit too: only this sample has failed
+        return "raised", describe(error)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # or an alarm that it left behind would go off in another one
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left would go off in another one
     try:
         number = as_number(value)
         if abs(number) <= LARGEST:
             return "value", number
-        return "not_a_number", f"returned {value!r:.{MOST_SAID}}"
+        return "not_a_number", f"returned {value!r:.{LONGEST_MESSAGE}}"
     except BaseException as error:
-        return "not_a_number", f"returned a {type(value).__name__:.{MOST_SAID}}: {described(error)}"
+        return "not_a_number", f"returned a {type(value).__name__:.{LONGEST_MESSAGE}}: {describe(error)}"
 
 
 def as_number(value: Any) -> float:
-    """NaN for what is none. Text isn't, though numpy's has a __float__."""
+    """The value as a float, NaN if it is no real number. Text is none, though numpy's has a `__float__`."""
     kind = getattr(getattr(value, "dtype", None), "kind", "f")
     if isinstance(value, str | bytes) or kind in ("S", "U", "O", "M", "m", "c") or not hasattr(value, "__float__"):
         return float("nan")
     return float(value)
 
 
-def described(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     try:
-        return f"{type(error).__name__}: {error!s:.{MOST_SAID}}"
+        return f"{type(error).__name__}: {error!s:.{LONGEST_MESSAGE}}"
     except BaseException:
         return "an exception that can't be printed"
