@@ -38,11 +38,14 @@ from mllm.plan.memory import plan
 from mllm.rl.evaluation import evaluate
 from mllm.rl.rewards import RewardRunner
 from mllm.rl.sampler import Sampler
-from mllm.rl.sources import GrpoSource, SftSource, Source
+from mllm.data.sft_source import SftSource
+from mllm.data.source import Source
+from mllm.rl.sources import GrpoSource
 from mllm.run import folder as run_dir
 from mllm.run import report, storage
 from mllm.run.checkpoint import Checkpoints
-from mllm.run.metrics import NoLog, RunLog, Stopwatch
+from mllm.run.metrics import NoLog, RunLog
+from mllm.stopwatch import Stopwatch
 from mllm.run.signals import Interrupt, Interrupted
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.step import abstract_state, init_state, make_logprob_pass, make_train_step
@@ -140,23 +143,23 @@ def train(config: Config) -> int:
             while not (finished or leaving or hopeless):
                 watch = Stopwatch()
                 try:
-                    batch, metrics, samples, tokens, last = source.next(state.params, done, watch)
+                    drawn = source.next(state.params, done, watch)
                 except StopIteration:
                     break
                 except StepError as error:
                     hopeless = str(error)
                     break
                 with watch.phase("update"):
-                    state, results = train_step(state, shard_batch(mesh, batch))
-                    metrics = {**metrics, **{name: float(value) for name, value in results.items()}}
-                watch.count_tokens(tokens)
+                    state, results = train_step(state, shard_batch(mesh, drawn.batch))
+                    metrics = {**drawn.metrics, **{name: float(value) for name, value in results.items()}}
+                watch.count_tokens(drawn.tokens)
                 done += 1
                 dump = folder / "skipped" / f"step_{done}.npz"
                 skipped = skipped + 1 if metrics["skipped"] else 0
                 if skipped:
-                    dump_batch(dump, batch, rows, step=done, seed=config.seed)
+                    dump_batch(dump, drawn.batch, rows, step=done, seed=config.seed)
 
-                finished = last or done == config.steps
+                finished = drawn.last or done == config.steps
                 if skipped > config.optimizer.max_skipped:
                     hopeless = (
                         f"optimizer.max_skipped: the last {skipped} updates were not finite and skipped; "
@@ -165,11 +168,11 @@ def train(config: Config) -> int:
                 leaving = interrupt.agree() and source.resumable(done)
                 position = {**source.position(), "skipped": skipped}
                 if finished or due(config.eval.every if config.eval else None, done):
-                    position["unjudged"] = {"metrics": metrics, "samples": samples}
+                    position["unjudged"] = {"metrics": metrics, "samples": drawn.samples}
                     with watch.phase("eval"):
                         metrics |= judge(state.params, done)
                     del position["unjudged"]
-                log.write(done, metrics, samples)
+                log.write(done, metrics, drawn.samples)
                 if finished or leaving or due(config.checkpoint.every, done):
                     with watch.phase("save"):
                         save(metrics)

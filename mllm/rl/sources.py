@@ -1,10 +1,11 @@
-"""Where a step's batch comes from: `SftSource` reads it, `GrpoSource` samples it. The loop sees no other difference.
+"""Where a GRPO step's batch comes from: `GrpoSource` samples it.
 
 A source's position is JSON and goes into the checkpoint; with the parameters it determines every later batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,71 +14,16 @@ from jaxtyping import Array, Bool, Float, Int
 from mllm.config.schema import GrpoConfig, TaskConfig
 from mllm.data.batch import Batch, padded_length
 from mllm.data.pipeline import DataIterator, PromptBatch
+from mllm.data.source import Step
 from mllm.errors import StepError
 from mllm.parallel.processes import ALL_ROWS, RowShare, raise_everywhere
 from mllm.rl.rewards import RewardRunner, Scores
 from mllm.rl.rollout import Completions
 from mllm.rl.sampler import Sampler
-from mllm.run.metrics import Stopwatch
+from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
 
 LogprobPass = Callable[[Any, Batch], Float[Array, "B T"]]
-
-
-class Step(NamedTuple):
-    batch: Batch
-    """Rows of this process in numpy, or of all in JAX's arrays."""
-    metrics: dict[str, float]
-    samples: list[dict[str, Any]]
-    """For samples.jsonl: prompt, completion, rewards; of all processes, as the metrics are."""
-    tokens: int
-    """In the whole batch, prompts included."""
-    last: bool = False
-    """The data ends here."""
-
-
-class Source(Protocol):
-    def next(self, params: Any, step: int, watch: Stopwatch) -> Step:
-        """The batch of update `step`, from 0. Raises StopIteration where the data ends."""
-
-    def position(self) -> dict[str, Any]:
-        """Where `seek` continues: JSON."""
-
-    def seek(self, position: Mapping[str, Any]) -> None: ...
-
-    def resumable(self, step: int) -> bool:
-        """Whether a run can go on from its position after `step` updates."""
-
-
-class SftSource:
-    """Batches as the data pipeline makes them, read one ahead to know which is the last."""
-
-    def __init__(self, data: DataIterator[Batch], rows: RowShare = ALL_ROWS) -> None:
-        self.data = data
-        self.rows = rows
-        self.num_tokens = 0
-        self.after = data.get_state()
-        self.upcoming: Batch | None = None
-
-    def next(self, params: Any, step: int, watch: Stopwatch) -> Step:
-        with watch.phase("data"):
-            batch = next(self.data) if self.upcoming is None else self.upcoming
-            self.after = self.data.get_state()
-            self.upcoming = next(self.data, None)
-        tokens = sum(self.rows.gather(int(np.count_nonzero(batch.segments))))
-        self.num_tokens += tokens
-        return Step(batch, {"num_tokens": self.num_tokens}, [], tokens, last=self.upcoming is None)
-
-    def position(self) -> dict[str, Any]:
-        return {"data": self.after, "num_tokens": self.num_tokens}
-
-    def seek(self, position: Mapping[str, Any]) -> None:
-        self.data.set_state(position["data"])
-        self.num_tokens = position["num_tokens"]
-        self.after, self.upcoming = position["data"], None
-
-    def resumable(self, step: int) -> bool:
-        return True
 
 
 class Sampled(NamedTuple):
@@ -145,7 +91,7 @@ class GrpoSource:
         if self.current is None or step % self.config.num_iterations == 0:
             self.current = self.roll_out(params, step, watch)
             return self.current
-        return self.current._replace(samples=[])
+        return replace(self.current, samples=[])
 
     def roll_out(self, params: Any, step: int, watch: Stopwatch) -> Step:
         """Raises StepError where too many groups failed."""

@@ -6,16 +6,12 @@ processes the first writes all of it: metrics, samples and tokens/s are those of
 can't be written is a UserError, which ends the run.
 """
 
-import contextlib
 import json
 import os
-import resource
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -92,30 +88,6 @@ class NoLog(RunLog):
         pass
 
 
-class Stopwatch:
-    """Seconds of a step, by phase, and the tokens that it went through."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.tokens_per_second = 0.0
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
-
-    def count_tokens(self, tokens: int) -> None:
-        """Of the step so far: evaluation and saving come after, and are not part of the speed."""
-        self.tokens_per_second = tokens / sum(self.seconds.values())
-
-    def timings(self) -> dict[str, float]:
-        times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
-        return {**times, "tokens_per_second": self.tokens_per_second, "memory/peak_bytes": peak_memory()}
-
-
 def cut_after(path: Path, step: int) -> None:
     """Remove the lines of later steps from a file of JSON lines, and a last line that a crash left half-written."""
     if not path.exists():
@@ -132,13 +104,6 @@ def cut_after(path: Path, step: int) -> None:
                 break
             end += len(line)
     os.truncate(path, end)
-
-
-def peak_memory() -> int:
-    """Bytes: the fullest device's peak where the device says it, else the process's."""
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [int(stat["peak_bytes_in_use"]) for stat in stats if "peak_bytes_in_use" in stat]
-    return max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

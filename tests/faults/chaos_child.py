@@ -20,7 +20,8 @@ from typing import Any
 
 import train
 from mllm.run.checkpoint import Checkpoints, Restored
-from mllm.run.metrics import RunLog, Stopwatch
+from mllm.run.metrics import RunLog
+from mllm.stopwatch import Stopwatch
 
 BETWEEN = "between"
 """What is no phase: the loop around them."""

@@ -12,8 +12,9 @@ from mllm.data.batch import padded_length
 from mllm.data.tasks import Example, Task
 from mllm.errors import UserError
 from mllm.parallel.processes import RowShare
-from mllm.rl.sources import SftSource, weighted_sum
-from mllm.run.metrics import Stopwatch
+from mllm.data.sft_source import SftSource
+from mllm.rl.sources import weighted_sum
+from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
 
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from mllm.run import report
-from mllm.run.metrics import RunLog, Stopwatch, cut_after, read_records
+from mllm.run.metrics import RunLog, cut_after, read_records
+from mllm.stopwatch import Stopwatch
 
 
 def steps_of(path):

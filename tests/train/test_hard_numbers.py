@@ -19,7 +19,7 @@ from mllm.model.decoder import parameter_name
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.rl import sampling
-from mllm.run.metrics import Stopwatch
+from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.step import init_state, make_train_step

@@ -1,0 +1,44 @@
+"""SFT's source of data: the batches of the pipeline, read one ahead to know which is the last."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mllm.data.batch import Batch
+from mllm.data.pipeline import DataIterator
+from mllm.data.source import Step
+from mllm.model.decoder import Params
+from mllm.parallel.processes import ALL_ROWS, RowShare
+from mllm.stopwatch import Stopwatch
+
+
+class SftSource:
+    """A `mllm.data.source.Source` over the batches of `mllm.data.pipeline.sft_batches`."""
+
+    def __init__(self, data: DataIterator[Batch], rows: RowShare = ALL_ROWS) -> None:
+        self.data = data
+        self.rows = rows
+        self.num_tokens = 0
+        self.after = data.get_state()
+        self.upcoming: Batch | None = None
+
+    def next(self, params: Params, step: int, watch: Stopwatch) -> Step:
+        with watch.phase("data"):
+            batch = next(self.data) if self.upcoming is None else self.upcoming
+            self.after = self.data.get_state()
+            self.upcoming = next(self.data, None)
+        tokens = sum(self.rows.gather(int(np.count_nonzero(batch.segments))))
+        self.num_tokens += tokens
+        return Step(batch, {"num_tokens": self.num_tokens}, [], tokens, last=self.upcoming is None)
+
+    def position(self) -> dict[str, Any]:
+        return {"data": self.after, "num_tokens": self.num_tokens}
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        self.data.set_state(position["data"])
+        self.num_tokens = position["num_tokens"]
+        self.after, self.upcoming = position["data"], None
+
+    def resumable(self, step: int) -> bool:
+        return True

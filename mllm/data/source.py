@@ -1,0 +1,42 @@
+"""What the training loop knows of its data: a `Source` gives a `Step` for each update.
+
+There are two: `mllm.data.sft_source` reads batches, GRPO's source samples them. A source's position is JSON and goes
+into the checkpoint; together with the parameters it determines every later batch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mllm.data.batch import Batch
+from mllm.model.decoder import Params
+from mllm.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class Step:
+    """The data of one update."""
+
+    batch: Batch
+    """This process's rows in numpy, or all rows in JAX's arrays."""
+    metrics: dict[str, float]
+    samples: list[dict[str, Any]]
+    """Lines of samples.jsonl (prompt, completion, rewards), from all processes, as the metrics are."""
+    tokens: int
+    """Tokens in the whole batch, prompts included."""
+    last: bool = False
+    """Whether the data ends with this batch."""
+
+
+class Source(Protocol):
+    def next(self, params: Params, step: int, watch: Stopwatch) -> Step:
+        """The data of update `step`, counted from 0. Raises StopIteration where the data ends."""
+
+    def position(self) -> dict[str, Any]:
+        """The position after the last step, from which `seek` continues: JSON."""
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        """Continue at a position that `position()` gave, perhaps in another process."""
+
+    def resumable(self, step: int) -> bool:
+        """Whether a run can be resumed from the position after `step` updates."""
