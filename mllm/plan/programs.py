@@ -22,7 +22,7 @@ from mllm.model.architecture import PRESETS
 from mllm.model.decoder import CACHE, LOGICAL_AXES, parameter_name
 from mllm.model.layout import gathered_axes
 from mllm.model.load import load_policy
-from mllm.rl.rollout import Draw, advance, begin, by_axes
+from mllm.rl.rollout import DecodeInputs, decode, map_with_axes, prefill
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.step import Forward, abstract_state, make_logprob_pass, make_train_step
 
@@ -54,18 +54,19 @@ class Programs:
         self.micro_rows = config.micro_batch_size or config.batch_size
 
     def prefill(self) -> Program:
-        return jax.jit(self.sampling(begin)), (self.decoding_weights(), self.prompts(), self.draw())
+        return jax.jit(self.sampling(prefill)), (self.decoding_weights(), self.prompts(), self.decode_inputs())
 
     def decode(self) -> Program:
         """A turn of the loop; completions and cache take the place of those before."""
-        prefill, arguments = self.prefill()
-        progress = by_axes(lambda x, axes: self.array(x.shape, x.dtype, axes), jax.eval_shape(prefill, *arguments))
-        # What `advance` itself gives away counts for nothing: it is only a part of the program that is compiled.
-        turn = jax.jit(self.sampling(advance), donate_argnums=1)
-        return turn, (self.decoding_weights(), progress, self.draw(), self.array((), jnp.int32, ()))
+        function, arguments = self.prefill()
+        state = jax.eval_shape(function, *arguments)
+        state = map_with_axes(lambda x, axes: self.array(x.shape, x.dtype, axes), state)
+        # What `decode` itself gives away counts for nothing: it is only a part of the program that is compiled.
+        turn = jax.jit(self.sampling(decode), donate_argnums=1)
+        return turn, (self.decoding_weights(), state, self.decode_inputs(), self.array((), jnp.int32, ()))
 
     def sampling(self, program: Callable[..., Any]) -> Callable[..., Any]:
-        """`begin` or `advance`, with the run's model and options bound."""
+        """`prefill` or `decode`, with the run's model and options bound."""
         return partial(program, self.policy.graphdef, options=self.config.rollout, greedy=False)
 
     def logprob(self) -> Program:
@@ -116,10 +117,10 @@ class Programs:
         assert self.config.rollout is not None
         return self.array((self.decoded_rows, self.config.rollout.max_prompt_length), jnp.int32, ("batch", None))
 
-    def draw(self) -> Draw:
+    def decode_inputs(self) -> DecodeInputs:
         of_rows, scalar = self.array((self.decoded_rows,), jnp.int32, ("batch",)), self.array((), jnp.int32, ())
         stop = self.array((len(self.policy.stop_ids),), jnp.int32, (None,))
-        return Draw(of_rows, of_rows, stop, scalar, scalar, scalar)
+        return DecodeInputs(of_rows, of_rows, stop, scalar, scalar, scalar)
 
     @property
     def decoded_rows(self) -> int:

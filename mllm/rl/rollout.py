@@ -1,14 +1,14 @@
-"""Completions of prompts: one prefill, then a decode loop with a KV cache, a compiled program each.
+"""Completions of prompts: one prefill, then a decode loop with a KV cache, each a compiled program.
 
-Prompts are padded on the left to one of a few lengths, so that all rows write the same slot of the cache at a
-time and little is compiled. The loop ends as soon as every row has. It runs for about a quarter of a second at a time,
-so that a signal is heard in between; where it is cut changes nothing. Rows don't see each other, and a token's
-random key depends on neither batch nor padding (see `sampling`): which rows are decoded together changes
-nothing but rounding. Over a mesh each device decodes its own rows, with parameters that were gathered over fsdp once
-for all tokens of the rollout.
+Prompts are padded on the left to one of a few lengths, so that all rows write the same slot of the cache at a time and
+little is compiled. The decode loop ends as soon as every row has ended. It runs in chunks of about a quarter of a
+second, so that a signal is noticed between two of them; where a chunk ends changes no result. Rows don't see each
+other, and a token's random key depends neither on the batch nor on padding (see `sampling`): which rows are decoded
+together changes nothing but rounding. On a mesh each device decodes its own rows, with parameters that are gathered
+over fsdp once for all tokens of the rollout.
 
-Left out: text (it is the caller's), rewards, and refilling rows that end early with waiting prompts: all rows
-of a batch start together, and the slowest decides.
+Left out: text (see `sampler`), rewards, and refilling rows that end early with waiting prompts: all rows of a batch
+start together, and the slowest one decides when it ends.
 """
 
 import time
@@ -23,32 +23,32 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from mllm.config.schema import RolloutConfig
-from mllm.model.decoder import CACHE, KVCache, Qwen2, in_use
+from mllm.model.decoder import CACHE, KVCache, Params, Qwen2, in_use
 from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import RowShare, gather_objects, local_rows
 from mllm.rl import sampling
 
 SHORTEST_BUCKET = 8
-TURN = 0.25
-"""Seconds that the decode loop may run before somebody asks whether to go on."""
+CHUNK_SECONDS = 0.25
+"""How long the decode loop may run before `poll` is called."""
 
 
 class Completions(NamedTuple):
-    """What was sampled; numpy or JAX arrays. C is the configuration's `max_completion_length`."""
+    """Sampled completions; numpy or JAX arrays. C is the configuration's `max_completion_length`."""
 
     tokens: Int[Any, "B C"]
     """The stop token included; padding behind it."""
     logprobs: Float[Any, "B C"]
     """Under the distribution that was sampled from (temperature, top-k, top-p applied); 0 behind the end."""
     lengths: Int[Any, "B"]
-    """Tokens, the stop token included."""
+    """Numbers of tokens, the stop token included."""
     finished: Bool[Any, "B"]
-    """Ended by a stop token; not cut off."""
+    """Whether a stop token ended the completion; False if it was cut off."""
 
 
 def generate(
     graphdef: nnx.GraphDef,
-    params: Any,
+    params: Params,
     prompts: Sequence[Sequence[int]],
     *,
     options: RolloutConfig,
@@ -65,13 +65,13 @@ def generate(
     Each of several processes passes the prompts of its own rows, as many as the others, and gets their completions.
 
     Args:
-        graphdef: and `params`: of `nnx.split(model)`.
+        graphdef: and `params`: the two parts of `nnx.split(model)`.
         stop_ids: tokens that end a completion.
-        pad_id: stands behind it.
+        pad_id: the token that fills the rows behind a completion.
         first_sequence: the first prompt's number among the sequences of the step; the others' follow. Seed,
             step and this number determine the random key.
         greedy: take the likeliest token, whatever temperature, top-k and top-p say; log-probabilities are 0.
-        poll: called every `TURN` seconds, by all processes alike; what it raises ends the rollout.
+        poll: called after every chunk of the decode loop, by all processes alike; what it raises ends the rollout.
 
     Raises:
         ValueError: no prompts, or one that is empty or longer than `options.max_prompt_length`.
@@ -89,17 +89,17 @@ def generate(
     rows = -(-options.batch_size // shares) if options.batch_size else len(prompts)
     rows += 0 if layout is None else -rows % (layout.row_shards // shares)
     weights = decoding_weights(graphdef, params)
-    slices = []
+    batches = []
     for start in range(0, len(prompts), rows):
-        some = prompts[start : start + rows]
-        longest = max(gather_objects(max(map(len, some))))
-        tokens, lengths = pad_left(some, rows, min(bucket(longest), options.max_prompt_length), pad_id)
-        given = (tokens, lengths, first_sequence + start + np.arange(rows, dtype=np.int32))
-        tokens, lengths, sequences = given if layout is None else shard_batch(layout.mesh, given)
-        draw = Draw(lengths, sequences, np.asarray(stop_ids, np.int32), pad_id, seed, step)
-        completions = complete(graphdef, weights, tokens, draw, poll, options=options, greedy=greedy)
-        slices.append(local_rows(completions))
-    return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(prompts)], *slices)
+        batch = prompts[start : start + rows]
+        longest = max(gather_objects(max(map(len, batch))))
+        tokens, lengths = pad_left(batch, rows, min(bucket(longest), options.max_prompt_length), pad_id)
+        arrays = (tokens, lengths, first_sequence + start + np.arange(rows, dtype=np.int32))
+        tokens, lengths, sequences = arrays if layout is None else shard_batch(layout.mesh, arrays)
+        inputs = DecodeInputs(lengths, sequences, np.asarray(stop_ids, np.int32), pad_id, seed, step)
+        completions = complete(graphdef, weights, tokens, inputs, poll, options=options, greedy=greedy)
+        batches.append(local_rows(completions))
+    return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(prompts)], *batches)
 
 
 def bucket(longest: int) -> int:
@@ -110,7 +110,7 @@ def bucket(longest: int) -> int:
 def pad_left(
     prompts: Sequence[Sequence[int]], rows: int, width: int, pad_id: int
 ) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, "B"]]:
-    """The prompts in `rows` rows of `width` tokens, ending at the last, and their lengths: 0 in rows left over."""
+    """The prompts in `rows` rows of `width` tokens, each ending at the last, and their lengths: 0 in spare rows."""
     tokens, lengths = np.full((rows, width), pad_id, np.int32), np.zeros(rows, np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, width - len(prompt) :] = prompt
@@ -119,7 +119,7 @@ def pad_left(
 
 
 @partial(jax.jit, static_argnames="graphdef")
-def decoding_weights(graphdef: nnx.GraphDef, params: Any) -> Any:
+def decoding_weights(graphdef: nnx.GraphDef, params: Params) -> Params:
     """The parameters as `decode` reads them at every token: in the compute dtype, gathered over fsdp."""
     model = nnx.merge(graphdef, params)
     return in_use(params, model.dtype, model.layout)
@@ -127,37 +127,40 @@ def decoding_weights(graphdef: nnx.GraphDef, params: Any) -> Any:
 
 def complete(
     graphdef: nnx.GraphDef,
-    params: Any,
+    weights: Params,
     prompts: Int[jax.Array | np.ndarray, "B P"],
-    draw: "Draw",
+    inputs: "DecodeInputs",
     poll: Callable[[], None],
-    **how: Any,
+    **settings: Any,
 ) -> Completions:
-    """Complete the rows of one batch, a turn of the loop at a time. `params`: `decoding_weights`."""
-    progress = begin(graphdef, params, prompts, draw, **how)
-    made, turn, limit = 1, 1, progress.completions.tokens.shape[1]
-    while made < limit:
-        until, start = min(made + turn, limit), time.perf_counter()
-        progress = advance(graphdef, params, progress, draw, until, **how)
-        made = int(progress.made)  # waits for it
+    """Complete the rows of one batch, a chunk of the decode loop at a time.
+
+    `weights` come from `decoding_weights`; `settings` are the options and `greedy` of `prefill` and `decode`.
+    """
+    state = prefill(graphdef, weights, prompts, inputs, **settings)
+    num_tokens, chunk, limit = 1, 1, state.completions.tokens.shape[1]
+    while num_tokens < limit:
+        until, start = min(num_tokens + chunk, limit), time.perf_counter()
+        state = decode(graphdef, weights, state, inputs, until, **settings)
+        num_tokens = int(state.num_tokens)  # waits for the chunk
         poll()
-        if made < until:  # all rows have ended
+        if num_tokens < until:  # all rows have ended
             break
-        turn = next_turn(turn, time.perf_counter() - start)
-    return progress.completions
+        chunk = next_chunk(chunk, time.perf_counter() - start)
+    return state.completions
 
 
-def next_turn(tokens: int, seconds: float) -> int:
-    """Tokens of the decode loop's next turn, where the last took so long; as many in each process."""
-    # A first turn compiles and says little: the fall is unbounded, the growth is not.
-    return max(1, min(2 * tokens, int(tokens * TURN / max(gather_objects(seconds)))))
+def next_chunk(steps: int, seconds: float) -> int:
+    """Decode steps of the next chunk, if the last one made `steps` in `seconds`; the same in every process."""
+    # The first chunk compiles and says little: the fall is unbounded, the growth is not.
+    return max(1, min(2 * steps, int(steps * CHUNK_SECONDS / max(gather_objects(seconds)))))
 
 
-class Draw(NamedTuple):
-    """What determines the tokens of a batch's rows, beside parameters and prompts."""
+class DecodeInputs(NamedTuple):
+    """What determines the tokens of a batch's rows, beside the parameters and the prompts' tokens."""
 
-    lengths: Int[Any, "B"]
-    """Of the prompts; a row of length 0 is none, and gets no tokens."""
+    prompt_lengths: Int[Any, "B"]
+    """0 for a spare row, which gets no tokens."""
     sequences: Int[Any, "B"]
     """The rows' numbers among the sequences of the step."""
     stop_ids: Int[Any, "S"]
@@ -166,122 +169,113 @@ class Draw(NamedTuple):
     step: Int[Any, ""]
 
 
-class Progress(NamedTuple):
-    """What the decode loop carries."""
+class DecodeState(NamedTuple):
+    """What the decode loop carries from step to step."""
 
-    made: Int[Any, ""]
-    """Tokens so far, of the rows that haven't ended."""
+    num_tokens: Int[Any, ""]
+    """Tokens so far in each row that has not ended."""
     completions: Completions
     ended: Bool[Any, "B"]
     cache: KVCache
 
 
-AXES: Any = Progress((), Completions(*[("batch",)] * 4), ("batch",), KVCache(CACHE, CACHE, ("batch",), ()))
-"""Their logical axes."""
+STATE_AXES: Any = DecodeState((), Completions(*[("batch",)] * 4), ("batch",), KVCache(CACHE, CACHE, ("batch",), ()))
+"""The logical axes of each array of a `DecodeState`."""
 
 
 @partial(jax.jit, static_argnames=("graphdef", "options", "greedy"))
-def begin(
+def prefill(
     graphdef: nnx.GraphDef,
-    params: Any,
+    weights: Params,
     prompts: Int[jax.Array, "B P"],
-    draw: Draw,
+    inputs: DecodeInputs,
     *,
     options: RolloutConfig,
     greedy: bool,
-) -> Progress:
-    """The rows of one batch with their first token. `params`: `decoding_weights`."""
+) -> DecodeState:
+    """The state with the prompts in the cache and the first token of every row. See `decoding_weights`."""
     rows, width = prompts.shape
     limit = options.max_completion_length
-    model = nnx.merge(graphdef, params)
+    model = nnx.merge(graphdef, weights)
     empty = Completions(
-        tokens=jnp.full((rows, limit), draw.pad_id, jnp.int32),
+        tokens=jnp.full((rows, limit), inputs.pad_id, jnp.int32),
         logprobs=jnp.zeros((rows, limit)),
         lengths=jnp.zeros(rows, jnp.int32),
         finished=jnp.zeros(rows, bool),
     )
-    hidden, cache = prefill(model, prompts, draw.lengths, width + limit)
-    progress = Progress(jnp.zeros((), jnp.int32), empty, draw.lengths == 0, cache)
-    return laid_out(model, extended(model, progress, draw, options, greedy, hidden, cache))
+    offsets = jnp.arange(width) - (width - inputs.prompt_lengths)[:, None]
+    cache = KVCache.empty(model.config, rows, width + limit, model.dtype, model.layout)
+    hidden, filled = model(prompts, jnp.maximum(offsets, 0), (offsets >= 0).astype(jnp.int32), cache)
+    assert filled is not None
+    state = DecodeState(jnp.zeros((), jnp.int32), empty, inputs.prompt_lengths == 0, filled)
+    return constrain_state(model, append_token(model, state, inputs, options, greedy, hidden, filled))
 
 
-@partial(jax.jit, static_argnames=("graphdef", "options", "greedy"), donate_argnames="progress")
-def advance(
+@partial(jax.jit, static_argnames=("graphdef", "options", "greedy"), donate_argnames="state")
+def decode(
     graphdef: nnx.GraphDef,
-    params: Any,
-    progress: Progress,
-    draw: Draw,
+    weights: Params,
+    state: DecodeState,
+    inputs: DecodeInputs,
     until: Int[jax.Array, ""],
     *,
     options: RolloutConfig,
     greedy: bool,
-) -> Progress:
-    """The same rows with `until` tokens each, or ended before; it takes over the memory of `progress`."""
-    model = nnx.merge(graphdef, params)
+) -> DecodeState:
+    """The state after decode steps until each row has `until` tokens or has ended; it reuses the memory of `state`."""
+    model = nnx.merge(graphdef, weights)
 
-    def unfinished(progress: Progress) -> Bool[jax.Array, ""]:
-        return (progress.made < until) & ~progress.ended.all()
+    def unfinished(state: DecodeState) -> Bool[jax.Array, ""]:
+        return (state.num_tokens < until) & ~state.ended.all()
 
-    def longer(progress: Progress) -> Progress:
-        tokens = jax.lax.dynamic_index_in_dim(progress.completions.tokens, progress.made - 1, axis=1)
-        positions = (draw.lengths + progress.made - 1)[:, None]
-        hidden, cache = model(tokens, positions, jnp.ones_like(tokens), progress.cache)
-        return extended(model, progress, draw, options, greedy, hidden, cache)
+    def decode_step(state: DecodeState) -> DecodeState:
+        tokens = jax.lax.dynamic_index_in_dim(state.completions.tokens, state.num_tokens - 1, axis=1)
+        positions = (inputs.prompt_lengths + state.num_tokens - 1)[:, None]
+        hidden, cache = model(tokens, positions, jnp.ones_like(tokens), state.cache)
+        return append_token(model, state, inputs, options, greedy, hidden, cache)
 
-    return laid_out(model, jax.lax.while_loop(unfinished, longer, progress))
+    return constrain_state(model, jax.lax.while_loop(unfinished, decode_step, state))
 
 
-def extended(
+def append_token(
     model: Qwen2,
-    progress: Progress,
-    draw: Draw,
+    state: DecodeState,
+    inputs: DecodeInputs,
     options: RolloutConfig,
     greedy: bool,
     hidden: Float[jax.Array, "B T D"],
     cache: KVCache,
-) -> Progress:
-    """One more token a row, from the hidden states at the row's end."""
+) -> DecodeState:
+    """The state with one more token in each row, drawn from the hidden states of the rows' last tokens."""
     logits = jnp.einsum("bd,vd->bv", hidden[:, -1], model.head_weight, preferred_element_type=jnp.float32)
     if greedy:
         token, logprob = sampling.greedy(logits)
     else:
         token, logprob = sampling.sample(
             logits,
-            sampling.sequence_keys(draw.seed, draw.step, draw.sequences),
-            progress.made,
+            sampling.sequence_keys(inputs.seed, inputs.step, inputs.sequences),
+            state.num_tokens,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
         )
-    stopped = (token[:, None] == draw.stop_ids).any(-1)
-    so_far, ended, made = progress.completions, progress.ended, progress.made
+    stopped = (token[:, None] == inputs.stop_ids).any(-1)
+    before, ended, place = state.completions, state.ended, state.num_tokens
     completions = Completions(
-        tokens=so_far.tokens.at[:, made].set(jnp.where(ended, draw.pad_id, token)),
-        logprobs=so_far.logprobs.at[:, made].set(jnp.where(ended, 0.0, logprob)),
-        lengths=so_far.lengths + ~ended,
-        finished=so_far.finished | (stopped & ~ended),
+        tokens=before.tokens.at[:, place].set(jnp.where(ended, inputs.pad_id, token)),
+        logprobs=before.logprobs.at[:, place].set(jnp.where(ended, 0.0, logprob)),
+        lengths=before.lengths + ~ended,
+        finished=before.finished | (stopped & ~ended),
     )
-    return Progress(made + 1, completions, ended | stopped, cache)
+    return DecodeState(place + 1, completions, ended | stopped, cache)
 
 
-def laid_out(model: Qwen2, progress: Progress) -> Progress:
-    """By the table: what one program gives lies as the next one takes it."""
+def constrain_state(model: Qwen2, state: DecodeState) -> DecodeState:
+    """The state, laid out by the mesh's table: `prefill` and `decode` give what `decode` takes."""
     layout = model.layout
-    return progress if layout is None else by_axes(layout.constrain, progress)
+    return state if layout is None else map_with_axes(layout.constrain, state)
 
 
-def by_axes(place: Callable[[Any, tuple[str | None, ...]], Any], progress: Progress) -> Progress:
-    """`place(array, its logical axes)` of everything that the loop carries."""
-    return jax.tree.map(lambda axes, array: place(array, axes), AXES, progress, is_leaf=lambda x: type(x) is tuple)
-
-
-def prefill(
-    model: Qwen2, prompts: Int[jax.Array, "B P"], lengths: Int[jax.Array, "B"], slots: int
-) -> tuple[Float[jax.Array, "B P D"], KVCache]:
-    """Hidden states of the prompts, and a cache of `slots` tokens a row that begins with them."""
-    rows, width = prompts.shape
-    offsets = jnp.arange(width) - (width - lengths)[:, None]
-    cache = KVCache.empty(model.config, rows, slots, model.dtype, model.layout)
-    hidden, filled = model(prompts, jnp.maximum(offsets, 0), (offsets >= 0).astype(jnp.int32), cache)
-    assert filled is not None
-    return hidden, filled
+def map_with_axes(place: Callable[[Any, tuple[str | None, ...]], Any], state: DecodeState) -> DecodeState:
+    """The state with each array replaced by `place(array, its logical axes)`."""
+    return jax.tree.map(lambda axes, array: place(array, axes), STATE_AXES, state, is_leaf=lambda x: type(x) is tuple)

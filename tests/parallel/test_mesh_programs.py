@@ -12,7 +12,7 @@ from kernels.lm_head import xla
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.rl import rollout
-from mllm.rl.rollout import Draw, advance, begin, decoding_weights, generate
+from mllm.rl.rollout import DecodeInputs, decode, decoding_weights, generate, prefill
 from mllm.train.step import make_logprob_pass
 
 HIDDEN, ROWS, PROMPT, LIMIT = ARCHITECTURE["hidden_size"], 8, 16, 12
@@ -44,7 +44,7 @@ def asked(policy, gathering):
     rows = sharding(make_mesh(SETTINGS.mesh), ("batch",))
     prompts, of_rows = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for shape in ((ROWS, PROMPT), (ROWS,)))
     weights = jax.tree.map(lie, policy.params, gathering.output_shardings)
-    return weights, prompts, Draw(of_rows, of_rows, jnp.array([1]), 0, 0, 0)
+    return weights, prompts, DecodeInputs(of_rows, of_rows, jnp.array([1]), 0, 0, 0)
 
 
 HOW = {"options": SETTINGS.rollout, "greedy": False}
@@ -52,14 +52,14 @@ HOW = {"options": SETTINGS.rollout, "greedy": False}
 
 @pytest.fixture(scope="module")
 def prefilling(policy, asked):
-    return begin.lower(policy.graphdef, *asked, **HOW).compile()
+    return prefill.lower(policy.graphdef, *asked, **HOW).compile()
 
 
 @pytest.fixture(scope="module")
 def decoding(policy, asked, prefilling):
-    weights, _, draw = asked
-    progress = jax.tree.map(lie, prefilling.out_info, prefilling.output_shardings)
-    return advance.lower(policy.graphdef, weights, progress, draw, LIMIT, **HOW).compile()
+    weights, _, inputs = asked
+    state = jax.tree.map(lie, prefilling.out_info, prefilling.output_shardings)
+    return decode.lower(policy.graphdef, weights, state, inputs, LIMIT, **HOW).compile()
 
 
 def test_gathering_for_a_rollout_leaves_parameters_divided_over_tp_alone(policy, gathering):

@@ -175,7 +175,7 @@ def test_a_rollout_is_asked_between_its_turns_whether_to_go_on_and_ends_the_same
     model, prompts, monkeypatch
 ):
     turns = []
-    monkeypatch.setattr(rollout, "next_turn", lambda tokens, seconds: 3)
+    monkeypatch.setattr(rollout, "next_chunk", lambda tokens, seconds: 3)
     in_threes = complete(model, prompts, poll=lambda: turns.append(1))
     monkeypatch.undo()
     assert len(turns) > -(-len(prompts) // OPTIONS.batch_size)
@@ -192,7 +192,7 @@ def test_what_is_raised_between_two_turns_ends_the_rollout(model, prompts):
 
 @pytest.mark.parametrize(("tokens", "seconds", "then"), [(1, 9.0, 1), (8, 0.01, 16), (8, 0.25, 8), (8, 1.0, 2)])
 def test_a_turn_takes_about_a_quarter_of_a_second(tokens, seconds, then):
-    assert rollout.next_turn(tokens, seconds) == then
+    assert rollout.next_chunk(tokens, seconds) == then
 
 
 def test_in_bfloat16_the_log_probabilities_are_those_of_the_model_without_a_cache(prompts):

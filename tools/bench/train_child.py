@@ -33,7 +33,7 @@ from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.plan.memory import memory_at_hand
 from mllm.plan.programs import Programs
-from mllm.rl.rollout import Draw, decoding_weights, generate
+from mllm.rl.rollout import DecodeInputs, decoding_weights, generate
 from mllm.train.step import init_state
 from tools import memory
 from tools.bench import train_work as work
@@ -243,20 +243,20 @@ def decode(*, config: dict[str, Any], tell: Tell) -> Result:
     of_rows = (random_tokens(shapes, (rows, prompt)), np.full(rows, prompt, np.int32), np.arange(rows, dtype=np.int32))
     prompts, lengths, sequences = shard_batch(mesh, of_rows)
     stop = np.full(len(shapes.policy.stop_ids), NO_STOP, np.int32)
-    draw = Draw(lengths, sequences, stop, np.int32(0), np.int32(0), np.int32(0))
+    inputs = DecodeInputs(lengths, sequences, stop, np.int32(0), np.int32(0), np.int32(0))
 
     prefills: list[float] = []
     for _ in range(2):
         progress: Any = None  # else its cache would be there twice
         with timed(prefills):
-            progress = jax.block_until_ready(begin(weights, prompts, draw))
+            progress = jax.block_until_ready(begin(weights, prompts, inputs))
     sizes, itemsize = shapes.policy.architecture, shapes.model.dtype.itemsize
     turns: list[dict[str, float]] = []
     ends = np.unique(np.linspace(1, limit, TURNS + 1).astype(int)).tolist()
     for made, until in pairwise(ends):
         seconds: list[float] = []
         with timed(seconds):
-            progress = jax.block_until_ready(advance(weights, progress, draw, np.int32(until)))
+            progress = jax.block_until_ready(advance(weights, progress, inputs, np.int32(until)))
         # With m tokens made, the last of them is the query of step m; it sees the prompt and all m.
         cached = rows * sum(prompt + m for m in range(made, until))
         read = (until - made) * work.weight_bytes(sizes, itemsize) + work.cache_bytes(sizes, cached, itemsize)
