@@ -15,15 +15,14 @@ def variant(
     mesh: Mesh,
     *,
     softcap: float | None = None,
-    filter_eps: float | None = None,
     cluster: int | None = None,
     entropy: bool = False,
     workspace: int = 0,
     **sizes: Any,
 ) -> head.Program:
     """A loss and its gradients; with a cluster's size given, of tiles that go with it."""
-    same, arguments = head._sized(mesh, impl="mosaic_gpu", **sizes)
-    options = same | {"workspace": workspace, "softcap": softcap, "filter_eps": filter_eps}
+    same, arguments = head.options_and_shapes(mesh, impl="mosaic_gpu", **sizes)
+    options = same | {"workspace": workspace, "softcap": softcap}
 
     def objective(logprob: jax.Array, tokens_entropy: jax.Array) -> jax.Array:
         return -logprob - 0.01 * tokens_entropy if entropy else -logprob

@@ -77,8 +77,8 @@ def test_workspaces_and_the_memory_of_dw_are_spent_as_they_are_called_here(
 ) -> None:
     hidden, weight, labels = random_problem((n, V, D), dtype=dtype)
     inputs = Inputs(hidden, weight, labels, jnp.ones(n, bool), jnp.float32(1))
-    spent = gpu_plan.plan(inputs, Options(None, jnp.dtype(BF16), workspace))
-    assert (spent.rows, spent.loan.columns, min(spent.keep, V - lent)) == (rows, lent, columns)
+    spent = gpu_plan.make_plan(inputs, Options(None, jnp.dtype(BF16), workspace))
+    assert (spent.rows, spent.layout.columns, min(spent.workspace_columns, V - lent)) == (rows, lent, columns)
 
 
 def judge(problem: Problem, objective: Objective, weights: jax.Array, **options: Any) -> Loss:

@@ -248,7 +248,6 @@ def test_without_a_workspace_no_array_is_larger_than_the_weight_and_none_so_larg
         pytest.param({"features": 896, "entropy": True}, id="entropy"),
         pytest.param({"features": 3584, "softcap": 30.0, "entropy": True}, id="softcap"),
         pytest.param({"workspace": 640 * MIB, "softcap": 30.0}, id="some kept"),
-        pytest.param({"filter_eps": 2.0**-12}, id="filtered"),
         pytest.param({"hidden": "float32", "weight": "float32", "dtype": "bfloat16"}, id="float32 masters"),
     ],
 )

@@ -1,9 +1,10 @@
 """The head's passes on Hopper GPUs: forward, and backward over blocks of rows and chunks of the vocabulary.
 
-Left out: the kernels (`gpu_forward.py`, `gpu_backward.py`), what is passed over when (`mosaic_gpu.py`).
+Left out: the kernels (`forward.py`, `backward.py`), and which columns are kept (`plan.py`).
 
-Suffixes: R rows in the kernels' order, V vocabulary, D features; C columns of a chunk, K those kept of each of P parts;
-U tiles of columns, W warpgroups' rows, T columns of a tile.
+Suffixes: R rows in the kernels' order, B of a block of them; V vocabulary, D features; C columns of a chunk, K those
+kept of each of P parts; U tiles of columns, T columns of a tile; W warpgroups' groups of rows, or float16 numbers in a
+row of dW.
 """
 
 import functools
@@ -25,19 +26,17 @@ from kernels.lm_head.contract import (
     number_of_columns,
     zeros,
 )
-from kernels.lm_head.gpu import filter as gpu_filter
-from kernels.lm_head.gpu import kept_logits as gpu_loan
-from kernels.lm_head.gpu.backward import Block, RowSlopes, hidden_gradient, weight_gradient
-from kernels.lm_head.gpu.backward import slopes as slopes_kernel
-from kernels.lm_head.gpu.forward import Chunk, labelled
+from kernels.lm_head.gpu import kept_logits
+from kernels.lm_head.gpu.backward import Block, RowFactors, hidden_gradient, logit_gradient, weight_gradient
+from kernels.lm_head.gpu.forward import Chunk, labels_in_tiles
 from kernels.lm_head.gpu.forward import forward as forward_kernel
-from kernels.lm_head.gpu.kept_logits import Lent
+from kernels.lm_head.gpu.kept_logits import DwBuffer
 from kernels.lm_head.gpu.plan import Plan
-from kernels.lm_head.gpu.tiles import KEPT, Sizes, Tiles
+from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes, Tiles
 from kernels.lm_head.live_rows import round_up
 from kernels.lm_head.softmax import FLOOR, Running, Softmax, combine, combine_over_axis, finish, label_slope
 
-_NEVER = 1e30  # log of a total that makes every probability 0
+_NEVER = 1e30  # log of a sum of exponentials that makes every probability 0
 
 
 class Rows(NamedTuple):
@@ -45,52 +44,54 @@ class Rows(NamedTuple):
 
     hidden: Float[Array, "R D"]
     labels: Int[Array, "R"]
-    found: Int[Array, "W U"]
-    """Of each warpgroup's rows, the tiles of the vocabulary with one of their labels."""
+    in_tile: Int[Array, "W U"]
+    """`labels_in_tiles(labels)`."""
     live: Bool[Array, "R"]
     number: Int[Array, ""]
 
 
 class Kept(NamedTuple):
-    """What forward keeps for backward; None, if nothing."""
+    """Logits that forward keeps for backward; None where nothing is kept."""
 
-    tops: Float[Array, "U R"] | None
-    """Maxima of the tiles that the workspace has; of all, if some are to be left out."""
-    logits: Float[Array, "P R K"] | None = None
-    """Of P K columns, those that the workspace has."""
-    lent: UInt16[Array, "V W"] | None = None
-    """What dW's memory has."""
+    in_workspace: Float[Array, "P R K"] | None = None
+    """Logits of P K columns, less the maximum of the row's tile."""
+    tops: Float[Array, "U R"] | None = None
+    """Maxima of these tiles."""
+    in_dw: UInt16[Array, "V W"] | None = None
+    """The memory of dW, see `kept_logits.py`."""
 
 
-def gathered(inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> Rows:
+def gather_rows(inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> Rows:
     live = jnp.arange(len(row)) < number
     labels = jnp.where(live, local_labels(inputs)[row], -1)
-    found = labelled(labels, len(inputs.weight), sizes.tiles)
-    return Rows(inputs.hidden[row].astype(options.dtype), labels, found, live, number)
+    in_tile = labels_in_tiles(labels, len(inputs.weight), sizes.tiles)
+    return Rows(inputs.hidden[row].astype(options.dtype), labels, in_tile, live, number)
+
+
+# --- forward --------------------------------------------------------------------------------------------------------
 
 
 def forward(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> tuple[Running, Kept]:
-    """Over the columns that dW's memory keeps, those that the workspace does, and the others."""
-    lent = gpu_loan.lend(inputs, options, plan.loan)
-    vocabulary = len(inputs.weight)
-    edges = (0, plan.loan.columns, plan.loan.columns + plan.keep, vocabulary)
-    chunks = (plan.loan.chunk, plan.kept_chunk, plan.chunk(vocabulary))
-    over = functools.partial(_over, inputs, options, plan.sizes, rows)
-    found = [
-        over(first, last, chunk, keep=number == 1, lent=None if number else lent)
-        for number, (first, last, chunk) in enumerate(zip(edges, edges[1:], chunks, strict=False))
-        if first < last
-    ]
-    running = functools.reduce(combine, (part[0] for part in found))
-    tops = [part[1] for part in found if part[1] is not None]
-    memory = None if lent is None else gpu_loan.given_back(lent, tops[0])
-    if lent is not None and options.filter_eps is None:
-        tops = tops[1:]
-    logits = next((part[2] for part in found if part[2] is not None), None)
-    return running, Kept(jnp.concatenate(tops) if tops else None, logits, memory)
+    """Running statistics over the whole vocabulary, and the logits that the plan says to keep."""
+    buffer = kept_logits.allocate(inputs, options, plan.layout)
+    vocabulary, in_dw = len(inputs.weight), plan.layout.columns
+    kept_columns = in_dw + plan.workspace_columns
+    over = functools.partial(_forward_over, inputs, options, plan.sizes, rows)
+    parts, kept = [], Kept()
+    if buffer is not None:
+        running, tops, _ = over(0, in_dw, plan.layout.chunk, buffer=buffer)
+        parts.append(running)
+        kept = kept._replace(in_dw=kept_logits.with_tops(buffer, tops))
+    if plan.workspace_columns:
+        running, tops, logits = over(in_dw, kept_columns, plan.workspace_chunk, keep=True)
+        parts.append(running)
+        kept = kept._replace(in_workspace=logits, tops=tops)
+    if kept_columns < vocabulary:
+        parts.append(over(kept_columns, vocabulary, plan.chunk(vocabulary))[0])
+    return functools.reduce(combine, parts), kept
 
 
-def _over(
+def _forward_over(
     inputs: Inputs,
     options: Options,
     sizes: Sizes,
@@ -99,25 +100,26 @@ def _over(
     last: int,
     chunk: int,
     keep: bool = False,
-    lent: Lent | None = None,
+    buffer: DwBuffer | None = None,
 ) -> tuple[Running, Float[Array, "U R"] | None, Float[Array, "P R K"] | None]:
+    """The forward kernel over columns [first, last); a weight of another dtype is cast chunk by chunk."""
+
     def kernel(first: Array, size: int) -> Any:
-        weight, of_weight = _chunk(inputs, options, first, size)
+        weight, columns = _chunk(inputs, options, first, size)
         return forward_kernel(
             rows.hidden,
             weight,
             rows.labels,
-            rows.found,
+            rows.in_tile,
             rows.number,
-            of_weight,
+            columns,
             inputs.temperature,
             size=size,
             tiles=sizes.tiles,
             strip=sizes.strip(len(rows.labels), size),
             softcap=options.softcap,
             keep=keep,
-            lent=lent,
-            tops=options.filter_eps is not None,
+            buffer=buffer,
         )
 
     if inputs.weight.dtype == options.dtype:
@@ -134,13 +136,16 @@ def _over(
     return running, None if tops is None else tops.reshape(-1, len(rows.labels)), logits
 
 
-def softmax_of(options: Options, running: Running, live: Bool[Array, "R"]) -> Softmax:
-    """Over the whole vocabulary; 0 at rows that don't count."""
+def finish_softmax(options: Options, running: Running, live: Bool[Array, "R"]) -> Softmax:
+    """The softmax over the whole vocabulary; 0 at rows that don't count."""
     # Nothing was written there, and a product of 0 with what isn't finite is not 0.
     running = Running(*(jnp.where(live, x, fill) for x, fill in zip(running, (0, 1, 0, 0), strict=True)))
     if options.vocabulary_axis is not None:
         running = combine_over_axis(running, options.vocabulary_axis)
     return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(running))
+
+
+# --- backward -------------------------------------------------------------------------------------------------------
 
 
 def backward(
@@ -154,44 +159,33 @@ def backward(
     dw: Float[Array, "V D"] | None,
     add: bool,
 ) -> Gradients:
-    """dh, and dW written or added to `dw`, a chunk of the vocabulary at a time. What is kept in dW's memory takes the
-    place of `dw`."""
-    sizes, loan = plan.sizes, plan.loan
-    by_row = _by_row(inputs, options, rows, softmax, slopes)
-    counted = None
-    if options.filter_eps is not None:
-        assert kept.tops is not None
-        counted = gpu_filter.counted(
-            options.filter_eps,
-            sizes.tiles,
-            kept.tops,
-            softmax,
-            rows.labels,
-            rows.live,
-            columns=number_of_columns(inputs),
-            chunk=sizes.chunk,
-        )
+    """dh, and dW written or added to `dw`, a chunk of the vocabulary at a time.
+
+    Where logits are kept in the memory of dW, that memory takes the place of `dw`.
+    """
+    sizes, layout = plan.sizes, plan.layout
     tiles, size = sizes.tiles, sizes.block(len(rows.labels))
-    blocks = len(rows.labels) // size
+    blocks, vocabulary = len(rows.labels) // size, len(inputs.weight)
+    factors = _row_factors(inputs, options, rows, softmax, slopes)
     dh_sum = jax.new_ref(zeros(inputs, *rows.hidden.shape)) if options.wants_hidden else None
-    if kept.lent is not None:
+    if kept.in_dw is not None:
         assert dw is not None
-        dw = gpu_loan.as_gradient(kept.lent, dw.dtype)
+        dw = kept_logits.as_dw(kept.in_dw, dw.dtype)
     dw_sum = None if dw is None else jax.new_ref(dw)
 
-    def chunk(first: Array, columns: int, found: Callable[[Block], tuple[Array, Array]] | None = None) -> None:
+    def chunk(first: Array, columns: int, read: Callable[[Block], tuple[Array, Array]] | None = None) -> None:
+        """Adds a chunk's part of the gradients; `read` gives a block's kept logits and their maxima."""
         weight, chunk = _chunk(inputs, options, first, columns)
 
         def block(i: Array, out: Any, chunk_of_out: Chunk, **how_to_add: Any) -> None:
             block = Block(i * size, jnp.clip(rows.number - i * size, 0, size))
-            wanted = None if counted is None else gpu_filter.wanted(tiles, counted, block, chunk, (size, columns))
-            if found is None:
-                dy = slopes_kernel(
+            if read is None:
+                dy = logit_gradient(
                     rows.hidden,
                     weight,
                     rows.labels,
-                    rows.found,
-                    by_row,
+                    rows.in_tile,
+                    factors,
                     block,
                     chunk,
                     inputs.temperature,
@@ -200,14 +194,13 @@ def backward(
                     softcap=options.softcap,
                     entropy=options.entropy_slopes,
                     tiles=tiles,
-                    wanted=wanted,
                 )
             else:
-                dy = _kept_slopes(inputs, options, tiles, rows, by_row, *found(block), block, chunk)
+                dy = _kept_logit_gradient(inputs, options, tiles, rows, factors, *read(block), block, chunk)
             if dh_sum is not None:
-                hidden_gradient(dh_sum, dy, weight, block, chunk, tiles=tiles, wanted=wanted)
+                hidden_gradient(dh_sum, dy, weight, block, chunk, tiles=tiles)
             if out is not None:
-                weight_gradient(out, dy, rows.hidden, block, chunk_of_out, tiles=tiles, wanted=wanted, **how_to_add)
+                weight_gradient(out, dy, rows.hidden, block, chunk_of_out, tiles=tiles, **how_to_add)
 
         last = jnp.int32(blocks - 1)
         if blocks == 1:
@@ -220,23 +213,22 @@ def backward(
             lax.fori_loop(0, blocks - 1, lambda i, _: block(i, sums, at_start, add=True), None)
             block(last, dw_sum, chunk, before=jax.freeze(sums))
 
-    def of_lent(i: Array, _: None) -> None:
-        def found(block: Block) -> tuple[Array, Array]:
-            logits = gpu_loan.logits_of(dw_sum, loan, i * loan.chunk, block.first, size)
-            return logits, gpu_loan.tops_of(dw_sum, loan, i * loan.chunk, tiles.columns)
+    def chunk_in_dw(i: Array, _: None) -> None:
+        def read(block: Block) -> tuple[Array, Array]:
+            logits = kept_logits.read_logits(dw_sum, layout, i * layout.chunk, block.first, size)
+            return logits, kept_logits.read_tops(dw_sum, layout, i * layout.chunk, tiles.columns)
 
-        chunk(i * loan.chunk, loan.chunk, found)
+        chunk(i * layout.chunk, layout.chunk, read)
 
-    def of_kept(i: Array, _: None) -> None:
-        first = loan.columns + i * plan.kept_chunk
-        tile = (0 if counted is None else loan.columns // tiles.columns) + i * (plan.kept_chunk // tiles.columns)
-        chunk(first, plan.kept_chunk, lambda block: _kept(kept, plan, i, tile, block.first, size))
+    def chunk_in_workspace(i: Array, _: None) -> None:
+        first = layout.columns + i * plan.workspace_chunk
+        chunk(first, plan.workspace_chunk, lambda block: _read_workspace(kept, plan, i, block.first, size))
 
-    kept_columns, other_chunk = loan.columns + plan.keep, plan.chunk(len(inputs.weight))
-    others = max(0, -(-(len(inputs.weight) - kept_columns) // other_chunk))
+    kept_columns, other_chunk = layout.columns + plan.workspace_columns, plan.chunk(vocabulary)
+    others = max(0, -(-(vocabulary - kept_columns) // other_chunk))
     for number, body in (
-        (loan.columns // max(1, loan.chunk), of_lent),
-        (plan.keep // max(1, plan.kept_chunk), of_kept),
+        (layout.columns // max(1, layout.chunk), chunk_in_dw),
+        (plan.workspace_columns // max(1, plan.workspace_chunk), chunk_in_workspace),
         (others, lambda i, _: chunk(kept_columns + i * other_chunk, other_chunk)),
     ):
         if number:
@@ -254,60 +246,56 @@ def _chunk(inputs: Inputs, options: Options, first: Array, size: int) -> tuple[F
     return inputs.weight[row].astype(options.dtype), Chunk(first, jnp.int32(0), columns)
 
 
-def _by_row(inputs: Inputs, options: Options, rows: Rows, softmax: Softmax, slopes: TokenLogprobs) -> RowSlopes:
+def _row_factors(inputs: Inputs, options: Options, rows: Rows, softmax: Softmax, slopes: TokenLogprobs) -> RowFactors:
     scale = 1 / inputs.temperature
     by_p = slopes.lse - slopes.logprob - slopes.entropy * softmax.entropy
     label = label_slope(softmax, slopes, inputs.temperature, options.softcap)
-    found = RowSlopes(softmax.top, softmax.log_sum_e, by_p * scale, slopes.entropy * scale, label)
+    found = RowFactors(softmax.top, softmax.log_sum_e, by_p * scale, slopes.entropy * scale, label)
     found = jax.tree.map(lambda x: jnp.where(rows.live, x, 0), found)
     return found._replace(log_sum_e=jnp.where(rows.live, found.log_sum_e, _NEVER))
 
 
-def _kept(
-    kept: Kept, plan: Plan, number: Array, tile: Array, row: Array, rows: int
-) -> tuple[Float[Array, "R C"], Float[Array, "U M"]]:
-    """What the workspace has of `rows` from `row` on and a chunk: logits less their tile's maximum, and maxima.
-
-    Args:
-        number: of the chunk, among those that the workspace has.
-        tile: its first one's place in `kept.tops`.
-    """
-    assert kept.logits is not None
+def _read_workspace(
+    kept: Kept, plan: Plan, chunk: Array, row: Array, rows: int
+) -> tuple[Float[Array, "B C"], Float[Array, "U R"]]:
+    """Logits that the workspace has of `rows` rows from `row` on and of its chunk of that number, and their maxima."""
+    assert kept.in_workspace is not None
     assert kept.tops is not None
-    part, column = (number, 0) if len(kept.logits) > 1 else (0, number * plan.kept_chunk)
-    tops = lax.dynamic_slice_in_dim(kept.tops, tile, plan.kept_chunk // plan.sizes.tiles.columns)
-    return lax.dynamic_slice(kept.logits, (part, row, column), (1, rows, plan.kept_chunk))[0], tops
+    part, column = (chunk, 0) if len(kept.in_workspace) > 1 else (0, chunk * plan.workspace_chunk)
+    tiles = plan.workspace_chunk // plan.sizes.tiles.columns
+    tops = lax.dynamic_slice_in_dim(kept.tops, chunk * tiles, tiles)
+    return lax.dynamic_slice(kept.in_workspace, (part, row, column), (1, rows, plan.workspace_chunk))[0], tops
 
 
-def _kept_slopes(
+def _kept_logit_gradient(
     inputs: Inputs,
     options: Options,
     tiles: Tiles,
     rows: Rows,
-    by_row: RowSlopes,
-    below_RC: Float[Array, "R C"],
-    top_UM: Float[Array, "U M"],
+    factors: RowFactors,
+    below_BC: Float[Array, "B C"],
+    top_UR: Float[Array, "U R"],
     block: Block,
     chunk: Chunk,
-) -> Float[Array, "R C"]:
-    """dy of a block and a chunk by what was kept of them, without a product."""
-    size = below_RC.shape
+) -> Float[Array, "B C"]:
+    """dy of a block and a chunk from their kept logits, without a product."""
+    size = below_BC.shape
     across = size[1] // tiles.columns
-    top_UR = lax.dynamic_slice_in_dim(top_UM, block.first, size[0], axis=1)
-    labels, live, by_row = jax.tree.map(
-        lambda x: lax.dynamic_slice_in_dim(x, block.first, size[0]), (rows.labels, rows.live, by_row)
+    top_UB = lax.dynamic_slice_in_dim(top_UR, block.first, size[0], axis=1)
+    labels, live, factors = jax.tree.map(
+        lambda x: lax.dynamic_slice_in_dim(x, block.first, size[0]), (rows.labels, rows.live, factors)
     )
-    below_RUT = below_RC.reshape(size[0], across, tiles.columns).astype(jnp.float32)
+    below_BUT = below_BC.reshape(size[0], across, tiles.columns).astype(jnp.float32)
     # Where no float16 is so low, and where there is no column: a probability of 0, and finite.
-    below_RUT = jnp.maximum(below_RUT, -float(jnp.finfo(KEPT).max)) / inputs.temperature
-    log_p_RUT = below_RUT + (top_UR - by_row.top - by_row.log_sum_e).T[:, :, None]
-    by_p_RUT = by_row.by_p[:, None, None]
+    below_BUT = jnp.maximum(below_BUT, -float(jnp.finfo(KEPT_DTYPE).max)) / inputs.temperature
+    log_p_BUT = below_BUT + (top_UB - factors.top - factors.log_sum_e).T[:, :, None]
+    by_p_BUT = factors.by_p[:, None, None]
     if options.entropy_slopes:
-        by_p_RUT -= by_row.entropy[:, None, None] * log_p_RUT
+        by_p_BUT -= factors.entropy[:, None, None] * log_p_BUT
     if options.softcap is not None:
-        z_RUT = below_RUT + top_UR.T[:, :, None]
-        by_p_RUT *= 1 - (z_RUT * inputs.temperature / options.softcap) ** 2
+        z_BUT = below_BUT + top_UB.T[:, :, None]
+        by_p_BUT *= 1 - (z_BUT * inputs.temperature / options.softcap) ** 2
     column_C = jnp.arange(size[1])
-    hit_RC = column_C == (labels - chunk.first)[:, None]
-    dy_RC = jnp.where(hit_RC, by_row.label[:, None], (jnp.exp(log_p_RUT) * by_p_RUT).reshape(size))
-    return jnp.where(live[:, None] & (column_C < chunk.columns), dy_RC, 0).astype(options.dtype)
+    hit_BC = column_C == (labels - chunk.first)[:, None]
+    dy_BC = jnp.where(hit_BC, factors.label[:, None], (jnp.exp(log_p_BUT) * by_p_BUT).reshape(size))
+    return jnp.where(live[:, None] & (column_C < chunk.columns), dy_BC, 0).astype(options.dtype)

@@ -132,7 +132,7 @@ def strips_of(
 
 def run(tiles: Tiles, work: Work, a: Operand, b: Operand, strip: Callable[..., Strip], scratch: Sequence[Any]) -> None:
     """Does a kernel's work, called in its body. `strip(*refs of scratch)` makes a multiplier's function of a strip."""
-    free_barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if tiles.cluster > 1 else plgpu.Barrier
+    freed = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if tiles.cluster > 1 else plgpu.Barrier
 
     def roles(a_slots: Ref, b_slots: Ref, *others: Ref) -> None:
         *refs, full, free = others
@@ -155,7 +155,7 @@ def run(tiles: Tiles, work: Work, a: Operand, b: Operand, strip: Callable[..., S
         swizzled(_slots_shape(tiles, tiles.columns, b), b.ref.dtype),
         *scratch,
         plgpu.Barrier(num_arrivals=2, num_barriers=tiles.slots),
-        free_barrier(num_arrivals=MULTIPLIERS, num_barriers=tiles.slots),
+        freed(num_arrivals=MULTIPLIERS, num_barriers=tiles.slots),
         collective_axes="warpgroup",
     )
 

@@ -1,4 +1,10 @@
-"""Tiles of the kernels for Hopper, and the shared memory that they take."""
+"""Sizes of the Hopper kernels' tiles, chunks and strips, by measured tables or by arithmetic.
+
+`tiles.json` has the sizes that `tools/tune.py` measured for a device; where it has none, sizes follow from the number
+of multiprocessors and from bounds on memory.
+
+Left out: what a workspace is spent on (`plan.py`).
+"""
 
 import dataclasses
 import json
@@ -13,34 +19,37 @@ import jax.numpy as jnp
 from kernels.lm_head import target
 from kernels.lm_head.live_rows import round_up
 
-KEPT = jnp.dtype(jnp.float16)
-"""Of the logits that forward keeps."""
+KEPT_DTYPE = jnp.dtype(jnp.float16)
+"""Dtype of the logits that forward keeps."""
 MULTIPLIERS = 2
-"""Warpgroups of a block that multiply."""
+"""Number of warpgroups of a block that multiply."""
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block can have: CUDA C++ programming guide, technical specifications of compute capability 9.0."""
-_VECTORS = 2048  # for numbers of rows on their way out
+_VECTOR_STAGES = 2048  # bytes of shared memory for vectors that are being stored
 _MOST_STRIP = 32  # tiles
-_ALWAYS, _LEAST = 64 * 2**20, 32 * 2**20  # bytes: beside one array of hidden's shape; of dy, at least
-_MOST_TILES = 66  # of a chunk
+_DY_AND_DH, _LEAST_DY = 64 * 2**20, 32 * 2**20  # bytes: of dy and one array of hidden's shape together; of dy, at least
+_MOST_TILES = 66  # tiles of a chunk
 _SHARED_ROWS = 16 * 2**20  # bytes of hidden states that clusters share in the L2 cache
-_LAUNCHES = 1700  # slabs' worth of depth that a chunk's launches take: 20 us, an estimate
-_STAGE = 64 * 128  # bytes of a piece of a tile on its way out: 64 rows of 128 bytes
+_LAUNCHES = 1700  # a chunk's kernel launches, as depth that could be summed meanwhile: 20 us, an estimate
+_STAGE = 64 * 128  # bytes of a piece of a tile that is being stored: 64 rows of 128 bytes
 STAGES = 2
-"""Such pieces that a warpgroup has on their way."""
+"""Number of pieces that a warpgroup stores at a time."""
 _override: "Sizes | None" = None
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Of a product; a cluster's blocks lie below each other."""
+    """Tile of a product C = A B, as one block computes it."""
 
     rows: int = 128
     columns: int = 256
     depth: int = 64
+    """Depth of a slab."""
     slots: int = 4
+    """Slabs of A and of B that shared memory holds."""
     cluster: int = 2
+    """Blocks of a cluster; their tiles follow each other in the direction of the rows."""
 
     def __post_init__(self) -> None:
         assert self.rows_each == 64  # as one wgmma has, and what is stored at a time
@@ -53,41 +62,41 @@ class Tiles:
 
     @property
     def rows_each(self) -> int:
-        """Of a warpgroup."""
+        """Rows of a warpgroup."""
         return self.rows // MULTIPLIERS
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Options the work is cut."""
+    """How rows and columns are divided."""
 
     tiles: Tiles
     chunk: int
     """Columns of the vocabulary that backward takes at a time; whole tiles."""
     most_rows: int = 8192
-    """Rows that it takes at a time, at most."""
+    """Rows that backward takes at a time, at most."""
     default_rows: int = 1024
-    """Rows kept where nothing is said of a workspace."""
+    """Rows whose logits are kept where the caller names no workspace."""
     wave_cost: int = 900
-    """Rows whose product takes as long as a sum of dW is read and written: 8 V D bytes, against 2 V D flops a row, at
-    an H100's 3.35 TB/s and 750 TFLOP/s. Arithmetic, nothing was timed."""
+    """Time to read and write a float32 sum of dW, in rows whose product takes as long: 8 V D bytes, against 2 V D flops
+    a row, at an H100's 3.35 TB/s and 750 TFLOP/s. Arithmetic, nothing was timed."""
     cast_cost: int = 1350
-    """The same for reading a float32 weight twice and writing it in bfloat16."""
+    """Time to read a float32 weight twice and to write it in bfloat16, in the same unit."""
 
     def __post_init__(self) -> None:
         assert self.chunk % self.tiles.columns == 0
 
     def block(self, rows: int) -> int:
-        """Rows that backward takes at a time, of so many: all blocks are nearly full."""
+        """Rows that backward takes at a time when there are `rows` in all: blocks are of one size and nearly full."""
         blocks = -(-max(rows, 1) // self.most_rows)
         return round_up(-(-max(rows, 1) // blocks), self.tiles.cluster_rows)
 
     def rows(self, rows: int) -> int:
-        """These, filled up to whole blocks."""
+        """`rows`, rounded up to whole blocks."""
         return round_up(max(rows, 1), self.block(rows))
 
     def strip(self, rows: int, columns: int) -> int:
-        """Tiles of a strip: so many that no cluster has much more to do than others, then as many as may be."""
+        """Tiles of a strip: the number that gives the busiest cluster the least to do, and of these the largest."""
         blocks, tiles = -(-rows // self.tiles.cluster_rows), -(-columns // self.tiles.columns)
 
         def longest(strip: int) -> int:
@@ -96,27 +105,27 @@ class Sizes:
         return min(range(1, min(tiles, _MOST_STRIP) + 1), key=lambda strip: (longest(strip), -strip))
 
     def cost(self, rows: int, features: int, columns: int, chunk: int, products: int = 3) -> int:
-        """Of backward over so many columns in chunks: depth that a cluster sums, over all its tiles, launches included.
+        """Estimated cost of backward over so many columns, in depth that the busiest cluster sums over all its tiles.
 
         Args:
-            products: 2 where logits aren't computed again.
+            products: 3, or 2 where logits aren't computed again.
         """
         whole, rest = divmod(columns, chunk)
         tiles, block = self.tiles, self.block(rows)
         blocks, across = block // tiles.cluster_rows, -(-features // tiles.columns)
 
-        def one(columns: int) -> int:
+        def of_chunk(columns: int) -> int:
             in_chunk = -(-columns // tiles.columns)
             hidden = _rounds(tiles, blocks * across) * columns
             weight = _rounds(tiles, in_chunk * across) * block
             again = _rounds(tiles, blocks * in_chunk) * features if products == 3 else 0
             return hidden + weight + again + _LAUNCHES
 
-        return whole * one(chunk) + (one(rest) if rest else 0)
+        return whole * of_chunk(chunk) + (of_chunk(rest) if rest else 0)
 
 
 def _rounds(tiles: Tiles, number: int) -> int:
-    """Tiles, or strips, of the cluster that has most of them."""
+    """How many of so many tiles, or strips, the cluster with the most of them gets."""
     return -(-number // (target.multiprocessors() // tiles.cluster))
 
 
@@ -124,7 +133,7 @@ def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
     """The sizes for so many rows at a time on the GPU that is being traced for.
 
     Args:
-        spare: bytes that dy of a chunk may take beside those that it may always.
+        spare: bytes that dy of a chunk may take beyond `dy_bytes`.
     """
     if _override is not None:
         return _override
@@ -132,7 +141,7 @@ def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
     tiles = Tiles(**noted.get("tiles", {}))
     sizes = Sizes(tiles, tiles.columns)
     block = sizes.block(rows)
-    room = always(block, features) + spare
+    room = dy_bytes(block, features) + spare
     if "chunk" in noted:  # smaller than the arithmetic's, and found faster
         room = min(room, 2 * noted["shape"][0] * noted["chunk"])
     most = min(room // (2 * block * tiles.columns), _MOST_TILES, -(-vocabulary // tiles.columns))
@@ -140,24 +149,25 @@ def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
     return Sizes(tiles, min(chunks, key=lambda chunk: sizes.cost(rows, features, vocabulary, chunk)))
 
 
-def always(block: int, features: int) -> int:
-    """Bytes that dy may take of any chunk. dh is summed in twice an array of hidden's shape."""
-    return max(_ALWAYS - 2 * block * features, _LEAST)
+def dy_bytes(block: int, features: int) -> int:
+    """Bytes that dy of a chunk may take without a workspace."""
+    # dh is summed in twice an array of hidden's shape, which is once more than the gradient itself.
+    return max(_DY_AND_DH - 2 * block * features, _LEAST_DY)
 
 
 def shared_blocks(tiles: Tiles, features: int) -> int:
-    """Blocks of a cluster's rows that are gone through column by column, so that the L2 cache has them all."""
+    """Number of blocks of a cluster's rows whose strips are interleaved, so that the L2 cache holds all of them."""
     return max(1, _SHARED_ROWS // (2 * features * tiles.cluster_rows))
 
 
 def faster(features: int) -> bool:
-    """Whether the kernels were timed on such a GPU, and took less time than plain XLA."""
+    """Whether the kernels were timed on this kind of GPU, and took less time than the xla engine."""
     found = _measured(features)
     return found is not None and found["seconds"] < found["streaming_seconds"]
 
 
 def _measured(features: int) -> dict[str, Any] | None:
-    """What `tools/tune.py` noted on such a GPU, for the next hidden size in proportion."""
+    """The entry that `tools/tune.py` noted on this kind of GPU, for the hidden size nearest in proportion."""
     kind = target.device_kind()
     noted = [x for x in _TABLE if x["engine"] == "mosaic_gpu" and x["device"] == kind]
     return min(noted, key=lambda x: abs(math.log(x["features"] / features)), default=None)
@@ -169,7 +179,7 @@ def overridden() -> bool:
 
 @contextmanager
 def override(sizes: Sizes) -> Iterator[None]:
-    """In it, every kernel is traced with these sizes: for tests, and for trying sizes."""
+    """Within the context, every kernel is traced with these sizes: for tests, and for trying sizes."""
     global _override
     previous, _override = _override, sizes
     try:
@@ -179,11 +189,11 @@ def override(sizes: Sizes) -> Iterator[None]:
 
 
 def kept_bytes(columns: int, tiles: Tiles) -> int:
-    """Bytes of a row of what forward keeps: logits, and maxima."""
-    return KEPT.itemsize * columns + 4 * -(-columns // tiles.columns)
+    """Bytes that forward keeps of a row: logits of so many columns, and their tiles' maxima."""
+    return KEPT_DTYPE.itemsize * columns + 4 * -(-columns // tiles.columns)
 
 
 def shared_memory(tiles: Tiles) -> int:
-    """Bytes that a block takes, of operands of 2 bytes."""
+    """Bytes of shared memory that a block takes, with operands of 2 bytes."""
     slabs = tiles.slots * 2 * tiles.depth * (tiles.rows + tiles.columns)
-    return slabs + MULTIPLIERS * STAGES * _STAGE + _VECTORS + 2 * 8 * tiles.slots
+    return slabs + MULTIPLIERS * STAGES * _STAGE + _VECTOR_STAGES + 2 * 8 * tiles.slots
