@@ -40,7 +40,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from kernels.lm_head.tpu import tiles
-from kernels.lm_head.tpu.backward import Slopes, hidden_gradient, kept_weight_gradient, weight_gradient
+from kernels.lm_head.tpu.backward import RowFactors, hidden_gradient, kept_weight_gradient, weight_gradient
 from kernels.lm_head.tpu.forward import forward
 from kernels.lm_head.tpu.tiles import Case, Kernel, Tiles
 from mllm.errors import ArgumentParser, UserError
@@ -170,7 +170,7 @@ def chip_of(target: str | None) -> Chip:
     Raises:
         UserError: there is no such target, no compiler, or no TPU.
     """
-    if target is not None and gpus.named(target):
+    if target is not None and gpus.is_gpu(target):
         raise UserError(f"--target: {target}: GPUs can't be ranked without one; run this on it, without --target")
     if target is None and jax.default_backend() != "tpu":
         raise UserError(f"--target: there is no TPU or GPU here; name a TPU to compile for: {', '.join(targets.CHIPS)}")
@@ -231,7 +231,7 @@ def listed(kind: str, case: Case, tile: Tiles, chip: Chip, target: str) -> Trial
         _, found = listing.read(target, f"{Path(__file__).resolve()}:program", **arguments)
     except ValueError as error:
         return Trial(tile, math.inf, refusal=str(error))
-    by_name = {kernel.name: kernel.step or kernel.mxu for kernel in found}
+    by_name = {kernel.name: kernel.mxu for kernel in found}
     use = [next(x for name, x in by_name.items() if name.startswith(f"head_{part.kernel}")) for part in kernels(case)]
     work = [flops(part) for part in kernels(case)]
     mean = sum(work) / sum(part / share for part, share in zip(work, use, strict=True))
@@ -273,7 +273,7 @@ def call_of(case: Case, tile: Tiles) -> Callable[..., Any]:
 
     def call(hidden: Array, weight: Array, labels: Array, by_row: Array) -> Any:
         number, columns, one = jnp.int32(len(hidden)), jnp.int32(len(weight)), jnp.float32(1)
-        slopes = Slopes(*by_row)
+        slopes = RowFactors(*by_row)
         options: dict[str, Any] = {"tile": tile, "softcap": None, "dtype": case.product}
         if case.kernel == "hidden":
             return hidden_gradient(
@@ -303,7 +303,7 @@ def shapes_of(case: Case, tile: Tiles) -> list[jax.ShapeDtypeStruct]:
         jax.ShapeDtypeStruct((rows, case.features), case.hidden),
         jax.ShapeDtypeStruct((case.vocabulary, case.features), case.weight),
         jax.ShapeDtypeStruct((rows,), jnp.int32),
-        jax.ShapeDtypeStruct((len(Slopes._fields), rows), jnp.float32),
+        jax.ShapeDtypeStruct((len(RowFactors._fields), rows), jnp.float32),
     ]
 
 

@@ -1,16 +1,17 @@
-"""Pallas for TPUs, the backward kernels: dW and dh from logits that are computed again, and dW from what was kept.
+"""The backward kernels for TPUs: dW and dh from logits that are computed again, dW from exponentials that were kept.
 
 `weight_gradient` is stationary in the vocabulary: a tile of dW is summed in float32 on the chip while the blocks of
 hidden states pass by, and leaves once. It works on y transposed, W hᵀ, so that dW = dyᵀ h needs no transpose.
-`hidden_gradient` mirrors the forward kernel; only objectives with a slope by the entropy need it, since for the others
-dh follows from the forward kernel's sum of p W. `kept_weight_gradient` is the third product of the single pass.
+`hidden_gradient` mirrors the forward kernel; only losses that depend on the entropy need it, since for the others dh
+follows from the forward kernel's sum of p W. `kept_weight_gradient` is the third product of the single pass.
 
-Leaves out which of them to use (`mosaic_tpu.py`), and everything that is linear in the number of rows alone
-(`tpu_slopes.py`).
+Left out: which of them to use (`engine.py`), and everything that is linear in the number of rows (`row_factors.py`).
 
-Suffixes as in `tpu_forward.py`. With p = exp(log p), log p = (y - top) / temperature - log_sum_e, all of them compute
+Suffixes as in `forward.py`. With p = exp(log p), log p = (y - top) / temperature - log_sum_e, all kernels compute
 
-    dy = slope of the cap / temperature * p * (at_p + at_p_log_p * log p), but `at_label` in the label's column
+    dy = dcap * p * (at_p + at_p_log_p * log p), but `at_label` in the label's column
+
+where dcap is the cap's derivative and the factors include 1 / temperature.
 """
 
 import functools
@@ -24,15 +25,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Integer
 
 from kernels.lm_head import target
-from kernels.lm_head.tpu import tiles
 from kernels.lm_head.tpu.forward import (
     FLOOR,
     LOG2E,
     SUBLANES,
     Kept,
     cap_slope,
-    cost,
     dot,
+    kernel_call,
     lanes,
     live_block,
     live_tile,
@@ -43,17 +43,17 @@ from kernels.lm_head.tpu.forward import (
 from kernels.lm_head.tpu.tiles import LANES, Case, Kernel, Tiles
 
 
-class Slopes(NamedTuple):
-    """What dy is made of, a row each. The factor 1 / temperature is in all of the last three."""
+class RowFactors(NamedTuple):
+    """Each row's numbers that make dy of its logits. The last three include the factor 1 / temperature."""
 
     top: Float[Array, "M"]
-    """The maximum of y over the whole vocabulary, in units of y."""
+    """The maximum of y over the whole vocabulary."""
     log_sum_e: Float[Array, "M"]
     at_p: Float[Array, "M"]
     at_p_log_p: Float[Array, "M"] | None
-    """None: zero everywhere."""
+    """None: the loss doesn't depend on the entropy."""
     at_label: Float[Array, "M"]
-    """With the cap's slope at the label."""
+    """Includes the cap's derivative at the label."""
 
     def packed(self) -> Float[Array, "8 M"]:
         rows = [jnp.zeros_like(self.top) if x is None else x for x in self]
@@ -66,45 +66,40 @@ def weight_gradient(
     labels: Integer[Array, "M"],
     number: Integer[Array, ""],
     temperature: Float[Array, ""],
-    slopes: Slopes,
+    factors: RowFactors,
     *,
     tile: Tiles,
     softcap: float | None,
     dtype: jnp.dtype,
     gradient: jnp.dtype,
 ) -> Float[Array, "V D"]:
-    """dW, from the rows [0, number); the slopes of the others in their last block must be 0, and log_sum_e large."""
+    """dW from the rows [0, number).
+
+    Args:
+        factors: must be 0, and log_sum_e large, in the rows past `number` of the last block that counts.
+    """
     case, typed = _prepared("weight", hidden, weight, weight.shape[0], dtype, gradient)
     blocks, features = len(hidden) // tile.rows, hidden.shape[1]
-
     row_block = live_block(tile)
-
-    return pl.pallas_call(
+    return kernel_call(
         functools.partial(
-            _weight_kernel, tile=tile, softcap=softcap, dtype=dtype, entropy=slopes.at_p_log_p is not None
+            _weight_kernel, tile=tile, softcap=softcap, dtype=dtype, entropy=factors.at_p_log_p is not None
         ),
+        case,
+        tile,
+        "head_weight_gradient",
         out_shape=typed(weight.shape, gradient),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(pl.cdiv(len(weight), tile.columns), blocks),
-            in_specs=[
-                pl.BlockSpec((tile.rows, features), lambda j, i, ints, _: (row_block(i, ints), 0)),
-                pl.BlockSpec((tile.columns, features), lambda j, i, *_: (j, 0)),
-                pl.BlockSpec((1, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
-                pl.BlockSpec((SUBLANES, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
-            ],
-            out_specs=pl.BlockSpec((tile.columns, features), lambda j, i, *_: (j, 0)),
-            scratch_shapes=[
-                {"sum": pltpu.VMEM((tile.columns, features), jnp.float32)}
-                | operands(tile, features, hidden.dtype, weight.dtype, dtype)
-            ],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tiles.limit(case, tile)
-        ),
-        cost_estimate=cost(case, tile),
-        name="head_weight_gradient",
-    )(number[None], (1 / temperature)[None], hidden, weight, labels[None], slopes.packed())
+        grid=(pl.cdiv(len(weight), tile.columns), blocks),
+        in_specs=[
+            pl.BlockSpec((tile.rows, features), lambda j, i, ints, _: (row_block(i, ints), 0)),
+            pl.BlockSpec((tile.columns, features), lambda j, i, *_: (j, 0)),
+            pl.BlockSpec((1, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
+            pl.BlockSpec((SUBLANES, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
+        ],
+        out_specs=pl.BlockSpec((tile.columns, features), lambda j, i, *_: (j, 0)),
+        scratch={"sum": pltpu.VMEM((tile.columns, features), jnp.float32)}
+        | operands(tile, features, hidden.dtype, weight.dtype, dtype),
+    )(number[None], (1 / temperature)[None], hidden, weight, labels[None], factors.packed())
 
 
 def _weight_kernel(
@@ -113,7 +108,7 @@ def _weight_kernel(
     hidden: Any,
     weight: Any,
     labels: Any,
-    slopes: Any,
+    factors: Any,
     out: Any,
     scratch: Any,
     *,
@@ -136,7 +131,7 @@ def _weight_kernel(
         h_RD, w_TD = scratch.get("hidden", hidden), scratch.get("weight", weight)
         if "hidden" in scratch:
             h_RD[...] = hidden[...].astype(dtype)
-        slopes_1R = Slopes(*(slopes[pl.ds(n, 1), :] for n in range(5)))
+        factors_1R = RowFactors(*(factors[pl.ds(n, 1), :] for n in range(5)))
 
         def products(s: int) -> Float[Array, "S R"]:
             return dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1))
@@ -149,7 +144,7 @@ def _weight_kernel(
             y_SR = y_SR if softcap is None else softcap * jnp.tanh(y_SR / softcap)
             column_SR = lax.broadcasted_iota(jnp.int32, y_SR.shape, 0)
             hit_SR = column_SR == labels[...] - (j * tile.columns + s * step)
-            dy_SR = _dy(y_SR, hit_SR, scales[0], softcap, slopes_1R, entropy)
+            dy_SR = _dy(y_SR, hit_SR, scales[0], softcap, factors_1R, entropy)
             scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0))
 
     @pl.when(i == pl.num_programs(1) - 1)
@@ -164,50 +159,41 @@ def hidden_gradient(
     number: Integer[Array, ""],
     columns: Integer[Array, ""],
     temperature: Float[Array, ""],
-    slopes: Slopes,
+    factors: RowFactors,
     *,
     tile: Tiles,
     softcap: float | None,
     dtype: jnp.dtype,
     gradient: jnp.dtype,
 ) -> Float[Array, "M D"]:
-    """dh of rows [0, number) from columns [0, columns); what is past those rows is undefined."""
+    """dh of rows [0, number) from columns [0, columns); undefined in other rows."""
     case, typed = _prepared("hidden", hidden, weight, weight.shape[0], dtype, gradient)
     features = hidden.shape[1]
     tiles_of_weight = pl.cdiv(len(weight), tile.columns)
-
     row_block = live_block(tile)
-
-    return pl.pallas_call(
+    return kernel_call(
         functools.partial(
-            _hidden_kernel, tile=tile, softcap=softcap, dtype=dtype, entropy=slopes.at_p_log_p is not None
+            _hidden_kernel, tile=tile, softcap=softcap, dtype=dtype, entropy=factors.at_p_log_p is not None
         ),
+        case,
+        tile,
+        "head_hidden_gradient",
         out_shape=typed(hidden.shape, gradient),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(len(hidden) // tile.rows, tiles_of_weight),
-            in_specs=[
-                pl.BlockSpec((tile.rows, features), lambda i, j, ints, _: (row_block(i, ints), 0)),
-                pl.BlockSpec((tile.columns, features), live_tile(tile, tiles_of_weight)),
-                pl.BlockSpec((1, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
-                pl.BlockSpec((SUBLANES, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
-            ],
-            out_specs=pl.BlockSpec((tile.rows, features), lambda i, j, *_: (i, 0)),
-            scratch_shapes=[
-                {
-                    "sum": pltpu.VMEM((tile.rows, features), jnp.float32),
-                    "label": pltpu.VMEM((tile.rows, LANES), jnp.int32),
-                    "slopes": pltpu.VMEM((5, tile.rows, LANES), jnp.float32),
-                }
-                | operands(tile, features, hidden.dtype, weight.dtype, dtype)
-            ],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tiles.limit(case, tile)
-        ),
-        cost_estimate=cost(case, tile),
-        name="head_hidden_gradient",
-    )(jnp.stack([number, columns]), (1 / temperature)[None], hidden, weight, labels[None], slopes.packed())
+        grid=(len(hidden) // tile.rows, tiles_of_weight),
+        in_specs=[
+            pl.BlockSpec((tile.rows, features), lambda i, j, ints, _: (row_block(i, ints), 0)),
+            pl.BlockSpec((tile.columns, features), live_tile(tile, tiles_of_weight)),
+            pl.BlockSpec((1, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
+            pl.BlockSpec((SUBLANES, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
+        ],
+        out_specs=pl.BlockSpec((tile.rows, features), lambda i, j, *_: (i, 0)),
+        scratch={
+            "sum": pltpu.VMEM((tile.rows, features), jnp.float32),
+            "label": pltpu.VMEM((tile.rows, LANES), jnp.int32),
+            "factors": pltpu.VMEM((5, tile.rows, LANES), jnp.float32),
+        }
+        | operands(tile, features, hidden.dtype, weight.dtype, dtype),
+    )(jnp.stack([number, columns]), (1 / temperature)[None], hidden, weight, labels[None], factors.packed())
 
 
 def _hidden_kernel(
@@ -216,7 +202,7 @@ def _hidden_kernel(
     hidden: Any,
     weight: Any,
     labels: Any,
-    slopes: Any,
+    factors: Any,
     out: Any,
     scratch: Any,
     *,
@@ -236,7 +222,7 @@ def _hidden_kernel(
             scratch["sum"][...] = jnp.zeros(scratch["sum"].shape, jnp.float32)
             scratch["label"][...] = to_lanes(labels[...])
             for n in range(5):
-                scratch["slopes"][n] = to_lanes(slopes[pl.ds(n, 1), :])
+                scratch["factors"][n] = to_lanes(factors[pl.ds(n, 1), :])
             if "hidden" in scratch:
                 scratch["hidden"][...] = hidden[...].astype(dtype)
 
@@ -258,8 +244,8 @@ def _hidden_kernel(
             column_RS = lax.broadcasted_iota(jnp.int32, y_RS.shape, 1)
             y_RS = jnp.where(column_RS < ints[1] - first, y_RS, FLOOR)
             hit_RS = column_RS == lanes(scratch["label"][...] - first, step)
-            slopes_RS = Slopes(*(lanes(scratch["slopes"][n], step) for n in range(5)))
-            dy_RS = _dy(y_RS, hit_RS, scales[0], softcap, slopes_RS, entropy)
+            factors_RS = RowFactors(*(lanes(scratch["factors"][n], step) for n in range(5)))
+            dy_RS = _dy(y_RS, hit_RS, scales[0], softcap, factors_RS, entropy)
             scratch["sum"][...] += dot(dy_RS.astype(dtype), w_TD[pl.ds(s * step, step), :], (1, 0))
 
         @pl.when(j == last)
@@ -267,14 +253,14 @@ def _hidden_kernel(
             out[...] = scratch["sum"][...].astype(out.dtype)
 
 
-def _dy(y: Array, hit: Array, scale: Array, softcap: float | None, slopes: Slopes, entropy: bool) -> Array:
-    assert slopes.at_p_log_p is not None  # packed, it is zeros
-    log_p = (y - slopes.top) * scale - slopes.log_sum_e
+def _dy(y: Array, hit: Array, scale: Array, softcap: float | None, factors: RowFactors, entropy: bool) -> Array:
+    assert factors.at_p_log_p is not None  # packed, it is zeros
+    log_p = (y - factors.top) * scale - factors.log_sum_e
     p = jnp.exp2(log_p * LOG2E)
-    dy = p * (slopes.at_p + slopes.at_p_log_p * log_p) if entropy else p * slopes.at_p
+    dy = p * (factors.at_p + factors.at_p_log_p * log_p) if entropy else p * factors.at_p
     if softcap is not None:
         dy *= cap_slope(y, softcap)
-    return jnp.where(hit, slopes.at_label, dy)
+    return jnp.where(hit, factors.at_label, dy)
 
 
 def kept_weight_gradient(
@@ -283,48 +269,42 @@ def kept_weight_gradient(
     labels: Integer[Array, "M"],
     number: Integer[Array, ""],
     temperature: Float[Array, ""],
-    slopes: Slopes,
+    factors: RowFactors,
     so_far: Float[Array, "V D"] | None,
     *,
     vocabulary: int,
     gradient: jnp.dtype,
 ) -> Float[Array, "V D"]:
-    """`so_far`, float32, whose memory it takes, and dW of the rows [0, number) of a wave, from what forward kept."""
+    """`so_far` plus dW of the rows [0, number) of a wave, from the exponentials that forward kept.
+
+    Args:
+        so_far: float32; its memory is reused for the result. None: 0.
+    """
     dtype = kept.exponential.dtype
     case, typed = _prepared("kept", hidden, kept.exponential, vocabulary, dtype, gradient)
     features, tile = hidden.shape[1], kept.tile
-    columns = tile.columns
-
-    row_block = live_block(tile)
-
+    columns, row_block = tile.columns, live_block(tile)
     dw_tile = pl.BlockSpec((columns, features), lambda j, i, *_: (j, 0))
-    return pl.pallas_call(
+    return kernel_call(
         functools.partial(_kept_kernel, tile=tile, dtype=dtype),
+        case,
+        tile,
+        "head_kept_weight_gradient",
         out_shape=typed((vocabulary, features), gradient),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(kept.exponential.shape[1] // columns, len(hidden) // tile.rows),
-            in_specs=[
-                pl.BlockSpec((tile.rows, features), lambda j, i, ints, _: (row_block(i, ints), 0)),
-                pl.BlockSpec((tile.rows, columns), lambda j, i, ints, _: (row_block(i, ints), j)),
-                pl.BlockSpec((SUBLANES, tile.rows), lambda j, i, ints, _: (j, row_block(i, ints))),
-                pl.BlockSpec((1, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
-                pl.BlockSpec((SUBLANES, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
-                *([] if so_far is None else [dw_tile]),
-            ],
-            out_specs=dw_tile,
-            scratch_shapes=[
-                {"sum": pltpu.VMEM((columns, features), jnp.float32)}
-                | operands(tile, features, hidden.dtype, dtype, dtype)
-            ],
-        ),
-        # Off the TPU, the interpreter gives an aliased output back with the last tile's padding.
-        input_output_aliases={7: 0} if so_far is not None and target.platform() == "tpu" else {},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tiles.limit(case, tile)
-        ),
-        cost_estimate=cost(case, tile),
-        name="head_kept_weight_gradient",
+        grid=(kept.exponential.shape[1] // columns, len(hidden) // tile.rows),
+        in_specs=[
+            pl.BlockSpec((tile.rows, features), lambda j, i, ints, _: (row_block(i, ints), 0)),
+            pl.BlockSpec((tile.rows, columns), lambda j, i, ints, _: (row_block(i, ints), j)),
+            pl.BlockSpec((SUBLANES, tile.rows), lambda j, i, ints, _: (j, row_block(i, ints))),
+            pl.BlockSpec((1, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
+            pl.BlockSpec((SUBLANES, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
+            *([] if so_far is None else [dw_tile]),
+        ],
+        out_specs=dw_tile,
+        scratch={"sum": pltpu.VMEM((columns, features), jnp.float32)}
+        | operands(tile, features, hidden.dtype, dtype, dtype),
+        # The interpreter, off the TPU, returns an aliased output with the last tile's padding.
+        aliases={7: 0} if so_far is not None and target.platform() == "tpu" else {},
     )(
         number[None],
         (1 / temperature)[None],
@@ -332,7 +312,7 @@ def kept_weight_gradient(
         kept.exponential,
         kept.top,
         labels[None],
-        slopes.packed(),
+        factors.packed(),
         *([] if so_far is None else [so_far]),
     )
 
@@ -344,7 +324,7 @@ def _kept_kernel(
     kept: Any,
     kept_top: Any,
     labels: Any,
-    slopes: Any,
+    factors: Any,
     *rest: Any,
     tile: Tiles,
     dtype: jnp.dtype,
@@ -363,7 +343,7 @@ def _kept_kernel(
         h_RD = scratch.get("hidden", hidden)
         if "hidden" in scratch:
             h_RD[...] = hidden[...].astype(dtype)
-        top_1R, log_sum_e_1R, at_p_1R, _, at_label_1R = (slopes[pl.ds(n, 1), :] for n in range(5))
+        top_1R, log_sum_e_1R, at_p_1R, _, at_label_1R = (factors[pl.ds(n, 1), :] for n in range(5))
         for s in range(columns // step):
             then_1R = kept_top[pl.ds(s, 1), :]
             factor_1R = at_p_1R * jnp.exp2(((then_1R - top_1R) * scales[0] - log_sum_e_1R) * LOG2E)

@@ -1,19 +1,19 @@
-"""The head on TPUs: which Pallas kernel when.
+"""The head on TPUs: which kernel runs when.
 
 Rows that count are moved ahead of the others, block by block (`live_rows.py`). With F = 2 N V D flops for a product:
 
 - Statistics: the forward kernel, F.
 - `token_logprobs`: forward with E_p[W], 2 F; backward, the dW kernel with logits computed again, 2 F, and
-  `dh = (g_lse - g_logprob) E_p[W] + g_logprob W[label]` without a product. A slope by the entropy has no such short
-  form: the dh kernel, 2 F more.
-- `token_loss` without a workspace: the same 4 F, where dh follows block by block as the objective's slopes are known.
+  `dh = (g_lse - g_logprob) E_p[W] + g_logprob W[label]` without a product. With a gradient of the entropy there is no
+  such short form: the dh kernel, 2 F more.
+- `token_loss` without a workspace: the same 4 F; dh follows block by block, as the objective's derivatives are known.
   Where the objective uses the entropy: forward, dh kernel and dW kernel, 5 F.
 - `token_loss` with a workspace: forward with E_p[W] keeps a wave's exponentials, and dW is one product with them: 3 F.
 
-E_p[W] and what is kept leave out the label's column, so that a probability near 1 loses nothing to bfloat16.
+E_p[W] and the exponentials leave out the label's column, so that a probability near 1 loses nothing to bfloat16.
 
-Leaves out: the kernels (`tpu_forward.py`, `tpu_backward.py`), what they are told of a row (`tpu_slopes.py`), and their
-tile sizes (`tiles.py`).
+Left out: the kernels (`forward.py`, `backward.py`), their arguments for each row (`row_factors.py`), and their tile
+sizes (`tiles.py`).
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features, V vocabulary.
 """
@@ -42,26 +42,26 @@ from kernels.lm_head.contract import (
 from kernels.lm_head.live_rows import LiveRows, live_rows, write
 from kernels.lm_head.softmax import Running, Softmax, combine_over_axis, finish
 from kernels.lm_head.tpu import tiles
-from kernels.lm_head.tpu.backward import Slopes, hidden_gradient, kept_weight_gradient, weight_gradient
+from kernels.lm_head.tpu.backward import RowFactors, hidden_gradient, kept_weight_gradient, weight_gradient
 from kernels.lm_head.tpu.forward import Kept
 from kernels.lm_head.tpu.forward import forward as forward_kernel
-from kernels.lm_head.tpu.slopes import at_rows, hidden_gradient_from_mean, slopes_by_row
+from kernels.lm_head.tpu.row_factors import gather_factors, hidden_gradient_from_mean, row_factors
 from kernels.lm_head.tpu.tiles import Case, Kernel, Tiles
 
-_DEFAULT_WAVE = 1024  # rows kept where nothing is said of a workspace
+_DEFAULT_WAVE = 1024  # rows whose exponentials are kept where the caller names no workspace
 
 
 class Saved(NamedTuple):
-    """What backward wants back from forward."""
+    """Results of forward that backward needs."""
 
     top_y: Float[Array, "N"]
-    """The maximum over the whole vocabulary in units of y: what was subtracted there, to the bit."""
+    """The maximum over the whole vocabulary in units of y, bit for bit the one that forward subtracted."""
     mean: Float[Array, "N D"] | None
-    """Sum of p W over this shard's columns but the label's, p over the whole vocabulary; with the cap's slope."""
+    """Sum of p W over this shard's columns but the label's; p over the whole vocabulary, times the cap's slope."""
 
 
 class _Block(NamedTuple):
-    """A block of rows, and what forward found of them."""
+    """A block of rows, and their results of the forward kernel."""
 
     hidden: Float[Array, "R D"]
     labels: Integer[Array, "R"]
@@ -95,16 +95,16 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved]:
 
 
 def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: TokenLogprobs, options: Options) -> Gradients:
-    by_row = slopes_by_row(inputs, softmax, saved.top_y, slopes, options)
+    factors = row_factors(inputs, softmax, saved.top_y, slopes, options)
     dh = dw = None
     if options.wants_hidden and options.entropy_slopes:
-        dh = _hidden_gradient(inputs, by_row, options)
+        dh = _hidden_gradient(inputs, factors, options)
     elif options.wants_hidden:
         assert saved.mean is not None
         dh = hidden_gradient_from_mean(inputs, options, local_labels(inputs), softmax, slopes, saved.mean)
         dh = jnp.where(inputs.live[:, None], dh, 0).astype(gradient_dtypes(inputs, options)[0])
     if options.wants_weight:
-        dw = _weight_gradient(inputs, by_row, options)
+        dw = _weight_gradient(inputs, factors, options)
     return dh, dw
 
 
@@ -125,11 +125,11 @@ def loss_and_gradients(
         block = _forward_block(
             inputs, options, tile, live, rows, i, jnp.dtype(jnp.float32) if with_mean else None, keep
         )
-        softmax_R, top_y_R, share_R = _merged(block.running, inputs, options, block.live)
+        softmax_R, top_y_R, share_R = _finished(block.running, inputs, options, block.live)
         terms_R = Terms(terms.weights[block.row], tuple(x[block.row] for x in terms.operands), terms.shared)
         slopes_R = loss_slopes(objective, block.live, softmax_R.outputs(), terms_R)
         of_block = inputs._replace(hidden=block.hidden, labels=block.labels, live=block.live)
-        by_row = slopes_by_row(of_block, softmax_R, top_y_R, slopes_R, options)
+        factors = row_factors(of_block, softmax_R, top_y_R, slopes_R, options)
         if block.mean is not None:
             mean_RD = block.mean if share_R is None else share_R[:, None] * block.mean
             dh_RD = hidden_gradient_from_mean(inputs, options, block.labels, softmax_R, slopes_R, mean_RD).astype(
@@ -137,7 +137,7 @@ def loss_and_gradients(
             )
             dh_MD = write(dh_MD, dh_RD, i * rows)
         elif options.wants_hidden:
-            dh_MD = write(dh_MD, _hidden_kernel(of_block, by_row, block.number, options, tile=None), i * rows)
+            dh_MD = write(dh_MD, _hidden_kernel(of_block, factors, block.number, options, tile=None), i * rows)
         if block.kept is not None:
             dw_VD = kept_weight_gradient(
                 block.hidden,
@@ -145,7 +145,7 @@ def loss_and_gradients(
                 block.labels,
                 block.number,
                 inputs.temperature,
-                by_row,
+                factors,
                 None if one_wave else dw_VD,
                 vocabulary=len(inputs.weight),
                 gradient=dw_dtype if one_wave else jnp.dtype(jnp.float32),
@@ -166,11 +166,11 @@ def loss_and_gradients(
     if dw is not None:
         return softmax, (dh, dw.astype(dw_dtype))
     if options.wants_weight:
-        # One array of hidden's shape at a time: dh is done with before the rows are put in order once more.
+        # One array of hidden's shape at a time: dh is complete before the rows are gathered once more.
         dh, hidden = lax.optimization_barrier((dh, inputs.hidden))
         slopes = loss_slopes(objective, inputs.live, softmax.outputs(), terms)
         dw = _weight_gradient(
-            inputs._replace(hidden=hidden), slopes_by_row(inputs, softmax, top_y, slopes, options), options
+            inputs._replace(hidden=hidden), row_factors(inputs, softmax, top_y, slopes, options), options
         )
     return softmax, (dh, dw)
 
@@ -197,7 +197,7 @@ def _forward(
     unvisited = Running(zeros_M, zeros_M + 1, zeros_M, zeros_M)
     running_M, mean_MD = live.over_blocks(rows, over, (unvisited, mean_MD))
     running = jax.tree.map(lambda x: x[live.place], running_M)
-    softmax, top_y, share = _merged(running, inputs, options, inputs.live)
+    softmax, top_y, share = _finished(running, inputs, options, inputs.live)
     if mean_MD is None:
         return softmax, top_y, None
     mean = mean_MD[live.place]
@@ -235,10 +235,10 @@ def _forward_block(
     return _Block(hidden, labels, live_R, number, row_R, running, mean_RD, kept)
 
 
-def _merged(
+def _finished(
     running: Running, inputs: Inputs, options: Options, live: Bool[Array, "N"]
 ) -> tuple[Softmax, Float[Array, "N"], Float[Array, "N"] | None]:
-    """The whole vocabulary's softmax, its maximum in units of y, and this shard's share of the total, if it is one."""
+    """The whole vocabulary's softmax, its maximum in units of y, and (for a shard) the share of this shard in sum_e."""
     scale = 1 / inputs.temperature
     own = Running(running.top * scale, running.sum_e, running.sum_e_z * scale, running.label * scale)
     whole, top_y, share = own, running.top, None
@@ -248,7 +248,7 @@ def _merged(
     return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(whole)), top_y, share
 
 
-def _hidden_gradient(inputs: Inputs, by_row: Slopes, options: Options) -> Float[Array, "N D"]:
+def _hidden_gradient(inputs: Inputs, factors: RowFactors, options: Options) -> Float[Array, "N D"]:
     tile = tiles.choose(_case(inputs, options, "hidden"))
     rows = tiles.call_rows(len(inputs.labels), inputs.hidden.shape[1], tile)
     live = live_rows(inputs.live, rows)
@@ -257,7 +257,8 @@ def _hidden_gradient(inputs: Inputs, by_row: Slopes, options: Options) -> Float[
         row_R, live_R = live.block(i, rows)
         of_block = inputs._replace(hidden=inputs.hidden[row_R], labels=local_labels(inputs)[row_R], live=live_R)
         number = jnp.clip(live.number - i * rows, 0, rows)
-        return write(dh_MD, _hidden_kernel(of_block, at_rows(by_row, row_R, live_R), number, options, tile), i * rows)
+        factors_R = gather_factors(factors, row_R, live_R)
+        return write(dh_MD, _hidden_kernel(of_block, factors_R, number, options, tile), i * rows)
 
     dtype = gradient_dtypes(inputs, options)[0]
     dh_MD = live.over_blocks(rows, over, zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype))
@@ -265,7 +266,7 @@ def _hidden_gradient(inputs: Inputs, by_row: Slopes, options: Options) -> Float[
 
 
 def _hidden_kernel(
-    inputs: Inputs, by_row: Slopes, number: Array, options: Options, tile: Tiles | None
+    inputs: Inputs, factors: RowFactors, number: Array, options: Options, tile: Tiles | None
 ) -> Float[Array, "R D"]:
     return hidden_gradient(
         inputs.hidden,
@@ -274,7 +275,7 @@ def _hidden_kernel(
         number,
         number_of_columns(inputs),
         inputs.temperature,
-        by_row,
+        factors,
         tile=tile or tiles.choose(_case(inputs, options, "hidden")),
         softcap=options.softcap,
         dtype=options.dtype,
@@ -282,7 +283,7 @@ def _hidden_kernel(
     )
 
 
-def _weight_gradient(inputs: Inputs, by_row: Slopes, options: Options) -> Float[Array, "V D"]:
+def _weight_gradient(inputs: Inputs, factors: RowFactors, options: Options) -> Float[Array, "V D"]:
     tile = tiles.choose(_case(inputs, options, "weight"))
     live = live_rows(inputs.live, tile.rows)
     live_M = jnp.arange(len(live.row)) < live.number
@@ -292,7 +293,7 @@ def _weight_gradient(inputs: Inputs, by_row: Slopes, options: Options) -> Float[
         local_labels(inputs)[live.row],
         live.number,
         inputs.temperature,
-        at_rows(by_row, live.row, live_M),
+        gather_factors(factors, live.row, live_M),
         tile=tile,
         softcap=options.softcap,
         dtype=options.dtype,
@@ -322,13 +323,13 @@ def _case(inputs: Inputs, options: Options, kernel: Kernel, mean: Any = None, ke
 
 
 def _plan(inputs: Inputs, options: Options, with_mean: bool) -> tuple[Tiles, int]:
-    """Tiles of the forward kernel, and the rows that one call of it takes."""
+    """Tiles of the forward kernel, and the rows of one call of it."""
     tile = tiles.choose(_case(inputs, options, "forward", jnp.float32 if with_mean else None))
     return tile, tiles.call_rows(len(inputs.labels), inputs.hidden.shape[1], tile)
 
 
 def _wave(inputs: Inputs, options: Options) -> tuple[Tiles, int] | None:
-    """Tiles, and the rows of a wave whose exponentials are kept; None where there is no room, or none is needed."""
+    """Tiles, and the rows of a wave whose exponentials are kept; None where there is no room, or no use for them."""
     if not options.wants_weight or options.entropy_slopes:
         return None
     mean = jnp.float32 if options.wants_hidden else None
@@ -337,7 +338,7 @@ def _wave(inputs: Inputs, options: Options) -> tuple[Tiles, int] | None:
     needed = -(-len(inputs.labels) // tile.rows) * tile.rows
     room = _DEFAULT_WAVE * bytes_a_row if options.workspace is None else options.workspace
     if needed * bytes_a_row > room and gradient_dtypes(inputs, options)[1] != jnp.float32:
-        # Several waves are summed in float32, which is no gradient then but one more array.
+        # Several waves are summed in float32, in an array beside dW.
         room = 0 if options.workspace is None else options.workspace - 4 * inputs.weight.size
     rows = min(needed, room // bytes_a_row)
     if rows < tile.rows:

@@ -1,17 +1,17 @@
-"""Pallas for TPUs, the forward kernel: statistics, and on request E_p[W] or the probabilities for a later product.
+"""The forward kernel for TPUs: statistics, and on request E_p[W] or the exponentials for a later product.
 
-A block of R rows of hidden states stays on the chip while the weight passes by in tiles. Of each tile, S columns at a
-time: y = h Wᵀ, then the softmax's running sums as in `online_softmax.py`, and then the sum of e W, where
-e = exp(z - maximum so far), rescaled when the maximum rises, as in FlashAttention (arXiv:2205.14135, section 3.1) with
-hidden states for queries and the weight for keys and values. The MXU computes the next S columns of y meanwhile.
+A block of R rows of hidden states stays on the chip while the weight passes by in tiles. The kernel takes S columns of
+a tile at a time: y = h Wᵀ, then the running sums of `softmax.py`, then the sum of e W, where e = exp(z - maximum so
+far), rescaled when the maximum rises, as in FlashAttention (arXiv:2205.14135, section 3.1) with hidden states for
+queries and the weight for keys and values. The MXU computes the next S columns of y meanwhile.
 
-The label's own column is left out of the sum of e W and of what is kept: near certainty, p_label - 1 is far smaller
-than either, and rounded to bfloat16 in the product it would be lost. The callers add that column exactly.
+The label's own column is left out of the sum of e W and of the exponentials that are kept: near certainty, p_label - 1
+is far smaller than either, and rounding to bfloat16 in the product would lose it. The callers add that column exactly.
 
-Leaves out rows past `number` (their blocks cost nothing), a merge over shards, and what becomes of the sums.
+Left out: rows past `number` (their blocks cost nothing), combining shards, and what is made of the sums.
 
 Suffixes: R rows of a block, T columns of a tile, S columns of a step, L the 128 lanes; M all rows, D features,
-V vocabulary. Sums of a row lie in all lanes, [R, L], or are spread over them and added up at the end.
+V vocabulary. A row's sums are repeated in all lanes, [R, L], or are spread over them and added up at the end.
 `y` is the capped product; z = y / temperature is never formed: exponents are (y - top) / temperature.
 """
 
@@ -37,13 +37,12 @@ LOG2E = math.log2(math.e)
 
 
 class Kept(NamedTuple):
-    """exp((y - top) / temperature) of a wave's rows; with a softcap, times its slope 1 - (y / cap)²; 0 at labels.
-
-    Each step of columns has the row's maximum at its time, `top`, a row of its own: tile j, step s at SUBLANES * j + s.
-    """
+    """Exponentials of a wave's rows, as backward takes them."""
 
     exponential: Float[Array, "M V"]
+    """exp((y - top) / temperature); with a softcap, times its slope 1 - (y / cap)²; 0 at labels."""
     top: Float[Array, "steps M"]
+    """The rows' running maximum when a step of columns was computed: tile j, step s is at SUBLANES * j + s."""
     tile: Tiles
 
 
@@ -61,10 +60,14 @@ def forward(
     mean: jnp.dtype | None = None,
     keep: bool = False,
 ) -> tuple[Running, Float[Array, "M D"] | None, Kept | None]:
-    """The running sums of rows [0, number) over columns [0, columns), in units of y; of other rows, anything.
+    """Running sums of rows [0, number) over columns [0, columns), in units of y, E_p[W], and exponentials.
 
-    With `mean`, its dtype: sum of p W over these columns but the label's, p being their own softmax. With a softcap,
-    p is times its slope.
+    The results of other rows are undefined.
+
+    Args:
+        mean: dtype of E_p[W], the sum of p W over these columns but the label's, where p is the softmax over these
+            columns (times the cap's slope, if there is one); None: it isn't computed.
+        keep: whether to return exponentials.
     """
     rows, features = hidden.shape
     case = Case(
@@ -104,25 +107,20 @@ def forward(
             pl.BlockSpec((SUBLANES, tile.rows), lambda i, j, *_: (j, i)),
         )
     scratch |= operands(tile, features, hidden.dtype, weight.dtype, dtype)
-    out = pl.pallas_call(
+    out = kernel_call(
         functools.partial(_kernel, tile=tile, softcap=softcap, dtype=dtype),
+        case,
+        tile,
+        "head_forward" + ("_mean" if mean is not None else "") + ("_keep" if keep else ""),
         out_shape={name: shape for name, (shape, _) in outputs.items()},
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(blocks, tiles_of_weight),
-            in_specs=[
-                pl.BlockSpec((tile.rows, features), lambda i, j, ints, _: (row_block(i, ints), 0)),
-                pl.BlockSpec((tile.columns, features), live_tile(tile, tiles_of_weight)),
-                pl.BlockSpec((1, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
-            ],
-            out_specs={name: spec for name, (_, spec) in outputs.items()},
-            scratch_shapes=[scratch],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tiles.limit(case, tile)
-        ),
-        cost_estimate=cost(case, tile),
-        name="head_forward" + ("_mean" if mean is not None else "") + ("_keep" if keep else ""),
+        grid=(blocks, tiles_of_weight),
+        in_specs=[
+            pl.BlockSpec((tile.rows, features), lambda i, j, ints, _: (row_block(i, ints), 0)),
+            pl.BlockSpec((tile.columns, features), live_tile(tile, tiles_of_weight)),
+            pl.BlockSpec((1, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
+        ],
+        out_specs={name: spec for name, (_, spec) in outputs.items()},
+        scratch=scratch,
     )(jnp.stack([number, columns]), (1 / temperature)[None], hidden, weight, labels[None])
     kept = Kept(out["kept"], out["kept_top"], tile) if keep else None
     return Running(*out["sums"][:4]), out.get("mean"), kept
@@ -227,18 +225,52 @@ def _kernel(
 # --- shared with the backward kernels -----------------------------------------------------------------------------
 
 
+def kernel_call(
+    kernel: Callable[..., None],
+    case: Case,
+    tile: Tiles,
+    name: str,
+    *,
+    out_shape: Any,
+    grid: tuple[int, int],
+    in_specs: list[pl.BlockSpec],
+    out_specs: Any,
+    scratch: dict[str, Any],
+    aliases: dict[int, int] | None = None,
+) -> Callable[..., Any]:
+    """The `pallas_call` of a kernel with two prefetched arrays of scalars, integers and floats, ahead of its blocks."""
+    work = case.tokens * case.vocabulary
+    return pl.pallas_call(
+        kernel,
+        out_shape=out_shape,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2, grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=[scratch]
+        ),
+        input_output_aliases=aliases or {},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tiles.limit(case, tile)
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * tiles.products(case) * work * case.features,
+            transcendentals=work,
+            bytes_accessed=tiles.traffic(case, tile),
+        ),
+        name=name,
+    )
+
+
 def live_block(tile: Tiles) -> Callable[..., Any]:
-    """The block of rows that step i of the grid fetches; beyond the rows that count the last step's, so none anew."""
+    """Index map: the block of rows for step i; past the rows that count the last one, so that nothing is fetched."""
     return lambda i, ints: jnp.minimum(i, jnp.maximum(pl.cdiv(ints[0], tile.rows) - 1, 0))
 
 
 def live_tile(tile: Tiles, tiles_of_weight: int) -> Callable[..., Any]:
-    """The block of the weight that step (i, j) fetches, likewise."""
+    """Index map: the tile of the weight for step (i, j); past the rows that count the last one."""
     return lambda i, j, ints, _: (jnp.where(i * tile.rows < ints[0], j, tiles_of_weight - 1), 0)
 
 
 def operands(tile: Tiles, features: int, hidden: Any, weight: Any, product: Any) -> dict[str, Any]:
-    """Room for a block and a tile in the products' dtype, where they come in another."""
+    """Scratch for a block and a tile in the products' dtype, where the arguments have another."""
     scratch = {}
     if hidden != product:
         scratch["hidden"] = pltpu.VMEM((tile.rows, features), product)
@@ -254,21 +286,21 @@ def dot(a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "_ _"]:
 
 
 def cap_slope(y: Array, softcap: float) -> Array:
-    """Of `softcap * tanh(x / softcap)`, given its value; finite where a column is masked by a floor."""
+    """Derivative of `softcap * tanh(x / softcap)`, given its value `y`; finite where `y` is a mask's floor."""
     return 1 - (jnp.maximum(y, -softcap) * (1 / softcap)) ** 2
 
 
-def zero_tail(block: Any, there: Any, may_have_one: Any) -> None:
-    """Zeroes a block's rows past the array's end, whatever was there: 0 times it would not be 0 if it is no number."""
+def zero_tail(block: Any, rows: Any, is_last: Any) -> None:
+    """Zeroes a last block's rows from `rows` on, past the array's end: they may hold NaN, and 0 times NaN is not 0."""
 
-    @pl.when(may_have_one)
+    @pl.when(is_last)
     def _() -> None:
         row = lax.broadcasted_iota(jnp.int32, block.shape, 0)
-        block[...] = jnp.where(row < there, block[...], 0)
+        block[...] = jnp.where(row < rows, block[...], 0)
 
 
 def to_lanes(row_1R: Array) -> Array:
-    """[1, R] to [R, L], each lane the same."""
+    """[1, R] to [R, L], the same in each lane."""
     return jnp.broadcast_to(row_1R, (LANES, row_1R.shape[1])).T
 
 
@@ -277,16 +309,16 @@ def to_lanes_of(column_R1: Array) -> Array:
 
 
 def to_rows(columns_RL: list[Array]) -> Array:
-    """Up to 8 arrays [R, L], each with all lanes the same, to the rows of one [8, R]."""
+    """Up to 8 arrays [R, L], each the same in all lanes, to the rows of one [8, R]."""
     lane = lax.broadcasted_iota(jnp.int32, columns_RL[0].shape, 1)
-    merged = columns_RL[-1]
+    combined = columns_RL[-1]
     for n, column_RL in reversed(list(enumerate(columns_RL[:-1]))):
-        merged = jnp.where(lane == n, column_RL, merged)
-    return merged.T[:SUBLANES]
+        combined = jnp.where(lane == n, column_RL, combined)
+    return combined.T[:SUBLANES]
 
 
 def lanes(x_RL: Array, width: int) -> Array:
-    """[R, L] with all lanes the same to [R, width]."""
+    """[R, L], the same in all lanes, to [R, width]."""
     return jnp.tile(x_RL, (1, pl.cdiv(width, LANES)))[:, :width]
 
 
@@ -297,12 +329,3 @@ def folded(x_RS: Array) -> Array:
 
 def row_sum(x_RL: Array) -> Array:
     return to_lanes_of(x_RL.sum(axis=1, keepdims=True))
-
-
-def cost(case: Case, tile: Tiles) -> pl.CostEstimate:
-    work = case.tokens * case.vocabulary
-    return pl.CostEstimate(
-        flops=2 * tiles.products(case) * work * case.features,
-        transcendentals=work,
-        bytes_accessed=tiles.traffic(case, tile),
-    )

@@ -1,11 +1,9 @@
-"""Tile sizes of the TPU kernels: how much on-chip memory (VMEM) each takes, term by term, and the largest that fit.
+"""Tile sizes of the TPU kernels: the on-chip memory (VMEM) that each takes, term by term, and the best that fit.
 
 A block of R rows of hidden states meets a tile of C rows of the weight. The larger R, the less often the forward
 kernel reads the weight; the larger C, the less often the dW kernels read the hidden states. Within a tile, the
-softmax takes `step` columns at a time. `tiles.json` has the sizes that were measured or ranked for a device
-(`tools/tune.py` writes it); where it has none, the sizes follow from the arithmetic below.
-
-Leaves out the sizes of `xla.py`, which compilers lay out as they like.
+softmax takes `step` columns at a time. `tiles.json` has the sizes that were measured for a device (`tools/tune.py`
+writes it); where it has none, the sizes follow from the arithmetic below.
 """
 
 import contextlib
@@ -19,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 Kernel = Literal["forward", "hidden", "weight", "kept"]
-"""forward: statistics, with or without E_p[W]; hidden: dh; weight: dW; kept: dW from probabilities that were kept."""
+"""forward: statistics, with or without E_p[W]; hidden: dh; weight: dW; kept: dW from exponentials that were kept."""
 
 LANES = 128
 _MIB = 2**20
@@ -27,13 +25,13 @@ _RESERVE = 8 * _MIB  # of the chip's VMEM, for what the compiler and XLA put the
 _ROWS = (1024, 512, 256, 128)
 _COLUMNS = (2048, 1024, 512, 256, 128)
 _CALL_ELEMENTS = 2**22
-_MOST_TRAFFIC_LOSS = 1.25  # a tiling that moves at most so much more than the best is as good
+_MOST_TRAFFIC_LOSS = 1.25  # a tiling that moves at most so many times what the best moves counts as equal
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     rows: int
-    """Of hidden states in a block."""
+    """Hidden states of a block."""
     columns: int
     """Rows of the weight in a tile."""
     step: int
@@ -42,7 +40,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What the tiles depend on: a kernel, and sizes and dtypes of what it works on."""
+    """What the choice of tiles depends on: a kernel, and sizes and dtypes of its arguments."""
 
     kernel: Kernel
     tokens: int
@@ -52,11 +50,11 @@ class Case:
     weight: jnp.dtype
     product: jnp.dtype
     gradient: jnp.dtype
-    """Dtype of the gradient that comes out."""
+    """Dtype of the gradient that is returned."""
     mean: bool = False
-    """forward: with E_p[W]."""
+    """forward: whether it computes E_p[W]."""
     keep: bool = False
-    """forward: keeps probabilities."""
+    """forward: whether it keeps exponentials."""
 
 
 _override: Tiles | None = None
@@ -66,7 +64,7 @@ _TABLE: list[dict] = json.loads(Path(__file__).with_name("tiles.json").read_text
 
 @contextlib.contextmanager
 def override(*, rows: int, columns: int, step: int | None = None, call: int | None = None) -> Iterator[None]:
-    """Within it, every kernel is traced with these tiles, `call` rows a call: for tests, and for trying sizes."""
+    """Within the context, every kernel is traced with these tiles, `call` rows a call: for tests and trying sizes."""
     global _override, _call_rows
     previous = _override, _call_rows
     _override, _call_rows = Tiles(rows, columns, step or columns), call
@@ -77,7 +75,7 @@ def override(*, rows: int, columns: int, step: int | None = None, call: int | No
 
 
 def terms(case: Case, tiles: Tiles) -> dict[str, int]:
-    """Bytes of VMEM that a kernel takes, by what for. Blocks that stream in or out have two buffers."""
+    """Bytes of VMEM that a kernel takes, by purpose. Blocks that stream in or out have two buffers."""
     rows, columns, features = tiles.rows, tiles.columns, padded(case.features)
     row_vector, logits = 4 * 8 * rows, 4 * rows * tiles.step
     wide = 4 * rows * features
@@ -101,7 +99,7 @@ def terms(case: Case, tiles: Tiles) -> dict[str, int]:
             found["product p W"] = wide
             found["E[W] block"] = 2 * case.gradient.itemsize * rows * features
         if case.keep:
-            found["kept probabilities"] = 2 * case.product.itemsize * rows * columns
+            found["kept exponentials"] = 2 * case.product.itemsize * rows * columns
             found["kept maxima"] = 2 * row_vector
     elif case.kernel == "hidden":
         found["row vectors, turned"] = 6 * 4 * rows * LANES
@@ -113,13 +111,13 @@ def terms(case: Case, tiles: Tiles) -> dict[str, int]:
         found["sum of dW"] = 2 * 4 * columns * features
         found["dW tile"] = 2 * case.gradient.itemsize * columns * features
         if case.kernel == "kept":
-            found["kept probabilities"] = 2 * case.product.itemsize * rows * columns + 4 * rows * columns
+            found["kept exponentials"] = 2 * case.product.itemsize * rows * columns + 4 * rows * columns
             found["dW tile so far"] = 2 * 4 * columns * features
     return found
 
 
 def traffic(case: Case, tiles: Tiles, live: int | None = None) -> int:
-    """Bytes that a kernel moves between HBM and VMEM by its tiling; `live` rows count."""
+    """Bytes that a kernel with this tiling moves between HBM and VMEM where `live` rows count (None: all)."""
     rows = case.tokens if live is None else live
     blocks, tiles_of_weight = -(-rows // tiles.rows), -(-case.vocabulary // tiles.columns)
     hidden, weight = rows * case.features * case.hidden.itemsize, case.vocabulary * case.features * case.weight.itemsize
@@ -135,7 +133,7 @@ def traffic(case: Case, tiles: Tiles, live: int | None = None) -> int:
 
 
 def products(case: Case) -> int:
-    """Matrix products of 2 N V D flops each."""
+    """Number of matrix products of 2 N V D flops each."""
     return {"forward": 1 + case.mean, "hidden": 2, "weight": 2, "kept": 1}[case.kernel]
 
 
@@ -160,7 +158,7 @@ def choose(case: Case) -> Tiles:
 
 
 def call_rows(tokens: int, features: int, tile: Tiles) -> int:
-    """Rows that one call of a kernel works on: what is made of them, of hidden's shape, stays small."""
+    """Rows of one call of a kernel, so few that arrays [rows, features] beside it stay small."""
     if _call_rows is not None:
         return _call_rows
     rows = tile.rows
@@ -170,13 +168,13 @@ def call_rows(tokens: int, features: int, tile: Tiles) -> int:
 
 
 def kept_bytes(vocabulary: int, product: jnp.dtype, tile: Tiles) -> int:
-    """Bytes of a row of what the forward kernel keeps: exponentials, and maxima."""
+    """Bytes that the forward kernel keeps of a row: exponentials, and maxima."""
     tiles_of_weight = -(-vocabulary // tile.columns)
     return tiles_of_weight * (tile.columns * product.itemsize + 4 * 8)
 
 
 def obstacle(case: Case) -> str | None:
-    """Why no tiles can be found, if none can."""
+    """Why no tiles fit; None if some do."""
     try:
         choose(case)
     except ValueError as error:
@@ -185,7 +183,7 @@ def obstacle(case: Case) -> str | None:
 
 
 def best(case: Case, capacity: int) -> Tiles | None:
-    """The tiles that fit `capacity` bytes and move least; then best hide the softmax."""
+    """Of the tiles that fit `capacity` bytes and move about the least, those that best hide the softmax."""
     fit = candidates(case, capacity)
     if not fit:
         return None
@@ -195,7 +193,8 @@ def best(case: Case, capacity: int) -> Tiles | None:
 
 
 def _overlap(tiles: Tiles) -> tuple[int, ...]:
-    """Large operands for the MXU, and two steps at least: one's products are computed during the other's softmax."""
+    """Sort key: large operands for the MXU, and two steps at least, so that one's softmax hides behind the other's
+    products."""
     return min(tiles.rows, 512), tiles.step, min(tiles.columns // tiles.step, 2), -tiles.rows * tiles.columns
 
 
@@ -216,23 +215,23 @@ def candidates(case: Case, capacity: int) -> list[Tiles]:
 
 
 def _fits(case: Case, tiles: Tiles, capacity: int) -> bool:
-    # What a kernel keeps is laid out as its tiles are, so that the one that takes it has no choice.
-    heirs = [dataclasses.replace(case, kernel="kept", keep=False, gradient=jnp.dtype(jnp.float32))] * case.keep
-    return all(sum(terms(each, tiles).values()) + _RESERVE <= capacity for each in (case, *heirs))
+    # Exponentials are laid out in the forward kernel's tiles, so the kernel that reads them must fit these tiles, too.
+    readers = [dataclasses.replace(case, kernel="kept", keep=False, gradient=jnp.dtype(jnp.float32))] * case.keep
+    return all(sum(terms(each, tiles).values()) + _RESERVE <= capacity for each in (case, *readers))
 
 
 def limit(case: Case, tiles: Tiles) -> int:
-    """The VMEM to ask the compiler for: the terms, and room for what it adds; never more than the device has."""
+    """Bytes of VMEM to request from the compiler: the terms and half as much again, at most what the device has."""
     return min(vmem(), sum(terms(case, tiles).values()) * 3 // 2 + _RESERVE)
 
 
 def vmem() -> int:
-    """Bytes of VMEM of the TPU that is being traced for; of the smallest there is, where that isn't known."""
+    """Bytes of VMEM of the TPU that is being traced for; where that isn't known, those of the smallest TPU."""
     return 64 * _MIB if chip() is None else pltpu.get_tpu_info().vmem_capacity_bytes
 
 
 def chip() -> str | None:
-    """The TPU that is being traced for, if JAX knows it: that of the mesh in use, else the machine's own."""
+    """The TPU that is being traced for: the mesh's, else the machine's own; None if JAX doesn't know it."""
     try:
         return str(pltpu.get_tpu_info().chip_version)
     except ValueError:
@@ -244,7 +243,7 @@ def padded(n: int) -> int:
 
 
 def _listed(case: Case) -> Tiles | None:
-    wanted = {
+    key = {
         "device": chip(),
         "kernel": case.kernel,
         "mean": case.mean,
@@ -254,7 +253,6 @@ def _listed(case: Case) -> Tiles | None:
     }
     for entry in _TABLE:
         tiles = Tiles(**entry["tiles"])
-        same = all(entry.get(key) == value for key, value in wanted.items())
-        if same and _fits(case, tiles, vmem()):
+        if all(entry.get(name) == value for name, value in key.items()) and _fits(case, tiles, vmem()):
             return tiles
     return None

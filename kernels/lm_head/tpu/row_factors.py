@@ -1,6 +1,6 @@
-"""The head on TPUs: what a row's slopes by its statistics make of its logits, and of its expectation of W.
+"""The head on TPUs: from derivatives by a row's statistics to the numbers that make dy of its logits, and to dh.
 
-Everything here is linear in the number of rows. Leaves out the products, which are the kernels' (`tpu_backward.py`).
+Everything here is linear in the number of rows. Left out: the products, which are the kernels' (`backward.py`).
 
 Suffixes: N rows, M rows in the kernels' order, D features.
 """
@@ -11,20 +11,20 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from kernels.lm_head.contract import Inputs, Options, TokenLogprobs
 from kernels.lm_head.softmax import Softmax, label_slope
-from kernels.lm_head.tpu.backward import Slopes
+from kernels.lm_head.tpu.backward import RowFactors
 
-NEVER = 1e30  # log of a total that makes every probability 0
+_NEVER = 1e30  # log of a sum of exponentials that makes every probability 0
 
 
-def slopes_by_row(inputs: Inputs, softmax: Softmax, top_y: Array, slopes: TokenLogprobs, options: Options) -> Slopes:
-    """Of y, by `dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy)`; none where no row counts."""
+def row_factors(inputs: Inputs, softmax: Softmax, top_y: Array, slopes: TokenLogprobs, options: Options) -> RowFactors:
+    """Factors of `dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy)`, 0 where rows don't count."""
     scale = 1 / inputs.temperature
     by_p = slopes.lse - slopes.logprob
     if options.entropy_slopes:
         by_p -= slopes.entropy * softmax.entropy
-    return only(
+    return _masked(
         inputs.live,
-        Slopes(
+        RowFactors(
             top=top_y,
             log_sum_e=softmax.log_sum_e,
             at_p=by_p * scale,
@@ -34,14 +34,14 @@ def slopes_by_row(inputs: Inputs, softmax: Softmax, top_y: Array, slopes: TokenL
     )
 
 
-def only(live: Bool[Array, "M"], slopes: Slopes) -> Slopes:
-    """With slopes and probabilities 0 at rows that don't count."""
-    zeroed = jax.tree.map(lambda x: jnp.where(live, x, 0), slopes)
-    return zeroed._replace(log_sum_e=jnp.where(live, slopes.log_sum_e, NEVER))
+def _masked(live: Bool[Array, "M"], factors: RowFactors) -> RowFactors:
+    """Factors that make dy and every probability 0 at rows that don't count."""
+    zeroed = jax.tree.map(lambda x: jnp.where(live, x, 0), factors)
+    return zeroed._replace(log_sum_e=jnp.where(live, factors.log_sum_e, _NEVER))
 
 
-def at_rows(slopes: Slopes, row: Integer[Array, "M"], live: Bool[Array, "M"]) -> Slopes:
-    return only(live, jax.tree.map(lambda x: x[row], slopes))
+def gather_factors(factors: RowFactors, row: Integer[Array, "M"], live: Bool[Array, "M"]) -> RowFactors:
+    return _masked(live, jax.tree.map(lambda x: x[row], factors))
 
 
 def hidden_gradient_from_mean(
@@ -52,7 +52,7 @@ def hidden_gradient_from_mean(
     slopes: TokenLogprobs,
     mean: Float[Array, "N D"],
 ) -> Float[Array, "N D"]:
-    """dh, float32, where the entropy has no slope: the label's row of W has its own factor."""
+    """dh, float32, where the loss doesn't depend on the entropy, from E_p[W] without the label's row of W."""
     here = labels >= 0
     w_ND = inputs.weight[jnp.where(here, labels, 0)].astype(options.dtype).astype(jnp.float32)
     own = jnp.where(here, label_slope(softmax, slopes, inputs.temperature, options.softcap), 0)
