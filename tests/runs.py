@@ -1,8 +1,9 @@
-"""Runs of small configurations, in this process or in one that can be killed, and what they leave behind."""
+"""Helpers for runs of small configurations, in this process or in others that can be killed, and for their results."""
 
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,14 +20,17 @@ from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.metrics import read_records
+from mllm.run.state import RunState
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state
 
 ROOT = Path(__file__).parent.parent
+TESTS = [str(path) for path in (ROOT, ROOT / "tests", ROOT / "tests" / "run", ROOT / "tests" / "parallel")]
+"""Where processes that tests start find modules."""
 
 
 def changed(config: Config, **sections) -> Config:
-    """The configuration with some sections' settings replaced, a level deep."""
+    """The configuration with settings of some sections replaced, a level deep."""
     settings = config.model_dump()
     for name, value in sections.items():
         settings[name] = {**(settings[name] or {}), **value} if isinstance(value, dict) else value
@@ -34,7 +38,7 @@ def changed(config: Config, **sections) -> Config:
 
 
 def arguments(config: Config) -> list[str]:
-    """Of the command that trains it; the file lies beside the run's folder."""
+    """The arguments of train.py; the configuration's file is written beside the run's folder."""
     path = Path(config.run_dir).with_suffix(".yaml")
     path.write_text(dump(config), encoding="utf-8")
     return ["--config", str(path)]
@@ -44,13 +48,17 @@ def run(config: Config) -> int:
     return train.main(arguments(config))
 
 
-def start(config: Config, **environment: str) -> subprocess.Popen:
-    """The same command in a process of its own."""
-    paths = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+def environment(**variables: str) -> dict[str, str]:
+    """This process's environment, in which tests' modules are found, with more variables."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*TESTS, os.environ.get("PYTHONPATH", "")]), **variables}
+
+
+def start(config: Config, **variables: str) -> subprocess.Popen:
+    """Start train.py in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "train.py", *arguments(config)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths, **environment},
+        env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -58,8 +66,40 @@ def start(config: Config, **environment: str) -> subprocess.Popen:
     )
 
 
+def start_two(command: list[str], **variables: str) -> list[subprocess.Popen]:
+    """Start a Python command in two processes of four devices each, which can join one group."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    group = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    return [
+        subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment(**flags, **group, JAX_PROCESS_ID=str(number), **variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for number in range(2)
+    ]
+
+
+def outputs(processes: list[subprocess.Popen], exit_code: int = 0) -> list[str]:
+    """The output of each process, once all have ended with the exit code."""
+    try:
+        said = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [exit_code] * len(processes), "\n".join(said)
+    return said
+
+
 def wait(process: subprocess.Popen, reached, seconds: float = 120) -> None:
-    """Until `reached()`; fails when the process ends before."""
+    """Wait until `reached()`; fails if the process ends before."""
     deadline = time.monotonic() + seconds
     while not reached():
         if process.poll() is not None:
@@ -77,6 +117,7 @@ def kill(process: subprocess.Popen) -> None:
 
 
 def checkpoints(config: Config) -> list[int]:
+    """The steps of the run's checkpoints."""
     folder = Path(config.run_dir, "checkpoints")
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.exists() else []
 
@@ -86,27 +127,28 @@ def records(config: Config, name: str = "metrics.jsonl") -> list[dict]:
 
 
 def checksums(folder: Path) -> dict[str, str]:
-    """Of every file, by its path."""
+    """The checksum of every file, by its path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def newest(config: Config):
-    """The newest checkpoint: step, parameters with optimizer, position of the data."""
+def newest(config: Config) -> RunState:
+    """The state in the run's newest checkpoint."""
     like = abstract_state(
         load_policy(config, make_mesh(config.mesh)).params, make_optimizer(config.optimizer, config.steps)
     )
     manager = Checkpoints(Path(config.run_dir, "checkpoints"), config.checkpoint, read_only=True)
-    restored = manager.restore(like)
+    state = manager.restore(like)
     manager.close()
-    return restored
+    assert state is not None
+    return state
 
 
 def assert_same_end(one: Config, other: Config) -> None:
-    """Parameters, optimizer and position to the bit; metrics and samples to the byte."""
+    """The same newest checkpoint to the bit; metrics and samples to the byte."""
     mine, yours = newest(one), newest(other)
-    assert (mine.step, mine.position) == (yours.step, yours.position)
-    for leaf, same in zip(jax.tree.leaves(mine.state), jax.tree.leaves(yours.state), strict=True):
+    assert (mine.step, mine.document()) == (yours.step, yours.document())
+    for leaf, same in zip(jax.tree.leaves(mine.train), jax.tree.leaves(yours.train), strict=True):
         np.testing.assert_array_equal(leaf, same)
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert Path(one.run_dir, name).read_bytes() == Path(other.run_dir, name).read_bytes(), name

@@ -1,11 +1,11 @@
-"""Checkpoints through Orbax: parameters, optimizer, the data's position, and the configuration.
+"""Checkpoints through Orbax: a run's state and its configuration.
 
-A checkpoint is written beside the others under a temporary name and renamed when it is whole, in the background while
-training goes on; only then are older ones deleted. A document in it holds checksums of everything. One that can't be
-read any more, or isn't what was written, is put aside with a warning and the next older one is taken. What happens
-between a step and its checkpoint's rename is lost with a crash, and done again. Of several processes each writes and
-reads what lies on its devices, in a folder that all of them share; another mesh, or another number of processes, reads
-it as well.
+A checkpoint is written under a temporary name and renamed when it is complete, in the background while training goes
+on; only then are older ones deleted. A JSON document in it holds checksums of everything. A checkpoint that can't be
+read any more, or isn't what was written, is put aside with a warning, and the next older one is taken. A crash loses
+the steps since the last complete checkpoint, and the same command makes them again. Each of several processes writes
+and reads what lies on its devices, in a folder that all of them share; another mesh, or another number of processes,
+can read it as well.
 """
 
 import json
@@ -14,10 +14,10 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -25,46 +25,44 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
+from mllm.model.layout import Params
 from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
 from mllm.progress import transfer_bar
 from mllm.run.checksum import Damaged, checksums, seal, unseal
 from mllm.run.quiet_orbax import silence
-from mllm.run.storage import fault, unwritable
+from mllm.run.state import RunState
+from mllm.run.storage import find_fault, saved_steps, write_error
 from mllm.train.step import TrainState
 
-BEST = "eval/greedy_accuracy"
-"""The metric by which `keep_best` judges."""
+BEST_METRIC = "eval/greedy_accuracy"
+"""The metric by which `keep_best` chooses."""
 DOCUMENT = "document"
-"""What is stored beside the arrays: JSON, with a checksum of itself."""
+"""The item beside the arrays: JSON, with a checksum of itself."""
 
 logger = logging.getLogger(__name__)
 silence()
-
-
-class Restored(NamedTuple):
-    step: int
-    state: TrainState
-    position: Any
-    """What was passed to `save`: where the source of data stood, as JSON."""
 
 
 class Checkpoints:
     """The checkpoints of one run, by step."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, *, read_only: bool = False) -> None:
-        """Raises UserError where the folder can't be made."""
+        """Raises UserError if the folder can't be made."""
         self.folder = folder.absolute()
         self.config = config
         self.read_only = read_only
         self.saving: tuple[int, int] | None = None
-        self.ended: dict[str, float] = {}
+        """Step and bytes of the checkpoint that is being written."""
+        self.save_timings: dict[str, float] = {}
+        self.scores: dict[int, float | None] = {}
+        """Evaluations of the checkpoints that this process has saved, which may not be on disk yet."""
         self.failed = False
-        with self.storing(self.folder):
+        with self.report_faults(self.folder):
             self.manager = self.open_manager()
 
     def open_manager(self) -> ocp.CheckpointManager:
-        # Without reading them, since any may be damaged.
-        options = {"read_only": True} if self.read_only else {"preservation_policy": Kept(self)}
+        """Open the folder without reading the checkpoints, since any of them may be damaged."""
+        options = {"read_only": True} if self.read_only else {"preservation_policy": KeepNewestAndBest(self)}
         return ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -76,41 +74,40 @@ class Checkpoints:
             ),
         )
 
-    def save(self, step: int, state: TrainState, position: Any, config: str, metrics: dict[str, Any]) -> None:
-        """Begin to save; returns as soon as `state` may be overwritten.
+    def save(self, state: RunState, config: str, metrics: Mapping[str, Any]) -> None:
+        """Begin to save; returns as soon as the arrays of `state` may be overwritten.
 
         Args:
-            step: updates done.
-            position: JSON, of the data source.
             config: the run's configuration, as YAML.
-            metrics: of this step; the one by which the best is kept is read from it.
+            metrics: of this step; its evaluation, if there is one, is read from it.
 
         Raises:
             UserError: this checkpoint, or the one before, can't be written.
         """
         self.finish()
+        score = self.scores[state.step] = metrics.get(BEST_METRIC)
         document = {
-            "position": position,
+            **state.document(),
             "config": config,
-            "best": metrics.get(BEST),
-            "arrays": checksums(by_name(state)),
+            "best": score,
+            "arrays": checksums(by_name(state.train)),
         }
-        arrays = {name: ocp.args.StandardSave(tree) for name, tree in items(state).items()}
+        arrays = {name: ocp.args.StandardSave(tree) for name, tree in items(state.train).items()}
         arguments = ocp.args.Composite(**arrays, **{DOCUMENT: ocp.args.JsonSave(seal(document))})
-        self.saving = step, nbytes(state)
-        with self.storing(self.folder / str(step)):
-            self.manager.save(step, args=arguments, metrics={BEST: metrics.get(BEST)})
+        self.saving = state.step, nbytes(state.train)
+        with self.report_faults(self.folder / str(state.step)):
+            self.manager.save(state.step, args=arguments)
 
-    def restore(self, like: TrainState) -> Restored | None:
-        """The newest sound checkpoint, or None where there is none at all.
+    def restore(self, like: TrainState) -> RunState | None:
+        """The state in the newest undamaged checkpoint, or None if there is no checkpoint at all.
 
         Args:
-            like: the state as ShapeDtypeStructs with shardings: what to read, and where to put it.
+            like: the arrays to read, as ShapeDtypeStructs with the shardings that they are to have.
 
         Raises:
             UserError: there are checkpoints, and none of them can be read; or a damaged one can't be put aside.
         """
-        steps = sorted(self.manager.all_steps(), reverse=True)
+        steps = saved_steps(self.folder)[::-1]
         damaged: dict[int, str] = {}
         for step in steps:
             try:
@@ -118,11 +115,11 @@ class Checkpoints:
             except Damaged as error:
                 damaged[step] = str(error)
                 continue
-            # Only now: where none can be read the fault may lie elsewhere, and they stay as they are.
+            # Only now: if none can be read the fault may lie elsewhere, and they stay as they are.
             for number, reason in damaged.items():
                 self.put_aside(number, reason)
-            state = jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in by_name(like)])
-            return Restored(step, state, document["position"])
+            train = jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in by_name(like)])
+            return RunState.from_document(step, train, document)
         if steps:
             raise UserError(
                 f"{self.folder}: none of its {len(steps)} checkpoints can be read ({damaged[steps[0]]}); "
@@ -130,9 +127,13 @@ class Checkpoints:
             )
         return None
 
-    def restore_params(self, like: Any, step: int | None) -> tuple[int, Any]:
-        """The parameters of a step, or of the newest, and the step. `like` as in `restore`, the parameters alone."""
-        steps = sorted(self.manager.all_steps())
+    def restore_params(self, like: Params, step: int | None) -> tuple[int, Params]:
+        """The step and parameters of a checkpoint: that of `step`, or the newest. `like` as in `restore`.
+
+        Raises:
+            UserError: there is no such checkpoint, or it can't be read.
+        """
+        steps = saved_steps(self.folder)
         if not steps or (step is not None and step not in steps):
             raise UserError(f"{self.folder}: no checkpoint{'' if step is None else f' {step}'}; there are {steps}")
         step = steps[-1] if step is None else step
@@ -144,20 +145,20 @@ class Checkpoints:
         return step, jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
 
     def read(self, step: int, parts: dict[str, dict[str, Any]]) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        """Arrays of a checkpoint, and its document.
+        """Arrays of a checkpoint, by name, and its document.
 
         Args:
-            parts: of `items`, those that are wanted.
+            parts: the wanted ones of `items`.
 
         Raises:
-            Damaged: in one of the processes, and then in all.
+            Damaged: in all processes, if it is damaged for one of them.
         """
         reason = None
         arrays: dict[str, jax.Array] = {}
         document: dict[str, Any] = {}
         try:
             with transfer_bar(f"checkpoint {step}", nbytes(parts)) as bar:
-                document = self.document(step)
+                document = self.read_document(step)
                 for name, tree in parts.items():
                     # Not by the manager, which waits for all processes: one of them may be unable to read its part.
                     reader = ocp.StandardCheckpointHandler()
@@ -171,7 +172,7 @@ class Checkpoints:
             raise Damaged(reasons[0])
         if "arrays" not in document:
             if is_writer():
-                logger.warning("checkpoint %d is of before checksums were stored: it's taken as it is", step)
+                logger.warning("checkpoint %d is older than the checksums: it is taken without a check", step)
             return arrays, document
         found, stored = checksums(arrays), document["arrays"]
         if wrong := [name for name in found if found[name] != stored.get(name)]:
@@ -179,11 +180,11 @@ class Checkpoints:
             raise Damaged(f"the checksum of {wrong[0]}{more} differs")
         return arrays, document
 
-    def document(self, step: int) -> dict[str, Any]:
-        """What is stored beside the arrays. Of a checkpoint of before there were checksums only the position.
+    def read_document(self, step: int) -> dict[str, Any]:
+        """The JSON of a checkpoint; one from before there were checksums has only the position.
 
         Raises:
-            Damaged, or what a damaged file makes Orbax raise.
+            Damaged: or whatever a damaged file makes Orbax raise.
         """
         folder, reader = self.folder / str(step), ocp.JsonCheckpointHandler()
         if (folder / "position").exists():
@@ -191,12 +192,12 @@ class Checkpoints:
         return unseal(reader.restore(folder / DOCUMENT))
 
     def put_aside(self, step: int, reason: str) -> None:
-        """Rename a damaged checkpoint so that it is never taken for one again; nothing is deleted."""
+        """Rename a damaged checkpoint so that nothing takes it for one again; nothing is deleted."""
         if self.read_only:
             logger.warning("checkpoint %d can't be read (%s)", step, reason)
             return
         self.manager.close()
-        gather_objects(None)  # has closed it
+        gather_objects(None)  # all processes have closed it
         with raise_everywhere():
             if is_writer():
                 path, aside = self.folder / str(step), self.folder / f"damaged_{step}"
@@ -215,7 +216,7 @@ class Checkpoints:
         self.manager = self.open_manager()
 
     def wait(self) -> None:
-        """Until what was begun is on disk, with a bar of it.
+        """Wait, with a progress bar, until the save that was begun is on disk.
 
         Raises:
             UserError: it can't be written.
@@ -223,64 +224,63 @@ class Checkpoints:
         if self.saving is not None:
             step, size = self.saving
             with transfer_bar(f"saving checkpoint {step}", size) as bar:
-                bar.initial = written = min(size, self.written(step))
+                bar.initial = written = min(size, self.bytes_written(step))
                 while self.manager.is_saving_in_progress():
                     time.sleep(0.1)
-                    before, written = written, min(size, max(written, self.written(step)))
+                    before, written = written, min(size, max(written, self.bytes_written(step)))
                     bar.update(written - before)
         self.finish()
 
-    def poll(self) -> None:
-        """Raises UserError where what was begun has turned out not to be writable: the next `save` may be far away."""
+    def timings(self) -> dict[str, float]:
+        """The speed of a save that has ended since the last call, summed over processes.
+
+        Raises:
+            UserError: it couldn't be written. The next `save`, which would say so, may be far away.
+        """
         if not self.manager.is_saving_in_progress():
             self.finish()
-
-    def timings(self) -> dict[str, float]:
-        """How fast a save was, by all processes, if one has ended since this was asked before. Raises as `poll`."""
-        self.poll()
-        told, self.ended = self.ended, {}
-        return told
+        timings, self.save_timings = self.save_timings, {}
+        return timings
 
     def finish(self) -> None:
-        """As `wait`, in silence."""
+        """Wait as `wait` does, without a bar."""
         if self.saving is not None:
             step, size = self.saving
-            with self.storing(self.folder / str(step)):
+            with self.report_faults(self.folder / str(step)):
                 self.manager.wait_until_finished()
             self.saving = None
-            with suppress(OSError, ValueError, KeyError):  # where Orbax notes no times
-                noted = json.loads((self.folder / str(step) / "_CHECKPOINT_METADATA").read_text())
-                # In billionths of a second; bytes in one are GB/s.
-                took = noted["commit_timestamp_nsecs"] - noted["init_timestamp_nsecs"]
-                self.ended = {"save/gb_per_second": size / max(took, 1)}
+            with suppress(OSError, ValueError, KeyError):  # Orbax may not have noted the times
+                times = json.loads((self.folder / str(step) / "_CHECKPOINT_METADATA").read_text())
+                nanoseconds = times["commit_timestamp_nsecs"] - times["init_timestamp_nsecs"]
+                self.save_timings = {"save/gb_per_second": size / max(nanoseconds, 1)}
 
-    def written(self, step: int) -> int:
+    def bytes_written(self, step: int) -> int:
         """Bytes of an unfinished checkpoint so far, by all processes."""
-        found = 0
+        total = 0
         for unfinished in self.folder.glob(f"{step}.*"):
             # Its folders are renamed meanwhile; `os.walk` passes over what is no longer there.
             for folder, _, names in os.walk(unfinished):
                 for name in names:
                     with suppress(FileNotFoundError):
-                        found += Path(folder, name).stat().st_size
-        return found
+                        total += Path(folder, name).stat().st_size
+        return total
 
     @contextmanager
-    def storing(self, path: Path) -> Iterator[None]:
-        """What the operating system refuses inside becomes a UserError, and what was written of `path` is removed."""
+    def report_faults(self, path: Path) -> Iterator[None]:
+        """Turn an error of the operating system into a UserError, and remove what there is of `path`, half-written."""
         try:
             yield
         except Exception as error:  # Orbax and tensorstore wrap it in their own
-            refused = fault(error)
-            if refused is None:
+            fault = find_fault(error)
+            if fault is None:
                 raise
             self.saving, self.failed = None, True
             if is_writer():
                 self.discard(path)
-            raise unwritable(path, refused, self.folder) from None
+            raise write_error(path, fault, self.folder) from None
 
     def discard(self, path: Path) -> None:
-        """Remove what there is of an unfinished checkpoint; what can't be is removed by the next manager."""
+        """Remove an unfinished checkpoint; what can't be removed now is removed when the folder is opened again."""
         for _ in range(10):  # writes that were begun may end only now
             found = [*self.folder.glob(f"{path.name}.*")]
             for unfinished in found:
@@ -290,44 +290,45 @@ class Checkpoints:
             time.sleep(0.1)
 
     def close(self) -> None:
+        """Wait for a save that was begun, and let the folder go. Raises as `wait` does."""
         self.finish()
-        # What could not be written was said; closing would say it again.
-        with suppress(Exception) if self.failed else self.storing(self.folder):
+        # A fault was reported when it happened; closing would report it again.
+        with suppress(Exception) if self.failed else self.report_faults(self.folder):
             self.manager.close()
 
 
-class Kept(PreservationPolicy):
-    """Which checkpoints stay: the newest `keep`, and with `keep_best` the best; one that was never judged isn't."""
+class KeepNewestAndBest(PreservationPolicy):
+    """Keeps the newest `keep` checkpoints and, with `keep_best`, the one with the best evaluation."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self.checkpoints = checkpoints
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        config = self.checkpoints.config
-        kept = {info.step for info in checkpoints[-config.keep :]}
+        config, steps = self.checkpoints.config, [checkpoint.step for checkpoint in checkpoints]
+        kept = {*steps[-config.keep :]}
         if config.keep_best:
-            scores = {info.step: self.score(info) for info in checkpoints}
-            judged = {step: score for step, score in scores.items() if score is not None}
-            kept |= set(sorted(judged, key=lambda step: (judged[step], step))[-1:])
-        return [info.step in kept for info in checkpoints]
+            scores = {step: score for step in steps if (score := self.score(step)) is not None}
+            kept |= {*sorted(scores, key=lambda step: (scores[step], step))[-1:]}
+        return [step in kept for step in steps]
 
-    def score(self, info: Any) -> float | None:
-        if info.metrics is not None:
-            return info.metrics[BEST]  # saved by this process, and perhaps not on disk yet
-        with suppress(Exception):  # a damaged one is not the best
-            return self.checkpoints.document(info.step).get("best")
+    def score(self, step: int) -> float | None:
+        """A checkpoint's evaluation; None if it has none, or is damaged."""
+        if step in self.checkpoints.scores:
+            return self.checkpoints.scores[step]
+        with suppress(Exception):
+            return self.checkpoints.read_document(step).get("best")
         return None
 
 
 def first_cause(error: BaseException) -> str:
-    """What an error came from, on one line."""
+    """The error that all others came from, on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
 
 
 def items(state: TrainState) -> dict[str, dict[str, Any]]:
-    """What is stored of a state, in two parts: the parameters can be read without the optimizer."""
+    """The arrays of a state by name, in two items: the parameters can be read without the optimizer."""
     arrays = by_name(state)
     params = {name: leaf for name, leaf in arrays.items() if name.startswith("params.")}
     return {

@@ -1,7 +1,7 @@
 """A run's folder belongs to one configuration, and to one process at a time that writes it.
 
-What may differ when the same command resumes a run, and what may not. Left out: folders on file systems that know no
-locks; there it's up to whoever starts a run that no other writes the same.
+This file decides which settings may change when the same command resumes a run. Left out: locks on file systems that
+have none; there the user must see to it that no two runs write the same folder.
 """
 
 import fcntl
@@ -18,15 +18,14 @@ from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.run.storage import remedy
 
-HOW = {"run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log"}
-LIMITS = {"optimizer.max_skipped", "task.max_failed_groups"}
-"""Settings of how a run is carried out and when it gives up, not of what it computes: they may change when it
-resumes."""
+MAY_CHANGE = {
+    *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log"),
+    *("optimizer.max_skipped", "task.max_failed_groups"),
+}
+"""Sections and settings that say how a run is carried out and when it gives up, not what it computes."""
 
-PARTIAL = "config.yaml.tmp"
+UNFINISHED_CONFIG = "config.yaml.tmp"
 LOCK = "lock"
-BEGINNINGS = {PARTIAL, LOCK}
-"""All that a run leaves that was killed while it began."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,62 +34,63 @@ def check(folder: Path, config: Config) -> None:
     """Raise UserError if `folder` holds a run of another configuration, or something that is no run."""
     path = folder / "config.yaml"
     with accessible(folder, "read"):
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        if not there.is_dir():
-            raise UserError(f"run_dir: {there} is a file; give a folder")
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir():
+            raise UserError(f"run_dir: {existing} is a file; give a folder")
         if not is_run(folder):
-            if folder.is_dir() and {path.name for path in folder.iterdir()} - BEGINNINGS:
+            # A run that was killed before it began leaves these two.
+            if folder.is_dir() and {path.name for path in folder.iterdir()} - {UNFINISHED_CONFIG, LOCK}:
                 raise UserError(f"run_dir: {folder} holds other files and no config.yaml; give an empty or new folder")
             return
     for key, old, new in differences(read(path), config.model_dump(mode="json")):
-        free = key.split(".")[0] in HOW or key in LIMITS
-        if not free and not (key == "steps" and extends(config, old)):
+        may_change = {key, key.split(".")[0]} & MAY_CHANGE
+        if not may_change and not (key == "steps" and is_extension(config, old)):
             raise UserError(
                 f"{key}: {folder} belongs to a run with {old!r}, not {new!r}; give another run_dir, or the old value"
             )
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has begun there."""
+    """Whether a run has begun in the folder."""
     return (folder / "config.yaml").exists()
 
 
 def write(folder: Path, config: Config) -> None:
-    """Make the folder and its config.yaml, the resolved configuration; UserError where that can't be done."""
-    partial = folder / PARTIAL
+    """Make the folder and its config.yaml, the resolved configuration; UserError if that can't be done."""
+    unfinished = folder / UNFINISHED_CONFIG
     with accessible(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(dump(config), encoding="utf-8")
-        partial.replace(folder / "config.yaml")
+        unfinished.write_text(dump(config), encoding="utf-8")
+        unfinished.replace(folder / "config.yaml")
 
 
 @contextmanager
 def accessible(folder: Path, use: str) -> Iterator[None]:
-    """What the operating system refuses inside becomes a UserError."""
+    """Turn an error of the operating system into a UserError: the folder can't be `use` (read or written)."""
     try:
         yield
     except OSError as error:
-        way = f"{remedy(error.errno)}, or give another folder"
-        raise UserError(f"run_dir: {folder} can't be {use} ({error.strerror}); {way}") from None
+        way_out = f"{remedy(error.errno)}, or give another folder"
+        raise UserError(f"run_dir: {folder} can't be {use} ({error.strerror}); {way_out}") from None
 
 
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Hold the folder, which is made where it's missing, for this process: nobody else writes it meanwhile.
+    """Hold the folder, which is made if it is missing, for this process: no other one writes it meanwhile.
 
-    The operating system holds the lock, and lets it go when the process ends, however it ends. A folder in which no run
-    has begun is left as it was found. Of several processes of one run only the first may ask.
+    The operating system holds the lock, and releases it when the process ends, however it ends. A folder in which no
+    run has begun is left as it was found. Only the first of several processes of one run may call this.
 
     Raises:
         UserError: another process holds it, or it can't be written.
     """
     with accessible(folder, "written"):
         made = [path for path in (folder, *folder.parents) if not path.exists()]
-        file = locked(folder)
+        file = open_locked(folder)
     try:
         yield
     finally:
-        # Not the file itself: whoever has opened it already would lock what is no longer there.
+        # Not the file itself: a process that has opened it already would lock a file that is no longer there.
         with suppress(OSError):
             file.truncate(0)
         if not is_run(folder):
@@ -101,7 +101,7 @@ def lock(folder: Path) -> Iterator[None]:
         file.close()
 
 
-def locked(folder: Path) -> TextIO:
+def open_locked(folder: Path) -> TextIO:
     """The folder's lock file, open and locked, with this process's name in it."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,20 +118,20 @@ def locked(folder: Path) -> TextIO:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
                 break
-        file.close()  # another process removed it before this one had it
+        file.close()  # another process removed it before this one had locked it
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
 
 
-def extends(config: Config, steps: Any) -> bool:
-    """Whether a run may go on past its `steps`: with a constant learning rate the steps so far are the same."""
+def is_extension(config: Config, steps: Any) -> bool:
+    """Whether the run only goes on past its old `steps`: with a constant learning rate those are the same."""
     return config.optimizer.schedule == "constant" and isinstance(steps, int) and config.steps > steps
 
 
 def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The settings in which two configurations differ, with dotted keys."""
+    """The settings in which two configurations differ: dotted key, old value, new value."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
             yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)

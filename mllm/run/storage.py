@@ -1,4 +1,4 @@
-"""What a full, read-only or failing disk says: one line, with the checkpoint that the same command goes on from.
+"""Errors of a full, read-only or failing disk: one line that names the checkpoint from which the same command resumes.
 
 Left out: a disk that reports success and keeps something else. What it kept of a checkpoint is checked when it is read.
 """
@@ -21,43 +21,52 @@ REMEDY = {
     errno.EPERM: "allow access there",
     errno.EROFS: "allow writing there",
 }
-"""By the operating system's number."""
-OF_TENSORSTORE = re.compile(r"\[os_error_code='(\d+)'\]")
-"""In the text of its errors, which are ValueErrors."""
+"""What helps against each of the operating system's errors."""
+TENSORSTORE_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
+"""The operating system's error number in the text of tensorstore's errors, which are ValueErrors."""
 
 
 class Fault(NamedTuple):
-    """What the operating system said of a write."""
+    """An error of the operating system."""
 
     number: int | None
     text: str
 
 
-def fault(error: BaseException | None) -> Fault | None:
-    """The operating system's error that `error` is, or came from; None where it was none of its."""
+def find_fault(error: BaseException | None) -> Fault | None:
+    """The operating system's error that `error` is, or was caused by; None if there is none."""
     while error is not None:
         if isinstance(error, OSError):
             return Fault(error.errno, error.strerror or str(error) or type(error).__name__)
-        if said := OF_TENSORSTORE.search(str(error)):
-            number = int(said[1])
+        if found := TENSORSTORE_ERROR.search(str(error)):
+            number = int(found[1])
             return Fault(number, os.strerror(number))
         error = error.__cause__ or error.__context__
     return None
 
 
-def whole_checkpoints(folder: Path) -> list[int]:
-    """The steps of those that were written to their end, upwards."""
+def saved_steps(checkpoints: Path) -> list[int]:
+    """The steps of the complete checkpoints in a folder, ascending; [] if there is no folder.
+
+    Raises:
+        UserError: the folder can't be read.
+    """
     try:
-        return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir())
-    except OSError:
+        return sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal() and path.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise UserError(f"{checkpoints}: can't be read ({error.strerror}); {remedy(error.errno)}") from None
 
 
-def unwritable(path: Path, fault: Fault, checkpoints: Path) -> UserError:
-    """The error of a run that can't write `path`; `checkpoints` is the folder that it resumes from."""
-    steps = whole_checkpoints(checkpoints)
-    newest = f"goes on from checkpoint {steps[-1]}" if steps else "begins again: there is no checkpoint yet"
-    return UserError(f"{path}: can't be written ({fault.text}); {remedy(fault.number)}, and the same command {newest}")
+def write_error(path: Path, fault: Fault, checkpoints: Path) -> UserError:
+    """The error of a run that can't write `path`; `checkpoints` is the folder from which it resumes."""
+    try:
+        steps = saved_steps(checkpoints)
+        resumes = f"goes on from checkpoint {steps[-1]}" if steps else "begins again: there is no checkpoint yet"
+    except UserError:
+        resumes = "resumes"
+    return UserError(f"{path}: can't be written ({fault.text}); {remedy(fault.number)}, and the same command {resumes}")
 
 
 def remedy(number: int | None) -> str:
@@ -66,20 +75,19 @@ def remedy(number: int | None) -> str:
 
 @contextmanager
 def writing(path: Path, checkpoints: Path) -> Iterator[None]:
-    """What the operating system refuses inside becomes a UserError about `path`."""
+    """Turn an error of the operating system into a UserError about `path`."""
     try:
         yield
     except OSError as error:
-        found = fault(error)
-        assert found is not None
-        raise unwritable(path, found, checkpoints) from None
+        fault = find_fault(error)
+        assert fault is not None
+        raise write_error(path, fault, checkpoints) from None
 
 
-class Appended:
-    """A file of a run that grows, by whole records; nothing of them waits in a buffer of the process.
+class LogFile:
+    """A file that only grows, record by record, without a buffer in this process.
 
-    Raises:
-        UserError: by every method where the operating system refuses.
+    Every method raises UserError where the operating system refuses.
     """
 
     def __init__(self, path: Path, checkpoints: Path) -> None:
@@ -94,7 +102,7 @@ class Appended:
                 record = record[self.file.write(record) :]
 
     def sync(self) -> None:
-        """Until all of it survives a crash of the machine."""
+        """Wait until all of the file survives a crash of the machine."""
         with writing(self.path, self.checkpoints):
             os.fsync(self.file.fileno())
 

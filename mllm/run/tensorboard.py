@@ -1,7 +1,7 @@
-"""Scalars for TensorBoard: a file of events, written as they come, by the thread that has them.
+"""Scalars for TensorBoard: a file of events, each written at once by the caller's own thread.
 
-tensorboardX's own writer has a thread behind a queue of ten. Where that thread can't write it ends with a traceback,
-and the run hangs as soon as the queue is full; here the run itself is told. Left out: whatever isn't a scalar.
+tensorboardX's own writer has a thread behind a queue of ten. If that thread can't write it ends with a traceback, and
+the run hangs as soon as the queue is full; here the caller gets the error. Left out: whatever isn't a scalar.
 """
 
 import os
@@ -15,24 +15,24 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import Summary, scalar
 
-from mllm.run.storage import Appended
+from mllm.run.storage import LogFile
 
 
 class Board:
-    """A new file of events in `folder`; those of steps from `purge` on, in older files, are hidden by TensorBoard."""
+    """A new file of events in `folder`. TensorBoard hides older files' events from step `purge` on."""
 
     def __init__(self, folder: Path, purge: int, checkpoints: Path) -> None:
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        self.file = Appended(folder / name, checkpoints)
+        self.file = LogFile(folder / name, checkpoints)
         self.append(Event(file_version="brain.Event:2"))
         self.append(Event(step=purge, session_log=SessionLog(status=SessionLog.START)))
 
-    def draw(self, step: int, scalars: Mapping[str, float | int]) -> None:
+    def write(self, step: int, scalars: Mapping[str, float | int]) -> None:
         values = [value for name, number in scalars.items() for value in scalar(name, number).value]
         self.append(Event(step=step, summary=Summary(value=values)))
 
     def append(self, event: Event) -> None:
-        """A record is its length, a checksum of that, the event, and a checksum of it."""
+        """Append a record: the event's length, a checksum of that, the event, and a checksum of it."""
         event.wall_time = time.time()
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))

@@ -2,16 +2,13 @@
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from runs import ROOT, arguments, changed, checkpoints, newest, records, run, wait
+from runs import arguments, changed, checkpoints, newest, outputs, records, run, start_two, wait
 from tiny import config
 
 from mllm.config.schema import MeshConfig
@@ -19,7 +16,6 @@ from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.decoder import Qwen2
 from mllm.model.layout import Layout
-from mllm.model.load import lay_out
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.parallel.processes import ProcessGroup, RowShare, gather_objects, local_rows, raise_everywhere
 
@@ -37,44 +33,6 @@ SETTINGS = {
         log={"samples": 6},
     ),
 }
-
-
-def in_two(command: list[str], **environment: str) -> list[subprocess.Popen]:
-    """The command in two processes that share a coordinator's address."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    inherited = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": "2",
-        **environment,
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env={**inherited, "JAX_PROCESS_ID": str(number)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        for number in range(2)
-    ]
-
-
-def ends(processes: list[subprocess.Popen], exit_code: int = 0) -> list[str]:
-    """What the processes wrote, both of which must end so."""
-    try:
-        said = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [exit_code] * 2, "\n".join(said)
-    return said
 
 
 @pytest.fixture
@@ -97,7 +55,7 @@ def assert_same_metrics(mine, yours):
 def test_sft_that_one_process_began_and_two_went_on_with_ends_as_one_s_alone_and_fits_any_mesh(placed):
     one, two = placed("sft", "one"), placed("sft", "two")
     assert run(changed(two, steps=2)) == 0
-    said = ends(in_two(["train.py", *arguments(two)]))
+    said = outputs(start_two(["train.py", *arguments(two)]))
     assert run(one) == 0
     assert_same_metrics(two, one)
     assert [record["step"] for record in records(two, "timings.jsonl")] == [1, 2, 3, 4]
@@ -108,17 +66,17 @@ def test_sft_that_one_process_began_and_two_went_on_with_ends_as_one_s_alone_and
     for mesh in ({"dp": 1, "fsdp": 2, "tp": 2}, {"dp": 1, "fsdp": 1, "tp": 1}):
         found = newest(changed(two, mesh=mesh))
         assert (found.step, found.position) == (expected.step, expected.position)
-        for leaf, same in zip(jax.tree.leaves(found.state), jax.tree.leaves(expected.state), strict=True):
+        for leaf, same in zip(jax.tree.leaves(found.train), jax.tree.leaves(expected.train), strict=True):
             np.testing.assert_array_equal(leaf, same)
 
 
 @pytest.mark.slow
 def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_a_single_one_ends_it_as_if_alone(placed):
     one, two = placed("grpo", "one"), placed("grpo", "two")
-    processes = in_two(["train.py", *arguments(two)], REWARD_SECONDS="0.1")
+    processes = start_two(["train.py", *arguments(two)], REWARD_SECONDS="0.1")
     wait(processes[0], lambda: len(records(two)) > 1)
     processes[1].send_signal(signal.SIGTERM)
-    said = ends(processes, 143)
+    said = outputs(processes, 143)
     (*_, stopped) = checkpoints(two)
     assert stopped < two.steps
     assert all(f"stopped by a signal after step {stopped}" in output for output in said)
@@ -169,14 +127,14 @@ def pieces():
     weights.Tensor = Counted
     sizes = weights.read_config(FIXTURE)
     layout = Layout.of(make_mesh(MeshConfig(fsdp=8)), sizes)
-    params = weights.load(FIXTURE, sizes, lay_out(nnx.state(Qwen2.abstract(sizes)), layout))
+    params = weights.load(FIXTURE, sizes, layout.abstract_parameters(nnx.state(Qwen2.abstract(sizes))))
     blocks = [{str(s.index): s.data.nbytes for s in leaf.addressable_shards} for leaf in jax.tree.leaves(params)]
     assert sum(read) == sum(sum(held.values()) for held in blocks)
     assert sum(read) < 0.6 * sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
 def test_each_process_has_the_rows_of_its_devices_and_reads_its_part_of_a_checkpoint():
-    ends(in_two(["-c", "import test_processes; test_processes.pieces()"]))
+    outputs(start_two(["-c", "import test_processes; test_processes.pieces()"]))
 
 
 # What is wrong, in one line
@@ -184,9 +142,9 @@ def test_each_process_has_the_rows_of_its_devices_and_reads_its_part_of_a_checkp
 
 def test_others_that_do_not_come_are_one_line(placed):
     command = ["train.py", *arguments(placed("sft", "run")), "--wait", "2"]
-    without_the_third, without_the_first = in_two([*command, "--processes", "3"]), in_two(command)
+    without_the_third, without_the_first = start_two([*command, "--processes", "3"]), start_two(command)
     without_the_first[0].kill()
-    said = [*ends(without_the_third, 2), without_the_first[1].communicate(timeout=60)[0]]
+    said = [*outputs(without_the_third, 2), without_the_first[1].communicate(timeout=60)[0]]
     assert without_the_first[1].returncode == 2
     assert said[0].startswith("error: --coordinator: not all 3 processes came to localhost:")
     assert said[2].startswith("error: --coordinator: process 0 does not answer at localhost:")

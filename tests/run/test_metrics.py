@@ -13,7 +13,7 @@ def steps_of(path):
     return [record["step"] for record in read_records(path)]
 
 
-def write_steps(folder, first, last, *, resumed_at=None):
+def write_steps(folder, first, last, *, resumed_at=-1):
     folder.mkdir(exist_ok=True)
     log = RunLog(folder, resumed_at, last)
     for step in range(first, last + 1):
@@ -46,7 +46,7 @@ def test_a_line_that_a_crash_tore_is_cut_off(tmp_path, torn):
 
 
 def test_numbers_that_json_lacks_are_written_as_null(tmp_path):
-    log = RunLog(tmp_path, None, 1)
+    log = RunLog(tmp_path, -1, 1)
     log.write(0, {"loss": float("nan"), "kl": float("inf"), "reward": 1.0})
     log.close()
     line = (tmp_path / "metrics.jsonl").read_text()
@@ -70,7 +70,7 @@ def test_the_summary_shows_accuracy_before_and_after_with_its_interval(tmp_path)
     def accuracy(value):
         return {"eval/greedy_accuracy": value, "eval/greedy_accuracy_low": 0.2, "eval/greedy_accuracy_high": 0.9}
 
-    log = RunLog(tmp_path, None, 2)
+    log = RunLog(tmp_path, -1, 2)
     log.write(0, accuracy(0.25))
     log.write(1, {"loss": 2.0})
     log.write_timings(1, {"time/update": 0.5, "tokens_per_second": 1234.0, "memory/peak_bytes": 3 * 2**20}, {})

@@ -50,10 +50,10 @@ def test_other_messages_of_asyncio_are_shown(caplog):
 
 def test_a_read_that_was_given_up_is_left_behind_and_nothing_else(monkeypatch):
     given_up, mine = coroutine_of(ORBAX), coroutine_of(OTHERS)
-    assert quiet_orbax.left_behind(ValueError(), given_up)
-    assert quiet_orbax.left_behind(RuntimeError("Event loop is closed"), None)
-    assert not quiet_orbax.left_behind(ValueError(), mine)
-    assert not quiet_orbax.left_behind(RuntimeError("cannot schedule new futures"), None)
+    assert quiet_orbax.is_from_abandoned_io(ValueError(), given_up)
+    assert quiet_orbax.is_from_abandoned_io(RuntimeError("Event loop is closed"), None)
+    assert not quiet_orbax.is_from_abandoned_io(ValueError(), mine)
+    assert not quiet_orbax.is_from_abandoned_io(RuntimeError("cannot schedule new futures"), None)
     given_up.close()
     mine.close()
 

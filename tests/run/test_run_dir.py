@@ -104,7 +104,7 @@ def test_a_folder_that_can_not_be_made_is_said(tmp_path):
 def hold(folder):
     """Another process that holds the folder."""
     program = (
-        "import sys; from pathlib import Path; from mllm import run_dir\n"
+        "import sys; from pathlib import Path; from mllm.run import folder as run_dir\n"
         "with run_dir.lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(

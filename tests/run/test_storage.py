@@ -1,44 +1,51 @@
-"""A disk that is full, read-only or forbidden stops a run with one line, and costs nothing that was whole."""
+"""A disk that is full, read-only or forbidden stops a run with one line, and costs nothing that was complete."""
 
 import errno
+import gc
 import os
 import resource
 import shutil
 import subprocess
 import sys
 import time
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
+import jax
 import pytest
-from runs import ROOT, arguments, assert_same_end, changed, checkpoints, run
-from test_checkpoint import POSITION, assert_equal, kept, like, make_state, save
+from runs import ROOT, arguments, assert_same_end, changed, checkpoints, environment, run
+from test_checkpoint import assert_equal, like, make_state, opened, restored, save, steps_in
 from tiny import config
 
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
 from mllm.run import folder as run_dir
-from mllm.run.checkpoint import BEST, Checkpoints
+from mllm.run.checkpoint import Checkpoints
 from mllm.run.metrics import RunLog
-from mllm.run.storage import Appended, fault, unwritable
+from mllm.run.storage import LogFile, find_fault, write_error
 
 SETTINGS = config("sft", steps=4, checkpoint={"every": 2, "keep": 1}, eval=None, task={"heldout": 16}, rollout=None)
+NO_CACHING = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
+"""A process that may run out of room must not write into the folder of compiled programs, which all tests share."""
 
 
 @contextmanager
-def files_of_at_most(size):
-    """No file of this process may grow past `size` bytes: writing fails with EFBIG, as it would on a full disk."""
+def limited_files(size):
+    """Let no file of this process grow past `size` bytes: writing fails with EFBIG, as it would on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    caching = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", caching)
 
 
 # The message
 
-REFUSALS = {
+MESSAGES = {
     errno.ENOSPC: "(No space left on device); make room, and",
     errno.EDQUOT: "(Disk quota exceeded); make room, or have the quota raised, and",
     errno.EFBIG: "(File too large); allow larger files there, and",
@@ -48,124 +55,97 @@ REFUSALS = {
 }
 
 
-def as_python_says(number):
+def python_error(number):
     return OSError(number, os.strerror(number), "/some/file")
 
 
-def as_tensorstore_says(number):
+def tensorstore_error(number):
     return ValueError(f"RESOURCE_EXHAUSTED: Failed to open: {os.strerror(number)} [os_error_code='{number}'] [spec]")
 
 
-def as_the_cause_of_another(number):
+def wrapped_error(number):
     error = RuntimeError("a save failed")
-    error.__cause__ = as_tensorstore_says(number)
+    error.__cause__ = tensorstore_error(number)
     return error
 
 
-@pytest.mark.parametrize("said", [as_python_says, as_tensorstore_says, as_the_cause_of_another])
-@pytest.mark.parametrize("number", REFUSALS, ids=errno.errorcode.get)
-def test_a_refusal_is_said_with_its_remedy_and_what_the_run_goes_on_from(tmp_path, said, number):
+@pytest.mark.parametrize("error", [python_error, tensorstore_error, wrapped_error])
+@pytest.mark.parametrize("number", MESSAGES, ids=errno.errorcode.get)
+def test_the_message_names_the_remedy_and_the_checkpoint_from_which_the_run_resumes(tmp_path, error, number):
     for name in ("8", "10", "12.orbax-checkpoint-tmp", "damaged_14"):
         (tmp_path / name).mkdir()
-    message = str(unwritable(Path("run/12"), fault(said(number)), tmp_path))
-    assert message == f"run/12: can't be written {REFUSALS[number]} the same command goes on from checkpoint 10"
-    assert "\n" not in message
+    message = str(write_error(Path("run/12"), find_fault(error(number)), tmp_path))
+    assert message == f"run/12: can't be written {MESSAGES[number]} the same command goes on from checkpoint 10"
 
 
-def test_what_is_no_fault_of_the_disk_is_not_taken_for_one():
-    assert fault(ValueError("INVALID_ARGUMENT: shape")) is None
-    assert fault(None) is None
+def test_other_errors_are_not_taken_for_faults_of_the_disk():
+    assert find_fault(ValueError("INVALID_ARGUMENT: shape")) is None
+    assert find_fault(None) is None
 
 
 # Checkpoints
 
 
 @pytest.mark.parametrize("settings", [{"keep": 1}, {"keep": 1, "keep_best": True}, {"keep": 2}], ids=str)
-def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path, settings):
-    metrics = {BEST: 0.5}
-    save(tmp_path, [1], {1: metrics}, **settings)
+def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path, caplog, settings):
+    accuracies = {1: 0.5, 2: 0.5}
+    save(tmp_path, 1, accuracies=accuracies, **settings)
     with (
         pytest.raises(UserError, match=r"2: can't be written \(File too large\).* goes on from checkpoint 1$"),
-        files_of_at_most(200),
+        limited_files(200),
     ):
-        save(tmp_path, [2], {2: metrics}, **settings)
-    assert kept(tmp_path) == [1]
-    save(tmp_path, [2], {2: metrics}, **settings)
+        save(tmp_path, 2, accuracies=accuracies, **settings)
+    assert steps_in(tmp_path) == [1]
+    save(tmp_path, 2, accuracies=accuracies, **settings)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"][-settings["keep"] :]
-    with closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
-        assert_equal(checkpoints.restore(like()).state, make_state(value=2))
+    assert_equal(restored(tmp_path), make_state(2))
+    gc.collect()  # writes that Orbax had begun, and that nobody awaited
+    assert caplog.records == []
 
 
-def begin(checkpoints):
-    checkpoints.save(3, make_state(value=3), POSITION, "", {})
-
-
-@pytest.mark.parametrize("notice", [begin, Checkpoints.poll, Checkpoints.wait, Checkpoints.close])
-def test_whatever_comes_next_says_that_the_checkpoint_before_did_not_fit_and_closing_is_then_silent(tmp_path, notice):
-    save(tmp_path, [1])
+@pytest.mark.parametrize("size", [0, 200])
+@pytest.mark.parametrize("method", ["save", "timings", "wait", "close"])
+def test_the_next_call_reports_that_a_checkpoint_did_not_fit_and_closing_is_silent_then(tmp_path, method, size):
+    save(tmp_path, 1)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    with files_of_at_most(200):
-        checkpoints.save(2, make_state(value=2), POSITION, "", {})
+    with limited_files(size):
+        checkpoints.save(make_state(2), "", {})
         while checkpoints.manager.is_saving_in_progress():
             time.sleep(0.01)
-    with pytest.raises(UserError, match=r"2: can't be written .* goes on from checkpoint 1$"):
-        notice(checkpoints)
+    with pytest.raises(UserError, match=r"2: can't be written \(File too large\).* goes on from checkpoint 1$"):
+        getattr(checkpoints, method)(*((make_state(3), "", {}) if method == "save" else ()))
     checkpoints.close()
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
-def test_a_checkpoint_of_which_nothing_fits_is_said_once(tmp_path):
-    save(tmp_path, [1])
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    with files_of_at_most(0):
-        checkpoints.save(2, make_state(value=2), POSITION, "", {})
-        with pytest.raises(UserError, match=r"2: can't be written \(File too large\)"):
-            checkpoints.wait()
-        checkpoints.close()
-    assert kept(tmp_path) == [1]
-
-
-def test_nothing_is_said_while_all_goes_well(tmp_path):
-    with closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
-        checkpoints.poll()
-        checkpoints.save(1, make_state(value=1), POSITION, "", {})
-        while not kept(tmp_path):
-            checkpoints.poll()
-        checkpoints.wait()
-        checkpoints.poll()
-
-
-def test_a_folder_that_can_not_be_made_is_said(tmp_path):
+def test_a_folder_that_can_not_be_made_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/checkpoints: can't be written \(Not a directory\)"):
         Checkpoints(tmp_path / "file" / "checkpoints", CheckpointConfig())
 
 
-def forbidden(folder):
-    """What is forbidden, to a process whose rights end somewhere."""
-    save(folder, [1, 2, 3])
+def use_forbidden_folders(folder):
+    """Run in a process that isn't root, or doesn't have root's rights over files."""
+    save(folder, 1, 2, 3)
     folder.chmod(0o555)
     with pytest.raises(UserError, match=r"4: can't be written \(Permission denied\); .* goes on from checkpoint 3$"):
-        save(folder, [4])
+        save(folder, 4)
 
     (folder / "3" / "params").chmod(0)
-    with closing(Checkpoints(folder, CheckpointConfig())) as checkpoints:
+    with opened(folder) as checkpoints:
         with pytest.raises(
             UserError, match=r"3: can't be read \(.*\), nor put aside as damaged_3 \(Permission denied\)"
         ):
             checkpoints.restore(like())
-        assert kept(folder) == [2, 3]
+        assert steps_in(folder) == [2, 3]
         folder.chmod(0o755)
         assert checkpoints.restore(like()).step == 2
     assert (folder / "damaged_3").exists()
 
     (folder / "2").chmod(0)
-    with (
-        closing(Checkpoints(folder, CheckpointConfig())) as checkpoints,
-        pytest.raises(UserError, match=r"none of its 1 checkpoints can be read .*Permission denied"),
-    ):
-        checkpoints.restore(like())
-    assert kept(folder) == [2]
+    with pytest.raises(UserError, match=r"none of its 1 checkpoints can be read .*Permission denied"):
+        restored(folder)
+    assert steps_in(folder) == [2]
     for closed in (folder / "2", folder / "damaged_3" / "params"):
         closed.chmod(0o755)
 
@@ -177,16 +157,16 @@ def forbidden(folder):
         pass
 
 
-def test_what_is_forbidden_to_read_is_put_aside_and_what_is_forbidden_to_write_is_said(tmp_path):
-    mortal = []
+def test_what_may_not_be_read_is_put_aside_and_what_may_not_be_written_is_an_error(tmp_path):
+    prefix = []
     if os.geteuid() == 0:
         if not shutil.which("setpriv"):
             pytest.skip("nothing is forbidden to root, and there is no setpriv to end that")
-        mortal = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
-    program = "import sys, pathlib, test_storage; test_storage.forbidden(pathlib.Path(sys.argv[1]))"
+        prefix = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
+    program = "import sys, pathlib, test_storage; test_storage.use_forbidden_folders(pathlib.Path(sys.argv[1]))"
     process = subprocess.run(
-        [*mortal, sys.executable, "-c", program, str(tmp_path / "checkpoints")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        [*prefix, sys.executable, "-c", program, str(tmp_path / "checkpoints")],
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -194,62 +174,46 @@ def test_what_is_forbidden_to_read_is_put_aside_and_what_is_forbidden_to_write_i
     assert process.returncode == 0, process.stdout
 
 
-# What a run says of itself
+# The log
 
 
-def write(log):
-    log.write(1, {"loss": 1.0}, [{"completion": "1"}])
-
-
-def write_timings(log):
-    log.write_timings(1, {"tokens_per_second": 1.0}, {})
-
-
-@pytest.mark.parametrize(
-    ("name", "use"),
-    [("metrics.jsonl", write), ("samples.jsonl", write), ("timings.jsonl", write_timings), ("tensorboard", write)],
-)
-def test_a_record_that_does_not_fit_is_said(tmp_path, capfd, name, use):
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "timings.jsonl", "tensorboard"])
+def test_a_record_that_does_not_fit_is_an_error(tmp_path, capfd, name):
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
-    log = RunLog(tmp_path, None, 1)
+    log = RunLog(tmp_path, -1, 1)
     file = log.board.file if name == "tensorboard" else log.files[name]
     with open("/dev/full", "wb") as full:
         os.dup2(full.fileno(), file.file.fileno())
     place = rf"{name}\S*: can't be written \(No space left on device\); make room, .* from checkpoint 3$"
-    with pytest.raises(UserError, match=place):
-        use(log)
+    with pytest.raises(UserError, match=place):  # noqa: PT012
+        log.write(1, {"loss": 1.0}, [{"completion": "1"}])
+        log.write_timings(1, {"tokens_per_second": 1.0}, {})
+    if name == "metrics.jsonl":  # its line must be the last: where it stands, the step's samples stand, too
+        assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "completion": "1"}\n'
     with pytest.raises(UserError, match=rf"{name}\S*: can't be written \(Invalid argument\)"):
-        log.close()  # which no buffer tries a second time: /dev/full can't be synced
+        log.close()  # no buffer tries to write a second time; /dev/full can't be synced
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_half_a_record_is_not_taken_for_a_whole_one(tmp_path):
-    file = Appended(tmp_path / "metrics.jsonl", tmp_path)
-    with files_of_at_most(20), pytest.raises(UserError, match=r"can't be written \(File too large\)"):
+def test_a_record_of_which_only_a_part_fits_is_an_error(tmp_path):
+    file = LogFile(tmp_path / "metrics.jsonl", tmp_path)
+    with limited_files(20), pytest.raises(UserError, match=r"can't be written \(File too large\)"):
         file.append(b"x" * 30)
     file.close()
 
 
-# Whole runs
+# Runs
 
 
-def train(settings, *prefix):
+def train(settings, *prefix, **variables):
     return subprocess.run(
         [*prefix, sys.executable, "train.py", *arguments(settings)],
         cwd=ROOT,
+        env=environment(**variables),
         capture_output=True,
         text=True,
         timeout=120,
     )
-
-
-def refusal(process):
-    """The one line that a run ends with that can't go on."""
-    assert process.returncode == 2, process.stderr
-    assert "Traceback" not in process.stderr
-    (line,) = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
-    assert process.stderr.splitlines()[-1] == line
-    return line
 
 
 @pytest.fixture(scope="module")
@@ -259,12 +223,23 @@ def undisturbed(tmp_path_factory):
     return settings
 
 
-def test_a_run_whose_checkpoint_does_not_fit_ends_with_one_line_and_resumes_to_the_bit(undisturbed, tmp_path):
-    settings = changed(SETTINGS, run_dir=str(tmp_path / "run"))
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run of two steps of four."""
+    settings = changed(SETTINGS, run_dir=str(tmp_path_factory.mktemp("begun") / "run"))
     assert run(changed(settings, steps=2)) == 0
-    said = refusal(train(settings, "sh", "-c", 'ulimit -f 40; "$@"', "sh"))  # blocks of 512 bytes
-    assert "checkpoints/4: can't be written (File too large)" in said
-    assert said.endswith("the same command goes on from checkpoint 2")
+    return settings
+
+
+def test_a_run_whose_checkpoint_does_not_fit_ends_with_one_line_and_resumes_to_the_bit(undisturbed, begun, tmp_path):
+    settings = changed(begun, run_dir=str(shutil.copytree(begun.run_dir, tmp_path / "run")))
+    process = train(settings, "sh", "-c", 'ulimit -f 40; "$@"', "sh", **NO_CACHING)  # blocks of 512 bytes
+    assert process.returncode == 2, process.stderr
+    last_line = process.stderr.splitlines()[-1]
+    assert "checkpoints/4: can't be written (File too large)" in last_line
+    assert last_line.endswith("the same command goes on from checkpoint 2")
+    assert process.stderr.count("error: ") == 1
+    assert "Traceback" not in process.stderr
     assert checkpoints(settings) == [2]
     assert run(settings) == 0
     assert_same_end(settings, undisturbed)
@@ -284,18 +259,19 @@ cp -r "$room" "$begun.ended"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "mode", "reason"),
-    [("64m", "ro", "Read-only file system"), ("700k", "rw", "No space left on device")],
+    [("64m", "ro", "Read-only file system"), ("560k", "rw", "No space left on device")],
 )
-def test_a_run_resumes_to_the_bit_when_its_disk_has_room_again(undisturbed, tmp_path, size, mode, reason):
-    """In a mount of its own."""
-    room, begun = tmp_path / "room", tmp_path / "begun"
+def test_a_run_resumes_to_the_bit_when_its_disk_has_room_again(undisturbed, begun, tmp_path, size, mode, reason):
+    """The disk is a file system in memory, in a mount namespace of its own."""
+    room, folder = tmp_path / "room", tmp_path / "begun"
     room.mkdir()
     if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "room", room], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here (unshare -rm)")
-    assert run(changed(SETTINGS, run_dir=str(begun), steps=2)) == 0
+    shutil.copytree(begun.run_dir, folder)
     settings = changed(SETTINGS, run_dir=str(room))
-    process = train(settings, "unshare", "-rm", "sh", "-c", IN_A_ROOM, "sh", size, mode, str(room), str(begun))
+    process = train(settings, "unshare", "-rm", "sh", "-c", IN_A_ROOM, "sh", size, mode, str(room), str(folder))
     assert process.returncode == 0, process.stderr
-    assert Path(f"{begun}.code").read_text() == "2\n"
+    assert Path(f"{folder}.code").read_text() == "2\n"
     assert reason in process.stderr
-    assert_same_end(changed(settings, run_dir=f"{begun}.ended"), undisturbed)
+    assert "never retrieved" not in process.stderr
+    assert_same_end(changed(settings, run_dir=f"{folder}.ended"), undisturbed)

@@ -15,8 +15,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 import train
 from mllm.model import weights
 from mllm.model.load import load_policy
-from mllm.model.tokenizer import bytes_tokenizer, stop_ids
-from mllm.model.tokenizer import load as load_tokenizer
+from mllm.model.tokenizer import bytes_tokenizer, load_tokenizer, stop_ids
 from mllm.parallel.mesh import make_mesh
 from tools import export, plot
 
@@ -58,7 +57,7 @@ def refused(capsys, tool, *arguments):
 def test_an_export_holds_the_newest_parameters_to_the_bit(trained, copy, capsys):
     assert export.main([str(copy)]) == 0
     assert capsys.readouterr().out == f"step 4 of {copy} is exported to {copy / 'export'}\n"
-    exported, params = load(copy / "export"), newest(trained).state.params
+    exported, params = load(copy / "export"), newest(trained).train.params
     for leaf, same in zip(jax.tree.leaves(exported), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(leaf, same)
 

@@ -1,0 +1,29 @@
+"""Batches of skipped updates: `tools/replay.py` finds out what was wrong with them."""
+
+from pathlib import Path
+
+import numpy as np
+
+from mllm.data.batch import Batch
+from mllm.parallel.processes import RowShare, is_writer, local_rows
+from mllm.run.storage import writing
+
+
+def save_batch(run_dir: Path, batch: Batch, rows: RowShare, *, step: int, seed: int) -> Path:
+    """Save the batch of a skipped update, with its place in the run; all processes must call it.
+
+    Returns:
+        The file: skipped/step_N.npz in the run's folder.
+
+    Raises:
+        UserError: it can't be written.
+    """
+    path = run_dir / "skipped" / f"step_{step}.npz"
+    fields = {name: local_rows(value) for name, value in batch._asdict().items() if value is not None}
+    shares = rows.gather(fields)
+    if is_writer():
+        arrays = {name: np.concatenate([share[name] for share in shares]) for name in fields}
+        with writing(path, run_dir / "checkpoints"):
+            path.parent.mkdir(exist_ok=True)
+            np.savez(path, step=step, seed=seed, **arrays)
+    return path

@@ -1,0 +1,65 @@
+"""The state of a run: everything that it needs to go on, and all that a checkpoint holds of it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mllm.model.layout import Params
+from mllm.train.step import TrainState
+
+
+@dataclass(frozen=True)
+class PendingEvaluation:
+    """A step that is done but for its evaluation: its lines, which are written together with the evaluation's."""
+
+    metrics: dict[str, float | None]
+    samples: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run between two updates. It is replaced at every update, never changed."""
+
+    step: int
+    """Updates done, skipped ones included."""
+    train: TrainState
+    """Parameters and optimizer."""
+    position: Mapping[str, Any]
+    """The position of the source of batches, JSON."""
+    skipped_in_a_row: int = 0
+    """How many updates before this moment were skipped without a break."""
+    pending_evaluation: PendingEvaluation | None = None
+    """None if the lines of `step` are written."""
+
+    @property
+    def logged_step(self) -> int:
+        """The last step whose lines are written; -1 if there is none."""
+        return self.step - (self.pending_evaluation is not None)
+
+    def document(self) -> dict[str, Any]:
+        """The part of the state that isn't arrays, as JSON. `from_document` reads it."""
+        pending = self.pending_evaluation
+        return {
+            "position": self.position,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "pending_evaluation": None if pending is None else asdict(pending),
+        }
+
+    @classmethod
+    def from_document(cls, step: int, train: TrainState, document: Mapping[str, Any]) -> "RunState":
+        """The state of a checkpoint, also of one from before the document had a key for each field."""
+        position = dict(document["position"])
+        if "skipped_in_a_row" in document:
+            skipped, pending = document["skipped_in_a_row"], document["pending_evaluation"]
+        else:
+            skipped, pending = position.pop("skipped", 0), position.pop("unjudged", None)
+        return cls(step, train, position, skipped, None if pending is None else PendingEvaluation(**pending))
+
+
+def copy_on_device(params: Params) -> Params:
+    """A copy of the parameters, laid out as they are."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    return jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=shardings)(params)
