@@ -16,8 +16,8 @@ Reward = Callable[[str, str, Example], float]
 NUMBER = re.compile(
     r"(?:(?<![\w.)%])[-−])?[$€£¥]?(?:(?<=[$€£¥])[-−])?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)"
 )
-"""A minus counts as a sign only where nothing precedes it that it could be subtracted from, and a comma as thousands'
-where just three digits follow, even if the digits before it lack one."""
+"""A minus is a sign only if nothing precedes it that it could be subtracted from. A comma separates thousands if
+exactly three digits follow, even if the digits before it lack one."""
 THINK_ANSWER = re.compile(
     r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>(?:(?!</?(?:think|answer)>).)*</answer>\s*", re.DOTALL
 )
@@ -25,7 +25,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def exact_match(prompt: str, completion: str, example: Example) -> float:
-    """1 where the completion states the answer, letter by letter, in the very form that the task asks for.
+    """1 if the completion states the answer, letter by letter, in the very form that the task asks for, else 0.
 
     For GSM8K that is `#### N` (the official extraction: Cobbe et al. 2021, grade_school_math/dataset.py).
     """
@@ -33,10 +33,10 @@ def exact_match(prompt: str, completion: str, example: Example) -> float:
 
 
 def flexible_match(prompt: str, completion: str, example: Example) -> float:
-    """1 where the last number of the completion equals the answer's, however the two are written.
+    """1 if the last number of the completion equals the answer's, however the two are written, else 0.
 
     The flexible filter of lm-evaluation-harness (tasks/gsm8k), but 1,234 is one number, and 7.0 equals 7. An
-    answer that is no number is matched exactly.
+    answer that is not a number is matched exactly.
     """
     if not NUMBER.fullmatch(example.answer):
         return exact_match(prompt, completion, example)
@@ -44,7 +44,10 @@ def flexible_match(prompt: str, completion: str, example: Example) -> float:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Signs, thousands' commas, decimals and currencies are read; percent signs and a final full stop don't matter."""
+    """The last number of the text; None if it has none.
+
+    Signs, thousands' commas, decimals and currencies are read; percent signs and a final full stop don't matter.
+    """
     found = NUMBER.findall(text)
     if not found:
         return None
@@ -54,7 +57,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def think_answer_format(prompt: str, completion: str, example: Example) -> float:
-    """1 where all of the completion is <think>...</think><answer>...</answer>, each tag once, space aside.
+    """1 if the whole completion is <think>...</think><answer>...</answer>, each tag once, else 0; space is ignored.
 
     DeepSeek-R1's format reward (arXiv:2501.12948, section 2.2.2).
     """
@@ -62,7 +65,7 @@ def think_answer_format(prompt: str, completion: str, example: Example) -> float
 
 
 def tag_count(prompt: str, completion: str, example: Example) -> float:
-    """The share of the four tags that stand exactly once (Open-R1's `tag_count_reward`, line breaks aside)."""
+    """The share of the four tags that occur exactly once: Open-R1's `tag_count_reward`, but line breaks are ignored."""
     return sum(completion.count(tag) == 1 for tag in TAGS) / len(TAGS)
 
 
@@ -78,7 +81,7 @@ def find(name: str, scorer: Scorer | None) -> Reward:
     """The reward function called `name`; `package.module:function` is imported.
 
     Raises:
-        UserError: there is none of that name, or it can't be imported.
+        UserError: there is no function of that name, or it can't be imported.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -96,5 +99,5 @@ def find(name: str, scorer: Scorer | None) -> Reward:
     except BaseException as error:  # a module may do anything when it's imported, exit too
         raise UserError(f"task.rewards: {name} can't be imported: {type(error).__name__}: {error}") from None
     if not callable(found):
-        raise UserError(f"task.rewards: {name} is no function")
+        raise UserError(f"task.rewards: {name} is not a function")
     return found

@@ -14,31 +14,27 @@ from jaxtyping import Float
 
 from mllm.config.schema import TaskConfig
 from mllm.data.tasks import Example, Task
-from mllm.rl.reward_worker import FAILURES, Worker
+from mllm.rl.reward_worker import Worker
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A call of a reward function that gave no number."""
+
+    name: str
+    """The function's."""
+    kind: str
+    """One of `FAILURES`: `raised`, `timed_out`, `not_a_number`."""
+    message: str
 
 
 @dataclass(frozen=True)
 class Scores:
-    values: Float[np.ndarray, "functions completions"]
-    """float64; NaN where a function gave no number."""
-    failures: dict[str, dict[str, int]]
-    """Reward's name -> how it failed (`raised`, `timed_out`, `not_a_number`) -> how often."""
-    messages: dict[str, dict[str, str]]
-    """Reward's name -> how it failed -> what the first such failure said."""
+    """What the reward functions gave for some completions."""
 
-    @classmethod
-    def joined(cls, parts: Sequence["Scores"]) -> "Scores":
-        """Of several parts of the completions: of all of them, in their order."""
-        failures: dict[str, dict[str, int]] = {}
-        messages: dict[str, dict[str, str]] = {}
-        for part in parts:
-            for name, kinds in part.failures.items():
-                counts = failures.setdefault(name, dict.fromkeys(kinds, 0))
-                for kind, count in kinds.items():
-                    counts[kind] += count
-            for name, said in part.messages.items():
-                messages[name] = {**said, **messages.get(name, {})}
-        return cls(np.concatenate([part.values for part in parts], axis=1), failures, messages)
+    values: Float[np.ndarray, "functions completions"]
+    """float64; NaN where a function failed."""
+    failures: list[Failure]
 
 
 class RewardRunner:
@@ -62,46 +58,42 @@ class RewardRunner:
         examples: Sequence[Example],
         poll: Callable[[], None] = lambda: None,
     ) -> Scores:
-        """Every function on every completion.
+        """The scores of every function for every completion.
 
         `poll` is called at least every 0.25 s; what it raises passes through, and the runner can be used again.
         """
         samples = list(zip(prompts, completions, examples, strict=True))
-        scores = Scores(
-            values=np.full((len(self.names), len(samples)), np.nan),
-            failures={name: dict.fromkeys(FAILURES, 0) for name in self.names},
-            messages={name: {} for name in self.names},
-        )
-        asked = False
+        scores = Scores(np.full((len(self.names), len(samples)), np.nan), [])
         try:
             for number in range(scores.values.size):
-                if not asked or not self.worker.alive:
-                    self.ask(samples, number, poll)
-                    asked = True
+                if number == 0 or not self.worker.alive:
+                    self.send(samples, number, poll)
                 function, sample = divmod(number, len(samples))
                 kind, result = self.worker.answer(number, self.timeout, poll)
                 if kind == "value":
                     scores.values[function, sample] = result
                 else:
-                    self.record(scores, self.names[function], kind, result)
+                    scores.failures.append(Failure(self.names[function], kind, result))
+                    self.warn(scores.failures[-1])
         except BaseException:
             self.worker.kill()  # it may be in the middle of a function
             raise
         return scores
 
-    def ask(self, samples: Sequence[tuple[str, str, Example]], done: int, poll: Callable[[], None]) -> None:
-        """For the results of all functions on all samples, function by function, but for the first `done`."""
+    def send(self, samples: Sequence[tuple[str, str, Example]], done: int, poll: Callable[[], None]) -> None:
+        """Let the process call every function on every sample, function by function, but for the first `done` calls."""
         if not self.worker.alive or self.worker.process.poll() is not None:
             self.worker.kill()
             self.worker = Worker(self.names, self.scorer, poll)
         self.worker.send((samples, done), self.timeout, poll)
 
-    def record(self, scores: Scores, name: str, kind: str, message: str) -> None:
-        scores.failures[name][kind] += 1
-        scores.messages[name].setdefault(kind, message)
+    def warn(self, failure: Failure) -> None:
+        """Log a failure, if it is the first one of this function and kind in the run."""
+        name, kind = failure.name, failure.kind
         if (name, kind) not in self.warned:
             self.warned.add((name, kind))
-            logging.getLogger(__name__).warning("reward %s %s: %s (further ones are only counted)", name, kind, message)
+            message = "reward %s %s: %s (further ones are only counted)"
+            logging.getLogger(__name__).warning(message, name, kind, failure.message)
 
     def close(self) -> None:
         self.worker.kill()

@@ -23,7 +23,8 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from mllm.config.schema import RolloutConfig
-from mllm.model.decoder import CACHE, KVCache, Params, Qwen2, in_use
+from mllm.model.decoder import KVCache, Qwen2
+from mllm.model.layout import Params, gather_parameters, map_with_axes
 from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import RowShare, gather_objects, local_rows
 from mllm.rl import sampling
@@ -122,7 +123,7 @@ def pad_left(
 def decoding_weights(graphdef: nnx.GraphDef, params: Params) -> Params:
     """The parameters as `decode` reads them at every token: in the compute dtype, gathered over fsdp."""
     model = nnx.merge(graphdef, params)
-    return in_use(params, model.dtype, model.layout)
+    return gather_parameters(params, model.dtype, model.layout)
 
 
 def complete(
@@ -179,7 +180,7 @@ class DecodeState(NamedTuple):
     cache: KVCache
 
 
-STATE_AXES: Any = DecodeState((), Completions(*[("batch",)] * 4), ("batch",), KVCache(CACHE, CACHE, ("batch",), ()))
+STATE_AXES: Any = DecodeState((), Completions(*[("batch",)] * 4), ("batch",), KVCache.axes())
 """The logical axes of each array of a `DecodeState`."""
 
 
@@ -273,9 +274,4 @@ def append_token(
 def constrain_state(model: Qwen2, state: DecodeState) -> DecodeState:
     """The state, laid out by the mesh's table: `prefill` and `decode` give what `decode` takes."""
     layout = model.layout
-    return state if layout is None else map_with_axes(layout.constrain, state)
-
-
-def map_with_axes(place: Callable[[Any, tuple[str | None, ...]], Any], state: DecodeState) -> DecodeState:
-    """The state with each array replaced by `place(array, its logical axes)`."""
-    return jax.tree.map(lambda axes, array: place(array, axes), STATE_AXES, state, is_leaf=lambda x: type(x) is tuple)
+    return state if layout is None else map_with_axes(layout.constrain, STATE_AXES, state)

@@ -7,32 +7,32 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mllm.config.schema import RolloutConfig
+from mllm.model.layout import Params
 from mllm.rl.rollout import Completions, generate
-
-EVALUATION = 2**30
-"""Evaluation numbers its sequences from here, so that it never draws training's random numbers."""
 
 
 @dataclass(frozen=True)
 class Sampler:
+    """Completes prompts with parameters that each call passes."""
+
     graphdef: Any
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     options: RolloutConfig
     seed: int
     poll: Callable[[], None] = lambda: None
-    """See `generate`."""
+    """Called during rollouts by all processes alike: see `generate`."""
 
     def complete(
         self,
-        params: Any,
+        params: Params,
         prompts: Sequence[Sequence[int]],
         *,
         step: int,
-        first: int = 0,
+        first_sequence: int = 0,
         greedy: bool = False,
     ) -> tuple[Completions, list[str]]:
-        """Complete each prompt (token ids) once; sequence i draws from the stream (seed, step, first + i).
+        """Complete each prompt (token ids) once; prompt i draws from the stream (seed, step, first_sequence + i).
 
         Returns:
             The tokens with their log-probabilities, and each completion's text without the token that ended it.
@@ -47,10 +47,10 @@ class Sampler:
             pad_id=self.stop_ids[0] if pad_id is None else pad_id,
             seed=self.seed,
             step=step,
-            first_sequence=first,
+            first_sequence=first_sequence,
             greedy=greedy,
             poll=self.poll,
         )
-        said = completions.lengths - completions.finished
-        tokens = [row[:count].tolist() for row, count in zip(completions.tokens, said, strict=True)]
+        lengths = completions.lengths - completions.finished
+        tokens = [row[:length].tolist() for row, length in zip(completions.tokens, lengths, strict=True)]
         return completions, self.tokenizer.batch_decode(tokens)

@@ -6,10 +6,10 @@ from tiny import config
 from mllm.data import pipeline as data
 from mllm.data.tasks import load as load_task
 from mllm.model import tokenizer as tokenizers
-from mllm.rl.rewards import RewardRunner, Scores
+from mllm.rl.grpo_source import GrpoSource
+from mllm.rl.rewards import Failure, RewardRunner, Scores
 from mllm.rl.rollout import Completions
 from mllm.rl.sampler import Sampler
-from mllm.rl.sources import GrpoSource
 
 BYTES = tokenizers.bytes_tokenizer()
 GROUP, LIMIT = 4, 4
@@ -18,7 +18,7 @@ GROUP, LIMIT = 4, 4
 class Dice(Sampler):
     """Completions of 1 to 4 tokens that depend on the step; those of 4 are cut off."""
 
-    def complete(self, params, prompts, *, step, first=0, greedy=False):
+    def complete(self, params, prompts, *, step, first_sequence=0, greedy=False):
         rng = np.random.default_rng(step)
         lengths = rng.integers(1, LIMIT + 1, len(prompts), dtype=np.int32)
         tokens = rng.integers(1, 256, (len(prompts), LIMIT), dtype=np.int32)
@@ -35,8 +35,8 @@ class Judge(RewardRunner):
     def score(self, prompts, completions, examples, poll=lambda: None):
         poll()
         values = np.array([[np.nan if text in self.bad else float(text) ** 2 for text in completions]])
-        failures = {"exact_match": {"raised": len(self.bad), "timed_out": 0, "not_a_number": 0}}
-        return Scores(values, failures, {"exact_match": dict.fromkeys(["raised"] * bool(self.bad), "too many")})
+        failures = [Failure("exact_match", "raised", "too many") for text in completions if text in self.bad]
+        return Scores(values, failures)
 
 
 def minus_place(params, batch):

@@ -8,7 +8,7 @@ from mllm.data.tasks import Example
 from mllm.model import tokenizer as tokenizers
 from mllm.rl.evaluation import evaluate, wilson
 from mllm.rl.rollout import Completions
-from mllm.rl.sampler import EVALUATION, Sampler
+from mllm.rl.sampler import Sampler
 
 EXAMPLES = [Example([{"role": "user", "content": f"{n}+0="}], str(n), None, {"form": "hashes"}) for n in (1, 2, 3, 4)]
 GREEDY = ["#### 1", "2", "#### 4", "five"]
@@ -19,8 +19,8 @@ ASKED = []
 class Parrot(Sampler):
     """Says what is written above, in 1, 2, 3 and 4 tokens, and remembers how it was asked."""
 
-    def complete(self, params, prompts, *, step, first=0, greedy=False):
-        ASKED.append((prompts, step, first, greedy))
+    def complete(self, params, prompts, *, step, first_sequence=0, greedy=False):
+        ASKED.append((prompts, step, first_sequence, greedy))
         tokens = np.zeros((len(prompts), 4), np.int32)
         lengths = np.arange(1, len(prompts) + 1, dtype=np.int32)
         return Completions(tokens, np.zeros(tokens.shape, np.float32), lengths, lengths > 0), [SAMPLED, GREEDY][greedy]
@@ -34,7 +34,7 @@ def parrot():
 
 
 def test_strict_and_flexible_answers_are_counted_apart(parrot):
-    metrics = evaluate(parrot, None, EXAMPLES, step=3, sampled=False)
+    metrics = evaluate(parrot, EXAMPLES, None, 3, sampled=False)
     assert metrics == {
         "eval/greedy_accuracy": 1 / 4,
         "eval/greedy_accuracy_low": wilson(1, 4)[0],
@@ -45,15 +45,15 @@ def test_strict_and_flexible_answers_are_counted_apart(parrot):
 
 
 def test_sampled_completions_are_judged_beside_the_greedy_ones_on_request(parrot):
-    metrics = evaluate(parrot, None, EXAMPLES, step=3, sampled=True)
+    metrics = evaluate(parrot, EXAMPLES, None, 3, sampled=True)
     assert (metrics["eval/greedy_accuracy"], metrics["eval/sampled_accuracy"]) == (1 / 4, 3 / 4)
     assert metrics["eval/sampled_flexible_accuracy"] == 1
 
 
 def test_evaluation_asks_for_the_problems_in_order_and_draws_none_of_trainings_random_numbers(parrot):
-    evaluate(parrot, None, EXAMPLES, step=3, sampled=True)
+    evaluate(parrot, EXAMPLES, None, 3, sampled=True)
     prompts = [tokenizers.encode_prompt(parrot.tokenizer, example.prompt) for example in EXAMPLES]
-    expected = [(prompts, 3, EVALUATION, True), (prompts, 3, EVALUATION, False)]
+    expected = [(prompts, 3, 2**30, True), (prompts, 3, 2**30, False)]
     assert expected == ASKED
 
 

@@ -1,5 +1,7 @@
 """A step's batch: read one ahead under SFT, sampled and laid out token by token under GRPO."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from rollouts import BYTES, GROUP, Judge, grpo_source, minus_place
@@ -9,11 +11,11 @@ from tiny import config
 from mllm.config.schema import DataConfig
 from mllm.data import pipeline as data
 from mllm.data.batch import padded_length
+from mllm.data.sft_source import SftSource
 from mllm.data.tasks import Example, Task
 from mllm.errors import UserError
 from mllm.parallel.processes import RowShare
-from mllm.data.sft_source import SftSource
-from mllm.rl.sources import weighted_sum
+from mllm.rl.grpo_source import weighted_sum
 from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
 
@@ -143,7 +145,7 @@ class Second(RowShare):
 
     def gather(self, mine):
         failed = Judge(range(8)).score([], [f"{i}" for i in range(8)], [])
-        return [mine._replace(scores=failed), mine]
+        return [replace(mine, scores=failed), mine]
 
 
 def test_a_process_stops_for_what_failed_in_another():

@@ -1,0 +1,304 @@
+"""GRPO's source of batches: prompts from the task, completions from the policy, advantages from their rewards.
+
+A source's position is JSON and goes into the checkpoint; with the parameters it determines every later batch.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from mllm.config.schema import Config, GrpoConfig, TaskConfig
+from mllm.data.batch import Batch, padded_length
+from mllm.data.pipeline import DataIterator, PromptBatch, prompt_batches
+from mllm.data.source import Step
+from mllm.data.tasks import Task
+from mllm.errors import StepError
+from mllm.model.layout import Params
+from mllm.model.load import Policy
+from mllm.parallel.mesh import shard_batch
+from mllm.parallel.processes import ALL_ROWS, RowShare, raise_everywhere
+from mllm.rl.reward_worker import FAILURES
+from mllm.rl.rewards import RewardRunner, Scores
+from mllm.rl.rollout import Completions
+from mllm.rl.sampler import Sampler
+from mllm.stopwatch import Stopwatch
+from mllm.train import objectives
+from mllm.train.step import make_logprob_pass
+
+LogprobPass = Callable[[Params, Batch], Float[Array, "B T"]]
+
+
+def make_grpo_source(
+    config: Config,
+    policy: Policy,
+    mesh: Mesh,
+    task: Task,
+    sampler: Sampler,
+    rewards: RewardRunner,
+    reference: Params | None = None,
+    poll: Callable[[], None] = lambda: None,
+) -> "GrpoSource":
+    """The source of a run. For `reference` and `poll` see `GrpoSource`.
+
+    Raises:
+        UserError: a prompt is longer than `rollout.max_prompt_length`, or the processes can't share a step's prompts.
+    """
+    assert config.grpo is not None
+    assert config.task is not None
+    rows = RowShare.of_mesh(mesh)
+    prompts = prompt_batches(
+        task,
+        policy.tokenizer,
+        prompts_per_step=config.batch_size // config.grpo.num_generations,
+        max_prompt_length=sampler.options.max_prompt_length,
+        seed=config.seed,
+        process_index=rows.index,
+        process_count=rows.count,
+    )
+    logprob_pass = make_logprob_pass(policy.graphdef, config, mesh)
+    return GrpoSource(
+        config.grpo,
+        config.task,
+        prompts,
+        sampler,
+        rewards,
+        lambda params, batch: logprob_pass(params, shard_batch(mesh, batch)),
+        reference=reference,
+        logged_samples=config.log.samples,
+        rows=rows,
+        poll=poll,
+    )
+
+
+@dataclass(frozen=True)
+class ScoredCompletions:
+    """The completions that one process sampled and scored, or those of all processes."""
+
+    questions: list[str]
+    """The user's message of each completion's prompt."""
+    texts: list[str]
+    prompt_lengths: Int[np.ndarray, "B"]
+    lengths: Int[np.ndarray, "B"]
+    """Numbers of tokens, without the prompt's."""
+    finished: Bool[np.ndarray, "B"]
+    scores: Scores
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["ScoredCompletions"]) -> "ScoredCompletions":
+        return cls(
+            questions=[question for part in parts for question in part.questions],
+            texts=[text for part in parts for text in part.texts],
+            prompt_lengths=np.concatenate([part.prompt_lengths for part in parts]),
+            lengths=np.concatenate([part.lengths for part in parts]),
+            finished=np.concatenate([part.finished for part in parts]),
+            scores=Scores(
+                np.concatenate([part.scores.values for part in parts], axis=1),
+                [failure for part in parts for failure in part.scores.failures],
+            ),
+        )
+
+    def length_metrics(self) -> dict[str, float]:
+        return {
+            "completions/mean_length": float(self.lengths.mean()),
+            "completions/min_length": float(self.lengths.min()),
+            "completions/max_length": float(self.lengths.max()),
+            "completions/clipped_ratio": float(1 - self.finished.mean()),
+        }
+
+
+@dataclass
+class GrpoSource:
+    """Samples completions, scores them, and gives the batch that the update learns from.
+
+    Each process samples and scores its own rows and then learns the rewards of all: advantages, the loss's
+    denominators, metrics and samples are those of the whole batch. A group in which a reward failed is left out of
+    the loss. One rollout serves `num_iterations` updates; a checkpoint must fall between rollouts.
+    """
+
+    config: GrpoConfig
+    task: TaskConfig
+    prompts: DataIterator[PromptBatch]
+    sampler: Sampler
+    rewards: RewardRunner
+    logprob_pass: LogprobPass
+    reference: Params | None
+    """The parameters of the policy that the KL penalty holds to; None without a penalty."""
+    logged_samples: int | None
+    """How many completions of a step go to samples.jsonl; None: all."""
+    rows: RowShare = ALL_ROWS
+    poll: Callable[[], None] = lambda: None
+    """Called again and again while rewards are computed; what it raises passes through."""
+    num_tokens: int = 0
+    current: Step | None = None
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        return {reward.name: reward.weight for reward in self.task.rewards}
+
+    def next(self, params: Params, step: int, watch: Stopwatch) -> Step:
+        """The data of update `step`. Raises StepError where rewards failed in too many groups."""
+        if self.current is None or step % self.config.num_iterations == 0:
+            self.current = self.roll_out(params, step, watch)
+            return self.current
+        return replace(self.current, samples=[])
+
+    def roll_out(self, params: Params, step: int, watch: Stopwatch) -> Step:
+        """Sample and score a group of completions for each of the next prompts."""
+        group = self.config.num_generations
+        problems = next(self.prompts)
+        prompts = [tokens for tokens in problems.tokens for _ in range(group)]
+        examples = [example for example in problems.examples for _ in range(group)]
+        with watch.phase("rollout"):
+            first = self.rows.index * len(prompts)
+            completions, texts = self.sampler.complete(params, prompts, step=step, first_sequence=first)
+        with watch.phase("reward"):
+            questions = [example.prompt[-1]["content"] for example in examples]
+            with raise_everywhere():
+                scores = self.rewards.score(questions, texts, examples, self.poll)
+            prompt_lengths = np.array([len(prompt) for prompt in prompts])
+            lengths, finished = np.asarray(completions.lengths), np.asarray(completions.finished)
+            mine = ScoredCompletions(questions, texts, prompt_lengths, lengths, finished, scores)
+            scored = ScoredCompletions.concatenate(self.rows.gather(mine))
+        rewards = weighted_sum(scored.scores.values, np.array(list(self.reward_weights.values()))).reshape(-1, group)
+        failed = np.isnan(rewards).any(axis=1)
+        if failed.mean() > self.task.max_failed_groups:
+            raise self.too_many_failures(scored.scores, f"{failed.sum()} of {failed.size}")
+        rewards[failed] = np.nan  # the completions that were scored have no known mean to be compared with
+        compared = objectives.advantages(rewards, self.config.scale_rewards)
+        advantages = np.asarray(compared.values).reshape(-1)
+
+        excluded = np.repeat(failed, group)
+        counts = ~excluded
+        if self.config.mask_truncated_completions:
+            counts &= scored.finished
+        with watch.phase("logprob"):
+            batch = self.make_batch(prompts, completions, scored, counts, advantages)
+            batch = self.add_policy_logprobs(params, batch)
+        tokens = int(scored.prompt_lengths.sum() + scored.lengths.sum())
+        self.num_tokens += tokens
+        metrics = {
+            "reward": float(compared.reward),
+            "reward_std": float(compared.reward_std),
+            "frac_reward_zero_std": float(compared.frac_reward_zero_std),
+            "frac_groups_failed": float(failed.mean()),
+            **self.reward_metrics(scored.scores),
+            **scored.length_metrics(),
+            "num_tokens": self.num_tokens,
+        }
+        logged_advantages = np.where(excluded, np.nan, advantages)
+        values = scored.scores.values.T
+        samples = [
+            {
+                "prompt": prompt,
+                "completion": text,
+                "rewards": dict(zip(self.reward_weights, map(finite, row), strict=True)),
+                "advantage": finite(advantage),
+            }
+            for prompt, text, row, advantage in zip(
+                scored.questions, scored.texts, values, logged_advantages, strict=True
+            )
+        ]
+        return Step(batch, metrics, samples[: self.logged_samples], tokens)
+
+    def too_many_failures(self, scores: Scores, groups: str) -> StepError:
+        """The error for failures in `groups`; it quotes the most frequent kind among rewards whose weight is not 0."""
+        failures = [failure for failure in scores.failures if self.reward_weights[failure.name] != 0]
+        (name, kind), count = Counter((failure.name, failure.kind) for failure in failures).most_common(1)[0]
+        first = next(failure.message for failure in failures if (failure.name, failure.kind) == (name, kind))
+        return StepError(
+            f"task.max_failed_groups: a reward failed in {groups} groups, and at most {self.task.max_failed_groups:g} "
+            f"of them may; {name} {kind} {count} times, first: {first}; mend the function, or raise the limit"
+        )
+
+    def make_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Completions,
+        scored: ScoredCompletions,
+        counts: Bool[np.ndarray, "B"],
+        advantages: Float[np.ndarray, "B"],
+    ) -> Batch:
+        """Put each prompt and its completion in a row; a row that doesn't count keeps its tokens with weight 0.
+
+        Args:
+            prompts: those of this process's rows, like `completions`.
+            scored: all rows, like `counts` and `advantages`.
+        """
+        totals = scored.prompt_lengths + scored.lengths
+        options = self.sampler.options
+        longest = options.max_prompt_length + options.max_completion_length
+        shape = (len(prompts), padded_length(int(totals.max()), longest))
+        place = np.arange(shape[1])
+        mask = (place >= scored.prompt_lengths[:, None] - 1) & (place < totals[:, None] - 1) & counts[:, None]
+        weights = objectives.token_weights(
+            self.config.loss_type,
+            mask,
+            group_size=self.config.num_generations,
+            max_completion_length=options.max_completion_length,
+        )
+        mine = slice(self.rows.index * len(prompts), (self.rows.index + 1) * len(prompts))
+        tokens, labels, segments = (np.zeros(shape, np.int32) for _ in range(3))
+        row_advantages, sampler_logprobs = (np.zeros(shape, np.float32) for _ in range(2))
+        for row, (prompt, total, advantage) in enumerate(zip(prompts, totals[mine], advantages[mine], strict=True)):
+            start, count = len(prompt), int(total) - len(prompt)
+            tokens[row, :start] = prompt
+            tokens[row, start:total] = completions.tokens[row, :count]
+            segments[row, :total] = 1
+            predicts = slice(start - 1, total - 1)
+            labels[row, predicts] = completions.tokens[row, :count]
+            row_advantages[row, predicts] = advantage
+            sampler_logprobs[row, predicts] = completions.logprobs[row, :count]
+        return Batch(
+            tokens,
+            np.broadcast_to(place.astype(np.int32), shape),
+            segments,
+            labels * mask[mine],
+            np.asarray(weights)[mine],
+            row_advantages,
+            sampler_logprobs,
+        )
+
+    def add_policy_logprobs(self, params: Params, batch: Batch) -> Batch:
+        """The batch with the log-probabilities under other policies that the objective needs."""
+        if self.config.num_iterations > 1:
+            batch = batch._replace(old_logprobs=self.logprob_pass(params, batch))
+        if self.reference is not None:
+            batch = batch._replace(reference_logprobs=self.logprob_pass(self.reference, batch))
+        return jax.block_until_ready(batch)
+
+    def reward_metrics(self, scores: Scores) -> dict[str, float]:
+        """For each reward function the mean and deviation of its values, and how often it failed."""
+        metrics: dict[str, float] = {}
+        counts = Counter((failure.name, failure.kind) for failure in scores.failures)
+        for name, values in zip(self.reward_weights, scores.values, strict=True):
+            sound = values[np.isfinite(values)]
+            metrics[f"rewards/{name}/mean"] = float(sound.mean()) if sound.size else float("nan")
+            metrics[f"rewards/{name}/std"] = float(sound.std()) if sound.size else float("nan")
+            metrics |= {f"rewards/{name}/{kind}": counts[name, kind] for kind in FAILURES}
+        return metrics
+
+    def position(self) -> dict[str, Any]:
+        return {"prompts": self.prompts.get_state(), "num_tokens": self.num_tokens}
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        self.prompts.set_state(position["prompts"])
+        self.num_tokens = position["num_tokens"]
+
+    def resumable(self, step: int) -> bool:
+        return step % self.config.num_iterations == 0
+
+
+def weighted_sum(values: Float[np.ndarray, "R B"], weights: Float[np.ndarray, "R"]) -> Float[np.ndarray, "B"]:
+    """Each completion's reward; NaN where a function failed whose weight is not 0."""
+    return np.where(weights[:, None] == 0, 0.0, weights[:, None] * values).sum(axis=0)
+
+
+def finite(value: float | np.floating[Any]) -> float | None:
+    """The value for JSON, which has no NaN: None for a failed reward and for the advantages of its group."""
+    return float(value) if np.isfinite(value) else None
