@@ -6,8 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mllm.config.schema import RolloutConfig
+from mllm.config.schema import Config, RolloutConfig
 from mllm.model.layout import Params
+from mllm.model.load import Policy
 from mllm.rl.rollout import Completions, generate
 
 
@@ -54,3 +55,10 @@ class Sampler:
         lengths = completions.lengths - completions.finished
         tokens = [row[:length].tolist() for row, length in zip(completions.tokens, lengths, strict=True)]
         return completions, self.tokenizer.batch_decode(tokens)
+
+
+def make_sampler(config: Config, policy: Policy, poll: Callable[[], None]) -> Sampler | None:
+    """The sampler of a run; None if the run samples nothing."""
+    if config.rollout is None:
+        return None
+    return Sampler(policy.graphdef, policy.tokenizer, policy.stop_ids, config.rollout, config.seed, poll)

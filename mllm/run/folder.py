@@ -9,13 +9,14 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from mllm.config.load import dump, read
 from mllm.config.schema import Config
 from mllm.errors import UserError
+from mllm.parallel.processes import is_writer
 from mllm.run.storage import remedy
 
 MAY_CHANGE = {
@@ -28,6 +29,15 @@ UNFINISHED_CONFIG = "config.yaml.tmp"
 LOCK = "lock"
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def claim(folder: Path, config: Config) -> Iterator[None]:
+    """Check the folder as `check` does and hold it as `lock` does; of several processes only the first holds it."""
+    check(folder, config)
+    with lock(folder) if is_writer() else nullcontext():
+        check(folder, config)  # another process may have held it until now
+        yield
 
 
 def check(folder: Path, config: Config) -> None:
@@ -56,7 +66,13 @@ def is_run(folder: Path) -> bool:
 
 
 def write(folder: Path, config: Config) -> None:
-    """Make the folder and its config.yaml, the resolved configuration; UserError if that can't be done."""
+    """Make the folder and its config.yaml, the resolved configuration, in the first of several processes.
+
+    Raises:
+        UserError: it can't be written.
+    """
+    if not is_writer():
+        return
     unfinished = folder / UNFINISHED_CONFIG
     with accessible(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)

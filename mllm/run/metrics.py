@@ -15,6 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from mllm.parallel.processes import is_writer
 from mllm.run.storage import LogFile, writing
 from mllm.run.tensorboard import Board
 
@@ -67,6 +68,11 @@ class RunLog:
         for file in (*self.files.values(), self.board.file):
             file.sync()
             file.close()
+
+
+def open_log(run_dir: Path, last_step: int, steps: int) -> RunLog:
+    """The run's log: see `RunLog`. All processes but the first get one that writes nothing."""
+    return RunLog(run_dir, last_step, steps) if is_writer() else NoLog()
 
 
 class NoLog(RunLog):

@@ -1,11 +1,40 @@
-"""What a run came to, as a table: accuracy before and after, speed, memory, and where its files lie."""
+"""What a run says on the terminal: a line when it starts, and at its end a table of accuracy, speed and memory."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
+from kernels.lm_head import Choice
+from mllm.model.attention import AttentionChoice
+from mllm.model.layout import Params
 from mllm.run.metrics import read_records
+
+
+def start_line(mesh: Mesh, params: Params, head: Choice, attention: AttentionChoice, step: int) -> str:
+    """Devices, mesh, parameters, the head and attention that were picked and why, and where the run begins."""
+    leaves = jax.tree.leaves(params)
+    count = sum(math.prod(leaf.shape) for leaf in leaves)
+    dtypes = "/".join(sorted({str(leaf.dtype) for leaf in leaves}))
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return "; ".join(
+        [
+            f"{mesh.size} of {jax.device_count()} devices ({jax.devices()[0].device_kind})",
+            f"mesh {axes}",
+            f"{count:,} parameters in {dtypes}",
+            f"head {with_reason(head.impl, head.reason)}",
+            f"attention {with_reason(attention.name, attention.reason)}",
+            f"resumed from step {step}" if step else "from the beginning",
+        ]
+    )
+
+
+def with_reason(name: str, reason: str) -> str:
+    return f"{name} ({reason})" if reason else name
 
 
 def summary(run_dir: Path) -> str:

@@ -1,6 +1,7 @@
 """Batches of skipped updates: `tools/replay.py` finds out what was wrong with them."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +23,16 @@ def save_batch(run_dir: Path, batch: Batch, rows: RowShare, *, step: int, seed: 
     fields = {name: local_rows(value) for name, value in batch._asdict().items() if value is not None}
     shares = rows.gather(fields)
     if is_writer():
-        arrays = {name: np.concatenate([share[name] for share in shares]) for name in fields}
+        arrays: dict[str, Any] = {name: np.concatenate([share[name] for share in shares]) for name in fields}
         with writing(path, run_dir / "checkpoints"):
             path.parent.mkdir(exist_ok=True)
             np.savez(path, step=step, seed=seed, **arrays)
     return path
+
+
+def too_many_skipped(count: int, batch: Path) -> str:
+    """The error of a run that gives up after `count` skipped updates in a row."""
+    return (
+        f"optimizer.max_skipped: the last {count} updates were not finite and skipped; the last batch is {batch}, "
+        "and tools/replay.py looks into it"
+    )

@@ -1,22 +1,23 @@
 """The state of a run: everything that it needs to go on, and all that a checkpoint holds of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from mllm.model.layout import Params
-from mllm.train.step import TrainState
+from mllm.train.step import TrainState, init_state
 
 
 @dataclass(frozen=True)
 class PendingEvaluation:
     """A step that is done but for its evaluation: its lines, which are written together with the evaluation's."""
 
-    metrics: dict[str, float | None]
-    samples: list[dict[str, Any]]
+    metrics: Mapping[str, float]
+    samples: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,22 @@ class RunState:
     def logged_step(self) -> int:
         """The last step whose lines are written; -1 if there is none."""
         return self.step - (self.pending_evaluation is not None)
+
+    @classmethod
+    def begin(
+        cls,
+        params: Params,
+        optimizer: optax.GradientTransformation,
+        position: Mapping[str, Any],
+        keep_params: bool,
+        evaluates: bool,
+    ) -> "RunState":
+        """The state before the first update, which reuses the memory of `params` unless they are to be kept.
+
+        Step 0 is evaluated, too, in a run that evaluates.
+        """
+        train = init_state(copy_on_device(params) if keep_params else params, optimizer)
+        return cls(0, train, position, pending_evaluation=PendingEvaluation({}, []) if evaluates else None)
 
     def document(self) -> dict[str, Any]:
         """The part of the state that isn't arrays, as JSON. `from_document` reads it."""

@@ -100,7 +100,7 @@ def steps_in(folder):
 
 
 def test_every_field_of_a_state_is_restored(tmp_path):
-    pending = PendingEvaluation({"loss": 0.5, "kl": None}, [{"completion": "7", "rewards": {"exact_match": 1.0}}])
+    pending = PendingEvaluation({"loss": 0.5}, [{"completion": "7", "rewards": {"exact_match": 1.0}}])
     state = make_state(2, skipped_in_a_row=3, pending_evaluation=pending)
     save(tmp_path, make_state(1), state)
     found = restored(tmp_path)

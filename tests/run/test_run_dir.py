@@ -27,7 +27,7 @@ def changed(settings, **values):
     [
         {"mesh": {"dp": 2}},
         {"micro_batch_size": 2},
-        {"head": {"impl": "reference"}},
+        {"head": {"impl": "full_logits"}},
         {"checkpoint": {"every": 2, "keep": 5}},
         {"log": {"samples": 1}},
         {"run_dir": "elsewhere"},
