@@ -1,4 +1,4 @@
-"""Rewards as a user writes them, in a module of their own; a model from scratch gets some of each."""
+"""Reward functions as a user writes them, in a module of their own; a model from scratch gets some of each."""
 
 import os
 import time
@@ -11,7 +11,7 @@ def even_characters(prompt, completion, example):
 
 
 def fussy(prompt, completion, example):
-    """As `even_characters`, but it can't bear an odd number of them."""
+    """As `even_characters`, but raises at an odd number of them."""
     even = sum(ord(character) % 2 == 0 for character in completion)
     if even % 2:
         raise RuntimeError("an odd number of even characters")
@@ -25,11 +25,17 @@ def slow_at_times(prompt, completion, example):
     return 1.0
 
 
+def slow(prompt, completion, example):
+    """Takes a quarter of a second."""
+    time.sleep(0.25)
+    return even_characters(prompt, completion, example)
+
+
 CALLS = []
 
 
 def tires(prompt, completion, example):
-    """Sound for two rollouts of eight, then no more."""
+    """Works for two rollouts of eight completions, and raises thereafter."""
     CALLS.append(completion)
     if len(CALLS) > 16:
         raise RuntimeError("so\ntired")

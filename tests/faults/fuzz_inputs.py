@@ -1,4 +1,4 @@
-"""Inputs that are near to valid ones, for tests/faults/fuzz.py: trees with some changes, and texts with some."""
+"""Inputs that are near to valid ones: trees and texts with a few changes."""
 
 import copy
 import json
@@ -7,18 +7,16 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-Draw = st.DrawFn
-
-NASTY = (
+TRAPS = (
     *("", " ", "\n", "null", "~", "true", "no", "=", "<<", "1e5", ".inf", "-.nan", "0x", "1:30", "010", "2024-01-01"),
     *("\x00", "\ud800", "\x85", "\u2028", "\ufeff", "\x1b[2J", "日本", "e\u0301", "{{ 9**9 }}", "%s", "${HOME}"),
     *("a" * 300, "..", "../x.safetensors", "/dev/zero", "~nobody/x", "a/b", "x.jsonl", "x.zip", "pytorch_model.bin"),
     *("!!python/object/apply:os.abort []", "&a [*a]", "task", "bytes", "gsm8k", "reasoning_gym:x", "os:abort"),
     *("<|im_end|>", "<answer>", "#### 7", "#### ,", "#### -", "system", "assistant", "user"),
 )
-"""Texts that something might take for something else."""
+"""Texts that a reader might take for something else."""
 
-texts = st.one_of(st.sampled_from(NASTY), st.text(st.characters(), max_size=8))
+texts = st.one_of(st.sampled_from(TRAPS), st.text(st.characters(), max_size=8))
 numbers = st.one_of(
     st.integers(-2, 9),
     st.sampled_from([16, 31, 32, 2**15, 2**31 - 1, 2**31, 2**63, -(2**63), 10**30, 10**400]),
@@ -32,32 +30,26 @@ values = st.recursive(
 
 
 @st.composite
-def near(draw: Draw, valid: Sequence[Any]) -> Any:
-    """One of `valid`, trees of lists and mappings, with up to three changes."""
+def changed(draw: st.DrawFn, valid: Sequence[Any]) -> Any:
+    """One of `valid`, trees of lists and mappings, with up to three places replaced, removed, moved or renamed."""
     tree = copy.deepcopy(draw(st.sampled_from(valid)))
     for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
-        change(draw, tree)
+        if not (there := places(tree)):
+            break
+        node, key = draw(st.sampled_from(there))
+        change = draw(st.sampled_from(["replace", "replace", "copy", "remove", "rename"]))
+        if change == "replace":
+            node[key] = draw(values)
+        elif change == "copy":
+            other, name = draw(st.sampled_from(there))
+            node[key] = copy.deepcopy(other[name])
+        elif isinstance(node, list):
+            node.insert(0, node.pop(key))
+        else:
+            value = node.pop(key)
+            if change == "rename":
+                node[draw(st.one_of(texts, st.just(key[:-1]), st.just(key + "s")))] = value
     return tree
-
-
-def change(draw: Draw, tree: Any) -> None:
-    """Replace, remove, double or rename something."""
-    there = places(tree)
-    if not there:
-        return
-    node, key = draw(st.sampled_from(there))
-    how = draw(st.sampled_from(["replace", "replace", "borrow", "remove", "rename"]))
-    if how == "replace":
-        node[key] = draw(values)
-    elif how == "borrow":
-        other, name = draw(st.sampled_from(there))
-        node[key] = copy.deepcopy(other[name])
-    elif isinstance(node, list):
-        node.insert(0, node.pop(key))
-    else:
-        value = node.pop(key)
-        if how == "rename":
-            node[draw(st.one_of(texts, st.just(key[:-1]), st.just(key + "s")))] = value
 
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
@@ -67,7 +59,7 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
 
 
 @st.composite
-def spliced(draw: Draw, valid: Sequence[str], pieces: Sequence[str]) -> str:
+def spliced(draw: st.DrawFn, valid: Sequence[str], pieces: Sequence[str]) -> str:
     """One of `valid` with up to four pieces put in, taken out or doubled."""
     text = draw(st.sampled_from(valid))
     for _ in range(draw(st.integers(0, 4))):
@@ -79,25 +71,23 @@ def spliced(draw: Draw, valid: Sequence[str], pieces: Sequence[str]) -> str:
 
 
 def in_utf8(text: str) -> bytes:
-    """Halves of surrogate pairs, too, which makes it no UTF-8."""
+    """UTF-8, which halves of surrogate pairs make invalid."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def as_json(tree: Any) -> bytes:
-    """With NaN and halves of surrogate pairs, as a careless program would write them."""
+    """JSON as a careless program would write it: with NaN, and with halves of surrogate pairs."""
     return json.dumps(tree).encode()
 
 
 @st.composite
-def lines_of(draw: Draw, valid: Sequence[Any]) -> bytes:
-    """A file of JSON lines, with up to two that are somehow wrong."""
-    pieces = ["{", "}", '"', "\\", ",", "[" * 2000, "\\ud800"]
+def json_lines(draw: st.DrawFn, valid: Sequence[Any]) -> bytes:
+    """A file of JSON lines, up to two of which are wrong in some way."""
     wrong = st.one_of(
-        near(valid).map(as_json),
-        near(valid).map(lambda tree: in_utf8(json.dumps(tree, ensure_ascii=False))),
-        spliced([json.dumps(tree) for tree in valid], pieces).map(in_utf8),
+        changed(valid).map(as_json),
+        changed(valid).map(lambda tree: in_utf8(json.dumps(tree, ensure_ascii=False))),
+        spliced([json.dumps(tree) for tree in valid], ["{", "}", '"', "\\", ",", "[" * 2000, "\\ud800"]).map(in_utf8),
         st.binary(max_size=8),
-        st.just(b""),
     )
     lines = draw(st.lists(st.sampled_from(valid).map(as_json), max_size=5))
     for line in draw(st.lists(wrong, max_size=2)):

@@ -1,133 +1,291 @@
-"""tests/faults/fuzz.py finds no fault in the readers, and finds those that are planted, small."""
+"""Readers of input take it or refuse it in one line, in time, whatever is in it.
 
-import importlib
-import re
-import sys
-import time
+`make test` tries the same few hundred inputs of each kind every time, `make faults` thousands of new ones. Hypothesis
+makes the inputs, shows the smallest that fails, and tries it again in the next run. Left out: coverage as a guide.
+"""
 
-import fuzz
-import fuzz_engine
-import fuzz_targets
-import hypothesis
+import json
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 import pytest
-from fuzz_engine import Target
+import yaml
+from flax import nnx
+from fuzz_inputs import as_json, changed, in_utf8, json_lines, spliced, texts, values
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mllm.errors import UserError
+from mllm.config import load as config_file
+from mllm.config.schema import DataConfig, TaskConfig
+from mllm.data import tasks
+from mllm.data.pipeline import prompt_batches, sft_batches
+from mllm.data.tasks import Example, final_answer
+from mllm.errors import LONGEST, UserError
+from mllm.model import tokenizer, weights
+from mllm.model.architecture import Qwen2Config
+from mllm.model.decoder import Qwen2
+from mllm.rl.reward_functions import BUILT_IN, exact_match
 
-SECONDS = 1.0
-numbers = st.integers(0, 1000)
-
-
-def take(value: int) -> None:
-    """A reader that is right."""
-    if value % 2:
-        raise UserError(f"{value}: not even, and the file is /tmp/{value}.txt")
-
-
-def tally(reader, inputs=numbers, seconds=SECONDS, seed=0):
-    return fuzz_engine.fuzz(Target("planted", inputs, reader), seconds, seed)
-
-
-@pytest.mark.slow
-def test_no_reader_of_input_is_at_fault(capsys):
-    begin = time.monotonic()
-    assert fuzz.main(["--seconds", "20"]) == 0, capsys.readouterr().out
-    assert time.monotonic() - begin < 60
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == list(fuzz_targets.TARGETS)
-    for line in lines[1:]:
-        _, tried, accepted, refused, _, faults = line.replace(",", "").split()
-        assert int(accepted) + int(refused) == int(tried)
-        assert int(accepted) > 0
-        assert faults == "0"
-        if not line.startswith("answers"):
-            assert int(refused) > 0
+SECONDS = 2.0
+"""Processor time that a reader may take for one input."""
 
 
-def test_what_is_accepted_and_refused_is_counted_by_what_was_said():
-    found = tally(take)
-    assert found.tried == found.accepted + found.refused.total() > 100
-    assert list(found.refused) == ["N: not even, and the file is PATH"]
-    assert found.faults == {}
+@contextmanager
+def processor_time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the body once this process has computed for so long; a regular expression stops, too."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
-def test_a_fault_is_shown_with_the_smallest_input_that_does_it():
-    def reader(value):
-        take(value)
-        if value > 500:
-            raise KeyError(value)
+# Configurations
 
-    [(fault, (said, smallest))] = tally(reader).faults.items()
-    assert re.fullmatch(r"KeyError at tests/faults/test_fuzz.py:[0-9]+", fault)
-    assert (said, smallest) == ("502", "502")
-
-
-def test_a_second_fault_is_not_hidden_by_the_first():
-    def reader(value):
-        assert value < 900
-        if value > 800:
-            raise IndexError
-
-    assert sorted(fault.split()[0] for fault in tally(reader, seconds=2).faults) == ["AssertionError", "IndexError"]
+CONFIGS = [path.read_text() for path in sorted(config_file.CONFIGS.glob("*.yaml")) if not path.stem.startswith("grad")]
+SETTINGS = [yaml.safe_load(text) for text in CONFIGS]
+YAML_PIECES = (
+    *("{", "}", "[", "]", ": ", "- ", "\n", "\n  ", "#", "'", '"', "|\n", ">-\n", "---\n", "...\n", "? ", "%TAG ! x\n"),
+    *("&a ", "*a", "!!binary ", "!!set ", "!x ", "<<: ", "\t", "\\", "{" * 30, "- " * 30, "[" * 500, "1_0", "\ufeff"),
+)
 
 
-def test_a_reader_that_takes_too_long_is_at_fault(monkeypatch):
-    monkeypatch.setattr(fuzz_engine, "LIMIT", 0.05)
-    monkeypatch.setattr(fuzz_engine, "SHRINKING", 2.0)
-
-    def backtracks(text):
-        re.fullmatch(r"(a|aa)+b", text)
-
-    [fault] = tally(backtracks, st.integers(0, 60).map(lambda count: "a" * count)).faults
-    assert fault.startswith("Slow")
+def keys_of(tree: dict[str, Any], start: str = "") -> list[str]:
+    """Every key of the settings, with dots."""
+    sections = [(f"{start}{name}.", value) for name, value in tree.items() if isinstance(value, dict)]
+    return [f"{start}{name}" for name in tree] + [key for name, below in sections for key in keys_of(below, name)]
 
 
-def test_a_refusal_of_several_lines_is_a_fault(monkeypatch):
-    def reader(value):
-        error = UserError("")
-        error.args = ("one\ntwo",)
-        raise error
-
-    [fault] = tally(reader).faults
-    assert fault.startswith("WrongRefusal")
+keys = st.sampled_from(sorted({key for tree in SETTINGS for key in keys_of(tree)}))
+overrides = st.builds(
+    lambda key, value: f"{key}={value}",
+    st.one_of(keys, keys.map(lambda key: key[:-1]), texts),
+    st.one_of(texts, values.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip())),
+)
 
 
-def test_what_is_no_exception_is_a_fault_and_control_c_is_not():
-    def panics(value):
-        raise SystemExit(1)
-
-    def interrupted(value):
-        raise KeyboardInterrupt
-
-    assert [fault.split()[0] for fault in tally(panics).faults] == ["Panic"]
-    with pytest.raises(KeyboardInterrupt):
-        tally(interrupted)
+def read_config(folder: Path, content: bytes, given: list[str] | None = None) -> None:
+    """What is written of a configuration reads as the same configuration."""
+    (folder / "config.yaml").write_bytes(content)
+    config = config_file.load(str(folder / "config.yaml"), given or [])
+    written = config_file.dump(config)
+    (folder / "again.yaml").write_text(written, encoding="utf-8")
+    assert config_file.load(str(folder / "again.yaml")) == config
 
 
-def test_the_same_seed_tries_the_same_inputs():
-    def inputs(seed):
-        tried = []
-        tally(tried.append, seconds=0.2, seed=seed)
-        return tried[:50]
-
-    assert inputs(1) == inputs(1) != inputs(2)
+def read_overrides(folder: Path, given: list[str]) -> None:
+    read_config(folder, CONFIGS[-1].encode(), given)
 
 
-def test_faults_are_shown_and_told_by_the_exit_code(monkeypatch, capsys):
-    def reader(value):
-        raise KeyError("no such thing")
+# Data
 
-    monkeypatch.setattr(fuzz_targets, "TARGETS", {"planted": Target("planted", numbers, reader)})
-    assert fuzz.main(["--seconds", "0.5", "--messages"]) == 1
-    said = capsys.readouterr().out
-    assert "FAULT in planted: KeyError at tests/faults/test_fuzz.py:" in said
-    assert "input: 0" in said
+BYTES = tokenizer.bytes_tokenizer()
 
 
-def test_without_hypothesis_one_line_says_how_to_get_it(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "hypothesis", None)
-    assert importlib.reload(fuzz).main([]) == 2
-    assert capsys.readouterr().err == "error: fuzzing needs the package hypothesis: pip install -e '.[dev]'\n"
-    monkeypatch.setitem(sys.modules, "hypothesis", hypothesis)
-    importlib.reload(fuzz)
+def messages(*contents: str) -> dict[str, Any]:
+    roles = ("user", "assistant") if len(contents) % 2 == 0 else ("system", "user", "assistant", "user", "assistant")
+    return {"messages": [{"role": role, "content": said} for role, said in zip(roles, contents, strict=True)]}
+
+
+CHATS = [
+    {"question": "1+1=", "answer": "2"},
+    messages("Hi", "Hello."),
+    messages("Be brief.", "2+2?", "4", "Sure?", "Yes."),
+]
+PROBLEMS = [
+    {"question": "Tom has 3 apples and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
+    {"question": "What is 1,000 + 234.5?", "answer": "#### 1,234.5"},
+    {"question": "And 2 - 5?", "answer": "Less than none.\n#### -3"},
+]
+data_settings = st.fixed_dictionaries(
+    {
+        "max_length": st.sampled_from([1, 8, 32, 64]),
+        "packing": st.booleans(),
+        "shuffle": st.booleans(),
+        "epochs": st.sampled_from([1, 3]),
+        "on_bad_line": st.sampled_from(["error", "skip", "skip"]),
+    }
+)
+
+
+def read_chats(folder: Path, given: tuple[bytes, dict[str, Any], int]) -> None:
+    """Batches keep their contract, and go on from a position that was written down."""
+    content, options, batch_size = given
+    (folder / "chats.jsonl").write_bytes(content)
+    config = DataConfig(source=str(folder / "chats.jsonl"), prefetch=0, **options)
+    batches = sft_batches(config, BYTES, batch_size=batch_size, seed=0)
+    first = next(batches)
+    assert abs(first.weights.sum() - 1) < 1e-4
+    assert first.tokens.shape[0] == batch_size
+    assert ((first.tokens >= 0) & (first.tokens < 260)).all()
+    assert not first.weights[first.segments == 0].any()
+    position = json.loads(json.dumps(batches.get_state()))
+    second = next(batches, None)
+    batches.set_state(position)
+    again = next(batches, None)
+    assert (second is None) == (again is None)
+    if second is not None and again is not None:
+        np.testing.assert_array_equal(second.tokens, again.tokens)
+
+
+def read_gsm8k(folder: Path, files: tuple[bytes, bytes]) -> None:
+    """A solution states its own answer, and prompts are made of all problems."""
+    for name, content in zip(("train", "test"), files, strict=True):
+        (folder / f"{name}.jsonl").write_bytes(content)
+    task = tasks.load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
+    for example in [*task.train, *task.heldout]:
+        assert example.solution is not None
+        assert exact_match("", example.solution, example) == 1
+    prompt_batches(task, BYTES, prompts_per_step=1, max_prompt_length=300, seed=0)
+
+
+# Completions
+
+PIECES = (
+    *("0", "7", "12", "345", "1,234", "1,2345", ".5", "-", "−", "$", "€", "%", ".", ",", " ", "\n", "=", "+", "x", "("),
+    *("####", "#### ", "<answer>", "</answer>", "<think>", "</think>", "１", "٣", "²", "Answer: ", "\\boxed{", "}"),
+)
+pieces = st.lists(st.sampled_from(PIECES), max_size=30).map("".join)
+repetitions = st.builds(
+    lambda piece, count, end: piece * count + end,
+    st.lists(st.sampled_from(PIECES), min_size=1, max_size=3).map("".join),
+    st.sampled_from([100, 1000, 20_000]),
+    st.sampled_from(PIECES),
+)
+
+
+def read_completion(folder: Path, text: str) -> None:
+    """Nothing raises, and rewards are in [0, 1]."""
+    for form in ("whole", "hashes", "tags"):
+        example = Example([], "7", None, {"form": form})
+        assert isinstance(final_answer(text, example), str | None)
+        assert all(0 <= reward("", text, example) <= 1 for reward in BUILT_IN.values())
+
+
+# Models
+
+SIZES = Qwen2Config(
+    vocab_size=8,
+    hidden_size=4,
+    intermediate_size=6,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=2,
+    tie_word_embeddings=True,
+)
+SHAPES = {name: shape for name, shape, _, _ in weights.tensors_of(nnx.state(Qwen2.abstract(SIZES)))}
+
+
+def safetensors_header() -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file with the model's tensors in float32, and the bytes that they take."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in SHAPES.items():
+        size = 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    return header, end
+
+
+HEADER, DATA_BYTES = safetensors_header()
+INDEX = {"metadata": {"total_size": DATA_BYTES}, "weight_map": dict.fromkeys(SHAPES, "a.safetensors")}
+
+
+class Files(NamedTuple):
+    """A model's folder."""
+
+    config: Any = SIZES.to_hf()
+    header: Any = HEADER
+    index: Any = None
+    """None: there is one file of weights, without an index."""
+    length: int | None = None
+    """The header's length as the file states it; None: the true one."""
+    missing: int = 0
+    """Bytes that are cut off at the end."""
+
+
+files = st.one_of(
+    changed([SIZES.to_hf()]).map(lambda tree: Files(config=tree)),
+    changed([HEADER]).map(lambda tree: Files(header=tree)),
+    changed([INDEX]).map(lambda tree: Files(index=tree)),
+    st.sampled_from([0, 1, 7, 100, 2000, 2**31, 2**63, 2**64 - 1]).map(lambda length: Files(length=length)),
+    st.integers(0, 2**12).map(lambda missing: Files(missing=missing)),
+)
+
+
+def read_model(folder: Path, given: Files) -> None:
+    """The sizes survive being written, and every tensor has its shape."""
+    for path in folder.iterdir():
+        path.unlink()
+    header = as_json(given.header)
+    length = len(header) if given.length is None else given.length
+    content = length.to_bytes(8, "little") + header + bytes(DATA_BYTES)
+    (folder / "config.json").write_bytes(as_json(given.config))
+    name = "model.safetensors" if given.index is None else "a.safetensors"
+    (folder / name).write_bytes(content[: len(content) - given.missing])
+    if given.index is not None:
+        (folder / "model.safetensors.index.json").write_bytes(as_json(given.index))
+
+    config = weights.read_config(folder)
+    assert Qwen2Config.from_hf(config.to_hf(), "again") == config
+    with ExitStack() as opened:
+        tensors = weights.open_tensors(folder, opened)
+        weights.check(tensors, SHAPES, folder)
+        for name, shape in SHAPES.items():
+            assert tensors[name][(slice(None),) * len(shape)].shape == shape
+
+
+READERS = {
+    "the text of a configuration": (
+        st.one_of(st.binary(max_size=50), spliced(CONFIGS, YAML_PIECES).map(in_utf8)),
+        read_config,
+    ),
+    "the settings of a configuration": (changed(SETTINGS).map(yaml.safe_dump).map(in_utf8), read_config),
+    "overrides": (st.lists(overrides, max_size=3), read_overrides),
+    "chats": (st.tuples(json_lines(CHATS), data_settings, st.integers(1, 3)), read_chats),
+    "the problems of gsm8k": (st.tuples(json_lines(PROBLEMS), json_lines(PROBLEMS)), read_gsm8k),
+    "the files of a model": (files, read_model),
+    "completions": (st.one_of(pieces, repetitions, st.text(max_size=50)), read_completion),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("examples", [100, pytest.param(10_000, marks=[pytest.mark.faults, pytest.mark.timeout(0)])])
+def test_every_input_is_read_as_it_is_or_refused_in_one_line(name, examples, tmp_path):
+    inputs, read = READERS[name]
+    outcomes: Counter[str] = Counter()
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=examples == 100,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
+    @given(inputs)
+    def read_or_refuse(value: Any) -> None:
+        said = ""
+        try:
+            with processor_time_limit(SECONDS):
+                read(tmp_path, value)
+        except UserError as error:
+            said = str(error)
+        assert said.isprintable()
+        assert len(said) < 10 * LONGEST
+        outcomes["refused" if said else "read"] += 1
+
+    read_or_refuse()
+    assert outcomes["read"]
+    assert outcomes["refused"] or read is read_completion

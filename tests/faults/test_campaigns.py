@@ -1,0 +1,38 @@
+"""Whatever happens to a run, it ends as if nothing had, and it does not grow: the campaigns, and a short form."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import ROOT
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="the campaigns need Linux's /proc")
+
+
+@pytest.mark.slow
+def test_a_short_kill_campaign_loses_nothing(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "tests/faults/chaos.py", "--short"],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.endswith("\nnothing lost\n")
+    rows = [re.split(r"\s{2,}", line) for line in done.stdout.splitlines()]
+    assert sum(int(row[2]) + int(row[3]) for row in rows if row[0] == "kill -9") == 6
+    assert {"newest checkpoint", "second process"} <= {row[0] for row in rows}
+    assert list(tmp_path.glob("chaos_*")) == []
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("campaign", ["chaos.py", "endurance.py"])
+def test_a_whole_campaign_loses_nothing(campaign, capfd):
+    with capfd.disabled():  # shows the progress and the table
+        assert subprocess.run([sys.executable, f"tests/faults/{campaign}"], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,211 @@
+"""train.py in a process that tells its phases, so that a harness can kill it in the midst of one.
+
+Trainers are forks of a server process that has imported everything and done nothing else: that saves the imports, which
+write nothing, for each of many processes. A trainer runs train.py's own `main`. The methods that begin and end a phase
+are wrapped from outside and send the phase's name through a pipe; the trainer's code knows nothing of it. Linux only.
+"""
+
+import atexit
+import ctypes
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+ROOT = Path(__file__).parent.parent.parent
+SILENCE = 180.0
+"""Seconds without a mark after which a process counts as hung; the first compilation is the longest silence."""
+ORPHANS = 10.0
+"""Seconds within which all that a trainer has started must end after it."""
+ROOMS = ("config", "model", "data", "train", "rl", "run")
+MODULES = [path.relative_to(ROOT).with_suffix("") for room in ROOMS for path in (ROOT / "mllm" / room).glob("*.py")]
+PRELOADED = ("train", "transformers", *(".".join(path.parts) for path in MODULES))
+"""What the server process imports: train.py, and what it imports later."""
+BETWEEN, END = "between", "end"
+"""Marks of no phase: outside of all, and when `main` has returned."""
+
+
+class Trainer:
+    """A process that runs train.py with these arguments and appends its output to a file.
+
+    Args:
+        namespace: a process in whose user and mount namespaces the trainer runs.
+    """
+
+    def __init__(self, arguments: Sequence[str], output: Path, namespace: int | None = None) -> None:
+        self.token = uuid4().hex
+        """In the environment of every process that the trainer starts."""
+        self.marks: list[tuple[float, str]] = []
+        """Each phase's beginning, by `time.monotonic`, which is the same in all processes, and its name."""
+        self.restored: int | None = None
+        """The step of the checkpoint that it has restored."""
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["__main__", *PRELOADED])
+        self.pipe, theirs = server.Pipe(duplex=False)
+        self.process = server.Process(target=run, args=(list(arguments), output, self.token, theirs, namespace))
+        self.process.start()
+        theirs.close()
+
+    def follow(self, *phases: str, count: int | None = None) -> bool:
+        """Read marks until one of the phases begins, for the `count`th time if given; False if the process ends before.
+
+        Raises:
+            TimeoutError: no mark came for SILENCE seconds; the process was killed.
+        """
+        while True:
+            if not self.pipe.poll(SILENCE):
+                self.kill(everything=True)
+                raise TimeoutError(f"no mark for {SILENCE:g} s after {self.phase}")
+            try:
+                mark = self.pipe.recv()
+            except EOFError:
+                return False
+            if isinstance(mark, int):
+                self.restored = mark
+                continue
+            self.marks.append(mark)
+            if mark[1] in phases and count in (None, self.begun(mark[1])):
+                return True
+
+    @property
+    def phase(self) -> str:
+        """The phase that the process is in, or was in last."""
+        return self.marks[-1][1] if self.marks else "start"
+
+    def begun(self, phase: str) -> int:
+        """How often the phase has begun."""
+        return sum(name == phase for name, _ in groupby(name for _, name in self.marks))
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+
+    def kill(self, *, everything: bool) -> None:
+        """kill -9 the trainer, alone or with all that it has started, and read its marks up to its end."""
+        self.signal(signal.SIGKILL)
+        for pid in self.descendants() if everything else []:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.end()
+
+    def end(self) -> int:
+        """Wait for the process's end, and read its marks. Returns the exit code, -n if signal n ended it."""
+        self.follow()
+        self.process.join()
+        return self.process.exitcode
+
+    def descendants(self) -> list[int]:
+        """The living processes that the trainer has started, directly or not."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):  # it has ended, or is another user's
+                if entry.name.isdigit() and f"FAULTS_TOKEN={self.token}".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    def orphans(self) -> tuple[float, list[int]]:
+        """Seconds until all that the trainer has started was gone; the processes that had to be killed."""
+        begin = time.monotonic()
+        while (left := self.descendants()) and time.monotonic() - begin < ORPHANS:
+            time.sleep(0.02)
+        for pid in left:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        return time.monotonic() - begin, left
+
+
+# In the trainer's process
+
+
+def run(arguments: list[str], output: Path, token: str, pipe: Connection, namespace: int | None) -> None:
+    """Run train.py's `main`, sending marks, and exit with its code."""
+    os.setsid()  # Ctrl-C is the harness's to handle
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
+    with output.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if namespace is not None:
+        enter(namespace)
+    import train
+    from mllm.rl import evaluation
+    from mllm.run.checkpoint import Checkpoints
+    from mllm.run.metrics import RunLog
+    from mllm.stopwatch import Stopwatch
+
+    os.environ["FAULTS_TOKEN"] = token
+    open_phases = [BETWEEN]
+
+    def tell(name: str) -> None:
+        pipe.send((time.monotonic(), name))
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        tell(name)
+        open_phases.append(name)
+        try:
+            yield
+        finally:
+            open_phases.pop()
+            tell(open_phases[-1])
+
+    def wrap(owner: Any, method: str, name: str) -> None:
+        """Let a method or function be a phase of this name, unless it's called within another one."""
+        original = getattr(owner, method)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **options: Any) -> Any:
+            with phase(name if open_phases[-1] == BETWEEN else open_phases[-1]):
+                return original(*args, **options)
+
+        setattr(owner, method, wrapped)
+
+    restore = Checkpoints.restore
+
+    @functools.wraps(restore)
+    def restored(*args: Any) -> Any:
+        if result := restore(*args):
+            pipe.send(result.step)
+        return result
+
+    timed = Stopwatch.phase
+
+    @contextmanager
+    def timed_phase(watch: Any, name: str) -> Iterator[None]:
+        with phase(name), timed(watch, name):
+            yield
+
+    tell("start")
+    Stopwatch.phase = timed_phase
+    Checkpoints.restore = restored
+    for owner, method, name in (
+        (Checkpoints, "restore", "restore"),
+        (Checkpoints, "save", "save"),
+        (Checkpoints, "wait", "wait"),
+        (RunLog, "write", "metrics"),
+        (evaluation, "evaluate", "eval"),
+    ):
+        wrap(owner, method, name)
+    code = train.main(arguments)
+    tell(END)
+    sys.stdout.flush()
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def enter(pid: int) -> None:
+    """Enter the user and mount namespaces of a process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    handles = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in ("user", "mnt")]
+    for handle in handles:
+        if libc.setns(handle, 0):
+            raise OSError(ctypes.get_errno(), f"can't enter the namespaces of {pid}")
+    os.chdir(ROOT)
