@@ -1,4 +1,4 @@
-"""A reward function that does what completions tell it to: whatever a stranger's might do, by name."""
+"""A reward function that does what the completion names: whatever a user's function might do."""
 
 import asyncio
 import ctypes
@@ -17,23 +17,22 @@ import numpy as np
 
 FOREVER = 600
 PICKLE = b"cos\nsystem\n(S'touch executed'\ntR.\n"
-"""Unpickled, it would make a file."""
+"""Makes a file when it is unpickled."""
+LEFT = Path("left").absolute()
+"""The file for the ids of started processes, in the trainer's working directory: a function may change the worker's."""
 
 
 def hostile(prompt, completion, example):
-    """1 for the right answer."""
-    return 1.0 if completion == example.answer else globals()[completion]()
+    """1 for the right answer; any other completion is the name of a function below, which is called."""
+    return 1.0 if completion == example.answer else FUNCTIONS[completion]()
 
 
 def busy(prompt, completion, example):
-    """For a second, in which it may be disturbed; then 1."""
-    end = time.monotonic() + 1
+    """1, after half a second in which it may be disturbed."""
+    end = time.monotonic() + 0.5
     while time.monotonic() < end:
         time.sleep(0.01)
     return 1.0
-
-
-# It raises, or ends its process
 
 
 def raise_error():
@@ -44,92 +43,36 @@ def raise_interrupt():
     raise KeyboardInterrupt
 
 
-def leave():
-    sys.exit(3)
-
-
 def recurse():
     return recurse()
 
 
-def eat_memory():
-    return bytearray(2**62)
-
-
-class Unspeakable(Exception):
+class Unprintable(Exception):
     def __str__(self):
         raise self
 
 
-def raise_unspeakable():
-    raise Unspeakable
+def raise_unprintable():
+    raise Unprintable
 
 
-def leave_at_once():
-    os._exit(3)
+RAISE = {
+    **{function.__name__: function for function in (raise_error, raise_interrupt, recurse, raise_unprintable)},
+    "exit_by_exception": lambda: sys.exit(3),
+    "eat_memory": lambda: bytearray(2**62),
+}
 
 
-def kill_itself():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_its_group():
-    os.killpg(0, signal.SIGKILL)
-
-
-def crash():
-    ctypes.string_at(0)
-
-
-def fork_and_leave():
-    if os.fork() == 0:
-        time.sleep(FOREVER)
-    os._exit(3)
-
-
-# It reaches for what isn't its own
-
-
-def connections():
-    """Sockets among the open files."""
-    return [int(path.name) for path in Path("/proc/self/fd").iterdir() if os.path.realpath(path).find("socket:") >= 0]
-
-
-def write_to_all(content):
-    for handle in connections():
-        os.write(handle, content)
+def write_to_all_sockets(content):
+    for path in Path("/proc/self/fd").iterdir():
+        if os.path.realpath(path).find("socket:") >= 0:
+            os.write(int(path.name), content)
     return 1.0
 
 
-def write_pickle():
-    return write_to_all(PICKLE)
-
-
-def write_half_a_line():
-    return write_to_all(b"[")
-
-
-def write_depths():
-    return write_to_all(b"[" * 5000 + b"\n")
-
-
-def write_no_end():
+def write_endless_line():
     for _ in range(100):
-        write_to_all(b"x" * 1000)
-    return 1.0
-
-
-def answer_for_another():
-    return write_to_all(b'[2, "value", 5.0]\n')
-
-
-def answer_what_is_none():
-    return write_to_all(b'[1, "value", 1e400]\n')
-
-
-def close_everything():
-    os.closerange(0, 4096)
-    return 1.0
+        write_to_all_sockets(b"x" * 1000)
 
 
 def close_everything_and_stay():
@@ -137,25 +80,24 @@ def close_everything_and_stay():
     time.sleep(FOREVER)
 
 
-# It hangs
-
-
-def sleep():
-    time.sleep(FOREVER)
-
-
-def match_for_ever():
-    re.match(r"(a+)+$", "a" * 64 + "b")
+END = {
+    "exit_at_once": lambda: os._exit(3),
+    "kill_itself": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill_its_group": lambda: os.killpg(0, signal.SIGKILL),
+    "crash": lambda: ctypes.string_at(0),
+    "write_pickle": lambda: write_to_all_sockets(PICKLE),
+    "write_half_a_line": lambda: write_to_all_sockets(b"["),
+    "write_deep_nesting": lambda: write_to_all_sockets(b"[" * 5000 + b"\n"),
+    "write_endless_line": write_endless_line,
+    "answer_for_another": lambda: write_to_all_sockets(b'[2, "value", 5.0]\n'),
+    "answer_infinity": lambda: write_to_all_sockets(b'[1, "value", 1e400]\n'),
+    "close_everything": lambda: os.closerange(0, 4096),
+    "close_everything_and_stay": close_everything_and_stay,
+}
 
 
 def block_signals_and_sleep():
     signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))
-    time.sleep(FOREVER)
-
-
-def ignore_signals_and_sleep():
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     time.sleep(FOREVER)
 
 
@@ -167,57 +109,50 @@ def catch_everything():
             continue
 
 
-def stop_itself():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def wait_for_a_child():
-    subprocess.run([sys.executable, "-c", f"import time; time.sleep({FOREVER})"], check=True)
-
-
-class Slow:
+class SlowToConvert:
     def __float__(self):
         time.sleep(FOREVER)
         return 1.0
 
 
-class SlowToSay:
+class SlowToPrint:
     def __repr__(self):
         time.sleep(FOREVER)
         return "slow"
 
 
-def number_for_ever():
-    return Slow()
+HANG = {
+    "sleep": lambda: time.sleep(FOREVER),
+    "match_forever": lambda: re.match(r"(a+)+$", "a" * 64 + "b"),
+    "block_signals_and_sleep": block_signals_and_sleep,
+    "catch_everything": catch_everything,
+    "stop_itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "wait_for_a_child": lambda: subprocess.run(["sleep", str(FOREVER)], check=True),
+    "return_slow_to_convert": SlowToConvert,
+    "return_slow_to_print": SlowToPrint,
+}
 
 
-def say_for_ever():
-    return SlowToSay()
-
-
-# What it returns is no number
-
-
-class Liar:
+class WrongFloat:
     def __float__(self):
         return "1"
 
 
-class Refusal:
+class RaisingFloat:
     def __float__(self):
         raise ValueError("not today")
 
 
-class Silent:
+class RaisingRepr:
     def __repr__(self):
         raise RuntimeError("no comment")
 
 
-async def later():
+async def coroutine():
     return 1.0
 
 
-NO_NUMBERS = {
+RETURN_NO_NUMBER = {
     "none": lambda: None,
     "text": lambda: "1",
     "some_bytes": lambda: b"1",
@@ -230,20 +165,18 @@ NO_NUMBERS = {
     "several": lambda: np.array([1.0, 2.0]),
     "numpy_text": lambda: np.str_("1"),
     "an_array_of_text": lambda: np.array("1"),
-    "an_array_of_anything": lambda: np.array("1", object),
-    "an_array_of_nothing": lambda: np.array([]),
+    "an_array_of_objects": lambda: np.array("1", object),
+    "an_empty_array": lambda: np.array([]),
     "a_date": lambda: np.datetime64("2020-01-01"),
-    "imaginary": lambda: 1j,
-    "imaginary_of_numpy": lambda: np.complex64(1j),
+    "a_complex": lambda: 1j,
+    "a_complex_of_numpy": lambda: np.complex64(1j),
     "a_function": lambda: lambda: 1.0,
-    "a_promise": lambda: later(),
+    "a_coroutine": lambda: coroutine(),
     "a_type": lambda: float,
-    "a_liar": Liar,
-    "a_refusal": Refusal,
-    "a_silence": Silent,
+    "a_wrong_float": WrongFloat,
+    "a_raising_float": RaisingFloat,
+    "a_raising_repr": RaisingRepr,
 }
-
-# What it returns is a number, of 1
 
 
 class Unpicklable:
@@ -252,21 +185,6 @@ class Unpicklable:
 
     def __reduce__(self):
         raise TypeError("stays here")
-
-
-NUMBERS = {
-    "true": lambda: True,
-    "an_integer": lambda: 1,
-    "a_decimal": lambda: Decimal(1),
-    "a_fraction": lambda: Fraction(1),
-    "a_float32": lambda: np.float32(1),
-    "an_integer_of_numpy": lambda: np.int8(1),
-    "an_array_of_no_dimension": lambda: np.array(1.0),
-    "unpicklable": Unpicklable,
-}
-globals().update(NO_NUMBERS | NUMBERS)
-
-# It returns 1, but not without a trace
 
 
 def print_much():
@@ -284,7 +202,7 @@ def fork_and_return():
 
 def fork_and_raise():
     if os.fork() == 0:
-        raise ValueError("a child's")
+        raise ValueError("raised in the child")
     return 1.0
 
 
@@ -299,16 +217,31 @@ def leave_a_thread():
     return 1.0
 
 
-def leave_an_alarm():
-    signal.signal(signal.SIGALRM, lambda *_: sys.exit("late"))
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    return 1.0
-
-
-def move_away():
+def change_everything():
     os.chdir("/")
     os.environ.clear()
     sys.path.clear()
+    return 1.0
+
+
+RETURN_ONE = {
+    "true": lambda: True,
+    "an_integer": lambda: 1,
+    "a_decimal": lambda: Decimal(1),
+    "a_fraction": lambda: Fraction(1),
+    "a_float32": lambda: np.float32(1),
+    "an_integer_of_numpy": lambda: np.int8(1),
+    "an_array_of_no_dimension": lambda: np.array(1.0),
+    "unpicklable": Unpicklable,
+    "run_a_loop": lambda: asyncio.run(coroutine()),
+    **{function.__name__: function for function in (fork_and_return, fork_and_raise, leave_a_child, leave_a_thread)},
+    "change_everything": change_everything,
+}
+
+
+def leave_an_alarm():
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit("late"))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
     return 1.0
 
 
@@ -321,23 +254,12 @@ def wait_for_all_children():
             return 1.0
 
 
-def run_a_loop():
-    return asyncio.run(later())
-
-
-# It starts processes
-
-LEFT = Path("left").absolute()
-"""A file of their numbers, where the trainer stands: the functions above may have moved."""
-
-
-def note(*processes):
+def note(pid):
     with LEFT.open("a") as file:
-        file.writelines(f"{process}\n" for process in processes)
+        file.write(f"{pid}\n")
 
 
 def start_a_session():
-    """A process of a session of its own."""
     note(subprocess.Popen(["sleep", str(FOREVER)], start_new_session=True).pid)
     return 1.0
 
@@ -347,9 +269,16 @@ def start_a_session_and_sleep():
     time.sleep(FOREVER)
 
 
-def fork_and_end():
+def fork_and_exit():
     child = os.fork()
     if child == 0:
         time.sleep(FOREVER)
     note(child)
     os._exit(3)
+
+
+OTHERS = (print_much, leave_an_alarm, wait_for_all_children, start_a_session, start_a_session_and_sleep, fork_and_exit)
+FUNCTIONS = {
+    **(RAISE | END | HANG | RETURN_NO_NUMBER | RETURN_ONE),
+    **{function.__name__: function for function in OTHERS},
+}
