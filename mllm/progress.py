@@ -1,13 +1,13 @@
-"""The bar of a long read or write: bytes so far, and how many a second."""
+"""A progress bar for long reads and writes: bytes so far, and bytes a second."""
 
 import jax
 from tqdm import tqdm
 
 SECONDS = 1.0
-"""What is over sooner shows no bar."""
+"""A transfer that takes less time shows no bar."""
 
 
 def transfer_bar(what: str, total: int) -> tqdm:
-    """A bar of `total` bytes, by all processes; the first shows it."""
+    """A bar of `total` bytes, which all processes make and process 0 shows."""
     hidden = jax.process_index() != 0
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, delay=SECONDS, disable=hidden, dynamic_ncols=True)

@@ -56,12 +56,7 @@ def make_mesh(config: MeshConfig) -> Mesh:
             f"mesh: dp * fsdp * tp = {needed}, but the {jax.process_count()} processes have {len(devices)} devices "
             "and must use all: raise one of them"
         )
-    return mesh_of(devices[:needed], config)
-
-
-def mesh_of(devices: Any, config: MeshConfig) -> Mesh:
-    """The mesh of exactly these devices, dp * fsdp * tp of them."""
-    grid = np.array(devices).reshape([getattr(config, axis) for axis in AXES])
+    grid = np.array(devices[:needed]).reshape([axes[axis] for axis in AXES])
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

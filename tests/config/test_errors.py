@@ -1,0 +1,64 @@
+"""Errors become one line on stderr and an exit code, at one place."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from mllm.errors import ArgumentParser, UserError, command
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "printed"),
+    [
+        (UserError("steps: too many"), 2, "error: steps: too many\n"),
+        (UserError("a\nb\x1b[2J"), 2, "error: a\\nb\\x1b[2J\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB\nmore"),
+            2,
+            "error: out of memory (RESOURCE_EXHAUSTED: 9 GiB); train.py --plan says what would fit\n",
+        ),
+    ],
+)
+def test_an_error_that_the_user_can_mend_is_one_line_and_a_code(error, code, printed, capsys):
+    @command
+    def main() -> int:
+        raise error
+
+    assert main() == code
+    assert capsys.readouterr().err == printed
+
+
+@pytest.mark.parametrize("error", [ValueError("RESOURCE_EXHAUSTED: disk"), jax.errors.JaxRuntimeError("INTERNAL: x")])
+def test_a_bug_keeps_its_traceback(error):
+    @command
+    def main() -> int:
+        raise error
+
+    with pytest.raises(type(error)):
+        main()
+
+
+def test_a_wrong_command_line_is_a_user_error():
+    with pytest.raises(UserError, match="unrecognized arguments: --no-such-flag"):
+        ArgumentParser().parse_args(["--no-such-flag"])
+
+
+def test_a_script_warns_in_one_format_whatever_was_set_up_before_and_ends_with_the_code_of_main():
+    code = """
+import logging
+from mllm.errors import command, run_main
+logging.basicConfig(format="other %(message)s")
+
+@command
+def main():
+    logging.getLogger("mllm.data").warning("line 3 is skipped")
+    logging.getLogger("mllm.data").info("not shown")
+    return 7
+
+run_main(main)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (7, "WARNING: line 3 is skipped\n")
