@@ -38,15 +38,14 @@ from pydantic_core import PydanticCustomError
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
 from kernels.lm_head.gpu import tiles as gpu_tiles
+from kernels.lm_head.reference import HAIR, SLACK
 from mllm.config import load as config_file
 from mllm.config.schema import Section, impossible
 from mllm.errors import ArgumentParser, UserError
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from tools import figures
-from tools.exact_head import Problem, Results, Truth, exact, make_problem, norms, plain, progress
-
-SLACK, HAIR = 1.25, 4.0  # two orders of one sum round differently, and plain may be right by luck
+from tools.gradcheck_problem import Problem, Results, Truth, exact, make_problem, norms, plain, progress
 
 PLATFORMS = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}
 """Implementations that run on one kind of device."""
@@ -104,8 +103,8 @@ class Settings(Section):
     def check(self) -> Self:
         if self.function == "token_logprobs":
             self.reject_unused("by token_logprobs", "workspace")
-        if self.impl == "reference":
-            self.reject_unused("with impl: reference", "workspace")
+        if self.impl == "full_logits":
+            self.reject_unused("with impl: full_logits", "workspace")
         if self.impl not in PLATFORMS:
             self.reject_unused(f"by implementations other than {' and '.join(PLATFORMS)}", "interpret")
         if self.against == self.dtype:

@@ -1,10 +1,11 @@
-"""The head's two entry points: arguments are checked, leading dims flattened, an implementation picked.
+"""The head's entry points: arguments are checked, leading dims flattened, an implementation picked.
 
-Leaves the rest to the implementations on flat rows: the reference, and the engines of one table.
+Leaves the rest to the engines of one table, which take flat rows.
 """
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -12,19 +13,32 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
-from kernels.lm_head import autodiff, reference, target, xla
+from kernels.lm_head import autodiff, full_logits, target, xla
+from kernels.lm_head.arguments import (
+    check_floating,
+    check_labels,
+    check_tokens,
+    checked_softcap,
+    checked_temperature,
+    product_dtype,
+)
 from kernels.lm_head.autodiff import Engine
 from kernels.lm_head.contract import Inputs, Objective, Options, Terms, TokenLogprobs
+from kernels.lm_head.explicit_axes import run_on_mesh
 from kernels.lm_head.gpu import engine as mosaic_gpu
 from kernels.lm_head.gpu import tiles as gpu_tiles
-from kernels.lm_head.manual_axes import vary, varying_axes
+from kernels.lm_head.manual_axes import same_varying, varying_axes
 from kernels.lm_head.sharded import HeadSharding, Sharded
 from kernels.lm_head.tpu import engine as mosaic_tpu
 
-Impl = Literal["reference", "xla", "mosaic_tpu", "mosaic_gpu"]
+Impl = Literal["full_logits", "xla", "mosaic_tpu", "mosaic_gpu"]
 
-_ENGINES: Mapping[str, Engine] = {"xla": xla, "mosaic_tpu": mosaic_tpu, "mosaic_gpu": mosaic_gpu}
-_DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
+_ENGINES: Mapping[str, Engine] = {
+    "full_logits": full_logits,
+    "xla": xla,
+    "mosaic_tpu": mosaic_tpu,
+    "mosaic_gpu": mosaic_gpu,
+}
 
 
 def token_logprobs(
@@ -52,29 +66,30 @@ def token_logprobs(
         where: the rows that count. The others cost (almost) nothing, give 0, get no gradient and may have any label.
         temperature: positive; a number, or a scalar that may be traced. Differentiation takes it for a constant.
         softcap: positive, a Python number.
-        dtype: of the matrix products' operands, cast tile by tile as they are read; every sum is float32. None: the
-            wider of the arguments' dtypes. float32 products have the device's highest precision.
-        impl: None for the best that runs here, which never makes full logits; or a name.
-        sharding: how `hidden`, `weight` and all that is given for each token lie on a mesh, in and outside of `jit`
-            alike; the work is then divided accordingly, and so lie results and gradients. None: on one device.
+        dtype: the dtype of the matrix products' operands, cast tile by tile as they are read; every sum is float32.
+            None: the wider of the arguments' dtypes. float32 products have the device's highest precision.
+        impl: None for the best that runs here (see `choose_impl`), which never makes full logits; or a name.
+        sharding: how `hidden`, `weight` and all that is given for each token are laid out on a mesh, in and outside of
+            `jit` alike; the work is divided accordingly, and results and gradients have the same layout. None: the
+            layout in the arguments' types, if their mesh has Explicit axes, as JAX makes them; else one device.
 
     Raises:
         ValueError: names the argument; before anything is compiled.
     """
-    if where is not None and jnp.result_type(where) != jnp.bool_:
-        raise ValueError(f"where must be boolean, not {jnp.result_type(where)}")
     live = np.ones(np.shape(labels), np.bool_) if where is None else where
-    hidden, weight, flat_labels, flat_live = _rows(hidden, weight, labels, {"where": live})
-    _check_labels(flat_labels, flat_live, vocabulary=weight.shape[0])
-    inputs = Inputs(hidden, weight, flat_labels, flat_live, _temperature(temperature))
-    inputs = _same_varying(inputs)
-    options = Options(_softcap(softcap), _product_dtype(dtype, hidden, weight))
-    engine = _engine(impl, inputs, options, sharding)
-    if engine is None:
-        flat = reference.token_logprobs(inputs, softcap=options.softcap, dtype=options.dtype)
-    else:
-        flat = autodiff.token_logprobs(engine, inputs, options)
-    return TokenLogprobs(*(x.reshape(np.shape(labels)) for x in flat))
+    _check_sides(hidden, weight)
+    check_tokens(np.shape(hidden)[:-1], "hidden", {"labels": labels, "where": live})
+    check_labels(labels, live, vocabulary=np.shape(weight)[0])
+    hidden, weight = jnp.asarray(hidden), jnp.asarray(weight)
+    options = Options(checked_softcap(softcap), product_dtype(dtype, hidden, weight))
+    arrays = same_varying((hidden, weight, jnp.asarray(labels), jnp.asarray(live), checked_temperature(temperature)))
+
+    def run(sharding: HeadSharding | None, *arrays: Array) -> TokenLogprobs:
+        inputs = _flat_inputs(*arrays)
+        tokens = autodiff.token_logprobs(_engine(impl, inputs, options, sharding), inputs, options)
+        return _unflattened(tokens, arrays[0])
+
+    return run_on_mesh(run, sharding, arrays, lambda tokens: TokenLogprobs(tokens, tokens, tokens))
 
 
 def token_loss(
@@ -101,67 +116,112 @@ def token_loss(
         objective: any differentiable function of scalars (it runs under `jax.vmap`, a token at a time). What differs
             from token to token reaches it as an operand, floating, integer or boolean.
         weights: each token's share in the loss; rows of weight 0 are those that don't count. None: 1 everywhere.
-        workspace: bytes that the loss may take beside the gradients and a few tiles. Of as many tokens as fit, a wave,
-            what backward needs is kept, and loss and gradients come out of one pass of 3 matrix products; where the
+        workspace: bytes that the loss may take beside the gradients and a few tiles. It keeps what backward needs for
+            as many tokens as fit, a wave, and makes loss and gradients in one pass of 3 matrix products; where the
             smallest wave doesn't fit, logits are computed twice: 4 products. The float32 sum that a gradient of a
             narrower weight needs over several waves (4 bytes for each of its elements) is workspace, too.
-            streaming keeps float32 products, of 64 to 2048 tokens; None: room for 256 of them (1024 on accelerators),
-            but not for such a sum. mosaic_tpu keeps exponentials in `dtype`, and 32 bytes of maxima for each tile of
+            xla keeps float32 products, of 64 to 2048 tokens; None: room for 256 of them (1024 on accelerators), but
+            not for such a sum. mosaic_tpu keeps exponentials in `dtype`, and 32 bytes of maxima for each tile of
             columns, of 128 tokens or more; None: room for 1024 of them, but not for such a sum. It has no use for a
             workspace where the weight is frozen or the objective uses the entropy. mosaic_gpu keeps float16 logits, of
-            all tokens and as many columns as fit; None: room for those of 1024 tokens. The reference ignores it.
+            all tokens and as many columns as fit; None: room for those of 1024 tokens. full_logits ignores it.
 
     Raises:
         ValueError: names the argument; before anything is compiled.
     """
     if workspace is not None and (not isinstance(workspace, int) or workspace < 0):
         raise ValueError(f"workspace must be None or a number of bytes, not {workspace!r}")
-    weights_or_ones = np.ones(np.shape(labels), np.float32) if weights is None else weights
+    weights = np.ones(np.shape(labels), np.float32) if weights is None else weights
     named = {f"operands[{i}]": operand for i, operand in enumerate(operands)}
-    hidden, weight, flat_labels, flat_weights, *flat_operands = _rows(
-        hidden, weight, labels, {"weights": weights_or_ones, **named}
+    _check_sides(hidden, weight)
+    check_tokens(np.shape(hidden)[:-1], "hidden", {"labels": labels, "weights": weights, **named})
+    check_labels(labels, weights != 0, vocabulary=np.shape(weight)[0])
+    _check_objective(objective, operands)
+    hidden, weight, *rest = (jnp.asarray(x) for x in (hidden, weight, labels, weights, *operands))
+    options = Options(checked_softcap(softcap), product_dtype(dtype, hidden, weight), workspace)
+    hidden, weight, labels, weights, temperature, *operands = same_varying(
+        (hidden, weight, *rest[:2], checked_temperature(temperature), *rest[2:])
     )
-    live = flat_weights != 0
-    _check_labels(flat_labels, live, vocabulary=weight.shape[0])
-    _check_objective(objective, flat_operands)
-    inputs = Inputs(hidden, weight, flat_labels, live, _temperature(temperature))
-    terms = Terms(jnp.asarray(flat_weights, jnp.float32), tuple(flat_operands))
-    inputs, terms = _same_varying((inputs, terms))
-    options = Options(_softcap(softcap), _product_dtype(dtype, hidden, weight), workspace)
-    engine = _engine(impl, inputs, options, sharding)
-    if engine is None:
-        loss, flat = reference.token_loss(
-            inputs, objective, terms, softcap=options.softcap, dtype=options.dtype, workspace=workspace
-        )
-    else:
-        loss, flat = autodiff.token_loss(engine, inputs, objective, terms, options)
-    return loss, TokenLogprobs(*(x.reshape(np.shape(labels)) for x in flat))
+    closed = autodiff.close_objective(objective, [x.dtype for x in operands], varying_axes(hidden))
+    options = dataclasses.replace(options, entropy_slopes=closed.uses_entropy)
+
+    def run(sharding: HeadSharding | None, *arrays: Array) -> tuple[Float[Array, ""], TokenLogprobs]:
+        hidden, weight, labels, weights, temperature, *others = arrays
+        inputs = _flat_inputs(hidden, weight, labels, weights != 0, temperature)
+        flat_operands = tuple(x.reshape(-1) for x in others[: len(operands)])
+        terms = Terms(weights.reshape(-1).astype(jnp.float32), flat_operands, tuple(others[len(operands) :]))
+        engine = _engine(impl, inputs, options, sharding)
+        loss, tokens = autodiff.token_loss(engine, inputs, closed.function, terms, options)
+        return loss, _unflattened(tokens, hidden)
+
+    arrays = (hidden, weight, labels, weights, temperature, *operands, *closed.shared)
+    spec = jax.sharding.PartitionSpec()
+    return run_on_mesh(run, sharding, arrays, lambda tokens: (spec, TokenLogprobs(tokens, tokens, tokens)))
 
 
-def _engine(impl: str | None, inputs: Inputs, options: Options, sharding: HeadSharding | None) -> Engine | None:
-    """The engine to use; None for the reference."""
-    if impl not in (None, "reference", *_ENGINES):
-        raise ValueError(f"impl must be None or one of reference, {', '.join(_ENGINES)}, not {impl!r}")
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The implementation that `impl=None` means, and why it is that one."""
+
+    impl: str
+    reason: str
+    """A short clause: why this one, and why not a faster one."""
+
+
+def choose_impl(
+    hidden: Float[Array, "*N D"] | jax.ShapeDtypeStruct,
+    weight: Float[Array, "V D"] | jax.ShapeDtypeStruct,
+    *,
+    dtype: Any = None,
+    softcap: float | None = None,
+    sharding: HeadSharding | None = None,
+) -> Choice:
+    """The fastest implementation for these arguments that runs here and makes no full logits, and the reason.
+
+    "Here" is the mesh of `sharding`, else the mesh that is set, else JAX's default device. Arrays may be shapes and
+    dtypes alone.
+    """
+    tokens = math.prod(hidden.shape[:-1])
+    struct = jax.ShapeDtypeStruct
+    inputs = Inputs(
+        struct((tokens, hidden.shape[-1]), hidden.dtype),  # type: ignore[arg-type]  # shapes stand for arrays
+        struct(weight.shape, weight.dtype),
+        struct((tokens,), jnp.int32),
+        struct((tokens,), jnp.bool_),
+        struct((), jnp.float32),
+    )
+    return _choose(inputs, Options(checked_softcap(softcap), product_dtype(dtype, hidden, weight)), sharding)
+
+
+def _choose(inputs: Inputs, options: Options, sharding: HeadSharding | None) -> Choice:
+    platform = target.platform(None if sharding is None else sharding.mesh)
+    if platform == "cpu":
+        return Choice("xla", "no TPU or Hopper GPU here")
+    kernels = "mosaic_tpu" if platform == "tpu" else "mosaic_gpu"
+    why_not = _placed(kernels, sharding).obstacle(inputs, options)
+    if why_not is not None:
+        return Choice("xla", f"{kernels} can't run: {why_not}")
+    if platform == "gpu" and not gpu_tiles.faster(inputs.weight.shape[1]):
+        return Choice("xla", "no timing says that mosaic_gpu is faster on this GPU")
+    return Choice(kernels, f"the fastest on a {platform.upper()}")
+
+
+def _engine(impl: str | None, inputs: Inputs, options: Options, sharding: HeadSharding | None) -> Engine:
+    if impl == "reference":
+        raise ValueError("impl: reference is gone; full_logits is the head with full logits")
+    if impl not in (None, *_ENGINES):
+        raise ValueError(f"impl must be None or one of {', '.join(_ENGINES)}, not {impl!r}")
     if sharding is not None:
         sharding.check(inputs.hidden, inputs.weight)
-    if impl == "reference" or not inputs.labels.size:  # of no tokens, full logits are empty
-        return None
+    if not inputs.labels.size:  # without tokens, full logits are empty
+        return full_logits
     if impl is None:
-        kernels = _placed(_preferred(inputs, sharding), sharding)
-        return kernels if kernels.obstacle(inputs, options) is None else _placed("xla", sharding)
+        impl = _choose(inputs, options, sharding).impl
     engine = _placed(impl, sharding)
     why_not = engine.obstacle(inputs, options)
     if why_not is not None:
         raise ValueError(f"impl: {impl} can't run here: {why_not}")
     return engine
-
-
-def _preferred(inputs: Inputs, sharding: HeadSharding | None) -> str:
-    """What is fastest on this platform, where it can run. Of kernels for GPUs that is only said by a measurement."""
-    platform = target.platform(None if sharding is None else sharding.mesh)
-    if platform == "gpu" and gpu_tiles.faster(inputs.weight.shape[1]):
-        return "mosaic_gpu"
-    return "mosaic_tpu" if platform == "tpu" else "xla"
 
 
 def _placed(name: str, sharding: HeadSharding | None) -> Engine:
@@ -170,79 +230,29 @@ def _placed(name: str, sharding: HeadSharding | None) -> Engine:
     return engine if sharding is None or sharding.mesh.size == 1 else Sharded(engine, sharding.in_use())
 
 
-def _rows(hidden: Any, weight: Any, labels: Any, per_token: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Hidden states [N, D], the weight, labels [N] and whatever else there is one of for each token, flattened."""
-    for name, value in {"hidden": hidden, "weight": weight}.items():
-        if jnp.result_type(value) not in _DTYPES:
-            known = ", ".join(map(str, _DTYPES))
-            raise ValueError(f"{name} must be one of {known}, not {jnp.result_type(value)}")
+def _flat_inputs(hidden: Array, weight: Array, labels: Array, live: Array, temperature: Array) -> Inputs:
+    """The arguments with one leading dim."""
+    return Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), live.reshape(-1), temperature)
+
+
+def _unflattened(tokens: TokenLogprobs, hidden: Array) -> TokenLogprobs:
+    """The statistics with the leading dims of hidden."""
+    return TokenLogprobs(*(x.reshape(hidden.shape[:-1]) for x in tokens))
+
+
+def _check_sides(hidden: Any, weight: Any) -> None:
+    check_floating("hidden", hidden)
+    check_floating("weight", weight)
     if np.ndim(weight) != 2 or 0 in np.shape(weight):
         raise ValueError(f"weight must be [vocabulary, features], not {list(np.shape(weight))}")
     if np.ndim(hidden) == 0 or np.shape(hidden)[-1] != np.shape(weight)[1]:
         shapes = f"{list(np.shape(hidden))} beside a weight {list(np.shape(weight))}"
         raise ValueError(f"hidden must be [..., features], with the features of weight, not {shapes}")
-    if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
-        raise ValueError(f"labels must be integers, not {jnp.result_type(labels)}")
-    lead = np.shape(hidden)[:-1]
-    for name, value in {"labels": labels, **per_token}.items():
-        if np.shape(value) != lead:
-            raise ValueError(f"{name} must have hidden's leading shape {list(lead)}, not {list(np.shape(value))}")
-    flat = (_array(x).reshape(-1) for x in (labels, *per_token.values()))
-    return (jnp.reshape(hidden, (-1, np.shape(hidden)[-1])), jnp.asarray(weight), *flat)
 
 
-def _array(x: Any) -> Any:
-    """Numpy arrays stay numpy, so that they can still be read under `jit`."""
-    return x if isinstance(x, jax.Array) else np.asarray(x)
-
-
-def _readable(x: Any) -> bool:
-    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
-
-
-def _check_labels(labels: Any, live: Any, vocabulary: int) -> None:
-    if _readable(labels) and _readable(live):
-        wrong = np.asarray(labels)[np.asarray(live)]
-        wrong = wrong[(wrong < 0) | (wrong >= vocabulary)]
-        if wrong.size:
-            raise ValueError(f"labels must be within [0, {vocabulary}), where they count; one is {wrong[0]}")
-
-
-def _check_objective(objective: Objective, operands: list[Any]) -> None:
+def _check_objective(objective: Objective, operands: Sequence[Any]) -> None:
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     scalars = [jax.ShapeDtypeStruct((), jnp.result_type(x)) for x in operands]
     out = jax.eval_shape(objective, scalar, scalar, *scalars)
     if getattr(out, "shape", None) != () or not jnp.issubdtype(out.dtype, jnp.floating):
         raise ValueError(f"objective must give one floating number a token, not {out}")
-
-
-def _temperature(temperature: Any) -> jax.Array:
-    if np.shape(temperature) != ():
-        raise ValueError(f"temperature must be a scalar, not of shape {list(np.shape(temperature))}")
-    if _readable(temperature) and not 0 < float(temperature) < math.inf:
-        raise ValueError(f"temperature must be positive and finite, not {float(temperature)}")
-    return jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
-
-
-def _softcap(softcap: Any) -> float | None:
-    if softcap is None:
-        return None
-    if isinstance(softcap, jax.core.Tracer) or not 0 < float(softcap) < math.inf:
-        raise ValueError(f"softcap must be None or a positive number known before tracing, not {softcap}")
-    return float(softcap)
-
-
-def _product_dtype(dtype: Any, hidden: Any, weight: Any) -> jnp.dtype:
-    found = jnp.dtype(jnp.promote_types(hidden.dtype, weight.dtype) if dtype is None else dtype)
-    if found not in _DTYPES:
-        raise ValueError(f"dtype must be None or one of {', '.join(map(str, _DTYPES))}, not {found}")
-    return found
-
-
-def _same_varying(arrays: Any) -> Any:
-    """Under `shard_map`, lets every argument vary over each axis that one of them varies over.
-
-    The transpose of that cast is the sum over the axis: so a replicated weight gets the sum of its shards' gradients.
-    """
-    axes = varying_axes(*jax.tree.leaves(arrays))
-    return jax.tree.map(lambda x: vary(x, axes), arrays)

@@ -10,7 +10,7 @@ Leaves out the passes themselves. Nothing in them is differentiated by JAX.
 import dataclasses
 import functools
 from collections.abc import Sequence, Set
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float
 
 from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms, TokenLogprobs, weighted_sum
-from kernels.lm_head.manual_axes import vary, varying_axes
+from kernels.lm_head.manual_axes import vary
 from kernels.lm_head.softmax import Softmax
 
 
@@ -58,18 +58,31 @@ def token_logprobs(engine: Engine, inputs: Inputs, options: Options) -> TokenLog
 def token_loss(
     engine: Engine, inputs: Inputs, objective: Objective, terms: Terms, options: Options
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
-    # A custom rule differentiates by its arguments only: what the objective closes over has to become one of them.
-    dtypes = [x.dtype for x in (terms.weights, terms.weights, *terms.operands)]
-    closed = _traced(objective, dtypes, varying_axes(inputs.hidden))
+    """The loss and the statistics. `objective` must not close over what is differentiated (see `close_objective`)."""
+    loss, tokens = _token_loss(engine, options, objective, inputs, terms)
+    return loss, lax.stop_gradient(tokens)
 
-    def converted(*scalars_and_shared: Array) -> Array:
+
+class ClosedObjective(NamedTuple):
+    """An objective whose closed-over values are arguments: a custom rule differentiates by its arguments only."""
+
+    function: Objective
+    """(logprob, entropy, *operands, *shared) -> loss of one token."""
+    shared: tuple[Array, ...]
+    uses_entropy: bool
+
+
+def close_objective(objective: Objective, dtypes: Sequence[Any], varying: Set[str]) -> ClosedObjective:
+    """The objective of operands with these dtypes which, under the caller's `shard_map`, vary over these axes."""
+    dtypes = (jnp.float32, jnp.float32, *dtypes)
+    closed = _traced(objective, dtypes, varying)
+
+    def function(*scalars_and_shared: Array) -> Array:
         given, shared = scalars_and_shared[: len(dtypes)], scalars_and_shared[len(dtypes) :]
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, shared))(*given)[0]
 
-    terms = terms._replace(shared=tuple(map(jnp.asarray, closed.consts)))
-    options = dataclasses.replace(options, entropy_slopes=_uses(closed.jaxpr, closed.jaxpr.invars[1]))
-    loss, tokens = _token_loss(engine, options, converted, inputs, terms)
-    return loss, lax.stop_gradient(tokens)
+    uses_entropy = _uses(closed.jaxpr, closed.jaxpr.invars[1])
+    return ClosedObjective(function, tuple(map(jnp.asarray, closed.consts)), uses_entropy)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -119,7 +132,7 @@ def _token_loss_forward(
 
 
 def _token_loss_backward(
-    _engine: Engine, _how: Options, _objective: Objective, residuals: Any, cotangents: Any
+    _engine: Engine, _options: Options, _objective: Objective, residuals: Any, cotangents: Any
 ) -> tuple[Inputs, Terms]:
     pull, gradients = residuals
     g_loss = _instantiate(cotangents[0])

@@ -19,3 +19,12 @@ def vary(x: Any, axes: Set[str]) -> jax.Array:
     """`x` as a value that may differ over `axes` too. Transposed, this is a sum over the axes that were added."""
     added = tuple(axes - varying_axes(x))
     return jax.lax.pcast(x, added, to="varying") if added else jnp.asarray(x)
+
+
+def same_varying(arrays: Any) -> Any:
+    """A tree of arrays, each of which may vary over every axis that one of them varies over.
+
+    The transpose of that cast is the sum over the axis: so a replicated weight gets the sum of its shards' gradients.
+    """
+    axes = varying_axes(*jax.tree.leaves(arrays))
+    return jax.tree.map(lambda x: vary(x, axes), arrays)

@@ -10,7 +10,7 @@ being a device's own:
              axes; its rows exchanged for its features
 
 Where gradients are bfloat16, XLA for TPUs rounds dh, and dW after its first sum, ahead of adding them up.
-Logits stay where they are. The rules of differentiation and the loss are outside (derivatives.py): JAX differentiates
+Logits stay where they are. The rules of differentiation and the loss are outside (autodiff.py): JAX differentiates
 and transposes nothing in here. Leaves out hidden states whose features are spread.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from kernels.lm_head.autodiff import Engine
@@ -32,18 +32,19 @@ from kernels.lm_head.softmax import Softmax
 
 @dataclasses.dataclass(frozen=True)
 class HeadSharding:
-    """Options tokens and weight lie on a mesh, by names of its axes; None: whole on every device.
+    """The layout of tokens and weight on a mesh, by names of its axes; None: whole on every device.
 
-    Hidden states [N, D] and all that there is one of for each token are spread over `tokens` in the order of the rows
-    ([B, T, D]: over B), the rows of the weight [V, D] over `vocabulary`, its columns over `features`; gradients lie as
-    what they belong to. N and D must be divisible by the devices along their axes. A V that is not is padded, which
-    copies the weight.
+    Hidden states [N, D] and all that is given for each token are spread over `tokens` in the order of the rows
+    ([B, T, D]: over B), the rows of the weight [V, D] over `vocabulary`, its columns over `features`; gradients have
+    the layout of what they belong to. N and D must be divisible by the devices along their axes. A V that is not is
+    padded, which copies the weight. A mesh without any name takes the layout from the arguments' types, which have one
+    if the mesh's axes are Explicit.
     """
 
-    mesh: Mesh
-    tokens: tuple[str, ...] = ("dp", "fsdp")
-    vocabulary: str | None = "tp"
-    features: str | None = "fsdp"
+    mesh: Mesh | AbstractMesh
+    tokens: tuple[str, ...] | None = None
+    vocabulary: str | None = None
+    features: str | None = None
 
     @property
     def hidden_spec(self) -> PartitionSpec:
@@ -53,27 +54,42 @@ class HeadSharding:
     def weight_spec(self) -> PartitionSpec:
         return PartitionSpec(self.vocabulary, self.features)
 
+    @property
+    def names_axes(self) -> bool:
+        return any(x is not None for x in (self.tokens, self.vocabulary, self.features))
+
     def devices(self, *axes: str | None) -> int:
         return math.prod(1 if axis is None else self.mesh.shape[axis] for axis in axes)
 
     def in_use(self) -> "HeadSharding":
-        """Without the axes along which there is one device."""
+        """This layout without the axes along which there is one device."""
         vocabulary, features = (axis if self.devices(axis) > 1 else None for axis in (self.vocabulary, self.features))
-        tokens = tuple(axis for axis in self.tokens if self.devices(axis) > 1)
+        tokens = tuple(axis for axis in self.tokens or () if self.devices(axis) > 1)
         return HeadSharding(self.mesh, tokens, vocabulary, features)
+
+    def in_auto_mode(self) -> "HeadSharding":
+        """This layout on the same mesh with Auto axes."""
+        if all(kind == AxisType.Auto for kind in self.mesh.axis_types):
+            return self
+        auto = (AxisType.Auto,) * len(self.mesh.axis_names)
+        if isinstance(self.mesh, AbstractMesh):
+            return dataclasses.replace(self, mesh=self.mesh.update(axis_types=auto))
+        return dataclasses.replace(self, mesh=Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=auto))
 
     def check(self, hidden: Float[Array, "N D"], weight: Float[Array, "V D"]) -> None:
         """Raise ValueError where the arrays can't be laid out so, or are laid out otherwise."""
+        axes = ", ".join(self.mesh.axis_names)
+        if not self.names_axes and self.mesh.size > 1:
+            raise ValueError(f"sharding: say by tokens=, vocabulary= and features= what is spread over the axes {axes}")
+        tokens = self.tokens or ()
         both = [axis for axis in (self.vocabulary, self.features) if axis is not None]
-        for axis in (*self.tokens, *both):
+        for axis in (*tokens, *both):
             if axis not in self.mesh.axis_names:
-                raise ValueError(f"sharding: {axis!r} is none of the mesh's axes {', '.join(self.mesh.axis_names)}")
-        if any(kind != AxisType.Auto for kind in self.mesh.axis_types):
-            raise ValueError("sharding: the mesh's axes must be automatic, made with axis_types=(AxisType.Auto, ...)")
-        if self.vocabulary in self.tokens or len(set(both)) < len(both):
+                raise ValueError(f"sharding: {axis!r} is none of the mesh's axes {axes}")
+        if self.vocabulary in tokens or len(set(both)) < len(both):
             raise ValueError(f"sharding: {self.vocabulary!r} is the vocabulary's, and can't be another's axis as well")
-        if hidden.shape[0] % self.devices(*self.tokens):
-            shards = f"{self.devices(*self.tokens)} shards over {', '.join(self.tokens)}"
+        if hidden.shape[0] % self.devices(*tokens):
+            shards = f"{self.devices(*tokens)} shards over {', '.join(tokens)}"
             raise ValueError(f"hidden: {hidden.shape[0]} tokens don't make {shards}; add some that don't count")
         if weight.shape[1] % self.devices(self.features):
             shards = f"{self.devices(self.features)} shards over {self.features}"

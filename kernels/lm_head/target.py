@@ -1,11 +1,13 @@
 """What a program that is being traced will run on, which need not be the machine that traces it."""
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 
-def platform(mesh: Mesh | None = None) -> str:
-    """`cpu`, `gpu` or `tpu`: of the mesh, else of the mesh that is set while tracing, else JAX's default."""
+def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
+    """`cpu`, `gpu` or `tpu`: that of the mesh, else that of the mesh which is set while tracing, else JAX's default."""
+    if isinstance(mesh, AbstractMesh):
+        return jax.default_backend() if mesh.abstract_device is None else mesh.abstract_device.platform
     if mesh is not None:
         return mesh.devices.flat[0].platform
     device = jax.sharding.get_abstract_mesh().abstract_device

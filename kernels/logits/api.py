@@ -1,11 +1,11 @@
-"""Statistics and gradient for logits that exist already: those that another model, or a head of one's own, has made.
+"""Statistics and gradient of logits that exist already, made by another model or another head.
 
 Forward reads the logits once and keeps four numbers a row. Backward is elementwise and takes the logits' place in
 memory, if nothing else needs them any more. Nothing of the logits' size is made on the way: they are widened to float32
 in registers or a tile at a time.
 
-The passes are in logits_xla.py and, as Pallas kernels for TPUs, in logits_tpu.py; here the arguments are checked, and
-the rule of differentiation is stated. Leaves out a softcap, which is a part of making logits, and sharding: on a mesh,
+The passes are in xla.py and, as Pallas kernels for TPUs, in tpu.py; here the arguments are checked, and the rule of
+differentiation is stated. Leaves out a softcap, which is a part of making logits, and sharding: on a mesh,
 call it inside `jax.shard_map` on rows that have all their columns.
 """
 
@@ -19,8 +19,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 from kernels.lm_head import target
-from kernels.lm_head.api import _DTYPES, _check_labels, _same_varying, _temperature
+from kernels.lm_head.arguments import check_floating, check_labels, check_tokens, checked_temperature
 from kernels.lm_head.contract import TokenLogprobs
+from kernels.lm_head.manual_axes import same_varying
 from kernels.lm_head.softmax import Softmax, finish
 from kernels.logits import tpu as logits_tpu
 from kernels.logits import xla as logits_xla
@@ -59,22 +60,16 @@ def logits_logprobs(
     Raises:
         ValueError: names the argument; before anything is compiled.
     """
-    if jnp.result_type(logits) not in _DTYPES:
-        raise ValueError(f"logits must be one of {', '.join(map(str, _DTYPES))}, not {jnp.result_type(logits)}")
+    check_floating("logits", logits)
     if np.ndim(logits) == 0 or np.shape(logits)[-1] == 0:
         raise ValueError(f"logits must be [..., vocabulary], not {list(np.shape(logits))}")
-    if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
-        raise ValueError(f"labels must be integers, not {jnp.result_type(labels)}")
-    if where is not None and jnp.result_type(where) != jnp.bool_:
-        raise ValueError(f"where must be boolean, not {jnp.result_type(where)}")
     lead = np.shape(logits)[:-1]
     live = np.ones(lead, np.bool_) if where is None else where
-    for name, value in {"labels": labels, "where": live}.items():
-        if np.shape(value) != lead:
-            raise ValueError(f"{name} must have logits' leading shape {list(lead)}, not {list(np.shape(value))}")
-    _check_labels(labels, live, vocabulary=np.shape(logits)[-1])
-    given = Given(jnp.asarray(logits), jnp.asarray(labels), jnp.asarray(live), 1 / _temperature(temperature))
-    return _logprobs(_passes(impl, given.logits), _same_varying(given))
+    check_tokens(lead, "logits", {"labels": labels, "where": live})
+    check_labels(labels, live, vocabulary=np.shape(logits)[-1])
+    scale = 1 / checked_temperature(temperature)
+    given = Given(jnp.asarray(logits), jnp.asarray(labels), jnp.asarray(live), scale)
+    return _logprobs(_passes(impl, given.logits), same_varying(given))
 
 
 class Given(NamedTuple):
@@ -94,7 +89,7 @@ def _passes(impl: str | None, logits: Float[Array, "*N V"]) -> ModuleType:
     if impl == "mosaic_tpu" and why_not is not None:
         raise ValueError(f"impl: {impl} can't run here: {why_not}")
     if impl is None:
-        by_kernels = target.platform() == "tpu" and why_not is None and logits_tpu.lie_well(logits)
+        by_kernels = target.platform() == "tpu" and why_not is None and logits_tpu.has_default_layout(logits)
         impl = "mosaic_tpu" if by_kernels else "xla"
     return _PASSES[impl]
 

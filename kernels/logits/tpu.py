@@ -9,7 +9,7 @@ Columns past the last are -inf to the forward pass, and the backward pass leaves
 A kernel takes an array as its dims say, the last one in lanes; XLA puts the dim there that wastes least memory, and
 copies all logits where the two disagree. So the kernels take logits either way round (`memory_order`).
 
-Leaves out float16, which TPUs don't compute with, and sharding. Formulas: online_softmax.py, logits_xla.py.
+Leaves out float16, which TPUs don't compute with, and sharding. Formulas: kernels/lm_head/softmax.py, xla.py.
 
 Suffixes: P a piece of 16 x 128 logits; K all that is done at a time. `y` is a logit; z = scale * y.
 """
@@ -48,7 +48,7 @@ def obstacle(logits: Float[Array, "*N V"]) -> str | None:
     return None
 
 
-def lie_well(logits: Float[Array, "*N V"]) -> bool:
+def has_default_layout(logits: Float[Array, "*N V"]) -> bool:
     """Whether the kernels take logits of this shape as XLA puts them into memory."""
     last = logits.ndim - 1
     return memory_order(logits)[:-2] == tuple(range(last - 1))
@@ -193,7 +193,7 @@ def _laid_out(logits: Float[Array, "*N V"]) -> tuple[_Plan, Float[Array, "B _ _"
     """The plan, and the logits as the kernels want them: other dims over the same memory, if they lie well."""
     time, vocabulary = logits.shape[-2:]
     y = logits.reshape(-1, time, vocabulary)
-    axis = 1 if lie_well(logits) and memory_order(logits)[-1] != logits.ndim - 1 else 2
+    axis = 1 if has_default_layout(logits) and memory_order(logits)[-1] != logits.ndim - 1 else 2
     rows, row_bytes = _TILE[axis]
     group, width = (_SUBLANES, _LANES) if axis == 2 else (_LANES, _SUBLANES)
     rows, columns = min(rows, round_up(time, group)), min(row_bytes // y.dtype.itemsize, round_up(vocabulary, width))

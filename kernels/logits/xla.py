@@ -1,10 +1,10 @@
 """Statistics of logits and their gradient in plain XLA, on any backend and in whatever order the logits lie in memory.
 
-Accelerators reduce all columns at once, with `merged` for the sum: XLA reads the logits once and makes nothing of their
+Accelerators reduce all columns at once, with `combine` for the sum: XLA reads the logits once and makes nothing of their
 size, however they are laid out. On a CPU such a reduction takes a column at a time, 13 times as long as a loop over
 tiles that stay in a core's cache. The loop leaves out blocks of rows none of which counts.
 
-Formulas: online_softmax.py. Suffixes: N rows, R of a block; V vocabulary, T columns of a tile.
+Formulas: kernels/lm_head/softmax.py. Suffixes: N rows, R of a block; V vocabulary, T columns of a tile.
 """
 
 import jax
@@ -24,7 +24,7 @@ FLOOR = -1e30
 _ROWS, _COLUMNS = 8, 4096  # of a tile on a CPU: 128 KiB in float32
 
 
-def merged(a: Running, b: Running) -> Running:
+def combine(a: Running, b: Running) -> Running:
     """What was seen by one and what was seen by the other."""
     top = jnp.maximum(a.top, b.top)
     sum_e, sum_e_z = jnp.zeros_like(top), jnp.zeros_like(top)
@@ -47,7 +47,7 @@ def sums(
     # The label's z is one more sum: a gather makes XLA copy logits that lie in some other order.
     columns = (jnp.maximum(z, 2 * FLOOR), jnp.ones_like(z), jnp.zeros_like(z), jnp.where(hit, z, 0))
     nothing = tuple(map(jnp.float32, (FLOOR, 0, 0, 0)))
-    return Running(*lax.reduce(columns, nothing, lambda a, b: tuple(merged(Running(*a), Running(*b))), (z.ndim - 1,)))
+    return Running(*lax.reduce(columns, nothing, lambda a, b: tuple(combine(Running(*a), Running(*b))), (z.ndim - 1,)))
 
 
 def gradient(
@@ -104,7 +104,7 @@ def _tile_by_tile(
             top_R = jnp.maximum(z_RT.max(axis=1), FLOOR)
             below_RT = z_RT - top_R[:, None]
             e_RT = jnp.exp(below_RT)
-            return merged(running, Running(top_R, e_RT.sum(axis=1), (e_RT * below_RT).sum(axis=1), label_R))
+            return combine(running, Running(top_R, e_RT.sum(axis=1), (e_RT * below_RT).sum(axis=1), label_R))
 
         zeros_R = vary(jnp.zeros(rows), axes)
         running = lax.fori_loop(0, tiles, tile, Running(zeros_R + FLOOR, zeros_R, zeros_R, zeros_R))

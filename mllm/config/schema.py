@@ -54,15 +54,15 @@ class ModelConfig(Section):
 
 
 class HeadConfig(Section):
-    impl: Literal["reference", "xla", "mosaic_tpu", "mosaic_gpu"] | None = None
+    impl: Literal["full_logits", "xla", "mosaic_tpu", "mosaic_gpu"] | None = None
     """None: the fastest that runs on this device without making [tokens, vocabulary] logits."""
     workspace_mib: int | None = Field(default=None, ge=0)
     """Memory in which the loss may keep logits; 0 computes them twice instead; None: the head chooses."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
-        if self.impl == "reference":
-            self.reject_unused("with impl: reference", "workspace_mib")
+        if self.impl == "full_logits":
+            self.reject_unused("with impl: full_logits", "workspace_mib")
         return self
 
 

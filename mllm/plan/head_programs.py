@@ -1,6 +1,6 @@
-"""Programs of the head for `targets.py` and `listing.py`: what a trainer asks of it, at any size.
+"""Programs of the head for `targets.py`, `listing.py` and `resources.py`: what a trainer calls, at any size.
 
-On a mesh of one chip the head is that of one device; on one with the axes dp, fsdp and tp it is sharded over them.
+On a mesh of one chip the head is not sharded; on a mesh with the axes dp, fsdp and tp it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ Program = tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]
 
 
 def value(mesh: Mesh, **sizes: Any) -> Program:
-    """Log-probability, normaliser and entropy of every token."""
-    options, arguments = _sized(mesh, **sizes)
+    """Log-probability, logsumexp and entropy of every token."""
+    options, arguments = options_and_shapes(mesh, **sizes)
 
     def logprobs(hidden: Array, weight: Array, labels: Array, live: Array, *_: Array) -> Any:
         return token_logprobs(hidden, weight, labels, where=live != 0, **options)
@@ -27,24 +27,27 @@ def value(mesh: Mesh, **sizes: Any) -> Program:
 
 
 def general(mesh: Mesh, *, entropy: bool = False, **sizes: Any) -> Program:
-    """Those, and the gradients of hidden states and weight for any cotangents, if wanted of the entropy, too."""
-    options, arguments = _sized(mesh, **sizes)
+    """The outputs of `value`, and the gradients of hidden states and weight under any cotangents.
+
+    The cotangents are those of log-probability and logsumexp, and with `entropy` of the entropy.
+    """
+    options, arguments = options_and_shapes(mesh, **sizes)
     outputs = 3 if entropy else 2
 
     def gradients(hidden: Array, weight: Array, labels: Array, live: Array, *cotangents: Array) -> Any:
         def statistics(hidden: Array, weight: Array) -> Any:
-            found = tuple(token_logprobs(hidden, weight, labels, where=live != 0, **options))
-            return found[:outputs], found[outputs:]
+            results = tuple(token_logprobs(hidden, weight, labels, where=live != 0, **options))
+            return results[:outputs], results[outputs:]
 
-        found, pull, rest = jax.vjp(statistics, hidden, weight, has_aux=True)
-        return found + rest, pull(cotangents[:outputs])
+        results, pull, rest = jax.vjp(statistics, hidden, weight, has_aux=True)
+        return results + rest, pull(cotangents[:outputs])
 
     return gradients, arguments
 
 
 def loss(mesh: Mesh, *, workspace: int | None = None, entropy: bool = False, **sizes: Any) -> Program:
-    """A policy-gradient loss, with an entropy bonus if wanted, and its gradients of hidden states and weight."""
-    options, arguments = _sized(mesh, **sizes)
+    """A policy-gradient loss, optionally with an entropy bonus, and its gradients by hidden states and weight."""
+    options, arguments = options_and_shapes(mesh, **sizes)
 
     def objective(logprob: Array, tokens_entropy: Array, advantage: Array, old: Array) -> Array:
         ratio = jnp.exp(logprob - old)
@@ -63,7 +66,7 @@ def loss(mesh: Mesh, *, workspace: int | None = None, entropy: bool = False, **s
     return step, arguments
 
 
-def _sized(
+def options_and_shapes(
     mesh: Mesh,
     *,
     tokens: int = 8192,
@@ -74,8 +77,8 @@ def _sized(
     dtype: str | None = None,
     impl: str | None = None,
 ) -> tuple[dict[str, Any], Sequence[jax.ShapeDtypeStruct]]:
-    """Options of the head; and hidden states, weight, labels, and four numbers a token, as they lie on the mesh."""
-    sharding = HeadSharding(mesh) if "tp" in mesh.axis_names else None
+    """The head's options; and hidden states, weight, labels and four numbers for each token, with their shardings."""
+    sharding = HeadSharding(mesh, ("dp", "fsdp"), "tp", "fsdp") if "tp" in mesh.axis_names else None
     hidden_spec = PartitionSpec() if sharding is None else sharding.hidden_spec
     weight_spec = PartitionSpec() if sharding is None else sharding.weight_spec
 

@@ -109,7 +109,7 @@ def test_an_override_replaces_a_setting_or_creates_its_section(write):
         (GRPO, "checkpoint.keep_best=true", "checkpoint.keep_best: needs an eval section"),
         (GRPO, "model.source=null", "model.source: give a local folder or a hub id, or set model.init=random"),
         (GRPO, "model.architecture={hidden_size: 8}", "model.architecture: is not used with init: pretrained"),
-        (GRPO, "head={impl: reference, workspace_mib: 4}", "head.workspace_mib: is not used with impl: reference"),
+        (GRPO, "head={impl: full_logits, workspace_mib: 4}", "head.workspace_mib: is not used with impl: full_logits"),
         (SFT, "grpo.num_generations=2", "grpo: is not used by algorithm: sft"),
         (SFT, "rollout={max_prompt_length: 8, max_completion_length: 8}", "rollout: is not used without an eval"),
         (SFT, "task.name=gsm8k", "task: is not used without an eval section"),

@@ -25,7 +25,7 @@ from lm_head_oracle import (
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
 
-IMPLS = ("reference", "xla")
+IMPLS = ("full_logits", "xla")
 DTYPES = (jnp.float32, jnp.bfloat16)
 SCALES = {"near-uniform": 1.0, "peaked": 30.0, "saturated": 1000.0}
 
@@ -56,9 +56,9 @@ def random_problem(shape: tuple[int, int, int], scale: float = 3.0, dtype: Any =
     return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
 
 
-def planted_problem(dtype: Any, largest: float) -> Problem:
+def planted_problem(dtype: Any, largest: float, shape: tuple[int, int, int] = UNALIGNED) -> Problem:
     """Two rows of three are weight rows scaled up to a logit of `largest`, with and without its label."""
-    hidden, weight, labels = (np.array(x, np.float64) for x in random_problem(UNALIGNED))
+    hidden, weight, labels = (np.array(x, np.float64) for x in random_problem(shape))
     labels = labels.astype(int)
     match = np.random.default_rng(1).integers(0, len(weight), len(hidden))
     planted = np.arange(len(hidden)) % 3 > 0
@@ -68,9 +68,9 @@ def planted_problem(dtype: Any, largest: float) -> Problem:
     return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
 
 
-def tied_problem(dtype: Any, largest: float) -> Problem:
+def tied_problem(dtype: Any, largest: float, shape: tuple[int, int, int] = UNALIGNED) -> Problem:
     """The first, fourth and last rows of weight are the same, and every third hidden row points at them."""
-    hidden, weight, labels = (np.array(x) for x in random_problem(UNALIGNED))
+    hidden, weight, labels = (np.array(x) for x in random_problem(shape))
     weight[0] = weight[-1] = weight[3]
     hidden[::3] = weight[3] * (largest / (weight[3] ** 2).sum())
     labels[::6] = 3

@@ -1,153 +1,19 @@
-"""What the LM head must compute, in float64 NumPy with full logits, and how near an answer has to come.
+"""How near to the oracle (kernels/lm_head/reference.py) an answer of the LM head has to come.
 
-With the scaled logits z = softcap * tanh(hidden @ weight.T / softcap) / temperature (softcap None: no tanh)
-and p = softmax(z), a row with label y has, in nats, logprob = z_y - lse, lse = log sum_v exp(z_v) and entropy
-H = -sum_v p_v log p_v. Cotangents g of the three give
-
-    dz = g_logprob (onehot(y) - p) + g_lse p + g_entropy (-p (log p + H)).
-
-Rows that `where` leaves out are deleted before anything is computed: nothing that they hold can matter.
-Nothing in the oracle is differentiated automatically; tests/kernels/test_lm_head.py checks its formulas against
-central finite differences. `plain`, the ordinary JAX program with full logits, is the yardstick of accuracy.
-Speed, memory and the checking of arguments are left out.
+`plain`, the ordinary JAX program with full logits, is the yardstick of accuracy.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-FLOAT32_EPS = float(np.finfo(np.float32).eps)
+from kernels.lm_head.reference import HAIR, SLACK, Exact, ExactLoss, Objective, exact, exact_loss
 
-# "At most the error of the plain computation, plus a hair": this is the only place where the hair is defined.
-# Two orders of the same sum round differently, so an error may exceed the plain one by this factor ...
-SLACK = 1.25
-# ... and, where the plain computation is right by luck, by so many times the float32 resolution of the
-# result, which is how far it moves when every logit moves by one part in 2^23 (see `Resolution`).
-HAIR = 4.0
-
-
-class Resolution(NamedTuple):
-    """Options far each result moves, at most, when logits and results are rounded to float32 once."""
-
-    logprob: float
-    lse: float
-    entropy: float
-    hidden: float
-    weight: float
-
-
-class Exact(NamedTuple):
-    """Everything that the head returns, in float64; rows that do not count are zero."""
-
-    logprob: Float[np.ndarray, " N"]
-    lse: Float[np.ndarray, " N"]
-    entropy: Float[np.ndarray, " N"]
-    hidden: Float[np.ndarray, "N D"]
-    """The gradient in hidden."""
-    weight: Float[np.ndarray, "V D"]
-    """The gradient in weight."""
-    resolution: Resolution
-
-
-Rows: TypeAlias = Float[np.ndarray, " N"]
-Cotangents: TypeAlias = Callable[[Rows, Rows, Rows], tuple[Any, Any, Any]]
-"""From (logprob, lse, entropy) to the derivatives of a total in each of them, one number a row."""
-
-
-def exact(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    cotangents: Cotangents,
-    *,
-    where: Bool[np.ndarray, " N"] | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-) -> Exact:
-    """The head's outputs and the gradients of any scalar of them; inputs of any dtype count as they are."""
-    live = np.ones(len(labels), bool) if where is None else np.asarray(where, bool)
-    h, w, y = np.asarray(hidden, np.float64)[live], np.asarray(weight, np.float64), np.asarray(labels)[live]
-    rows = np.arange(len(y))
-
-    def put_back(x: np.ndarray) -> np.ndarray:
-        out = np.zeros((len(live), *x.shape[1:]))
-        out[live] = x
-        return out
-
-    raw = h @ w.T
-    capped = raw if softcap is None else softcap * np.tanh(raw / softcap)
-    slope = (np.ones_like(raw) if softcap is None else 1 - np.tanh(raw / softcap) ** 2) / temperature
-    z = capped / temperature
-    top = z.max(axis=1, keepdims=True)
-    lse = top[:, 0] + np.log(np.exp(z - top).sum(axis=1))
-    log_p = z - lse[:, None]
-    p = np.exp(log_p)
-    entropy = -(p * log_p).sum(axis=1)
-    values = put_back(log_p[rows, y]), put_back(lse), put_back(entropy)
-
-    g_logprob, g_lse, g_entropy = (np.asarray(g, np.float64)[live] for g in cotangents(*values))
-    entropy_slope = -p * (log_p + entropy[:, None])
-    dz = (g_lse - g_logprob)[:, None] * p + g_entropy[:, None] * entropy_slope
-    dz[rows, y] += g_logprob
-    draw = dz * slope
-    dh, dw = draw @ w, draw.T @ h
-
-    largest = 1 + np.abs(z).max(initial=0)
-    rounding = Resolution(
-        logprob=largest,
-        lse=largest,
-        entropy=1 + np.abs(entropy_slope * z).sum(axis=1).max(initial=0) + entropy.max(initial=0),
-        hidden=largest * np.abs(dh).max(initial=0),
-        weight=largest * np.abs(dw).max(initial=0),
-    )
-
-    return Exact(*values, put_back(dh), dw, Resolution(*(FLOAT32_EPS * x for x in rounding)))
-
-
-class Objective(NamedTuple):
-    """An elementwise objective, written for jax.numpy and NumPy alike, and its derivatives by hand."""
-
-    value: Callable[..., Any]
-    """(array module, logprob, entropy, *operands) to the value."""
-    slopes: Callable[..., tuple[Any, Any]]
-    """(logprob, entropy, *operands) to the derivatives in logprob and in entropy, in NumPy."""
-    operands: int
-
-    def in_jax(self, logprob: jax.Array, entropy: jax.Array, *operands: jax.Array) -> jax.Array:
-        return self.value(jnp, logprob, entropy, *operands)
-
-
-class ExactLoss(NamedTuple):
-    loss: float
-    resolution: float
-    rows: Exact
-
-
-def exact_loss(
-    hidden: Any, weight: Any, labels: Any, objective: Objective, *operands: Any, weights: Any, **options: Any
-) -> ExactLoss:
-    """sum_i weights_i objective_i over the rows of weight other than zero, and its gradients."""
-    live = np.asarray(weights) != 0
-    w = np.where(live, np.asarray(weights, np.float64), 0)
-    operands = tuple(np.where(live, np.asarray(x, np.float64), 0) for x in operands)
-
-    def cotangents(logprob: Rows, lse: Rows, entropy: Rows) -> tuple[Rows, Rows, Rows]:
-        d_logprob, d_entropy = objective.slopes(logprob, entropy, *operands)
-        return w * d_logprob, 0 * w, w * d_entropy
-
-    rows = exact(hidden, weight, labels, cotangents, where=live, **options)
-    values = w * objective.value(np, rows.logprob, rows.entropy, *operands)
-    g_logprob, _, g_entropy = cotangents(rows.logprob, rows.lse, rows.entropy)
-    resolution = (
-        FLOAT32_EPS * np.abs(values).sum()
-        + rows.resolution.logprob * np.abs(g_logprob).sum()
-        + rows.resolution.entropy * np.abs(g_entropy).sum()
-    )
-    return ExactLoss(float(values.sum()), float(resolution), rows)
+__all__ = ["HAIR", "SLACK", "Exact", "ExactLoss", "Objective", "assert_as_accurate_as_plain", "exact", "exact_loss"]
 
 
 class Plain(NamedTuple):

@@ -54,7 +54,8 @@ def interpreter():
 
 def over(shape, kind=AxisType.Auto, **axes):
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
-    return HeadSharding(Mesh(devices, ("dp", "fsdp", "tp"), axis_types=(kind,) * 3), **axes)
+    layout = {"tokens": ("dp", "fsdp"), "vocabulary": "tp", "features": "fsdp"} | axes
+    return HeadSharding(Mesh(devices, ("dp", "fsdp", "tp"), axis_types=(kind,) * 3), **layout)
 
 
 def general(hidden, weight, operand, weights, scale, labels=LABELS, entropy=True, **options):
@@ -174,7 +175,7 @@ def test_the_mesh_may_be_set_around_the_program(way):
 
 
 def test_full_logits_take_the_layout_too():
-    got = differentiated("general", sharding=over(CUBE), impl="reference")(*ARGUMENTS)
+    got = differentiated("general", sharding=over(CUBE), impl="full_logits")(*ARGUMENTS)
     assert_close(got, of_one_device("general"))
 
 

@@ -1,9 +1,12 @@
-"""The trainer end to end: what stops a run changes nothing of what it ends with, and its folder says all of it."""
+"""The trainer end to end: what stops a run changes nothing of its end, and its folder holds all of its results."""
 
+import json
 import math
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -12,11 +15,13 @@ import jax
 import numpy as np
 import pytest
 from runs import (
+    ROOT,
     arguments,
     assert_same_end,
     changed,
     checkpoints,
     checksums,
+    environment,
     kill,
     newest,
     records,
@@ -27,12 +32,16 @@ from runs import (
 from tensorboardX.proto.event_pb2 import Event
 from tiny import config
 
+import mllm.plan.memory
+import mllm.train.step
 import train
+from mllm import stopwatch
 from mllm.config import load as configs
+from mllm.model.load import Policy
 
 EVEN = "user_rewards:even_characters"
 SETTINGS = {
-    "sft": config("sft", steps=60, checkpoint={"every": 4}, eval={"every": 20}),
+    "sft": config("sft", steps=24, checkpoint={"every": 4}, eval={"every": 8}),
     "grpo": config(
         steps=24,
         grpo={"num_iterations": 2, "beta": 0.1, "reference": "initial"},
@@ -45,7 +54,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The configuration `name` after a run that nothing disturbed."""
+    """Makes the configuration `name` after a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
 
     @cache
@@ -57,18 +66,6 @@ def undisturbed(tmp_path_factory):
     return finished
 
 
-@pytest.fixture
-def again(undisturbed, tmp_path):
-    """A copy of an undisturbed run, to be spoilt."""
-
-    def copy(name):
-        settings = undisturbed(name)
-        shutil.copytree(settings.run_dir, tmp_path / name)
-        return changed(settings, run_dir=str(tmp_path / name))
-
-    return copy
-
-
 def placed(name, tmp_path, **sections):
     return changed(SETTINGS[name], run_dir=str(tmp_path / name), **sections)
 
@@ -77,56 +74,35 @@ def placed(name, tmp_path, **sections):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_run_killed_after_a_checkpoint_ends_as_if_nothing_had_happened(undisturbed, tmp_path, name):
+@pytest.mark.parametrize(("name", "saved"), [("sft", 2), ("grpo", 2), ("grpo", 0)])
+def test_a_killed_run_ends_as_if_nothing_had_happened(undisturbed, tmp_path, name, saved):
     settings = placed(name, tmp_path)
-    process = start(settings, REWARD_SECONDS="0.01")
-    wait(process, lambda: len(checkpoints(settings)) > 1)
+    process = start(settings, REWARD_SECONDS="0.01" if saved else "0.1")
+    wait(process, lambda: len(checkpoints(settings)) >= saved and len(records(settings)) > 1)
     kill(process)
-    assert max(checkpoints(settings)) < settings.steps
+    assert (max(checkpoints(settings), default=0) > 0) == (saved > 0)
     assert run(settings) == 0
     assert_same_end(settings, undisturbed(name))
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_again(undisturbed, tmp_path):
+def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before(undisturbed, tmp_path):
     settings = placed("grpo", tmp_path)
-    process = start(settings, REWARD_SECONDS="0.1")
-    wait(process, lambda: len(records(settings)) > 1)
-    kill(process)
-    assert checkpoints(settings) == []
+    shutil.copytree(undisturbed("grpo").run_dir, settings.run_dir)
+    shutil.rmtree(Path(settings.run_dir, "checkpoints", str(settings.steps), "params"))
     assert run(settings) == 0
     assert_same_end(settings, undisturbed("grpo"))
 
 
-def test_a_run_killed_while_it_compiles_begins_again(undisturbed, tmp_path):
-    settings = placed("sft", tmp_path)
-    process = start(settings)
-    wait(process, lambda: Path(settings.run_dir, "metrics.jsonl").exists())
-    kill(process)
-    assert records(settings) == []
-    assert run(settings) == 0
-    assert_same_end(settings, undisturbed("sft"))
+# A run that is told to stop
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(undisturbed, again, name):
-    settings = again(name)
-    shutil.rmtree(Path(settings.run_dir, "checkpoints", str(settings.steps), "params"))
-    assert run(settings) == 0
-    assert_same_end(settings, undisturbed(name))
-
-
-# A run that is asked to stop
-
-
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_the_same_command_resumes(undisturbed, tmp_path, number, exit_code):
+def test_a_signal_saves_and_the_same_command_resumes(undisturbed, tmp_path):
     settings = placed("grpo", tmp_path, checkpoint={"every": None})
     process = start(settings, REWARD_SECONDS="0.03")
     wait(process, lambda: len(records(settings)) > 1)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=120)
-    assert process.returncode == exit_code
+    assert process.returncode == 143
     (stopped,) = checkpoints(settings)
     assert stopped % settings.grpo.num_iterations == 0
     assert 0 < stopped < settings.steps
@@ -138,24 +114,30 @@ def test_a_signal_saves_and_the_same_command_resumes(undisturbed, tmp_path, numb
     assert_same_end(settings, undisturbed("grpo"))
 
 
-@pytest.mark.parametrize("phase", ["rollout", "reward", "eval"])
-def test_a_signal_in_the_middle_of_a_step_saves_the_last_whole_one(undisturbed, tmp_path, monkeypatch, phase):
+@pytest.mark.parametrize(
+    ("phase", "number", "exit_code"),
+    [("rollout", signal.SIGTERM, 143), ("reward", signal.SIGINT, 130), ("eval", signal.SIGTERM, 143)],
+)
+def test_a_signal_within_a_step_saves_the_last_complete_one(
+    undisturbed, tmp_path, monkeypatch, phase, number, exit_code
+):
     settings = placed("grpo", tmp_path, checkpoint={"every": None})
     entered = []
 
-    class Signalled(train.Stopwatch):
+    class Signalled(stopwatch.Stopwatch):
         def phase(self, name):
             entered.append(name)
             if name == phase and entered.count("rollout") == (4 if name == "eval" else 5):
-                signal.raise_signal(signal.SIGTERM)
-                time.sleep(0.1)  # for whoever hears it
+                signal.raise_signal(number)
+                time.sleep(0.1)  # for the thread that hears it
             return super().phase(name)
 
-    monkeypatch.setattr(train, "Stopwatch", Signalled)
-    assert run(settings) == 143
+    monkeypatch.setattr(stopwatch, "Stopwatch", Signalled)
+    assert run(settings) == exit_code
     assert entered[-1] == phase
     assert checkpoints(settings) == [8]
     assert records(settings)[-1]["step"] == (7 if phase == "eval" else 8)
+    assert (newest(settings).pending_evaluation is not None) == (phase == "eval")
     monkeypatch.undo()
     assert run(settings) == 0
     assert_same_end(settings, undisturbed("grpo"))
@@ -169,41 +151,50 @@ def test_the_command_of_a_finished_run_trains_nothing_and_prints_the_summary_aga
     settings = undisturbed(name)
     before = checksums(Path(settings.run_dir))
     assert run(settings) == 0
-    summary = capsys.readouterr().out
-    assert f"step {settings.steps}" in summary
-    assert str(Path(settings.run_dir, "metrics.jsonl")) in summary
+    printed = capsys.readouterr()
+    assert f"step {settings.steps}" in printed.out
+    assert str(Path(settings.run_dir, "metrics.jsonl")) in printed.out
+    (line,) = [line for line in printed.err.splitlines() if "parameters" in line]
+    assert line == (
+        "1 of 8 devices (cpu); mesh dp 1, fsdp 1, tp 1; 27,040 parameters in float32; "
+        "head xla (no TPU or Hopper GPU here); attention xla (no kernel for cpu devices); resumed from step 24"
+    )
     after = checksums(Path(settings.run_dir))
     assert {path: after.get(path) for path in before} == before
     assert all(path.startswith("tensorboard/") for path in after.keys() - before.keys())
 
 
-def test_more_steps_continue_a_run_of_constant_learning_rate(again):
-    settings = again("sft")
-    longer = changed(settings, steps=64)
+def test_a_run_with_more_steps_ends_as_if_it_had_had_them_from_the_beginning(undisturbed, tmp_path, capsys):
+    settings = placed("sft", tmp_path)
+    assert run(changed(settings, steps=16)) == 0
+    assert "from the beginning" in capsys.readouterr().err
     before = records(settings)
-    assert run(longer) == 0
-    assert records(longer)[: len(before)] == before
-    assert [record["step"] for record in records(longer)[len(before) :]] == [61, 62, 63, 64]
-    assert newest(longer).step == 64
-    assert configs.load(f"{longer.run_dir}/config.yaml") == longer
+    assert run(settings) == 0
+    assert records(settings)[: len(before)] == before
+    assert configs.load(f"{settings.run_dir}/config.yaml") == settings
+    assert_same_end(settings, undisturbed("sft"))
 
 
-def test_more_steps_end_where_a_run_of_so_many_steps_ends(undisturbed, tmp_path):
-    short = placed("sft", tmp_path, steps=52)
-    assert run(short) == 0
-    assert run(changed(short, steps=60)) == 0
-    longer, whole = newest(short), newest(undisturbed("sft"))
-    assert longer.position == whole.position
-    for leaf, same in zip(jax.tree.leaves(longer.state), jax.tree.leaves(whole.state), strict=True):
-        np.testing.assert_array_equal(leaf, same)
+# Parameters
 
 
-# Two heads
+def test_the_initial_parameters_are_loaded_once_and_only_where_they_are_needed(tmp_path, monkeypatch):
+    loads, load = [], Policy.initial_params
+
+    def counted(policy):
+        loads.append(policy)
+        return load(policy)
+
+    monkeypatch.setattr(Policy, "initial_params", counted)
+    for name, steps, count in (("sft", 1, 1), ("sft", 2, 0), ("grpo", 2, 1), ("grpo", 4, 1)):
+        loads.clear()
+        assert run(placed(name, tmp_path, steps=steps)) == 0
+        assert len(loads) == count, (name, steps)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_training_with_full_logits_gives_the_same_metrics_to_rounding(undisturbed, tmp_path, name):
-    settings = placed(name, tmp_path, steps=6, head={"impl": "reference"})
+    settings = placed(name, tmp_path, steps=4, head={"impl": "full_logits"})
     assert run(settings) == 0
     for one, other in zip(records(settings), records(undisturbed(name)), strict=False):
         # The shorter run evaluates at its end.
@@ -217,66 +208,22 @@ def test_training_with_full_logits_gives_the_same_metrics_to_rounding(undisturbe
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_folder_holds_the_resolved_configuration(undisturbed, name):
+def test_the_folder_holds_the_configuration_and_the_lines_of_every_step(undisturbed, name):
     settings = undisturbed(name)
     assert configs.load(f"{settings.run_dir}/config.yaml") == settings
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_every_step_has_a_line_of_metrics_and_one_of_timings(undisturbed, name):
-    settings = undisturbed(name)
-    steps = list(range(1, settings.steps + 1))
-    assert [record["step"] for record in records(settings)] == [0, *steps]
+    steps, lines = list(range(1, settings.steps + 1)), records(settings)
+    assert [line["step"] for line in lines] == [0, *steps]
+    assert all(math.isfinite(line["loss"]) for line in lines[1:])
+    evaluated = [line["step"] for line in lines if "eval/greedy_accuracy" in line]
+    assert evaluated == list(range(0, settings.steps + 1, settings.eval.every))
     timings = records(settings, "timings.jsonl")
     assert [record["step"] for record in timings] == steps
     assert {"time/update", "tokens_per_second", "memory/peak_bytes"} <= timings[0].keys()
-    assert all(math.isfinite(record["loss"]) for record in records(settings)[1:])
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_evaluation_comes_first_every_so_many_steps_and_last(undisturbed, name):
-    settings = undisturbed(name)
-    evaluated = [record["step"] for record in records(settings) if "eval/greedy_accuracy" in record]
-    assert evaluated == list(range(0, settings.steps + 1, settings.eval.every))
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_newest_checkpoints_are_kept(undisturbed, name):
-    settings = undisturbed(name)
-    assert checkpoints(settings) == [settings.steps - settings.checkpoint.every, settings.steps]
-
-
-def test_sft_lowers_the_loss(undisturbed):
-    losses = [record["loss"] for record in records(undisturbed("sft"))[1:]]
-    assert losses[-1] < losses[0] / 3
-
-
-def test_every_completion_of_a_rollout_is_in_the_samples(undisturbed):
-    settings = undisturbed("grpo")
-    samples = records(settings, "samples.jsonl")
-    rollouts = range(1, settings.steps + 1, settings.grpo.num_iterations)
-    assert [sample["step"] for sample in samples] == [step for step in rollouts for _ in range(settings.batch_size)]
-    assert set(samples[0]) == {"step", "prompt", "completion", "rewards", "advantage"}
-    for line in records(settings)[1:]:
-        if line["step"] in rollouts:
-            rewards = [sample["rewards"][EVEN] for sample in samples if sample["step"] == line["step"]]
-            assert np.mean(rewards) == pytest.approx(line["reward"])
-
-
-def test_fewer_samples_are_logged_on_request(tmp_path):
-    settings = placed("grpo", tmp_path, steps=2, log={"samples": 3})
-    assert run(settings) == 0
-    assert len(records(settings, "samples.jsonl")) == 3
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_tensorboard_gets_what_the_metrics_say(undisturbed, name):
-    settings = undisturbed(name)
     drawn = scalars(Path(settings.run_dir, "tensorboard"))
-    for record in records(settings):
+    for line in lines:
         for key in ("loss", "eval/greedy_accuracy"):
-            if key in record:
-                assert drawn[key, record["step"]] == pytest.approx(record[key])
+            if key in line:
+                assert drawn[key, line["step"]] == pytest.approx(line[key])
     assert ("time/update", settings.steps) in drawn
 
 
@@ -293,25 +240,50 @@ def scalars(folder: Path) -> dict[tuple[str, int], float]:
     return found
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_newest_checkpoints_are_kept_with_their_evaluation(undisturbed, name):
+    settings = undisturbed(name)
+    assert checkpoints(settings) == [settings.steps - settings.checkpoint.every, settings.steps]
+    document = Path(settings.run_dir, "checkpoints", str(settings.steps), "document", "metadata")
+    assert json.loads(document.read_text())["best"] == records(settings)[-1]["eval/greedy_accuracy"]
+
+
+def test_sft_lowers_the_loss(undisturbed):
+    losses = [record["loss"] for record in records(undisturbed("sft"))[1:]]
+    assert losses[-1] < losses[0] / 2
+
+
+def test_every_completion_of_a_rollout_is_in_the_samples(undisturbed):
+    settings = undisturbed("grpo")
+    samples = records(settings, "samples.jsonl")
+    rollouts = range(1, settings.steps + 1, settings.grpo.num_iterations)
+    assert [sample["step"] for sample in samples] == [step for step in rollouts for _ in range(settings.batch_size)]
+    assert set(samples[0]) == {"step", "prompt", "completion", "rewards", "advantage"}
+    for line in records(settings)[1:]:
+        if line["step"] in rollouts:
+            rewards = [sample["rewards"][EVEN] for sample in samples if sample["step"] == line["step"]]
+            assert np.mean(rewards) == pytest.approx(line["reward"])
+
+
 # Rewards and data that give less than was asked
 
 
 def test_rewards_that_raise_or_hang_are_counted_and_training_goes_on(tmp_path):
     names = ["user_rewards:fussy", "user_rewards:slow_at_times"]
     rewards = {"rewards": [{"name": name} for name in names], "reward_timeout": 0.5, "max_failed_groups": 1}
-    settings = placed("grpo", tmp_path, steps=2, task=rewards)
+    settings = placed("grpo", tmp_path, steps=2, task=rewards, log={"samples": 6})
     assert run(settings) == 0
     first = records(settings)[1]
     samples = records(settings, "samples.jsonl")
+    assert len(samples) == 6
     for name, kind in zip(names, ("raised", "timed_out"), strict=True):
         failed = sum(sample["rewards"][name] is None for sample in samples)
-        assert 0 < failed < len(samples)
-        assert first[f"rewards/{name}/{kind}"] == failed
+        assert 0 < failed <= first[f"rewards/{name}/{kind}"] < settings.batch_size
     assert all(math.isfinite(record["loss"]) and not record["skipped"] for record in records(settings)[1:])
 
 
-def test_data_that_ends_before_the_steps_ends_the_run_in_good_order(tmp_path, capsys):
-    settings = placed("sft", tmp_path, data={"epochs": 2})
+def test_data_that_ends_before_the_steps_ends_the_run(tmp_path, capsys):
+    settings = placed("sft", tmp_path, steps=60, data={"epochs": 2})
     assert run(settings) == 0
     lines = records(settings)
     assert 0 < lines[-1]["step"] < settings.steps
@@ -323,7 +295,10 @@ def test_data_that_ends_before_the_steps_ends_the_run_in_good_order(tmp_path, ca
     assert records(settings) == lines
 
 
-def test_an_update_that_is_not_finite_is_skipped_counted_and_its_batch_kept(tmp_path):
+# Skipped updates
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_its_batch_kept(tmp_path):
     # The first update throws the parameters out of float32's range, the others can't be computed.
     settings = placed("sft", tmp_path, steps=3, optimizer={"learning_rate": 9e18})
     assert run(settings) == 0
@@ -335,17 +310,61 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_its_batch_kept(tmp_
     with np.load(folder / "step_2.npz") as batch:
         assert batch["tokens"].shape == (settings.batch_size, settings.data.max_length)
         assert batch["weights"].sum() == pytest.approx(1)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(newest(settings).state.params))
+        assert (batch["step"], batch["seed"]) == (2, settings.seed)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(newest(settings).train.params))
+
+
+def test_only_updates_that_are_skipped_without_a_break_stop_the_run_also_across_a_resume(tmp_path, monkeypatch, capsys):
+    skipped_steps = {2, 3, 5, 6, 8, 9, 10}
+    make_train_step = mllm.train.step.make_train_step
+
+    def make_marking_step(*args, **options):
+        train_step = make_train_step(*args, **options)
+
+        def marked(state, batch):
+            state, metrics = train_step(state, batch)
+            return state, {**metrics, "skipped": float(int(state.step) in skipped_steps)}
+
+        return marked
+
+    monkeypatch.setattr(mllm.train.step, "make_train_step", make_marking_step)
+    settings = placed("sft", tmp_path, optimizer={"max_skipped": 2}, checkpoint={"every": 3})
+    for steps in (5, 9):  # the run is resumed after one, and after two skipped updates
+        assert run(changed(settings, steps=steps)) == 0
+        assert newest(settings).skipped_in_a_row == {5: 1, 9: 2}[steps]
+    capsys.readouterr()
+    assert run(settings) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: optimizer.max_skipped: the last 3 updates were not finite and skipped; ")
+    assert error.endswith(
+        "step_10.npz, and tools/replay.py looks into it (saved after step 10: the same command resumes)"
+    )
 
 
 # The command line
 
 
-def test_help_says_how_to_call_it(capsys):
-    with pytest.raises(SystemExit) as leaving:
-        train.main(["--help"])
-    assert leaving.value.code == 0
-    assert "key.sub=value" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("options", "exit_code"), [(["--print-config"], 0), (["--help"], 0), (["stepz=3"], 2), (["--config"], 2)]
+)
+def test_the_command_line_and_the_configuration_are_handled_before_anything_heavy_is_imported(options, exit_code):
+    program = (
+        "import atexit, sys, train\n"
+        "atexit.register(lambda: print('imported:', *{name.split('.')[0] for name in sys.modules}))\n"
+        "sys.exit(train.main(sys.argv[1:]))"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", program, "--config", "tiny_sft.yaml", *options],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == exit_code
+    text, modules = process.stdout.split("imported:")
+    assert {"jax", "numpy", "transformers", "orbax", "flax", "grain", "kernels"}.isdisjoint(modules.split())
+    assert process.stderr.count("error: ") == (exit_code == 2)
+    assert ("key.sub=value" in text) == ("--help" in options)
 
 
 def test_a_model_that_is_too_large_for_memory_is_one_line(tmp_path, capsys):
@@ -359,10 +378,7 @@ def test_a_model_that_is_too_large_for_memory_is_one_line(tmp_path, capsys):
 
 
 def test_ctrl_c_before_training_is_no_traceback(tmp_path, monkeypatch, capsys):
-    def interrupted(*_):
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(train, "plan", interrupted)
+    monkeypatch.setattr(mllm.plan.memory, "plan", lambda *_: signal.raise_signal(signal.SIGINT))
     assert train.main([*arguments(placed("sft", tmp_path)), "--plan"]) == 130
     assert capsys.readouterr().err == ""
 
@@ -376,8 +392,8 @@ def test_the_printed_configuration_loads_again(tmp_path, capsys):
     assert not Path(settings.run_dir).exists()
 
 
-def test_an_evaluation_between_two_updates_of_a_rollout_stands_at_its_own_step_alone(tmp_path):
-    settings = changed(SETTINGS["grpo"], run_dir=str(tmp_path / "run"), steps=6, eval={"every": 3})
+def test_an_evaluation_between_two_updates_of_a_rollout_is_logged_at_its_own_step_alone(tmp_path):
+    settings = placed("grpo", tmp_path, steps=6, eval={"every": 3})
     assert run(settings) == 0
-    evaluated = [r["step"] for r in records(settings, "metrics.jsonl") if "eval/greedy_accuracy" in r]
+    evaluated = [line["step"] for line in records(settings) if "eval/greedy_accuracy" in line]
     assert evaluated == [0, 3, 6]

@@ -1,0 +1,70 @@
+"""Meshes with Explicit axes, as JAX makes them by default: array types say how arrays are laid out, and each operation
+must say how its result is.
+
+The head's loops and gathers don't. So the head runs with all axes in Auto mode, between two changes of layout
+(`jax.sharding.auto_axes`), and takes from the types what a caller would otherwise say by `HeadSharding`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, PartitionSpec
+from jaxtyping import Array
+
+from kernels.lm_head.sharded import HeadSharding
+
+
+def run_on_mesh(
+    function: Callable[..., Any],
+    sharding: HeadSharding | None,
+    arrays: Sequence[Array],
+    out_specs: Callable[[PartitionSpec], Any],
+) -> Any:
+    """`function(sharding, *arrays)`, in Auto mode if a mesh with Explicit axes is set or is in the arrays' types.
+
+    `arrays` begins with hidden [*N, D] and weight [V, D]. `out_specs` takes the spec of an array [*N] to those of the
+    results. Without a sharding, `function` gets the one that the types have.
+    """
+    mesh = _explicit_mesh(arrays)
+    if mesh is None:
+        return function(None if sharding is None else sharding.in_auto_mode(), *arrays)
+    if sharding is not None and sharding.mesh.shape != mesh.shape:
+        raise ValueError(f"sharding: its mesh {dict(sharding.mesh.shape)} is not the arguments' {dict(mesh.shape)}")
+    hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in arrays[:2])
+    if sharding is None or not sharding.names_axes:
+        sharding = _sharding_of(mesh if sharding is None else sharding.mesh, hidden_spec, weight_spec)
+        tokens = PartitionSpec(*hidden_spec[:-1])
+    else:
+        tokens = PartitionSpec(sharding.tokens, *[None] * (arrays[0].ndim - 2))
+    run = jax.sharding.auto_axes(
+        functools.partial(function, sharding.in_auto_mode()), axes=mesh.explicit_axes, out_sharding=out_specs(tokens)
+    )
+    # Outside of `jit`, JAX would not change the axes' mode.
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(run)(*arrays)
+
+
+def _explicit_mesh(arrays: Sequence[Array]) -> AbstractMesh | None:
+    """The mesh with Explicit axes that is set, or that one of the arrays' types names."""
+    meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays))
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+
+
+def _sharding_of(mesh: Any, hidden: PartitionSpec, weight: PartitionSpec) -> HeadSharding:
+    """The layout that the types of hidden [*N, D] and weight [V, D] say.
+
+    Where the vocabulary is spread over an axis of the tokens, the weight's features are spread over that axis instead,
+    which is one all-to-all of the weight.
+    """
+    tokens = tuple(axis for entry in hidden[:-1] for axis in _axes(entry))
+    vocabulary, features = (next(iter(_axes(entry)), None) for entry in weight)
+    if vocabulary in tokens:
+        vocabulary, features = None, vocabulary
+    return HeadSharding(mesh, tokens, vocabulary, features)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one dim of a spec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

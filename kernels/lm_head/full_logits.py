@@ -1,0 +1,102 @@
+"""The head with full logits: the strongest plain program, and the baseline that the fused engines are compared with.
+
+The products' operands have the compute dtype and their sums float32. The logits [N, V] are stored once, in float32, and
+read by the softmax and by backward, which writes their derivative in the compute dtype (over them, if that is float32):
+3 matrix products. The label's logit is gathered. The entropy is one more sum over the logits, which XLA leaves out of a
+program that doesn't use it; its derivative is computed only where the objective has one. Runs only when asked for by
+name, takes no workspace, and rows that don't count cost as much as the others.
+
+Suffixes: N rows, D features, V vocabulary. `y` is the product of hidden states and weight, `z` the logits: y after
+softcap and temperature.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from kernels.lm_head.contract import (
+    Gradients,
+    Inputs,
+    Objective,
+    Options,
+    Terms,
+    TokenLogprobs,
+    gradient_dtypes,
+    local_labels,
+    loss_slopes,
+    number_of_columns,
+)
+from kernels.lm_head.softmax import FLOOR, MASKED, Running, Softmax, combine_over_axis, finish
+
+
+def obstacle(inputs: Inputs, options: Options) -> None:
+    """Nothing keeps it from running."""
+
+
+def statistics(inputs: Inputs, options: Options) -> Softmax:
+    return forward(inputs, options)[0]
+
+
+def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "N V"]]:
+    """The statistics and y."""
+    y_NV = _dot(options, _live_hidden(inputs), inputs.weight, (1, 1))
+    z_NV = _logits(inputs, options, y_NV)
+    top_N = jnp.maximum(z_NV.max(axis=1), FLOOR)  # a shard may have no column of the vocabulary
+    below_NV = z_NV - top_N[:, None]
+    e_NV = jnp.exp(below_NV)
+    label_N = local_labels(inputs)
+    label_z_N = jnp.take_along_axis(z_NV, jnp.maximum(label_N, 0)[:, None], axis=1)[:, 0]
+    running = Running(top_N, e_NV.sum(axis=1), (e_NV * below_NV).sum(axis=1), jnp.where(label_N < 0, 0, label_z_N))
+    if options.vocabulary_axis is not None:
+        running = combine_over_axis(running, options.vocabulary_axis)
+    return jax.tree.map(lambda x: jnp.where(inputs.live, x, 0), finish(running)), y_NV
+
+
+def gradients(
+    inputs: Inputs, softmax: Softmax, y_NV: Float[Array, "N V"], slopes: TokenLogprobs, options: Options
+) -> Gradients:
+    """The products of `dz = p (g_lse - g_logprob - g_entropy (log p + H)) + g_logprob onehot` with W and hidden."""
+    logprob_N1, lse_N1, entropy_N1 = (jnp.where(inputs.live, x, 0)[:, None] for x in slopes)
+    z_NV, pull = jax.vjp(lambda y_NV: _logits(inputs, options, y_NV), y_NV)
+    log_p_NV = (z_NV - softmax.top[:, None]) - softmax.log_sum_e[:, None]
+    by_p_NV = lse_N1 - logprob_N1
+    if options.entropy_slopes:
+        by_p_NV -= entropy_N1 * (log_p_NV + softmax.entropy[:, None])
+    # XLA fuses the comparison with what follows; a scatter would be one more pass.
+    hit_NV = lax.broadcasted_iota(jnp.int32, y_NV.shape, 1) == local_labels(inputs)[:, None]
+    (dy_NV,) = pull(jnp.exp(log_p_NV) * by_p_NV + jnp.where(hit_NV, logprob_N1, 0))
+    dy_NV = dy_NV.astype(options.dtype)
+    dh_dtype, dw_dtype = gradient_dtypes(inputs, options)
+    dh = _dot(options, dy_NV, inputs.weight, (1, 0)).astype(dh_dtype) if options.wants_hidden else None
+    dw = _dot(options, dy_NV, _live_hidden(inputs), (0, 0)).astype(dw_dtype) if options.wants_weight else None
+    return dh, dw
+
+
+def loss_and_gradients(
+    inputs: Inputs, objective: Objective, terms: Terms, options: Options
+) -> tuple[Softmax, Gradients]:
+    softmax, y_NV = forward(inputs, options)
+    slopes = loss_slopes(objective, inputs.live, softmax.outputs(), terms)
+    return softmax, gradients(inputs, softmax, y_NV, slopes, options)
+
+
+def _live_hidden(inputs: Inputs) -> Float[Array, "N D"]:
+    """Hidden states, 0 at rows that don't count, which may hold anything."""
+    return jnp.where(inputs.live[:, None], inputs.hidden, 0)
+
+
+def _logits(inputs: Inputs, options: Options, y_NV: Float[Array, "N V"]) -> Float[Array, "N V"]:
+    capped_NV = y_NV if options.softcap is None else options.softcap * jnp.tanh(y_NV / options.softcap)
+    z_NV = capped_NV / inputs.temperature
+    if inputs.columns is None:
+        return z_NV
+    column_NV = lax.broadcasted_iota(jnp.int32, y_NV.shape, 1)
+    return jnp.where(column_NV < number_of_columns(inputs), z_NV, MASKED)
+
+
+def _dot(options: Options, a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "_ _"]:
+    precision = lax.Precision.HIGHEST if options.dtype == jnp.float32 else None
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    a, b = a.astype(options.dtype), b.astype(options.dtype)
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)

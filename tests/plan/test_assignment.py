@@ -1,0 +1,118 @@
+"""The compiler's account of memory: how it is read, that it agrees with the compiled program, and who stops it."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from mllm.config import load as configs
+from mllm.parallel.mesh import AXES
+from mllm.plan import assignment, memory, targets
+from mllm.plan import head_programs as head
+from mllm.plan.programs import Programs
+
+REPORT = """Memory Space: default (color=0)
+Total bytes: 1000 (1000B)
+Memory Space: vmem (color=1)
+Total bytes: 7 (7B)
+"""
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 100, parameter 1, shape |f32[25]| at ShapeIndex {}:
+ value: <7 x.1 @0> (size=100,offset=0): f32[25]{0}
+allocation 1: size 300, output shape is |f32[75]|, maybe-live-out, parameter 0, shape |f32[75]| at ShapeIndex {}:
+allocation 2: size 600, preallocated-temp:
+ value: <5 y @0> (size=600,offset=0): f32[150]{0}
+allocation 3: size 7, color 1, preallocated-temp:
+"""
+
+
+def test_the_account_has_arguments_temporaries_and_the_peak_in_hbm():
+    assert assignment.account(REPORT, ASSIGNMENT) == assignment.Account(arguments=400, temporaries=600, peak=1000)
+
+
+def test_the_compiler_s_process_ends_with_its_parent_and_removes_its_folder(tmp_path):
+    program = tmp_path / "program.py"
+    noted, folder = tmp_path / "pid", tmp_path / "temporary"
+    program.write_text(f"import os, time\nopen({str(noted)!r}, 'x').write(f'{{os.getpid()}} ')\ntime.sleep(300)\n")
+    folder.mkdir()
+    code = f"from mllm.plan import assignment; assignment.read('v6e', {str(program)!r} + ':program', {{}})"
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(folder)})
+    try:
+        wait_until(lambda: noted.exists() and noted.read_text().endswith(" "))
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        wait_until(lambda: not is_running(int(noted.read_text())))
+        assert list(folder.iterdir()) == []
+    finally:
+        parent.kill()
+
+
+def wait_until(condition, seconds=100):
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
+class TestByTheTpuCompiler:
+    def test_the_account_is_what_the_compiled_program_says(self):
+        sizes = {"tokens": 1024, "features": 256, "vocabulary": 4096}
+        found = assignment.read("v6e", "mllm.plan.head_programs:loss", {"chip": 1}, **sizes)
+        mesh = targets.mesh("v6e")
+        whole = targets.memory(targets.compiled(*head.loss(mesh, **sizes), mesh))
+        assert found.arguments == whole["argument"]
+        assert found.peak == pytest.approx(whole["peak"], abs=2**19)
+
+    def test_results_that_take_an_argument_s_place_count_once(self):
+        config = tiny.config(rollout={"batch_size": 64, "max_prompt_length": 64, "max_completion_length": 64})
+        mesh = targets.mesh("v6e", (1, 1, 1), AXES)
+        settings = {"config": config.model_dump(mode="json"), "name": "decode"}
+        chunk = assignment.read("v6e", "mllm.plan.programs:program", mesh.shape, **settings)
+        cache = memory.on_device(Programs(config, mesh).cache())
+        assert chunk.arguments > cache
+        assert chunk.peak - chunk.arguments - chunk.temporaries < cache / 10
+
+    @pytest.mark.slow
+    def test_a_program_that_is_too_large_has_an_account_too(self):
+        sizes = {"tokens": 2**16, "features": 512, "vocabulary": 151936, "impl": "full_logits"}
+        found = assignment.read("v6e", "mllm.plan.head_programs:loss", {"chip": 1}, **sizes)
+        assert found.temporaries > 4 * 2**16 * 151936 > targets.HBM["v6e"]
+
+    @pytest.mark.parametrize("chip", targets.HBM)
+    def test_devices_have_the_memory_that_the_compiler_grants(self, chip):
+        mesh = targets.mesh(chip)
+        shape = jax.ShapeDtypeStruct((2**20, 2**17), np.float32)
+        limit = rf"exceeds available HBM \({targets.HBM[chip] / 2**30:.2f}G\)"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=limit):
+            targets.compiled(lambda x: jax.lax.sort(2 * x, dimension=0), (shape,), mesh)
+
+    def test_a_slice_that_does_not_exist_or_is_too_small_is_refused(self):
+        with pytest.raises(ValueError, match="of v6e there are 1x1, 2x2, 2x4, 4x4"):
+            targets.mesh("v6e:3x5")
+        with pytest.raises(ValueError, match=r"has 4 devices, a mesh of \(1, 8, 1\) needs 8"):
+            targets.mesh("v6e:2x2", (1, 8, 1), AXES)
+
+    @pytest.mark.slow
+    def test_a_run_is_planned_for_a_slice_that_is_not_there(self):
+        config = configs.load("qwen25_0p5b_grpo.yaml", ["mesh.fsdp=8"])
+        told = []
+        memory.plan(config, "v6e:2x4", told.append)
+        assert told[0].startswith("v6e:2x4: mesh dp 1, fsdp 8, tp 1, 8 of 8 devices, 31.25 GiB each")
+        assert any(line.startswith("fits: ") for line in told)
