@@ -22,14 +22,13 @@ import grain
 import numpy as np
 from grain.experimental import FirstFitPackIterDataset, ThreadPrefetchIterDataset
 from jaxtyping import Int32
-from transformers import PreTrainedTokenizerBase
 
 from mllm.config.schema import DataConfig
 from mllm.data.batch import Batch, padded_length
 from mllm.data.records import Records, chat, hub_rows, json_lines
 from mllm.data.tasks import MOST_PROBLEMS, Example, Task, permuted
 from mllm.errors import UserError
-from mllm.model.tokenizer import Message, encode_example, encode_prompt
+from mllm.model.tokenizer import Message, Tokenizer, encode_example, encode_prompt
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ class DataIterator(Generic[T]):
 
 def sft_batches(
     config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     task: Task | None = None,
     batch_size: int,
@@ -159,7 +158,7 @@ def sft_batches(
 
 def prompt_batches(
     task: Task,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     prompts_per_step: int,
     max_prompt_length: int,
@@ -234,7 +233,7 @@ def assemble(packs: dict[str, np.ndarray], rows: slice) -> tuple[Batch, int]:
     return Batch(*ours), int(segments.max(axis=1).sum())
 
 
-def read_documents(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Document], Counts]:
+def read_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[list[Document], Counts]:
     """All examples of a file or hub id, tokenized."""
     documents: list[Document] = []
     skipped: list[UserError] = []
@@ -270,9 +269,7 @@ def records(config: DataConfig) -> Records:
     return hub_rows(config.source, config.subset, config.split, "data.source")
 
 
-def tokenize(
-    tokenizer: PreTrainedTokenizerBase, max_length: int, place: str, messages: Sequence[Message]
-) -> tuple[Document, bool]:
+def tokenize(tokenizer: Tokenizer, max_length: int, place: str, messages: Sequence[Message]) -> tuple[Document, bool]:
     """The chat as a document of at most `max_length` tokens, and whether that is all of it."""
     try:
         ids, said = encode_example(tokenizer, messages)
@@ -285,7 +282,7 @@ def tokenize(
     return document, len(ids) <= max_length
 
 
-def solved(task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int, index: int) -> Document:
+def solved(task: Task, tokenizer: Tokenizer, max_length: int, index: int) -> Document:
     """Training problem `index` of the task and its solution."""
     example = task.train[index]
     place = f"{task.name}[{index}]"
@@ -295,7 +292,7 @@ def solved(task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int, inde
     return tokenize(tokenizer, max_length, place, messages)[0]
 
 
-def asked(task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int, index: int) -> tuple[Example, list[int]]:
+def asked(task: Task, tokenizer: Tokenizer, max_length: int, index: int) -> tuple[Example, list[int]]:
     """Training problem `index` of the task, and the tokens of its prompt."""
     example = task.train[index]
     try:

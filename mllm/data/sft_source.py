@@ -4,13 +4,33 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
+from mllm.config.schema import Config
 from mllm.data.batch import Batch
-from mllm.data.pipeline import DataIterator
+from mllm.data.pipeline import DataIterator, sft_batches
 from mllm.data.source import Step
-from mllm.model.decoder import Params
+from mllm.data.tasks import Task
+from mllm.model.layout import Params
+from mllm.model.load import Policy
 from mllm.parallel.processes import ALL_ROWS, RowShare
 from mllm.stopwatch import Stopwatch
+
+
+def make_sft_source(config: Config, policy: Policy, mesh: Mesh, task: Task | None) -> "SftSource":
+    """The source of a run; `task` is needed where `data.source` is `task`. UserError as for `sft_batches`."""
+    assert config.data is not None
+    rows = RowShare.of_mesh(mesh)
+    batches = sft_batches(
+        config.data,
+        policy.tokenizer,
+        task=task,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        process_index=rows.index,
+        process_count=rows.count,
+    )
+    return SftSource(batches, rows)
 
 
 class SftSource:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mllm.data.batch import Batch
-from mllm.model.decoder import Params
+from mllm.model.layout import Params
 from mllm.stopwatch import Stopwatch
 
 
@@ -19,7 +19,8 @@ class Step:
 
     batch: Batch
     """This process's rows in numpy, or all rows in JAX's arrays."""
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
+    """Numbers by name, under TRL's names."""
     samples: list[dict[str, Any]]
     """Lines of samples.jsonl (prompt, completion, rewards), from all processes, as the metrics are."""
     tokens: int

@@ -1,22 +1,86 @@
-"""How one model is laid out on a mesh: the table of logical axes, bound to the model's sizes."""
+"""How a model is laid out on a mesh: the logical axes of every parameter, activation and cache, bound to its sizes.
+
+This file is the one table; shardings are derived from it by `Layout` and `map_parameters`, everywhere in the project.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import DictKey, KeyPath
+from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
 from mllm.errors import UserError
 from mllm.model.architecture import Qwen2Config
 from mllm.parallel.mesh import RULES, sharding
 
+Params = Any
+"""A tree of the decoder's parameters (`nnx.State`), or of one thing for each: shapes, shardings, gradients."""
+
+Axes = tuple[str | None, ...]
+"""The logical name of each dim of an array; a dim named None is never sharded."""
+
+LOGICAL_AXES: dict[str, tuple[str, ...]] = {
+    "embed": ("vocab", "embed"),
+    "layers.attention_norm": ("layers", "embed"),
+    "layers.q_weight": ("layers", "heads", "embed"),
+    "layers.q_bias": ("layers", "heads"),
+    "layers.k_weight": ("layers", "kv_heads", "embed"),
+    "layers.k_bias": ("layers", "kv_heads"),
+    "layers.v_weight": ("layers", "kv_heads", "embed"),
+    "layers.v_bias": ("layers", "kv_heads"),
+    "layers.o_weight": ("layers", "embed", "heads"),
+    "layers.mlp_norm": ("layers", "embed"),
+    "layers.gate_weight": ("layers", "mlp", "embed"),
+    "layers.up_weight": ("layers", "mlp", "embed"),
+    "layers.down_weight": ("layers", "embed", "mlp"),
+    "norm": ("embed",),
+    "head": ("vocab", "embed"),
+}
+"""The logical axes of each parameter, by its name: its path in `nnx.split(model)[1]`, joined with dots.
+
+`heads` and `kv_heads` are N*H and K*H long, the H rows of a head together. `head` exists only where the embedding is
+not tied. Norms and biases, which weight decay leaves alone, have at most one axis beside `layers`.
+"""
+
+HIDDEN_STATES = ("batch", "time", "hidden")
+QUERIES = ("batch", "time", "heads", "head_dim")
+KEYS = ("batch", "time", "kv_heads", "head_dim")
+CACHED_KEYS = ("layers", "batch", "slots", "kv_heads", "head_dim")
+"""The axes of activations. Values have those of keys."""
+
+
+def parameter_name(path: KeyPath) -> str:
+    """The name of a leaf, from its path in a tree of parameters or in one that holds such trees, as AdamW's state."""
+    return ".".join(str(key.key) for key in path if isinstance(key, DictKey))
+
+
+def map_parameters(function: Callable[[Any, tuple[str, ...]], Any], params: Params, prefix: str = "") -> Params:
+    """The tree with `function(parameter, its logical axes)` for each parameter; `prefix` begins the leaves' names."""
+
+    def apply(path: KeyPath, leaf: Any) -> Any:
+        return function(leaf, LOGICAL_AXES[prefix + parameter_name(path)])
+
+    return jax.tree_util.tree_map_with_path(apply, params)
+
+
+def map_with_axes(function: Callable[[Any, Axes], Any], axes: Any, tree: Any) -> Any:
+    """The tree with `function(array, its logical axes)` for each array; `axes` is the same tree with its tuples."""
+    return jax.tree.map(lambda axes, array: function(array, axes), axes, tree, is_leaf=lambda x: type(x) is tuple)
+
+
+def gathered_axes(axes: tuple[str, ...]) -> Axes:
+    """The logical axes of a parameter while products read it: the dim that fsdp shards is whole."""
+    return tuple(None if axis == "embed" else axis for axis in axes)
+
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one model's parameters and activations: by `RULES`, except for logical axes that stay unsharded."""
+    """The layout of one model's arrays: by the mesh's `RULES`, except for logical axes that stay unsharded."""
 
     mesh: Mesh
     unsharded: frozenset[str] = frozenset()
@@ -44,18 +108,43 @@ class Layout:
         """Parts that the rows of a batch are divided into; their number must be divisible by it."""
         return math.prod(self.mesh.shape[axis] for axis in RULES["batch"] or ())
 
-    def sharding(self, axes: tuple[str | None, ...]) -> NamedSharding:
-        """The sharding of an array whose dims have the logical names `axes`."""
+    def sharding(self, axes: Axes) -> NamedSharding:
+        """The sharding of an array with these logical axes."""
         return sharding(self.mesh, tuple(None if axis in self.unsharded else axis for axis in axes))
 
-    def constrain(self, array: Shaped[Array, "..."], axes: tuple[str | None, ...]) -> Shaped[Array, "..."]:
+    def constrain(self, array: Shaped[Array, "..."], axes: Axes) -> Shaped[Array, "..."]:
         """The array with that sharding; inside jit."""
         return array if self.mesh.size == 1 else jax.lax.with_sharding_constraint(array, self.sharding(axes))
 
+    def abstract(self, shape: tuple[int, ...], dtype: DTypeLike, axes: Axes) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of an array, with its sharding."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(axes))
 
-def gathered_axes(axes: tuple[str, ...]) -> tuple[str | None, ...]:
-    """The logical axes of a parameter while products read it: the dim that fsdp shards is whole."""
-    return tuple(None if axis == "embed" else axis for axis in axes)
+    def abstract_parameters(self, params: Params) -> Params:
+        """The shape and dtype of each parameter, with its sharding as it is stored."""
+        return map_parameters(lambda x, axes: self.abstract(x.shape, x.dtype, axes), params)
+
+    def abstract_gathered(self, params: Params, dtype: DTypeLike) -> Params:
+        """The shape, dtype and sharding of each parameter as `gather_parameters` gives it."""
+        return map_parameters(lambda x, axes: self.abstract(x.shape, dtype, gathered_axes(axes)), params)
+
+
+def constrain(layout: Layout | None, array: Shaped[Array, "..."], axes: Axes) -> Shaped[Array, "..."]:
+    """The array with the layout's sharding; as it is where there is no layout."""
+    return array if layout is None else layout.constrain(array, axes)
+
+
+def gather_parameters(params: Params, dtype: DTypeLike, layout: Layout | None, prefix: str = "") -> Params:
+    """Parameters as products read them: in the compute dtype, and gathered over fsdp.
+
+    Args:
+        params: the whole tree; or the parameters of one layer, without the axis of layers, and `prefix` "layers.".
+    """
+
+    def gather(parameter: Shaped[Array, "..."], axes: tuple[str, ...]) -> Shaped[Array, "..."]:
+        return constrain(layout, parameter.astype(dtype), gathered_axes(axes[-parameter.ndim :]))
+
+    return map_parameters(gather, params, prefix)
 
 
 def check_divides(mesh: Mesh, axis: Any, sizes: Mapping[str, int]) -> None:

@@ -1,63 +1,71 @@
-"""The run's model: architecture, tokenizer, stop ids and first parameters, as the configuration asks for them."""
+"""The run's model as the configuration asks for it: everything but the parameters, and a way to get those."""
 
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from transformers import PreTrainedTokenizerBase
 
 from mllm.config.schema import Config, ModelConfig
 from mllm.errors import UserError
-from mllm.model import tokenizer as tokenizers
 from mllm.model import weights
 from mllm.model.architecture import PRESETS, Qwen2Config
-from mllm.model.attention import Attention, choose
-from mllm.model.decoder import LOGICAL_AXES, Qwen2, parameter_name
-from mllm.model.layout import Layout
+from mllm.model.attention import AttentionChoice, choose
+from mllm.model.decoder import Qwen2
+from mllm.model.layout import Layout, Params
+from mllm.model.tokenizer import Tokenizer, check_fits, load_tokenizer, stop_ids
 
 MOST_PARAMETERS = 10**13
 
 
-class Policy(NamedTuple):
+@dataclass(frozen=True)
+class Policy:
+    """A model that can be trained or sampled from, without its parameters."""
+
     config: ModelConfig
     architecture: Qwen2Config
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
-    graphdef: Any
-    params: Any
-    """Shapes, dtypes and shardings; nothing is held."""
+    """The tokens that end a completion."""
+    attention: AttentionChoice
+    graphdef: nnx.GraphDef
+    params: Params
+    """The parameters' shapes, dtypes and shardings."""
     folder: Path | None
-    """Where the pretrained parameters lie; None: they are random."""
+    """The folder with the pretrained parameters; None: they are random."""
     seed: int
 
-    def initial_params(self) -> Any:
-        """The parameters that a run begins with, laid out over the mesh."""
+    def initial_params(self) -> Params:
+        """The parameters that a run begins with, read or made at each call, with the shardings of `params`.
+
+        Raises:
+            UserError: the folder's tensors are damaged or don't fit.
+        """
         if self.folder is not None:
             return weights.load(self.folder, self.architecture, self.params)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.params)
 
         @jax.jit(out_shardings=shardings)
-        def create() -> Any:
+        def create() -> Params:
             return nnx.state(make_model(self.config, self.architecture, nnx.Rngs(self.seed)))
 
         return create()
 
 
 def load_policy(config: Config, mesh: Mesh) -> Policy:
-    """Read everything but the parameters, and check that it fits together.
+    """The policy of a configuration. Reads everything but the parameters, and checks that it fits together.
 
     Raises:
-        UserError: the model's or tokenizer's files can't be had or don't fit, or the mesh doesn't divide the model,
-            or the attention that is asked for can't run.
+        UserError: files of the model or tokenizer are missing, unreadable or don't fit, or the mesh doesn't divide the
+            model, or the attention that is asked for can't run.
     """
     model = config.model
-    folder = find_folder(model)
-    architecture = find_architecture(model, folder)
+    folder = model_folder(model)
+    architecture = read_architecture(model, folder)
     check_lengths(config, architecture)
     layout = Layout.of(mesh, architecture)
     packed = config.data is not None and config.data.packing
@@ -71,16 +79,16 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
             f"{'model.architecture' if folder is None else folder / 'config.json'}: {count:,} parameters "
             f"are more than any model has: correct its sizes"
         )
-    tokenizer = tokenizers.load(find_tokenizer(model, folder))
-    tokenizers.check_fits(tokenizer, architecture.vocab_size)
-    stop = () if config.rollout is None else config.rollout.stop
+    tokenizer = load_tokenizer(tokenizer_source(model, folder))
+    check_fits(tokenizer, architecture.vocab_size)
     return Policy(
         config=model,
         architecture=architecture,
         tokenizer=tokenizer,
-        stop_ids=tokenizers.stop_ids(tokenizer, folder, stop),
+        stop_ids=stop_ids(tokenizer, folder, () if config.rollout is None else config.rollout.stop),
+        attention=attention,
         graphdef=graphdef,
-        params=lay_out(params, layout),
+        params=layout.abstract_parameters(params),
         folder=folder if model.init == "pretrained" else None,
         seed=config.seed,
     )
@@ -90,7 +98,7 @@ def make_model(
     config: ModelConfig,
     architecture: Qwen2Config,
     rngs: nnx.Rngs,
-    attention: Attention | None = None,
+    attention: AttentionChoice | None = None,
     layout: Layout | None = None,
 ) -> Qwen2:
     return Qwen2(
@@ -99,13 +107,13 @@ def make_model(
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         remat=config.remat,
-        attention=attention,
+        attention=None if attention is None else attention.attention,
         layout=layout,
     )
 
 
-def find_folder(config: ModelConfig) -> Path | None:
-    """The folder of the model's files; None where random parameters need none."""
+def model_folder(config: ModelConfig) -> Path | None:
+    """The folder with the model's files, fetched if it is on the hub; None where random parameters need no files."""
     if config.source is None:
         return None
     if config.init == "random" and not os.path.isdir(os.path.expanduser(config.source)):
@@ -115,10 +123,11 @@ def find_folder(config: ModelConfig) -> Path | None:
             f"model.source: {config.source} is neither a folder nor one of the architectures known by name "
             f"({', '.join(PRESETS)})"
         )
-    return weights.resolve(config.source)
+    return weights.fetch_folder(config.source)
 
 
-def find_architecture(config: ModelConfig, folder: Path | None) -> Qwen2Config:
+def read_architecture(config: ModelConfig, folder: Path | None) -> Qwen2Config:
+    """The model's sizes: from the folder's config.json, from `model.architecture`, or known by name."""
     if folder is not None:
         return weights.read_config(folder)
     if config.architecture is not None:
@@ -128,7 +137,7 @@ def find_architecture(config: ModelConfig, folder: Path | None) -> Qwen2Config:
 
 
 def check_lengths(config: Config, architecture: Qwen2Config) -> None:
-    """Raise UserError where a row may be longer than the model's positions were trained for."""
+    """Raise UserError where a row may be longer than the positions that the model was trained with."""
     rows = {} if config.data is None else {"data.max_length": config.data.max_length}
     if config.rollout is not None:
         both = config.rollout.max_prompt_length + config.rollout.max_completion_length
@@ -141,17 +150,8 @@ def check_lengths(config: Config, architecture: Qwen2Config) -> None:
             )
 
 
-def find_tokenizer(config: ModelConfig, folder: Path | None) -> str:
+def tokenizer_source(config: ModelConfig, folder: Path | None) -> str:
+    """The folder, hub id or name of the tokenizer: as set, else the model's own, else `bytes`."""
     if config.tokenizer is not None:
         return config.tokenizer
     return "bytes" if folder is None else str(folder)
-
-
-def lay_out(params: Any, layout: Layout) -> Any:
-    """The abstract parameters, each with its sharding from the mesh's table."""
-
-    def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        axes = LOGICAL_AXES[parameter_name(path)]
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.sharding(axes))
-
-    return jax.tree_util.tree_map_with_path(place, params)

@@ -1,16 +1,15 @@
 """The checkpoint's tokenizer and chat template, and a byte tokenizer for models made from scratch.
 
-A chat is turned into tokens by the checkpoint's own Jinja template and nothing else. Which of them the
-assistant said is told by the template's `{% generation %}` blocks where it has them, and otherwise by
-comparing what it renders before and after each of the assistant's turns. Left out: tools, documents, content
-that isn't plain text.
+A chat is turned into tokens by the checkpoint's own Jinja template and nothing else. Which tokens are the assistant's
+follows from the template's `{% generation %}` blocks where it has them, and otherwise from comparing what it renders
+before and after each of the assistant's turns. Leaves out tools, documents, and content that isn't plain text.
 
-A message that holds the text of a control token, such as `<|im_end|>`, is refused: Hugging Face's pipeline
-would read it as the token itself, so a question could end its own turn and speak as somebody else.
+A message that contains the text of a control token, such as `<|im_end|>`, is refused: Hugging Face's pipeline would
+read it as the token itself, so that a question could end its own turn and speak as somebody else.
 
-Tokenizer and template may be a stranger's. No code of the folder is run; the template is a program that Jinja
-keeps from everything but its messages, and that is stopped when it takes longer than `TEMPLATE_SECONDS`. Not
-limited is the memory that it takes, nor a single huge product; `**` is refused.
+Tokenizer and template may be a stranger's. No code in the folder is run; the template is a program that Jinja's sandbox
+confines to its messages, and that is stopped when it takes longer than `TEMPLATE_SECONDS`. Its memory is not limited,
+nor is a single huge product; `**` is refused.
 """
 
 import os
@@ -19,16 +18,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
-
-import jinja2
-from huggingface_hub import snapshot_download
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any, cast
 
 from mllm.errors import UserError
 from mllm.model.json_file import read_json
 from mllm.model.time_limit import time_limit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+else:
+    Tokenizer = Any  # transformers takes seconds to import: only the functions that make tokenizers do so
 
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
@@ -37,26 +36,28 @@ BYTES_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
-"""Roles are left out: a tiny model pays for each token."""
+"""It leaves out the roles: a tiny model pays for each token."""
 
 LARGEST_TEMPLATE = 2**20
 """Characters."""
 TEMPLATE_SECONDS = 10.0
-"""That a chat may take to be rendered; one takes a thousandth of a second."""
+"""The time limit for rendering a chat, which usually takes a thousandth of a second."""
 
 
-def load(source: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str) -> Tokenizer:
     """The tokenizer of a folder or hub id, or `bytes`.
 
-    `AutoTokenizer` replaces the normalizer and pre-tokenizer of any tokenizer.json that lies beside a Qwen2
-    config.json by Qwen's, so that file is read by the base class; without it `AutoTokenizer` knows other
-    formats.
+    `AutoTokenizer` replaces the normalizer and pre-tokenizer of a tokenizer.json beside a Qwen2 config.json by Qwen's,
+    so the base class reads that file; without it `AutoTokenizer` reads the other formats.
 
     Raises:
         UserError: there is no tokenizer, or it can't be read.
     """
     if source == "bytes":
         return bytes_tokenizer()
+    from huggingface_hub import snapshot_download
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     try:
         folder = Path(os.path.expanduser(source))
         if not os.path.isdir(folder):
@@ -66,10 +67,10 @@ def load(source: str) -> PreTrainedTokenizerBase:
         if (folder / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(str(folder))
         if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):
-            raise FileNotFoundError("it has no file of one")  # AutoTokenizer would make up one without a vocabulary
-        # Without this word it would ask at the terminal whether to run the folder's code.
+            raise FileNotFoundError("it has no file of one")  # AutoTokenizer would make one without a vocabulary
+        # Without `trust_remote_code` it would ask at the terminal whether to run the folder's code.
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except BaseException as error:  # the Rust library's, and the hub's client's, are of many kinds
+    except BaseException as error:  # the Rust library and the hub's client raise many kinds
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(
@@ -78,13 +79,17 @@ def load(source: str) -> PreTrainedTokenizerBase:
         ) from None
 
 
-def bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """256 bytes and four control tokens, 260 ids; a byte's id is its value. Lossless on any UTF-8 text."""
-    backend = Tokenizer(models.BPE(vocab=byte_symbols(), merges=[]))
+def bytes_tokenizer() -> Tokenizer:
+    """A tokenizer of 260 ids, 256 bytes and four control tokens; a byte's id is its value. Lossless on UTF-8 text."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = tokenizers.Tokenizer(models.BPE(vocab=byte_symbols(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
@@ -97,24 +102,20 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_symbols() -> dict[str, int]:
-    """From the printable character that byte-level BPE writes for a byte (as GPT-2 does) to the byte."""
+    """Each byte, by the printable character that byte-level BPE writes for it (as GPT-2 does)."""
     printable = [byte for first, last in ("!~", "¡¬", "®ÿ") for byte in range(ord(first), ord(last) + 1)]
     others = sorted(set(range(256)) - set(printable))
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-def stop_ids(
-    tokenizer: PreTrainedTokenizerBase, folder: Path | None = None, stop: Sequence[str] = ()
-) -> tuple[int, ...]:
+def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[str] = ()) -> tuple[int, ...]:
     """The ids that end a completion, without duplicates.
 
-    They are the tokenizer's end of sequence, those in the folder's generation_config.json, the control token
-    with which the chat template closes the assistant's turn (a base model's end of sequence is another), and
-    `stop`.
+    They are the tokenizer's end of sequence, the ids in the folder's generation_config.json, the control token with
+    which the chat template closes the assistant's turn (a base model's end of sequence is another), and `stop`.
 
     Raises:
-        UserError: one of `stop` is not a single token, generation_config.json is unreadable, or there are no
-        ids.
+        UserError: one of `stop` is not a single token, generation_config.json is unreadable, or there are no ids.
     """
     ids: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     path = None if folder is None else folder / "generation_config.json"
@@ -139,7 +140,7 @@ def stop_ids(
     return tuple(dict.fromkeys(ids))
 
 
-def check_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise UserError if the tokenizer has an id without a row in an embedding of `vocab_size` rows, or loses text."""
     token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     if last >= vocab_size:
@@ -147,24 +148,24 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
             f"model.tokenizer: its token {token!r} has id {last}, but the embedding has {vocab_size} rows: "
             "use the tokenizer that the model was made with"
         )
-    for text in ("user", "7"):  # a vocabulary that is damaged drops what it lacks, and says nothing
+    for text in ("user", "7"):  # a damaged vocabulary silently drops what it lacks
         if str(tokenizer.decode(encode(tokenizer, text))).strip() != text:
             raise UserError(f"model.tokenizer: it can't write {text}: its vocabulary is damaged")
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """The ids of a chat, up to where the assistant begins to speak; UserError where there are none."""
+def encode_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """The ids of a chat up to where the assistant begins to speak; UserError where there are none."""
     ids = encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
     if not ids:
         raise UserError("messages: the tokenizer's chat template makes nothing of them")
     return ids
 
 
-def encode_example(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-    """The ids of a whole chat, and which of them the assistant said, the token that ends each turn included.
+def encode_example(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    """The ids of a whole chat, and which of them are the assistant's, the token that ends each turn included.
 
-    Without `{% generation %}` in the template, the text is cut at the borders of the assistant's turns and
-    each piece is tokenized by itself: what stands before a turn has the very tokens of `encode_prompt`.
+    Without `{% generation %}` in the template, the text is cut where the assistant's turns begin and end, and each
+    piece is tokenized by itself: the text before a turn has the same tokens as in `encode_prompt`.
 
     Raises:
         UserError: there is no template, it fails, or it doesn't tell the assistant's turns from the others.
@@ -172,7 +173,7 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messag
     text = render(tokenizer, messages)
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):
         encoded: Any = apply_template(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
-        return list(encoded["input_ids"]), [bool(said) for said in encoded["assistant_masks"]]
+        return list(encoded["input_ids"]), [bool(learned) for learned in encoded["assistant_masks"]]
     borders = [0]
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -186,12 +187,10 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messag
     return ids, mask
 
 
-def assistant_span(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turn: int, text: str
-) -> tuple[int, int]:
+def assistant_span(tokenizer: Tokenizer, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int]:
     """Where in `text` (the rendered chat) the assistant's turn starts, and where its closing control token ends.
 
-    What a template writes after that token, such as Qwen's newline, is nobody's: sampling stops before it.
+    Text after that token, such as Qwen's newline, does not belong to the turn: sampling stops before it.
     """
     if turn == 0:
         raise UserError("messages: the first is the assistant's, so it answers nothing: begin with the user's")
@@ -206,13 +205,11 @@ def assistant_span(
     return len(before), closing[-1].end() if closing else len(through)
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool = False
-) -> str:
-    """The chat as the template writes it.
+def render(tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    """The chat as the template renders it.
 
     Raises:
-        UserError: there is no template, it refuses the chat, or a message holds the text of a control token.
+        UserError: there is no template, it refuses the chat, or a message contains the text of a control token.
     """
     if not tokenizer.chat_template:
         raise UserError("model.tokenizer: it has no chat template: use an instruction-tuned checkpoint's tokenizer")
@@ -222,8 +219,8 @@ def render(
     return cast(str, apply_template(tokenizer, messages, add_generation_prompt=add_generation_prompt, tokenize=False))
 
 
-def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> Any:
-    """What the chat template makes of a chat; UserError where it fails or takes too long."""
+def apply_template(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> Any:
+    """The result of `apply_chat_template`; UserError where the template fails or takes too long."""
     try:
         with time_limit(TEMPLATE_SECONDS, "model.tokenizer: its chat template"):
             template: Any = tokenizer.get_chat_template()
@@ -239,19 +236,23 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messag
 
 @lru_cache
 def refuse_powers(template: str) -> None:
-    """Raise UserError where there is one: 9**9**9**9 would be a single instruction, which nothing stops."""
+    """Raise UserError for a template with `**`: 9**9**9**9 would be a single instruction, which nothing stops."""
+    import jinja2
+
     if any(kind == "operator" and text == "**" for _, kind, text in jinja2.Environment().lex(template)):
         raise UserError("model.tokenizer: its chat template takes a power (**), which no chat needs")
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text, without any that the tokenizer adds; UserError where it fails."""
     try:
         return tokenizer.encode(text, add_special_tokens=False)
-    except Exception as error:  # the Rust library's, of a vocabulary that lacks what the text needs
+    except Exception as error:  # the Rust library raises it for a vocabulary that lacks what the text needs
         raise UserError(f"model.tokenizer: it can't encode {text:.40}: {brief(error)}") from None
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+def control_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """A pattern that matches the text of any control token."""
     names = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(names) or r"(?!)")
 

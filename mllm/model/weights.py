@@ -1,11 +1,11 @@
-"""Hugging Face's safetensors to and from this model's parameters, through one table of names, without torch.
+"""Reads and writes Hugging Face's safetensors through one table of names, without torch.
 
-Tensors are read lazily, one after the other straight into their places on the devices, and only what the devices of
-this process need: beside the parameters the host holds one tensor as it is stored, never more than its file. A folder
-is written shard by shard under another name and renamed when it is whole. Pickled checkpoints (.bin, .pt) are never
-opened: loading one can run any code. Nor is code that lies in the folder ever run.
+Tensors are read lazily, one after the other straight to their devices, and each process reads only what its devices
+need: beside the parameters the host holds one tensor as it is stored, never more than its file. A folder is written
+shard by shard under another name and renamed when it is complete. Pickled checkpoints (.bin, .pt) are never opened,
+because loading one can run any code, and code in the folder is never run.
 
-Left out: quantised checkpoints, and saving from several processes.
+Leaves out quantized checkpoints, and saving from several processes.
 """
 
 import gc
@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from huggingface_hub import HfApi, snapshot_download
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
@@ -33,8 +32,10 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from mllm.errors import UserError
-from mllm.model.decoder import Qwen2, Qwen2Config, parameter_name
+from mllm.model.architecture import Qwen2Config
+from mllm.model.decoder import Qwen2
 from mllm.model.json_file import read_json, write_json
+from mllm.model.layout import Params, parameter_name
 from mllm.progress import transfer_bar
 
 TENSORS: dict[str, str] = {
@@ -54,12 +55,12 @@ TENSORS: dict[str, str] = {
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
-"""The name of a parameter (`mllm.model.decoder.parameter_name`) to its tensors'; `{}` is the number of the layer."""
+"""The name of a parameter's tensor, by the parameter's (`parameter_name`); `{}` is the number of the layer."""
 
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
-"""Those that can be read, with the bytes of a number."""
+"""The dtypes that can be read, with their bytes per number."""
 COMPARED = 2**22
-"""Numbers of two tensors that are compared at a time."""
+"""How many numbers of two tensors are compared at a time."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SECONDS = 5
@@ -68,11 +69,11 @@ EXPORTED = re.compile(
     r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt"
     r"|chat_template\.jinja"
 )
-"""Files of an export, the tokenizer's too: all that `save` may replace."""
+"""The files of an export, the tokenizer's included: all that `save` may replace."""
 
 
-def resolve(source: str) -> Path:
-    """The folder that `source` means: itself where it is one, else the hub's snapshot of that id.
+def fetch_folder(source: str) -> Path:
+    """The folder that `source` names; for a hub id, the snapshot of it in the local cache, fetched if need be.
 
     Raises:
         UserError: neither a folder nor an id that the hub, or its local cache, gives.
@@ -85,11 +86,13 @@ def resolve(source: str) -> Path:
         raise UserError(f"{source}: is not a folder (archives and single files are never opened); {way_out}")
     if not HUB_ID.fullmatch(source):
         raise UserError(f"{source}: no such folder; {way_out}")
+    from huggingface_hub import HfApi, snapshot_download
+
     patterns = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
     unreachable = None
-    # The hub's client raises its own errors, its HTTP library's and OSError; each means: not to be had.
+    # The hub's client raises its own errors, its HTTP library's and OSError; each means that the hub doesn't give it.
     try:
-        # Asked first, because the download would wait for ever on a hub that never answers.
+        # This request comes first, because the download would wait for ever on a hub that never answers.
         HfApi().model_info(source, timeout=HUB_SECONDS)
     except Exception as error:
         unreachable = error
@@ -115,18 +118,18 @@ def read_config(folder: Path) -> Qwen2Config:
     return Qwen2Config.from_hf(read_json(path), where=str(path))
 
 
-def load(folder: Path, config: Qwen2Config, abstract: nnx.State | None = None) -> nnx.State:
-    """The parameters, as `nnx.split(model)[1]` has them.
+def load(folder: Path, config: Qwen2Config, abstract: Params | None = None) -> nnx.State:
+    """The parameters, in the tree of `nnx.split(model)[1]`.
 
     All names and shapes are checked before the first tensor is read.
 
     Args:
-        abstract: such a state of `jax.ShapeDtypeStruct`s, whose dtypes and shardings the parameters get;
-            None: float32 on the default device.
+        abstract: that tree with `jax.ShapeDtypeStruct`s, whose dtypes and shardings the parameters get; None: float32
+            on the default device.
 
     Raises:
-        UserError: a file missing, damaged or outside the folder; a tensor missing, surplus, of the wrong
-            shape, or quantised. A tied model's head is surplus unless it equals the embedding.
+        UserError: a file missing, damaged or outside the folder; a tensor missing, surplus, of the wrong shape, or
+            quantized. A tied model's head is surplus unless it equals the embedding.
     """
     if abstract is None:
         abstract = nnx.state(Qwen2.abstract(config))
@@ -143,12 +146,12 @@ def load(folder: Path, config: Qwen2Config, abstract: nnx.State | None = None) -
 
 
 def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: jax.ShapeDtypeStruct, bar: tqdm) -> jax.Array:
-    """One parameter on its devices; of a stacked one, a layer's tensor at a time passes through the host."""
+    """One parameter on its devices. A stacked one passes through the host layer by layer."""
 
     def read(tensor: Tensor, sharding: Sharding | None) -> jax.Array:
-        # As it is stored, and cast on the device: the host never holds more of it than the file does.
+        # It is cast on the device: the host never holds more of it than the file does.
         array = jax.block_until_ready(to_device(tensor, sharding))
-        gc.collect(0)  # JAX lets go of the host's copy only then
+        gc.collect(0)  # JAX releases the host's copy only then
         bar.update(stored_bytes([tensor]))
         return array
 
@@ -157,7 +160,7 @@ def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: jax.Shap
     layers = [tensors[pattern.format(layer)] for layer in range(leaf.shape[0])]
     stacked = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
     for layer, tensor in enumerate(layers):
-        stacked = put(stacked, read(tensor, of_one_layer(leaf.sharding)), layer, sharding=leaf.sharding)
+        stacked = put_layer(stacked, read(tensor, layer_sharding(leaf.sharding)), layer, sharding=leaf.sharding)
     return stacked
 
 
@@ -167,21 +170,21 @@ def cast(array: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="sharding", donate_argnums=0)
-def put(stacked: jax.Array, tensor: jax.Array, layer: jax.Array | int, *, sharding: Sharding | None) -> jax.Array:
-    """The stacked parameter with one layer's tensor in its place; it takes over the memory of `stacked`."""
+def put_layer(stacked: jax.Array, tensor: jax.Array, layer: jax.Array | int, *, sharding: Sharding | None) -> jax.Array:
+    """The stacked parameter with one layer's tensor in its place; it reuses the memory of `stacked`."""
     filled = jax.lax.dynamic_update_index_in_dim(stacked, tensor.astype(stacked.dtype), layer, axis=0)
     return filled if sharding is None else jax.lax.with_sharding_constraint(filled, sharding)
 
 
-def of_one_layer(stacked: Sharding | None) -> Sharding | None:
-    """The sharding of a layer's tensor, given that of the stacked parameter."""
+def layer_sharding(stacked: Sharding | None) -> Sharding | None:
+    """The sharding of one layer's tensor, given the stacked parameter's."""
     if isinstance(stacked, NamedSharding):
         return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
     return stacked
 
 
 def to_device(tensor: "Tensor", sharding: Sharding | None) -> jax.Array:
-    """A tensor as it is stored, of which only what this process's devices hold is read."""
+    """The tensor in its stored dtype, of which this process reads only the parts that its devices hold."""
     shape = tuple(tensor.stored.get_shape())
     if sharding is None:
         return jax.device_put(tensor[(slice(None),) * len(shape)])
@@ -189,7 +192,7 @@ def to_device(tensor: "Tensor", sharding: Sharding | None) -> jax.Array:
 
     def block(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        # Devices that hold copies of the same block share one reading of it.
+        # Devices with copies of the same block share one read.
         if str(index) not in blocks:
             blocks[str(index)] = tensor[index]
         return blocks[str(index)]
@@ -203,7 +206,7 @@ def stored_bytes(tensors: Iterable["Tensor"]) -> int:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint; indexing it reads that part."""
+    """One tensor of a checkpoint; indexing it reads a part of it."""
 
     name: str
     file: Path
@@ -215,7 +218,7 @@ class Tensor:
 
 
 def open_tensors(folder: Path, files: ExitStack) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint by name, none of them read."""
+    """Every tensor of the checkpoint by name; none is read. `files` closes what is opened."""
     if (folder / SINGLE).is_file():
         return open_file(folder / SINGLE, files)
     if not (folder / INDEX).is_file():
@@ -233,7 +236,7 @@ def open_tensors(folder: Path, files: ExitStack) -> dict[str, Tensor]:
         raise UserError(f"{where}: weight_map is missing or not a mapping of tensors to files")
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(places.values())):
-        # Only plain names: an index must not reach into other folders. Links are followed: the hub's cache is of links.
+        # Only plain names: an index must not reach into other folders. Links are followed: the hub's cache has them.
         if Path(name).name != name:
             raise UserError(f"{where}: {name!r} is not the name of a file in this folder")
         if not name.endswith(".safetensors"):
@@ -248,6 +251,7 @@ def open_tensors(folder: Path, files: ExitStack) -> dict[str, Tensor]:
 
 
 def open_file(path: Path, files: ExitStack) -> dict[str, Tensor]:
+    """The tensors of one safetensors file by name; none is read."""
     try:
         file = files.enter_context(safe_open(path, framework="numpy"))
         return {name: Tensor(name, path, file.get_slice(name)) for name in list(file.keys())}
@@ -256,6 +260,7 @@ def open_file(path: Path, files: ExitStack) -> dict[str, Tensor]:
 
 
 def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raise UserError unless the tensors are those of `shapes`, in dtypes that can be read."""
     for name, shape in shapes.items():
         if name not in tensors:
             raise UserError(f"{folder}: tensor {name} is missing; config.json asks for it")
@@ -277,12 +282,12 @@ def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], 
 
 
 def check_copy(head: Tensor, embed: Tensor) -> None:
-    """Raise unless a head that a tied model doesn't need is its embedding once more, as some programs save it."""
+    """Raise UserError unless a head that a tied model doesn't need copies the embedding, as some programs save it."""
     rows, features = embed.stored.get_shape()
     step = COMPARED // features + 1
     blocks = (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-    like = [(tensor.stored.get_shape(), tensor.stored.get_dtype()) for tensor in (head, embed)]
-    if like[0] != like[1] or not all(np.array_equal(head[block, :], embed[block, :]) for block in blocks):
+    kinds = [(tensor.stored.get_shape(), tensor.stored.get_dtype()) for tensor in (head, embed)]
+    if kinds[0] != kinds[1] or not all(np.array_equal(head[block, :], embed[block, :]) for block in blocks):
         raise UserError(
             f"{head.file}: tensor {head.name} is not the embedding, but config.json says tie_word_embeddings: "
             "set that to false, or remove the tensor"
@@ -302,14 +307,14 @@ def save(
 ) -> None:
     """Write a folder that transformers loads as Qwen2ForCausalLM; the host holds one shard at a time.
 
-    The folder is written beside its place and renamed when it is whole. An earlier export there is
-    replaced; if this call is cut off, it stays as it was.
+    The folder is written beside its place and renamed when it is complete. An earlier export there is replaced; if this
+    call is cut off, the earlier one stays as it was.
 
     Args:
-        dtype: of the tensors, bfloat16 or float32.
+        dtype: the tensors' dtype, bfloat16 or float32.
         max_shard_bytes: a tensor larger than that gets a file of its own.
-        stop_ids, pad_id: for generation_config.json.
-        also: writes what else belongs in the folder (`tokenizer.save_pretrained`) before it takes its place.
+        stop_ids, pad_id: the ids in generation_config.json.
+        also: writes further files into the folder (`tokenizer.save_pretrained`) before it is renamed.
 
     Raises:
         UserError: the folder holds files that no export wrote, or can't be written.
@@ -339,6 +344,7 @@ def save(
 
 
 def write_tensors(folder: Path, params: nnx.State, dtype: np.dtype, max_shard_bytes: int) -> None:
+    """Write the safetensors files and, where there are several, their index."""
     shards: list[dict[str, tuple[jax.Array, Any]]] = [{}]
     total = used = 0
     for name, shape, parameter, index in tensors_of(params):
@@ -360,7 +366,7 @@ def write_tensors(folder: Path, params: nnx.State, dtype: np.dtype, max_shard_by
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Raise unless `folder` can be replaced without losing anything that an export doesn't write anew."""
+    """Raise UserError where `folder` holds files that no export wrote, which replacing it would lose."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file; choose another folder for the export")
     for path in sorted(folder.iterdir()) if folder.exists() else ():

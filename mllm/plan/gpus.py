@@ -1,12 +1,13 @@
 """H100s that this machine doesn't have, for `targets.py`: XLA's CUDA plugin compiles for them (`make aot-gpu`).
 
-A target is `h100`, or several of one host as in `h100:8`. The plugin needs no GPU, no driver and no CUDA library. It
-lies in a folder of its own, which only this file looks into: where JAX finds it and no driver, every program complains.
+A target is `h100`, or several of one host as in `h100:8`. The plugin needs no GPU, no driver and no CUDA library. It is
+installed in a folder of its own, which only this file reads: if JAX found the plugin without a driver, every program
+would complain.
 
-Without a GPU nothing can be timed, so XLA keeps its first choice for each matrix product, a Triton kernel that takes
-what comes before into itself; with one, it may find cuBLAS faster, and that result has to be stored first. `FLAGS` make
-either choice for all of them, and who asks for memory takes what holds more (`assignment.py`). Left out: workspaces of
-the libraries, 32 MiB or so, and what these hold outside XLA's share of the memory.
+Without a GPU nothing can be timed, so XLA keeps its first choice for each matrix product, a Triton kernel that fuses
+the operations before it. With a GPU, XLA may find cuBLAS faster, and then the result of those operations is stored
+first. `FLAGS` make either choice for all products, and a plan takes the one that needs more memory (`assignment.py`).
+Left out: workspaces of the libraries, 32 MiB or so, and what these hold outside XLA's share of the memory.
 """
 
 import importlib
@@ -21,49 +22,55 @@ import jax
 from jax.experimental import topologies
 
 FOLDER = Path(sys.prefix) / "aot-gpu"
-"""Where `make aot-gpu` puts the plugin."""
+"""Where `make aot-gpu` installs the plugin."""
 DESCRIPTION = Path(__file__).with_name("h100.txtpb").read_text()
 CAVEAT = "by XLA's compiler without a GPU, and never held against one; the larger of two compilations (docs/log.md)"
-"""What one should know of an account."""
+"""What a reader of the figures should know."""
 FLAGS = ("--xla_gpu_enable_triton_gemm=true", "--xla_gpu_enable_triton_gemm=false")
 """For `XLA_FLAGS`: matrix products by Triton, and by cuBLAS."""
-MOST = 8
-"""GPUs of a host."""
+LARGEST_HOST = 8
+"""GPUs."""
 
 
-def named(target: str) -> bool:
+def is_gpu(target: str) -> bool:
+    """Whether a target is one of this file's."""
     return target.partition(":")[0] == "h100"
 
 
 def count(target: str) -> int:
-    """How many GPUs.
+    """The number of GPUs that a target names.
 
     Raises:
-        ValueError: not one that a host can have.
+        ValueError: a host can't have that many.
     """
     _, _, number = target.partition(":")
     found = int(number) if number.isdecimal() else 0
-    if ":" in target and not 1 <= found <= MOST:
-        raise ValueError(f"target {target!r}: there are h100 and h100:2 to h100:{MOST}, the GPUs of a host")
+    if ":" in target and not 1 <= found <= LARGEST_HOST:
+        raise ValueError(f"target {target!r}: there are h100 and h100:2 to h100:{LARGEST_HOST}, the GPUs of a host")
     return found or 1
 
 
 def devices(target: str) -> Sequence[jax.Device]:
-    """Raises ValueError as `count`, ModuleNotFoundError where the plugin isn't installed."""
+    """The target's devices.
+
+    Raises:
+        ValueError: as `count`.
+        ModuleNotFoundError: the plugin isn't installed.
+    """
     shape = f"1x1x{count(target)}"  # partitions, hosts of each, GPUs of each
     # JAX would ask for the CUDA libraries that a GPU needs.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    with quiet():
+    with silent_stderr():
         try:
             found = topologies.get_topology_desc("h100", "cuda", target_config=DESCRIPTION, topology=shape)
-        except NotImplementedError:  # JAX knows no such plugin; where it was installed beside JAX, it would
+        except NotImplementedError:  # JAX knows the plugin only where it is installed beside JAX
             register()
             found = topologies.get_topology_desc("h100", "cuda", target_config=DESCRIPTION, topology=shape)
     return found.devices
 
 
 def register() -> None:
-    """Tell JAX of the plugin in `FOLDER`."""
+    """Make the plugin in `FOLDER` known to JAX."""
     modules = sorted(path.name for path in FOLDER.glob("jax_plugins/xla_cuda*"))
     if not modules:
         raise ModuleNotFoundError("XLA's plugin for CUDA, which compiles for GPUs, isn't installed; make aot-gpu does")
@@ -75,8 +82,8 @@ def register() -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Nothing reaches stderr: that there is no driver the plugin says as it is loaded, before it can be silenced."""
+def silent_stderr() -> Iterator[None]:
+    """Nothing reaches stderr inside: as it is loaded, the plugin complains that there is no driver."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -89,11 +96,11 @@ def quiet() -> Iterator[None]:
 
 
 def memory() -> int:
-    """Bytes of a GPU's memory that JAX lets a program have: three quarters, or what the environment says.
+    """Bytes of a GPU's memory that JAX lets a program have: three quarters, or the share that the environment sets.
 
     https://docs.jax.dev/en/latest/gpu_memory_allocation.html
     """
     found = re.search(r"device_memory_size: (\d+)", DESCRIPTION)
     assert found is not None
-    said = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    return int(int(found[1]) * float(said or 0.75))
+    share = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    return int(int(found[1]) * float(share or 0.75))

@@ -1,20 +1,21 @@
-"""What a run will hold in memory, before it holds any: python train.py --config NAME --plan [--target v6e:2x4].
+"""Plans a run's memory before the run takes any: python train.py --config NAME --plan [--target v6e:2x4].
 
-The run's programs are made from shapes (programs.py) and given to the compiler: that of the devices at hand, or
-for devices that aren't there libtpu (TPUs) or XLA's plugin for CUDA (H100s), which are stopped once they have laid out
-the memory (mllm/plan). Per phase and device; what each column is, and how it is known:
+The run's programs are made from shapes (programs.py) and given to the compiler: that of the devices at hand, or, for
+devices that aren't there, libtpu (TPUs) or XLA's plugin for CUDA (H100s), which are stopped once they have laid out the
+memory (assignment.py). The table has a line for each phase; its columns are bytes a device, known from:
 
     parameters   and copies of them: the decoding layout, the reference policy            [shapes]
-    optimizer    its moments, which stay where they are in every phase                     [shapes]
+    optimizer    its moments, which are held in every phase                                [shapes]
     gradients    sums over micro-batches                                                   [shapes]
-    KV cache     of the rows that are decoded at a time                                    [shapes]
-    head         temporaries of the head alone, compiled by itself at a micro-batch; logits where tokens are sampled,
-                 which are of shapes                                                       [compiler]
+    KV cache     for the rows that are decoded at a time                                   [shapes]
+    head         temporaries of the head, compiled alone for a micro-batch; where tokens
+                 are sampled, the logits, which are known from shapes                      [compiler]
     activations  whatever else the peak holds: the compiler does not say more              [compiler - the others]
-    peak         all that the phase's program has at once, and what is held beside it      [compiler + shapes]
+    peak         the peak of the phase's program, and what is held beside it               [compiler + shapes]
 
-The largest micro-batch is found by bisection, a compilation each, over those that divide the batch and the mesh. Left
-out: the host's memory; fragmentation; what a compiler finds out later, such as a kernel that has no room on chip.
+The largest micro-batch is found by bisection, with a compilation for each step, among those that divide the batch and
+the mesh. Leaves out: the host's memory; fragmentation; what a compiler finds out later, such as a kernel that has no
+room on chip.
 """
 
 import math
@@ -29,7 +30,7 @@ from jax.sharding import Mesh
 
 from mllm.config.schema import Config, MeshConfig
 from mllm.errors import UserError
-from mllm.parallel.mesh import make_mesh
+from mllm.parallel.mesh import AXES, make_mesh
 from mllm.plan import assignment, gpus, targets
 from mllm.plan.assignment import Account
 from mllm.plan.programs import Programs
@@ -40,29 +41,30 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Devices:
-    """A mesh, and what each of its devices has."""
+    """The devices that a plan is for."""
 
     name: str
     mesh: Mesh
     available: int
-    """Devices, of which the mesh may use fewer."""
+    """The number of devices; the mesh may use fewer."""
     memory: int
-    """Bytes a device that a program may have."""
+    """Bytes that a program may have on each device."""
     target: str | None
-    """What isn't there; None: the devices at hand."""
+    """The name of devices that aren't there, as in `v6e:2x4`; None: the devices at hand."""
 
     @property
     def caveat(self) -> str | None:
-        """What is to be said of all figures, if anything."""
-        return gpus.CAVEAT if self.target and gpus.named(self.target) else None
+        """What a reader of the figures should know, if anything."""
+        return gpus.CAVEAT if self.target and gpus.is_gpu(self.target) else None
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes a device, by what holds them (`COLUMNS`); they add up to the peak."""
+    """A phase of a run and its memory on each device."""
 
     name: str
     parts: dict[str, int]
+    """Bytes by `COLUMNS`; they add up to the peak."""
 
     @property
     def peak(self) -> int:
@@ -70,10 +72,11 @@ class Phase:
 
 
 def plan(config: Config, target: str | None, tell: Tell = print) -> None:
-    """Tell what each phase takes, whether all fit, and the largest micro-batch that does.
+    """Print what each phase takes, whether all phases fit, and the largest micro-batch that fits.
 
     Raises:
-        UserError: a phase does not fit, and the nearest setting that does; no such target; a mesh that can't be.
+        UserError: a phase does not fit; the message names the nearest setting that does. Or there is no such target, or
+            the mesh is impossible.
     """
     devices = find_devices(config.mesh, target)
     shape = ", ".join(f"{axis} {size}" for axis, size in devices.mesh.shape.items())
@@ -95,7 +98,7 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
 
 
 class Planner:
-    """Compiles a configuration's programs, and tells of each when it is done."""
+    """Compiles a configuration's programs, and tells of each when it is compiled."""
 
     def __init__(self, config: Config, devices: Devices, tell: Tell) -> None:
         self.config = config
@@ -106,13 +109,13 @@ class Planner:
         self.reference = on_device(self.programs.policy.params) if beta > 0 else 0
 
     def phases(self) -> list[Phase]:
-        """Prefill, decode and log-prob where the run has them; update, which comes last."""
+        """The phases prefill, decode and log-prob, where the run has them; the update comes last."""
         config, shapes = self.config, self.programs
         params, optimizer = on_device(shapes.state.params), on_device(shapes.state.opt_state)
         reference = self.reference
         found = []
         if config.rollout is not None:
-            # While tokens are sampled, the parameters and the optimizer's moments wait.
+            # While tokens are sampled, the parameters and the optimizer's moments stay in memory.
             held = {"parameters": params + reference, "optimizer": optimizer}
             copy, cache = on_device(shapes.decoding_weights()), on_device(shapes.cache())
             known = {**held, "parameters": held["parameters"] + copy, "KV cache": cache}
@@ -130,7 +133,7 @@ class Planner:
         return found
 
     def compile(self, title: str, name: str, config: Config | None = None) -> Account:
-        """The account of one program, here or by a process of its own."""
+        """The account of one program, compiled in this process or, for a target, in a process of its own."""
         start = time.perf_counter()
         config = config or self.config
         if self.devices.target is None:
@@ -152,10 +155,10 @@ class Planner:
         return account
 
     def largest_micro_batch(self, update: Phase) -> tuple[int | None, int]:
-        """Rows of the largest micro-batch whose update fits, None if none does; and the peak of that update, in bytes.
+        """The rows of the largest micro-batch whose update fits, or None, and the peak of that update in bytes.
 
         Args:
-            update: the phase as it is configured, which need not be compiled again.
+            update: the phase as it is configured, which is not compiled again.
         """
         peaks = {self.programs.micro_rows: update.peak}
 
@@ -173,25 +176,24 @@ class Planner:
 
 
 def find_devices(config: MeshConfig, target: str | None) -> Devices:
-    """The mesh on the devices at hand, or on those of a slice of TPUs as in `v6e:2x4`, or of H100s as in `h100:8`.
+    """The devices at hand, or those of a slice of TPUs as in `v6e:2x4`, or H100s as in `h100:8`, with the mesh on them.
 
     Raises:
-        UserError: there are fewer devices; there is no such target; its compiler isn't installed.
+        UserError: there are fewer devices than the mesh needs; there is no such target; its compiler isn't installed.
     """
     if target is None:
         mesh = make_mesh(config)
         kind = mesh.devices.flat[0].device_kind
         return Devices(f"{kind} at hand", mesh, jax.device_count(), memory_at_hand(mesh), None)
     try:
-        shape = (config.dp, config.fsdp, config.tp)
-        mesh = targets.mesh(target, shape, ("dp", "fsdp", "tp"))
+        mesh = targets.mesh(target, [getattr(config, axis) for axis in AXES], AXES)
         return Devices(target, mesh, len(targets.devices(target)), targets.memory_limit(target), target)
     except (ValueError, ModuleNotFoundError) as error:
         raise UserError(f"--target: {error}") from None
 
 
 def memory_at_hand(mesh: Mesh) -> int:
-    """Bytes that a program may have of a device; of CPUs, their share of the host's memory."""
+    """Bytes that a program may have on each device; CPU devices share the host's memory."""
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
@@ -199,20 +201,20 @@ def memory_at_hand(mesh: Mesh) -> int:
 
 
 def here(program: jax.stages.Compiled) -> Account:
-    """The account of a program for the devices at hand, which stays as it is."""
+    """The account of a program that was compiled for the devices at hand."""
     memory = targets.memory(program)
     return Account(memory["argument"], memory["temp"], memory["peak"])
 
 
 def on_device(tree: Any) -> int:
-    """Bytes of a tree of shapes on one device, by their shardings."""
+    """Bytes that one device holds of a tree of shapes, by their shardings."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
-    """A phase's parts: the head's and the activations' are what `known` leaves of the peak.
+    """A phase whose head and activations are what `known` leaves of the peak.
 
-    The head may have its largest temporaries while others of those that are known are gone.
+    The head's temporaries may exceed that: they may be largest while something known is not in memory.
     """
     rest = max(peak - sum(known.values()), 0)
     head = min(head, rest)
@@ -221,12 +223,12 @@ def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
 
 
 def micro_batches(batch: int, shards: int) -> list[int]:
-    """Rows that a micro-batch may have."""
+    """The numbers of rows that a micro-batch may have."""
     return [rows for rows in range(shards, batch + 1, shards) if batch % rows == 0]
 
 
 def largest(candidates: Sequence[int], fits: Callable[[int], bool], known: int) -> int | None:
-    """The largest that fits, by bisection from the one that is known: where one fits, all smaller ones do."""
+    """The largest candidate that fits, by bisection that starts at `known`: where one fits, all smaller ones do."""
     place = candidates.index(known)
     low, high = (place + 1, len(candidates)) if fits(known) else (0, place)
     while low < high:
@@ -247,20 +249,20 @@ def remedy(config: Config, phases: Sequence[Phase], devices: Devices, rows: int 
         return f"mesh: parameters and optimizer take {size(state)} a device ({missing}); mesh.fsdp={fsdp} spreads them"
     if worst.name in ("prefill", "decode"):
         assert config.rollout is not None
-        asked = config.rollout.batch_size or config.batch_size
+        rows_decoded = config.rollout.batch_size or config.batch_size
         fixed = worst.parts["parameters"] + worst.parts["optimizer"]
-        fitting = int(asked * (devices.memory - fixed) / (worst.peak - fixed))
+        fitting = int(rows_decoded * (devices.memory - fixed) / (worst.peak - fixed))
         if fitting < 1:
             return f"rollout: the copy of the parameters for decoding leaves no room ({missing}); raise mesh.tp"
-        return f"rollout.batch_size: {asked} rows do not fit ({missing}); about {fitting} would"
-    asked = config.micro_batch_size or config.batch_size
+        return f"rollout.batch_size: {rows_decoded} rows do not fit ({missing}); about {fitting} would"
+    configured = config.micro_batch_size or config.batch_size
     if rows is None:
-        return f"micro_batch_size: {asked} does not fit ({missing}), nor does a smaller one; raise mesh.fsdp"
-    return f"micro_batch_size: {asked} does not fit ({missing}); set it to {rows}"
+        return f"micro_batch_size: {configured} does not fit ({missing}), nor does a smaller one; raise mesh.fsdp"
+    return f"micro_batch_size: {configured} does not fit ({missing}); set it to {rows}"
 
 
 def table(phases: Sequence[Phase], memory: int) -> str:
-    """Phases by columns, in GiB, or in MiB where all is small."""
+    """The table of phases by columns, in GiB, or in MiB if all phases are small."""
     unit, name = (2**30, "GiB") if max(phase.peak for phase in phases) >= 2**30 else (2**20, "MiB")
     lines = [f"{name + ' a device':14}" + "".join(f"{column:>13}" for column in (*COLUMNS, "peak", "free"))]
     for phase in phases:
@@ -270,4 +272,5 @@ def table(phases: Sequence[Phase], memory: int) -> str:
 
 
 def size(count: int) -> str:
+    """A number of bytes, for people."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

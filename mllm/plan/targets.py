@@ -1,10 +1,11 @@
 """Compiles JAX programs for TPUs that this machine doesn't have, by libtpu, the real compiler (`make aot` installs it).
 
-A target is a chip, as in `v6e`, or a slice of them, as in `v6e:2x4`; or GPUs, see `gpus.py`. Run as a program,
-`python -m mllm.plan.targets TARGET PROGRAMME JSON` compiles one program and prints the compiler's account of its
-memory, and the work in it, as a line of JSON; `listing.py` compiles so, in a process of its own. A program is named
-`package.module:function` or `file.py:function`; the function takes the target's mesh and the arguments in JSON, and
-returns the function to compile and its arguments, trees of `jax.ShapeDtypeStruct`.
+A target is a chip, as in `v6e`, or a slice of them, as in `v6e:2x4`; or GPUs, see `gpus.py`. A program is named
+`package.module:function` or `file.py:function`. Its function takes the target's mesh and keyword arguments, and returns
+the function to compile and its arguments, trees of `jax.ShapeDtypeStruct`.
+
+Run as a program it compiles one program and prints, as a line of JSON, the compiler's account of its memory and the
+work in it; `compile_in_child` starts that in a process of its own.
 
 Leaves out: running anything.
 """
@@ -15,8 +16,7 @@ import json
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, Mesh
 
+from mllm import child_process
 from mllm.plan import gpus, work
 
-# For libtpu, before it is loaded: there is no TPU whose metadata it could ask for, nor one to keep from other programs.
+# libtpu reads these as it is loaded: there is no TPU to ask for its metadata, nor one to keep other programs from.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -43,11 +44,11 @@ SLICES = {
     "v6e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     "tpu7x": ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8"),
 }
-"""The chips known here, and slices of them that one can have; there are larger ones."""
+"""The chips known here, and the slices of them that one can rent; there are larger ones."""
 CHIPS = {chip: slices[0].count("x") + 1 for chip, slices in SLICES.items()}
-"""The chips, and the dimensions of their slices."""
+"""The chips, and how many dims their slices have."""
 HBM = {chip: int(gib * 2**30) for chip, gib in {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}.items()}
-"""Bytes of a device's HBM that a program may have, as the compiler says where it refuses one (libtpu 0.0.42).
+"""Bytes of a device's HBM that a program may have: the limit that the compiler names where it refuses (libtpu 0.0.42).
 
 A chip has 16 GB, 95 GiB, 32 GiB and 192 GiB, on tpu7x for two devices: https://docs.cloud.google.com/tpu/docs/tpu7x and
 https://docs.cloud.google.com/tpu/docs/v5e.
@@ -79,7 +80,7 @@ def devices(target: str) -> Sequence[jax.Device]:
         ValueError: as `split`, or the chip has no such slice.
         ModuleNotFoundError: libtpu isn't installed, or for GPUs the plugin.
     """
-    if gpus.named(target):
+    if gpus.is_gpu(target):
         return gpus.devices(target)
     chip, sizes = split(target)
     if importlib.util.find_spec("libtpu") is None:
@@ -95,8 +96,8 @@ def devices(target: str) -> Sequence[jax.Device]:
 
 
 def memory_limit(target: str) -> int:
-    """Bytes of a device of the target that a program may have."""
-    return gpus.memory() if gpus.named(target) else HBM[split(target)[0]]
+    """Bytes that a program may have on each device of the target."""
+    return gpus.memory() if gpus.is_gpu(target) else HBM[split(target)[0]]
 
 
 def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip",)) -> Mesh:
@@ -106,12 +107,12 @@ def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip"
         ValueError: as `devices`, or the slice has fewer devices than the mesh.
         ModuleNotFoundError: as `devices`.
     """
-    there = devices(target)
-    wanted = math.prod(shape)
-    if len(there) < wanted:
-        raise ValueError(f"target {target!r} has {len(there)} devices, a mesh of {tuple(shape)} needs {wanted}")
+    available = devices(target)
+    needed = math.prod(shape)
+    if len(available) < needed:
+        raise ValueError(f"target {target!r} has {len(available)} devices, a mesh of {tuple(shape)} needs {needed}")
     types = (AxisType.Auto,) * len(axes)
-    return Mesh(np.array(there[:wanted]).reshape(shape), tuple(axes), axis_types=types)
+    return Mesh(np.array(available[:needed]).reshape(shape), tuple(axes), axis_types=types)
 
 
 def compiled(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> jax.stages.Compiled:
@@ -126,17 +127,17 @@ def compiled(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh)
         The program, with the compiler's `memory_analysis()` and its own `as_text()`.
 
     Raises:
-        jax.errors.JaxRuntimeError: the compiler's own refusals: no room in HBM or VMEM, no way to lower an operation.
+        jax.errors.JaxRuntimeError: the compiler refuses: no room in HBM or VMEM, no way to lower an operation.
     """
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or everywhere), tuple(arguments)
     )
-    # What is compiled without devices can't be read back from JAX's cache.
+    # A program that was compiled without devices can't be read back from JAX's cache.
     cached = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     reset_cache()
-    # Jitted once more, a function would keep the arguments that it gives away.
+    # A jitted function is not jitted again: then it would not donate its arguments.
     jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
     platform = {"gpu": "cuda"}.get(mesh.devices.flat[0].platform, "tpu")
     try:
@@ -170,18 +171,39 @@ def program(name: str) -> Program:
     return getattr(module, function)
 
 
+def compile_in_child(target: str, name: str, environment: Mapping[str, str], **arguments: Any) -> dict[str, Any]:
+    """What `main` prints of a program that a process of its own has compiled.
+
+    Args:
+        environment: variables for the compiler, beside this process's own.
+
+    Raises:
+        ValueError: the compiler refuses; the message is its reason, a line, and a note has all that was said.
+    """
+    # A program from JAX's cache would not be compiled, so the compiler would write no reports of it.
+    inherited = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
+    command = [sys.executable, "-m", "mllm.plan.targets", target, name, json.dumps(arguments)]
+    ended = child_process.run(command, env=inherited | dict(environment))
+    if ended.code or ended.answer is None:
+        refusal = ValueError(ended.reason or f"{name} for {target}: the compiler's process gave no answer")
+        refusal.add_note(ended.stderr)
+        raise refusal
+    return ended.answer
+
+
 def main(target: str, name: str, arguments: str) -> None:
+    """Compile a program and print its memory in bytes, its parts and the grids of its kernels (see `work.py`)."""
     given = json.loads(arguments)
     axes = given.pop("mesh", {"chip": 1})
     make = program(name)
-    one = mesh(target, tuple(axes.values()), tuple(axes))
-    function, shapes = make(one, **given)
-    start = time.perf_counter()
-    executable = compiled(function, shapes, one)
-    with jax.sharding.use_abstract_mesh(one.abstract_mesh):
-        of_kernels = {"parts": work.parts(function, shapes), "grids": work.grids(function, shapes)}
-    print(json.dumps(memory(executable) | {"seconds": time.perf_counter() - start} | of_kernels))
+    on_target = mesh(target, tuple(axes.values()), tuple(axes))
+    function, shapes = make(on_target, **given)
+    executable = compiled(function, shapes, on_target)
+    with jax.sharding.use_abstract_mesh(on_target.abstract_mesh):
+        in_kernels = {"parts": work.parts(function, shapes), "grids": work.grids(function, shapes)}
+    child_process.answer(memory(executable) | in_kernels)
 
 
 if __name__ == "__main__":
+    child_process.end_with_parent()
     main(*sys.argv[1:])

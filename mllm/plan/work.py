@@ -1,11 +1,11 @@
 """The work of a traced function, by arithmetic: flops of its matrix products, and bytes that they move.
 
-A Pallas kernel says both itself (`cost_estimate`), by its own tiling. Of other products, operands are read and results
-written once each, in the dtypes that they have: less than any program moves whose operands don't fit on chip. A loop's
-body counts as often as it runs. Where that depends on data, a loop with Pallas kernels is taken to visit all tokens, in
-blocks as its kernels take them; for others there is no answer, nor for kernels that don't say what they do.
+A Pallas kernel declares both itself (`cost_estimate`), by its own tiling. For other products, operands are read and
+results written once each, in the dtypes that they have: less than what a program moves whose operands don't fit on
+chip. A loop's body counts as often as it runs. Where that depends on data, a loop with Pallas kernels is taken to visit
+all tokens, in blocks as its kernels take them; other such loops, and kernels without a `cost_estimate`, have no answer.
 
-Leaves out all that is no matrix product.
+Leaves out everything but matrix products.
 """
 
 import math
@@ -25,10 +25,10 @@ class Part(NamedTuple):
 
 
 def parts(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Part] | None:
-    """What the function consists of, each kernel summed over its calls; None if that can't be told.
+    """The parts of a function, each kernel summed over its calls; None where the work can't be told.
 
     Args:
-        function: of hidden states [tokens, features], the weight [vocabulary, features] and anything else.
+        function: takes hidden states [tokens, features], the weight [vocabulary, features] and anything else.
         arguments: trees of `jax.ShapeDtypeStruct`.
     """
     found: dict[str, Part] = {}
@@ -36,19 +36,19 @@ def parts(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Part] 
         for part in _parts(jax.make_jaxpr(function)(*arguments).jaxpr, 1, [x.shape for x in arguments[:2]]):
             before = found.get(part.name, Part(part.name, 0, 0))
             found[part.name] = Part(part.name, before.flops + part.flops, before.bytes + part.bytes)
-    except _Unknown:
+    except _UnknownError:
         return None
     return list(found.values())
 
 
 def grids(function: Callable[..., Any], arguments: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Those of the function's Pallas kernels, in its order."""
+    """The grids of the function's Pallas kernels, in its order."""
     found = _equations(jax.make_jaxpr(function)(*arguments).jaxpr)
     return [x.params["grid_mapping"].grid for x in found if x.primitive.name == "pallas_call"]
 
 
-class _Unknown(Exception):
-    """A loop that depends on data holds products and no kernel, or a kernel doesn't say what it does."""
+class _UnknownError(Exception):
+    """A loop that depends on data holds products and no kernel, or a kernel has no `cost_estimate`."""
 
 
 def _parts(jaxpr: Jaxpr, times: int, head: Sequence[tuple[int, int]]) -> Iterator[Part]:
@@ -57,7 +57,7 @@ def _parts(jaxpr: Jaxpr, times: int, head: Sequence[tuple[int, int]]) -> Iterato
         if name == "pallas_call":
             cost = parameters["cost_estimate"]
             if cost is None:
-                raise _Unknown
+                raise _UnknownError
             yield Part(_kernel_name(parameters), times * cost.flops, times * cost.bytes_accessed)
         elif name == "dot_general":
             yield Part("XLA", times * _flops(equation), times * _bytes(equation))
@@ -76,15 +76,15 @@ def _inner(parameters: dict[str, Any]) -> list[Jaxpr]:
 
 
 def _blocks(body: Jaxpr, head: Sequence[tuple[int, int]]) -> int:
-    """How many blocks of rows the kernels of a loop's body make of the hidden states; 1 if it has no product."""
+    """The number of blocks of rows that the kernels in a loop's body make of the hidden states; 1 without a product."""
     tokens, features = head[0]
     found = list(_equations(body))
     kernels = [equation for equation in found if equation.primitive.name == "pallas_call"]
     shapes = [[var.aval.shape for var in equation.invars if var.aval.ndim == 2] for equation in kernels]
-    # A kernel's first matrix of as many features is its block of hidden states; a later one may be the whole weight.
+    # A kernel's first matrix with as many features is its block of hidden states; a later one may be the whole weight.
     rows = [shape[0] for matrices in shapes for shape in matrices[:1] if shape[1] == features]
     if not rows and any(equation.primitive.name == "dot_general" for equation in found):
-        raise _Unknown
+        raise _UnknownError
     return -(-tokens // max(rows)) if rows else 1
 
 

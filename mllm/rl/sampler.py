@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from mllm.config.schema import Config, RolloutConfig
 from mllm.model.layout import Params
 from mllm.model.load import Policy
+from mllm.model.tokenizer import Tokenizer
 from mllm.rl.rollout import Completions, generate
 
 
@@ -17,7 +16,7 @@ class Sampler:
     """Completes prompts with parameters that each call passes."""
 
     graphdef: Any
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
     options: RolloutConfig
     seed: int

@@ -38,7 +38,7 @@ def sft(logprob: Float[jax.Array, "*S"], entropy: Float[jax.Array, "*S"]) -> Flo
 
 
 class Operands(NamedTuple):
-    """What an objective compares a token's log-probability with; None: not asked for."""
+    """The arrays that an objective compares a token's log-probability with; None where the settings need none."""
 
     advantages: Float[jax.Array, "*S"]
     old_logprobs: Float[jax.Array, "*S"]
@@ -62,22 +62,22 @@ class GrpoObjective:
     entropy_coef: float = 0.0
     importance_cap: float | None = None
     num_iterations: int = 1
-    """With one update to a rollout, the policy before it is the current one, and needs no operand."""
+    """With one update to a rollout, the old policy is the current one, and needs no operand."""
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The operands that the settings ask for, by their names in a batch."""
-        asked = {
+        """The names of the operands that the settings need, which are those of the batch's fields."""
+        needed = {
             "advantages": True,
             "old_logprobs": self.num_iterations > 1,
             "sampler_logprobs": self.importance_cap is not None,
             "reference_logprobs": self.beta > 0,
         }
-        return tuple(name for name, wanted in asked.items() if wanted)
+        return tuple(name for name in needed if needed[name])
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """The ratios between which a token is not clipped."""
+        """The lowest and highest ratio that are not clipped."""
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         return 1 - self.epsilon, 1 + high
 
@@ -110,7 +110,7 @@ class GrpoObjective:
         entropy: Float[jax.Array, "*S"],
         given: Operands,
     ) -> Float[jax.Array, "*S"]:
-        """Each token's loss; `log_ratio`, its own or its sequence's, says how far the policy has moved.
+        """Each token's loss, where `log_ratio` (the token's or its sequence's) says how far the policy has moved.
 
         As in TRL, the importance weight multiplies the clipped ratio, not the penalty and the bonus.
         """
@@ -134,7 +134,7 @@ def gspo(
     weights: Float[jax.Array, "B T"],
     *operands: Float[jax.Array, "B T"],
 ) -> Float[jax.Array, ""]:
-    """GSPO's loss of the rows given: one clipped ratio a sequence, exp(mean_t(logprob - old)).
+    """GSPO's loss for some rows: one clipped ratio for each sequence, exp(mean_t(logprob - old)).
 
     `weights` are those of `token_weights("gspo", ...)` over the whole batch, 0 at tokens that don't count:
     the losses of micro-batches add up to that of the batch. The gradient flows through the ratio to all
@@ -157,7 +157,7 @@ def k3(logprob: Float[jax.Array, "*S"], reference: Float[jax.Array, "*S"]) -> Fl
 
 
 def bounded_exp(log_ratio: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
-    """exp, but finite: infinity times an advantage of 0, or times a clip's gradient of 0, would be NaN."""
+    """exp, kept finite: infinity times an advantage of 0, or times a clip's gradient of 0, would be NaN."""
     return jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
 
 
@@ -212,29 +212,26 @@ def token_weights(
 
 
 class Advantages(NamedTuple):
-    """The advantages of groups of completions, and what is logged of their rewards."""
+    """The advantages of groups of completions, and metrics of their rewards."""
 
     values: Float[jax.Array, "G n"]
-    missing: Bool[jax.Array, "G n"]
-    """The reward was NaN: the completion is to be left out of the loss, too."""
     reward: Float[jax.Array, ""]
-    """The mean; NaN when all are missing."""
+    """The mean reward; NaN if all failed."""
     reward_std: Float[jax.Array, ""]
     """The mean of the groups' standard deviations."""
     frac_reward_zero_std: Float[jax.Array, ""]
-    """The share of groups that teach nothing, because their rewards are all equal (or fewer than two)."""
+    """The share of groups without advantages, because their rewards are all equal (or fewer than two)."""
 
 
 @partial(jax.jit, static_argnames="scale")
 def advantages(rewards: Float[jax.Array | np.ndarray, "G n"], scale: RewardScale) -> Advantages:
-    """How much better each completion is than the mean of its group, of G prompts with n completions each.
+    """How much better each completion is than the mean of its group, for G prompts with n completions each.
 
     `scale` divides it by the standard deviation (of the sample, n - 1, plus 1e-4, as TRL) of the `group`
-    (DeepSeekMath, section 4.1.2) or of the whole `batch`, or by nothing (`none`, Dr. GRPO). NaN rewards have
-    failed: they enter neither mean nor deviation, and get 0. A group of equal rewards gets exactly 0.
+    (DeepSeekMath, section 4.1.2) or of the whole `batch`, or by nothing (`none`, Dr. GRPO). Rewards that
+    failed are NaN: they enter neither mean nor deviation, and get 0. A group of equal rewards gets exactly 0.
     """
-    missing = jnp.isnan(rewards)
-    present = ~missing
+    present = ~jnp.isnan(rewards)
     count = present.sum(-1, keepdims=True)
     mean = sequence_mean(rewards, present)
     deviation = jnp.where(present, rewards - mean, 0.0)
@@ -255,7 +252,6 @@ def advantages(rewards: Float[jax.Array | np.ndarray, "G n"], scale: RewardScale
             raise ValueError(f"scale: {scale!r} is none of group, batch, none")
     return Advantages(
         values=jnp.where(equal, 0.0, deviation / divisor),
-        missing=missing,
         reward=jnp.nanmean(rewards),
         reward_std=jnp.where(equal, 0.0, std).mean(),
         frac_reward_zero_std=equal.mean(),
@@ -263,7 +259,7 @@ def advantages(rewards: Float[jax.Array | np.ndarray, "G n"], scale: RewardScale
 
 
 def sample_std(squares: Float[jax.Array, "*S"], count: Int[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
-    """The deviation of `count` numbers whose squared distances to their mean add up to `squares`."""
+    """The standard deviation of `count` numbers whose squared distances to their mean add up to `squares`."""
     return jnp.sqrt(squares / jnp.maximum(count - 1, 1))
 
 
@@ -275,11 +271,11 @@ def policy_metrics(
     *operands: Float[jax.Array, "B T"],
     sequence_level: bool = False,
 ) -> dict[str, Float[jax.Array, ""]]:
-    """Means over the masked tokens of a whole batch, under TRL's names; 0 when there are none.
+    """Means over the masked tokens of a whole batch, under TRL's names; 0 if there are none.
 
     `clip_ratio/low_mean` is the share of tokens (under GSPO, `sequence_level`, of sequences) that the lower
-    clip keeps from becoming less likely still, `high_mean` that of those which the upper one keeps from
-    becoming more likely, `region_mean` their sum. `kl` is there only where the objective has a reference.
+    clip keeps from becoming less likely still, `high_mean` the share that the upper one keeps from becoming
+    more likely, `region_mean` their sum. `kl` needs an objective with a reference.
     """
     given = objective.unpack(logprob, operands)
     log_ratio, counted, advantage = logprob - given.old_logprobs, mask, given.advantages
@@ -317,4 +313,5 @@ def sampling_metrics(
 
 
 def masked_mean(values: Shaped[jax.Array, "*S"], mask: Bool[jax.Array, "*S"]) -> Float[jax.Array, ""]:
+    """The mean of the masked values; 0 if there are none."""
     return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1)

@@ -1,19 +1,18 @@
 """The optimizer: an optax chain of clipping, AdamW or Lion, and a schedule with warm-up.
 
-AdamW is Loshchilov and Hutter 2019, Lion is Chen et al. 2023. The moments have the parameters' dtype and layout.
+AdamW is Loshchilov and Hutter 2019, Lion is Chen et al. 2023. The moments have the parameters' dtype and sharding.
 """
-
-from typing import Any
 
 import jax
 import optax
+from jaxtyping import Array, Int
 
 from mllm.config.schema import OptimizerConfig
-from mllm.model.decoder import parameter_name
+from mllm.model.layout import Params, parameter_name
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The chain for a run of `steps` updates; it maps gradients to updates, and is fed the parameters for the decay."""
+    """The transformation of gradients to updates in a run of `steps` steps; its `update` needs the parameters, too."""
     schedule = make_schedule(config, steps)
     decay = {"weight_decay": config.weight_decay, "mask": decays}
     if config.name == "adamw":
@@ -26,7 +25,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Step -> learning rate: linearly up over the warm-up, then down to `final_fraction` at `steps`."""
+    """The learning rate as a function of the update's number: up over the warm-up, then down to `final_fraction`."""
     peak, rest = config.learning_rate, max(steps - config.warmup_steps, 1)
     match config.schedule:
         case "constant":
@@ -37,14 +36,21 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
             body = optax.cosine_decay_schedule(peak, rest, config.final_fraction)
     if config.warmup_steps == 0:
         return body
-    # Step 0 already moves: a warm-up that begins at 0 would waste the first update.
+    # The first update already has a rate: a warm-up that begins at 0 would waste it.
     warmup = optax.linear_schedule(peak / config.warmup_steps, peak, max(config.warmup_steps - 1, 1))
     return optax.join_schedules([warmup, body], [config.warmup_steps])
 
 
-def decays(params: Any) -> Any:
-    """A tree of booleans, True where weight decay applies: not to biases and norms.
+def update_count(opt_state: optax.OptState) -> Int[Array, ""]:
+    """The number of updates that the optimizer has made: skipped ones don't count. The schedule's next argument."""
+    states = jax.tree.leaves(opt_state, is_leaf=lambda leaf: isinstance(leaf, optax.ScaleByScheduleState))
+    (count,) = (state.count for state in states if isinstance(state, optax.ScaleByScheduleState))
+    return count
 
-    Layers are stacked, so a norm's scales and the biases are matrices too: the name decides, not the rank.
+
+def decays(params: Params) -> Params:
+    """A tree of booleans: True for the parameters to which weight decay applies, all but norms and biases.
+
+    Layers are stacked, so norms and biases are matrices too: the name decides, not the rank.
     """
     return jax.tree_util.tree_map_with_path(lambda path, _: not parameter_name(path).endswith(("norm", "bias")), params)

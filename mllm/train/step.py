@@ -2,10 +2,11 @@
 
 The loss of a step is a sum of per-token terms whose weights already hold the whole batch's denominator (see `Batch`),
 so micro-batches just add up: loss and gradients do not depend on how the batch is split. This is the only file of the
-trainer that touches the head.
+trainer that calls the head.
 """
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import jax
@@ -13,46 +14,46 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, Int
 
-from kernels.lm_head import HeadSharding, TokenLogprobs, token_logprobs, token_loss
+from kernels.lm_head import Choice, HeadSharding, TokenLogprobs, choose_impl, token_logprobs, token_loss
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.errors import UserError
-from mllm.model.decoder import LOGICAL_AXES, parameter_name
-from mllm.model.layout import Layout
+from mllm.model.architecture import Qwen2Config
+from mllm.model.layout import LOGICAL_AXES, Params, map_parameters
 from mllm.parallel.mesh import sharding
 from mllm.train import objectives
+from mllm.train.optimizer import update_count
 
 Metrics = dict[str, Float[Array, ""]]
 
 
 class TrainState(NamedTuple):
-    params: Any
-    opt_state: Any
+    params: Params
+    opt_state: optax.OptState
     step: Int[Any, ""]
-    """Updates tried; skipped ones count."""
+    """Number of train steps, those with a skipped update included."""
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state of a run that begins, laid out as the parameters are."""
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step, with the moments laid out as the parameters are."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(params, optimizer))
 
     @jax.jit(out_shardings=shardings[1:])
-    def init(params: Any) -> tuple[Any, Int[Array, ""]]:
+    def init(params: Params) -> tuple[optax.OptState, Int[Array, ""]]:
         return optimizer.init(params), jnp.zeros((), jnp.int32)
 
     return TrainState(params, *init(params))
 
 
-def abstract_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    """Shapes, dtypes and shardings of the state: the moments lie as their parameters do, scalars everywhere.
+def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """Shapes, dtypes and shardings of the state: moments have their parameters' shardings, scalars are replicated.
 
     `params` are ShapeDtypeStructs or arrays, with shardings.
     """
     mesh = jax.tree.leaves(params)[0].sharding.mesh
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def like(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -63,16 +64,16 @@ def abstract_state(params: Any, optimizer: optax.GradientTransformation) -> Trai
         lambda moment, param: like(moment, param.sharding),
         jax.eval_shape(optimizer.init, abstract),
         abstract,
-        transform_non_params=lambda leaf: like(leaf, everywhere),
+        transform_non_params=lambda leaf: like(leaf, replicated),
     )
-    return TrainState(abstract, opt_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere))
+    return TrainState(abstract, opt_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated))
 
 
 class Forward:
     """Model and head as functions of the parameters and a batch, with the run's settings and mesh bound.
 
     Raises:
-        UserError: the head that is asked for needs other devices.
+        UserError: `head.impl` names a head for other devices.
     """
 
     def __init__(self, graphdef: Any, config: Config, mesh: Mesh) -> None:
@@ -93,14 +94,16 @@ class Forward:
         if config.grpo is not None and config.rollout is not None:
             # The policy is the distribution that is sampled from: its temperature is part of it.
             self.temperature = config.rollout.temperature
-            self.objective = make_objective(config)
+            names = [field.name for field in fields(objectives.GrpoObjective)]
+            self.objective = objectives.GrpoObjective(**{name: getattr(config.grpo, name) for name in names})
             self.sequence_level = config.grpo.loss_type == "gspo"
 
-    def logprobs(self, params: Any, batch: Batch) -> TokenLogprobs:
-        """Log-probability of each label that counts, lse and entropy, [B, T] each; 0 where `weights` is 0."""
+    def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
+        """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
         return self.head_logprobs(*self.hidden(params, batch), batch)
 
     def head_logprobs(self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch) -> TokenLogprobs:
+        """The same from hidden states and the vocabulary matrix."""
         return token_logprobs(
             hidden,
             weight,
@@ -112,13 +115,14 @@ class Forward:
             sharding=self.sharding,
         )
 
-    def loss(self, params: Any, batch: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
-        """The batch's share of the step's loss, and its log-probabilities for the metrics."""
+    def loss(self, params: Params, batch: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
+        """The batch's share of the step's loss, and its log-probabilities without gradient, for the metrics."""
         return self.head_loss(*self.hidden(params, batch), batch)
 
     def head_loss(
         self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch
     ) -> tuple[Float[Array, ""], TokenLogprobs]:
+        """The same from hidden states and the vocabulary matrix."""
         if self.objective is not None and self.sequence_level:
             outputs = self.head_logprobs(hidden, weight, batch)
             loss = objectives.gspo(
@@ -140,19 +144,21 @@ class Forward:
             sharding=self.sharding,
         )
 
-    def hidden(self, params: Any, batch: Batch) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
+    def hidden(self, params: Params, batch: Batch) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
+        """Hidden states and the vocabulary matrix: what the head takes."""
         model = nnx.merge(self.graphdef, params)
         if model.layout is not None:
-            # Of the parameters it is known; said of them, it holds for their gradients, too.
-            model = nnx.merge(self.graphdef, by_table(model.layout, params))
+            # The parameters have these shardings already; a constraint on them constrains their gradients, too.
+            model = nnx.merge(self.graphdef, map_parameters(model.layout.constrain, params))
         hidden, _ = model(batch.tokens, batch.positions, batch.segments)
         return hidden, model.head_weight
 
     def operands(self, batch: Batch) -> list[Float[Array, "B T"]]:
+        """The arrays of the batch that the objective takes, in its order."""
         return [] if self.objective is None else [getattr(batch, name) for name in self.objective.operands]
 
     def metrics(self, batch: Batch, outputs: TokenLogprobs) -> Metrics:
-        """Of the whole batch, under TRL's names."""
+        """The metrics of a whole batch, under TRL's names."""
         mask = batch.weights > 0
         if self.objective is None:
             return {"entropy": objectives.masked_mean(outputs.entropy, mask)}
@@ -169,33 +175,26 @@ class Forward:
         return metrics | objectives.sampling_metrics(trainer, batch.sampler_logprobs, mask)
 
 
-def by_table(layout: Layout, params: Any) -> Any:
-    """The parameters, laid out by the table; inside jit."""
-
-    def place(path: KeyPath, leaf: Array) -> Array:
-        return layout.constrain(leaf, LOGICAL_AXES[parameter_name(path)])
-
-    return jax.tree_util.tree_map_with_path(place, params)
-
-
 def head_sharding(mesh: Mesh) -> HeadSharding:
-    """Tokens as the batch lies, the vocabulary's matrix as its parameter."""
+    """The shardings of the head's arguments: tokens have the batch's, the vocabulary matrix its parameter's."""
     (tokens,) = sharding(mesh, ("batch",)).spec
     vocabulary, features = sharding(mesh, LOGICAL_AXES["head"]).spec
     return HeadSharding(mesh, tokens, vocabulary, features)
 
 
-def make_objective(config: Config) -> objectives.GrpoObjective:
-    grpo = config.grpo
-    assert grpo is not None
-    return objectives.GrpoObjective(
-        epsilon=grpo.epsilon,
-        epsilon_high=grpo.epsilon_high,
-        beta=grpo.beta,
-        entropy_coef=grpo.entropy_coef,
-        importance_cap=grpo.importance_cap,
-        num_iterations=grpo.num_iterations,
-    )
+def choose_head(config: Config, architecture: Qwen2Config, mesh: Mesh) -> Choice:
+    """The implementation of the head that the train step uses, and the reason why it is not a faster one."""
+    if config.head.impl is not None:
+        return Choice(config.head.impl, "head.impl asks for it")
+    length, rollout = 0, config.rollout
+    if config.data is not None:
+        length = config.data.max_length
+    elif rollout is not None:
+        length = rollout.max_prompt_length + rollout.max_completion_length
+    rows, dtype = config.micro_batch_size or config.batch_size, jnp.dtype(config.model.dtype)
+    hidden = jax.ShapeDtypeStruct((rows, length, architecture.hidden_size), dtype)
+    weight = jax.ShapeDtypeStruct((architecture.vocab_size, architecture.hidden_size), config.model.param_dtype)
+    return choose_impl(hidden, weight, dtype=dtype, sharding=head_sharding(mesh))
 
 
 def make_train_step(
@@ -206,9 +205,10 @@ def make_train_step(
     mesh: Mesh,
     kind: type[Forward] = Forward,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The jitted update; it takes over the state's memory. `kind`: for comparisons, a forward pass with another head.
+    """The jitted update; it reuses the state's memory. Comparisons pass a `kind` of forward pass with another head.
 
-    Where the loss or a gradient is not finite, parameters and optimizer stay as they were and `skipped` is 1.
+    If the loss or a gradient is not finite, parameters and optimizer stay as they were and `skipped` is 1. The metric
+    `learning_rate` is that of the update which was made, or skipped: a skipped update does not move the schedule on.
     """
     forward = kind(graphdef, config, mesh)
     rows = config.micro_batch_size or config.batch_size
@@ -219,17 +219,18 @@ def make_train_step(
         norm = optax.tree.norm(gradients)
         sound = jnp.isfinite(loss) & jnp.isfinite(norm)
 
-        # Micro-batches add up in float32, and moments made of that would not have the parameters' dtype.
+        # Micro-batches add up in float32, and moments of such gradients would not have the parameters' dtype.
         narrowed = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), gradients, state.params)
         updates, opt_state = optimizer.update(narrowed, state.opt_state, state.params)
         updated = optax.apply_updates(state.params, updates), opt_state
-        # No `cond`: XLA for GPUs holds what comes out of one beside the state, and on every device the whole of it.
-        kept = jax.tree.map(lambda new, old: jnp.where(sound, new, old), updated, (state.params, state.opt_state))
-        params, opt_state = kept
+        # No `cond`: XLA for GPUs holds its results beside the state, and on every device the whole of them.
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(sound, new, old), updated, (state.params, state.opt_state)
+        )
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": schedule(state.step),
+            "learning_rate": schedule(update_count(state.opt_state)),
             "skipped": 1.0 - sound,
             **forward.metrics(batch, outputs),
         }
@@ -239,12 +240,12 @@ def make_train_step(
 
 
 def make_logprob_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[Any, Batch], Float[Array, "B T"]]:
-    """The jitted forward pass: log-probabilities of a batch's labels under any parameters."""
+    """The jitted forward pass: log-probabilities of a batch's labels under any parameters, in nats."""
     forward = Forward(graphdef, config, mesh)
     rows = config.micro_batch_size or config.batch_size
 
     @jax.jit(in_shardings=(None, sharding(mesh, ("batch",))))
-    def logprob_pass(params: Any, batch: Batch) -> Float[Array, "B T"]:
+    def logprob_pass(params: Params, batch: Batch) -> Float[Array, "B T"]:
         logprobs = jax.lax.map(lambda micro: forward.logprobs(params, micro).logprob, split(batch, rows))
         return join(logprobs)
 
@@ -253,11 +254,11 @@ def make_logprob_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[An
 
 def accumulate(
     loss_fn: Callable[[Any, Batch], tuple[Float[Array, ""], TokenLogprobs]],
-    params: Any,
+    params: Params,
     batch: Batch,
     rows: int,
 ) -> tuple[Float[Array, ""], TokenLogprobs, Any]:
-    """Loss, outputs and gradients of the batch, `rows` of it at a time; the sums are in float32."""
+    """Loss, outputs and gradients of the batch, computed for `rows` rows at a time and summed in float32."""
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
     if rows == batch.tokens.shape[0]:
         (loss, outputs), gradients = value_and_grad(params, batch)
@@ -273,7 +274,7 @@ def accumulate(
 
 
 def split(batch: Batch, rows: int) -> Batch:
-    """[B, ...] to [B / rows, rows, ...], dealt out so that each device's share of the rows stays on it."""
+    """The batch as [B / rows, rows, ...], with strided rows, so that each device's share of them stays on it."""
     return jax.tree.map(lambda x: x.reshape(rows, -1, *x.shape[1:]).swapaxes(0, 1), batch)
 
 

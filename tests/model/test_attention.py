@@ -19,9 +19,9 @@ from mllm.config.schema import MeshConfig
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model import attention
-from mllm.model.architecture import PRESETS
+from mllm.model.architecture import PRESETS, Qwen2Config
 from mllm.model.attention import Attention, choose
-from mllm.model.decoder import KVCache, Qwen2, Qwen2Config, attention_mask
+from mllm.model.decoder import KVCache, Qwen2, attention_mask
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.plan import targets
@@ -199,7 +199,7 @@ SMALL = PRESETS["Qwen/Qwen2.5-0.5B"]  # 14 heads of 64, 2 of them for keys and v
 
 
 def chosen(asked, architecture=SMALL, mesh=ONE, dtype="bfloat16", packed=False):
-    return choose(asked, architecture, make_mesh(mesh), dtype, packed)
+    return choose(asked, architecture, make_mesh(mesh), dtype, packed).attention
 
 
 def test_splash_attention_is_taken_on_tpus_and_nowhere_else_unless_xla_is_asked_for(monkeypatch):
@@ -213,7 +213,7 @@ def test_splash_attention_is_taken_on_tpus_and_nowhere_else_unless_xla_is_asked_
 @pytest.mark.parametrize(
     ("change", "devices", "reason"),
     [
-        ({"head_dim": 32}, ONE, "its heads have 64 or 128 dimensions, and the model's 32"),
+        ({"head_dim": 32}, ONE, "it needs heads of size 64 or 128, and the model's have 32"),
         ({}, MeshConfig(tp=4), "mesh.tp = 4 does not divide the model's 14 heads"),
         ({"num_attention_heads": 16}, MeshConfig(tp=4), "mesh.tp = 4 does not divide the model's 2 kv_heads"),
     ],
@@ -293,7 +293,7 @@ def test_gpus_older_than_cudnn_s_attention_get_xla_s(gpus):
 def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(gpus, monkeypatch):
     mesh = make_mesh(ONE)
     monkeypatch.setattr(jax, "devices", list)
-    assert choose(None, SMALL, mesh, "bfloat16", packed=False) is None
+    assert choose(None, SMALL, mesh, "bfloat16", packed=False).attention is None
 
 
 @pytest.mark.parametrize("devices", [ONE, MeshConfig(dp=4, tp=2)], ids=["one device", "eight devices"])

@@ -15,7 +15,9 @@ import pytest
 from flax import nnx
 
 from mllm.model import weights
-from mllm.model.decoder import LOGICAL_AXES, KVCache, Qwen2, Qwen2Config, attention_mask, parameter_name
+from mllm.model.architecture import Qwen2Config
+from mllm.model.decoder import KVCache, Qwen2, attention_mask
+from mllm.model.layout import LOGICAL_AXES, parameter_name
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16")

@@ -10,7 +10,7 @@ from mllm.config.schema import Config, ModelConfig
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.architecture import PRESETS
-from mllm.model.load import find_architecture, find_folder, find_tokenizer, load_policy
+from mllm.model.load import read_architecture, model_folder, tokenizer_source, load_policy
 from mllm.parallel.mesh import make_mesh
 
 SCRATCH = ModelConfig(init="random", architecture=ARCHITECTURE)
@@ -40,13 +40,13 @@ def leaves(params):
 
 
 def test_a_model_from_scratch_needs_no_folder_and_speaks_bytes():
-    assert find_folder(SCRATCH) is None
-    assert find_architecture(SCRATCH, None).hidden_size == ARCHITECTURE["hidden_size"]
-    assert find_tokenizer(SCRATCH, None) == "bytes"
+    assert model_folder(SCRATCH) is None
+    assert read_architecture(SCRATCH, None).hidden_size == ARCHITECTURE["hidden_size"]
+    assert tokenizer_source(SCRATCH, None) == "bytes"
 
 
 def test_a_tokenizer_that_is_named_is_taken():
-    assert find_tokenizer(SCRATCH.model_copy(update={"tokenizer": "elsewhere"}), None) == "elsewhere"
+    assert tokenizer_source(SCRATCH.model_copy(update={"tokenizer": "elsewhere"}), None) == "elsewhere"
 
 
 def test_a_folder_gives_architecture_tokenizer_and_parameters(folder, scratch):
@@ -60,7 +60,7 @@ def test_a_folder_gives_architecture_tokenizer_and_parameters(folder, scratch):
 def test_a_random_model_may_take_its_sizes_from_a_folder_and_leave_the_parameters(folder):
     model = ModelConfig(init="random", source=str(folder))
     policy = policy_of(config(model=model.model_dump() | {"architecture": None}))
-    assert find_folder(model) == folder
+    assert model_folder(model) == folder
     assert policy.folder is None
 
 

@@ -83,7 +83,7 @@ def test_any_text_comes_back_as_it_was(text: str) -> None:
 def test_a_saved_byte_tokenizer_loads_unharmed_from_a_folder_whose_config_says_qwen2(tmp_path: Path) -> None:
     BYTES.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    loaded = tokenizers.load(str(tmp_path))
+    loaded = tokenizers.load_tokenizer(str(tmp_path))
     text = "  don't 'S  \r\n\t１２３ Ⅷ e\u0301 😀"
     assert loaded.encode(text) == list(text.encode())
     assert loaded.decode(loaded.encode(text)) == text
@@ -224,12 +224,12 @@ def test_a_vocabulary_that_loses_text_is_refused(tmp_path: Path) -> None:
     settings["model"]["vocab"] = {name: number for name, number in settings["model"]["vocab"].items() if name != "7"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="it can't write 7: its vocabulary is damaged"):
-        tokenizers.check_fits(tokenizers.load(str(tmp_path)), 300)
+        tokenizers.check_fits(tokenizers.load_tokenizer(str(tmp_path)), 300)
 
 
 def test_what_is_no_tokenizer_is_an_error_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     for source in (str(tmp_path), str(tmp_path / "missing")):
         with pytest.raises(UserError, match=r"model.tokenizer: none can be read from") as error:
-            tokenizers.load(source)
+            tokenizers.load_tokenizer(source)
         assert "\n" not in str(error.value)

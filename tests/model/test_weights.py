@@ -22,7 +22,9 @@ from tqdm import tqdm
 from mllm import progress as transfer
 from mllm.errors import UserError
 from mllm.model import weights
-from mllm.model.decoder import Qwen2, Qwen2Config, parameter_name
+from mllm.model.architecture import Qwen2Config
+from mllm.model.decoder import Qwen2
+from mllm.model.layout import parameter_name
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16")

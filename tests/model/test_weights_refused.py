@@ -234,7 +234,7 @@ def test_an_index_without_a_map(sharded: Path) -> None:
 
 
 def test_a_local_folder_is_used_as_it_is(tied: Path) -> None:
-    assert weights.resolve(str(tied)) == tied
+    assert weights.fetch_folder(str(tied)) == tied
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.gguf", "model.zip", "models/model.zip"])
@@ -243,7 +243,7 @@ def test_a_file_is_no_folder_and_no_hub_id(name: str, tmp_path: Path, monkeypatc
     (tmp_path / "models").mkdir()
     (tmp_path / name).write_bytes(b"PK")
     with pytest.raises(UserError, match=rf"{name}: is not a folder \(archives and single files are never opened\)"):
-        weights.resolve(name)
+        weights.fetch_folder(name)
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "folder", "Qwen/Qwen2.5-0.0B", "a/b/c", "~nobody-here/model"])
@@ -253,7 +253,7 @@ def test_what_is_neither_a_folder_nor_to_be_had_from_the_hub_is_one_line_within_
     monkeypatch.chdir(tmp_path)
     start = time.monotonic()
     with pytest.raises(UserError, match=r"model\.init=random") as error:
-        weights.resolve(source)
+        weights.fetch_folder(source)
     assert time.monotonic() - start < 10
     assert str(error.value).startswith(f"{source}: no such folder")
     assert "\n" not in str(error.value)

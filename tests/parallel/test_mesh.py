@@ -1,4 +1,4 @@
-"""One table says which dimension lies along which mesh axis, and what can't be divided is refused by name."""
+"""One table maps logical axes to mesh axes, and a size that its mesh axis does not divide is refused by name."""
 
 from dataclasses import replace
 
@@ -10,8 +10,7 @@ from mllm.config.schema import MeshConfig
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model.architecture import PRESETS
-from mllm.model.decoder import CACHE, HEADS, KV_HEADS, LOGICAL_AXES, ROWS
-from mllm.model.layout import Layout
+from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, LOGICAL_AXES, QUERIES, Layout
 from mllm.parallel.mesh import RULES, make_mesh, shard_batch, sharding
 
 SIZES = PRESETS["Qwen/Qwen2.5-3B"]
@@ -22,8 +21,8 @@ def mesh():
     return make_mesh(MeshConfig(dp=2, fsdp=2, tp=2))
 
 
-def test_every_dimension_of_every_parameter_and_activation_is_in_the_table():
-    activations = (CACHE, HEADS, KV_HEADS, ROWS)
+def test_every_logical_axis_of_parameters_and_activations_is_in_the_table():
+    activations = (CACHED_KEYS, QUERIES, KEYS, HIDDEN_STATES)
     assert {axis for axes in (*LOGICAL_AXES.values(), *activations) for axis in axes} <= RULES.keys()
 
 
@@ -33,20 +32,20 @@ def test_no_parameter_uses_a_mesh_axis_twice():
         assert len(set(used)) == len(used), name
 
 
-def test_the_mesh_has_the_sizes_asked_for_and_takes_the_first_devices():
+def test_the_mesh_has_the_configured_shape_and_takes_the_first_devices():
     mesh = make_mesh(MeshConfig(fsdp=2, tp=3))
     assert dict(mesh.shape) == {"dp": 1, "fsdp": 2, "tp": 3}
     assert list(mesh.devices.flat) == jax.devices()[:6]
 
 
-def test_more_devices_than_there_are_is_an_error_that_counts_them():
+def test_a_mesh_of_too_many_devices_is_an_error_that_counts_them():
     with pytest.raises(UserError, match=r"tp = 16, but there are 8 devices: set mesh.dp=2 or mesh.tp=2"):
         make_mesh(MeshConfig(dp=4, tp=4))
     with pytest.raises(UserError, match=r"tp = 1000, but there are 8 devices: lower more than one of them"):
         make_mesh(MeshConfig(dp=10, fsdp=10, tp=10))
 
 
-def test_a_layout_follows_the_table_and_none_is_never_sharded(mesh):
+def test_a_sharding_follows_the_table_and_none_is_never_sharded(mesh):
     assert sharding(mesh, ("vocab", "embed")).shard_shape((8, 8)) == (4, 4)
     assert sharding(mesh, ("batch", "time")).shard_shape((8, 8)) == (2, 8)
     assert sharding(mesh, (None, "layers")).shard_shape((8, 8)) == (8, 8)
@@ -65,21 +64,20 @@ def test_a_layout_follows_the_table_and_none_is_never_sharded(mesh):
         ({"fsdp": 8}, {"hidden_size": 36}, "mesh.fsdp: 8 does not divide the model's hidden_size of 36; .* works is 6"),
     ],
 )
-def test_a_size_that_its_mesh_axis_does_not_divide_is_named_with_the_nearest_that_works(axes, change, message):
+def test_a_size_that_its_mesh_axis_does_not_divide_is_refused_with_the_nearest_that_works(axes, change, message):
     mesh = make_mesh(MeshConfig(**axes))
     with pytest.raises(UserError, match=message):
         Layout.of(mesh, replace(SIZES, **change))
 
 
-def test_heads_of_keys_and_values_are_divided_where_tp_divides_them_and_else_stay_whole():
-    for tp, divided in ((1, True), (2, True), (4, False)):
+def test_heads_of_keys_and_values_are_sharded_only_where_tp_divides_them():
+    for tp, heads in ((1, 2), (2, 1), (4, 2)):
         layout = Layout.of(make_mesh(MeshConfig(tp=tp)), SIZES)
-        heads = layout.sharding(("batch", "kv_heads")).shard_shape((8, 2))[1]
-        assert heads == (2 // tp if divided else 2)
+        assert layout.sharding(("batch", "kv_heads")).shard_shape((8, 2))[1] == heads
         assert layout.sharding(("heads",)).shard_shape((16,)) == (16 // tp,)
 
 
-def test_a_batch_is_split_by_rows_and_absent_fields_stay_absent(mesh):
+def test_a_batch_is_sharded_by_rows_and_absent_fields_stay_absent(mesh):
     numbers = np.arange(8 * 3).reshape(8, 3)
     batch = shard_batch(mesh, Batch(*[numbers] * 4, weights=numbers.astype(np.float32)))
     assert batch.advantages is None

@@ -1,4 +1,4 @@
-"""Two processes of four devices each are one process of eight: the same losses and samples, written once."""
+"""Two processes with four devices each give what one process with eight gives, and write it once."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
 SETTINGS = {
     "sft": config("sft", steps=4, mesh=MESH, checkpoint={"every": 2}, eval={"every": 2, "prompts": 15}),
     "grpo": config(
-        steps=8,
+        steps=6,
         mesh=MESH,
         grpo={"num_iterations": 2},
         task={"rewards": [{"name": "user_rewards:even_characters"}]},
@@ -52,7 +52,7 @@ def assert_same_metrics(mine, yours):
 
 
 @pytest.mark.slow
-def test_sft_that_one_process_began_and_two_went_on_with_ends_as_one_s_alone_and_fits_any_mesh(placed):
+def test_sft_that_one_process_began_and_two_continued_equals_a_run_of_one_process(placed):
     one, two = placed("sft", "one"), placed("sft", "two")
     assert run(changed(two, steps=2)) == 0
     said = outputs(start_two(["train.py", *arguments(two)]))
@@ -63,15 +63,14 @@ def test_sft_that_one_process_began_and_two_went_on_with_ends_as_one_s_alone_and
     assert len(list(Path(two.run_dir, "tensorboard").iterdir())) == 2  # a file for each start
     expected = newest(two)
     assert (expected.step, expected.position) == (two.steps, newest(one).position)
-    for mesh in ({"dp": 1, "fsdp": 2, "tp": 2}, {"dp": 1, "fsdp": 1, "tp": 1}):
-        found = newest(changed(two, mesh=mesh))
-        assert (found.step, found.position) == (expected.step, expected.position)
-        for leaf, same in zip(jax.tree.leaves(found.train), jax.tree.leaves(expected.train), strict=True):
-            np.testing.assert_array_equal(leaf, same)
+    on_one_device = newest(changed(two, mesh={"dp": 1, "fsdp": 1, "tp": 1}))
+    assert (on_one_device.step, on_one_device.position) == (expected.step, expected.position)
+    for leaf, same in zip(jax.tree.leaves(on_one_device.train), jax.tree.leaves(expected.train), strict=True):
+        np.testing.assert_array_equal(leaf, same)
 
 
 @pytest.mark.slow
-def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_a_single_one_ends_it_as_if_alone(placed):
+def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_after_it_continued(placed):
     one, two = placed("grpo", "one"), placed("grpo", "two")
     processes = start_two(["train.py", *arguments(two)], REWARD_SECONDS="0.1")
     wait(processes[0], lambda: len(records(two)) > 1)
@@ -87,11 +86,11 @@ def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_a_single_one_ends_it
     assert next(samples) == next(samples)
 
 
-# Which rows are whose
+# Rows of each process
 
 
-def pieces():
-    """What two processes find out about their rows, and what they read of a checkpoint; in each of them."""
+def check_rows_and_reading():
+    """Runs in each of two processes: values are gathered, rows shared, and each reads its part of a checkpoint."""
     ProcessGroup.find(None, None, None, os.environ).join(60)
     process = jax.process_index()
     assert gather_objects({"process": process}) == [{"process": 0}, {"process": 1}]
@@ -134,13 +133,13 @@ def pieces():
 
 
 def test_each_process_has_the_rows_of_its_devices_and_reads_its_part_of_a_checkpoint():
-    outputs(start_two(["-c", "import test_processes; test_processes.pieces()"]))
+    outputs(start_two(["-c", "import test_processes; test_processes.check_rows_and_reading()"]))
 
 
-# What is wrong, in one line
+# Errors in one line
 
 
-def test_others_that_do_not_come_are_one_line(placed):
+def test_missing_processes_are_an_error_in_one_line(placed):
     command = ["train.py", *arguments(placed("sft", "run")), "--wait", "2"]
     without_the_third, without_the_first = start_two([*command, "--processes", "3"]), start_two(command)
     without_the_first[0].kill()
@@ -163,12 +162,12 @@ def test_others_that_do_not_come_are_one_line(placed):
         (("host:1", 2, None), {"JAX_PROCESS_ID": "one"}, "--process: one: expected a whole number"),
     ],
 )
-def test_flags_that_can_not_be_right_are_named(flags, environment, message):
+def test_an_impossible_flag_is_refused_by_name(flags, environment, message):
     with pytest.raises(UserError, match=message):
         ProcessGroup.find(*flags, environment)
 
 
-def test_flags_go_before_the_environment_and_neither_means_alone():
+def test_flags_take_precedence_over_the_environment_and_without_both_a_process_is_alone():
     environment = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
     assert ProcessGroup.find(None, None, None, environment) == ProcessGroup("a:1", 2, 1)
     assert ProcessGroup.find("b:2", 4, 3, environment) == ProcessGroup("b:2", 4, 3)

@@ -1,4 +1,4 @@
-"""Schedules reach their ends, decay spares norms and biases, and the chain clips."""
+"""The schedule, weight decay and its exceptions, clipping, and the updates of AdamW and Lion."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,10 @@ import pytest
 from flax import nnx
 
 from mllm.config.schema import OptimizerConfig
-from mllm.model.decoder import LOGICAL_AXES, Qwen2, Qwen2Config, parameter_name
-from mllm.train.optimizer import decays, make_optimizer, make_schedule
+from mllm.model.architecture import Qwen2Config
+from mllm.model.decoder import Qwen2
+from mllm.model.layout import LOGICAL_AXES, parameter_name
+from mllm.train.optimizer import decays, make_optimizer, make_schedule, update_count
 
 
 def config(**settings):
@@ -17,7 +19,7 @@ def config(**settings):
 
 
 @pytest.mark.parametrize(("schedule", "middle"), [("constant", 0.1), ("linear", 0.06), ("cosine", 0.06)])
-def test_the_rate_rises_over_the_warm_up_and_falls_to_its_fraction(schedule, middle):
+def test_the_rate_rises_over_the_warm_up_and_falls_to_its_final_fraction(schedule, middle):
     final = {} if schedule == "constant" else {"final_fraction": 0.2}
     rate = make_schedule(config(schedule=schedule, warmup_steps=4, **final), steps=24)
     np.testing.assert_allclose([rate(step) for step in range(4)], [0.025, 0.05, 0.075, 0.1], rtol=1e-6)
@@ -26,7 +28,7 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_its_fraction(schedule, mid
     assert rate(24) == pytest.approx(0.1 if schedule == "constant" else 0.02)
 
 
-def test_decay_touches_matrices_and_spares_every_norm_and_bias():
+def test_weight_decay_applies_to_matrices_and_to_no_norm_or_bias():
     sizes = {
         "hidden_size": 8,
         "intermediate_size": 8,
@@ -36,28 +38,48 @@ def test_decay_touches_matrices_and_spares_every_norm_and_bias():
     }
     architecture = Qwen2Config.from_hf({**sizes, "num_key_value_heads": 1}, "test")
     _, params = nnx.split(Qwen2.abstract(architecture))
-    decayed = {parameter_name(path): value for path, value in jax.tree_util.tree_leaves_with_path(decays(params))}
-    assert set(decayed) == set(LOGICAL_AXES)
-    spared = {name for name, value in decayed.items() if not value}
-    assert spared == {name for name in LOGICAL_AXES if name.endswith(("norm", "bias"))}
+    applies = {parameter_name(path): value for path, value in jax.tree_util.tree_leaves_with_path(decays(params))}
+    assert set(applies) == set(LOGICAL_AXES)
+    exceptions = {name for name, value in applies.items() if not value}
+    assert exceptions == {name for name in LOGICAL_AXES if name.endswith(("norm", "bias"))}
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion"])
-def test_the_chain_clips_by_the_global_norm(name):
-    params = {"w": jnp.ones(4)}
-    huge, unit = {"w": jnp.full(4, 1e9)}, {"w": jnp.full(4, 0.5)}
-    updates = []
-    for gradients in (huge, unit):
-        optimizer = make_optimizer(config(name=name, max_grad_norm=1.0), 10)
-        update, _ = optimizer.update(gradients, optimizer.init(params), params)
-        updates.append(update["w"])
-    np.testing.assert_allclose(updates[0], updates[1], rtol=1e-5)
+THEIRS = {
+    "adamw": lambda rate, decay: optax.adamw(rate, 0.9, 0.95, 1e-8, weight_decay=decay),
+    "lion": lambda rate, decay: optax.lion(rate, 0.9, 0.95, weight_decay=decay),
+}
 
 
-def test_adamw_is_optax_adamw():
+@pytest.mark.parametrize("name", THEIRS)
+def test_an_update_is_optax_s_with_weight_decay_and_the_schedule(name):
     params, gradients = {"w": jnp.arange(4.0)}, {"w": jnp.arange(4.0) - 1}
-    ours = make_optimizer(config(weight_decay=0.3, max_grad_norm=None, b2=0.95), 10)
-    theirs = optax.adamw(0.1, 0.9, 0.95, 1e-8, weight_decay=0.3)
-    update, _ = ours.update(gradients, ours.init(params), params)
-    expected, _ = theirs.update(gradients, theirs.init(params), params)
-    np.testing.assert_array_equal(update["w"], expected["w"])
+    ours = make_optimizer(config(name=name, weight_decay=0.3, max_grad_norm=None, b2=0.95, schedule="linear"), 10)
+    theirs = THEIRS[name](optax.linear_schedule(0.1, 0.0, 10), 0.3)
+    state, their_state = ours.init(params), theirs.init(params)
+    for _ in range(2):
+        update, state = ours.update(gradients, state, params)
+        expected, their_state = theirs.update(gradients, their_state, params)
+        np.testing.assert_array_equal(update["w"], expected["w"])
+
+
+@pytest.mark.parametrize(("norm", "clipped"), [(1e9, 1.0), (1.5, 1.0), (0.5, 0.5)])
+@pytest.mark.parametrize("name", THEIRS)
+def test_gradients_are_clipped_by_their_global_norm(name, norm, clipped):
+    """The first update does not depend on the gradients' scale, but the moments that it leaves do."""
+    params = {"v": jnp.ones((2, 2)), "w": jnp.ones(12)}
+    gradients = jax.tree.map(lambda leaf: jnp.full(leaf.shape, norm / 4), params)
+    optimizer = make_optimizer(config(name=name, max_grad_norm=1.0), 10)
+    update_share = 1 - {"adamw": 0.9, "lion": 0.99}[name]  # of a gradient in the first moment
+    _, state = optimizer.update(gradients, optimizer.init(params), params)
+    np.testing.assert_allclose(optax.tree.norm(optax.tree.get(state, "mu")), update_share * clipped, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_updates_are_counted_whatever_the_chain(name):
+    for settings in ({}, {"max_grad_norm": None}):
+        optimizer = make_optimizer(config(name=name, **settings), 10)
+        params = {"w": jnp.ones(4)}
+        state = optimizer.init(params)
+        assert update_count(state) == 0
+        _, state = optimizer.update(params, state, params)
+        assert update_count(state) == 1
