@@ -1,48 +1,46 @@
-"""Write a run's newest parameters as a Hugging Face folder: python tools/export.py RUN [--step N] [--dtype bfloat16]
+"""Writes a run's newest parameters as a Hugging Face folder: python tools/export.py RUN [--step N] [--dtype bfloat16]
 
-RUN/export then holds config.json, generation_config.json, safetensors and the tokenizer, and loads in transformers or
-as another run's `model.source`. An export that is there already is replaced as a whole, or not at all.
+RUN/export then holds config.json, generation_config.json, safetensors and the tokenizer; transformers loads it, and so
+does another run as its `model.source`. An earlier export is replaced as a whole, or not at all.
 """
 
 import argparse
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-import jax.numpy as jnp
-
-from mllm.config import load as configs
-from mllm.config.schema import MeshConfig
-from mllm.errors import ArgumentParser, UserError
-from mllm.model import weights
-from mllm.model.load import load_policy
-from mllm.parallel.mesh import make_mesh
-from mllm.run.checkpoint import Checkpoints
+from mllm import errors
+from mllm.errors import UserError
 
 
+@errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run_dir")
-    parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    parser.add_argument("--step", type=int, help="the checkpoint's; default: the newest")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: that of the computation")
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells what reading only means
-    try:
-        options = parser.parse_args(arguments)
-        step = export(options.run, options.step, options.dtype)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(arguments)
+    if not os.path.isfile(options.run / "config.yaml"):
+        raise UserError(f"{options.run}: no config.yaml; give a run_dir")
+    step = export(options.run, options.step, options.dtype)
     print(f"step {step} of {options.run} is exported to {options.run / 'export'}")
     return 0
 
 
 def export(run: Path, step: int | None, dtype: str | None) -> int:
     """Write RUN/export; returns the step that it holds."""
-    if not os.path.isfile(run / "config.yaml"):
-        raise UserError(f"{run}: no config.yaml; give a run_dir")
+    import jax.numpy as jnp
+
+    from mllm.config import load as configs
+    from mllm.config.schema import MeshConfig
+    from mllm.model import weights
+    from mllm.model.load import load_policy
+    from mllm.parallel.mesh import make_mesh
+    from mllm.run.checkpoint import Checkpoints
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns that it can only read
     config = configs.load(str(run / "config.yaml"))
     policy = load_policy(config, make_mesh(MeshConfig()))
     with closing(Checkpoints(run / "checkpoints", config.checkpoint, read_only=True)) as checkpoints:
@@ -60,4 +58,4 @@ def export(run: Path, step: int | None, dtype: str | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    errors.run_main(main)

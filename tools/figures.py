@@ -1,27 +1,33 @@
-"""The file that --json names: looked at before the work begins, and written after it."""
+"""The files that options such as --json and --plot name: checked before the work begins, written as a whole."""
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mllm.errors import UserError
 
 
-def check(path: Path | None) -> None:
-    """Raise UserError where no file can be written at `path`."""
+def check(path: Path | None, option: str = "--json", endings: Sequence[str] = ()) -> None:
+    """Raise UserError where no file can be written at `path`, or its name has none of the `endings`."""
     if path is None:
         return
+    if endings and path.suffix not in endings:
+        raise UserError(f"{option}: {path}: the name has to end in {', '.join(endings)}")
     if not os.path.isdir(path.parent):
-        raise UserError(f"--json: there is no folder {path.parent}")
+        raise UserError(f"{option}: there is no folder {path.parent}")
     if os.path.isdir(path):
-        raise UserError(f"--json: {path} is a folder; give a file")
+        raise UserError(f"{option}: {path} is a folder; give a file")
 
 
-def write(path: Path | None, content: dict[str, Any]) -> None:
+def write(path: Path | None, content: Any, option: str = "--json") -> None:
+    """Write JSON, in place of what was there; a reader sees the old file or the new one."""
     if path is None:
         return
+    part = path.with_name(f"{path.name}.part")
     try:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
     except OSError as error:
-        raise UserError(f"--json: {path} can't be written ({error.strerror})") from None
+        raise UserError(f"{option}: {path} can't be written ({error.strerror})") from None

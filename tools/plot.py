@@ -1,24 +1,17 @@
-"""Draw the curves of runs side by side: python tools/plot.py RUN [RUN ...] [--out FILE.png]
+"""Draws the curves of runs side by side: python tools/plot.py RUN [RUN ...] [--out FILE.png]
 
-One panel a metric, one colour a run: reward, held-out accuracy with its 95 % interval, loss, entropy, length. Without
---out the picture goes to the first run's curves.png.
+One panel for each metric, one color for each run: reward, held-out accuracy with its 95 % interval, loss, entropy,
+length. Without --out the picture goes to the first run's curves.png.
 """
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-
-from mllm.errors import ArgumentParser, UserError
-from mllm.run.metrics import read_records
+from mllm import errors
+from mllm.errors import UserError
 
 PANELS = {
     "reward": "Reward",
@@ -32,19 +25,16 @@ PANELS = {
 Records = list[dict[str, Any]]
 
 
+@errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run_dir")
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: curves.png in the first run")
-    try:
-        options = parser.parse_args(arguments)
-        out = options.out or options.runs[0] / "curves.png"
-        if not out.suffix:  # matplotlib would add one, and write another file than is told
-            raise UserError(f"--out: {out} can't be written without an ending that says what it is; give a .png")
-        draw({name(run, options.runs): read_run(run) for run in options.runs}, out)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(arguments)
+    out = options.out or options.runs[0] / "curves.png"
+    if not out.suffix:  # matplotlib would add one, and write another file than is told
+        raise UserError(f"--out: {out} can't be written without an ending that says what it is; give a .png")
+    draw({name(run, options.runs): read_run(run) for run in options.runs}, out)
     print(f"{'curves':<18} {out}")
     return 0
 
@@ -55,7 +45,7 @@ def name(run: Path, runs: Sequence[Path]) -> str:
 
 
 def read_run(run: Path) -> Records:
-    """A record a step, with what the run computed and what the machine took for it."""
+    """A record for each step: its metrics and its timings."""
     metrics = read_metrics(run / "metrics.jsonl")
     if not metrics:
         raise UserError(f"{run}: no metrics.jsonl with a line in it; give a run_dir")
@@ -64,11 +54,13 @@ def read_run(run: Path) -> Records:
 
 
 def read_metrics(path: Path) -> Records:
-    """The records of a file, with what of them is a number.
+    """The numbers in each record of a file.
 
     Raises:
-        UserError: it can't be read, or a line of it is no record of a step.
+        UserError: the file can't be read, or a line of it is no record of a step.
     """
+    from mllm.run.metrics import read_records
+
     try:
         records = read_records(path) if os.path.lexists(path) else []
         return [
@@ -80,17 +72,22 @@ def read_metrics(path: Path) -> Records:
 
 
 def draw(runs: dict[str, Records], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     shown = [key for key in PANELS if any(has(records, key) for records in runs.values())]
     if "reward" in shown and "loss" in shown:
-        shown.remove("loss")  # a policy's loss is near 0 on its own samples, and says nothing
+        shown.remove("loss")  # a policy's loss is near 0 on its own samples, so its curve shows nothing
     if not shown:
         raise UserError(f"{', '.join(runs)}: metrics.jsonl has nothing to draw yet; wait for the first step")
     columns = min(3, len(shown))
     rows = -(-len(shown) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.2 * rows), squeeze=False, layout="constrained")
     for axis, key in zip(axes.flat, shown, strict=False):
-        for colour, (label, records) in enumerate(runs.items()):
-            (draw_accuracy if key == "eval" else draw_curve)(axis, records, key, label, f"C{colour}")
+        for color, (label, records) in enumerate(runs.items()):
+            (draw_accuracy if key == "eval" else draw_curve)(axis, records, key, label, f"C{color}")
         axis.set_title(PANELS[key], fontsize=11, loc="left")
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
@@ -114,7 +111,7 @@ def has(records: Records, key: str) -> bool:
     return any(record.get("eval/greedy_accuracy" if key == "eval" else key) is not None for record in records)
 
 
-def draw_curve(axis: Axes, records: Records, key: str, label: str, colour: str) -> None:
+def draw_curve(axis: Any, records: Records, key: str, label: str, color: str) -> None:
     """The values, faint, and their mean over the last twentieth of the run."""
     points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
     if not points:
@@ -122,26 +119,26 @@ def draw_curve(axis: Axes, records: Records, key: str, label: str, colour: str) 
     steps, values = zip(*points, strict=True)
     window = max(1, len(values) // 20)
     means = [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
-    axis.plot(steps, values, color=colour, alpha=0.3, linewidth=0.8)
-    axis.plot(steps, means, color=colour, linewidth=1.6, label=label)
+    axis.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
+    axis.plot(steps, means, color=color, linewidth=1.6, label=label)
 
 
-def draw_accuracy(axis: Axes, records: Records, key: str, label: str, colour: str) -> None:
+def draw_accuracy(axis: Any, records: Records, key: str, label: str, color: str) -> None:
     for mode, style in (("greedy", "-"), ("sampled", "--")):
         accuracy = f"eval/{mode}_accuracy"
         found = [record for record in records if record.get(accuracy) is not None]
         if not found:
             continue
         steps = [record["step"] for record in found]
-        axis.plot(steps, [r[accuracy] for r in found], style, color=colour, marker=".", label=f"{label}: {mode}")
+        axis.plot(steps, [r[accuracy] for r in found], style, color=color, marker=".", label=f"{label}: {mode}")
         axis.fill_between(
             steps,
             [r[f"{accuracy}_low"] for r in found],
             [r[f"{accuracy}_high"] for r in found],
-            color=colour,
+            color=color,
             alpha=0.12,
         )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    errors.run_main(main)

@@ -1,49 +1,37 @@
-"""Look into an update that was skipped: python tools/replay.py RUN/skipped/step_N.npz
+"""Looks into an update that was skipped: python tools/replay.py RUN/skipped/step_N.npz
 
 The batch that the run kept is computed again, a row at a time, on one device, with the parameters of that moment if a
-checkpoint still has them, else with those of the nearest; it says which rows have a loss or a gradient that isn't
-finite, and in which parameters.
+checkpoint still has them, else with those of the nearest one. The output says which rows have a loss or a gradient that
+isn't finite, and in which parameters.
 
-Exit codes: 0 everything is finite, 1 something isn't, 2 something that you can mend.
+Exit codes: 0 everything is finite, 1 something isn't, 2 an error that one line explains.
 """
 
 import argparse
 import logging
-import sys
 import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
-from mllm.config import load as configs
-from mllm.config.schema import MeshConfig
-from mllm.data.batch import Batch
-from mllm.errors import ArgumentParser, UserError
-from mllm.model.load import load_policy
-from mllm.parallel.mesh import make_mesh
-from mllm.run.checkpoint import Checkpoints, by_name
-from mllm.run.metrics import read_records
-from mllm.train.step import Forward
+from mllm import errors
+from mllm.errors import UserError
+
+if TYPE_CHECKING:
+    from mllm.data.batch import Batch
 
 
+@errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dump", type=Path, metavar="RUN/skipped/step_N.npz", help="the batch of a skipped update")
     parser.add_argument("--checkpoint", type=int, metavar="N", help="take this one's parameters")
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells what reading only means
-    try:
-        options = parser.parse_args(arguments)
-        return replay(options.dump, options.checkpoint)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(arguments)
+    return replay(options.dump, options.checkpoint)
 
 
 def replay(path: Path, checkpoint: int | None) -> int:
@@ -52,6 +40,19 @@ def replay(path: Path, checkpoint: int | None) -> int:
     run = path.parent.parent
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run}: no config.yaml; a dump stands in the folder skipped of a run_dir")
+    import jax
+    import jax.numpy as jnp
+    from tqdm import tqdm
+
+    from mllm.config import load as configs
+    from mllm.config.schema import MeshConfig
+    from mllm.model.load import load_policy
+    from mllm.parallel.mesh import make_mesh
+    from mllm.run.checkpoint import Checkpoints, by_name
+    from mllm.run.metrics import read_records
+    from mllm.train.step import Forward
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns that it can only read
     config = configs.load(str(run / "config.yaml"))
     mesh = make_mesh(MeshConfig())
     policy = load_policy(config, mesh)
@@ -67,38 +68,36 @@ def replay(path: Path, checkpoint: int | None) -> int:
     forward = Forward(policy.graphdef, config, mesh)
 
     @jax.jit
-    def examine(params: Any, row: Batch) -> tuple[Any, Any, Any]:
-        """Whether the hidden states are finite, the loss, and which gradients are."""
+    def examine(params: Any, row: "Batch") -> tuple[Any, Any, Any]:
+        """Whether the hidden states are finite, the loss, and which gradients are finite."""
         loss, gradients = jax.value_and_grad(lambda params: forward.loss(params, row)[0])(params)
-        sound = jnp.isfinite(forward.hidden(params, row)[0]).all()
-        return sound, loss, jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), gradients)
+        finite = jnp.isfinite(forward.hidden(params, row)[0]).all()
+        return finite, loss, jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), gradients)
 
     broken: list[str] = []
     parameters: Counter[str] = Counter()
     for row in tqdm(range(len(batch.tokens)), unit="row", leave=False):
         one = jax.tree.map(lambda x, row=row: jnp.asarray(x[row : row + 1]), batch)
-        sound, loss, gradients = examine(params, one)
+        hidden, loss, gradients = examine(params, one)
         names = [name for name, finite in by_name(gradients).items() if not finite]
         parameters.update(names)
         if names or not np.isfinite(loss):
             tokens = int((one.weights > 0).sum())
-            broken.append(f"{row:5} {tokens:7} {'finite' if sound else 'not finite':>14} {float(loss):12g}")
+            broken.append(f"{row:5} {tokens:7} {'finite' if hidden else 'not finite':>14} {float(loss):12g}")
     if not broken:
         print(f"all {len(batch.tokens)} rows are finite")
         return 0
-    print(
-        f"{len(broken)} of {len(batch.tokens)} rows aren't finite:",
-        "  row  tokens  hidden states         loss",
-        sep="\n",
-    )
-    print(*broken, sep="\n")
+    print(f"{len(broken)} of {len(batch.tokens)} rows aren't finite:")
+    print("  row  tokens  hidden states         loss", *broken, sep="\n")
     print("gradients that aren't finite, and in how many rows:")
     print(*(f"  {name}: {count}" for name, count in parameters.items()), sep="\n")
     return 1
 
 
-def read(path: Path) -> tuple[Batch, int]:
-    """The batch, and the update that it was for."""
+def read(path: Path) -> tuple["Batch", int]:
+    """The batch that a run has kept, and the step of its update."""
+    from mllm.data.batch import Batch
+
     try:
         with np.load(path, allow_pickle=False) as kept:
             fields = {name: kept[name] for name in kept.files}
@@ -121,4 +120,4 @@ def updates_between(checkpoint: int, step: int, updated: set[int]) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    errors.run_main(main)

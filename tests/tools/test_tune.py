@@ -1,235 +1,264 @@
-"""tools/tune.py tries tilings that fit, ranks them, and notes the best where tiles.py finds it."""
+"""tools/tune.py: what it tries, what it refuses, what it notes; and its trials on kernels that run here.
+
+No device is here: the trials' process is made up, or is given the xla engine in place of a GPU's kernels.
+"""
 
 import dataclasses
-import importlib.util
 import json
-import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 from strict_tpu import strict_interpreter
 
-from kernels.lm_head.tpu import tiles
-from kernels.lm_head.tpu.tiles import Tiles
-from mllm.plan.listing import Kernel
-from tools import tune, tune_table
+from kernels.lm_head.gpu import tiles as gpu_tiles
+from kernels.lm_head.gpu.tiles import SHARED_MEMORY, Tiles
+from kernels.lm_head.tpu import tiles as tpu_tiles
+from mllm.child_process import Ended
+from tools import tune, tune_child
 
-V6E = tune.Chip("v6e", 128 * 2**20, 920e12, 1640e9)
-SHAPE = "2048,1024,151936"
-
-every_kind = pytest.mark.parametrize("kind", tune.KINDS)
-
-
-def case_of(kind, *, tokens=2048, features=1024, vocabulary=151936, dtype="bfloat16"):
-    return tune.case_of(kind, tokens, features, vocabulary, dtype)
+SHAPE = (8192, 2048, 151936)
+RIGHT = dict.fromkeys(tune_child.TOLERANCE, 1e-5)
 
 
-def kernel(name, mxu):
-    return Kernel(
-        name, bundles=1, skippable=0, vmatmuls=1, mxu=mxu, step=None, spills=0, fills=0, vmem=0, vmem_spilled=0
-    )
+class Device:
+    """Answers as the trials' process does: a time for each entry, or what `answer` says."""
+
+    def __init__(self, entries, answer=lambda entry: 1.0, chunks=()):
+        self.entries, self.answer, self.chunks, self.tried = entries, answer, chunks, []
+
+    def start(self, task, seconds=None, tell=None, until=None):
+        if task["task"] == "plan":
+            [kind] = self.entries
+            entries = {kind: self.chunks} if "tiles" in task else self.entries
+            answer = {"device": "a device", "jax": "0.10.2", "table": "nowhere", "entries": entries}
+            return Ended(0, False, [answer], "")
+        answers = []
+        for entry in task["entries"]:
+            self.tried.append(entry)
+            found = self.answer(entry)
+            if isinstance(found, Ended):
+                return dataclasses.replace(found, answers=answers)
+            if isinstance(found, float):
+                times = dict.fromkeys(tune.ON_GPU if task["kind"] == "gpu" else tune.deciding(task["kind"]), found)
+                found = {"seconds": times, "xla_seconds": dict.fromkeys(times, 2.0), "errors": RIGHT}
+            answers.append(found)
+        return Ended(0, False, answers, "")
+
+
+def gpu_entry(slots, **more):
+    about = {"engine": "mosaic_gpu", "device": "a device", "features": 2048, "shape": list(SHAPE)}
+    return {**about, "tiles": dataclasses.asdict(Tiles(slots=slots)), **more}
+
+
+def tpu_entry(rows, kernel="weight"):
+    about = {"device": "v6e", "kernel": kernel, "mean": False, "keep": False, "dtype": "bfloat16", "features": 2048}
+    return {**about, "tiles": {"rows": rows, "columns": 512, "step": 512}}
 
 
 @pytest.fixture
-def compiler(monkeypatch):
-    """A compiler that keeps the MXUs the busier, the more columns a tile has, and refuses 1024 rows."""
-
-    def read(target, program, *, tile, kind, **_):
-        if tile["rows"] == 1024:
-            raise ValueError("E1001: no room in VMEM")
-        mxu = 0.5 + tile["columns"] / 8192
-        return {}, [kernel("head_kept_weight_gradient", mxu), kernel(f"head_{tune.KINDS[kind][0]}_mean", mxu)]
-
-    monkeypatch.setattr(tune.listing, "read", read)
-    monkeypatch.setattr(tune, "chip_of", lambda target: V6E)
+def table(tmp_path):
+    return tmp_path / "tiles.json"
 
 
-def tuned(path, *arguments):
-    return tune.main(["--shape", SHAPE, "--table", str(path), *arguments])
+def run(monkeypatch, device, table, *arguments):
+    monkeypatch.setattr(tune, "start", device.start)
+    return tune.main(["--table", str(table), *arguments])
 
 
-def read(path):
-    return tune_table.read(path, tune.SUBJECT)
+# --- the command
 
 
-def refused(capsys, *arguments):
-    assert tune.main(list(arguments)) == 2
-    output, errors = capsys.readouterr()
-    assert output == ""
-    assert errors.startswith("error: ")
-    assert errors.count("\n") == 1
-    return errors
-
-
-# Candidates
-
-
-@every_kind
-@pytest.mark.parametrize("dtype", tune.PASSES)
-def test_every_candidate_fits_and_the_arithmetics_choice_is_the_first(kind, dtype):
-    case = case_of(kind, dtype=dtype)
-    promising = tune.promising(case, V6E)
-    assert promising[0] == tiles.best(case, V6E.vmem)
-    for tile in promising:
-        for part in tune.kernels(case):
-            assert sum(tiles.terms(part, tile).values()) < V6E.vmem
-
-
-def test_after_it_the_bound_decides():
-    case = case_of("weight")
-    bounds = [tune.bound(case, tile, V6E) for tile in tune.promising(case, V6E)[1:]]
-    assert bounds == sorted(bounds)
-    assert bounds[0] < bounds[-1]
-
-
-def test_the_bound_is_that_of_the_products_or_of_the_traffic():
-    case, large, small = case_of("weight"), Tiles(512, 2048, 512), Tiles(128, 128, 128)
-    products = 2 * 2 * 2048 * 1024 * 151936 / 920e12
-    assert tune.bound(case, large, V6E) == pytest.approx(products)
-    assert tune.bound(case, large, V6E, use=(0.5,)) == pytest.approx(2 * products)
-    assert tune.bound(case, small, V6E) == pytest.approx(tiles.traffic(case, small) / 1640e9)
-    assert tune.bound(case, small, V6E) > 2 * products
-
-
-def test_a_wave_is_the_two_kernels_that_share_its_tiles():
-    case, tile = case_of("wave"), Tiles(512, 2048, 512)
-    assert [part.kernel for part in tune.kernels(case)] == ["forward", "kept"]
-    assert tune.flops(case) / 2 == tune.flops(tune.kernels(case)[1]) == 2 * 1024 * 1024 * 151936
-    assert tune.bound(case, tile, V6E) == sum(tune.bound(part, tile, V6E) for part in tune.kernels(case)[1:]) + max(
-        tune.flops(case) / 920e12, tiles.traffic(case, tile) / 1640e9
+@pytest.mark.parametrize("fast", [4, 3])
+def test_the_fastest_tiling_is_noted_with_its_times_and_only_with_write(monkeypatch, table, capsys, fast):
+    device = Device(
+        {"gpu": [gpu_entry(4), gpu_entry(3)]}, lambda entry: 1.0 if entry["tiles"]["slots"] == fast else 1.5
     )
+    assert run(monkeypatch, device, table) == 0
+    assert not table.exists()
+    assert run(monkeypatch, device, table, "--write") == 0
+    [entry] = json.loads(table.read_text())
+    assert entry["tiles"] == dataclasses.asdict(Tiles(slots=fast))
+    assert (entry["seconds"], entry["xla_seconds"], entry["by"], entry["shape"]) == (2.0, 4.0, "time", list(SHAPE))
+    assert f"noted in {table}" in capsys.readouterr().out
+    assert [path.name for path in table.parent.iterdir()] == ["tiles.json"]
 
 
-# Trials
+@pytest.mark.parametrize(("seconds", "chunk"), [(0.9, 1024), (0.99, None)])
+def test_a_smaller_chunk_is_noted_if_it_is_clearly_faster(monkeypatch, table, seconds, chunk):
+    chunks = [gpu_entry(4, chunk=2048), gpu_entry(4, chunk=1024)]
+    device = Device({"gpu": [gpu_entry(4)]}, lambda entry: seconds if entry.get("chunk") == 1024 else 1.0, chunks)
+    assert run(monkeypatch, device, table, "--write") == 0
+    assert json.loads(table.read_text())[0].get("chunk") == chunk
 
 
-@every_kind
-@pytest.mark.parametrize("dtype", tune.PASSES)
-def test_what_is_timed_is_the_kernel_itself(kind, dtype, monkeypatch):
-    monkeypatch.setattr(tune, "CALLS", 1)
-    case = case_of(kind, tokens=130, features=128, vocabulary=300, dtype=dtype)
-    traced = jax.make_jaxpr(tune.call_of(case, Tiles(128, 256, 128)))(*tune.shapes_of(case, Tiles(128, 256, 128)))
-    names = str(traced)
-    assert all(f"head_{part.kernel}" in names for part in tune.kernels(case))
-    assert names.count("pallas_call[") == len(tune.kernels(case))
+REFUSALS = {
+    "is wrong": ({"refusal": "WRONG: dW 2.1e-02"}, "WRONG: dW 2.1e-02"),
+    "ends the process": (
+        Ended(-6, False, [], "Error: an illegal address"),
+        "killed by SIGABRT: Error: an illegal address",
+    ),
+    "hangs": (Ended(None, False, [], ""), "stopped after 180 s"),
+}
 
 
-def test_time_is_measured_on_the_default_device():
-    with strict_interpreter():
-        trial = tune.timed(case_of("forward", tokens=100, features=128, vocabulary=300), Tiles(128, 256, 128))
-    assert 0 < trial.seconds < math.inf
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_tiling_that_fails_is_listed_and_the_next_ones_are_tried(monkeypatch, table, capsys, name):
+    answer, said = REFUSALS[name]
+    entries = [tpu_entry(128), tpu_entry(256), tpu_entry(512)]
+    device = Device({"weight": entries}, lambda entry: answer if entry["tiles"]["rows"] == 256 else 1.0)
+    assert run(monkeypatch, device, table, "--write") == 0
+    assert device.tried[:2] == entries[:2]
+    assert device.tried[-1] == entries[2]
+    assert json.loads(table.read_text())[0]["tiles"]["rows"] == 128
+    assert sum(line.endswith(said) for line in capsys.readouterr().out.splitlines()) == 1
 
 
-def test_the_busiest_tiling_is_the_best_and_a_refused_one_the_last(compiler):
-    trials = tune.tune("forward", case_of("forward"), V6E, "v6e", most=100)
-    assert trials[0].tiles.columns == 2048
-    assert trials[0].mxu == 0.75
-    assert trials[-1].tiles.rows == 1024
-    assert trials[-1].seconds == math.inf
-    assert trials[-1].refusal == "E1001: no room in VMEM"
+def test_without_a_right_tiling_the_table_stays_as_it_was(monkeypatch, table, capsys):
+    table.write_text("[]")
+    device = Device({"weight": [tpu_entry(128)]}, lambda entry: {"refusal": "no"})
+    assert run(monkeypatch, device, table, "--write") == 2
+    assert table.read_text() == "[]"
+    assert capsys.readouterr().err == "error: no tiling was right, so none is noted\n"
 
 
-def test_no_more_than_asked_for_are_tried(compiler):
-    assert len(tune.tune("forward", case_of("forward"), V6E, "v6e", most=3)) == 3
+def test_a_limit_leaves_tilings_out(monkeypatch, table, capsys):
+    late = Device({"weight": [tpu_entry(128), tpu_entry(256)]})
+    late.answer = lambda entry: 1.0 if entry["tiles"]["rows"] == 128 else Ended(None, True, [], "")
+    monkeypatch.setattr(tune.time, "monotonic", iter([0.0, 1.0, 2.0, 3.0, 99.0, *[99.0] * 9]).__next__)
+    assert run(monkeypatch, late, table, "--limit", "50", "--write") == 0
+    assert "--limit: 1 tilings were left out" in capsys.readouterr().out
+    assert len(json.loads(table.read_text())) == 1
 
 
-def test_the_table_says_that_nothing_was_timed(compiler, tmp_path, capsys):
-    assert tuned(tmp_path / "tiles.json", "--target", "v6e", "--kernel", "weight") == 0
-    out = capsys.readouterr().out
-    assert "by the compiler's listing; nothing was timed" in out
-    assert "bound ms" in out
-    assert "refused: E1001: no room in VMEM" in out
-    assert not (tmp_path / "tiles.json").exists()
-
-
-# The file
-
-
-def test_tiles_py_takes_what_was_noted(compiler, tmp_path, monkeypatch):
-    assert tuned(tmp_path / "tiles.json", "--target", "v6e", "--most", "99", "--write") == 0
-    entries = json.loads((tmp_path / "tiles.json").read_text())
-    assert len(entries) == len(tune.KINDS)
-    monkeypatch.setattr(tiles, "_TABLE", entries)
-    monkeypatch.setattr(tiles, "chip", lambda: "v6e")
-    monkeypatch.setattr(tiles, "vmem", lambda: V6E.vmem)
-    noted = {tune_table.subject(entry, tune.SUBJECT): entry["tiles"] for entry in entries}
-    chosen = {kind: tiles.choose(case_of(kind)) for kind in tune.KINDS}
-    for kind, tile in chosen.items():
-        assert dataclasses.asdict(tile) == noted[tune_table.subject(entry_of("listing", kind=kind), tune.SUBJECT)]
-    assert chosen != {kind: tiles.best(case_of(kind), V6E.vmem) for kind in tune.KINDS}
-
-
-def entry_of(by, seconds=1.0, kind="weight"):
-    return tune.entry(case_of(kind), V6E, tune.Trial(Tiles(512, 1024, 512), seconds), by)
-
-
-def test_a_rank_never_replaces_a_measurement_but_anything_else_is_replaced():
-    for before, after, stays in [
-        ("time", "listing", True),
-        ("time", "time", False),
-        ("listing", "time", False),
-        ("listing", "listing", False),
-    ]:
-        old, new = entry_of(before, 1.0), entry_of(after, 2.0)
-        assert tune_table.merged([old], [new], tune.SUBJECT) == [old if stays else new]
-
-
-def test_entries_of_other_kernels_stay(tmp_path):
-    table = tmp_path / "tiles.json"
-    tune_table.write(table, [entry_of("time", kind="hidden")])
-    tune_table.write(table, tune_table.merged(read(table), [entry_of("listing")], tune.SUBJECT))
-    assert [e["kernel"] for e in read(table)] == ["hidden", "weight"]
-    assert [path.name for path in tmp_path.iterdir()] == ["tiles.json"]
-
-
-def test_the_table_that_is_shipped_can_be_read():
-    for noted in read(tune.Path(tiles.__file__).with_suffix(".json")):
-        assert noted["by"] in ("time", "listing")
-        assert Tiles(**noted["tiles"]).step <= noted["tiles"]["columns"]
-
-
-# What it refuses
+def test_an_entry_replaces_that_for_the_same_subject_alone(monkeypatch, table):
+    for entries in ([tpu_entry(128)], [tpu_entry(128, "hidden")], [tpu_entry(256)]):
+        assert run(monkeypatch, Device({entries[0]["kernel"]: entries}), table, "--write") == 0
+    found = [(entry["kernel"], entry["tiles"]["rows"]) for entry in json.loads(table.read_text())]
+    assert found == [("hidden", 128), ("weight", 256)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "--target: there is no TPU or GPU here; name a TPU to compile for: v5e, v5p, v6e, tpu7x"),
-        ("--shape 1,2", "--shape: '1,2' is not N,D,V"),
+        ("", "there is no TPU or Hopper GPU here, and tile sizes are found by timing them on one"),
         ("--shape 1,0,2", "--shape: '1,0,2' is not N,D,V"),
-        ("--dtype float16", "--dtype: 'float16' is not bfloat16 or float32"),
-        ("--kernel wave dW", "--kernel: there is no 'dW'; there are statistics, forward"),
+        ("--dtype float16", "argument --dtype: invalid choice: 'float16'"),
+        ("--kernel wave dW", "argument --kernel: invalid choice: 'dW'"),
         ("--most 0", "--most: 0"),
-        ("--target v9", "--target: "),
+        ("--limit 0", "--limit: 0.0 is no number of seconds above 0"),
         ("--table nowhere/tiles.json", "--table: there is no folder nowhere"),
     ],
 )
-def test_a_bad_argument_is_named_in_one_line(arguments, said, capsys):
-    assert said in refused(capsys, *arguments.split())
+def test_a_bad_argument_is_refused_in_one_line(arguments, said, capsys):
+    assert tune.main(arguments.split()) == 2
+    output, message = capsys.readouterr()
+    assert output == ""
+    assert message.startswith(f"error: {said}")
+    assert message.count("\n") == 1
 
 
-def test_a_damaged_table_is_not_overwritten(compiler, tmp_path, capsys):
-    table = tmp_path / "tiles.json"
-    table.write_text("[{")
-    assert f"--table: {table} is not JSON" in refused(capsys, "--table", str(table), "--target", "v6e", "--write")
-    assert table.read_text() == "[{"
+@pytest.mark.parametrize(("text", "said"), [("[{", "is not JSON"), ('[{"by": 1}]', "holds no list of tilings")])
+def test_a_damaged_table_is_not_overwritten(monkeypatch, table, capsys, text, said):
+    table.write_text(text)
+    assert run(monkeypatch, Device({"weight": [tpu_entry(128)]}), table, "--write") == 2
+    assert f"--table: {table} {said}" in capsys.readouterr().err
+    assert table.read_text() == text
 
 
-def test_a_folder_is_no_table(tmp_path, capsys):
-    assert f"--table: {tmp_path} can't be read: " in refused(capsys, "--table", str(tmp_path), "--target", "v6e")
+# --- the trials
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", '[{"tiles": {}}]'])
-def test_json_that_is_no_table_is_refused(text, tmp_path, capsys):
-    (tmp_path / "tiles.json").write_text(text)
-    assert "holds no list of tilings" in refused(capsys, "--table", str(tmp_path / "tiles.json"), "--target", "v6e")
+@pytest.mark.parametrize("kind", tune.KINDS)
+def test_every_tiling_for_a_tpu_fits_and_the_arithmetic_s_choice_is_the_first(kind):
+    found = [tpu_tiles.Tiles(**entry["tiles"]) for entry in tune_child.tpu_entries(kind, SHAPE, "bfloat16", 99)]
+    kernel, mean, keep, _ = tune.KINDS[kind]
+    product, wide = jnp.dtype("bfloat16"), jnp.dtype("float32")
+    gradient = wide if kernel == "forward" else product
+    case = tpu_tiles.Case(kernel, 8192, 151936, 2048, product, product, product, gradient, mean, keep)
+    assert found[0] == tpu_tiles.best(case, tpu_tiles.vmem())
+    assert max(sum(tpu_tiles.terms(case, tiles).values()) for tiles in found) < tpu_tiles.vmem()
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
-def test_the_compilers_listing_ranks_the_kernels_of_a_wave(tmp_path, capsys):
-    arguments = ("--shape", "512,256,4096", "--target", "v6e", "--kernel", "wave", "--most", "1", "--write")
-    assert tune.main([*arguments, "--table", str(tmp_path / "tiles.json")]) == 0
-    [noted] = read(tmp_path / "tiles.json")
-    assert (noted["device"], noted["by"], noted["keep"]) == ("v6e", "listing", True)
-    assert "refused" not in capsys.readouterr().out
+def test_every_tiling_for_a_gpu_fits_and_chunks_are_smaller_than_the_rule_s():
+    found = [Tiles(**entry["tiles"]) for entry in tune_child.gpu_entries(SHAPE, None)]
+    assert found[0] == Tiles()
+    assert max(map(gpu_tiles.shared_memory, found)) <= SHARED_MEMORY
+    own = gpu_tiles.choose(8192, 151936, 2048).chunk
+    chunks = [entry["chunk"] for entry in tune_child.gpu_chunks(SHAPE, dataclasses.asdict(Tiles()))]
+    assert own > chunks[0] > chunks[-1]
+    assert all(chunk % Tiles.columns == 0 for chunk in chunks)
+
+
+def answers(capsys):
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    monkeypatch.setattr(tune_child, "LEAST", 0.0)
+
+
+def test_a_correct_engine_has_times_and_small_errors(capsys, hasty):
+    tune_child.time_entries([64, 16, 300], "bfloat16", "gpu", [gpu_entry(4)], engine="xla", rounds=1)
+    [answer] = answers(capsys)
+    assert answer["errors"] == dict.fromkeys(tune_child.TOLERANCE, 0)
+    assert set(answer["seconds"]) == set(answer["xla_seconds"]) == set(tune.ON_GPU)
+
+
+def test_a_trial_runs_the_kernel_with_the_entry_s_tiles(capsys, hasty, monkeypatch):
+    seen = []
+    choose = tpu_tiles.choose
+    monkeypatch.setattr(tpu_tiles, "choose", lambda case: seen.append((case.kernel, choose(case))) or seen[-1][1])
+    entry = {**tpu_entry(128), "device": tpu_tiles.chip(), "features": 128}
+    entry["tiles"] = {"rows": 128, "columns": 128, "step": 128}
+    monkeypatch.setattr(tune_child, "TOLERANCE", dict.fromkeys(tune_child.TOLERANCE, 0.05))
+    with strict_interpreter():
+        tune_child.time_entries([100, 128, 300], "bfloat16", "weight", [entry], rounds=1)
+    [answer] = answers(capsys)
+    assert set(answer["seconds"]) == {"no workspace"}
+    assert ("weight", tpu_tiles.Tiles(128, 128, 128)) in seen
+
+
+@pytest.mark.parametrize(
+    ("error", "tried"), [(ValueError("no"), 2), (jax.errors.JaxRuntimeError("INTERNAL: illegal address"), 1)]
+)
+def test_after_a_failure_on_the_device_the_process_ends(capsys, hasty, monkeypatch, error, tried):
+    compiled = tune_child.compiled
+
+    def fail(name, engine, entry, arrays):
+        if entry is not None:
+            raise error
+        return compiled(name, engine, entry, arrays)
+
+    monkeypatch.setattr(tune_child, "compiled", fail)
+    tune_child.time_entries([64, 16, 300], "bfloat16", "statistics", [tpu_entry(128)] * 2, engine="xla", rounds=1)
+    assert answers(capsys) == [{"refusal": f"{type(error).__name__}: {error}"}] * tried
+
+
+SPOILED = {
+    "loss": lambda loss, tokens, dh, dw: (loss * 1.001, tokens, (dh, dw)),
+    "statistics": lambda loss, tokens, dh, dw: (loss, tokens._replace(lse=tokens.lse.at[:3].add(2e-3)), (dh, dw)),
+    "dh": lambda loss, tokens, dh, dw: (loss, tokens, (dh.at[1].mul(3), dw)),  # a row without a label
+    "dW": lambda loss, tokens, dh, dw: (loss, tokens, (dh, jnp.where(jnp.abs(dw) < 0.3, 1.1 * dw, dw))),
+    "dh, NaN": lambda loss, tokens, dh, dw: (loss, tokens, (dh.at[5, 5].set(jnp.nan), dw)),
+}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    arrays = tune_child.random_arrays([64, 16, 300], "bfloat16")
+    return arrays, jax.jit(tune_child.program("no workspace", "xla"))(*arrays)
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_small_fault_exceeds_the_tolerance(expected, name):
+    arrays, (loss, tokens, gradients) = expected
+    found = tune_child.compared(SPOILED[name](loss, tokens, *gradients), (loss, tokens, gradients), arrays)
+    assert [key for key, x in found.items() if not x <= tune_child.TOLERANCE[key]] == [name.split(",")[0]]
+
+
+@pytest.mark.parametrize("module", [tpu_tiles, gpu_tiles])
+def test_the_table_that_is_shipped_can_be_read(module):
+    for entry in tune.read_table(tune.Path(module.__file__).with_suffix(".json")):
+        assert module.Tiles(**entry["tiles"])

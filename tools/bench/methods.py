@@ -1,13 +1,14 @@
-"""What tools/bench/head.py measures: our implementations, and what others have or would write.
+"""The methods that `python tools/bench head` compares: this project's engines, plain JAX, and libraries if installed.
 
-Every method computes the cross-entropy of the same tokens with its gradients by hidden states and weight, but for those
-whose name says otherwise. Peers have options of their own, and are taken as they come. tokamax knows no weights: rows
-that don't count reach it as zeros, of which each adds log V to the loss and nothing to a gradient. Methods through
-torch are in bench_torch.py.
+Each computes the cross-entropy of the same tokens with its gradients by hidden states and weight, unless its name says
+otherwise. Libraries run with their default options. tokamax takes no weights: rows that don't count reach it as zeros,
+each of which adds log V to the loss and nothing to a gradient. google-tunix is its Qwen2 model's head and its trainer's
+default loss. Losses through torch ignore rows whose label is -100.
 
-Leaves out: several devices, other objectives than the cross-entropy.
+Leaves out several devices, and objectives other than the cross-entropy.
 """
 
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,36 +16,122 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
-from kernels.lm_head import token_logprobs
-from tools.bench.head_losses import Loss, chunked, full_logits, fused, optax_on_logits
-from tools.bench.problem import Problem
+from kernels.lm_head import token_logprobs, token_loss
 
 Call = Callable[..., tuple[Any, ...]]
 """(hidden, weight, labels, weights, by_logprob, by_lse) -> (value,) or (value, dh, dW)."""
-
+Loss = Callable[[Float[Array, "N D"], Float[Array, "V D"], Int[Array, "N"], Float[Array, "N"]], Float[Array, ""]]
 WORKSPACE = 640 << 20
-FILTER = 2.0**-12
+IGNORED = -100
+"""The label of a row that doesn't count, for losses through torch."""
 
 
 @dataclass(frozen=True)
 class Method:
     name: str
     products: int
-    """Matrix products of 2 N V D flops that TFLOP/s count: those it must make with the memory it's given. It may make
-    more."""
+    """Matrix products of 2 N V D flops that it has to make with the memory it is given; it may make more."""
     call: Call | None = None
-    """None: a method of bench_torch.py."""
+    """None: it runs through torch, by `torch_loss`."""
     gradients: bool = True
     general: bool = False
-    """The value is logprob and lse of each token, the gradients those under random cotangents."""
+    """The value is logprob and lse of each token, and the gradients belong to random cotangents."""
     transposed: bool = False
     """The weight is [D, V]."""
     needs: tuple[str, ...] = ()
-    """Modules."""
-    on_gpu: bool = False
-    """Runs on nothing else."""
+    """Modules that have to be installed."""
+    platform: str | None = None
+    """It runs on this platform only."""
+
+    def obstacle(self, platform: str) -> str | None:
+        """Why the method can't run on `platform`, as far as that is known before it is started."""
+        missing = [module for module in self.needs if importlib.util.find_spec(module) is None]
+        if missing:
+            return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        if self.platform not in (None, platform):
+            return f"needs a {str(self.platform).upper()}"
+        return None
+
+
+def methods(platform: str) -> list[Method]:
+    """All methods for a `cpu`, `gpu` or `tpu`, in the order of the table."""
+    kernels = "mosaic_tpu" if platform == "tpu" else "mosaic_gpu"
+    # On accelerators, products of few tokens would wait for memory.
+    chunks = (256,) if platform == "cpu" else (1024, 4096)
+    full_logits = fused(impl="full_logits")
+    return [
+        *engine_methods(kernels, kernels.removeprefix("mosaic_")),
+        Method("full logits", 3, value_and_gradients(full_logits)),
+        *(Method(f"scan over {n} tokens, recomputed", 4, value_and_gradients(chunked(n))) for n in chunks),
+        Method("Liger, fused linear", 3, needs=("torch", "liger_kernel"), platform="gpu"),
+        Method("cut-cross-entropy, exact", 4, needs=("torch", "cut_cross_entropy"), platform="gpu"),
+        Method("tokamax, its choice", 3, tokamax(None), transposed=True, needs=("tokamax",)),
+        Method("tokamax, chunked_xla", 4, tokamax("chunked_xla"), transposed=True, needs=("tokamax",)),
+        Method("google-tunix, default loss", 3, tunix, needs=("tunix",)),
+        *engine_methods("xla", None),
+        Method("optax on full logits", 3, value_and_gradients(optax_on_logits)),
+        Method("full logits, value only", 1, value_only(full_logits), gradients=False),
+        Method("full logits in torch", 3, needs=("torch",)),
+    ]
+
+
+def engine_methods(impl: str, platform: str | None) -> list[Method]:
+    def method(what: str, products: int, call: Call, **options: bool) -> Method:
+        return Method(f"{impl}, {what}", products, call, platform=platform, **options)
+
+    return [
+        method("workspace 640 MiB", 3, value_and_gradients(fused(impl=impl, workspace=WORKSPACE))),
+        method("workspace 0", 4, value_and_gradients(fused(impl=impl, workspace=0))),
+        method("default workspace", 3, value_and_gradients(fused(impl=impl))),
+        method("value only", 1, value_only(fused(impl=impl)), gradients=False),
+        method("general backward", 4, general_backward(impl=impl), general=True),
+    ]
+
+
+# --- losses
+
+
+def fused(**options: Any) -> Loss:
+    """The cross-entropy by `token_loss` with these options."""
+
+    def loss(hidden: Array, weight: Array, labels: Array, weights: Array) -> Array:
+        return token_loss(hidden, weight, labels, lambda logprob, _: -logprob, weights=weights, **options)[0]
+
+    return loss
+
+
+def chunked(size: int) -> Loss:
+    """Full logits of `size` tokens at a time, computed again for the gradients.
+
+    Raises:
+        ValueError: there are more tokens than `size`, and not a multiple.
+    """
+    full_logits = fused(impl="full_logits")
+
+    def loss(hidden: Array, weight: Array, labels: Array, weights: Array) -> Array:
+        if len(hidden) > size and len(hidden) % size:
+            raise ValueError(f"{len(hidden)} tokens are no multiple of {size}")
+
+        @jax.checkpoint
+        def step(total: Array, rows: tuple[Array, ...]) -> tuple[Array, None]:
+            return total + full_logits(rows[0], weight, *rows[1:]), None
+
+        rows = (x.reshape(-1, min(size, len(hidden)), *x.shape[1:]) for x in (hidden, labels, weights))
+        return jax.lax.scan(step, jnp.float32(0), tuple(rows))[0]
+
+    return loss
+
+
+def optax_on_logits(hidden: Array, weight: Array, labels: Array, weights: Array) -> Array:
+    import optax
+
+    logits = jnp.matmul(hidden, weight.T, preferred_element_type=jnp.float32)
+    return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+# --- calls
 
 
 def value_and_gradients(loss: Loss) -> Call:
@@ -63,7 +150,7 @@ def value_only(loss: Loss) -> Call:
 
 
 def general_backward(**options: Any) -> Call:
-    """By `token_logprobs`: what an objective that isn't known beforehand takes."""
+    """Logprob and lse by `token_logprobs`, and the gradients under any cotangents of them."""
 
     def call(
         hidden: Array, weight: Array, labels: Array, weights: Array, by_logprob: Array, by_lse: Array
@@ -78,14 +165,14 @@ def general_backward(**options: Any) -> Call:
     return call
 
 
-def by_tokamax(implementation: str | None) -> Call:
+def tokamax(implementation: str | None) -> Call:
     def call(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> tuple[Any, ...]:
         import tokamax  # type: ignore[import-not-found]  # nothing here depends on it
 
         def loss(hidden: Array, weight: Array) -> Array:
             return tokamax.linear_softmax_cross_entropy_loss(hidden, labels, weight, implementation=implementation)
 
-        # Outside of what is differentiated: gradients come back in a dtype of its choice.
+        # The mask is applied outside of what is differentiated: gradients come back in a dtype of tokamax's choice.
         live = weights[:, None].astype(hidden.dtype)
         total, (dh, dw) = jax.value_and_grad(loss, (0, 1))(hidden * live, weight)
         value = total - jnp.sum(weights == 0) * math.log(weight.shape[1])
@@ -94,55 +181,43 @@ def by_tokamax(implementation: str | None) -> Call:
     return call
 
 
-def ours(impl: str) -> list[Method]:
-    methods = [
-        Method(f"{impl}, workspace 640 MiB", 3, value_and_gradients(fused(impl=impl, workspace=WORKSPACE))),
-        Method(f"{impl}, workspace 0", 4, value_and_gradients(fused(impl=impl, workspace=0))),
-        Method(f"{impl}, default workspace", 3, value_and_gradients(fused(impl=impl))),
-        Method(f"{impl}, value only", 1, value_only(fused(impl=impl)), gradients=False),
-        Method(f"{impl}, general backward", 4, general_backward(impl=impl), general=True),
-    ]
-    if impl != "mosaic_tpu":  # which leaves nothing out
-        filtered = fused(impl=impl, workspace=0, filter_eps=FILTER)
-        methods.append(Method(f"{impl}, workspace 0, filter 2^-12", 4, value_and_gradients(filtered)))
-    return methods
+def tunix(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> tuple[Any, ...]:
+    """The mean that tunix's trainer minimizes, times the number of tokens that count."""
+    from flax import nnx
+    from tunix.models.qwen2.model import Embedder  # type: ignore[import-not-found]  # nothing here depends on it
+    from tunix.sft.peft_trainer import _default_loss_fn  # type: ignore[import-not-found]
+
+    vocabulary, features = weight.shape
+    dtypes = {"dtype": weight.dtype, "param_dtype": weight.dtype}
+    embedder = nnx.eval_shape(lambda: Embedder(vocabulary, features, rngs=nnx.Rngs(0), **dtypes))
+    graphdef, state = nnx.split(embedder)
+    tokens = jnp.pad(labels, (1, 0))[None]  # the loss compares each row with the next token
+    mask = jnp.pad(weights, (1, 0))[None]
+
+    def loss(hidden: Array, weight: Array) -> Array:
+        head = nnx.merge(graphdef, jax.tree.map(lambda _: weight, state))
+        rows = jnp.pad(hidden, ((0, 1), (0, 0)))[None]
+        mean = _default_loss_fn(lambda *_: (head.decode(rows), None), tokens, mask, None, None)
+        return (mean * jnp.sum(weights)).astype(jnp.float32)
+
+    value, (dh, dw) = jax.value_and_grad(loss, (0, 1))(hidden, weight)
+    return value, dh, dw
 
 
-def methods(platform: str) -> list[Method]:
-    """Those to try on a `cpu`, `gpu` or `tpu`, what matters most first."""
-    # The chunk that a device wants: products of few tokens wait for memory.
-    chunks = (256,) if platform == "cpu" else (1024, 4096)
-    return [
-        *ours("mosaic_tpu" if platform == "tpu" else "mosaic_gpu"),
-        Method("full logits", 3, value_and_gradients(full_logits)),
-        *(Method(f"scan over {n} tokens, recomputed", 4, value_and_gradients(chunked(n))) for n in chunks),
-        Method("Liger, fused linear", 3, needs=("torch", "liger_kernel"), on_gpu=True),
-        Method("cut-cross-entropy, exact", 4, needs=("torch", "cut_cross_entropy"), on_gpu=True),
-        Method("tokamax, its choice", 3, by_tokamax(None), transposed=True, needs=("tokamax",)),
-        Method("tokamax, chunked_xla", 4, by_tokamax("chunked_xla"), transposed=True, needs=("tokamax",)),
-        *ours("xla"),
-        Method("optax on full logits", 3, value_and_gradients(optax_on_logits)),
-        Method("full logits, value only", 1, value_only(full_logits), gradients=False),
-        Method("full logits in torch", 3, needs=("torch",)),
-    ]
+def torch_loss(name: str) -> Callable[..., Any]:
+    """The loss of a method through torch: (hidden, weight, labels) -> the sum of cross-entropies."""
+    if name.startswith("Liger"):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
 
+        liger = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED, reduction="sum")
+        return lambda hidden, weight, labels: liger(weight, hidden, labels)
+    if name.startswith("cut-cross-entropy"):
+        from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
 
-def obstacle(method: Method, problem: Problem) -> str | None:
-    """Why it can't run here, by its own words when it is traced; None if it can, or fails otherwise."""
-    if method.call is None:
-        return None
-    tokens, features, vocabulary = problem.shape
-    weight = (features, vocabulary) if method.transposed else (vocabulary, features)
-    by_token = jax.ShapeDtypeStruct((tokens,), jnp.float32)
-    try:
-        jax.eval_shape(
-            method.call,
-            jax.ShapeDtypeStruct((tokens, features), problem.dtype),
-            jax.ShapeDtypeStruct(weight, problem.dtype),
-            jax.ShapeDtypeStruct((tokens,), jnp.int32),
-            *[by_token] * 3,
-        )
-    except Exception as error:  # any but a refusal is a fault of the method: its own process fails by it, and no other
-        if isinstance(error, NotImplementedError) or str(error).startswith("impl"):
-            return str(error).splitlines()[0]
-    return None
+        options = {"ignore_index": IGNORED, "reduction": "sum", "filter_eps": None}  # None: nothing is left out
+        return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, **options)
+    from torch.nn import functional  # type: ignore[import-not-found]
+
+    return lambda hidden, weight, labels: functional.cross_entropy(
+        functional.linear(hidden, weight).float(), labels, ignore_index=IGNORED, reduction="sum"
+    )

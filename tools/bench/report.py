@@ -1,55 +1,54 @@
-"""What tools/bench/head.py tells: rows of figures from what a process has measured, and tables of them.
+"""Tables and the picture of `python tools/bench head`, from what its processes have measured.
 
 Ratios are medians, over rounds, of a method's time to the sum of the bare products in the same round, so that clocks
 and a busy machine cancel: three are h Wᵀ, g W and gᵀ h, four have h Wᵀ twice. TFLOP/s count a method's products at
-the rows that count.
+the rows that count. The picture has a panel for each shape and share of rows that count, and in it a point for each
+method that gives the loss and its gradients; down and to the left is better.
 """
 
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tools.bench.methods import Method
-from tools.bench.problem import Problem, Shape
+from mllm.errors import UserError
 
-MEASURED = "measured"
+if TYPE_CHECKING:
+    from tools.bench.head import Outcome, Shape
+    from tools.bench.methods import Method
+
+MARKERS = "oDsv^<>pPX*hd"
 
 
-def title(shape: Shape) -> str:
+def title(shape: Sequence[int]) -> str:
     return "N={}, D={}, V={}".format(*shape)
 
 
-def subject(table: dict[str, Any]) -> str:
-    return title((table["N"], table["D"], table["V"])) + f", peak {table['peak']:g}" * (table["peak"] > 0)
+def empty_table(shape: "Shape", dtype: str, live: float) -> dict[str, Any]:
+    """A table without rows for a share `live` of rows that count."""
+    sizes = dict(zip("NDV", shape, strict=True))
+    return {**sizes, "dtype": dtype, "live": live, "rows": max(1, round(live * shape[0])), "methods": []}
 
 
-def table(problem: Problem, live: float) -> dict[str, Any]:
-    """With no rows yet; how large the largest probability is on average is known later."""
-    sizes = dict(zip("NDV", problem.shape, strict=True))
-    about: dict[str, Any] = {**sizes, "dtype": problem.dtype, "peak": problem.peak, "largest_probability": None}
-    return {**about, "live": live, "rows": problem.live_rows(live), "methods": []}
-
-
-def row(method: Method, table: dict[str, Any], outcome: Any) -> dict[str, Any]:
-    """A method's figures in this table, or what there is instead. An error that isn't finite is None."""
+def row(method: "Method", table: dict[str, Any], outcome: "Outcome") -> dict[str, Any]:
+    """A method's figures in this table, or why there are none. An error that isn't finite becomes None."""
     about = {"method": method.name, "gradients": method.gradients, "general": method.general}
-    found = [figures for figures in outcome.found or [] if figures["live"] == table["live"]]
-    if not found:
+    figures = next((answer for answer in outcome.found if answer["live"] == table["live"]), None)
+    if figures is None:
         return {**about, "status": outcome.status, "reason": outcome.reason}
-    figures = found[0]
     rounds = figures["rounds"]
-    flops = 2 * table["rows"] * table["D"] * table["V"]
-    three, four = bare(rounds)
+    three = [sum(parts) for parts in zip(rounds["hW"], rounds["gW"], rounds["gh"], strict=True)]
+    four = [a + b for a, b in zip(three, rounds["hW"], strict=True)]
     seconds = statistics.median(rounds["method"])
     return {
         **about,
-        "status": MEASURED,
+        "status": "measured",
         "seconds": seconds,
-        "ratio_to_three": ratio(rounds["method"], three),
-        "ratio_to_four": ratio(rounds["method"], four),
+        "ratio_to_three": statistics.median(a / b for a, b in zip(rounds["method"], three, strict=True)),
+        "ratio_to_four": statistics.median(a / b for a, b in zip(rounds["method"], four, strict=True)),
         "counted_products": method.products,
-        "tflops": method.products * flops / seconds / 1e12,
+        "tflops": method.products * product_flops(table) / seconds / 1e12,
         "three_products_seconds": statistics.median(three),
         "four_products_seconds": statistics.median(four),
         **{key: value for key, value in figures.items() if key != "live"},
@@ -57,45 +56,37 @@ def row(method: Method, table: dict[str, Any], outcome: Any) -> dict[str, Any]:
     }
 
 
-def bare(rounds: dict[str, list[float]]) -> tuple[list[float], list[float]]:
-    """Seconds of the three and the four bare products, a figure a round."""
-    three = [sum(parts) for parts in zip(rounds["hW"], rounds["gW"], rounds["gh"], strict=True)]
-    return three, [a + b for a, b in zip(three, rounds["hW"], strict=True)]
+def product_flops(table: dict[str, Any]) -> int:
+    """Of one matrix product at the rows that count."""
+    return 2 * table["rows"] * table["D"] * table["V"]
 
 
-def ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
-
-
-def bare_products(table: dict[str, Any], through: str) -> dict[str, float] | None:
-    """Seconds of three and four, the median over the processes of a library that measured them."""
-    rows = [row for row in table["methods"] if row["status"] == MEASURED and row["through"] == through]
-    if not rows:
-        return None
-    return {n: statistics.median(row[f"{n}_products_seconds"] for row in rows) for n in ("three", "four")}
+def bare_products(table: dict[str, Any], through: str) -> dict[str, float]:
+    """Seconds of three and of four bare products, medians over the processes that measured them with this library."""
+    rows = [row for row in table["methods"] if row["status"] == "measured" and row["through"] == through]
+    names = ("three", "four") if rows else ()
+    return {n: statistics.median(row[f"{n}_products_seconds"] for row in rows) for n in names}
 
 
 def lines(table: dict[str, Any]) -> list[str]:
-    """The table as text; what wasn't measured stands below it."""
-    measured = [row for row in table["methods"] if row["status"] == MEASURED]
+    """The table as text; below it stands what wasn't measured, with the reason."""
+    measured = [row for row in table["methods"] if row["status"] == "measured"]
     width = max([len(row["method"]) for row in measured] + [len("three bare products, torch")])
-    result = [f"{subject(table)}, {table['dtype']}, {table['live']:.0%} of the rows count: {table['rows']}"]
-    if table["largest_probability"] is not None:
-        result[0] += f"; largest probability {table['largest_probability']:.2g} on average"
+    subject = title((table["N"], table["D"], table["V"]))
+    result = [f"{subject}, {table['dtype']}, {table['live']:.0%} of the rows count: {table['rows']}"]
     if measured:
         heads = ["ms", "/three", "/four", "TFLOP/s", "peak MiB", "temp MiB", "loss", "dh", "dW"]
         sizes = [10, 7, 7, 8, 10, 10, 9, 9, 9]
         result.append(" " * width + "".join(f"{head:>{size}}" for head, size in zip(heads, sizes, strict=True)))
-    flops = 2 * table["rows"] * table["D"] * table["V"]
     for through in ("XLA", "torch"):
-        for number, seconds in (bare_products(table, through) or {}).items():
-            rate = {"three": 3, "four": 4}[number] * flops / seconds / 1e12
+        for number, seconds in bare_products(table, through).items():
+            rate = {"three": 3, "four": 4}[number] * product_flops(table) / seconds / 1e12
             name = f"{number} bare products, {through}"
             result.append(f"{name:{width}}{1e3 * seconds:10.2f}{'':14}{rate:8.3g}".rstrip())
     result += [f"{row['method']:{width}}{cells(row)}" for row in measured]
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in table["methods"]:
-        if row["status"] != MEASURED:
+        if row["status"] != "measured":
             reasons.setdefault((row["status"], row["reason"]), []).append(row["method"])
     return result + [f"{status}: {'; '.join(names)}: {reason}" for (status, reason), names in reasons.items()]
 
@@ -106,3 +97,68 @@ def cells(row: dict[str, Any]) -> str:
     errors = "".join(f"{'nan' if x is None else format(x, '.1e'):>9}" for x in row["errors"].values())
     times = f"{1e3 * row['seconds']:10.2f}{row['ratio_to_three']:7.2f}{row['ratio_to_four']:7.2f}{row['tflops']:8.3g}"
     return f"{times}{peak:>10}{temporaries:>10}{errors}"
+
+
+def points(table: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """For each method that the picture shows: MiB beside arguments and results (at least 1), and milliseconds."""
+    return {
+        row["method"]: (max(1.0, row["temp_bytes"] / 2**20), 1e3 * row["seconds"])
+        for row in table["methods"]
+        if row["status"] == "measured" and row["gradients"] and not row["general"] and row["temp_bytes"] is not None
+    }
+
+
+def draw(results: Sequence[dict[str, Any]], heading: str, out: Path) -> None:
+    """Draw the tables that have points; none: no file.
+
+    Raises:
+        UserError: the picture can't be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tables = [table for table in results if points(table)]
+    if not tables:
+        return
+    shapes = list(dict.fromkeys((table["N"], table["D"], table["V"]) for table in tables))
+    lives = sorted({table["live"] for table in tables}, reverse=True)
+    names = list(dict.fromkeys(name for table in tables for name in points(table)))
+    size = (4.4 * len(lives) + 3.4, max(3.4 * len(shapes), 0.26 * len(names) + 1.2))
+    figure, axes = plt.subplots(len(shapes), len(lives), figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat:
+        axis.set_visible(False)
+    for table in tables:
+        place = shapes.index((table["N"], table["D"], table["V"])), lives.index(table["live"])
+        draw_panel(axes[place], table, names)
+    handles = {text: line for axis in axes.flat for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(handles.values()), list(handles), loc="outside right upper", frameon=False, fontsize=9)
+    figure.suptitle(heading, fontsize=10, x=0.01, ha="left")
+    try:
+        figure.savefig(out, dpi=130)
+    except OSError as error:
+        raise UserError(f"--plot: {out} can't be written ({error.strerror})") from None
+    finally:
+        plt.close(figure)
+
+
+def draw_panel(axis: Any, table: dict[str, Any], names: Sequence[str]) -> None:
+    axis.set_visible(True)
+    families = list(dict.fromkeys(name.split(",")[0] for name in names))
+    found, bare = points(table), bare_products(table, "XLA")
+    for name, (memory, milliseconds) in found.items():
+        color, marker = f"C{families.index(name.split(',')[0]) % 10}", MARKERS[names.index(name) % len(MARKERS)]
+        axis.plot([memory], [milliseconds], label=name, marker=marker, color=color, linestyle="none", markersize=8)
+    for (number, seconds), style in zip(bare.items(), ("--", ":"), strict=False):
+        axis.axhline(1e3 * seconds, color="black", linewidth=1, linestyle=style, label=f"{number} bare products")
+    axis.set_xscale("log")
+    axis.set_xlim(0.7, 2 * max(memory for memory, _ in found.values()))
+    axis.set_ylim(0, 1.1 * max([milliseconds for _, milliseconds in found.values()] + [1e3 * x for x in bare.values()]))
+    axis.set_title(
+        f"{title((table['N'], table['D'], table['V']))}\n{table['live']:.0%} of the rows count", fontsize=10, loc="left"
+    )
+    axis.set_xlabel("MiB beside arguments and results")
+    axis.set_ylabel("ms")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)

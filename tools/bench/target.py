@@ -1,58 +1,59 @@
-"""The head and what one would write without it, compiled for a TPU that isn't there: `the bench --target v6e`.
+"""The head's methods, compiled for a TPU that isn't there: python tools/bench head --target v6e
 
 Nothing runs, and no figure is a measured time. Each method gives the cross-entropy and its gradients by hidden states
-and weight, in bfloat16, but for one that says "value only". Columns, with how they are obtained:
+and weight, in bfloat16; "value only" gives no gradients. The columns, and how their figures are obtained:
 
-    products   of 2 N V D flops each, in the traced program; what a kernel says of itself           [arithmetic]
-    moved GB   by kernels, as their tiles make them read and write again; by XLA's products, whose
-               operands and results are counted once each. What XLA moves beside: not counted       [arithmetic]
-    temp, peak MiB of HBM beside arguments and results, and with them                               [compiler]
-    MXU        share of cycles that the matrix units are busy in the hot loops of the method's
-               kernels, their mean by flops; all products of XLA are taken to be equally large       [listing]
+    products   matrix products of 2 N V D flops each, in the traced program; a kernel declares its own  [arithmetic]
+    moved GB   what kernels read and write by their tiles, and operands and results of XLA's products,
+               counted once each; what XLA moves beside these is not counted                            [arithmetic]
+    temp, peak MiB of HBM beside arguments and results, and with them                                   [compiler]
+    MXU        share of cycles that the matrix units are busy in the hot loops of the method's kernels,
+               averaged by flops; all products of XLA are taken to be equally large                     [listing]
     bound ms   sum over kernels and XLA's products of the larger of flops / (rate x MXU) and
-               bytes / bandwidth, at the published rates: no run is faster                           [estimate]
+               bytes / bandwidth, at the published rates: no run is faster                              [estimate]
 
-Below it stands the MXU use of each kernel. "?" is what can't be told: loops whose length depends on data, or kernels
-that don't say what they do; "-" that no loop has a product. Needs libtpu.
+The MXU use of each kernel stands below the table. "?" is what can't be told: loops whose length depends on data, or
+kernels that declare nothing; "-" says that no loop has a product. Needs libtpu.
 """
 
 import importlib.util
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array
 
-from mllm.plan import listing
+from mllm.errors import UserError
+from mllm.plan import listing, targets
 from mllm.plan.listing import Kernel
 from mllm.plan.work import Part
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # the process that compiles starts in any folder
-from tools.bench.head_losses import CHUNK, Loss, chunked, full_logits, fused, optax_on_logits
+from tools import figures
+from tools.bench.methods import Loss, chunked, fused, optax_on_logits
+from tools.bench.report import title
 
+CHUNK = 256
 ONE_WAVE = 1 << 40  # bytes of workspace: more than there is, so that one wave takes all tokens
 RATES = {"v5e": (197e12, 819e9), "v5p": (459e12, 2765e9), "v6e": (918e12, 1640e9), "tpu7x": (1153.5e12, 3690e9)}
-"""Of bfloat16 flop/s, and of HBM's byte/s: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, by chip.
+"""bfloat16 flop/s and HBM's byte/s of each chip, https://cloud.google.com/tpu/docs/system-architecture-tpu-vm.
 
 A core of tpu7x, which is a device of its own, has half of its chip's.
 """
 LOSSES: dict[str, Loss] = {
-    "full logits": full_logits,
+    "full logits": fused(impl="full_logits"),
     "optax on full logits": optax_on_logits,
-    f"scan over {CHUNK} tokens, checkpointed": chunked(),
+    f"scan over {CHUNK} tokens, recomputed": chunked(CHUNK),
     "fused, workspace 0": fused(workspace=0, impl="mosaic_tpu"),
     "fused, single pass in one wave": fused(workspace=ONE_WAVE, impl="mosaic_tpu"),
     "fused, value only": fused(impl="mosaic_tpu"),
 }
-TOKAMAX = "tokamax"
-"""https://github.com/openxla/tokamax, by its own TPU kernels."""
-TOKAMAX_KERNELS = tuple(f"linear_softmax_cross_entropy_loss_{way}_pallas_mosaic_tpu" for way in ("fwd", "bwd"))
 
 
 @dataclass(frozen=True)
@@ -67,78 +68,59 @@ class Row:
     mxu: float | None = None
     bound_seconds: float | None = None
     kernels: dict[str, float] = field(default_factory=dict)
-    """The MXU use of each, by the listing."""
+    """The MXU use of each kernel, by the listing."""
     refused: str | None = None
-    """What the compiler said instead of compiling."""
+    """The compiler's reason, where it compiled nothing."""
 
 
-def methods() -> list[str]:
-    return [*LOSSES, *([TOKAMAX] if importlib.util.find_spec("tokamax") else [])]
+def run(target: str, shapes: Sequence[tuple[int, int, int]], json: Path | None) -> None:
+    """Print a table for each shape, and write the figures to `json`.
+
+    Raises:
+        UserError: there is no such chip, or libtpu isn't installed.
+    """
+    if target not in targets.CHIPS:
+        raise UserError(f"--target: {target!r} is none of {', '.join(targets.CHIPS)}")
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError("--target: libtpu, the TPU compiler, isn't installed; make aot does")
+    print(f"{target} by its compiler, jax {jax.__version__}, bfloat16; nothing was run, and nothing is a time")
+    results = []
+    for shape in shapes:
+        print(f"\n{title(shape)}")
+        rows = table(target, shape)
+        show(rows)
+        results.append(dict(zip("NDV", shape, strict=True)) | {"methods": [asdict(row) for row in rows]})
+    about = {"command": shlex.join(["python", *sys.argv]), "target": target, "jax": jax.__version__}
+    figures.write(json, {**about, "dtype": "bfloat16", "results": results})
 
 
 def program(
     mesh: Mesh, *, method: str, tokens: int, features: int, vocabulary: int
 ) -> tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]:
-    """For `mllm.plan.listing.read`. tokamax has the weight as it wants it, [D, V]."""
-    shape = (features, vocabulary) if method == TOKAMAX else (vocabulary, features)
+    """The program of a method for `mllm.plan.listing.read`."""
     arguments = (
         jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16),
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        jax.ShapeDtypeStruct((vocabulary, features), jnp.bfloat16),
         jax.ShapeDtypeStruct((tokens,), jnp.int32),
         jax.ShapeDtypeStruct((tokens,), jnp.float32),
     )
-    if method == TOKAMAX:
-        return of_tokamax(mesh), arguments
     loss = LOSSES[method]
     return (loss if "value only" in method else jax.value_and_grad(loss, (0, 1))), arguments
 
 
-def of_tokamax(mesh: Mesh) -> Callable[..., Any]:
-    """Its loss and gradients. It asks JAX's default device, forward and backward, whether its kernels can run."""
-    import tokamax  # type: ignore[import-not-found]  # nothing here depends on it
-
-    def loss(hidden: Array, weight: Array, labels: Array) -> Array:
-        return tokamax.linear_softmax_cross_entropy_loss(hidden, labels, weight, implementation="mosaic_tpu")
-
-    def loss_and_gradients(hidden: Array, weight: Array, labels: Array, _: Array) -> Any:
-        with jax.default_device(mesh.devices.flat[0]):
-            return jax.value_and_grad(loss, (0, 1))(hidden, weight, labels)
-
-    return loss_and_gradients
-
-
-def work_of_tokamax(shape: tuple[int, int, int], grids: Sequence[Sequence[int]]) -> list[Part]:
-    """What its kernels don't say themselves, from their grids: blocks of tokens, of columns, and innermost of features.
-
-    As of 0.0.12. Backward goes over the features twice, for the logits and for the gradients, and sums these in HBM.
-    """
-    tokens, features, vocabulary = shape
-    of_tokens, of_columns, of_features = grids[0]
-    hidden, weight, product = tokens * features, vocabulary * features, 2 * tokens * vocabulary * features
-    # Features in one block stay where they are while nothing but the columns, or the pass, changes.
-    passes, again = (2, of_columns) if of_features > 1 else (1, 1)
-    operands = 2 * (again * hidden + of_tokens * weight)
-    sums = 4 * ((2 * of_columns - 1) * hidden + (2 * of_tokens - 1) * weight)
-    forward, backward = TOKAMAX_KERNELS
-    return [Part(forward, product, operands), Part(backward, 3 * product, passes * operands + sums)]
-
-
 def table(target: str, shape: tuple[int, int, int]) -> list[Row]:
-    """Every method at tokens, features, vocabulary; each is compiled in a process of its own."""
-    tokens, features, vocabulary = shape
+    """A row for every method at tokens, features, vocabulary; each is compiled in a process of its own."""
+    sizes = dict(zip(("tokens", "features", "vocabulary"), shape, strict=True))
     rows = []
-    for method in methods():
-        sizes = {"method": method, "tokens": tokens, "features": features, "vocabulary": vocabulary}
+    for method in LOSSES:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                account, kernels = listing.read(target, f"{__file__}:program", Path(folder), **sizes)
+                account, kernels = listing.read(target, f"{__file__}:program", Path(folder), method=method, **sizes)
             except ValueError as error:
                 rows.append(Row(method, refused=str(error)))
                 continue
             fusions = listing.read_folder(Path(folder), target, xla=True)
         parts = account["parts"] and [Part(*part) for part in account["parts"]]
-        if method == TOKAMAX:
-            parts = work_of_tokamax(shape, account["grids"])
         rows.append(row(method, target, shape, account, parts, kernels, fusions))
     return rows
 
@@ -168,7 +150,7 @@ def row(
         known,
         products=flops / (2 * tokens * features * vocabulary),
         moved_bytes=sum(part.bytes for part in parts),
-        # Of cycles: flops take as many as they are, over the share in which they run.
+        # A share of cycles: a kernel takes as many cycles as its flops over its own share.
         mxu=sum(n for n, _ in listed) / sum(n / mxu for n, mxu in listed) if listed else None,
         bound_seconds=sum(bounds),
     )
@@ -189,7 +171,7 @@ def show(rows: Sequence[Row]) -> None:
 
 def cells(row: Row) -> list[str]:
     """A row's figures in the table's units."""
-    figures = (
+    columns = (
         (row.products, 1, ".2f"),
         (row.moved_bytes, 1e9, ".1f"),
         (row.temp_bytes, 2**20, ".1f"),
@@ -198,4 +180,4 @@ def cells(row: Row) -> list[str]:
         (row.bound_seconds, 1e-3, ".1f"),
     )
     none = "?" if row.products is None else "-"
-    return [f"{none if value is None else format(value / unit, form):>14}" for value, unit, form in figures]
+    return [f"{none if value is None else format(value / unit, form):>14}" for value, unit, form in columns]

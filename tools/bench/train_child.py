@@ -1,15 +1,20 @@
-"""One measurement of bench_train.py, in a process of its own: what runs out of memory spoils the process that it is in.
+"""Makes one measurement of `python tools/bench train`: what runs out of memory spoils the process that it is in.
 
-The argument says in JSON what is measured, how, and with which settings. Lines of JSON on stdout: `progress` as it
-goes, and at the end what came out, or that it ran out of memory, or one line that says what else went wrong.
+The argument says in JSON what is measured, and with which settings. Lines of JSON on stdout hold `progress`, and at the
+end the figures. The data are random tokens, in rows that are full: for SFT one document that counts as a whole,
+for GRPO the longest prompt and the longest completion. Rewards, which the host computes, are left out.
 
-The data are random tokens, in rows that are full: under SFT of documents of equal length that count as a whole, under
-GRPO of the longest prompt and the longest completion. Rewards, which the host computes, are left out.
+Model flops are counted as in PaLM's appendix B (arXiv:2204.02311): 6 for each parameter of a matrix product and token,
+2 forward and 4 backward, and the same of attention's two products; nothing for what remat computes again. The count
+is lower than PaLM's in two places: attention's products count only where the mask lets a query see a key (PaLM: T for
+each token), and the head's only for tokens that the loss counts. Embedding lookups, norms, biases, softmaxes and the
+optimizer are not counted.
+
+A decode step reads each parameter once, except that it reads only rows of an embedding that is not the head; and keys
+and values of the tokens so far. Left out: what it writes, activations, and slots of the cache that are still empty.
 """
 
 import json
-import os
-import re
 import statistics
 import sys
 import time
@@ -17,71 +22,103 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # a script sees only its own folder
+from mllm import child_process
 from mllm.config.schema import Config, MeshConfig
 from mllm.data.batch import Batch
 from mllm.errors import UserError
+from mllm.model.architecture import Qwen2Config
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.plan.memory import memory_at_hand
 from mllm.plan.programs import Programs
 from mllm.rl.rollout import DecodeInputs, decoding_weights, generate
 from mllm.train.step import init_state
-from tools import memory
-from tools.bench import train_work as work
 
 Tell = Callable[[str], None]
 Result = dict[str, Any]
 
+PEAKS = (
+    ("H100 PCIe", 756.5e12),
+    ("H100 NVL", 835.5e12),
+    ("H100", 989.4e12),
+    ("H200 NVL", 835.5e12),
+    ("H200", 989.4e12),
+    ("A100", 312e12),
+)
+"""Parts of a device's kind, and bfloat16 flop/s without sparsity by NVIDIA's data sheets; the first match counts."""
 NO_STOP = -1
-"""A token that is never drawn: every completion is as long as it may be."""
-DOCUMENTS = 4
-"""In a packed row."""
+"""A token that is never sampled, so that every completion is as long as it may be."""
 QUEUED = 10
 """Calls of a short program that are waited for together, so that the host is not measured."""
 ROUNDS = 5
 TURNS = 8
-"""Parts of a completion, of which the first is not timed."""
+"""Parts of a completion; the first is not timed."""
 
 
-def main(arguments: list[str]) -> int:
-    events = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever else is printed is no event
-    result = measure(json.loads(arguments[0]), lambda text: print(json.dumps({"progress": text}), file=events))
-    print(json.dumps(result), file=events)
-    return 0
+def main(settings: dict[str, Any]) -> None:
+    child_process.end_with_parent()
+    try:
+        figures = measure(settings, lambda text: child_process.answer({"progress": text}))
+    except UserError as error:
+        sys.exit(str(error))
+    child_process.answer(figures)
 
 
 def measure(settings: dict[str, Any], tell: Tell) -> Result:
-    """What came of one measurement: its result, or `out_of_memory` or `error` with a line that says why."""
-    how = dict(settings)
-    what: dict[str, Callable[..., Result]] = {"device": device, "update": update, "decode": decode, "fits": fits}
-    function = what[how.pop("what")]
-    try:
-        return function(tell=tell, **how)
-    except UserError as error:
-        return {"error": str(error)}
-    except jax.errors.JaxRuntimeError as error:
-        line = str(error).splitlines()[0]
-        return {"out_of_memory" if is_out_of_memory(str(error)) else "error": line}
+    """The figures of one measurement."""
+    options = dict(settings)
+    functions: dict[str, Callable[..., Result]] = {"device": device, "update": update, "decode": decode}
+    return functions[options.pop("what")](tell=tell, **options)
 
 
-def is_out_of_memory(message: str) -> bool:
-    """Of the device. A kernel that asks for more shared memory than there is exhausts a resource, too."""
-    said = message.lower()
-    return bool(re.search("resource_exhausted|out.of.memory", said)) and "shared memory" not in said
+# --- work by arithmetic
+
+
+def data_sheet_peak(kind: str) -> float | None:
+    """Flop/s by the data sheet; None for a device that isn't listed."""
+    return next((rate for name, rate in PEAKS if name in kind), None)
+
+
+def layer_products(config: Qwen2Config) -> int:
+    """Parameters of the matrices of all layers."""
+    queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    attention = config.hidden_size * (2 * queries + 2 * keys)
+    return config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def update_flops(config: Qwen2Config, rows: int, length: int, counted: int) -> int:
+    """Flops of the forward and backward passes over rows of one document each, with `counted` tokens in the loss."""
+    head = config.vocab_size * config.hidden_size
+    products = 6 * (layer_products(config) * rows * length + head * counted)
+    # Two products of head_dim multiplications and additions for each query, key that it sees, and attention head.
+    pairs = rows * length * (length + 1) // 2
+    return products + 3 * 2 * 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
+
+
+def weight_bytes(config: Qwen2Config, itemsize: int) -> int:
+    """Bytes of the parameters that a decode step reads."""
+    hidden, heads = config.hidden_size, config.num_attention_heads + 2 * config.num_key_value_heads
+    vectors = config.num_hidden_layers * (2 * hidden + heads * config.head_dim) + hidden
+    return itemsize * (layer_products(config) + vectors + config.vocab_size * hidden)
+
+
+def cache_bytes(config: Qwen2Config, tokens: int, itemsize: int) -> int:
+    """Bytes of the keys and values of this number of tokens."""
+    return itemsize * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens
+
+
+# --- the measurements
 
 
 def device(*, matmul: int, copy_mib: int, tell: Tell) -> Result:
-    """What the device is, and the rates that all else is held against: of a matrix product, and of a copy."""
+    """What the device is, and the rates that everything else is compared with: of a matrix product, and of a copy."""
     mesh = make_mesh(MeshConfig())
     here = mesh.devices.flat[0]
     left, right = jax.random.normal(jax.random.key(0), (2, matmul, matmul), jnp.bfloat16)
@@ -93,7 +130,7 @@ def device(*, matmul: int, copy_mib: int, tell: Tell) -> Result:
         "platform": here.platform,
         "jax": jax.__version__,
         "memory": memory_at_hand(mesh),
-        "peak_flops": work.peak(here.device_kind),
+        "peak_flops": data_sheet_peak(here.device_kind),
         "matmul": matmul,
         "matmul_flops": 2 * matmul**3 / multiplied,
         "copy_bytes": 2 * copy_mib * 2**20 / copied,
@@ -121,7 +158,7 @@ def update(*, config: dict[str, Any], steps: int, tell: Tell) -> Result:
     update_program = compiled(*shapes.update())
     logprob_program = compiled(*shapes.logprob()) if run.grpo else None
     state = init_state(shapes.policy.initial_params(), shapes.optimizer)
-    batch, documents = random_batch(shapes)
+    batch = random_batch(shapes)
     counted = int(np.count_nonzero(batch.weights))
     batch = shard_batch(mesh, batch)
 
@@ -141,16 +178,16 @@ def update(*, config: dict[str, Any], steps: int, tell: Tell) -> Result:
         tell(f"step {step} of {steps}" if step else "warmed up")
     rows, length = run.batch_size, shapes.length
     sizes = shapes.policy.architecture
+    attention = shapes.model.attention
     return {
         "rows": rows,
         "length": length,
         "micro": shapes.micro_rows,
-        "masters": run.model.param_dtype,
-        "attention": attention_of(shapes),
+        "attention": "xla" if attention is None else attention.kernel,
         "seconds": {phase: statistics.median(seconds[1:]) for phase, seconds in taken.items()},
         "logprob_passes": (run.grpo.num_iterations > 1) + (run.grpo.beta > 0) if run.grpo else 0,
         "counted": counted,
-        "flops": work.update_flops(sizes, rows * length, counted, rows * work.visible_pairs(documents)),
+        "flops": update_flops(sizes, rows, length, counted),
         "peak_bytes": peak_bytes(mesh),
     }
 
@@ -167,7 +204,7 @@ def timed(seconds: list[float]) -> Iterator[None]:
 
 
 def roll_out(shapes: Programs, params: Any, step: int) -> None:
-    """As training samples: in slices of `rollout.batch_size`, with the parameters gathered and cast anew."""
+    """Sample as training does: in slices of `rollout.batch_size`, with the parameters gathered and cast anew."""
     options = shapes.config.rollout
     assert options is not None
     generate(
@@ -186,38 +223,25 @@ def random_tokens(shapes: Programs, shape: tuple[int, int]) -> Int[np.ndarray, "
     return np.random.default_rng(0).integers(1, shapes.policy.architecture.vocab_size, shape, dtype=np.int32)
 
 
-def random_batch(shapes: Programs) -> tuple[Batch, list[int]]:
-    """A batch of the largest shape, in numpy, and the lengths of a row's documents."""
+def random_batch(shapes: Programs) -> Batch:
+    """A batch of the largest shape, in numpy; each token predicts the next one."""
     config, length = shapes.config, shapes.length
     shape = (config.batch_size, length)
-    documents, counts = row_of(config, length)
-    drawn = random_tokens(shapes, shape)
-    place = np.concatenate([np.arange(size) for size in documents])
-    segment = np.repeat(np.arange(1, len(documents) + 1), documents)
-    fields = (drawn, place, segment, np.roll(drawn, -1, axis=1) * counts)
-    tokens, positions, segments, labels = (np.ascontiguousarray(np.broadcast_to(x, shape), np.int32) for x in fields)
-    weights = np.ascontiguousarray(np.broadcast_to(counts / (config.batch_size * counts.sum()), shape), np.float32)
-    batch = Batch(tokens, positions, segments, labels, weights)
-    # What the objective compares with: about what a model that knows nothing gives.
+    tokens, place = random_tokens(shapes, shape), np.arange(length)
+    first = config.rollout.max_prompt_length - 1 if config.rollout is not None and config.grpo is not None else 0
+    counts = (place >= first) & (place < length - 1)
+
+    def each_row(values: Any, dtype: Any = np.int32) -> np.ndarray:
+        return np.ascontiguousarray(np.broadcast_to(values, shape), dtype)
+
+    labels = np.ascontiguousarray(np.roll(tokens, -1, axis=1) * counts, np.int32)
+    weights = each_row(counts / (config.batch_size * counts.sum()), np.float32)
+    batch = Batch(tokens, each_row(place), each_row(1), labels, weights)
+    # Log-probabilities under other policies: about those of a model that knows nothing.
     guess = np.full(shape, -np.log(shapes.policy.architecture.vocab_size), np.float32)
-    given = {"advantages": np.ones(shape, np.float32)}
-    asked = shapes.batch(config.batch_size)._asdict()
-    policies = {name: given.get(name, guess) for name in Batch._fields[5:] if asked[name] is not None}
-    return batch._replace(**policies), documents
-
-
-def row_of(config: Config, length: int) -> tuple[list[int], Bool[np.ndarray, "T"]]:
-    """The lengths of a row's documents, and which tokens count: each predicts the next one of its document."""
-    place = np.arange(length)
-    if config.rollout is not None and config.algorithm == "grpo":
-        return [length], (place >= config.rollout.max_prompt_length - 1) & (place < length - 1)
-    packed = config.data is not None and config.data.packing
-    ends = np.linspace(0, length, min(DOCUMENTS, length) + 1 if packed else 2).astype(int)
-    return np.diff(ends).tolist(), ~np.isin(place, ends - 1)
-
-
-def attention_of(shapes: Programs) -> str:
-    return "xla" if shapes.model.attention is None else shapes.model.attention.kernel
+    known = {"advantages": np.ones(shape, np.float32)}
+    needed = shapes.batch(config.batch_size)._asdict()
+    return batch._replace(**{name: known.get(name, guess) for name in Batch._fields[5:] if needed[name] is not None})
 
 
 def peak_bytes(mesh: Mesh) -> int | None:
@@ -227,7 +251,7 @@ def peak_bytes(mesh: Mesh) -> int | None:
 
 
 def decode(*, config: dict[str, Any], tell: Tell) -> Result:
-    """Seconds of the turns of a rollout's decode loop, all rows at a time, and the bytes that they must read."""
+    """Seconds of the parts of a rollout's decode loop, all rows at a time, and the bytes that they must read."""
     run = Config.model_validate(config)
     assert run.rollout is not None
     if run.rollout.max_completion_length < 3:
@@ -237,29 +261,29 @@ def decode(*, config: dict[str, Any], tell: Tell) -> Result:
     mesh = make_mesh(run.mesh)
     shapes = Programs(run, mesh)
     tell("compiling")
-    begin, advance = compiled(*shapes.prefill()), compiled(*shapes.decode())
+    prefill, decode_until = compiled(*shapes.prefill()), compiled(*shapes.decode())
     weights = decoding_weights(shapes.policy.graphdef, shapes.policy.initial_params())
     rows, prompt, limit = shapes.decoded_rows, run.rollout.max_prompt_length, run.rollout.max_completion_length
-    of_rows = (random_tokens(shapes, (rows, prompt)), np.full(rows, prompt, np.int32), np.arange(rows, dtype=np.int32))
-    prompts, lengths, sequences = shard_batch(mesh, of_rows)
+    per_row = (random_tokens(shapes, (rows, prompt)), np.full(rows, prompt, np.int32), np.arange(rows, dtype=np.int32))
+    prompts, lengths, sequences = shard_batch(mesh, per_row)
     stop = np.full(len(shapes.policy.stop_ids), NO_STOP, np.int32)
     inputs = DecodeInputs(lengths, sequences, stop, np.int32(0), np.int32(0), np.int32(0))
 
     prefills: list[float] = []
     for _ in range(2):
-        progress: Any = None  # else its cache would be there twice
+        state: Any = None  # else its cache would be there twice
         with timed(prefills):
-            progress = jax.block_until_ready(begin(weights, prompts, inputs))
+            state = jax.block_until_ready(prefill(weights, prompts, inputs))
     sizes, itemsize = shapes.policy.architecture, shapes.model.dtype.itemsize
     turns: list[dict[str, float]] = []
     ends = np.unique(np.linspace(1, limit, TURNS + 1).astype(int)).tolist()
     for made, until in pairwise(ends):
         seconds: list[float] = []
         with timed(seconds):
-            progress = jax.block_until_ready(advance(weights, progress, inputs, np.int32(until)))
+            state = jax.block_until_ready(decode_until(weights, state, inputs, np.int32(until)))
         # With m tokens made, the last of them is the query of step m; it sees the prompt and all m.
         cached = rows * sum(prompt + m for m in range(made, until))
-        read = (until - made) * work.weight_bytes(sizes, itemsize) + work.cache_bytes(sizes, cached, itemsize)
+        read = (until - made) * weight_bytes(sizes, itemsize) + cache_bytes(sizes, cached, itemsize)
         turns.append({"seconds": seconds[0], "steps": until - made, "bytes": read})
         tell(f"{until} of {limit} tokens")
     return {
@@ -272,11 +296,5 @@ def decode(*, config: dict[str, Any], tell: Tell) -> Result:
     }
 
 
-def fits(*, config: dict[str, Any], head: str, tell: Tell) -> Result:
-    """The most that an update held, run on zeros."""
-    tell("compiling")
-    return {"peak_bytes": memory.at_hand(config, head, "update", measured=True).peak}
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,34 @@
+"""Benchmarks: python tools/bench COMMAND [options]
+
+    head     the LM head beside the bare matrix products and other implementations
+    train    a training step of the whole trainer: update, decoding, memory
+
+`python tools/bench COMMAND --help` describes a command's figures and options.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # `python tools/bench`: in place of this folder, the repository's root
+    sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
+from mllm import errors
+
+COMMANDS = ("head", "train")
+
+
+@errors.command
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = errors.ArgumentParser(
+        prog="python tools/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="the command's own")
+    options = parser.parse_args(arguments)
+    return importlib.import_module(f"tools.bench.{options.command}").main(options.options)
+
+
+if __name__ == "__main__":
+    errors.run_main(main)
