@@ -1,8 +1,8 @@
-"""SIGTERM and SIGINT ask the loop to save and leave; a second one, or one before there is anything to save, ends the
+"""SIGTERM and SIGINT ask the loop to save and stop; a second one, or one before there is anything to save, ends the
 process at once.
 
 A thread hears them within milliseconds: Python's own handlers wait for the main thread, and a compiled program may hold
-that for minutes. The loop asks between steps and, by `poll`, between the turns of a rollout. A signal to one of several
+that for minutes. The loop asks between steps and, by `poll`, in the middle of rollouts. A signal to one of several
 processes stops all of them at the same place, where all of them ask.
 """
 
@@ -21,11 +21,11 @@ from mllm.parallel.processes import gather_objects
 
 
 class Interrupted(Exception):
-    """A signal came in the middle of a step: the step is as if it had not begun."""
+    """A signal came in the middle of a step, which counts as not begun."""
 
 
 class Interrupt:
-    """While entered, hears signals. The process dies of them, but for the first after `hold`, noted in `received`."""
+    """Hears signals while it is entered. The first one after `hold` is noted in `received`; any other one kills."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -34,24 +34,24 @@ class Interrupt:
         self.holding = False
         self.previous: dict[int, Any] = {}
         self.previous_wakeup = -1
-        self.ours, self.theirs = socket.socketpair()
+        self.reading_end, self.writing_end = socket.socketpair()
 
     def __enter__(self) -> Self:
-        self.theirs.setblocking(False)
-        # The interpreter writes each signal's number here as it comes, whatever the main thread is at.
-        self.previous_wakeup = signal.set_wakeup_fd(self.theirs.fileno(), warn_on_full_buffer=False)
+        self.writing_end.setblocking(False)
+        # The interpreter writes each signal's number here when it comes, whatever the main thread is doing.
+        self.previous_wakeup = signal.set_wakeup_fd(self.writing_end.fileno(), warn_on_full_buffer=False)
         self.previous = {number: signal.signal(number, lambda *_: None) for number in self.SIGNALS}
         threading.Thread(target=self.listen, name="signals", daemon=True).start()
         return self
 
     def listen(self) -> None:
-        with self.ours:
-            while number := self.ours.recv(1):
+        with self.reading_end:
+            while number := self.reading_end.recv(1):
                 if number[0] in self.SIGNALS:
                     self.note(number[0])
 
     def hold(self) -> None:
-        """From here on the loop sees to the first signal."""
+        """Leave the next signal to the loop."""
         self.holding = True
 
     def note(self, number: int) -> None:
@@ -59,7 +59,7 @@ class Interrupt:
             os._exit(128 + number)
         self.received = number
         name = signal.Signals(number).name
-        print(f"\n{name}: saves and leaves as soon as it can; another one leaves at once", file=sys.stderr, flush=True)
+        print(f"\n{name}: saving and stopping soon; a second signal stops at once", file=sys.stderr, flush=True)
 
     def agree(self, gather: Callable[[int | None], list[int | None]] = gather_objects) -> bool:
         """Whether a signal has reached any of the processes; `received` is then the same in all of them."""
@@ -69,12 +69,12 @@ class Interrupt:
         return bool(received)
 
     def poll(self) -> None:
-        """Raise `Interrupted` if a signal has reached any of the processes; all of them ask at the same place."""
+        """Raise `Interrupted` if a signal has reached any of the processes, all of which must call this."""
         if self.agree():
             raise Interrupted
 
     def poll_alone(self) -> None:
-        """The same where each process goes its own way: of several, each goes on to where all of them ask."""
+        """Raise `Interrupted` if a signal has reached the only process; several go on to where all of them ask."""
         if self.received is not None and jax.process_count() == 1:
             raise Interrupted
 
@@ -82,9 +82,9 @@ class Interrupt:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.previous_wakeup)
-        self.theirs.close()  # which ends the thread
+        self.writing_end.close()  # which ends the thread
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports a process that died of the signal: 143 for SIGTERM, 130 for SIGINT; 0 for none."""
+        """The code that a shell reports for a process killed by the signal: 143 for SIGTERM, 130 for SIGINT; else 0."""
         return 0 if self.received is None else 128 + self.received

@@ -1,4 +1,4 @@
-"""The first signal is noted whatever the process is at, the second ends it, and so does one with nothing to save."""
+"""The first signal is noted whatever the process is doing, the second ends it, and so does one with nothing to save."""
 
 import signal
 import subprocess
@@ -36,7 +36,7 @@ def test_the_first_signal_is_noted_and_gives_the_exit_code(number, exit_code, ca
 
 @pytest.fixture
 def busy():
-    """Processes whose main thread doesn't come back from a call, as from a compiled program."""
+    """Starts processes whose main thread does not return from a call, such as a compiled program."""
     begun = []
 
     def begin(*, hold: bool) -> subprocess.Popen:
@@ -60,23 +60,23 @@ with Interrupt() as interrupt:
         process.communicate()
 
 
-def test_of_the_second_the_process_dies_even_in_the_middle_of_a_call(busy):
+def test_the_second_signal_ends_the_process_even_in_the_middle_of_a_call(busy):
     process = busy(hold=True)
     process.send_signal(signal.SIGTERM)
     assert process.stderr.readline() == "\n"
-    assert process.stderr.readline().startswith("SIGTERM: saves and leaves as soon as it can")
+    assert process.stderr.readline().startswith("SIGTERM: saving and stopping soon")
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=5) == 130
 
 
-def test_before_there_is_anything_to_save_the_first_ends_it(busy):
+def test_the_first_signal_ends_a_process_that_has_nothing_to_save(busy):
     process = busy(hold=False)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=5) == 143
 
 
-def test_leaving_restores_what_was_there():
+def test_the_handlers_of_before_are_restored():
     before = {number: signal.getsignal(number) for number in Interrupt.SIGNALS}
     with Interrupt():
         assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
@@ -84,7 +84,7 @@ def test_leaving_restores_what_was_there():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_a_signal_to_another_process_counts_as_one_to_this():
+def test_a_signal_to_another_process_counts_as_one_to_this_process():
     interrupt = Interrupt()
     assert not interrupt.agree(lambda mine: [mine, None])
     assert interrupt.agree(lambda mine: [mine, signal.SIGTERM])
