@@ -266,47 +266,68 @@ class Config(Section):
 
     @model_validator(mode="after")
     def check(self) -> Self:
-        needed = {"sft": ("data",), "grpo": ("task", "rollout", "grpo")}[self.algorithm]
-        for name in needed:
-            if getattr(self, name) is None:
-                raise impossible(name, f"algorithm: {self.algorithm} needs this section")
         if self.algorithm == "grpo":
-            assert self.grpo is not None
-            self.reject_unused("by algorithm: grpo", "data")
-            if self.grpo.loss_type == "gspo" and self.head.workspace_mib is not None:
-                raise impossible("head.workspace_mib", "is not used with grpo.loss_type: gspo: remove it")
-            if self.batch_size % self.grpo.num_generations:
-                raise impossible(
-                    "batch_size",
-                    f"{self.batch_size} is not divisible by grpo.num_generations ({self.grpo.num_generations})",
-                )
-            iterations = self.grpo.num_iterations
-            for key, steps in (("steps", self.steps), ("checkpoint.every", self.checkpoint.every or 0)):
-                if steps % iterations:
-                    raise impossible(key, f"{steps} is not divisible by grpo.num_iterations ({iterations})")
+            self.check_grpo()
         else:
             self.check_sft()
-        if self.eval is not None:
-            for name in ("task", "rollout"):
-                if getattr(self, name) is None:
-                    raise impossible(name, "eval needs this section")
-            assert self.task is not None
-            if self.eval.prompts is not None and self.eval.prompts > self.task.heldout:
-                raise impossible("eval.prompts", f"only {self.task.heldout} problems are held out (task.heldout)")
-            self.check_best(self.eval.every)
-        elif self.checkpoint.keep_best:
-            raise impossible("checkpoint.keep_best", "needs an eval section")
-        micro = self.micro_batch_size
-        if micro is not None and self.batch_size % micro:
-            raise impossible("batch_size", f"{self.batch_size} is not divisible by micro_batch_size ({micro})")
+        self.check_evaluation()
         self.check_rows(self.mesh.dp * self.mesh.fsdp)
         if self.optimizer.warmup_steps > self.steps:
             raise impossible("optimizer.warmup_steps", f"longer than the run ({self.steps} steps)")
         return self
 
+    def need(self, because: str, *names: str) -> None:
+        """Raise for the first of the sections `names` that is missing."""
+        for name in names:
+            if getattr(self, name) is None:
+                raise impossible(name, f"{because} needs this section")
+
+    def check_grpo(self) -> None:
+        """Raise if a setting can't work, or has no effect, under GRPO."""
+        self.need("algorithm: grpo", "task", "rollout", "grpo")
+        assert self.grpo is not None
+        self.reject_unused("by algorithm: grpo", "data")
+        if self.grpo.loss_type == "gspo" and self.head.workspace_mib is not None:
+            raise impossible("head.workspace_mib", "is not used with grpo.loss_type: gspo: remove it")
+        group, iterations = self.grpo.num_generations, self.grpo.num_iterations
+        if self.batch_size % group:
+            raise impossible("batch_size", f"{self.batch_size} is not divisible by grpo.num_generations ({group})")
+        for key, steps in (("steps", self.steps), ("checkpoint.every", self.checkpoint.every or 0)):
+            if steps % iterations:
+                raise impossible(key, f"{steps} is not divisible by grpo.num_iterations ({iterations})")
+
+    def check_sft(self) -> None:
+        """Raise if a setting can't work, or has no effect, under SFT."""
+        self.need("algorithm: sft", "data")
+        assert self.data is not None
+        self.reject_unused("by algorithm: sft", "grpo", "log")
+        if self.data.source == "task":
+            self.need("data.source: task", "task")
+        elif self.eval is None:
+            self.reject_unused("without an eval section", "task")
+        if self.eval is None:
+            self.reject_unused("without an eval section", "rollout")
+
+    def check_evaluation(self) -> None:
+        """Raise if evaluation, or the choice of the best checkpoint by it, can't work."""
+        if self.eval is None:
+            if self.checkpoint.keep_best:
+                raise impossible("checkpoint.keep_best", "needs an eval section")
+            return
+        self.need("eval", "task", "rollout")
+        assert self.task is not None
+        if self.eval.prompts is not None and self.eval.prompts > self.task.heldout:
+            raise impossible("eval.prompts", f"only {self.task.heldout} problems are held out (task.heldout)")
+        evaluated, saved = self.eval.every, self.checkpoint.every
+        if self.checkpoint.keep_best and evaluated and saved and evaluated % saved:
+            problem = f"eval.every ({evaluated}) is not a multiple of checkpoint.every ({saved})"
+            raise impossible("checkpoint.keep_best", f"{problem}: the evaluated parameters would not be saved")
+
     def check_rows(self, shards: int) -> None:
-        """Raise if `shards` devices, which share the rows of a batch, would not have equally many."""
+        """Raise if micro-batches, or the `shards` devices that share their rows, would not be equally large."""
         batch, micro = self.batch_size, self.micro_batch_size
+        if micro is not None and batch % micro:
+            raise impossible("batch_size", f"{batch} is not divisible by micro_batch_size ({micro})")
         problem = f"is not divisible by mesh.dp * mesh.fsdp ({shards}); the nearest that works is"
         if batch % shards:
             step = math.lcm(shards, micro or 1, self.grpo.num_generations if self.grpo else 1)
@@ -315,25 +336,6 @@ class Config(Section):
             works = [rows for rows in range(shards, batch + 1, shards) if batch % rows == 0]
             nearest = min(works, key=lambda rows: abs(rows - micro))
             raise impossible("micro_batch_size", f"{micro} {problem} {nearest}")
-
-    def check_best(self, evaluated: int | None) -> None:
-        saved = self.checkpoint.every
-        if self.checkpoint.keep_best and evaluated and saved and evaluated % saved:
-            raise impossible(
-                "checkpoint.keep_best",
-                f"eval.every ({evaluated}) is not a multiple of checkpoint.every ({saved}): what is judged isn't saved",
-            )
-
-    def check_sft(self) -> None:
-        assert self.data is not None
-        self.reject_unused("by algorithm: sft", "grpo", "log")
-        if self.data.source == "task":
-            if self.task is None:
-                raise impossible("task", "data.source: task needs this section")
-        elif self.eval is None:
-            self.reject_unused("without an eval section", "task")
-        if self.eval is None:
-            self.reject_unused("without an eval section", "rollout")
 
 
 def impossible(key: str, message: str) -> PydanticCustomError:

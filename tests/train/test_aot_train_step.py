@@ -1,8 +1,8 @@
-"""A whole update of Qwen2.5-0.5B through the real TPU compiler, for eight chips that aren't there.
+"""A whole update of Qwen2.5-0.5B, compiled by the real TPU compiler for eight chips that aren't there.
 
-Model, head, objective, backward pass and optimizer as train.py puts them together, all 24 layers of them, by the
-configuration's own settings but for the mesh. Parameters are only shapes. Leaves out results, which test_train_step.py
-checks on CPUs, and times, which only a TPU can tell.
+Model with all 24 layers, head, objective, backward pass and optimizer are those of train.py, with the configuration's
+own settings except for the mesh. Parameters are only shapes. Leaves out results, which test_train_step.py checks on
+CPUs, and times, which only a TPU can tell.
 """
 
 import importlib.util
@@ -32,12 +32,12 @@ SHAPE = {"dp": 2, "fsdp": 2, "tp": 2}
 HBM = 32e9
 """Bytes of a v6e's memory."""
 LENGTH = 512 + 1024
-"""Of a row, by the configuration: prompt and completion."""
+"""Tokens of a row: prompt and completion of the configuration."""
 WEIGHT = (151936 // SHAPE["tp"], 896)
-"""What a device's head multiplies with."""
+"""The shape of the vocabulary's matrix that a device multiplies with."""
 SPLASH = {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
 HEAD = {"head_forward_mean_keep", "head_kept_weight_gradient"}
-"""One pass, in waves of tokens."""
+"""The kernels of the head's single pass, in waves of tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +63,13 @@ def program(settings):
     return targets.compiled(train_step, (abstract_state(policy.params, optimizer), batch), mesh)
 
 
-def test_attention_forward_and_backward_and_the_head_are_kernels(program):
+def test_attention_and_head_are_kernels_in_both_passes(program):
     names = kernels(program)
     assert {re.sub("_segmented.*", "", name) for name in names} == SPLASH | HEAD
     assert all("segmented" in name for name in names - HEAD)
 
 
-def test_it_fits_the_memory_and_the_new_state_takes_the_place_of_the_old(program):
+def test_the_update_fits_in_memory_and_the_new_state_takes_the_place_of_the_old(program):
     memory = targets.memory(program)
     assert memory["peak"] < HBM
     assert memory["output"] - memory["alias"] < 2**20
@@ -81,6 +81,6 @@ def test_no_array_is_as_large_as_the_logits_of_a_device_s_tokens(program, settin
 
 
 def test_the_head_s_weight_is_gathered_once_a_micro_batch(program):
-    """The loop over them stands once in the program. The embedding, the same array, is looked up where it lies."""
+    """The loop over micro-batches stands once in the program. The embedding, the same array, is looked up in shards."""
     gathered = [array.shape for array in exchanged(program) if array.kind == "all-gather"]
     assert [shape for shape in gathered if shape[0] == WEIGHT[0]] == [WEIGHT]
