@@ -1,0 +1,228 @@
+"""Folders that are no model, with the message that refuses each; and files that are no folder.
+
+In a message `{model}` is the folder, and `{config}`, `{weights}`, `{index}` are its files. Code that a folder smuggles
+in would write the file `mark(folder)`.
+"""
+
+import io
+import json
+import os
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+
+def mark(folder: Path) -> Path:
+    """The file, beside the folder, that shows that code of the folder was run."""
+    return folder.parent / "code-was-run"
+
+
+class Bomb:
+    """Loading a pickle of it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+def archive(kind: str, folder: Path) -> bytes:
+    """The content of a file of this kind."""
+    buffer = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(buffer, "w") as file:
+            file.writestr("config.json", "{}")
+    elif kind == "tar":
+        with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+            tar.addfile(tarfile.TarInfo("config.json"))
+    elif kind == "npz":
+        np.savez(buffer, weights=np.array([Bomb(mark(folder))], dtype=object))
+    elif kind == "bin":
+        buffer.write(pickle.dumps(Bomb(mark(folder))))
+    else:
+        buffer.write(b"GGUF\x03\x00\x00\x00" + bytes(100))
+    return buffer.getvalue()
+
+
+ARCHIVES = ("zip", "tar", "npz", "gguf", "bin", "safetensors", "jsonl")
+
+Spoil = Callable[[Path], Any]
+"""Spoils a folder that holds a whole model."""
+WEIGHTS, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-00001-of-00001.safetensors"
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change settings in a JSON file; those that are None are removed."""
+    settings = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+
+
+def config(**changes: Any) -> Spoil:
+    return lambda model: edit(model / "config.json", **changes)
+
+
+def file(name: str, content: bytes) -> Spoil:
+    return lambda model: (model / name).write_bytes(content)
+
+
+def no_file(name: str) -> Spoil:
+    return lambda model: (model / name).unlink()
+
+
+def header(change: Callable[[dict[str, Any]], Any] = lambda header: None, length: int | None = None) -> Spoil:
+    """Change the header of the weights, or state a length that is not its own."""
+
+    def spoil(model: Path) -> None:
+        content = (model / WEIGHTS).read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        tree = json.loads(content[8:end])
+        change(tree)
+        text = json.dumps(tree).encode()
+        (model / WEIGHTS).write_bytes((length or len(text)).to_bytes(8, "little") + text + content[end:])
+
+    return spoil
+
+
+def tensors(change: Callable[[dict[str, np.ndarray]], Any]) -> Spoil:
+    def spoil(model: Path) -> None:
+        loaded = load_file(model / WEIGHTS)
+        change(loaded)
+        save_file(loaded, model / WEIGHTS)
+
+    return spoil
+
+
+def index(name: Any, *more: str) -> Spoil:
+    """Name the weights as a shard, and write an index in which all tensors, and more, lie in the file `name`."""
+
+    def spoil(model: Path) -> None:
+        names = [*load_file(model / WEIGHTS), *more]
+        (model / WEIGHTS).rename(model / SHARD)
+        (model / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, name)}))
+
+    return spoil
+
+
+def both(first: Spoil, second: Spoil) -> Spoil:
+    return lambda model: (first(model), second(model))
+
+
+def pickled(name: str) -> Spoil:
+    return lambda model: (model / name).write_bytes(archive("bin", model))
+
+
+def link(model: Path) -> None:
+    (model / WEIGHTS).unlink()
+    (model / WEIGHTS).symlink_to("/etc/passwd")
+
+
+def pipe(model: Path) -> None:
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+
+
+def cut(model: Path) -> None:
+    (model / WEIGHTS).write_bytes((model / WEIGHTS).read_bytes()[:-100])
+
+
+NORM = "model.norm.weight"
+NEGATIVE = {"dtype": "F32", "shape": [32], "data_offsets": [-128, 0]}
+BROKEN = "{weights}: truncated or not a safetensors file"
+YARN = {"type": "yarn", "factor": 4.0}
+
+MODELS: dict[str, tuple[Spoil, str]] = {
+    "no weights": (no_file(WEIGHTS), "{model}: has neither model.safetensors nor model.safetensors.index.json"),
+    "no configuration": (no_file("config.json"), "{config}: missing"),
+    "pickled weights alone": (
+        both(no_file(WEIGHTS), pickled("pytorch_model.bin")),
+        "{model}: only pickled weights (pytorch_model.bin), which are never opened",
+    ),
+    "a pickle named as safetensors": (pickled(WEIGHTS), BROKEN),
+    "a pickle in the index": (
+        both(pickled("pytorch_model.bin"), index("pytorch_model.bin")),
+        "{index}: 'pytorch_model.bin' is no safetensors file, and others are never opened",
+    ),
+    "an index that leaves the folder": (
+        index("../whole/model.safetensors"),
+        "{index}: '../whole/model.safetensors' is not the name of a file in this folder",
+    ),
+    "an index of absolute paths": (
+        index("/etc/passwd"),
+        "{index}: '/etc/passwd' is not the name of a file in this folder",
+    ),
+    "an index of numbers": (index(1), "{index}: weight_map is missing or not a mapping of tensors to files"),
+    "an index of missing tensors": (
+        index(SHARD, "no.such.tensor"),
+        f"tensor no.such.tensor is missing; {INDEX} says that it is there",
+    ),
+    "a damaged index": (both(index(SHARD), file(INDEX, b"[" * 100_000)), "{index}: not readable as JSON"),
+    "a missing shard": (
+        index("model-00002-of-00002.safetensors"),
+        "{model}/model-00002-of-00002.safetensors: this shard is missing",
+    ),
+    "a link to something else": (link, BROKEN),
+    "weights that are cut off": (cut, BROKEN),
+    "a header longer than the file": (header(length=2**40), BROKEN),
+    "overlapping tensors": (header(lambda tree: tree.update({"one.more": tree[NORM]})), BROKEN),
+    "negative offsets": (header(lambda tree: tree.update({NORM: NEGATIVE})), BROKEN),
+    "weights of another dtype": (
+        tensors(lambda loaded: loaded.update({NORM: loaded[NORM].astype(np.int32)})),
+        f"tensor {NORM} is stored as I32; only F32, BF16, F16 can be read",
+    ),
+    "a missing tensor": (tensors(lambda loaded: loaded.pop(NORM)), f"tensor {NORM} is missing"),
+    "a tensor too many": (
+        tensors(lambda loaded: loaded.update({"lm_head.bias": np.ones(260, np.float32)})),
+        "tensor lm_head.bias is not part of this model",
+    ),
+    "a head that is not the embedding": (
+        tensors(lambda loaded: loaded.update({"lm_head.weight": loaded["model.embed_tokens.weight"] + np.float32(1)})),
+        "tensor lm_head.weight is not the embedding, but config.json says tie_word_embeddings",
+    ),
+    "a tensor of another shape": (
+        tensors(lambda loaded: loaded.update({NORM: loaded[NORM][:-1].copy()})),
+        f"tensor {NORM} has shape [31]; by config.json it must be [32]",
+    ),
+    "a configuration that is a pipe": (pipe, "{config}: missing"),
+    "a configuration in Python": (file("config.json", b"{'hidden_size': 32}"), "{config}: not readable as JSON"),
+    "a configuration of deep nesting": (file("config.json", b"[" * 100_000), "{config}: not readable as JSON: "),
+    "a configuration in UTF-16": (
+        file("config.json", b"\xff\xfe{}"),
+        "{config}: not readable as JSON: 'utf-8' codec can't decode",
+    ),
+    "a configuration that is a list": (file("config.json", b"[]"), "{config}: expected a JSON object"),
+    **{
+        f"the setting {changes}": (config(**changes), f"{{config}}: {message}")
+        for changes, message in (
+            ({"model_type": "llama"}, "model_type is 'llama'; this model supports only 'qwen2'"),
+            ({"hidden_size": None}, "hidden_size is missing"),
+            ({"hidden_size": "32"}, "hidden_size must be a positive whole number up to 2147483647, not '32'"),
+            ({"hidden_size": -32}, "hidden_size must be a positive whole number up to 2147483647, not -32"),
+            ({"num_attention_heads": 0}, "num_attention_heads must be a positive whole number"),
+            (
+                {"num_attention_heads": 5, "head_dim": None},
+                "hidden_size 32 is not divisible by num_attention_heads (5)",
+            ),
+            ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a positive whole number up to 10000"),
+            ({"rope_scaling": YARN}, "rope_scaling is {{'type': 'yarn', 'factor': 4.0}}"),
+            ({"rope_parameters": [1]}, "rope_parameters must be a mapping"),
+            ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
+            ({"layer_types": 5}, "layer_types must be a list, not 5"),
+            ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, not 'yes'"),
+            ({"quantization_config": {"bits": 4}}, "quantization_config is {{'bits': 4}}"),
+            ({"use_sliding_window": True}, "use_sliding_window is True"),
+        )
+    },
+}
+"""By what is wrong with the folder: how to spoil a whole one, and the message."""
+
+
+def message(text: str, model: Path) -> str:
+    """A message of the tables, with the names of the folder's files."""
+    return text.format(model=model, config=model / "config.json", weights=model / WEIGHTS, index=model / INDEX)
