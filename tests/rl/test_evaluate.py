@@ -1,40 +1,46 @@
 """Accuracy is a count of right completions, greedy and sampled, with Wilson's interval."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from mllm.config.schema import RolloutConfig
-from mllm.data.tasks import Example
+from mllm.config.schema import EvalConfig, RolloutConfig
+from mllm.data.tasks import Example, Task
+from mllm.errors import UserError
 from mllm.model import tokenizer as tokenizers
-from mllm.rl.evaluation import evaluate, wilson
+from mllm.parallel.processes import ALL_ROWS, RowShare
+from mllm.rl.evaluation import evaluate, make_evaluation, wilson
 from mllm.rl.rollout import Completions
 from mllm.rl.sampler import Sampler
 
 EXAMPLES = [Example([{"role": "user", "content": f"{n}+0="}], str(n), None, {"form": "hashes"}) for n in (1, 2, 3, 4)]
 GREEDY = ["#### 1", "2", "#### 4", "five"]
 SAMPLED = ["1", "#### 2", "#### 3", "#### 4"]
-ASKED = []
+BYTES = tokenizers.bytes_tokenizer()
+PROMPTS = [tokenizers.encode_prompt(BYTES, example.prompt) for example in EXAMPLES]
+CALLS = []
 
 
-class Parrot(Sampler):
-    """Says what is written above, in 1, 2, 3 and 4 tokens, and remembers how it was asked."""
+class FixedTexts(Sampler):
+    """Completes each prompt with its text above, the i-th prompt's in i tokens, and records the calls."""
 
     def complete(self, params, prompts, *, step, first_sequence=0, greedy=False):
-        ASKED.append((prompts, step, first_sequence, greedy))
-        tokens = np.zeros((len(prompts), 4), np.int32)
-        lengths = np.arange(1, len(prompts) + 1, dtype=np.int32)
-        return Completions(tokens, np.zeros(tokens.shape, np.float32), lengths, lengths > 0), [SAMPLED, GREEDY][greedy]
+        CALLS.append((prompts, step, first_sequence, greedy))
+        numbers = [PROMPTS.index(prompt) for prompt in prompts]
+        tokens, lengths = np.zeros((len(prompts), 4), np.int32), np.array(numbers, np.int32) + 1
+        texts = [(GREEDY if greedy else SAMPLED)[number] for number in numbers]
+        return Completions(tokens, np.zeros(tokens.shape, np.float32), lengths, lengths > 0), texts
 
 
 @pytest.fixture
-def parrot():
-    ASKED.clear()
-    options = RolloutConfig(max_prompt_length=8, max_completion_length=4)
-    return Parrot(None, tokenizers.bytes_tokenizer(), (1,), options, seed=0)
+def sampler():
+    CALLS.clear()
+    return FixedTexts(None, BYTES, (1,), RolloutConfig(max_prompt_length=8, max_completion_length=4), seed=0)
 
 
-def test_strict_and_flexible_answers_are_counted_apart(parrot):
-    metrics = evaluate(parrot, EXAMPLES, None, 3, sampled=False)
+def test_exact_and_flexible_answers_are_counted_apart(sampler):
+    metrics = evaluate(sampler, EXAMPLES, None, 3, sampled=False)
     assert metrics == {
         "eval/greedy_accuracy": 1 / 4,
         "eval/greedy_accuracy_low": wilson(1, 4)[0],
@@ -44,17 +50,44 @@ def test_strict_and_flexible_answers_are_counted_apart(parrot):
     }
 
 
-def test_sampled_completions_are_judged_beside_the_greedy_ones_on_request(parrot):
-    metrics = evaluate(parrot, EXAMPLES, None, 3, sampled=True)
+def test_sampled_completions_are_counted_beside_the_greedy_ones_on_request(sampler):
+    metrics = evaluate(sampler, EXAMPLES, None, 3, sampled=True)
     assert (metrics["eval/greedy_accuracy"], metrics["eval/sampled_accuracy"]) == (1 / 4, 3 / 4)
     assert metrics["eval/sampled_flexible_accuracy"] == 1
 
 
-def test_evaluation_asks_for_the_problems_in_order_and_draws_none_of_trainings_random_numbers(parrot):
-    evaluate(parrot, EXAMPLES, None, 3, sampled=True)
-    prompts = [tokenizers.encode_prompt(parrot.tokenizer, example.prompt) for example in EXAMPLES]
-    expected = [(prompts, 3, 2**30, True), (prompts, 3, 2**30, False)]
-    assert expected == ASKED
+def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_training_never_uses(sampler):
+    evaluate(sampler, EXAMPLES, None, 3, sampled=True)
+    assert CALLS == [(PROMPTS, 3, 2**30, True), (PROMPTS, 3, 2**30, False)]
+
+
+PASSED = {0: [], 1: []}
+
+
+class TwoProcesses(RowShare):
+    """Gathers what the first process passed, which runs before the second, and what the second one passes."""
+
+    def gather(self, mine):
+        PASSED[self.index].append(mine)
+        return [PASSED[0][len(PASSED[self.index]) - 1], mine]
+
+
+def test_problems_that_fill_up_a_process_s_share_are_not_counted(sampler):
+    """Three problems for two processes: the second repeats the first problem, which is answered correctly."""
+    alone = evaluate(sampler, EXAMPLES[:3], None, 3, sampled=True)
+    CALLS.clear()
+    for index in (0, 1):
+        metrics = evaluate(sampler, EXAMPLES[:3], None, 3, sampled=True, rows=TwoProcesses(index, 2, (0, 1)))
+    assert metrics == alone
+    assert CALLS[2:] == [([PROMPTS[2], PROMPTS[0]], 3, 2**30 + 2, greedy) for greedy in (True, False)]
+
+
+def test_a_held_out_prompt_that_is_too_long_is_an_error_before_training(sampler):
+    task = Task("sums", [], EXAMPLES)
+    assert make_evaluation(EvalConfig(prompts=2), task, sampler, ALL_ROWS)(None, 0)["eval/greedy_accuracy"] == 0.5
+    long = replace(EXAMPLES[1], prompt=[{"role": "user", "content": "a long question"}])
+    with pytest.raises(UserError, match="held-out prompt 1 of task sums has 18 tokens, and the limit is 8"):
+        make_evaluation(EvalConfig(), replace(task, heldout=[EXAMPLES[0], long]), sampler, ALL_ROWS)
 
 
 @pytest.mark.parametrize(

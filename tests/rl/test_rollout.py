@@ -1,4 +1,4 @@
-"""Rollouts against a decoder without cache, padding or batch: the whole sequence again for every token."""
+"""Rollouts against the model without cache, padding or batch, applied to each whole sequence."""
 
 from functools import partial
 
@@ -9,12 +9,13 @@ import pytest
 from flax import nnx
 
 from mllm.config.schema import RolloutConfig
-from mllm.model.decoder import Qwen2, Qwen2Config
+from mllm.model.architecture import Qwen2Config
+from mllm.model.decoder import Qwen2
 from mllm.rl import rollout, sampling
 from mllm.rl.rollout import generate
-from mllm.run.signals import Interrupted
 
 VOCABULARY, PAD, STOPS = 40, 39, (3, 11, 12, 20, 33)
+NO_STOPS = (-1,) * len(STOPS)  # as many as STOPS, so that the same programs serve
 LIMIT = 6
 OPTIONS = RolloutConfig(
     max_prompt_length=12, max_completion_length=LIMIT, temperature=0.8, top_k=25, top_p=0.9, batch_size=5
@@ -56,16 +57,22 @@ def complete(model, prompts, options=OPTIONS, *, seed=0, step=0, **arguments):
     return generate(*nnx.split(model), prompts, options=options, **arguments)
 
 
+@pytest.fixture(scope="module")
+def completions(model, prompts):
+    return complete(model, prompts)
+
+
 @partial(jax.jit, static_argnums=0)
 def hidden_states(graphdef, params, tokens):
     hidden, _ = nnx.merge(graphdef, params)(tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))
     return hidden[0]
 
 
-def all_logits(model, tokens):
-    """The float64 logits behind each token of one sequence; padded to one length, so that it compiles once."""
-    padded = tokens + [0] * (OPTIONS.max_prompt_length + LIMIT - len(tokens))
-    hidden = hidden_states(*nnx.split(model), jnp.array([padded]))
+def completion_logits(model, prompt, tokens):
+    """The float64 logits that predict each of a completion's tokens; padded to one length, so that it compiles once."""
+    whole = [*prompt, *tokens]
+    padded = whole + [0] * (OPTIONS.max_prompt_length + LIMIT - len(whole))
+    hidden = hidden_states(*nnx.split(model), jnp.array([padded]))[len(prompt) - 1 : len(whole) - 1]
     return np.float64(hidden) @ np.float64(model.head_weight).T
 
 
@@ -80,119 +87,106 @@ def sampled_distribution(logits, options):
     return result
 
 
-def decode_slowly(model, prompt, sequence, *, seed, step):
-    key = sampling.sequence_keys(seed, step, jnp.array([sequence]))[0]
-    tokens, logprobs = [], []
-    while len(tokens) < LIMIT and not (tokens and tokens[-1] in STOPS):
-        logprob = sampled_distribution(all_logits(model, prompt + tokens)[len(prompt + tokens) - 1], OPTIONS)
-        noise = jax.random.gumbel(jax.random.fold_in(key, len(tokens)), (VOCABULARY,))
-        tokens.append(int(np.argmax(logprob + noise)))
-        logprobs.append(logprob[tokens[-1]])
-    return tokens, logprobs
+@jax.jit
+def gumbel_noise(keys):
+    def at(key, position):
+        return jax.random.gumbel(jax.random.fold_in(key, position), (VOCABULARY,))
+
+    return jax.vmap(lambda key: jax.vmap(partial(at, key))(jnp.arange(LIMIT)))(keys)
 
 
-def test_completions_and_log_probabilities_are_those_of_decoding_without_a_cache(model, prompts):
+def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cache(model, prompts):
     completions = complete(model, prompts, seed=4, step=9, first_sequence=100)
-    assert {True, False} == set(completions.finished.tolist())
+    noise = np.float64(gumbel_noise(sampling.sequence_keys(4, 9, 100 + jnp.arange(len(prompts)))))
     for row, prompt in enumerate(prompts):
-        tokens, logprobs = decode_slowly(model, prompt, 100 + row, seed=4, step=9)
-        padding = LIMIT - len(tokens)
-        assert completions.tokens[row].tolist() == tokens + [PAD] * padding
-        np.testing.assert_allclose(completions.logprobs[row], logprobs + [0] * padding, atol=1e-4)
-        assert completions.lengths[row] == len(tokens)
-        assert completions.finished[row] == (tokens[-1] in STOPS)
+        length = int(completions.lengths[row])
+        tokens = completions.tokens[row, :length].tolist()
+        expected = [sampled_distribution(z, OPTIONS) for z in completion_logits(model, prompt, tokens)]
+        assert tokens == [int(np.argmax(logprob + noise[row, t])) for t, logprob in enumerate(expected)]
+        logprobs = [logprob[token] for logprob, token in zip(expected, tokens, strict=True)]
+        np.testing.assert_allclose(completions.logprobs[row], logprobs + [0] * (LIMIT - length), atol=1e-4)
 
 
-@pytest.mark.parametrize("batch_size", [None, 7, 1])
-def test_completions_do_not_depend_on_how_many_are_decoded_at_a_time(model, prompts, batch_size):
-    options = OPTIONS.model_copy(update={"batch_size": batch_size})
-    expected, got = complete(model, prompts), complete(model, prompts, options)
-    for name in ("tokens", "lengths", "finished"):
-        np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
-    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
-
-
-def test_completions_do_not_depend_on_the_other_prompts_of_the_batch(model, prompts):
-    short = [row for row, prompt in enumerate(prompts) if len(prompt) <= 3]
-    for row in short:
-        alone = complete(model, [prompts[row]], first_sequence=row)  # padded to 8 tokens, not to 12
-        np.testing.assert_array_equal(alone.tokens[0], complete(model, prompts).tokens[row])
-
-
-def test_seed_and_step_choose_the_completions(model, prompts):
-    first, again = complete(model, prompts), complete(model, prompts)
-    np.testing.assert_array_equal(first.tokens, again.tokens)
-    for other in (complete(model, prompts, seed=1), complete(model, prompts, step=1)):
-        assert (first.tokens != other.tokens).any(-1).mean() > 0.5
+def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit(model, prompts, completions):
+    assert {True, False} == set(completions.finished.tolist())
+    for tokens, length, finished in zip(completions.tokens, completions.lengths, completions.finished, strict=True):
+        ends = np.flatnonzero(np.isin(tokens[:length], STOPS)).tolist()
+        assert ends == ([length - 1] if finished else [])
+        assert finished or length == LIMIT
+        assert (tokens[length:] == PAD).all()
+    unstopped = complete(model, prompts, stop_ids=NO_STOPS)
+    assert (unstopped.lengths == LIMIT).all()
+    assert not unstopped.finished.any()
 
 
 def test_greedy_completions_follow_the_likeliest_token(model, prompts):
     completions = complete(model, prompts, greedy=True)
-    for prompt, tokens, length in zip(prompts, completions.tokens.tolist(), completions.lengths, strict=True):
-        logits = all_logits(model, prompt + tokens[:length])
-        assert logits.argmax(-1)[len(prompt) - 1 : len(prompt) - 1 + length].tolist() == tokens[:length]
+    for prompt, row, length in zip(prompts, completions.tokens, completions.lengths, strict=True):
+        tokens = row[:length].tolist()
+        assert completion_logits(model, prompt, tokens).argmax(-1).tolist() == tokens
     assert not completions.logprobs.any()
 
 
-def test_without_stop_tokens_every_completion_is_cut_off_at_the_limit(model, prompts):
-    completions = complete(model, prompts[:5], stop_ids=())
-    assert (completions.lengths == LIMIT).all()
-    assert not completions.finished.any()
+def test_completions_do_not_depend_on_how_many_are_decoded_at_a_time(model, prompts, completions):
+    together = complete(model, prompts, OPTIONS.model_copy(update={"batch_size": None}))
+    for name in ("tokens", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(together, name), getattr(completions, name))
+    np.testing.assert_allclose(together.logprobs, completions.logprobs, atol=1e-5)
 
 
-def test_decoding_ends_when_every_completion_has(model, prompts, monkeypatch):
-    steps = []
-
-    def counted(logits, *arguments, **settings):
-        jax.debug.callback(lambda: steps.append(1))
-        return sample(logits, *arguments, **settings)
-
-    sample = sampling.sample
-    monkeypatch.setattr(sampling, "sample", counted)
-    options = OPTIONS.model_copy(update={"temperature": 0.9})  # not compiled yet
-    completions = complete(model, prompts[:5], options, stop_ids=range(VOCABULARY))
-    jax.effects_barrier()
-    assert completions.lengths.tolist() == [1] * 5
-    assert len(steps) == 1
+def test_completions_do_not_depend_on_padding_and_the_other_prompts_of_the_batch(model, prompts, completions):
+    for row in (0, 2, 6, 10):
+        alone = complete(model, [prompts[row]], first_sequence=row)  # padded to 8 tokens, not to 12
+        np.testing.assert_array_equal(alone.tokens[0], completions.tokens[row])
 
 
-def test_a_program_of_each_half_serves_all_prompts_of_a_bucket(model, prompts, monkeypatch):
-    traced = []
-
-    def counted(*arguments):
-        traced.append(1)
-        return sequence_keys(*arguments)
-
+def test_seed_and_step_choose_the_completions_and_need_no_further_program(model, prompts, completions, monkeypatch):
+    traces = []
     sequence_keys = sampling.sequence_keys
-    monkeypatch.setattr(sampling, "sequence_keys", counted)
-    options = OPTIONS.model_copy(update={"temperature": 1.1})  # not compiled yet
-    for step, some in enumerate((prompts[:3], prompts[4:8], prompts[4:8] * 3)):
-        complete(model, some, options, seed=step, step=step, first_sequence=step)
-    assert len(traced) == 2
+    monkeypatch.setattr(sampling, "sequence_keys", lambda *given: traces.append(1) or sequence_keys(*given))
+    jax.tree.map(np.testing.assert_array_equal, complete(model, prompts), completions)
+    for other in (complete(model, prompts, seed=1), complete(model, prompts, step=1)):
+        assert (completions.tokens != other.tokens).any(-1).mean() > 0.5
+    complete(model, prompts[3:6], seed=2, step=2, first_sequence=7)
+    assert not traces
 
 
-def test_a_rollout_is_asked_between_its_turns_whether_to_go_on_and_ends_the_same_wherever_it_is_cut(
-    model, prompts, monkeypatch
+def test_decoding_ends_when_every_prompt_s_completion_has_ended(model, prompts, completions, monkeypatch):
+    """Three prompts of five rows: the two spare rows, whose tokens are no stop tokens, must not be waited for."""
+    lengths, decode = [], rollout.decode
+
+    def recorded(*arguments, **settings):
+        state = decode(*arguments, **settings)
+        lengths.append(int(state.num_tokens))
+        return state
+
+    monkeypatch.setattr(rollout, "decode", recorded)
+    first_tokens = completions.tokens[1:4, 0].tolist()
+    ended = complete(model, prompts[1:4], stop_ids=first_tokens + [-1] * 2, first_sequence=1)
+    assert ended.lengths.tolist() == [1] * 3
+    assert lengths == [1]
+
+
+def test_the_chunks_of_the_decode_loop_change_no_bit_and_poll_is_called_between_them(
+    model, prompts, completions, monkeypatch
 ):
-    turns = []
-    monkeypatch.setattr(rollout, "next_chunk", lambda tokens, seconds: 3)
-    in_threes = complete(model, prompts, poll=lambda: turns.append(1))
-    monkeypatch.undo()
-    assert len(turns) > -(-len(prompts) // OPTIONS.batch_size)
-    jax.tree.map(np.testing.assert_array_equal, in_threes, complete(model, prompts))
+    polls = []
+    monkeypatch.setattr(rollout, "next_chunk", lambda steps, seconds: 3)
+    jax.tree.map(np.testing.assert_array_equal, complete(model, prompts, poll=lambda: polls.append(1)), completions)
+    assert len(polls) > -(-len(prompts) // OPTIONS.batch_size)
 
 
-def test_what_is_raised_between_two_turns_ends_the_rollout(model, prompts):
-    def leave():
-        raise Interrupted
+def test_what_poll_raises_ends_the_rollout(model, prompts):
+    def poll():
+        raise InterruptedError
 
-    with pytest.raises(Interrupted):
-        complete(model, prompts, poll=leave)
+    with pytest.raises(InterruptedError):
+        complete(model, prompts, poll=poll)
 
 
-@pytest.mark.parametrize(("tokens", "seconds", "then"), [(1, 9.0, 1), (8, 0.01, 16), (8, 0.25, 8), (8, 1.0, 2)])
-def test_a_turn_takes_about_a_quarter_of_a_second(tokens, seconds, then):
-    assert rollout.next_chunk(tokens, seconds) == then
+@pytest.mark.parametrize(("steps", "seconds", "then"), [(1, 9.0, 1), (8, 0.01, 16), (8, 0.25, 8), (8, 1.0, 2)])
+def test_a_chunk_takes_about_a_quarter_of_a_second(steps, seconds, then):
+    assert rollout.next_chunk(steps, seconds) == then
 
 
 def test_in_bfloat16_the_log_probabilities_are_those_of_the_model_without_a_cache(prompts):
@@ -201,8 +195,8 @@ def test_in_bfloat16_the_log_probabilities_are_those_of_the_model_without_a_cach
     completions = complete(model, prompts, options)
     for row, prompt in enumerate(prompts):
         tokens = completions.tokens[row, : completions.lengths[row]].tolist()
-        logits = all_logits(model, prompt + tokens)[len(prompt) - 1 :]
-        expected = [sampled_distribution(logits[t], options)[token] for t, token in enumerate(tokens)]
+        logits = completion_logits(model, prompt, tokens)
+        expected = [sampled_distribution(z, options)[token] for z, token in zip(logits, tokens, strict=True)]
         np.testing.assert_allclose(completions.logprobs[row, : len(tokens)], expected, atol=0.05)
 
 

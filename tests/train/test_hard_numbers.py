@@ -1,8 +1,8 @@
-"""Numbers that a run meets when it goes wrong give finite losses and gradients, by every loss and through a whole step.
+"""Extreme but finite numbers give finite losses and gradients, with every loss type and through a whole step.
 
-Softmaxes that are certain, policies that are worlds apart, batches in which nothing counts, groups that teach nothing,
-completions of no token and of as many as there may be. Left out: numbers that aren't finite to begin with (such an
-update is skipped: test_train_step), and the heads against float64 (test_lm_head and its kin).
+Softmaxes that are certain, policies that are far apart, batches in which nothing counts, groups without variance,
+completions without a token and of the greatest length. Left out: numbers that aren't finite to begin with (such an
+update is skipped: test_train_step), and the heads against float64 (tests/kernels).
 """
 
 from functools import cache
@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from rollouts import Dice, grpo_source
+from rollouts import RandomCompletions, grpo_source
 from tiny import config
 
-from mllm.model.decoder import parameter_name
+from mllm.model.layout import parameter_name
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.rl import sampling
@@ -30,32 +30,38 @@ GRPO = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")
 SETTINGS = {
     "sft": config("sft", optimizer=OPTIMIZER),
     "sft in bfloat16": config("sft", optimizer=OPTIMIZER, model={"dtype": "bfloat16"}),
-    **{loss: config(optimizer=OPTIMIZER, grpo={**EVERYTHING, "loss_type": loss}) for loss in GRPO},
+    **{loss: config(optimizer=OPTIMIZER, grpo={**EVERYTHING, "loss_type": loss}) for loss in ("grpo", "gspo")},
 }
+"""The other loss types differ in the tokens' weights alone, which the batch holds."""
+QUICKLY = {"xla_backend_optimization_level": 0}
+"""Compiled in half the time."""
 
 
-class Told(Dice):
-    """Completions of these lengths. A rollout has the token that ended them: none of its own is of length 0."""
+class FixedLengths(RandomCompletions):
+    """Completions of these lengths. A rollout's own completions have at least the token that ended them."""
 
     LENGTHS = (0, 1, 4, 2, 4, 4, 1, 3)
 
-    def complete(self, params, prompts, *, step, first=0, greedy=False):
+    def complete(self, params, prompts, *, step, first_sequence=0, greedy=False):
         completions, texts = super().complete(params, prompts, step=step)
         lengths = np.array(self.LENGTHS, np.int32)
         return completions._replace(lengths=lengths, finished=lengths < 4), texts
 
 
 @cache
-def rolled_out(name):
-    """A batch with completions of no token, of one and of as many as there may be."""
-    loss_type = name if name in GRPO else "grpo"
-    source = grpo_source(np.float32(5), sampler=Told, **EVERYTHING, loss_type=loss_type)
+def make_batch(loss_type):
+    """A batch with completions without a token, of one token and of the greatest length."""
+    source = grpo_source(np.float32(5), sampler=FixedLengths, **EVERYTHING, loss_type=loss_type)
     return source.next(np.float32(5), 0, Stopwatch()).batch
+
+
+def batch_for(name):
+    return make_batch("gspo" if name == "gspo" else "grpo")
 
 
 @cache
 def trainer(name):
-    """The jitted update, and a function that makes the first state, whose memory an update takes."""
+    """The optimizer, a function that makes the first state, whose memory an update takes, and the update."""
     settings = SETTINGS[name]
     mesh = make_mesh(settings.mesh)
     policy = load_policy(settings, mesh)
@@ -66,17 +72,18 @@ def trainer(name):
     shardings, values = jax.tree.map(lambda leaf: leaf.sharding, first), jax.device_get(first)
 
     def state(**factors):
-        """With the parameters that are named multiplied."""
+        """The first state with some parameters multiplied."""
         params = jax.tree_util.tree_map_with_path(
             lambda path, leaf: leaf * np.float32(factors.get(parameter_name(path), 1)), values.params
         )
         return jax.device_put(values._replace(params=params), shardings)
 
-    return optimizer, state, lambda state, batch: train_step(state, shard_batch(mesh, batch))
+    program = train_step.lower(first, shard_batch(mesh, batch_for(name))).compile(QUICKLY)
+    return optimizer, state, lambda state, batch: program(state, shard_batch(mesh, batch))
 
 
 def update(name, batch, **factors):
-    """Parameters before, state and metrics after an update of the first ones, those that are named multiplied."""
+    """Parameters before, and state and metrics after the first update; some parameters are multiplied before it."""
     _, state, train_step = trainer(name)
     before = jax.device_get(state(**factors).params)
     after, metrics = train_step(state(**factors), batch)
@@ -95,14 +102,14 @@ def assert_sound(state, metrics):
 @pytest.mark.parametrize("where", ["norm", "embed"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_softmaxes_that_are_certain_give_finite_updates(name, where):
-    """By hidden states or by the vocabulary's matrix, with logits from 1e4 to 1e11."""
+    """Large hidden states or a large vocabulary matrix give logits from 1e4 to 1e11."""
     losses = []
     for factor in (1e6, 1e12):
-        _, state, metrics = update(name, rolled_out(name), **{where: factor})
+        _, state, metrics = update(name, batch_for(name), **{where: factor})
         assert_sound(state, metrics)
         assert 0 <= metrics["entropy"] < 1e-3
         losses.append(metrics["loss"])
-        # To GRPO these tokens are worlds away from the policy that said them, and teach nothing.
+        # GRPO clips these tokens: their probabilities are far from those that they were sampled with.
         assert (metrics["grad_norm"] > 0) == (SETTINGS[name].algorithm == "sft")
     if SETTINGS[name].algorithm == "sft":
         assert 1e4 < losses[0] < 1e9 < losses[1]
@@ -121,10 +128,11 @@ def test_a_token_drawn_from_a_certain_softmax_is_the_likeliest_and_certain(scale
 # Policies
 
 
-@pytest.mark.parametrize("name", GRPO)
-def test_policies_that_are_worlds_apart_give_finite_updates(name):
-    """Trainer, sampler, old and reference policy, in nats of distance; exp overflows float32 from 89 on."""
-    batch, rng = rolled_out(name), np.random.default_rng(0)
+@pytest.mark.parametrize("loss_type", GRPO)
+def test_policies_that_are_far_apart_give_finite_updates(loss_type):
+    """Trainer, sampler, old and reference policy differ by up to 1e12 nats; exp overflows float32 from 89 on."""
+    batch, rng = make_batch(loss_type), np.random.default_rng(0)
+    name = "gspo" if loss_type == "gspo" else "grpo"
     distances = np.array([0, 30, 89, 1e4, 1e12], np.float32)
     for _ in range(4):
         sampler, old, reference = rng.choice([*distances, *-distances], (3, *batch.weights.shape)) - 5.5
@@ -137,38 +145,37 @@ def test_policies_that_are_worlds_apart_give_finite_updates(name):
 # Batches
 
 
-def zero_rewards(batch):
-    """What the groups of a step teach whose rewards are all equal."""
+def without_variance(batch):
+    """The batch with the advantages of groups whose rewards are all equal."""
     equal = objectives.advantages(np.full((2, 4), 0.1, np.float32), "group")
     assert equal.frac_reward_zero_std == 1
     return batch._replace(advantages=np.repeat(np.asarray(equal.values).ravel()[:, None], batch.tokens.shape[1], 1))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_completions_of_no_token_and_of_as_many_as_there_may_be_are_learnt_from(name):
-    batch = rolled_out(name)
-    assert np.count_nonzero(batch.weights, axis=1).tolist() == list(Told.LENGTHS)
+def test_completions_without_a_token_and_of_the_greatest_length_give_an_update(name):
+    batch = batch_for(name)
+    assert np.count_nonzero(batch.weights, axis=1).tolist() == list(FixedLengths.LENGTHS)
     _, state, metrics = update(name, batch)
     assert_sound(state, metrics)
     assert metrics["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("name", GRPO)
-def test_groups_without_variance_leave_the_penalties_alone_to_learn_from(name):
-    _, state, metrics = update(name, zero_rewards(rolled_out(name)))
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_groups_without_variance_still_have_the_penalties_gradient(name):
+    _, state, metrics = update(name, without_variance(batch_for(name)))
     assert_sound(state, metrics)
     assert metrics["grad_norm"] > 0
 
 
-def nothing(batch):
-    """Rows as they are, in which no token counts."""
+def without_weights(batch):
+    """The same rows, in which no token counts."""
     return batch._replace(weights=np.zeros_like(batch.weights), labels=np.zeros_like(batch.labels))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_batch_in_which_nothing_counts_changes_parameters_by_weight_decay_alone(name):
-    """Its gradient is 0, as that of rewards that are all equal, and the optimizer takes it as such."""
-    for batch in (nothing(rolled_out(name)), jax.tree.map(np.zeros_like, rolled_out(name))):
+    for batch in (without_weights(batch_for(name)), jax.tree.map(np.zeros_like, batch_for(name))):
         for factors in ({}, {"norm": 1e12}):
             before, state, metrics = update(name, batch, **factors)
             assert_sound(state, metrics)
@@ -180,14 +187,14 @@ def test_a_batch_in_which_nothing_counts_changes_parameters_by_weight_decay_alon
                 np.testing.assert_allclose(leaf, kept * old, rtol=1e-6)
 
 
-def test_the_moments_of_earlier_updates_go_on_through_a_batch_in_which_nothing_counts():
+def test_a_batch_in_which_nothing_counts_is_an_update_with_gradient_zero_to_the_moments():
     optimizer, state, train_step = trainer("grpo")
-    batch = rolled_out("grpo")
+    batch = batch_for("grpo")
     moved, _ = train_step(state(), batch)
     before = jax.device_get(moved)
     zeros = jax.tree.map(np.zeros_like, before.params)
     updates, opt_state = jax.jit(optimizer.update)(zeros, before.opt_state, before.params)
     expected = optax.apply_updates(before.params, updates), opt_state
-    got, _ = train_step(moved, nothing(batch))
+    got, _ = train_step(moved, without_weights(batch))
     for leaf, same in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(leaf, same, rtol=1e-5, atol=1e-8)

@@ -1,18 +1,13 @@
-"""A step's batch: read one ahead under SFT, sampled and laid out token by token under GRPO."""
+"""GRPO's source: the batch token by token, failed rewards, several updates from a rollout, the position."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from rollouts import BYTES, GROUP, Judge, grpo_source, minus_place
+from rollouts import GROUP, SquareRewards, grpo_source, linear_logprobs
 from runs import checkpoints, records, run
 from tiny import config
 
-from mllm.config.schema import DataConfig
-from mllm.data import pipeline as data
-from mllm.data.batch import padded_length
-from mllm.data.sft_source import SftSource
-from mllm.data.tasks import Example, Task
 from mllm.errors import UserError
 from mllm.parallel.processes import RowShare
 from mllm.rl.grpo_source import weighted_sum
@@ -20,8 +15,8 @@ from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
 
 
-def rolled_out(**options):
-    """The step's batch, and the prompts and completions that it was made of."""
+def roll_out(**options):
+    """The first step's data, and the prompts and completions that it was made of."""
     source = grpo_source(**options)
     state = source.prompts.get_state()
     step = source.next(np.float32(0), 0, Stopwatch())
@@ -31,7 +26,7 @@ def rolled_out(**options):
 
 
 def test_every_token_stands_where_the_batch_says():
-    step, prompts, completions = rolled_out()
+    step, prompts, completions = roll_out()
     batch = step.batch
     rewards = np.arange(8, dtype=np.float32).reshape(2, GROUP) ** 2
     advantages = np.asarray(objectives.advantages(rewards, "group").values).reshape(-1)
@@ -42,30 +37,32 @@ def test_every_token_stands_where_the_batch_says():
             assert batch.tokens[row, place] == (whole[place] if place < len(whole) else 0)
             assert batch.segments[row, place] == (place < len(whole))
             assert batch.positions[row, place] == place
-            said = place + 1 - len(prompt)  # the completion's token that is predicted here
-            if not 0 <= said < length:
+            predicted = place + 1 - len(prompt)  # the place in the completion of the token that is predicted here
+            if not 0 <= predicted < length:
                 assert batch.weights[row, place] == batch.labels[row, place] == 0
             else:
                 assert batch.labels[row, place] == whole[place + 1]
                 assert batch.weights[row, place] == pytest.approx(1 / (8 * length))
                 assert batch.advantages[row, place] == advantages[row]
-                assert batch.sampler_logprobs[row, place] == completions.logprobs[row, said]
+                assert batch.sampler_logprobs[row, place] == completions.logprobs[row, predicted]
     assert batch.old_logprobs is None
     assert batch.reference_logprobs is None
     assert [field.dtype for field in batch[:7]] == [np.int32] * 4 + [np.float32] * 3
 
 
-def test_completions_that_were_cut_off_weigh_nothing_where_they_are_masked():
-    step, _, completions = rolled_out(mask_truncated_completions=True)
-    counts = step.batch.weights.any(axis=1)
+@pytest.mark.parametrize("bad", [(), (2,)])
+def test_truncated_completions_that_are_masked_get_no_weight_and_neither_do_failed_groups(bad):
+    step, _, completions = roll_out(mask_truncated_completions=True, bad=bad)
+    counts = completions.finished & (np.arange(2 * GROUP) >= GROUP * len(bad))
     assert not completions.finished.all()
-    np.testing.assert_array_equal(counts, completions.finished)
+    assert completions.finished[:GROUP].any()
+    np.testing.assert_array_equal(step.batch.weights.any(axis=1), counts)
 
 
-def test_a_group_in_which_a_reward_failed_is_left_out_and_no_bit_of_the_others_changes():
+def test_a_group_in_which_a_reward_failed_is_left_out_and_changes_no_bit_of_the_others():
     for loss_type in ("grpo", "dapo", "dr_grpo", "gspo", "bnpo"):
-        sound, _, completions = rolled_out(loss_type=loss_type)
-        step, _, _ = rolled_out(loss_type=loss_type, bad=[2])
+        sound, _, completions = roll_out(loss_type=loss_type)
+        step, _, _ = roll_out(loss_type=loss_type, bad=[2])
         assert not any(np.any(getattr(step.batch, field)[:GROUP]) for field in ("weights", "labels", "advantages"))
         for field, got, expected in zip(step.batch._fields, step.batch, sound.batch, strict=True):
             if got is not None and (loss_type, field) != ("bnpo", "weights"):  # the mean over the tokens that are left
@@ -75,8 +72,8 @@ def test_a_group_in_which_a_reward_failed_is_left_out_and_no_bit_of_the_others_c
 
 
 def test_failed_rewards_are_counted_and_their_groups_left_out_of_the_means():
-    sound, _, _ = rolled_out()
-    step, _, completions = rolled_out(bad=[2])
+    sound, _, _ = roll_out()
+    step, _, completions = roll_out(bad=[2])
     assert step.metrics.keys() == sound.metrics.keys()
     assert step.metrics["reward"] == pytest.approx(np.mean([i**2 for i in range(4, 8)]))
     assert step.metrics["rewards/exact_match/mean"] == pytest.approx(np.mean([i**2 for i in range(8) if i != 2]))
@@ -86,7 +83,7 @@ def test_failed_rewards_are_counted_and_their_groups_left_out_of_the_means():
     assert step.metrics["num_tokens"] == np.count_nonzero(step.batch.segments)
 
 
-def test_samples_say_prompt_completion_and_rewards_and_null_where_one_failed():
+def test_samples_hold_prompt_completion_and_rewards_and_null_for_a_failed_one():
     samples = grpo_source(samples=5, bad=[2]).next(np.float32(0), 0, Stopwatch()).samples
     assert [sample["completion"] for sample in samples] == ["0", "1", "2", "3", "4"]
     assert [sample["rewards"]["exact_match"] for sample in samples] == [0, 1, None, 9, 16]
@@ -96,7 +93,7 @@ def test_samples_say_prompt_completion_and_rewards_and_null_where_one_failed():
 
 
 @pytest.mark.parametrize(("limit", "bad"), [(0.5, [2]), (1, range(8)), (0, [])])
-def test_as_many_groups_as_the_limit_says_may_fail(limit, bad):
+def test_groups_up_to_the_limit_may_fail(limit, bad):
     source = grpo_source(bad=bad, task={"max_failed_groups": limit})
     step = source.next(np.float32(0), 0, Stopwatch())
     assert step.metrics["frac_groups_failed"] == limit
@@ -114,9 +111,9 @@ def test_more_failed_groups_than_the_limit_stop_the_run_in_one_line(limit, bad, 
     )
 
 
-def test_a_reward_that_is_only_watched_stops_nothing_and_no_group_is_left_out():
+def test_failures_of_a_reward_of_weight_zero_leave_no_group_out_and_stop_nothing():
     watched = {"rewards": [{"name": "exact_match", "weight": 0}], "max_failed_groups": 0}
-    step, _, _ = rolled_out(bad=range(8), task=watched)
+    step, _, _ = roll_out(bad=range(8), task=watched)
     assert step.metrics["frac_groups_failed"] == 0
     assert step.metrics["rewards/exact_match/raised"] == 8
     assert step.batch.weights.any(axis=1).all()
@@ -126,7 +123,7 @@ def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp
     settings = config(
         run_dir=str(tmp_path / "run"),
         steps=24,
-        grpo={"num_iterations": 2, "beta": 0.1, "reference": "initial"},
+        grpo={"num_iterations": 2},
         task={"rewards": [{"name": "user_rewards:tires"}]},
         checkpoint={"every": 24},
     )
@@ -144,18 +141,18 @@ class Second(RowShare):
     """This process has the second half of the rows, and all rewards of the first failed."""
 
     def gather(self, mine):
-        failed = Judge(range(8)).score([], [f"{i}" for i in range(8)], [])
+        failed = SquareRewards(range(8)).score([], [f"{i}" for i in range(8)], [])
         return [replace(mine, scores=failed), mine]
 
 
-def test_a_process_stops_for_what_failed_in_another():
+def test_failed_groups_of_all_processes_are_counted():
     source = grpo_source(task={"max_failed_groups": 0.25})
     source.rows = Second(1, 2, (0, 1))
     with pytest.raises(UserError, match=r"in 2 of 4 groups.* exact_match raised 8 times, first: too many"):
         source.next(np.float32(0), 0, Stopwatch())
 
 
-def test_a_source_asks_while_it_waits_for_rewards_whether_to_stop():
+def test_what_poll_raises_while_rewards_are_computed_passes_through():
     def poll():
         raise InterruptedError
 
@@ -163,7 +160,7 @@ def test_a_source_asks_while_it_waits_for_rewards_whether_to_stop():
         grpo_source(poll=poll).next(np.float32(0), 0, Stopwatch())
 
 
-def test_a_rollout_serves_its_iterations_and_holds_the_policy_that_it_began_with():
+def test_a_rollout_serves_num_iterations_updates_and_keeps_the_log_probabilities_it_began_with():
     source = grpo_source(num_iterations=2)
     first, second, third = (source.next(np.float32(step), step, Stopwatch()) for step in range(3))
     assert second.batch is first.batch
@@ -174,23 +171,23 @@ def test_a_rollout_serves_its_iterations_and_holds_the_policy_that_it_began_with
 
 
 @pytest.mark.parametrize(("iterations", "passes"), [(1, 0), (2, 1)])
-def test_the_old_policy_s_pass_is_made_only_where_the_update_is_not_that_pass_itself(iterations, passes):
-    """With one update to a rollout its own log-probabilities are the old ones; the sampler's may differ."""
+def test_the_log_prob_pass_runs_only_for_several_updates_to_a_rollout(iterations, passes):
+    """With one update to a rollout, the update itself computes the old policy's log-probabilities."""
     source, calls = grpo_source(num_iterations=iterations), []
-    source.logprob_pass = lambda params, batch: calls.append(params) or minus_place(params, batch)
+    source.logprob_pass = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)
     for step in range(iterations):
         batch = source.next(np.float32(step), step, Stopwatch()).batch
     assert calls == [0.0] * passes
     assert (batch.old_logprobs is not None) == bool(passes)
 
 
-def test_a_reference_gives_its_own_log_probabilities():
+def test_reference_log_probabilities_are_those_of_the_reference():
     source = grpo_source(np.float32(7), beta=0.1, reference="initial")
     batch = source.next(np.float32(3), 0, Stopwatch()).batch
-    np.testing.assert_array_equal(batch.reference_logprobs, minus_place(np.float32(7), batch))
+    np.testing.assert_array_equal(batch.reference_logprobs, linear_logprobs(np.float32(7), batch))
 
 
-def test_a_source_of_rollouts_goes_on_from_its_position():
+def test_the_source_continues_from_its_position():
     source = grpo_source()
     source.next(np.float32(0), 0, Stopwatch())
     position = source.position()
@@ -202,53 +199,7 @@ def test_a_source_of_rollouts_goes_on_from_its_position():
     assert got.metrics == expected.metrics
 
 
-@pytest.mark.parametrize(
-    ("length", "padded"), [(1, 16), (16, 16), (17, 24), (24, 24), (25, 32), (33, 48), (1025, 1536)]
-)
-def test_rows_are_padded_to_a_power_of_two_or_half_as_much_again(length, padded):
-    assert padded_length(length, 2048) == padded
-
-
-def test_rows_are_never_padded_beyond_the_longest_that_there_can_be():
-    assert padded_length(1100, 1200) == 1200
-    assert padded_length(3, 9) == 9
-
-
-def sft_source(epochs=1):
-    problems = [Example([{"role": "user", "content": f"{i}"}], "x", "x") for i in range(8)]
-    settings = DataConfig(source="task", max_length=8, packing=False, epochs=epochs)
-    return SftSource(data.sft_batches(settings, BYTES, task=Task("eight", problems, []), batch_size=2, seed=0))
-
-
-def read(source):
-    """All that is left: the tokens of each batch, and whether it was called the last."""
-    steps = []
-    while not (steps and steps[-1].last):
-        steps.append(source.next(None, len(steps), Stopwatch()))
-    return steps
-
-
-def test_the_last_batch_is_known_to_be_the_last():
-    source = sft_source()
-    assert [step.last for step in read(source)] == [False, False, False, True]
-    with pytest.raises(StopIteration):
-        source.next(None, 4, Stopwatch())
-
-
-@pytest.mark.parametrize("done", [0, 1, 3])
-def test_a_source_of_data_goes_on_from_its_position_though_it_reads_ahead(done):
-    source = sft_source(epochs=2)
-    for step in range(done):
-        source.next(None, step, Stopwatch())
-    position = source.position()
-    other = sft_source(epochs=2)
-    other.seek(position)
-    for got, expected in zip(read(other), read(source), strict=True):
-        np.testing.assert_array_equal(got.batch.tokens, expected.batch.tokens)
-        assert got.metrics == expected.metrics
-
-
-def test_a_reward_of_weight_zero_is_watched_and_never_counts():
+def test_a_reward_of_weight_zero_is_no_part_of_the_sum():
     values = np.array([[1.0, 2.0, np.nan], [np.nan, 5.0, 6.0]])
     np.testing.assert_array_equal(weighted_sum(values, np.array([2.0, 0.0])), [2.0, 4.0, np.nan])
     np.testing.assert_array_equal(weighted_sum(values, np.array([1.0, 1.0])), [np.nan, 7.0, np.nan])

@@ -1,4 +1,4 @@
-"""A source of rollouts in which no model has a part: completions by dice, rewards by number."""
+"""GRPO's source without a model: random completions, and rewards by their numbers in the batch."""
 
 import numpy as np
 from tiny import config
@@ -15,7 +15,7 @@ BYTES = tokenizers.bytes_tokenizer()
 GROUP, LIMIT = 4, 4
 
 
-class Dice(Sampler):
+class RandomCompletions(Sampler):
     """Completions of 1 to 4 tokens that depend on the step; those of 4 are cut off."""
 
     def complete(self, params, prompts, *, step, first_sequence=0, greedy=False):
@@ -26,8 +26,8 @@ class Dice(Sampler):
         return Completions(tokens, logprobs, lengths, lengths < LIMIT), [f"{i}" for i in range(len(prompts))]
 
 
-class Judge(RewardRunner):
-    """The number of a completion in the batch, squared; the numbers in `bad` fail."""
+class SquareRewards(RewardRunner):
+    """The reward of a completion is its number in the batch, squared; it fails for the numbers in `bad`."""
 
     def __init__(self, bad):
         self.bad = {str(number) for number in bad}
@@ -39,15 +39,26 @@ class Judge(RewardRunner):
         return Scores(values, failures)
 
 
-def minus_place(params, batch):
-    """Instead of a log-prob pass: under parameters p, token t of any row has -p - t."""
+def linear_logprobs(params, batch):
+    """Stands in for the log-prob pass: token t of any row has -params - t."""
     return np.broadcast_to(-params - np.arange(batch.tokens.shape[1], dtype=np.float32), batch.tokens.shape)
 
 
-def grpo_source(reference_params=None, samples=None, bad=(), task=None, poll=lambda: None, sampler=Dice, **grpo):
+def grpo_source(
+    reference_params=None, samples=None, bad=(), task=None, poll=lambda: None, sampler=RandomCompletions, **grpo
+):
+    """The source with SquareRewards(bad); `grpo` are settings of that section."""
     settings = config(grpo={"num_generations": GROUP, **grpo}, task=task or {})
     problems = load_task(settings.task, seed=0)
     prompts = data.prompt_batches(problems, BYTES, prompts_per_step=2, max_prompt_length=16, seed=0)
-    dice = sampler(None, BYTES, (258,), settings.rollout, 0)
-    places = settings.grpo, settings.task, prompts, dice, Judge(bad), minus_place, reference_params, samples
-    return GrpoSource(*places, poll=poll)
+    return GrpoSource(
+        settings.grpo,
+        settings.task,
+        prompts,
+        sampler(None, BYTES, (258,), settings.rollout, 0),
+        SquareRewards(bad),
+        linear_logprobs,
+        reference_params,
+        samples,
+        poll=poll,
+    )

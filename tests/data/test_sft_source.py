@@ -1,0 +1,60 @@
+"""SFT's source reads one batch ahead; and the length that rows are padded to."""
+
+import numpy as np
+import pytest
+
+from mllm.config.schema import DataConfig
+from mllm.data import pipeline as data
+from mllm.data.batch import padded_length
+from mllm.data.sft_source import SftSource
+from mllm.data.tasks import Example, Task
+from mllm.model.tokenizer import bytes_tokenizer
+from mllm.stopwatch import Stopwatch
+
+
+def sft_source(epochs=1):
+    problems = [Example([{"role": "user", "content": f"{i}"}], "x", "x") for i in range(8)]
+    settings = DataConfig(source="task", max_length=8, packing=False, epochs=epochs)
+    return SftSource(
+        data.sft_batches(settings, bytes_tokenizer(), task=Task("eight", problems, []), batch_size=2, seed=0)
+    )
+
+
+def read(source):
+    """All steps that are left."""
+    steps = []
+    while not (steps and steps[-1].last):
+        steps.append(source.next(None, len(steps), Stopwatch()))
+    return steps
+
+
+def test_the_last_batch_is_marked_as_the_last():
+    source = sft_source()
+    assert [step.last for step in read(source)] == [False, False, False, True]
+    with pytest.raises(StopIteration):
+        source.next(None, 4, Stopwatch())
+
+
+@pytest.mark.parametrize("done", [0, 1, 3])
+def test_the_source_continues_from_its_position_though_it_reads_ahead(done):
+    source = sft_source(epochs=2)
+    for step in range(done):
+        source.next(None, step, Stopwatch())
+    position = source.position()
+    other = sft_source(epochs=2)
+    other.seek(position)
+    for got, expected in zip(read(other), read(source), strict=True):
+        np.testing.assert_array_equal(got.batch.tokens, expected.batch.tokens)
+        assert got.metrics == expected.metrics
+
+
+@pytest.mark.parametrize(
+    ("length", "padded"), [(1, 16), (16, 16), (17, 24), (24, 24), (25, 32), (33, 48), (1025, 1536)]
+)
+def test_rows_are_padded_to_a_power_of_two_or_half_as_much_again(length, padded):
+    assert padded_length(length, 2048) == padded
+
+
+def test_rows_are_never_padded_beyond_the_longest_row_that_there_can_be():
+    assert padded_length(1100, 1200) == 1200
+    assert padded_length(3, 9) == 9
