@@ -22,8 +22,6 @@ LARGEST_FILE = 2**20
 """Bytes of a configuration file."""
 DEEPEST = 20
 """Levels of nested YAML."""
-LARGEST_NUMBER = 2**31 - 1
-"""The largest whole number in a setting, because JAX counts in int32."""
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Config:
@@ -37,13 +35,9 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         apply_override(settings, override)
     try:
-        config = Config.model_validate(settings)
+        return Config.model_validate(settings)
     except ValidationError as error:
         raise UserError(f"{path}: {explain(error)}") from None
-    for key, number in whole_numbers(config.model_dump()):
-        if number > LARGEST_NUMBER:
-            raise UserError(f"{path}: {key}: the number is too large: at most {LARGEST_NUMBER}")
-    return config
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -151,15 +145,6 @@ for kind, construct in (
     ("timestamp", PlainLoader.construct_yaml_str),
 ):
     PlainLoader.add_constructor(f"tag:yaml.org,2002:{kind}", construct)
-
-
-def whole_numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """The whole numbers in a configuration, with their dotted keys."""
-    if isinstance(value, int):
-        yield key, value
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    for name, child in children:
-        yield from whole_numbers(child, f"{key}.{name}" if key else str(name))
 
 
 def explain(error: ValidationError, schema: type[BaseModel] = Config) -> str:

@@ -11,11 +11,21 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
+LARGEST_NUMBER = 2**31 - 1
+"""The largest whole number in a setting, because JAX counts in int32."""
+
 
 class Section(BaseModel):
     """A group of settings; immutable, and closed to keys that it doesn't define."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def check_whole_numbers(self) -> Self:
+        for name, value in self:
+            if isinstance(value, int) and value > LARGEST_NUMBER:
+                raise impossible(name, f"the number is too large: at most {LARGEST_NUMBER}")
+        return self
 
     def reject_unused(self, because: str, *names: str) -> None:
         """Raise for the first of `names` that is set to something other than its default."""
