@@ -1,10 +1,10 @@
-"""What JAX's interpreter of Pallas Mosaic GPU kernels lacks, and strict_gpu.py lends it.
+"""Additions to JAX's interpreter of Pallas Mosaic GPU kernels, for strict_gpu.py.
 
-- A warpgroup's product reads its operands until it was waited for, and its accumulator has no value before.
-- Adding TMA stores, as a sum that is written to where the copy starts, ahead of the copy.
-- Speed.
+- A warpgroup's product reads its operands until it was waited for, and its accumulator has no value before that.
+- TMA stores that add: the sum is written to the copy's source ahead of the copy.
+- Speed: threads share compiled programs, and callbacks get NumPy arrays.
 
-It takes the place of internals of JAX's (`jax._src.pallas.mosaic_gpu.interpret`), of jax 0.12.
+They replace internals of jax 0.12 (`jax._src.pallas.mosaic_gpu.interpret`).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
 
 
 @contextlib.contextmanager
-def lent() -> Iterator[None]:
+def patched() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         for place, name, value in _patches():
             patches.enter_context(mock.patch.object(place, name, value))
@@ -36,15 +36,15 @@ def check_all() -> None:
     assert not any(_in_flight.values()), "a product was never waited for"
 
 
-def forget_all() -> None:
+def reset() -> None:
     _in_flight.clear()
     callbacks.reset_gpu_interpret_mode_state()
 
 
 def _patches() -> list[tuple[Any, str, Any]]:
-    """Of what, and by what: functions of this module, as a program that was traced once keeps them."""
+    """(object, attribute, replacement), each a function of this module: programs keep those they were traced with."""
     primitives = jaxpr_interpret.gpu_primitives
-    # The interpreter passes over waits for products; here they take the place of what only Blackwell has.
+    # The interpreter ignores waits for products; here they replace a primitive that only Blackwell has.
     waits = SimpleNamespace(**vars(primitives) | {"wait_load_tmem_p": primitives.wgmma_wait_p})
     return [
         (callbacks, "wgmma", _multiply),
@@ -68,13 +68,13 @@ class Product(NamedTuple):
 
 
 _in_flight: defaultdict[Any, deque[Product]] = defaultdict(deque)
-"""Products of a warpgroup that it has not waited for, oldest first."""
+"""Each warpgroup's products that it has not waited for, oldest first."""
 _deref = callbacks.wgmma_accumulator_deref
 
 
 @callbacks.fail_on_exception
 def _multiply(*, token: Any, mesh_location: Any, thread: Any, source_info: Any = None, **arguments: Any) -> Any:
-    """As JAX's, but in float32, which NumPy is fast in, and with operands that are seen by the detector of races."""
+    """Like JAX's callback, but in float32, in which NumPy is fast, and with operands that the race detector sees."""
     memory = callbacks._get_shared_memory()
 
     def named(operand: str) -> tuple[Any, Any]:
@@ -92,7 +92,7 @@ def _multiply(*, token: Any, mesh_location: Any, thread: Any, source_info: Any =
 
 def _read_operands(operands: list[tuple[Any, Any]], thread: Any, source_info: Any) -> list[np.ndarray]:
     memory = callbacks._get_shared_memory()
-    with memory.lock:  # what is read as memory's own asynchronous units see it is an event of its own
+    with memory.lock:  # a read by an asynchronous unit is an event of its own
         memory.clocks[thread].async_smem_clock.inc(memory.thread_to_vc_position(thread))
         clock = memory.clocks[thread].copy()
     for key, access in operands:
@@ -101,7 +101,7 @@ def _read_operands(operands: list[tuple[Any, Any]], thread: Any, source_info: An
 
 
 def _wait(thread: Any, n: int) -> None:
-    """Operands are read as a product starts, and as it ends, and whenever in between."""
+    """Ends all but the last `n` products; operands may be read at any time up to then."""
     while len(_in_flight[thread]) > n:
         product = _in_flight[thread].popleft()
         now = _read_operands(product.operands, thread, product.source_info)
@@ -126,7 +126,8 @@ def _read_accumulator(*, thread: Any, wait_n: int | None, **arguments: Any) -> A
     if wait_n is not None:
         _wait(thread, wait_n)
     key = callbacks.HostAllocationKey.from_array(arguments["acc_allocation_key_as_array"])
-    assert all(product.accumulator != key for product in _in_flight[thread]), "a sum is read ahead of its last product"
+    pending = any(product.accumulator == key for product in _in_flight[thread])
+    assert not pending, "an accumulator is read before its last product was waited for"
     return _deref(thread=thread, wait_n=wait_n, **arguments)
 
 
@@ -146,7 +147,7 @@ def _copy_or_add(*, reduction_op: Any, **arguments: Any) -> Any:
 
 
 def _add_ahead(**arguments: Any) -> None:
-    """Adds what is at a copy's destination to its source."""
+    """Adds the contents of a copy's destination to its source."""
     memory, thread = callbacks._get_shared_memory(), arguments["thread"]
     found = []
     for end in ("src", "dst"):
@@ -159,18 +160,18 @@ def _add_ahead(**arguments: Any) -> None:
     memory.store_buffer_content(key, access, np.asarray(old + new, new.dtype), thread)
 
 
-# --- what makes it faster ---
+# --- speed ---
 
 _compiling = threading.Lock()
 
 
 def _run_compiled_once(jaxpr: Any, consts: Any, *args: Any) -> None:
-    """Runs a thread of a kernel; without the lock each of its threads would compile the same."""
+    """Runs a thread of a kernel; without the lock each thread would compile the same program."""
     with _compiling:
         program = jax.jit(thread_map._run, static_argnums=(0,)).trace(jaxpr, consts, *args).lower().compile()
     program(consts, *args)
 
 
 def _on_the_host(arguments: Any, device: Any) -> tuple[Any, ...]:
-    """A callback's arguments; making JAX arrays of them took a third of the time."""
+    """A callback's arguments; converting them to JAX arrays took a third of the time."""
     return tuple(np.asarray(x) if np.shape(x) else np.asarray(x).item() for x in arguments)

@@ -1,16 +1,16 @@
-"""Runs Pallas TPU kernels on the CPU under JAX's interpreter and makes a failure of all that it finds wrong.
+"""Runs Pallas TPU kernels on the CPU under JAX's interpreter, and raises for every mistake that it can find.
 
-What fails is a read or write outside of an array or a window, a block that is visited again after others, two accesses
-of the same memory that nothing orders (a race), a copy that nobody waited for. What was never written is NaN: windows,
-scratch, outputs, and the part of a block past the end of its array; integers have their largest value.
+Mistakes are a read or write outside of an array or a window, a block that is visited again after others, two accesses
+of the same memory that nothing orders (a race), and a copy that nobody waits for. Memory that was never written is NaN:
+windows, scratch, outputs, and the part of a block past the end of its array; integers have their largest value.
 
-JAX's interpreter (`jax._src.pallas.mosaic.interpret`) is less strict than that by itself, and than a TPU:
+JAX's interpreter (`jax._src.pallas.mosaic.interpret`) by itself is less strict than this, and than a TPU:
 
-- Of a race, jax 0.10.2 prints a message and goes on; 0.12 raises. Of a copy that nobody waited for, both only print.
-- Its clocks tell copies apart only if there are more of them than the default, of 2.
-- It keeps what an output's window holds when the window moves to the next block. A TPU takes the window's other buffer.
+- At a race, jax 0.10.2 prints a message and goes on; 0.12 raises. At a copy that nobody waits for, both only print.
+- Its clocks distinguish only two copies by default.
+- It keeps the contents of an output's window when the window moves to the next block; a TPU switches to another buffer.
 
-Left out: what a TPU has fetched too early. An input's block is fetched, here, as its step begins.
+Left out: blocks that a TPU fetches too early. Here an input's block is fetched as its step begins.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 @contextlib.contextmanager
 def strict_interpreter(cores: int = 1, copies: Literal["eager", "on_wait"] = "eager") -> Iterator[None]:
-    """Kernels that are traced and run in this context are interpreted; AssertionError tells what they did wrong.
+    """Interprets kernels that are traced and run in this context; a mistake raises AssertionError.
 
-    Nothing else should print meanwhile: what is printed is taken for a complaint.
+    Nothing else may print meanwhile: the interpreter's complaints are recognised by being printed.
 
     Args:
-        cores: that share the "parallel" dimensions of a grid, each with scratch and windows of its own.
-        copies: made as soon as they start, or as late as something waits for them.
+        cores: number of cores that share the "parallel" dimensions of a grid, each with its own scratch and windows.
+        copies: whether copies are made as soon as they start, or only when something waits for them.
     """
     strict = pltpu.InterpretParams(
         out_of_bounds_reads="raise",
@@ -46,11 +46,11 @@ def strict_interpreter(cores: int = 1, copies: Literal["eager", "on_wait"] = "ea
         dma_execution_mode=copies,
     )
     printed = io.StringIO()
-    forgetful = mock.patch.object(interpreter, "get", _get_and_forget)
+    one_buffer = mock.patch.object(interpreter, "get", _get_and_clear)
     unoptimised = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time
     try:
-        with forgetful, contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(strict):
+        with one_buffer, contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(strict):
             yield
             jax.effects_barrier()
     except jax.errors.JaxRuntimeError as error:
@@ -65,11 +65,11 @@ _get = interpreter.get
 
 
 @functools.wraps(_get.__wrapped__)  # which is what a copy calls
-def _get_and_forget(token: Any, *place: Any, **reader: Any) -> tuple[Any, np.ndarray]:
-    """Reads memory; an output's window, which is read when its block is done, then holds nothing any more."""
+def _get_and_clear(token: Any, *place: Any, **reader: Any) -> tuple[Any, np.ndarray]:
+    """Reads memory; clears an output's window, which is read when its block is done."""
     token, value = _get(token, *place, **reader)
     transforms = place[4]
-    if not reader and not transforms:  # it was read whole, and not by the kernel nor for an input
-        nothing = np.full(value.shape, get_uninitialized_value(value.dtype, "nan"), value.dtype)
-        token = interpreter.store(token, *place, nothing)
+    if not reader and not transforms:  # a whole window was read, and neither by the kernel nor for an input
+        cleared = np.full(value.shape, get_uninitialized_value(value.dtype, "nan"), value.dtype)
+        token = interpreter.store(token, *place, cleared)
     return token, value

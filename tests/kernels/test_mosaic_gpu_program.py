@@ -1,7 +1,7 @@
-"""What JAX's transformations do with the kernels for Hopper, what they refuse, and what XLA makes of them for an H100.
+"""Programs with the Hopper kernels: JAX's transformations, refusals, and what XLA compiles for an H100.
 
-Values are in test_mosaic_gpu.py. Compiling takes XLA's plugin for CUDA and no GPU (`make aot-gpu`); what a GPU does
-with the program, and in what time, nobody has seen.
+Compiling takes XLA's plugin for CUDA and no GPU (`make aot-gpu`). Values are in test_mosaic_values.py and
+test_mosaic_loss.py; no GPU has run the programs.
 """
 
 import importlib.util
@@ -19,11 +19,11 @@ from compiled_program import arrays
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from lm_head_cases import OBJECTIVES, operands_for, random_problem, sparse_weights
+from mosaic_engines import GPU_SIZES
 from strict_gpu import needs_interpreter, strict_interpreter
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
 from kernels.lm_head.gpu import tiles as gpu_tiles
-from kernels.lm_head.gpu.tiles import Sizes, Tiles
 from mllm.plan import gpus, resources, targets
 from mllm.plan import head_programs as head
 
@@ -31,21 +31,20 @@ MIB = 2**20
 PROBLEM = random_problem((200, 296, 128), scale=2.0, dtype=jnp.bfloat16)
 OBJECTIVE = OBJECTIVES["clipped ratio"]
 ARGUMENTS = (*PROBLEM, sparse_weights(200))
-SMALL = Sizes(Tiles(columns=128, slots=2, cluster=1), chunk=256)
 
 
-def of_token_logprobs(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
+def token_logprobs_of(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
     outputs = token_logprobs(hidden, weight, labels, where=weights != 0, impl="mosaic_gpu")
     return jnp.sum(weights * (outputs.logprob * outputs.entropy + jnp.sin(outputs.lse))), outputs
 
 
-def of_token_loss(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
+def token_loss_of(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
     operands = (x[: len(labels)] for x in operands_for(PROBLEM, OBJECTIVE))
     options: dict[str, Any] = {"weights": weights, "workspace": 0, "impl": "mosaic_gpu"}
     return token_loss(hidden, weight, labels, OBJECTIVE.in_jax, *operands, **options)
 
 
-every_entry_point = pytest.mark.parametrize("scalar", [of_token_logprobs, of_token_loss])
+every_entry_point = pytest.mark.parametrize("scalar", [token_logprobs_of, token_loss_of])
 
 
 def gradients_of(scalar: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +52,7 @@ def gradients_of(scalar: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def strictly(function: Callable[..., Any], *args: Any) -> Any:
-    with gpu_tiles.override(SMALL), strict_interpreter():
+    with gpu_tiles.override(GPU_SIZES), strict_interpreter():
         return jax.block_until_ready(jax.jit(function)(*args))
 
 
@@ -75,13 +74,13 @@ def test_two_runs_agree_bit_for_bit(scalar: Callable[..., Any]) -> None:
 
 @needs_interpreter
 @pytest.mark.slow
-def test_inside_shard_map_jax_takes_no_refs_that_vary() -> None:
-    """So a `shard_map` of the caller's wants `check_vma=False`, as that of `sharding=` has it."""
+def test_jax_refuses_refs_that_vary_inside_shard_map() -> None:
+    """A caller's own `shard_map` needs `check_vma=False`, as that of `sharding=` has it."""
     tokens, everywhere = P("dp"), P()
     mesh = Mesh(np.array(jax.devices()[:2]), ("dp",))
 
     def sharded(*args: jax.Array) -> tuple[jax.Array, TokenLogprobs]:
-        value, outputs = of_token_logprobs(*args)
+        value, outputs = token_logprobs_of(*args)
         return jax.lax.psum(value, "dp"), outputs
 
     run = jax.shard_map(
@@ -105,7 +104,7 @@ def test_vmap_is_a_loop(scalar: Callable[..., Any]) -> None:
 # --- refusals ---
 
 
-def refused(
+def assert_refused(
     match: str,
     hidden: Any = jnp.bfloat16,
     weight: Any = jnp.bfloat16,
@@ -114,23 +113,23 @@ def refused(
     **options: Any,
 ) -> None:
     arrays = [jax.ShapeDtypeStruct((n, features), dtype) for n, dtype in ((8, hidden), (words, weight))]
-    with gpu_tiles.override(SMALL), pytest.raises(ValueError, match=match):
+    with gpu_tiles.override(GPU_SIZES), pytest.raises(ValueError, match=match):
         jax.eval_shape(lambda h, w: token_logprobs(h, w, np.zeros(8, int), impl="mosaic_gpu", **options), *arrays)
 
 
 def test_float32_products_are_refused() -> None:
-    refused("impl: mosaic_gpu .* dtype is float32", jnp.float32)
-    refused("impl: mosaic_gpu .* dtype is float32", dtype=jnp.float32)
+    assert_refused("impl: mosaic_gpu .* dtype is float32", jnp.float32)
+    assert_refused("impl: mosaic_gpu .* dtype is float32", dtype=jnp.float32)
 
 
 @pytest.mark.parametrize("argument", ["hidden", "weight"])
 def test_float16_is_refused(argument: str) -> None:
-    refused(f"impl: mosaic_gpu .* {argument} is float16", dtype=jnp.bfloat16, **{argument: jnp.float16})
+    assert_refused(f"impl: mosaic_gpu .* {argument} is float16", dtype=jnp.bfloat16, **{argument: jnp.float16})
 
 
 @pytest.mark.parametrize(("words", "features"), [(256, 63), (256, 72), (257, 64)])
 def test_sizes_that_make_no_tiles_are_refused(words: int, features: int) -> None:
-    refused(f"impl: mosaic_gpu .* weight is {words} x {features}.* multiples of", words=words, features=features)
+    assert_refused(f"impl: mosaic_gpu .* weight is {words} x {features}.* multiples of", words=words, features=features)
 
 
 def test_a_cpu_without_the_interpreter_is_refused_in_one_line_that_names_it() -> None:
@@ -139,12 +138,10 @@ def test_a_cpu_without_the_interpreter_is_refused_in_one_line_that_names_it() ->
     assert "\n" not in str(refusal.value)
 
 
-def test_none_on_a_cpu_is_streaming() -> None:
-    own, streaming = (
-        str(jax.make_jaxpr(lambda *x, i=impl: token_logprobs(*x, impl=i))(*PROBLEM)) for impl in (None, "xla")
-    )
+def test_without_an_impl_a_cpu_takes_the_xla_engine() -> None:
+    own, xla = (str(jax.make_jaxpr(lambda *x, i=impl: token_logprobs(*x, impl=i))(*PROBLEM)) for impl in (None, "xla"))
     assert "pallas" not in own
-    assert own == streaming
+    assert own == xla
 
 
 # --- for an H100 that isn't there ---
@@ -176,7 +173,7 @@ def compiled(program: str, **options: Any) -> jax.stages.Compiled:
         pytest.param("loss", {}, 2440 * MIB, id="all"),
     ],
 )
-def test_temporaries_are_the_workspace_and_64_mib_and_an_array_of_hidden_s_shape_and_numbers_a_token(
+def test_temporaries_are_at_most_the_workspace_and_64_mib_and_hidden_and_numbers_a_token(
     program: str, options: dict[str, Any], workspace: int
 ) -> None:
     options = options | ({"workspace": workspace} if program == "loss" else {})

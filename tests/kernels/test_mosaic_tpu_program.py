@@ -1,7 +1,7 @@
-"""What the Pallas TPU kernels make of a program: its work and memory, JAX's transformations, TPU lowering.
+"""Programs with the TPU kernels: refusals, work and memory, JAX's transformations, lowering for TPUs.
 
-Work is counted in the jaxpr, in products of N x V x D, over every step of every kernel's grid. What a TPU's compiler
-makes of it is tested in test_aot.py.
+Work is counted in the jaxpr, in products of N x V x D, over every step of every kernel's grid. What the compiler makes
+of the programs is tested in test_aot_head.py, values in test_mosaic_values.py and test_mosaic_loss.py.
 """
 
 import functools
@@ -35,17 +35,17 @@ V6E = AbstractMesh(
 )
 
 
-def of_token_logprobs(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
+def token_logprobs_of(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
     outputs = token_logprobs(hidden, weight, labels, where=weights != 0, impl="mosaic_tpu")
     return jnp.sum(weights * (outputs.logprob * outputs.entropy + jnp.sin(outputs.lse))), outputs
 
 
-def of_token_loss(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
+def token_loss_of(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
     options: dict[str, Any] = {"weights": weights, "workspace": ONE_WAVE, "impl": "mosaic_tpu"}
     return token_loss(hidden, weight, labels, OBJECTIVE.in_jax, *(x[: len(labels)] for x in OPERANDS), **options)
 
 
-every_entry_point = pytest.mark.parametrize("scalar", [of_token_logprobs, of_token_loss])
+every_entry_point = pytest.mark.parametrize("scalar", [token_logprobs_of, token_loss_of])
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +79,33 @@ def assert_near(got: Any, want: Any) -> None:
     """Of each array, within 1 part in 50,000 of its largest number: another order of the same sums."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.max(np.abs(y), initial=1.0))
+
+
+# --- refusals ---
+
+
+def outputs_of(hidden: Any, weight: Any) -> TokenLogprobs:
+    return token_logprobs(hidden, weight, np.zeros(8, int), impl="mosaic_tpu")
+
+
+def test_a_cpu_without_the_interpreter_is_refused() -> None:
+    with pytest.raises(ValueError, match="CPU"):
+        outputs_of(jnp.zeros((8, 128)), jnp.zeros((256, 128)))
+
+
+@pytest.mark.parametrize("argument", ["hidden", "weight"])
+def test_float16_is_refused(argument: str) -> None:
+    arrays = {"hidden": jnp.zeros((8, 128)), "weight": jnp.zeros((256, 128))}
+    arrays[argument] = arrays[argument].astype(jnp.float16)
+    with strict_interpreter(), pytest.raises(ValueError, match=f"{argument} is float16"):
+        outputs_of(**arrays)
+
+
+def test_features_that_fit_no_tile_are_refused_and_the_largest_term_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "_override", None)
+    arguments = [jax.ShapeDtypeStruct((n, 1 << 22), jnp.float32) for n in (8, 256)]
+    with jax.sharding.use_abstract_mesh(V6E), pytest.raises(ValueError, match=r"MiB of VMEM, \d+ of them for its \w+"):
+        jax.eval_shape(outputs_of, *arguments)
 
 
 # --- rows that count ---
@@ -118,11 +145,6 @@ def test_blocks_of_rows_that_do_not_count_are_neither_read_nor_fetched(scalar: C
 # --- transformations ---
 
 
-@every_entry_point
-def test_two_runs_agree_bit_for_bit(scalar: Callable[..., Any]) -> None:
-    jax.tree.map(np.testing.assert_array_equal, strictly(gradients_of(scalar), *ARGUMENTS), plainly(scalar))
-
-
 def test_rematerialisation_in_a_scan_changes_nothing() -> None:
     """As over micro-batches: here of 100 tokens, two of them."""
     halves = jax.tree.map(lambda x: x.reshape(2, 100, *x.shape[1:]), (ARGUMENTS[0], *ARGUMENTS[2:]))
@@ -130,24 +152,23 @@ def test_rematerialisation_in_a_scan_changes_nothing() -> None:
     def total(hidden: jax.Array, weight: jax.Array) -> jax.Array:
         def step(total: jax.Array, half: Any) -> tuple[jax.Array, None]:
             h, labels, weights = half
-            return total + of_token_logprobs(h, weight, labels, weights)[0], None
+            return total + token_logprobs_of(h, weight, labels, weights)[0], None
 
         return jax.lax.scan(jax.checkpoint(step), 0.0, (hidden, *halves[1:]))[0]
 
     with lenient_interpreter():
         value, (dh, dw) = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(halves[0], ARGUMENTS[1])
-    (want, _), gradients = plainly(of_token_logprobs)
+    (want, _), gradients = plainly(token_logprobs_of)
     assert_near((value, dh.reshape(gradients[0].shape), dw), (want, *gradients))
 
 
-@every_entry_point
-def test_vmap_is_a_python_loop(scalar: Callable[..., Any]) -> None:
+def test_vmap_is_a_python_loop() -> None:
     hidden, weight, labels, weights = ARGUMENTS
     others = (hidden[::-1], -weight, 299 - labels, weights[::-1])
     with lenient_interpreter():
-        got = jax.jit(jax.vmap(gradients_of(scalar)))(*map(jnp.stack, zip(ARGUMENTS, others, strict=True)))
-    for i, alone in enumerate((ARGUMENTS, others)):
-        assert_near([x[i] for x in jax.tree.leaves(got)], strictly(gradients_of(scalar), *alone))
+        got = jax.jit(jax.vmap(gradients_of(token_loss_of)))(*map(jnp.stack, zip(ARGUMENTS, others, strict=True)))
+    for i, want in enumerate((plainly(token_loss_of), strictly(gradients_of(token_loss_of), *others))):
+        assert_near([x[i] for x in jax.tree.leaves(got)], want)
 
 
 def test_shard_map_over_tokens_gives_the_same() -> None:
@@ -161,11 +182,11 @@ def test_shard_map_over_tokens_gives_the_same() -> None:
         out_specs=(everywhere, tokens),
     )
     def sharded(*args: jax.Array) -> tuple[jax.Array, TokenLogprobs]:
-        value, outputs = of_token_logprobs(*args)
+        value, outputs = token_logprobs_of(*args)
         return jax.lax.psum(value, "dp"), outputs
 
     assert_near(
-        strictly(jax.value_and_grad(sharded, argnums=(0, 1), has_aux=True), *ARGUMENTS), plainly(of_token_logprobs)
+        strictly(jax.value_and_grad(sharded, argnums=(0, 1), has_aux=True), *ARGUMENTS), plainly(token_logprobs_of)
     )
 
 
@@ -183,13 +204,15 @@ def test_copies_made_as_late_as_they_may_be_give_the_same(scalar: Callable[..., 
     jax.tree.map(np.testing.assert_array_equal, got, plainly(scalar))
 
 
-@every_entry_point
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_a_program_for_tpus_is_made_without_one(dtype: Any, scalar: Callable[..., Any]) -> None:
+def test_a_program_for_tpus_can_be_exported_without_one(dtype: Any) -> None:
     arguments = [x.astype(dtype) if x.ndim == 2 else x for x in ARGUMENTS]
+
+    def run(*arguments: Any) -> Any:
+        return jax.tree.leaves([gradients_of(scalar)(*arguments) for scalar in (token_logprobs_of, token_loss_of)])
+
     with jax.sharding.use_abstract_mesh(V6E):
-        program = jax.export.export(jax.jit(lambda *x: jax.tree.leaves(gradients_of(scalar)(*x))), platforms=["tpu"])
-        text = program(*arguments).mlir_module()
+        text = jax.export.export(jax.jit(run), platforms=["tpu"])(*arguments).mlir_module()
     assert "tpu_custom_call" in text
     assert "dot_general" not in text
 

@@ -102,21 +102,8 @@ def weight_gradient(
     )(number[None], (1 / temperature)[None], hidden, weight, labels[None], factors.packed())
 
 
-def _weight_kernel(
-    ints: Any,
-    scales: Any,
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    factors: Any,
-    out: Any,
-    scratch: Any,
-    *,
-    tile: Tiles,
-    softcap: float | None,
-    dtype: jnp.dtype,
-    entropy: bool,
-) -> None:
+def _weight_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype, entropy: bool) -> None:
+    ints, scales, hidden, weight, labels, factors, out, scratch = refs
     j, i = pl.program_id(0), pl.program_id(1)
     step = tile.step
 
@@ -196,21 +183,8 @@ def hidden_gradient(
     )(jnp.stack([number, columns]), (1 / temperature)[None], hidden, weight, labels[None], factors.packed())
 
 
-def _hidden_kernel(
-    ints: Any,
-    scales: Any,
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    factors: Any,
-    out: Any,
-    scratch: Any,
-    *,
-    tile: Tiles,
-    softcap: float | None,
-    dtype: jnp.dtype,
-    entropy: bool,
-) -> None:
+def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype, entropy: bool) -> None:
+    ints, scales, hidden, weight, labels, factors, out, scratch = refs
     i, j = pl.program_id(0), pl.program_id(1)
     last = pl.num_programs(1) - 1
     step = tile.step
@@ -317,19 +291,8 @@ def kept_weight_gradient(
     )
 
 
-def _kept_kernel(
-    ints: Any,
-    scales: Any,
-    hidden: Any,
-    kept: Any,
-    kept_top: Any,
-    labels: Any,
-    factors: Any,
-    *rest: Any,
-    tile: Tiles,
-    dtype: jnp.dtype,
-) -> None:
-    *so_far, out, scratch = rest
+def _kept_kernel(*refs: Any, tile: Tiles, dtype: jnp.dtype) -> None:
+    ints, scales, hidden, kept, kept_top, labels, factors, *so_far, out, scratch = refs
     j, i = pl.program_id(0), pl.program_id(1)
     columns = kept.shape[1]
     step = tile.step

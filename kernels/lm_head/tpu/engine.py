@@ -205,14 +205,7 @@ def _forward(
 
 
 def _forward_block(
-    inputs: Inputs,
-    options: Options,
-    tile: Tiles,
-    live: LiveRows,
-    rows: int,
-    i: Array,
-    mean: Any,
-    keep: bool = False,
+    inputs: Inputs, options: Options, tile: Tiles, live: LiveRows, rows: int, i: Array, mean: Any, keep: bool = False
 ) -> _Block:
     row_R, live_R = live.block(i, rows)
     hidden, labels = inputs.hidden[row_R], local_labels(inputs)[row_R]
@@ -307,19 +300,11 @@ def _weight_gradient(inputs: Inputs, factors: RowFactors, options: Options) -> F
 def _case(inputs: Inputs, options: Options, kernel: Kernel, mean: Any = None, keep: bool = False) -> Case:
     dh, dw = gradient_dtypes(inputs, options)
     gradient = {"forward": jnp.dtype(mean or dh), "hidden": dh}.get(kernel, dw)
-    tokens, (vocabulary, features) = len(inputs.labels), inputs.weight.shape
-    return Case(
-        kernel,
-        tokens,
-        vocabulary,
-        features,
-        jnp.dtype(inputs.hidden.dtype),
-        jnp.dtype(inputs.weight.dtype),
-        options.dtype,
-        gradient,
-        mean is not None,
-        keep,
+    sizes, dtypes = (
+        (len(inputs.labels), *inputs.weight.shape),
+        map(jnp.dtype, (inputs.hidden.dtype, inputs.weight.dtype)),
     )
+    return Case(kernel, *sizes, *dtypes, options.dtype, gradient, mean is not None, keep)
 
 
 def _plan(inputs: Inputs, options: Options, with_mean: bool) -> tuple[Tiles, int]:

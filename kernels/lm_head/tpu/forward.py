@@ -70,18 +70,8 @@ def forward(
         keep: whether to return exponentials.
     """
     rows, features = hidden.shape
-    case = Case(
-        "forward",
-        rows,
-        len(weight),
-        features,
-        hidden.dtype,
-        weight.dtype,
-        dtype,
-        jnp.dtype(mean or hidden.dtype),
-        mean is not None,
-        keep,
-    )
+    gradient, sizes = jnp.dtype(mean or hidden.dtype), (rows, len(weight), features)
+    case = Case("forward", *sizes, hidden.dtype, weight.dtype, dtype, gradient, mean is not None, keep)
     blocks, tiles_of_weight = pl.cdiv(rows, tile.rows), pl.cdiv(len(weight), tile.columns)
     typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
 
@@ -126,19 +116,8 @@ def forward(
     return Running(*out["sums"][:4]), out.get("mean"), kept
 
 
-def _kernel(
-    ints: Any,
-    scales: Any,
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    out: Any,
-    scratch: Any,
-    *,
-    tile: Tiles,
-    softcap: float | None,
-    dtype: jnp.dtype,
-) -> None:
+def _kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype) -> None:
+    ints, scales, hidden, weight, labels, out, scratch = refs
     i, j = pl.program_id(0), pl.program_id(1)
     last = pl.num_programs(1) - 1
     number, columns = ints[0], ints[1]

@@ -79,10 +79,7 @@ def terms(case: Case, tiles: Tiles) -> dict[str, int]:
     rows, columns, features = tiles.rows, tiles.columns, padded(case.features)
     row_vector, logits = 4 * 8 * rows, 4 * rows * tiles.step
     wide = 4 * rows * features
-    found = {
-        "hidden block": 2 * case.hidden.itemsize * rows * features,
-        "labels and row vectors": 4 * row_vector,
-    }
+    found = {"hidden block": 2 * case.hidden.itemsize * rows * features, "labels and row vectors": 4 * row_vector}
     if case.kernel != "kept":
         found["weight tile"] = 2 * case.weight.itemsize * columns * features
     if case.hidden != case.product:

@@ -1,0 +1,333 @@
+"""`token_logprobs` by the Pallas engines against float64, under strict interpreters: values, gradients and rows.
+
+What is right, and how near is near enough, is said in lm_head_oracle.py; what is strict in strict_tpu.py and
+strict_gpu.py; what is off which tile in mosaic_engines.py. Losses are in test_mosaic_loss.py.
+"""
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lm_head_cases import (
+    SCALES,
+    Plain,
+    Problem,
+    check,
+    plain_values_and_gradients,
+    planted_problem,
+    poisoned,
+    random_cotangents,
+    tied_problem,
+    values_and_gradients,
+)
+from lm_head_oracle import SLACK, assert_as_accurate_as_plain, exact, largest_magnitude, root_mean_square
+from mosaic_engines import GPU, GPU_SIZES, TPU, TPU_F32, Engine, every_engine, every_engine_and_dtype
+from strict_gpu import needs_interpreter, strict_interpreter
+
+from kernels.lm_head import TokenLogprobs, token_logprobs
+from kernels.lm_head.gpu import tiles as gpu_tiles
+from kernels.lm_head.gpu.tiles import Sizes, Tiles
+
+MASKS = ["none", "the last", "scattered, of several blocks", "a block", "a block and one", "every"]
+
+
+def run(engine: Engine, problem: Problem, cotangents: TokenLogprobs, **options: Any) -> Plain:
+    """Values and gradients, by the program that most tests share."""
+    options = {"where": jnp.ones(len(problem.labels), bool), **options}
+    with engine.strictly():
+        return jax.block_until_ready(values_and_gradients(*problem, cotangents, impl=engine.impl, **options))
+
+
+def judge(engine: Engine, problem: Problem, cotangents: TokenLogprobs | None = None, **options: Any) -> Plain:
+    """Values and gradients, after they were found as accurate as those of full logits."""
+    if cotangents is None:
+        cotangents = random_cotangents(len(problem.labels))
+    with engine.strictly():
+        return check(problem, cotangents, impl=engine.impl, **options)
+
+
+# --- sizes, softmaxes, cotangents ---
+
+
+@pytest.mark.parametrize(
+    ("engine", "shape"),
+    [
+        pytest.param(TPU_F32, (1, 385, 64), id="tpu, one token, and a last step of one column"),
+        pytest.param(TPU, (40, 326, 200), id="tpu, a last step without columns"),
+        pytest.param(TPU, (129, 2, 128), id="tpu, two words"),
+        pytest.param(GPU, (1, 136, 64), id="gpu, one token", marks=needs_interpreter),
+        pytest.param(GPU, (129, 8, 64), id="gpu, eight words", marks=needs_interpreter),
+        pytest.param(GPU, (7, 1032, 192), id="gpu, many tiles", marks=[needs_interpreter, pytest.mark.slow]),
+    ],
+)
+def test_any_size_is_as_accurate_as_full_logits(engine: Engine, shape: tuple[int, int, int]) -> None:
+    judge(engine, engine.problem(shape=shape))
+
+
+@every_engine_and_dtype
+@pytest.mark.parametrize("softmax", SCALES)
+def test_any_softmax_is_as_accurate_as_full_logits(engine: Engine, softmax: str) -> None:
+    judge(engine, engine.problem(SCALES[softmax]))
+
+
+@every_engine
+@pytest.mark.parametrize("cotangent", ["logprob", "lse", "entropy"])
+def test_each_output_has_its_gradient(engine: Engine, cotangent: str) -> None:
+    judge(engine, engine.problem(), random_cotangents(engine.shape[0], cotangent))
+
+
+@every_engine_and_dtype
+@pytest.mark.parametrize("make", [planted_problem, tied_problem])
+def test_exact_matches_and_ties_at_10000_are_as_accurate_as_full_logits(engine: Engine, make: Any) -> None:
+    judge(engine, make(engine.dtype, 1e4, engine.shape))
+
+
+@every_engine
+def test_logits_that_rise_and_fall_from_tile_to_tile_are_as_accurate_as_full_logits(engine: Engine) -> None:
+    """The running maximum is raised in every tile, or in the first alone, or in the last and partial one."""
+    (n, v, _), (hidden, weight, labels) = engine.shape, engine.problem(1.0)
+    column = jnp.arange(float(v))
+    steps = jnp.stack([column, -column, jnp.where(column > v - 5, 500.0, 0.0)])
+    weight = weight.at[:, :3].set(steps.T.astype(engine.dtype))
+    hidden = hidden.at[:, :3].set(jnp.eye(3, dtype=engine.dtype)[np.arange(n) % 3])
+    judge(engine, Problem(hidden, weight, labels))
+
+
+@every_engine
+def test_logits_far_below_zero_are_as_accurate_as_full_logits(engine: Engine) -> None:
+    """A column past the vocabulary, whose product is 0, would have the largest of all logits."""
+    hidden, weight, labels = engine.problem()
+    judge(engine, Problem(hidden.at[:, 0].set(30), weight.at[:, 0].set(-10), labels))
+
+
+@every_engine
+def test_a_certain_label_has_logprob_and_entropy_zero_and_no_gradient(engine: Engine) -> None:
+    n, v, d = engine.shape
+    eye = jnp.eye(d, dtype=engine.dtype)
+    labels = jnp.arange(n, dtype=jnp.int32) % d
+    problem = Problem(10240 * eye[labels], jnp.zeros((v, d), engine.dtype).at[:d].set(eye), labels)
+    got = judge(engine, problem, TokenLogprobs(jnp.ones(n), jnp.zeros(n), jnp.ones(n)))
+    assert not np.any([got.logprob, got.entropy])
+    np.testing.assert_array_equal(got.lse, 10240)
+    assert not np.any(got.hidden)
+    assert not np.any(got.weight)
+
+
+@pytest.mark.parametrize(
+    ("engine", "wide"),
+    [
+        pytest.param(TPU, ("hidden", "weight"), id="tpu, both"),
+        pytest.param(GPU, ("weight",), id="gpu, weight", marks=[needs_interpreter, pytest.mark.slow]),
+        pytest.param(GPU, ("hidden", "weight"), id="gpu, both", marks=needs_interpreter),
+    ],
+)
+def test_float32_masters_with_bfloat16_products_get_float32_gradients(engine: Engine, wide: tuple[str, ...]) -> None:
+    """They are as exact as for bfloat16 inputs, but not rounded to bfloat16 at the end."""
+    cotangents, rounded = random_cotangents(engine.shape[0]), engine.problem()
+    masters = engine._replace(dtype=jnp.float32).problem()
+    given = rounded._replace(**{name: getattr(masters, name) for name in wide})
+    got = run(engine, given, cotangents, dtype=jnp.bfloat16)
+    yardstick = plain_values_and_gradients(*rounded, cotangents)
+    assert_as_accurate_as_plain(got, yardstick, exact(*rounded, lambda *_: cotangents))
+    for name in wide:
+        gradient = getattr(got, name)
+        assert np.any(gradient != gradient.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+@every_engine
+def test_the_outputs_alone_are_as_accurate_as_full_logits(engine: Engine) -> None:
+    """On a TPU they are another kernel's, with one product."""
+    live, problem = engine.live("scattered, of several blocks"), engine.problem()
+    with engine.strictly():
+        got = jax.jit(lambda *x: token_logprobs(*x, where=live, impl=engine.impl))(*poisoned(problem, ~live))
+    want = exact(*problem, lambda *_: np.zeros((3, len(live))), where=live)
+    for x, y in zip(got, want[:3], strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+        assert not np.any(np.asarray(x)[~live])
+
+
+@every_engine
+def test_the_softcap_comes_first_then_a_temperature_that_may_be_traced(engine: Engine) -> None:
+    problem, cotangents = engine.problem(30.0), random_cotangents(engine.shape[0])
+
+    @jax.jit
+    def traced(temperature: jax.Array) -> Plain:
+        def outputs(h: jax.Array, w: jax.Array) -> TokenLogprobs:
+            return token_logprobs(h, w, problem.labels, temperature=temperature, softcap=20.0, impl=engine.impl)
+
+        outputs, pull_back = jax.vjp(outputs, *problem[:2])
+        return Plain(*outputs, *pull_back(cotangents))
+
+    for temperature in (0.6, 2.5):
+        with engine.strictly():
+            got = traced(jnp.float32(temperature))
+        options: dict[str, Any] = {"temperature": temperature, "softcap": 20.0}
+        yardstick = plain_values_and_gradients(*problem, cotangents, **options)
+        assert_as_accurate_as_plain(got, yardstick, exact(*problem, lambda *_: cotangents, **options))
+
+
+# --- labels ---
+
+
+@every_engine
+def test_labels_at_the_edges_of_tiles_and_vocabulary_are_found(engine: Engine) -> None:
+    n, v, _ = engine.shape
+    edges = np.asarray([*np.arange(0, v, 64), *np.arange(0, v, 64) + 1, *np.arange(64, v, 64) - 1, v - 1])
+    judge(engine, engine.problem()._replace(labels=jnp.asarray(np.resize(edges, n), jnp.int32)))
+
+
+@every_engine
+def test_a_traced_label_outside_of_the_vocabulary_hits_nothing(engine: Engine) -> None:
+    """Nor the padding of the last tile. Its logprob is -lse, and its gradient that of the normaliser alone."""
+    n, v, _ = engine.shape
+    problem, cotangents = engine.problem(), random_cotangents(n)
+    past_tile = -(-v // engine.tile_columns) * engine.tile_columns
+    outside = np.asarray([v, past_tile - 1, past_tile, 2**31 - 1, -1, -(2**31)], np.int64)
+    labels = problem.labels.at[::2].set(np.resize(outside, (n + 1) // 2).astype(np.int32))
+    got = run(engine, problem._replace(labels=labels), cotangents)
+    np.testing.assert_array_equal(got.logprob[::2], -got.lse[::2])
+    without = cotangents.logprob.at[::2].set(0)
+    lse = cotangents.lse.at[::2].add(-cotangents.logprob[::2])
+    truth = exact(*problem, lambda *_: (without, lse, cotangents.entropy))
+    for x, y in zip(got[3:], truth[3:5], strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=0, atol=2**-7 * np.abs(y).max())
+
+
+# --- rows that don't count ---
+
+
+def judge_masked(engine: Engine, problem: Problem, given: Problem, live: np.ndarray) -> None:
+    n = len(live)
+    poison = TokenLogprobs(*(jnp.where(live, x, jnp.nan) for x in random_cotangents(n)))
+    got = run(engine, given, poison, where=jnp.asarray(live))
+    yardstick = plain_values_and_gradients(*problem, random_cotangents(n), where=live)
+    assert_as_accurate_as_plain(got, yardstick, exact(*problem, lambda *_: random_cotangents(n), where=live))
+    assert not np.any([np.asarray(x)[~live] for x in got[:3]])
+    assert not np.any(np.asarray(got.hidden, np.float32)[~live])
+
+
+@every_engine
+@pytest.mark.parametrize("rows", MASKS)
+def test_rows_left_out_give_zeros_and_leak_nothing(engine: Engine, rows: str) -> None:
+    live, problem = engine.live(rows), engine.problem()
+    judge_masked(engine, problem, poisoned(problem, ~live), live)
+
+
+@every_engine_and_dtype
+def test_rows_left_out_of_a_saturated_softmax_give_zeros_and_leak_nothing(engine: Engine) -> None:
+    """Their places hold other rows without statistics: exponentials of 1e4 must not meet their zeros."""
+    problem = engine.problem(SCALES["saturated"])
+    judge_masked(engine, problem, problem, engine.live("scattered, less than a block"))
+
+
+@every_engine
+def test_a_nan_in_a_row_that_counts_is_not_hidden(engine: Engine) -> None:
+    problem, sick = engine.problem(), np.arange(engine.shape[0]) == 5
+    problem = problem._replace(hidden=jnp.where(sick[:, None], jnp.nan, problem.hidden))
+    got = run(engine, problem, random_cotangents(len(sick)))
+    for x in got[:3]:
+        np.testing.assert_array_equal(np.isnan(x), sick)
+    np.testing.assert_array_equal(np.isnan(got.hidden).any(axis=1), sick)
+    assert np.isnan(got.weight).any()
+
+
+# --- frozen sides ---
+
+
+@pytest.mark.parametrize(
+    ("engine", "side"),
+    [
+        pytest.param(TPU_F32, 1, id="tpu, weight alone"),
+        pytest.param(GPU, 0, id="gpu, hidden alone", marks=needs_interpreter),
+        pytest.param(GPU, 1, id="gpu, weight alone", marks=needs_interpreter),
+    ],
+)
+def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine, side: int) -> None:
+    problem, cotangents = engine.problem(), random_cotangents(engine.shape[0])
+    both = run(engine, problem, cotangents)
+
+    def outputs(x: jax.Array) -> TokenLogprobs:
+        sides = [x if i == side else y for i, y in enumerate(problem[:2])]
+        return token_logprobs(*sides, problem.labels, impl=engine.impl)
+
+    with engine.strictly():
+        (got,) = jax.jit(lambda x: jax.vjp(outputs, x)[1](cotangents))(problem[side])
+    exactly = engine == GPU  # elsewhere XLA fuses the row's numbers otherwise
+    np.testing.assert_allclose(got, both[3 + side], rtol=0 if exactly else 1e-5, atol=0 if exactly else 1e-6)
+
+
+# --- TPUs: dh from the expectation of W, where the entropy has no cotangent ---
+
+
+def likelihoods(problem: Problem, cotangents: TokenLogprobs, where: np.ndarray, **options: Any) -> Plain:
+    """Values and gradients, where the entropy has no cotangent, not even zeros."""
+
+    @jax.jit
+    def run(hidden: jax.Array, weight: jax.Array) -> Plain:
+        def both(h: jax.Array, w: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            got = token_logprobs(h, w, problem.labels, where=where, impl="mosaic_tpu", **options)
+            return (got.logprob, got.lse), got.entropy
+
+        outputs, pull_back, entropy = jax.vjp(both, hidden, weight, has_aux=True)
+        return Plain(*outputs, entropy, *pull_back((cotangents.logprob, cotangents.lse)))
+
+    with TPU.strictly():
+        return run(problem.hidden, problem.weight)
+
+
+def test_likelihoods_have_their_gradient_without_the_entropy_on_tpus() -> None:
+    live, cotangents = TPU.live("scattered, of several blocks"), random_cotangents(300, "logprob lse")
+    problem, options = TPU_F32.problem(), {"where": live, "temperature": 0.7, "softcap": 20.0}
+    got = likelihoods(poisoned(problem, ~live), cotangents, **options)
+    yardstick = plain_values_and_gradients(*problem, cotangents, **options)
+    assert_as_accurate_as_plain(got, yardstick, exact(*problem, lambda *_: cotangents, **options))
+    assert not np.any(np.asarray(got.hidden)[~live])
+
+
+def test_the_expectation_that_is_saved_in_bfloat16_is_rounded_once_more_on_tpus() -> None:
+    """The gradient by hidden may then be off by half as much again as that of full logits, where it is worst."""
+    problem, cotangents = TPU.problem(), random_cotangents(300, "logprob lse")
+    got = likelihoods(problem, cotangents, np.ones(300, bool))
+    yardstick = plain_values_and_gradients(*problem, cotangents)
+    truth = exact(*problem, lambda *_: cotangents)
+    assert_as_accurate_as_plain(got._replace(hidden=yardstick.hidden), yardstick, truth)
+    error, allowed = (np.asarray(x.hidden, np.float64) - truth.hidden for x in (got, yardstick))
+    assert root_mean_square(error) <= SLACK * root_mean_square(allowed)
+    assert largest_magnitude(error) <= 1.5 * largest_magnitude(allowed)
+
+
+# --- Hopper: clusters, and the order of events ---
+
+
+@needs_interpreter
+def test_blocks_that_share_a_cluster_are_as_accurate_as_full_logits() -> None:
+    """They are 128 rows each, and share what they load of the weight."""
+    with gpu_tiles.override(Sizes(Tiles(columns=256, slots=2, cluster=2), chunk=256)), strict_interpreter():
+        problem = GPU.problem(shape=(300, 520, 128))
+        check(problem, random_cotangents(300), impl="mosaic_gpu", where=jnp.arange(300) % 7 != 0)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("multiprocessors", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_any_number_of_multiprocessors_is_as_accurate(multiprocessors: int) -> None:
+    problem, cotangents = GPU.problem(), random_cotangents(200)
+    with gpu_tiles.override(GPU_SIZES), strict_interpreter(multiprocessors=multiprocessors):
+        got = jax.jit(lambda *x: values_and_gradients.__wrapped__(*x, impl="mosaic_gpu"))(*problem, cotangents)
+    assert_as_accurate_as_plain(
+        got, plain_values_and_gradients(*problem, cotangents), exact(*problem, lambda *_: cotangents)
+    )
+
+
+@needs_interpreter
+@pytest.mark.parametrize("seconds", [1e-6, 1e-2])
+def test_threads_that_take_turns_otherwise_give_the_same_bits_without_a_race(seconds: float) -> None:
+    problem, before = GPU.problem(), sys.getswitchinterval()
+    calm = judge(GPU, problem)
+    sys.setswitchinterval(seconds)
+    try:
+        jax.tree.map(np.testing.assert_array_equal, judge(GPU, problem), calm)
+    finally:
+        sys.setswitchinterval(before)
