@@ -1,5 +1,6 @@
 """The plan of a run's memory: what it counts, what it finds to fit, and what it says where nothing fits."""
 
+import importlib.util
 import math
 
 import jax
@@ -208,7 +209,8 @@ def test_cpu_devices_share_the_host_s_memory():
     ],
 )
 def test_an_impossible_target_is_one_line(options, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None if name == "libtpu" else find_spec(name))
     assert train.main([*arguments(changed(tiny.config(), run_dir=str(tmp_path / "run"))), *options]) == 2
     output, errors = capsys.readouterr()
     assert output == ""
