@@ -1,4 +1,4 @@
-"""Drawing the next token: temperature, top-k, top-p, and a key for every token of every sequence.
+"""Sampling of the next token: temperature, top-k, top-p, and a random key for every token of every sequence.
 
 No random state exists: the noise of a token is a function of (seed, step, sequence, position) alone, so it
 does not matter which sequences are decoded together, in what order or on which devices.
@@ -18,8 +18,8 @@ from jaxtyping import Float, Int, Key
 def sequence_keys(
     seed: Int[jax.Array, ""] | int, step: Int[jax.Array, ""] | int, sequences: Int[jax.Array, "B"]
 ) -> Key[jax.Array, "B"]:
-    """One key a sequence, by its number among those of the step."""
-    # Named, for the default generator is a setting of the process, and the tokens must not depend on it.
+    """One random key for each sequence, from its number among those of the step."""
+    # The generator is named because the default one is a setting of the process.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, sequences)
 
@@ -33,19 +33,20 @@ def sample(
     top_k: int,
     top_p: float,
 ) -> tuple[Int[jax.Array, "B"], Float[jax.Array, "B"]]:
-    """One token a row, and its log-probability (float32, nats) under the distribution that it was drawn from.
+    """One token for each row, and its log-probability (float32, nats) under the distribution that it was drawn from.
 
     Args:
         logits: float32.
-        keys: of `sequence_keys`; `position` is the token's place in its completion, from 0.
+        keys: from `sequence_keys`.
+        position: the token's place in its completion, from 0.
         temperature: divides the logits, before all else.
         top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: of those, keep the fewest likeliest ones that have this probability together; 1 keeps all.
+        top_p: among those keep the fewest likeliest ones that have this probability together; 1 keeps all.
     """
     kept = exclude(logits / temperature, top_k, top_p)
     noise = jax.vmap(lambda key: jax.random.gumbel(jax.random.fold_in(key, position), kept.shape[1:]))(keys)
     token = jnp.argmax(kept + noise, axis=-1)
-    # Not by logits_logprobs: XLA fuses this sum with the mask, which a kernel would have to find in memory.
+    # XLA fuses this sum with the mask, which the kernel of `logits_logprobs` would have to read from memory.
     chosen = jnp.take_along_axis(kept, token[:, None], axis=-1)[:, 0]
     return token.astype(jnp.int32), chosen - jax.nn.logsumexp(kept, axis=-1)
 
@@ -58,8 +59,8 @@ def greedy(logits: Float[jax.Array, "B V"]) -> tuple[Int[jax.Array, "B"], Float[
 def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[jax.Array, "B V"]:
     """The logits, -inf where top-k or top-p excludes the token.
 
-    The token that reaches `top_p` is still in, as in transformers, so one is always left; so are those as likely
-    as the last one in. The whole vocabulary is sorted only for a top-p without a top-k.
+    The token that reaches `top_p` is kept, as in transformers, so at least one always is; so are tokens as likely as
+    the last one kept. The whole vocabulary is sorted only for a top-p without a top-k.
     """
     if 0 < top_k < logits.shape[-1]:
         likeliest = jax.lax.top_k(logits, top_k)[0]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny import ARCHITECTURE
 
 from mllm.config.schema import RolloutConfig
 from mllm.model.architecture import Qwen2Config
@@ -23,20 +24,8 @@ OPTIONS = RolloutConfig(
 
 
 def make_model(tied=True, dtype=jnp.float32):
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        max_position_embeddings=64,
-        rope_theta=10_000.0,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,  # far from uniform
-    )
+    sizes = {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "initializer_range": 0.3}  # far from uniform
+    config = Qwen2Config.from_hf({**ARCHITECTURE, **sizes}, "test")
     return Qwen2(config, rngs=nnx.Rngs(0), dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""The sampler against the distribution that it claims to draw from, computed in float64 numpy."""
+"""Sampled tokens and their log-probabilities against the distribution, computed in float64 numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def distribution(logits, temperature, top_k, top_p):
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_tokens_come_as_often_as_the_distribution_says(settings):
+def test_tokens_are_as_frequent_as_the_distribution_says(settings):
     logits = np.random.default_rng(0).normal(size=8).astype(np.float32)
     keys = sequence_keys(0, 0, jnp.arange(DRAWS))
     tokens, _ = sample(jnp.broadcast_to(logits, (DRAWS, 8)), keys, 0, **settings)
@@ -65,13 +65,13 @@ def test_one_token_is_always_kept():
     assert kept([0.3, 0.7], top_p=1e-9) == [1]
 
 
-def test_top_p_is_of_what_top_k_leaves():
+def test_top_p_applies_to_the_tokens_that_top_k_keeps():
     probabilities = [0.4, 0.3, 0.2, 0.1]
     assert kept(probabilities, top_p=0.5) == [0, 1]
     assert kept(probabilities, top_k=2, top_p=0.5) == [0]  # 0.4 of 0.7 is more than half
 
 
-def test_a_top_k_of_the_whole_vocabulary_and_more_keeps_all():
+def test_a_top_k_of_the_whole_vocabulary_or_more_keeps_every_token():
     assert kept([0.7, 0.3], top_k=2) == kept([0.7, 0.3], top_k=100) == [0, 1]
 
 
@@ -94,7 +94,7 @@ def test_a_token_does_not_depend_on_the_other_sequences():
     assert draw(sequences=[7, 3]) == [draw()[7], draw()[3]]
 
 
-def test_a_token_does_not_depend_on_the_generator_of_the_process():
+def test_a_token_does_not_depend_on_jax_s_default_generator():
     with jax.default_prng_impl("rbg"):
         other = draw()
     assert other == draw()

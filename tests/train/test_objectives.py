@@ -19,7 +19,7 @@ EVERYTHING = GrpoObjective(
 
 
 def make_batch(seed=0):
-    """Rows of different lengths, one of them empty, and policies far enough apart that all clips are met."""
+    """Rows of different lengths, one of them empty, and policies far enough apart that both clips apply."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, LENGTH + 1, ROWS)
     lengths[2] = 0
@@ -141,7 +141,7 @@ def test_the_losses_of_micro_batches_add_up_to_that_of_the_batch(loss_type, rows
         ),
     ],
 )
-def test_the_settings_say_which_operands_an_objective_takes(settings, operands):
+def test_the_settings_determine_the_operands_of_an_objective(settings, operands):
     objective = GrpoObjective(**settings)
     assert objective.operands == operands
     arrays = [jnp.full(3, -1.0)] * len(operands)
@@ -174,7 +174,7 @@ def test_without_old_logprobs_the_gradient_is_the_policy_gradient():
         (1.31, -1.0, True),
     ],
 )
-def test_the_clip_stops_what_has_moved_far_enough_in_the_direction_of_its_advantage(ratio, advantage, moves):
+def test_the_clip_stops_tokens_that_have_moved_far_enough_in_the_direction_of_their_advantage(ratio, advantage, moves):
     objective = GrpoObjective(epsilon=0.2, epsilon_high=0.3, num_iterations=2)
     expected = -ratio * advantage if moves else 0.0
     assert gradient(objective, -1.0 + np.log(ratio), advantage, -1.0) == pytest.approx(expected, rel=1e-5)
@@ -195,7 +195,7 @@ def test_the_kl_penalty_pulls_towards_the_reference_and_is_zero_there():
 
 @pytest.mark.parametrize("distance", [-1e4, -200.0, 200.0, 1e4])
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-def test_policies_that_are_worlds_apart_give_finite_losses_and_gradients(distance, advantage):
+def test_policies_that_are_far_apart_give_finite_losses_and_gradients(distance, advantage):
     far = [advantage, -1.0 - distance, -1.0 + distance, -1.0 + distance]
     loss = EVERYTHING(jnp.array(-1.0), jnp.array(0.5), *map(jnp.array, far))
     assert np.isfinite(loss)
@@ -251,7 +251,7 @@ def test_advantages_are_distances_to_the_mean_of_the_group(scale):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_a_group_of_equal_rewards_teaches_exactly_nothing(scale):
+def test_the_advantages_of_a_group_of_equal_rewards_are_exactly_zero(scale):
     rewards = jnp.array([[0.1] * 7, [0, 0, 0, 1, 1, 1, 1.0]])  # the mean of seven 0.1 is not 0.1
     result = advantages(rewards, scale)
     assert not result.values[0].any()
