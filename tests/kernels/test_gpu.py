@@ -52,7 +52,7 @@ pytestmark = [
 ]
 
 OFF_TILES = (300, 712, 192)
-"""Of N, V and D."""
+"""N, V and D."""
 QWENS_VOCABULARY = (130, 151936, 64)
 TILINGS = [Tiles(cluster=1), Tiles(slots=3), Tiles(columns=128, slots=6, cluster=1)]
 RACES = (4096, 32768, 1024)

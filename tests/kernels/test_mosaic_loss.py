@@ -86,7 +86,7 @@ def test_workspaces_on_hopper_are_so_many_rows_and_columns(
     assert (plan.rows, plan.layout.columns, min(plan.workspace_columns, V - in_dw)) == (rows, in_dw, columns)
 
 
-def judge(engine: Engine, problem: Problem, objective: Objective, weights: jax.Array, **options: Any) -> Loss:
+def assert_accurate(engine: Engine, problem: Problem, objective: Objective, weights: jax.Array, **options: Any) -> Loss:
     """The loss and its gradients, after they were found as accurate as those of full logits."""
     operands = operands_for(problem, objective)
     with engine.strictly():
@@ -98,7 +98,7 @@ def judge(engine: Engine, problem: Problem, objective: Objective, weights: jax.A
 @pytest.mark.parametrize("softmax", SCALES)
 def test_any_workspace_is_as_accurate_as_full_logits(engine: Engine, workspace: str, softmax: str) -> None:
     problem, weights = engine.problem(SCALES[softmax]), sparse_weights(engine.shape[0])
-    judge(engine, problem, CLIPPED, weights, workspace=bytes_of(engine, workspace))
+    assert_accurate(engine, problem, CLIPPED, weights, workspace=bytes_of(engine, workspace))
 
 
 @pytest.mark.parametrize(
@@ -109,17 +109,17 @@ def test_any_workspace_is_as_accurate_as_full_logits(engine: Engine, workspace: 
 def test_an_objective_of_the_entropy_is_as_accurate_as_full_logits(engine: Engine, workspace: str) -> None:
     problem, objective, weights = engine.problem(10.0), OBJECTIVES["nonlinear in both"], sparse_weights(engine.shape[0])
     options: dict[str, Any] = {"temperature": 0.8, "softcap": 4.0, "workspace": bytes_of(engine, workspace)}
-    judge(engine, problem, objective, weights, **options)
+    assert_accurate(engine, problem, objective, weights, **options)
 
 
 def test_waves_with_temperature_and_softcap_on_tpus_are_as_accurate_as_full_logits() -> None:
     """In float32."""
     options: dict[str, Any] = {"temperature": 0.8, "softcap": 4.0, "workspace": WAVES}
-    judge(TPU_F32, TPU_F32.problem(10.0), CROSS_ENTROPY, sparse_weights(300), **options)
+    assert_accurate(TPU_F32, TPU_F32.problem(10.0), CROSS_ENTROPY, sparse_weights(300), **options)
 
 
 def test_a_last_step_without_columns_on_tpus_is_as_accurate_as_full_logits() -> None:
-    judge(TPU, TPU.problem(shape=(40, 326, 200)), CROSS_ENTROPY, jnp.ones(40), workspace=ALL)
+    assert_accurate(TPU, TPU.problem(shape=(40, 326, 200)), CROSS_ENTROPY, jnp.ones(40), workspace=ALL)
 
 
 @every_engine
@@ -154,7 +154,7 @@ def test_a_nan_in_a_row_that_counts_is_not_hidden(engine: Engine, workspace: str
 def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine, side: int) -> None:
     """Without the weight's gradient nothing is kept; without that of hidden, no expectation of W is computed."""
     problem, operands = engine.problem(), operands_for(engine.problem(), CLIPPED)
-    both = judge(engine, problem, CLIPPED, jnp.ones(engine.shape[0]), workspace=ALL)
+    both = assert_accurate(engine, problem, CLIPPED, jnp.ones(engine.shape[0]), workspace=ALL)
 
     def loss(x: jax.Array) -> jax.Array:
         sides = [x if i == side else y for i, y in enumerate(problem[:2])]
@@ -195,7 +195,7 @@ def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_
 def test_a_rare_word_gets_its_gradient_though_logits_are_kept_in_float16(workspace: int) -> None:
     """Its probabilities are as small as 1e-20 of the largest, which in float16 would be 0."""
     problem = GPU.problem(30.0)
-    got = judge(GPU, problem, CROSS_ENTROPY, jnp.ones(N), workspace=workspace).rows.weight.astype(jnp.float32)
+    got = assert_accurate(GPU, problem, CROSS_ENTROPY, jnp.ones(N), workspace=workspace).rows.weight.astype(jnp.float32)
     want = exact_loss(*problem, CROSS_ENTROPY, weights=jnp.ones(N)).rows.weight
     size = np.linalg.norm(want, axis=1)
     rare = ~np.isin(np.arange(V), problem.labels) & (size < 1e-4 * size.max())
@@ -207,7 +207,7 @@ def test_a_rare_word_gets_its_gradient_though_logits_are_kept_in_float16(workspa
 def test_waves_that_add_to_one_sum_are_as_accurate_as_full_logits() -> None:
     """Room for logits of some rows, and for the float32 sum that a narrower gradient needs."""
     problem = GPU.problem(shape=(400, V, D))
-    judge(GPU, problem, CLIPPED, jnp.linspace(-1, 2, 400), workspace=SOME_ROWS + SUM)
+    assert_accurate(GPU, problem, CLIPPED, jnp.linspace(-1, 2, 400), workspace=SOME_ROWS + SUM)
 
 
 @needs_interpreter

@@ -76,7 +76,7 @@ def plainly(scalar: Callable[..., Any]) -> Any:
 
 
 def assert_near(got: Any, want: Any) -> None:
-    """Of each array, within 1 part in 50,000 of its largest number: another order of the same sums."""
+    """Asserts that arrays differ by at most 1 part in 50,000 of the largest number: another order of the same sums."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.max(np.abs(y), initial=1.0))
 

@@ -41,7 +41,7 @@ def run(engine: Engine, problem: Problem, cotangents: TokenLogprobs, **options: 
         return jax.block_until_ready(values_and_gradients(*problem, cotangents, impl=engine.impl, **options))
 
 
-def judge(engine: Engine, problem: Problem, cotangents: TokenLogprobs | None = None, **options: Any) -> Plain:
+def assert_accurate(engine: Engine, problem: Problem, cotangents: TokenLogprobs | None = None, **options: Any) -> Plain:
     """Values and gradients, after they were found as accurate as those of full logits."""
     if cotangents is None:
         cotangents = random_cotangents(len(problem.labels))
@@ -64,25 +64,25 @@ def judge(engine: Engine, problem: Problem, cotangents: TokenLogprobs | None = N
     ],
 )
 def test_any_size_is_as_accurate_as_full_logits(engine: Engine, shape: tuple[int, int, int]) -> None:
-    judge(engine, engine.problem(shape=shape))
+    assert_accurate(engine, engine.problem(shape=shape))
 
 
 @every_engine_and_dtype
 @pytest.mark.parametrize("softmax", SCALES)
 def test_any_softmax_is_as_accurate_as_full_logits(engine: Engine, softmax: str) -> None:
-    judge(engine, engine.problem(SCALES[softmax]))
+    assert_accurate(engine, engine.problem(SCALES[softmax]))
 
 
 @every_engine
 @pytest.mark.parametrize("cotangent", ["logprob", "lse", "entropy"])
 def test_each_output_has_its_gradient(engine: Engine, cotangent: str) -> None:
-    judge(engine, engine.problem(), random_cotangents(engine.shape[0], cotangent))
+    assert_accurate(engine, engine.problem(), random_cotangents(engine.shape[0], cotangent))
 
 
 @every_engine_and_dtype
 @pytest.mark.parametrize("make", [planted_problem, tied_problem])
 def test_exact_matches_and_ties_at_10000_are_as_accurate_as_full_logits(engine: Engine, make: Any) -> None:
-    judge(engine, make(engine.dtype, 1e4, engine.shape))
+    assert_accurate(engine, make(engine.dtype, 1e4, engine.shape))
 
 
 @every_engine
@@ -93,14 +93,14 @@ def test_logits_that_rise_and_fall_from_tile_to_tile_are_as_accurate_as_full_log
     steps = jnp.stack([column, -column, jnp.where(column > v - 5, 500.0, 0.0)])
     weight = weight.at[:, :3].set(steps.T.astype(engine.dtype))
     hidden = hidden.at[:, :3].set(jnp.eye(3, dtype=engine.dtype)[np.arange(n) % 3])
-    judge(engine, Problem(hidden, weight, labels))
+    assert_accurate(engine, Problem(hidden, weight, labels))
 
 
 @every_engine
 def test_logits_far_below_zero_are_as_accurate_as_full_logits(engine: Engine) -> None:
     """A column past the vocabulary, whose product is 0, would have the largest of all logits."""
     hidden, weight, labels = engine.problem()
-    judge(engine, Problem(hidden.at[:, 0].set(30), weight.at[:, 0].set(-10), labels))
+    assert_accurate(engine, Problem(hidden.at[:, 0].set(30), weight.at[:, 0].set(-10), labels))
 
 
 @every_engine
@@ -109,7 +109,7 @@ def test_a_certain_label_has_logprob_and_entropy_zero_and_no_gradient(engine: En
     eye = jnp.eye(d, dtype=engine.dtype)
     labels = jnp.arange(n, dtype=jnp.int32) % d
     problem = Problem(10240 * eye[labels], jnp.zeros((v, d), engine.dtype).at[:d].set(eye), labels)
-    got = judge(engine, problem, TokenLogprobs(jnp.ones(n), jnp.zeros(n), jnp.ones(n)))
+    got = assert_accurate(engine, problem, TokenLogprobs(jnp.ones(n), jnp.zeros(n), jnp.ones(n)))
     assert not np.any([got.logprob, got.entropy])
     np.testing.assert_array_equal(got.lse, 10240)
     assert not np.any(got.hidden)
@@ -176,7 +176,7 @@ def test_the_softcap_comes_first_then_a_temperature_that_may_be_traced(engine: E
 def test_labels_at_the_edges_of_tiles_and_vocabulary_are_found(engine: Engine) -> None:
     n, v, _ = engine.shape
     edges = np.asarray([*np.arange(0, v, 64), *np.arange(0, v, 64) + 1, *np.arange(64, v, 64) - 1, v - 1])
-    judge(engine, engine.problem()._replace(labels=jnp.asarray(np.resize(edges, n), jnp.int32)))
+    assert_accurate(engine, engine.problem()._replace(labels=jnp.asarray(np.resize(edges, n), jnp.int32)))
 
 
 @every_engine
@@ -199,7 +199,7 @@ def test_a_traced_label_outside_of_the_vocabulary_hits_nothing(engine: Engine) -
 # --- rows that don't count ---
 
 
-def judge_masked(engine: Engine, problem: Problem, given: Problem, live: np.ndarray) -> None:
+def assert_accurate_where(engine: Engine, problem: Problem, given: Problem, live: np.ndarray) -> None:
     n = len(live)
     poison = TokenLogprobs(*(jnp.where(live, x, jnp.nan) for x in random_cotangents(n)))
     got = run(engine, given, poison, where=jnp.asarray(live))
@@ -213,14 +213,14 @@ def judge_masked(engine: Engine, problem: Problem, given: Problem, live: np.ndar
 @pytest.mark.parametrize("rows", MASKS)
 def test_rows_left_out_give_zeros_and_leak_nothing(engine: Engine, rows: str) -> None:
     live, problem = engine.live(rows), engine.problem()
-    judge_masked(engine, problem, poisoned(problem, ~live), live)
+    assert_accurate_where(engine, problem, poisoned(problem, ~live), live)
 
 
 @every_engine_and_dtype
 def test_rows_left_out_of_a_saturated_softmax_give_zeros_and_leak_nothing(engine: Engine) -> None:
     """Their places hold other rows without statistics: exponentials of 1e4 must not meet their zeros."""
     problem = engine.problem(SCALES["saturated"])
-    judge_masked(engine, problem, problem, engine.live("scattered, less than a block"))
+    assert_accurate_where(engine, problem, problem, engine.live("scattered, less than a block"))
 
 
 @every_engine
@@ -325,9 +325,9 @@ def test_any_number_of_multiprocessors_is_as_accurate(multiprocessors: int) -> N
 @pytest.mark.parametrize("seconds", [1e-6, 1e-2])
 def test_threads_that_take_turns_otherwise_give_the_same_bits_without_a_race(seconds: float) -> None:
     problem, before = GPU.problem(), sys.getswitchinterval()
-    calm = judge(GPU, problem)
+    calm = assert_accurate(GPU, problem)
     sys.setswitchinterval(seconds)
     try:
-        jax.tree.map(np.testing.assert_array_equal, judge(GPU, problem), calm)
+        jax.tree.map(np.testing.assert_array_equal, assert_accurate(GPU, problem), calm)
     finally:
         sys.setswitchinterval(before)

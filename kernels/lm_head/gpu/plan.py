@@ -1,4 +1,4 @@
-"""What a workspace is spent on by the head on Hopper GPUs: logits of columns or rows that are kept, and larger chunks.
+"""The head's use of a workspace on Hopper GPUs: logits of columns or rows that are kept, and larger chunks.
 
 What the workspace keeps comes on top of what the memory of dW does (`kept_logits.py`).
 

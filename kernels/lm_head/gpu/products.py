@@ -50,8 +50,8 @@ class Operand(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a kernel computes: strips, each of neighbouring tiles that one cluster computes in order, carrying values
-    from each tile to the next. The numbers may be known on the device alone."""
+    """The strips that a kernel computes: neighbouring tiles that one cluster computes in order, carrying values from
+    each tile to the next. The numbers may be known on the device alone."""
 
     strips: Scalar
     place: Callable[[Scalar], tuple[Scalar, Scalar, Scalar]]

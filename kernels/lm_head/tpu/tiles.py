@@ -40,7 +40,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What the choice of tiles depends on: a kernel, and sizes and dtypes of its arguments."""
+    """A kernel, and the sizes and dtypes of its arguments: the choice of tiles depends on these."""
 
     kernel: Kernel
     tokens: int
@@ -180,7 +180,7 @@ def obstacle(case: Case) -> str | None:
 
 
 def best(case: Case, capacity: int) -> Tiles | None:
-    """Of the tiles that fit `capacity` bytes and move about the least, those that best hide the softmax."""
+    """The tiles that best hide the softmax, among those that fit `capacity` bytes and move about the least."""
     fit = candidates(case, capacity)
     if not fit:
         return None
