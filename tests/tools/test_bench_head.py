@@ -128,8 +128,8 @@ def test_a_process_that_fails_has_a_status_and_a_reason(monkeypatch, tmp_path, c
     ("arguments", "reason"),
     [
         (["--methods", "nonsense"], "--methods: no method has 'nonsense' in its name; there are: "),
-        (["--live", "0"], "argument --live: '0' is not a number above 0, at most 1"),
-        (["--limit", "-1"], "argument --limit: '-1' is not a number above 0"),
+        (["--live", "0"], "--live: 0 is not a number above 0, at most 1"),
+        (["--limit", "-1"], "--limit: -1 is not a number above 0"),
         (["--shape", "8,0,8"], "argument --shape: '8,0,8' has a size that isn't from 1 to 2147483647"),
         (["--preset", "hopper", "--shape", "8,8,8"], "--preset: is a list of shapes, as --shape is; give one of them"),
         (["--plot", "curves"], "--plot: curves: the name has to end in .png, .svg, .pdf"),

@@ -9,7 +9,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from strict_tpu import strict_interpreter
+from jax.experimental.pallas import tpu as pltpu
 
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import SHARED_MEMORY, Tiles
@@ -199,25 +199,24 @@ def hasty(monkeypatch):
     monkeypatch.setattr(tune_child, "LEAST", 0.0)
 
 
-def test_a_correct_engine_has_times_and_small_errors(capsys, hasty):
-    tune_child.time_entries([64, 16, 300], "bfloat16", "gpu", [gpu_entry(4)], engine="xla", rounds=1)
+def test_a_correct_engine_has_times_and_no_errors(capsys, hasty):
+    tune_child.time_entries([64, 16, 300], "bfloat16", "weight", [tpu_entry(128)], engine="xla", rounds=1)
     [answer] = answers(capsys)
     assert answer["errors"] == dict.fromkeys(tune_child.TOLERANCE, 0)
-    assert set(answer["seconds"]) == set(answer["xla_seconds"]) == set(tune.ON_GPU)
+    assert set(answer["seconds"]) == set(answer["xla_seconds"]) == {"no workspace"}
 
 
-def test_a_trial_runs_the_kernel_with_the_entry_s_tiles(capsys, hasty, monkeypatch):
-    seen = []
-    choose = tpu_tiles.choose
+def test_a_trial_runs_the_kernel_with_the_entry_s_tiles(capsys, monkeypatch):
+    seen, choose = [], tpu_tiles.choose
     monkeypatch.setattr(tpu_tiles, "choose", lambda case: seen.append((case.kernel, choose(case))) or seen[-1][1])
-    entry = {**tpu_entry(128), "device": tpu_tiles.chip(), "features": 128}
+    monkeypatch.setattr(tune_child, "medians", lambda calls, rounds: dict.fromkeys(calls, 1.0))
+    entry = {**tpu_entry(128, "forward"), "device": tpu_tiles.chip(), "features": 128}
     entry["tiles"] = {"rows": 128, "columns": 128, "step": 128}
-    monkeypatch.setattr(tune_child, "TOLERANCE", dict.fromkeys(tune_child.TOLERANCE, 0.05))
-    with strict_interpreter():
-        tune_child.time_entries([100, 128, 300], "bfloat16", "weight", [entry], rounds=1)
+    with pltpu.force_tpu_interpret_mode():
+        tune_child.time_entries([100, 128, 300], "bfloat16", "statistics", [entry])
     [answer] = answers(capsys)
-    assert set(answer["seconds"]) == {"no workspace"}
-    assert ("weight", tpu_tiles.Tiles(128, 128, 128)) in seen
+    assert set(answer["errors"]) == {"loss", "statistics"}
+    assert ("forward", tpu_tiles.Tiles(128, 128, 128)) in seen
 
 
 @pytest.mark.parametrize(

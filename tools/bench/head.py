@@ -20,6 +20,7 @@ Leaves out several devices. Exit codes: 0 done, 2 an error that one line explain
 
 import argparse
 import json
+import math
 import os
 import shlex
 import sys
@@ -47,7 +48,6 @@ LEAST = 0.05
 """Seconds of a turn, so that the clock and the start of the calls don't count."""
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "tokamax", "torch", "triton", "liger-kernel", "cut-cross-entropy")
 PACKAGES += ("google-tunix",)
-FOREVER = 10.0**9
 LIMIT = "--limit: the time was used up"
 
 Shape = tuple[int, int, int]
@@ -108,20 +108,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--preset", choices=sorted(PRESETS), help="a list of shapes, what matters most first")
     add("--dtype", choices=("float32", "bfloat16"), help="default on a CPU float32, else bfloat16")
-    add("--live", type=share, nargs="+", metavar="SHARE", help="shares of rows that count (default 1 0.5 0.25, CPU: 1)")
+    add("--live", type=float, nargs="+", metavar="SHARE", help="shares of rows that count (default 1 0.5 0.25, CPU: 1)")
     add("--methods", nargs="+", metavar="TEXT", help="only those whose name has one of these in it")
-    add("--limit", type=positive, metavar="SECONDS", help="end by then; the table says what was left out")
-    add("--timeout", type=positive, default=300.0, metavar="SECONDS", help="for one method, all shares (default 300)")
+    add("--limit", type=float, metavar="SECONDS", help="end by then; the table says what was left out")
+    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one method, all shares (default 300)")
     add("--target", metavar="CHIP", help="compile for this TPU, as in v6e, and time nothing (make aot installs libtpu)")
     add("--repeats", type=int, help="rounds timed, after one that is not (default on a CPU 5, else 10)")
     add("--seed", type=int, default=0, help="seed of the random inputs (default 0)")
     add("--json", type=Path, metavar="FILE", help="write the figures there too, as they become known")
     add("--plot", type=Path, metavar="FILE", help="draw time against memory there (.png, .svg, .pdf)")
     options = parser.parse_args(arguments)
-    if options.repeats is not None and options.repeats < 1:
-        raise UserError(f"--repeats: {options.repeats} rounds give no time, 1 is the least")
-    if not 0 <= options.seed < 2**31:
-        raise UserError(f"--seed: {options.seed} is not from 0 to {2**31 - 1}")
+    for share in options.live or []:
+        if not 0 < share <= 1:
+            raise UserError(f"--live: {share:g} is not a number above 0, at most 1")
+    for name in ("limit", "timeout", "repeats"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{name}: {value:g} is not a number above 0")
+    if options.seed < 0:
+        raise UserError(f"--seed: {options.seed} is below 0")
     if options.shape and options.preset:
         raise UserError("--preset: is a list of shapes, as --shape is; give one of them")
     for name in ("plot", "methods", "live", "limit", "dtype", "repeats"):
@@ -145,24 +150,6 @@ def shapes_of(text: str) -> list[Shape]:
     if not 1 <= min(tokens, features, vocabulary) <= max(tokens, features, vocabulary) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} has a size that isn't from 1 to {2**31 - 1}")
     return [(tokens, features, vocabulary)]
-
-
-def share(text: str) -> float:
-    return number(text, 1.0, f"{text!r} is not a number above 0, at most 1")
-
-
-def positive(text: str) -> float:
-    return number(text, FOREVER, f"{text!r} is not a number above 0")
-
-
-def number(text: str, most: float, refusal: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found <= most:
-        raise argparse.ArgumentTypeError(refusal)
-    return found
 
 
 def chosen_shapes(options: argparse.Namespace, default: Shape) -> list[Shape]:
@@ -219,7 +206,7 @@ def run(options: argparse.Namespace) -> None:
         UserError: there is no device, or nothing could be measured.
     """
     with tempfile.TemporaryDirectory() as folder:
-        children = Children(options.limit or FOREVER, options.timeout, Path(folder))
+        children = Children(options.limit or math.inf, options.timeout, Path(folder))
         probe = children.start({"task": "device"})
         if probe.status != "measured":
             raise UserError(f"JAX finds no device to measure on: {probe.reason}")

@@ -76,13 +76,13 @@ def lines(table: dict[str, Any]) -> list[str]:
     result = [f"{subject}, {table['dtype']}, {table['live']:.0%} of the rows count: {table['rows']}"]
     if measured:
         heads = ["ms", "/three", "/four", "TFLOP/s", "peak MiB", "temp MiB", "loss", "dh", "dW"]
-        sizes = [10, 7, 7, 8, 10, 10, 9, 9, 9]
+        sizes = [10, 7, 7, 9, 10, 10, 9, 9, 9]
         result.append(" " * width + "".join(f"{head:>{size}}" for head, size in zip(heads, sizes, strict=True)))
     for through in ("XLA", "torch"):
         for number, seconds in bare_products(table, through).items():
             rate = {"three": 3, "four": 4}[number] * product_flops(table) / seconds / 1e12
             name = f"{number} bare products, {through}"
-            result.append(f"{name:{width}}{1e3 * seconds:10.2f}{'':14}{rate:8.3g}".rstrip())
+            result.append(f"{name:{width}}{1e3 * seconds:10.2f}{'':14}{rate:9.3g}".rstrip())
     result += [f"{row['method']:{width}}{cells(row)}" for row in measured]
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in table["methods"]:
@@ -95,7 +95,7 @@ def cells(row: dict[str, Any]) -> str:
     peak = "-" if row["peak_bytes"] is None else f"{'≤' * row['peak_is_bound']}{row['peak_bytes'] / 2**20:.0f}"
     temporaries = "-" if row["temp_bytes"] is None else f"{row['temp_bytes'] / 2**20:.1f}"
     errors = "".join(f"{'nan' if x is None else format(x, '.1e'):>9}" for x in row["errors"].values())
-    times = f"{1e3 * row['seconds']:10.2f}{row['ratio_to_three']:7.2f}{row['ratio_to_four']:7.2f}{row['tflops']:8.3g}"
+    times = f"{1e3 * row['seconds']:10.2f}{row['ratio_to_three']:7.2f}{row['ratio_to_four']:7.2f}{row['tflops']:9.3g}"
     return f"{times}{peak:>10}{temporaries:>10}{errors}"
 
 
@@ -122,16 +122,13 @@ def draw(results: Sequence[dict[str, Any]], heading: str, out: Path) -> None:
     tables = [table for table in results if points(table)]
     if not tables:
         return
-    shapes = list(dict.fromkeys((table["N"], table["D"], table["V"]) for table in tables))
-    lives = sorted({table["live"] for table in tables}, reverse=True)
+    columns = len({table["live"] for table in tables})
+    lines = -(-len(tables) // columns)
     names = list(dict.fromkeys(name for table in tables for name in points(table)))
-    size = (4.4 * len(lives) + 3.4, max(3.4 * len(shapes), 0.26 * len(names) + 1.2))
-    figure, axes = plt.subplots(len(shapes), len(lives), figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat:
-        axis.set_visible(False)
-    for table in tables:
-        place = shapes.index((table["N"], table["D"], table["V"])), lives.index(table["live"])
-        draw_panel(axes[place], table, names)
+    size = (4.4 * columns + 3.4, max(3.4 * lines, 0.26 * len(names) + 1.2))
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis, table in zip(axes.flat, tables, strict=False):
+        draw_panel(axis, table, names)
     handles = {text: line for axis in axes.flat for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(list(handles.values()), list(handles), loc="outside right upper", frameon=False, fontsize=9)
     figure.suptitle(heading, fontsize=10, x=0.01, ha="left")
@@ -144,20 +141,16 @@ def draw(results: Sequence[dict[str, Any]], heading: str, out: Path) -> None:
 
 
 def draw_panel(axis: Any, table: dict[str, Any], names: Sequence[str]) -> None:
-    axis.set_visible(True)
-    families = list(dict.fromkeys(name.split(",")[0] for name in names))
-    found, bare = points(table), bare_products(table, "XLA")
-    for name, (memory, milliseconds) in found.items():
-        color, marker = f"C{families.index(name.split(',')[0]) % 10}", MARKERS[names.index(name) % len(MARKERS)]
-        axis.plot([memory], [milliseconds], label=name, marker=marker, color=color, linestyle="none", markersize=8)
-    for (number, seconds), style in zip(bare.items(), ("--", ":"), strict=False):
+    for name, (memory, milliseconds) in points(table).items():
+        place = names.index(name)
+        axis.plot([memory], [milliseconds], MARKERS[place % len(MARKERS)], color=f"C{place % 10}", label=name)
+    for (number, seconds), style in zip(bare_products(table, "XLA").items(), ("--", ":"), strict=False):
         axis.axhline(1e3 * seconds, color="black", linewidth=1, linestyle=style, label=f"{number} bare products")
+    shape = title((table["N"], table["D"], table["V"]))
+    axis.set_title(f"{shape}\n{table['live']:.0%} of the rows count", fontsize=10, loc="left")
     axis.set_xscale("log")
-    axis.set_xlim(0.7, 2 * max(memory for memory, _ in found.values()))
-    axis.set_ylim(0, 1.1 * max([milliseconds for _, milliseconds in found.values()] + [1e3 * x for x in bare.values()]))
-    axis.set_title(
-        f"{title((table['N'], table['D'], table['V']))}\n{table['live']:.0%} of the rows count", fontsize=10, loc="left"
-    )
+    axis.set_xlim(left=0.7)
+    axis.set_ylim(bottom=0)
     axis.set_xlabel("MiB beside arguments and results")
     axis.set_ylabel("ms")
     axis.grid(alpha=0.25)
