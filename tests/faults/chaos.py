@@ -16,6 +16,7 @@ that was never synced.
 
 import argparse
 import logging
+import multiprocessing
 import os
 import random
 import shutil
@@ -35,9 +36,6 @@ from mllm.errors import ArgumentParser, UserError, command, run_main
 KILLS, SHORT = 60, 6
 PATHS = [str(Path(__file__).parents[up]) for up in (0, 1, 2)]
 """The folders from which trainers and this process import: a script sees only its own."""
-PHASES = ("start", "restore", "data", "rollout", "reward", "logprob", "update", "eval", "metrics", "save", "wait")
-"""The order of rows in the table."""
-
 Fault = Callable[[Series], None]
 
 
@@ -106,28 +104,25 @@ def campaign(kills: int, seed: int, keep: bool) -> list[Trial]:
     every = {name: Series(name, folder, rng) for name in sorted({name for name, _, _ in planned})}
     for stop in (signal.SIGTERM, signal.SIGINT):
         signal.signal(stop, lambda number, frame: sys.exit(128 + number))
+    steps: list[tuple[str, str, Fault]] = [
+        *((name, "undisturbed", Series.run_undisturbed) for name in every),
+        *planned,
+        *((name, "to its end", Series.finish) for name in every),
+    ]
     lost = True
     try:
-        with tqdm(total=len(planned) + 2 * len(every), unit="fault", dynamic_ncols=True, smoothing=0.05) as bar:
-            for name, series in every.items():
-                bar.set_description(f"{name}, undisturbed")
-                series.run_undisturbed()
-                bar.update()
-            for name, fault, act in planned:
-                bar.set_description(f"{name}, {fault}")
-                try:
-                    act(every[name])
-                except TimeoutError as error:
-                    every[name].trials.append(Trial(fault, hit="hung", workload=name))
-                    every[name].close(f"{every[name].run_dir}: {error}")
-                bar.update()
-            for name, series in every.items():
-                bar.set_description(f"{name}, to its end")
-                series.finish()
-                bar.update()
+        for name, fault, act in (bar := tqdm(steps, unit="fault", dynamic_ncols=True, smoothing=0.05)):
+            bar.set_description(f"{name}, {fault}")
+            try:
+                act(every[name])
+            except TimeoutError as error:
+                every[name].trials.append(Trial(fault, hit="hung", workload=name))
+                every[name].close(f"{every[name].run_dir}: {error}")
         trials = [trial for series in every.values() for trial in series.finished]
         lost = any(trial.failure for trial in trials)
     finally:
+        for running in multiprocessing.active_children():  # none, unless the campaign is broken off
+            running.kill()
         if keep or lost:
             print(f"kept: {folder}", file=sys.stderr)
         else:
@@ -138,7 +133,7 @@ def campaign(kills: int, seed: int, keep: bool) -> list[Trial]:
 def table(trials: Sequence[Trial]) -> Iterator[str]:
     """A row for each fault and the phase in which it fell, or what it damaged; then what holds for all of them."""
     rows: dict[tuple[str, str], list[Trial]] = {}
-    for trial in sorted(trials, key=lambda trial: (trial.fault != "kill -9", trial.fault, place(trial))):
+    for trial in sorted(trials, key=lambda trial: (trial.fault != "kill -9", trial.fault, trial.hit)):
         rows.setdefault((trial.fault, trial.hit), []).append(trial)
     yield f"{'fault':<18} {'in':<14} {'SFT':>4} {'GRPO':>5} {'survived':>9}   {'steps done again':<18}"
     yield f"{'':<52}   {'mean':>6} {'most':>5}"
@@ -152,26 +147,18 @@ def table(trials: Sequence[Trial]) -> Iterator[str]:
     yield f"{'all':<18} {'':<14} {'':>4} {len(trials):>5} {survived:>9}"
     aimed = [trial for trial in trials if trial.aimed]
     yield f"\nfell in the phase aimed at: {sum(trial.aimed == trial.hit for trial in aimed)} of {len(aimed)}"
-    gone = [trial.seconds[GONE] for trial in trials if GONE in trial.seconds]
-    yield f"all that a trainer had started was gone {max(gone, default=0):.2f} s after it, at most"
+    gone = max(trial.seconds.get("all processes gone", 0) for trial in trials)
+    yield f"all that a trainer had started was gone {gone:.2f} s after it, at most"
     for trial in trials:
         if trial.failure:
             yield f"LOST  {trial.fault}, {trial.hit}: {trial.failure}"
-
-
-GONE = "all processes gone"
-
-
-def place(trial: Trial) -> int:
-    order = [*PHASES, *faults.DAMAGES]
-    return order.index(trial.hit) if trial.hit in order else len(order)
 
 
 def remarks(trials: Sequence[Trial]) -> str:
     """What the trials of one row have in common: remarks with their number, and the longest times."""
     said = [remark for trial in trials for remark in trial.remarks]
     words = [f"{said.count(remark)} {remark}" for remark in sorted({*said})]
-    for name in ("noticed", "left"):
+    for name in ("noticed", "ended"):
         if seconds := [trial.seconds[name] for trial in trials if name in trial.seconds]:
             words.append(f"{name} in {max(seconds):.2f} s")
     return "; ".join(words)

@@ -4,10 +4,10 @@ A small GRPO run, with its rewards in their process, evaluations and checkpoints
 memory, file handles, threads, children, live JAX arrays, compilations and seconds are sampled; after a warm-up of a
 quarter of the steps none of them may grow.
 
-The samples are cut into blocks; a block counts by its least value, by its median for seconds. A line is laid through
-the blocks (Theil-Sen: the median of all slopes between two blocks, which a disturbed block does not move) with its 95 %
-interval. A quantity grows if the whole interval lies above its limit, and is flat if the whole interval lies below;
-else, or with fewer than 500 steps, nobody can tell. Quantities with the limit 0 may not grow at all.
+The samples are cut into blocks, each of which counts by its least value. A line is laid through the blocks (Theil-Sen:
+the median of all slopes between two blocks, which a disturbed block does not move) with its 95 % interval. A quantity
+grows if the whole interval lies above its limit, and is flat if the whole interval lies below; else, or with fewer than
+500 steps, nobody can tell. Quantities with the limit 0 may not grow at all.
 
 Exit codes: 0 nothing grows, 1 something does, 2 bad arguments. Linux only. Left out: the device's memory.
 """
@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,29 +38,18 @@ BLOCKS = 25
 ENOUGH = 500
 """Steps after the warm-up; with fewer, memory and speed still settle."""
 
-
-class Limit(NamedTuple):
-    """How much a quantity may grow in a thousand steps."""
-
-    most: float
-    """In units; for a relative limit a share of the first block's value."""
-    unit: str = ""
-    scale: float = 1
-    """Units in one of what is sampled."""
-    relative: bool = False
-
-
 LIMITS = {
-    "Python's blocks": Limit(10.0, "1,000", 1e-3),
-    "memory": Limit(8.0, "MiB", 2.0**-20),
-    "memory of children": Limit(1.0, "MiB", 2.0**-20),
-    "seconds of a step": Limit(0.05, "ms", 1e3, relative=True),
-    "file handles": Limit(0),
-    "threads": Limit(2.0),  # pools fill slowly
-    "children": Limit(0),
-    "live arrays": Limit(0),
-    "compilations": Limit(0),
+    "Python's blocks": (10.0, "1,000", 1e-3),
+    "memory": (8.0, "MiB", 2.0**-20),
+    "memory of children": (1.0, "MiB", 2.0**-20),
+    "seconds of a step": (0.4, "ms", 1e3),
+    "file handles": (0.0, "", 1),
+    "threads": (2.0, "", 1),  # pools fill slowly
+    "children": (0.0, "", 1),
+    "live arrays": (0.0, "", 1),
+    "compilations": (0.0, "", 1),
 }
+"""By quantity: how much it may grow in a thousand steps, in which unit, and the units in one of what is sampled."""
 
 
 @command
@@ -151,21 +139,19 @@ def private_bytes(pid: str) -> int:
 
 def report(name: str, values: np.ndarray) -> str:
     """Print a quantity's row; returns `flat`, `grows` or `can't tell`."""
-    limit = LIMITS[name]
+    most, unit, scale = LIMITS[name]
     count = min(BLOCKS, len(values) // 4)
     cuts = [round(len(values) * i / count) for i in range(count + 1)]
-    level = median if limit.relative else min
-    blocks = [limit.scale * level(values[begin:end]) for begin, end in pairwise(cuts)]
+    blocks = [scale * min(values[begin:end]) for begin, end in pairwise(cuts)]
     middles = [(begin + end) / 2000 for begin, end in pairwise(cuts)]
     slope, _, low, high = map(float, theilslopes(blocks, middles, 0.95))
-    most = limit.most * (blocks[0] if limit.relative else 1)
     if most == 0:
         verdict = "grows" if blocks[-1] > blocks[0] else "flat"
     elif len(values) < ENOUGH or low <= most <= high:
         verdict = "can't tell"
     else:
         verdict = "grows" if low > most else "flat"
-    label, interval = f"{name} ({limit.unit})" if limit.unit else name, f"{low:.3f} .. {high:.3f}"
+    label, interval = f"{name} ({unit})" if unit else name, f"{low:.3f} .. {high:.3f}"
     print(f"{label:<26} {blocks[0]:>9.2f} {blocks[-1]:>9.2f}   {slope:>8.3f} {interval:^21} {most:>7.2f}   {verdict}")
     return verdict
 

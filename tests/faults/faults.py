@@ -67,10 +67,10 @@ def send(series: Series, trainer: Trainer, number: signal.Signals, trial: Trial)
         return False
     trial.hit = next((phase for seconds, phase in reversed(trainer.marks) if seconds <= sent), "start")
     saved = (seconds for seconds, phase in trainer.marks if seconds > sent and phase in ("save", "wait", END))
-    trial.seconds |= {"noticed": next(saved, gone) - sent, "left": gone - sent}
+    trial.seconds |= {"noticed": next(saved, gone) - sent, "ended": gone - sent}
     series.record(trial, trainer)
     second = not trial.aimed and trial.hit != END  # at its end it has all but left
-    late = trial.seconds["left" if second else "noticed"] > NOTICED and (second or trial.hit in PROMPT)
+    late = trial.seconds["ended" if second else "noticed"] > NOTICED and (second or trial.hit in PROMPT)
     if code not in (128 + number, -number):
         trial.failure = f"exit code {code} after {number.name} in {trial.hit}: {last_line(series.output)}"
     elif late:
@@ -87,15 +87,19 @@ def damage(series: Series, kind: str) -> None:
     spoil(folder / str(newest), kind, series.rng)
     trial = Trial("newest checkpoint", hit=kind, workload=series.name)
     series.trials.append(trial)
+    restored = []
     if series.rng.random() < 0.5:  # a kill while the damaged one is read or put aside
         trainer = series.launch()
         pause(series.rng.uniform(0, series.duration("start") + series.duration("restore")))
         trainer.kill(everything=True)
+        restored.append(trainer.restored)
     trainer = series.launch()
     trainer.follow("metrics")
-    if trainer.restored not in (None, newest):
+    restored.append(trainer.restored)
+    first = next((step for step in restored if step is not None), newest)
+    if first != newest:
         trial.remarks.append("noticed")
-        trial.redone = newest - trainer.restored
+        trial.redone = newest - first
     series.kill(trainer)
 
 
