@@ -1,7 +1,7 @@
-"""What flows from a source of data into the train step: one record, one row a sequence.
+"""The record that a source of data gives to the train step: arrays with a row for each sequence.
 
-Position t of a row predicts `labels[t]`, the token at t + 1; whatever is known of that token (its weight in the
-loss, its advantage, its log-probability under another policy) stands at t too.
+Position t of a row predicts `labels[t]`, the token at t + 1. That token's weight in the loss, its advantage and its
+log-probabilities under other policies are at t, too.
 """
 
 from typing import Any, NamedTuple
@@ -14,30 +14,30 @@ Floats = Float[Any, "B T"]
 
 
 class Batch(NamedTuple):
-    """The last four are None under SFT, or where nothing needs them."""
+    """The rows of an update. The last four arrays are None under SFT, or where the objective doesn't need them."""
 
     tokens: Ints
     positions: Ints
     """Rotary position within the token's own document."""
     segments: Ints
-    """Which document of the row a token belongs to, from 1; 0 is padding. Tokens attend within their segment only."""
+    """The number of the token's document in its row, from 1; 0 is padding. Tokens attend within their segment only."""
     labels: Ints
     """The next token; 0 where `weights` is 0."""
     weights: Floats
-    """Each token's share of the loss, already divided by the whole batch's denominator; 0 for prompts and padding.
-    The loss of a step is a plain sum over tokens, however the rows are split into micro-batches or over devices."""
+    """The label's weight in the loss, already divided by the whole batch's denominator; 0 for prompts and padding. So
+    the loss of a step is a plain sum over tokens, however the rows are split into micro-batches or over devices."""
     advantages: Floats | None = None
     sampler_logprobs: Floats | None = None
-    """Under the distribution that the token was sampled from (temperature, top-k and top-p applied), nats."""
+    """Log-probabilities under the distribution that was sampled from (temperature, top-k and top-p applied), nats."""
     old_logprobs: Floats | None = None
-    """Under the trainer's parameters before this rollout's first update; None: they are the current ones."""
+    """Log-probabilities under the parameters before this rollout's first update; None: those are the current ones."""
     reference_logprobs: Floats | None = None
 
 
 def padded_length(length: int, longest: int) -> int:
-    """The length that rows of `length` tokens are padded to: few different ones, so that little is compiled.
+    """The length that rows of `length` tokens are padded to: one of few, so that few programs are compiled.
 
-    A power of two, or the one between two of them: at most a third is padding beyond 16. Never more than `longest`.
+    It is a power of two, at least 16, or 3/4 of one, so that at most a third is padding; never more than `longest`.
     """
     power = 16
     while power < length:

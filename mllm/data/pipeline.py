@@ -2,21 +2,21 @@
 
     indices, in a new order each epoch -> tokens -> packed rows -> batch -> this process's rows -> prefetch
 
-Every process runs the whole pipeline and keeps its own rows. That costs a little time on the host and buys
-two things: the denominator of the loss is that of the whole batch without a word between processes, and the
-order of the data does not depend on how many there are. Packing is Grain's first-fit (examples are never
-split; the rows of a batch are filled together, and an example that fits in none of them opens the next
-batch), so the state is the number of examples consumed. Left out: streaming of data sets larger than memory,
-mixtures.
+Every process runs the whole pipeline and keeps its own rows. That costs a little time on the host, and has two
+advantages: every process knows the denominator of the whole batch's loss without communication, and the order of the
+data doesn't depend on the number of processes. Packing is Grain's first-fit (examples are never split; the rows of a
+batch are filled together, and an example that fits in none of them opens the next batch), so the position is the number
+of examples consumed. Leaves out streaming of data sets larger than memory, and mixtures.
 """
 
 import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grain
 import numpy as np
@@ -25,8 +25,8 @@ from jaxtyping import Int32
 
 from mllm.config.schema import DataConfig
 from mllm.data.batch import Batch, padded_length
-from mllm.data.records import Records, chat, hub_rows, json_lines
-from mllm.data.tasks import MOST_PROBLEMS, Example, Task, permuted
+from mllm.data.records import Records, hub_rows, json_lines, messages_of
+from mllm.data.tasks import MAX_LENGTH, Example, Task, permute_index
 from mllm.errors import UserError
 from mllm.model.tokenizer import Message, Tokenizer, encode_example, encode_prompt
 
@@ -35,42 +35,37 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Document = Int32[np.ndarray, "tokens 3"]
-"""A chat in tokens. Columns: the token, the next one, and whether to learn that: 1 where the assistant says it."""
+"""A chat in tokens. Columns: the token, the next token, and 1 where that is the assistant's and so learned, else 0."""
 
-REMEMBERED = 2**16
-"""Examples of a task that are kept in tokens; chat templates are slow."""
+CACHED_EXAMPLES = 2**16
+"""Examples of a task that are kept in tokens: chat templates are slow."""
 
 READ_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-"""All is in memory: one thread ahead of the training loop is enough."""
+"""Everything is in memory: one thread ahead of the training loop is enough."""
 
 
-class PromptBatch(NamedTuple):
+@dataclass(frozen=True)
+class PromptBatch:
+    """This process's prompts of a step."""
+
     examples: list[Example]
     tokens: list[list[int]]
 
 
-class Counts(NamedTuple):
-    """What was read from `data.source`."""
-
-    examples: int
-    skipped: int = 0
-    """Bad lines (`on_bad_line: skip`)."""
-    cut: int = 0
-    """Examples longer than `max_length`; of a task they are not counted."""
-
-
 class DataIterator(Generic[T]):
-    """Batches, and a position that continues them exactly, prefetching or not."""
+    """Batches, and a position from which another iterator continues exactly, with prefetching or without."""
 
     def __init__(
-        self, dataset: grain.IterDataset[tuple[T, int]], counts: Counts, epochs: int | None, prefetch: int
+        self, dataset: grain.IterDataset[tuple[T, int]], examples: int, epochs: int | None, prefetch: int
     ) -> None:
-        self.counts = counts
+        """`dataset` gives batches, each with its number of examples; an epoch has `examples` of them."""
+        self.examples = examples
         self.epochs = epochs
-        self.given = 0
+        self.consumed = 0
         self.ended = False
         self.batches = iter(ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=prefetch))
-        weakref.finalize(self, self.batches.close)  # or the garbage collector does it, in the very thread to be joined
+        # Otherwise the garbage collector may close it in the very thread that closing joins.
+        weakref.finalize(self, self.batches.close)
 
     def __iter__(self) -> "DataIterator[T]":
         return self
@@ -79,36 +74,36 @@ class DataIterator(Generic[T]):
         """The next batch.
 
         Raises:
-            StopIteration: the epochs are over. Examples that don't fill a last batch are left out, with a
-            warning. UserError: an example that was made on demand is too long.
+            StopIteration: the epochs are over. Examples that don't fill a last batch are left out, with a warning.
+            UserError: an example that was made on demand is too long.
         """
         try:
             batch, examples = next(self.batches)
         except StopIteration:
-            left = self.counts.examples * (self.epochs or 0) - self.given
+            left = self.examples * (self.epochs or 0) - self.consumed
             if left > 0 and not self.ended:
                 log.warning("data.epochs: the last %d examples did not fill a batch and were left out", left)
             self.ended = True
             raise
-        self.given += examples
+        self.consumed += examples
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the last batch given: JSON."""
-        return {"examples": self.counts.examples, "given": self.given, "pipeline": self.batches.get_state()}
+        """The position after the batches so far: JSON."""
+        return {"examples": self.examples, "given": self.consumed, "pipeline": self.batches.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue after the batch that `state` was taken at.
+        """Continue from a position that `get_state` gave.
 
         Raises:
-            UserError: the data has changed in length since then.
+            UserError: the number of examples has changed since then.
         """
-        if state["examples"] != self.counts.examples:
+        if state["examples"] != self.examples:
             raise UserError(
-                f"data: the run began with {state['examples']} examples and now there are {self.counts.examples}: "
+                f"data: the run began with {state['examples']} examples and now there are {self.examples}: "
                 "restore the data, or start a new run_dir"
             )
-        self.given = state["given"]
+        self.consumed = state["given"]
         self.batches.set_state(state["pipeline"])
 
 
@@ -122,10 +117,10 @@ def sft_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> DataIterator[Batch]:
-    """Batches of `batch_size` rows of up to `config.max_length` tokens, of which this process gets its share; in numpy.
+    """This process's share of batches of `batch_size` rows of up to `config.max_length` tokens, in numpy.
 
-    Weights are 1 over the number of the assistant's tokens in the whole batch, 0 elsewhere. Padding is token
-    0 in segment 0. The first batch is made at once, so that what is wrong with the data shows here.
+    Weights are 1 over the number of the assistant's tokens in the whole batch, and 0 elsewhere. Padding is token 0 in
+    segment 0. The first batch is made at once, so that what is wrong with the data is an error here.
 
     Raises:
         UserError: the source can't be read, a line is bad, or there are too few examples for one batch.
@@ -134,12 +129,12 @@ def sft_batches(
     document: Callable[[int], Document]
     if config.source == "task":
         assert task is not None
-        counts = Counts(examples=len(task.train))
-        document = lru_cache(REMEMBERED)(partial(solved, task, tokenizer, config.max_length))
+        examples = len(task.train)
+        document = lru_cache(CACHED_EXAMPLES)(partial(encode_solution, task, tokenizer, config.max_length))
     else:
-        documents, counts = read_documents(config, tokenizer)
-        document = documents.__getitem__
-    indices = order(counts.examples, config.epochs, seed if config.shuffle else None)
+        documents = read_documents(config, tokenizer)
+        examples, document = len(documents), documents.__getitem__
+    indices = example_indices(examples, config.epochs, seed if config.shuffle else None)
     packed = FirstFitPackIterDataset(
         indices.map(lambda index: {"document": document(index)}).to_iter_dataset(READ_IN_CALLER),
         length_struct={"document": config.max_length},
@@ -147,13 +142,13 @@ def sft_batches(
         shuffle_bins=False,
         max_sequences_per_bin=None if config.packing else 1,
     )
-    batches = packed.batch(batch_size, drop_remainder=True).map(lambda packs: assemble(packs, rows))
+    batches = packed.batch(batch_size, drop_remainder=True).map(lambda packs: make_batch(packs, rows))
     if next(iter(batches), None) is None:
         raise UserError(
-            f"data.source: {config.source} has {counts.examples} examples, too few for one batch in {config.epochs} "
+            f"data.source: {config.source} has {examples} examples, too few for one batch in {config.epochs} "
             "epochs: lower batch_size, or raise data.epochs"
         )
-    return DataIterator(batches, counts, config.epochs, config.prefetch)
+    return DataIterator(batches, examples, config.epochs, config.prefetch)
 
 
 def prompt_batches(
@@ -166,29 +161,28 @@ def prompt_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> DataIterator[PromptBatch]:
-    """Prompts of the task, for ever: each once in an epoch, in another order in each.
+    """This process's share of the task's prompts, for ever: each once in an epoch, in another order in each.
 
     Raises:
-        UserError: a prompt is longer than `max_prompt_length` tokens. Of problems that are made on demand
-        only some are
-            looked at here; the others raise when their turn comes.
+        UserError: a prompt is longer than `max_prompt_length` tokens. If problems are made on demand, only the first
+            hundred are checked here; a later one raises when its turn comes.
     """
     rows = process_rows(prompts_per_step, process_index, process_count, "batch_size / grpo.num_generations")
-    prompt = lru_cache(REMEMBERED)(partial(asked, task, tokenizer, max_prompt_length))
+    prompt = lru_cache(CACHED_EXAMPLES)(partial(encode_task_prompt, task, tokenizer, max_prompt_length))
     for index in range(len(task.train) if isinstance(task.train, list) else min(len(task.train), 100)):
         prompt(index)
 
-    def assemble_prompts(drawn: Sequence[tuple[Example, list[int]]]) -> tuple[PromptBatch, int]:
-        examples, tokens = zip(*drawn[rows], strict=True)
-        return PromptBatch(list(examples), list(tokens)), len(drawn)
+    def make_prompt_batch(prompts: Sequence[tuple[Example, list[int]]]) -> tuple[PromptBatch, int]:
+        examples, tokens = zip(*prompts[rows], strict=True)
+        return PromptBatch(list(examples), list(tokens)), len(prompts)
 
-    prompts = order(len(task.train), None, seed).map(prompt)
-    batches = prompts.batch(prompts_per_step, batch_fn=assemble_prompts).to_iter_dataset(READ_IN_CALLER)
-    return DataIterator(batches, Counts(len(task.train)), epochs=None, prefetch=2)
+    prompts = example_indices(len(task.train), None, seed).map(prompt)
+    batches = prompts.batch(prompts_per_step, batch_fn=make_prompt_batch).to_iter_dataset(READ_IN_CALLER)
+    return DataIterator(batches, len(task.train), epochs=None, prefetch=2)
 
 
 def process_rows(total: int, process_index: int, process_count: int, key: str) -> slice:
-    """The rows of a batch that belong to this process, of those between which the mesh shares them out."""
+    """This process's rows of a batch, if `process_count` processes share its `total` rows; `key` names that setting."""
     if total % process_count:
         below = total - total % process_count
         nearest = f"{below} or {below + process_count}" if below else str(process_count)
@@ -200,29 +194,28 @@ def process_rows(total: int, process_index: int, process_count: int, key: str) -
     return slice(process_index * share, (process_index + 1) * share)
 
 
-def order(count: int, epochs: int | None, seed: int | None) -> grain.MapDataset[int]:
-    """The indices of `count` examples, `epochs` times over, each time in another order; seed None: in their own.
+def example_indices(count: int, epochs: int | None, seed: int | None) -> grain.MapDataset[int]:
+    """The indices of `count` examples, `epochs` times over, in a new order each epoch; seed None: always ascending.
 
-    No longer than `MOST_PROBLEMS`: Grain counts batches in floating point, and len() must not pass sys.maxsize.
-    Not Grain's `shuffle`: it takes 0.7 ms an index for a hundred examples (its smallest cycle has 2^16
+    Grain's `shuffle` is not used: it takes 0.7 ms an index for a hundred examples (its smallest cycle has 2^16
     members), holds at most 2^32 of them, and shuffles epoch e by seed + e, so that seed 0's second epoch is
     seed 1's first.
     """
     if count == 0:
         raise UserError("task: there is no example in it")
 
-    def draw(position: int) -> int:
+    def example_index(position: int) -> int:
         epoch, index = divmod(int(position), count)
-        return index if seed is None else permuted(index, count, key=f"{seed} {epoch}")
+        return index if seed is None else permute_index(index, count, key=f"{seed} {epoch}")
 
-    length = min(count * epochs, MOST_PROBLEMS) if epochs else MOST_PROBLEMS
-    return grain.MapDataset.range(length).map(draw)
+    length = min(count * epochs, MAX_LENGTH) if epochs else MAX_LENGTH
+    return grain.MapDataset.range(length).map(example_index)
 
 
-def assemble(packs: dict[str, np.ndarray], rows: slice) -> tuple[Batch, int]:
-    """This process's rows of a batch, and the number of examples in all of it.
+def make_batch(packs: dict[str, np.ndarray], rows: slice) -> tuple[Batch, int]:
+    """This process's rows of a batch, and the number of examples in the whole batch.
 
-    The rows are as long as the longest of all of them, padded to one of a few lengths.
+    All processes' rows are as long as the longest of them, padded to one of a few lengths.
     """
     tokens, labels, learned = np.moveaxis(packs["document"], -1, 0)
     segments = packs["document_segment_ids"]
@@ -233,23 +226,23 @@ def assemble(packs: dict[str, np.ndarray], rows: slice) -> tuple[Batch, int]:
     return Batch(*ours), int(segments.max(axis=1).sum())
 
 
-def read_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[list[Document], Counts]:
-    """All examples of a file or hub id, tokenized."""
+def read_documents(config: DataConfig, tokenizer: Tokenizer) -> list[Document]:
+    """All examples of a file or hub id, tokenized; a warning counts those that were skipped or cut."""
     documents: list[Document] = []
     skipped: list[UserError] = []
     cut = 0
-    for place, record in records(config):
+    for place, record in read_records(config):
         try:
             if isinstance(record, UserError):
                 raise record
-            document, whole = tokenize(tokenizer, config.max_length, place, chat(place, record))
+            document, complete = tokenize(tokenizer, config.max_length, place, messages_of(place, record))
         except UserError as error:
             if config.on_bad_line == "error":
                 raise
             skipped.append(error)
             continue
         documents.append(document)
-        cut += not whole
+        cut += not complete
     if not documents:
         reason = (
             f"all {len(skipped)} lines are bad, the first: {skipped[0]}" if skipped else "there is no example in it"
@@ -258,10 +251,11 @@ def read_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[list[Docum
     for count, what in ((len(skipped), "bad lines were skipped"), (cut, "examples were cut at data.max_length")):
         if count:
             log.warning("data.source: %s: %d %s", config.source, count, what)
-    return documents, Counts(len(documents), len(skipped), cut)
+    return documents
 
 
-def records(config: DataConfig) -> Records:
+def read_records(config: DataConfig) -> Records:
+    """The records of a file or hub id."""
     if os.path.isdir(config.source):
         raise UserError(f"data.source: {config.source} is a folder: give a file of JSON lines, or a hub id")
     if config.source.endswith(".jsonl") or os.path.exists(config.source):
@@ -272,18 +266,18 @@ def records(config: DataConfig) -> Records:
 def tokenize(tokenizer: Tokenizer, max_length: int, place: str, messages: Sequence[Message]) -> tuple[Document, bool]:
     """The chat as a document of at most `max_length` tokens, and whether that is all of it."""
     try:
-        ids, said = encode_example(tokenizer, messages)
+        ids, assistant = encode_example(tokenizer, messages)
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
-    document = np.stack([ids, np.roll(ids, -1), np.roll(said, -1)], axis=1).astype(np.int32)[:max_length]
+    document = np.stack([ids, np.roll(ids, -1), np.roll(assistant, -1)], axis=1).astype(np.int32)[:max_length]
     document[-1:, 1:] = 0  # what follows the last token is cut off, or another document's
     if not document[:, 2].any():
         raise UserError(f"{place}: none of the assistant's tokens lies within data.max_length ({max_length})")
     return document, len(ids) <= max_length
 
 
-def solved(task: Task, tokenizer: Tokenizer, max_length: int, index: int) -> Document:
-    """Training problem `index` of the task and its solution."""
+def encode_solution(task: Task, tokenizer: Tokenizer, max_length: int, index: int) -> Document:
+    """Training problem `index` of the task with its solution."""
     example = task.train[index]
     place = f"{task.name}[{index}]"
     if example.solution is None:
@@ -292,8 +286,8 @@ def solved(task: Task, tokenizer: Tokenizer, max_length: int, index: int) -> Doc
     return tokenize(tokenizer, max_length, place, messages)[0]
 
 
-def asked(task: Task, tokenizer: Tokenizer, max_length: int, index: int) -> tuple[Example, list[int]]:
-    """Training problem `index` of the task, and the tokens of its prompt."""
+def encode_task_prompt(task: Task, tokenizer: Tokenizer, max_length: int, index: int) -> tuple[Example, list[int]]:
+    """Training problem `index` of the task, and its prompt's tokens; UserError where they are too many."""
     example = task.train[index]
     try:
         tokens = encode_prompt(tokenizer, example.prompt)

@@ -1,9 +1,8 @@
-"""Records of text data: JSON lines from a file, rows from a hub's data set, and the chats in them.
+"""Records of text data: JSON lines from a file, rows of a data set on the hub, and the chats in them.
 
-Each record comes with the place that it stands at (`train.jsonl:17`), so that whoever finds a fault in it can
-say where. Lines end as Unix or Windows end them, the file may begin with a byte order mark, and lines of nothing
-but space are passed over: nothing is lost with them, and the others keep their numbers. Left out: formats other
-than JSON lines (a hub id is read by `datasets`, which knows them), tools, images.
+Each record comes with its place (`train.jsonl:17`), so that an error can name it. Lines end as on Unix or Windows, the
+file may begin with a byte order mark, and blank lines are no records, but count in the lines' numbers. Leaves out other
+formats than JSON lines (`datasets` reads a hub id, and knows them), tools, images.
 """
 
 import json
@@ -17,19 +16,19 @@ from mllm.errors import UserError
 
 Record = dict[str, Any]
 Records = Iterator[tuple[str, Record | UserError]]
-"""Each record, or what is wrong with it, with its place."""
+"""Places, each with its record, or with the error that the record is."""
 
 LONGEST_LINE = 2**23
-"""Bytes: some million tokens, each of which takes a hundred bytes for a moment."""
+"""The limit to a line's bytes: about a million tokens, each of which takes a hundred bytes for a moment."""
 
 
 def json_lines(path: Path, key: str) -> Records:
-    """The lines of a file; `key` is the setting that named it.
+    """The records of a file; `key` is the setting that named it.
 
     Raises:
         UserError: there is no such file, or it can't be read.
     """
-    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe may take for ever
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe may never return
         raise UserError(f"{key}: {path} is no regular file: give a file of JSON lines")
     try:
         with path.open("rb") as file:
@@ -46,7 +45,7 @@ def json_lines(path: Path, key: str) -> Records:
 
 
 def lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file; of one that is longer than `LONGEST_LINE` only the beginning, which is longer, too."""
+    """The lines of a file; a line beyond `LONGEST_LINE` is cut, one byte after the limit."""
     while line := file.readline(LONGEST_LINE + 1):
         rest = line
         while not rest.endswith(b"\n") and (rest := file.readline(LONGEST_LINE)):
@@ -55,6 +54,7 @@ def lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def parse(place: str, line: bytes) -> Record:
+    """The JSON object in a line; UserError where there is none."""
     if len(line) > LONGEST_LINE:
         raise UserError(f"{place}: longer than {LONGEST_LINE >> 20} MiB: is it a file of JSON lines?")
     try:
@@ -81,7 +81,7 @@ def hub_rows(source: str, subset: str | None, split: str, key: str) -> Records:
         ) from None
     try:
         rows = datasets.load_dataset(source, subset, split=split)
-    except Exception as error:  # of many kinds: no network, no such data set, a damaged cache
+    except Exception as error:  # many kinds: no network, no such data set, a damaged cache
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{key}: {source} can't be had from the hub ({reason}): give a local path") from None
     for number, row in enumerate(rows):
@@ -89,7 +89,7 @@ def hub_rows(source: str, subset: str | None, split: str, key: str) -> Records:
 
 
 def text(place: str, record: Record, key: str) -> str:
-    """`record[key]`, which must be a string that says something."""
+    """`record[key]`; UserError unless it is a string that isn't blank."""
     if key not in record:
         raise UserError(f"{place}: {key} is missing")
     value = record[key]
@@ -102,11 +102,11 @@ def text(place: str, record: Record, key: str) -> str:
     return value
 
 
-def chat(place: str, record: Record) -> list[dict[str, str]]:
+def messages_of(place: str, record: Record) -> list[dict[str, str]]:
     """The chat in a record: its `messages`, or its `question` and `answer`.
 
     Raises:
-        UserError: something is missing or of the wrong type, or nothing is the assistant's.
+        UserError: something is missing or has the wrong type, or no message is the assistant's.
     """
     if "messages" not in record:
         if "question" not in record:

@@ -1,9 +1,9 @@
-"""A task: problems to train on, problems held out for evaluation, and how an answer is read out of a completion.
+"""A task: problems to train on, problems held out for evaluation, and how a completion states its answer.
 
 `arithmetic` is built in, `gsm8k` (Cobbe et al. 2021, arXiv:2110.14168) comes from a folder or the hub, and
-`reasoning_gym:<name>` from the package of that name (Stojanovski et al. 2025, arXiv:2505.24760). Held-out
-problems are the same in every run, whatever its seed, and no problem for training asks the same question as
-one of them. No JAX here: the process that computes rewards imports this file and must start fast.
+`reasoning_gym:<name>` from the package of that name (Stojanovski et al. 2025, arXiv:2505.24760). Held-out problems are
+the same in every run, whatever its seed, and no training problem asks the same question as one of them. This file does
+not import JAX: the process that computes rewards imports it and must start fast.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from mllm.config.schema import ArithmeticConfig, TaskConfig
 from mllm.data.records import Record, Records, hub_rows, json_lines, text
 from mllm.errors import UserError
 
-MOST_PROBLEMS = 2**62
-"""That a task offers for training: a sequence can't be longer."""
+MAX_LENGTH = 2**62
+"""The length of the longest sequence: `len()` is limited to sys.maxsize, and Grain counts batches in floating point."""
 
 HASHES = re.compile(r"#### (-?[0-9.,]+)")
-"""GSM8K's own extraction (grade_school_math/dataset.py)."""
+"""GSM8K's own pattern of an answer (grade_school_math/dataset.py)."""
 OPEN, CLOSE = "<answer>", "</answer>"
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -33,21 +33,25 @@ TAGS_INSTRUCTION = "Give the final answer, and nothing else, between <answer> an
 
 @dataclass(frozen=True)
 class Example:
+    """A problem, with what rewards and SFT need to know about it."""
+
     prompt: list[dict[str, str]]
     """Messages; the last is the user's."""
     answer: str
     solution: str | None
-    """What SFT from the task learns to say; None: the task doesn't know."""
+    """The completion that SFT from the task learns; None: the task has none."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """`form`: how a completion states its answer, see `final_answer`; reasoning_gym's `entry`."""
+    """`form`: how a completion states its answer, see `final_answer`; `entry`: reasoning_gym's own record."""
 
 
 Scorer = Callable[[str, str, Example], float]
-"""(the user's message, completion, example) -> reward. It travels to another process, so it must pickle."""
+"""(the user's message, completion, example) -> reward. It is sent to another process, so it must pickle."""
 
 
 @dataclass(frozen=True)
 class Task:
+    """Problems with their split, and perhaps a reward of its own."""
+
     name: str
     train: Sequence[Example]
     heldout: Sequence[Example]
@@ -56,7 +60,7 @@ class Task:
 
 
 class Problems(Sequence[Example]):
-    """Examples that are made when they are asked for."""
+    """A sequence of examples that are made on demand, by `make(index)` for the indices of a range."""
 
     def __init__(self, make: Callable[[int], Example], indices: range) -> None:
         self.make = make
@@ -75,11 +79,10 @@ class Problems(Sequence[Example]):
 
 
 def load(config: TaskConfig, seed: int) -> Task:
-    """The task that `config` names. `seed` tells only which problems reasoning_gym makes for training.
+    """The task that `config` names. `seed` only determines which problems reasoning_gym makes for training.
 
     Raises:
-        UserError: the data or package isn't there, a line of it is bad, or it has too few problems for
-        `heldout`.
+        UserError: the data or package isn't there, a line of it is bad, or there are too few problems for `heldout`.
     """
     if config.name == "arithmetic":
         return arithmetic(config)
@@ -89,10 +92,10 @@ def load(config: TaskConfig, seed: int) -> Task:
 
 
 def final_answer(completion: str, example: Example) -> str | None:
-    """The answer that a completion states in the form that its task asks for; None: it states none.
+    """The answer that a completion states in the form that its task asks for; None where it states none.
 
-    Forms: `whole`, all of the completion but the space around it; `hashes`, the last `#### N` as in GSM8K,
-    without thousands' commas; `tags`, what the last <answer> element holds, or all where there is none.
+    Forms: `whole`, the completion without the space around it; `hashes`, the last `#### N` as in GSM8K, without
+    thousands' commas; `tags`, the content of the last <answer> element, or everything where there is none.
     """
     match example.extra.get("form", "whole"):
         case "hashes":
@@ -105,8 +108,10 @@ def final_answer(completion: str, example: Example) -> str | None:
 
 
 def last_element(completion: str) -> str:
-    """What the last <answer> element holds, or all where there is none. No regular expression: those that find it look
-    through the rest of the text once for every <answer> that is not closed."""
+    """The content of the last <answer> element, or everything where there is none.
+
+    A regular expression would search the rest of the text once for every <answer> that is not closed.
+    """
     end, found = 0, completion
     while (start := completion.find(OPEN, end)) >= 0 and (end := completion.find(CLOSE, start)) >= 0:
         found = completion[start + len(OPEN) : end]
@@ -114,9 +119,9 @@ def last_element(completion: str) -> str:
 
 
 def arithmetic(config: TaskConfig) -> Task:
-    """Every problem has a number; a fixed permutation mixes them, and its last `heldout` are held out.
+    """Sums, differences and products. The last `heldout` problems of a fixed permutation of all are held out.
 
-    `3+4` and `4+3` are two problems. Products bind closer than sums.
+    `3+4` and `4+3` are two problems. Products come before sums, as in Python.
     """
     shape = config.arithmetic or ArithmeticConfig()
     problems = 10 ** (shape.digits * shape.operands) * len(set(shape.operators)) ** (shape.operands - 1)
@@ -127,15 +132,15 @@ def arithmetic(config: TaskConfig) -> Task:
         )
 
     def make(index: int) -> Example:
-        expression, answer = arithmetic_problem(permuted(index, problems), shape)
-        return Example(chat(config, f"{expression}="), answer, solution=answer)
+        expression, answer = arithmetic_problem(permute_index(index, problems), shape)
+        return Example(messages(config, f"{expression}="), answer, solution=answer)
 
-    train = min(problems - config.heldout, MOST_PROBLEMS)
+    train = min(problems - config.heldout, MAX_LENGTH)
     return Task(config.name, Problems(make, range(train)), Problems(make, range(problems - config.heldout, problems)))
 
 
 def arithmetic_problem(number: int, shape: ArithmeticConfig) -> tuple[str, str]:
-    """Problem `number` and its answer: the number's digits, in mixed radix, are the operands and operators."""
+    """Problem `number` and its answer; the number's digits, in mixed radix, are the operands and operators."""
     operators = "".join(dict.fromkeys(shape.operators))
     number, operand = divmod(number, 10**shape.digits)
     expression = str(operand)
@@ -151,11 +156,11 @@ def arithmetic_problem(number: int, shape: ArithmeticConfig) -> tuple[str, str]:
     return expression, str(total + product)
 
 
-def permuted(index: int, size: int, key: str = "") -> int:
-    """Where the pseudo-random permutation of range(size) that `key` names takes `index`; nothing is stored.
+def permute_index(index: int, size: int, key: str = "") -> int:
+    """The image of `index` under the pseudo-random permutation of range(size) that `key` names; nothing is stored.
 
-    Four Feistel rounds permute the next power of four, and walking its cycle until it's back in range
-    restricts that to `size` (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 3).
+    Four Feistel rounds permute the next power of four, and repeating them until the result is in range restricts the
+    permutation to `size` (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 3).
     """
     half = (max(size - 1, 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
@@ -176,9 +181,9 @@ def gsm8k(config: TaskConfig) -> Task:
     heldout = [gsm8k_example(config, *row) for row in islice(gsm8k_rows(config, "test"), config.heldout)]
     if len(heldout) < config.heldout:
         raise UserError(f"task.heldout: gsm8k's test split has {len(heldout)} problems: set it to at most that")
-    asked = {example.prompt[-1]["content"] for example in heldout}
+    heldout_questions = {example.prompt[-1]["content"] for example in heldout}
     train = [gsm8k_example(config, *row) for row in gsm8k_rows(config, "train")]
-    train = [example for example in train if example.prompt[-1]["content"] not in asked]
+    train = [example for example in train if example.prompt[-1]["content"] not in heldout_questions]
     if not train:
         raise UserError("task.path: gsm8k's train split has no problem that isn't held out")
     return Task(config.name, train, heldout)
@@ -194,7 +199,7 @@ def gsm8k_example(config: TaskConfig, place: str, row: Record | UserError) -> Ex
     if isinstance(row, UserError):
         raise row
     question, solution = text(place, row, "question"), text(place, row, "answer")
-    prompt = chat(config, question, GSM8K_INSTRUCTION)
+    prompt = messages(config, question, GSM8K_INSTRUCTION)
     example = Example(prompt, "", solution, {"form": "hashes"})
     answer = final_answer(solution, example)
     if answer is None or not re.search("[0-9]", answer):
@@ -205,19 +210,19 @@ def gsm8k_example(config: TaskConfig, place: str, row: Record | UserError) -> Ex
 def reasoning_gym(config: TaskConfig, name: str, seed: int) -> Task:
     """Problem i is made from the random number seed + i, so disjoint ranges of that sum are disjoint problems.
 
-    The held-out ones come first; each run's own `train_examples` follow, as its seed says. Where a small
-    generator repeats a held-out question, its next problem stands in for it.
+    The held-out problems come first; the `train_examples` of each seed follow. Where a small generator repeats a
+    held-out question, its next problem is taken instead.
     """
     heldout_problems = gym(name, 0, config.heldout)
     heldout = [gym_example(config, heldout_problems[index]) for index in range(config.heldout)]
-    asked = {example.prompt[-1]["content"] for example in heldout}
+    heldout_questions = {example.prompt[-1]["content"] for example in heldout}
     count = config.train_examples
     train_problems = gym(name, config.heldout + seed * count, count)
 
     def make(index: int) -> Example:
         for step in range(min(count, 1000)):
             example = gym_example(config, train_problems[(index + step) % count])
-            if example.prompt[-1]["content"] not in asked:
+            if example.prompt[-1]["content"] not in heldout_questions:
                 return example
         raise UserError(f"task.heldout: {config.name} makes too few problems beside the {config.heldout}")
 
@@ -226,7 +231,7 @@ def reasoning_gym(config: TaskConfig, name: str, seed: int) -> Task:
 
 @cache
 def gym(name: str, seed: int, size: int) -> Any:
-    """`size` problems of reasoning_gym's generator `name`; indices must be plain ints."""
+    """A sequence of `size` problems by reasoning_gym's generator `name`; its indices must be plain ints."""
     try:
         import reasoning_gym
     except ImportError:
@@ -241,13 +246,13 @@ def gym(name: str, seed: int, size: int) -> Any:
 
 def gym_example(config: TaskConfig, entry: dict[str, Any]) -> Example:
     answer = str(entry["answer"])
-    prompt = chat(config, entry["question"], TAGS_INSTRUCTION)
+    prompt = messages(config, entry["question"], TAGS_INSTRUCTION)
     return Example(prompt, answer, f"<answer>{answer}</answer>", {"form": "tags", "entry": entry})
 
 
 @dataclass(frozen=True)
 class GymScorer:
-    """The generator's own judgement: it knows of several right answers, and gives part marks for near ones."""
+    """The generator's own score in 0 to 1, which accepts several right answers and gives part marks for near ones."""
 
     name: str
 
@@ -255,15 +260,15 @@ class GymScorer:
         return GymScorer, (self.name,)
 
     def __post_init__(self) -> None:
-        gym(self.name, 0, 1)  # where it's unpickled too: importing the package isn't on a completion's clock
+        gym(self.name, 0, 1)  # also where it's unpickled, so that no completion's time limit pays for the import
 
     def __call__(self, prompt: str, completion: str, example: Example) -> float:
         answer = final_answer(completion, example)
         return float(gym(self.name, 0, 1).score_answer(answer, entry=example.extra["entry"]))
 
 
-def chat(config: TaskConfig, question: str, instruction: str | None = None) -> list[dict[str, str]]:
-    """The messages of a prompt; a system prompt of the user's takes the place of the task's instruction."""
+def messages(config: TaskConfig, question: str, instruction: str | None = None) -> list[dict[str, str]]:
+    """The messages of a prompt; `task.system_prompt` replaces the task's instruction."""
     if config.system_prompt is not None:
         return [{"role": "system", "content": config.system_prompt}, {"role": "user", "content": question}]
     return [{"role": "user", "content": f"{question} {instruction}" if instruction else question}]

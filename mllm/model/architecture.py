@@ -1,25 +1,24 @@
-"""The sizes of a Qwen2 model: Hugging Face's config.json both ways, and those of Qwen2.5 as published.
+"""The sizes of a Qwen2 model: to and from Hugging Face's config.json, and those of Qwen2.5 as published.
 
-Left out: settings that no Qwen2.5 checkpoint uses (sliding windows, scaled rotations, other activations).
-They are refused by name, because a model that ignored them would be another one.
+Leaves out settings that no Qwen2.5 checkpoint uses (sliding windows, scaled rotary positions, other activations). They
+are refused by name, because a model that ignored them would be another one.
 """
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mllm.errors import UserError
 
-LARGEST_SIZE = 2**31 - 1
-"""JAX counts in int32."""
+LARGEST_SIZE = 2**31 - 1  # JAX counts in int32
 LARGEST_FLOAT = 10**15
 LARGEST = {"num_hidden_layers": 10_000}
 
 
 @dataclass(frozen=True)
 class Qwen2Config:
-    """Named as in config.json."""
+    """The sizes of a model, named as in config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -36,15 +35,15 @@ class Qwen2Config:
 
     @classmethod
     def from_hf(cls, settings: Mapping[str, Any], where: str, *, closed: bool = False) -> "Qwen2Config":
-        """Read the keys of a config.json; `where` names it in errors.
+        """The sizes in a config.json, given its content; `where` names it in errors.
 
         Args:
-            closed: an unknown key is an error. For settings that a user wrote, where it is a misspelling; a
-                checkpoint's own file has many that say nothing about the model.
+            closed: whether an unknown key is an error, as in settings that a user wrote, where it is a misspelling. A
+                checkpoint's own file has many keys that say nothing about the model.
 
         Raises:
-            UserError: another architecture, a key missing or of the wrong type, sizes that don't fit
-                together, or a setting that this model doesn't have.
+            UserError: another architecture, a key missing or of the wrong type, sizes that don't fit together, or a
+                setting that this model doesn't have.
         """
         if closed:
             refuse_unknown(settings, where)
@@ -100,20 +99,9 @@ class Qwen2Config:
         return {
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
+            **asdict(self),
             "hidden_act": "silu",
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "rope_theta": self.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "rms_norm_eps": self.rms_norm_eps,
-            "max_position_embeddings": self.max_position_embeddings,
-            "initializer_range": self.initializer_range,
             "attention_dropout": 0.0,
             "use_sliding_window": False,
             "use_cache": True,
@@ -121,6 +109,7 @@ class Qwen2Config:
 
 
 def refuse_unknown(settings: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for a key that `to_hf` doesn't write."""
     known = PRESETS["Qwen/Qwen2.5-0.5B"].to_hf().keys()
     for key in sorted(settings.keys() - known):
         close = difflib.get_close_matches(key, known, n=1)
@@ -128,7 +117,7 @@ def refuse_unknown(settings: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_unsupported(settings: Mapping[str, Any], rope: Mapping[str, Any], where: str) -> None:
-    """Raise for a setting that would change what the model computes, in a way that this one can't follow."""
+    """Raise UserError for a setting with which the model would compute something else than `Qwen2` does."""
     scaling = settings.get("rope_scaling")
     if isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type")) == "default":
         scaling = None
@@ -149,26 +138,16 @@ def refuse_unsupported(settings: Mapping[str, Any], rope: Mapping[str, Any], whe
             raise UserError(f"{where}: {key} is {value!r}; this model supports only {supported!r}")
 
 
-def qwen25(
-    hidden: int,
-    mlp: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    vocab: int,
-    tied: bool,
-    eps: float,
-    length: int,
-) -> Qwen2Config:
+def qwen25(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, eps: float, length: int) -> Qwen2Config:
     return Qwen2Config(
-        vocab_size=vocab,
+        vocab_size=151_936 if hidden < 3_584 else 152_064,
         hidden_size=hidden,
         intermediate_size=mlp,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=hidden // heads,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=hidden < 3_584,
         rms_norm_eps=eps,
         max_position_embeddings=length,
     )
@@ -176,18 +155,18 @@ def qwen25(
 
 # As in the checkpoints' own config.json; base and Instruct differ only in the last two columns.
 PRESETS: dict[str, Qwen2Config] = {
-    "Qwen/Qwen2.5-0.5B": qwen25(896, 4_864, 24, 14, 2, 151_936, True, 1e-6, 32_768),
-    "Qwen/Qwen2.5-0.5B-Instruct": qwen25(896, 4_864, 24, 14, 2, 151_936, True, 1e-6, 32_768),
-    "Qwen/Qwen2.5-1.5B": qwen25(1_536, 8_960, 28, 12, 2, 151_936, True, 1e-6, 131_072),
-    "Qwen/Qwen2.5-1.5B-Instruct": qwen25(1_536, 8_960, 28, 12, 2, 151_936, True, 1e-6, 32_768),
-    "Qwen/Qwen2.5-3B": qwen25(2_048, 11_008, 36, 16, 2, 151_936, True, 1e-6, 32_768),
-    "Qwen/Qwen2.5-3B-Instruct": qwen25(2_048, 11_008, 36, 16, 2, 151_936, True, 1e-6, 32_768),
-    "Qwen/Qwen2.5-7B": qwen25(3_584, 18_944, 28, 28, 4, 152_064, False, 1e-6, 131_072),
-    "Qwen/Qwen2.5-7B-Instruct": qwen25(3_584, 18_944, 28, 28, 4, 152_064, False, 1e-6, 32_768),
-    "Qwen/Qwen2.5-14B": qwen25(5_120, 13_824, 48, 40, 8, 152_064, False, 1e-5, 131_072),
-    "Qwen/Qwen2.5-14B-Instruct": qwen25(5_120, 13_824, 48, 40, 8, 152_064, False, 1e-6, 32_768),
-    "Qwen/Qwen2.5-32B": qwen25(5_120, 27_648, 64, 40, 8, 152_064, False, 1e-5, 131_072),
-    "Qwen/Qwen2.5-32B-Instruct": qwen25(5_120, 27_648, 64, 40, 8, 152_064, False, 1e-6, 32_768),
-    "Qwen/Qwen2.5-72B": qwen25(8_192, 29_568, 80, 64, 8, 152_064, False, 1e-5, 131_072),
-    "Qwen/Qwen2.5-72B-Instruct": qwen25(8_192, 29_568, 80, 64, 8, 152_064, False, 1e-6, 32_768),
+    "Qwen/Qwen2.5-0.5B": qwen25(896, 4_864, 24, 14, 2, 1e-6, 32_768),
+    "Qwen/Qwen2.5-0.5B-Instruct": qwen25(896, 4_864, 24, 14, 2, 1e-6, 32_768),
+    "Qwen/Qwen2.5-1.5B": qwen25(1_536, 8_960, 28, 12, 2, 1e-6, 131_072),
+    "Qwen/Qwen2.5-1.5B-Instruct": qwen25(1_536, 8_960, 28, 12, 2, 1e-6, 32_768),
+    "Qwen/Qwen2.5-3B": qwen25(2_048, 11_008, 36, 16, 2, 1e-6, 32_768),
+    "Qwen/Qwen2.5-3B-Instruct": qwen25(2_048, 11_008, 36, 16, 2, 1e-6, 32_768),
+    "Qwen/Qwen2.5-7B": qwen25(3_584, 18_944, 28, 28, 4, 1e-6, 131_072),
+    "Qwen/Qwen2.5-7B-Instruct": qwen25(3_584, 18_944, 28, 28, 4, 1e-6, 32_768),
+    "Qwen/Qwen2.5-14B": qwen25(5_120, 13_824, 48, 40, 8, 1e-5, 131_072),
+    "Qwen/Qwen2.5-14B-Instruct": qwen25(5_120, 13_824, 48, 40, 8, 1e-6, 32_768),
+    "Qwen/Qwen2.5-32B": qwen25(5_120, 27_648, 64, 40, 8, 1e-5, 131_072),
+    "Qwen/Qwen2.5-32B-Instruct": qwen25(5_120, 27_648, 64, 40, 8, 1e-6, 32_768),
+    "Qwen/Qwen2.5-72B": qwen25(8_192, 29_568, 80, 64, 8, 1e-5, 131_072),
+    "Qwen/Qwen2.5-72B-Instruct": qwen25(8_192, 29_568, 80, 64, 8, 1e-6, 32_768),
 }

@@ -1,4 +1,4 @@
-"""JSON files of a model's folder, which may be a stranger's: read in one piece, or refused in one line."""
+"""JSON files in a model's folder, which may be a stranger's: each is read completely, or refused in one line."""
 
 import json
 from collections.abc import Mapping
@@ -8,15 +8,11 @@ from typing import Any
 from mllm.errors import UserError
 
 LARGEST = 2**26
-"""Bytes. The index of the largest models takes a hundredth of that."""
+"""The limit to a file's bytes; the index of the largest models takes a hundredth of it."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file.
-
-    Raises:
-        UserError: there is no such file, or it holds something else.
-    """
+    """The object in a file; UserError where there is no such file, or something else in it."""
     try:
         if path.stat().st_size > LARGEST:
             raise UserError(f"{path}: larger than {LARGEST >> 20} MiB; a model's settings are not")

@@ -1,8 +1,8 @@
 """A limit to the time that a stranger's Python code may take, in whichever thread it runs.
 
-A thread of this module's own looks every half second for code that is over its time, and stops it by an exception
-between two of its instructions. What a single instruction in C takes, such as a product of huge numbers, is not
-limited; rewards, which may be anything, run in a process of their own instead. Left out: limits within limits.
+A thread checks every half second for code that has exceeded its time, and stops it by an exception between two of its
+instructions. A single instruction in C, such as a product of huge numbers, is not limited; reward functions, which may
+be anything, run in a process of their own instead. Limits can't be nested.
 """
 
 import ctypes
@@ -14,38 +14,37 @@ from threading import Lock, Thread, get_ident
 
 from mllm.errors import UserError
 
-TICK = 0.5
-"""Seconds."""
+CHECK_SECONDS = 0.5
 LOCK = Lock()
-ENDS: dict[int, float] = {}
-"""By thread: when its code is over its time."""
+DEADLINES: dict[int, float] = {}
+"""The end of the time of each thread's limited code, by the thread's identifier."""
 
 
 @contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Raise UserError in the body once it has taken so long; `what` begins the message."""
-    watch()
+    """Raise UserError in the body once it has taken longer; `what` begins the message."""
+    start_checking()
     with LOCK:
-        ENDS[get_ident()] = time.monotonic() + seconds
+        DEADLINES[get_ident()] = time.monotonic() + seconds
     try:
         yield
     except TimeoutError:
         raise UserError(f"{what} took longer than {seconds:g} s") from None
     finally:
         with LOCK:
-            ENDS.pop(get_ident(), None)
+            DEADLINES.pop(get_ident(), None)
 
 
 @cache
-def watch() -> None:
-    """Start the thread, once in a process."""
-    Thread(target=look, name="time limit", daemon=True).start()
+def start_checking() -> None:
+    """Start the thread that checks, once in a process."""
+    Thread(target=check_deadlines, name="time limit", daemon=True).start()
 
 
-def look() -> None:
+def check_deadlines() -> None:
     while True:
-        time.sleep(TICK)
+        time.sleep(CHECK_SECONDS)
         with LOCK:
-            for thread in [thread for thread, end in ENDS.items() if time.monotonic() > end]:
-                del ENDS[thread]
+            for thread in [thread for thread, deadline in DEADLINES.items() if time.monotonic() > deadline]:
+                del DEADLINES[thread]
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))

@@ -1,4 +1,4 @@
-"""Held-out problems stay held out, and every answer is right."""
+"""Tasks: held-out problems stay held out, and every answer is right."""
 
 import json
 import pickle
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mllm.config.schema import ArithmeticConfig, TaskConfig
 from mllm.data import tasks
-from mllm.data.tasks import Example, final_answer, permuted
+from mllm.data.tasks import Example, final_answer, permute_index
 from mllm.errors import UserError
 
 
@@ -41,7 +41,7 @@ def test_answers_are_what_python_says(shape: dict[str, Any]) -> None:
 
 
 def test_every_operator_and_operand_turns_up() -> None:
-    problems = " ".join(question(e) for e in arithmetic(operators="+-*", operands=3).train)
+    problems = " ".join(question(e) for e in arithmetic(operators="+-*", operands=3).train[:500])
     assert set(problems) == set("0123456789+-*= ")
 
 
@@ -74,11 +74,11 @@ def test_problems_are_a_sequence_that_numpy_integers_and_slices_index() -> None:
 
 @given(st.integers(1, 300), st.text(max_size=3))
 def test_a_permutation_reaches_every_index_once(size: int, key: str) -> None:
-    assert sorted(permuted(i, size, key) for i in range(size)) == list(range(size))
+    assert sorted(permute_index(i, size, key) for i in range(size)) == list(range(size))
 
 
 def test_permutations_of_different_keys_differ() -> None:
-    assert [permuted(i, 100, "a") for i in range(100)] != [permuted(i, 100, "b") for i in range(100)]
+    assert [permute_index(i, 100, "a") for i in range(100)] != [permute_index(i, 100, "b") for i in range(100)]
 
 
 def test_a_system_prompt_comes_first() -> None:
