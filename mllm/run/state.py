@@ -16,7 +16,7 @@ from mllm.train.step import TrainState, init_state
 class PendingEvaluation:
     """A step that is done but for its evaluation: its lines, which are written together with the evaluation's."""
 
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float | int]
     samples: Sequence[Mapping[str, Any]]
 
 
