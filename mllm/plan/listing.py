@@ -6,27 +6,32 @@ A bundle is what one TensorCore issues in a cycle. The hot loop is the one whose
 the most `vmatmul`s. One `vmatmul` takes 16 rows of bfloat16 (8 of float32) through an MXU; how many cycles that keeps
 the MXU busy, `CYCLES`, follows from the published rate and the clock. Columns, all of them static:
 
-    bundles    in one turn of the hot loop, without those that a branch can skip and that hold no vmatmul
-    skippable  bundles of the latter kind: first and last visits, DMAs that are not always started
-    vmatmul    in one turn, over all MXUs
-    MXU        busy cycles / cycles, where a bundle that finds its MXU busy waits for it (so never above 100 %)
-    spills     vector registers stored to and loaded from VMEM in the hot loop
-    VMEM MiB   what the kernel keeps on chip, by the compiler's report, and how much of that is for spills
+    bundles       in one turn of the hot loop, without those that a branch can skip and that hold no vmatmul
+    skippable     bundles of the latter kind: first and last visits, DMAs that are not always started
+    vmatmuls      in one turn, over all MXUs
+    mxu           busy cycles / cycles, where a bundle that finds its MXU busy waits for it (so never above 100 %)
+    spills        stores of vector registers to VMEM in the hot loop
+    fills         loads of such registers
+    vmem          bytes that the kernel keeps on chip, by the compiler's report
+    vmem_spilled  how many of them are for spills
 
+With --target h100 it prints the figures of `resources.py` instead.
 Leaves out: HBM that doesn't keep up, queues that hide a stall, the loop's first and last turns.
 """
 
 import argparse
+import dataclasses
 import json
 import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mllm.errors import ArgumentParser, UserError, command, run_main
-from mllm.plan import targets
+from mllm.plan import gpus, resources, targets
 
 CYCLES = {"v5e": 16, "v5p": 16, "v6e": 8, "tpu7x": 8}
 """Cycles that 16 rows of bfloat16 keep an MXU busy, = 16 / (rate / (2 · MXUs · side² · clock)).
@@ -190,32 +195,40 @@ def read(
         return account, read_folder(dump, chip)
 
 
+def table(kernels: Sequence[Any]) -> str:
+    """A line for each kernel, a column for each of its figures."""
+    names = [field.name for field in dataclasses.fields(kernels[0])] if kernels else []
+    lines = [names, *([show(getattr(kernel, name)) for name in names] for kernel in kernels)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def show(figure: Any) -> str:
+    """A figure of a kernel as text: a share in percent, counts by name as "4 m64n256k16"."""
+    if isinstance(figure, dict):
+        return ", ".join(f"{count} {name}" for name, count in figure.items()) or "0"
+    return f"{figure:.1%}" if isinstance(figure, float) else str(figure)
+
+
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_program(parser)
-    parser.add_argument("--target", default="v6e", help="v5e, v5p, v6e or tpu7x (default v6e)")
-    parser.add_argument("--dump", type=Path, metavar="FOLDER", help="keep the compiler's files there")
-    options = parser.parse_args(arguments)
-    try:
-        account, kernels = read(options.target, options.program, options.dump, **dict(options.values))
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    width = max((len(kernel.name) for kernel in kernels), default=0)
-    print(f"{'kernel':{width}}  bundles  skippable  vmatmul    MXU  spills  fills  VMEM MiB  spilled")
-    for k in kernels:
-        figures = f"{k.bundles:7}  {k.skippable:9}  {k.vmatmuls:7} {k.mxu:6.1%} {k.spills:7} {k.fills:6}"
-        print(f"{k.name:{width}}  {figures}  {k.vmem / 2**20:8.2f} {k.vmem_spilled / 2**20:8.2f}")
-    print_memory(account)
-    return 0
-
-
-def add_program(parser: ArgumentParser) -> None:
-    """Arguments of the command line that name a program and its own arguments."""
     parser.add_argument("program", help="package.module:function or file.py:function; see mllm/plan/targets.py")
     parser.add_argument(
         "values", nargs="*", type=named_value, metavar="name=value", help="its arguments; a value is JSON or a word"
     )
+    parser.add_argument("--target", default="v6e", help="v5e, v5p, v6e or tpu7x; or h100 (default v6e)")
+    parser.add_argument("--dump", type=Path, metavar="FOLDER", help="keep the TPU compiler's files there")
+    options = parser.parse_args(arguments)
+    on_tpu = partial(read, options.target, folder=options.dump)
+    read_kernels = resources.read if gpus.is_gpu(options.target) else on_tpu
+    try:
+        account, kernels = read_kernels(options.program, **dict(options.values))
+    except (ValueError, ModuleNotFoundError) as error:
+        raise UserError(str(error)) from None
+    print(table(kernels))
+    print(", ".join(f"{key} {account[key] / 2**20:.1f} MiB" for key in ("argument", "output", "temp", "peak")))
+    return 0
 
 
 def named_value(text: str) -> tuple[str, Any]:
@@ -227,11 +240,6 @@ def named_value(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
-
-
-def print_memory(account: dict[str, Any]) -> None:
-    """Print the compiler's account of a program's memory."""
-    print(", ".join(f"{key} {account[key] / 2**20:.1f} MiB" for key in ("argument", "output", "temp", "peak")))
 
 
 if __name__ == "__main__":

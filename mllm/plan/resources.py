@@ -1,6 +1,6 @@
 """Reads the compiler's reports on the Pallas kernels in a program for an H100: registers, spills, shared memory, PTX.
 
-    python -m mllm.plan.resources mllm.plan.head_programs:loss workspace=0
+    python -m mllm.plan.listing --target h100 mllm.plan.head_programs:loss impl=mosaic_gpu workspace=0
 
 The compilation has a process of its own, because the environment tells Mosaic GPU to keep its PTX, ptxas's report and
 its passes. Columns, for each kernel:
@@ -15,18 +15,14 @@ its passes. Columns, for each kernel:
 ptxas has to be on the PATH. Leaves out: times, and whether any of it runs.
 """
 
-import argparse
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mllm.errors import ArgumentParser, UserError, command, run_main
 from mllm.plan import targets
-from mllm.plan.listing import add_program, print_memory
 
 
 @dataclass(frozen=True)
@@ -90,26 +86,3 @@ def read(program: str, **arguments: Any) -> tuple[dict[str, Any], list[Kernel]]:
         environment |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
         account = targets.compile_in_child("h100", program, environment, **arguments)
         return account, read_folder(Path(folder))
-
-
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_program(parser)
-    options = parser.parse_args(arguments)
-    try:
-        account, kernels = read(options.program, **{"impl": "mosaic_gpu", **dict(options.values)})
-    except (ValueError, ModuleNotFoundError) as error:
-        raise UserError(str(error)) from None
-    width = max((len(kernel.name) for kernel in kernels), default=0)
-    print(f"{'kernel':{width}}  registers  spilled   shared  multicast  setmaxnreg  wgmma")
-    for k in kernels:
-        shapes = ", ".join(f"{count} {shape}" for shape, count in k.wgmma.items())
-        figures = f"{k.registers:9}  {k.spilled:7}  {k.shared:7}  {k.multicast:9}  {k.setmaxnreg:10}"
-        print(f"{k.name:{width}}  {figures}  {shapes}")
-    print_memory(account)
-    return 0
-
-
-if __name__ == "__main__":
-    run_main(main)
