@@ -4,8 +4,8 @@ import os
 
 import jax  # noqa: F401  it looks for TPUs, and sets TPU_SKIP_MDS_QUERY where there are none
 
-# JAX tries every libtpu that is installed, and without a TPU libtpu complains of each thing that it wasn't told. None
-# of this hides a TPU: where there is one, nothing is set.
+# JAX tries every libtpu that is installed, and without a TPU libtpu warns about each of these settings that is missing.
+# This hides no TPU: where there is one, nothing is set.
 if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

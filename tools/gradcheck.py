@@ -1,17 +1,18 @@
-"""Is the head right? Its loss, statistics and gradients beside the same in float64, in one table.
+"""Checks the head: its loss, statistics and gradients beside the same in float64, in one table.
 
     python tools/gradcheck.py --config gradcheck_qwen25_1p5b.yaml
     python tools/gradcheck.py --shape 64,128,1009 --dtype float32 --softmax saturated --impl xla
 
-Every setting of the file is an option here, and an option replaces the file's. The reference is NumPy on the host, so
-that it needs nothing of what is checked. A result passes if neither its largest nor its root-mean-square error exceeds
+Every setting of the file is an option here, and an option replaces the file's. The reference is NumPy on the host
+(kernels/lm_head/reference.py) and shares nothing with what is checked. A result passes if neither its largest nor its
+root-mean-square error exceeds
 
-    1.25 times that of the plain computation: full logits, products of the same dtype, float32 in between
+    1.25 times that of impl full_logits: products of the same dtype, float32 in between
     + 4 times its float32 resolution: how far it moves, at most, when logits and results are rounded to float32 once.
 
-Leaves out: sharded heads, and comparisons of time (tools/bench/head.py).
+Leaves out sharded heads, and comparisons of time (tools/bench).
 
-Exit codes: 0 passed, 1 past tolerance, 2 something that you can mend (one line says what).
+Exit codes: 0 passed, 1 past tolerance, 2 wrong settings or a missing device (one line says what).
 """
 
 import argparse
@@ -55,7 +56,7 @@ Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class Settings(Section):
-    """Of a check; the docstrings are the help of the options."""
+    """The settings of a check; the docstrings are the help of the options."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -70,26 +71,26 @@ class Settings(Section):
     workspace: int | None = Field(default=None, ge=0)
     """bytes that token_loss may take; default: the head's choice"""
     softcap: PositiveFloat | None = None
-    """of the logits; default: none"""
+    """softcap of the logits; default: none"""
     temperature: PositiveFloat = 1.0
-    """of the softmax (default 1)"""
+    """temperature of the softmax (default 1)"""
     live: float = Field(default=1.0, ge=0, le=1)
     """the share of rows that count (default 1); the others hold NaN, and labels that are none"""
     softmax: Literal["near-uniform", "peaked", "saturated"] = "near-uniform"
     """near-uniform (default); with peaked or saturated, two rows of three match a row of the weight, with a probability
     near 0.9 or of 1"""
     dtype: DType = "bfloat16"
-    """of hidden states and products: bfloat16 (default), float16 or float32"""
+    """dtype of hidden states and products: bfloat16 (default), float16 or float32"""
     param_dtype: DType | None = None
-    """of the weight; default: that of the products"""
+    """dtype of the weight; default: that of the products"""
     against: Literal["float64", "float32"] = "float64"
-    """of the reference: float64 (default), or float32, which takes half the time and judges only what is narrower"""
+    """dtype of the reference: float64 (default), or float32, in half the time, for narrower dtypes"""
     interpret: bool = False
     """run impl mosaic_tpu or mosaic_gpu on a CPU, in Pallas' interpreter: for small shapes; GPUs' needs jax 0.12"""
     repeats: PositiveInt = 3
     """calls to time, after one that is not (default 3)"""
     seed: int = Field(default=0, ge=0)
-    """of the random inputs (default 0)"""
+    """seed of the random inputs (default 0)"""
 
     @field_validator("shape", mode="before")
     @classmethod
@@ -115,13 +116,13 @@ class Settings(Section):
 class Cost(NamedTuple):
     compile_seconds: float
     seconds: float
-    """Of a call; the median."""
+    """Median time of a call."""
     peak_bytes: int
     peak_by: str
 
 
 class Error(NamedTuple):
-    """Of one result: the largest, and the root mean square."""
+    """Errors of one result: the largest, and the root mean square."""
 
     found: tuple[float, float]
     plain: tuple[float, float]
@@ -135,7 +136,7 @@ class Error(NamedTuple):
 
     @property
     def used(self) -> float:
-        """Of what is allowed, by the worse of the two."""
+        """Share of what is allowed, by the worse of the two."""
         return max(map(ratio, self.found, self.allowed))
 
     @property
@@ -246,10 +247,10 @@ def check(settings: Settings) -> tuple[dict[str, Error], Cost]:
 
 
 def strict_interpreter(settings: Settings) -> Any:
-    """In it, reading past an array raises, and memory that nobody wrote is NaN.
+    """A context in which reading past an array raises, and memory that nobody wrote is NaN.
 
     Raises:
-        UserError: it isn't there.
+        UserError: this installation has none.
     """
     if settings.impl == "mosaic_tpu":
         return pltpu.force_tpu_interpret_mode(
@@ -258,10 +259,10 @@ def strict_interpreter(settings: Settings) -> Any:
     if jax.__version_info__ < (0, 12):
         said = f"kernels for GPUs are interpreted by jax 0.12 or later, and this is {jax.__version__}"
         raise UserError(f"--interpret: {said}")
-    # What JAX's lacks for these kernels the tests supply, and they need pytest.
+    # The tests supply what JAX's interpreter lacks for these kernels, and they need pytest.
     if importlib.util.find_spec("pytest") is None:
         raise UserError("--interpret: pytest isn't installed, and tests/kernels/strict_gpu.py needs it")
-    sys.path.append(str(Path(__file__).parent.parent / "tests"))
+    sys.path.append(str(Path(__file__).parent.parent / "tests/kernels"))
     context = ExitStack()
     context.enter_context(importlib.import_module("strict_gpu").strict_interpreter())
     tokens, features, vocabulary = settings.shape

@@ -120,7 +120,7 @@ def exact(problem: Problem, wide: str) -> Truth:
     """The oracle's results in `wide` arithmetic."""
     operands = (problem.advantages, lambda logprob: (logprob - problem.log_ratios).astype(np.float32))
     operands = operands[: problem.objective.operands]
-    blocks = reference.number_of_blocks(np.count_nonzero(problem.weights), len(problem.weight))
+    blocks = reference.number_of_blocks(int(np.count_nonzero(problem.weights)), len(problem.weight))
     with progress(f"{wide} reference", 2 * blocks, "block") as bar:
         found = reference.exact_loss(
             *problem[:3],

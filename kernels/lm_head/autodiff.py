@@ -1,10 +1,10 @@
-"""The head's rules of differentiation, the same for every engine: a module with the passes over weight and tokens.
+"""The head's rules of differentiation, the same for every engine.
 
 `token_logprobs` is one pass forward and one backward. `token_loss` needs no more than one for both: the derivatives of
 a sum over tokens are known as soon as a token's log-probability is, so loss and gradients come out together, for a
 cotangent of 1, and backward scales them. A side that isn't differentiated is left out (`symbolic_zeros`).
 
-Leaves out the passes themselves. Nothing in them is differentiated by JAX.
+The passes over weight and tokens are the engine's; JAX differentiates nothing in them.
 """
 
 import dataclasses
@@ -29,15 +29,15 @@ class Engine(Protocol):
     """An implementation of the head. Rows that don't count are 0 in all that it returns."""
 
     def statistics(self, inputs: Inputs, options: Options) -> Softmax:
-        """The tokens' statistics alone."""
+        """The tokens' statistics."""
 
     def forward(self, inputs: Inputs, options: Options) -> tuple[Softmax, Any]:
-        """The statistics, and what `gradients` wants back: a tree of arrays [N, ...], one row a token, or None."""
+        """The statistics, and what `gradients` needs again: a tree of arrays [N, ...], one row a token, or None."""
 
     def gradients(
         self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, options: Options
     ) -> Gradients:
-        """The gradients, of the sides that `options` asks for, of a total with the derivatives `slopes`.
+        """The gradients of a scalar whose derivatives by the statistics are `slopes`, by the sides that are wanted.
 
         Where `options` names a vocabulary axis, dh is this shard's part of the sum over it.
         """
@@ -48,7 +48,7 @@ class Engine(Protocol):
         """The statistics, and the gradients of `weighted_sum`."""
 
     def obstacle(self, inputs: Inputs, options: Options) -> str | None:
-        """Why it can't run, if it can't. `inputs` may be shapes and dtypes alone."""
+        """The reason why it can't run, or None. `inputs` may be shapes and dtypes alone."""
 
 
 def token_logprobs(engine: Engine, inputs: Inputs, options: Options) -> TokenLogprobs:
@@ -91,7 +91,7 @@ def _token_logprobs(engine: Engine, options: Options, inputs: Inputs) -> TokenLo
 
 
 def _token_logprobs_forward(engine: Engine, options: Options, inputs: Any) -> tuple[TokenLogprobs, Any]:
-    options, inputs = _asked_for(options, inputs), _values(inputs)
+    options, inputs = _with_wanted_sides(options, inputs), _values(inputs)
     softmax, saved = engine.forward(inputs, options)
     return softmax.outputs(), (options, inputs, softmax, saved)
 
@@ -117,7 +117,7 @@ def _token_loss(
 def _token_loss_forward(
     engine: Engine, options: Options, objective: Objective, inputs: Any, terms: Any
 ) -> tuple[tuple[Float[Array, ""], TokenLogprobs], Any]:
-    options, inputs, terms = _asked_for(options, inputs), _values(inputs), _values(terms)
+    options, inputs, terms = _with_wanted_sides(options, inputs), _values(inputs), _values(terms)
     if options.wants_hidden or options.wants_weight:
         softmax, gradients = engine.loss_and_gradients(inputs, objective, terms, options)
     else:
@@ -145,7 +145,7 @@ _token_loss.defvjp(_token_loss_forward, _token_loss_backward, symbolic_zeros=Tru
 
 
 def _traced(objective: Objective, dtypes: Sequence[Any], varying: Set[str]) -> ClosedJaxpr:
-    """The objective of scalars with these dtypes which, under the caller's own `shard_map`, vary over these axes."""
+    """The objective traced for scalars of these dtypes that vary over these axes of the caller's `shard_map`."""
     if varying:
         return jax.make_jaxpr(objective)(*(vary(jnp.zeros((), dtype), varying) for dtype in dtypes))
     # A mesh that is set would stay with what is traced under it, which could then not run inside `shard_map`.
@@ -154,11 +154,11 @@ def _traced(objective: Objective, dtypes: Sequence[Any], varying: Set[str]) -> C
 
 
 def _uses(jaxpr: Jaxpr, argument: Any) -> bool:
-    """Whether a function looks at an argument at all."""
+    """Whether a function uses an argument."""
     return any(x is argument for operands in (jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)) for x in operands)
 
 
-def _asked_for(options: Options, inputs: Any) -> Options:
+def _with_wanted_sides(options: Options, inputs: Any) -> Options:
     return dataclasses.replace(options, wants_hidden=inputs.hidden.perturbed, wants_weight=inputs.weight.perturbed)
 
 

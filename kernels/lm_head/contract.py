@@ -15,11 +15,11 @@ Objective = Callable[..., jax.Array]
 
 
 Gradients = tuple[Array | None, Array | None]
-"""By hidden [N, D] and by weight [V, D]; None where not asked for."""
+"""dh [N, D] and dW [V, D]; None where not asked for."""
 
 
 class Inputs(NamedTuple):
-    """What the statistics are made of; `live` are the rows that count."""
+    """The arguments of a pass; `live` are the rows that count."""
 
     hidden: Float[Array, "N D"]
     weight: Float[Array, "V D"]
@@ -27,30 +27,28 @@ class Inputs(NamedTuple):
     live: Bool[Array, "N"]
     temperature: Float[Array, ""]
     columns: Integer[Array, ""] | None = None
-    """The first so many rows of `weight` are the vocabulary's, the rest is padding; None: all are."""
+    """How many rows of `weight`, from the first, belong to the vocabulary; the rest is padding. None: all."""
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is known while tracing."""
+    """The static arguments of a pass."""
 
     softcap: float | None
     dtype: jnp.dtype
-    """Of the matrix products' operands."""
+    """Dtype of the matrix products' operands."""
     workspace: int | None = None
     """Bytes, as for `token_loss`."""
     wants_hidden: bool = True
     wants_weight: bool = True
     entropy_slopes: bool = True
-    """False: the slope by the entropy is 0 everywhere."""
+    """False: the derivative by the entropy is 0 everywhere."""
     vocabulary_axis: str | None = None
     """Inside `shard_map`, the mesh axis over which the rows of `weight` are spread."""
     token_axes: tuple[str, ...] = ()
-    """Inside `shard_map`, those over which tokens are spread. A loop that holds collectives runs as often on each of
-    their devices."""
-    filter_eps: float | None = None
-    """Backward may leave out tiles of rows and columns in which no probability reaches it, and no label is."""
+    """Inside `shard_map`, the mesh axes over which tokens are spread. A loop that holds collectives runs equally often
+    on all devices along them."""
     hidden_gradient_dtype: jnp.dtype | None = None
     """Dtype of dh; None: that of `hidden`."""
     weight_gradient_dtype: jnp.dtype | None = None
@@ -58,18 +56,18 @@ class Options:
 
 
 def number_of_columns(inputs: Inputs) -> Int[Array, ""]:
-    """Rows of the weight that are the vocabulary's."""
+    """The number of rows of the weight that belong to the vocabulary."""
     return jnp.int32(len(inputs.weight)) if inputs.columns is None else inputs.columns.astype(jnp.int32)
 
 
 def local_labels(inputs: Inputs) -> Int[Array, "N"]:
-    """-1 for those of other shards and of nothing: none may hit a column of padding."""
+    """The labels, with -1 for a label of another shard or out of range: none may hit a column of padding."""
     here = (inputs.labels >= 0) & (inputs.labels < number_of_columns(inputs))
     return jnp.where(here, inputs.labels, -1).astype(jnp.int32)
 
 
 def gradient_dtypes(inputs: Inputs, options: Options) -> tuple[jnp.dtype, jnp.dtype]:
-    """Of dh and of dW."""
+    """The dtypes of dh and dW."""
     dh, dw = options.hidden_gradient_dtype, options.weight_gradient_dtype
     return inputs.hidden.dtype if dh is None else dh, inputs.weight.dtype if dw is None else dw
 
@@ -80,7 +78,7 @@ def zeros(inputs: Inputs, *shape: int, dtype: Any = jnp.float32) -> Array:
 
 
 class TokenLogprobs(NamedTuple):
-    """Of each token's distribution `p = softmax(z)` over the vocabulary; float32, nats; 0 at rows that don't count."""
+    """Statistics of each token's `p = softmax(z)` over the vocabulary; float32, nats; 0 at rows that don't count."""
 
     logprob: Float[Array, "*N"]
     """`log p[label]`."""
@@ -91,7 +89,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a loss is made of beside the tokens' statistics."""
+    """What a loss takes beside the tokens' statistics."""
 
     weights: Float[Array, "N"]
     operands: tuple[Shaped[Array, "N"], ...]
@@ -108,9 +106,9 @@ def weighted_sum(
 ) -> Float[Array, ""]:
     """`sum_i weights_i * objective(logprob_i, entropy_i, *operands_i)` over the rows that count.
 
-    An objective may be infinite or NaN at a row that doesn't count (its operands are anybody's guess): neither the
-    sum nor a gradient sees it, but for gradients of arrays, not scalars, that are shared by the rows. That takes a
-    `where` before the objective as well as after it.
+    An objective may be infinite or NaN at a row that doesn't count, whose operands may hold anything: neither the sum
+    nor a gradient sees it, except the gradients of arrays (not scalars) that the rows share. That takes a `where`
+    before the objective as well as after it.
     """
 
     def guard(x: jax.Array, live: jax.Array = live) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Visits the rows that count, a block at a time, in a time that follows their number.
+"""A loop over the rows that count, a block at a time, whose duration follows their number.
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block.
 """
@@ -15,21 +15,22 @@ Carry = TypeVar("Carry")
 
 
 class LiveRows(NamedTuple):
-    """Rows that count ahead of the others, in order. Places past their number repeat the first: no other is read."""
+    """An order in which the rows that count come first. Later places repeat the first row, so no other row is read."""
 
     row: Integer[Array, "M"]
-    """The row at a place."""
+    """The row at each place."""
     place: Integer[Array, "N"]
-    """The place of a row; of one that doesn't count, a place past `number`."""
+    """The place of each row; a row that doesn't count has a place of at least `number`."""
     number: Integer[Array, ""]
+    """How many rows count."""
 
     def over_blocks(
         self, block: int, body: Callable[[Array, Carry], Carry], carry: Carry, in_step: tuple[str, ...] = ()
     ) -> Carry:
-        """Does `carry = body(i, carry)` for each block i with a row that counts.
+        """Runs `carry = body(i, carry)` for each block i with a row that counts, and returns the last carry.
 
-        All devices along the mesh axes `in_step` do so equally often, as a body with collectives needs it: those
-        with fewer such rows end with blocks that have none.
+        All devices along the mesh axes `in_step` run it equally often, as a body with collectives needs: devices with
+        fewer rows that count end with blocks that have none.
         """
         number = lax.pmax(self.number, in_step) if in_step else self.number
 
@@ -43,13 +44,14 @@ class LiveRows(NamedTuple):
         return lax.while_loop(more, step, (jnp.int32(0), carry))[1]
 
     def block(self, i: Array, block: int) -> tuple[Integer[Array, "R"], Bool[Array, "R"]]:
-        """The rows of block i, and which of them are no repetition."""
+        """The rows of block i, and which of them count (the others repeat the first row)."""
         first = i * block
         live_R = first + jnp.arange(block) < self.number
         return lax.dynamic_slice_in_dim(self.row, first, block), live_R
 
 
 def live_rows(live: Bool[Array, "N"], block: int) -> LiveRows:
+    """The order of rows for blocks of `block` rows."""
     # By counting: two sorts of 65536 rows would cost the TPU compiler half a minute.
     row, ahead = jnp.arange(len(live)), jnp.cumsum(live, dtype=jnp.int32)
     count = jnp.sum(live, dtype=jnp.int32)
@@ -60,7 +62,7 @@ def live_rows(live: Bool[Array, "N"], block: int) -> LiveRows:
 
 
 def write(whole: Carry, rows: Carry, start: Array) -> Carry:
-    """Rows of a block, from place `start` on, into those of all; a tree of arrays each."""
+    """A tree of arrays [M, ...] with the rows of a block written at place `start`."""
     return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, 0), whole, rows)
 
 

@@ -1,4 +1,4 @@
-"""Inside `jax.shard_map`, the mesh axes over which a value differs from device to device, in JAX's types.
+"""The mesh axes over which a value differs from device to device inside `jax.shard_map`, by its type.
 
 A custom derivative and a loop want theirs to agree: arguments among each other, cotangents with their primals, a loop's
 first carry with its last. See "varying manual axes" in JAX's notes on shard_map.
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 
 def varying_axes(*arrays: Any) -> Set[str]:
+    """The axes over which one of the arrays varies."""
     return frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 

@@ -1,7 +1,7 @@
 """The head over a mesh of devices: tokens over some of its axes, the vocabulary over another, W stored in shards.
 
-An engine's pass runs inside `jax.shard_map`, on a device's own tokens and its rows of W. What is exchanged, N, V and D
-being a device's own:
+An engine's pass runs inside `jax.shard_map`, on a device's own tokens and its rows of W. With N, V and D those of one
+device, the devices exchange
 
     W        all-gathered over `features`, in the products' dtype if that is narrower: V x D, once a pass
     softmax  a maximum and three sums a row over `vocabulary`: 4 N, once a pass, or in waves for each wave's rows
@@ -10,8 +10,8 @@ being a device's own:
              axes; its rows exchanged for its features
 
 Where gradients are bfloat16, XLA for TPUs rounds dh, and dW after its first sum, ahead of adding them up.
-Logits stay where they are. The rules of differentiation and the loss are outside (autodiff.py): JAX differentiates
-and transposes nothing in here. Leaves out hidden states whose features are spread.
+Logits stay where they are. The rules of differentiation and the loss are in autodiff.py: JAX differentiates and
+transposes nothing in here. Leaves out hidden states whose features are spread.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ class HeadSharding:
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """An engine whose passes are another's, on every device of a mesh with more than one."""
+    """An engine that runs the passes of another on every device of a mesh."""
 
     engine: Engine
     sharding: HeadSharding
@@ -142,7 +142,7 @@ class Sharded:
         return softmax, self._trimmed(gradients, inputs)
 
     def obstacle(self, inputs: Inputs, options: Options) -> str | None:
-        """The engine's, for what a device has of the arrays."""
+        """The engine's reason, given one device's part of the arrays."""
         found: list[str | None] = []
 
         def pass_(own: Inputs, options: Options) -> tuple[()]:
@@ -158,7 +158,7 @@ class Sharded:
 
     @property
     def _saved(self) -> PartitionSpec:
-        """Each shard of the vocabulary has its own."""
+        """The layout of saved arrays: each shard of the vocabulary has its own."""
         return PartitionSpec(self.sharding.vocabulary, self.sharding.tokens)
 
     @property
@@ -168,7 +168,7 @@ class Sharded:
     def _on_devices(
         self, pass_: Callable[..., Any], out_specs: Any, inputs: Inputs, options: Options, *given: tuple[Any, Any]
     ) -> Any:
-        """`pass_(inputs, options, *arguments)` of what each device has; `given` are the arguments and how they lie."""
+        """`pass_(inputs, options, *arguments)` on each device's part; `given` are pairs (argument, its specs)."""
         vocabulary = inputs.weight.shape[0]
         missing = -vocabulary % self.sharding.devices(self.sharding.vocabulary)
         if missing:
@@ -185,7 +185,7 @@ class Sharded:
         )(inputs, *arguments)
 
     def _prepared(self, own: Inputs, options: Options, vocabulary: int) -> tuple[Inputs, Options]:
-        """What a device gives to the engine: W's features gathered, labels counted from its first row of W."""
+        """The engine's arguments on one device: W's features gathered, labels counted from its first row of W."""
         at, weight, labels, columns = self.sharding, own.weight, own.labels, None
         if at.features is not None:
             if options.dtype.itemsize < weight.dtype.itemsize:
@@ -205,7 +205,7 @@ class Sharded:
         return own._replace(weight=weight, labels=labels, columns=columns), options
 
     def _summed(self, gradients: Gradients, inputs: Inputs) -> Gradients:
-        """Over the devices that have a part of the sum; each keeps what it has of the array."""
+        """The gradients summed over the devices that have a part of the sum; each keeps its part of the array."""
         at, (dh, dw) = self.sharding, gradients
         if dh is not None and at.vocabulary is not None:
             dh = lax.psum(dh, at.vocabulary)
@@ -215,7 +215,7 @@ class Sharded:
         )
 
     def _weight_summed(self, dw: Float[Array, "V D"], dtype: Any) -> Float[Array, "V d"]:
-        """Over the tokens' axes; of the features those remain that this device stores."""
+        """dW summed over the tokens' axes, and of its features those that this device stores."""
         at = self.sharding
         others = tuple(axis for axis in at.tokens if axis != at.features)
         if at.features not in at.tokens:
@@ -232,6 +232,6 @@ class Sharded:
         return lax.all_to_all(dw, at.features, split_axis=1, concat_axis=0, tiled=True)[:rows]
 
     def _trimmed(self, gradients: Gradients, inputs: Inputs) -> Gradients:
-        """Without the padding of the vocabulary."""
+        """The gradients without the padding of the vocabulary."""
         dh, dw = gradients
         return dh, None if dw is None else dw[: len(inputs.weight)]

@@ -1,7 +1,7 @@
 """Softmax of rows of logits that are seen a tile of columns at a time: statistics, and derivatives by the logits.
 
 The running maximum is that of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3;
-the entropy's sum is carried along in the same way. Leaves out where tiles come from.
+the entropy's sum is carried along in the same way.
 
 Suffixes: R rows, T columns of a tile.
 """
@@ -26,7 +26,10 @@ class Columns(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Over the columns seen: the maximum, the sums of `e` and `e (z - top)` with `e = exp(z - top)`, the label's z."""
+    """Sums over the columns seen so far, with e = exp(z - top) and `top` the maximum of z.
+
+    `sum_e_z` is the sum of e (z - top), `label` the label's z, 0 until it is seen.
+    """
 
     top: Float[Array, "R"]
     sum_e: Float[Array, "R"]
@@ -35,7 +38,7 @@ class Running(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Over all columns: the maximum, the log of the sum of `exp(z - top)`, the label's `z - top`, the entropy.
+    """Statistics over all columns: the maximum of z, log of the sum of exp(z - top), the label's z - top, the entropy.
 
     `lse = top + log_sum_e` has lost three digits at logits of 1e4: log-probabilities and gradients do without it.
     """
@@ -50,10 +53,12 @@ class Softmax(NamedTuple):
 
 
 def empty_running(zeros_R: Float[Array, "R"]) -> Running:
+    """The state before any column."""
     return Running(zeros_R + FLOOR, zeros_R, zeros_R, zeros_R)
 
 
 def include_tile(running: Running, z_RT: Float[Array, "R T"], columns: Columns) -> Running:
+    """The state after one more tile of columns."""
     z_RT = jnp.where(columns.fresh, z_RT, MASKED)
     top = jnp.maximum(running.top, z_RT.max(axis=1))
     below_RT = z_RT - top[:, None]
@@ -68,33 +73,34 @@ def include_tile(running: Running, z_RT: Float[Array, "R T"], columns: Columns) 
 
 
 def combine(a: Running, b: Running) -> Running:
-    """What two have seen, each of them other columns."""
+    """The state after the columns of both, which have none in common."""
     top = jnp.maximum(a.top, b.top)
     (sum_e_a, sum_e_z_a), (sum_e_b, sum_e_z_b) = (_raised(x, top) for x in (a, b))
     return Running(top, sum_e_a + sum_e_b, sum_e_z_a + sum_e_z_b, a.label + b.label)
 
 
 def combine_all(parts: Running) -> Running:
-    """What all have seen, one along the first dim of `parts`."""
+    """The state after the columns of all parts, stacked along a first dim."""
     top = parts.top.max(axis=0)
     sum_e, sum_e_z = _raised(parts, top)
     return Running(top, sum_e.sum(axis=0), sum_e_z.sum(axis=0), parts.label.sum(axis=0))
 
 
 def combine_over_axis(running: Running, axis: str) -> Running:
-    """What all devices along a mesh axis have seen, each of them other columns. Three sums and a maximum a row."""
+    """The state after the columns of all devices along a mesh axis: a maximum and three sums a row are exchanged."""
     top = lax.pmax(running.top, axis)
     sum_e, sum_e_z, label = lax.psum((*_raised(running, top), running.label), axis)
     return Running(top, sum_e, sum_e_z, label)
 
 
 def _raised(running: Running, top: Float[Array, "R"]) -> tuple[Float[Array, "*S R"], Float[Array, "*S R"]]:
-    """Both sums, relative to another maximum."""
+    """sum_e and sum_e_z relative to another maximum."""
     shift = running.top - top
     return jnp.exp(shift) * running.sum_e, jnp.exp(shift) * (running.sum_e_z + shift * running.sum_e)
 
 
 def finish(running: Running) -> Softmax:
+    """The statistics after all columns."""
     log_sum_e = jnp.log(running.sum_e)
     # H = lse - E[z], both relative to the maximum
     entropy = log_sum_e - running.sum_e_z / running.sum_e
@@ -117,7 +123,7 @@ def logit_slopes(
 def label_slope(
     softmax: Softmax, slopes: TokenLogprobs, temperature: Array, softcap: float | None
 ) -> Float[Array, "R"]:
-    """The slope by the label's y = h·W: a probability's distance from 1 is found without subtracting it from 1."""
+    """The derivative by the label's y = h·W, in which 1 - p is computed by expm1."""
     log_p = softmax.label - softmax.log_sum_e
     p = jnp.exp(log_p)
     slope = slopes.lse * p - slopes.logprob * jnp.expm1(log_p) - slopes.entropy * p * (log_p + softmax.entropy)

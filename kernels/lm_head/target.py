@@ -1,4 +1,4 @@
-"""What a program that is being traced will run on, which need not be the machine that traces it."""
+"""The device that a program is traced for, which need not be in the machine that traces it."""
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -15,20 +15,20 @@ def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
 
 
 def device_kind() -> str:
-    """What the device calls itself that is being traced for."""
+    """The name of the device kind that is traced for."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 def multiprocessors() -> int:
-    """Of the GPU that is being traced for; an H100's where that can't be told."""
+    """The number of multiprocessors of the GPU that is traced for; an H100's where JAX doesn't say."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     found = getattr(jax.devices()[0], "core_count", None) if device is None else device.num_cores
     return found or 132
 
 
 def why_not_hopper() -> str | None:
-    """What it is that is being traced for, if that isn't a GPU of the Hopper generation."""
+    """The reason why the device that is traced for is no GPU of the Hopper generation, or None."""
     if platform() != "gpu":
         return f"it needs a Hopper GPU, and this is a {platform()}"
     device = jax.sharding.get_abstract_mesh().abstract_device

@@ -1,14 +1,14 @@
 """The head in plain XLA, a tile of logits at a time: the CPU's implementation and every other backend's fallback.
 
-Rows that count are moved ahead of those that don't by a stable sort, and a `while_loop` takes them in blocks, so that
-the time follows their number. There are two ways to the gradients:
+Rows that count are moved ahead of those that don't, and a `while_loop` takes them in blocks, so that the time follows
+their number. There are two ways to the gradients:
 
 - Recomputation. Statistics a block at a time; backward goes over tiles of the vocabulary, with a loop over the blocks
   inside, so that a tile of dW is summed in float32 and leaves once. 4 matrix products.
 - Waves (`token_loss` with a workspace). The products of a block with the whole vocabulary are kept; once the rows'
   normalisers are known, so are the objective's slopes, and dh and dW follow. 3 matrix products.
 
-Leaves out: sharding (given sharded arrays, XLA partitions as it likes), and fusion of the products with the softmax.
+Leaves out fusion of the products with the softmax.
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features; V vocabulary, C tiles of T columns.
 `y` is the product of hidden states and weight, `z` the logits: y after softcap and temperature.
@@ -54,7 +54,7 @@ _LEAST_WAVE, _MOST_WAVE = 64, 2048  # fewer rows would touch all of dW too often
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Options the work is cut."""
+    """Sizes of blocks and tiles."""
 
     block: int
     tile: int
@@ -62,7 +62,7 @@ class _Plan:
 
 
 def obstacle(inputs: Inputs, options: Options) -> None:
-    """There is none."""
+    """Nothing keeps it from running."""
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
@@ -72,7 +72,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
 def loss_and_gradients(
     inputs: Inputs, objective: Objective, terms: Terms, options: Options
 ) -> tuple[Softmax, Gradients]:
-    """In waves where the workspace allows them, else by recomputation."""
+    """The results in waves where the workspace allows them, else by recomputation."""
     plan = _plan(inputs)
     wave = _wave(plan, inputs, options)
     if wave:
@@ -83,7 +83,7 @@ def loss_and_gradients(
 
 
 def statistics(inputs: Inputs, options: Options) -> Softmax:
-    """1 matrix product."""
+    """The statistics of all tokens: 1 matrix product."""
     plan = _plan(inputs)
     live = live_rows(inputs.live, plan.block)
 
@@ -105,7 +105,7 @@ def statistics(inputs: Inputs, options: Options) -> Softmax:
 
 
 def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogprobs, options: Options) -> Gradients:
-    """By recomputation: 3 matrix products, 2 for one gradient alone."""
+    """The gradients by recomputation: 3 matrix products, 2 for one gradient alone."""
     plan = _plan(inputs)
     live = live_rows(inputs.live, plan.block)
 
@@ -148,7 +148,7 @@ def _waves(
     def wave(i: Array, carry: Any) -> Any:
         all_M, dh_MD, dw_VD, y_CRT = carry
         row_R, live_R = live.block(i, plan.block)
-        # Where no row counts, the rows that fill a block don't either; and such a block may have to be gone through.
+        # A block may have no row that counts, and still run for its collectives: its rows must not hold NaN.
         h_RD, labels_R = jnp.where(live_R[:, None], inputs.hidden[row_R], 0), inputs.labels[row_R]
 
         def forward(c: Array, carry: Any) -> Any:
@@ -206,7 +206,7 @@ def _plan(inputs: Inputs) -> _Plan:
 
 
 def _wave(plan: _Plan, inputs: Inputs, options: Options) -> int:
-    """Rows whose logits are kept, or 0 to compute them again."""
+    """The number of rows whose logits are kept at a time, or 0 to compute them again."""
     rows = round_up(len(inputs.labels), 8)
     bytes_a_row = 4 * plan.tiles * plan.tile
     room = plan.block * bytes_a_row if options.workspace is None else options.workspace
@@ -219,7 +219,7 @@ def _wave(plan: _Plan, inputs: Inputs, options: Options) -> int:
 
 
 def _start(plan: _Plan, inputs: Inputs, c: Array) -> Array:
-    """The last tile begins early enough to be a whole one."""
+    """The first column of tile c; the last tile begins early enough to be whole."""
     return jnp.minimum(c * plan.tile, inputs.weight.shape[0] - plan.tile)
 
 
@@ -253,7 +253,7 @@ def _product_slopes(
 
 
 def _finish(options: Options, running: Running, live: Bool[Array, "N"]) -> Softmax:
-    """Over the whole vocabulary; 0 at rows that don't count."""
+    """The statistics over the whole vocabulary; 0 at rows that don't count."""
     if options.vocabulary_axis is not None:
         running = combine_over_axis(running, options.vocabulary_axis)
     return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(running))

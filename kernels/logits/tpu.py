@@ -3,7 +3,7 @@
 The grid is (leading dims, blocks of rows, tiles of columns), tiles innermost. Forward keeps a maximum and two sums for
 every 128th column (every 16th, where rows lie along the lanes) and merges these behind the last tile, so that a column
 costs elementwise work alone. Backward writes the gradient over the tile of logits that it is made from. Arithmetic is
-float32, on what is in registers. Of a block of rows none of which counts, one tile is fetched and not looked at.
+float32, on what is in registers. Where no row of a block counts, one tile is fetched and not read.
 Columns past the last are -inf to the forward pass, and the backward pass leaves them unwritten.
 
 A kernel takes an array as its dims say, the last one in lanes; XLA puts the dim there that wastes least memory, and
@@ -11,7 +11,7 @@ copies all logits where the two disagree. So the kernels take logits either way 
 
 Leaves out float16, which TPUs don't compute with, and sharding. Formulas: kernels/lm_head/softmax.py, xla.py.
 
-Suffixes: P a piece of 16 x 128 logits; K all that is done at a time. `y` is a logit; z = scale * y.
+Suffixes: P a piece of 16 x 128 logits; K the pieces that are computed at a time. `y` is a logit; z = scale * y.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from kernels.lm_head.contract import TokenLogprobs
 from kernels.lm_head.live_rows import round_up
 from kernels.lm_head.softmax import Running, Softmax
-from kernels.logits.xla import FLOOR, by_p, by_row
+from kernels.logits.xla import FLOOR, p_term, row_factors
 
 _SUBLANES, _LANES = 16, 128  # of a piece: bfloat16 has 16 rows in a register
 _TILE = {2: (256, 8192), 1: (512, 4096)}  # by the axis of the columns: rows, and bytes of a row. 2 MiB
@@ -40,7 +40,7 @@ _LOG2E = math.log2(math.e)
 
 
 def obstacle(logits: Float[Array, "*N V"]) -> str | None:
-    """Why these logits can't be taken, if they can't."""
+    """The reason why the kernels can't take these logits, or None."""
     if logits.dtype == jnp.float16:
         return "TPUs don't compute with float16"
     if logits.ndim < 2 or not logits.size:
@@ -49,7 +49,7 @@ def obstacle(logits: Float[Array, "*N V"]) -> str | None:
 
 
 def has_default_layout(logits: Float[Array, "*N V"]) -> bool:
-    """Whether the kernels take logits of this shape as XLA puts them into memory."""
+    """Whether the kernels take logits of this shape in XLA's default layout."""
     last = logits.ndim - 1
     return memory_order(logits)[:-2] == tuple(range(last - 1))
 
@@ -58,7 +58,7 @@ def memory_order(logits: Float[Array, "*N V"]) -> tuple[int, ...]:
     """The dims, from major to minor, of such an array in a TPU's memory: the order that takes least.
 
     The last but one is padded to 8, or a power of two below that, and the last to 128. Found with libtpu 0.0.42, on
-    all of 672 shapes for v5e, v5p and v6e. Were it otherwise, XLA would copy the logits.
+    672 shapes for v5e, v5p and v6e. With another order, XLA would copy the logits.
     """
 
     def size(order: tuple[int, ...]) -> int:
@@ -72,7 +72,7 @@ def memory_order(logits: Float[Array, "*N V"]) -> tuple[int, ...]:
 def sums(
     logits: Float[Array, "*N V"], labels: Integer[Array, "*N"], live: Bool[Array, "*N"], scale: Float[Array, ""]
 ) -> Running:
-    """Over all columns of `z = scale * logits`; of rows that don't count, anything."""
+    """The softmax's sums over all columns of `z = scale * logits`; rows that don't count may hold anything."""
     plan, y = _laid_out(logits)
     vocabulary = logits.shape[-1]
     out = pl.pallas_call(
@@ -105,9 +105,9 @@ def gradient(
     softmax: Softmax,
     slopes: TokenLogprobs,
 ) -> Float[Array, "*N V"]:
-    """The derivatives by the logits of a total that has `slopes` by their statistics. Takes the logits' place."""
+    """The derivatives by the logits of a scalar with derivatives `slopes` by the statistics, in the logits' memory."""
     plan, y = _laid_out(logits)
-    of_rows = (*by_row(softmax, slopes, scale), live.astype(jnp.float32))
+    factors = (*row_factors(softmax, slopes, scale), live.astype(jnp.float32))
     rows = (len(y), logits.shape[-2])
     out = pl.pallas_call(
         functools.partial(_gradient_kernel, plan=plan),
@@ -116,7 +116,7 @@ def gradient(
             grid=plan.grid,
             in_specs=[
                 plan.spec(1, plan.first),
-                plan.spec(len(of_rows), plan.first),
+                plan.spec(len(factors), plan.first),
                 plan.spec(plan.columns, plan.fetched),
             ],
             out_specs=plan.spec(plan.columns, plan.each),
@@ -132,18 +132,18 @@ def gradient(
         plan.live_blocks(live),
         scale[None],
         jnp.expand_dims(labels.astype(jnp.int32).reshape(rows), plan.axis),
-        jnp.stack([x.reshape(rows) for x in of_rows], plan.axis),
+        jnp.stack([x.reshape(rows) for x in factors], plan.axis),
         y,
     )
     return (out if plan.axis == 2 else out.swapaxes(1, 2)).reshape(logits.shape)
 
 
-# --- where things lie ---------------------------------------------------------------------------------------------
+# --- layout ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Options the logits are cut: [B, T, V] with `axis` 2, [B, V, T] with 1."""
+    """How the logits are divided into tiles: [B, T, V] with `axis` 2, [B, V, T] with 1."""
 
     axis: int
     batch: int
@@ -158,16 +158,16 @@ class _Plan:
 
     @property
     def group(self) -> int:
-        """Rows of a piece."""
+        """The number of rows of a piece."""
         return _SUBLANES if self.axis == 2 else _LANES
 
     @property
     def width(self) -> int:
-        """Columns of a piece."""
+        """The number of columns of a piece."""
         return _LANES if self.axis == 2 else _SUBLANES
 
     def place(self, row: Any, column: Any) -> tuple[Any, Any]:
-        """Something of rows and something of columns in the order in which they lie."""
+        """A pair for rows and columns in the order of the array's dims."""
         return (row, column) if self.axis == 2 else (column, row)
 
     def spec(self, columns: int, index: Any) -> pl.BlockSpec:
@@ -190,7 +190,7 @@ class _Plan:
 
 
 def _laid_out(logits: Float[Array, "*N V"]) -> tuple[_Plan, Float[Array, "B _ _"]]:
-    """The plan, and the logits as the kernels want them: other dims over the same memory, if they lie well."""
+    """The plan, and the logits with the dims that the kernels take: the same memory, if the default layout allows."""
     time, vocabulary = logits.shape[-2:]
     y = logits.reshape(-1, time, vocabulary)
     axis = 1 if has_default_layout(logits) and memory_order(logits)[-1] != logits.ndim - 1 else 2
@@ -202,7 +202,7 @@ def _laid_out(logits: Float[Array, "*N V"]) -> tuple[_Plan, Float[Array, "B _ _"
 
 
 def _result(shape: tuple[int, ...], dtype: Any, like: Array) -> jax.ShapeDtypeStruct:
-    """That varies, under `shard_map`, over the axes that `like` varies over."""
+    """The shape of a result that varies, under `shard_map`, over the axes that `like` varies over."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
 
 
@@ -225,7 +225,7 @@ def _sums_kernel(
             ref[...] = jnp.full(ref.shape, value, jnp.float32)
 
     def include(columns: int) -> None:
-        """The tile's first columns. Options many is known while tracing."""
+        """Adds the tile's first columns, whose number is known while tracing."""
 
         def turn(row: Any, first: Any, columns: int) -> None:
             at = plan.place(row, slice(None))
@@ -283,7 +283,7 @@ def _with(
     rescale = jnp.exp2(shift * exponent)
     below = [y - top for y in pieces]
     e = [jnp.exp2(x * exponent) for x in below]
-    # Of a logit of -inf, 0 and not NaN.
+    # A logit of -inf gives 0 and not NaN.
     sums_e_z = [jnp.maximum(x, FLOOR) * weight for x, weight in zip(below, e, strict=True)]
     return [
         top,
@@ -293,14 +293,14 @@ def _with(
 
 
 def _pairwise(operation: Any, xs: Sequence[Array]) -> Array:
-    """In as few steps one after the other as can be."""
+    """The reduction of `xs` as a balanced tree, which has the fewest dependent steps."""
     while len(xs) > 1:
         xs = [operation(*xs[i : i + 2]) if i + 1 < len(xs) else xs[i] for i in range(0, len(xs), 2)]
     return xs[0]
 
 
 def _gradient_kernel(
-    live_ref: Any, scale_ref: Any, label_ref: Any, of_rows_ref: Any, y_ref: Any, out_ref: Any, *, plan: _Plan
+    live_ref: Any, scale_ref: Any, label_ref: Any, factors_ref: Any, y_ref: Any, out_ref: Any, *, plan: _Plan
 ) -> None:
     b, i, tile = (pl.program_id(axis) for axis in range(3))
     live, scale = live_ref[b, i] > 0, scale_ref[0]
@@ -308,15 +308,15 @@ def _gradient_kernel(
 
     def turn(row: Any, first: Any, columns: int) -> None:
         at = (0, *plan.place(row, slice(None)))
-        label, of_rows = label_ref[at] - tile * plan.columns - first, of_rows_ref[at]
-        parts = jnp.split(of_rows, of_rows.shape[along], axis=along)
+        label, factors = label_ref[at] - tile * plan.columns - first, factors_ref[at]
+        parts = jnp.split(factors, factors.shape[along], axis=along)
         top, log_sum_e, at_p, at_p_log_p, at_label, counts = parts
         for start in range(0, columns, _AT_A_TIME * plan.width):
             width = min(_AT_A_TIME * plan.width, columns - start)
             place = (0, *plan.place(row, pl.ds(first + start, width)))
             z_K = y_ref[place].astype(jnp.float32) * scale
             hit_K = lax.broadcasted_iota(jnp.int32, z_K.shape, along) == label - start
-            dy_K = by_p((z_K - top) - log_sum_e, at_p, at_p_log_p) + jnp.where(hit_K, at_label, 0)
+            dy_K = p_term((z_K - top) - log_sum_e, at_p, at_p_log_p) + jnp.where(hit_K, at_label, 0)
             out_ref[place] = jnp.where(counts > 0, dy_K, 0).astype(out_ref.dtype)
 
     pl.when(live)(lambda: _over(plan, plan.columns, turn))

@@ -1,8 +1,8 @@
 """Statistics of logits and their gradient in plain XLA, on any backend and in whatever order the logits lie in memory.
 
-Accelerators reduce all columns at once, with `combine` for the sum: XLA reads the logits once and makes nothing of their
-size, however they are laid out. On a CPU such a reduction takes a column at a time, 13 times as long as a loop over
-tiles that stay in a core's cache. The loop leaves out blocks of rows none of which counts.
+Accelerators reduce all columns at once, with `combine` as the operation: XLA reads the logits once and makes no array
+of their size, however they are laid out. On a CPU such a reduction takes a column at a time, 13 times as long as a loop
+over tiles that stay in a core's cache. The loop leaves out blocks without a row that counts.
 
 Formulas: kernels/lm_head/softmax.py. Suffixes: N rows, R of a block; V vocabulary, T columns of a tile.
 """
@@ -25,7 +25,7 @@ _ROWS, _COLUMNS = 8, 4096  # of a tile on a CPU: 128 KiB in float32
 
 
 def combine(a: Running, b: Running) -> Running:
-    """What was seen by one and what was seen by the other."""
+    """The state after the columns of both."""
     top = jnp.maximum(a.top, b.top)
     sum_e, sum_e_z = jnp.zeros_like(top), jnp.zeros_like(top)
     for own in (a, b):
@@ -38,7 +38,7 @@ def combine(a: Running, b: Running) -> Running:
 def sums(
     logits: Float[Array, "*N V"], labels: Integer[Array, "*N"], live: Bool[Array, "*N"], scale: Float[Array, ""]
 ) -> Running:
-    """Over all columns of `z = scale * logits`, where one below the floor counts as none; garbage where not live."""
+    """The softmax's sums over all columns of `z = scale * logits` above the floor; rows not live hold anything."""
     if target.platform() == "cpu" and live.size:
         by_row = _tile_by_tile(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), live.reshape(-1), scale)
         return Running(*(x.reshape(live.shape) for x in by_row))
@@ -58,23 +58,23 @@ def gradient(
     softmax: Softmax,
     slopes: TokenLogprobs,
 ) -> Float[Array, "*N V"]:
-    """The derivatives by the logits of a total that has `slopes` by their statistics. Elementwise: it fits in place."""
-    of_rows = by_row(softmax, slopes, scale)
-    top, log_sum_e, at_p, at_p_log_p, at_label = (x[..., None] for x in of_rows)
+    """The derivatives by the logits of a scalar with derivatives `slopes` by the statistics; elementwise."""
+    factors = row_factors(softmax, slopes, scale)
+    top, log_sum_e, at_p, at_p_log_p, at_label = (x[..., None] for x in factors)
     log_p = (scale * logits.astype(jnp.float32) - top) - log_sum_e
     hit = labels[..., None] == jnp.arange(logits.shape[-1])
-    slope = by_p(log_p, at_p, at_p_log_p) + jnp.where(hit, at_label, 0)
+    slope = p_term(log_p, at_p, at_p_log_p) + jnp.where(hit, at_label, 0)
     return jnp.where(live[..., None], slope, 0).astype(logits.dtype)
 
 
-def by_row(softmax: Softmax, slopes: TokenLogprobs, scale: Float[Array, ""]) -> tuple[Float[Array, "*N"], ...]:
-    """Maximum and log of the sum; then what p, p log p and the label's 1 are multiplied with for a logit's slope."""
+def row_factors(softmax: Softmax, slopes: TokenLogprobs, scale: Float[Array, ""]) -> tuple[Float[Array, "*N"], ...]:
+    """Each row's maximum, log of the sum, and the factors of p, p log p and the label's 1 in a logit's derivative."""
     at_p = slopes.lse - slopes.logprob - slopes.entropy * softmax.entropy
     return softmax.top, softmax.log_sum_e, scale * at_p, -scale * slopes.entropy, scale * slopes.logprob
 
 
-def by_p(log_p: Float[Array, "*z"], at_p: Float[Array, "*#z"], at_p_log_p: Float[Array, "*#z"]) -> Float[Array, "*z"]:
-    """Where p is 0, 0, though log p be -inf."""
+def p_term(log_p: Float[Array, "*z"], at_p: Float[Array, "*#z"], at_p_log_p: Float[Array, "*#z"]) -> Float[Array, "*z"]:
+    """The part of a logit's derivative that has p as a factor: 0 where p is 0, even if log p is -inf."""
     return jnp.exp(log_p) * (at_p + at_p_log_p * jnp.maximum(log_p, FLOOR))
 
 

@@ -1,4 +1,4 @@
-"""What is in a program that the TPU compiler made, by its text: Pallas kernels, arrays, what devices exchange."""
+"""Reads the text of a program compiled for TPUs: Pallas kernels, arrays, what devices exchange."""
 
 import re
 from typing import NamedTuple
@@ -28,7 +28,7 @@ def kernels(program: jax.stages.Compiled) -> set[str]:
 
 
 def exchanged(program: jax.stages.Compiled) -> list[Exchanged]:
-    """By all collectives between devices, one in a loop once; scalars are left out."""
+    """The arrays that collectives exchange, one in a loop once; scalars are left out."""
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
     # For TPUs a reduce-scatter is a computation of this name, in which an all-reduce and a slice stand for it.
     scattered = re.compile(r"^%all-reduce-scatter\S* \([^\n]*\) -> ([^\n]*) \{$.*?^\}$", re.MULTILINE | re.DOTALL)
@@ -38,7 +38,7 @@ def exchanged(program: jax.stages.Compiled) -> list[Exchanged]:
 
 
 def arrays(part: str) -> list[Stored]:
-    """Those that a piece of a program's text names, with one dimension at least."""
+    """The arrays with one dim or more in a piece of a program's text."""
     found = re.findall(r"(\w+)\[([\d,]+)\]", part)
     return [Stored(dtype, tuple(map(int, shape.split(",")))) for dtype, shape in found]
 

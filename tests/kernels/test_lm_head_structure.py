@@ -1,4 +1,4 @@
-"""What the streaming head does for its results: sizes of values, matrix products, blocks visited.
+"""What the xla engine does for its results: sizes of values, matrix products, blocks visited.
 
 Tiles are made small here, so that a few rows already make several blocks and the last tile overlaps the one before.
 """
@@ -224,7 +224,7 @@ def test_every_workspace_gives_the_loss_and_gradients_of_full_logits(workspace, 
         grad = jax.jit(jax.value_and_grad(f, (0, 1, 2, 3), has_aux=True))
         return grad(HIDDEN, WEIGHT, ADVANTAGE, WEIGHTS)
 
-    close(of("xla"), of("reference"))
+    close(of("xla"), of("full_logits"))
 
 
 def test_float32_masters_with_bfloat16_products_give_float32_gradients_and_bfloat16_arguments_their_own():
@@ -238,40 +238,6 @@ def test_float32_masters_with_bfloat16_products_give_float32_gradients_and_bfloa
         gradients = grad(*narrow, workspace=workspace + 4 * V * D)
         assert [x.dtype for x in gradients] == [jnp.bfloat16, jnp.bfloat16]
         close(gradients, expected, 2e-2)
-
-
-def test_what_the_objective_closes_over_is_differentiated():
-    def of(scale, workspace):
-        def scaled(logprob, entropy):
-            return -scale * logprob
-
-        return token_loss(HIDDEN, WEIGHT, LABELS, scaled, workspace=workspace)[0]
-
-    nll = -token_logprobs(HIDDEN, WEIGHT, LABELS).logprob.sum()
-    for workspace in (RECOMPUTED, None):
-        close(jax.grad(of)(2.0, workspace), nll)
-
-
-def test_integer_operands_reach_the_objective():
-    def by_kind(logprob, entropy, kind):
-        return jnp.where(kind == 1, -logprob, entropy)
-
-    kind = RNG.integers(0, 2, N)
-    tokens = token_logprobs(HIDDEN, WEIGHT, LABELS)
-    value, dh = jax.value_and_grad(lambda h: token_loss(h, WEIGHT, LABELS, by_kind, kind)[0])(HIDDEN)
-    close(value, np.where(kind == 1, -np.asarray(tokens.logprob), tokens.entropy).sum())
-    assert dh.shape == HIDDEN.shape
-
-
-def test_the_tokens_beside_the_loss_carry_no_gradient():
-    grad = jax.grad(lambda h: token_loss(h, WEIGHT, LABELS, cross_entropy)[1].entropy.sum())
-    assert not np.asarray(grad(HIDDEN)).any()
-
-
-def test_a_traced_label_out_of_range_hits_nothing():
-    for impl in ("xla", "reference"):
-        out = jax.jit(lambda y, impl=impl: token_logprobs(HIDDEN, WEIGHT, y, impl=impl))(np.full(N, V + 3))
-        close(out.logprob, -out.lse)
 
 
 # --- transformations ---

@@ -1,6 +1,6 @@
 """token_logprobs and token_loss under JAX's transformations: each gives what plain calls give.
 
-The reference is ordinary JAX code on full logits, so it stands beside `streaming` only where that costs little.
+`full_logits` shares its rules of differentiation with `xla`, so it stands beside it only where that costs little.
 """
 
 import functools
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from jax import export
 from jax.sharding import Mesh, PartitionSpec
-from jax.test_util import check_grads
 from lm_head_cases import (
     OBJECTIVES,
     SMALL,
@@ -58,19 +57,9 @@ def jitted(scalar: Callable[..., Any], impl: str) -> Callable[..., Any]:
 
 
 def assert_near(got: Any, want: Any) -> None:
-    """Of each array, within 1 part in 50,000 of its largest number: another order of the same sums."""
+    """Asserts agreement within 1 part in 50,000 of an array's largest number: another order of the same sums."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.max(np.abs(y), initial=1.0))
-
-
-@every_impl
-@every_entry_point
-def test_gradients_pass_jax_s_own_check(impl: str, scalar: Callable[..., Any]) -> None:
-    @jax.jit
-    def of_the_sides(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-        return scalar(hidden, weight, *ARGUMENTS[2:], impl=impl)[0]
-
-    check_grads(of_the_sides, PROBLEM[:2], order=1, modes=["rev"], eps=3e-3, atol=1e-2, rtol=1e-2)
 
 
 @every_impl
@@ -96,7 +85,7 @@ def test_rematerialisation_changes_nothing(scalar: Callable[..., Any]) -> None:
 
 
 @every_entry_point
-@pytest.mark.parametrize(("impl", "over"), [("xla", "hidden"), ("xla", "everything"), ("reference", "everything")])
+@pytest.mark.parametrize(("impl", "over"), [("xla", "hidden"), ("full_logits", "everything")])
 def test_vmap_is_a_python_loop(impl: str, over: str, scalar: Callable[..., Any]) -> None:
     hidden, weight, labels, weights = ARGUMENTS
     stacks = (

@@ -1,4 +1,4 @@
-"""A machine with libtpu and no TPU prints none of libtpu's complaints, and nobody's settings are changed."""
+"""Importing `kernels` keeps libtpu quiet on a machine without a TPU, and changes no setting of the user."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ SET = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES")
 
 
 def reloaded(monkeypatch, **environment):
-    """What `kernels` makes of an environment."""
+    """The settings after `kernels` is imported in an environment."""
     for name in ("TPU_SKIP_MDS_QUERY", *SET):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -27,7 +27,7 @@ def test_where_jax_has_seen_a_tpu_nothing_is_set(monkeypatch):
     assert reloaded(monkeypatch) == {}
 
 
-def test_where_jax_has_seen_none_libtpu_is_told_what_it_would_ask_for(monkeypatch):
+def test_where_jax_has_seen_no_tpu_both_settings_are_made(monkeypatch):
     assert reloaded(monkeypatch, TPU_SKIP_MDS_QUERY="1").keys() == set(SET)
 
 

@@ -1,0 +1,88 @@
+"""impl="full_logits" is a strong baseline: no second softmax, no one-hot, no entropy that nobody asks for.
+
+Its values and gradients are held against float64 with those of the other engines, in test_lm_head.py.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.lm_head import choose_impl, target, token_logprobs, token_loss
+
+N, D, V = 64, 16, 4096
+LOGITS = 4 * N * V
+
+
+def cross_entropy(logprob, entropy):
+    return -logprob
+
+
+def with_entropy(logprob, entropy):
+    return -logprob - 0.01 * entropy
+
+
+def compiled(function, dtype=jnp.float32):
+    arguments = ((N, D), dtype), ((V, D), dtype), ((N,), jnp.int32)
+    return jax.jit(function).lower(*(jax.ShapeDtypeStruct(*x) for x in arguments)).compile()
+
+
+def gradients(objective=cross_entropy):
+    def loss(hidden, weight, labels):
+        return token_loss(hidden, weight, labels, objective, impl="full_logits")[0]
+
+    return jax.value_and_grad(loss, (0, 1))
+
+
+def logprobs(hidden, weight, labels):
+    return token_logprobs(hidden, weight, labels, impl="full_logits").logprob
+
+
+def operations(program, name):
+    """How often an operation appears on arrays of [N, V] in the optimised program."""
+    text = program.as_text()
+    result = {"reduce": rf"\w+\[{N}\]\S* reduce\(", "any": rf"\w+\[{N},{V}\]\S* {name}\("}
+    return len(re.findall(result.get(name, result["any"]), text))
+
+
+def test_a_loss_takes_two_exponentials_and_two_reductions():
+    program = compiled(gradients())
+    assert operations(program, "exponential") == 2, "forward's and backward's"
+    assert operations(program, "log") == 0
+    assert operations(program, "reduce") == 2, "the maximum, and the sum of exponentials"
+
+
+def test_the_entropy_is_computed_where_the_objective_uses_it_and_only_there():
+    without, with_ = compiled(gradients()), compiled(gradients(with_entropy))
+    assert operations(with_, "multiply") > operations(without, "multiply")
+    value = compiled(logprobs)
+    assert operations(value, "multiply") == 0, "e * z would be the entropy's"
+    assert operations(value, "compare") == 0, "a one-hot of the labels"
+
+
+@pytest.mark.parametrize(("dtype", "arrays"), [(jnp.float32, 2.1), (jnp.bfloat16, 2.6)])
+def test_temporaries_are_the_logits_and_their_derivative(dtype, arrays):
+    assert compiled(gradients(), dtype).memory_analysis().temp_size_in_bytes <= arrays * LOGITS
+
+
+def test_the_old_name_of_full_logits_is_refused_in_one_line():
+    with pytest.raises(ValueError, match="impl: reference is gone; full_logits is the head with full logits"):
+        token_logprobs(np.ones((2, 8), np.float32), np.ones((5, 8), np.float32), np.zeros(2, int), impl="reference")
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "impl", "reason"),
+    [
+        ("cpu", "float32", "xla", "no TPU or Hopper GPU here"),
+        ("tpu", "bfloat16", "mosaic_tpu", "the fastest on a TPU"),
+        ("tpu", "float16", "xla", "mosaic_tpu can't run: hidden is float16"),
+        ("gpu", "float32", "xla", "mosaic_gpu can't run: dtype is float32"),
+    ],
+)
+def test_the_choice_of_an_engine_comes_with_its_reason(platform, dtype, impl, reason, monkeypatch):
+    monkeypatch.setattr(target, "platform", lambda mesh=None: platform)
+    choice = choose_impl(jax.ShapeDtypeStruct((2, 32, 256), dtype), jax.ShapeDtypeStruct((1024, 256), dtype))
+    assert choice.impl == impl
+    assert choice.reason.startswith(reason)

@@ -1,0 +1,108 @@
+"""The head on JAX's default mesh, whose axes are Explicit: the layout comes from types, or from `HeadSharding`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels.lm_head import HeadSharding, token_logprobs, token_loss
+
+MESH = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+RNG = np.random.default_rng(0)
+HIDDEN = RNG.normal(size=(4, 6, 8)).astype(np.float32)
+WEIGHT = RNG.normal(size=(12, 8)).astype(np.float32)
+LABELS = RNG.integers(0, 12, (4, 6)).astype(np.int32)
+OPERAND = RNG.normal(size=(4, 6)).astype(np.float32)
+SCALE = np.float32(0.5)
+
+
+def total(hidden, weight, operand, scale, labels, **options):
+    """A loss whose objective closes over `scale`, and a function of all statistics."""
+
+    def objective(logprob, entropy, operand):
+        return -operand * jnp.exp(scale * jnp.clip(logprob, -3, 0)) - 0.1 * entropy
+
+    loss, tokens = token_loss(hidden, weight, labels, objective, operand, **options)
+    statistics = token_logprobs(hidden, weight, labels, **options)
+    return loss + (statistics.logprob * statistics.entropy).sum() + jnp.sin(statistics.lse).sum(), tokens
+
+
+def differentiated(**options):
+    return jax.jit(jax.value_and_grad(lambda *args: total(*args, **options), (0, 1, 2, 3), has_aux=True))
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return differentiated()(HIDDEN, WEIGHT, OPERAND, SCALE, LABELS)
+
+
+def laid_out(tokens, weight):
+    specs = (tokens, weight, tokens, P(), tokens)
+    arrays = (HIDDEN, WEIGHT, OPERAND, SCALE, LABELS)
+    return [jax.device_put(x, NamedSharding(MESH, spec)) for x, spec in zip(arrays, specs, strict=True)]
+
+
+def assert_same(got, want):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+
+
+LAYOUTS = {
+    "vocabulary": (P("data"), P("model")),
+    "vocabulary over the tokens' axis": (P("data"), P("data")),
+    "vocabulary and features": (P("data"), P("model", "data")),
+    "rows and columns of tokens": (P("data", "model"), P()),
+    "replicated": (P(), P()),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_jit_of_sharded_arguments_gives_the_results_of_one_device_laid_out_like_the_arguments(layout, on_one_device):
+    arguments = laid_out(*LAYOUTS[layout])
+    got = differentiated()(*arguments)
+    assert_same(got, on_one_device)
+    (_, tokens), gradients = got
+    assert all(x.sharding.is_equivalent_to(arguments[4].sharding, 2) for x in tokens)
+    for gradient, argument in zip(gradients, arguments[:4], strict=True):
+        assert gradient.sharding.is_equivalent_to(argument.sharding, gradient.ndim)
+
+
+@pytest.mark.parametrize("impl", [None, "full_logits"])
+def test_the_mesh_may_be_set_and_a_sharding_may_name_its_axes(impl, on_one_device):
+    sharding = HeadSharding(MESH, tokens=("data",), vocabulary="model")
+    with jax.set_mesh(MESH):
+        assert_same(differentiated(impl=impl)(*laid_out(P("data"), P("model"))), on_one_device)
+        assert_same(differentiated(impl=impl, sharding=sharding)(HIDDEN, WEIGHT, OPERAND, SCALE, LABELS), on_one_device)
+
+
+def test_a_sharding_works_on_arrays_without_a_layout_and_a_bare_mesh_takes_it_from_types(on_one_device):
+    sharding = HeadSharding(MESH, tokens=("data",), features="model")
+    assert_same(differentiated(sharding=sharding)(HIDDEN, WEIGHT, OPERAND, SCALE, LABELS), on_one_device)
+    bare = differentiated(sharding=HeadSharding(MESH))
+    assert_same(bare(*laid_out(P("data"), P("model"))), on_one_device)
+    with pytest.raises(ValueError, match="sharding: say by tokens=, vocabulary= and features="):
+        bare(HIDDEN, WEIGHT, OPERAND, SCALE, LABELS)
+
+
+def test_the_work_is_divided_as_the_types_say():
+    """A device multiplies its own tokens with its own rows of the weight."""
+    text = differentiated(impl="full_logits").lower(*laid_out(P("data"), P("model"))).as_text()
+    assert "tensor<12x6xf32>" in text
+    assert "tensor<24x12xf32>" not in text
+
+
+def test_checkpoint_and_scan_over_micro_batches_change_nothing():
+    def summed(weight, hidden, labels):
+        @jax.checkpoint
+        def step(sum_, micro):
+            return sum_ + token_loss(*micro[:1], weight, micro[1], lambda logprob, entropy: -logprob)[0], None
+
+        return jax.lax.scan(step, 0.0, (hidden, labels))[0]
+
+    hidden, weight, *_, labels = laid_out(P(None, "data"), P("model"))
+    with jax.set_mesh(MESH):
+        got = jax.jit(jax.grad(summed))(weight, hidden, labels)
+    want = jax.grad(lambda w: token_loss(HIDDEN, w, LABELS, lambda logprob, entropy: -logprob)[0])(WEIGHT)
+    assert_same(got, want)
