@@ -184,7 +184,7 @@ def weight_gradient(
     *,
     tiles: Tiles,
     add: bool = False,
-    before: Float[Array, "C D"] | None = None,
+    before: Float[Array, "C _"] | None = None,
 ) -> None:
     """Writes dy.T @ hidden[block] to the chunk's rows of `out`, [V, D], in place; or adds it to what is there.
 

@@ -8,7 +8,7 @@ bfloat16) where the logit is 4 to 8 below it, 2^-8 up to 16 below; none underflo
 Left out: when storing pays (`plan.py`), and the products (`products.py`).
 
 Suffixes: M all rows, R rows of a warpgroup; V vocabulary, C columns of a tile, P of a piece of it; W warpgroups' groups
-of rows, U tiles of columns, S strips; K columns that are kept.
+of rows, U tiles of the vocabulary, G of the chunk, S strips; K columns that are kept.
 """
 
 import functools
@@ -115,7 +115,7 @@ def forward(
     softcap: float | None,
     keep: bool = False,
     buffer: DwBuffer | None = None,
-) -> tuple[Running, Float[Array, "U M"] | None, Float[Array, "M K"] | None]:
+) -> tuple[Running, Float[Array, "G M"] | None, Float[Array, "M K"] | None]:
     """Running statistics of the first `number` rows over a chunk, tiles' maxima, and logits less these maxima.
 
     Maxima and logits (before the temperature, float16) are computed for all blocks with a row that counts; None

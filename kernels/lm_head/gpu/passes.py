@@ -77,7 +77,8 @@ def forward(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> tuple[R
     vocabulary, in_dw = len(inputs.weight), plan.layout.columns
     kept_columns = in_dw + plan.workspace_columns
     over = functools.partial(_forward_over, inputs, options, plan.sizes, rows)
-    parts, kept = [], Kept()
+    parts: list[Running] = []
+    kept = Kept()
     if buffer is not None:
         running, tops, _ = over(0, in_dw, plan.layout.chunk, buffer=buffer)
         parts.append(running)

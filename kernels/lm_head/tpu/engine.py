@@ -300,11 +300,9 @@ def _weight_gradient(inputs: Inputs, factors: RowFactors, options: Options) -> F
 def _case(inputs: Inputs, options: Options, kernel: Kernel, mean: Any = None, keep: bool = False) -> Case:
     dh, dw = gradient_dtypes(inputs, options)
     gradient = {"forward": jnp.dtype(mean or dh), "hidden": dh}.get(kernel, dw)
-    sizes, dtypes = (
-        (len(inputs.labels), *inputs.weight.shape),
-        map(jnp.dtype, (inputs.hidden.dtype, inputs.weight.dtype)),
-    )
-    return Case(kernel, *sizes, *dtypes, options.dtype, gradient, mean is not None, keep)
+    tokens, (vocabulary, features) = len(inputs.labels), inputs.weight.shape
+    hidden, weight = jnp.dtype(inputs.hidden.dtype), jnp.dtype(inputs.weight.dtype)
+    return Case(kernel, tokens, vocabulary, features, hidden, weight, options.dtype, gradient, mean is not None, keep)
 
 
 def _plan(inputs: Inputs, options: Options, with_mean: bool) -> tuple[Tiles, int]:
