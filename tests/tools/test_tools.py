@@ -200,7 +200,7 @@ def test_help_is_fast_and_imports_nothing_heavy(command):
     heavy = ("jax", "transformers", "matplotlib", "orbax")
     code = f"import runpy, sys; sys.argv = {['tools/' + command.split()[0], *command.split()[1:], '--help']!r}\n"
     code += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    code += f"except SystemExit as end: sys.exit(end.code or ' '.join(set({heavy}) & set(sys.modules)))"
+    code += f"except SystemExit as end: sys.exit(end.code or ' '.join(set({heavy}) & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: ")
