@@ -38,7 +38,7 @@ OBJECTIVES = {
 
 
 class Problem(NamedTuple):
-    """In NumPy. Rows of weight 0 don't count: their hidden states are NaN, their labels -100."""
+    """Inputs in NumPy. Rows of weight 0 don't count: their hidden states are NaN, their labels -100."""
 
     hidden: Float[np.ndarray, "N D"]
     weight: Float[np.ndarray, "V D"]
@@ -53,7 +53,7 @@ class Problem(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What is compared; or one number for each."""
+    """The results that are compared, or one number for each."""
 
     loss: Any
     logprob: Any
@@ -118,7 +118,7 @@ def make_problem(
 
 def exact(problem: Problem, wide: str) -> Truth:
     """The oracle's results in `wide` arithmetic."""
-    operands = (problem.advantages, lambda logprob: (logprob - problem.log_ratios).astype(np.float32))
+    operands: tuple[Any, ...] = (problem.advantages, lambda logprob: (logprob - problem.log_ratios).astype(np.float32))
     operands = operands[: problem.objective.operands]
     blocks = reference.number_of_blocks(int(np.count_nonzero(problem.weights)), len(problem.weight))
     with progress(f"{wide} reference", 2 * blocks, "block") as bar:

@@ -89,7 +89,7 @@ def token_logprobs(
         tokens = autodiff.token_logprobs(_engine(impl, inputs, options, sharding), inputs, options)
         return _unflattened(tokens, arrays[0])
 
-    return run_on_mesh(run, sharding, arrays, lambda tokens: TokenLogprobs(tokens, tokens, tokens))
+    return run_on_mesh(run, sharding, arrays, lambda tokens: tokens)
 
 
 def token_loss(
@@ -131,13 +131,13 @@ def token_loss(
     """
     if workspace is not None and (not isinstance(workspace, int) or workspace < 0):
         raise ValueError(f"workspace must be None or a number of bytes, not {workspace!r}")
-    weights = np.ones(np.shape(labels), np.float32) if weights is None else weights
+    given: Any = np.ones(np.shape(labels), np.float32) if weights is None else weights
     named = {f"operands[{i}]": operand for i, operand in enumerate(operands)}
     _check_sides(hidden, weight)
-    check_tokens(np.shape(hidden)[:-1], "hidden", {"labels": labels, "weights": weights, **named})
-    check_labels(labels, weights != 0, vocabulary=np.shape(weight)[0])
+    check_tokens(np.shape(hidden)[:-1], "hidden", {"labels": labels, "weights": given, **named})
+    check_labels(labels, given != 0, vocabulary=np.shape(weight)[0])
     _check_objective(objective, operands)
-    hidden, weight, *rest = (jnp.asarray(x) for x in (hidden, weight, labels, weights, *operands))
+    hidden, weight, *rest = (jnp.asarray(x) for x in (hidden, weight, labels, given, *operands))
     options = Options(checked_softcap(softcap), product_dtype(dtype, hidden, weight), workspace)
     hidden, weight, labels, weights, temperature, *operands = same_varying(
         (hidden, weight, *rest[:2], checked_temperature(temperature), *rest[2:])
@@ -154,9 +154,8 @@ def token_loss(
         loss, tokens = autodiff.token_loss(engine, inputs, closed.function, terms, options)
         return loss, _unflattened(tokens, hidden)
 
-    arrays = (hidden, weight, labels, weights, temperature, *operands, *closed.shared)
-    spec = jax.sharding.PartitionSpec()
-    return run_on_mesh(run, sharding, arrays, lambda tokens: (spec, TokenLogprobs(tokens, tokens, tokens)))
+    arrays: tuple[Any, ...] = (hidden, weight, labels, weights, temperature, *operands, *closed.shared)
+    return run_on_mesh(run, sharding, arrays, lambda tokens: (jax.sharding.PartitionSpec(), tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,9 +181,9 @@ def choose_impl(
     dtypes alone.
     """
     tokens = math.prod(hidden.shape[:-1])
-    struct = jax.ShapeDtypeStruct
+    struct: Any = jax.ShapeDtypeStruct  # stands for an array
     inputs = Inputs(
-        struct((tokens, hidden.shape[-1]), hidden.dtype),  # type: ignore[arg-type]  # shapes stand for arrays
+        struct((tokens, hidden.shape[-1]), hidden.dtype),
         struct(weight.shape, weight.dtype),
         struct((tokens,), jnp.int32),
         struct((tokens,), jnp.bool_),

@@ -1,4 +1,4 @@
-"""What every implementation of the head takes and returns, and the one definition of the loss that they share."""
+"""The types that every engine of the head takes and returns, and the one definition of the loss."""
 
 import dataclasses
 from collections.abc import Callable
@@ -89,7 +89,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a loss takes beside the tokens' statistics."""
+    """The arguments of a loss beside the tokens' statistics."""
 
     weights: Float[Array, "N"]
     operands: tuple[Shaped[Array, "N"], ...]

@@ -24,8 +24,8 @@ def run_on_mesh(
 ) -> Any:
     """`function(sharding, *arrays)`, in Auto mode if a mesh with Explicit axes is set or is in the arrays' types.
 
-    `arrays` begins with hidden [*N, D] and weight [V, D]. `out_specs` takes the spec of an array [*N] to those of the
-    results. Without a sharding, `function` gets the one that the types have.
+    `arrays` begins with hidden [*N, D] and weight [V, D]. `out_specs` takes the spec of an array [*N] to a prefix of
+    the tree of results. Without a sharding, `function` gets the one that the types have.
     """
     mesh = _explicit_mesh(arrays)
     if mesh is None:
@@ -34,7 +34,9 @@ def run_on_mesh(
         raise ValueError(f"sharding: its mesh {dict(sharding.mesh.shape)} is not the arguments' {dict(mesh.shape)}")
     hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in arrays[:2])
     if sharding is None or not sharding.names_axes:
-        sharding = _sharding_of(mesh if sharding is None else sharding.mesh, hidden_spec, weight_spec)
+        sharding = _sharding_of(
+            mesh if sharding is None else sharding.mesh, hidden_spec, weight_spec, arrays[1].shape[1]
+        )
         tokens = PartitionSpec(*hidden_spec[:-1])
     else:
         tokens = PartitionSpec(sharding.tokens, *[None] * (arrays[0].ndim - 2))
@@ -52,16 +54,16 @@ def _explicit_mesh(arrays: Sequence[Array]) -> AbstractMesh | None:
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
-def _sharding_of(mesh: Any, hidden: PartitionSpec, weight: PartitionSpec) -> HeadSharding:
-    """The layout that the types of hidden [*N, D] and weight [V, D] say.
+def _sharding_of(mesh: Any, hidden: PartitionSpec, weight: PartitionSpec, width: int) -> HeadSharding:
+    """The layout that the types of hidden [*N, D] and weight [V, D] say; `width` is D.
 
-    Where the vocabulary is spread over an axis of the tokens, the weight's features are spread over that axis instead,
-    which is one all-to-all of the weight.
+    Where the vocabulary is spread over an axis of the tokens, the weight's features are spread over that axis instead
+    (one all-to-all of the weight), or nothing is (an all-gather).
     """
     tokens = tuple(axis for entry in hidden[:-1] for axis in _axes(entry))
     vocabulary, features = (next(iter(_axes(entry)), None) for entry in weight)
     if vocabulary in tokens:
-        vocabulary, features = None, vocabulary
+        vocabulary, features = None, vocabulary if width % mesh.shape[vocabulary] == 0 else None
     return HeadSharding(mesh, tokens, vocabulary, features)
 
 

@@ -131,7 +131,8 @@ def exact(
     of_entropy = 1 + steepness.max(initial=0) + statistics[2].max(initial=0)
     of_gradients = (largest * max(x.max(initial=0), -x.min(initial=0)) for x in (dh, dw))
     moves = Resolution(largest, largest, of_entropy, *of_gradients)
-    return Exact(*statistics, dh, dw, Resolution(*(_EPS * float(x) for x in moves)))
+    logprob, lse, entropy = statistics
+    return Exact(logprob, lse, entropy, dh, dw, Resolution(*(_EPS * float(x) for x in moves)))
 
 
 def exact_loss(

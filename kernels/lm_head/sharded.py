@@ -153,13 +153,17 @@ class Sharded:
         return found[0]
 
     @property
+    def _tokens(self) -> tuple[str, ...]:
+        return self.sharding.tokens or ()
+
+    @property
     def _rows(self) -> PartitionSpec:
-        return PartitionSpec(self.sharding.tokens)
+        return PartitionSpec(self._tokens)
 
     @property
     def _saved(self) -> PartitionSpec:
         """The layout of saved arrays: each shard of the vocabulary has its own."""
-        return PartitionSpec(self.sharding.vocabulary, self.sharding.tokens)
+        return PartitionSpec(self.sharding.vocabulary, self._tokens)
 
     @property
     def _gradients(self) -> tuple[PartitionSpec, PartitionSpec]:
@@ -198,7 +202,7 @@ class Sharded:
         options = dataclasses.replace(
             options,
             vocabulary_axis=at.vocabulary,
-            token_axes=at.tokens,
+            token_axes=self._tokens,
             hidden_gradient_dtype=jnp.dtype(own.hidden.dtype if at.vocabulary is None else jnp.float32),
             weight_gradient_dtype=jnp.dtype(jnp.float32 if at.tokens else own.weight.dtype),
         )
@@ -217,8 +221,8 @@ class Sharded:
     def _weight_summed(self, dw: Float[Array, "V D"], dtype: Any) -> Float[Array, "V d"]:
         """dW summed over the tokens' axes, and of its features those that this device stores."""
         at = self.sharding
-        others = tuple(axis for axis in at.tokens if axis != at.features)
-        if at.features not in at.tokens:
+        others = tuple(axis for axis in self._tokens if axis != at.features)
+        if at.features not in self._tokens:
             if at.features is not None:
                 width = dw.shape[1] // at.devices(at.features)
                 dw = lax.dynamic_slice_in_dim(dw, lax.axis_index(at.features) * width, width, 1)

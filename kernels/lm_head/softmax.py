@@ -19,7 +19,7 @@ MASKED = 2 * FLOOR  # so far below the floor that a tile of nothing else adds no
 
 
 class Columns(NamedTuple):
-    """Which columns of a tile count (the last tile overlaps the one before), and where a row's label is."""
+    """The columns of a tile that count (the last tile overlaps the one before), and the place of each row's label."""
 
     fresh: Bool[Array, "T"]
     hit: Bool[Array, "R T"]

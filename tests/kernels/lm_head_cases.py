@@ -1,7 +1,6 @@
-"""The LM head's test cases: problems, masks, objectives, and the judges of token_logprobs and token_loss.
+"""The LM head's test cases: problems, masks, objectives, and checks of token_logprobs and token_loss.
 
-Shapes are few, and subject and yardstick are compiled once a shape. What is right, and how near is near
-enough, is said in lm_head_oracle.py.
+Shapes are few, and subject and yardstick are compiled once a shape. The tolerance is in lm_head_oracle.py.
 """
 
 import functools
@@ -128,7 +127,7 @@ def operands_for(problem: Problem, objective: Objective, seed: int = 3) -> list[
 
 
 def sparse_weights(n: int, seed: int = 4) -> jax.Array:
-    """Of either sign, and zero in three rows of five; two rows count always."""
+    """Weights of either sign, zero in three rows of five; two rows count always."""
     rng = np.random.default_rng(seed)
     weights = rng.normal(size=n) * (rng.random(n) < 0.4)
     weights[n // 2], weights[-1] = 0.7, -0.3
@@ -190,7 +189,7 @@ def plain_loss_and_gradients(
 
 
 def check(problem: Problem, cotangents: TokenLogprobs, *, impl: str, where: Any = None, **options: Any) -> Plain:
-    """Judge token_logprobs on one problem; returns what it gave."""
+    """Checks token_logprobs on one problem; returns its results."""
     where = jnp.ones(problem.labels.shape, bool) if where is None else where
     got = values_and_gradients(*problem, cotangents, impl=impl, where=where, **options)
     yardstick = plain_values_and_gradients(*problem, cotangents, where=where, **options)
@@ -208,7 +207,7 @@ def check_loss(
     impl: str,
     **options: Any,
 ) -> Loss:
-    """Judge token_loss on one problem; returns what it gave."""
+    """Checks token_loss on one problem; returns its results."""
     got = loss_and_gradients(problem, objective, operands, weights, impl=impl, **options)
     options.pop("workspace", None)
     yardstick = plain_loss_and_gradients(problem, objective, operands, weights, **options)

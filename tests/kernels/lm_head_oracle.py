@@ -36,7 +36,7 @@ def plain(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> Plain:
-    """What anybody would write with full logits: products of the inputs' dtype, float32 in between.
+    """The ordinary program with full logits: products of the inputs' dtype, float32 in between.
 
     It is as accurate as full logits get: the logits are not rounded to bfloat16; on the way to the gradients
     only the products' operands and results are. `total` makes a scalar of (logprob, lse, entropy).

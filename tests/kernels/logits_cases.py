@@ -94,7 +94,7 @@ def problem(shape: tuple[int, int], scale: float = 3.0, dtype: Any = jnp.float32
 def plain(
     logits: jax.Array, labels: jax.Array, cotangents: TokenLogprobs, live: jax.Array, temperature: float
 ) -> tuple[TokenLogprobs, jax.Array]:
-    """What anybody would write: the yardstick of accuracy."""
+    """The ordinary program: the yardstick of accuracy."""
 
     def outputs(logits: jax.Array) -> TokenLogprobs:
         z = jnp.where(live[:, None], logits, 0).astype(jnp.float32) / temperature
@@ -115,7 +115,7 @@ def judge(
     live: np.ndarray | None = None,
     temperature: float = 1.0,
 ) -> None:
-    """By the head's criterion: no less accurate than the plain program, plus a hair."""
+    """Asserts the head's criterion: no less accurate than the plain program, plus a hair."""
     live = np.ones(len(labels), bool) if live is None else live
     safe = np.where(live, labels, 0)
     identity = np.eye(logits.shape[1])

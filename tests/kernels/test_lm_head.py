@@ -212,7 +212,7 @@ def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(
 
 @every_impl
 def test_float32_masters_with_bfloat16_products_get_float32_gradients(impl: str) -> None:
-    """As exact as bfloat16 inputs give them, but not rounded to bfloat16 at the end."""
+    """They are as exact as those of bfloat16 inputs, but not rounded to bfloat16 at the end."""
     problem, cotangents = random_problem(SMALL), random_cotangents(24)
     rounded = Problem(*(x.astype(jnp.bfloat16) for x in problem[:2]), problem.labels)
     got = values_and_gradients(*problem, cotangents, impl=impl, dtype=jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""What the xla engine does for its results: sizes of values, matrix products, blocks visited.
+"""The xla engine's cost: sizes of values, matrix products, blocks visited.
 
 Tiles are made small here, so that a few rows already make several blocks and the last tile overlaps the one before.
 """

@@ -93,7 +93,7 @@ def test_a_temperature_divides_the_logits_and_may_be_traced(way: str) -> None:
 @every_way
 @every_dtype
 def test_a_logit_of_minus_infinity_is_as_if_its_column_were_not_there(way: str, dtype: Any) -> None:
-    """As of top-k sampling: each row keeps its own 20 columns, its label among them."""
+    """Each row keeps its own 20 columns, its label among them, as in top-k sampling."""
     (logits, labels), cotangents = problem(SMALL, dtype=dtype), random_cotangents(20)
     kept = np.argsort(np.random.default_rng(1).random(SMALL))[:, :20]
     kept[~(kept == np.asarray(labels)[:, None]).any(axis=1), 0] = labels[~(kept == labels[:, None]).any(axis=1)]

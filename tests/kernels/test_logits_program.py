@@ -219,7 +219,7 @@ needs_libtpu = pytest.mark.skipif(
 
 
 def account(function: Callable[..., Any], *shapes: Any) -> dict[str, int]:
-    """The TPU compiler's, in bytes."""
+    """The TPU compiler's account of memory, in bytes."""
     from mllm.plan import targets
 
     chip = targets.mesh("v6e")
@@ -229,7 +229,7 @@ def account(function: Callable[..., Any], *shapes: Any) -> dict[str, int]:
 @pytest.mark.aot
 @needs_libtpu
 def test_on_a_tpu_temporaries_are_below_those_of_log_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16, where log_softmax takes half of what it does in float32. `pytest -s` shows the figures."""
+    """The logits are bfloat16, for which log_softmax takes half as much. `pytest -s` shows the figures."""
     monkeypatch.undo()  # tiles of a chip's size
     rows = jax.ShapeDtypeStruct(ON_A_CHIP[:-1], jnp.float32)
     shapes = (
