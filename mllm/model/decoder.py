@@ -55,7 +55,7 @@ class KVCache(NamedTuple):
 
     @classmethod
     def axes(cls) -> "KVCache":
-        """The logical axes of each array, which hold between two programs."""
+        """The logical axes of each array when one program gives the cache to another."""
         return cls(CACHED_KEYS, CACHED_KEYS, ("batch",), ())
 
 

@@ -1,6 +1,6 @@
 """Splash attention and cuDNN's against XLA's: conventions on the CPU, lowered for their devices, chosen where they run.
 
-Splash attention is interpreted; of cuDNN's XLA's stands in, with the same arguments.
+On the CPU splash attention is interpreted, and XLA computes in cuDNN's place with the same arguments.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model import attention
 from mllm.model.architecture import PRESETS, Qwen2Config
-from mllm.model.attention import Attention, choose
+from mllm.model.attention import Attention, AttentionChoice, choose
 from mllm.model.decoder import KVCache, Qwen2, attention_mask
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, sharding
@@ -50,7 +50,7 @@ def inputs_of(rows, time, heads, kv_heads, head_dim, dtype):
 
 
 def differentiated(attend, queries, keys, values, weights):
-    """What comes out, and the gradients of its weighted sum for queries, keys and values, all as float32."""
+    """The outputs, and the gradients of their weighted sum for queries, keys and values, all as float32."""
 
     @jax.jit
     def run(queries, keys, values):
@@ -68,17 +68,13 @@ def one_document_of(rows, time):
 @pytest.mark.parametrize(
     ("kernel", "mesh", "rows", "time", "heads", "kv_heads", "head_dim", "dtype", "tolerance"),
     [
-        ("splash", ONE, 2, 128, 4, 2, 64, jnp.float32, 1e-5),
-        ("splash", ONE, 2, 256, 2, 1, 128, jnp.bfloat16, 1e-2),
-        ("splash", ONE, 2, 100, 2, 1, 128, jnp.float32, 1e-5),
+        ("splash", ONE, 2, 200, 2, 1, 128, jnp.bfloat16, 1e-2),
         ("splash", EIGHT, 8, 128, 4, 2, 64, jnp.float32, 1e-5),
         ("cudnn", ONE, 2, 101, 4, 2, 64, jnp.bfloat16, 2e-2),
         ("cudnn", EIGHT, 8, 128, 4, 2, 64, jnp.float32, 1e-5),
     ],
     ids=[
-        "splash in float32",
-        "splash, two blocks in bfloat16",
-        "splash, a length that no block divides",
+        "splash, two blocks and a length that none divides, in bfloat16",
         "splash on eight devices",
         "cudnn, an odd length in bfloat16",
         "cudnn on eight devices",
@@ -100,7 +96,7 @@ def test_cudnn_needs_no_mask_for_rows_of_one_document_with_padding_behind_it():
 def check_against_masked(attend, segments, sizes, tolerance):
     mask = attention_mask(segments, segments, jnp.asarray(0))
     *inputs, weights = inputs_of(*sizes)
-    weights *= (segments != 0)[:, :, None, None]  # nothing that padding gives is ever used
+    weights *= (segments != 0)[:, :, None, None]  # the outputs of padding are never used
 
     got = differentiated(lambda *qkv: attend(*qkv, segments), *inputs, weights)
     exact = [x.astype(jnp.float32) for x in inputs]
@@ -110,13 +106,13 @@ def check_against_masked(attend, segments, sizes, tolerance):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max(), err_msg=name)
 
 
-@pytest.mark.parametrize(("kernel", "packed"), [("splash", True), ("cudnn", True), ("cudnn", False)])
+@pytest.mark.parametrize(("kernel", "packed"), [("splash", True), ("cudnn", False)])
 def test_padding_is_finite_and_reaches_no_other_token(kernel, packed):
     segments = (segments_of(2, 128) if packed else one_document_of(2, 128)).at[1].set(0)
     *inputs, weights = inputs_of(2, 128, 2, 1, 64, jnp.float32)
     padding = (segments == 0)[:, :, None, None]
     attend = jax.jit(lambda *qkv: Attention(kernel, make_mesh(ONE), packed)(*qkv, segments))
-    # Here padding's outputs do count.
+    # Here the outputs of padding count.
     for x in differentiated(attend, *inputs, weights):
         assert np.isfinite(x).all()
     changed = attend(*(jnp.where(padding, 1e4, x) for x in inputs))
@@ -148,7 +144,7 @@ def test_a_model_has_the_same_gradient_with_either_attention():
 
 
 def train_gradient(mesh, data=None, **model):
-    """The gradient of a small batch's loss, jitted, and its abstract arguments as they lie on the mesh."""
+    """The gradient of a small batch's loss, jitted, and its abstract arguments with their shardings."""
     model = {"architecture": HEADS_OF_64, "dtype": "bfloat16", "remat": "full", **model}
     settings = config("sft", model=model, **({} if data is None else {"data": data}))
     policy = load_policy(settings, mesh)
@@ -158,19 +154,13 @@ def train_gradient(mesh, data=None, **model):
     return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0])), (policy.params, batch)
 
 
-@pytest.mark.parametrize("devices", [ONE, EIGHT], ids=["one device", "eight devices"])
-def test_lowered_for_tpus_the_update_calls_the_kernel_unless_xla_is_asked_for(devices, monkeypatch):
+@pytest.mark.parametrize("setting", [None, "xla"])
+def test_lowered_for_tpus_the_update_calls_splash_attention_unless_xla_is_asked_for(setting, monkeypatch):
     monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
-
-    def lowered(**model):
-        gradient, arguments = train_gradient(make_mesh(devices), **model)
-        return gradient.trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
-
-    text = lowered()
-    assert "tpu_custom_call" in text
+    gradient, arguments = train_gradient(make_mesh(EIGHT), attention=setting)
+    text = gradient.trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
     for phase in ("fwd", "dq", "dkv"):
-        assert f"splash_mha_{phase}_segmented" in text
-    assert "splash" not in lowered(attention="xla")
+        assert (f"splash_mha_{phase}_segmented" in text) == (setting is None)
 
 
 @pytest.mark.aot
@@ -182,7 +172,7 @@ def test_the_update_compiles_for_tpus(shape):
     assert "splash_mha_dkv_segmented" in program.as_text()
 
 
-def test_decoding_through_a_cache_leaves_splash_attention_alone():
+def test_decoding_through_a_cache_does_not_use_splash_attention():
     architecture = Qwen2Config.from_hf(HEADS_OF_64, "test")
     model = Qwen2.abstract(architecture, attention=Attention("splash", make_mesh(ONE)))
     graphdef, params = nnx.split(model)
@@ -198,129 +188,108 @@ def test_decoding_through_a_cache_leaves_splash_attention_alone():
 SMALL = PRESETS["Qwen/Qwen2.5-0.5B"]  # 14 heads of 64, 2 of them for keys and values
 
 
-def chosen(asked, architecture=SMALL, mesh=ONE, dtype="bfloat16", packed=False):
-    return choose(asked, architecture, make_mesh(mesh), dtype, packed).attention
-
-
-def test_splash_attention_is_taken_on_tpus_and_nowhere_else_unless_xla_is_asked_for(monkeypatch):
-    assert chosen(None, mesh=EIGHT) is None
-    monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
-    splash = Attention("splash", make_mesh(EIGHT), packed=False)
-    assert chosen(None, mesh=EIGHT) == chosen("splash", mesh=EIGHT) == splash
-    assert chosen("xla", mesh=EIGHT) is None
-
-
-@pytest.mark.parametrize(
-    ("change", "devices", "reason"),
-    [
-        ({"head_dim": 32}, ONE, "it needs heads of size 64 or 128, and the model's have 32"),
-        ({}, MeshConfig(tp=4), "mesh.tp = 4 does not divide the model's 14 heads"),
-        ({"num_attention_heads": 16}, MeshConfig(tp=4), "mesh.tp = 4 does not divide the model's 2 kv_heads"),
-    ],
-    ids=["head_dim", "heads", "kv_heads"],
-)
-def test_where_splash_attention_can_not_run_xla_does_and_asking_for_it_is_an_error(
-    change, devices, reason, monkeypatch
-):
-    monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
-    architecture = dataclasses.replace(SMALL, **change)
-    assert chosen(None, architecture, devices) is None
-    with pytest.raises(UserError, match=f"model.attention: splash can't be used: {reason}"):
-        chosen("splash", architecture, devices)
+def chosen(setting=None, architecture=SMALL, mesh=ONE, dtype="bfloat16", packed=False):
+    return choose(setting, architecture, make_mesh(mesh), dtype, packed)
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    """Devices that say that they are H100s, and a JAX that finds cuDNN; `gpus(...)` changes what they say."""
+def on(monkeypatch):
+    """`on("tpu")` or `on("gpu")`: from then on the devices say that they are of that kind, and JAX finds cuDNN."""
 
-    def say(capability=9.0, cudnn=True):
-        monkeypatch.setattr(attention, "on_gpu", lambda mesh: True)
+    def pretend(platform, capability=9.0, cudnn=True):
+        monkeypatch.setattr(attention, f"on_{platform}", lambda mesh: True)
         monkeypatch.setattr(attention, "capability", lambda mesh: capability)
-        if cudnn:  # no public function says which one there is
+        if platform == "gpu" and cudnn:  # no public function says which version there is
             monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
-    say()
-    return say
+    return pretend
 
 
+def test_on_cpus_xla_is_chosen_because_there_is_no_kernel_for_them():
+    assert chosen() == AttentionChoice("xla", "no kernel for cpu devices", None)
+
+
+@pytest.mark.parametrize(("platform", "kernel"), [("tpu", "splash"), ("gpu", "cudnn")])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
-def test_cudnn_is_taken_on_gpus_unless_xla_is_asked_for(packed, gpus):
-    cudnn = Attention("cudnn", make_mesh(EIGHT), packed)
-    assert chosen(None, mesh=EIGHT, packed=packed) == chosen("cudnn", mesh=EIGHT, packed=packed) == cudnn
-    assert chosen("xla", mesh=EIGHT, packed=packed) is None
-
-
-def test_where_jax_finds_no_cudnn_xla_s_attention_runs_and_asking_for_cudnn_is_an_error(monkeypatch):
-    monkeypatch.setattr(attention, "on_gpu", lambda mesh: True)
-    assert chosen(None) is None
-    with pytest.raises(UserError, match=r"^model.attention: cudnn can't be used: JAX says: cuDNN is not detected; "):
-        chosen("cudnn")
-
-
-@pytest.mark.parametrize("fault", [RuntimeError("INTERNAL"), ValueError("shapes"), TypeError("arguments")])
-def test_a_fault_is_not_taken_for_a_kernel_that_is_not_there(monkeypatch, gpus, fault):
-    def faulty(*_, **__):
-        raise fault
-
-    monkeypatch.setattr(attention, "cudnn_attention", faulty)
-    with pytest.raises(type(fault), match=str(fault)):
-        chosen(None)
+def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(platform, kernel, packed, on):
+    on(platform)
+    expected = AttentionChoice(kernel, "", Attention(kernel, make_mesh(EIGHT), packed))
+    assert chosen(None, mesh=EIGHT, packed=packed) == chosen(kernel, mesh=EIGHT, packed=packed) == expected
+    assert chosen("xla", mesh=EIGHT) == AttentionChoice("xla", "model.attention asks for it", None)
 
 
 @pytest.mark.parametrize(
-    ("change", "setting", "reason"),
+    ("kernel", "device", "change", "setting", "reason"),
     [
-        ({}, {"dtype": "float32"}, "it computes in bfloat16, and model.dtype is float32"),
-        ({"head_dim": 252}, {}, "JAX says: The head dim must be <= "),
-        ({}, {"mesh": MeshConfig(tp=4)}, "mesh.tp = 4 does not divide the model's 14 heads"),
+        ("splash", {}, {"head_dim": 32}, {}, "it needs heads of size 64 or 128, and the model's have 32"),
+        ("splash", {}, {}, {"mesh": MeshConfig(tp=4)}, "mesh.tp = 4 does not divide the model's 14 heads"),
+        (
+            "splash",
+            {},
+            {"num_attention_heads": 16},
+            {"mesh": MeshConfig(tp=4)},
+            "mesh.tp = 4 does not divide the model's 2 kv_heads",
+        ),
+        ("cudnn", {"cudnn": False}, {}, {}, "JAX says: cuDNN is not detected"),
+        ("cudnn", {"capability": 7.5}, {}, {}, "it needs a GPU of compute capability 8.0, and this one has 7.5"),
+        ("cudnn", {}, {}, {"dtype": "float32"}, "it computes in bfloat16, and model.dtype is float32"),
+        ("cudnn", {}, {"head_dim": 252}, {}, "JAX says: The head dim must be <= "),
+        ("cudnn", {}, {}, {"mesh": MeshConfig(tp=4)}, "mesh.tp = 4 does not divide the model's 14 heads"),
     ],
-    ids=["dtype", "head_dim", "heads"],
+    ids=lambda value: str(value) if isinstance(value, str) else "",
 )
-def test_where_cudnn_can_not_run_xla_does_and_asking_for_it_is_an_error(change, setting, reason, gpus):
+def test_where_a_kernel_can_not_run_xla_is_chosen_for_that_reason_and_asking_for_it_is_an_error(
+    kernel, device, change, setting, reason, on
+):
+    on("tpu" if kernel == "splash" else "gpu", **device)
     architecture = dataclasses.replace(SMALL, **change)
-    assert chosen(None, architecture, **setting) is None
-    with pytest.raises(UserError, match=f"model.attention: cudnn can't be used: {reason}"):
-        chosen("cudnn", architecture, **setting)
+    choice = chosen(None, architecture, **setting)
+    assert (choice.name, choice.attention) == ("xla", None)
+    assert choice.reason.startswith(f"{kernel} can't be used: {reason}")
+    with pytest.raises(UserError, match=f"^model.attention: {kernel} can't be used: {re.escape(reason)}"):
+        chosen(kernel, architecture, **setting)
 
 
-def test_gpus_older_than_cudnn_s_attention_get_xla_s(gpus):
-    gpus(capability=7.5)
-    assert chosen(None) is None
-    with pytest.raises(UserError, match=r"compute capability 8.0, and this one has 7.5"):
-        chosen("cudnn")
+@pytest.mark.parametrize(("kernel", "device"), [("splash", "a TPU"), ("cudnn", "an NVIDIA GPU")])
+def test_asking_for_a_kernel_without_its_device_is_an_error_when_the_model_is_loaded(kernel, device):
+    settings = config("sft", model={"architecture": HEADS_OF_64, "attention": kernel})
+    with pytest.raises(UserError, match=f"model.attention: .* needs {device}, .* the devices here are of the kind cpu"):
+        load_policy(settings, make_mesh(settings.mesh))
 
 
-def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(gpus, monkeypatch):
+@pytest.mark.parametrize("fault", [RuntimeError("INTERNAL"), ValueError("shapes")])
+def test_a_fault_is_not_taken_for_a_missing_kernel(monkeypatch, on, fault):
+    def faulty(*_, **__):
+        raise fault
+
+    on("gpu")
+    monkeypatch.setattr(attention, "cudnn_attention", faulty)
+    with pytest.raises(type(fault), match=str(fault)):
+        chosen()
+
+
+def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(on, monkeypatch):
+    on("gpu")
     mesh = make_mesh(ONE)
     monkeypatch.setattr(jax, "devices", list)
-    assert choose(None, SMALL, mesh, "bfloat16", packed=False).attention is None
+    choice = choose(None, SMALL, mesh, "bfloat16", packed=False)
+    assert choice.attention is None
+    assert "which is not here" in choice.reason
 
 
-@pytest.mark.parametrize("devices", [ONE, MeshConfig(dp=4, tp=2)], ids=["one device", "eight devices"])
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "one document"])
-def test_lowered_for_gpus_the_update_calls_cudnn_with_a_mask_only_where_rows_are_packed(devices, packing, gpus):
+def test_lowered_for_gpus_the_update_calls_cudnn_with_a_mask_only_where_rows_are_packed(packing, on):
+    on("gpu")
     gradient, arguments = train_gradient(
-        make_mesh(devices), data={"source": "task", "max_length": 128, "packing": packing}
+        make_mesh(MeshConfig(dp=4, tp=2)), data={"source": "task", "max_length": 128, "packing": packing}
     )
     text = gradient.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     name = "fmhaScaleBiasSoftmax" if packing else "fmhaSoftmax"
-    # Once as it is, and with remat again before its backward pass.
+    # The forward kernel is called in the forward pass and, with remat, again before its backward pass.
     assert text.count(f"@__cudnn${name}(") == 2
     assert text.count(f"@__cudnn${name}Backward(") == 1
     assert text.count("@__cudnn$") == 3
     assert set(re.findall(r"mask_type[^A-Z]*([A-Z_]+)", text)) == {"CAUSAL"}
-
-
-def test_asking_for_splash_attention_without_a_tpu_is_an_error():
-    settings = config("sft", model={"architecture": HEADS_OF_64, "attention": "splash"})
-    with pytest.raises(UserError, match=r"model.attention: .* needs a TPU, and the devices here are of the kind cpu"):
-        load_policy(settings, make_mesh(settings.mesh))
-
-
-def test_asking_for_cudnn_without_a_gpu_is_an_error():
-    settings = config("sft", model={"architecture": HEADS_OF_64, "attention": "cudnn"})
-    with pytest.raises(UserError, match=r"model.attention: .* needs an NVIDIA GPU, .* of the kind cpu"):
-        load_policy(settings, make_mesh(settings.mesh))
 
 
 @pytest.mark.gpu
@@ -328,6 +297,6 @@ def test_asking_for_cudnn_without_a_gpu_is_an_error():
 @pytest.mark.parametrize("time", [100, 192, 256])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
 def test_on_gpus_cudnn_gives_the_outputs_and_gradients_of_masked_attention(packed, time):
-    attend = chosen("cudnn", packed=packed)
+    attend = chosen("cudnn", packed=packed).attention
     segments = segments_of(2, time) if packed else one_document_of(2, time)
     check_against_masked(attend, segments, (2, time, 14, 2, 64, jnp.bfloat16), 2e-2)

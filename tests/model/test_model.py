@@ -64,25 +64,41 @@ def logits_of(config: Qwen2Config, params: nnx.State, *inputs: Any, dtype: Any =
 
 
 @cache
-def gradients(name: str, *, padded: bool = False, remat: Any = "none", dtype: Any = jnp.float32) -> nnx.State:
-    """Of a nonlinear function of the logits in every row, padding included."""
-    config, params, tokens, positions, _ = fixture(name)
-    segments = padded_segments(tokens) if padded else jnp.ones_like(tokens)
-    graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=dtype, remat=remat))
+def gradient_program(name: str, remat: Any) -> Any:
+    graphdef, _ = nnx.split(Qwen2.abstract(fixture(name).config, dtype=jnp.float32, remat=remat))
 
     @jax.jit
     @jax.grad
-    def gradient(params: nnx.State) -> jax.Array:
+    def gradient(params: nnx.State, *inputs: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, params)
-        hidden, _ = model(tokens, positions, segments)
+        hidden, _ = model(*inputs)
         return jnp.mean(jnp.sin(hidden.astype(jnp.float32) @ model.head_weight.T))
 
-    return gradient(params)
+    return gradient
+
+
+@cache
+def gradients(name: str, *, padded: bool = False, remat: Any = "none") -> nnx.State:
+    """The gradients of a nonlinear function of the logits in every row, padding included."""
+    _, params, tokens, positions, _ = fixture(name)
+    segments = padded_segments(tokens) if padded else jnp.ones_like(tokens)
+    return gradient_program(name, remat)(params, tokens, positions, segments)
 
 
 def padded_segments(tokens: jax.Array) -> jax.Array:
     """Padding at the left of row 0, and nothing but padding in row 1."""
     return jnp.ones_like(tokens).at[0, :4].set(0).at[1].set(0)
+
+
+def logits_alone(name: str, *documents: jax.Array) -> list[np.ndarray]:
+    """The logits of two documents, each at the beginning of its own row, by the program of the fixture's own rows."""
+    config, params, tokens, _, _ = fixture(name)
+    places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    lengths = [len(document) for document in documents]
+    padded = jnp.stack([jnp.pad(document, (0, tokens.shape[1] - len(document))) for document in documents])
+    segments = (places < jnp.array(lengths)[:, None]).astype(jnp.int32)
+    logits, _ = logits_of(config, params, padded, places, segments)
+    return [row[:length] for row, length in zip(logits, lengths, strict=True)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,33 +109,29 @@ def test_logits_agree_with_transformers(name: str) -> None:
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
 
 
-def test_a_token_sees_its_own_segment_up_to_itself_and_padding_sees_nothing() -> None:
+def test_a_token_attends_to_its_own_segment_up_to_itself_and_padding_to_nothing() -> None:
     segments = np.array([[0, 1, 1, 2, 2, 0], [1, 2, 2, 2, 0, 3]])
-    seen = np.array([[0, 0, 1, 1, 1, 2, 2, 0], [1, 1, 1, 2, 2, 2, 0, 3]])  # two slots came before
-    mask = attention_mask(jnp.asarray(segments), jnp.asarray(seen), jnp.asarray(2))
+    keys = np.array([[0, 0, 1, 1, 1, 2, 2, 0], [1, 1, 1, 2, 2, 2, 0, 3]])  # two slots came before
+    mask = attention_mask(jnp.asarray(segments), jnp.asarray(keys), jnp.asarray(2))
     for b, query, slot in np.ndindex(2, 6, 8):
-        sees = segments[b, query] == seen[b, slot] != 0 and slot <= query + 2
-        assert mask[b, 0, query, slot] == sees
+        attends = segments[b, query] == keys[b, slot] != 0 and slot <= query + 2
+        assert mask[b, 0, query, slot] == attends
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_documents_packed_in_a_row_do_not_see_each_other(name: str) -> None:
+def test_documents_packed_in_a_row_do_not_see_each_other() -> None:
+    name = "grouped_bfloat16"
     config, params, tokens, _, _ = fixture(name)
-    lengths = (5, 4, 3)
-    row = tokens[:1]
-    positions = jnp.concatenate([jnp.arange(n) for n in lengths])[None]
-    segments = jnp.concatenate([jnp.full(n, i + 1) for i, n in enumerate(lengths)])[None]
-    packed, _ = logits_of(config, params, row, positions, segments)
-    start = 0
-    for length in lengths:
-        document = row[:, start : start + length]
-        alone, _ = logits_of(config, params, document, jnp.arange(length)[None], jnp.ones_like(document))
-        np.testing.assert_allclose(packed[:, start : start + length], alone, atol=1e-5, rtol=0)
-        start += length
+    positions = jnp.tile(jnp.concatenate([jnp.arange(7), jnp.arange(5)]), (2, 1))
+    segments = jnp.tile(jnp.repeat(jnp.array([1, 2]), jnp.array([7, 5]), total_repeat_length=12), (2, 1))
+    packed, _ = logits_of(config, params, tokens, positions, segments)
+    for row, document_logits in zip(tokens, packed, strict=True):
+        first, second = logits_alone(name, row[:7], row[7:])
+        np.testing.assert_allclose(document_logits[:7], first, atol=1e-5, rtol=0)
+        np.testing.assert_allclose(document_logits[7:], second, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_left_padded_prompts_decoded_through_the_cache_match_one_full_pass(name: str) -> None:
+def test_left_padded_prompts_decoded_through_the_cache_match_one_full_pass() -> None:
+    name = "grouped_bfloat16"
     config, params, tokens, _, _ = fixture(name)
     batch, time = tokens.shape
     padding, prompt = jnp.array([[3], [0]]), 6
@@ -127,22 +139,15 @@ def test_left_padded_prompts_decoded_through_the_cache_match_one_full_pass(name:
     positions = jnp.maximum(jnp.arange(time) - padding, 0)
     segments = (jnp.arange(time) >= padding).astype(jnp.int32)
 
-    state = KVCache.empty(config, batch, time + 2, jnp.float32)
-    steps = [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, time))]
+    cache = KVCache.empty(config, batch, time + 2, jnp.float32)
     pieces = []
-    for part in steps:
-        inputs = (tokens[:, part], positions[:, part], segments[:, part])
-        logits, state = logits_of(config, params, *inputs, state)
+    for part in (slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, time))):
+        logits, cache = logits_of(config, params, tokens[:, part], positions[:, part], segments[:, part], cache)
         pieces.append(logits)
+    assert cache.index == time
     cached = np.concatenate(pieces, axis=1)
-
-    assert state is not None
-    assert state.index == time
-    for row in range(batch):
-        start = int(padding[row, 0])
-        alone = tokens[row : row + 1, start:]
-        full, _ = logits_of(config, params, alone, jnp.arange(time - start)[None], jnp.ones_like(alone))
-        np.testing.assert_allclose(cached[row, start:], full[0], atol=1e-5, rtol=0)
+    for row, full in enumerate(logits_alone(name, tokens[0, 3:], tokens[1])):
+        np.testing.assert_allclose(cached[row, int(padding[row, 0]) :], full, atol=1e-5, rtol=0)
 
 
 def test_decoding_in_a_loop_does_not_copy_the_cache() -> None:
@@ -158,8 +163,7 @@ def test_decoding_in_a_loop_does_not_copy_the_cache() -> None:
         return jax.lax.while_loop(lambda state: state.index < 4096, step, state)
 
     compiled = jax.jit(decode, donate_argnums=1).lower(params, state).compile()
-    # Attention may copy the layer that it reads, an eighth of the cache's keys and of its values, and no
-    # more.
+    # Attention may copy the layer that it reads, an eighth of the cache's keys and values, and no more.
     cache_bytes = state.keys.nbytes + state.values.nbytes
     assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 2
 
@@ -179,19 +183,17 @@ def test_every_parameter_gets_a_finite_gradient_other_than_zero(name: str) -> No
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_rematerialisation_does_not_change_gradients(remat: str) -> None:
-    plain = gradients("grouped_bfloat16")
-    for expected, leaf in zip(
-        jax.tree.leaves(plain), jax.tree.leaves(gradients("grouped_bfloat16", remat=remat)), strict=True
-    ):
+def test_rematerialization_does_not_change_gradients(remat: str) -> None:
+    plain, again = (jax.tree.leaves(gradients("grouped_bfloat16", remat=kind)) for kind in ("none", remat))
+    for expected, leaf in zip(plain, again, strict=True):
         np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_less_is_kept_for_the_backward_pass_the_more_is_rematerialised() -> None:
+def test_the_more_is_rematerialized_the_less_is_kept_for_the_backward_pass() -> None:
     config, params, _, _, _ = fixture("grouped_bfloat16")
     inputs = jnp.ones((4, 256), jnp.int32)
 
-    def kept(remat: str) -> int:
+    def kept_bytes(remat: str) -> int:
         graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=jnp.float32, remat=remat))
 
         def loss(params: nnx.State) -> jax.Array:
@@ -200,18 +202,21 @@ def test_less_is_kept_for_the_backward_pass_the_more_is_rematerialised() -> None
         _, pullback = jax.eval_shape(lambda params: jax.vjp(loss, params), params)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
 
-    assert kept("full") < kept("dots") < kept("none")
+    assert kept_bytes("full") < kept_bytes("dots") < kept_bytes("none")
 
 
 def test_bfloat16_computation_leaves_parameters_and_gradients_in_float32() -> None:
     config, params, tokens, positions, expected = fixture("tied")
+    inputs = (tokens, positions, jnp.ones_like(tokens))
     graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=jnp.bfloat16))
-    segments = jnp.ones_like(tokens)
-    hidden, _ = jax.eval_shape(nnx.merge(graphdef, params), tokens, positions, segments)
-    logits, _ = logits_of(config, params, tokens, positions, segments, dtype=jnp.bfloat16)
-    assert hidden.dtype == jnp.bfloat16
-    leaves = jax.tree.leaves((params, gradients("tied", dtype=jnp.bfloat16)))
-    assert all(leaf.dtype == jnp.float32 for leaf in leaves)
+
+    def hidden(params: nnx.State) -> jax.Array:
+        return nnx.merge(graphdef, params)(*inputs)[0]
+
+    gradients = jax.eval_shape(jax.grad(lambda params: hidden(params).astype(jnp.float32).sum()), params)
+    assert jax.eval_shape(hidden, params).dtype == jnp.bfloat16
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((params, gradients)))
+    logits, _ = logits_of(config, params, *inputs, dtype=jnp.bfloat16)
     assert 1e-4 < np.abs(logits - expected).mean() < 0.03
 
 

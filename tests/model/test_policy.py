@@ -1,4 +1,4 @@
-"""The model that a configuration asks for: where its parts come from, and that chance is the seed's alone."""
+"""The model that a configuration asks for: where its parts come from, and that only the seed decides what is random."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from mllm.config.schema import Config, ModelConfig
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.architecture import PRESETS
-from mllm.model.load import read_architecture, model_folder, tokenizer_source, load_policy
+from mllm.model.load import load_policy, model_folder, read_architecture, tokenizer_source
 from mllm.parallel.mesh import make_mesh
 
 SCRATCH = ModelConfig(init="random", architecture=ARCHITECTURE)
@@ -39,13 +39,13 @@ def leaves(params):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
 
 
-def test_a_model_from_scratch_needs_no_folder_and_speaks_bytes():
+def test_a_model_from_scratch_needs_no_folder_and_has_the_byte_tokenizer():
     assert model_folder(SCRATCH) is None
     assert read_architecture(SCRATCH, None).hidden_size == ARCHITECTURE["hidden_size"]
     assert tokenizer_source(SCRATCH, None) == "bytes"
 
 
-def test_a_tokenizer_that_is_named_is_taken():
+def test_the_setting_names_the_tokenizer():
     assert tokenizer_source(SCRATCH.model_copy(update={"tokenizer": "elsewhere"}), None) == "elsewhere"
 
 
@@ -57,7 +57,7 @@ def test_a_folder_gives_architecture_tokenizer_and_parameters(folder, scratch):
         np.testing.assert_array_equal(got, expected)
 
 
-def test_a_random_model_may_take_its_sizes_from_a_folder_and_leave_the_parameters(folder):
+def test_a_random_model_may_take_its_sizes_from_a_folder_without_its_parameters(folder):
     model = ModelConfig(init="random", source=str(folder))
     policy = policy_of(config(model=model.model_dump() | {"architecture": None}))
     assert model_folder(model) == folder
@@ -74,7 +74,7 @@ def test_a_random_model_may_take_its_sizes_from_a_folder_and_leave_the_parameter
         ({"init": "random", "architecture": ARCHITECTURE, "tokenizer": "nowhere"}, "model.tokenizer: none can be read"),
     ],
 )
-def test_what_can_not_be_had_or_does_not_fit_is_an_error_that_names_it(model, message):
+def test_a_part_that_is_missing_or_does_not_fit_is_an_error_that_names_it(model, message):
     settings = config().model_dump() | {"model": model}
     with pytest.raises(UserError, match=message):
         policy_of(Config.model_validate(settings))
