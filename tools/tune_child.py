@@ -222,7 +222,8 @@ def same(found: Any, again: Any) -> bool:
 
 
 def main(task: dict[str, Any]) -> None:
-    {"plan": plan, "time": time_entries}[task.pop("task")](**task)
+    function: Callable[..., None] = {"plan": plan, "time": time_entries}[task.pop("task")]  # type: ignore[assignment]
+    function(**task)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,7 @@ MODELS = {"0.5B": 896, "3B": 2048, "7B": 3584}
 TOKENS = tuple(1024 << i for i in range(7))
 LEAST = 0.05
 """Seconds of a turn, so that the clock and the start of the calls don't count."""
-PACKAGES = ("jax", "jaxlib", "numpy", "optax", "tokamax", "torch", "triton", "liger-kernel", "cut-cross-entropy")
-PACKAGES += ("google-tunix",)
+PEERS = ("optax", "tokamax", "torch", "triton", "liger-kernel", "cut-cross-entropy", "google-tunix")
 LIMIT = "--limit: the time was used up"
 
 Shape = tuple[int, int, int]
@@ -226,7 +225,7 @@ def measure(options: argparse.Namespace, children: Children, device: dict[str, A
     dtype = options.dtype or ("float32" if cpu else "bfloat16")
     task = {"task": "measure", "platform": platform, "lives": lives, "least": LEAST}
     task["rounds"] = options.repeats or (5 if cpu else 10)
-    versions = machine.versions(PACKAGES)
+    versions = machine.versions(["jax", "jaxlib", "numpy", *PEERS])
     content: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -117,7 +117,7 @@ class Trial(NamedTuple):
     through: str
     """The library that makes the bare products."""
     call: Callable[[], tuple[Any, ...]]
-    bare: dict[str, Callable[[], Any]]
+    bare: Mapping[str, Callable[[], Any]]
     wait: Callable[[Any], Any]
     read: Callable[[Any], Any]
     """One of the call's results -> a JAX or numpy array."""

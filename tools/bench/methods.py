@@ -78,7 +78,7 @@ def methods(platform: str) -> list[Method]:
 
 
 def engine_methods(impl: str, platform: str | None) -> list[Method]:
-    def method(what: str, products: int, call: Call, **options: bool) -> Method:
+    def method(what: str, products: int, call: Call, **options: Any) -> Method:
         return Method(f"{impl}, {what}", products, call, platform=platform, **options)
 
     return [
