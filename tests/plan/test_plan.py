@@ -50,6 +50,7 @@ def planned(config):
     return {phase.name: phase for phase in phases}, accounts, told, new
 
 
+@pytest.mark.slow
 def test_a_grpo_run_has_four_phases_whose_programs_are_told_as_they_are_compiled_and_no_parameter_is_made(planned):
     phases, _, told, new = planned
     assert list(phases) == ["prefill", "decode", "log-prob", "update"]
@@ -58,6 +59,7 @@ def test_a_grpo_run_has_four_phases_whose_programs_are_told_as_they_are_compiled
     assert new == []
 
 
+@pytest.mark.slow
 def test_parameters_moments_and_gradients_are_counted_as_each_device_holds_them(planned, shapes):
     sharded = unsharded = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes.policy.params):
@@ -77,6 +79,7 @@ def test_parameters_moments_and_gradients_are_counted_as_each_device_holds_them(
     assert all(phase.parts["optimizer"] == update["optimizer"] for phase in phases.values())
 
 
+@pytest.mark.slow
 def test_the_cache_is_that_of_a_device_s_rows(planned):
     layers, rows, slots, heads, width = 2, 8 // 2, 16 + 4, 2, 8
     phases = planned[0]
@@ -84,6 +87,7 @@ def test_the_cache_is_that_of_a_device_s_rows(planned):
     assert phases["update"].parts["KV cache"] == 0
 
 
+@pytest.mark.slow
 def test_a_chunk_of_decoding_reuses_the_memory_of_the_one_before(planned, shapes):
     """Otherwise the plan would count the cache twice."""
     account, cache = planned[1]["decode"], memory.on_device(shapes.cache())
@@ -91,12 +95,14 @@ def test_a_chunk_of_decoding_reuses_the_memory_of_the_one_before(planned, shapes
     assert account.peak - account.arguments - account.temporaries < cache / 10
 
 
+@pytest.mark.slow
 def test_an_update_has_activations_and_the_head_s_temporaries(planned):
     update = planned[0]["update"].parts
     assert update["head"] > 0
     assert update["activations"] > 0
 
 
+@pytest.mark.slow
 def test_each_line_of_the_table_adds_up_to_its_peak(planned):
     phases = planned[0]
     _, *lines = memory.table(list(phases.values()), memory=1000 * MIB).splitlines()
