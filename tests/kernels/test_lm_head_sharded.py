@@ -107,10 +107,7 @@ def test_values_and_gradients_are_those_of_one_device(shape, way):
 
 KERNELS = [
     ((2, 1, 2), "general", True),
-    ((1, 2, 2), "general", False),
-    ((1, 1, 4), "general", False),
     ((1, 4, 1), "general", False),
-    ((2, 1, 2), "recomputed", False),
     ((1, 2, 2), "recomputed", True),
     ((1, 2, 2), "in waves", False),
 ]
