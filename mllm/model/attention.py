@@ -111,7 +111,12 @@ def splash_attention(
     kernel = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([splash.CausalMask((time, time))] * heads),
         block_sizes=splash.BlockSizes(
-            **dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block)
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
         ),
         interpret=interpret,
     )
