@@ -70,7 +70,7 @@ def test_an_export_holds_the_newest_parameters_to_the_bit_and_leaves_the_run_as_
     before = checksums(copy)
     assert export.main([str(copy)]) == 0
     assert capsys.readouterr().out == f"step 4 of {copy} is exported to {copy / 'export'}\n"
-    exported, params = load(copy / "export"), newest(trained).state.params
+    exported, params = load(copy / "export"), newest(trained).train.params
     for leaf, same in zip(jax.tree.leaves(exported), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(leaf, same)
     assert {path: sum_ for path, sum_ in checksums(copy).items() if not path.startswith("export")} == before
