@@ -42,6 +42,14 @@ def test_what_orbax_logs_as_an_error_is_not_shown(caplog, level, file, shown):
     assert len(caplog.records) == shown
 
 
+def test_an_error_of_a_write_that_tensorstore_s_threads_give_to_a_future_is_not_shown(caplog):
+    text = 'RESOURCE_EXHAUSTED: Error writing "params.embed/0.0" in OCDBT database at local file "run/checkpoints/4": '
+    for cause in ("", "No space left on device [os_error_code='28']"):
+        error = ValueError(text + cause)
+        logging.getLogger("asyncio").error("Future exception was never retrieved", exc_info=(ValueError, error, None))
+    assert caplog.records == []
+
+
 def test_other_messages_of_asyncio_are_shown(caplog):
     logging.getLogger("asyncio").error("Executing took 3 seconds", exc_info=error_from(ORBAX))
     logging.getLogger("asyncio").error("Task exception was never retrieved")
