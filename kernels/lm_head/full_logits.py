@@ -1,10 +1,10 @@
 """The head with full logits: the strongest plain program, and the baseline that the fused engines are compared with.
 
 The products' operands have the compute dtype and their sums float32. The logits [N, V] are stored once, in float32, and
-read by the softmax and by backward, which writes their derivative in the compute dtype (over them, if that is float32):
-3 matrix products. The label's logit is gathered. The entropy is one more sum over the logits, which XLA leaves out of a
-program that doesn't use it; its derivative is computed only where the objective has one. Runs only when asked for by
-name, takes no workspace, and rows that don't count cost as much as the others.
+read by the softmax and by backward, which writes their derivative in the compute dtype (over the logits, if that is
+float32, or on TPUs): 3 matrix products. The label's logit is gathered. The entropy is one more sum over the logits,
+which XLA leaves out of a program that doesn't use it; its derivative is computed only where the objective has one. Runs
+only when asked for by name, takes no workspace, and rows that don't count cost as much as the others.
 
 Suffixes: N rows, D features, V vocabulary. `y` is the product of hidden states and weight, `z` the logits: y after
 softcap and temperature.
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from kernels.lm_head import target
 from kernels.lm_head.contract import (
     Gradients,
     Inputs,
@@ -40,7 +41,8 @@ def statistics(inputs: Inputs, options: Options) -> Softmax:
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "N V"]]:
     """The statistics and y."""
-    y_NV = _dot(options, _live_hidden(inputs), inputs.weight, (1, 1))
+    hidden_ND, weight_VD = _live_hidden(inputs).astype(options.dtype), inputs.weight.astype(options.dtype)
+    y_NV = _dot(options, hidden_ND, weight_VD, (1, 1))
     z_NV = _logits(inputs, options, y_NV)
     top_N = jnp.maximum(z_NV.max(axis=1), FLOOR)  # a shard may have no column of the vocabulary
     below_NV = z_NV - top_N[:, None]
@@ -66,10 +68,13 @@ def gradients(
     # XLA fuses the comparison with what follows; a scatter would be one more pass.
     hit_NV = lax.broadcasted_iota(jnp.int32, y_NV.shape, 1) == local_labels(inputs)[:, None]
     (dy_NV,) = pull(jnp.exp(log_p_NV) * by_p_NV + jnp.where(hit_NV, logprob_N1, 0))
-    dy_NV = dy_NV.astype(options.dtype)
+    if target.platform() != "tpu":
+        # A TPU's matrix units round a float32 operand themselves: there dy overwrites y, and needs no array of its own.
+        dy_NV = dy_NV.astype(options.dtype)
     dh_dtype, dw_dtype = gradient_dtypes(inputs, options)
-    dh = _dot(options, dy_NV, inputs.weight, (1, 0)).astype(dh_dtype) if options.wants_hidden else None
-    dw = _dot(options, dy_NV, _live_hidden(inputs), (0, 0)).astype(dw_dtype) if options.wants_weight else None
+    weight_VD, hidden_ND = inputs.weight.astype(options.dtype), _live_hidden(inputs).astype(options.dtype)
+    dh = _dot(options, dy_NV, weight_VD, (1, 0)).astype(dh_dtype) if options.wants_hidden else None
+    dw = _dot(options, dy_NV, hidden_ND, (0, 0)).astype(dw_dtype) if options.wants_weight else None
     return dh, dw
 
 
@@ -98,5 +103,4 @@ def _logits(inputs: Inputs, options: Options, y_NV: Float[Array, "N V"]) -> Floa
 def _dot(options: Options, a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "_ _"]:
     precision = lax.Precision.HIGHEST if options.dtype == jnp.float32 else None
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    a, b = a.astype(options.dtype), b.astype(options.dtype)
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
