@@ -46,30 +46,27 @@ RUNS = sorted(path for path in configs.CONFIGS.glob("*.yaml") if not path.stem.s
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_every_shipped_configuration_is_valid_and_loads_unchanged_after_dump(path: Path, tmp_path):
-    config = configs.load(path.name)
-    copy = tmp_path / "config.yaml"
-    copy.write_text(configs.dump(config))
-    assert configs.load(str(copy)) == config
-
-
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_every_shipped_configuration_begins_with_its_command(path: Path):
+def test_every_shipped_configuration_begins_with_its_command_and_loads_unchanged_after_dump(path: Path, tmp_path):
     command = path.read_text().splitlines()[0].split("(")[0].removeprefix("# python train.py --config ")
     name, *overrides = command.split()
     assert name == path.name
     configs.load(name, overrides)
+    config, copy = configs.load(path.name), tmp_path / "config.yaml"
+    copy.write_text(configs.dump(config))
+    assert configs.load(str(copy)) == config
 
 
-def test_a_configuration_is_found_by_the_name_of_a_file_in_configs():
+def test_a_configuration_is_found_by_the_name_of_a_file_in_configs_or_answered_with_the_nearest_name():
     assert configs.load("tiny_grpo") == configs.load("tiny_grpo.yaml")
+    with pytest.raises(UserError, match=r"did you mean tiny_grpo\.yaml\?"):
+        configs.load("tiny_grop.yaml")
 
 
-def test_an_override_replaces_a_setting_or_creates_its_section(write):
-    config = configs.load(write(SFT), ["optimizer.learning_rate=1e-5", "mesh.dp=2", "checkpoint={every: 2}"])
-    assert config.optimizer.learning_rate == 1e-5
-    assert config.mesh.dp == 2
-    assert config.checkpoint.every == 2
+def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_text(write):
+    overrides = ["optimizer.learning_rate=1e-5", "mesh.dp=2", "checkpoint={every: 2}", "run_dir=2024-12-24"]
+    config = configs.load(write(SFT), overrides)
+    assert (config.optimizer.learning_rate, config.mesh.dp, config.checkpoint.every) == (1e-5, 2, 2)
+    assert config.run_dir == "2024-12-24"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +98,16 @@ def test_an_override_replaces_a_setting_or_creates_its_section(write):
             GRPO,
             "rollout.top_p=.nan",
             "rollout.top_p=.nan: the value is not readable as YAML: line 1: .nan is no number",
+        ),
+        (
+            GRPO.replace("num_generations: 4", "num_generations: 4, loss_type: gspo"),
+            "head.workspace_mib=4",
+            "head.workspace_mib: is not used with grpo.loss_type: gspo",
+        ),
+        (
+            GRPO + "eval: {every: 2}\n",
+            "checkpoint={every: 4, keep_best: true}",
+            "checkpoint.keep_best: eval.every (2) is not a multiple",
         ),
         (GRPO, "task.path=data", "task.path: is not used by task arithmetic"),
         (GRPO, "task.name=chess", "task.name: "),
@@ -156,22 +163,6 @@ def test_a_file_that_is_no_mapping_of_settings_is_refused_with_its_path(write, t
     with pytest.raises(UserError, match=r"run\.yaml: .*") as error:
         configs.load(path)
     assert message in str(error.value)
-
-
-def test_a_date_is_read_as_a_text(write):
-    assert configs.load(write(SFT), ["run_dir=2024-12-24"]).run_dir == "2024-12-24"
-
-
-def test_combinations_of_settings_without_effect_are_refused(write):
-    with pytest.raises(UserError, match=r"head\.workspace_mib: is not used with grpo\.loss_type: gspo"):
-        configs.load(write(GRPO), ["head.workspace_mib=4", "grpo.loss_type=gspo"])
-    with pytest.raises(UserError, match=r"checkpoint\.keep_best: eval\.every \(2\) is not a multiple"):
-        configs.load(write(GRPO), ["eval.every=2", "checkpoint={every: 4, keep_best: true}"])
-
-
-def test_a_missing_file_is_answered_with_the_nearest_name():
-    with pytest.raises(UserError, match=r"did you mean tiny_grpo\.yaml\?"):
-        configs.load("tiny_grop.yaml")
 
 
 def test_reading_a_configuration_imports_nothing_heavy():
