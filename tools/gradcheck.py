@@ -10,22 +10,17 @@ root-mean-square error exceeds
     1.25 times that of impl full_logits: products of the same dtype, float32 in between
     + 4 times its float32 resolution: how far it moves, at most, when logits and results are rounded to float32 once.
 
-Leaves out sharded heads, and comparisons of time (tools/bench).
+Leaves out sharded heads; time and memory are tools/bench's.
 
 Exit codes: 0 passed, 1 past tolerance, 2 wrong settings or a missing device (one line says what).
 """
 
 import argparse
-import importlib
-import importlib.util
 import math
-import os
 import shlex
-import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -34,22 +29,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
-from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.reference import HAIR, SLACK
+from mllm import errors
 from mllm.config import load as config_file
-from mllm.config.schema import Section, impossible
-from mllm.errors import ArgumentParser, UserError
+from mllm.config.schema import Section
+from mllm.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from tools import figures
-from tools.gradcheck_problem import Problem, Results, Truth, exact, make_problem, norms, plain, progress
+from tools.gradcheck_problem import Problem, Results, Truth, exact, make_problem, norms, plain
 
 PLATFORMS = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}
 """Implementations that run on one kind of device."""
+NORMS = ("largest", "root_mean_square")
 
 DType = Literal["bfloat16", "float16", "float32"]
 Size = Annotated[int, Field(ge=1, lt=2**31)]
@@ -83,12 +79,8 @@ class Settings(Section):
     """dtype of hidden states and products: bfloat16 (default), float16 or float32"""
     param_dtype: DType | None = None
     """dtype of the weight; default: that of the products"""
-    against: Literal["float64", "float32"] = "float64"
-    """dtype of the reference: float64 (default), or float32, in half the time, for narrower dtypes"""
     interpret: bool = False
-    """run impl mosaic_tpu or mosaic_gpu on a CPU, in Pallas' interpreter: for small shapes; GPUs' needs jax 0.12"""
-    repeats: PositiveInt = 3
-    """calls to time, after one that is not (default 3)"""
+    """run impl mosaic_tpu on a CPU, in Pallas' interpreter: for small shapes"""
     seed: int = Field(default=0, ge=0)
     """seed of the random inputs (default 0)"""
 
@@ -106,46 +98,27 @@ class Settings(Section):
             self.reject_unused("by token_logprobs", "workspace")
         if self.impl == "full_logits":
             self.reject_unused("with impl: full_logits", "workspace")
-        if self.impl not in PLATFORMS:
-            self.reject_unused(f"by implementations other than {' and '.join(PLATFORMS)}", "interpret")
-        if self.against == self.dtype:
-            raise impossible("against", f"{self.against} can't judge {self.dtype}: give float64, or a narrower dtype")
+        if self.impl != "mosaic_tpu":
+            self.reject_unused("by implementations other than mosaic_tpu", "interpret")
         return self
 
 
-class Cost(NamedTuple):
-    compile_seconds: float
-    seconds: float
-    """Median time of a call."""
-    peak_bytes: int
-    peak_by: str
-
-
 class Error(NamedTuple):
-    """Errors of one result: the largest, and the root mean square."""
+    """The errors of one result, as its largest and its root mean square."""
 
     found: tuple[float, float]
-    plain: tuple[float, float]
-    reference: tuple[float, float]
-    """Norms of the result itself."""
     allowed: tuple[float, float]
-
-    @property
-    def relative(self) -> tuple[float, float]:
-        return ratio(self.found[0], self.reference[0]), ratio(self.found[1], self.reference[1])
-
-    @property
-    def used(self) -> float:
-        """Share of what is allowed, by the worse of the two."""
-        return max(map(ratio, self.found, self.allowed))
+    size: float
+    """The largest magnitude of the exact result."""
 
     @property
     def passed(self) -> bool:
-        return self.used <= 1
+        return all(found <= allowed for found, allowed in zip(self.found, self.allowed, strict=True))  # NaN fails
 
 
+@errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", metavar="NAME", help="a path, or a file in configs/")
     for name, field in Settings.model_fields.items():
         kind: dict[str, Any] = {"metavar": "X"}
@@ -153,24 +126,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kind = {"action": "store_const", "const": "true"}
         parser.add_argument(option(name), dest=name, help=field.description, **kind)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    options = vars(parser.parse_args(arguments))
+    given = {name: options[name] for name in Settings.model_fields if options[name] is not None}
+    settings = load(options["config"], given)
+    figures.check(options["json"])
     try:
-        options = vars(parser.parse_args(arguments))
-        given = {name: options[name] for name in Settings.model_fields if options[name] is not None}
-        settings = load(options["config"], given)
-        figures.check(options["json"])
-        errors, cost = check(settings)
-        print("\n".join(table(settings, errors, cost)))
-        figures.write(options["json"], report(settings, errors, cost))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        reason = next(iter(str(error).splitlines()), "out of memory")
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in reason:
+        found = check(settings)
+    except Exception as error:
+        if not isinstance(error, MemoryError) and not errors.is_out_of_memory(error):
             raise
-        print(f"error: --shape: too large for this device: {reason}", file=sys.stderr)
-        return 2
-    return 0 if all(error.passed for error in errors.values()) else 1
+        reason = next(iter(str(error).splitlines()), "out of memory")
+        raise UserError(f"--shape: too large for this device: {reason}") from None
+    print("\n".join(table(settings, found)))
+    figures.write(options["json"], report(settings, found))
+    return 0 if all(error.passed for error in found.values()) else 1
 
 
 def option(name: str) -> str:
@@ -200,84 +169,40 @@ def load(name: str | None, given: dict[str, str]) -> Settings:
         raise UserError(f"{option(key) if key in given else path}: {explained}") from None
 
 
-# --- the check ------------------------------------------------------------------------------------------------------
+# --- the check
 
 
-def check(settings: Settings) -> tuple[dict[str, Error], Cost]:
-    """The errors by the result's name, and what the implementation took.
+def check(settings: Settings) -> dict[str, Error]:
+    """The errors by the result's name.
 
     Raises:
         UserError: the head refuses its arguments, or can't run here.
     """
-    if settings.interpret and settings.impl == "mosaic_gpu":
-        # A kernel's threads wait for each other, and XLA runs as many at a time as it has devices or cores.
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
     backend = jax.default_backend()
     if settings.interpret and backend != "cpu":
         raise UserError("--interpret: runs on a CPU; set JAX_PLATFORMS=cpu")
     wanted = backend if settings.interpret else PLATFORMS.get(settings.impl or "", backend)
     if backend != wanted:
-        raise UserError(
-            f"--impl: {settings.impl} runs on {wanted.upper()}s, and this is a {backend}; on a CPU, add --interpret"
-        )
-    interpreter = strict_interpreter(settings) if settings.interpret else nullcontext()
+        way_out = "; on a CPU, add --interpret" if wanted == "tpu" else ""
+        raise UserError(f"--impl: {settings.impl} runs on {wanted.upper()}s, and this is a {backend}{way_out}")
+    names = {"softmax", "live", "dtype", "param_dtype", "temperature", "softcap", "seed"}
     try:
-        problem = make_problem(
-            settings.shape,
-            settings.objective,
-            softmax=settings.softmax,
-            live=settings.live,
-            dtype=settings.dtype,
-            param_dtype=settings.param_dtype,
-            temperature=settings.temperature,
-            softcap=settings.softcap,
-            seed=settings.seed,
-        )
+        problem = make_problem(settings.shape, settings.objective, **settings.model_dump(include=names))
     except ValueError as error:  # NumPy's, of more bytes than can be addressed
         raise UserError(f"--shape: too large for this machine: {error}") from None
-    with interpreter:
-        start = time.perf_counter()
+    # The interpreter raises where a kernel reads past an array, and memory that nobody wrote is NaN.
+    strict = pltpu.InterpretParams(out_of_bounds_reads="raise", uninitialized_memory="nan")
+    with pltpu.force_tpu_interpret_mode(strict) if settings.interpret else nullcontext():
         compiled = compile_head(settings, problem)
-        compile_seconds = time.perf_counter() - start
-        truth = exact(problem, settings.against)
-        found, cost = run(compiled, problem, truth, settings.repeats)
-    errors = judge(found, plain(problem, truth.operands), truth)
-    return errors, cost._replace(compile_seconds=compile_seconds)
-
-
-def strict_interpreter(settings: Settings) -> Any:
-    """A context in which reading past an array raises, and memory that nobody wrote is NaN.
-
-    Raises:
-        UserError: this installation has none.
-    """
-    if settings.impl == "mosaic_tpu":
-        return pltpu.force_tpu_interpret_mode(
-            pltpu.InterpretParams(out_of_bounds_reads="raise", uninitialized_memory="nan")
-        )
-    if jax.__version_info__ < (0, 12):
-        said = f"kernels for GPUs are interpreted by jax 0.12 or later, and this is {jax.__version__}"
-        raise UserError(f"--interpret: {said}")
-    # The tests supply what JAX's interpreter lacks for these kernels, and they need pytest.
-    if importlib.util.find_spec("pytest") is None:
-        raise UserError("--interpret: pytest isn't installed, and tests/kernels/strict_gpu.py needs it")
-    sys.path.append(str(Path(__file__).parent.parent / "tests/kernels"))
-    context = ExitStack()
-    context.enter_context(importlib.import_module("strict_gpu").strict_interpreter())
-    tokens, features, vocabulary = settings.shape
-    context.enter_context(gpu_tiles.override(gpu_tiles.choose(tokens, vocabulary, features)))  # though this is no GPU
-    return context
+        truth = exact(problem)
+        (loss, tokens), (dh, dw) = compiled(*jax.device_put((*problem[:4], *truth.operands)))
+        found = Results(*map(np.asarray, (loss, *tokens, dh, dw)))
+    return judge(found, plain(problem, truth.operands), truth)
 
 
 def compile_head(settings: Settings, problem: Problem) -> jax.stages.Compiled:
     """((loss, statistics), (dh, dW)) as a function of hidden, weight, labels, weights and the objective's operands."""
-    options: dict[str, Any] = {
-        "temperature": settings.temperature,
-        "softcap": settings.softcap,
-        "dtype": settings.dtype,
-        "impl": settings.impl,
-    }
+    options: dict[str, Any] = settings.model_dump(include={"temperature", "softcap", "dtype", "impl"})
     objective = problem.objective.in_jax
 
     def loss(
@@ -298,95 +223,53 @@ def compile_head(settings: Settings, problem: Problem) -> jax.stages.Compiled:
         raise UserError(f"the head: {error}") from None
 
 
-def run(compiled: jax.stages.Compiled, problem: Problem, truth: Truth, repeats: int) -> tuple[Results, Cost]:
-    arrays = jax.device_put((*problem[:4], *truth.operands))
-    seconds: list[float] = []
-    with progress("calls", repeats + 1, "call") as bar:
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            (loss, tokens), (dh, dw) = jax.block_until_ready(compiled(*arrays))
-            seconds.append(time.perf_counter() - start)
-            bar.update()
-    if stats := jax.devices()[0].memory_stats():
-        peak, by = stats["peak_bytes_in_use"], "the device"
-    else:
-        memory: Any = compiled.memory_analysis()
-        peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-        by = "the compiler: arguments, results and temporaries"
-    results = Results(*map(np.asarray, (loss, *tokens, dh, dw)))
-    return results, Cost(0.0, statistics.median(seconds[1:]), peak, by)
-
-
 def judge(found: Results, yardstick: Results, truth: Truth) -> dict[str, Error]:
+    """The errors of `found`, and those that the yardstick's allow, by the result's name."""
+
     def error(found: Any, yardstick: Any, exact: Any, resolution: float) -> Error:
-        off, plain_off = norms(found, exact), norms(yardstick, exact)
-        allowed = [SLACK * x + HAIR * resolution for x in plain_off]
-        return Error(off, plain_off, norms(exact), (allowed[0], allowed[1]))
+        largest, mean = (SLACK * x + HAIR * resolution for x in norms(yardstick, exact))
+        return Error(norms(found, exact), (largest, mean), norms(exact)[0])
 
-    errors = map(error, found, yardstick, truth.results, truth.resolution)
-    return dict(zip(Results._fields, errors, strict=True))
-
-
-def ratio(part: float, whole: float) -> float:
-    """NaN is infinitely more than anything."""
-    if part == 0:
-        return 0.0
-    return part / whole if whole and not math.isnan(part) else math.inf
+    results = map(error, found, yardstick, truth.results, truth.resolution)
+    return dict(zip(Results._fields, results, strict=True))
 
 
-# --- the verdict ----------------------------------------------------------------------------------------------------
+# --- the verdict
 
 
-def table(settings: Settings, errors: dict[str, Error], cost: Cost) -> Iterator[str]:
-    defaults, always = Settings(shape=settings.shape), ("shape", "dtype", "function", "objective", "impl")
-    special = [
-        f"{name}={value}"
-        for name, value in settings.model_dump().items()
-        if value != getattr(defaults, name) and name not in {*always, "repeats"}
-    ]
+def table(settings: Settings, found: dict[str, Error]) -> Iterator[str]:
+    always = ("shape", "dtype", "function", "objective", "impl")
+    special = [f"{name}={x}" for name, x in settings.model_dump(exclude_defaults=True).items() if name not in always]
     yield "N={}, D={}, V={}".format(*settings.shape) + f", {settings.dtype}, on {jax.devices()[0].device_kind}"
     yield ", ".join([settings.function, settings.objective, f"impl {settings.impl or 'left to the head'}", *special])
     yield ""
-    yield f"{'':9} {'largest error':>19}    {'root mean square':>19}    of what"
-    yield f"{'':9} {'absolute  relative':>19}    {'absolute  relative':>19}    is allowed"
-    for name, error in errors.items():
-        figures = "    ".join(f"{x:9.1e} {y:9.1e}" for x, y in zip(error.found, error.relative, strict=True))
-        yield f"{name:9} {figures}    {error.used:7.0%}    {'ok' if error.passed else 'PAST TOLERANCE'}"
+    yield f"{'':9} {'largest error':>13}  {'relative':>9}  {'allowed':>9}    {'root mean square':>16}  {'allowed':>9}"
+    for name, error in found.items():
+        (largest, mean), (most, most_mean) = error.found, error.allowed
+        relative = largest / error.size if error.size else largest
+        figures = f"{largest:13.1e}  {relative:9.1e}  {most:9.1e}    {mean:16.1e}  {most_mean:9.1e}"
+        yield f"{name:9} {figures}    {'ok' if error.passed else 'PAST TOLERANCE'}"
     yield ""
-    yield f"time      {cost.seconds:.3g} s a call (of {settings.repeats}); {cost.compile_seconds:.1f} s to compile"
-    yield f"memory    {cost.peak_bytes / 2**20:,.0f} MiB at the peak, says {cost.peak_by}"
-    yield f"against   {settings.against} in NumPy; allowed: {SLACK} times the error of full logits, and a hair"
-    wrong = [name for name, error in errors.items() if not error.passed]
+    yield f"against   float64 in NumPy; allowed: {SLACK} times the error of full logits, and {HAIR:g} resolutions"
+    wrong = [name for name, error in found.items() if not error.passed]
     yield f"verdict   {'PAST TOLERANCE: ' + ', '.join(wrong) if wrong else 'passed'}"
 
 
-def report(settings: Settings, errors: dict[str, Error], cost: Cost) -> dict[str, Any]:
+def report(settings: Settings, found: dict[str, Error]) -> dict[str, Any]:
     """The same for JSON, which has no NaN: null."""
 
-    def finite(x: float) -> float | None:
-        return x if math.isfinite(x) else None
+    def by_norm(numbers: tuple[float, float]) -> dict[str, float | None]:
+        return {norm: x if math.isfinite(x) else None for norm, x in zip(NORMS, numbers, strict=True)}
 
     return {
         "command": shlex.join(["python", *sys.argv]),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "settings": settings.model_dump(),
-        "passed": all(error.passed for error in errors.values()),
-        "errors": {
-            name: {
-                norm: {
-                    "absolute": finite(error.found[i]),
-                    "relative": finite(error.relative[i]),
-                    "plain": finite(error.plain[i]),
-                    "allowed": finite(error.allowed[i]),
-                }
-                for i, norm in enumerate(("largest", "root_mean_square"))
-            }
-            for name, error in errors.items()
-        },
-        **cost._asdict(),
+        "passed": all(error.passed for error in found.values()),
+        "errors": {n: {"error": by_norm(e.found), "allowed": by_norm(e.allowed)} for n, e in found.items()},
     }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    errors.run_main(main)

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from tqdm import tqdm
 
 from kernels.lm_head import reference, token_loss
 from kernels.lm_head.reference import Objective
 
-LOGITS = 2**25  # that plain makes at a time: 128 MiB
+LOGITS = 2**25
+"""Logits that `plain` makes at a time: 128 MiB."""
 
 
 def clipped_ratio(xp: Any, logprob: Any, entropy: Any, advantage: Any, old: Any) -> Any:
@@ -116,76 +116,48 @@ def make_problem(
     )
 
 
-def exact(problem: Problem, wide: str) -> Truth:
-    """The oracle's results in `wide` arithmetic."""
+def exact(problem: Problem) -> Truth:
+    """The oracle's results in float64."""
     operands: tuple[Any, ...] = (problem.advantages, lambda logprob: (logprob - problem.log_ratios).astype(np.float32))
     operands = operands[: problem.objective.operands]
-    blocks = reference.number_of_blocks(int(np.count_nonzero(problem.weights)), len(problem.weight))
-    with progress(f"{wide} reference", 2 * blocks, "block") as bar:
-        found = reference.exact_loss(
-            *problem[:3],
-            problem.objective,
-            *operands,
-            weights=problem.weights,
-            temperature=problem.temperature,
-            softcap=problem.softcap,
-            wide=wide,
-            on_block=bar.update,
-        )
-    rows, moves = found.rows, found.rows.resolution
+    scale = {"temperature": problem.temperature, "softcap": problem.softcap}
+    found = reference.exact_loss(*problem[:3], problem.objective, *operands, weights=problem.weights, **scale)
+    rows = found.rows
     given = tuple(x(rows.logprob) if callable(x) else x for x in operands)
-    return Truth(Results(found.loss, *rows[:5]), Results(found.resolution, *moves), given)
+    return Truth(Results(found.loss, *rows[:5]), Results(found.resolution, *rows.resolution), given)
 
 
 def plain(problem: Problem, operands: tuple[Float[np.ndarray, "N"], ...]) -> Results:
     """The results of impl full_logits, some tokens at a time; what these add to dW is summed in float32."""
-    tokens, vocabulary, dtype = len(problem.hidden), len(problem.weight), problem.hidden.dtype
-    rows = min(tokens, max(1, LOGITS // vocabulary))
+    options: Any = {"temperature": problem.temperature, "softcap": problem.softcap, "dtype": problem.hidden.dtype}
 
     @jax.jit
     def block(hidden: Array, weight: Array, labels: Array, weights: Array, *operands: Array) -> Any:
         def loss(hidden: Array, weight: Array) -> Any:
+            objective = problem.objective.in_jax
             return token_loss(
-                hidden,
-                weight,
-                labels,
-                problem.objective.in_jax,
-                *operands,
-                weights=weights,
-                temperature=problem.temperature,
-                softcap=problem.softcap,
-                dtype=dtype,
-                impl="full_logits",
+                hidden, weight, labels, objective, *operands, weights=weights, impl="full_logits", **options
             )
 
-        (value, tokens), (dh, dw) = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, weight)
-        return (*tokens, dh), value, dw
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, weight)
 
-    weight = jnp.asarray(problem.weight, jnp.float32)
-    sums: tuple[Any, Any] = (0.0, jnp.zeros(weight.shape))
-    found = []
-    places = parts(tokens, rows)
-    with progress("full logits", len(places), "block") as bar:
-        for place in places:
-            short = rows - (place.stop - place.start)
-            arrays = (problem.hidden, problem.labels, problem.weights, *operands)
-            hidden, *rest = [np.pad(x[place], [(0, short), (0, 0)][: x.ndim]) for x in arrays]
-            of_tokens, *of_block = block(hidden, weight, *rest)
-            sums = jax.tree.map(jnp.add, sums, tuple(of_block))
-            found.append([np.asarray(x)[: rows - short] for x in of_tokens])
-            bar.update()
+    arrays = (problem.hidden, problem.labels, problem.weights, *operands)
+    weight, total, dw, found = jnp.asarray(problem.weight, jnp.float32), 0.0, 0.0, []
+    for place in parts(len(problem.hidden), max(1, LOGITS // len(problem.weight))):
+        hidden, *rest = (x[place] for x in arrays)
+        (value, tokens), (dh, own) = block(hidden, weight, *rest)
+        total, dw = total + value, dw + own
+        found.append([np.asarray(x) for x in (*tokens, dh)])
     logprob, lse, entropy, dh = (np.concatenate(x) for x in zip(*found, strict=True))
-    return Results(np.asarray(sums[0]), logprob, lse, entropy, dh, np.asarray(sums[1].astype(problem.weight.dtype)))
+    return Results(np.asarray(total), logprob, lse, entropy, dh, np.asarray(dw.astype(problem.weight.dtype)))
 
 
-def norms(x: Any, less: Any = None) -> tuple[float, float]:
-    """The largest magnitude and the root mean square of x, or of a difference; in float64, without a copy of x."""
-    x, less = np.atleast_1d(x), None if less is None else np.atleast_1d(less)
+def norms(x: Any, less: Any = 0.0) -> tuple[float, float]:
+    """The largest magnitude and the root mean square of x - less; in float64, without a copy of x as a whole."""
+    x, less = np.atleast_1d(x), np.broadcast_to(less, np.atleast_1d(x).shape)
     largest, squares = 0.0, 0.0
     for part in parts(len(x), reference.TILE):
-        difference = x[part].astype(np.float64)
-        if less is not None:
-            difference -= less[part]
+        difference = x[part].astype(np.float64) - less[part]
         largest = np.maximum(largest, np.abs(difference).max())  # NaN stays NaN
         squares += np.vdot(difference, difference)
     return float(largest), math.sqrt(squares / x.size)
@@ -193,8 +165,3 @@ def norms(x: Any, less: Any = None) -> tuple[float, float]:
 
 def parts(length: int, most: int) -> list[slice]:
     return [slice(start, min(start + most, length)) for start in range(0, length, most)]
-
-
-def progress(title: str, total: int, unit: str) -> tqdm:
-    """A progress bar with the time that is left, for what takes more than two seconds."""
-    return tqdm(total=total, desc=title, unit=unit, delay=2, leave=False, dynamic_ncols=True)

@@ -1,5 +1,6 @@
 """tools/gradcheck.py passes what is right, catches what is a little wrong, and says in one line what it can't do."""
 
+import functools
 import json
 import math
 
@@ -19,11 +20,9 @@ SMALL = "24,16,131"
 SHAPE = (24, 16, 131)
 RESULTS = Results._fields
 
-every_objective = pytest.mark.parametrize("objective", OBJECTIVES)
-
 
 def run_gradcheck(*arguments, shape=SMALL):
-    return gradcheck.main(["--shape", shape, "--repeats", "1", *arguments])
+    return gradcheck.main(["--shape", shape, *arguments])
 
 
 def verdicts(capsys):
@@ -46,18 +45,15 @@ def refused(capsys, *arguments):
 # The reference and the yardstick
 
 
-@every_objective
-def test_the_oracle_does_not_depend_on_the_blocks_of_tokens(objective, monkeypatch):
-    problem = make_problem(SHAPE, objective, softmax="peaked", live=0.7, temperature=0.7, softcap=20.0)
-    at_once = exact(problem, "float64")
+def test_the_oracle_does_not_depend_on_the_blocks_of_tokens(monkeypatch):
+    problem = make_problem(SHAPE, "grpo", softmax="peaked", live=0.7, temperature=0.7, softcap=20.0)
+    at_once = exact(problem)
     monkeypatch.setattr(reference, "LOGITS", 5 * 131)
     monkeypatch.setattr(reference, "TILE", 50)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-13), exact(problem, "float64"), at_once
-    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-13), exact(problem), at_once)
 
 
-@every_objective
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_derivatives_of_an_objective_by_hand_are_those_of_jax(objective):
     logprob, entropy, *operands = np.random.default_rng(0).normal(size=(4, 100))
     by_hand = OBJECTIVES[objective]
@@ -76,7 +72,7 @@ def test_both_sides_of_both_clips_occur_and_no_token_is_near_one():
 
 def test_the_yardstick_does_not_depend_on_the_blocks_of_tokens(monkeypatch):
     problem = make_problem(SHAPE, "grpo", softmax="peaked", live=0.7)
-    operands = exact(problem, "float64").operands
+    operands = exact(problem).operands
     at_once = plain(problem, operands)
     monkeypatch.setattr(gradcheck_problem, "LOGITS", 5 * 131)
     for one, other in zip(at_once, plain(problem, operands), strict=True):
@@ -117,7 +113,6 @@ def test_an_implementation_that_is_right_passes(impl, dtype, capsys):
         "--softcap 5 --temperature 0.7",
         "--param-dtype float32",
         "--dtype float16",
-        "--against float32",
         "--seed 1 --shape 1,16,2",
     ],
 )
@@ -130,73 +125,57 @@ def test_the_tpus_kernels_pass_in_the_strict_interpreter(capsys):
     assert set(verdicts(capsys).values()) == {"ok"}
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax before 0.12 has no interpreter for these kernels")
-def test_the_gpus_kernels_pass_in_the_strict_interpreter(capsys):
-    assert run_gradcheck("--impl", "mosaic_gpu", "--interpret", "--live", "0.5", shape="24,64,136") == 0
-    assert set(verdicts(capsys).values()) == {"ok"}
-
-
-@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="jax has the interpreter since 0.12")
-def test_without_an_interpreter_for_the_gpus_kernels_a_line_says_so(capsys):
-    said = refused(capsys, "--shape", SMALL, "--impl", "mosaic_gpu", "--interpret")
-    assert said.startswith(
-        f"error: --interpret: kernels for GPUs are interpreted by jax 0.12 or later, and this is {jax.__version__}"
-    )
-
-
 def scaled(x, factor):
     """x, with a gradient that is too large by a factor."""
     return factor * x + jax.lax.stop_gradient(x - factor * x)
 
 
+def wrong_gradient(place):
+    def wrong(head, *arguments, **options):
+        return head(*arguments[:place], scaled(arguments[place], 1.01), *arguments[place + 1 :], **options)
+
+    return wrong
+
+
+def wrong_statistic(name, change):
+    def wrong(head, *arguments, **options):
+        loss, tokens = head(*arguments, **options)
+        return loss, tokens._replace(**{name: change(getattr(tokens, name))})
+
+    return wrong
+
+
+def wrong_loss(head, *arguments, **options):
+    loss, tokens = head(*arguments, **options)
+    return loss + 1e-3, tokens
+
+
 WRONG = {
-    "dh": lambda head: lambda hidden, *rest, **options: head(scaled(hidden, 1.01), *rest, **options),
-    "dW": lambda head: lambda hidden, weight, *rest, **options: head(hidden, scaled(weight, 1.01), *rest, **options),
-    "loss": lambda head: lambda *rest, **options: (lambda loss, tokens: (loss + 1e-3, tokens))(*head(*rest, **options)),
+    "dh": wrong_gradient(0),
+    "dW": wrong_gradient(1),
+    "loss": wrong_loss,
+    "logprob": wrong_statistic("logprob", lambda x: x + 1e-4),
+    "lse": wrong_statistic("lse", lambda x: x.at[-1].set(jnp.nan)),
+    "entropy": wrong_statistic("entropy", lambda x: x + 1e-4),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_result_that_is_a_little_wrong_is_past_tolerance(name, capsys, monkeypatch):
-    monkeypatch.setattr(gradcheck, "token_loss", WRONG[name](gradcheck.token_loss))
+    monkeypatch.setattr(gradcheck, "token_loss", functools.partial(WRONG[name], gradcheck.token_loss))
     assert run_gradcheck("--param-dtype", "float32") == 1
-    assert [name_ for name_, verdict in verdicts(capsys).items() if verdict != "ok"] == [name]
+    assert f"verdict   PAST TOLERANCE: {name}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        pytest.param("logprob", lambda x: x + 1e-4, id="logprob off by 1e-4"),
-        pytest.param("lse", lambda x: x.at[-1].set(jnp.nan), id="one lse NaN"),
-        pytest.param("entropy", lambda x: x + 1e-4, id="entropy off by 1e-4"),
-    ],
-)
-def test_a_wrong_statistic_is_past_tolerance(name, wrong, capsys, monkeypatch):
-    head = gradcheck.token_loss
-
-    def wrong_head(*arguments, **options):
-        loss, tokens = head(*arguments, **options)
-        return loss, tokens._replace(**{name: wrong(getattr(tokens, name))})
-
-    monkeypatch.setattr(gradcheck, "token_loss", wrong_head)
-    assert run_gradcheck() == 1
-    out = capsys.readouterr()
-    assert f"verdict   PAST TOLERANCE: {name}\n" in out.out
-
-
-def test_figures_go_to_a_file_as_well(tmp_path, capsys):
+def test_figures_go_to_a_file_as_well(tmp_path):
     assert run_gradcheck("--json", str(tmp_path / "figures.json"), "--dtype", "float32") == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["passed"] is True
     assert figures["settings"]["shape"] == list(SHAPE)
     assert set(figures["errors"]) == set(RESULTS)
     for errors in figures["errors"].values():
-        for error in errors.values():
-            assert 0 <= error["absolute"] <= error["allowed"] < math.inf
-            assert error["relative"] < 1e-5
-    assert figures["seconds"] > 0
-    assert figures["peak_bytes"] > 4 * 131 * 16
-    assert f"{figures['peak_bytes'] / 2**20:,.0f} MiB" in capsys.readouterr().out
+        for norm, error in errors["error"].items():
+            assert 0 <= error <= errors["allowed"][norm] < math.inf
 
 
 # What it takes
@@ -209,7 +188,7 @@ def test_the_shipped_configuration_is_qwens_head_at_a_sequence_of_2048():
 
 
 def test_an_option_replaces_the_files_setting(tmp_path, capsys):
-    (tmp_path / "check.yaml").write_text(f"shape: [{SMALL}]\nlive: 0.5\nsoftmax: peaked\nrepeats: 1\n")
+    (tmp_path / "check.yaml").write_text(f"shape: [{SMALL}]\nlive: 0.5\nsoftmax: peaked\n")
     assert gradcheck.main(["--config", str(tmp_path / "check.yaml"), "--live", "0.25"]) == 0
     out = capsys.readouterr().out
     assert "N=24, D=16, V=131, bfloat16, on cpu\n" in out
@@ -234,14 +213,12 @@ def test_neither_tool_takes_the_others_configuration(capsys):
         ("--config nowhere.yaml", "--config nowhere.yaml: no such file"),
         (f"--shape {SMALL} --live 2", "--live: live: Input should be less than or equal to 1 (got 2)"),
         (f"--shape {SMALL} --dtype int8", "--dtype: dtype: Input should be 'bfloat16', 'float16' or 'float32'"),
-        (f"--shape {SMALL} --against float16", "--against: against"),
-        (f"--shape {SMALL} --dtype float32 --against float32", "--against: against: float32 can't judge float32"),
         (f"--shape {SMALL} --workspace -1", "--workspace: workspace"),
         (f"--shape {SMALL} --function token_logprobs --workspace 0", "--workspace: workspace: is not used"),
         (f"--shape {SMALL} --interpret", "--interpret: interpret: is not used"),
+        (f"--shape {SMALL} --objektive grpo", "unrecognized arguments: --objektive"),
         (f"--shape {SMALL} --impl mosaic_tpu", "--impl: mosaic_tpu runs on TPUs, and this is a cpu"),
         (f"--shape {SMALL} --impl mosaic_gpu", "--impl: mosaic_gpu runs on GPUs, and this is a cpu"),
-        (f"--shape {SMALL} --repeats 0", "--repeats: repeats"),
         (f"--shape {SMALL} --softcap -1", "--softcap: softcap"),
         (f"--shape {SMALL} --impl fastest", "impl must be None or one of"),
         (f"--shape {SMALL} --json nowhere/figures.json", "--json: there is no folder nowhere"),
@@ -251,30 +228,19 @@ def test_a_bad_argument_is_named_in_one_line(arguments, said, capsys):
     assert said in refused(capsys, *arguments.split())
 
 
-@pytest.mark.parametrize("text", ["shape: [24, 16, 131]\nshape: [1, 1, 2]\n", "- shape\n", "shape: [\n"])
+@pytest.mark.parametrize("text", ["shape: [24, 16, 131]\nobjektive: grpo\n", "- shape\n", "shape: [\n"])
 def test_a_file_that_is_no_configuration_is_named_in_one_line(text, tmp_path, capsys):
     (tmp_path / "check.yaml").write_text(text)
     assert f"{tmp_path / 'check.yaml'}: " in refused(capsys, "--config", str(tmp_path / "check.yaml"))
 
 
-def test_a_misspelt_setting_is_refused(tmp_path, capsys):
-    (tmp_path / "check.yaml").write_text("shape: [24, 16, 131]\nobjektive: grpo\n")
-    assert "objektive: unknown setting" in refused(capsys, "--config", str(tmp_path / "check.yaml"))
-
-
 def test_a_device_that_is_too_small_is_said(capsys, monkeypatch):
-    def run(*_):
+    def check(_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.")
 
-    monkeypatch.setattr(gradcheck, "run", run)
+    monkeypatch.setattr(gradcheck, "check", check)
     assert run_gradcheck() == 2
     assert (
         capsys.readouterr().err
         == "error: --shape: too large for this device: RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.\n"
     )
-
-
-def test_help_is_there():
-    with pytest.raises(SystemExit) as leaving:
-        gradcheck.main(["--help"])
-    assert leaving.value.code == 0
