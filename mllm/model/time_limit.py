@@ -1,8 +1,9 @@
 """A limit to the time that a stranger's Python code may take, in whichever thread it runs.
 
-A thread checks every half second for code that has exceeded its time, and stops it by an exception between two of its
-instructions. A single instruction in C, such as a product of huge numbers, is not limited; reward functions, which may
-be anything, run in a process of their own instead. Limits can't be nested.
+A thread checks every half second for code that has exceeded its time, and raises an exception between two of its
+instructions; again and again until the code ends, since a `__del__` may swallow one. A single instruction in C, such as
+a product of huge numbers, is not limited; reward functions, which may be anything, run in a process of their own
+instead. Limits can't be nested.
 """
 
 import ctypes
@@ -45,6 +46,5 @@ def check_deadlines() -> None:
     while True:
         time.sleep(CHECK_SECONDS)
         with LOCK:
-            for thread in [thread for thread, deadline in DEADLINES.items() if time.monotonic() > deadline]:
-                del DEADLINES[thread]
+            for thread in (thread for thread, deadline in DEADLINES.items() if time.monotonic() > deadline):
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
