@@ -1,4 +1,4 @@
-"""GRPO's source without a model: random completions, and rewards by their numbers in the batch."""
+"""GRPO's source without a model, with random completions and rewards by their numbers; a token's distribution."""
 
 import numpy as np
 from tiny import config
@@ -42,6 +42,17 @@ class SquareRewards(RewardRunner):
 def linear_logprobs(params, batch):
     """Stands in for the log-prob pass: token t of any row has -params - t."""
     return np.broadcast_to(-params - np.arange(batch.tokens.shape[1], dtype=np.float32), batch.tokens.shape)
+
+
+def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0):
+    """The distribution of a token: temperature, the k likeliest, the fewest of these that have top_p; float64."""
+    probability = np.exp(np.float64(logits) / temperature)
+    order = np.argsort(-probability)[: top_k or None]
+    mass = np.cumsum(probability[order]) / probability[order].sum()
+    order = order[: np.searchsorted(mass, top_p) + 1] if top_p < 1 else order
+    result = np.full(probability.shape, -np.inf)
+    result[order] = np.log(probability[order] / probability[order].sum())
+    return result
 
 
 def grpo_source(

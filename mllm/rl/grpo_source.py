@@ -1,17 +1,14 @@
-"""GRPO's source of batches: prompts from the task, completions from the policy, advantages from their rewards.
-
-A source's position is JSON and goes into the checkpoint; with the parameters it determines every later batch.
-"""
+"""GRPO's source of batches: prompts from the task, completions from the policy, advantages from their rewards."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mllm.config.schema import Config, GrpoConfig, TaskConfig
 from mllm.data.batch import Batch, padded_length
@@ -24,14 +21,12 @@ from mllm.model.load import Policy
 from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import ALL_ROWS, RowShare, raise_everywhere
 from mllm.rl.reward_worker import FAILURES
-from mllm.rl.rewards import RewardRunner, Scores
+from mllm.rl.rewards import Failure, RewardRunner
 from mllm.rl.rollout import Completions
 from mllm.rl.sampler import Sampler
 from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
 from mllm.train.step import make_logprob_pass
-
-LogprobPass = Callable[[Params, Batch], Float[Array, "B T"]]
 
 
 def make_grpo_source(
@@ -41,10 +36,9 @@ def make_grpo_source(
     task: Task,
     sampler: Sampler,
     rewards: RewardRunner,
-    reference: Params | None = None,
-    poll: Callable[[], None] = lambda: None,
+    poll: Callable[[], None],
 ) -> "GrpoSource":
-    """The source of a run. For `reference` and `poll` see `GrpoSource`.
+    """The source of a run, without the parameters of a reference. For `poll` see `GrpoSource`.
 
     Raises:
         UserError: a prompt is longer than `rollout.max_prompt_length`, or the processes can't share a step's prompts.
@@ -69,47 +63,26 @@ def make_grpo_source(
         sampler,
         rewards,
         lambda params, batch: logprob_pass(params, shard_batch(mesh, batch)),
-        reference=reference,
         logged_samples=config.log.samples,
         rows=rows,
         poll=poll,
     )
 
 
-@dataclass(frozen=True)
-class ScoredCompletions:
-    """The completions that one process sampled and scored, or those of all processes."""
+class ScoredCompletions(NamedTuple):
+    """The completions that one process sampled and scored, or those of all processes, in arrays that concatenate."""
 
-    questions: list[str]
+    questions: Shaped[np.ndarray, "B"]
     """The user's message of each completion's prompt."""
-    texts: list[str]
+    texts: Shaped[np.ndarray, "B"]
     prompt_lengths: Int[np.ndarray, "B"]
     lengths: Int[np.ndarray, "B"]
     """Numbers of tokens, without the prompt's."""
     finished: Bool[np.ndarray, "B"]
-    scores: Scores
-
-    @classmethod
-    def concatenate(cls, parts: Sequence["ScoredCompletions"]) -> "ScoredCompletions":
-        return cls(
-            questions=[question for part in parts for question in part.questions],
-            texts=[text for part in parts for text in part.texts],
-            prompt_lengths=np.concatenate([part.prompt_lengths for part in parts]),
-            lengths=np.concatenate([part.lengths for part in parts]),
-            finished=np.concatenate([part.finished for part in parts]),
-            scores=Scores(
-                np.concatenate([part.scores.values for part in parts], axis=1),
-                [failure for part in parts for failure in part.scores.failures],
-            ),
-        )
-
-    def length_metrics(self) -> dict[str, float]:
-        return {
-            "completions/mean_length": float(self.lengths.mean()),
-            "completions/min_length": float(self.lengths.min()),
-            "completions/max_length": float(self.lengths.max()),
-            "completions/clipped_ratio": float(1 - self.finished.mean()),
-        }
+    rewards: Float[np.ndarray, "B R"]
+    """What each function gave; NaN where it failed."""
+    failures: Shaped[np.ndarray, " failures"]
+    """`Failure` records, of all functions and completions."""
 
 
 @dataclass
@@ -126,10 +99,10 @@ class GrpoSource:
     prompts: DataIterator[PromptBatch]
     sampler: Sampler
     rewards: RewardRunner
-    logprob_pass: LogprobPass
-    reference: Params | None
+    logprob_pass: Callable[[Params, Batch], Float[Array, "B T"]]
+    reference: Params | None = None
     """The parameters of the policy that the KL penalty holds to; None without a penalty."""
-    logged_samples: int | None
+    logged_samples: int | None = None
     """How many completions of a step go to samples.jsonl; None: all."""
     rows: RowShare = ALL_ROWS
     poll: Callable[[], None] = lambda: None
@@ -161,14 +134,20 @@ class GrpoSource:
             questions = [example.prompt[-1]["content"] for example in examples]
             with raise_everywhere():
                 scores = self.rewards.score(questions, texts, examples, self.poll)
-            prompt_lengths = np.array([len(prompt) for prompt in prompts])
-            lengths, finished = np.asarray(completions.lengths), np.asarray(completions.finished)
-            mine = ScoredCompletions(questions, texts, prompt_lengths, lengths, finished, scores)
-            scored = ScoredCompletions.concatenate(self.rows.gather(mine))
-        rewards = weighted_sum(scored.scores.values, np.array(list(self.reward_weights.values()))).reshape(-1, group)
+            mine = ScoredCompletions(
+                np.array(questions, object),
+                np.array(texts, object),
+                np.array([len(prompt) for prompt in prompts]),
+                completions.lengths,
+                completions.finished,
+                scores.values.T,
+                np.array(scores.failures, object),
+            )
+            scored = ScoredCompletions(*map(np.concatenate, zip(*self.rows.gather(mine), strict=True)))
+        rewards = weighted_sum(scored.rewards, np.array(list(self.reward_weights.values()))).reshape(-1, group)
         failed = np.isnan(rewards).any(axis=1)
         if failed.mean() > self.task.max_failed_groups:
-            raise self.too_many_failures(scored.scores, f"{failed.sum()} of {failed.size}")
+            raise self.too_many_failures(scored.failures, f"{failed.sum()} of {failed.size}")
         rewards[failed] = np.nan  # the completions that were scored have no known mean to be compared with
         compared = objectives.advantages(rewards, self.config.scale_rewards)
         advantages = np.asarray(compared.values).reshape(-1)
@@ -187,12 +166,14 @@ class GrpoSource:
             "reward_std": float(compared.reward_std),
             "frac_reward_zero_std": float(compared.frac_reward_zero_std),
             "frac_groups_failed": float(failed.mean()),
-            **self.reward_metrics(scored.scores),
-            **scored.length_metrics(),
+            **self.reward_metrics(scored),
+            "completions/mean_length": float(scored.lengths.mean()),
+            "completions/min_length": float(scored.lengths.min()),
+            "completions/max_length": float(scored.lengths.max()),
+            "completions/clipped_ratio": float(1 - scored.finished.mean()),
             "num_tokens": self.num_tokens,
         }
         logged_advantages = np.where(excluded, np.nan, advantages)
-        values = scored.scores.values.T
         samples = [
             {
                 "prompt": prompt,
@@ -201,16 +182,16 @@ class GrpoSource:
                 "advantage": finite(advantage),
             }
             for prompt, text, row, advantage in zip(
-                scored.questions, scored.texts, values, logged_advantages, strict=True
+                scored.questions, scored.texts, scored.rewards, logged_advantages, strict=True
             )
         ]
         return Step(batch, metrics, samples[: self.logged_samples], tokens)
 
-    def too_many_failures(self, scores: Scores, groups: str) -> StepError:
+    def too_many_failures(self, failures: Iterable[Failure], groups: str) -> StepError:
         """The error for failures in `groups`; it quotes the most frequent kind among rewards whose weight is not 0."""
-        failures = [failure for failure in scores.failures if self.reward_weights[failure.name] != 0]
-        (name, kind), count = Counter((failure.name, failure.kind) for failure in failures).most_common(1)[0]
-        first = next(failure.message for failure in failures if (failure.name, failure.kind) == (name, kind))
+        messages = [((f.name, f.kind), f.message) for f in failures if self.reward_weights[f.name] != 0]
+        (name, kind), count = Counter(key for key, _ in messages).most_common(1)[0]
+        first = dict(reversed(messages))[name, kind]
         return StepError(
             f"task.max_failed_groups: a reward failed in {groups} groups, and at most {self.task.max_failed_groups:g} "
             f"of them may; {name} {kind} {count} times, first: {first}; mend the function, or raise the limit"
@@ -230,12 +211,12 @@ class GrpoSource:
             prompts: those of this process's rows, like `completions`.
             scored: all rows, like `counts` and `advantages`.
         """
-        totals = scored.prompt_lengths + scored.lengths
         options = self.sampler.options
-        longest = options.max_prompt_length + options.max_completion_length
-        shape = (len(prompts), padded_length(int(totals.max()), longest))
-        place = np.arange(shape[1])
-        mask = (place >= scored.prompt_lengths[:, None] - 1) & (place < totals[:, None] - 1) & counts[:, None]
+        starts, ends = scored.prompt_lengths[:, None], (scored.prompt_lengths + scored.lengths)[:, None]
+        length = padded_length(int(ends.max()), options.max_prompt_length + options.max_completion_length)
+        place = np.arange(length)
+        predicts = (place >= starts - 1) & (place < ends - 1)  # the next token is the completion's
+        mask = predicts & counts[:, None]
         weights = objectives.token_weights(
             self.config.loss_type,
             mask,
@@ -243,24 +224,19 @@ class GrpoSource:
             max_completion_length=options.max_completion_length,
         )
         mine = slice(self.rows.index * len(prompts), (self.rows.index + 1) * len(prompts))
-        tokens, labels, segments = (np.zeros(shape, np.int32) for _ in range(3))
-        row_advantages, sampler_logprobs = (np.zeros(shape, np.float32) for _ in range(2))
-        for row, (prompt, total, advantage) in enumerate(zip(prompts, totals[mine], advantages[mine], strict=True)):
-            start, count = len(prompt), int(total) - len(prompt)
-            tokens[row, :start] = prompt
-            tokens[row, start:total] = completions.tokens[row, :count]
-            segments[row, :total] = 1
-            predicts = slice(start - 1, total - 1)
-            labels[row, predicts] = completions.tokens[row, :count]
-            row_advantages[row, predicts] = advantage
-            sampler_logprobs[row, predicts] = completions.logprobs[row, :count]
+        starts, ends, predicts = starts[mine], ends[mine], predicts[mine]
+        sampled = np.arange(completions.tokens.shape[1]) < completions.lengths[:, None]
+        tokens, sampler_logprobs = np.zeros(predicts.shape, np.int32), np.zeros(predicts.shape, np.float32)
+        tokens[place < starts] = np.concatenate(prompts)
+        tokens[(place >= starts) & (place < ends)] = completions.tokens[sampled]
+        sampler_logprobs[predicts] = completions.logprobs[sampled]
         return Batch(
             tokens,
-            np.broadcast_to(place.astype(np.int32), shape),
-            segments,
-            labels * mask[mine],
+            np.broadcast_to(place.astype(np.int32), tokens.shape),
+            (place < ends).astype(np.int32),
+            np.roll(tokens, -1, axis=1) * mask[mine],
             np.asarray(weights)[mine],
-            row_advantages,
+            np.where(predicts, advantages[mine][:, None], 0).astype(np.float32),
             sampler_logprobs,
         )
 
@@ -272,11 +248,11 @@ class GrpoSource:
             batch = batch._replace(reference_logprobs=self.logprob_pass(self.reference, batch))
         return jax.block_until_ready(batch)
 
-    def reward_metrics(self, scores: Scores) -> dict[str, float]:
+    def reward_metrics(self, scored: ScoredCompletions) -> dict[str, float]:
         """For each reward function the mean and deviation of its values, and how often it failed."""
         metrics: dict[str, float] = {}
-        counts = Counter((failure.name, failure.kind) for failure in scores.failures)
-        for name, values in zip(self.reward_weights, scores.values, strict=True):
+        counts = Counter((failure.name, failure.kind) for failure in scored.failures)
+        for name, values in zip(self.reward_weights, scored.rewards.T, strict=True):
             sound = values[np.isfinite(values)]
             metrics[f"rewards/{name}/mean"] = float(sound.mean()) if sound.size else float("nan")
             metrics[f"rewards/{name}/std"] = float(sound.std()) if sound.size else float("nan")
@@ -294,9 +270,9 @@ class GrpoSource:
         return step % self.config.num_iterations == 0
 
 
-def weighted_sum(values: Float[np.ndarray, "R B"], weights: Float[np.ndarray, "R"]) -> Float[np.ndarray, "B"]:
+def weighted_sum(values: Float[np.ndarray, "B R"], weights: Float[np.ndarray, "R"]) -> Float[np.ndarray, "B"]:
     """Each completion's reward; NaN where a function failed whose weight is not 0."""
-    return np.where(weights[:, None] == 0, 0.0, weights[:, None] * values).sum(axis=0)
+    return np.where(weights == 0, 0.0, weights * values).sum(axis=1)
 
 
 def finite(value: float | np.floating[Any]) -> float | None:

@@ -67,7 +67,10 @@ class RewardRunner:
         try:
             for number in range(scores.values.size):
                 if number == 0 or not self.worker.alive:
-                    self.send(samples, number, poll)
+                    if not self.worker.alive or self.worker.process.poll() is not None:
+                        self.worker.kill()
+                        self.worker = Worker(self.names, self.scorer, poll)
+                    self.worker.send((samples, number), self.timeout, poll)
                 function, sample = divmod(number, len(samples))
                 kind, result = self.worker.answer(number, self.timeout, poll)
                 if kind == "value":
@@ -80,13 +83,6 @@ class RewardRunner:
             raise
         return scores
 
-    def send(self, samples: Sequence[tuple[str, str, Example]], done: int, poll: Callable[[], None]) -> None:
-        """Let the process call every function on every sample, function by function, but for the first `done` calls."""
-        if not self.worker.alive or self.worker.process.poll() is not None:
-            self.worker.kill()
-            self.worker = Worker(self.names, self.scorer, poll)
-        self.worker.send((samples, done), self.timeout, poll)
-
     def warn(self, failure: Failure) -> None:
         """Log a failure, if it is the first one of this function and kind in the run."""
         name, kind = failure.name, failure.kind
@@ -95,11 +91,8 @@ class RewardRunner:
             message = "reward %s %s: %s (further ones are only counted)"
             logging.getLogger(__name__).warning(message, name, kind, failure.message)
 
-    def close(self) -> None:
-        self.worker.kill()
-
     def __enter__(self) -> "RewardRunner":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self.worker.kill()

@@ -1,14 +1,12 @@
 """Completions of prompts: one prefill, then a decode loop with a KV cache, each a compiled program.
 
 Prompts are padded on the left to one of a few lengths, so that all rows write the same slot of the cache at a time and
-little is compiled. The decode loop ends as soon as every row has ended. It runs in chunks of about a quarter of a
-second, so that a signal is noticed between two of them; where a chunk ends changes no result. Rows don't see each
-other, and a token's random key depends neither on the batch nor on padding (see `sampling`): which rows are decoded
-together changes nothing but rounding. On a mesh each device decodes its own rows, with parameters that are gathered
-over fsdp once for all tokens of the rollout.
+little is compiled. The decode loop runs in chunks of about a quarter of a second, so that a signal is noticed between
+two of them; where a chunk ends changes no result. Rows don't see each other, and a token's random key depends neither
+on the batch nor on padding (see `sampling`): which rows are decoded together changes nothing but rounding. On a mesh
+each device decodes its own rows, with parameters that are gathered over fsdp once for all tokens of the rollout.
 
-Left out: text (see `sampler`), rewards, and refilling rows that end early with waiting prompts: all rows of a batch
-start together, and the slowest one decides when it ends.
+Left out: refilling rows that end early. All rows of a batch start together, and the slowest one decides when it ends.
 """
 
 import time
@@ -77,14 +75,9 @@ def generate(
     Raises:
         ValueError: no prompts, or one that is empty or longer than `options.max_prompt_length`.
     """
-    if not prompts:
-        raise ValueError("prompts: none given")
-    for number, prompt in enumerate(prompts):
-        if not 0 < len(prompt) <= options.max_prompt_length:
-            raise ValueError(
-                f"prompts: number {number} has {len(prompt)} tokens; "
-                f"expected 1 to {options.max_prompt_length} (rollout.max_prompt_length)"
-            )
+    lengths, limit = sorted({*map(len, prompts)}), options.max_prompt_length
+    if not lengths or lengths[0] == 0 or lengths[-1] > limit:
+        raise ValueError(f"prompts: expected 1 to {limit} tokens each (rollout.max_prompt_length), got {lengths}")
     layout = nnx.merge(graphdef, params).layout
     shares = 1 if layout is None else RowShare.of_mesh(layout.mesh).count
     rows = -(-options.batch_size // shares) if options.batch_size else len(prompts)
@@ -94,18 +87,14 @@ def generate(
     for start in range(0, len(prompts), rows):
         batch = prompts[start : start + rows]
         longest = max(gather_objects(max(map(len, batch))))
-        tokens, lengths = pad_left(batch, rows, min(bucket(longest), options.max_prompt_length), pad_id)
-        arrays = (tokens, lengths, first_sequence + start + np.arange(rows, dtype=np.int32))
-        tokens, lengths, sequences = arrays if layout is None else shard_batch(layout.mesh, arrays)
-        inputs = DecodeInputs(lengths, sequences, np.asarray(stop_ids, np.int32), pad_id, seed, step)
+        # A power of two, so that little is compiled.
+        width = min(max(SHORTEST_BUCKET, 1 << (longest - 1).bit_length()), limit)
+        arrays = (*pad_left(batch, rows, width, pad_id), first_sequence + start + np.arange(rows, dtype=np.int32))
+        tokens, prompt_lengths, sequences = arrays if layout is None else shard_batch(layout.mesh, arrays)
+        inputs = DecodeInputs(prompt_lengths, sequences, np.asarray(stop_ids, np.int32), pad_id, seed, step)
         completions = complete(graphdef, weights, tokens, inputs, poll, options=options, greedy=greedy)
         batches.append(local_rows(completions))
     return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(prompts)], *batches)
-
-
-def bucket(longest: int) -> int:
-    """The length that prompts are padded to: a power of two, so that little is compiled."""
-    return max(SHORTEST_BUCKET, 1 << (longest - 1).bit_length())
 
 
 def pad_left(

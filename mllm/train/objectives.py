@@ -4,8 +4,7 @@ An objective maps a token's log-probability, its entropy and further operands to
 of a step is the plain sum of `token_weights * objective` over all tokens. The weights carry the whole batch's
 denominator, so neither loss nor gradient depends on how it is split into micro-batches or over devices.
 
-Left out: rewards (they come as numbers), the log-probabilities themselves (the head's), and rows packed with
-several completions: here a row is one prompt and its completion.
+Left out: rows packed with several completions. Here a row is one prompt and its completion.
 
     PPO       Schulman et al. 2017, Proximal policy optimization algorithms, eq. 7
     GRPO      Shao et al. 2024, DeepSeekMath, eq. 3 (loss), eq. 4 (KL: k3), section 4.1.2 (advantages)
@@ -26,7 +25,6 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
 LossType: TypeAlias = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo"]
-RewardScale: TypeAlias = Literal["group", "batch", "none"]
 
 STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divided by
 MAX_LOG_RATIO = 20.0  # as verl's: exp(20) = 5e8, nothing is learnt beyond, and exp(89) is infinite in float32
@@ -37,22 +35,13 @@ def sft(logprob: Float[jax.Array, "*S"], entropy: Float[jax.Array, "*S"]) -> Flo
     return -logprob
 
 
-class Operands(NamedTuple):
-    """The arrays that an objective compares a token's log-probability with; None where the settings need none."""
-
-    advantages: Float[jax.Array, "*S"]
-    old_logprobs: Float[jax.Array, "*S"]
-    sampler_logprobs: Float[jax.Array, "*S"] | None
-    reference_logprobs: Float[jax.Array, "*S"] | None
-
-
 @dataclass(frozen=True)
 class GrpoObjective:
     """PPO's clipped ratio with truncated importance weights, KL penalty and entropy bonus, token by token.
 
-    Hashable, so it may be a static argument of a jitted function. Called as
-    `objective(logprob, entropy, *operands)` with the arrays that `operands` names, in that order; all of one
-    shape, float32, nats. The settings are those of the configuration's `grpo` section.
+    Hashable, so it may be a static argument of a jitted function. Called as `objective(logprob, entropy, *operands)`
+    with the arrays that `operands` names, in that order; all of one shape, float32, nats. The settings are those of the
+    configuration's `grpo` section.
     """
 
     epsilon: float = 0.2
@@ -63,6 +52,8 @@ class GrpoObjective:
     importance_cap: float | None = None
     num_iterations: int = 1
     """With one update to a rollout, the old policy is the current one, and needs no operand."""
+    loss_type: LossType = "grpo"
+    """Which ratio is clipped: each token's, or with `gspo` its sequence's. `token_weights` has the rest of the type."""
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -89,26 +80,21 @@ class GrpoObjective:
     ) -> Float[jax.Array, "*S"]:
         """Each token's loss, with the ratio of its own probabilities (PPO, GRPO)."""
         given = self.unpack(logprob, operands)
-        return self.loss(logprob - given.old_logprobs, logprob, entropy, given)
+        return self.loss(logprob - given["old_logprobs"], logprob, entropy, given)
 
-    def unpack(self, logprob: Float[jax.Array, "*S"], operands: tuple[Float[jax.Array, "*S"], ...]) -> Operands:
-        """The operands by name. Raises ValueError where their number is not that of `self.operands`."""
-        if len(operands) != len(self.operands):
-            raise ValueError(f"operands: expected {', '.join(self.operands)}, got {len(operands)} arrays")
-        by_name = dict(zip(self.operands, operands, strict=True))
-        return Operands(
-            by_name["advantages"],
-            by_name.get("old_logprobs", jax.lax.stop_gradient(logprob)),
-            by_name.get("sampler_logprobs"),
-            by_name.get("reference_logprobs"),
-        )
+    def unpack(
+        self, logprob: Float[jax.Array, "*S"], operands: tuple[Float[jax.Array, "*S"], ...]
+    ) -> dict[str, Float[jax.Array, "*S"]]:
+        """The operands by name, `old_logprobs` always among them. Raises ValueError for a wrong number of them."""
+        given = dict(zip(self.operands, operands, strict=True))
+        return {"old_logprobs": jax.lax.stop_gradient(logprob), **given}
 
     def loss(
         self,
         log_ratio: Float[jax.Array, "*R"],
         logprob: Float[jax.Array, "*S"],
         entropy: Float[jax.Array, "*S"],
-        given: Operands,
+        given: dict[str, Float[jax.Array, "*S"]],
     ) -> Float[jax.Array, "*S"]:
         """Each token's loss, where `log_ratio` (the token's or its sequence's) says how far the policy has moved.
 
@@ -116,12 +102,12 @@ class GrpoObjective:
         """
         ratio = bounded_exp(log_ratio)
         clipped = jnp.clip(ratio, *self.clip_range)
-        loss = -jnp.minimum(ratio * given.advantages, clipped * given.advantages)
-        if given.sampler_logprobs is not None and self.importance_cap is not None:
-            weight = bounded_exp(given.old_logprobs - given.sampler_logprobs)
+        loss = -jnp.minimum(ratio * given["advantages"], clipped * given["advantages"])
+        if self.importance_cap is not None:
+            weight = bounded_exp(given["old_logprobs"] - given["sampler_logprobs"])
             loss *= jnp.minimum(weight, self.importance_cap)  # constant: neither policy is the current one
-        if given.reference_logprobs is not None:
-            loss += self.beta * k3(logprob, given.reference_logprobs)
+        if self.beta > 0:
+            loss += self.beta * k3(logprob, given["reference_logprobs"])
         if self.entropy_coef:
             loss -= self.entropy_coef * entropy
         return loss
@@ -136,14 +122,13 @@ def gspo(
 ) -> Float[jax.Array, ""]:
     """GSPO's loss for some rows: one clipped ratio for each sequence, exp(mean_t(logprob - old)).
 
-    `weights` are those of `token_weights("gspo", ...)` over the whole batch, 0 at tokens that don't count:
-    the losses of micro-batches add up to that of the batch. The gradient flows through the ratio to all
-    tokens of the sequence. Importance weight, KL and entropy stay per token, as with TRL's
-    `importance_sampling_level="sequence"`.
+    `weights` are those of `token_weights("gspo", ...)` over the whole batch, 0 at tokens that don't count. The gradient
+    flows through the ratio to all tokens of the sequence. Importance weight, KL and entropy stay per token, as with
+    TRL's `importance_sampling_level="sequence"`.
     """
     given = objective.unpack(logprob, operands)
     active = weights > 0
-    log_ratio = sequence_mean(logprob - given.old_logprobs, active)
+    log_ratio = masked_mean(logprob - given["old_logprobs"], active, axis=-1)
     return jnp.sum(jnp.where(active, weights * objective.loss(log_ratio, logprob, entropy, given), 0.0))
 
 
@@ -161,12 +146,12 @@ def bounded_exp(log_ratio: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
     return jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
 
 
-def sequence_mean(
-    values: Float[jax.Array | np.ndarray, "B T"], mask: Bool[jax.Array, "B T"]
-) -> Float[jax.Array, "B 1"]:
-    """The mean of each row's masked values; 0 for a row without any."""
-    count = jnp.maximum(mask.sum(-1, keepdims=True), 1)
-    return jnp.where(mask, values, 0.0).sum(-1, keepdims=True) / count
+def masked_mean(
+    values: Shaped[jax.Array | np.ndarray, "*S"], mask: Bool[jax.Array, "*S"], axis: int | None = None
+) -> Float[jax.Array, "..."]:
+    """The mean of the masked values, of all or along `axis`, which stays with size 1; 0 where there are none."""
+    count = jnp.maximum(mask.sum(axis, keepdims=axis is not None), 1)
+    return jnp.where(mask, values, 0.0).sum(axis, keepdims=axis is not None) / count
 
 
 def token_weights(
@@ -176,21 +161,18 @@ def token_weights(
 
     `mask` marks the tokens that count, in all rows of one update; each `group_size` rows in turn are a group.
 
-    - `grpo`, `gspo`: the mean over each completion's tokens, then over completions (DeepSeekMath, eq. 3).
-      TRL's `grpo` is the same.
-    - `bnpo`: the mean over all tokens of the batch. TRL's `bnpo` divides by the tokens of the micro-batch, so
-      that its gradient depends on the split; TRL's `dapo` is the same as this.
+    - `grpo`, `gspo`: the mean over each completion's tokens, then over completions (DeepSeekMath, eq. 3), as in TRL.
+    - `bnpo`: the mean over all tokens of the batch, as TRL's `dapo`. TRL's `bnpo` divides by the tokens of the
+      micro-batch, so that its gradient depends on the split.
     - `dapo`: the mean over all tokens of a group, then over groups (DAPO, eq. 8). TRL has no name for it.
     - `dr_grpo`: the sum over tokens divided by the constant `max_completion_length`, then the mean over
-      completions (Dr. GRPO). TRL's `dr_grpo` is the same.
+      completions (Dr. GRPO), as in TRL.
 
-    A completion or group without any token that counts (cut off and masked, failed reward) adds nothing, but
-    the outer mean is still over it too, as in TRL: what is left weighs the same without it (but for `bnpo`, whose
-    mean knows no groups), and a batch of which little is left makes a small step, not a full one. A batch
+    A completion or group without any token that counts (cut off and masked, failed reward) adds nothing, but the
+    outer mean is still over it, as in TRL: what is left weighs the same without it, except under `bnpo`. A batch
     without any such token has weights 0, never NaN.
 
-    Raises:
-        ValueError: an unknown `loss_type`, or the rows are not divisible into groups.
+    Raises ValueError where the rows are not divisible into groups.
     """
     rows = mask.shape[0]
     if rows % group_size:
@@ -206,8 +188,6 @@ def token_weights(
             denominator = groups * jnp.repeat(tokens.reshape(groups, group_size).sum(-1), group_size)[:, None]
         case "dr_grpo":
             denominator = jnp.asarray(rows * max_completion_length)
-        case _:
-            raise ValueError(f"loss_type: {loss_type!r} is none of grpo, bnpo, dr_grpo, dapo, gspo")
     return jnp.where(mask, 1.0 / jnp.maximum(denominator, 1).astype(jnp.float32), 0.0)
 
 
@@ -224,16 +204,16 @@ class Advantages(NamedTuple):
 
 
 @partial(jax.jit, static_argnames="scale")
-def advantages(rewards: Float[jax.Array | np.ndarray, "G n"], scale: RewardScale) -> Advantages:
+def advantages(rewards: Float[jax.Array | np.ndarray, "G n"], scale: Literal["group", "batch", "none"]) -> Advantages:
     """How much better each completion is than the mean of its group, for G prompts with n completions each.
 
-    `scale` divides it by the standard deviation (of the sample, n - 1, plus 1e-4, as TRL) of the `group`
-    (DeepSeekMath, section 4.1.2) or of the whole `batch`, or by nothing (`none`, Dr. GRPO). Rewards that
-    failed are NaN: they enter neither mean nor deviation, and get 0. A group of equal rewards gets exactly 0.
+    `scale` divides it by the standard deviation (of the sample, n - 1, plus 1e-4, as TRL) of the `group` (DeepSeekMath,
+    section 4.1.2) or of the whole `batch`, or by nothing (`none`, Dr. GRPO). Rewards that failed are NaN: they enter
+    neither mean nor deviation, and get 0. A group of equal rewards gets exactly 0.
     """
     present = ~jnp.isnan(rewards)
     count = present.sum(-1, keepdims=True)
-    mean = sequence_mean(rewards, present)
+    mean = masked_mean(rewards, present, axis=-1)
     deviation = jnp.where(present, rewards - mean, 0.0)
     std = sample_std(jnp.sum(deviation**2, -1, keepdims=True), count)
     # Compared, not std == 0: the mean of equal numbers may be off by a rounding, which 1e-4 would blow up.
@@ -248,8 +228,6 @@ def advantages(rewards: Float[jax.Array | np.ndarray, "G n"], scale: RewardScale
             divisor = sample_std(jnp.sum(from_mean**2), present.sum()) + STD_EPSILON
         case "none":
             divisor = jnp.ones(())
-        case _:
-            raise ValueError(f"scale: {scale!r} is none of group, batch, none")
     return Advantages(
         values=jnp.where(equal, 0.0, deviation / divisor),
         reward=jnp.nanmean(rewards),
@@ -269,19 +247,18 @@ def policy_metrics(
     entropy: Float[jax.Array, "B T"],
     mask: Bool[jax.Array, "B T"],
     *operands: Float[jax.Array, "B T"],
-    sequence_level: bool = False,
 ) -> dict[str, Float[jax.Array, ""]]:
     """Means over the masked tokens of a whole batch, under TRL's names; 0 if there are none.
 
-    `clip_ratio/low_mean` is the share of tokens (under GSPO, `sequence_level`, of sequences) that the lower
+    `clip_ratio/low_mean` is the share of tokens (under GSPO, of sequences) that the lower
     clip keeps from becoming less likely still, `high_mean` the share that the upper one keeps from becoming
     more likely, `region_mean` their sum. `kl` needs an objective with a reference.
     """
     given = objective.unpack(logprob, operands)
-    log_ratio, counted, advantage = logprob - given.old_logprobs, mask, given.advantages
-    if sequence_level:
-        log_ratio, counted = sequence_mean(log_ratio, mask), mask.any(-1, keepdims=True)
-        advantage = sequence_mean(advantage, mask)
+    log_ratio, counted, advantage = logprob - given["old_logprobs"], mask, given["advantages"]
+    if objective.loss_type == "gspo":
+        log_ratio, counted = masked_mean(log_ratio, mask, axis=-1), mask.any(-1, keepdims=True)
+        advantage = masked_mean(advantage, mask, axis=-1)
     low, high = objective.clip_range
     ratio = bounded_exp(log_ratio)
     below = masked_mean((ratio < low) & (advantage < 0), counted)
@@ -292,26 +269,18 @@ def policy_metrics(
         "clip_ratio/high_mean": above,
         "clip_ratio/region_mean": below + above,
     }
-    if given.reference_logprobs is not None:
-        metrics["kl"] = masked_mean(k3(logprob, given.reference_logprobs), mask)
+    if objective.beta > 0:
+        metrics["kl"] = masked_mean(k3(logprob, given["reference_logprobs"]), mask)
     return metrics
 
 
 def sampling_metrics(
     trainer: Float[jax.Array, "B T"], sampler: Float[jax.Array, "B T"], mask: Bool[jax.Array, "B T"]
 ) -> dict[str, Float[jax.Array, ""]]:
-    """How far the trainer's log-probabilities of sampled tokens are from the sampler's, under TRL's names.
-
-    The ratio is the untruncated exp(trainer - sampler).
-    """
+    """How far the trainer's log-probabilities of sampled tokens are from the sampler's; the ratio is not truncated."""
     difference = jnp.where(mask, jnp.abs(trainer - sampler), 0.0)
     return {
         "sampling/sampling_logp_difference/mean": masked_mean(difference, mask),
         "sampling/sampling_logp_difference/max": difference.max(),
         "sampling/importance_sampling_ratio/mean": masked_mean(bounded_exp(trainer - sampler), mask),
     }
-
-
-def masked_mean(values: Shaped[jax.Array, "*S"], mask: Bool[jax.Array, "*S"]) -> Float[jax.Array, ""]:
-    """The mean of the masked values; 0 if there are none."""
-    return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1)

@@ -1,8 +1,7 @@
 """One update: model -> hidden -> head -> objective -> gradients -> optimizer; and the log-prob pass.
 
-The loss of a step is a sum of per-token terms whose weights already hold the whole batch's denominator (see `Batch`),
-so micro-batches just add up: loss and gradients do not depend on how the batch is split. This is the only file of the
-trainer that calls the head.
+Losses and gradients of micro-batches add up, because a batch's weights hold the whole batch's denominator (see
+`objectives`). This is the only file of the trainer that calls the head.
 """
 
 from collections.abc import Callable
@@ -39,11 +38,7 @@ class TrainState(NamedTuple):
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step, with the moments laid out as the parameters are."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(params, optimizer))
-
-    @jax.jit(out_shardings=shardings[1:])
-    def init(params: Params) -> tuple[optax.OptState, Int[Array, ""]]:
-        return optimizer.init(params), jnp.zeros((), jnp.int32)
-
+    init = jax.jit(lambda params: (optimizer.init(params), jnp.zeros((), jnp.int32)), out_shardings=shardings[1:])
     return TrainState(params, *init(params))
 
 
@@ -77,26 +72,23 @@ class Forward:
     """
 
     def __init__(self, graphdef: Any, config: Config, mesh: Mesh) -> None:
-        needed = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}.get(config.head.impl or "")
-        kind = mesh.devices.flat[0].platform
-        if needed not in (None, kind):
-            raise UserError(
-                f"head.impl: {config.head.impl} needs a {needed.upper()}, and the devices here are of the kind {kind}: "
-                "remove it"
-            )
+        impl, kind = config.head.impl or "", mesh.devices.flat[0].platform
+        needed = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}.get(impl, kind)
+        if needed != kind:
+            needs = f"{impl} needs a {needed.upper()}"
+            raise UserError(f"head.impl: {needs}, and the devices here are of the kind {kind}: remove it")
         self.graphdef = graphdef
         self.sharding = head_sharding(mesh)
         self.dtype = jnp.dtype(config.model.dtype)
         self.head = config.head
+        self.rows = config.micro_batch_size or config.batch_size
         self.temperature = 1.0
         self.objective: objectives.GrpoObjective | None = None
-        self.sequence_level = False
         if config.grpo is not None and config.rollout is not None:
             # The policy is the distribution that is sampled from: its temperature is part of it.
             self.temperature = config.rollout.temperature
             names = [field.name for field in fields(objectives.GrpoObjective)]
             self.objective = objectives.GrpoObjective(**{name: getattr(config.grpo, name) for name in names})
-            self.sequence_level = config.grpo.loss_type == "gspo"
 
     def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
         """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
@@ -123,7 +115,7 @@ class Forward:
         self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch
     ) -> tuple[Float[Array, ""], TokenLogprobs]:
         """The same from hidden states and the vocabulary matrix."""
-        if self.objective is not None and self.sequence_level:
+        if self.objective is not None and self.objective.loss_type == "gspo":
             outputs = self.head_logprobs(hidden, weight, batch)
             loss = objectives.gspo(
                 self.objective, outputs.logprob, outputs.entropy, batch.weights, *self.operands(batch)
@@ -163,12 +155,7 @@ class Forward:
         if self.objective is None:
             return {"entropy": objectives.masked_mean(outputs.entropy, mask)}
         metrics = objectives.policy_metrics(
-            self.objective,
-            outputs.logprob,
-            outputs.entropy,
-            mask,
-            *self.operands(batch),
-            sequence_level=self.sequence_level,
+            self.objective, outputs.logprob, outputs.entropy, mask, *self.operands(batch)
         )
         trainer = outputs.logprob if batch.old_logprobs is None else batch.old_logprobs
         assert batch.sampler_logprobs is not None
@@ -186,10 +173,8 @@ def choose_head(config: Config, architecture: Qwen2Config, mesh: Mesh) -> Choice
     """The implementation of the head that the train step uses, and the reason why it is not a faster one."""
     if config.head.impl is not None:
         return Choice(config.head.impl, "head.impl asks for it")
-    length, rollout = 0, config.rollout
-    if config.data is not None:
-        length = config.data.max_length
-    elif rollout is not None:
+    length = config.data.max_length if config.data else 0
+    if config.algorithm == "grpo" and (rollout := config.rollout):
         length = rollout.max_prompt_length + rollout.max_completion_length
     rows, dtype = config.micro_batch_size or config.batch_size, jnp.dtype(config.model.dtype)
     hidden = jax.ShapeDtypeStruct((rows, length, architecture.hidden_size), dtype)
@@ -211,11 +196,10 @@ def make_train_step(
     `learning_rate` is that of the update which was made, or skipped: a skipped update does not move the schedule on.
     """
     forward = kind(graphdef, config, mesh)
-    rows = config.micro_batch_size or config.batch_size
 
     @jax.jit(donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, outputs, gradients = accumulate(forward.loss, state.params, batch, rows)
+        loss, outputs, gradients = accumulate(forward.loss, state.params, batch, forward.rows)
         norm = optax.tree.norm(gradients)
         sound = jnp.isfinite(loss) & jnp.isfinite(norm)
 
@@ -242,22 +226,17 @@ def make_train_step(
 def make_logprob_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[Any, Batch], Float[Array, "B T"]]:
     """The jitted forward pass: log-probabilities of a batch's labels under any parameters, in nats."""
     forward = Forward(graphdef, config, mesh)
-    rows = config.micro_batch_size or config.batch_size
 
     @jax.jit(in_shardings=(None, sharding(mesh, ("batch",))))
     def logprob_pass(params: Params, batch: Batch) -> Float[Array, "B T"]:
-        logprobs = jax.lax.map(lambda micro: forward.logprobs(params, micro).logprob, split(batch, rows))
-        return join(logprobs)
+        return join(jax.lax.map(lambda micro: forward.logprobs(params, micro).logprob, split(batch, forward.rows)))
 
     return logprob_pass
 
 
 def accumulate(
-    loss_fn: Callable[[Any, Batch], tuple[Float[Array, ""], TokenLogprobs]],
-    params: Params,
-    batch: Batch,
-    rows: int,
-) -> tuple[Float[Array, ""], TokenLogprobs, Any]:
+    loss_fn: Callable[..., tuple[Float[Array, ""], TokenLogprobs]], params: Params, batch: Batch, rows: int
+) -> tuple[Float[Array, ""], TokenLogprobs, Params]:
     """Loss, outputs and gradients of the batch, computed for `rows` rows at a time and summed in float32."""
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
     if rows == batch.tokens.shape[0]:

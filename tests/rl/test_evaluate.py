@@ -50,14 +50,10 @@ def test_exact_and_flexible_answers_are_counted_apart(sampler):
     }
 
 
-def test_sampled_completions_are_counted_beside_the_greedy_ones_on_request(sampler):
+def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_training_never_uses(sampler):
     metrics = evaluate(sampler, EXAMPLES, None, 3, sampled=True)
     assert (metrics["eval/greedy_accuracy"], metrics["eval/sampled_accuracy"]) == (1 / 4, 3 / 4)
     assert metrics["eval/sampled_flexible_accuracy"] == 1
-
-
-def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_training_never_uses(sampler):
-    evaluate(sampler, EXAMPLES, None, 3, sampled=True)
     assert CALLS == [(PROMPTS, 3, 2**30, True), (PROMPTS, 3, 2**30, False)]
 
 

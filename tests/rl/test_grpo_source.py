@@ -1,7 +1,5 @@
 """GRPO's source: the batch token by token, failed rewards, several updates from a rollout, the position."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from rollouts import GROUP, SquareRewards, grpo_source, linear_logprobs
@@ -142,7 +140,7 @@ class Second(RowShare):
 
     def gather(self, mine):
         failed = SquareRewards(range(8)).score([], [f"{i}" for i in range(8)], [])
-        return [replace(mine, scores=failed), mine]
+        return [mine._replace(rewards=failed.values.T, failures=np.array(failed.failures, object)), mine]
 
 
 def test_failed_groups_of_all_processes_are_counted():
@@ -161,24 +159,15 @@ def test_what_poll_raises_while_rewards_are_computed_passes_through():
 
 
 def test_a_rollout_serves_num_iterations_updates_and_keeps_the_log_probabilities_it_began_with():
-    source = grpo_source(num_iterations=2)
+    source, calls = grpo_source(num_iterations=2), []
+    source.logprob_pass = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)
     first, second, third = (source.next(np.float32(step), step, Stopwatch()) for step in range(3))
+    assert calls == [0, 2]
     assert second.batch is first.batch
     assert (first.batch.old_logprobs[:, 0] == 0).all()
     assert (third.batch.old_logprobs[:, 0] == -2).all()
     assert (len(first.samples), len(second.samples), len(third.samples)) == (8, 0, 8)
     assert [source.resumable(step) for step in range(5)] == [True, False, True, False, True]
-
-
-@pytest.mark.parametrize(("iterations", "passes"), [(1, 0), (2, 1)])
-def test_the_log_prob_pass_runs_only_for_several_updates_to_a_rollout(iterations, passes):
-    """With one update to a rollout, the update itself computes the old policy's log-probabilities."""
-    source, calls = grpo_source(num_iterations=iterations), []
-    source.logprob_pass = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)
-    for step in range(iterations):
-        batch = source.next(np.float32(step), step, Stopwatch()).batch
-    assert calls == [0.0] * passes
-    assert (batch.old_logprobs is not None) == bool(passes)
 
 
 def test_reference_log_probabilities_are_those_of_the_reference():
@@ -200,6 +189,6 @@ def test_the_source_continues_from_its_position():
 
 
 def test_a_reward_of_weight_zero_is_no_part_of_the_sum():
-    values = np.array([[1.0, 2.0, np.nan], [np.nan, 5.0, 6.0]])
+    values = np.array([[1.0, 2.0, np.nan], [np.nan, 5.0, 6.0]]).T
     np.testing.assert_array_equal(weighted_sum(values, np.array([2.0, 0.0])), [2.0, 4.0, np.nan])
     np.testing.assert_array_equal(weighted_sum(values, np.array([1.0, 1.0])), [np.nan, 7.0, np.nan])

@@ -11,7 +11,6 @@ import pytest
 
 from mllm.config.schema import RewardConfig, TaskConfig
 from mllm.data.tasks import Example, Task
-from mllm.errors import UserError
 from mllm.rl.rewards import Failure, RewardRunner, Scores
 
 OWN_REWARDS = """
@@ -84,8 +83,3 @@ def test_a_failure_is_kept_and_only_the_first_of_its_kind_is_logged(
     assert [record.getMessage() for record in caplog.records] == [
         "reward own_rewards:length raised: ValueError: no p (further ones are only counted)"
     ]
-
-
-def test_a_function_that_is_not_found_is_an_error_before_training() -> None:
-    with pytest.raises(UserError, match=r"task.rewards: there is no reward exact: "):
-        make_runner("exact")

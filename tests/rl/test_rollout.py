@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from rollouts import sampling_logprobs
 from tiny import ARCHITECTURE
 
 from mllm.config.schema import RolloutConfig
@@ -65,17 +66,6 @@ def completion_logits(model, prompt, tokens):
     return np.float64(hidden) @ np.float64(model.head_weight).T
 
 
-def sampled_distribution(logits, options):
-    """Log-probabilities after temperature, top-k and top-p; float64."""
-    probability = np.exp(logits / options.temperature)
-    order = np.argsort(-probability)[: options.top_k or None]
-    mass = np.cumsum(probability[order]) / probability[order].sum()
-    order = order[: np.searchsorted(mass, options.top_p) + 1]
-    result = np.full(logits.shape, -np.inf)
-    result[order] = np.log(probability[order] / probability[order].sum())
-    return result
-
-
 @jax.jit
 def gumbel_noise(keys):
     def at(key, position):
@@ -90,7 +80,10 @@ def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cach
     for row, prompt in enumerate(prompts):
         length = int(completions.lengths[row])
         tokens = completions.tokens[row, :length].tolist()
-        expected = [sampled_distribution(z, OPTIONS) for z in completion_logits(model, prompt, tokens)]
+        expected = [
+            sampling_logprobs(z, OPTIONS.temperature, OPTIONS.top_k, OPTIONS.top_p)
+            for z in completion_logits(model, prompt, tokens)
+        ]
         assert tokens == [int(np.argmax(logprob + noise[row, t])) for t, logprob in enumerate(expected)]
         logprobs = [logprob[token] for logprob, token in zip(expected, tokens, strict=True)]
         np.testing.assert_allclose(completions.logprobs[row], logprobs + [0] * (LIMIT - length), atol=1e-4)
@@ -185,16 +178,11 @@ def test_in_bfloat16_the_log_probabilities_are_those_of_the_model_without_a_cach
     for row, prompt in enumerate(prompts):
         tokens = completions.tokens[row, : completions.lengths[row]].tolist()
         logits = completion_logits(model, prompt, tokens)
-        expected = [sampled_distribution(z, options)[token] for z, token in zip(logits, tokens, strict=True)]
+        expected = [sampling_logprobs(z)[token] for z, token in zip(logits, tokens, strict=True)]
         np.testing.assert_allclose(completions.logprobs[row, : len(tokens)], expected, atol=0.05)
 
 
-@pytest.mark.parametrize(("length", "text"), [(0, "number 1 has 0 tokens"), (13, "number 1 has 13 tokens")])
-def test_prompts_that_do_not_fit_are_refused(model, length, text):
-    with pytest.raises(ValueError, match=f"prompts: {text}; expected 1 to 12"):
-        complete(model, [[1], [1] * length])
-
-
-def test_no_prompts_are_refused(model):
-    with pytest.raises(ValueError, match="prompts: none given"):
-        complete(model, [])
+@pytest.mark.parametrize("lengths", [[], [1, 0], [13, 1]])
+def test_prompts_that_are_missing_empty_or_too_long_are_refused(model, lengths):
+    with pytest.raises(ValueError, match="prompts: expected 1 to 12 tokens each"):
+        complete(model, [[1] * length for length in lengths])

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rollouts import sampling_logprobs
 
 from mllm.rl.sampling import exclude, greedy, sample, sequence_keys
 
@@ -17,24 +18,12 @@ SETTINGS = [
 ]
 
 
-def distribution(logits, temperature, top_k, top_p):
-    """Temperature, then the k likeliest, then the shortest of their prefixes that has top_p; renormalised."""
-    probability = np.exp(np.float64(logits) / temperature)
-    order = np.argsort(-probability)
-    order = order[:top_k] if top_k else order
-    mass = np.cumsum(probability[order]) / probability[order].sum()
-    order = order[: np.searchsorted(mass, top_p) + 1] if top_p < 1 else order
-    kept = np.zeros_like(probability)
-    kept[order] = probability[order] / probability[order].sum()
-    return kept
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_tokens_are_as_frequent_as_the_distribution_says(settings):
     logits = np.random.default_rng(0).normal(size=8).astype(np.float32)
     keys = sequence_keys(0, 0, jnp.arange(DRAWS))
     tokens, _ = sample(jnp.broadcast_to(logits, (DRAWS, 8)), keys, 0, **settings)
-    counts, expected = np.bincount(tokens, minlength=8), DRAWS * distribution(logits, **settings)
+    counts, expected = np.bincount(tokens, minlength=8), DRAWS * np.exp(sampling_logprobs(logits, **settings))
     possible = expected > 0
     assert not counts[~possible].any()
     chi_square = np.sum((counts - expected)[possible] ** 2 / expected[possible])
@@ -45,34 +34,30 @@ def test_tokens_are_as_frequent_as_the_distribution_says(settings):
 def test_log_probabilities_are_those_of_the_distribution_drawn_from(settings):
     logits = np.random.default_rng(1).normal(scale=2, size=(50, 17)).astype(np.float32)
     tokens, logprobs = sample(jnp.asarray(logits), sequence_keys(0, 0, jnp.arange(50)), 0, **settings)
-    expected = [np.log(distribution(row, **settings)[token]) for row, token in zip(logits, tokens, strict=True)]
+    expected = [sampling_logprobs(row, **settings)[token] for row, token in zip(logits, tokens, strict=True)]
     np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
 
 
-def kept(probabilities, top_k=0, top_p=1.0):
-    return np.flatnonzero(np.isfinite(exclude(jnp.log(jnp.array([probabilities])), top_k, top_p)[0])).tolist()
-
-
-def test_the_token_that_reaches_top_p_is_kept():
-    probabilities = [0.25, 0.5, 0.125, 0.125]
-    assert kept(probabilities, top_p=0.49) == [1]
-    assert kept(probabilities, top_p=0.51) == [0, 1]
-    assert kept(probabilities, top_p=0.74) == [0, 1]
-    assert kept(probabilities, top_p=0.76) == [0, 1, 2, 3]  # the last two are as likely as each other
-
-
-def test_one_token_is_always_kept():
-    assert kept([0.3, 0.7], top_p=1e-9) == [1]
-
-
-def test_top_p_applies_to_the_tokens_that_top_k_keeps():
-    probabilities = [0.4, 0.3, 0.2, 0.1]
-    assert kept(probabilities, top_p=0.5) == [0, 1]
-    assert kept(probabilities, top_k=2, top_p=0.5) == [0]  # 0.4 of 0.7 is more than half
-
-
-def test_a_top_k_of_the_whole_vocabulary_or_more_keeps_every_token():
-    assert kept([0.7, 0.3], top_k=2) == kept([0.7, 0.3], top_k=100) == [0, 1]
+@pytest.mark.parametrize(
+    ("probabilities", "top_k", "top_p", "kept"),
+    [
+        # The token that reaches top-p is kept.
+        ([0.25, 0.5, 0.125, 0.125], 0, 0.49, [1]),
+        ([0.25, 0.5, 0.125, 0.125], 0, 0.51, [0, 1]),
+        ([0.25, 0.5, 0.125, 0.125], 0, 0.74, [0, 1]),
+        ([0.25, 0.5, 0.125, 0.125], 0, 0.76, [0, 1, 2, 3]),  # the last two are as likely as each other
+        ([0.3, 0.7], 0, 1e-9, [1]),
+        # top-p applies to the tokens that top-k keeps: 0.4 of 0.7 is more than half.
+        ([0.4, 0.3, 0.2, 0.1], 0, 0.5, [0, 1]),
+        ([0.4, 0.3, 0.2, 0.1], 2, 0.5, [0]),
+        # A top-k of the whole vocabulary or more keeps every token.
+        ([0.7, 0.3], 2, 1.0, [0, 1]),
+        ([0.7, 0.3], 100, 1.0, [0, 1]),
+    ],
+)
+def test_top_k_and_top_p_keep_the_likeliest_tokens_and_at_least_one(probabilities, top_k, top_p, kept):
+    logits = exclude(jnp.log(jnp.array([probabilities])), top_k, top_p)
+    assert np.flatnonzero(np.isfinite(logits[0])).tolist() == kept
 
 
 def draw(seed=0, step=0, sequences=range(30), position=0):

@@ -1,5 +1,7 @@
 """Each objective against a float64 numpy version of its paper's formula, written as plain loops over tokens."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,11 +71,10 @@ def reference_loss(loss_type, o, mask, logprob, entropy, operands):
             return sum(sum(map(sum, group)) / sum(map(len, group)) for group in losses) / GROUPS
 
 
-def our_loss(loss_type, objective, mask, logprob, entropy, operands):
-    weights = token_weights(loss_type, mask, GROUP, LONGEST)
+def our_loss(loss_type, weights, logprob, entropy, *operands):
     if loss_type == "gspo":
-        return gspo(objective, logprob, entropy, weights, *operands)
-    return jnp.sum(weights * objective(logprob, entropy, *operands))
+        return gspo(EVERYTHING, logprob, entropy, weights, *operands)
+    return jnp.sum(weights * EVERYTHING(logprob, entropy, *operands))
 
 
 def numerical_gradient(f, x, step=1e-6):
@@ -97,10 +98,8 @@ def test_sft_is_cross_entropy():
 @pytest.mark.parametrize("loss_type", [*LOSS_TYPES, "gspo"])
 def test_loss_and_gradients_are_those_of_the_paper(loss_type):
     mask, logprob, entropy, operands = make_batch()
-    loss, (by_logprob, by_entropy) = jax.value_and_grad(
-        lambda logprob, entropy: our_loss(loss_type, EVERYTHING, mask, logprob, entropy, as_float32(*operands)),
-        argnums=(0, 1),
-    )(*as_float32(logprob, entropy))
+    arrays = [token_weights(loss_type, mask, GROUP, LONGEST), *as_float32(logprob, entropy, *operands)]
+    loss, (by_logprob, by_entropy) = jax.value_and_grad(our_loss, argnums=(2, 3))(loss_type, *arrays)
 
     def paper(logprob, entropy):
         return reference_loss(loss_type, EVERYTHING, mask, logprob, entropy, operands)
@@ -116,16 +115,9 @@ def test_loss_and_gradients_are_those_of_the_paper(loss_type):
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_the_losses_of_micro_batches_add_up_to_that_of_the_batch(loss_type, rows):
     mask, logprob, entropy, operands = make_batch()
-    weights = token_weights(loss_type, mask, GROUP, LONGEST)
-    arrays = [weights, *as_float32(logprob, entropy, *operands)]
-
-    def loss(weights, logprob, entropy, *operands):
-        if loss_type == "gspo":
-            return gspo(EVERYTHING, logprob, entropy, weights, *operands)
-        return jnp.sum(weights * EVERYTHING(logprob, entropy, *operands))
-
-    parts = [loss(*(array[start : start + rows] for array in arrays)) for start in range(0, ROWS, rows)]
-    assert sum(parts) == pytest.approx(float(loss(*arrays)), rel=1e-5)
+    arrays = [token_weights(loss_type, mask, GROUP, LONGEST), *as_float32(logprob, entropy, *operands)]
+    parts = [our_loss(loss_type, *(array[start : start + rows] for array in arrays)) for start in range(0, ROWS, rows)]
+    assert sum(parts) == pytest.approx(float(our_loss(loss_type, *arrays)), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -146,13 +138,8 @@ def test_the_settings_determine_the_operands_of_an_objective(settings, operands)
     assert objective.operands == operands
     arrays = [jnp.full(3, -1.0)] * len(operands)
     assert objective(jnp.full(3, -1.0), jnp.ones(3), *arrays).shape == (3,)
-    with pytest.raises(ValueError, match="operands: expected advantages"):
+    with pytest.raises(ValueError, match="argument 2 is longer"):
         objective(jnp.full(3, -1.0), jnp.ones(3), *arrays, jnp.ones(3))
-
-
-def test_an_objective_can_be_a_static_argument():
-    compiled = jax.jit(lambda objective, *x: objective(*x), static_argnums=0)
-    assert compiled(GrpoObjective(), jnp.array(-1.0), jnp.array(0.0), jnp.array(3.0)) == -3.0
 
 
 def gradient(objective, logprob, *operands):
@@ -193,22 +180,12 @@ def test_the_kl_penalty_pulls_towards_the_reference_and_is_zero_there():
     assert gradient(objective, -1.0, 0.0, -2.0) > 0 > gradient(objective, -1.0, 0.0, -0.5)
 
 
-@pytest.mark.parametrize("distance", [-1e4, -200.0, 200.0, 1e4])
-@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-def test_policies_that_are_far_apart_give_finite_losses_and_gradients(distance, advantage):
-    far = [advantage, -1.0 - distance, -1.0 + distance, -1.0 + distance]
-    loss = EVERYTHING(jnp.array(-1.0), jnp.array(0.5), *map(jnp.array, far))
-    assert np.isfinite(loss)
-    assert np.isfinite(gradient(EVERYTHING, -1.0, *far))
-
-
 @pytest.mark.parametrize("loss_type", [*LOSS_TYPES, "gspo"])
 def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient(loss_type):
     _, logprob, entropy, operands = make_batch()
-    mask = np.zeros(logprob.shape, bool)
-    loss, by_logprob = jax.value_and_grad(
-        lambda x: our_loss(loss_type, EVERYTHING, mask, x, *as_float32(entropy), as_float32(*operands))
-    )(*as_float32(logprob))
+    arrays = [token_weights(loss_type, np.zeros(logprob.shape, bool), GROUP, LONGEST)]
+    arrays += as_float32(logprob, entropy, *operands)
+    loss, by_logprob = jax.value_and_grad(our_loss, argnums=2)(loss_type, *arrays)
     assert loss == 0.0
     assert not by_logprob.any()
 
@@ -273,16 +250,6 @@ def test_when_every_reward_failed_all_advantages_are_zero(scale):
     assert result.frac_reward_zero_std == 1.0
 
 
-@pytest.mark.parametrize("scale", ["group", "none"])
-def test_a_group_in_which_every_reward_failed_changes_no_bit_of_the_others(scale):
-    rewards = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
-    expected = advantages(rewards, scale).values
-    rewards[2] = np.nan
-    got = advantages(rewards, scale).values
-    assert not got[2].any()
-    np.testing.assert_array_equal(np.delete(got, 2, 0), np.delete(expected, 2, 0))
-
-
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_rewards_as_large_as_they_may_be_give_finite_advantages(scale):
     result = advantages(jnp.array([[LARGEST, -LARGEST, LARGEST, 0.0], [0.0, 1.0, 2.0, 3.0]]), scale)
@@ -290,19 +257,14 @@ def test_rewards_as_large_as_they_may_be_give_finite_advantages(scale):
     assert result.values[0, 0] > 0 > result.values[0, 1]
 
 
-@pytest.mark.parametrize("sequence_level", [False, True])
-def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(sequence_level):
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
+def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_type):
     mask, logprob, entropy, operands = make_batch()
     per_row, old, _, reference = operands
-    metrics = policy_metrics(
-        EVERYTHING,
-        *as_float32(logprob, entropy),
-        jnp.asarray(mask),
-        *as_float32(*operands),
-        sequence_level=sequence_level,
-    )
+    objective = replace(EVERYTHING, loss_type=loss_type)
+    metrics = policy_metrics(objective, *as_float32(logprob, entropy), jnp.asarray(mask), *as_float32(*operands))
     ratio, advantage = np.exp(logprob - old)[mask], per_row[mask]
-    if sequence_level:
+    if loss_type == "gspo":
         rows = [row for row in range(ROWS) if mask[row].any()]
         ratio = np.exp([(logprob - old)[row, mask[row]].mean() for row in rows])
         advantage = per_row[rows, 0]
