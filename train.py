@@ -78,7 +78,7 @@ def train(config: Config) -> int:
     from mllm.run import folder as run_dir
     from mllm.run import report
     from mllm.run.checkpoint import Checkpoints
-    from mllm.run.metrics import open_log
+    from mllm.run.metrics import RunLog
     from mllm.run.signals import Interrupt, Interrupted
     from mllm.run.skipped import save_batch, too_many_skipped
     from mllm.run.state import PendingEvaluation, RunState
@@ -128,7 +128,7 @@ def train(config: Config) -> int:
         if is_writer():
             head = choose_head(config, policy.architecture, mesh)
             print(report.start_line(mesh, policy.params, head, policy.attention, state.step), file=sys.stderr)
-        log = stack.enter_context(closing(open_log(folder, state.logged_step, config.steps)))
+        log = stack.enter_context(closing(RunLog(folder, state.logged_step, config.steps)))
 
         # The loop. Signals are noticed between two steps, and in the middle of rollouts and evaluations.
         saved_step, finished, stopping, fatal_error = state.step, state.step == config.steps, False, ""

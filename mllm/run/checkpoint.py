@@ -2,16 +2,13 @@
 
 A checkpoint is written under a temporary name and renamed when it is complete, in the background while training goes
 on; only then are older ones deleted. A JSON document in it holds checksums of everything. A checkpoint that can't be
-read any more, or isn't what was written, is put aside with a warning, and the next older one is taken. A crash loses
-the steps since the last complete checkpoint, and the same command makes them again. Each of several processes writes
-and reads what lies on its devices, in a folder that all of them share; another mesh, or another number of processes,
-can read it as well.
+read, or isn't what was written, is put aside with a warning, and the next older one is taken. Each of several processes
+writes and reads what lies on its devices, in a folder that all share; any mesh of any number of processes can read it.
 """
 
 import json
 import logging
 import math
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,17 +59,15 @@ class Checkpoints:
 
     def open_manager(self) -> ocp.CheckpointManager:
         """Open the folder without reading the checkpoints, since any of them may be damaged."""
-        options = {"read_only": True} if self.read_only else {"preservation_policy": KeepNewestAndBest(self)}
-        return ocp.CheckpointManager(
-            self.folder,
-            options=ocp.CheckpointManagerOptions(
-                lightweight_initialize=True,
-                cleanup_tmp_directories=not self.read_only,
-                # Otherwise threads wait for a folder that can't be made, and the process for them: five minutes.
-                async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
-                **options,
-            ),
+        options = ocp.CheckpointManagerOptions(
+            read_only=self.read_only,
+            lightweight_initialize=True,
+            cleanup_tmp_directories=not self.read_only,
+            preservation_policy=None if self.read_only else KeepNewestAndBest(self),
+            # Otherwise threads wait for a folder that can't be made, and the process for them: five minutes.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
+        return ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, state: RunState, config: str, metrics: Mapping[str, Any]) -> None:
         """Begin to save; returns as soon as the arrays of `state` may be overwritten.
@@ -170,10 +165,6 @@ class Checkpoints:
             reason = first_cause(error)
         if reasons := [reason for reason in gather_objects(reason) if reason is not None]:
             raise Damaged(reasons[0])
-        if "arrays" not in document:
-            if is_writer():
-                logger.warning("checkpoint %d is older than the checksums: it is taken without a check", step)
-            return arrays, document
         found, stored = checksums(arrays), document["arrays"]
         if wrong := [name for name in found if found[name] != stored.get(name)]:
             more = f" and of {len(wrong) - 1} others" if wrong[1:] else ""
@@ -181,15 +172,8 @@ class Checkpoints:
         return arrays, document
 
     def read_document(self, step: int) -> dict[str, Any]:
-        """The JSON of a checkpoint; one from before there were checksums has only the position.
-
-        Raises:
-            Damaged: or whatever a damaged file makes Orbax raise.
-        """
-        folder, reader = self.folder / str(step), ocp.JsonCheckpointHandler()
-        if (folder / "position").exists():
-            return {"position": reader.restore(folder / "position")}
-        return unseal(reader.restore(folder / DOCUMENT))
+        """The JSON of a checkpoint. Raises Damaged, or whatever a damaged file makes Orbax raise."""
+        return unseal(ocp.JsonCheckpointHandler().restore(self.folder / str(step) / DOCUMENT))
 
     def put_aside(self, step: int, reason: str) -> None:
         """Rename a damaged checkpoint so that nothing takes it for one again; nothing is deleted."""
@@ -201,10 +185,8 @@ class Checkpoints:
         with raise_everywhere():
             if is_writer():
                 path, aside = self.folder / str(step), self.folder / f"damaged_{step}"
-                number = 1
                 while aside.exists():
-                    number += 1
-                    aside = self.folder / f"damaged_{step}_{number}"
+                    aside = aside.with_name(f"{aside.name}_again")
                 try:
                     path.rename(aside)
                 except OSError as error:
@@ -256,14 +238,9 @@ class Checkpoints:
 
     def bytes_written(self, step: int) -> int:
         """Bytes of an unfinished checkpoint so far, by all processes."""
-        total = 0
-        for unfinished in self.folder.glob(f"{step}.*"):
-            # Its folders are renamed meanwhile; `os.walk` passes over what is no longer there.
-            for folder, _, names in os.walk(unfinished):
-                for name in names:
-                    with suppress(FileNotFoundError):
-                        total += Path(folder, name).stat().st_size
-        return total
+        with suppress(FileNotFoundError):  # its folders are renamed meanwhile
+            return sum(path.stat().st_size for path in self.folder.glob(f"{step}.*/**/*"))
+        return 0
 
     @contextmanager
     def report_faults(self, path: Path) -> Iterator[None]:
@@ -282,11 +259,10 @@ class Checkpoints:
     def discard(self, path: Path) -> None:
         """Remove an unfinished checkpoint; what can't be removed now is removed when the folder is opened again."""
         for _ in range(10):  # writes that were begun may end only now
-            found = [*self.folder.glob(f"{path.name}.*")]
+            if not (found := [*self.folder.glob(f"{path.name}.*")]):
+                break
             for unfinished in found:
                 shutil.rmtree(unfinished, ignore_errors=True)
-            if not found:
-                break
             time.sleep(0.1)
 
     def close(self) -> None:
@@ -331,10 +307,7 @@ def items(state: TrainState) -> dict[str, dict[str, Any]]:
     """The arrays of a state by name, in two items: the parameters can be read without the optimizer."""
     arrays = by_name(state)
     params = {name: leaf for name, leaf in arrays.items() if name.startswith("params.")}
-    return {
-        "params": params,
-        "optimizer": {name: leaf for name, leaf in arrays.items() if name not in params},
-    }
+    return {"params": params, "optimizer": {name: leaf for name, leaf in arrays.items() if name not in params}}
 
 
 def nbytes(tree: Any) -> int:

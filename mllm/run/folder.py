@@ -25,9 +25,7 @@ MAY_CHANGE = {
 }
 """Sections and settings that say how a run is carried out and when it gives up, not what it computes."""
 
-UNFINISHED_CONFIG = "config.yaml.tmp"
-LOCK = "lock"
-
+UNFINISHED_CONFIG, LOCK = "config.yaml.tmp", "lock"
 logger = logging.getLogger(__name__)
 
 
@@ -49,7 +47,7 @@ def check(folder: Path, config: Config) -> None:
             raise UserError(f"run_dir: {existing} is a file; give a folder")
         if not is_run(folder):
             # A run that was killed before it began leaves these two.
-            if folder.is_dir() and {path.name for path in folder.iterdir()} - {UNFINISHED_CONFIG, LOCK}:
+            if folder.is_dir() and {*os.listdir(folder)} - {UNFINISHED_CONFIG, LOCK}:
                 raise UserError(f"run_dir: {folder} holds other files and no config.yaml; give an empty or new folder")
             return
     for key, old, new in differences(read(path), config.model_dump(mode="json")):

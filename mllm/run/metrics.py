@@ -9,6 +9,8 @@ A line that can't be written is a UserError, which ends the run.
 import json
 import math
 import os
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,82 +18,67 @@ from typing import Any
 from tqdm import tqdm
 
 from mllm.parallel.processes import is_writer
+from mllm.run import tensorboard
 from mllm.run.storage import LogFile, writing
-from mllm.run.tensorboard import Board
 
 RECORDS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
+EVENTS = "tensorboard"
 Scalars = Mapping[str, float | int]
 """Numbers by name."""
 
 
 class RunLog:
-    """The files of a run that grow by a line a step."""
+    """The files of a run that grow by a line a step. In all processes but the first there are none."""
 
     def __init__(self, run_dir: Path, last_step: int, steps: int) -> None:
         """Open the files, and cut off the lines after `last_step`, which is -1 for a run that begins."""
-        checkpoints = run_dir / "checkpoints"
-        for name in RECORDS:
-            with writing(run_dir / name, checkpoints):
-                cut_after(run_dir / name, last_step)
-        self.files = {name: LogFile(run_dir / name, checkpoints) for name in RECORDS}
-        self.board = Board(run_dir / "tensorboard", last_step + 1, checkpoints)
-        self.bar = tqdm(total=steps, initial=max(last_step, 0), desc=run_dir.name, unit="step", dynamic_ncols=True)
+        self.files: dict[str, LogFile] = {}
+        if is_writer():
+            checkpoints = run_dir / "checkpoints"
+            for name in RECORDS:
+                with writing(run_dir / name, checkpoints):
+                    cut_after(run_dir / name, last_step)
+            events = f"tensorboard/events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+            for name, path in [*((name, name) for name in RECORDS), (EVENTS, events)]:
+                self.files[name] = LogFile(run_dir / path, checkpoints)
+            self.files[EVENTS].append(tensorboard.header(last_step + 1))
+        begin, hidden = max(last_step, 0), not self.files
+        self.bar = tqdm(total=steps, initial=begin, desc=run_dir.name, unit="step", dynamic_ncols=True, disable=hidden)
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append a step's lines. The metrics' line comes last: where it stands, the step's samples stand, too."""
         for sample in samples:
-            self.append("samples.jsonl", {"step": step, **sample})
-        self.append("metrics.jsonl", {"step": step, **metrics})
-        self.board.write(step, metrics)
+            self.append("samples.jsonl", step, sample)
+        self.append("metrics.jsonl", step, metrics)
 
     def write_timings(self, step: int, timings: Scalars, metrics: Scalars) -> None:
         """Append the step's timings, and move the bar on, which shows some of the `metrics`."""
-        self.append("timings.jsonl", {"step": step, **timings})
-        self.board.write(step, timings)
+        self.append("timings.jsonl", step, timings)
         shown = {"reward": metrics.get("reward"), "loss": metrics.get("loss")}
         words = [f"{name} {value:.3f}" for name, value in shown.items() if value is not None]
         self.bar.set_postfix_str("  ".join([*words, f"{timings['tokens_per_second']:,.0f} tok/s"]))
         self.bar.update(step - self.bar.n)
 
-    def append(self, name: str, record: Mapping[str, Any]) -> None:
+    def append(self, name: str, step: int, record: Mapping[str, Any]) -> None:
+        """Append a line to a file; what isn't a sample goes to TensorBoard, too."""
+        if not self.files:
+            return
         # NaN and Infinity are no JSON; a reader in another language would refuse the file.
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
-        self.files[name].append((json.dumps(finite, ensure_ascii=False) + "\n").encode())
+        self.files[name].append((json.dumps({"step": step, **finite}, ensure_ascii=False) + "\n").encode())
+        if name != "samples.jsonl":
+            self.files[EVENTS].append(tensorboard.scalars(step, record))
 
     def sync(self) -> None:
         """Wait until everything written so far survives a crash of the machine; a checkpoint must not be newer."""
-        for file in (*self.files.values(), self.board.file):
+        for file in self.files.values():
             file.sync()
 
     def close(self) -> None:
         self.bar.close()
-        for file in (*self.files.values(), self.board.file):
-            file.sync()
+        self.sync()
+        for file in self.files.values():
             file.close()
-
-
-def open_log(run_dir: Path, last_step: int, steps: int) -> RunLog:
-    """The run's log: see `RunLog`. All processes but the first get one that writes nothing."""
-    return RunLog(run_dir, last_step, steps) if is_writer() else NoLog()
-
-
-class NoLog(RunLog):
-    """The log of a process other than process 0, which writes nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        pass
-
-    def write_timings(self, step: int, timings: Scalars, metrics: Scalars) -> None:
-        pass
-
-    def sync(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def cut_after(path: Path, step: int) -> None:

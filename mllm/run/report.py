@@ -26,15 +26,11 @@ def start_line(mesh: Mesh, params: Params, head: Choice, attention: AttentionCho
             f"{mesh.size} of {jax.device_count()} devices ({jax.devices()[0].device_kind})",
             f"mesh {axes}",
             f"{count:,} parameters in {dtypes}",
-            f"head {with_reason(head.impl, head.reason)}",
-            f"attention {with_reason(attention.name, attention.reason)}",
+            f"head {head.impl}" + f" ({head.reason})" * bool(head.reason),
+            f"attention {attention.name}" + f" ({attention.reason})" * bool(attention.reason),
             f"resumed from step {step}" if step else "from the beginning",
         ]
     )
-
-
-def with_reason(name: str, reason: str) -> str:
-    return f"{name} ({reason})" if reason else name
 
 
 def summary(run_dir: Path) -> str:
@@ -55,10 +51,8 @@ def accuracy_table(metrics: list[dict[str, Any]]) -> Iterator[str]:
     for mode in ("sampled", "greedy"):
         key = f"eval/{mode}_accuracy"
         if key in first and key in last:
-            yield (
-                f"{mode:<18} {first[key]:>8.3f} {interval(first, key):^15} {last[key]:>10.3f} "
-                f"{interval(last, key):^15} {last[key] - first[key]:>+7.3f}"
-            )
+            (old, new), intervals = (first[key], last[key]), [interval(record, key) for record in (first, last)]
+            yield f"{mode:<18} {old:>8.3f} {intervals[0]:^15} {new:>10.3f} {intervals[1]:^15} {new - old:>+7.3f}"
 
 
 def interval(record: dict[str, Any], key: str) -> str:
@@ -68,8 +62,7 @@ def interval(record: dict[str, Any], key: str) -> str:
 def progress_line(metrics: list[dict[str, Any]]) -> Iterator[str]:
     """The reward, or without one the loss: the mean of the first and of the last tenth of the steps."""
     for key in ("reward", "loss"):
-        values = [record[key] for record in metrics if record.get(key) is not None]
-        if values:
+        if values := present(metrics, key):
             tenth = max(1, len(values) // 10)
             first, last = fmean(values[:tenth]), fmean(values[-tenth:])
             yield f"{key:<18} {first:.3f} in the first tenth, {last:.3f} in the last of {len(values)} steps"
@@ -77,28 +70,22 @@ def progress_line(metrics: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def speed_lines(timings: list[dict[str, Any]]) -> Iterator[str]:
-    speeds = [record["tokens_per_second"] for record in timings if "tokens_per_second" in record]
-    if speeds:
+    if speeds := present(timings, "tokens_per_second"):
         yield f"{'tokens/s':<18} {median(speeds):,.0f} (median of the steps; prompts and completions)"
-    phases: dict[str, float] = {}
-    for record in timings:
-        for key, seconds in record.items():
-            if key.startswith("time/"):
-                phases[key.removeprefix("time/")] = phases.get(key.removeprefix("time/"), 0.0) + seconds
-    if phases:
-        yield f"{'seconds':<18} " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
-    peaks = [record["memory/peak_bytes"] for record in timings if "memory/peak_bytes" in record]
-    if peaks:
+    phases = dict.fromkeys(key for record in timings for key in record if key.startswith("time/"))
+    if sums := [f"{phase.removeprefix('time/')} {sum(present(timings, phase)):.1f}" for phase in phases]:
+        yield f"{'seconds':<18} {', '.join(sums)}"
+    if peaks := present(timings, "memory/peak_bytes"):
         yield f"{'peak memory':<18} {max(peaks) / 2**20:,.0f} MiB"
 
 
+def present(records: list[dict[str, Any]], key: str) -> list[float | int]:
+    """The values of all records that have one."""
+    return [record[key] for record in records if record.get(key) is not None]
+
+
 def places(run_dir: Path) -> Iterator[str]:
-    for name, path in {
-        "TensorBoard": run_dir / "tensorboard",
-        "samples": run_dir / "samples.jsonl",
-        "metrics": run_dir / "metrics.jsonl",
-        "checkpoints": run_dir / "checkpoints",
-        "curves": run_dir / "curves.png",
-    }.items():
+    for name in ("tensorboard", "samples.jsonl", "metrics.jsonl", "checkpoints", "curves.png"):
+        path = run_dir / name
         if path.exists() and (path.is_dir() or path.stat().st_size):
-            yield f"{name:<18} {path}"
+            yield f"{path.stem:<18} {path}"

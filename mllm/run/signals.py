@@ -1,9 +1,8 @@
 """SIGTERM and SIGINT ask the loop to save and stop; a second one, or one before there is anything to save, ends the
 process at once.
 
-A thread hears them within milliseconds: Python's own handlers wait for the main thread, and a compiled program may hold
-that for minutes. The loop asks between steps and, by `poll`, in the middle of rollouts. A signal to one of several
-processes stops all of them at the same place, where all of them ask.
+A thread hears them within milliseconds: Python's own handlers wait for the main thread, which a compiled program may
+hold for minutes. A signal to one of several processes stops all of them at the same place, where all of them ask.
 """
 
 import os
@@ -33,13 +32,12 @@ class Interrupt:
         self.received: int | None = None
         self.holding = False
         self.previous: dict[int, Any] = {}
-        self.previous_wakeup = -1
         self.reading_end, self.writing_end = socket.socketpair()
 
     def __enter__(self) -> Self:
         self.writing_end.setblocking(False)
         # The interpreter writes each signal's number here when it comes, whatever the main thread is doing.
-        self.previous_wakeup = signal.set_wakeup_fd(self.writing_end.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self.writing_end.fileno(), warn_on_full_buffer=False)
         self.previous = {number: signal.signal(number, lambda *_: None) for number in self.SIGNALS}
         threading.Thread(target=self.listen, name="signals", daemon=True).start()
         return self
@@ -47,19 +45,17 @@ class Interrupt:
     def listen(self) -> None:
         with self.reading_end:
             while number := self.reading_end.recv(1):
-                if number[0] in self.SIGNALS:
-                    self.note(number[0])
+                if number[0] not in self.SIGNALS:
+                    continue
+                if self.received is not None or not self.holding:
+                    os._exit(128 + number[0])
+                self.received = number[0]
+                name = signal.Signals(self.received).name
+                print(f"\n{name}: saving and stopping soon; a second signal stops at once", file=sys.stderr, flush=True)
 
     def hold(self) -> None:
         """Leave the next signal to the loop."""
         self.holding = True
-
-    def note(self, number: int) -> None:
-        if self.received is not None or not self.holding:
-            os._exit(128 + number)
-        self.received = number
-        name = signal.Signals(number).name
-        print(f"\n{name}: saving and stopping soon; a second signal stops at once", file=sys.stderr, flush=True)
 
     def agree(self, gather: Callable[[int | None], list[int | None]] = gather_objects) -> bool:
         """Whether a signal has reached any of the processes; `received` is then the same in all of them."""
@@ -81,7 +77,7 @@ class Interrupt:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self.previous_wakeup)
+        signal.set_wakeup_fd(-1)
         self.writing_end.close()  # which ends the thread
 
     @property

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from mllm.errors import UserError
 
@@ -26,21 +25,13 @@ TENSORSTORE_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 """The operating system's error number in the text of tensorstore's errors, which are ValueErrors."""
 
 
-class Fault(NamedTuple):
-    """An error of the operating system."""
-
-    number: int | None
-    text: str
-
-
-def find_fault(error: BaseException | None) -> Fault | None:
+def find_fault(error: BaseException | None) -> OSError | None:
     """The operating system's error that `error` is, or was caused by; None if there is none."""
     while error is not None:
         if isinstance(error, OSError):
-            return Fault(error.errno, error.strerror or str(error) or type(error).__name__)
+            return error
         if found := TENSORSTORE_ERROR.search(str(error)):
-            number = int(found[1])
-            return Fault(number, os.strerror(number))
+            return OSError(int(found[1]), os.strerror(int(found[1])))
         error = error.__cause__ or error.__context__
     return None
 
@@ -59,14 +50,15 @@ def saved_steps(checkpoints: Path) -> list[int]:
         raise UserError(f"{checkpoints}: can't be read ({error.strerror}); {remedy(error.errno)}") from None
 
 
-def write_error(path: Path, fault: Fault, checkpoints: Path) -> UserError:
+def write_error(path: Path, fault: OSError, checkpoints: Path) -> UserError:
     """The error of a run that can't write `path`; `checkpoints` is the folder from which it resumes."""
     try:
         steps = saved_steps(checkpoints)
         resumes = f"goes on from checkpoint {steps[-1]}" if steps else "begins again: there is no checkpoint yet"
     except UserError:
         resumes = "resumes"
-    return UserError(f"{path}: can't be written ({fault.text}); {remedy(fault.number)}, and the same command {resumes}")
+    reason = fault.strerror or str(fault) or type(fault).__name__
+    return UserError(f"{path}: can't be written ({reason}); {remedy(fault.errno)}, and the same command {resumes}")
 
 
 def remedy(number: int | None) -> str:
@@ -79,9 +71,7 @@ def writing(path: Path, checkpoints: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fault = find_fault(error)
-        assert fault is not None
-        raise write_error(path, fault, checkpoints) from None
+        raise write_error(path, error, checkpoints) from None
 
 
 class LogFile:

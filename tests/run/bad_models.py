@@ -1,5 +1,7 @@
 """Folders that are no model, with the message that refuses each; and files that are no folder.
 
+Damaged headers of weights are in tests/model/test_weights_refused.py.
+
 In a message `{model}` is the folder, and `{config}`, `{weights}`, `{index}` are its files. Code that a folder smuggles
 in would write the file `mark(folder)`.
 """
@@ -76,20 +78,6 @@ def no_file(name: str) -> Spoil:
     return lambda model: (model / name).unlink()
 
 
-def header(change: Callable[[dict[str, Any]], Any] = lambda header: None, length: int | None = None) -> Spoil:
-    """Change the header of the weights, or state a length that is not its own."""
-
-    def spoil(model: Path) -> None:
-        content = (model / WEIGHTS).read_bytes()
-        end = 8 + int.from_bytes(content[:8], "little")
-        tree = json.loads(content[8:end])
-        change(tree)
-        text = json.dumps(tree).encode()
-        (model / WEIGHTS).write_bytes((length or len(text)).to_bytes(8, "little") + text + content[end:])
-
-    return spoil
-
-
 def tensors(change: Callable[[dict[str, np.ndarray]], Any]) -> Spoil:
     def spoil(model: Path) -> None:
         loaded = load_file(model / WEIGHTS)
@@ -133,7 +121,6 @@ def cut(model: Path) -> None:
 
 
 NORM = "model.norm.weight"
-NEGATIVE = {"dtype": "F32", "shape": [32], "data_offsets": [-128, 0]}
 BROKEN = "{weights}: truncated or not a safetensors file"
 YARN = {"type": "yarn", "factor": 4.0}
 
@@ -169,9 +156,6 @@ MODELS: dict[str, tuple[Spoil, str]] = {
     ),
     "a link to something else": (link, BROKEN),
     "weights that are cut off": (cut, BROKEN),
-    "a header longer than the file": (header(length=2**40), BROKEN),
-    "overlapping tensors": (header(lambda tree: tree.update({"one.more": tree[NORM]})), BROKEN),
-    "negative offsets": (header(lambda tree: tree.update({NORM: NEGATIVE})), BROKEN),
     "weights of another dtype": (
         tensors(lambda loaded: loaded.update({NORM: loaded[NORM].astype(np.int32)})),
         f"tensor {NORM} is stored as I32; only F32, BF16, F16 can be read",

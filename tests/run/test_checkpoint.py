@@ -12,7 +12,6 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from runs import outputs, start_two
 
@@ -21,7 +20,7 @@ from mllm.config.schema import CheckpointConfig, MeshConfig, OptimizerConfig
 from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.parallel.processes import ProcessGroup, gather_objects, is_writer
-from mllm.run.checkpoint import Checkpoints, items
+from mllm.run.checkpoint import Checkpoints
 from mllm.run.checksum import seal
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.train.optimizer import make_optimizer
@@ -160,20 +159,6 @@ def test_a_checkpoint_whose_position_holds_other_fields_of_the_state_is_restored
     assert_equal(restored(two), make_state(2, skipped_in_a_row=skipped, pending_evaluation=pending))
 
 
-def test_a_checkpoint_without_checksums_is_restored_with_a_warning(tmp_path, caplog):
-    arrays = {name: ocp.args.StandardSave(tree) for name, tree in items(make_state(5).train).items()}
-    documents = {"position": ocp.args.JsonSave(POSITION), "config": ocp.args.JsonSave({"yaml": "seed: 0\n"})}
-    with closing(ocp.CheckpointManager(tmp_path)) as manager:
-        manager.save(5, args=ocp.args.Composite(**arrays, **documents))
-    with opened(tmp_path, keep_best=True) as checkpoints:
-        assert_equal(checkpoints.restore(like()), make_state(5))
-        assert checkpoints.restore_params(like().params, 5)[0] == 5
-        checkpoints.save(make_state(6), "", {"eval/greedy_accuracy": 0.5})
-        checkpoints.wait()
-        assert checkpoints.restore(like()).step == 6
-    assert "checkpoint 5 is older than the checksums" in caplog.text
-
-
 def test_parameters_are_read_without_the_optimizer(two):
     shutil.rmtree(two / "1" / "optimizer")
     with closing(Checkpoints(two, CheckpointConfig(), read_only=True)) as checkpoints:
@@ -188,18 +173,12 @@ def test_parameters_are_read_without_the_optimizer(two):
 # Which checkpoints are kept
 
 
-def test_the_newest_are_kept_and_the_best_beside_them(tmp_path):
-    accuracies = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3, 5: 0.4}
-    save(tmp_path / "newest", *range(1, 6), accuracies=accuracies, keep=2)
-    save(tmp_path / "best", *range(1, 6), accuracies=accuracies, keep=2, keep_best=True)
-    assert steps_in(tmp_path / "newest") == [4, 5]
-    assert steps_in(tmp_path / "best") == [2, 4, 5]
-
-
-def test_a_resumed_run_knows_the_best_checkpoint(tmp_path):
-    for step in range(1, 6):
-        save(tmp_path, step, accuracies={1: 0.1, 2: 0.9, 3: 0.2, 5: 0.3}, keep=1, keep_best=True)
-    assert steps_in(tmp_path) == [2, 5]
+@pytest.mark.parametrize(("settings", "kept"), [({"keep": 2}, [4, 5]), ({"keep": 2, "keep_best": True}, [2, 4, 5])])
+def test_the_newest_are_kept_and_the_best_beside_them_also_after_a_resume(tmp_path, settings, kept):
+    accuracies = {1: 0.1, 2: 0.9, 3: 0.2, 5: 0.3}
+    for steps in ((1, 2, 3), (4,), (5,)):
+        save(tmp_path, *steps, accuracies=accuracies, **settings)
+    assert steps_in(tmp_path) == kept
 
 
 @pytest.mark.parametrize("settings", [{"keep": 1}, {"keep": 2}, {"keep": 1, "keep_best": True}], ids=str)
@@ -230,10 +209,6 @@ def array_files(folder):
     found = [path for path in files(folder) if path.parent.name == "d"]
     assert found
     return found
-
-
-def delete_item(name):
-    return lambda folder: shutil.rmtree(folder / name)
 
 
 def delete_half(folder):
@@ -274,8 +249,8 @@ def flip_bit(path, place, bit=0):
 
 
 DAMAGE = {
-    "the arrays are deleted": delete_item("params"),
-    "the document is deleted": delete_item("document"),
+    "the arrays are deleted": lambda folder: shutil.rmtree(folder / "params"),
+    "the document is deleted": lambda folder: shutil.rmtree(folder / "document"),
     "half of the files are deleted": delete_half,
     "files are truncated": truncate,
     "a file is empty": empty_largest,
@@ -352,9 +327,10 @@ def test_a_reader_puts_nothing_aside_and_takes_no_parameters_from_a_damaged_chec
     assert steps_in(two) == [1, 2]
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(two):
+@pytest.mark.parametrize("name", ["params", "document"])  # there is no document beside arrays without checksums
+def test_a_run_whose_checkpoints_can_all_not_be_read_does_not_begin_anew(two, name):
     for step in (1, 2):
-        shutil.rmtree(two / str(step) / "params")
+        shutil.rmtree(two / str(step) / name)
     for _ in range(2):  # nor at a second attempt
         with pytest.raises(UserError, match="none of its 2 checkpoints can be read"):
             restored(two)

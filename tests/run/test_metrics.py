@@ -5,12 +5,8 @@ import json
 import pytest
 
 from mllm.run import report
-from mllm.run.metrics import RunLog, cut_after, read_records
+from mllm.run.metrics import RunLog, cut_after
 from mllm.stopwatch import Stopwatch
-
-
-def steps_of(path):
-    return [record["step"] for record in read_records(path)]
 
 
 def write_steps(folder, first, last, *, resumed_at=-1):
@@ -22,19 +18,14 @@ def write_steps(folder, first, last, *, resumed_at=-1):
     log.close()
 
 
-def test_a_resumed_run_leaves_the_files_that_an_undisturbed_one_leaves(tmp_path):
+@pytest.mark.parametrize("resumed_at", [3, -1])
+def test_a_resumed_run_leaves_the_files_that_an_undisturbed_one_leaves(tmp_path, resumed_at):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     write_steps(whole, 0, 6)
     write_steps(broken, 0, 5)
-    write_steps(broken, 4, 6, resumed_at=3)
+    write_steps(broken, resumed_at + 1, 6, resumed_at=resumed_at)
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert (broken / name).read_bytes() == (whole / name).read_bytes()
-
-
-def test_a_run_that_begins_again_without_a_checkpoint_drops_every_line(tmp_path):
-    write_steps(tmp_path, 0, 2)
-    write_steps(tmp_path, 0, 1)
-    assert steps_of(tmp_path / "metrics.jsonl") == [0, 1]
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b"\x00\x00\x00\n", b'{"loss": 1}\n', b"[1]\n", b"{"])
@@ -77,10 +68,14 @@ def test_the_summary_shows_accuracy_before_and_after_with_its_interval(tmp_path)
     log.write(2, {"loss": 1.0, **accuracy(0.75)})
     log.close()
     text = report.summary(tmp_path)
-    assert "0.250" in text
-    assert "0.750" in text
-    assert "+0.500" in text
-    assert "0.200 .. 0.900" in text
-    assert "1,234" in text
-    assert "3 MiB" in text
-    assert str(tmp_path / "tensorboard") in text
+    for words in (
+        "0.250",
+        "0.750",
+        "+0.500",
+        "0.200 .. 0.900",
+        "1,234",
+        "3 MiB",
+        "update 0.5",
+        f"{tmp_path}/tensorboard",
+    ):
+        assert words in text

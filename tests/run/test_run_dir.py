@@ -73,12 +73,6 @@ def test_a_new_or_an_empty_folder_belongs_to_nobody(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_with_other_files_is_not_taken(tmp_path):
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UserError, match=r"holds other files and no config\.yaml"):
-        run_dir.check(tmp_path, config())
-
-
 def test_a_configuration_that_can_not_be_read_is_no_invitation(tmp_path):
     (tmp_path / "config.yaml").write_text("steps: [")
     with pytest.raises(UserError, match=r"config\.yaml: not readable as YAML"):
@@ -118,24 +112,16 @@ def test_a_folder_that_a_process_holds_is_refused_to_others_until_it_is_killed(t
     run_dir.write(tmp_path, config())
     process = hold(tmp_path)
     try:
-        with (
-            pytest.raises(UserError, match=rf"^run_dir: .* is in use by process {process.pid} on .*; wait for it"),
-            run_dir.lock(tmp_path),
-        ):
-            pass
+        message = rf"^run_dir: .* is in use by process {process.pid} on .*; wait for it"
+        for _ in range(2):  # a refusal leaves the holder's lock as it was
+            with pytest.raises(UserError, match=message), run_dir.lock(tmp_path):
+                pass
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
     assert str(process.pid) in (tmp_path / run_dir.LOCK).read_text()
     with run_dir.lock(tmp_path):
         assert str(os.getpid()) in (tmp_path / run_dir.LOCK).read_text()
-
-
-def test_a_refusal_leaves_the_holder_s_lock_as_it_was(tmp_path):
-    with run_dir.lock(tmp_path):
-        for _ in range(2):
-            with pytest.raises(UserError, match=f"in use by process {os.getpid()} on "), run_dir.lock(tmp_path):
-                pass
 
 
 def test_a_run_that_has_begun_leaves_an_empty_lock_file_and_goes_on_with_it(tmp_path):
@@ -187,10 +173,4 @@ def test_a_lock_file_that_another_process_removes_before_it_is_locked_is_no_lock
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
     with run_dir.lock(tmp_path), pytest.raises(UserError, match="in use by"), run_dir.lock(tmp_path):
-        pass
-
-
-def test_a_folder_that_can_not_be_locked_for_lack_of_a_folder_is_said(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"run_dir: .* can't be written"), run_dir.lock(tmp_path / "file" / "run"):
         pass

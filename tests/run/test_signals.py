@@ -34,46 +34,29 @@ def test_the_first_signal_is_noted_and_gives_the_exit_code(number, exit_code, ca
     assert signal.Signals(number).name in capsys.readouterr().err
 
 
-@pytest.fixture
-def busy():
-    """Starts processes whose main thread does not return from a call, such as a compiled program."""
-    begun = []
-
-    def begin(*, hold: bool) -> subprocess.Popen:
-        program = f"""
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_second_signal_and_one_with_nothing_to_save_end_the_process_even_in_the_middle_of_a_call(holds):
+    program = f"""
 import hashlib
 from mllm.run.signals import Interrupt
 with Interrupt() as interrupt:
-    {"interrupt.hold()" if hold else ""}
+    interrupt.holding = {holds}
     print("here", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**30)
 """
-        command = [sys.executable, "-c", program]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        begun.append(process)
-        assert process.stdout.readline() == "here\n"
-        return process
-
-    yield begin
-    for process in begun:
-        process.kill()
-        process.communicate()
-
-
-def test_the_second_signal_ends_the_process_even_in_the_middle_of_a_call(busy):
-    process = busy(hold=True)
-    process.send_signal(signal.SIGTERM)
-    assert process.stderr.readline() == "\n"
-    assert process.stderr.readline().startswith("SIGTERM: saving and stopping soon")
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=5) == 130
-
-
-def test_the_first_signal_ends_a_process_that_has_nothing_to_save(busy):
-    process = busy(hold=False)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=5) == 143
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as process:
+        try:
+            assert process.stdout.readline() == "here\n"
+            process.send_signal(signal.SIGTERM)
+            if holds:
+                assert process.stderr.readline() == "\n"
+                assert process.stderr.readline().startswith("SIGTERM: saving and stopping soon")
+                assert process.poll() is None
+                process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=5) == (130 if holds else 143)
+        finally:
+            process.kill()
 
 
 def test_the_handlers_of_before_are_restored():

@@ -22,13 +22,12 @@ from runs import (
     checkpoints,
     checksums,
     environment,
-    kill,
     newest,
     records,
     run,
     start,
     wait,
-)
+)  # fmt: skip
 from tensorboardX.proto.event_pb2 import Event
 from tiny import config
 
@@ -70,19 +69,7 @@ def placed(name, tmp_path, **sections):
     return changed(SETTINGS[name], run_dir=str(tmp_path / name), **sections)
 
 
-# A killed run
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "saved"), [("sft", 2), ("grpo", 2), ("grpo", 0)])
-def test_a_killed_run_ends_as_if_nothing_had_happened(undisturbed, tmp_path, name, saved):
-    settings = placed(name, tmp_path)
-    process = start(settings, REWARD_SECONDS="0.01" if saved else "0.1")
-    wait(process, lambda: len(checkpoints(settings)) >= saved and len(records(settings)) > 1)
-    kill(process)
-    assert (max(checkpoints(settings), default=0) > 0) == (saved > 0)
-    assert run(settings) == 0
-    assert_same_end(settings, undisturbed(name))
+# A run that is told to stop, or has lost its newest checkpoint
 
 
 def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before(undisturbed, tmp_path):
@@ -91,9 +78,6 @@ def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before(un
     shutil.rmtree(Path(settings.run_dir, "checkpoints", str(settings.steps), "params"))
     assert run(settings) == 0
     assert_same_end(settings, undisturbed("grpo"))
-
-
-# A run that is told to stop
 
 
 def test_a_signal_saves_and_the_same_command_resumes(undisturbed, tmp_path):
@@ -208,7 +192,7 @@ def test_training_with_full_logits_gives_the_same_metrics_to_rounding(undisturbe
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_folder_holds_the_configuration_and_the_lines_of_every_step(undisturbed, name):
+def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newest_checkpoints(undisturbed, name):
     settings = undisturbed(name)
     assert configs.load(f"{settings.run_dir}/config.yaml") == settings
     steps, lines = list(range(1, settings.steps + 1)), records(settings)
@@ -225,6 +209,10 @@ def test_the_folder_holds_the_configuration_and_the_lines_of_every_step(undistur
             if key in line:
                 assert drawn[key, line["step"]] == pytest.approx(line[key])
     assert ("time/update", settings.steps) in drawn
+    assert checkpoints(settings) == [settings.steps - settings.checkpoint.every, settings.steps]
+    document = Path(settings.run_dir, "checkpoints", str(settings.steps), "document", "metadata")
+    assert json.loads(document.read_text())["best"] == lines[-1]["eval/greedy_accuracy"]
+    assert name == "grpo" or lines[-1]["loss"] < lines[1]["loss"] / 2
 
 
 def scalars(folder: Path) -> dict[tuple[str, int], float]:
@@ -238,19 +226,6 @@ def scalars(folder: Path) -> dict[tuple[str, int], float]:
             found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
             place += 16 + length
     return found
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_newest_checkpoints_are_kept_with_their_evaluation(undisturbed, name):
-    settings = undisturbed(name)
-    assert checkpoints(settings) == [settings.steps - settings.checkpoint.every, settings.steps]
-    document = Path(settings.run_dir, "checkpoints", str(settings.steps), "document", "metadata")
-    assert json.loads(document.read_text())["best"] == records(settings)[-1]["eval/greedy_accuracy"]
-
-
-def test_sft_lowers_the_loss(undisturbed):
-    losses = [record["loss"] for record in records(undisturbed("sft"))[1:]]
-    assert losses[-1] < losses[0] / 2
 
 
 def test_every_completion_of_a_rollout_is_in_the_samples(undisturbed):
