@@ -233,18 +233,10 @@ def last_step(run_dir: Path) -> int:
 
 def difference(name: str, run_dir: Path, undisturbed: Path) -> str:
     """How a finished run's end differs from the undisturbed run's; empty if it is the same to the bit."""
-    import jax
-    from runs import newest
+    from runs import assert_same_end
 
-    one, other = newest(workload(name, run_dir)), newest(workload(name, undisturbed))
-    # Not the whole document: a run that was stopped in its last evaluation keeps a checkpoint that says so.
-    if (one.step, one.position) != (other.step, other.position):
-        return f"it ends at {one.step}, {one.position}, and not at {other.step}, {other.position}"
-    leaves = jax.tree_util.tree_leaves_with_path(one.train)
-    for (path, leaf), same in zip(leaves, jax.tree.leaves(other.train), strict=True):
-        if bytes(jax.device_get(leaf).data) != bytes(jax.device_get(same).data):
-            return f"{jax.tree_util.keystr(path)} differs"
-    for log in ("metrics.jsonl", "samples.jsonl"):
-        if (run_dir / log).read_bytes() != (undisturbed / log).read_bytes():
-            return f"{log} differs"
+    try:
+        assert_same_end(workload(name, run_dir), workload(name, undisturbed))
+    except AssertionError as error:
+        return f"it ends otherwise: {error}"
     return ""
