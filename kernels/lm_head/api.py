@@ -1,11 +1,8 @@
-"""The head's entry points: arguments are checked, leading dims flattened, an implementation picked.
-
-Leaves the rest to the engines of one table, which take flat rows.
-"""
+"""The head's entry points: arguments are checked, leading dims flattened, and an engine is picked."""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -86,7 +83,7 @@ def token_logprobs(
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> TokenLogprobs:
         inputs = _flat_inputs(*arrays)
-        tokens = autodiff.token_logprobs(_engine(impl, inputs, options, sharding), inputs, options)
+        tokens = autodiff.token_logprobs(_engine(impl, inputs, options, sharding), options, inputs)
         return _unflattened(tokens, arrays[0])
 
     return run_on_mesh(run, sharding, arrays, lambda tokens: tokens)
@@ -116,15 +113,12 @@ def token_loss(
         objective: any differentiable function of scalars (it runs under `jax.vmap`, a token at a time). What differs
             from token to token reaches it as an operand, floating, integer or boolean.
         weights: each token's share in the loss; rows of weight 0 are those that don't count. None: 1 everywhere.
-        workspace: bytes that the loss may take beside the gradients and a few tiles. It keeps what backward needs for
-            as many tokens as fit, a wave, and makes loss and gradients in one pass of 3 matrix products; where the
-            smallest wave doesn't fit, logits are computed twice: 4 products. The float32 sum that a gradient of a
-            narrower weight needs over several waves (4 bytes for each of its elements) is workspace, too.
-            xla keeps float32 products, of 64 to 2048 tokens; None: room for 256 of them (1024 on accelerators), but
-            not for such a sum. mosaic_tpu keeps exponentials in `dtype`, and 32 bytes of maxima for each tile of
-            columns, of 128 tokens or more; None: room for 1024 of them, but not for such a sum. It has no use for a
-            workspace where the weight is frozen or the objective uses the entropy. mosaic_gpu keeps float16 logits, of
-            all tokens and as many columns as fit; None: room for those of 1024 tokens. full_logits ignores it.
+        workspace: bytes that the loss may take beside the gradients and a few tiles. What backward needs is kept for
+            as many tokens as fit, a wave: 3 matrix products; where the smallest wave doesn't fit, logits are computed
+            twice: 4. The float32 sum of a narrower weight's gradient over several waves is workspace, too. None, in
+            xla: float32 products of 256 tokens (1024 on accelerators); in mosaic_tpu, which uses none where the weight
+            is frozen or the objective uses the entropy: exponentials of 1024 tokens; both without room for such a sum;
+            in mosaic_gpu: float16 logits of 1024 tokens. full_logits ignores it.
 
     Raises:
         ValueError: names the argument; before anything is compiled.
@@ -136,35 +130,31 @@ def token_loss(
     _check_sides(hidden, weight)
     check_tokens(np.shape(hidden)[:-1], "hidden", {"labels": labels, "weights": given, **named})
     check_labels(labels, given != 0, vocabulary=np.shape(weight)[0])
-    _check_objective(objective, operands)
-    hidden, weight, *rest = (jnp.asarray(x) for x in (hidden, weight, labels, given, *operands))
-    options = Options(checked_softcap(softcap), product_dtype(dtype, hidden, weight), workspace)
-    hidden, weight, labels, weights, temperature, *operands = same_varying(
-        (hidden, weight, *rest[:2], checked_temperature(temperature), *rest[2:])
+    hidden, weight, labels, given, *operands = map(jnp.asarray, (hidden, weight, labels, given, *operands))
+    arrays = same_varying((hidden, weight, labels, given, checked_temperature(temperature), *operands))
+    closed = autodiff.close_objective(objective, [x.dtype for x in operands], varying_axes(arrays[0]))
+    options = Options(
+        checked_softcap(softcap), product_dtype(dtype, hidden, weight), workspace, entropy_slopes=closed.uses_entropy
     )
-    closed = autodiff.close_objective(objective, [x.dtype for x in operands], varying_axes(hidden))
-    options = dataclasses.replace(options, entropy_slopes=closed.uses_entropy)
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> tuple[Float[Array, ""], TokenLogprobs]:
         hidden, weight, labels, weights, temperature, *others = arrays
         inputs = _flat_inputs(hidden, weight, labels, weights != 0, temperature)
-        flat_operands = tuple(x.reshape(-1) for x in others[: len(operands)])
-        terms = Terms(weights.reshape(-1).astype(jnp.float32), flat_operands, tuple(others[len(operands) :]))
+        per_token, shared = others[: len(operands)], tuple(others[len(operands) :])
+        terms = Terms(weights.reshape(-1).astype(jnp.float32), tuple(x.reshape(-1) for x in per_token), shared)
         engine = _engine(impl, inputs, options, sharding)
-        loss, tokens = autodiff.token_loss(engine, inputs, closed.function, terms, options)
-        return loss, _unflattened(tokens, hidden)
+        loss, tokens = autodiff.token_loss(engine, options, closed.function, inputs, terms)
+        return loss, _unflattened(jax.lax.stop_gradient(tokens), hidden)
 
-    arrays: tuple[Any, ...] = (hidden, weight, labels, weights, temperature, *operands, *closed.shared)
-    return run_on_mesh(run, sharding, arrays, lambda tokens: (jax.sharding.PartitionSpec(), tokens))
+    return run_on_mesh(run, sharding, (*arrays, *closed.shared), lambda tokens: (jax.sharding.PartitionSpec(), tokens))
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The implementation that `impl=None` means, and why it is that one."""
+    """The implementation that `impl=None` means, and a short clause: why this one, and why not a faster one."""
 
     impl: str
     reason: str
-    """A short clause: why this one, and why not a faster one."""
 
 
 def choose_impl(
@@ -206,8 +196,6 @@ def _choose(inputs: Inputs, options: Options, sharding: HeadSharding | None) -> 
 
 
 def _engine(impl: str | None, inputs: Inputs, options: Options, sharding: HeadSharding | None) -> Engine:
-    if impl == "reference":
-        raise ValueError("impl: reference is gone; full_logits is the head with full logits")
     if impl not in (None, *_ENGINES):
         raise ValueError(f"impl must be None or one of {', '.join(_ENGINES)}, not {impl!r}")
     if sharding is not None:
@@ -247,11 +235,3 @@ def _check_sides(hidden: Any, weight: Any) -> None:
     if np.ndim(hidden) == 0 or np.shape(hidden)[-1] != np.shape(weight)[1]:
         shapes = f"{list(np.shape(hidden))} beside a weight {list(np.shape(weight))}"
         raise ValueError(f"hidden must be [..., features], with the features of weight, not {shapes}")
-
-
-def _check_objective(objective: Objective, operands: Sequence[Any]) -> None:
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    scalars = [jax.ShapeDtypeStruct((), jnp.result_type(x)) for x in operands]
-    out = jax.eval_shape(objective, scalar, scalar, *scalars)
-    if getattr(out, "shape", None) != () or not jnp.issubdtype(out.dtype, jnp.floating):
-        raise ValueError(f"objective must give one floating number a token, not {out}")

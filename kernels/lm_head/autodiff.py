@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float
@@ -51,18 +50,6 @@ class Engine(Protocol):
         """The reason why it can't run, or None. `inputs` may be shapes and dtypes alone."""
 
 
-def token_logprobs(engine: Engine, inputs: Inputs, options: Options) -> TokenLogprobs:
-    return _token_logprobs(engine, options, inputs)
-
-
-def token_loss(
-    engine: Engine, inputs: Inputs, objective: Objective, terms: Terms, options: Options
-) -> tuple[Float[Array, ""], TokenLogprobs]:
-    """The loss and the statistics. `objective` must not close over what is differentiated (see `close_objective`)."""
-    loss, tokens = _token_loss(engine, options, objective, inputs, terms)
-    return loss, lax.stop_gradient(tokens)
-
-
 class ClosedObjective(NamedTuple):
     """An objective whose closed-over values are arguments: a custom rule differentiates by its arguments only."""
 
@@ -76,6 +63,8 @@ def close_objective(objective: Objective, dtypes: Sequence[Any], varying: Set[st
     """The objective of operands with these dtypes which, under the caller's `shard_map`, vary over these axes."""
     dtypes = (jnp.float32, jnp.float32, *dtypes)
     closed = _traced(objective, dtypes, varying)
+    if [x.shape for x in closed.out_avals] != [()] or not jnp.issubdtype(closed.out_avals[0].dtype, jnp.floating):
+        raise ValueError(f"objective must give one floating number a token, not {closed.out_avals}")
 
     def function(*scalars_and_shared: Array) -> Array:
         given, shared = scalars_and_shared[: len(dtypes)], scalars_and_shared[len(dtypes) :]
@@ -86,7 +75,8 @@ def close_objective(objective: Objective, dtypes: Sequence[Any], varying: Set[st
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _token_logprobs(engine: Engine, options: Options, inputs: Inputs) -> TokenLogprobs:
+def token_logprobs(engine: Engine, options: Options, inputs: Inputs) -> TokenLogprobs:
+    """The statistics, differentiable in `inputs`."""
     return engine.statistics(inputs, options).outputs()
 
 
@@ -103,13 +93,14 @@ def _token_logprobs_backward(engine: Engine, _: Options, residuals: Any, cotange
     return (_cotangent(engine.gradients(inputs, softmax, saved, slopes, options)),)
 
 
-_token_logprobs.defvjp(_token_logprobs_forward, _token_logprobs_backward, symbolic_zeros=True)
+token_logprobs.defvjp(_token_logprobs_forward, _token_logprobs_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _token_loss(
+def token_loss(
     engine: Engine, options: Options, objective: Objective, inputs: Inputs, terms: Terms
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
+    """The loss, and the statistics, whose cotangents have no effect; `objective` is closed (see `close_objective`)."""
     tokens = engine.statistics(inputs, options).outputs()
     return weighted_sum(objective, inputs.live, tokens.logprob, tokens.entropy, terms), tokens
 
@@ -132,7 +123,7 @@ def _token_loss_forward(
 
 
 def _token_loss_backward(
-    _engine: Engine, _options: Options, _objective: Objective, residuals: Any, cotangents: Any
+    _engine: Engine, _options: Options, _objective: Objective, residuals: Any, cotangents: tuple[Any, Any]
 ) -> tuple[Inputs, Terms]:
     pull, gradients = residuals
     g_loss = _instantiate(cotangents[0])
@@ -141,7 +132,7 @@ def _token_loss_backward(
     return _cotangent(jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients)), g_terms
 
 
-_token_loss.defvjp(_token_loss_forward, _token_loss_backward, symbolic_zeros=True)
+token_loss.defvjp(_token_loss_forward, _token_loss_backward, symbolic_zeros=True)
 
 
 def _traced(objective: Objective, dtypes: Sequence[Any], varying: Set[str]) -> ClosedJaxpr:

@@ -13,7 +13,6 @@ from kernels.lm_head.manual_axes import vary, varying_axes
 Objective = Callable[..., jax.Array]
 """(logprob, entropy, *operands) -> the loss of one token, all scalars; differentiable in the floating ones."""
 
-
 Gradients = tuple[Array | None, Array | None]
 """dh [N, D] and dW [V, D]; None where not asked for."""
 
@@ -49,10 +48,8 @@ class Options:
     token_axes: tuple[str, ...] = ()
     """Inside `shard_map`, the mesh axes over which tokens are spread. A loop that holds collectives runs equally often
     on all devices along them."""
-    hidden_gradient_dtype: jnp.dtype | None = None
-    """Dtype of dh; None: that of `hidden`."""
-    weight_gradient_dtype: jnp.dtype | None = None
-    """Dtype of dW; None: that of `weight`."""
+    gradient_dtypes: tuple[jnp.dtype, jnp.dtype] | None = None
+    """Dtypes of dh and dW; None: those of `hidden` and `weight`."""
 
 
 def number_of_columns(inputs: Inputs) -> Int[Array, ""]:
@@ -68,8 +65,7 @@ def local_labels(inputs: Inputs) -> Int[Array, "N"]:
 
 def gradient_dtypes(inputs: Inputs, options: Options) -> tuple[jnp.dtype, jnp.dtype]:
     """The dtypes of dh and dW."""
-    dh, dw = options.hidden_gradient_dtype, options.weight_gradient_dtype
-    return inputs.hidden.dtype if dh is None else dh, inputs.weight.dtype if dw is None else dw
+    return options.gradient_dtypes or (inputs.hidden.dtype, inputs.weight.dtype)
 
 
 def zeros(inputs: Inputs, *shape: int, dtype: Any = jnp.float32) -> Array:
@@ -98,11 +94,7 @@ class Terms(NamedTuple):
 
 
 def weighted_sum(
-    objective: Objective,
-    live: Bool[Array, "N"],
-    logprob: Float[Array, "N"],
-    entropy: Float[Array, "N"],
-    terms: Terms,
+    objective: Objective, live: Bool[Array, "N"], logprob: Float[Array, "N"], entropy: Float[Array, "N"], terms: Terms
 ) -> Float[Array, ""]:
     """`sum_i weights_i * objective(logprob_i, entropy_i, *operands_i)` over the rows that count.
 

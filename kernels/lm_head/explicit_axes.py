@@ -27,17 +27,16 @@ def run_on_mesh(
     `arrays` begins with hidden [*N, D] and weight [V, D]. `out_specs` takes the spec of an array [*N] to a prefix of
     the tree of results. Without a sharding, `function` gets the one that the types have.
     """
-    mesh = _explicit_mesh(arrays)
+    meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays))
+    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
     if mesh is None:
         return function(None if sharding is None else sharding.in_auto_mode(), *arrays)
-    if sharding is not None and sharding.mesh.shape != mesh.shape:
-        raise ValueError(f"sharding: its mesh {dict(sharding.mesh.shape)} is not the arguments' {dict(mesh.shape)}")
-    hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in arrays[:2])
-    if sharding is None or not sharding.names_axes:
-        sharding = _sharding_of(
-            mesh if sharding is None else sharding.mesh, hidden_spec, weight_spec, arrays[1].shape[1]
-        )
+    if sharding is None:
+        hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in arrays[:2])
+        sharding = _sharding_of(mesh, hidden_spec, weight_spec, arrays[1].shape[1])
         tokens = PartitionSpec(*hidden_spec[:-1])
+    elif sharding.mesh.shape != mesh.shape:
+        raise ValueError(f"sharding: its mesh {dict(sharding.mesh.shape)} is not the arguments' {dict(mesh.shape)}")
     else:
         tokens = PartitionSpec(sharding.tokens, *[None] * (arrays[0].ndim - 2))
     run = jax.sharding.auto_axes(
@@ -48,13 +47,7 @@ def run_on_mesh(
         return jax.jit(run)(*arrays)
 
 
-def _explicit_mesh(arrays: Sequence[Array]) -> AbstractMesh | None:
-    """The mesh with Explicit axes that is set, or that one of the arrays' types names."""
-    meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays))
-    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
-
-
-def _sharding_of(mesh: Any, hidden: PartitionSpec, weight: PartitionSpec, width: int) -> HeadSharding:
+def _sharding_of(mesh: AbstractMesh, hidden: PartitionSpec, weight: PartitionSpec, width: int) -> HeadSharding:
     """The layout that the types of hidden [*N, D] and weight [V, D] say; `width` is D.
 
     Where the vocabulary is spread over an axis of the tokens, the weight's features are spread over that axis instead

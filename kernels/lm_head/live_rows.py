@@ -34,14 +34,10 @@ class LiveRows(NamedTuple):
         """
         number = lax.pmax(self.number, in_step) if in_step else self.number
 
-        def more(state: tuple[Array, Carry]) -> Array:
-            return state[0] * block < number
-
         def step(state: tuple[Array, Carry]) -> tuple[Array, Carry]:
-            i, carry = state
-            return i + 1, body(i, carry)
+            return state[0] + 1, body(*state)
 
-        return lax.while_loop(more, step, (jnp.int32(0), carry))[1]
+        return lax.while_loop(lambda state: state[0] * block < number, step, (jnp.int32(0), carry))[1]
 
     def block(self, i: Array, block: int) -> tuple[Integer[Array, "R"], Bool[Array, "R"]]:
         """The rows of block i, and which of them count (the others repeat the first row)."""

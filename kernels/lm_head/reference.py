@@ -86,8 +86,7 @@ def exact(
     """The head's outputs and the gradients of any scalar of them.
 
     Args:
-        hidden: [N, D] of any dtype, as `weight` [V, D]; their values are taken as they are.
-        labels: [N] integers.
+        hidden: [N, D] of any dtype, as `weight` [V, D]; labels: [N] integers.
         cotangents: takes (logprob, lse, entropy), [N] each, to the scalar's derivatives by the three, [N] each.
         where: [N], the rows that count; None: all.
         wide: dtype of the arithmetic.

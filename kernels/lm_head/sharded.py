@@ -37,12 +37,11 @@ class HeadSharding:
     Hidden states [N, D] and all that is given for each token are spread over `tokens` in the order of the rows
     ([B, T, D]: over B), the rows of the weight [V, D] over `vocabulary`, its columns over `features`; gradients have
     the layout of what they belong to. N and D must be divisible by the devices along their axes. A V that is not is
-    padded, which copies the weight. A mesh without any name takes the layout from the arguments' types, which have one
-    if the mesh's axes are Explicit.
+    padded, which copies the weight.
     """
 
     mesh: Mesh | AbstractMesh
-    tokens: tuple[str, ...] | None = None
+    tokens: tuple[str, ...]
     vocabulary: str | None = None
     features: str | None = None
 
@@ -54,42 +53,29 @@ class HeadSharding:
     def weight_spec(self) -> PartitionSpec:
         return PartitionSpec(self.vocabulary, self.features)
 
-    @property
-    def names_axes(self) -> bool:
-        return any(x is not None for x in (self.tokens, self.vocabulary, self.features))
-
     def devices(self, *axes: str | None) -> int:
         return math.prod(1 if axis is None else self.mesh.shape[axis] for axis in axes)
 
     def in_use(self) -> "HeadSharding":
         """This layout without the axes along which there is one device."""
         vocabulary, features = (axis if self.devices(axis) > 1 else None for axis in (self.vocabulary, self.features))
-        tokens = tuple(axis for axis in self.tokens or () if self.devices(axis) > 1)
+        tokens = tuple(axis for axis in self.tokens if self.devices(axis) > 1)
         return HeadSharding(self.mesh, tokens, vocabulary, features)
 
     def in_auto_mode(self) -> "HeadSharding":
         """This layout on the same mesh with Auto axes."""
-        if all(kind == AxisType.Auto for kind in self.mesh.axis_types):
-            return self
         auto = (AxisType.Auto,) * len(self.mesh.axis_names)
-        if isinstance(self.mesh, AbstractMesh):
-            return dataclasses.replace(self, mesh=self.mesh.update(axis_types=auto))
-        return dataclasses.replace(self, mesh=Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=auto))
+        return dataclasses.replace(self, mesh=self.mesh.update(axis_types=auto))
 
     def check(self, hidden: Float[Array, "N D"], weight: Float[Array, "V D"]) -> None:
         """Raise ValueError where the arrays can't be laid out so, or are laid out otherwise."""
-        axes = ", ".join(self.mesh.axis_names)
-        if not self.names_axes and self.mesh.size > 1:
-            raise ValueError(f"sharding: say by tokens=, vocabulary= and features= what is spread over the axes {axes}")
-        tokens = self.tokens or ()
-        both = [axis for axis in (self.vocabulary, self.features) if axis is not None]
-        for axis in (*tokens, *both):
-            if axis not in self.mesh.axis_names:
-                raise ValueError(f"sharding: {axis!r} is none of the mesh's axes {axes}")
-        if self.vocabulary in tokens or len(set(both)) < len(both):
+        for axis in (*self.tokens, self.vocabulary, self.features):
+            if axis not in (None, *self.mesh.axis_names):
+                raise ValueError(f"sharding: {axis!r} is none of the mesh's axes {', '.join(self.mesh.axis_names)}")
+        if self.vocabulary is not None and self.vocabulary in (*self.tokens, self.features):
             raise ValueError(f"sharding: {self.vocabulary!r} is the vocabulary's, and can't be another's axis as well")
-        if hidden.shape[0] % self.devices(*tokens):
-            shards = f"{self.devices(*tokens)} shards over {', '.join(tokens)}"
+        if hidden.shape[0] % self.devices(*self.tokens):
+            shards = f"{self.devices(*self.tokens)} shards over {', '.join(self.tokens)}"
             raise ValueError(f"hidden: {hidden.shape[0]} tokens don't make {shards}; add some that don't count")
         if weight.shape[1] % self.devices(self.features):
             shards = f"{self.devices(self.features)} shards over {self.features}"
@@ -128,7 +114,8 @@ class Sharded:
             return self._summed(self.engine.gradients(own, softmax, saved, slopes, options), inputs)
 
         given = ((softmax, self._rows), (saved, self._saved), (slopes, self._rows))
-        return self._trimmed(self._on_devices(pass_, self._gradients, inputs, options, *given), inputs)
+        dh, dw = self._on_devices(pass_, self._gradients, inputs, options, *given)
+        return dh, None if dw is None else dw[: len(inputs.weight)]
 
     def loss_and_gradients(
         self, inputs: Inputs, objective: Objective, terms: Terms, options: Options
@@ -138,8 +125,8 @@ class Sharded:
             return softmax, self._summed(gradients, inputs)
 
         given = (terms, Terms(self._rows, self._rows, PartitionSpec()))  # type: ignore[arg-type]
-        softmax, gradients = self._on_devices(pass_, (self._rows, self._gradients), inputs, options, given)
-        return softmax, self._trimmed(gradients, inputs)
+        softmax, (dh, dw) = self._on_devices(pass_, (self._rows, self._gradients), inputs, options, given)
+        return softmax, (dh, None if dw is None else dw[: len(inputs.weight)])
 
     def obstacle(self, inputs: Inputs, options: Options) -> str | None:
         """The engine's reason, given one device's part of the arrays."""
@@ -153,17 +140,13 @@ class Sharded:
         return found[0]
 
     @property
-    def _tokens(self) -> tuple[str, ...]:
-        return self.sharding.tokens or ()
-
-    @property
     def _rows(self) -> PartitionSpec:
-        return PartitionSpec(self._tokens)
+        return PartitionSpec(self.sharding.tokens)
 
     @property
     def _saved(self) -> PartitionSpec:
         """The layout of saved arrays: each shard of the vocabulary has its own."""
-        return PartitionSpec(self.sharding.vocabulary, self._tokens)
+        return PartitionSpec(self.sharding.vocabulary, self.sharding.tokens)
 
     @property
     def _gradients(self) -> tuple[PartitionSpec, PartitionSpec]:
@@ -172,7 +155,10 @@ class Sharded:
     def _on_devices(
         self, pass_: Callable[..., Any], out_specs: Any, inputs: Inputs, options: Options, *given: tuple[Any, Any]
     ) -> Any:
-        """`pass_(inputs, options, *arguments)` on each device's part; `given` are pairs (argument, its specs)."""
+        """`pass_(inputs, options, *arguments)` on each device's part; `given` are pairs (argument, its specs).
+
+        The rows of W are padded to a multiple of the vocabulary's devices, and so are those of a dW that is returned.
+        """
         vocabulary = inputs.weight.shape[0]
         missing = -vocabulary % self.sharding.devices(self.sharding.vocabulary)
         if missing:
@@ -199,12 +185,10 @@ class Sharded:
             first = lax.axis_index(at.vocabulary) * len(weight)
             labels = labels.astype(jnp.int32) - first
             columns = jnp.clip(vocabulary - first, 0, len(weight))
+        dh_dtype = jnp.dtype(own.hidden.dtype if at.vocabulary is None else jnp.float32)
+        dw_dtype = jnp.dtype(jnp.float32 if at.tokens else own.weight.dtype)
         options = dataclasses.replace(
-            options,
-            vocabulary_axis=at.vocabulary,
-            token_axes=self._tokens,
-            hidden_gradient_dtype=jnp.dtype(own.hidden.dtype if at.vocabulary is None else jnp.float32),
-            weight_gradient_dtype=jnp.dtype(jnp.float32 if at.tokens else own.weight.dtype),
+            options, vocabulary_axis=at.vocabulary, token_axes=at.tokens, gradient_dtypes=(dh_dtype, dw_dtype)
         )
         return own._replace(weight=weight, labels=labels, columns=columns), options
 
@@ -221,8 +205,8 @@ class Sharded:
     def _weight_summed(self, dw: Float[Array, "V D"], dtype: Any) -> Float[Array, "V d"]:
         """dW summed over the tokens' axes, and of its features those that this device stores."""
         at = self.sharding
-        others = tuple(axis for axis in self._tokens if axis != at.features)
-        if at.features not in self._tokens:
+        others = tuple(axis for axis in at.tokens if axis != at.features)
+        if at.features not in at.tokens:
             if at.features is not None:
                 width = dw.shape[1] // at.devices(at.features)
                 dw = lax.dynamic_slice_in_dim(dw, lax.axis_index(at.features) * width, width, 1)
@@ -234,8 +218,3 @@ class Sharded:
         dw = lax.psum_scatter(dw, at.features, scatter_dimension=0, tiled=True)
         dw = (lax.psum(dw, others) if others else dw).astype(dtype)
         return lax.all_to_all(dw, at.features, split_axis=1, concat_axis=0, tiled=True)[:rows]
-
-    def _trimmed(self, gradients: Gradients, inputs: Inputs) -> Gradients:
-        """The gradients without the padding of the vocabulary."""
-        dh, dw = gradients
-        return dh, None if dw is None else dw[: len(inputs.weight)]

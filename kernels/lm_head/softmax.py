@@ -93,7 +93,7 @@ def combine_over_axis(running: Running, axis: str) -> Running:
     return Running(top, sum_e, sum_e_z, label)
 
 
-def _raised(running: Running, top: Float[Array, "R"]) -> tuple[Float[Array, "*S R"], Float[Array, "*S R"]]:
+def _raised(running: Running, top: Float[Array, "*R"]) -> tuple[Float[Array, "*S"], Float[Array, "*S"]]:
     """sum_e and sum_e_z relative to another maximum."""
     shift = running.top - top
     return jnp.exp(shift) * running.sum_e, jnp.exp(shift) * (running.sum_e_z + shift * running.sum_e)

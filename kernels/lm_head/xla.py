@@ -8,15 +8,12 @@ their number. There are two ways to the gradients:
 - Waves (`token_loss` with a workspace). The products of a block with the whole vocabulary are kept; once the rows'
   normalisers are known, so are the objective's slopes, and dh and dW follow. 3 matrix products.
 
-Leaves out fusion of the products with the softmax.
-
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features; V vocabulary, C tiles of T columns.
 `y` is the product of hidden states and weight, `z` the logits: y after softcap and temperature.
 """
 
-import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +49,7 @@ _TILE, _TILE_ELEMENTS = 2048, 2**22  # columns at most, and elements of a tile o
 _LEAST_WAVE, _MOST_WAVE = 64, 2048  # fewer rows would touch all of dW too often, more make a tile too large
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """Sizes of blocks and tiles."""
 
     block: int
@@ -76,7 +72,7 @@ def loss_and_gradients(
     plan = _plan(inputs)
     wave = _wave(plan, inputs, options)
     if wave:
-        return _waves(dataclasses.replace(plan, block=wave), inputs, objective, terms, options)
+        return _waves(plan._replace(block=wave), inputs, objective, terms, options)
     softmax = statistics(inputs, options)
     slopes = loss_slopes(objective, inputs.live, softmax.outputs(), terms)
     return softmax, gradients(inputs, softmax, None, slopes, options)
@@ -155,9 +151,8 @@ def _waves(
             running, y_CRT = carry
             w_TD, columns = _tile(plan, inputs, c, labels_R)
             y_RT = _dot(options, h_RD, w_TD, (1, 1))
-            return include_tile(running, _logits(inputs, options, y_RT), columns), lax.dynamic_update_index_in_dim(
-                y_CRT, y_RT, c, 0
-            )
+            running = include_tile(running, _logits(inputs, options, y_RT), columns)
+            return running, lax.dynamic_update_index_in_dim(y_CRT, y_RT, c, 0)
 
         running, y_CRT = lax.fori_loop(0, plan.tiles, forward, (empty_running(zeros(inputs, plan.block)), y_CRT))
         softmax_R = _finish(options, running, live_R)

@@ -1,12 +1,8 @@
-"""Statistics and gradient of logits that exist already, made by another model or another head.
+"""Statistics and gradient of logits that exist already: checks of the arguments, and the rule of differentiation.
 
-Forward reads the logits once and keeps four numbers a row. Backward is elementwise and takes the logits' place in
-memory, if nothing else needs them any more. Nothing of the logits' size is made on the way: they are widened to float32
-in registers or a tile at a time.
-
-The passes are in xla.py and, as Pallas kernels for TPUs, in tpu.py; here the arguments are checked, and the rule of
-differentiation is stated. Leaves out a softcap, which is a part of making logits, and sharding: on a mesh,
-call it inside `jax.shard_map` on rows that have all their columns.
+The passes are in xla.py and, as Pallas kernels for TPUs, in tpu.py. Nothing of the logits' size is made on the way:
+they are widened to float32 in registers or a tile at a time. Leaves out a softcap, which is a part of making logits,
+and sharding: on a mesh, call it inside `jax.shard_map` on rows that have all their columns.
 """
 
 import functools
@@ -50,11 +46,10 @@ def logits_logprobs(
 
     Args:
         logits: bfloat16, float16 or float32.
-        labels: columns of `logits`. A traced label can't be checked; out of range, it hits nothing: its logprob is
-            `-lse`.
+        labels: columns of `logits`, as for `token_logprobs`.
         where: the rows that count. The others give 0, get no gradient and may hold anything. Blocks of nothing else
             are not read.
-        temperature: positive; a number, or a scalar that may be traced. Differentiation takes it for a constant.
+        temperature: as for `token_logprobs`.
         impl: "xla"; "mosaic_tpu", for TPUs, not for float16; None for the latter wherever it can run.
 
     Raises:

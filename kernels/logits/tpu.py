@@ -33,8 +33,9 @@ from kernels.lm_head.live_rows import round_up
 from kernels.lm_head.softmax import Running, Softmax
 from kernels.logits.xla import FLOOR, p_term, row_factors
 
-_SUBLANES, _LANES = 16, 128  # of a piece: bfloat16 has 16 rows in a register
-_TILE = {2: (256, 8192), 1: (512, 4096)}  # by the axis of the columns: rows, and bytes of a row. 2 MiB
+_LANES = 128
+_PIECE = {2: (16, _LANES), 1: (_LANES, 16)}  # rows and columns, by the axis of the columns; bfloat16 has 16 sublanes
+_TILE = {2: (256, 8192), 1: (512, 4096)}  # rows, and bytes of a row, by the same. 2 MiB
 _AT_A_TIME, _IN_A_TURN = 8, 32  # pieces
 _LOG2E = math.log2(math.e)
 
@@ -157,14 +158,9 @@ class _Plan:
         return self.batch, self.blocks, self.tiles
 
     @property
-    def group(self) -> int:
-        """The number of rows of a piece."""
-        return _SUBLANES if self.axis == 2 else _LANES
-
-    @property
     def width(self) -> int:
         """The number of columns of a piece."""
-        return _LANES if self.axis == 2 else _SUBLANES
+        return _PIECE[self.axis][1]
 
     def place(self, row: Any, column: Any) -> tuple[Any, Any]:
         """A pair for rows and columns in the order of the array's dims."""
@@ -195,7 +191,7 @@ def _laid_out(logits: Float[Array, "*N V"]) -> tuple[_Plan, Float[Array, "B _ _"
     y = logits.reshape(-1, time, vocabulary)
     axis = 1 if has_default_layout(logits) and memory_order(logits)[-1] != logits.ndim - 1 else 2
     rows, row_bytes = _TILE[axis]
-    group, width = (_SUBLANES, _LANES) if axis == 2 else (_LANES, _SUBLANES)
+    group, width = _PIECE[axis]
     rows, columns = min(rows, round_up(time, group)), min(row_bytes // y.dtype.itemsize, round_up(vocabulary, width))
     plan = _Plan(axis, len(y), pl.cdiv(time, rows), rows, pl.cdiv(vocabulary, columns), columns)
     return plan, y if axis == 2 else y.swapaxes(1, 2)
@@ -262,15 +258,15 @@ def _sums_kernel(
 
 def _over(plan: _Plan, columns: int, turn: Callable[[Any, Any, int], None]) -> None:
     """Calls `turn(rows, first column, number of columns)` for a block's groups of rows and its first columns."""
-    step = _IN_A_TURN * plan.width
+    rows, step = _PIECE[plan.axis][0], _IN_A_TURN * plan.width
 
     def group(g: Array, _: None) -> None:
-        row = pl.ds(pl.multiple_of(g * plan.group, plan.group), plan.group)
+        row = pl.ds(pl.multiple_of(g * rows, rows), rows)
         lax.fori_loop(0, columns // step, lambda k, _: turn(row, pl.multiple_of(k * step, step), step), None)
         if columns % step:
             turn(row, columns // step * step, columns % step)
 
-    lax.fori_loop(0, plan.rows // plan.group, group, None)
+    lax.fori_loop(0, plan.rows // rows, group, None)
 
 
 def _with(

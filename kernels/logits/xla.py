@@ -16,23 +16,12 @@ from kernels.lm_head import target
 from kernels.lm_head.contract import TokenLogprobs
 from kernels.lm_head.live_rows import live_rows
 from kernels.lm_head.manual_axes import vary, varying_axes
-from kernels.lm_head.softmax import Running, Softmax
+from kernels.lm_head.softmax import Running, Softmax, combine
 
 FLOOR = -1e30
 """Below any logit that counts, yet differences to it, and a vocabulary's worth of them, are finite."""
 
 _ROWS, _COLUMNS = 8, 4096  # of a tile on a CPU: 128 KiB in float32
-
-
-def combine(a: Running, b: Running) -> Running:
-    """The state after the columns of both."""
-    top = jnp.maximum(a.top, b.top)
-    sum_e, sum_e_z = jnp.zeros_like(top), jnp.zeros_like(top)
-    for own in (a, b):
-        shift = own.top - top
-        sum_e += jnp.exp(shift) * own.sum_e
-        sum_e_z += jnp.exp(shift) * (own.sum_e_z + shift * own.sum_e)
-    return Running(top, sum_e, sum_e_z, a.label + b.label)
 
 
 def sums(

@@ -1,4 +1,4 @@
-"""Logits whose statistics are known, each way of taking them, and a judge of what comes out.
+"""Logits whose statistics are known, each way of taking them, and the assertion that what comes out is accurate.
 
 The head's oracle with the identity for a weight is one for logits: hidden states are then the logits. Tiles are small
 here, so that 300 columns are several. The Pallas kernels run under the strict interpreter.
@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from lm_head_cases import random_cotangents
-from lm_head_oracle import Plain, assert_as_accurate_as_plain, exact
+from lm_head_cases import plain_values_and_gradients, random_cotangents
+from lm_head_oracle import Plain, assert_as_accurate_as_plain
 from strict_tpu import strict_interpreter
 
 from kernels.lm_head import TokenLogprobs, logits_logprobs
+from kernels.lm_head.reference import exact
 from kernels.logits import tpu as logits_tpu
 from kernels.logits import xla as logits_xla
 
@@ -90,24 +91,7 @@ def problem(shape: tuple[int, int], scale: float = 3.0, dtype: Any = jnp.float32
     return jnp.asarray(logits, dtype), jnp.asarray(labels, jnp.int32)
 
 
-@jax.jit
-def plain(
-    logits: jax.Array, labels: jax.Array, cotangents: TokenLogprobs, live: jax.Array, temperature: float
-) -> tuple[TokenLogprobs, jax.Array]:
-    """The ordinary program: the yardstick of accuracy."""
-
-    def outputs(logits: jax.Array) -> TokenLogprobs:
-        z = jnp.where(live[:, None], logits, 0).astype(jnp.float32) / temperature
-        log_p = jax.nn.log_softmax(z)
-        logprob = jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0]
-        found = TokenLogprobs(logprob, jax.nn.logsumexp(z, axis=1), -jnp.sum(jnp.exp(log_p) * log_p, axis=1))
-        return TokenLogprobs(*(jnp.where(live, x, 0) for x in found))
-
-    values, pull_back = jax.vjp(outputs, logits)
-    return values, pull_back(cotangents)[0]
-
-
-def judge(
+def assert_accurate(
     got: tuple[TokenLogprobs, jax.Array],
     logits: jax.Array,
     labels: jax.Array,
@@ -118,12 +102,14 @@ def judge(
     """Asserts the head's criterion: no less accurate than the plain program, plus a hair."""
     live = np.ones(len(labels), bool) if live is None else live
     safe = np.where(live, labels, 0)
-    identity = np.eye(logits.shape[1])
-    truth = exact(logits, identity, safe, lambda *_: cotangents, where=live, temperature=temperature)
-    yardstick = plain(logits, jnp.asarray(safe), cotangents, live, temperature)
+    options = {"where": live, "temperature": temperature}
+    truth = exact(logits, np.eye(logits.shape[1]), safe, lambda *_: cotangents, **options)
+    identity = jnp.eye(logits.shape[1], dtype=logits.dtype)
+    yardstick = plain_values_and_gradients(logits, identity, jnp.asarray(safe), cotangents, **options)
     nothing = np.zeros(1)  # for the gradient by the weight
-    flat = (Plain(*outputs, gradient, nothing) for outputs, gradient in (got, yardstick))
-    assert_as_accurate_as_plain(*flat, truth._replace(weight=nothing))
+    outputs, gradient = got
+    found = Plain(*outputs, gradient, nothing)
+    assert_as_accurate_as_plain(found, yardstick._replace(weight=nothing), truth._replace(weight=nothing))
 
 
 def check(
@@ -134,8 +120,8 @@ def check(
     live: np.ndarray | None = None,
     temperature: float = 1.0,
 ) -> tuple[TokenLogprobs, jax.Array]:
-    """Judged; returns what came out."""
+    """Values and gradient, after they were found accurate."""
     cotangents = random_cotangents(len(labels)) if cotangents is None else cotangents
     got = run(way, logits, labels, cotangents, where=live, temperature=temperature)
-    judge(got, logits, labels, cotangents, live, temperature)
+    assert_accurate(got, logits, labels, cotangents, live, temperature)
     return got

@@ -7,7 +7,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from kernels.lm_head import choose_impl, target, token_logprobs, token_loss
@@ -65,11 +64,6 @@ def test_the_entropy_is_computed_where_the_objective_uses_it_and_only_there():
 @pytest.mark.parametrize(("dtype", "arrays"), [(jnp.float32, 2.1), (jnp.bfloat16, 2.6)])
 def test_temporaries_are_the_logits_and_their_derivative(dtype, arrays):
     assert compiled(gradients(), dtype).memory_analysis().temp_size_in_bytes <= arrays * LOGITS
-
-
-def test_the_old_name_of_full_logits_is_refused_in_one_line():
-    with pytest.raises(ValueError, match="impl: reference is gone; full_logits is the head with full logits"):
-        token_logprobs(np.ones((2, 8), np.float32), np.ones((5, 8), np.float32), np.zeros(2, int), impl="reference")
 
 
 @pytest.mark.parametrize(

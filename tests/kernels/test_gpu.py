@@ -36,11 +36,12 @@ from lm_head_cases import (
     sparse_weights,
     values_and_gradients,
 )
-from lm_head_oracle import assert_as_accurate_as_plain, exact
+from lm_head_oracle import assert_as_accurate_as_plain
 
 from kernels.lm_head import target, token_loss  # noqa: F401  target: in the condition below
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
+from kernels.lm_head.reference import exact
 from kernels.lm_head.sharded import HeadSharding
 from tools import tune_child
 

@@ -30,7 +30,8 @@ def an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
 def problem(n: int, v: int, d: int, dw: Any, workspace: int = 0, **options: Any) -> tuple[Inputs, Options]:
     shapes = ((n, d), BF16), ((v, d), BF16), ((n,), jnp.int32), ((n,), bool), ((), F32)
     inputs = Inputs(*(jax.ShapeDtypeStruct(*x) for x in shapes))
-    return inputs, Options(None, jnp.dtype(BF16), workspace, weight_gradient_dtype=jnp.dtype(dw), **options)
+    dtypes = jnp.dtype(BF16), jnp.dtype(dw)
+    return inputs, Options(None, jnp.dtype(BF16), workspace, gradient_dtypes=dtypes, **options)
 
 
 def layout_of(n: int, v: int, d: int, dw: Any = BF16, chunk: int = 256) -> Layout:

@@ -36,15 +36,18 @@ from lm_head_cases import (
     tied_problem,
     values_and_gradients,
 )
-from lm_head_oracle import Plain, assert_as_accurate_as_plain, exact
+from lm_head_oracle import Plain, assert_as_accurate_as_plain
 
 from kernels.lm_head import TokenLogprobs, token_logprobs
+from kernels.lm_head.reference import exact
 
 
 @every_impl
 @every_dtype
-@pytest.mark.parametrize("softmax", SCALES)
-@pytest.mark.parametrize("cotangents", ["logprob", "lse", "entropy", "logprob lse entropy"])
+@pytest.mark.parametrize(
+    ("softmax", "cotangents"),
+    [*((softmax, "logprob lse entropy") for softmax in SCALES), *(("peaked", name) for name in TokenLogprobs._fields)],
+)
 def test_values_and_gradients_are_as_accurate_as_full_logits(
     impl: str, dtype: Any, softmax: str, cotangents: str
 ) -> None:
@@ -53,12 +56,9 @@ def test_values_and_gradients_are_as_accurate_as_full_logits(
 
 @every_impl
 @every_dtype
-@pytest.mark.parametrize("largest", [30.0, 1e4])
 @pytest.mark.parametrize("make", [planted_problem, tied_problem])
-def test_exact_matches_and_ties_are_as_accurate_as_full_logits(
-    impl: str, dtype: Any, largest: float, make: Any
-) -> None:
-    check(make(dtype, largest), random_cotangents(252), impl=impl)
+def test_exact_matches_and_ties_are_as_accurate_as_full_logits(impl: str, dtype: Any, make: Any) -> None:
+    check(make(dtype, 1e4), random_cotangents(252), impl=impl)
 
 
 @pytest.mark.parametrize("shape", [MANY_WORDS, MANY_TOKENS], ids=str)
@@ -81,12 +81,6 @@ def test_a_certain_label_has_logprob_and_entropy_zero_and_no_gradient(impl: str)
 
 
 @every_impl
-def test_labels_at_both_ends_of_the_vocabulary_are_found(impl: str) -> None:
-    problem = random_problem(SMALL)
-    check(problem._replace(labels=jnp.arange(24, dtype=jnp.int32) % 2 * 130), random_cotangents(24), impl=impl)
-
-
-@every_impl
 def test_a_traced_label_beyond_the_vocabulary_hits_nothing(impl: str) -> None:
     """It may belong to another shard of the vocabulary: its own logit counts as zero."""
     problem = random_problem(SMALL)._replace(labels=jnp.full(24, 131, jnp.int32))
@@ -104,26 +98,14 @@ def test_labels_may_be_narrow_unsigned_integers(impl: str) -> None:
 
 
 @every_impl
-def test_the_softcap_comes_first_then_the_temperature(impl: str) -> None:
-    problem = random_problem(SMALL, 30.0)
-    check(problem, random_cotangents(24), impl=impl, temperature=2.5, softcap=20.0)
-
-
-@every_impl
-def test_without_where_every_row_counts(impl: str) -> None:
-    problem, cotangents = random_problem(SMALL), random_cotangents(24)
-    got = values_and_gradients(*problem, cotangents, impl=impl)
-    want = values_and_gradients(*problem, cotangents, impl=impl, where=jnp.ones(24, bool))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
-
-
-@every_impl
-def test_a_traced_temperature_equals_the_number(impl: str) -> None:
-    problem, cotangents = random_problem(SMALL), random_cotangents(24)
-    traced = jax.jit(lambda temperature: pulled_back(*problem, cotangents, impl=impl, temperature=temperature))
-    for temperature in (0.6, 1.7):
-        truth = exact(*problem, lambda *_: cotangents, temperature=temperature)
-        yardstick = plain_values_and_gradients(*problem, cotangents, temperature=temperature)
+def test_the_softcap_comes_first_then_the_temperature_which_may_be_traced(impl: str) -> None:
+    problem, cotangents = random_problem(SMALL, 30.0), random_cotangents(24)
+    capped = functools.partial(pulled_back, *problem, cotangents, impl=impl, softcap=20.0)
+    traced = jax.jit(lambda temperature: capped(temperature=temperature))
+    for temperature in (0.6, 2.5):
+        options = {"temperature": temperature, "softcap": 20.0}
+        truth = exact(*problem, lambda *_: cotangents, **options)
+        yardstick = plain_values_and_gradients(*problem, cotangents, **options)
         assert_as_accurate_as_plain(traced(jnp.float32(temperature)), yardstick, truth)
 
 
@@ -151,7 +133,7 @@ def test_a_nan_in_a_row_that_counts_is_not_hidden(impl: str) -> None:
 
 
 @every_impl
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     shape=st.sampled_from([ONE_TOKEN, TWO_WORDS, SMALL]),
     scale=st.sampled_from([0.0, 0.01, 1.0, 30.0, 1000.0, 1e4]),
@@ -166,14 +148,11 @@ def test_any_softmax_under_any_mask_is_as_accurate_as_full_logits(
     check(random_problem(shape, scale, seed=seed), cotangents, impl=impl, where=jnp.asarray(live))
 
 
-def folded(x: jax.Array, leading: tuple[int, ...]) -> jax.Array:
-    return x.reshape(*leading, *x.shape[1:])
+def test_leading_dims_are_flattened_and_given_back() -> None:
+    def fold(x: jax.Array) -> jax.Array:
+        return x.reshape(2, 3, 4, *x.shape[1:])
 
-
-@every_impl
-def test_leading_dims_are_flattened_and_given_back(impl: str) -> None:
     problem, cotangents, weights = random_problem(SMALL), random_cotangents(24), sparse_weights(24)
-    fold = functools.partial(folded, leading=(2, 3, 4))
     folded_problem = Problem(fold(problem.hidden), problem.weight, fold(problem.labels))
     objective = OBJECTIVES["nonlinear in both"]
     operands = operands_for(problem, objective)
@@ -183,29 +162,26 @@ def test_leading_dims_are_flattened_and_given_back(impl: str) -> None:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
 
     near(
-        values_and_gradients(*folded_problem, jax.tree.map(fold, cotangents), impl=impl, where=fold(weights) != 0),
-        values_and_gradients(*problem, cotangents, impl=impl, where=weights != 0),
+        values_and_gradients(*folded_problem, jax.tree.map(fold, cotangents), impl="xla", where=fold(weights) != 0),
+        values_and_gradients(*problem, cotangents, impl="xla", where=weights != 0),
     )
-    flat = loss_and_gradients(problem, objective, operands, weights, impl=impl)
-    got = loss_and_gradients(folded_problem, objective, [fold(x) for x in operands], fold(weights), impl=impl)
+    flat = loss_and_gradients(problem, objective, operands, weights, impl="xla")
+    got = loss_and_gradients(folded_problem, objective, [fold(x) for x in operands], fold(weights), impl="xla")
     np.testing.assert_allclose(got.loss, flat.loss, rtol=1e-5)
     near(got.rows, flat.rows)
 
 
-@every_impl
 @every_dtype
-@pytest.mark.parametrize("products", [None, jnp.bfloat16], ids=["as given", "in bfloat16"])
 @pytest.mark.parametrize("leading", [(24, 1), (), (0,)], ids=str)
 def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(
-    impl: str, dtype: Any, products: Any, leading: tuple[int, ...]
+    dtype: Any, leading: tuple[int, ...]
 ) -> None:
     hidden, weight = jnp.zeros((*leading, 16), dtype), jnp.zeros((131, 16))
     problem, row = Problem(hidden, weight, jnp.zeros(leading, int)), jnp.zeros(leading)
-    options = {"impl": impl, "dtype": products}
     want = [((*leading,), jnp.float32)] * 3 + [(hidden.shape, dtype), (weight.shape, jnp.float32)]
-    rows = values_and_gradients.eval_shape(*problem, TokenLogprobs(row, row, row), **options)
+    rows = values_and_gradients.eval_shape(*problem, TokenLogprobs(row, row, row))
     assert [(x.shape, x.dtype) for x in rows] == want
-    loss, rows = loss_and_gradients.eval_shape(problem, OBJECTIVES["cross-entropy"], (), row, **options)
+    loss, rows = loss_and_gradients.eval_shape(problem, OBJECTIVES["cross-entropy"], (), row)
     assert [(x.shape, x.dtype) for x in rows] == want
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
 

@@ -77,13 +77,15 @@ def test_the_mesh_may_be_set_and_a_sharding_may_name_its_axes(impl, on_one_devic
         assert_same(differentiated(impl=impl, sharding=sharding)(HIDDEN, WEIGHT, OPERAND, SCALE, LABELS), on_one_device)
 
 
-def test_a_sharding_works_on_arrays_without_a_layout_and_a_bare_mesh_takes_it_from_types(on_one_device):
+def test_a_sharding_lays_out_arrays_that_have_no_layout(on_one_device):
     sharding = HeadSharding(MESH, tokens=("data",), features="model")
     assert_same(differentiated(sharding=sharding)(HIDDEN, WEIGHT, OPERAND, SCALE, LABELS), on_one_device)
-    bare = differentiated(sharding=HeadSharding(MESH))
-    assert_same(bare(*laid_out(P("data"), P("model"))), on_one_device)
-    with pytest.raises(ValueError, match="sharding: say by tokens=, vocabulary= and features="):
-        bare(HIDDEN, WEIGHT, OPERAND, SCALE, LABELS)
+
+
+def test_a_sharding_on_another_mesh_than_the_arguments_is_refused():
+    other = HeadSharding(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), tokens=("data",))
+    with pytest.raises(ValueError, match=r"sharding: its mesh .* is not the arguments'"):
+        differentiated(sharding=other)(*laid_out(P("data"), P("model")))
 
 
 def test_the_work_is_divided_as_the_types_say():

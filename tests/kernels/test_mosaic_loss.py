@@ -25,7 +25,7 @@ from lm_head_cases import (
     random_problem,
     sparse_weights,
 )
-from lm_head_oracle import Objective, assert_as_accurate_as_plain, exact_loss
+from lm_head_oracle import assert_as_accurate_as_plain
 from mosaic_engines import GPU, GPU_SIZES, TPU, TPU_F32, Engine, every_engine
 from strict_gpu import needs_interpreter, strict_interpreter
 
@@ -34,6 +34,7 @@ from kernels.lm_head.contract import Inputs, Options
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.plan import make_plan
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
+from kernels.lm_head.reference import Objective, exact_loss
 from kernels.lm_head.tpu import engine as mosaic_tpu
 
 BF16 = jnp.bfloat16

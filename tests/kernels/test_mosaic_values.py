@@ -23,13 +23,14 @@ from lm_head_cases import (
     tied_problem,
     values_and_gradients,
 )
-from lm_head_oracle import SLACK, assert_as_accurate_as_plain, exact, largest_magnitude, root_mean_square
+from lm_head_oracle import assert_as_accurate_as_plain, largest_magnitude, root_mean_square
 from mosaic_engines import GPU, GPU_SIZES, TPU, TPU_F32, Engine, every_engine, every_engine_and_dtype
 from strict_gpu import needs_interpreter, strict_interpreter
 
 from kernels.lm_head import TokenLogprobs, token_logprobs
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
+from kernels.lm_head.reference import SLACK, exact
 
 MASKS = ["none", "the last", "scattered, of several blocks", "a block", "a block and one", "every"]
 

@@ -10,30 +10,25 @@ import pytest
 
 import kernels
 
-SET = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES")
+OWN = dict.fromkeys(("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"), "own")
 
 
-def reloaded(monkeypatch, **environment):
-    """The settings after `kernels` is imported in an environment."""
-    for name in ("TPU_SKIP_MDS_QUERY", *SET):
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, {}),
+        ({"TPU_SKIP_MDS_QUERY": "1"}, {"TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost"}),
+        ({"TPU_SKIP_MDS_QUERY": "1", **OWN}, OWN),
+    ],
+    ids=["JAX has seen a TPU", "JAX has seen no TPU", "the user's own settings"],
+)
+def test_both_settings_are_made_where_there_is_no_tpu_and_the_user_has_made_none(environment, found, monkeypatch):
+    for name in ("TPU_SKIP_MDS_QUERY", *OWN):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     importlib.reload(kernels)
-    return {name: os.environ[name] for name in SET if name in os.environ}
-
-
-def test_where_jax_has_seen_a_tpu_nothing_is_set(monkeypatch):
-    assert reloaded(monkeypatch) == {}
-
-
-def test_where_jax_has_seen_no_tpu_both_settings_are_made(monkeypatch):
-    assert reloaded(monkeypatch, TPU_SKIP_MDS_QUERY="1").keys() == set(SET)
-
-
-def test_what_a_user_has_set_stays(monkeypatch):
-    own = dict.fromkeys(SET, "own")
-    assert reloaded(monkeypatch, TPU_SKIP_MDS_QUERY="1", **own) == own
+    assert {name: os.environ[name] for name in OWN if name in os.environ} == found
 
 
 @pytest.mark.aot
