@@ -40,6 +40,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 HEADS = ("full_logits", "fused")
 """Beside these there is "none"."""
 PARTS = ("parameters", "optimizer", "gradients", "activations", "head")
+GIB = 2**30
 COLORS = ("#4c72b0", "#8172b3", "#55a868", "#ccb974", "#c44e52")
 
 
@@ -147,24 +148,19 @@ def account(config: "Config", devices: "Devices", head: str, name: str, measured
     return assignment.Account(*ended.answer)
 
 
-def unit_of(rows: Sequence[dict[str, Any]]) -> tuple[int, str]:
-    return (2**30, "GiB") if max(row["peak"] for row in rows) >= 2**30 else (2**20, "MiB")
-
-
 def table(rows: Sequence[dict[str, Any]], memory: int) -> str:
     """Peaks by micro-batch and head, as Markdown; in brackets what exceeds `memory` bytes."""
-    unit, name = unit_of(rows)
-    found = {(row["head"], row["micro_batch"]): row for row in rows}
+    from mllm.plan import memory as plan
+
     lines = [
         f"| sequences a shard | {' | '.join(HEADS)} | {' | '.join(f'{head}, head alone' for head in HEADS)} |",
         "| ---: |" + " ---: |" * (2 * len(HEADS)),
     ]
     for micro in sorted({row["micro_batch"] for row in rows}):
-        here = [found[head, micro] for head in HEADS]
-        peaks = [f"{row['peak'] / unit:.1f}" if row["fits"] else f"({row['peak'] / unit:.1f})" for row in here]
-        alone = [f"{row['head_alone'] / unit:.1f}" for row in here]
-        lines.append(f"| {micro} | {' | '.join(peaks + alone)} |")
-    lines.append(f"\n{name} a device; a program may have {memory / unit:.2f}. (...): does not fit.")
+        here = [row for row in rows if row["micro_batch"] == micro]
+        peaks = [plan.size(row["peak"]) if row["fits"] else f"({plan.size(row['peak'])})" for row in here]
+        lines.append(f"| {micro} | {' | '.join(peaks + [plan.size(row['head_alone']) for row in here])} |")
+    lines.append(f"\nOn a device; a program may have {plan.size(memory)}. (...): does not fit.")
     return "\n".join(lines)
 
 
@@ -196,29 +192,28 @@ def draw(rows: Sequence[dict[str, Any]], name: str, memory: int, out: Path) -> N
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    unit, unit_name = unit_of(rows)
     most = max(row["peak"] for row in rows)
     figure, axes = plt.subplots(1, len(HEADS), figsize=(9, 4), sharey=True, layout="constrained")
     for axis, head in zip(axes, HEADS, strict=True):
         shown = [row for row in rows if row["head"] == head]
         floor = [0.0] * len(shown)
         for part, color in zip(PARTS, COLORS, strict=True):
-            heights = [row["parts"][part] / unit for row in shown]
+            heights = [row["parts"][part] / GIB for row in shown]
             bars = axis.bar([str(row["micro_batch"]) for row in shown], heights, bottom=floor, color=color, label=part)
             for bar, row in zip(bars, shown, strict=True):
                 bar.set_alpha(1.0 if row["fits"] else 0.45)
             floor = [low + height for low, height in zip(floor, heights, strict=True)]
         if memory < 3 * most:
-            axis.axhline(memory / unit, color="black", linestyle="--", linewidth=1)
+            axis.axhline(memory / GIB, color="black", linestyle="--", linewidth=1)
         axis.set_title(head, fontsize=11, loc="left")
         axis.set_xlabel("sequences a shard")
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", alpha=0.25)
-    axes[0].set_ylabel(f"{unit_name} a device")
+    axes[0].set_ylabel("GiB a device")
     axes[0].legend(frameon=False, fontsize=9)
     figure.suptitle(f"Peak of an update on {name}; pale: does not fit", fontsize=11, x=0.01, ha="left")
     # Else one bar beyond all bounds would flatten those that matter.
-    axes[0].set_ylim(0, min(most, 2 * memory) / unit * 1.05)
+    axes[0].set_ylim(0, min(most, 2 * memory) / GIB * 1.05)
     figure.savefig(out, dpi=130)
     plt.close(figure)
 

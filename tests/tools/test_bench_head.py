@@ -106,22 +106,16 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("code", "limits", "outcome"),
+    ("code", "timeout", "outcome"),
     [
-        ("raise ValueError('shapes')", (60, 60), Outcome([], "failed", "ValueError: shapes")),
-        ("import os; os.kill(os.getpid(), 11)", (60, 60), Outcome([], "failed", "killed by SIGSEGV: it said nothing")),
-        ("import time; time.sleep(60)", (60, 0.2), Outcome([], "failed", "stopped after 0.2 s (--timeout)")),
-        (
-            "import time; time.sleep(60)",
-            (0.2, 60),
-            Outcome([], "left out", "--limit: the time was used up before it ended"),
-        ),
-        ("", (-1, 60), Outcome([], "left out", "--limit: the time was used up")),
+        ("raise ValueError('shapes')", 60.0, Outcome([], "failed", "ValueError: shapes")),
+        ("import os; os.kill(os.getpid(), 11)", 60.0, Outcome([], "failed", "killed by SIGSEGV: it said nothing")),
+        ("import time; time.sleep(60)", 0.2, Outcome([], "failed", "stopped after 0.2 s (--timeout)")),
     ],
 )
-def test_a_process_that_fails_has_a_status_and_a_reason(monkeypatch, tmp_path, code, limits, outcome):
+def test_a_process_that_fails_has_a_status_and_a_reason(monkeypatch, tmp_path, code, timeout, outcome):
     child(monkeypatch, code)
-    assert head.Children(*limits, tmp_path).start({}) == outcome
+    assert head.start({}, timeout, tmp_path) == outcome
 
 
 @pytest.mark.parametrize(
@@ -129,18 +123,13 @@ def test_a_process_that_fails_has_a_status_and_a_reason(monkeypatch, tmp_path, c
     [
         (["--methods", "nonsense"], "--methods: no method has 'nonsense' in its name; there are: "),
         (["--live", "0"], "--live: 0 is not a number above 0, at most 1"),
-        (["--limit", "-1"], "--limit: -1 is not a number above 0"),
-        (["--shape", "8,0,8"], "argument --shape: '8,0,8' has a size that isn't from 1 to 2147483647"),
-        (["--preset", "hopper", "--shape", "8,8,8"], "--preset: is a list of shapes, as --shape is; give one of them"),
         (["--plot", "curves"], "--plot: curves: the name has to end in .png, .svg, .pdf"),
-        (["--json", "nowhere/a.json"], "--json: there is no folder nowhere"),
-        (["--target", "v6e", "--limit", "9"], "--limit: has no meaning with --target, which times nothing"),
-        (["--target", "v9"], "--target: 'v9' is none of v5e, v5p, v6e, tpu7x"),
+        (["--target", "v6e", "--live", "1"], "--live: has no meaning with --target, which times nothing"),
     ],
 )
 def test_a_bad_argument_is_refused_in_one_line(monkeypatch, capsys, arguments, reason):
     device = Outcome([{"platform": "cpu", "kind": "cpu"}])
-    monkeypatch.setattr(head.Children, "start", lambda self, task: device)
+    monkeypatch.setattr(head, "start", lambda *_: device)
     assert bench.main(["head", *arguments]) == 2
     message = capsys.readouterr().err
     assert message.startswith(f"error: {reason}")
@@ -162,12 +151,6 @@ def test_a_run_that_measures_nothing_fails(monkeypatch, capsys, code, message):
     child(monkeypatch, code)
     assert head.main(["--methods", "optax"]) == 2
     assert capsys.readouterr().err.endswith(f"error: {message}")
-
-
-def test_a_model_s_name_stands_for_its_sizes():
-    assert head.shapes_of("8192,3B") == [(8192, 2048, 151936)]
-    assert head.shapes_of("7B") == [(1024 << i, 3584, 151936) for i in range(7)]
-    assert sorted(head.PRESETS["hopper"]) == sorted(x for model in head.MODELS for x in head.shapes_of(model))
 
 
 # --- the table

@@ -138,26 +138,6 @@ def test_an_entry_replaces_that_for_the_same_subject_alone(monkeypatch, table):
     assert found == [("hidden", 128), ("weight", 256)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("", "there is no TPU or Hopper GPU here, and tile sizes are found by timing them on one"),
-        ("--shape 1,0,2", "--shape: '1,0,2' is not N,D,V"),
-        ("--dtype float16", "argument --dtype: invalid choice: 'float16'"),
-        ("--kernel wave dW", "argument --kernel: invalid choice: 'dW'"),
-        ("--most 0", "--most: 0"),
-        ("--limit 0", "--limit: 0.0 is no number of seconds above 0"),
-        ("--table nowhere/tiles.json", "--table: there is no folder nowhere"),
-    ],
-)
-def test_a_bad_argument_is_refused_in_one_line(arguments, said, capsys):
-    assert tune.main(arguments.split()) == 2
-    output, message = capsys.readouterr()
-    assert output == ""
-    assert message.startswith(f"error: {said}")
-    assert message.count("\n") == 1
-
-
 @pytest.mark.parametrize(("text", "said"), [("[{", "is not JSON"), ('[{"by": 1}]', "holds no list of tilings")])
 def test_a_damaged_table_is_not_overwritten(monkeypatch, table, capsys, text, said):
     table.write_text(text)

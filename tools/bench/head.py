@@ -25,7 +25,6 @@ import os
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,30 +39,16 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = (sys.executable, "-m", "tools.bench.measure")
-VOCABULARY = 151936
-MODELS = {"0.5B": 896, "3B": 2048, "7B": 3584}
-"""Hidden sizes of Qwen2.5."""
-TOKENS = tuple(1024 << i for i in range(7))
 LEAST = 0.05
 """Seconds of a turn, so that the clock and the start of the calls don't count."""
 PEERS = ("optax", "tokamax", "torch", "triton", "liger-kernel", "cut-cross-entropy", "google-tunix")
-LIMIT = "--limit: the time was used up"
 
 Shape = tuple[int, int, int]
 """Tokens, hidden size, vocabulary."""
 
-LARGE: Shape = (8192, MODELS["3B"], VOCABULARY)
+LARGE: Shape = (8192, 2048, 151936)
+"""The head of Qwen2.5-3B."""
 SMALL: Shape = (1024, 256, 16384)
-PRESETS: dict[str, list[Shape]] = {
-    "hopper": [
-        (tokens, MODELS[model], VOCABULARY)
-        for tokens, model in dict.fromkeys(
-            [(8192, "3B"), (8192, "7B"), (8192, "0.5B"), (32768, "3B"), (1024, "3B"), (65536, "3B")]
-            + [(tokens, model) for model in ("3B", "7B", "0.5B") for tokens in TOKENS]
-        )
-    ]
-}
-"""Lists of shapes, what matters most first, since --limit may stop a run."""
 
 
 class Outcome(NamedTuple):
@@ -72,7 +57,7 @@ class Outcome(NamedTuple):
     found: list[Any]
     """Its answers."""
     status: str = "measured"
-    """Or "skipped", "failed", "left out"."""
+    """Or "skipped", "failed"."""
     reason: str = ""
 
 
@@ -82,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.target:
         from tools.bench import target
 
-        target.run(options.target, chosen_shapes(options, LARGE), options.json)
+        target.run(options.target, options.shape or [LARGE], options.json)
     else:
         run(options)
     return 0
@@ -98,18 +83,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--shape",
-        type=shapes_of,
+        type=shape_of,
         nargs="+",
         metavar="N,D,V",
-        help="tokens, hidden size, vocabulary; several are measured one after the other. N,3B has the sizes of "
-        f"Qwen2.5-3B, 3B alone is that at 1024 to 65536 tokens; so for {', '.join(MODELS)} "
+        help="tokens, hidden size, vocabulary; several are measured one after the other "
         f"(default on a CPU {','.join(map(str, SMALL))}, else {','.join(map(str, LARGE))})",
     )
-    add("--preset", choices=sorted(PRESETS), help="a list of shapes, what matters most first")
     add("--dtype", choices=("float32", "bfloat16"), help="default on a CPU float32, else bfloat16")
     add("--live", type=float, nargs="+", metavar="SHARE", help="shares of rows that count (default 1 0.5 0.25, CPU: 1)")
     add("--methods", nargs="+", metavar="TEXT", help="only those whose name has one of these in it")
-    add("--limit", type=float, metavar="SECONDS", help="end by then; the table says what was left out")
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one method, all shares (default 300)")
     add("--target", metavar="CHIP", help="compile for this TPU, as in v6e, and time nothing (make aot installs libtpu)")
     add("--repeats", type=int, help="rounds timed, after one that is not (default on a CPU 5, else 10)")
@@ -120,15 +102,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for share in options.live or []:
         if not 0 < share <= 1:
             raise UserError(f"--live: {share:g} is not a number above 0, at most 1")
-    for name in ("limit", "timeout", "repeats"):
+    for name in ("timeout", "repeats"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{name}: {value:g} is not a number above 0")
     if options.seed < 0:
         raise UserError(f"--seed: {options.seed} is below 0")
-    if options.shape and options.preset:
-        raise UserError("--preset: is a list of shapes, as --shape is; give one of them")
-    for name in ("plot", "methods", "live", "limit", "dtype", "repeats"):
+    for name in ("plot", "methods", "live", "dtype", "repeats"):
         if options.target and getattr(options, name) is not None:
             raise UserError(f"--{name}: has no meaning with --target, which times nothing")
     figures.check(options.json)
@@ -136,25 +116,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def shapes_of(text: str) -> list[Shape]:
-    """For argparse: N,D,V or N,MODEL is one shape, MODEL alone is a list: 1024 to 65536 tokens."""
-    head, _, tail = text.rpartition(",")
-    if tail in MODELS:
-        return [shape for n in ([head] if head else TOKENS) for shape in shapes_of(f"{n},{MODELS[tail]},{VOCABULARY}")]
+def shape_of(text: str) -> Shape:
+    """For argparse: N,D,V as numbers."""
     try:
         tokens, features, vocabulary = map(int, text.split(","))
     except ValueError:
-        ways = f"three whole numbers; nor N,MODEL nor MODEL, with one of {', '.join(MODELS)}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not N,D,V: {ways}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not N,D,V: three whole numbers") from None
     if not 1 <= min(tokens, features, vocabulary) <= max(tokens, features, vocabulary) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} has a size that isn't from 1 to {2**31 - 1}")
-    return [(tokens, features, vocabulary)]
-
-
-def chosen_shapes(options: argparse.Namespace, default: Shape) -> list[Shape]:
-    if options.preset:
-        return PRESETS[options.preset]
-    return [shape for shapes in options.shape or [[default]] for shape in shapes]
+    return tokens, features, vocabulary
 
 
 def chosen_methods(texts: Sequence[str] | None, known: Sequence["Method"]) -> list["Method"]:
@@ -168,34 +138,22 @@ def chosen_methods(texts: Sequence[str] | None, known: Sequence["Method"]) -> li
 # --- the measurements
 
 
-class Children:
-    """Starts one process at a time, until the limit is reached."""
-
-    def __init__(self, limit: float, timeout: float, cache: Path) -> None:
-        self.timeout, self.deadline = timeout, time.monotonic() + limit
-        # A process gets three quarters of a GPU unless it is told otherwise. The cache lets all methods run beside the
-        # same products, compiled once.
-        defaults = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
-        defaults |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        self.environment = {**defaults, **os.environ}
-
-    def start(self, task: dict[str, Any]) -> Outcome:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            return Outcome([], "left out", LIMIT)
-        command = [*COMMAND, json.dumps(task)]
-        ended = child_process.run(command, seconds=min(self.timeout, left), env=self.environment, cwd=ROOT)
-        skipped = next((answer["skipped"] for answer in ended.answers if "skipped" in answer), None)
-        if skipped is not None:
-            return Outcome([], "skipped", skipped)
-        if ended.code == 0:
-            return Outcome(ended.answers)
-        if ended.late and left <= self.timeout:
-            return Outcome(ended.answers, "left out", f"{LIMIT} before it ended")
-        if ended.late:
-            return Outcome(ended.answers, "failed", f"stopped after {self.timeout:g} s (--timeout)")
-        prefix = "out of memory: " if machine.is_out_of_memory(ended.reason) else ""
-        return Outcome(ended.answers, "failed", prefix + ended.reason)
+def start(task: dict[str, Any], timeout: float, cache: Path) -> Outcome:
+    """Run a task in a process of its own; all of them share the folder of compiled programs, `cache`."""
+    # A process gets three quarters of a GPU unless it is told otherwise.
+    defaults = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    defaults |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment = {**defaults, **os.environ}
+    ended = child_process.run([*COMMAND, json.dumps(task)], seconds=timeout, env=environment, cwd=ROOT)
+    skipped = next((answer["skipped"] for answer in ended.answers if "skipped" in answer), None)
+    if skipped is not None:
+        return Outcome([], "skipped", skipped)
+    if ended.code == 0:
+        return Outcome(ended.answers)
+    if ended.late:
+        return Outcome(ended.answers, "failed", f"stopped after {timeout:g} s (--timeout)")
+    prefix = "out of memory: " if machine.is_out_of_memory(ended.reason) else ""
+    return Outcome(ended.answers, "failed", prefix + ended.reason)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -205,14 +163,13 @@ def run(options: argparse.Namespace) -> None:
         UserError: there is no device, or nothing could be measured.
     """
     with tempfile.TemporaryDirectory() as folder:
-        children = Children(options.limit or math.inf, options.timeout, Path(folder))
-        probe = children.start({"task": "device"})
+        probe = start({"task": "device"}, options.timeout, Path(folder))
         if probe.status != "measured":
             raise UserError(f"JAX finds no device to measure on: {probe.reason}")
-        measure(options, children, probe.found[0])
+        measure(options, Path(folder), probe.found[0])
 
 
-def measure(options: argparse.Namespace, children: Children, device: dict[str, Any]) -> None:
+def measure(options: argparse.Namespace, cache: Path, device: dict[str, Any]) -> None:
     from tqdm import tqdm
 
     from tools.bench import report
@@ -238,7 +195,7 @@ def measure(options: argparse.Namespace, children: Children, device: dict[str, A
     }
     heading = f"{platform} {device['kind']}, jax {versions['jax']}, {dtype}, {content['date'][:10]}"
     print(f"{heading}, {task['rounds']} rounds")
-    shapes = chosen_shapes(options, SMALL if cpu else LARGE)
+    shapes = options.shape or [SMALL if cpu else LARGE]
     with tqdm(total=len(shapes) * len(methods), unit="method", dynamic_ncols=True) as bar:
         for shape in shapes:
             sizes = dict(zip(("tokens", "features", "vocabulary"), shape, strict=True))
@@ -249,7 +206,7 @@ def measure(options: argparse.Namespace, children: Children, device: dict[str, A
                 bar.set_description(f"{report.title(shape)}: {method.name}")
                 obstacle = method.obstacle(platform)
                 if obstacle is None:
-                    outcome = children.start({**task, "method": method.name, "problem": problem})
+                    outcome = start({**task, "method": method.name, "problem": problem}, options.timeout, cache)
                 else:
                     outcome = Outcome([], "skipped", obstacle)
                 for table in tables:

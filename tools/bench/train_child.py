@@ -1,8 +1,8 @@
 """Makes one measurement of `python tools/bench train`: what runs out of memory spoils the process that it is in.
 
-The argument says in JSON what is measured, and with which settings. Lines of JSON on stdout hold `progress`, and at the
-end the figures. The data are random tokens, in rows that are full: for SFT one document that counts as a whole,
-for GRPO the longest prompt and the longest completion. Rewards, which the host computes, are left out.
+The argument says in JSON what is measured, and with which settings; the figures are a line of JSON on stdout. The data
+are random tokens, in rows that are full: for SFT one document that counts as a whole, for GRPO the longest prompt and
+the longest completion. Rewards, which the host computes, are left out.
 
 Model flops are counted as in PaLM's appendix B (arXiv:2204.02311): 6 for each parameter of a matrix product and token,
 2 forward and 4 backward, and the same of attention's two products; nothing for what remat computes again. The count
@@ -41,7 +41,6 @@ from mllm.plan.programs import Programs
 from mllm.rl.rollout import DecodeInputs, decoding_weights, generate
 from mllm.train.step import init_state
 
-Tell = Callable[[str], None]
 Result = dict[str, Any]
 
 PEAKS = (
@@ -65,17 +64,16 @@ TURNS = 8
 def main(settings: dict[str, Any]) -> None:
     child_process.end_with_parent()
     try:
-        figures = measure(settings, lambda text: child_process.answer({"progress": text}))
+        child_process.answer(measure(settings))
     except UserError as error:
         sys.exit(str(error))
-    child_process.answer(figures)
 
 
-def measure(settings: dict[str, Any], tell: Tell) -> Result:
+def measure(settings: dict[str, Any]) -> Result:
     """The figures of one measurement."""
     options = dict(settings)
     functions: dict[str, Callable[..., Result]] = {"device": device, "update": update, "decode": decode}
-    return functions[options.pop("what")](tell=tell, **options)
+    return functions[options.pop("what")](**options)
 
 
 # --- work by arithmetic
@@ -117,7 +115,7 @@ def cache_bytes(config: Qwen2Config, tokens: int, itemsize: int) -> int:
 # --- the measurements
 
 
-def device(*, matmul: int, copy_mib: int, tell: Tell) -> Result:
+def device(*, matmul: int, copy_mib: int) -> Result:
     """What the device is, and the rates that everything else is compared with: of a matrix product, and of a copy."""
     mesh = make_mesh(MeshConfig())
     here = mesh.devices.flat[0]
@@ -149,12 +147,11 @@ def seconds_a_call(program: Callable[..., jax.Array], *arguments: jax.Array) -> 
     return statistics.median(rounds)
 
 
-def update(*, config: dict[str, Any], steps: int, tell: Tell) -> Result:
+def update(*, config: dict[str, Any], steps: int) -> Result:
     """Seconds of a step's phases, medians over `steps` of them after one that is not counted."""
     run = Config.model_validate(config)
     mesh = make_mesh(run.mesh)
     shapes = Programs(run, mesh)
-    tell("compiling")
     update_program = compiled(*shapes.update())
     logprob_program = compiled(*shapes.logprob()) if run.grpo else None
     state = init_state(shapes.policy.initial_params(), shapes.optimizer)
@@ -175,7 +172,6 @@ def update(*, config: dict[str, Any], steps: int, tell: Tell) -> Result:
             jax.block_until_ready((state, metrics))
         if metrics["skipped"]:
             raise UserError("the update was skipped: the loss or a gradient is not finite")
-        tell(f"step {step} of {steps}" if step else "warmed up")
     rows, length = run.batch_size, shapes.length
     sizes = shapes.policy.architecture
     attention = shapes.model.attention
@@ -250,7 +246,7 @@ def peak_bytes(mesh: Mesh) -> int | None:
     return None if stats is None else stats["peak_bytes_in_use"]
 
 
-def decode(*, config: dict[str, Any], tell: Tell) -> Result:
+def decode(*, config: dict[str, Any]) -> Result:
     """Seconds of the parts of a rollout's decode loop, all rows at a time, and the bytes that they must read."""
     run = Config.model_validate(config)
     assert run.rollout is not None
@@ -260,7 +256,6 @@ def decode(*, config: dict[str, Any], tell: Tell) -> Result:
         )
     mesh = make_mesh(run.mesh)
     shapes = Programs(run, mesh)
-    tell("compiling")
     prefill, decode_until = compiled(*shapes.prefill()), compiled(*shapes.decode())
     weights = decoding_weights(shapes.policy.graphdef, shapes.policy.initial_params())
     rows, prompt, limit = shapes.decoded_rows, run.rollout.max_prompt_length, run.rollout.max_completion_length
@@ -285,7 +280,6 @@ def decode(*, config: dict[str, Any], tell: Tell) -> Result:
         cached = rows * sum(prompt + m for m in range(made, until))
         read = (until - made) * weight_bytes(sizes, itemsize) + cache_bytes(sizes, cached, itemsize)
         turns.append({"seconds": seconds[0], "steps": until - made, "bytes": read})
-        tell(f"{until} of {limit} tokens")
     return {
         "rows": rows,
         "prompt": prompt,
