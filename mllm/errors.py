@@ -33,6 +33,11 @@ class StepError(UserError):
     """All processes alike can't make the next step; what was done before it can be saved."""
 
 
+def brief(error: BaseException) -> str:
+    """The first line of an error, or its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """Raises `UserError` where a command line is wrong, instead of printing the usage and leaving."""
 

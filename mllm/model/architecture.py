@@ -45,8 +45,10 @@ class Qwen2Config:
             UserError: another architecture, a key missing or of the wrong type, sizes that don't fit together, or a
                 setting that this model doesn't have.
         """
-        if closed:
-            refuse_unknown(settings, where)
+        known = PRESETS["Qwen/Qwen2.5-0.5B"].to_hf().keys() if closed else settings.keys()
+        for key in sorted(settings.keys() - known):
+            close = difflib.get_close_matches(key, known, n=1)
+            raise UserError(f"{where}: {key} is unknown" + (f"; did you mean {close[0]}?" if close else ""))
         rope = settings.get("rope_parameters") or {}
         if not isinstance(rope, Mapping):
             raise UserError(f"{where}: rope_parameters must be a mapping, not {rope!r}")
@@ -106,14 +108,6 @@ class Qwen2Config:
             "use_sliding_window": False,
             "use_cache": True,
         }
-
-
-def refuse_unknown(settings: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for a key that `to_hf` doesn't write."""
-    known = PRESETS["Qwen/Qwen2.5-0.5B"].to_hf().keys()
-    for key in sorted(settings.keys() - known):
-        close = difflib.get_close_matches(key, known, n=1)
-        raise UserError(f"{where}: {key} is unknown" + (f"; did you mean {close[0]}?" if close else ""))
 
 
 def refuse_unsupported(settings: Mapping[str, Any], rope: Mapping[str, Any], where: str) -> None:

@@ -1,15 +1,11 @@
 """The checkpoint's tokenizer and chat template, and a byte tokenizer for models made from scratch.
 
-A chat is turned into tokens by the checkpoint's own Jinja template and nothing else. Which tokens are the assistant's
-follows from the template's `{% generation %}` blocks where it has them, and otherwise from comparing what it renders
-before and after each of the assistant's turns. Leaves out tools, documents, and content that isn't plain text.
-
-A message that contains the text of a control token, such as `<|im_end|>`, is refused: Hugging Face's pipeline would
-read it as the token itself, so that a question could end its own turn and speak as somebody else.
+Which tokens of a chat are the assistant's follows from the `{% generation %}` blocks of the checkpoint's Jinja template
+where it has them, and otherwise from what it renders before and after each of the assistant's turns. Leaves out tools,
+documents, and content that isn't plain text.
 
 Tokenizer and template may be a stranger's. No code in the folder is run; the template is a program that Jinja's sandbox
-confines to its messages, and that is stopped when it takes longer than `TEMPLATE_SECONDS`. Its memory is not limited,
-nor is a single huge product; `**` is refused.
+confines to its messages, and that is stopped when it takes longer than `TEMPLATE_SECONDS`. Its memory is not limited.
 """
 
 import os
@@ -20,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from mllm.errors import UserError
+from mllm.errors import UserError, brief
 from mllm.model.json_file import read_json
 from mllm.model.time_limit import time_limit
 
@@ -84,8 +80,11 @@ def bytes_tokenizer() -> Tokenizer:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    backend = tokenizers.Tokenizer(models.BPE(vocab=byte_symbols(), merges=[]))
+    # A byte's name in the vocabulary is the printable character that byte-level BPE writes for it, as GPT-2 does.
+    vocabulary = {character: byte for byte, character in sorted(bytes_to_unicode().items())}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
@@ -99,13 +98,6 @@ def bytes_tokenizer() -> Tokenizer:
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
-
-
-def byte_symbols() -> dict[str, int]:
-    """Each byte, by the printable character that byte-level BPE writes for it (as GPT-2 does)."""
-    printable = [byte for first, last in ("!~", "¡¬", "®ÿ") for byte in range(ord(first), ord(last) + 1)]
-    others = sorted(set(range(256)) - set(printable))
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[str] = ()) -> tuple[int, ...]:
@@ -209,7 +201,8 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_
     """The chat as the template renders it.
 
     Raises:
-        UserError: there is no template, it refuses the chat, or a message contains the text of a control token.
+        UserError: there is no template, it refuses the chat, or a message contains the text of a control token, which
+            Hugging Face's pipeline would read as the token itself: a question could speak as somebody else.
     """
     if not tokenizer.chat_template:
         raise UserError("model.tokenizer: it has no chat template: use an instruction-tuned checkpoint's tokenizer")
@@ -255,8 +248,3 @@ def control_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
     """A pattern that matches the text of any control token."""
     names = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(names) or r"(?!)")
-
-
-def brief(error: BaseException) -> str:
-    """The first line of an error, or its kind where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

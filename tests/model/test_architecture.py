@@ -1,4 +1,4 @@
-"""Qwen2's sizes: what config.json may say, what is refused, and Qwen2.5 as published."""
+"""What config.json may say, what is refused (more in tests/run/bad_models.py), and Qwen2.5 as published."""
 
 import math
 
@@ -39,32 +39,18 @@ def test_the_rotary_base_is_found_in_both_places(rope: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'"),
         ({"vocab_size": None}, "vocab_size is missing"),
-        ({"hidden_size": "32"}, "hidden_size must be a positive whole number up to 2147483647, not '32'"),
-        ({"hidden_size": -32}, "hidden_size must be a positive whole number up to 2147483647, not -32"),
-        ({"num_attention_heads": 0}, "num_attention_heads must be a positive whole number"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number up to 10000, not 0"),
-        ({"num_attention_heads": 5}, "hidden_size 32 is not divisible by num_attention_heads"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not divisible by num_key_value_heads"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number up to 1000000000000000, not True"),
-        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a positive number up to 1000000000000000, not nan"),
         ({"rope_theta": math.inf}, "rope_theta must be a positive number up to 1000000000000000, not inf"),
         ({"rope_theta": 10**400}, "rope_theta must be a positive number up to 1000000000000000, not 1000"),
         ({"rope_theta": None}, "rope_theta is missing"),
         ({"vocab_size": 2**31}, "vocab_size must be a positive whole number up to 2147483647, not 2147483648"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a positive whole number up to 10000"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, not 'yes'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"layer_types": 5}, "layer_types must be a list, not 5"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_parameters"),
-        ({"rope_parameters": 3}, "rope_parameters must be a mapping"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
