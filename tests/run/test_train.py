@@ -134,6 +134,7 @@ def test_a_signal_within_a_step_saves_the_last_complete_one(
 def test_the_command_of_a_finished_run_trains_nothing_and_prints_the_summary_again(undisturbed, capsys, name):
     settings = undisturbed(name)
     before = checksums(Path(settings.run_dir))
+    capsys.readouterr()
     assert run(settings) == 0
     printed = capsys.readouterr()
     assert f"step {settings.steps}" in printed.out
