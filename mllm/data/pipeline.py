@@ -2,11 +2,10 @@
 
     indices, in a new order each epoch -> tokens -> packed rows -> batch -> this process's rows -> prefetch
 
-Every process runs the whole pipeline and keeps its own rows. That costs a little time on the host, and has two
-advantages: every process knows the denominator of the whole batch's loss without communication, and the order of the
-data doesn't depend on the number of processes. Packing is Grain's first-fit (examples are never split; the rows of a
-batch are filled together, and an example that fits in none of them opens the next batch), so the position is the number
-of examples consumed. Leaves out streaming of data sets larger than memory, and mixtures.
+Every process runs the whole pipeline and keeps its own rows: so each knows the denominator of the whole batch's loss
+without communication, and the order of the data doesn't depend on the number of processes. Packing is Grain's first-fit
+(an example that fits in none of a batch's rows opens the next batch), so the position is the number of examples
+consumed. Leaves out streaming of data sets larger than memory, and mixtures.
 """
 
 import logging
@@ -62,7 +61,6 @@ class DataIterator(Generic[T]):
         self.examples = examples
         self.epochs = epochs
         self.consumed = 0
-        self.ended = False
         self.batches = iter(ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=prefetch))
         # Otherwise the garbage collector may close it in the very thread that closing joins.
         weakref.finalize(self, self.batches.close)
@@ -81,9 +79,8 @@ class DataIterator(Generic[T]):
             batch, examples = next(self.batches)
         except StopIteration:
             left = self.examples * (self.epochs or 0) - self.consumed
-            if left > 0 and not self.ended:
+            if left > 0:
                 log.warning("data.epochs: the last %d examples did not fill a batch and were left out", left)
-            self.ended = True
             raise
         self.consumed += examples
         return batch
@@ -184,11 +181,8 @@ def prompt_batches(
 def process_rows(total: int, process_index: int, process_count: int, key: str) -> slice:
     """This process's rows of a batch, if `process_count` processes share its `total` rows; `key` names that setting."""
     if total % process_count:
-        below = total - total % process_count
-        nearest = f"{below} or {below + process_count}" if below else str(process_count)
         raise UserError(
-            f"{key}: {total} is not divisible by the number of processes that share its rows ({process_count}); "
-            f"the nearest that is: {nearest}"
+            f"{key}: {total} is not divisible by the number of processes that share its rows ({process_count})"
         )
     share = total // process_count
     return slice(process_index * share, (process_index + 1) * share)
@@ -197,9 +191,7 @@ def process_rows(total: int, process_index: int, process_count: int, key: str) -
 def example_indices(count: int, epochs: int | None, seed: int | None) -> grain.MapDataset[int]:
     """The indices of `count` examples, `epochs` times over, in a new order each epoch; seed None: always ascending.
 
-    Grain's `shuffle` is not used: it takes 0.7 ms an index for a hundred examples (its smallest cycle has 2^16
-    members), holds at most 2^32 of them, and shuffles epoch e by seed + e, so that seed 0's second epoch is
-    seed 1's first.
+    Grain's `shuffle` takes 0.7 ms an index, holds at most 2^32, and makes seed 0's second epoch seed 1's first.
     """
     if count == 0:
         raise UserError("task: there is no example in it")
@@ -244,10 +236,8 @@ def read_documents(config: DataConfig, tokenizer: Tokenizer) -> list[Document]:
         documents.append(document)
         cut += not complete
     if not documents:
-        reason = (
-            f"all {len(skipped)} lines are bad, the first: {skipped[0]}" if skipped else "there is no example in it"
-        )
-        raise UserError(f"data.source: {config.source}: {reason}")
+        bad = f"all {len(skipped)} lines are bad, the first: {skipped[0]}" if skipped else "there is no example in it"
+        raise UserError(f"data.source: {config.source}: {bad}")
     for count, what in ((len(skipped), "bad lines were skipped"), (cut, "examples were cut at data.max_length")):
         if count:
             log.warning("data.source: %s: %d %s", config.source, count, what)

@@ -1,8 +1,7 @@
 """Records of text data: JSON lines from a file, rows of a data set on the hub, and the chats in them.
 
-Each record comes with its place (`train.jsonl:17`), so that an error can name it. Lines end as on Unix or Windows, the
-file may begin with a byte order mark, and blank lines are no records, but count in the lines' numbers. Leaves out other
-formats than JSON lines (`datasets` reads a hub id, and knows them), tools, images.
+Each record comes with its place (`train.jsonl:17`), so that an error can name it. The file may begin with a byte order
+mark; blank lines are no records, but count in the lines' numbers. Leaves out tools and images.
 """
 
 import json
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from mllm.errors import UserError
+from mllm.errors import UserError, brief
 
 Record = dict[str, Any]
 Records = Iterator[tuple[str, Record | UserError]]
@@ -82,8 +81,7 @@ def hub_rows(source: str, subset: str | None, split: str, key: str) -> Records:
     try:
         rows = datasets.load_dataset(source, subset, split=split)
     except Exception as error:  # many kinds: no network, no such data set, a damaged cache
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{key}: {source} can't be had from the hub ({reason}): give a local path") from None
+        raise UserError(f"{key}: {source} can't be had from the hub ({brief(error)}): give a local path") from None
     for number, row in enumerate(rows):
         yield f"{source}[{split}][{number}]", row
 
@@ -117,9 +115,9 @@ def messages_of(place: str, record: Record) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UserError(f"{place}: messages must be a list of objects with role and content")
     chat = [{key: text(place, message, key) for key in ("role", "content")} for message in messages]
-    for message in chat:
-        if message["role"] not in ("system", "user", "assistant"):
-            raise UserError(f"{place}: role {message['role']!r} is none of system, user and assistant")
-    if not any(message["role"] == "assistant" for message in chat):
+    roles = [message["role"] for message in chat]
+    if unknown := [role for role in roles if role not in ("system", "user", "assistant")]:
+        raise UserError(f"{place}: role {unknown[0]!r} is none of system, user and assistant")
+    if "assistant" not in roles:
         raise UserError(f"{place}: no message is the assistant's, so there is nothing to learn")
     return chat

@@ -1,9 +1,8 @@
 """A task: problems to train on, problems held out for evaluation, and how a completion states its answer.
 
-`arithmetic` is built in, `gsm8k` (Cobbe et al. 2021, arXiv:2110.14168) comes from a folder or the hub, and
-`reasoning_gym:<name>` from the package of that name (Stojanovski et al. 2025, arXiv:2505.24760). Held-out problems are
-the same in every run, whatever its seed, and no training problem asks the same question as one of them. This file does
-not import JAX: the process that computes rewards imports it and must start fast.
+`arithmetic` is built in, `gsm8k` (arXiv:2110.14168) comes from a folder or the hub, and `reasoning_gym:<name>` from the
+package of that name (arXiv:2505.24760). Held-out problems are the same in every run, whatever its seed, and no training
+problem asks the same question as one of them. This file does not import JAX: rewards must start fast.
 """
 
 import hashlib
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, SupportsIndex, overload
+from typing import Any
 
 from mllm.config.schema import ArithmeticConfig, TaskConfig
 from mllm.data.records import Record, Records, hub_rows, json_lines, text
@@ -66,11 +65,7 @@ class Problems(Sequence[Example]):
         self.make = make
         self.indices = indices
 
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Problems": ...
-    def __getitem__(self, index: SupportsIndex | slice) -> "Example | Problems":
+    def __getitem__(self, index: Any) -> Any:
         chosen = self.indices[index]
         return Problems(self.make, chosen) if isinstance(chosen, range) else self.make(chosen)
 

@@ -1,22 +1,12 @@
 """Causal attention over whole sequences, within the documents packed in a row, by kernels that don't make all scores.
 
-XLA's `jax.nn.dot_product_attention` makes all T x T scores of a head. Two kernels make a block of them at a time, and
-skip the blocks in which no query may attend to a key: JAX's splash attention, in Pallas, on TPUs; and cuDNN's, by
-`jax.nn.dot_product_attention(implementation="cudnn")`, on NVIDIA GPUs. `choose` says where each can run, and
-`Attention` gives both the model's conventions.
+XLA's attention makes all T x T scores of a head. JAX's splash attention on TPUs, and cuDNN's on NVIDIA GPUs, make a
+block of them at a time (FlashAttention, arXiv:2205.14135, section 3.1) and skip those that the causal mask empties.
+Splash attention knows segments. cuDNN's needs a mask for packed rows, B T T numbers of the compute dtype, and none for
+rows that begin with their only document. JAX can also give cuDNN document offsets, but until jax-ml/jax pull request
+39521 they read the wrong keys where several query heads share a key head.
 
-Splash attention knows segments. cuDNN's, as far as JAX makes it public, knows lengths and masks:
-
-- One document a row, padding behind it (GRPO, and SFT without packing): the causal mask is enough, since padding comes
-  too late to be seen. No lengths are given: the outputs of padding must be finite.
-- Packed rows need a mask: B T T numbers of the compute dtype, one for all heads, and in JAX 0.10.2 a gradient of the
-  same size that nobody uses. That is 2 N times less than XLA's float32 scores, but the blocks between two documents are
-  computed. JAX also has document offsets, in a private function, which until jax-ml/jax pull request 39521 read the
-  wrong keys where several query heads share a key head, as in Qwen2.5.
-
-The cuDNN path was lowered for GPUs, and its conventions were compared with the masked attention on CPUs; no GPU has run
-it. Leaves out attention through a KV cache, which is XLA's everywhere. Both kernels compute as FlashAttention does
-(arXiv:2205.14135, section 3.1).
+No GPU has run the cuDNN path. Leaves out attention through a KV cache, which is XLA's everywhere.
 """
 
 from collections.abc import Callable
@@ -179,8 +169,12 @@ def choose(
 
 def obstacle(kernel: Kernel, config: Qwen2Config, mesh: Mesh, dtype: DTypeLike) -> str | None:
     """Why the kernel can't run, in a clause; None where it can."""
-    reason = splash_obstacle(config, mesh) if kernel == "splash" else cudnn_obstacle(config, mesh, dtype)
-    if reason:
+    here, device = (on_tpu(mesh), "a TPU") if kernel == "splash" else (on_gpu(mesh), "an NVIDIA GPU")
+    if not here:
+        return f"it needs {device}, and the devices here are of the kind {mesh.devices.flat[0].platform}"
+    if kernel == "splash" and config.head_dim not in HEAD_DIMS:
+        return f"it needs heads of size {' or '.join(map(str, HEAD_DIMS))}, and the model's have {config.head_dim}"
+    if kernel == "cudnn" and (reason := cudnn_obstacle(config, mesh, dtype)):
         return reason
     for axis, heads in (("heads", config.num_attention_heads), ("kv_heads", config.num_key_value_heads)):
         name = RULES[axis]
@@ -189,17 +183,7 @@ def obstacle(kernel: Kernel, config: Qwen2Config, mesh: Mesh, dtype: DTypeLike) 
     return None
 
 
-def splash_obstacle(config: Qwen2Config, mesh: Mesh) -> str | None:
-    if not on_tpu(mesh):
-        return f"it needs a TPU, and the devices here are of the kind {mesh.devices.flat[0].platform}"
-    if config.head_dim not in HEAD_DIMS:
-        return f"it needs heads of size {' or '.join(map(str, HEAD_DIMS))}, and the model's have {config.head_dim}"
-    return None
-
-
 def cudnn_obstacle(config: Qwen2Config, mesh: Mesh, dtype: DTypeLike) -> str | None:
-    if not on_gpu(mesh):
-        return f"it needs an NVIDIA GPU, and the devices here are of the kind {mesh.devices.flat[0].platform}"
     if mesh.devices.flat[0] not in jax.devices():  # so --plan for GPUs that aren't there assumes XLA's attention
         return "cuDNN picks its kernel on the GPU, which is not here"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):

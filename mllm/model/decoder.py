@@ -1,12 +1,10 @@
 """Qwen2.5 in Flax NNX: token ids to hidden states, whole sequences or step by step through a KV cache.
 
-Leaves out the head: logits over the vocabulary are the business of `kernels.lm_head`, which takes the hidden states
-and `Qwen2.head_weight`. Also leaves out dropout, sliding windows and scaled rotary positions, which no Qwen2.5
-checkpoint from 0.5B to 72B uses as published.
+Leaves out the head, which is `kernels.lm_head` and takes the hidden states and `Qwen2.head_weight`; and dropout,
+sliding windows and scaled rotary positions, which no published Qwen2.5 checkpoint uses.
 
 The parameters of all layers are stacked along a first dim L and the layers are applied by one `jax.lax.scan`, so that
-a deep model compiles as fast as a shallow one. Matrices keep Hugging Face's layout, [out, in]: nothing is transposed
-between a checkpoint and this model.
+a deep model compiles as fast as a shallow one. Matrices keep Hugging Face's layout, [out, in].
 
 Follows: Qwen2.5 (arXiv:2412.15115, section 2), rotary positions (arXiv:2104.09864), RMSNorm (arXiv:1910.07467),
 grouped queries (arXiv:2305.13245), SwiGLU (arXiv:2002.05202).
@@ -267,12 +265,9 @@ def write(array: jax.Array, update: jax.Array, start: tuple) -> jax.Array:
 
 def rematerialize(step: Callable[..., Any], remat: str) -> Callable[..., Any]:
     """The step of a scan, computed again in the backward pass as `remat` says; see `Qwen2`."""
-    match remat:
-        case "none":
-            return step
-        case "dots":
-            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        case "full":
-            policy = jax.checkpoint_policies.nothing_saveable
+    if remat == "none":
+        return step
+    policies = jax.checkpoint_policies
+    policy = policies.nothing_saveable if remat == "full" else policies.dots_with_no_batch_dims_saveable
     # Inside a scan there are no common subexpressions that would undo the recomputation.
     return jax.checkpoint(step, policy=policy, prevent_cse=False)

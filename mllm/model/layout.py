@@ -4,7 +4,7 @@ This file is the one table; shardings are derived from it by `Layout` and `map_p
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,10 +96,8 @@ class Layout:
         Raises:
             UserError: the mesh does not divide another of the model's sizes.
         """
-        heads = {"num_attention_heads": config.num_attention_heads}
-        sizes = {"intermediate_size": config.intermediate_size, "vocab_size": config.vocab_size}
-        check_divides(mesh, RULES["heads"], heads | sizes)
-        check_divides(mesh, RULES["embed"], {"hidden_size": config.hidden_size})
+        check_divides(mesh, RULES["heads"], config, "num_attention_heads", "intermediate_size", "vocab_size")
+        check_divides(mesh, RULES["embed"], config, "hidden_size")
         uneven = config.num_key_value_heads % mesh.shape[RULES["kv_heads"]]
         return cls(mesh, frozenset({"kv_heads"} if uneven else ()))
 
@@ -147,12 +145,12 @@ def gather_parameters(params: Params, dtype: DTypeLike, layout: Layout | None, p
     return map_parameters(gather, params, prefix)
 
 
-def check_divides(mesh: Mesh, axis: Any, sizes: Mapping[str, int]) -> None:
-    """Raise UserError where the mesh's `axis` does not divide one of the model's sizes."""
+def check_divides(mesh: Mesh, axis: Any, config: Qwen2Config, *names: str) -> None:
+    """Raise UserError where the mesh's `axis` does not divide one of the model's sizes with these names."""
     shards = mesh.shape[axis]
-    for name, size in sizes.items():
-        if size % shards:
-            common = math.gcd(*sizes.values())
+    common = math.gcd(*(getattr(config, name) for name in names))
+    for name in names:
+        if getattr(config, name) % shards:
             nearest = max(divisor for divisor in range(1, shards) if common % divisor == 0)
-            problem = f"{shards} does not divide the model's {name} of {size}"
+            problem = f"{shards} does not divide the model's {name} of {getattr(config, name)}"
             raise UserError(f"mesh.{axis}: {problem}; the nearest that works is {nearest}")

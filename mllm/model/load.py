@@ -26,7 +26,6 @@ MOST_PARAMETERS = 10**13
 class Policy:
     """A model that can be trained or sampled from, without its parameters."""
 
-    config: ModelConfig
     architecture: Qwen2Config
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
@@ -48,10 +47,11 @@ class Policy:
         if self.folder is not None:
             return weights.load(self.folder, self.architecture, self.params)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.params)
+        dtype = jax.tree.leaves(self.params)[0].dtype
 
         @jax.jit(out_shardings=shardings)
         def create() -> Params:
-            return nnx.state(make_model(self.config, self.architecture, nnx.Rngs(self.seed)))
+            return nnx.state(Qwen2(self.architecture, rngs=nnx.Rngs(self.seed), param_dtype=dtype))
 
         return create()
 
@@ -70,19 +70,18 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
     layout = Layout.of(mesh, architecture)
     packed = config.data is not None and config.data.packing
     attention = choose(model.attention, architecture, mesh, model.dtype, packed)
-    graphdef, params = nnx.split(
-        nnx.eval_shape(lambda: make_model(model, architecture, nnx.Rngs(0), attention, layout))
-    )
+    options = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype), "remat": model.remat}
+    abstract = Qwen2.abstract(architecture, **options, attention=attention.attention, layout=layout)
+    graphdef, params = nnx.split(abstract)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     if count > MOST_PARAMETERS:
         raise UserError(
             f"{'model.architecture' if folder is None else folder / 'config.json'}: {count:,} parameters "
             f"are more than any model has: correct its sizes"
         )
-    tokenizer = load_tokenizer(tokenizer_source(model, folder))
+    tokenizer = load_tokenizer(model.tokenizer or ("bytes" if folder is None else str(folder)))
     check_fits(tokenizer, architecture.vocab_size)
     return Policy(
-        config=model,
         architecture=architecture,
         tokenizer=tokenizer,
         stop_ids=stop_ids(tokenizer, folder, () if config.rollout is None else config.rollout.stop),
@@ -91,24 +90,6 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
         params=layout.abstract_parameters(params),
         folder=folder if model.init == "pretrained" else None,
         seed=config.seed,
-    )
-
-
-def make_model(
-    config: ModelConfig,
-    architecture: Qwen2Config,
-    rngs: nnx.Rngs,
-    attention: AttentionChoice | None = None,
-    layout: Layout | None = None,
-) -> Qwen2:
-    return Qwen2(
-        architecture,
-        rngs=rngs,
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
-        remat=config.remat,
-        attention=None if attention is None else attention.attention,
-        layout=layout,
     )
 
 
@@ -148,10 +129,3 @@ def check_lengths(config: Config, architecture: Qwen2Config) -> None:
                 f"{key}: {length} tokens, but the model has max_position_embeddings "
                 f"{architecture.max_position_embeddings}: lower it"
             )
-
-
-def tokenizer_source(config: ModelConfig, folder: Path | None) -> str:
-    """The folder, hub id or name of the tokenizer: as set, else the model's own, else `bytes`."""
-    if config.tokenizer is not None:
-        return config.tokenizer
-    return "bytes" if folder is None else str(folder)

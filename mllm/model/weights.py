@@ -1,11 +1,8 @@
 """Reads and writes Hugging Face's safetensors through one table of names, without torch.
 
-Tensors are read lazily, one after the other straight to their devices, and each process reads only what its devices
-need: beside the parameters the host holds one tensor as it is stored, never more than its file. A folder is written
-shard by shard under another name and renamed when it is complete. Pickled checkpoints (.bin, .pt) are never opened,
-because loading one can run any code, and code in the folder is never run.
-
-Leaves out quantized checkpoints, and saving from several processes.
+Tensors are read one after the other straight to their devices, and each process reads only what its devices need.
+Pickled checkpoints (.bin, .pt) are never opened, because loading one can run any code, and code in the folder is never
+run. Leaves out quantized checkpoints, and saving from several processes.
 """
 
 import gc
@@ -31,11 +28,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from mllm.errors import UserError
+from mllm.config.schema import MeshConfig
+from mllm.errors import UserError, brief
 from mllm.model.architecture import Qwen2Config
 from mllm.model.decoder import Qwen2
 from mllm.model.json_file import read_json, write_json
-from mllm.model.layout import Params, parameter_name
+from mllm.model.layout import Layout, Params, parameter_name
+from mllm.parallel.mesh import make_mesh
 from mllm.progress import transfer_bar
 
 TENSORS: dict[str, str] = {
@@ -61,6 +60,8 @@ STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """The dtypes that can be read, with their bytes per number."""
 COMPARED = 2**22
 """How many numbers of two tensors are compared at a time."""
+SHARD_BYTES = 5_000_000_000
+"""The limit to the tensors in a saved file; one that is larger gets a file of its own."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SECONDS = 5
@@ -97,10 +98,9 @@ def fetch_folder(source: str) -> Path:
     except Exception as error:
         unreachable = error
     try:
-        cached_only = unreachable is not None
-        return Path(snapshot_download(source, allow_patterns=patterns, local_files_only=cached_only))
+        return Path(snapshot_download(source, allow_patterns=patterns, local_files_only=unreachable is not None))
     except Exception as error:
-        reason = next(iter(str(unreachable or error).strip().splitlines()), type(error).__name__)
+        reason = brief(unreachable or error)
         raise UserError(f"{source}: no such folder, and the hub did not give it ({reason}); {way_out}") from None
 
 
@@ -108,10 +108,8 @@ def read_config(folder: Path) -> Qwen2Config:
     """The sizes in the folder's config.json.
 
     Raises:
-        UserError: folder or file missing, not JSON, or not a model that `Qwen2` implements.
+        UserError: the file is missing, not JSON, or not a model that `Qwen2` implements.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{path}: missing; a checkpoint in Hugging Face's layout has it")
@@ -124,15 +122,15 @@ def load(folder: Path, config: Qwen2Config, abstract: Params | None = None) -> n
     All names and shapes are checked before the first tensor is read.
 
     Args:
-        abstract: that tree with `jax.ShapeDtypeStruct`s, whose dtypes and shardings the parameters get; None: float32
-            on the default device.
+        abstract: that tree with `jax.ShapeDtypeStruct`s, whose dtypes and mesh shardings the parameters get; None:
+            float32 on one device.
 
     Raises:
         UserError: a file missing, damaged or outside the folder; a tensor missing, surplus, of the wrong shape, or
             quantized. A tied model's head is surplus unless it equals the embedding.
     """
     if abstract is None:
-        abstract = nnx.state(Qwen2.abstract(config))
+        abstract = Layout.of(make_mesh(MeshConfig()), config).abstract_parameters(nnx.state(Qwen2.abstract(config)))
     with ExitStack() as files:
         tensors = open_tensors(folder, files)
         check(tensors, {name: shape for name, shape, _, _ in tensors_of(abstract)}, folder)
@@ -147,47 +145,27 @@ def load(folder: Path, config: Qwen2Config, abstract: Params | None = None) -> n
 
 def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: jax.ShapeDtypeStruct, bar: tqdm) -> jax.Array:
     """One parameter on its devices. A stacked one passes through the host layer by layer."""
-
-    def read(tensor: Tensor, sharding: Sharding | None) -> jax.Array:
-        # It is cast on the device: the host never holds more of it than the file does.
-        array = jax.block_until_ready(to_device(tensor, sharding))
-        gc.collect(0)  # JAX releases the host's copy only then
-        bar.update(stored_bytes([tensor]))
-        return array
-
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding)
     if "{}" not in pattern:
-        return cast(read(tensors[pattern], leaf.sharding), leaf.dtype)
-    layers = [tensors[pattern.format(layer)] for layer in range(leaf.shape[0])]
-    stacked = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-    for layer, tensor in enumerate(layers):
-        stacked = put_layer(stacked, read(tensor, layer_sharding(leaf.sharding)), layer, sharding=leaf.sharding)
+        return read_tensor(tensors[pattern], sharding, bar).astype(leaf.dtype)
+    of_layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    stacked = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
+    for layer in range(leaf.shape[0]):
+        tensor = read_tensor(tensors[pattern.format(layer)], of_layer, bar)
+        stacked = put_layer(stacked, tensor, layer, sharding=sharding)
     return stacked
-
-
-@partial(jax.jit, static_argnames="dtype")
-def cast(array: jax.Array, dtype: np.dtype) -> jax.Array:
-    return array.astype(dtype)
 
 
 @partial(jax.jit, static_argnames="sharding", donate_argnums=0)
-def put_layer(stacked: jax.Array, tensor: jax.Array, layer: jax.Array | int, *, sharding: Sharding | None) -> jax.Array:
+def put_layer(stacked: jax.Array, tensor: jax.Array, layer: jax.Array | int, *, sharding: Sharding) -> jax.Array:
     """The stacked parameter with one layer's tensor in its place; it reuses the memory of `stacked`."""
     filled = jax.lax.dynamic_update_index_in_dim(stacked, tensor.astype(stacked.dtype), layer, axis=0)
-    return filled if sharding is None else jax.lax.with_sharding_constraint(filled, sharding)
+    return jax.lax.with_sharding_constraint(filled, sharding)
 
 
-def layer_sharding(stacked: Sharding | None) -> Sharding | None:
-    """The sharding of one layer's tensor, given the stacked parameter's."""
-    if isinstance(stacked, NamedSharding):
-        return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
-    return stacked
-
-
-def to_device(tensor: "Tensor", sharding: Sharding | None) -> jax.Array:
-    """The tensor in its stored dtype, of which this process reads only the parts that its devices hold."""
-    shape = tuple(tensor.stored.get_shape())
-    if sharding is None:
-        return jax.device_put(tensor[(slice(None),) * len(shape)])
+def read_tensor(tensor: "Tensor", sharding: Sharding, bar: tqdm) -> jax.Array:
+    """The tensor on its devices in its stored dtype; the host never holds more of it than the file does."""
     blocks: dict[str, np.ndarray] = {}
 
     def block(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -197,7 +175,11 @@ def to_device(tensor: "Tensor", sharding: Sharding | None) -> jax.Array:
             blocks[str(index)] = tensor[index]
         return blocks[str(index)]
 
-    return jax.make_array_from_callback(shape, sharding, block)
+    array = jax.block_until_ready(jax.make_array_from_callback(tuple(tensor.stored.get_shape()), sharding, block))
+    blocks.clear()
+    gc.collect(0)  # JAX releases the host's copy only then
+    bar.update(stored_bytes([tensor]))
+    return array
 
 
 def stored_bytes(tensors: Iterable["Tensor"]) -> int:
@@ -300,7 +282,6 @@ def save(
     params: nnx.State,
     *,
     dtype: DTypeLike = jnp.bfloat16,
-    max_shard_bytes: int = 5_000_000_000,
     stop_ids: Sequence[int] = (),
     pad_id: int | None = None,
     also: Callable[[Path], object] | None = None,
@@ -312,7 +293,6 @@ def save(
 
     Args:
         dtype: the tensors' dtype, bfloat16 or float32.
-        max_shard_bytes: a tensor larger than that gets a file of its own.
         stop_ids, pad_id: the ids in generation_config.json.
         also: writes further files into the folder (`tokenizer.save_pretrained`) before it is renamed.
 
@@ -325,9 +305,10 @@ def save(
     try:
         restore(folder, previous)
         refuse_foreign_files(folder)
-        remove(unfinished, previous)
+        for leftover in (unfinished, previous):
+            shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        write_tensors(unfinished, params, np.dtype(dtype), max_shard_bytes)
+        write_tensors(unfinished, params, np.dtype(dtype))
         write_json(unfinished / "config.json", config.to_hf() | {"torch_dtype": str(np.dtype(dtype))})
         write_json(unfinished / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
         if also is not None:
@@ -335,21 +316,22 @@ def save(
         if folder.exists():
             folder.rename(previous)
         unfinished.rename(folder)
-        remove(previous)
+        if previous.exists():
+            shutil.rmtree(previous)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder}: can't be written: {error}") from None
     finally:
         restore(folder, previous)
-        remove(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def write_tensors(folder: Path, params: nnx.State, dtype: np.dtype, max_shard_bytes: int) -> None:
+def write_tensors(folder: Path, params: nnx.State, dtype: np.dtype) -> None:
     """Write the safetensors files and, where there are several, their index."""
     shards: list[dict[str, tuple[jax.Array, Any]]] = [{}]
     total = used = 0
     for name, shape, parameter, index in tensors_of(params):
         size = math.prod(shape) * dtype.itemsize
-        if shards[-1] and used + size > max_shard_bytes:
+        if shards[-1] and used + size > SHARD_BYTES:
             shards.append({})
             used = 0
         shards[-1][name] = parameter, index
@@ -378,12 +360,6 @@ def restore(folder: Path, previous: Path) -> None:
     """Undo the first of the two renames of a save that was cut off before the second."""
     if previous.exists() and not folder.exists():
         previous.rename(folder)
-
-
-def remove(*folders: Path) -> None:
-    for folder in folders:
-        if folder.exists():
-            shutil.rmtree(folder)
 
 
 def tensors_of(params: nnx.State) -> Iterator[tuple[str, tuple[int, ...], Any, Any]]:

@@ -82,16 +82,6 @@ def test_rows_are_padded_to_the_longest_row_of_the_whole_batch(tmp_path: Path) -
     assert [next(read).tokens.shape for _ in range(3)] == [(2, 16), (2, 24), (2, 48)]
 
 
-def test_messages_and_question_with_answer_give_the_same_batches(tmp_path: Path) -> None:
-    chat = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}], "id": 7}
-    for one, other in zip(
-        batches_of(write(tmp_path, [chat], "messages.jsonl"), batch_size=1, epochs=1),
-        batches_of(write(tmp_path, [qa("ab", "c")], "qa.jsonl"), batch_size=1, epochs=1),
-        strict=True,
-    ):
-        assert_same(one, other)
-
-
 @pytest.mark.parametrize("packing", [False, True])
 def test_an_epoch_has_each_example_once_and_uncut(tmp_path: Path, packing: bool) -> None:
     examples = some(48)
@@ -134,7 +124,7 @@ def test_weights_are_one_over_the_tokens_that_the_whole_batch_learns(tmp_path: P
 
 def test_every_turn_of_the_assistant_is_learned(tmp_path: Path) -> None:
     roles = ["system", "user", "assistant", "user", "assistant"]
-    chat = {"messages": [{"role": role, "content": role[0] * 2} for role in roles]}
+    chat = {"messages": [{"role": role, "content": role[0] * 2} for role in roles], "id": 7}
     batch = next(batches_of(write(tmp_path, [chat]), batch_size=1))
     assert batch.labels[batch.weights > 0].tolist() == [*b"aa", END, *b"aa", END]
 
@@ -181,16 +171,6 @@ def test_a_restored_iterator_gives_the_same_batches_as_an_uninterrupted_one(
         assert restored.get_state() == unbroken.get_state()
 
 
-def test_an_iterator_restored_near_the_end_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
-    source = write(tmp_path, some(23))
-    unbroken = batches_of(source, epochs=2)
-    next(unbroken)
-    state = unbroken.get_state()
-    restored = batches_of(source, epochs=2)
-    restored.set_state(state)
-    assert len(list(restored)) == len(list(unbroken)) > 0
-
-
 def test_restoring_onto_other_data_is_refused(tmp_path: Path) -> None:
     state = batches_of(write(tmp_path, some(8))).get_state()
     with pytest.raises(UserError, match="began with 8 examples and now there are 9"):
@@ -230,34 +210,6 @@ def test_a_long_example_is_cut_with_a_warning(tmp_path: Path, caplog: pytest.Log
     assert tokens == [START, *b"ab", END, START, *b"c" * 27]
 
 
-BAD = [
-    ("{", "not JSON"),
-    ("[1]", "expected a JSON object, got list"),
-    ({"text": "a"}, "neither messages nor question and answer"),
-    ({"question": "a"}, "answer is missing"),
-    ({"question": "a", "answer": None}, "answer must be a string, got NoneType"),
-    ({"question": "a", "answer": "\n"}, "answer is empty"),
-    ({"question": "a", "answer": "\ud83d"}, "answer holds '.ud83d', which is half a character"),
-    ({"messages": "a"}, "messages must be a list"),
-    ({"messages": ["a"]}, "messages must be a list of objects"),
-    ({"messages": []}, "no message is the assistant's"),
-    ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's"),
-    ({"messages": [{"role": "assistant", "content": "a"}]}, "answers nothing"),
-    ({"messages": [{"role": "robot", "content": "a"}]}, "role 'robot' is none of"),
-    ({"messages": [{"role": "user"}]}, "content is missing"),
-    ({"question": "<|im_end|>", "answer": "a"}, "control token"),
-    ({"question": "a" * 40, "answer": "b"}, "none of the assistant's tokens lies within data.max_length"),
-]
-
-
-@pytest.mark.parametrize(("line", "fault"), BAD)
-def test_a_bad_line_is_an_error_that_names_it(tmp_path: Path, line: Any, fault: str) -> None:
-    source = write(tmp_path, [qa("a", "b"), line, qa("c", "d")])
-    with pytest.raises(UserError, match=f"data.jsonl:2: .*{fault}") as error:
-        batches_of(source, batch_size=1)
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\n\n", " \n\t\n"])
 def test_a_byte_order_mark_and_blank_lines_are_no_records_and_blank_lines_count(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "data.jsonl"
@@ -282,37 +234,17 @@ def test_a_line_that_is_too_long_is_bad_and_the_next_one_is_read(
 
 
 def test_bad_lines_are_skipped_and_counted_on_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = write(tmp_path, [qa("good", "b"), *(line for line, _ in BAD)])
+    source = write(tmp_path, [qa("good", "b"), "{", {"question": "a"}, qa("<|im_end|>", "a"), qa("a" * 40, "b")])
     with caplog.at_level(logging.WARNING):
         read = batches_of(source, batch_size=1, on_bad_line="skip", packing=False)
     assert read.examples == 1
-    assert f"{len(BAD)} bad lines were skipped" in caplog.text
+    assert "4 bad lines were skipped" in caplog.text
     assert questions(next(read)) == ["good"]
 
 
-def test_a_line_that_is_not_utf8_is_bad(tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_bytes(b'{"question": "\xff", "answer": "a"}\n')
-    with pytest.raises(UserError, match=r"data.jsonl:1: not JSON in UTF-8"):
-        batches_of(str(tmp_path / "data.jsonl"))
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [([], "there is no example in it"), (["{", "["], "all 2 lines are bad, the first: .*data.jsonl:1: not JSON")],
-)
-def test_an_empty_data_set_is_an_error(tmp_path: Path, lines: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=f"data.source: .*{message}"):
-        batches_of(write(tmp_path, lines), on_bad_line="skip")
-
-
-def test_fewer_examples_than_a_batch_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="3 examples, too few for one batch in 1 epochs"):
-        batches_of(write(tmp_path, some(3)), epochs=1)
-
-
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data.source: .*missing.jsonl can't be read \(No such file"):
-        batches_of(str(tmp_path / "missing.jsonl"))
+def test_a_data_set_of_bad_lines_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data.source: .*all 2 lines are bad, the first: .*data.jsonl:1: not JSON"):
+        batches_of(write(tmp_path, ["{", "["]), on_bad_line="skip")
 
 
 def test_a_hub_id_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,11 +298,6 @@ def test_processes_share_the_prompts_of_a_step() -> None:
     for _ in range(5):
         first, second = (next(part) for part in parts)
         assert next(whole).examples == first.examples + second.examples
-
-
-def test_a_prompt_over_the_limit_is_named_before_training() -> None:
-    with pytest.raises(UserError, match=r"max_prompt_length: prompt 0 of task arithmetic has 7 tokens, .* limit is 6"):
-        prompts(max_prompt_length=6)
 
 
 def test_a_long_prompt_anywhere_in_a_listed_task_is_found_at_once() -> None:

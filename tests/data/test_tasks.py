@@ -40,11 +40,6 @@ def test_answers_are_what_python_says(shape: dict[str, Any]) -> None:
         assert example.answer == example.solution == str(eval(question(example).removesuffix("=")))
 
 
-def test_every_operator_and_operand_turns_up() -> None:
-    problems = " ".join(question(e) for e in arithmetic(operators="+-*", operands=3).train[:500])
-    assert set(problems) == set("0123456789+-*= ")
-
-
 def test_more_problems_than_could_be_listed_are_still_split() -> None:
     task = arithmetic(heldout=256, operands=6, digits=6, operators="+-*")
     assert len(task.train) > 2**60
@@ -77,10 +72,6 @@ def test_a_permutation_reaches_every_index_once(size: int, key: str) -> None:
     assert sorted(permute_index(i, size, key) for i in range(size)) == list(range(size))
 
 
-def test_permutations_of_different_keys_differ() -> None:
-    assert [permute_index(i, 100, "a") for i in range(100)] != [permute_index(i, 100, "b") for i in range(100)]
-
-
 def test_a_system_prompt_comes_first() -> None:
     config = TaskConfig(name="arithmetic", heldout=8, system_prompt="Be brief.")
     assert [m["role"] for m in tasks.load(config, 0).train[0].prompt] == ["system", "user"]
@@ -96,8 +87,8 @@ def row(number: int) -> dict[str, str]:
     return {"question": f"How much is {number}?", "answer": f"It is <<{number}={number}>>.\n#### {number:,}"}
 
 
-def test_gsm8k_reads_its_two_files(tmp_path: Path) -> None:
-    folder = gsm8k_folder(tmp_path, [row(1234), row(2)], [row(3), row(4)])
+def test_gsm8k_reads_its_two_files_and_never_trains_on_a_held_out_question(tmp_path: Path) -> None:
+    folder = gsm8k_folder(tmp_path, [row(1234), row(3), row(2)], [row(3), row(4)])
     task = tasks.load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
     assert [e.answer for e in task.train] == ["1234", "2"]
     assert [e.answer for e in task.heldout] == ["3"]
@@ -106,19 +97,10 @@ def test_gsm8k_reads_its_two_files(tmp_path: Path) -> None:
     assert '"####"' in question(task.train[0])
 
 
-def test_gsm8k_never_trains_on_a_held_out_question(tmp_path: Path) -> None:
-    folder = gsm8k_folder(tmp_path, [row(1), row(3)], [row(3)])
-    task = tasks.load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
-    assert [e.answer for e in task.train] == ["1"]
-
-
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
         ("{", "not JSON"),
-        ("[]", "expected a JSON object"),
-        ('{"question": "a"}', "answer is missing"),
-        ('{"question": "a", "answer": 7}', "answer must be a string"),
         ('{"question": " ", "answer": "#### 7"}', "question is empty"),
         ('{"question": "a", "answer": "7"}', "answer has no line '#### N'"),
     ],
@@ -128,11 +110,6 @@ def test_a_bad_line_of_gsm8k_is_named(tmp_path: Path, line: str, fault: str) -> 
     (folder / "train.jsonl").write_text(json.dumps(row(1)) + "\n" + line + "\n")
     with pytest.raises(UserError, match=f"train.jsonl:2: {fault}"):
         tasks.load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
-
-
-def test_gsm8k_without_its_files_says_which(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"task.path: .*test.jsonl can't be read"):
-        tasks.load(TaskConfig(name="gsm8k", path=str(tmp_path)), seed=0)
 
 
 def test_gsm8k_with_too_few_problems_to_hold_out_is_refused(tmp_path: Path) -> None:

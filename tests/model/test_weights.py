@@ -24,7 +24,6 @@ from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.architecture import Qwen2Config
 from mllm.model.decoder import Qwen2
-from mllm.model.layout import parameter_name
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16")
@@ -69,17 +68,6 @@ def sharded(tmp_path: Path) -> Path:
 # Loading and saving
 
 
-def test_each_layer_is_loaded_into_its_row_of_the_stacked_parameter() -> None:
-    params = load(FIXTURES / "tied")
-    stored = load_file(FIXTURES / "tied" / "model.safetensors")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        pattern = weights.TENSORS[parameter_name(path)]
-        expected = (
-            np.stack([stored[pattern.format(layer)] for layer in range(2)]) if "{}" in pattern else stored[pattern]
-        )
-        np.testing.assert_array_equal(leaf, expected)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_of_transformers(name: str, tmp_path: Path) -> None:
     params, config = load(FIXTURES / name), weights.read_config(FIXTURES / name)
@@ -94,15 +82,23 @@ def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_of_transformers(nam
     assert_same_bits(load(tmp_path), params)
 
 
+def on_eight_devices(config: Qwen2Config, dtype: Any, *, by_rows: bool) -> Any:
+    """The shapes of the parameters, of which each device holds a part; two share each unless split `by_rows`, too."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+        axes = [None] * (leaf.ndim - 1) + ["b"]
+        if by_rows and leaf.ndim == 2:
+            axes[0] = "a"
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    return jax.tree.map(abstract, nnx.state(Qwen2.abstract(config, param_dtype=dtype)))
+
+
 def test_parameters_have_the_dtypes_and_shardings_that_are_asked_for() -> None:
     folder = FIXTURES / "grouped_bfloat16"
     config = weights.read_config(folder)
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    by_rank = {1: PartitionSpec("a"), 2: PartitionSpec("a", "b"), 3: PartitionSpec(None, "b")}
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, by_rank[leaf.ndim])),
-        nnx.state(Qwen2.abstract(config, param_dtype=jnp.bfloat16)),
-    )
+    abstract = on_eight_devices(config, jnp.bfloat16, by_rows=True)
     params = weights.load(folder, config, abstract)
     for expected, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(params), strict=True):
         assert leaf.dtype == jnp.bfloat16
@@ -113,13 +109,7 @@ def test_parameters_have_the_dtypes_and_shardings_that_are_asked_for() -> None:
 def test_each_byte_is_read_once_however_many_devices_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = FIXTURES / "tied"
     config = weights.read_config(folder)
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*[None] * (leaf.ndim - 1), "b"))
-        ),
-        nnx.state(Qwen2.abstract(config)),
-    )
+    abstract = on_eight_devices(config, jnp.float32, by_rows=False)
     read: Counter[str] = Counter()
 
     class Counted(weights.Tensor):
@@ -144,21 +134,15 @@ def test_a_long_load_shows_its_bytes_and_their_speed(
     assert re.fullmatch(rf"loading untied_sharded: 100%.* {size}/{size} .*B/s\]\s*", bar)
 
 
-def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path) -> None:
+def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A file holds several times the largest tensor, as in Qwen2.5: JAX, in a thread of its own, may release a tensor's
     # memory only when the next one has been read.
-    config = Qwen2Config(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
+    sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "head_dim": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    config = Qwen2Config(**sizes, **heads, tie_word_embeddings=True)
     params = jax.jit(lambda: nnx.state(Qwen2(config, rngs=nnx.Rngs(0))))()
-    weights.save(tmp_path, config, params, dtype=jnp.bfloat16, max_shard_bytes=4_000_000)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 4_000_000)
+    weights.save(tmp_path, config, params, dtype=jnp.bfloat16)
     load(tmp_path)  # once, so that compiling and importing isn't counted
     # The parameters themselves are XLA's memory, which is not traced.
     tracemalloc.start()
@@ -170,52 +154,40 @@ def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path) ->
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) > 8 * file, "the bound would be too weak"
 
 
-def test_saving_holds_one_shard_in_host_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [30_000, 1], ids=["several tensors a file", "a tensor larger than a file"])
+def test_saving_holds_one_shard_in_host_memory(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = weights.read_config(FIXTURES / "untied_sharded")
     params = load(FIXTURES / "untied_sharded")
-    live: list[int] = []
+    saved: list[list[int]] = []
     save_tensors = weights.save_file
 
     def spy(tensors: dict[str, np.ndarray], *args: Any, **kwargs: Any) -> None:
-        live.append(sum(tensor.nbytes for tensor in tensors.values()))
+        saved.append([tensor.nbytes for tensor in tensors.values()])
         save_tensors(tensors, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "save_file", spy)
-        weights.save(tmp_path, config, params, dtype=jnp.float32, max_shard_bytes=30_000)
+    monkeypatch.setattr(weights, "save_file", spy)
+    monkeypatch.setattr(weights, "SHARD_BYTES", limit)
+    weights.save(tmp_path, config, params, dtype=jnp.float32, stop_ids=(7, 9), pad_id=3)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert len(live) == len(set(index["weight_map"].values())) > 2
-    assert max(live) <= 30_000
-    assert sum(live) == index["metadata"]["total_size"]
-    assert_same_bits(load(tmp_path), params)
-
-
-def test_a_tensor_larger_than_a_shard_gets_a_file_of_its_own(tmp_path: Path) -> None:
-    params = load(FIXTURES / "tied")
-    weights.save(tmp_path, weights.read_config(FIXTURES / "tied"), params, dtype=jnp.float32, max_shard_bytes=1)
-    assert len(list(tmp_path.glob("*.safetensors"))) == len(tensors_in(FIXTURES / "tied"))
-
-
-def test_stop_ids_and_padding_go_to_generation_config(tmp_path: Path) -> None:
-    weights.save(tmp_path, weights.read_config(FIXTURES / "tied"), load(FIXTURES / "tied"), stop_ids=(7, 9), pad_id=3)
+    assert len(saved) == len(set(index["weight_map"].values())) > 2
+    assert all(sum(sizes) <= limit or len(sizes) == 1 for sizes in saved)
+    assert sum(map(sum, saved)) == index["metadata"]["total_size"]
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert generation == {"eos_token_id": [7, 9], "pad_token_id": 3}
+    assert_same_bits(load(tmp_path), params)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_transformers_loads_an_export_and_computes_the_same_logits(name: str, tmp_path: Path) -> None:
+def test_transformers_loads_an_export_and_computes_the_same_logits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    weights.save(
-        tmp_path,
-        weights.read_config(FIXTURES / name),
-        load(FIXTURES / name),
-        dtype=jnp.float32,
-        max_shard_bytes=40_000,
-        stop_ids=(7, 9),
-    )
+    monkeypatch.setattr(weights, "SHARD_BYTES", 40_000)
+    config, params = weights.read_config(FIXTURES / name), load(FIXTURES / name)
+    weights.save(tmp_path, config, params, dtype=jnp.float32, stop_ids=(7, 9))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(model).__name__ == "Qwen2ForCausalLM"
     assert model.generation_config.eos_token_id == [7, 9]
@@ -257,12 +229,13 @@ def test_a_save_that_is_interrupted_leaves_the_earlier_export_as_it_was(
         return interrupt() if path.name == ".sharded.unfinished" else rename(path, target)
 
     rename = Path.rename
+    monkeypatch.setattr(weights, "SHARD_BYTES", 20_000)
     if stage == "second shard":
         monkeypatch.setattr(weights, "save_file", first_shard_only)
     elif stage == "last rename":
         monkeypatch.setattr(Path, "rename", first_rename_only)
     with pytest.raises(KeyboardInterrupt):
-        weights.save(sharded, config, params, max_shard_bytes=20_000, also=interrupt if stage == "tokenizer" else None)
+        weights.save(sharded, config, params, also=interrupt if stage == "tokenizer" else None)
     assert bytes_in(sharded) == before
     assert list(sharded.parent.iterdir()) == [sharded]
 

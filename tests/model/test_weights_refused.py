@@ -40,13 +40,6 @@ def error_of(folder: Path) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("kept", [0, 5, 100, -1], ids=["empty", "within the length", "within the header", "by a byte"])
-def test_a_truncated_file_is_refused(kept: int, tied: Path) -> None:
-    file = tied / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:kept])
-    assert error_of(tied).startswith(f"{file}: truncated or not a safetensors file")
-
-
 def test_a_tensor_that_is_not_in_the_shard_that_the_index_names_is_refused(sharded: Path) -> None:
     index = sharded / "model.safetensors.index.json"
     edit(index, lambda index: index["weight_map"].update({"model.norm.weight": "model-00001-of-00003.safetensors"}))
@@ -82,39 +75,33 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused(change: Callable
     assert "tie_word_embeddings" in message
 
 
-def header(**changes: Any) -> dict[str, Any]:
-    return {"model.norm.weight": {"dtype": "F32", "shape": [32], "data_offsets": [0, 128], **changes}}
+HEADER = {"model.norm.weight": {"dtype": "F32", "shape": [32], "data_offsets": [0, 128]}}
 
 
 @pytest.mark.parametrize(
     ("content", "length"),
     [
-        (b"{}", 2**63),
         (b"{}", 2**64 - 1),
-        (b"{}", 101_000_000),
-        (b"{}", 1000),
         (b"\xff\xff", None),
-        (b"[]", None),
         (b"[" * 5000, None),
-        (header(dtype="PICKLE"), None),
-        (header(shape=[-32]), None),
-        (header(shape=[2**40, 2**40]), None),
-        (header(shape=[33]), None),
-        (header(data_offsets=[-128, 0]), None),
-        (header(data_offsets=[128, 0]), None),
-        (header(data_offsets=[64, 192]), None),
-        (header(data_offsets=[0, 2**62]), None),
-        ({**header(), "model.norm.bias": header()["model.norm.weight"]}, None),
+        (json.dumps(HEADER).replace("F32", "PICKLE").encode(), None),
+        (json.dumps(HEADER).replace("[32]", f"[{2**40}, {2**40}]").encode(), None),
+        (json.dumps(HEADER).replace("[0, 128]", "[64, 192]").encode(), None),
+        (json.dumps(HEADER).replace("[0, 128]", f"[0, {2**62}]").encode(), None),
     ],
     ids=[
-        "longer than there are numbers", "longer than memory", "longer than any", "longer than the file", "no text",
-        "a list", "nested", "an unknown dtype", "a negative size", "a size that overflows", "a wrong size",
-        "an offset before the data", "an end before the start", "a hole", "an end past the file", "an overlap",
+        "longer than memory",
+        "no text",
+        "nested",
+        "unknown dtype",
+        "size that overflows",
+        "hole",
+        "end past the file",
     ],
-)  # fmt: skip
-def test_a_wrong_header_is_refused(content: Any, length: int | None, tied: Path) -> None:
-    file, text = tied / "model.safetensors", content if isinstance(content, bytes) else json.dumps(content).encode()
-    file.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + bytes(128))
+)
+def test_a_wrong_header_is_refused(content: bytes, length: int | None, tied: Path) -> None:
+    file = tied / "model.safetensors"
+    file.write_bytes((len(content) if length is None else length).to_bytes(8, "little") + content + bytes(128))
     assert error_of(tied).startswith(f"{file}: truncated or not a safetensors file")
 
 
@@ -139,13 +126,6 @@ def test_links_are_followed_because_the_hubs_cache_is_made_of_them(sharded: Path
         (snapshot / path.name).symlink_to(path)
     for one, other in zip(jax.tree.leaves(load(snapshot)), jax.tree.leaves(load(sharded)), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-# Where a model comes from
-
-
-def test_a_local_folder_is_used_as_it_is(tied: Path) -> None:
-    assert weights.fetch_folder(str(tied)) == tied
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "Qwen/Qwen2.5-0.0B", "~nobody-here/model"])
