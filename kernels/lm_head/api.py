@@ -130,11 +130,11 @@ def token_loss(
     _check_sides(hidden, weight)
     check_tokens(np.shape(hidden)[:-1], "hidden", {"labels": labels, "weights": given, **named})
     check_labels(labels, given != 0, vocabulary=np.shape(weight)[0])
-    hidden, weight, labels, given, *operands = map(jnp.asarray, (hidden, weight, labels, given, *operands))
-    arrays = same_varying((hidden, weight, labels, given, checked_temperature(temperature), *operands))
-    closed = autodiff.close_objective(objective, [x.dtype for x in operands], varying_axes(arrays[0]))
+    everything = (hidden, weight, labels, given, checked_temperature(temperature), *operands)
+    arrays = same_varying(tuple(map(jnp.asarray, everything)))
+    closed = autodiff.close_objective(objective, [x.dtype for x in arrays[5:]], varying_axes(arrays[0]))
     options = Options(
-        checked_softcap(softcap), product_dtype(dtype, hidden, weight), workspace, entropy_slopes=closed.uses_entropy
+        checked_softcap(softcap), product_dtype(dtype, *arrays[:2]), workspace, entropy_slopes=closed.uses_entropy
     )
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> tuple[Float[Array, ""], TokenLogprobs]:

@@ -63,8 +63,9 @@ def close_objective(objective: Objective, dtypes: Sequence[Any], varying: Set[st
     """The objective of operands with these dtypes which, under the caller's `shard_map`, vary over these axes."""
     dtypes = (jnp.float32, jnp.float32, *dtypes)
     closed = _traced(objective, dtypes, varying)
-    if [x.shape for x in closed.out_avals] != [()] or not jnp.issubdtype(closed.out_avals[0].dtype, jnp.floating):
-        raise ValueError(f"objective must give one floating number a token, not {closed.out_avals}")
+    out: list[Any] = closed.out_avals
+    if [x.shape for x in out] != [()] or not jnp.issubdtype(out[0].dtype, jnp.floating):
+        raise ValueError(f"objective must give one floating number a token, not {out}")
 
     def function(*scalars_and_shared: Array) -> Array:
         given, shared = scalars_and_shared[: len(dtypes)], scalars_and_shared[len(dtypes) :]
