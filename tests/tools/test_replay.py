@@ -68,10 +68,3 @@ def test_with_sound_parameters_the_same_batch_is_finite(settings, tmp_path, caps
         f"step 2 of {sound.run_dir}, parameters of checkpoint 4: 3 updates later",
         "all 8 rows are finite",
     ]
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "skipped/step_7.npz"])
-def test_a_replay_of_something_else_is_refused(settings, capsys, name):
-    path = Path(settings.run_dir, name)
-    assert replay.main([str(path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {path}: not ")

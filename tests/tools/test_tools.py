@@ -111,18 +111,6 @@ def test_another_run_begins_where_the_export_ends(exported, tmp_path):
         assert first_evaluation[key] == last[key]
 
 
-def test_a_folder_that_is_no_run_is_not_exported(tmp_path, capsys):
-    assert f"{tmp_path / 'nowhere'}: no config.yaml" in refused(capsys, export, tmp_path / "nowhere")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_without_checkpoints_is_not_exported(copy, capsys):
-    shutil.rmtree(copy / "checkpoints")
-    before = checksums(copy)
-    assert f"{copy / 'checkpoints'}: no checkpoint" in refused(capsys, export, copy)
-    assert checksums(copy) == before
-
-
 def test_a_step_without_checkpoint_is_answered_with_those_that_there_are(copy, capsys):
     assert "no checkpoint 3; there are [2, 4]" in refused(capsys, export, copy, "--step", 3)
     assert not (copy / "export").exists()
@@ -173,26 +161,10 @@ def test_a_second_run_has_a_color_of_its_own(trained, copy, tmp_path):
     assert near[1] > 100
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "no metrics.jsonl with a line in it"),
-        ("", "no metrics.jsonl with a line in it"),
-        ('{"step": 0}\n', "metrics.jsonl has nothing to draw yet"),
-        ("[1]\n", "damaged: a line is no record of a step"),
-    ],
-)
-def test_a_run_that_can_not_be_drawn_is_refused(tmp_path, capsys, content, said):
-    if content is not None:
-        (tmp_path / "metrics.jsonl").write_text(content)
-    assert said in refused(capsys, plot, tmp_path)
+def test_a_run_without_a_step_is_not_drawn(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    assert "metrics.jsonl has nothing to draw yet" in refused(capsys, plot, tmp_path)
     assert not (tmp_path / "curves.png").exists()
-
-
-@pytest.mark.parametrize("out", ["curves", "curves.xyz", "metrics.jsonl/a.png"])
-def test_a_picture_that_can_not_be_written_is_refused(trained, capsys, out):
-    path = Path(trained.run_dir, out)
-    assert f"--out: {path} can't be written" in refused(capsys, plot, trained.run_dir, "--out", path)
 
 
 @pytest.mark.parametrize("command", [*TOOLS, "bench head", "bench train"])
