@@ -5,10 +5,11 @@
     ended.reason    # "" or one line that says why the child failed
 
 A child that also calls `end_with_parent` dies with its parent, even when the parent is killed. This module imports
-nothing but the standard library, so that a child that must start without JAX can use it.
+only the standard library.
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -26,7 +27,6 @@ PAUSE = 0.05
 """Seconds between two looks at the child."""
 LONGEST = 300
 """Characters of a reason."""
-_TRACEBACK = "Traceback (most recent call last):\n"
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def run(
         tell: is called with each answer as it comes, from another thread.
         until: the child is killed as soon as this returns True.
     """
-    deadline = None if seconds is None else time.monotonic() + seconds
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
     answers: list[Any] = []
-    late = wanted = False
+    late = False
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
         process = subprocess.Popen(
             command,
@@ -92,12 +92,10 @@ def run(
         reader = threading.Thread(target=_read_answers, args=(process.stdout, answers, tell), daemon=True)
         reader.start()
         try:
-            while process.poll() is None and not late and not wanted:
+            while process.poll() is None and not late and not (until and until()):
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(PAUSE)
-                late = deadline is not None and time.monotonic() >= deadline
-                wanted = until is not None and until()
-            late = late and process.returncode is None
+                late = process.returncode is None and time.monotonic() >= deadline
         finally:
             code = process.returncode
             kill_session(process)
@@ -139,11 +137,9 @@ def descendants(pid: int) -> list[int]:
 
 def reason(said: str) -> str:
     """The one line that names the error among what a process wrote to stderr."""
-    last = said.rpartition(_TRACEBACK)[2] if _TRACEBACK in said else ""
-    raised = [line for line in last.splitlines() if line.strip() and not line[0].isspace()]  # JAX's remarks come after
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"\S*(Error|Exception|EXHAUSTED)\b", line)]
-    found = raised[:1] or errors[-1:] or lines[-1:] or ["it said nothing"]
+    errors = [line for line in lines if re.match(r"\S*(Error|Exception|EXHAUSTED)\b", line)]  # JAX's remarks come after
+    found = errors[-1:] or lines[-1:] or ["it said nothing"]
     return found[0][:LONGEST]
 
 

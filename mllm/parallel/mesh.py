@@ -1,8 +1,8 @@
 """The device mesh, and the one table of logical axes.
 
-A dim of a parameter, an activation or a batch has a logical name. `RULES` maps that name to mesh axes, and nothing else
-in the project speaks of mesh axes. dp replicates the parameters, fsdp shards them along the hidden size and gathers
-them at use, tp shards heads, the feed-forward layer and the vocabulary. Knows no model: `mllm/model/layout.py` does.
+A dim of a parameter, an activation or a batch has a logical name, which `RULES` maps to mesh axes. dp replicates the
+parameters, fsdp shards them along the hidden size and gathers them at use, tp shards heads, the feed-forward layer and
+the vocabulary. Knows no model: `mllm/model/layout.py` does.
 """
 
 from collections.abc import Mapping
@@ -45,12 +45,10 @@ def make_mesh(config: MeshConfig) -> Mesh:
     axes = config.model_dump()
     needed, devices = int(np.prod(list(axes.values()))), jax.devices()
     if needed > len(devices):
-        fitting = {axis: len(devices) * size // needed for axis, size in axes.items()}
-        ways = " or ".join(f"mesh.{axis}={size}" for axis, size in fitting.items() if size and axes[axis] > 1)
-        raise UserError(
-            f"mesh: dp * fsdp * tp = {needed}, but there are {len(devices)} devices: "
-            + (f"set {ways}" if ways else "lower more than one of them")
-        )
+        fitting = {axis: len(devices) * size // needed for axis, size in axes.items() if size > 1}
+        ways = " or ".join(f"mesh.{axis}={size}" for axis, size in fitting.items() if size)
+        way_out = f"set {ways}" if ways else "lower more than one of them"
+        raise UserError(f"mesh: dp * fsdp * tp = {needed}, but there are {len(devices)} devices: {way_out}")
     if needed < len(devices) and jax.process_count() > 1:
         raise UserError(
             f"mesh: dp * fsdp * tp = {needed}, but the {jax.process_count()} processes have {len(devices)} devices "

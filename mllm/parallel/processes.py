@@ -4,8 +4,7 @@ Every process runs the same program, and its arrays span the devices of all. Wha
 its rows, a signal that reached it, an error) it shares by `gather_objects`; process 0 writes the run's files. With a
 single process all of this costs nothing.
 
-Left out: processes that join or leave while a run goes on. One that dies takes the others with it, and the same command
-resumes.
+A process that dies takes the others with it, and the same command resumes.
 """
 
 import os
@@ -26,7 +25,6 @@ from mllm.errors import UserError
 from mllm.parallel.mesh import sharding
 
 T = TypeVar("T")
-
 FRAME = 4096
 """Bytes of the first message in `gather_objects`; only longer values take a second one."""
 
@@ -55,23 +53,20 @@ class ProcessGroup(NamedTuple):
         Raises:
             UserError: only some of the three are given, or a value is impossible.
         """
-        given = {
+        flags = {
             "--coordinator": (coordinator, "JAX_COORDINATOR_ADDRESS"),
             "--processes": (processes, "JAX_NUM_PROCESSES"),
             "--process": (process, "JAX_PROCESS_ID"),
         }
-        found: dict[str, Any] = {
-            flag: environment.get(name) if value is None else value for flag, (value, name) in given.items()
-        }
-        if all(value is None for value in found.values()):
+        given = [environment.get(name) if value is None else str(value) for value, name in flags.values()]
+        if given == [None, None, None]:
             return None
-        for flag, value in found.items():
+        for (flag, (_, name)), value in zip(flags.items(), given, strict=True):
             if value is None:
-                raise UserError(f"{flag}: missing (or {given[flag][1]}); several processes need {', '.join(found)}")
-        for flag in ("--processes", "--process"):
-            if not str(found[flag]).isdigit():
-                raise UserError(f"{flag}: {found[flag]}: expected a whole number")
-        address, count, index = str(found["--coordinator"]), int(found["--processes"]), int(found["--process"])
+                raise UserError(f"{flag}: missing (or {name}); several processes need {', '.join(flags)}")
+            if flag != "--coordinator" and not value.isdigit():
+                raise UserError(f"{flag}: {value}: expected a whole number")
+        address, count, index = str(given[0]), int(given[1] or 0), int(given[2] or 0)
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 2**16:
             raise UserError(f"--coordinator: {address}: expected host:port, of process 0")
@@ -87,16 +82,10 @@ class ProcessGroup(NamedTuple):
         Raises:
             UserError: the port of process 0 is taken.
         """
-        if self.process == 0:
-            timeout_error = f"--coordinator: not all {self.processes} processes came to {self.coordinator}"
-        else:
-            timeout_error = (
-                f"--coordinator: process 0 does not answer at {self.coordinator}, "
-                f"or not all {self.processes} processes came"
-            )
+        silent = "process 0 does not answer or " if self.process else ""
         try:
             connect(
-                timeout_error,
+                f"--coordinator: {silent}not all {self.processes} processes came to {self.coordinator}",
                 seconds,
                 coordinator_address=self.coordinator,
                 num_processes=self.processes,
@@ -104,10 +93,9 @@ class ProcessGroup(NamedTuple):
                 cluster_detection_method="deactivate",
             )
         except jax.errors.JaxRuntimeError as error:
-            reason = next(iter(str(error).splitlines()), "")
-            raise UserError(
-                f"--coordinator: {self.coordinator} can't be opened ({reason}); take another port"
-            ) from None
+            reason = str(error).partition("\n")[0]
+            message = f"--coordinator: {self.coordinator} can't be opened ({reason}); take another port"
+            raise UserError(message) from None
 
 
 def join_cluster(seconds: int) -> None:
@@ -119,14 +107,14 @@ def join_cluster(seconds: int) -> None:
     try:
         connect("--cluster: not all of its processes came", seconds)
     except (ValueError, RuntimeError) as error:
-        reason = next(iter(str(error).splitlines()), "")
+        reason = str(error).partition("\n")[0]
         raise UserError(f"--cluster: none found ({reason}); give --coordinator, --processes and --process") from None
 
 
 def connect(timeout_error: str, seconds: int, **group: Any) -> None:
     """Initialize `jax.distributed`; where that takes longer than `seconds`, end the process with `timeout_error`.
 
-    A watchdog ends it because JAX's own time limit aborts the process with a C++ stack trace.
+    JAX's own time limit would abort the process with a C++ stack trace.
     """
 
     def give_up() -> None:
@@ -159,15 +147,13 @@ def gather_objects(value: T) -> list[T]:
     if max(lengths) > FRAME:
         # Lengths are powers of two, because JAX compiles a program for each.
         frames = multihost_utils.process_allgather(pad_or_cut(message, 1 << (int(max(lengths)) - 1).bit_length()))
-    pairs = [pickle.loads(frame[:length].tobytes()) for frame, length in zip(frames, lengths, strict=True)]
-    return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
+    values = dict(pickle.loads(frame[:length].tobytes()) for frame, length in zip(frames, lengths, strict=True))
+    return [values[process] for process in range(jax.process_count())]
 
 
 def pad_or_cut(message: np.ndarray, size: int) -> np.ndarray:
-    """The first `size` bytes of a message; zeros follow a shorter one."""
-    frame = np.zeros(size, np.uint8)
-    frame[: message.size] = message[:size]
-    return frame
+    """The first `size` bytes of a message, or a shorter one with zeros behind it."""
+    return np.pad(message[:size], (0, max(0, size - message.size)))
 
 
 @contextmanager
@@ -196,7 +182,7 @@ class RowShare:
     count: int
     """How many shares there are; processes whose devices differ only along tp hold the same share."""
     first_process: tuple[int, ...]
-    """For each share, the first process that holds it."""
+    """The first process that holds each share."""
 
     @classmethod
     def of_mesh(cls, mesh: Mesh) -> "RowShare":

@@ -6,48 +6,24 @@ stopped there. Its total is what the compiler holds against a TPU's HBM: a refus
 `memory_analysis()` adds up more temporaries where there are collectives, and exceeds HBM for programs that the compiler
 accepts. A program that is too large has an account, too. For GPUs there are two compilations, see `gpus.py`.
 Leaves out what the compiler finds out later: whether each kernel finds room on chip.
-
-Run as a program it is the compiler's process, which ends with its parent and then removes the folder.
 """
 
-import json
 import os
 import re
-import shutil
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mllm import child_process
 from mllm.plan import gpus, targets
 
-ROOT = Path(__file__).parent.parent.parent
+TPU_FILES = (".after_optimizations", ".after_optimizations_after_buffer_assignment.txt")
+GPU_FILES = (".*_gpu_after_optimizations", ".0.ir-no-opt.ll")
+"""How the names of the two files with the account begin, behind the module's name; and the file that is written after
+them (on GPUs the first kernel's code), unless a program is too large for a TPU: then the compiler ends by itself."""
 _TOTAL = re.compile(r"\(color=0\)\nTotal bytes: (\d+)")
 _ARGUMENT = re.compile(r"^allocation \d+: size (\d+), .*\bparameter \d+", re.MULTILINE)
-_HBM = re.compile(r"^allocation \d+: size (\d+), (?!color)(.*):$", re.MULTILINE)
-
-
-class Files(NamedTuple):
-    """The files that the compiler writes, by the ends of their names, with wildcards."""
-
-    report: str
-    assignment: str
-    last: str
-    """Written after the others, unless a program is too large for a TPU; then the compiler ends by itself."""
-
-
-TPU_FILES = Files(
-    report=".after_optimizations-memory-usage-report.txt",
-    assignment=".after_optimizations-buffer-assignment.txt",
-    last=".after_optimizations_after_buffer_assignment.txt",
-)
-GPU_FILES = Files(
-    report=".*_gpu_after_optimizations-memory-usage-report.txt",
-    assignment=".*_gpu_after_optimizations-buffer-assignment.txt",
-    last=".0.ir-no-opt.ll",  # the first kernel's code
-)
+_TEMPORARY = re.compile(r"^allocation \d+: size (\d+), (?!color).*preallocated-temp", re.MULTILINE)
 
 
 class Account(NamedTuple):
@@ -65,7 +41,7 @@ def read(target: str, program: str, axes: Mapping[str, int], **arguments: Any) -
     Raises:
         ValueError: it can't be compiled; one line says why. A program that is too large can.
     """
-    given = json.dumps({**arguments, "mesh": dict(axes)})
+    given = {**arguments, "mesh": dict(axes)}
     if not gpus.is_gpu(target):
         return _read(target, program, given, TPU_FILES)
     found, refusals = [], []
@@ -79,26 +55,22 @@ def read(target: str, program: str, axes: Mapping[str, int], **arguments: Any) -
     return max(found, key=lambda account: account.peak)
 
 
-def _read(target: str, program: str, arguments: str, files: Files, *flags: str) -> Account:
+def _read(target: str, program: str, arguments: Mapping[str, Any], files: tuple[str, str], *flags: str) -> Account:
+    begin, last = files
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inherited = os.environ.get("XLA_FLAGS", "")
         xla = " ".join([inherited, *flags, f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text"])
-        ended = child_process.run(
-            [sys.executable, "-m", "mllm.plan.assignment", name, target, program, arguments],
-            cwd=ROOT,
-            env={**targets.ENVIRONMENT, **os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla},
-            until=lambda: find(folder, files.last) is not None,
+        ended = targets.run_child(
+            target, program, arguments, {"XLA_FLAGS": xla}, folder, until=lambda: any(folder.glob(f"*{last}"))
         )
-        report, assignment = find(folder, files.report), find(folder, files.assignment)
+        # Files of the compiler for the CPU have other names.
+        report, assignment = (
+            next(folder.glob(f"*{begin}-{file}.txt"), None) for file in ("memory-usage-report", "buffer-assignment")
+        )
         if report is None or assignment is None:
             raise ValueError(f"{program} on {target}: {ended.reason or 'the compiler left no report'}")
         return account(report.read_text(), assignment.read_text())
-
-
-def find(folder: Path, ending: str) -> Path | None:
-    """The file with this ending, or None; files of the compiler for the CPU have other names."""
-    return next(folder.glob(f"*{ending}"), None)
 
 
 def account(report: str, assignment: str) -> Account:
@@ -106,14 +78,5 @@ def account(report: str, assignment: str) -> Account:
     total = _TOTAL.search(report)
     if total is None:
         raise ValueError("the compiler's report has another form; is the compiler that of make aot or make aot-gpu?")
-    kinds = _HBM.findall(assignment)
-    return Account(
-        arguments=sum(map(int, _ARGUMENT.findall(assignment))),
-        temporaries=sum(int(size) for size, kind in kinds if "preallocated-temp" in kind),
-        peak=int(total[1]),
-    )
-
-
-if __name__ == "__main__":
-    child_process.end_with_parent(lambda: shutil.rmtree(sys.argv[1], ignore_errors=True))
-    targets.main(*sys.argv[2:])
+    arguments, temporaries = (sum(map(int, kind.findall(assignment))) for kind in (_ARGUMENT, _TEMPORARY))
+    return Account(arguments, temporaries, int(total[1]))

@@ -28,8 +28,6 @@ CAVEAT = "by XLA's compiler without a GPU, and never held against one; the large
 """What a reader of the figures should know."""
 FLAGS = ("--xla_gpu_enable_triton_gemm=true", "--xla_gpu_enable_triton_gemm=false")
 """For `XLA_FLAGS`: matrix products by Triton, and by cuBLAS."""
-LARGEST_HOST = 8
-"""GPUs."""
 
 
 def is_gpu(target: str) -> bool:
@@ -43,11 +41,10 @@ def count(target: str) -> int:
     Raises:
         ValueError: a host can't have that many.
     """
-    _, _, number = target.partition(":")
-    found = int(number) if number.isdecimal() else 0
-    if ":" in target and not 1 <= found <= LARGEST_HOST:
-        raise ValueError(f"target {target!r}: there are h100 and h100:2 to h100:{LARGEST_HOST}, the GPUs of a host")
-    return found or 1
+    found = re.fullmatch(r"h100(?::([1-8]))?", target)
+    if found is None:
+        raise ValueError(f"target {target!r}: there are h100 and h100:2 to h100:8, the GPUs of a host")
+    return int(found[1] or 1)
 
 
 def devices(target: str) -> Sequence[jax.Device]:

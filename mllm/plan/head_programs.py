@@ -31,15 +31,15 @@ def general(mesh: Mesh, *, entropy: bool = False, **sizes: Any) -> Program:
 
     The cotangents are those of log-probability and logsumexp, and with `entropy` of the entropy.
     """
-    options, arguments = options_and_shapes(mesh, **sizes)
+    statistics, arguments = value(mesh, **sizes)
     outputs = 3 if entropy else 2
 
     def gradients(hidden: Array, weight: Array, labels: Array, live: Array, *cotangents: Array) -> Any:
-        def statistics(hidden: Array, weight: Array) -> Any:
-            results = tuple(token_logprobs(hidden, weight, labels, where=live != 0, **options))
+        def split(hidden: Array, weight: Array) -> Any:
+            results = tuple(statistics(hidden, weight, labels, live))
             return results[:outputs], results[outputs:]
 
-        results, pull, rest = jax.vjp(statistics, hidden, weight, has_aux=True)
+        results, pull, rest = jax.vjp(split, hidden, weight, has_aux=True)
         return results + rest, pull(cotangents[:outputs])
 
     return gradients, arguments
@@ -57,9 +57,8 @@ def loss(mesh: Mesh, *, workspace: int | None = None, entropy: bool = False, **s
     def step(hidden: Array, weight: Array, labels: Array, weights: Array, *operands: Array) -> Any:
         def total(hidden: Array, weight: Array) -> Any:
             per_token = operands[:2]  # advantages, and log-probabilities of the policy that sampled
-            return token_loss(
-                hidden, weight, labels, objective, *per_token, weights=weights, workspace=workspace, **options
-            )
+            given = {"weights": weights, "workspace": workspace, **options}
+            return token_loss(hidden, weight, labels, objective, *per_token, **given)
 
         return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
 

@@ -1,21 +1,11 @@
 """Plans a run's memory before the run takes any: python train.py --config NAME --plan [--target v6e:2x4].
 
 The run's programs are made from shapes (programs.py) and given to the compiler: that of the devices at hand, or, for
-devices that aren't there, libtpu (TPUs) or XLA's plugin for CUDA (H100s), which are stopped once they have laid out the
-memory (assignment.py). The table has a line for each phase; its columns are bytes a device, known from:
-
-    parameters   and copies of them: the decoding layout, the reference policy            [shapes]
-    optimizer    its moments, which are held in every phase                                [shapes]
-    gradients    sums over micro-batches                                                   [shapes]
-    KV cache     for the rows that are decoded at a time                                   [shapes]
-    head         temporaries of the head, compiled alone for a micro-batch; where tokens
-                 are sampled, the logits, which are known from shapes                      [compiler]
-    activations  whatever else the peak holds: the compiler does not say more              [compiler - the others]
-    peak         the peak of the phase's program, and what is held beside it               [compiler + shapes]
-
-The largest micro-batch is found by bisection, with a compilation for each step, among those that divide the batch and
-the mesh. Leaves out: the host's memory; fragmentation; what a compiler finds out later, such as a kernel that has no
-room on chip.
+devices that aren't there, libtpu (TPUs) or XLA's plugin for CUDA (H100s), see assignment.py. The table has a line for
+each phase and a column for each of `COLUMNS`. Parameters (with the copies for decoding and for the reference policy),
+optimizer, gradients and KV cache are known from shapes. The head is the compiler's figure for the head's temporaries,
+compiled alone for a micro-batch, or the logits that tokens are sampled from. Activations are whatever else the peak
+holds. Leaves out: the host's memory; fragmentation; what a compiler finds out after it has laid out the memory.
 """
 
 import math
@@ -60,11 +50,10 @@ class Devices:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a run and its memory on each device."""
+    """A phase of a run and its memory on each device, in bytes by `COLUMNS`."""
 
     name: str
     parts: dict[str, int]
-    """Bytes by `COLUMNS`; they add up to the peak."""
 
     @property
     def peak(self) -> int:
@@ -110,24 +99,20 @@ class Planner:
 
     def phases(self) -> list[Phase]:
         """The phases prefill, decode and log-prob, where the run has them; the update comes last."""
-        config, shapes = self.config, self.programs
-        params, optimizer = on_device(shapes.state.params), on_device(shapes.state.opt_state)
-        reference = self.reference
+        config, shapes, reference = self.config, self.programs, self.reference
+        optimizer = on_device(shapes.state.opt_state)
+        held = {"parameters": on_device(shapes.state.params) + reference, "optimizer": optimizer}
         found = []
         if config.rollout is not None:
             # While tokens are sampled, the parameters and the optimizer's moments stay in memory.
-            held = {"parameters": params + reference, "optimizer": optimizer}
-            copy, cache = on_device(shapes.decoding_weights()), on_device(shapes.cache())
-            known = {**held, "parameters": held["parameters"] + copy, "KV cache": cache}
+            decoding, cache = held["parameters"] + on_device(shapes.decoding_weights()), on_device(shapes.cache())
+            known = {**held, "parameters": decoding, "KV cache": cache}
             for name, logits in (("prefill", 0), ("decode", on_device(shapes.logits()))):
-                account = self.compile(name, name)
-                found.append(phase(name, account.peak + sum(held.values()), known, logits))
+                found.append(phase(name, self.compile(name, name).peak + sum(held.values()), known, logits))
         if config.grpo is not None:
-            known = {"parameters": params + reference, "optimizer": optimizer}
             account, head = self.compile("log-prob", "logprob"), self.compile("log-prob, head", "head_of_logprob")
-            found.append(phase("log-prob", account.peak + reference + optimizer, known, head.temporaries))
-        gradients = on_device(shapes.gradients())
-        known = {"parameters": params + reference, "optimizer": optimizer, "gradients": gradients}
+            found.append(phase("log-prob", account.peak + reference + optimizer, held, head.temporaries))
+        known = {**held, "gradients": on_device(shapes.gradients())}
         account, head = self.compile("update", "update"), self.compile("update, head", "head_of_update")
         found.append(phase("update", account.peak + reference, known, head.temporaries))
         return found
@@ -139,16 +124,13 @@ class Planner:
         if self.devices.target is None:
             function, arguments = getattr(Programs(config, self.devices.mesh), name)()
             jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
-            account = here(jitted.trace(*arguments).lower().compile())
+            memory = targets.memory(jitted.trace(*arguments).lower().compile())
+            account = Account(memory["argument"], memory["temp"], memory["peak"])
         else:
+            settings = {"config": config.model_dump(mode="json"), "name": name}
+            program, axes = "mllm.plan.programs:program", self.devices.mesh.shape
             try:
-                account = assignment.read(
-                    self.devices.target,
-                    "mllm.plan.programs:program",
-                    self.devices.mesh.shape,
-                    config=config.model_dump(mode="json"),
-                    name=name,
-                )
+                account = assignment.read(self.devices.target, program, axes, **settings)
             except ValueError as error:
                 raise UserError(f"--target: {error}") from None
         self.tell(f"{title + ':':16} {size(account.peak):>10}, compiled in {time.perf_counter() - start:.0f} s")
@@ -200,12 +182,6 @@ def memory_at_hand(mesh: Mesh) -> int:
     return device.memory_stats()["bytes_limit"]
 
 
-def here(program: jax.stages.Compiled) -> Account:
-    """The account of a program that was compiled for the devices at hand."""
-    memory = targets.memory(program)
-    return Account(memory["argument"], memory["temp"], memory["peak"])
-
-
 def on_device(tree: Any) -> int:
     """Bytes that one device holds of a tree of shapes, by their shardings."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -218,8 +194,7 @@ def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
     """
     rest = max(peak - sum(known.values()), 0)
     head = min(head, rest)
-    parts = {**dict.fromkeys(COLUMNS, 0), **known, "head": head, "activations": rest - head}
-    return Phase(name, parts)
+    return Phase(name, {**dict.fromkeys(COLUMNS, 0), **known, "head": head, "activations": rest - head})
 
 
 def micro_batches(batch: int, shards: int) -> list[int]:
@@ -243,9 +218,7 @@ def remedy(config: Config, phases: Sequence[Phase], devices: Devices, rows: int 
     missing = f"{size(worst.peak - devices.memory)} too much in {worst.name}"
     state = phases[-1].parts["parameters"] + phases[-1].parts["optimizer"]
     if state > devices.memory:
-        fsdp = config.mesh.fsdp
-        while state * config.mesh.fsdp / fsdp > devices.memory:
-            fsdp *= 2
+        fsdp = config.mesh.fsdp * 2 ** math.ceil(math.log2(state / devices.memory))
         return f"mesh: parameters and optimizer take {size(state)} a device ({missing}); mesh.fsdp={fsdp} spreads them"
     if worst.name in ("prefill", "decode"):
         assert config.rollout is not None
@@ -255,10 +228,8 @@ def remedy(config: Config, phases: Sequence[Phase], devices: Devices, rows: int 
         if fitting < 1:
             return f"rollout: the copy of the parameters for decoding leaves no room ({missing}); raise mesh.tp"
         return f"rollout.batch_size: {rows_decoded} rows do not fit ({missing}); about {fitting} would"
-    configured = config.micro_batch_size or config.batch_size
-    if rows is None:
-        return f"micro_batch_size: {configured} does not fit ({missing}), nor does a smaller one; raise mesh.fsdp"
-    return f"micro_batch_size: {configured} does not fit ({missing}); set it to {rows}"
+    way_out = ", nor does a smaller one; raise mesh.fsdp" if rows is None else f"; set it to {rows}"
+    return f"micro_batch_size: {config.micro_batch_size or config.batch_size} does not fit ({missing}){way_out}"
 
 
 def table(phases: Sequence[Phase], memory: int) -> str:

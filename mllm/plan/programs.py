@@ -30,9 +30,9 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments, trees of jax.ShapeDtypeStruct with shardings."""
 
 
-def program(mesh: Mesh, *, config: dict[str, Any], name: str, kind: type[Forward] = Forward) -> Program:
+def program(mesh: Mesh, *, config: dict[str, Any], name: str) -> Program:
     """The program of `Programs` with this name; `config` as `Config.model_dump` gives it."""
-    return getattr(Programs(Config.model_validate(config), mesh, kind), name)()
+    return getattr(Programs(Config.model_validate(config), mesh), name)()
 
 
 class Programs:
@@ -125,8 +125,7 @@ class Programs:
         config = self.config
         assert config.rollout is not None
         evaluated = 0 if config.eval is None or config.task is None else config.eval.prompts or config.task.heldout
-        trained = config.batch_size if config.algorithm == "grpo" else 0
-        rows = config.rollout.batch_size or max(evaluated, trained)
+        rows = config.rollout.batch_size or max(evaluated, config.batch_size if config.algorithm == "grpo" else 0)
         return rows + -rows % self.layout.row_shards
 
     def decode_inputs(self) -> DecodeInputs:
@@ -160,8 +159,7 @@ class Programs:
 
     def logits(self) -> jax.ShapeDtypeStruct:
         """The logits that tokens are sampled from."""
-        shape = (self.decoded_rows, self.policy.architecture.vocab_size)
-        return self.array(shape, jnp.float32, ("batch", "vocab"))
+        return self.array((self.decoded_rows, self.policy.architecture.vocab_size), jnp.float32, ("batch", "vocab"))
 
     def cache(self) -> tuple[Float[Any, "L B S K H"], Float[Any, "L B S K H"]]:
         """Keys and values of a rollout's rows."""

@@ -2,8 +2,7 @@
 
     python -m mllm.plan.listing --target h100 mllm.plan.head_programs:loss impl=mosaic_gpu workspace=0
 
-The compilation has a process of its own, because the environment tells Mosaic GPU to keep its PTX, ptxas's report and
-its passes. Columns, for each kernel:
+Its figures, for each kernel:
 
     registers   of a thread, before warpgroups hand them to each other (`setmaxnreg`)
     spilled     bytes that ptxas stores to and loads from local memory, and of stack
@@ -59,21 +58,16 @@ def read_kernel(name: str, report: str, ptx: str, passes: str) -> Kernel:
 
 def read_folder(folder: Path) -> list[Kernel]:
     """The kernels with reports in a folder, in the order of their compilation."""
-    paths = sorted(folder.glob("*.ptxas"), key=lambda path: int(path.stem.rpartition("_")[2]))
     result = []
-    for path in paths:
-        ptx, passes = path.with_suffix(".ptx"), path.with_suffix(".mlir-passes.log")
-        name = re.search(r"Compiling entry function '(\w+?)(?:_mosaic_gpu)?(?:_kernel)?'", path.read_text())
-        found = name[1] if name else path.stem
-        result.append(read_kernel(found, path.read_text(), ptx.read_text(), passes.read_text()))
+    for path in sorted(folder.glob("*.ptxas"), key=lambda path: int(path.stem.rpartition("_")[2])):
+        report, ptx, passes = (path.with_suffix(end).read_text() for end in (".ptxas", ".ptx", ".mlir-passes.log"))
+        name = re.search(r"Compiling entry function '(\w+?)(?:_mosaic_gpu)?(?:_kernel)?'", report)
+        result.append(read_kernel(name[1] if name else path.stem, report, ptx, passes))
     return result
 
 
 def read(program: str, **arguments: Any) -> tuple[dict[str, Any], list[Kernel]]:
-    """Compiles a program for an H100 in a process of its own and reads the reports of its Pallas kernels.
-
-    Returns:
-        What `targets.main` prints, with the compiler's account of memory, and the kernels.
+    """As `listing.read`, for an H100.
 
     Raises:
         ModuleNotFoundError: there is no ptxas.
@@ -82,7 +76,6 @@ def read(program: str, **arguments: Any) -> tuple[dict[str, Any], list[Kernel]]:
     if shutil.which("ptxas") is None:
         raise ModuleNotFoundError("ptxas, of the CUDA toolkit, isn't on the PATH")
     with tempfile.TemporaryDirectory() as folder:
-        environment = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": folder}
-        environment |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-        account = targets.compile_in_child("h100", program, environment, **arguments)
+        environment = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+        account = targets.compile_in_child("h100", program, arguments, environment, Path(folder))
         return account, read_folder(Path(folder))

@@ -4,10 +4,7 @@ A target is a chip, as in `v6e`, or a slice of them, as in `v6e:2x4`; or GPUs, s
 `package.module:function` or `file.py:function`. Its function takes the target's mesh and keyword arguments, and returns
 the function to compile and its arguments, trees of `jax.ShapeDtypeStruct`.
 
-Run as a program it compiles one program and prints, as a line of JSON, the compiler's account of its memory and the
-work in it; `compile_in_child` starts that in a process of its own.
-
-Leaves out: running anything.
+`run_child` starts this file as a process of its own, because XLA reads many options only as it starts.
 """
 
 import importlib
@@ -15,6 +12,8 @@ import importlib.util
 import json
 import math
 import os
+import runpy
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from jax.sharding import AxisType, Mesh
 from mllm import child_process
 from mllm.plan import gpus, work
 
+ROOT = Path(__file__).parent.parent.parent
 # libtpu reads these as it is loaded: there is no TPU to ask for its metadata, nor one to keep other programs from.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -38,23 +38,14 @@ ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-SLICES = {
-    "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
-    "v5p": ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8"),
-    "v6e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
-    "tpu7x": ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8"),
-}
-"""The chips known here, and the slices of them that one can rent; there are larger ones."""
-CHIPS = {chip: slices[0].count("x") + 1 for chip, slices in SLICES.items()}
-"""The chips, and how many dims their slices have."""
+CHIPS = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
+"""The chips known here, and how many dims their slices have."""
 HBM = {chip: int(gib * 2**30) for chip, gib in {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}.items()}
 """Bytes of a device's HBM that a program may have: the limit that the compiler names where it refuses (libtpu 0.0.42).
 
 A chip has 16 GB, 95 GiB, 32 GiB and 192 GiB, on tpu7x for two devices: https://docs.cloud.google.com/tpu/docs/tpu7x and
 https://docs.cloud.google.com/tpu/docs/v5e.
 """
-
-Program = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
 
 
 def split(target: str) -> tuple[str, tuple[int, ...]]:
@@ -92,7 +83,7 @@ def devices(target: str) -> Sequence[jax.Device]:
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name, **hosts).devices
     except jax.errors.JaxRuntimeError:
-        raise ValueError(f"target {target!r}: of {chip} there are {', '.join(SLICES[chip])} and larger") from None
+        raise ValueError(f"target {target!r}: {chip} has no such slice") from None
 
 
 def memory_limit(target: str) -> int:
@@ -116,15 +107,12 @@ def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip"
 
 
 def compiled(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> jax.stages.Compiled:
-    """A function compiled for the mesh.
+    """A function compiled for the mesh, with the compiler's `memory_analysis()` and its own `as_text()`.
 
     Args:
         function: what to compile, jitted or not; traced where `pltpu.get_tpu_info()` and the like see the target.
         arguments: trees of `jax.ShapeDtypeStruct`; those without a sharding are on every device of the mesh.
         mesh: as `mesh` returns it.
-
-    Returns:
-        The program, with the compiler's `memory_analysis()` and its own `as_text()`.
 
     Raises:
         jax.errors.JaxRuntimeError: the compiler refuses: no room in HBM or VMEM, no way to lower an operation.
@@ -157,42 +145,51 @@ def memory(program: jax.stages.Compiled) -> dict[str, int]:
     return sizes | {"peak": sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]}
 
 
-def program(name: str) -> Program:
+def program(name: str) -> Callable[..., tuple[Callable[..., Any], Sequence[Any]]]:
     """The function that `package.module:function` or `file.py:function` names."""
     place, _, function = name.rpartition(":")
     if place.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
-    return getattr(module, function)
+        return runpy.run_path(place)[function]
+    return getattr(importlib.import_module(place), function)
 
 
-def compile_in_child(target: str, name: str, environment: Mapping[str, str], **arguments: Any) -> dict[str, Any]:
-    """What `main` prints of a program that a process of its own has compiled.
+def run_child(
+    target: str,
+    name: str,
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str],
+    folder: Path,
+    until: Callable[[], bool] | None = None,
+) -> child_process.Ended:
+    """Run `main` for a program in a process of its own.
 
     Args:
+        arguments: of the program, as JSON; "mesh" has the axes and their sizes, instead of one chip.
         environment: variables for the compiler, beside this process's own.
+        folder: a temporary folder that the compiler writes to; the child removes it if this process is killed.
+        until: as in `child_process.run`.
+    """
+    name = os.path.abspath(name) if ".py:" in name else name
+    command = [sys.executable, "-m", "mllm.plan.targets", target, name, json.dumps(dict(arguments)), str(folder)]
+    return child_process.run(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, until=until)
+
+
+def compile_in_child(*arguments: Any) -> dict[str, Any]:
+    """The answer of `run_child`: what `main` prints.
 
     Raises:
         ValueError: the compiler refuses; the message is its reason, a line, and a note has all that was said.
     """
-    # A program from JAX's cache would not be compiled, so the compiler would write no reports of it.
-    inherited = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
-    command = [sys.executable, "-m", "mllm.plan.targets", target, name, json.dumps(arguments)]
-    ended = child_process.run(command, env=inherited | dict(environment))
+    ended = run_child(*arguments)
     if ended.code or ended.answer is None:
-        refusal = ValueError(ended.reason or f"{name} for {target}: the compiler's process gave no answer")
+        refusal = ValueError(ended.reason or "the compiler's process gave no answer")
         refusal.add_note(ended.stderr)
         raise refusal
     return ended.answer
 
 
 def main(target: str, name: str, arguments: str) -> None:
-    """Compile a program and print its memory in bytes, its parts and the grids of its kernels (see `work.py`)."""
+    """Compile a program and print its memory in bytes and its parts (see `work.py`) as a line of JSON."""
     given = json.loads(arguments)
     axes = given.pop("mesh", {"chip": 1})
     make = program(name)
@@ -200,10 +197,9 @@ def main(target: str, name: str, arguments: str) -> None:
     function, shapes = make(on_target, **given)
     executable = compiled(function, shapes, on_target)
     with jax.sharding.use_abstract_mesh(on_target.abstract_mesh):
-        in_kernels = {"parts": work.parts(function, shapes), "grids": work.grids(function, shapes)}
-    child_process.answer(memory(executable) | in_kernels)
+        child_process.answer(memory(executable) | {"parts": work.parts(function, shapes)})
 
 
 if __name__ == "__main__":
-    child_process.end_with_parent()
-    main(*sys.argv[1:])
+    child_process.end_with_parent(lambda: shutil.rmtree(sys.argv[4], ignore_errors=True))
+    main(*sys.argv[1:4])

@@ -1,11 +1,9 @@
 """The work of a traced function, by arithmetic: flops of its matrix products, and bytes that they move.
 
 A Pallas kernel declares both itself (`cost_estimate`), by its own tiling. For other products, operands are read and
-results written once each, in the dtypes that they have: less than what a program moves whose operands don't fit on
-chip. A loop's body counts as often as it runs. Where that depends on data, a loop with Pallas kernels is taken to visit
-all tokens, in blocks as its kernels take them; other such loops, and kernels without a `cost_estimate`, have no answer.
-
-Leaves out everything but matrix products.
+results written once each, in the dtypes that they have. A loop's body counts as often as it runs. Where that depends on
+data, a loop with Pallas kernels is taken to visit all tokens, in blocks as its kernels take them; other such loops, and
+kernels without a `cost_estimate`, have no answer. Leaves out everything but matrix products.
 """
 
 import math
@@ -28,84 +26,65 @@ def parts(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Part] 
     """The parts of a function, each kernel summed over its calls; None where the work can't be told.
 
     Args:
-        function: takes hidden states [tokens, features], the weight [vocabulary, features] and anything else.
+        function: takes hidden states [tokens, features] and anything else.
         arguments: trees of `jax.ShapeDtypeStruct`.
     """
     found: dict[str, Part] = {}
     try:
-        for part in _parts(jax.make_jaxpr(function)(*arguments).jaxpr, 1, [x.shape for x in arguments[:2]]):
-            before = found.get(part.name, Part(part.name, 0, 0))
-            found[part.name] = Part(part.name, before.flops + part.flops, before.bytes + part.bytes)
+        for name, flops, size in _parts(jax.make_jaxpr(function)(*arguments).jaxpr, 1, arguments[0].shape):
+            before = found.get(name, Part(name, 0, 0))
+            found[name] = Part(name, before.flops + flops, before.bytes + size)
     except _UnknownError:
         return None
     return list(found.values())
-
-
-def grids(function: Callable[..., Any], arguments: Sequence[Any]) -> list[tuple[int, ...]]:
-    """The grids of the function's Pallas kernels, in its order."""
-    found = _equations(jax.make_jaxpr(function)(*arguments).jaxpr)
-    return [x.params["grid_mapping"].grid for x in found if x.primitive.name == "pallas_call"]
 
 
 class _UnknownError(Exception):
     """A loop that depends on data holds products and no kernel, or a kernel has no `cost_estimate`."""
 
 
-def _parts(jaxpr: Jaxpr, times: int, head: Sequence[tuple[int, int]]) -> Iterator[Part]:
+def _parts(jaxpr: Jaxpr, times: int, hidden: tuple[int, int]) -> Iterator[Part]:
     for equation in jaxpr.eqns:
         name, parameters = equation.primitive.name, equation.params
         if name == "pallas_call":
             cost = parameters["cost_estimate"]
             if cost is None:
                 raise _UnknownError
-            yield Part(_kernel_name(parameters), times * cost.flops, times * cost.bytes_accessed)
+            yield Part(parameters["name"], times * cost.flops, times * cost.bytes_accessed)
         elif name == "dot_general":
-            yield Part("XLA", times * _flops(equation), times * _bytes(equation))
+            (contracted, _), _ = parameters["dimension_numbers"]
+            left, right, product = (var.aval for var in (*equation.invars, *equation.outvars))
+            flops = 2 * product.size * math.prod(left.shape[dim] for dim in contracted)
+            yield Part("XLA", times * flops, times * sum(x.size * x.dtype.itemsize for x in (left, right, product)))
         elif name == "cond":
-            branches = [list(_parts(branch.jaxpr, times, head)) for branch in parameters["branches"]]
+            branches = [list(_parts(branch.jaxpr, times, hidden)) for branch in parameters["branches"]]
             yield from max(branches, key=lambda branch: sum(part.flops for part in branch))
         else:
-            for body in _inner(parameters):
-                turns = _blocks(body, head) if name == "while" else parameters.get("length", 1)
-                yield from _parts(body, times * turns, head)
+            for body in _bodies(parameters):
+                turns = _blocks(body, hidden) if name == "while" else parameters.get("length", 1)
+                yield from _parts(body, times * turns, hidden)
 
 
-def _inner(parameters: dict[str, Any]) -> list[Jaxpr]:
+def _bodies(parameters: dict[str, Any]) -> list[Jaxpr]:
     leaves = jax.tree.leaves(parameters, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr))
     return [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in leaves if isinstance(x, ClosedJaxpr | Jaxpr)]
 
 
-def _blocks(body: Jaxpr, head: Sequence[tuple[int, int]]) -> int:
+def _blocks(body: Jaxpr, hidden: tuple[int, int]) -> int:
     """The number of blocks of rows that the kernels in a loop's body make of the hidden states; 1 without a product."""
-    tokens, features = head[0]
     found = list(_equations(body))
     kernels = [equation for equation in found if equation.primitive.name == "pallas_call"]
     shapes = [[var.aval.shape for var in equation.invars if var.aval.ndim == 2] for equation in kernels]
     # A kernel's first matrix with as many features is its block of hidden states; a later one may be the whole weight.
-    rows = [shape[0] for matrices in shapes for shape in matrices[:1] if shape[1] == features]
+    rows = [shape[0] for matrices in shapes for shape in matrices[:1] if shape[1] == hidden[1]]
     if not rows and any(equation.primitive.name == "dot_general" for equation in found):
         raise _UnknownError
-    return -(-tokens // max(rows)) if rows else 1
+    return -(-hidden[0] // max(rows)) if rows else 1
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield equation
         if equation.primitive.name != "pallas_call":
-            for body in _inner(equation.params):
+            for body in _bodies(equation.params):
                 yield from _equations(body)
-
-
-def _kernel_name(parameters: dict[str, Any]) -> str:
-    info = parameters.get("name_and_src_info")
-    return str(getattr(info, "name", None) or parameters.get("name") or "kernel")
-
-
-def _flops(equation: Any) -> int:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    left = equation.invars[0].aval.shape
-    return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
-
-
-def _bytes(equation: Any) -> int:
-    return sum(var.aval.size * var.aval.dtype.itemsize for var in (*equation.invars, *equation.outvars))

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,13 +10,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
 
 from mllm.config import load as configs
 from mllm.parallel.mesh import AXES
 from mllm.plan import assignment, memory, targets
 from mllm.plan import head_programs as head
-from mllm.plan.programs import Programs
 
 REPORT = """Memory Space: default (color=0)
 Total bytes: 1000 (1000B)
@@ -47,12 +44,11 @@ def test_the_compiler_s_process_ends_with_its_parent_and_removes_its_folder(tmp_
     parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(folder)})
     try:
         wait_until(lambda: noted.exists() and noted.read_text().endswith(" "))
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-        wait_until(lambda: not is_running(int(noted.read_text())))
-        assert list(folder.iterdir()) == []
     finally:
         parent.kill()
+        parent.wait()
+    wait_until(lambda: has_ended(noted.read_text().strip()))
+    assert list(folder.iterdir()) == []
 
 
 def wait_until(condition, seconds=100):
@@ -62,11 +58,11 @@ def wait_until(condition, seconds=100):
         time.sleep(0.02)
 
 
-def is_running(process):
+def has_ended(process):
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return ") Z " in Path(f"/proc/{process}/stat").read_text()
     except OSError:
-        return False
+        return True
 
 
 @pytest.mark.aot
@@ -79,15 +75,6 @@ class TestByTheTpuCompiler:
         whole = targets.memory(targets.compiled(*head.loss(mesh, **sizes), mesh))
         assert found.arguments == whole["argument"]
         assert found.peak == pytest.approx(whole["peak"], abs=2**19)
-
-    def test_results_that_take_an_argument_s_place_count_once(self):
-        config = tiny.config(rollout={"batch_size": 64, "max_prompt_length": 64, "max_completion_length": 64})
-        mesh = targets.mesh("v6e", (1, 1, 1), AXES)
-        settings = {"config": config.model_dump(mode="json"), "name": "decode"}
-        chunk = assignment.read("v6e", "mllm.plan.programs:program", mesh.shape, **settings)
-        cache = memory.on_device(Programs(config, mesh).cache())
-        assert chunk.arguments > cache
-        assert chunk.peak - chunk.arguments - chunk.temporaries < cache / 10
 
     @pytest.mark.slow
     def test_a_program_that_is_too_large_has_an_account_too(self):
@@ -104,7 +91,7 @@ class TestByTheTpuCompiler:
             targets.compiled(lambda x: jax.lax.sort(2 * x, dimension=0), (shape,), mesh)
 
     def test_a_slice_that_does_not_exist_or_is_too_small_is_refused(self):
-        with pytest.raises(ValueError, match="of v6e there are 1x1, 2x2, 2x4, 4x4"):
+        with pytest.raises(ValueError, match="'v6e:3x5': v6e has no such slice"):
             targets.mesh("v6e:3x5")
         with pytest.raises(ValueError, match=r"has 4 devices, a mesh of \(1, 8, 1\) needs 8"):
             targets.mesh("v6e:2x2", (1, 8, 1), AXES)

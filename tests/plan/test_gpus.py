@@ -11,6 +11,7 @@ import tiny
 
 from mllm.config.schema import MeshConfig
 from mllm.plan import assignment, gpus, memory, targets
+from mllm.plan import head_programs as head
 from mllm.plan.assignment import Account
 from mllm.plan.programs import Programs
 
@@ -18,16 +19,11 @@ MIB = 2**20
 ONE = {"chip": 1}
 
 
-@pytest.mark.parametrize(("target", "number"), [("h100", 1), ("h100:1", 1), ("h100:8", 8)])
-def test_a_target_names_a_number_of_gpus(target, number):
-    assert gpus.is_gpu(target)
-    assert gpus.count(target) == number
-
-
-@pytest.mark.parametrize("target", ["h100:0", "h100:9", "h100:", "h100:2x4", "h100:-1"])
-def test_another_number_is_refused(target):
-    with pytest.raises(ValueError, match="there are h100 and h100:2 to h100:8"):
-        gpus.count(target)
+def test_a_target_names_one_to_eight_gpus():
+    assert [gpus.count(target) for target in ("h100", "h100:1", "h100:8")] == [1, 1, 8]
+    for target in ("h100:0", "h100:9", "h100:", "h100:2x4", "h100:-1"):
+        with pytest.raises(ValueError, match="there are h100 and h100:2 to h100:8"):
+            gpus.count(target)
 
 
 def test_a_program_may_have_three_quarters_of_the_memory_or_the_share_that_the_environment_sets(monkeypatch):
@@ -60,10 +56,9 @@ def test_the_larger_of_two_compilations_counts_and_one_that_is_refused_does_not(
         return Account(1, 2, peaks[arguments[-1]])
 
     monkeypatch.setattr(assignment, "_read", read)
-    peaks = dict(zip(gpus.FLAGS, (20, 30), strict=True))
-    assert assignment.read("h100", "a:b", ONE).peak == 30
-    peaks = dict(zip(gpus.FLAGS, (None, 3), strict=True))
-    assert assignment.read("h100", "a:b", ONE).peak == 3
+    for found, larger in (((20, 30), 30), ((None, 3), 3)):
+        peaks = dict(zip(gpus.FLAGS, found, strict=True))
+        assert assignment.read("h100", "a:b", ONE).peak == larger
     peaks = dict.fromkeys(gpus.FLAGS)
     with pytest.raises(ValueError, match="no tiles"):
         assignment.read("h100", "a:b", ONE)
@@ -76,30 +71,23 @@ def test_the_larger_of_two_compilations_counts_and_one_that_is_refused_does_not(
 )
 class TestTheAccount:
     TOKENS, FEATURES, VOCABULARY = 4096, 256, 32768
-    SIZES = {"features": FEATURES, "vocabulary": VOCABULARY}  # noqa: RUF012
+    SIZES = {"tokens": TOKENS, "features": FEATURES, "vocabulary": VOCABULARY}  # noqa: RUF012
 
     def test_has_the_arguments_to_the_byte(self):
-        tokens, features, vocabulary = self.TOKENS, self.FEATURES, self.VOCABULARY
-        found = assignment.read("h100", "mllm.plan.head_programs:value", ONE, tokens=tokens, **self.SIZES)
+        found = assignment.read("h100", "mllm.plan.head_programs:value", ONE, **self.SIZES)
         # Hidden states and weight in bfloat16, labels, and the one of the four numbers a token that is used.
-        assert found.arguments == 2 * (tokens + vocabulary) * features + 4 * tokens + 4 * tokens
+        assert found.arguments == 2 * (self.TOKENS + self.VOCABULARY) * self.FEATURES + 8 * self.TOKENS
 
-    def test_is_what_the_compiled_program_says_of_itself(self):
-        mesh = targets.mesh("h100")
-        function, shapes = targets.program("mllm.plan.head_programs:loss")(mesh, tokens=self.TOKENS, **self.SIZES)
-        whole = targets.memory(targets.compiled(function, shapes, mesh))
-        found = assignment.read("h100", "mllm.plan.head_programs:loss", ONE, tokens=self.TOKENS, **self.SIZES)
-        assert found.arguments == whole["argument"]
+    def test_is_what_the_compiled_program_says_and_has_full_logits_twice_but_no_logits_with_the_fused_head(self):
+        mesh, logits = targets.mesh("h100"), 4 * self.TOKENS * self.VOCABULARY
+        whole = targets.memory(targets.compiled(*head.loss(mesh, **self.SIZES), mesh))
+        fused = assignment.read("h100", "mllm.plan.head_programs:loss", ONE, **self.SIZES)
+        assert fused.arguments == whole["argument"]
         # With the fused head both compilations hold the same, but for cuBLAS's workspace.
-        assert found.peak == pytest.approx(whole["peak"], abs=8 * MIB)
-
-    def test_has_full_logits_twice_where_cublas_multiplies_and_none_with_the_fused_head(self):
-        logits = 4 * self.TOKENS * self.VOCABULARY
-        loss = {"tokens": self.TOKENS, **self.SIZES}
-        full = assignment.read("h100", "mllm.plan.head_programs:loss", ONE, impl="full_logits", **loss)
-        fused = assignment.read("h100", "mllm.plan.head_programs:loss", ONE, **loss)
-        assert 2 * logits < full.temporaries < 2.5 * logits
+        assert fused.peak == pytest.approx(whole["peak"], abs=8 * MIB)
         assert fused.temporaries < logits / 4
+        full = assignment.read("h100", "mllm.plan.head_programs:loss", ONE, impl="full_logits", **self.SIZES)
+        assert 2 * logits < full.temporaries < 2.5 * logits  # twice where cuBLAS multiplies
 
     def test_of_several_gpus_has_what_one_of_them_holds(self):
         config = tiny.config(mesh={"fsdp": 2})

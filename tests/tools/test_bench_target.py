@@ -19,7 +19,7 @@ RATE, BANDWIDTH = RATES["v6e"]
 
 
 def kernel(name: str, mxu: float) -> Kernel:
-    return Kernel(name, bundles=100, skippable=0, vmatmuls=10, mxu=mxu, spills=0, fills=0, vmem=0, vmem_spilled=0)
+    return Kernel(name, bundles=100, vmatmuls=10, mxu=mxu, spills=0)
 
 
 def test_the_bound_sums_each_kernel_s_mxu_time_or_traffic() -> None:
