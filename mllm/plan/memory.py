@@ -124,8 +124,7 @@ class Planner:
         if self.devices.target is None:
             function, arguments = getattr(Programs(config, self.devices.mesh), name)()
             jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
-            memory = targets.memory(jitted.trace(*arguments).lower().compile())
-            account = Account(memory["argument"], memory["temp"], memory["peak"])
+            account = here(jitted.trace(*arguments).lower().compile())
         else:
             settings = {"config": config.model_dump(mode="json"), "name": name}
             program, axes = "mllm.plan.programs:program", self.devices.mesh.shape
@@ -180,6 +179,12 @@ def memory_at_hand(mesh: Mesh) -> int:
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     return device.memory_stats()["bytes_limit"]
+
+
+def here(program: jax.stages.Compiled) -> Account:
+    """The account of a program that was compiled for the devices at hand."""
+    memory = targets.memory(program)
+    return Account(memory["argument"], memory["temp"], memory["peak"])
 
 
 def on_device(tree: Any) -> int:

@@ -53,9 +53,10 @@ def _parts(jaxpr: Jaxpr, times: int, hidden: tuple[int, int]) -> Iterator[Part]:
             yield Part(parameters["name"], times * cost.flops, times * cost.bytes_accessed)
         elif name == "dot_general":
             (contracted, _), _ = parameters["dimension_numbers"]
-            left, right, product = (var.aval for var in (*equation.invars, *equation.outvars))
+            avals: list[Any] = [var.aval for var in (*equation.invars, *equation.outvars)]
+            left, _, product = avals
             flops = 2 * product.size * math.prod(left.shape[dim] for dim in contracted)
-            yield Part("XLA", times * flops, times * sum(x.size * x.dtype.itemsize for x in (left, right, product)))
+            yield Part("XLA", times * flops, times * sum(x.size * x.dtype.itemsize for x in avals))
         elif name == "cond":
             branches = [list(_parts(branch.jaxpr, times, hidden)) for branch in parameters["branches"]]
             yield from max(branches, key=lambda branch: sum(part.flops for part in branch))
