@@ -1,7 +1,6 @@
 """Benchmarks: python tools/bench COMMAND [options]
 
     head     the LM head beside the bare matrix products and other implementations
-    train    a training step of the whole trainer: update, decoding, memory
 
 `python tools/bench COMMAND --help` describes a command's figures and options.
 """
@@ -16,7 +15,7 @@ if not __package__:  # `python tools/bench`: in place of this folder, the reposi
     sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 from mllm import errors
 
-COMMANDS = ("head", "train")
+COMMANDS = ("head",)
 
 
 @errors.command

@@ -61,7 +61,7 @@ class Problem:
         return (place < live_rows(self.tokens, live)).astype(np.float32)
 
     def cotangents(self, general: bool, live: float) -> Float[np.ndarray, "2 N"]:
-        """Those of logprob and lse: random for the general backward, else the cross-entropy's."""
+        """The cotangents of logprob and lse: random for the general backward, else the cross-entropy's."""
         normal = np.random.default_rng([self.seed, 4]).standard_normal((2, self.tokens), np.float32)
         return self.weights(live) * (normal if general else np.array([[-1], [0]], np.float32))
 
