@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import Any
 
 PAUSE = 0.05
-"""Seconds between two looks at the child."""
 LONGEST = 300
-"""Characters of a reason."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +66,10 @@ def run(
     tell: Callable[[Any], None] | None = None,
     until: Callable[[], bool] | None = None,
 ) -> Ended:
-    """Run a command to its end, then kill whatever it started and left running.
+    """Run a command to its end or its time limit, then kill whatever it started and left running.
 
-    Args:
-        seconds: the time limit; None: there is none.
-        env: the whole environment; None: the parent's.
-        tell: is called with each answer as it comes, from another thread.
-        until: the child is killed as soon as this returns True.
+    `tell` is called with each answer as it comes, from another thread; the child is killed once `until` returns
+    True.
     """
     deadline = math.inf if seconds is None else time.monotonic() + seconds
     answers: list[Any] = []
@@ -109,8 +104,8 @@ def run(
 def kill_session(process: subprocess.Popen[Any]) -> None:
     """Kill a process that was started in a session of its own, and all that it started, and wait for its end.
 
-    Processes that have left the session are found on Linux only, and only while their parent lives. A process that is
-    stuck in the kernel, as on a file server that is gone, is waited for no longer than a second.
+    Processes that have left the session are found on Linux only, and only while their parent lives. A process that
+    is stuck in the kernel is waited for no longer than a second.
     """
     started = descendants(process.pid) if process.poll() is None else []
     for pid in started:

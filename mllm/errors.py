@@ -13,15 +13,10 @@ from typing import NoReturn, ParamSpec
 P = ParamSpec("P")
 
 LONGEST = 1500
-"""Characters of a message; the middle of a longer one is left out."""
 
 
 class UserError(Exception):
-    """One line: the key, file or argument at fault, and the way out.
-
-    What a message quotes may come from a stranger's file, so line breaks and whatever else a terminal would obey are
-    written as escapes.
-    """
+    """One line: the key, file or argument at fault, and the way out; what a terminal would obey is escaped."""
 
     def __init__(self, message: str) -> None:
         if len(message) > LONGEST:
@@ -72,10 +67,7 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
-    """Run the `main` of a script, which `command` decorates, and end the process with its exit code.
-
-    Warnings go to stderr as `WARNING: message`, whatever the imported packages have set up.
-    """
+    """Run a script's `main`, which `command` decorates, and end the process with its exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", force=True)
     sys.exit(main())
 

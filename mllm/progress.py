@@ -4,7 +4,6 @@ import jax
 from tqdm import tqdm
 
 SECONDS = 1.0
-"""A transfer that takes less time shows no bar."""
 
 
 def transfer_bar(what: str, total: int) -> tqdm:

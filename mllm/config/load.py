@@ -1,7 +1,6 @@
 """Reads a configuration from a YAML file and `key.sub=value` overrides, explains errors in one line, and writes YAML.
 
-Reads only the YAML that settings need: mappings with names for keys, lists, texts, numbers, true, false and null. Tags,
-anchors and merges, with which one line can fill the memory, are refused; a date is a text.
+Tags, anchors and merges, with which one line can fill the memory, are refused; a date is a text.
 """
 
 import difflib
@@ -19,16 +18,13 @@ from mllm.errors import UserError
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 LARGEST_FILE = 2**20
-"""Bytes of a configuration file."""
 DEEPEST = 20
-"""Levels of nested YAML."""
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Config:
     """The configuration `name` (a path, or a file in configs/) with `key.sub=value` overrides applied.
 
-    Raises:
-        UserError: the file is missing or not YAML, or a setting is unknown, unused or impossible.
+    UserError: the file is missing or not YAML, or a setting is unknown, unused or impossible.
     """
     path = find(name)
     settings = read(path)
@@ -41,11 +37,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file, not yet validated.
-
-    Raises:
-        UserError: the file is no YAML, not a mapping, or more YAML than settings need.
-    """
+    """The settings in a YAML file, not yet validated; UserError where it is no mapping of plain values."""
     try:
         if path.stat().st_size > LARGEST_FILE:
             raise UserError(f"{path}: larger than {LARGEST_FILE >> 20} MiB, so it is no configuration")

@@ -1,7 +1,6 @@
 """The record that a source of data gives to the train step: arrays with a row for each sequence.
 
-Position t of a row predicts `labels[t]`, the token at t + 1. That token's weight in the loss, its advantage and its
-log-probabilities under other policies are at t, too.
+Position t of a row predicts `labels[t]`, the token at t + 1; that token's other numbers are at t, too.
 """
 
 from typing import Any, NamedTuple

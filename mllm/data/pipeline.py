@@ -1,11 +1,8 @@
 """Batches of examples for SFT and of prompts for GRPO: Grain pipelines whose position is a little JSON.
 
-    indices, in a new order each epoch -> tokens -> packed rows -> batch -> this process's rows -> prefetch
-
-Every process runs the whole pipeline and keeps its own rows: so each knows the denominator of the whole batch's loss
-without communication, and the order of the data doesn't depend on the number of processes. Packing is Grain's first-fit
-(an example that fits in none of a batch's rows opens the next batch), so the position is the number of examples
-consumed. Leaves out streaming of data sets larger than memory, and mixtures.
+Every process runs the whole pipeline and keeps its own rows, so each knows the denominator of the whole batch's loss,
+and the order of the data doesn't depend on the number of processes. Packing is Grain's first-fit (an example that fits
+in none of a batch's rows opens the next batch). Data sets larger than memory, and mixtures, are left out.
 """
 
 import logging
@@ -37,16 +34,12 @@ Document = Int32[np.ndarray, "tokens 3"]
 """A chat in tokens. Columns: the token, the next token, and 1 where that is the assistant's and so learned, else 0."""
 
 CACHED_EXAMPLES = 2**16
-"""Examples of a task that are kept in tokens: chat templates are slow."""
 
 READ_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-"""Everything is in memory: one thread ahead of the training loop is enough."""
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """This process's prompts of a step."""
-
     examples: list[Example]
     tokens: list[list[int]]
 
@@ -69,11 +62,9 @@ class DataIterator(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """The next batch.
+        """The next batch; StopIteration after the last epoch, with a warning where examples don't fill a last batch.
 
-        Raises:
-            StopIteration: the epochs are over. Examples that don't fill a last batch are left out, with a warning.
-            UserError: an example that was made on demand is too long.
+        UserError: an example that was made on demand is too long.
         """
         try:
             batch, examples = next(self.batches)
@@ -90,11 +81,7 @@ class DataIterator(Generic[T]):
         return {"examples": self.examples, "given": self.consumed, "pipeline": self.batches.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `get_state` gave.
-
-        Raises:
-            UserError: the number of examples has changed since then.
-        """
+        """Continue from a position that `get_state` gave; UserError where the number of examples has changed since."""
         if state["examples"] != self.examples:
             raise UserError(
                 f"data: the run began with {state['examples']} examples and now there are {self.examples}: "
@@ -116,11 +103,9 @@ def sft_batches(
 ) -> DataIterator[Batch]:
     """This process's share of batches of `batch_size` rows of up to `config.max_length` tokens, in numpy.
 
-    Weights are 1 over the number of the assistant's tokens in the whole batch, and 0 elsewhere. Padding is token 0 in
-    segment 0. The first batch is made at once, so that what is wrong with the data is an error here.
-
-    Raises:
-        UserError: the source can't be read, a line is bad, or there are too few examples for one batch.
+    Weights are 1 over the number of the assistant's tokens in the whole batch, and 0 elsewhere. The first batch is
+    made at once, so that what is wrong with the data is an error here. UserError: the source can't be read, a line
+    is bad, or there are too few examples for one batch.
     """
     rows = process_rows(batch_size, process_index, process_count, "batch_size")
     document: Callable[[int], Document]
@@ -160,9 +145,8 @@ def prompt_batches(
 ) -> DataIterator[PromptBatch]:
     """This process's share of the task's prompts, for ever: each once in an epoch, in another order in each.
 
-    Raises:
-        UserError: a prompt is longer than `max_prompt_length` tokens. If problems are made on demand, only the first
-            hundred are checked here; a later one raises when its turn comes.
+    UserError: a prompt is longer than `max_prompt_length` tokens. If problems are made on demand, only the first
+    hundred are checked here; a later one raises when its turn comes.
     """
     rows = process_rows(prompts_per_step, process_index, process_count, "batch_size / grpo.num_generations")
     prompt = lru_cache(CACHED_EXAMPLES)(partial(encode_task_prompt, task, tokenizer, max_prompt_length))
@@ -205,10 +189,7 @@ def example_indices(count: int, epochs: int | None, seed: int | None) -> grain.M
 
 
 def make_batch(packs: dict[str, np.ndarray], rows: slice) -> tuple[Batch, int]:
-    """This process's rows of a batch, and the number of examples in the whole batch.
-
-    All processes' rows are as long as the longest of them, padded to one of a few lengths.
-    """
+    """This process's rows, as long as all processes' longest, padded, and the number of examples in the whole batch."""
     tokens, labels, learned = np.moveaxis(packs["document"], -1, 0)
     segments = packs["document_segment_ids"]
     weights = (learned / learned.sum()).astype(np.float32)

@@ -1,7 +1,6 @@
 """Records of text data: JSON lines from a file, rows of a data set on the hub, and the chats in them.
 
-Each record comes with its place (`train.jsonl:17`), so that an error can name it. The file may begin with a byte order
-mark; blank lines are no records, but count in the lines' numbers. Leaves out tools and images.
+Each record comes with its place (`train.jsonl:17`). Blank lines are no records, but count in the lines' numbers.
 """
 
 import json
@@ -15,18 +14,13 @@ from mllm.errors import UserError, brief
 
 Record = dict[str, Any]
 Records = Iterator[tuple[str, Record | UserError]]
-"""Places, each with its record, or with the error that the record is."""
 
 LONGEST_LINE = 2**23
 """The limit to a line's bytes: about a million tokens, each of which takes a hundred bytes for a moment."""
 
 
 def json_lines(path: Path, key: str) -> Records:
-    """The records of a file; `key` is the setting that named it.
-
-    Raises:
-        UserError: there is no such file, or it can't be read.
-    """
+    """The records of a file; UserError, which names the setting `key`, where it is missing or can't be read."""
     if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe may never return
         raise UserError(f"{key}: {path} is no regular file: give a file of JSON lines")
     try:
@@ -66,11 +60,7 @@ def parse(place: str, line: bytes) -> Record:
 
 
 def hub_rows(source: str, subset: str | None, split: str, key: str) -> Records:
-    """The rows of a split of a hub's data set; `key` is the setting that named it.
-
-    Raises:
-        UserError: `datasets` is not installed, or the data set can't be had.
-    """
+    """The rows of a split of a hub's data set; UserError, which names the setting `key`, where it can't be had."""
     try:
         import datasets
     except ImportError:
@@ -101,11 +91,7 @@ def text(place: str, record: Record, key: str) -> str:
 
 
 def messages_of(place: str, record: Record) -> list[dict[str, str]]:
-    """The chat in a record: its `messages`, or its `question` and `answer`.
-
-    Raises:
-        UserError: something is missing or has the wrong type, or no message is the assistant's.
-    """
+    """The chat in a record, its `messages` or its `question` and `answer`; UserError where it is not as expected."""
     if "messages" not in record:
         if "question" not in record:
             raise UserError(f"{place}: neither messages nor question and answer are there")

@@ -18,7 +18,6 @@ from mllm.stopwatch import Stopwatch
 
 
 def make_sft_source(config: Config, policy: Policy, mesh: Mesh, task: Task | None) -> "SftSource":
-    """The source of a run; `task` is needed where `data.source` is `task`. UserError as for `sft_batches`."""
     assert config.data is not None
     rows = RowShare.of_mesh(mesh)
     batches = sft_batches(

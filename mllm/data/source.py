@@ -1,7 +1,6 @@
 """What the training loop knows of its data: a `Source` gives a `Step` for each update.
 
-There are two: `mllm.data.sft_source` reads batches, GRPO's source samples them. A source's position is JSON and goes
-into the checkpoint; together with the parameters it determines every later batch.
+A source's position is JSON and goes into the checkpoint; with the parameters it determines every later batch.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """A task: problems to train on, problems held out for evaluation, and how a completion states its answer.
 
-`arithmetic` is built in, `gsm8k` (arXiv:2110.14168) comes from a folder or the hub, and `reasoning_gym:<name>` from the
-package of that name (arXiv:2505.24760). Held-out problems are the same in every run, whatever its seed, and no training
-problem asks the same question as one of them. This file does not import JAX: rewards must start fast.
+`arithmetic` is built in, `gsm8k` (arXiv:2110.14168) comes from a folder or the hub, `reasoning_gym:<name>` from that
+package (arXiv:2505.24760). Held-out problems are the same in every run, and no training problem asks the same question.
+This file does not import JAX: rewards must start fast.
 """
 
 import hashlib
@@ -76,8 +76,7 @@ class Problems(Sequence[Example]):
 def load(config: TaskConfig, seed: int) -> Task:
     """The task that `config` names. `seed` only determines which problems reasoning_gym makes for training.
 
-    Raises:
-        UserError: the data or package isn't there, a line of it is bad, or there are too few problems for `heldout`.
+    UserError: the data or package isn't there, a line of it is bad, or there are too few problems for `heldout`.
     """
     if config.name == "arithmetic":
         return arithmetic(config)

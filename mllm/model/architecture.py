@@ -1,8 +1,4 @@
-"""The sizes of a Qwen2 model: to and from Hugging Face's config.json, and those of Qwen2.5 as published.
-
-Leaves out settings that no Qwen2.5 checkpoint uses (sliding windows, scaled rotary positions, other activations). They
-are refused by name, because a model that ignored them would be another one.
-"""
+"""The sizes of Qwen2 models, from and to config.json; settings that no Qwen2.5 checkpoint uses are refused by name."""
 
 import difflib
 from collections.abc import Mapping
@@ -37,13 +33,9 @@ class Qwen2Config:
     def from_hf(cls, settings: Mapping[str, Any], where: str, *, closed: bool = False) -> "Qwen2Config":
         """The sizes in a config.json, given its content; `where` names it in errors.
 
-        Args:
-            closed: whether an unknown key is an error, as in settings that a user wrote, where it is a misspelling. A
-                checkpoint's own file has many keys that say nothing about the model.
-
-        Raises:
-            UserError: another architecture, a key missing or of the wrong type, sizes that don't fit together, or a
-                setting that this model doesn't have.
+        If it is `closed`, as settings that a user wrote, an unknown key is an error, too. UserError: another
+        architecture, a key missing or of the wrong type, sizes that don't fit together, or a setting that this
+        model doesn't have.
         """
         known = PRESETS["Qwen/Qwen2.5-0.5B"].to_hf().keys() if closed else settings.keys()
         for key in sorted(settings.keys() - known):

@@ -1,12 +1,9 @@
 """Causal attention over whole sequences, within the documents packed in a row, by kernels that don't make all scores.
 
-XLA's attention makes all T x T scores of a head. JAX's splash attention on TPUs, and cuDNN's on NVIDIA GPUs, make a
-block of them at a time (FlashAttention, arXiv:2205.14135, section 3.1) and skip those that the causal mask empties.
-Splash attention knows segments. cuDNN's needs a mask for packed rows, B T T numbers of the compute dtype, and none for
-rows that begin with their only document. JAX can also give cuDNN document offsets, but until jax-ml/jax pull request
-39521 they read the wrong keys where several query heads share a key head.
-
-No GPU has run the cuDNN path. Leaves out attention through a KV cache, which is XLA's everywhere.
+JAX's splash attention on TPUs, and cuDNN's on NVIDIA GPUs, make a block of them at a time (FlashAttention,
+arXiv:2205.14135, section 3.1). Splash attention knows segments; cuDNN's needs a mask, B T T numbers, for packed rows.
+JAX can also give cuDNN document offsets, but until jax-ml/jax pull request 39521 they read the wrong keys where several
+query heads share a key head. No GPU has run the cuDNN path.
 """
 
 from collections.abc import Callable
@@ -28,7 +25,6 @@ from mllm.parallel.mesh import RULES, sharding
 Kernel = Literal["splash", "cudnn"]
 
 HEAD_DIMS = (64, 128)
-"""The heads' sizes in Qwen2.5, for which splash attention is tested; the kernel pads others."""
 
 BLOCKS = (512, 256, 128)
 """Queries, or keys, in a block of splash attention, which takes the largest that divides the sequence.
@@ -38,7 +34,6 @@ given gradients that are not finite where a length is 64 more than such a multip
 """
 
 AMPERE = 8.0
-"""The lowest compute capability with which cuDNN's attention runs."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +54,9 @@ class Attention:
     ) -> Float[jax.Array, "B T N H"]:
         """softmax(q k^T / sqrt(H)) v over the keys of the query's segment up to the query, in the dtype of the queries.
 
-        Scores, softmax and sums are float32. Each device computes its own rows and heads: XLA can't partition a kernel.
-        Padding, segment 0, attends to padding or to what precedes it, because a query without a key would divide by
-        zero. Its outputs are finite, differ from the masked attention's, and reach no other token.
-
-        For tests, on other devices splash attention is interpreted, slowly, and XLA replaces cuDNN.
+        Scores, softmax and sums are float32. Each device computes its own rows and heads. Padding, segment 0,
+        attends to padding or to what precedes it; its outputs are finite and reach no other token. On other
+        devices, as in tests, splash attention is interpreted and XLA replaces cuDNN.
         """
         time = queries.shape[1]
         missing = -time % BLOCKS[-1]
@@ -146,13 +139,7 @@ def choose(
 ) -> AttentionChoice:
     """The attention for these devices, sizes and dtype: the kernel that `setting` names, else the fastest that can run.
 
-    Args:
-        setting: `model.attention`.
-        dtype: the compute dtype.
-        packed: whether a row may hold several documents, see `Attention`.
-
-    Raises:
-        UserError: `setting` names a kernel that can't run.
+    `packed` says whether a row may hold several documents. UserError: `setting` names a kernel that can't run.
     """
     if setting == "xla":
         return AttentionChoice("xla", "model.attention asks for it", None)

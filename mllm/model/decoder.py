@@ -1,13 +1,9 @@
 """Qwen2.5 in Flax NNX: token ids to hidden states, whole sequences or step by step through a KV cache.
 
-Leaves out the head, which is `kernels.lm_head` and takes the hidden states and `Qwen2.head_weight`; and dropout,
-sliding windows and scaled rotary positions, which no published Qwen2.5 checkpoint uses.
-
-The parameters of all layers are stacked along a first dim L and the layers are applied by one `jax.lax.scan`, so that
-a deep model compiles as fast as a shallow one. Matrices keep Hugging Face's layout, [out, in].
-
-Follows: Qwen2.5 (arXiv:2412.15115, section 2), rotary positions (arXiv:2104.09864), RMSNorm (arXiv:1910.07467),
-grouped queries (arXiv:2305.13245), SwiGLU (arXiv:2002.05202).
+The parameters of all layers are stacked along a first dim L and applied by one `jax.lax.scan`, so that a deep model
+compiles as fast as a shallow one. Matrices keep Hugging Face's layout, [out, in]. Follows Qwen2.5 (arXiv:2412.15115,
+section 2), rotary positions (arXiv:2104.09864), RMSNorm (arXiv:1910.07467), grouped queries (arXiv:2305.13245) and
+SwiGLU (arXiv:2002.05202).
 
 Letters: B batch, T time, D hidden size, V vocabulary, L layers, H size of a head, N query heads, K key and value heads,
 R = H/2 rotated pairs, S slots of the cache; I and O the input and output size of a product.
@@ -58,11 +54,7 @@ class KVCache(NamedTuple):
 
 
 class Qwen2(nnx.Module):
-    """The decoder up to and including its last norm.
-
-    `graphdef, params = nnx.split(model)` gives the parameters as one pytree, which
-    `nnx.merge(graphdef, params)(tokens, positions, segments)` applies under any JAX transformation.
-    """
+    """The decoder up to and including its last norm; `nnx.split` gives its parameters as one pytree."""
 
     def __init__(
         self,
@@ -77,15 +69,10 @@ class Qwen2(nnx.Module):
     ) -> None:
         """Make random parameters: matrices normal with deviation `initializer_range`, biases 0, norms 1.
 
-        Args:
-            dtype: the dtype of activations and of the products' operands. Norms, rotary positions and softmax are
-                always computed in float32.
-            param_dtype: the parameters' dtype; they are cast to `dtype` where they are used, a layer at a time.
-            remat: what the backward pass computes again in each layer: nothing, all but the products with
-                parameters, or everything.
-            attention: the kernel that computes attention over whole sequences; None: XLA. See
-                `mllm.model.attention.choose`.
-            layout: the shardings of parameters and activations; None: there is one device, or XLA decides.
+        Activations and the products' operands have `dtype`; norms, rotary positions and softmax are float32.
+        `remat` says what the backward pass computes again in each layer: nothing, all but the products with
+        parameters, or everything. Without `attention` XLA computes it; without `layout` there is one device, or
+        XLA decides.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -118,14 +105,10 @@ class Qwen2(nnx.Module):
     ) -> tuple[Float[jax.Array, "B T D"], KVCache | None]:
         """Hidden states after the last norm, in the compute dtype, and the cache with these tokens added.
 
-        A query attends to a key iff both have the same segment, not 0, and the key's slot is not later. The hidden
-        states of segment 0 are finite and meaningless. A token id beyond the vocabulary gives NaN.
-
-        Args:
-            positions: rotary positions, each within its own document.
-            segments: which document of the row a token belongs to, from 1; 0 is padding.
-            cache: the tokens before these. It must have T slots left, which can't be checked here: `index`
-                is not known when compiling.
+        A query attends to a key iff both have the same segment, not 0, and the key's slot is not later.
+        Positions count within each document; segments count a row's documents from 1, and 0 is padding, whose
+        hidden states are finite and meaningless. A token id beyond the vocabulary gives NaN. A cache must have
+        T slots left, which isn't checked.
         """
         slot = jnp.zeros((), jnp.int32) if cache is None else cache.index
         key_segments = segments if cache is None else write(cache.segments, segments, (0, slot))
@@ -167,8 +150,8 @@ class Qwen2(nnx.Module):
     def look_up(self, tokens: Int[jax.Array, "B T"], gathered: bool) -> Float[jax.Array, "B T D"]:
         """The tokens' rows of the embedding, in the compute dtype.
 
-        Unless the embedding is already `gathered` over fsdp, as for decoding, each device looks up its own columns for
-        all rows of its replica, and the devices exchange these: they are far fewer numbers than the embedding has.
+        Unless the embedding is `gathered` over fsdp, each device looks up its own columns for all rows of its
+        replica, and the devices exchange these, which are far fewer numbers than the embedding has.
         """
         if not gathered:
             tokens = constrain(self.layout, tokens, ("rows_of_replica", "time"))

@@ -8,7 +8,6 @@ from typing import Any
 from mllm.errors import UserError
 
 LARGEST = 2**26
-"""The limit to a file's bytes; the index of the largest models takes a hundredth of it."""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""How a model is laid out on a mesh: the logical axes of every parameter, activation and cache, bound to its sizes.
-
-This file is the one table; shardings are derived from it by `Layout` and `map_parameters`, everywhere in the project.
-"""
+"""The one table of the logical axes of every parameter, activation and cache; all shardings are derived from it."""
 
 import math
 from collections.abc import Callable
@@ -43,8 +40,8 @@ LOGICAL_AXES: dict[str, tuple[str, ...]] = {
 }
 """The logical axes of each parameter, by its name: its path in `nnx.split(model)[1]`, joined with dots.
 
-`heads` and `kv_heads` are N*H and K*H long, the H rows of a head together. `head` exists only where the embedding is
-not tied. Norms and biases, which weight decay leaves alone, have at most one axis beside `layers`.
+`heads` and `kv_heads` are N*H and K*H long, the H rows of a head together. Norms and biases, which weight decay leaves
+alone, have at most one axis beside `layers`.
 """
 
 HIDDEN_STATES = ("batch", "time", "hidden")
@@ -84,17 +81,12 @@ class Layout:
 
     mesh: Mesh
     unsharded: frozenset[str] = frozenset()
-    """Logical axes that every device holds as a whole."""
 
     @classmethod
     def of(cls, mesh: Mesh, config: Qwen2Config) -> "Layout":
-        """The layout of a model of these sizes.
+        """The layout of a model of these sizes; UserError where the mesh does not divide one of them.
 
-        Where tp does not divide the heads of keys and values, which are few, every device has all of them. Nothing is
-        padded: the vocabulary, too, must be divisible.
-
-        Raises:
-            UserError: the mesh does not divide another of the model's sizes.
+        Only heads of keys and values, which are few, may stay whole on every device. Nothing is padded.
         """
         check_divides(mesh, RULES["heads"], config, "num_attention_heads", "intermediate_size", "vocab_size")
         check_divides(mesh, RULES["embed"], config, "hidden_size")
@@ -135,8 +127,7 @@ def constrain(layout: Layout | None, array: Shaped[Array, "..."], axes: Axes) ->
 def gather_parameters(params: Params, dtype: DTypeLike, layout: Layout | None, prefix: str = "") -> Params:
     """Parameters as products read them: in the compute dtype, and gathered over fsdp.
 
-    Args:
-        params: the whole tree; or the parameters of one layer, without the axis of layers, and `prefix` "layers.".
+    With `prefix` "layers." they are one layer's, without the axis of layers.
     """
 
     def gather(parameter: Shaped[Array, "..."], axes: tuple[str, ...]) -> Shaped[Array, "..."]:

@@ -1,4 +1,4 @@
-"""The run's model as the configuration asks for it: everything but the parameters, and a way to get those."""
+"""The run's model as the configuration asks for it, without its parameters, and a way to get those."""
 
 import math
 import os
@@ -39,11 +39,7 @@ class Policy:
     seed: int
 
     def initial_params(self) -> Params:
-        """The parameters that a run begins with, read or made at each call, with the shardings of `params`.
-
-        Raises:
-            UserError: the folder's tensors are damaged or don't fit.
-        """
+        """The parameters that a run begins with, sharded as `params`; UserError where the folder's don't fit."""
         if self.folder is not None:
             return weights.load(self.folder, self.architecture, self.params)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.params)
@@ -57,11 +53,10 @@ class Policy:
 
 
 def load_policy(config: Config, mesh: Mesh) -> Policy:
-    """The policy of a configuration. Reads everything but the parameters, and checks that it fits together.
+    """The policy of a configuration, checked to fit together; nothing of the parameters is read.
 
-    Raises:
-        UserError: files of the model or tokenizer are missing, unreadable or don't fit, or the mesh doesn't divide the
-            model, or the attention that is asked for can't run.
+    UserError: files of the model or tokenizer are missing, unreadable or don't fit, the mesh doesn't divide the
+    model, or the attention that is asked for can't run.
     """
     model = config.model
     folder = model_folder(model)

@@ -1,9 +1,7 @@
 """A limit to the time that a stranger's Python code may take, in whichever thread it runs.
 
-A thread checks every half second for code that has exceeded its time, and raises an exception between two of its
-instructions; again and again until the code ends, since a `__del__` may swallow one. A single instruction in C, such as
-a product of huge numbers, is not limited; reward functions, which may be anything, run in a process of their own
-instead. Limits can't be nested.
+A thread raises an exception in code that has exceeded its time, again and again until the code ends, since a `__del__`
+may swallow one. A single instruction in C is not limited. Limits can't be nested.
 """
 
 import ctypes

@@ -1,11 +1,8 @@
 """The checkpoint's tokenizer and chat template, and a byte tokenizer for models made from scratch.
 
-Which tokens of a chat are the assistant's follows from the `{% generation %}` blocks of the checkpoint's Jinja template
-where it has them, and otherwise from what it renders before and after each of the assistant's turns. Leaves out tools,
-documents, and content that isn't plain text.
-
 Tokenizer and template may be a stranger's. No code in the folder is run; the template is a program that Jinja's sandbox
-confines to its messages, and that is stopped when it takes longer than `TEMPLATE_SECONDS`. Its memory is not limited.
+confines to its messages, and that is stopped after `TEMPLATE_SECONDS`. Its memory is not limited. Tools, documents, and
+content that isn't plain text are left out.
 """
 
 import os
@@ -35,19 +32,14 @@ BYTES_TEMPLATE = (
 """It leaves out the roles: a tiny model pays for each token."""
 
 LARGEST_TEMPLATE = 2**20
-"""Characters."""
 TEMPLATE_SECONDS = 10.0
-"""The time limit for rendering a chat, which usually takes a thousandth of a second."""
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """The tokenizer of a folder or hub id, or `bytes`.
+    """The tokenizer of a folder or hub id, or `bytes`; UserError where there is none or it can't be read.
 
-    `AutoTokenizer` replaces the normalizer and pre-tokenizer of a tokenizer.json beside a Qwen2 config.json by Qwen's,
-    so the base class reads that file; without it `AutoTokenizer` reads the other formats.
-
-    Raises:
-        UserError: there is no tokenizer, or it can't be read.
+    `AutoTokenizer` replaces the normalizer and pre-tokenizer of a tokenizer.json beside a Qwen2 config.json by
+    Qwen's, so the base class reads that file; without it `AutoTokenizer` reads the other formats.
     """
     if source == "bytes":
         return bytes_tokenizer()
@@ -103,11 +95,9 @@ def bytes_tokenizer() -> Tokenizer:
 def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[str] = ()) -> tuple[int, ...]:
     """The ids that end a completion, without duplicates.
 
-    They are the tokenizer's end of sequence, the ids in the folder's generation_config.json, the control token with
-    which the chat template closes the assistant's turn (a base model's end of sequence is another), and `stop`.
-
-    Raises:
-        UserError: one of `stop` is not a single token, generation_config.json is unreadable, or there are no ids.
+    They are the tokenizer's end of sequence, those in the folder's generation_config.json, the control token with
+    which the chat template closes the assistant's turn, and `stop`. UserError: one of `stop` is not a single token,
+    generation_config.json is unreadable, or there are no ids.
     """
     ids: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     path = None if folder is None else folder / "generation_config.json"
@@ -156,11 +146,9 @@ def encode_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int
 def encode_example(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
     """The ids of a whole chat, and which of them are the assistant's, the token that ends each turn included.
 
-    Without `{% generation %}` in the template, the text is cut where the assistant's turns begin and end, and each
-    piece is tokenized by itself: the text before a turn has the same tokens as in `encode_prompt`.
-
-    Raises:
-        UserError: there is no template, it fails, or it doesn't tell the assistant's turns from the others.
+    Without `{% generation %}` in the template, the text is cut at the borders of the assistant's turns, and each
+    piece is tokenized by itself, as in `encode_prompt`. UserError: there is no template, it fails, or it doesn't
+    tell the assistant's turns from the others.
     """
     text = render(tokenizer, messages)
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):
@@ -198,11 +186,9 @@ def assistant_span(tokenizer: Tokenizer, messages: Sequence[Message], turn: int,
 
 
 def render(tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-    """The chat as the template renders it.
+    """The chat as the template renders it; UserError where there is no template, or it refuses the chat.
 
-    Raises:
-        UserError: there is no template, it refuses the chat, or a message contains the text of a control token, which
-            Hugging Face's pipeline would read as the token itself: a question could speak as somebody else.
+    A message with the text of a control token is an error, too: Hugging Face's pipeline would read it as the token.
     """
     if not tokenizer.chat_template:
         raise UserError("model.tokenizer: it has no chat template: use an instruction-tuned checkpoint's tokenizer")

@@ -1,8 +1,8 @@
 """Reads and writes Hugging Face's safetensors through one table of names, without torch.
 
-Tensors are read one after the other straight to their devices, and each process reads only what its devices need.
-Pickled checkpoints (.bin, .pt) are never opened, because loading one can run any code, and code in the folder is never
-run. Leaves out quantized checkpoints, and saving from several processes.
+Each process reads only what its devices need. Pickled checkpoints (.bin, .pt) are never opened, because loading one can
+run any code, and code in the folder is never run. Quantized checkpoints, and saving from several processes, are left
+out.
 """
 
 import gc
@@ -59,7 +59,6 @@ TENSORS: dict[str, str] = {
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """The dtypes that can be read, with their bytes per number."""
 COMPARED = 2**22
-"""How many numbers of two tensors are compared at a time."""
 SHARD_BYTES = 5_000_000_000
 """The limit to the tensors in a saved file; one that is larger gets a file of its own."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -74,10 +73,9 @@ EXPORTED = re.compile(
 
 
 def fetch_folder(source: str) -> Path:
-    """The folder that `source` names; for a hub id, the snapshot of it in the local cache, fetched if need be.
+    """The folder that `source` names: local, or a hub id's snapshot in the local cache, fetched if need be.
 
-    Raises:
-        UserError: neither a folder nor an id that the hub, or its local cache, gives.
+    UserError: neither a folder nor an id that the hub, or its local cache, gives.
     """
     folder = Path(os.path.expanduser(source))
     if os.path.isdir(folder):
@@ -105,11 +103,7 @@ def fetch_folder(source: str) -> Path:
 
 
 def read_config(folder: Path) -> Qwen2Config:
-    """The sizes in the folder's config.json.
-
-    Raises:
-        UserError: the file is missing, not JSON, or not a model that `Qwen2` implements.
-    """
+    """The sizes in the folder's config.json; UserError where it is missing, or no model that `Qwen2` implements."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{path}: missing; a checkpoint in Hugging Face's layout has it")
@@ -117,17 +111,11 @@ def read_config(folder: Path) -> Qwen2Config:
 
 
 def load(folder: Path, config: Qwen2Config, abstract: Params | None = None) -> nnx.State:
-    """The parameters, in the tree of `nnx.split(model)[1]`.
+    """The parameters, in the tree of `nnx.split(model)[1]`; all names and shapes are checked before any is read.
 
-    All names and shapes are checked before the first tensor is read.
-
-    Args:
-        abstract: that tree with `jax.ShapeDtypeStruct`s, whose dtypes and mesh shardings the parameters get; None:
-            float32 on one device.
-
-    Raises:
-        UserError: a file missing, damaged or outside the folder; a tensor missing, surplus, of the wrong shape, or
-            quantized. A tied model's head is surplus unless it equals the embedding.
+    They get the dtypes and mesh shardings of `abstract`, that tree with `jax.ShapeDtypeStruct`s; None: float32 on
+    one device. UserError: a file missing, damaged or outside the folder; a tensor missing, surplus, of the wrong
+    shape, or quantized. A tied model's head is surplus unless it equals the embedding.
     """
     if abstract is None:
         abstract = Layout.of(make_mesh(MeshConfig()), config).abstract_parameters(nnx.state(Qwen2.abstract(config)))
@@ -288,16 +276,9 @@ def save(
 ) -> None:
     """Write a folder that transformers loads as Qwen2ForCausalLM; the host holds one shard at a time.
 
-    The folder is written beside its place and renamed when it is complete. An earlier export there is replaced; if this
-    call is cut off, the earlier one stays as it was.
-
-    Args:
-        dtype: the tensors' dtype, bfloat16 or float32.
-        stop_ids, pad_id: the ids in generation_config.json.
-        also: writes further files into the folder (`tokenizer.save_pretrained`) before it is renamed.
-
-    Raises:
-        UserError: the folder holds files that no export wrote, or can't be written.
+    The folder is written beside its place and renamed when it is complete; if this call is cut off, an earlier
+    export there stays as it was. `also` writes further files into it (`tokenizer.save_pretrained`). UserError: the
+    folder holds files that no export wrote, or can't be written.
     """
     folder = folder.expanduser().resolve()
     unfinished, previous = (folder.with_name(f".{folder.name}.{state}") for state in ("unfinished", "previous"))

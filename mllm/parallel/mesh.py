@@ -1,8 +1,7 @@
-"""The device mesh, and the one table of logical axes.
+"""The device mesh, and the one table, `RULES`, that maps logical names of dims to mesh axes.
 
-A dim of a parameter, an activation or a batch has a logical name, which `RULES` maps to mesh axes. dp replicates the
-parameters, fsdp shards them along the hidden size and gathers them at use, tp shards heads, the feed-forward layer and
-the vocabulary. Knows no model: `mllm/model/layout.py` does.
+dp replicates the parameters, fsdp shards them along the hidden size and gathers them at use, tp shards heads, the
+feed-forward layer and the vocabulary.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from mllm.config.schema import MeshConfig
 from mllm.errors import UserError
 
 AXES = ("dp", "fsdp", "tp")
-"""The axes of a mesh."""
 
 RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "batch": ("dp", "fsdp"),
@@ -37,11 +35,7 @@ the devices along fsdp each have all rows of their replica."""
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh (dp, fsdp, tp) over the first dp * fsdp * tp devices.
-
-    Raises:
-        UserError: there are fewer devices, or those of several processes would not all be used.
-    """
+    """The mesh (dp, fsdp, tp) over the first devices; UserError where they are too few, or processes would be idle."""
     axes = config.model_dump()
     needed, devices = int(np.prod(list(axes.values()))), jax.devices()
     if needed > len(devices):

@@ -1,10 +1,7 @@
 """Several processes that train one model: how they connect, which rows each of them has, and how they share values.
 
-Every process runs the same program, and its arrays span the devices of all. What only one process knows (the rewards of
-its rows, a signal that reached it, an error) it shares by `gather_objects`; process 0 writes the run's files. With a
-single process all of this costs nothing.
-
-A process that dies takes the others with it, and the same command resumes.
+What only one process knows it shares by `gather_objects`; process 0 writes the run's files. A process that dies takes
+the others with it, and the same command resumes.
 """
 
 import os
@@ -35,23 +32,16 @@ class ProcessGroup(NamedTuple):
     coordinator: str
     """host:port where process 0 listens."""
     processes: int
-    """How many there are."""
     process: int
-    """The number of this one, from 0."""
 
     @classmethod
     def find(
         cls, coordinator: str | None, processes: int | None, process: int | None, environment: Mapping[str, str]
     ) -> "ProcessGroup | None":
-        """The group that the flags describe; a flag that is None is read from the environment instead.
+        """The group that the flags describe, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
-        The variables are JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
-
-        Returns:
-            None if none of the three is given: this process trains alone.
-
-        Raises:
-            UserError: only some of the three are given, or a value is impossible.
+        It is None if none of the three is given. UserError: only some of them are given, or a value is
+        impossible.
         """
         flags = {
             "--coordinator": (coordinator, "JAX_COORDINATOR_ADDRESS"),
@@ -75,12 +65,9 @@ class ProcessGroup(NamedTuple):
         return cls(address, count, index)
 
     def join(self, seconds: int) -> None:
-        """Connect to the other processes; must be called before JAX is used for anything else.
+        """Connect to the other processes, before JAX is used for anything else; UserError: process 0's port is taken.
 
         If they are not all there within `seconds`, the process ends with an error in one line and exit code 2.
-
-        Raises:
-            UserError: the port of process 0 is taken.
         """
         silent = "process 0 does not answer or " if self.process else ""
         try:
@@ -99,11 +86,7 @@ class ProcessGroup(NamedTuple):
 
 
 def join_cluster(seconds: int) -> None:
-    """Connect to the processes of a cluster that JAX recognises (TPU pods, Slurm, Open MPI, Kubernetes).
-
-    Raises:
-        UserError: JAX recognises no cluster here.
-    """
+    """Connect to the processes of a cluster that JAX recognizes (TPU pods, Slurm, ...); UserError where it finds none."""
     try:
         connect("--cluster: not all of its processes came", seconds)
     except (ValueError, RuntimeError) as error:
@@ -178,7 +161,6 @@ class RowShare:
     """This process's share of the rows of every batch: the rows on its devices."""
 
     index: int
-    """The number of this share."""
     count: int
     """How many shares there are; processes whose devices differ only along tp hold the same share."""
     first_process: tuple[int, ...]
@@ -186,11 +168,7 @@ class RowShare:
 
     @classmethod
     def of_mesh(cls, mesh: Mesh) -> "RowShare":
-        """The share that the mesh gives to this process.
-
-        Raises:
-            UserError: the shares of two processes would overlap in part.
-        """
+        """The share that the mesh gives to this process; UserError where two processes' shares overlap in part."""
         layout = sharding(mesh, ("batch",))
         shards = int(np.prod([mesh.shape[axis] for axis in layout.spec[0]]))
         held: dict[int, set[int]] = {}
@@ -218,10 +196,7 @@ ALL_ROWS = RowShare(0, 1, (0,))
 
 
 def local_rows(tree: Any) -> Any:
-    """The rows of a tree of arrays [B, ...] that this process's devices hold, as NumPy arrays.
-
-    NumPy arrays are taken to be such rows already.
-    """
+    """The rows of a tree of arrays [B, ...] that this process's devices hold, as NumPy arrays, which pass as they are."""
 
     def rows(array: Any) -> np.ndarray:
         if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:

@@ -1,11 +1,9 @@
 """The memory that a program will take on a device, as soon as the compiler knows it: minutes before it has the code.
 
-XLA assigns every buffer its place before it generates instructions, which takes most of the time. So the compiler runs
-in a process of its own (`targets.py`), writes its account of the assignment into a folder (`--xla_dump_to`), and is
-stopped there. Its total is what the compiler holds against a TPU's HBM: a refusal names that very figure.
-`memory_analysis()` adds up more temporaries where there are collectives, and exceeds HBM for programs that the compiler
-accepts. A program that is too large has an account, too. For GPUs there are two compilations, see `gpus.py`.
-Leaves out what the compiler finds out later: whether each kernel finds room on chip.
+XLA assigns every buffer its place before it generates instructions. So the compiler runs in a process of its own
+(`targets.py`), writes its account of the assignment into a folder (`--xla_dump_to`), and is stopped there. Its total is
+what the compiler holds against a TPU's HBM; `memory_analysis()` adds up more temporaries where there are collectives. A
+program that is too large has an account, too.
 """
 
 import os
@@ -32,14 +30,12 @@ class Account(NamedTuple):
     arguments: int
     temporaries: int
     peak: int
-    """With results and constants."""
 
 
 def read(target: str, program: str, axes: Mapping[str, int], **arguments: Any) -> Account:
     """The account of `program`, which gets a mesh of the target with these axes, and `arguments`, as JSON.
 
-    Raises:
-        ValueError: it can't be compiled; one line says why. A program that is too large can.
+    ValueError: it can't be compiled; one line says why. A program that is too large can.
     """
     given = {**arguments, "mesh": dict(axes)}
     if not gpus.is_gpu(target):

@@ -1,13 +1,10 @@
 """H100s that this machine doesn't have, for `targets.py`: XLA's CUDA plugin compiles for them (`make aot-gpu`).
 
-A target is `h100`, or several of one host as in `h100:8`. The plugin needs no GPU, no driver and no CUDA library. It is
-installed in a folder of its own, which only this file reads: if JAX found the plugin without a driver, every program
-would complain.
-
-Without a GPU nothing can be timed, so XLA keeps its first choice for each matrix product, a Triton kernel that fuses
-the operations before it. With a GPU, XLA may find cuBLAS faster, and then the result of those operations is stored
-first. `FLAGS` make either choice for all products, and a plan takes the one that needs more memory (`assignment.py`).
-Left out: workspaces of the libraries, 32 MiB or so, and what these hold outside XLA's share of the memory.
+A target is `h100`, or several of one host as in `h100:8`. The plugin is installed in a folder of its own: if JAX found
+it without a driver, every program would complain. Without a GPU nothing can be timed, so XLA keeps its first choice for
+each matrix product, a Triton kernel. With one, it may find cuBLAS faster, and then the operations before a product are
+stored first. `FLAGS` make either choice for all products, and a plan takes the one that needs more memory. What the
+libraries hold outside XLA's share of the memory is left out.
 """
 
 import importlib
@@ -22,10 +19,8 @@ import jax
 from jax.experimental import topologies
 
 FOLDER = Path(sys.prefix) / "aot-gpu"
-"""Where `make aot-gpu` installs the plugin."""
 DESCRIPTION = Path(__file__).with_name("h100.txtpb").read_text()
 CAVEAT = "by XLA's compiler without a GPU, and never held against one; the larger of two compilations (docs/log.md)"
-"""What a reader of the figures should know."""
 FLAGS = ("--xla_gpu_enable_triton_gemm=true", "--xla_gpu_enable_triton_gemm=false")
 """For `XLA_FLAGS`: matrix products by Triton, and by cuBLAS."""
 
@@ -36,11 +31,7 @@ def is_gpu(target: str) -> bool:
 
 
 def count(target: str) -> int:
-    """The number of GPUs that a target names.
-
-    Raises:
-        ValueError: a host can't have that many.
-    """
+    """The number of GPUs that a target names; ValueError where a host can't have that many."""
     found = re.fullmatch(r"h100(?::([1-8]))?", target)
     if found is None:
         raise ValueError(f"target {target!r}: there are h100 and h100:2 to h100:8, the GPUs of a host")
@@ -48,12 +39,7 @@ def count(target: str) -> int:
 
 
 def devices(target: str) -> Sequence[jax.Device]:
-    """The target's devices.
-
-    Raises:
-        ValueError: as `count`.
-        ModuleNotFoundError: the plugin isn't installed.
-    """
+    """The target's devices; ValueError as `count`, ModuleNotFoundError where the plugin isn't installed."""
     shape = f"1x1x{count(target)}"  # partitions, hosts of each, GPUs of each
     # JAX would ask for the CUDA libraries that a GPU needs.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -80,7 +66,6 @@ def register() -> None:
 
 @contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Nothing reaches stderr inside: as it is loaded, the plugin complains that there is no driver."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -93,10 +78,7 @@ def silent_stderr() -> Iterator[None]:
 
 
 def memory() -> int:
-    """Bytes of a GPU's memory that JAX lets a program have: three quarters, or the share that the environment sets.
-
-    https://docs.jax.dev/en/latest/gpu_memory_allocation.html
-    """
+    """Bytes of a GPU's memory that JAX lets a program have (docs.jax.dev/en/latest/gpu_memory_allocation.html)."""
     found = re.search(r"device_memory_size: (\d+)", DESCRIPTION)
     assert found is not None
     share = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -1,7 +1,4 @@
-"""Programs of the head for `targets.py`, `listing.py` and `resources.py`: what a trainer calls, at any size.
-
-On a mesh of one chip the head is not sharded; on a mesh with the axes dp, fsdp and tp it is.
-"""
+"""Programs of the head for `targets.py`, `listing.py` and `resources.py`, sharded on meshes with dp, fsdp and tp."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,10 +24,7 @@ def value(mesh: Mesh, **sizes: Any) -> Program:
 
 
 def general(mesh: Mesh, *, entropy: bool = False, **sizes: Any) -> Program:
-    """The outputs of `value`, and the gradients of hidden states and weight under any cotangents.
-
-    The cotangents are those of log-probability and logsumexp, and with `entropy` of the entropy.
-    """
+    """The outputs of `value`, and the gradients under cotangents of these (of the entropy with `entropy`)."""
     statistics, arguments = value(mesh, **sizes)
     outputs = 3 if entropy else 2
 

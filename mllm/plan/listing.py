@@ -37,12 +37,11 @@ vmatmul on each MXU in every 8 bundles.
 """
 MXUS = {"v5e": 4, "v5p": 4, "v6e": 2, "tpu7x": 2}
 DELAY_SLOTS = 4
-"""Bundles behind a branch that still belong to its block."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel's figures; see the module's docstring for their meaning."""
+    """One kernel's figures, as in the module's docstring."""
 
     name: str
     bundles: int
@@ -134,19 +133,10 @@ def own_name(name: str) -> str:
 def read(
     target: str, program: str, folder: Path | None = None, **arguments: Any
 ) -> tuple[dict[str, Any], list[Kernel]]:
-    """Compiles a program in a process of its own and reads the listings of its Pallas kernels.
+    """Compiles a program for a chip in a process of its own; its account of memory, and its Pallas kernels' figures.
 
-    Args:
-        target: a chip, as in "v6e".
-        program: as `targets.py` describes it.
-        folder: an empty temporary folder for the compiler's files, which stay there; None: they are deleted.
-        arguments: for the program.
-
-    Returns:
-        What `targets.main` prints, with the compiler's account of memory, and the kernels.
-
-    Raises:
-        ValueError: there is no such target, or the compiler refuses; see `targets.compile_in_child`.
+    The compiler's files stay in `folder`, which must be empty, if one is given. ValueError: there is no such
+    target, or the compiler refuses; see `targets.compile_in_child`.
     """
     chip, _ = targets.split(target)
     with tempfile.TemporaryDirectory() as temporary:

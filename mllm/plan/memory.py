@@ -1,11 +1,9 @@
 """Plans a run's memory before the run takes any: python train.py --config NAME --plan [--target v6e:2x4].
 
 The run's programs are made from shapes (programs.py) and given to the compiler: that of the devices at hand, or, for
-devices that aren't there, libtpu (TPUs) or XLA's plugin for CUDA (H100s), see assignment.py. The table has a line for
-each phase and a column for each of `COLUMNS`. Parameters (with the copies for decoding and for the reference policy),
-optimizer, gradients and KV cache are known from shapes. The head is the compiler's figure for the head's temporaries,
-compiled alone for a micro-batch, or the logits that tokens are sampled from. Activations are whatever else the peak
-holds. Leaves out: the host's memory; fragmentation; what a compiler finds out after it has laid out the memory.
+devices that aren't there, that of `assignment.py`. The head is the compiler's figure for the head's temporaries,
+compiled alone for a micro-batch, or the logits that tokens are sampled from; activations are whatever else the peak
+holds. The host's memory and fragmentation are left out.
 """
 
 import math
@@ -36,15 +34,12 @@ class Devices:
     name: str
     mesh: Mesh
     available: int
-    """The number of devices; the mesh may use fewer."""
     memory: int
     """Bytes that a program may have on each device."""
     target: str | None
-    """The name of devices that aren't there, as in `v6e:2x4`; None: the devices at hand."""
 
     @property
     def caveat(self) -> str | None:
-        """What a reader of the figures should know, if anything."""
         return gpus.CAVEAT if self.target and gpus.is_gpu(self.target) else None
 
 
@@ -63,9 +58,8 @@ class Phase:
 def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     """Print what each phase takes, whether all phases fit, and the largest micro-batch that fits.
 
-    Raises:
-        UserError: a phase does not fit; the message names the nearest setting that does. Or there is no such target, or
-            the mesh is impossible.
+    UserError: a phase does not fit (the message names the nearest setting that does), or target or mesh are
+    impossible.
     """
     devices = find_devices(config.mesh, target)
     shape = ", ".join(f"{axis} {size}" for axis, size in devices.mesh.shape.items())
@@ -136,11 +130,7 @@ class Planner:
         return account
 
     def largest_micro_batch(self, update: Phase) -> tuple[int | None, int]:
-        """The rows of the largest micro-batch whose update fits, or None, and the peak of that update in bytes.
-
-        Args:
-            update: the phase as it is configured, which is not compiled again.
-        """
+        """The rows of the largest micro-batch whose update fits, or None, and the peak of that update in bytes."""
         peaks = {self.programs.micro_rows: update.peak}
 
         def fits(rows: int) -> bool:
@@ -157,11 +147,7 @@ class Planner:
 
 
 def find_devices(config: MeshConfig, target: str | None) -> Devices:
-    """The devices at hand, or those of a slice of TPUs as in `v6e:2x4`, or H100s as in `h100:8`, with the mesh on them.
-
-    Raises:
-        UserError: there are fewer devices than the mesh needs; there is no such target; its compiler isn't installed.
-    """
+    """The mesh on the devices at hand, TPUs as in `v6e:2x4`, or H100s as in `h100:8`; UserError where there is none."""
     if target is None:
         mesh = make_mesh(config)
         kind = mesh.devices.flat[0].device_kind
@@ -193,10 +179,7 @@ def on_device(tree: Any) -> int:
 
 
 def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
-    """A phase whose head and activations are what `known` leaves of the peak.
-
-    The head's temporaries may exceed that: they may be largest while something known is not in memory.
-    """
+    """A phase whose head and activations are what `known`, which may be freed by then, leaves of the peak."""
     rest = max(peak - sum(known.values()), 0)
     head = min(head, rest)
     return Phase(name, {**dict.fromkeys(COLUMNS, 0), **known, "head": head, "activations": rest - head})

@@ -1,8 +1,6 @@
 """The programs of a run, from shapes alone: what the compiler needs to say how much memory they take.
 
-Nothing is computed and no parameter exists. Each program is what the run itself would compile, at its largest: the
-longest prompts and completions, a whole batch. `mllm.plan.assignment` compiles `program` in another process.
-Leaves out small programs such as the optimizer's first state.
+Each is what the run itself would compile, at its largest: the longest prompts and completions, a whole batch.
 """
 
 from collections.abc import Callable
@@ -36,13 +34,9 @@ def program(mesh: Mesh, *, config: dict[str, Any], name: str) -> Program:
 
 
 class Programs:
-    """The programs of one configuration on one mesh, and the shapes that they share.
+    """The programs of one configuration on one mesh, and the shapes that they share; UserError as `load_policy`.
 
-    Args:
-        kind: how the update calls the model and the head; tools/memory.py compares several.
-
-    Raises:
-        UserError: as `load_policy`. A model known by name needs no files.
+    `kind` is how the update calls the model and the head; tools/memory.py compares several.
     """
 
     def __init__(self, config: Config, mesh: Mesh, kind: type[Forward] = Forward) -> None:
@@ -113,7 +107,6 @@ class Programs:
 
     @property
     def length(self) -> int:
-        """Tokens of a row in training."""
         if self.config.data is not None:
             return self.config.data.max_length
         assert self.config.rollout is not None
@@ -158,11 +151,9 @@ class Programs:
         )
 
     def logits(self) -> jax.ShapeDtypeStruct:
-        """The logits that tokens are sampled from."""
         return self.array((self.decoded_rows, self.policy.architecture.vocab_size), jnp.float32, ("batch", "vocab"))
 
     def cache(self) -> tuple[Float[Any, "L B S K H"], Float[Any, "L B S K H"]]:
-        """Keys and values of a rollout's rows."""
         return self.decode_state.cache.keys, self.decode_state.cache.values
 
 

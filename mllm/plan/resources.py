@@ -26,7 +26,7 @@ from mllm.plan import targets
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel's figures; see the module's docstring for their meaning."""
+    """One kernel's figures, as in the module's docstring."""
 
     name: str
     registers: int
@@ -67,12 +67,7 @@ def read_folder(folder: Path) -> list[Kernel]:
 
 
 def read(program: str, **arguments: Any) -> tuple[dict[str, Any], list[Kernel]]:
-    """As `listing.read`, for an H100.
-
-    Raises:
-        ModuleNotFoundError: there is no ptxas.
-        ValueError: the compiler refuses; see `targets.compile_in_child`.
-    """
+    """As `listing.read`, for an H100; ModuleNotFoundError where there is no ptxas."""
     if shutil.which("ptxas") is None:
         raise ModuleNotFoundError("ptxas, of the CUDA toolkit, isn't on the PATH")
     with tempfile.TemporaryDirectory() as folder:

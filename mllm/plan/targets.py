@@ -1,10 +1,9 @@
 """Compiles JAX programs for TPUs that this machine doesn't have, by libtpu, the real compiler (`make aot` installs it).
 
 A target is a chip, as in `v6e`, or a slice of them, as in `v6e:2x4`; or GPUs, see `gpus.py`. A program is named
-`package.module:function` or `file.py:function`. Its function takes the target's mesh and keyword arguments, and returns
-the function to compile and its arguments, trees of `jax.ShapeDtypeStruct`.
-
-`run_child` starts this file as a process of its own, because XLA reads many options only as it starts.
+`package.module:function` or `file.py:function`; its function takes the target's mesh and keyword arguments, and returns
+the function to compile and its arguments, trees of `jax.ShapeDtypeStruct`. XLA reads many options only as it starts, so
+`run_child` starts this file as a process of its own.
 """
 
 import importlib
@@ -41,19 +40,11 @@ ENVIRONMENT = {
 CHIPS = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
 """The chips known here, and how many dims their slices have."""
 HBM = {chip: int(gib * 2**30) for chip, gib in {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}.items()}
-"""Bytes of a device's HBM that a program may have: the limit that the compiler names where it refuses (libtpu 0.0.42).
-
-A chip has 16 GB, 95 GiB, 32 GiB and 192 GiB, on tpu7x for two devices: https://docs.cloud.google.com/tpu/docs/tpu7x and
-https://docs.cloud.google.com/tpu/docs/v5e.
-"""
+"""Bytes of a device's HBM that a program may have, by libtpu 0.0.42's refusals; a device of tpu7x is half a chip."""
 
 
 def split(target: str) -> tuple[str, tuple[int, ...]]:
-    """The chip and the slice's shape; that of a bare chip is all ones.
-
-    Raises:
-        ValueError: the target names no chip known here, or no shape of its slices.
-    """
+    """The chip and the slice's shape, all ones for a bare chip; ValueError where one of them is unknown."""
     chip, _, shape = target.partition(":")
     if chip not in CHIPS:
         known = f"{', '.join(CHIPS)} and their slices, as in v6e:2x4"
@@ -67,9 +58,7 @@ def split(target: str) -> tuple[str, tuple[int, ...]]:
 def devices(target: str) -> Sequence[jax.Device]:
     """The target's devices: a TensorCore each on tpu7x, a chip elsewhere.
 
-    Raises:
-        ValueError: as `split`, or the chip has no such slice.
-        ModuleNotFoundError: libtpu isn't installed, or for GPUs the plugin.
+    ValueError: the chip has no such slice. ModuleNotFoundError: libtpu isn't installed, or for GPUs the plugin.
     """
     if gpus.is_gpu(target):
         return gpus.devices(target)
@@ -92,12 +81,7 @@ def memory_limit(target: str) -> int:
 
 
 def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip",)) -> Mesh:
-    """A mesh of the target's first devices.
-
-    Raises:
-        ValueError: as `devices`, or the slice has fewer devices than the mesh.
-        ModuleNotFoundError: as `devices`.
-    """
+    """A mesh of the target's first devices; errors as `devices`, and ValueError where these are too few."""
     available = devices(target)
     needed = math.prod(shape)
     if len(available) < needed:
@@ -107,15 +91,9 @@ def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip"
 
 
 def compiled(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> jax.stages.Compiled:
-    """A function compiled for the mesh, with the compiler's `memory_analysis()` and its own `as_text()`.
+    """A function, jitted or not, compiled for the mesh; arguments without a sharding are on all its devices.
 
-    Args:
-        function: what to compile, jitted or not; traced where `pltpu.get_tpu_info()` and the like see the target.
-        arguments: trees of `jax.ShapeDtypeStruct`; those without a sharding are on every device of the mesh.
-        mesh: as `mesh` returns it.
-
-    Raises:
-        jax.errors.JaxRuntimeError: the compiler refuses: no room in HBM or VMEM, no way to lower an operation.
+    jax.errors.JaxRuntimeError: the compiler refuses: no room in HBM or VMEM, no way to lower an operation.
     """
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(
@@ -161,13 +139,10 @@ def run_child(
     folder: Path,
     until: Callable[[], bool] | None = None,
 ) -> child_process.Ended:
-    """Run `main` for a program in a process of its own.
+    """Run `main` for a program in a process of its own, with `environment` added to this one's variables.
 
-    Args:
-        arguments: of the program, as JSON; "mesh" has the axes and their sizes, instead of one chip.
-        environment: variables for the compiler, beside this process's own.
-        folder: a temporary folder that the compiler writes to; the child removes it if this process is killed.
-        until: as in `child_process.run`.
+    In `arguments` "mesh" has the axes and their sizes, instead of one chip. The child removes `folder`, which the
+    compiler writes to, if this process is killed. `until` is as in `child_process.run`.
     """
     name = os.path.abspath(name) if ".py:" in name else name
     command = [sys.executable, "-m", "mllm.plan.targets", target, name, json.dumps(dict(arguments)), str(folder)]
@@ -175,11 +150,7 @@ def run_child(
 
 
 def compile_in_child(*arguments: Any) -> dict[str, Any]:
-    """The answer of `run_child`: what `main` prints.
-
-    Raises:
-        ValueError: the compiler refuses; the message is its reason, a line, and a note has all that was said.
-    """
+    """What `main` prints in `run_child`; ValueError with the compiler's reason, and in a note all that was said."""
     ended = run_child(*arguments)
     if ended.code or ended.answer is None:
         refusal = ValueError(ended.reason or "the compiler's process gave no answer")

@@ -1,9 +1,8 @@
 """The work of a traced function, by arithmetic: flops of its matrix products, and bytes that they move.
 
-A Pallas kernel declares both itself (`cost_estimate`), by its own tiling. For other products, operands are read and
-results written once each, in the dtypes that they have. A loop's body counts as often as it runs. Where that depends on
-data, a loop with Pallas kernels is taken to visit all tokens, in blocks as its kernels take them; other such loops, and
-kernels without a `cost_estimate`, have no answer. Leaves out everything but matrix products.
+A Pallas kernel declares both itself (`cost_estimate`). For other products, operands are read and results written once
+each. A loop's body counts as often as it runs. Where that depends on data, a loop with Pallas kernels is taken to visit
+all tokens, in blocks; other such loops, and kernels without a `cost_estimate`, have no answer.
 """
 
 import math
@@ -25,9 +24,7 @@ class Part(NamedTuple):
 def parts(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Part] | None:
     """The parts of a function, each kernel summed over its calls; None where the work can't be told.
 
-    Args:
-        function: takes hidden states [tokens, features] and anything else.
-        arguments: trees of `jax.ShapeDtypeStruct`.
+    The first of `arguments`, trees of `jax.ShapeDtypeStruct`, has the shape [tokens, features].
     """
     found: dict[str, Part] = {}
     try:

@@ -16,7 +16,6 @@ from mllm.rl.reward_functions import exact_match, flexible_match
 from mllm.rl.sampler import Sampler
 
 FIRST_SEQUENCE = 2**30
-"""Evaluation numbers its sequences from here, so that it never uses training's random numbers."""
 Z = 1.959963984540054
 """The normal distribution's 97.5 % quantile."""
 
@@ -26,8 +25,7 @@ def make_evaluation(
 ) -> Callable[[Params, int], dict[str, float]]:
     """The function (parameters, step) -> metrics that evaluates on the problems that the task holds out.
 
-    Raises:
-        UserError: a held-out prompt is longer than `rollout.max_prompt_length`, or can't be written as a chat.
+    UserError: a held-out prompt is longer than `rollout.max_prompt_length`, or can't be written as a chat.
     """
     examples = [task.heldout[i] for i in range(options.prompts or len(task.heldout))]
     limit = sampler.options.max_prompt_length
@@ -52,10 +50,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Complete each problem greedily and, if `sampled`, once at the rollout's temperature; each process its share.
 
-    Returns:
-        `eval/greedy_accuracy` (the answer in the task's exact form) with the ends `_low` and `_high` of its 95 %
-        interval, `eval/greedy_flexible_accuracy` (the last number counts), the mean length in tokens; likewise
-        `eval/sampled_...`.
+    The metrics are `eval/greedy_accuracy` (the answer in the task's exact form) with the ends `_low` and `_high` of
+    its 95 % interval, `eval/greedy_flexible_accuracy` (the last number counts), the mean length in tokens; likewise
+    `eval/sampled_...`.
     """
     share = -(-len(examples) // rows.count)
     mine = examples[rows.index * share :][:share]
@@ -83,10 +80,7 @@ def evaluate(
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """The 95 % interval of a proportion: sound at 0 and 1, where the normal approximation's is empty.
-
-    Wilson 1927; in the form of Newcombe 1998, Two-sided confidence intervals for the single proportion, method 3.
-    """
+    """The 95 % interval of a proportion (Wilson 1927; Newcombe 1998, method 3): sound at 0 and 1, too."""
     share, denominator = successes / trials, 2 * (trials + Z**2)
     center = (2 * trials * share + Z**2) / denominator
     half_width = Z / denominator * math.sqrt(4 * trials * share * (1 - share) + Z**2)

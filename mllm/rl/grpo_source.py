@@ -38,11 +38,7 @@ def make_grpo_source(
     rewards: RewardRunner,
     poll: Callable[[], None],
 ) -> "GrpoSource":
-    """The source of a run, without the parameters of a reference. For `poll` see `GrpoSource`.
-
-    Raises:
-        UserError: a prompt is longer than `rollout.max_prompt_length`, or the processes can't share a step's prompts.
-    """
+    """The source of a run, without the parameters of a reference; UserError as for `prompt_batches`."""
     assert config.grpo is not None
     assert config.task is not None
     rows = RowShare.of_mesh(mesh)
@@ -73,7 +69,6 @@ class ScoredCompletions(NamedTuple):
     """The completions that one process sampled and scored, or those of all processes, in arrays that concatenate."""
 
     questions: Shaped[np.ndarray, "B"]
-    """The user's message of each completion's prompt."""
     texts: Shaped[np.ndarray, "B"]
     prompt_lengths: Int[np.ndarray, "B"]
     lengths: Int[np.ndarray, "B"]
@@ -82,16 +77,15 @@ class ScoredCompletions(NamedTuple):
     rewards: Float[np.ndarray, "B R"]
     """What each function gave; NaN where it failed."""
     failures: Shaped[np.ndarray, " failures"]
-    """`Failure` records, of all functions and completions."""
 
 
 @dataclass
 class GrpoSource:
     """Samples completions, scores them, and gives the batch that the update learns from.
 
-    Each process samples and scores its own rows and then learns the rewards of all: advantages, the loss's
-    denominators, metrics and samples are those of the whole batch. A group in which a reward failed is left out of
-    the loss. One rollout serves `num_iterations` updates; a checkpoint must fall between rollouts.
+    Each process samples and scores its own rows and then learns the rewards of all. A group in which a reward
+    failed is left out of the loss. One rollout serves `num_iterations` updates; a checkpoint must fall between
+    rollouts.
     """
 
     config: GrpoConfig
@@ -101,9 +95,7 @@ class GrpoSource:
     rewards: RewardRunner
     logprob_pass: Callable[[Params, Batch], Float[Array, "B T"]]
     reference: Params | None = None
-    """The parameters of the policy that the KL penalty holds to; None without a penalty."""
     logged_samples: int | None = None
-    """How many completions of a step go to samples.jsonl; None: all."""
     rows: RowShare = ALL_ROWS
     poll: Callable[[], None] = lambda: None
     """Called again and again while rewards are computed; what it raises passes through."""
@@ -207,9 +199,7 @@ class GrpoSource:
     ) -> Batch:
         """Put each prompt and its completion in a row; a row that doesn't count keeps its tokens with weight 0.
 
-        Args:
-            prompts: those of this process's rows, like `completions`.
-            scored: all rows, like `counts` and `advantages`.
+        `prompts` and `completions` are this process's rows; `scored`, `counts` and `advantages` have all rows.
         """
         options = self.sampler.options
         starts, ends = scored.prompt_lengths[:, None], (scored.prompt_lengths + scored.lengths)[:, None]

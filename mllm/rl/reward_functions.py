@@ -1,7 +1,4 @@
-"""Reward functions: (prompt, completion, example) -> float, and the look-up of one by its name.
-
-The process that calls them imports this file; it must start without JAX.
-"""
+"""Reward functions: (prompt, completion, example) -> float. Their process imports this file without JAX."""
 
 import importlib
 import re
@@ -25,18 +22,15 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def exact_match(prompt: str, completion: str, example: Example) -> float:
-    """1 if the completion states the answer, letter by letter, in the very form that the task asks for, else 0.
-
-    For GSM8K that is `#### N` (the official extraction: Cobbe et al. 2021, grade_school_math/dataset.py).
-    """
+    """1 if the completion states the answer, letter by letter, in the form that the task asks for, else 0."""
     return float(final_answer(completion, example) == example.answer)
 
 
 def flexible_match(prompt: str, completion: str, example: Example) -> float:
     """1 if the last number of the completion equals the answer's, however the two are written, else 0.
 
-    The flexible filter of lm-evaluation-harness (tasks/gsm8k), but 1,234 is one number, and 7.0 equals 7. An
-    answer that is not a number is matched exactly.
+    As in lm-evaluation-harness (tasks/gsm8k), but 1,234 is one number, and 7.0 equals 7. An answer that is not a
+    number is matched exactly.
     """
     if not NUMBER.fullmatch(example.answer):
         return exact_match(prompt, completion, example)
@@ -44,10 +38,7 @@ def flexible_match(prompt: str, completion: str, example: Example) -> float:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of the text; None if it has none.
-
-    Signs, thousands' commas, decimals and currencies are read; percent signs and a final full stop don't matter.
-    """
+    """The last number of the text, its sign, thousands' commas and decimals read; None if it has none."""
     found = NUMBER.findall(text)
     if not found:
         return None
@@ -57,10 +48,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def think_answer_format(prompt: str, completion: str, example: Example) -> float:
-    """1 if the whole completion is <think>...</think><answer>...</answer>, each tag once, else 0; space is ignored.
-
-    DeepSeek-R1's format reward (arXiv:2501.12948, section 2.2.2).
-    """
+    """1 if all of it is <think>...</think><answer>...</answer> (arXiv:2501.12948, section 2.2.2), else 0."""
     return float(THINK_ANSWER.fullmatch(completion) is not None)
 
 
@@ -78,11 +66,7 @@ BUILT_IN: dict[str, Reward] = {
 
 
 def find(name: str, scorer: Scorer | None) -> Reward:
-    """The reward function called `name`; `package.module:function` is imported.
-
-    Raises:
-        UserError: there is no function of that name, or it can't be imported.
-    """
+    """The reward function called `name` (`package.module:function` is imported); UserError where it can't be had."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if name == "task":

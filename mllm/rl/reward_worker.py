@@ -4,10 +4,7 @@ A user's function may raise, hang in C code with every signal blocked, end or fo
 close whatever is open. So the process is a fresh interpreter (forking one that runs JAX's threads may deadlock) in a
 session of its own, and its output goes to stderr. Its answers are lines of JSON that are checked, never unpickled. When
 an answer is late, the process is killed with all that it started; and it ends with the trainer, however that ends.
-
-Left out: limits on memory and processors; protection from malice, since functions have the rights of the user who
-trains; undoing what a function changes in its process (directory, environment), which the next ones see. A process that
-has left the session outlives a worker that ends by itself.
+Memory is not limited, and functions have the rights of the user who trains.
 """
 
 import contextlib
@@ -31,14 +28,11 @@ FAILURES = ("raised", "timed_out", "not_a_number")
 HANDSHAKE = -1
 """The number of the first answer, `ready` or `failed`: whether the functions could be imported."""
 START_TIMEOUT = 120.0
-"""Seconds that the process may take to import the functions."""
 LARGEST = 1e18
 """The largest reward: squares of larger ones overflow the float32 in which a group's rewards are compared."""
 LONGEST_MESSAGE = 300
-"""Characters of an error that are sent to the trainer."""
 LONGEST_LINE = 2**15
 TICK = 0.1
-"""Seconds between two looks at whether the process lives and whether the trainer is asked to stop."""
 GUARD = """
 import os, signal, sys
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -46,21 +40,13 @@ for number in (signal.SIGTERM, signal.SIGINT):
 sys.stdin.read()
 os.killpg(int(sys.argv[1]), signal.SIGKILL)
 """
-"""A program that kills the process group in its argument as soon as its stdin closes, so when the trainer ends. It is
-not a thread of the worker, since a function that hangs in C code lets no other thread run."""
+"""A program that kills the process group in its argument when its stdin closes, so when the trainer ends."""
 
 
 class Worker:
-    """The trainer's side of the process.
+    """The trainer's side of the process; UserError where a function is unknown or can't be imported.
 
     While a method waits, it calls `poll` at least every 0.25 s; what `poll` raises passes through.
-
-    Args:
-        names: the functions' names, for `reward_functions.find`.
-        scorer: the task's own scorer.
-
-    Raises:
-        UserError: a function is unknown or can't be imported.
     """
 
     def __init__(self, names: Sequence[str], scorer: Any, poll: Callable[[], None]) -> None:
@@ -109,10 +95,7 @@ class Worker:
                 return
 
     def answer(self, number: int, timeout: float, poll: Callable[[], None]) -> tuple[str, Any]:
-        """The next answer, which must have this number: ("value", float), or (kind of failure, message).
-
-        The process may be dead thereafter: see `alive`.
-        """
+        """The next answer, which must have this number: ("value", float), or (kind of failure, message)."""
         deadline = time.monotonic() + timeout
         while b"\n" not in self.received and len(self.received) < LONGEST_LINE:
             poll()

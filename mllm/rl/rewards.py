@@ -1,8 +1,6 @@
 """Scores completions with a task's reward functions, in a process of their own (see reward_worker).
 
-The functions run in that process's main thread (math-verify's time limit needs one) and without JAX, because a user's
-function may do anything. A reward that raises, runs over its time or is not a number is counted and left NaN, never
-guessed. Left out: rewards that compare completions with each other; calling several functions at a time.
+A reward that raises, runs over its time or is not a number is counted and left NaN, never guessed.
 """
 
 import logging
@@ -22,27 +20,20 @@ class Failure:
     """A call of a reward function that gave no number."""
 
     name: str
-    """The function's."""
     kind: str
-    """One of `FAILURES`: `raised`, `timed_out`, `not_a_number`."""
     message: str
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the reward functions gave for some completions."""
+    """What the reward functions gave for some completions, float64; NaN where a function failed."""
 
     values: Float[np.ndarray, "functions completions"]
-    """float64; NaN where a function failed."""
     failures: list[Failure]
 
 
 class RewardRunner:
-    """Calls a task's reward functions in a process of their own; replaces the process when one hangs or dies.
-
-    Raises:
-        UserError: a function is unknown or can't be imported.
-    """
+    """Calls a task's reward functions; replaces their process when one hangs or dies. UserError as for `Worker`."""
 
     def __init__(self, config: TaskConfig, task: Task) -> None:
         self.names = [reward.name for reward in config.rewards]

@@ -1,12 +1,9 @@
 """Completions of prompts: one prefill, then a decode loop with a KV cache, each a compiled program.
 
 Prompts are padded on the left to one of a few lengths, so that all rows write the same slot of the cache at a time and
-little is compiled. The decode loop runs in chunks of about a quarter of a second, so that a signal is noticed between
-two of them; where a chunk ends changes no result. Rows don't see each other, and a token's random key depends neither
-on the batch nor on padding (see `sampling`): which rows are decoded together changes nothing but rounding. On a mesh
-each device decodes its own rows, with parameters that are gathered over fsdp once for all tokens of the rollout.
-
-Left out: refilling rows that end early. All rows of a batch start together, and the slowest one decides when it ends.
+little is compiled. The decode loop runs in chunks, so that a signal is noticed between two of them; where a chunk ends
+changes no result. Which rows are decoded together changes nothing but rounding. On a mesh each device decodes its own
+rows, with parameters that are gathered over fsdp once. Rows that end early are not refilled.
 """
 
 import time
@@ -29,7 +26,6 @@ from mllm.rl import sampling
 
 SHORTEST_BUCKET = 8
 CHUNK_SECONDS = 0.25
-"""How long the decode loop may run before `poll` is called."""
 
 
 class Completions(NamedTuple):
@@ -61,19 +57,10 @@ def generate(
 ) -> Completions:
     """Complete each prompt, `options.batch_size` of them at a time, rounded up for the mesh; the result is in numpy.
 
-    Each of several processes passes the prompts of its own rows, as many as the others, and gets their completions.
-
-    Args:
-        graphdef: and `params`: the two parts of `nnx.split(model)`.
-        stop_ids: tokens that end a completion.
-        pad_id: the token that fills the rows behind a completion.
-        first_sequence: the first prompt's number among the sequences of the step; the others' follow. Seed,
-            step and this number determine the random key.
-        greedy: take the likeliest token, whatever temperature, top-k and top-p say; log-probabilities are 0.
-        poll: called after every chunk of the decode loop, by all processes alike; what it raises ends the rollout.
-
-    Raises:
-        ValueError: no prompts, or one that is empty or longer than `options.max_prompt_length`.
+    Each process passes the prompts of its own rows, as many as the others. Seed, step and a prompt's number from
+    `first_sequence` on determine its random key. With `greedy` the likeliest token is taken; log-probabilities are
+    0. What `poll`, called after every chunk by all processes, raises ends the rollout. ValueError: no prompts, or
+    one that is empty or longer than `options.max_prompt_length`.
     """
     lengths, limit = sorted({*map(len, prompts)}), options.max_prompt_length
     if not lengths or lengths[0] == 0 or lengths[-1] > limit:
@@ -123,10 +110,7 @@ def complete(
     poll: Callable[[], None],
     **settings: Any,
 ) -> Completions:
-    """Complete the rows of one batch, a chunk of the decode loop at a time.
-
-    `weights` come from `decoding_weights`; `settings` are the options and `greedy` of `prefill` and `decode`.
-    """
+    """Complete the rows of one batch, a chunk of the decode loop at a time, with `decoding_weights`."""
     state = prefill(graphdef, weights, prompts, inputs, **settings)
     num_tokens, chunk, limit = 1, 1, state.completions.tokens.shape[1]
     while num_tokens < limit:
@@ -152,7 +136,6 @@ class DecodeInputs(NamedTuple):
     prompt_lengths: Int[Any, "B"]
     """0 for a spare row, which gets no tokens."""
     sequences: Int[Any, "B"]
-    """The rows' numbers among the sequences of the step."""
     stop_ids: Int[Any, "S"]
     pad_id: Int[Any, ""]
     seed: Int[Any, ""]
@@ -163,14 +146,12 @@ class DecodeState(NamedTuple):
     """What the decode loop carries from step to step."""
 
     num_tokens: Int[Any, ""]
-    """Tokens so far in each row that has not ended."""
     completions: Completions
     ended: Bool[Any, "B"]
     cache: KVCache
 
 
 STATE_AXES: Any = DecodeState((), Completions(*[("batch",)] * 4), ("batch",), KVCache.axes())
-"""The logical axes of each array of a `DecodeState`."""
 
 
 @partial(jax.jit, static_argnames=("graphdef", "options", "greedy"))

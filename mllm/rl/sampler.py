@@ -34,8 +34,7 @@ class Sampler:
     ) -> tuple[Completions, list[str]]:
         """Complete each prompt (token ids) once; prompt i draws from the stream (seed, step, first_sequence + i).
 
-        Returns:
-            The tokens with their log-probabilities, and each completion's text without the token that ended it.
+        Returns the completions, and each one's text without the token that ended it.
         """
         pad_id = self.tokenizer.pad_token_id
         completions = generate(

@@ -1,13 +1,8 @@
 """Sampling of the next token: temperature, top-k, top-p, and a random key for every token of every sequence.
 
-No random state exists: the noise of a token is a function of (seed, step, sequence, position) alone, so it
-does not matter which sequences are decoded together, in what order or on which devices.
-
-Left out: penalties for repetition, beams, min-p.
-
-    Gumbel-max  Maddison et al. 2014, A* sampling, section 2: argmax(logits + noise) draws from their softmax
-    top-k       Fan et al. 2018, Hierarchical neural story generation, section 5.3
-    top-p       Holtzman et al. 2020, The curious case of neural text degeneration, section 3.1
+The noise of a token is a function of (seed, step, sequence, position) alone. Gumbel-max, argmax(logits + noise):
+Maddison et al. 2014, A* sampling, section 2. top-k: Fan et al. 2018, Hierarchical neural story generation, section 5.3.
+top-p: Holtzman et al. 2020, The curious case of neural text degeneration, section 3.1.
 """
 
 import jax
@@ -35,13 +30,8 @@ def sample(
 ) -> tuple[Int[jax.Array, "B"], Float[jax.Array, "B"]]:
     """One token for each row, and its log-probability (float32, nats) under the distribution that it was drawn from.
 
-    Args:
-        logits: float32.
-        keys: from `sequence_keys`.
-        position: the token's place in its completion, from 0.
-        temperature: divides the logits, before all else.
-        top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: among those keep the fewest likeliest ones that have this probability together; 1 keeps all.
+    The temperature divides the logits. `top_k` keeps the k likeliest tokens, 0 all; among those `top_p` keeps the
+    fewest likeliest that have this probability together, 1 all. `position` is the token's place in its completion.
     """
     kept = exclude(logits / temperature, top_k, top_p)
     noise = jax.vmap(lambda key: jax.random.gumbel(jax.random.fold_in(key, position), kept.shape[1:]))(keys)
@@ -59,8 +49,7 @@ def greedy(logits: Float[jax.Array, "B V"]) -> tuple[Int[jax.Array, "B"], Float[
 def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[jax.Array, "B V"]:
     """The logits, -inf where top-k or top-p excludes the token.
 
-    The token that reaches `top_p` is kept, as in transformers, so at least one always is; so are tokens as likely as
-    the last one kept. The whole vocabulary is sorted only for a top-p without a top-k.
+    The token that reaches `top_p` is kept, as in transformers; so are tokens as likely as the last one kept.
     """
     if 0 < top_k < logits.shape[-1]:
         likeliest = jax.lax.top_k(logits, top_k)[0]

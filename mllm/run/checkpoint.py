@@ -1,9 +1,9 @@
-"""Checkpoints through Orbax: a run's state and its configuration.
+"""Checkpoints of a run's state and configuration, through Orbax.
 
-A checkpoint is written under a temporary name and renamed when it is complete, in the background while training goes
-on; only then are older ones deleted. A JSON document in it holds checksums of everything. A checkpoint that can't be
-read, or isn't what was written, is put aside with a warning, and the next older one is taken. Each of several processes
-writes and reads what lies on its devices, in a folder that all share; any mesh of any number of processes can read it.
+A checkpoint is written in the background under a temporary name and renamed when it is complete; only then are older
+ones deleted. A JSON document in it holds checksums of everything. A checkpoint that can't be read, or isn't what was
+written, is put aside with a warning, and the next older one is taken. Each process writes and reads what lies on its
+devices; any mesh of any number of processes can read it.
 """
 
 import json
@@ -32,9 +32,7 @@ from mllm.run.storage import find_fault, saved_steps, write_error
 from mllm.train.step import TrainState
 
 BEST_METRIC = "eval/greedy_accuracy"
-"""The metric by which `keep_best` chooses."""
 DOCUMENT = "document"
-"""The item beside the arrays: JSON, with a checksum of itself."""
 
 logger = logging.getLogger(__name__)
 silence()
@@ -70,14 +68,9 @@ class Checkpoints:
         return ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, state: RunState, config: str, metrics: Mapping[str, Any]) -> None:
-        """Begin to save; returns as soon as the arrays of `state` may be overwritten.
+        """Begin to save; returns as soon as the arrays of `state` may be overwritten. `config` is YAML.
 
-        Args:
-            config: the run's configuration, as YAML.
-            metrics: of this step; its evaluation, if there is one, is read from it.
-
-        Raises:
-            UserError: this checkpoint, or the one before, can't be written.
+        UserError: this checkpoint, or the one before, can't be written.
         """
         self.finish()
         score = self.scores[state.step] = metrics.get(BEST_METRIC)
@@ -96,11 +89,8 @@ class Checkpoints:
     def restore(self, like: TrainState) -> RunState | None:
         """The state in the newest undamaged checkpoint, or None if there is no checkpoint at all.
 
-        Args:
-            like: the arrays to read, as ShapeDtypeStructs with the shardings that they are to have.
-
-        Raises:
-            UserError: there are checkpoints, and none of them can be read; or a damaged one can't be put aside.
+        `like` has the arrays to read as ShapeDtypeStructs, with their shardings. UserError: there are
+        checkpoints, and none of them can be read; or a damaged one can't be put aside.
         """
         steps = saved_steps(self.folder)[::-1]
         damaged: dict[int, str] = {}
@@ -123,11 +113,7 @@ class Checkpoints:
         return None
 
     def restore_params(self, like: Params, step: int | None) -> tuple[int, Params]:
-        """The step and parameters of a checkpoint: that of `step`, or the newest. `like` as in `restore`.
-
-        Raises:
-            UserError: there is no such checkpoint, or it can't be read.
-        """
+        """The step and parameters of a checkpoint, that of `step` or the newest; UserError where it can't be read."""
         steps = saved_steps(self.folder)
         if not steps or (step is not None and step not in steps):
             raise UserError(f"{self.folder}: no checkpoint{'' if step is None else f' {step}'}; there are {steps}")
@@ -140,14 +126,7 @@ class Checkpoints:
         return step, jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
 
     def read(self, step: int, parts: dict[str, dict[str, Any]]) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        """Arrays of a checkpoint, by name, and its document.
-
-        Args:
-            parts: the wanted ones of `items`.
-
-        Raises:
-            Damaged: in all processes, if it is damaged for one of them.
-        """
+        """The arrays of the wanted `parts` of `items`, by name, and the document; Damaged in all processes or in none."""
         reason = None
         arrays: dict[str, jax.Array] = {}
         document: dict[str, Any] = {}
@@ -198,11 +177,7 @@ class Checkpoints:
         self.manager = self.open_manager()
 
     def wait(self) -> None:
-        """Wait, with a progress bar, until the save that was begun is on disk.
-
-        Raises:
-            UserError: it can't be written.
-        """
+        """Wait, with a progress bar, until the save that was begun is on disk; UserError where it can't be written."""
         if self.saving is not None:
             step, size = self.saving
             with transfer_bar(f"saving checkpoint {step}", size) as bar:
@@ -216,8 +191,7 @@ class Checkpoints:
     def timings(self) -> dict[str, float]:
         """The speed of a save that has ended since the last call, summed over processes.
 
-        Raises:
-            UserError: it couldn't be written. The next `save`, which would say so, may be far away.
+        UserError: it couldn't be written. The next `save`, which would say so, may be far away.
         """
         if not self.manager.is_saving_in_progress():
             self.finish()
@@ -274,8 +248,6 @@ class Checkpoints:
 
 
 class KeepNewestAndBest(PreservationPolicy):
-    """Keeps the newest `keep` checkpoints and, with `keep_best`, the one with the best evaluation."""
-
     def __init__(self, checkpoints: Checkpoints) -> None:
         self.checkpoints = checkpoints
 

@@ -1,10 +1,9 @@
 """Checksums of arrays and documents that find damage which no storage format finds.
 
-An array's bits are taken as 32 bit words, narrower elements as a word each. Every word is multiplied by an odd weight
-made from its index, and the products are summed modulo 2^32; twice, with different weights. Integer sums are exact in
-any order, so another mesh finds the same, and each device sums what it holds. One changed word always changes both
-sums, since an odd weight has an inverse; several changed words go unnoticed with a probability of 2^-64. Left out:
-protection from somebody who changes data on purpose and corrects the sums.
+An array's bits are taken as 32 bit words. Every word is multiplied by an odd weight made from its index, and the
+products are summed modulo 2^32; twice, with different weights. Integer sums are exact in any order, so every mesh finds
+the same. One changed word always changes both sums, since an odd weight has an inverse; several go unnoticed with a
+probability of 2^-64. Somebody who also corrects the sums is not found out.
 """
 
 import json
@@ -28,10 +27,7 @@ class Damaged(Exception):
 
 
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """A checksum of each array, 16 hexadecimal digits, that does not depend on the array's sharding.
-
-    The arrays must be on one mesh, and all of its processes must call this.
-    """
+    """A checksum of each array, 16 hexadecimal digits, whatever its sharding; all processes of its mesh must call this."""
     if not arrays:
         return {}
     layout: Any = next(iter(arrays.values())).sharding
@@ -86,11 +82,7 @@ def seal(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unseal(sealed: Any) -> dict[str, Any]:
-    """The document that `seal` was given.
-
-    Raises:
-        Damaged: it has changed since then.
-    """
+    """The document that `seal` was given; Damaged where it has changed since then."""
     if not isinstance(sealed, dict):
         raise Damaged("the document is no JSON object")
     document = {key: value for key, value in sealed.items() if key != "crc32"}

@@ -1,7 +1,6 @@
 """A run's folder belongs to one configuration, and to one process at a time that writes it.
 
-This file decides which settings may change when the same command resumes a run. Left out: locks on file systems that
-have none; there the user must see to it that no two runs write the same folder.
+A file system without locks leaves it to the user that no two runs write the same folder.
 """
 
 import fcntl
@@ -64,11 +63,7 @@ def is_run(folder: Path) -> bool:
 
 
 def write(folder: Path, config: Config) -> None:
-    """Make the folder and its config.yaml, the resolved configuration, in the first of several processes.
-
-    Raises:
-        UserError: it can't be written.
-    """
+    """Make the folder and its config.yaml, in the first of several processes; UserError where it can't be written."""
     if not is_writer():
         return
     unfinished = folder / UNFINISHED_CONFIG
@@ -92,11 +87,8 @@ def accessible(folder: Path, use: str) -> Iterator[None]:
 def lock(folder: Path) -> Iterator[None]:
     """Hold the folder, which is made if it is missing, for this process: no other one writes it meanwhile.
 
-    The operating system holds the lock, and releases it when the process ends, however it ends. A folder in which no
-    run has begun is left as it was found. Only the first of several processes of one run may call this.
-
-    Raises:
-        UserError: another process holds it, or it can't be written.
+    The operating system releases the lock when the process ends, however it ends. A folder in which no run has
+    begun is left as it was found. UserError: another process holds it, or it can't be written.
     """
     with accessible(folder, "written"):
         made = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -1,9 +1,8 @@
 """The log of a run: metrics.jsonl, timings.jsonl, samples.jsonl, TensorBoard, and the progress bar.
 
-metrics.jsonl and samples.jsonl hold what the run computed and are the same, to the byte, however often it was killed
-and resumed; timings.jsonl holds what depends on the machine (seconds, tokens/s, memory). Names follow TRL's. The first
-of several processes writes everything: metrics, samples and tokens/s of all processes, but its own seconds and memory.
-A line that can't be written is a UserError, which ends the run.
+metrics.jsonl and samples.jsonl are the same, to the byte, however often the run was killed and resumed; timings.jsonl
+holds what depends on the machine. The first of several processes writes everything: metrics, samples and tokens/s of
+all processes, but its own seconds and memory. A line that can't be written is a UserError.
 """
 
 import json
@@ -24,7 +23,6 @@ from mllm.run.storage import LogFile, writing
 RECORDS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 EVENTS = "tensorboard"
 Scalars = Mapping[str, float | int]
-"""Numbers by name."""
 
 
 class RunLog:

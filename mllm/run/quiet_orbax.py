@@ -1,8 +1,6 @@
-"""Keeps Orbax from printing tracebacks of a failure that it also raises.
+"""Keeps Orbax from printing tracebacks of a failure that it also raises, from its threads and through asyncio.
 
-It logs the error, with its traceback, from each of its threads. The reads and writes that it had begun beside the
-failing one find their event loop closed, are collected before they end, or fail with nobody to await them; all of these
-Python reports. Nothing else in a trainer's process uses asyncio.
+Nothing else in a trainer's process uses asyncio.
 """
 
 import logging

@@ -1,8 +1,7 @@
-"""SIGTERM and SIGINT ask the loop to save and stop; a second one, or one before there is anything to save, ends the
-process at once.
+"""SIGTERM and SIGINT ask the loop to save and stop; a second one, or an early one, ends the process at once.
 
 A thread hears them within milliseconds: Python's own handlers wait for the main thread, which a compiled program may
-hold for minutes. A signal to one of several processes stops all of them at the same place, where all of them ask.
+hold for minutes. A signal to one of several processes stops all of them at the same place.
 """
 
 import os
@@ -54,7 +53,6 @@ class Interrupt:
                 print(f"\n{name}: saving and stopping soon; a second signal stops at once", file=sys.stderr, flush=True)
 
     def hold(self) -> None:
-        """Leave the next signal to the loop."""
         self.holding = True
 
     def agree(self, gather: Callable[[int | None], list[int | None]] = gather_objects) -> bool:
@@ -82,5 +80,5 @@ class Interrupt:
 
     @property
     def exit_code(self) -> int:
-        """The code that a shell reports for a process killed by the signal: 143 for SIGTERM, 130 for SIGINT; else 0."""
+        """The code that a shell reports for a process killed by the signal, 128 + its number; else 0."""
         return 0 if self.received is None else 128 + self.received

@@ -11,13 +11,9 @@ from mllm.run.storage import writing
 
 
 def save_batch(run_dir: Path, batch: Batch, rows: RowShare, *, step: int, seed: int) -> Path:
-    """Save the batch of a skipped update, with its place in the run; all processes must call it.
+    """Save a skipped update's batch as skipped/step_N.npz; all processes must call it.
 
-    Returns:
-        The file: skipped/step_N.npz in the run's folder.
-
-    Raises:
-        UserError: it can't be written.
+    UserError: it can't be written.
     """
     path = run_dir / "skipped" / f"step_{step}.npz"
     fields = {name: local_rows(value) for name, value in batch._asdict().items() if value is not None}
@@ -31,7 +27,6 @@ def save_batch(run_dir: Path, batch: Batch, rows: RowShare, *, step: int, seed: 
 
 
 def too_many_skipped(count: int, batch: Path) -> str:
-    """The error of a run that gives up after `count` skipped updates in a row."""
     return (
         f"optimizer.max_skipped: the last {count} updates were not finite and skipped; the last batch is {batch}, "
         "and tools/replay.py looks into it"

@@ -27,7 +27,6 @@ class RunState:
     step: int
     """Updates done, skipped ones included."""
     train: TrainState
-    """Parameters and optimizer."""
     position: Mapping[str, Any]
     """The position of the source of batches, JSON."""
     skipped_in_a_row: int = 0
@@ -49,10 +48,7 @@ class RunState:
         keep_params: bool,
         evaluates: bool,
     ) -> "RunState":
-        """The state before the first update, which reuses the memory of `params` unless they are to be kept.
-
-        Step 0 is evaluated, too, in a run that evaluates.
-        """
+        """The state before the first update; it reuses the memory of `params` unless they are to be kept."""
         train = init_state(copy_on_device(params) if keep_params else params, optimizer)
         return cls(0, train, position, pending_evaluation=PendingEvaluation({}, []) if evaluates else None)
 

@@ -1,7 +1,4 @@
-"""Errors of a full, read-only or failing disk: one line that names the checkpoint from which the same command resumes.
-
-Left out: a disk that reports success and keeps something else. What it kept of a checkpoint is checked when it is read.
-"""
+"""Errors of a full, read-only or failing disk: one line that names the checkpoint from which the run resumes."""
 
 import errno
 import os
@@ -20,7 +17,6 @@ REMEDY = {
     errno.EPERM: "allow access there",
     errno.EROFS: "allow writing there",
 }
-"""What helps against each of the operating system's errors."""
 TENSORSTORE_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 """The operating system's error number in the text of tensorstore's errors, which are ValueErrors."""
 
@@ -37,11 +33,7 @@ def find_fault(error: BaseException | None) -> OSError | None:
 
 
 def saved_steps(checkpoints: Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder, ascending; [] if there is no folder.
-
-    Raises:
-        UserError: the folder can't be read.
-    """
+    """The steps of the complete checkpoints in a folder, ascending; UserError where it can't be read."""
     try:
         return sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal() and path.is_dir())
     except (FileNotFoundError, NotADirectoryError):
@@ -75,10 +67,7 @@ def writing(path: Path, checkpoints: Path) -> Iterator[None]:
 
 
 class LogFile:
-    """A file that only grows, record by record, without a buffer in this process.
-
-    Every method raises UserError where the operating system refuses.
-    """
+    """A file that only grows, without a buffer here; every method raises UserError where the system refuses."""
 
     def __init__(self, path: Path, checkpoints: Path) -> None:
         self.path, self.checkpoints = path, checkpoints

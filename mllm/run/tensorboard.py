@@ -1,7 +1,6 @@
 """Records of scalars for TensorBoard, which the run's log appends to a file of events.
 
-tensorboardX's own writer has a thread behind a queue of ten. If that thread can't write it ends with a traceback, and
-the run hangs as soon as the queue is full; here the caller gets the error. Left out: whatever isn't a scalar.
+tensorboardX's own writer has a thread, and the run hangs when that can't write; here the caller gets the error.
 """
 
 import struct

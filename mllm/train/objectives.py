@@ -1,18 +1,12 @@
 """The objectives of SFT and of GRPO and its kin: pure functions of log-probabilities, advantages and masks.
 
-An objective maps a token's log-probability, its entropy and further operands to that token's loss; the loss
-of a step is the plain sum of `token_weights * objective` over all tokens. The weights carry the whole batch's
-denominator, so neither loss nor gradient depends on how it is split into micro-batches or over devices.
+The loss of a step is the plain sum of `token_weights * objective` over all tokens. The weights carry the whole batch's
+denominator, so neither loss nor gradient depends on how it is split. A row is one prompt and its completion.
 
-Left out: rows packed with several completions. Here a row is one prompt and its completion.
-
-    PPO       Schulman et al. 2017, Proximal policy optimization algorithms, eq. 7
-    GRPO      Shao et al. 2024, DeepSeekMath, eq. 3 (loss), eq. 4 (KL: k3), section 4.1.2 (advantages)
-    Dr. GRPO  Liu et al. 2025, Understanding R1-Zero-like training, section 3.2
-    DAPO      Yu et al. 2025, DAPO: an open-source LLM reinforcement learning system at scale, eq. 8
-    GSPO      Zheng et al. 2025, Group sequence policy optimization, eq. 5 and 7
-    TIS       Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training;
-              truncated as in Espeholt et al. 2018, IMPALA, section 4.1
+PPO: Schulman et al. 2017, eq. 7. GRPO: Shao et al. 2024, DeepSeekMath, eq. 3 (loss), eq. 4 (KL: k3), section 4.1.2
+(advantages). Dr. GRPO: Liu et al. 2025, Understanding R1-Zero-like training, section 3.2. DAPO: Yu et al. 2025, eq. 8.
+GSPO: Zheng et al. 2025, eq. 5 and 7. Truncated importance weights (TIS): Yao et al. 2025, Your efficient RL framework
+secretly brings you off-policy RL training, and Espeholt et al. 2018, IMPALA, section 4.1.
 """
 
 from dataclasses import dataclass
@@ -39,14 +33,12 @@ def sft(logprob: Float[jax.Array, "*S"], entropy: Float[jax.Array, "*S"]) -> Flo
 class GrpoObjective:
     """PPO's clipped ratio with truncated importance weights, KL penalty and entropy bonus, token by token.
 
-    Hashable, so it may be a static argument of a jitted function. Called as `objective(logprob, entropy, *operands)`
-    with the arrays that `operands` names, in that order; all of one shape, float32, nats. The settings are those of the
-    configuration's `grpo` section.
+    Called as `objective(logprob, entropy, *operands)` with the arrays that `operands` names, in that order; all of
+    one shape, float32, nats. The settings are those of the configuration's `grpo` section.
     """
 
     epsilon: float = 0.2
     epsilon_high: float | None = None
-    """None: as `epsilon`."""
     beta: float = 0.0
     entropy_coef: float = 0.0
     importance_cap: float | None = None
@@ -122,9 +114,9 @@ def gspo(
 ) -> Float[jax.Array, ""]:
     """GSPO's loss for some rows: one clipped ratio for each sequence, exp(mean_t(logprob - old)).
 
-    `weights` are those of `token_weights("gspo", ...)` over the whole batch, 0 at tokens that don't count. The gradient
-    flows through the ratio to all tokens of the sequence. Importance weight, KL and entropy stay per token, as with
-    TRL's `importance_sampling_level="sequence"`.
+    `weights` come from `token_weights` over the whole batch, 0 at tokens that don't count. The gradient flows through the
+    ratio to all tokens of the sequence. Importance weight, KL and entropy stay per
+    token, as with TRL's `importance_sampling_level="sequence"`.
     """
     given = objective.unpack(logprob, operands)
     active = weights > 0
@@ -133,10 +125,7 @@ def gspo(
 
 
 def k3(logprob: Float[jax.Array, "*S"], reference: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
-    """The policy's KL divergence to the reference, estimated from its samples: unbiased, never negative.
-
-    DeepSeekMath, eq. 4.
-    """
+    """The KL divergence to the reference (DeepSeekMath, eq. 4), estimated from samples: unbiased, never negative."""
     difference = jnp.minimum(reference - logprob, MAX_LOG_RATIO)
     return jnp.exp(difference) - difference - 1
 
@@ -250,9 +239,8 @@ def policy_metrics(
 ) -> dict[str, Float[jax.Array, ""]]:
     """Means over the masked tokens of a whole batch, under TRL's names; 0 if there are none.
 
-    `clip_ratio/low_mean` is the share of tokens (under GSPO, of sequences) that the lower
-    clip keeps from becoming less likely still, `high_mean` the share that the upper one keeps from becoming
-    more likely, `region_mean` their sum. `kl` needs an objective with a reference.
+    `clip_ratio/low_mean` is the share of tokens (under GSPO, of sequences) that the lower clip keeps from becoming
+    less likely still, `high_mean` the upper clip's share.
     """
     given = objective.unpack(logprob, operands)
     log_ratio, counted, advantage = logprob - given["old_logprobs"], mask, given["advantages"]

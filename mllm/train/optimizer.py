@@ -1,7 +1,4 @@
-"""The optimizer: an optax chain of clipping, AdamW or Lion, and a schedule with warm-up.
-
-AdamW is Loshchilov and Hutter 2019, Lion is Chen et al. 2023. The moments have the parameters' dtype and sharding.
-"""
+"""The optimizer: clipping, AdamW (Loshchilov and Hutter 2019) or Lion (Chen et al. 2023), and a schedule."""
 
 import jax
 import optax
@@ -49,8 +46,5 @@ def update_count(opt_state: optax.OptState) -> Int[Array, ""]:
 
 
 def decays(params: Params) -> Params:
-    """A tree of booleans: True for the parameters to which weight decay applies, all but norms and biases.
-
-    Layers are stacked, so norms and biases are matrices too: the name decides, not the rank.
-    """
+    """True for the parameters to which weight decay applies: all but norms and biases, told by their names."""
     return jax.tree_util.tree_map_with_path(lambda path, _: not parameter_name(path).endswith(("norm", "bias")), params)

@@ -1,7 +1,6 @@
 """One update: model -> hidden -> head -> objective -> gradients -> optimizer; and the log-prob pass.
 
-Losses and gradients of micro-batches add up, because a batch's weights hold the whole batch's denominator (see
-`objectives`). This is the only file of the trainer that calls the head.
+This is the only file of the trainer that calls the head.
 """
 
 from collections.abc import Callable
@@ -32,7 +31,6 @@ class TrainState(NamedTuple):
     params: Params
     opt_state: optax.OptState
     step: Int[Any, ""]
-    """Number of train steps, those with a skipped update included."""
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -43,10 +41,7 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
 
 
 def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """Shapes, dtypes and shardings of the state: moments have their parameters' shardings, scalars are replicated.
-
-    `params` are ShapeDtypeStructs or arrays, with shardings.
-    """
+    """Shapes, dtypes and shardings of the state: moments have their parameters', scalars are replicated."""
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     replicated = NamedSharding(mesh, PartitionSpec())
 
@@ -65,11 +60,7 @@ def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> T
 
 
 class Forward:
-    """Model and head as functions of the parameters and a batch, with the run's settings and mesh bound.
-
-    Raises:
-        UserError: `head.impl` names a head for other devices.
-    """
+    """Model and head as functions of the parameters and a batch; UserError if `head.impl` is for other devices."""
 
     def __init__(self, graphdef: Any, config: Config, mesh: Mesh) -> None:
         impl, kind = config.head.impl or "", mesh.devices.flat[0].platform
