@@ -1,4 +1,4 @@
-"""The fused LM head: log-probabilities, losses and gradients without [tokens, vocabulary] logits."""
+"""The fused LM head: log-probabilities, losses and gradients without [tokens, vocabulary] logits (docs/head.md)."""
 
 from kernels.lm_head.api import Choice, choose_impl, token_logprobs, token_loss
 from kernels.lm_head.contract import TokenLogprobs

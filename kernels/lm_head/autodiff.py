@@ -1,10 +1,7 @@
 """The head's rules of differentiation, the same for every engine.
 
-`token_logprobs` is one pass forward and one backward. `token_loss` needs no more than one for both: the derivatives of
-a sum over tokens are known as soon as a token's log-probability is, so loss and gradients come out together, for a
-cotangent of 1, and backward scales them. A side that isn't differentiated is left out (`symbolic_zeros`).
-
-The passes over weight and tokens are the engine's; JAX differentiates nothing in them.
+`token_loss` makes loss and gradients in one pass, for a cotangent of 1, and backward scales them. A side that isn't
+differentiated is left out (`symbolic_zeros`). JAX differentiates nothing in an engine.
 """
 
 import dataclasses
@@ -53,8 +50,7 @@ class Engine(Protocol):
 class ClosedObjective(NamedTuple):
     """An objective whose closed-over values are arguments: a custom rule differentiates by its arguments only."""
 
-    function: Objective
-    """(logprob, entropy, *operands, *shared) -> loss of one token."""
+    function: Objective  # (logprob, entropy, *operands, *shared) -> loss of one token
     shared: tuple[Array, ...]
     uses_entropy: bool
 

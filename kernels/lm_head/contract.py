@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from kernels.lm_head.manual_axes import vary, varying_axes
@@ -13,8 +14,7 @@ from kernels.lm_head.manual_axes import vary, varying_axes
 Objective = Callable[..., jax.Array]
 """(logprob, entropy, *operands) -> the loss of one token, all scalars; differentiable in the floating ones."""
 
-Gradients = tuple[Array | None, Array | None]
-"""dh [N, D] and dW [V, D]; None where not asked for."""
+Gradients = tuple[Array | None, Array | None]  # dh [N, D] and dW [V, D]; None where not asked for
 
 
 class Inputs(NamedTuple):
@@ -35,19 +35,13 @@ class Options:
     """The static arguments of a pass."""
 
     softcap: float | None
-    dtype: jnp.dtype
-    """Dtype of the matrix products' operands."""
-    workspace: int | None = None
-    """Bytes, as for `token_loss`."""
+    dtype: jnp.dtype  # dtype of the matrix products' operands
+    workspace: int | None = None  # bytes, as for `token_loss`
     wants_hidden: bool = True
     wants_weight: bool = True
-    entropy_slopes: bool = True
-    """False: the derivative by the entropy is 0 everywhere."""
-    vocabulary_axis: str | None = None
-    """Inside `shard_map`, the mesh axis over which the rows of `weight` are spread."""
-    token_axes: tuple[str, ...] = ()
-    """Inside `shard_map`, the mesh axes over which tokens are spread. A loop that holds collectives runs equally often
-    on all devices along them."""
+    entropy_slopes: bool = True  # False: the derivative by the entropy is 0 everywhere
+    vocabulary_axis: str | None = None  # inside `shard_map`, the mesh axis over which the rows of `weight` are spread
+    token_axes: tuple[str, ...] = ()  # inside `shard_map`, the mesh axes over which tokens are spread
     gradient_dtypes: tuple[jnp.dtype, jnp.dtype] | None = None
     """Dtypes of dh and dW; None: those of `hidden` and `weight`."""
 
@@ -73,15 +67,25 @@ def zeros(inputs: Inputs, *shape: int, dtype: Any = jnp.float32) -> Array:
     return vary(jnp.zeros(shape, dtype), varying_axes(inputs.hidden))
 
 
+def dot(a: Array, b: Array, contract: tuple[int, int], product: Any) -> Float[Array, "_ _"]:
+    """The product over one dim of each with float32 sums, at the highest precision where `product` is float32."""
+    precision = lax.Precision.HIGHEST if product == jnp.float32 else None
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def logits_of(inputs: Inputs, options: Options, y: Float[Array, "R T"]) -> Float[Array, "R T"]:
+    """The logits of products y = hidden @ weight.T: softcap and temperature applied."""
+    capped = y if options.softcap is None else options.softcap * jnp.tanh(y / options.softcap)
+    return capped / inputs.temperature
+
+
 class TokenLogprobs(NamedTuple):
     """Statistics of each token's `p = softmax(z)` over the vocabulary; float32, nats; 0 at rows that don't count."""
 
-    logprob: Float[Array, "*N"]
-    """`log p[label]`."""
-    lse: Float[Array, "*N"]
-    """`log sum exp z`, the normaliser."""
-    entropy: Float[Array, "*N"]
-    """`-sum p log p`."""
+    logprob: Float[Array, "*N"]  # `log p[label]`
+    lse: Float[Array, "*N"]  # `log sum exp z`, the normaliser
+    entropy: Float[Array, "*N"]  # `-sum p log p`
 
 
 class Terms(NamedTuple):
@@ -89,8 +93,7 @@ class Terms(NamedTuple):
 
     weights: Float[Array, "N"]
     operands: tuple[Shaped[Array, "N"], ...]
-    shared: tuple[Array, ...] = ()
-    """More arguments of the objective, the same for every row."""
+    shared: tuple[Array, ...] = ()  # more arguments of the objective, the same for every row
 
 
 def weighted_sum(
@@ -98,9 +101,8 @@ def weighted_sum(
 ) -> Float[Array, ""]:
     """`sum_i weights_i * objective(logprob_i, entropy_i, *operands_i)` over the rows that count.
 
-    An objective may be infinite or NaN at a row that doesn't count, whose operands may hold anything: neither the sum
-    nor a gradient sees it, except the gradients of arrays (not scalars) that the rows share. That takes a `where`
-    before the objective as well as after it.
+    An objective may be NaN at a row that doesn't count: neither the sum nor a gradient sees it, except the gradients of
+    arrays (not scalars) that the rows share. That takes a `where` before the objective as well as after it.
     """
 
     def guard(x: jax.Array, live: jax.Array = live) -> jax.Array:

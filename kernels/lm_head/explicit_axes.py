@@ -1,8 +1,7 @@
-"""Meshes with Explicit axes, as JAX makes them by default: array types say how arrays are laid out, and each operation
-must say how its result is.
+"""Meshes with Explicit axes, whose array types say how arrays are laid out.
 
-The head's loops and gathers don't. So the head runs with all axes in Auto mode, between two changes of layout
-(`jax.sharding.auto_axes`), and takes from the types what a caller would otherwise say by `HeadSharding`.
+The head's loops and gathers don't say how results are laid out, as Explicit axes demand. So the head runs with all
+axes in Auto mode (`jax.sharding.auto_axes`), and takes the layout from the types where no `HeadSharding` is given.
 """
 
 import functools

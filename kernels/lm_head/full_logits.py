@@ -1,13 +1,10 @@
 """The head with full logits: the strongest plain program, and the baseline that the fused engines are compared with.
 
-The products' operands have the compute dtype and their sums float32. The logits [N, V] are stored once, in float32, and
-read by the softmax and by backward, which writes their derivative in the compute dtype (over the logits, if that is
-float32, or on TPUs): 3 matrix products. The label's logit is gathered. The entropy is one more sum over the logits,
-which XLA leaves out of a program that doesn't use it; its derivative is computed only where the objective has one. Runs
-only when asked for by name, takes no workspace, and rows that don't count cost as much as the others.
+The logits [N, V] are stored once, in float32; backward writes their derivative in the compute dtype (over them, if
+that is float32, or on TPUs). The entropy's sum and its derivative are computed only where something uses them. It takes
+no workspace, and rows that don't count cost as much as the others.
 
-Suffixes: N rows, D features, V vocabulary. `y` is the product of hidden states and weight, `z` the logits: y after
-softcap and temperature.
+Suffixes: N rows, D features, V vocabulary; `y` is the product of hidden states and weight, `z` the logits.
 """
 
 import jax
@@ -23,12 +20,14 @@ from kernels.lm_head.contract import (
     Options,
     Terms,
     TokenLogprobs,
+    dot,
     gradient_dtypes,
     local_labels,
+    logits_of,
     loss_slopes,
     number_of_columns,
 )
-from kernels.lm_head.softmax import FLOOR, MASKED, Running, Softmax, combine_over_axis, finish
+from kernels.lm_head.softmax import FLOOR, MASKED, Running, Softmax, finish_live
 
 
 def obstacle(inputs: Inputs, options: Options) -> None:
@@ -42,7 +41,7 @@ def statistics(inputs: Inputs, options: Options) -> Softmax:
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "N V"]]:
     """The statistics and y."""
     hidden_ND, weight_VD = _live_hidden(inputs).astype(options.dtype), inputs.weight.astype(options.dtype)
-    y_NV = _dot(options, hidden_ND, weight_VD, (1, 1))
+    y_NV = dot(hidden_ND, weight_VD, (1, 1), options.dtype)
     z_NV = _logits(inputs, options, y_NV)
     top_N = jnp.maximum(z_NV.max(axis=1), FLOOR)  # a shard may have no column of the vocabulary
     below_NV = z_NV - top_N[:, None]
@@ -50,9 +49,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "N 
     label_N = local_labels(inputs)
     label_z_N = jnp.take_along_axis(z_NV, jnp.maximum(label_N, 0)[:, None], axis=1)[:, 0]
     running = Running(top_N, e_NV.sum(axis=1), (e_NV * below_NV).sum(axis=1), jnp.where(label_N < 0, 0, label_z_N))
-    if options.vocabulary_axis is not None:
-        running = combine_over_axis(running, options.vocabulary_axis)
-    return jax.tree.map(lambda x: jnp.where(inputs.live, x, 0), finish(running)), y_NV
+    return finish_live(running, inputs.live, options.vocabulary_axis), y_NV
 
 
 def gradients(
@@ -73,8 +70,8 @@ def gradients(
         dy_NV = dy_NV.astype(options.dtype)
     dh_dtype, dw_dtype = gradient_dtypes(inputs, options)
     weight_VD, hidden_ND = inputs.weight.astype(options.dtype), _live_hidden(inputs).astype(options.dtype)
-    dh = _dot(options, dy_NV, weight_VD, (1, 0)).astype(dh_dtype) if options.wants_hidden else None
-    dw = _dot(options, dy_NV, hidden_ND, (0, 0)).astype(dw_dtype) if options.wants_weight else None
+    dh = dot(dy_NV, weight_VD, (1, 0), options.dtype).astype(dh_dtype) if options.wants_hidden else None
+    dw = dot(dy_NV, hidden_ND, (0, 0), options.dtype).astype(dw_dtype) if options.wants_weight else None
     return dh, dw
 
 
@@ -92,15 +89,8 @@ def _live_hidden(inputs: Inputs) -> Float[Array, "N D"]:
 
 
 def _logits(inputs: Inputs, options: Options, y_NV: Float[Array, "N V"]) -> Float[Array, "N V"]:
-    capped_NV = y_NV if options.softcap is None else options.softcap * jnp.tanh(y_NV / options.softcap)
-    z_NV = capped_NV / inputs.temperature
+    z_NV = logits_of(inputs, options, y_NV)
     if inputs.columns is None:
         return z_NV
     column_NV = lax.broadcasted_iota(jnp.int32, y_NV.shape, 1)
     return jnp.where(column_NV < number_of_columns(inputs), z_NV, MASKED)
-
-
-def _dot(options: Options, a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "_ _"]:
-    precision = lax.Precision.HIGHEST if options.dtype == jnp.float32 else None
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)

@@ -17,12 +17,9 @@ Carry = TypeVar("Carry")
 class LiveRows(NamedTuple):
     """An order in which the rows that count come first. Later places repeat the first row, so no other row is read."""
 
-    row: Integer[Array, "M"]
-    """The row at each place."""
-    place: Integer[Array, "N"]
-    """The place of each row; a row that doesn't count has a place of at least `number`."""
-    number: Integer[Array, ""]
-    """How many rows count."""
+    row: Integer[Array, "M"]  # the row at each place
+    place: Integer[Array, "N"]  # the place of each row; a row that doesn't count has a place of at least `number`
+    number: Integer[Array, ""]  # how many rows count
 
     def over_blocks(
         self, block: int, body: Callable[[Array, Carry], Carry], carry: Carry, in_step: tuple[str, ...] = ()

@@ -1,7 +1,6 @@
 """The mesh axes over which a value differs from device to device inside `jax.shard_map`, by its type.
 
-A custom derivative and a loop want theirs to agree: arguments among each other, cotangents with their primals, a loop's
-first carry with its last. See "varying manual axes" in JAX's notes on shard_map.
+Arguments of a custom derivative must agree, cotangents with their primals, a loop's first carry with its last.
 """
 
 from collections.abc import Set

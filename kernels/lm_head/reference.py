@@ -1,14 +1,8 @@
 """The oracle: what the head must compute, in float64 NumPy with full logits, and how near an answer has to come.
 
-With the scaled logits z = softcap * tanh(hidden @ weight.T / softcap) / temperature (softcap None: no tanh)
-and p = softmax(z), a row with label y has, in nats, logprob = z_y - lse, lse = log sum_v exp(z_v) and entropy
-H = -sum_v p_v log p_v. Cotangents g of the three give
-
-    dz = g_logprob (onehot(y) - p) + g_lse p - g_entropy p (log p + H).
-
-Rows that don't count are never read: nothing that they hold can matter. Logits are computed for some rows at a time,
-twice (before and after the cotangents are known), so that any size fits. For tests and tools/gradcheck.py alone: it is
-no implementation of the head, shares no code with one, and leaves out speed and the checking of arguments.
+docs/head.md has the formulas. Rows that don't count are never read. Logits are computed for some rows at a time, twice
+(before and after the cotangents are known), so that any size fits. It is for tests and tools/gradcheck.py alone, and
+shares no code with an engine.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +15,7 @@ from jaxtyping import Array, Bool, Float, Integer
 LOGITS = 2**25  # at a time: 256 MiB of float64
 TILE = 8192  # rows of the weight that are widened at a time
 
-# "At most the error of the plain computation, plus a hair" is defined here only. Two orders of the same sum round
-# differently, so an error may exceed the plain one by this factor ...
+# Two orders of the same sum round differently: an error may exceed the plain computation's by this factor ...
 SLACK = 1.25
 # ... and, where the plain computation is right by luck, by so many times the result's resolution (see `Resolution`).
 HAIR = 4.0
@@ -45,18 +38,15 @@ class Exact(NamedTuple):
     logprob: Float[np.ndarray, " N"]
     lse: Float[np.ndarray, " N"]
     entropy: Float[np.ndarray, " N"]
-    hidden: Float[np.ndarray, "N D"]
-    """The gradient by hidden."""
-    weight: Float[np.ndarray, "V D"]
-    """The gradient by weight."""
+    hidden: Float[np.ndarray, "N D"]  # the gradient by hidden
+    weight: Float[np.ndarray, "V D"]  # the gradient by weight
     resolution: Resolution
 
 
 class Objective(NamedTuple):
     """An elementwise objective, written for jax.numpy and NumPy alike, and its derivatives by hand."""
 
-    value: Callable[..., Any]
-    """(array module, logprob, entropy, *operands) to the value."""
+    value: Callable[..., Any]  # (array module, logprob, entropy, *operands) to the value
     slopes: Callable[..., tuple[Any, Any]]
     """(logprob, entropy, *operands) to the derivatives by logprob and by entropy, in NumPy."""
     operands: int

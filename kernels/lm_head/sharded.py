@@ -1,17 +1,8 @@
 """The head over a mesh of devices: tokens over some of its axes, the vocabulary over another, W stored in shards.
 
-An engine's pass runs inside `jax.shard_map`, on a device's own tokens and its rows of W. With N, V and D those of one
-device, the devices exchange
-
-    W        all-gathered over `features`, in the products' dtype if that is narrower: V x D, once a pass
-    softmax  a maximum and three sums a row over `vocabulary`: 4 N, once a pass, or in waves for each wave's rows
-    dh       summed over `vocabulary`: N x D in float32
-    dW       reduce-scattered by rows over `features` in float32, V x D; a device's share summed over the tokens' other
-             axes; its rows exchanged for its features
-
-Where gradients are bfloat16, XLA for TPUs rounds dh, and dW after its first sum, ahead of adding them up.
-Logits stay where they are. The rules of differentiation and the loss are in autodiff.py: JAX differentiates and
-transposes nothing in here. Leaves out hidden states whose features are spread.
+An engine's pass runs inside `jax.shard_map`, on a device's own tokens and its rows of W; docs/head.md says what devices
+exchange. Where gradients are bfloat16, XLA for TPUs rounds dh, and dW after its first sum, ahead of adding them up.
+JAX differentiates nothing in here. Hidden states whose features are spread are not supported.
 """
 
 import dataclasses

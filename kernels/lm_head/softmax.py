@@ -1,9 +1,6 @@
 """Softmax of rows of logits that are seen a tile of columns at a time: statistics, and derivatives by the logits.
 
-The running maximum is that of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3;
-the entropy's sum is carried along in the same way.
-
-Suffixes: R rows, T columns of a tile.
+docs/head.md has the formulas and their sources. Suffixes: R rows, T columns of a tile.
 """
 
 from typing import NamedTuple
@@ -105,6 +102,13 @@ def finish(running: Running) -> Softmax:
     # H = lse - E[z], both relative to the maximum
     entropy = log_sum_e - running.sum_e_z / running.sum_e
     return Softmax(running.top, log_sum_e, running.label - running.top, entropy)
+
+
+def finish_live(running: Running, live: Bool[Array, "R"], axis: str | None) -> Softmax:
+    """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count."""
+    if axis is not None:
+        running = combine_over_axis(running, axis)
+    return Softmax(*(jnp.where(live, x, 0) for x in finish(running)))
 
 
 def logit_slopes(

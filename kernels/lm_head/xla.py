@@ -1,15 +1,10 @@
 """The head in plain XLA, a tile of logits at a time: the CPU's implementation and every other backend's fallback.
 
-Rows that count are moved ahead of those that don't, and a `while_loop` takes them in blocks, so that the time follows
-their number. There are two ways to the gradients:
-
-- Recomputation. Statistics a block at a time; backward goes over tiles of the vocabulary, with a loop over the blocks
-  inside, so that a tile of dW is summed in float32 and leaves once. 4 matrix products.
-- Waves (`token_loss` with a workspace). The products of a block with the whole vocabulary are kept; once the rows'
-  normalisers are known, so are the objective's slopes, and dh and dW follow. 3 matrix products.
+Rows that count are moved ahead of the others, and a `while_loop` takes them in blocks. docs/head.md describes the two
+ways to the gradients: recomputation (4 matrix products) and waves (3).
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features; V vocabulary, C tiles of T columns.
-`y` is the product of hidden states and weight, `z` the logits: y after softcap and temperature.
+`y` is the product of hidden states and weight, `z` the logits.
 """
 
 import functools
@@ -18,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Float, Integer
 
 from kernels.lm_head import target
 from kernels.lm_head.contract import (
@@ -28,7 +23,9 @@ from kernels.lm_head.contract import (
     Options,
     Terms,
     TokenLogprobs,
+    dot,
     gradient_dtypes,
+    logits_of,
     loss_slopes,
     zeros,
 )
@@ -37,9 +34,8 @@ from kernels.lm_head.softmax import (
     Columns,
     Running,
     Softmax,
-    combine_over_axis,
     empty_running,
-    finish,
+    finish_live,
     include_tile,
     logit_slopes,
 )
@@ -89,7 +85,7 @@ def statistics(inputs: Inputs, options: Options) -> Softmax:
 
         def tile(c: Array, running: Running) -> Running:
             w_TD, columns = _tile(plan, inputs, c, labels_R)
-            return include_tile(running, _logits(inputs, options, _dot(options, h_RD, w_TD, (1, 1))), columns)
+            return include_tile(running, logits_of(inputs, options, _dot(options, h_RD, w_TD, (1, 1))), columns)
 
         running_R = lax.fori_loop(0, plan.tiles, tile, empty_running(zeros(inputs, plan.block)))
         return write(all_M, running_R, i * plan.block)
@@ -97,7 +93,8 @@ def statistics(inputs: Inputs, options: Options) -> Softmax:
     zeros_M = zeros(inputs, len(live.row))
     unvisited = Running(zeros_M, zeros_M + 1, zeros_M, zeros_M)  # finite
     all_M = live.over_blocks(plan.block, block, unvisited)
-    return _finish(options, jax.tree.map(lambda x: x[live.place], all_M), inputs.live)
+    running = jax.tree.map(lambda x: x[live.place], all_M)
+    return finish_live(running, inputs.live, options.vocabulary_axis)
 
 
 def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogprobs, options: Options) -> Gradients:
@@ -151,11 +148,11 @@ def _waves(
             running, y_CRT = carry
             w_TD, columns = _tile(plan, inputs, c, labels_R)
             y_RT = _dot(options, h_RD, w_TD, (1, 1))
-            running = include_tile(running, _logits(inputs, options, y_RT), columns)
+            running = include_tile(running, logits_of(inputs, options, y_RT), columns)
             return running, lax.dynamic_update_index_in_dim(y_CRT, y_RT, c, 0)
 
         running, y_CRT = lax.fori_loop(0, plan.tiles, forward, (empty_running(zeros(inputs, plan.block)), y_CRT))
-        softmax_R = _finish(options, running, live_R)
+        softmax_R = finish_live(running, live_R, options.vocabulary_axis)
         terms_R = Terms(terms.weights[row_R], tuple(x[row_R] for x in terms.operands), terms.shared)
         slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms_R)
 
@@ -229,29 +226,14 @@ def _tile(plan: _Plan, inputs: Inputs, c: Array, labels_R: Integer[Array, "R"]) 
 
 
 def _dot(options: Options, a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "_ _"]:
-    precision = lax.Precision.HIGHEST if options.dtype == jnp.float32 else None
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    a, b = a.astype(options.dtype), b.astype(options.dtype)
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _logits(inputs: Inputs, options: Options, y_RT: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    capped = y_RT if options.softcap is None else options.softcap * jnp.tanh(y_RT / options.softcap)
-    return capped / inputs.temperature
+    return dot(a.astype(options.dtype), b.astype(options.dtype), contract, options.dtype)
 
 
 def _product_slopes(
     inputs: Inputs, options: Options, y_RT: Array, softmax_R: Softmax, slopes_R: TokenLogprobs, columns: Columns
 ) -> Float[Array, "R T"]:
-    z_RT, pull = jax.vjp(functools.partial(_logits, inputs, options), y_RT)
+    z_RT, pull = jax.vjp(functools.partial(logits_of, inputs, options), y_RT)
     return pull(logit_slopes(z_RT, softmax_R, slopes_R, columns))[0]
-
-
-def _finish(options: Options, running: Running, live: Bool[Array, "N"]) -> Softmax:
-    """The statistics over the whole vocabulary; 0 at rows that don't count."""
-    if options.vocabulary_axis is not None:
-        running = combine_over_axis(running, options.vocabulary_axis)
-    return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(running))
 
 
 def _add(x: Array, rows: Array, start: Array) -> Array:

@@ -1,8 +1,7 @@
 """Statistics and gradient of logits that exist already: checks of the arguments, and the rule of differentiation.
 
-The passes are in xla.py and, as Pallas kernels for TPUs, in tpu.py. Nothing of the logits' size is made on the way:
-they are widened to float32 in registers or a tile at a time. Leaves out a softcap, which is a part of making logits,
-and sharding: on a mesh, call it inside `jax.shard_map` on rows that have all their columns.
+The passes are in xla.py and, as Pallas kernels for TPUs, in tpu.py. It has neither a softcap nor sharding: on a mesh,
+call it inside `jax.shard_map` on rows that have all their columns.
 """
 
 import functools
@@ -37,20 +36,16 @@ def logits_logprobs(
 ) -> TokenLogprobs:
     """Log-probability of each label, log-normaliser and entropy under `softmax(logits / temperature)`: float32, nats.
 
-    As `token_logprobs`, from the logits on. Differentiable in `logits` under any cotangent of the three (reverse mode,
-    first order), in the dtype of the logits: with z = logits / temperature,
-    `dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy)`. The gradient is written over the logits
-    where the program that this is part of has no other use for them: donate them, or make them in it.
-
-    A logit of -inf excludes its column: p = 0, no share in the entropy, no gradient; a label there has logprob -inf.
+    It is differentiable in `logits` as `token_logprobs` is in hidden states. The gradient is written over the logits if
+    they are donated or made in the same program. A logit of -inf excludes its column: p = 0, no share in the entropy,
+    no gradient; a label there has logprob -inf.
 
     Args:
         logits: bfloat16, float16 or float32.
         labels: columns of `logits`, as for `token_logprobs`.
-        where: the rows that count. The others give 0, get no gradient and may hold anything. Blocks of nothing else
-            are not read.
+        where: the rows that count. The others give 0, get no gradient and may hold anything.
         temperature: as for `token_logprobs`.
-        impl: "xla"; "mosaic_tpu", for TPUs, not for float16; None for the latter wherever it can run.
+        impl: "xla"; "mosaic_tpu", for TPUs, not for float16; None for the faster that runs here.
 
     Raises:
         ValueError: names the argument; before anything is compiled.
@@ -73,8 +68,7 @@ class Given(NamedTuple):
     logits: Float[Array, "*N V"]
     labels: Integer[Array, "*N"]
     live: Bool[Array, "*N"]
-    scale: Float[Array, ""]
-    """z is so many times the logits."""
+    scale: Float[Array, ""]  # z is so many times the logits
 
 
 def _passes(impl: str | None, logits: Float[Array, "*N V"]) -> ModuleType:

@@ -1,15 +1,12 @@
 """Statistics of logits and their gradient on TPUs: two Pallas kernels, each of which reads the logits once.
 
 The grid is (leading dims, blocks of rows, tiles of columns), tiles innermost. Forward keeps a maximum and two sums for
-every 128th column (every 16th, where rows lie along the lanes) and merges these behind the last tile, so that a column
-costs elementwise work alone. Backward writes the gradient over the tile of logits that it is made from. Arithmetic is
-float32, on what is in registers. Where no row of a block counts, one tile is fetched and not read.
-Columns past the last are -inf to the forward pass, and the backward pass leaves them unwritten.
+every 128th column (every 16th, where rows lie along the lanes) and merges these behind the last tile. Backward writes
+the gradient over the tile of logits that it is made from. Where no row of a block counts, one tile is fetched and not
+read. Columns past the last are -inf to the forward pass, and the backward pass leaves them unwritten.
 
-A kernel takes an array as its dims say, the last one in lanes; XLA puts the dim there that wastes least memory, and
-copies all logits where the two disagree. So the kernels take logits either way round (`memory_order`).
-
-Leaves out float16, which TPUs don't compute with, and sharding. Formulas: kernels/lm_head/softmax.py, xla.py.
+XLA puts the dim in lanes that wastes least memory, and copies all logits where a kernel takes another: so the kernels
+take logits either way round (`memory_order`).
 
 Suffixes: P a piece of 16 x 128 logits; K the pieces that are computed at a time. `y` is a logit; z = scale * y.
 """
@@ -58,8 +55,7 @@ def has_default_layout(logits: Float[Array, "*N V"]) -> bool:
 def memory_order(logits: Float[Array, "*N V"]) -> tuple[int, ...]:
     """The dims, from major to minor, of such an array in a TPU's memory: the order that takes least.
 
-    The last but one is padded to 8, or a power of two below that, and the last to 128. Found with libtpu 0.0.42, on
-    672 shapes for v5e, v5p and v6e. With another order, XLA would copy the logits.
+    The last but one is padded to 8, or a power of two below that, and the last to 128, as found with libtpu 0.0.42.
     """
 
     def size(order: tuple[int, ...]) -> int:

@@ -1,10 +1,9 @@
-"""Statistics of logits and their gradient in plain XLA, on any backend and in whatever order the logits lie in memory.
+"""Statistics of logits and their gradient in plain XLA, on any backend and in any memory layout.
 
-Accelerators reduce all columns at once, with `combine` as the operation: XLA reads the logits once and makes no array
-of their size, however they are laid out. On a CPU such a reduction takes a column at a time, 13 times as long as a loop
-over tiles that stay in a core's cache. The loop leaves out blocks without a row that counts.
+Accelerators reduce all columns at once with `combine`, which reads the logits once and makes no array of their size. On
+a CPU such a reduction takes 13 times as long as the loop over tiles that is used there.
 
-Formulas: kernels/lm_head/softmax.py. Suffixes: N rows, R of a block; V vocabulary, T columns of a tile.
+Suffixes: N rows, R of a block; V vocabulary, T columns of a tile.
 """
 
 import jax
@@ -18,8 +17,7 @@ from kernels.lm_head.live_rows import live_rows
 from kernels.lm_head.manual_axes import vary, varying_axes
 from kernels.lm_head.softmax import Running, Softmax, combine
 
-FLOOR = -1e30
-"""Below any logit that counts, yet differences to it, and a vocabulary's worth of them, are finite."""
+FLOOR = -1e30  # below any logit that counts, yet differences to it, and a vocabulary's worth of them, are finite
 
 _ROWS, _COLUMNS = 8, 4096  # of a tile on a CPU: 128 KiB in float32
 

@@ -1,11 +1,7 @@
 """Gradients by a chunk of the vocabulary on Hopper: derivatives by its logits, and the two products with them.
 
-`logit_gradient` computes the chunk's logits again and makes of them, before they leave the registers, dy = dloss/dy in
-the products' dtype: a buffer of rows x chunk that is read twice and then used for the next chunk. `hidden_gradient`
-adds dy W to the sum of dh in memory, by TMA, in float32. `weight_gradient` writes the chunk's rows of dW once, as the
-sum over all rows stays in registers.
-
-Left out: the order of chunks, and what backward keeps from forward (`passes.py`).
+`logit_gradient` computes the chunk's logits again and makes dy = dloss/dy of them in the products' dtype.
+`hidden_gradient` adds dy W to the sum of dh in memory, in float32. `weight_gradient` writes the chunk's rows of dW.
 
 Suffixes: M all rows, B of a block of rows, R of a warpgroup; V vocabulary, C columns of the chunk, P of a piece of a
 tile; D features; W warpgroups' groups of rows, U tiles of columns.
@@ -45,10 +41,8 @@ from kernels.lm_head.gpu.tiles import Tiles, shared_blocks
 class Block(NamedTuple):
     """Consecutive rows."""
 
-    first: Scalar
-    """A multiple of a cluster's rows."""
-    number: Scalar
-    """How many of the block's rows count; they are its first."""
+    first: Scalar  # a multiple of a cluster's rows
+    number: Scalar  # how many of the block's rows count; they are its first
 
 
 class RowFactors(NamedTuple):

@@ -1,22 +1,9 @@
 """The head on Hopper GPUs: which kernel runs when.
 
-Rows that count are gathered ahead of the others. With F = 2 N V D flops for a product:
-
-- Statistics: the forward kernel, F.
-- Backward goes over the vocabulary in chunks: dy of a chunk, [rows, chunk] in bfloat16, from logits that are computed
-  again; dh += dy W; dW's rows, complete at once. 3 F, 2 F for one gradient alone. It needs memory for the chunk, the
-  gathered hidden states and the sum of dh in float32.
-- Where the objective is known (`token_loss`), forward keeps logits of as many columns as fit into the memory of dW
-  until it is written (`kept_logits.py`), and of more with a workspace. For those XLA makes dy without a product:
-  between 4 F and 3 F in all, falling linearly with the number of columns.
-- Where dW is wanted in float32, or the workspace has room for such a sum, it can keep all columns of some rows instead:
-  waves of 3 F, each of which adds to dW. `plan.py` takes what is less work by arithmetic (`Sizes.wave_cost`).
-
-Without a buffer for dy, as an attention's backward does without one, each cluster would need a sum of dh for its rows:
-for 128 rows and 2048 features 1 MiB, more than a multiprocessor holds.
-
-Left out: the passes (`passes.py`), their kernels (`forward.py`, `backward.py`), and what a workspace is spent on
-(`plan.py`).
+docs/head.md describes the passes and their number of products. Backward goes over the vocabulary in chunks. Where the
+objective is known (`token_loss`), forward keeps logits of as many columns as fit into the memory of dW
+(`kept_logits.py`) and into a workspace; or, in waves that add to a float32 dW, of all columns of some rows, if that is
+less work (`plan.py`, `Sizes.wave_cost`).
 
 Suffixes: N rows, M those in the kernels' order, R of a wave; D features, V vocabulary.
 """

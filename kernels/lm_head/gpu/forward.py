@@ -5,8 +5,6 @@ registers; XLA combines the strips. On request the kernel stores, for backward, 
 maximum in the tile, in float16. The relative error of a probability is then 2^-12 next to the maximum, 2^-9 (that of
 bfloat16) where the logit is 4 to 8 below it, 2^-8 up to 16 below; none underflows.
 
-Left out: when storing pays (`plan.py`), and the products (`products.py`).
-
 Suffixes: M all rows, R rows of a warpgroup; V vocabulary, C columns of a tile, P of a piece of it; W warpgroups' groups
 of rows, U tiles of the vocabulary, G of the chunk, S strips; K columns that are kept.
 """
@@ -53,12 +51,9 @@ _MASKED = -1e30  # below any product, and finite however it is scaled
 class Chunk(NamedTuple):
     """Consecutive columns of the vocabulary."""
 
-    first: Scalar | int
-    """The first one's number in the vocabulary, as labels count; a multiple of a tile's columns."""
-    first_row: Scalar | int
-    """The first one's row in the array of weights; a multiple of a tile's columns."""
-    columns: Scalar
-    """Number of its columns that belong to the vocabulary; the others are padding."""
+    first: Scalar | int  # the first one's number in the vocabulary, as labels count; a multiple of a tile's columns
+    first_row: Scalar | int  # the first one's row in the array of weights; a multiple of a tile's columns
+    columns: Scalar  # number of its columns that belong to the vocabulary; the others are padding
 
 
 class Logits(NamedTuple):
@@ -66,8 +61,7 @@ class Logits(NamedTuple):
     as all the rest of a tile's epilogue."""
 
     softcap: float | None
-    scale: Scalar
-    """1 / temperature."""
+    scale: Scalar  # 1 / temperature
 
     def capped(self, y: Float[Array, "R C"]) -> Float[Array, "R C"]:
         # The hardware's own tanh has 11 bits.
@@ -83,8 +77,7 @@ class Labels(NamedTuple):
     """Labels of the rows, and where a chunk begins and ends."""
 
     of_row: Ref
-    in_tile: Ref
-    """`labels_in_tiles`."""
+    in_tile: Ref  # `labels_in_tiles`
     first: Scalar
     columns: Scalar
 

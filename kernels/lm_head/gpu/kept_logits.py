@@ -1,14 +1,10 @@
 """Logits that forward keeps for backward in the memory of dW, on Hopper.
 
-Backward writes dW chunk by chunk of the vocabulary, so the memory of rows that are still to be written is free for
-logits that are still to be read. As float16 [V, W], it holds at its end the maxima of tiles (float32, bit by bit, each
-tile's maxima in whole rows), and before them logits less these maxima, in groups of W columns of the vocabulary; a
-group takes as many rows of the memory as there are rows of hidden states. The logits are those of the vocabulary's
-first columns: backward reads a chunk's logits before it writes the chunk's rows of dW, and these rows end before the
-logits begin that are still to be read.
-
-So N rows of hidden states of D features save about V D / N columns, of a bfloat16 dW, from being multiplied again,
-without a byte of workspace; nearly all of them where N is at most D.
+As float16 [V, W], the memory holds at its end the maxima of tiles (float32, bit by bit, each tile's maxima in whole
+rows), and before them logits less these maxima, in groups of W columns of the vocabulary; a group takes as many rows of
+the memory as there are rows of hidden states. The logits are those of the vocabulary's first columns: backward reads a
+chunk's logits before it writes the chunk's rows of dW, and these rows end before the logits begin that are still to be
+read.
 
 Suffixes: V vocabulary, D features, W float16 numbers in a row of dW; R rows of hidden states, U tiles, C columns.
 """
@@ -32,14 +28,10 @@ _ALIGNED = 8  # rows: Pallas stores whole tiles of shared memory of 8 rows where
 class Layout(NamedTuple):
     """Which logits are kept in the memory of dW, and where; known while tracing."""
 
-    columns: int = 0
-    """Number of columns whose logits are kept, the vocabulary's first."""
-    chunk: int = 0
-    """Number of these that backward takes at a time: a multiple or a divisor of W."""
-    first_row: int = 0
-    """The row of dW where the logits begin."""
-    rows: int = 0
-    """Number of rows of hidden states."""
+    columns: int = 0  # number of columns whose logits are kept, the vocabulary's first
+    chunk: int = 0  # number of these that backward takes at a time: a multiple or a divisor of W
+    first_row: int = 0  # the row of dW where the logits begin
+    rows: int = 0  # number of rows of hidden states
 
 
 def choose_layout(inputs: Inputs, options: Options, sizes: Sizes, rows: int) -> Layout:
@@ -85,8 +77,7 @@ def _rows_of_tops(rows: int, width: int) -> int:
 class DwBuffer(NamedTuple):
     """The memory of dW, as the forward kernel writes logits to it."""
 
-    ref: Ref
-    """float16 [V, W]."""
+    ref: Ref  # float16 [V, W]
     layout: Layout
 
     def piece_at(self, column: Scalar, row: Scalar) -> Ref:

@@ -1,7 +1,5 @@
 """The head's passes on Hopper GPUs: forward, and backward over blocks of rows and chunks of the vocabulary.
 
-Left out: the kernels (`forward.py`, `backward.py`), and which columns are kept (`plan.py`).
-
 Suffixes: R rows in the kernels' order, B of a block of them; V vocabulary, D features; C columns of a chunk, K those
 kept of each of P parts; U tiles of columns, T columns of a tile; W warpgroups' groups of rows, or float16 numbers in a
 row of dW.
@@ -34,7 +32,7 @@ from kernels.lm_head.gpu.kept_logits import DwBuffer
 from kernels.lm_head.gpu.plan import Plan
 from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes, Tiles
 from kernels.lm_head.live_rows import round_up
-from kernels.lm_head.softmax import FLOOR, Running, Softmax, combine, combine_over_axis, finish, label_slope
+from kernels.lm_head.softmax import FLOOR, Running, Softmax, combine, finish_live, label_slope
 
 _NEVER = 1e30  # log of a sum of exponentials that makes every probability 0
 
@@ -44,8 +42,7 @@ class Rows(NamedTuple):
 
     hidden: Float[Array, "R D"]
     labels: Int[Array, "R"]
-    in_tile: Int[Array, "W U"]
-    """`labels_in_tiles(labels)`."""
+    in_tile: Int[Array, "W U"]  # `labels_in_tiles(labels)`
     live: Bool[Array, "R"]
     number: Int[Array, ""]
 
@@ -53,12 +50,9 @@ class Rows(NamedTuple):
 class Kept(NamedTuple):
     """Logits that forward keeps for backward; None where nothing is kept."""
 
-    in_workspace: Float[Array, "P R K"] | None = None
-    """Logits of P K columns, less the maximum of the row's tile."""
-    tops: Float[Array, "U R"] | None = None
-    """Maxima of these tiles."""
-    in_dw: UInt16[Array, "V W"] | None = None
-    """The memory of dW, see `kept_logits.py`."""
+    in_workspace: Float[Array, "P R K"] | None = None  # logits of P K columns, less the maximum of the row's tile
+    tops: Float[Array, "U R"] | None = None  # maxima of these tiles
+    in_dw: UInt16[Array, "V W"] | None = None  # the memory of dW, see `kept_logits.py`
 
 
 def gather_rows(inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> Rows:
@@ -141,9 +135,7 @@ def finish_softmax(options: Options, running: Running, live: Bool[Array, "R"]) -
     """The softmax over the whole vocabulary; 0 at rows that don't count."""
     # Nothing was written there, and a product of 0 with what isn't finite is not 0.
     running = Running(*(jnp.where(live, x, fill) for x, fill in zip(running, (0, 1, 0, 0), strict=True)))
-    if options.vocabulary_axis is not None:
-        running = combine_over_axis(running, options.vocabulary_axis)
-    return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(running))
+    return finish_live(running, live, options.vocabulary_axis)
 
 
 # --- backward -------------------------------------------------------------------------------------------------------

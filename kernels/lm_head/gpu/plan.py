@@ -1,8 +1,6 @@
 """The head's use of a workspace on Hopper GPUs: logits of columns or rows that are kept, and larger chunks.
 
 What the workspace keeps comes on top of what the memory of dW does (`kept_logits.py`).
-
-Left out: what is done with it (`passes.py`).
 """
 
 from typing import NamedTuple
@@ -21,14 +19,10 @@ class Plan(NamedTuple):
     """How rows and columns are divided, and which logits forward keeps."""
 
     sizes: Sizes
-    rows: int
-    """Rows of a wave."""
-    layout: Layout = Layout()
-    """The vocabulary's first columns, whose logits are kept in the memory of dW."""
-    workspace_columns: int = 0
-    """Number of columns after these whose logits are kept in the workspace."""
-    workspace_chunk: int = 0
-    """Number of these that backward takes at a time."""
+    rows: int  # rows of a wave
+    layout: Layout = Layout()  # the vocabulary's first columns, whose logits are kept in the memory of dW
+    workspace_columns: int = 0  # number of columns after these whose logits are kept in the workspace
+    workspace_chunk: int = 0  # number of these that backward takes at a time
 
     def chunk(self, vocabulary: int) -> int:
         """Number of columns that are taken at a time of those that aren't kept."""

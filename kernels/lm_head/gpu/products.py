@@ -3,16 +3,12 @@
 The kernels are persistent: as many thread blocks as there are multiprocessors run to the end. One warpgroup of a block
 loads: TMA brings slabs of A and B into a ring of slots in shared memory, ahead of their use and across the ends of
 tiles. Two warpgroups multiply, each one half of a tile's rows, by WGMMA with float32 sums in registers, and then run
-the epilogue on the sums, while the next tile's slabs arrive. Two blocks form a cluster: their tiles are neighbours in
-the direction of the rows, and a slab of B, which both need, is read once and multicast to both.
+the epilogue on the sums. Two blocks form a cluster: their tiles are neighbours in the direction of the rows, and a slab
+of B is read once and multicast to both. TMA fills a slab that reaches beyond its array with zeros, and drops what is
+stored beyond one; Pallas requires arrays whose sizes are multiples of 8 and 64.
 
-TMA fills a slab that reaches beyond its array with zeros, and drops what is stored beyond one: sizes need not be
-multiples of tiles, but Pallas requires arrays whose sizes are multiples of 8 and 64.
-
-Left out: what is multiplied (`forward.py`, `backward.py`), and the sizes of tiles (`tiles.py`).
-
-The design is that of CUTLASS's persistent warp-specialised kernels, in the cooperative variant. The hardware's part:
-PTX ISA, `wgmma.mma_async`, `cp.async.bulk.tensor`, `mbarrier`.
+The design is CUTLASS's cooperative persistent kernel. The hardware's part: PTX ISA, `wgmma.mma_async`,
+`cp.async.bulk.tensor`, `mbarrier`.
 
 Suffixes: R rows of a warpgroup's half of a tile, C columns of a tile, P columns of a piece of it.
 """
@@ -42,10 +38,8 @@ class Operand(NamedTuple):
     """A factor of the product in GPU memory: the result's rows (or columns) by the depth over which it is summed."""
 
     ref: Ref
-    depth_first: bool
-    """Whether the array is [depth, rows or columns] instead of [rows or columns, depth]."""
-    first: Scalar | int = 0
-    """The array's index of the first row (or column)."""
+    depth_first: bool  # whether the array is [depth, rows or columns] instead of [rows or columns, depth]
+    first: Scalar | int = 0  # the array's index of the first row (or column)
     first_depth: Scalar | int = 0
 
 
@@ -56,19 +50,15 @@ class Work(NamedTuple):
     strips: Scalar
     place: Callable[[Scalar], tuple[Scalar, Scalar, Scalar]]
     """strip -> (block of a cluster's rows, first tile of columns, number of tiles)."""
-    slabs: Scalar
-    """Number of slabs over which each tile is summed."""
+    slabs: Scalar  # number of slabs over which each tile is summed
 
 
 class Place(NamedTuple):
     """The part of a strip that one warpgroup computes."""
 
-    row: Scalar
-    """First row of its tiles."""
-    tile: Scalar
-    """First tile of columns of the strip."""
-    tiles: Scalar
-    """Number of tiles of the strip."""
+    row: Scalar  # first row of its tiles
+    tile: Scalar  # first tile of columns of the strip
+    tiles: Scalar  # number of tiles of the strip
     warpgroup: Scalar
 
 
@@ -168,10 +158,8 @@ class _Ring(NamedTuple):
     b: Operand
     a_slots: Ref
     b_slots: Ref
-    full: Ref
-    """One barrier a slot: both slabs have arrived."""
-    free: Ref
-    """One barrier a slot: all readers, in both blocks of the cluster, are done."""
+    full: Ref  # one barrier a slot: both slabs have arrived
+    free: Ref  # one barrier a slot: all readers, in both blocks of the cluster, are done
 
 
 def _slots_shape(tiles: Tiles, size: int, operand: Operand) -> tuple[int, int, int]:
@@ -272,8 +260,7 @@ def _slab_refs(ring: _Ring, slot: Scalar, warpgroup: Scalar) -> tuple[Ref, Ref]:
 # --- epilogues ----------------------------------------------------------------------------------------------------
 
 
-PIECE = 64
-"""Columns of a tile that an epilogue works on at a time."""
+PIECE = 64  # columns of a tile that an epilogue works on at a time
 
 
 def pieces_of(y: Float[Array, "R C"], width: int = PIECE) -> list[Float[Array, "R P"]]:

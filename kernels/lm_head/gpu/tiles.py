@@ -1,9 +1,7 @@
-"""Sizes of the Hopper kernels' tiles, chunks and strips, by measured tables or by arithmetic.
+"""Sizes of the Hopper kernels' tiles, chunks and strips.
 
-`tiles.json` has the sizes that `tools/tune.py` measured for a device; where it has none, sizes follow from the number
-of multiprocessors and from bounds on memory.
-
-Left out: what a workspace is spent on (`plan.py`).
+`tools/tune.py` writes measured sizes to `tiles.json`; other sizes follow from the number of multiprocessors and from
+bounds on memory.
 """
 
 import dataclasses
@@ -19,10 +17,8 @@ import jax.numpy as jnp
 from kernels.lm_head import target
 from kernels.lm_head.live_rows import round_up
 
-KEPT_DTYPE = jnp.dtype(jnp.float16)
-"""Dtype of the logits that forward keeps."""
-MULTIPLIERS = 2
-"""Number of warpgroups of a block that multiply."""
+KEPT_DTYPE = jnp.dtype(jnp.float16)  # dtype of the logits that forward keeps
+MULTIPLIERS = 2  # number of warpgroups of a block that multiply
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block can have: CUDA C++ programming guide, technical specifications of compute capability 9.0."""
 _VECTOR_STAGES = 2048  # bytes of shared memory for vectors that are being stored
@@ -32,8 +28,7 @@ _MOST_TILES = 66  # tiles of a chunk
 _SHARED_ROWS = 16 * 2**20  # bytes of hidden states that clusters share in the L2 cache
 _LAUNCHES = 1700  # a chunk's kernel launches, as depth that could be summed meanwhile: 20 us, an estimate
 _STAGE = 64 * 128  # bytes of a piece of a tile that is being stored: 64 rows of 128 bytes
-STAGES = 2
-"""Number of pieces that a warpgroup stores at a time."""
+STAGES = 2  # number of pieces that a warpgroup stores at a time
 _override: "Sizes | None" = None
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
 
@@ -44,12 +39,9 @@ class Tiles:
 
     rows: int = 128
     columns: int = 256
-    depth: int = 64
-    """Depth of a slab."""
-    slots: int = 4
-    """Slabs of A and of B that shared memory holds."""
-    cluster: int = 2
-    """Blocks of a cluster; their tiles follow each other in the direction of the rows."""
+    depth: int = 64  # depth of a slab
+    slots: int = 4  # slabs of A and of B that shared memory holds
+    cluster: int = 2  # blocks of a cluster; their tiles follow each other in the direction of the rows
 
     def __post_init__(self) -> None:
         assert self.rows_each == 64  # as one wgmma has, and what is stored at a time
@@ -71,17 +63,13 @@ class Sizes:
     """How rows and columns are divided."""
 
     tiles: Tiles
-    chunk: int
-    """Columns of the vocabulary that backward takes at a time; whole tiles."""
-    most_rows: int = 8192
-    """Rows that backward takes at a time, at most."""
-    default_rows: int = 1024
-    """Rows whose logits are kept where the caller names no workspace."""
+    chunk: int  # columns of the vocabulary that backward takes at a time; whole tiles
+    most_rows: int = 8192  # rows that backward takes at a time, at most
+    default_rows: int = 1024  # rows whose logits are kept where the caller names no workspace
     wave_cost: int = 900
     """Time to read and write a float32 sum of dW, in rows whose product takes as long: 8 V D bytes, against 2 V D flops
     a row, at an H100's 3.35 TB/s and 750 TFLOP/s. Arithmetic, nothing was timed."""
-    cast_cost: int = 1350
-    """Time to read a float32 weight twice and to write it in bfloat16, in the same unit."""
+    cast_cost: int = 1350  # time to read a float32 weight twice and to write it in bfloat16, in the same unit
 
     def __post_init__(self) -> None:
         assert self.chunk % self.tiles.columns == 0

@@ -1,11 +1,8 @@
 """The backward kernels for TPUs: dW and dh from logits that are computed again, dW from exponentials that were kept.
 
-`weight_gradient` is stationary in the vocabulary: a tile of dW is summed in float32 on the chip while the blocks of
-hidden states pass by, and leaves once. It works on y transposed, W hᵀ, so that dW = dyᵀ h needs no transpose.
-`hidden_gradient` mirrors the forward kernel; only losses that depend on the entropy need it, since for the others dh
-follows from the forward kernel's sum of p W. `kept_weight_gradient` is the third product of the single pass.
-
-Left out: which of them to use (`engine.py`), and everything that is linear in the number of rows (`row_factors.py`).
+`weight_gradient` sums a tile of dW in float32 on the chip while the blocks of hidden states pass by. It works on y
+transposed, W hᵀ, so that dW = dyᵀ h needs no transpose. `hidden_gradient` mirrors the forward kernel.
+`kept_weight_gradient` is the third product of the single pass.
 
 Suffixes as in `forward.py`. With p = exp(log p), log p = (y - top) / temperature - log_sum_e, all kernels compute
 
@@ -25,13 +22,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Integer
 
 from kernels.lm_head import target
+from kernels.lm_head.contract import dot
 from kernels.lm_head.tpu.forward import (
     FLOOR,
     LOG2E,
     SUBLANES,
     Kept,
     cap_slope,
-    dot,
     kernel_call,
     lanes,
     live_block,
@@ -46,14 +43,11 @@ from kernels.lm_head.tpu.tiles import LANES, Case, Kernel, Tiles
 class RowFactors(NamedTuple):
     """Each row's numbers that make dy of its logits. The last three include the factor 1 / temperature."""
 
-    top: Float[Array, "M"]
-    """The maximum of y over the whole vocabulary."""
+    top: Float[Array, "M"]  # the maximum of y over the whole vocabulary
     log_sum_e: Float[Array, "M"]
     at_p: Float[Array, "M"]
-    at_p_log_p: Float[Array, "M"] | None
-    """None: the loss doesn't depend on the entropy."""
-    at_label: Float[Array, "M"]
-    """Includes the cap's derivative at the label."""
+    at_p_log_p: Float[Array, "M"] | None  # None: the loss doesn't depend on the entropy
+    at_label: Float[Array, "M"]  # includes the cap's derivative at the label
 
     def packed(self) -> Float[Array, "8 M"]:
         rows = [jnp.zeros_like(self.top) if x is None else x for x in self]
@@ -121,7 +115,7 @@ def _weight_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
         factors_1R = RowFactors(*(factors[pl.ds(n, 1), :] for n in range(5)))
 
         def products(s: int) -> Float[Array, "S R"]:
-            return dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1))
+            return dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1), dtype)
 
         y_next = products(0)
         for s in range(tile.columns // step):
@@ -132,7 +126,7 @@ def _weight_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
             column_SR = lax.broadcasted_iota(jnp.int32, y_SR.shape, 0)
             hit_SR = column_SR == labels[...] - (j * tile.columns + s * step)
             dy_SR = _dy(y_SR, hit_SR, scales[0], softcap, factors_1R, entropy)
-            scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0))
+            scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0), dtype)
 
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:
@@ -206,7 +200,7 @@ def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
             w_TD[...] = weight[...].astype(dtype)
 
         def products(s: int) -> Float[Array, "R S"]:
-            return dot(h_RD[...], w_TD[pl.ds(s * step, step), :], (1, 1))
+            return dot(h_RD[...], w_TD[pl.ds(s * step, step), :], (1, 1), dtype)
 
         y_next = products(0)
         for s in range(tile.columns // step):
@@ -220,7 +214,7 @@ def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
             hit_RS = column_RS == lanes(scratch["label"][...] - first, step)
             factors_RS = RowFactors(*(lanes(scratch["factors"][n], step) for n in range(5)))
             dy_RS = _dy(y_RS, hit_RS, scales[0], softcap, factors_RS, entropy)
-            scratch["sum"][...] += dot(dy_RS.astype(dtype), w_TD[pl.ds(s * step, step), :], (1, 0))
+            scratch["sum"][...] += dot(dy_RS.astype(dtype), w_TD[pl.ds(s * step, step), :], (1, 0), dtype)
 
         @pl.when(j == last)
         def _() -> None:
@@ -314,7 +308,7 @@ def _kept_kernel(*refs: Any, tile: Tiles, dtype: jnp.dtype) -> None:
             column_SR = lax.broadcasted_iota(jnp.int32, e_SR.shape, 0)
             hit_SR = column_SR == labels[...] - (j * columns + s * step)
             dy_SR = jnp.where(hit_SR, at_label_1R, e_SR * factor_1R)
-            scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0))
+            scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0), dtype)
 
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:

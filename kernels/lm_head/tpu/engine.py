@@ -1,19 +1,8 @@
 """The head on TPUs: which kernel runs when.
 
-Rows that count are moved ahead of the others, block by block (`live_rows.py`). With F = 2 N V D flops for a product:
-
-- Statistics: the forward kernel, F.
-- `token_logprobs`: forward with E_p[W], 2 F; backward, the dW kernel with logits computed again, 2 F, and
-  `dh = (g_lse - g_logprob) E_p[W] + g_logprob W[label]` without a product. With a gradient of the entropy there is no
-  such short form: the dh kernel, 2 F more.
-- `token_loss` without a workspace: the same 4 F; dh follows block by block, as the objective's derivatives are known.
-  Where the objective uses the entropy: forward, dh kernel and dW kernel, 5 F.
-- `token_loss` with a workspace: forward with E_p[W] keeps a wave's exponentials, and dW is one product with them: 3 F.
-
-E_p[W] and the exponentials leave out the label's column, so that a probability near 1 loses nothing to bfloat16.
-
-Left out: the kernels (`forward.py`, `backward.py`), their arguments for each row (`row_factors.py`), and their tile
-sizes (`tiles.py`).
+Rows that count are moved ahead of the others, block by block (`live_rows.py`). docs/head.md describes the orders of the
+work. E_p[W] and the exponentials that are kept leave out the label's column, so that a probability near 1 loses nothing
+to bfloat16. A loss that uses the entropy needs the dh kernel: dh doesn't follow from E_p[W] there.
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features, V vocabulary.
 """

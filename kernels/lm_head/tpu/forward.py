@@ -2,13 +2,8 @@
 
 A block of R rows of hidden states stays on the chip while the weight passes by in tiles. The kernel takes S columns of
 a tile at a time: y = h Wᵀ, then the running sums of `softmax.py`, then the sum of e W, where e = exp(z - maximum so
-far), rescaled when the maximum rises, as in FlashAttention (arXiv:2205.14135, section 3.1) with hidden states for
-queries and the weight for keys and values. The MXU computes the next S columns of y meanwhile.
-
-The label's own column is left out of the sum of e W and of the exponentials that are kept: near certainty, p_label - 1
-is far smaller than either, and rounding to bfloat16 in the product would lose it. The callers add that column exactly.
-
-Left out: rows past `number` (their blocks cost nothing), combining shards, and what is made of the sums.
+far), rescaled when the maximum rises, as in FlashAttention (arXiv:2205.14135, section 3.1). The MXU computes the next
+S columns of y meanwhile. The callers add the label's own column exactly. Blocks of rows past `number` cost nothing.
 
 Suffixes: R rows of a block, T columns of a tile, S columns of a step, L the 128 lanes; M all rows, D features,
 V vocabulary. A row's sums are repeated in all lanes, [R, L], or are spread over them and added up at the end.
@@ -27,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Integer
 
+from kernels.lm_head.contract import dot
 from kernels.lm_head.softmax import Running
 from kernels.lm_head.tpu import tiles
 from kernels.lm_head.tpu.tiles import LANES, Case, Tiles
@@ -145,11 +141,11 @@ def _kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype) ->
             w_TD[...] = weight[...].astype(dtype)
 
         def products(s: int) -> Float[Array, "R S"]:
-            return dot(h_RD[...], w_TD[pl.ds(s * step, step), :], (1, 1))
+            return dot(h_RD[...], w_TD[pl.ds(s * step, step), :], (1, 1), dtype)
 
         def add_mean(s: int, e_RS: Array, rescale_RL: Array) -> None:
             scratch["sum"][...] = scratch["sum"][...] * lanes(rescale_RL, features) + dot(
-                e_RS, w_TD[pl.ds(s * step, step), :], (1, 0)
+                e_RS, w_TD[pl.ds(s * step, step), :], (1, 0), dtype
             )
 
         y_next = products(0)
@@ -256,12 +252,6 @@ def operands(tile: Tiles, features: int, hidden: Any, weight: Any, product: Any)
     if weight != product:
         scratch["weight"] = pltpu.VMEM((tile.columns, features), product)
     return scratch
-
-
-def dot(a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "_ _"]:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def cap_slope(y: Array, softcap: float) -> Array:

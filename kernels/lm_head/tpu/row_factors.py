@@ -1,7 +1,5 @@
 """The head on TPUs: from derivatives by a row's statistics to the numbers that make dy of its logits, and to dh.
 
-Everything here is linear in the number of rows. Left out: the products, which are the kernels' (`backward.py`).
-
 Suffixes: N rows, M rows in the kernels' order, D features.
 """
 

@@ -1,9 +1,7 @@
 """Tile sizes of the TPU kernels: the on-chip memory (VMEM) that each takes, term by term, and the best that fit.
 
-A block of R rows of hidden states meets a tile of C rows of the weight. The larger R, the less often the forward
-kernel reads the weight; the larger C, the less often the dW kernels read the hidden states. Within a tile, the
-softmax takes `step` columns at a time. `tiles.json` has the sizes that were measured for a device (`tools/tune.py`
-writes it); where it has none, the sizes follow from the arithmetic below.
+A block of hidden states meets a tile of the weight; within a tile, the softmax takes `step` columns at a time.
+`tools/tune.py` writes measured sizes to `tiles.json`; other sizes follow from the arithmetic below.
 """
 
 import contextlib
@@ -30,12 +28,9 @@ _MOST_TRAFFIC_LOSS = 1.25  # a tiling that moves at most so many times what the 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    rows: int
-    """Hidden states of a block."""
-    columns: int
-    """Rows of the weight in a tile."""
-    step: int
-    """Columns whose softmax is computed at a time."""
+    rows: int  # hidden states of a block
+    columns: int  # rows of the weight in a tile
+    step: int  # columns whose softmax is computed at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +44,9 @@ class Case:
     hidden: jnp.dtype
     weight: jnp.dtype
     product: jnp.dtype
-    gradient: jnp.dtype
-    """Dtype of the gradient that is returned."""
-    mean: bool = False
-    """forward: whether it computes E_p[W]."""
-    keep: bool = False
-    """forward: whether it keeps exponentials."""
+    gradient: jnp.dtype  # dtype of the gradient that is returned
+    mean: bool = False  # forward: whether it computes E_p[W]
+    keep: bool = False  # forward: whether it keeps exponentials
 
 
 _override: Tiles | None = None
