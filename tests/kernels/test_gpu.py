@@ -27,21 +27,16 @@ from lm_head_cases import (
     check,
     check_loss,
     loss_and_gradients,
-    operands_for,
-    plain_values_and_gradients,
-    planted_problem,
     poisoned,
     random_cotangents,
     random_problem,
     sparse_weights,
     values_and_gradients,
 )
-from lm_head_oracle import assert_as_accurate_as_plain
 
 from kernels.lm_head import target, token_loss  # noqa: F401  target: in the condition below
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
-from kernels.lm_head.reference import exact
 from kernels.lm_head.sharded import HeadSharding
 from tools import tune_child
 
@@ -54,8 +49,6 @@ pytestmark = [
 
 OFF_TILES = (300, 712, 192)
 """N, V and D."""
-QWENS_VOCABULARY = (130, 151936, 64)
-TILINGS = [Tiles(cluster=1), Tiles(slots=3), Tiles(columns=128, slots=6, cluster=1)]
 RACES = (4096, 32768, 1024)
 CALLS = 20
 
@@ -88,32 +81,6 @@ def test_values_and_gradients_are_as_accurate_as_full_logits(softmax: str) -> No
     check(bfloat16_problem(OFF_TILES, SCALES[softmax]), random_cotangents(300), impl="mosaic_gpu")
 
 
-def test_qwens_vocabulary_is_as_accurate_as_full_logits() -> None:
-    check(bfloat16_problem(QWENS_VOCABULARY), random_cotangents(130), impl="mosaic_gpu")
-
-
-@pytest.mark.parametrize("tiles", TILINGS, ids=str)
-def test_any_tiles_are_as_accurate_as_full_logits(tiles: Tiles, sized: Any) -> None:
-    """In chunks of two tiles, the last not full, of which there are three or more."""
-    sized(Sizes(tiles, 2 * tiles.columns))
-    check(bfloat16_problem((600, 1400, 192)), random_cotangents(600), impl="mosaic_gpu")
-
-
-def test_exact_matches_are_as_accurate_as_full_logits() -> None:
-    hidden, weight, labels = planted_problem(jnp.bfloat16, 1e4)
-    problem = Problem(hidden[:, :64], weight[:504, :64], labels % 504)
-    check(problem, random_cotangents(len(labels)), impl="mosaic_gpu", temperature=2.5, softcap=20.0)
-
-
-def test_a_float32_weight_is_as_accurate_as_a_bfloat16_one() -> None:
-    problem, cotangents, where = bfloat16_problem(OFF_TILES), random_cotangents(300), jnp.ones(300, bool)
-    wide = problem._replace(weight=problem.weight.astype(jnp.float32))
-    got = values_and_gradients(*wide, cotangents, impl="mosaic_gpu", where=where, dtype=jnp.bfloat16)
-    assert got.weight.dtype == jnp.float32
-    yardstick = plain_values_and_gradients(*problem, cotangents, where=where)
-    assert_as_accurate_as_plain(got, yardstick, exact(*problem, lambda *_: cotangents))
-
-
 def test_rows_that_do_not_count_are_never_read() -> None:
     problem, live = bfloat16_problem(OFF_TILES), np.random.default_rng(5).random(300) < 0.3
     dead = poisoned(problem, ~live)
@@ -131,11 +98,6 @@ def test_every_workspace_is_as_accurate_as_full_logits(workspace: int | None, si
     sized(Sizes(Tiles(), 512, wave_cost=0))
     problem, objective = bfloat16_problem((600, 1400, 192)), OBJECTIVES["entropy bonus"]
     check_loss(problem, objective, [], sparse_weights(600), impl="mosaic_gpu", workspace=workspace)
-
-
-def test_the_loss_of_a_clipped_ratio_is_as_accurate_as_full_logits() -> None:
-    problem, objective = bfloat16_problem(OFF_TILES), OBJECTIVES["clipped ratio"]
-    check_loss(problem, objective, operands_for(problem, objective), sparse_weights(300), impl="mosaic_gpu")
 
 
 def test_on_a_mesh_of_one_device_the_loss_has_the_same_bits() -> None:
@@ -162,12 +124,6 @@ def test_the_xla_engine_is_as_accurate_as_full_logits(dtype: Any) -> None:
     with jax.default_matmul_precision("highest"):  # the yardstick's, which would be narrower than float32
         check(problem, random_cotangents(300), impl="xla")
         check_loss(problem, OBJECTIVES["entropy bonus"], [], sparse_weights(300), impl="xla", workspace=0)
-
-
-def test_float32_takes_the_xla_engine_by_itself() -> None:
-    problem = random_problem(OFF_TILES)
-    with jax.default_matmul_precision("highest"):
-        check(problem, random_cotangents(300), impl=None)
 
 
 # --- races, and the size that counts

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lm_head_cases import (
     MANY_TOKENS,
     MANY_WORDS,
@@ -61,8 +59,8 @@ def test_exact_matches_and_ties_are_as_accurate_as_full_logits(impl: str, dtype:
     check(make(dtype, 1e4), random_cotangents(252), impl=impl)
 
 
-@pytest.mark.parametrize("shape", [MANY_WORDS, MANY_TOKENS], ids=str)
-def test_many_words_and_many_tokens_are_as_accurate_as_full_logits(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("shape", [ONE_TOKEN, TWO_WORDS, MANY_WORDS, MANY_TOKENS], ids=str)
+def test_any_size_is_as_accurate_as_full_logits(shape: tuple[int, int, int]) -> None:
     problem, cotangents = random_problem(shape, 3.0, jnp.bfloat16), random_cotangents(shape[0])
     check(problem, cotangents, impl="xla")
 
@@ -132,22 +130,6 @@ def test_a_nan_in_a_row_that_counts_is_not_hidden(impl: str) -> None:
     assert np.isnan(loss.rows.weight).any()
 
 
-@every_impl
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(
-    shape=st.sampled_from([ONE_TOKEN, TWO_WORDS, SMALL]),
-    scale=st.sampled_from([0.0, 0.01, 1.0, 30.0, 1000.0, 1e4]),
-    alive=st.floats(0, 1),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_any_softmax_under_any_mask_is_as_accurate_as_full_logits(
-    impl: str, shape: tuple[int, int, int], scale: float, alive: float, seed: int
-) -> None:
-    live = np.random.default_rng(seed).random(shape[0]) < alive
-    cotangents = random_cotangents(shape[0], seed=seed + 1)
-    check(random_problem(shape, scale, seed=seed), cotangents, impl=impl, where=jnp.asarray(live))
-
-
 def test_leading_dims_are_flattened_and_given_back() -> None:
     def fold(x: jax.Array) -> jax.Array:
         return x.reshape(2, 3, 4, *x.shape[1:])
@@ -194,5 +176,6 @@ def test_float32_masters_with_bfloat16_products_get_float32_gradients(impl: str)
     got = values_and_gradients(*problem, cotangents, impl=impl, dtype=jnp.bfloat16)
     yardstick = plain_values_and_gradients(*rounded, cotangents)
     assert_as_accurate_as_plain(got, yardstick, exact(*rounded, lambda *_: cotangents))
-    for gradient in (got.hidden, got.weight):
+    loss = loss_and_gradients(problem, OBJECTIVES["cross-entropy"], (), jnp.ones(24), impl=impl, dtype=jnp.bfloat16)
+    for gradient in (got.hidden, got.weight, loss.rows.hidden, loss.rows.weight):
         assert np.any(gradient != gradient.astype(jnp.bfloat16).astype(jnp.float32))

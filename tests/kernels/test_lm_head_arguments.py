@@ -64,14 +64,6 @@ def test_the_argument_at_fault_is_named(call: Any, fault: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("fault", SHAPES_AND_DTYPES)
-def test_wrong_shapes_and_dtypes_are_refused_while_tracing(call: Any, fault: str) -> None:
-    argument, faults = SHAPES_AND_DTYPES[fault]
-    with pytest.raises(ValueError, match=argument):
-        jax.eval_shape(call, **(GOOD | faults))
-
-
-@both
 def test_a_label_out_of_range_is_refused_in_a_jitted_function_that_closes_over_it(call: Any) -> None:
     bad = GOOD | {"labels": jnp.array([0, 1, 5, 2])}
     with pytest.raises(ValueError, match="labels"):

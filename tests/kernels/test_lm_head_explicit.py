@@ -77,11 +77,6 @@ def test_the_mesh_may_be_set_and_a_sharding_may_name_its_axes(impl, on_one_devic
         assert_same(differentiated(impl=impl, sharding=sharding)(HIDDEN, WEIGHT, OPERAND, SCALE, LABELS), on_one_device)
 
 
-def test_a_sharding_lays_out_arrays_that_have_no_layout(on_one_device):
-    sharding = HeadSharding(MESH, tokens=("data",), features="model")
-    assert_same(differentiated(sharding=sharding)(HIDDEN, WEIGHT, OPERAND, SCALE, LABELS), on_one_device)
-
-
 def test_a_sharding_on_another_mesh_than_the_arguments_is_refused():
     other = HeadSharding(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), tokens=("data",))
     with pytest.raises(ValueError, match=r"sharding: its mesh .* is not the arguments'"):
@@ -93,18 +88,3 @@ def test_the_work_is_divided_as_the_types_say():
     text = differentiated(impl="full_logits").lower(*laid_out(P("data"), P("model"))).as_text()
     assert "tensor<12x6xf32>" in text
     assert "tensor<24x12xf32>" not in text
-
-
-def test_checkpoint_and_scan_over_micro_batches_change_nothing():
-    def summed(weight, hidden, labels):
-        @jax.checkpoint
-        def step(sum_, micro):
-            return sum_ + token_loss(*micro[:1], weight, micro[1], lambda logprob, entropy: -logprob)[0], None
-
-        return jax.lax.scan(step, 0.0, (hidden, labels))[0]
-
-    hidden, weight, *_, labels = laid_out(P(None, "data"), P("model"))
-    with jax.set_mesh(MESH):
-        got = jax.jit(jax.grad(summed))(weight, hidden, labels)
-    want = jax.grad(lambda w: token_loss(HIDDEN, w, LABELS, lambda logprob, entropy: -logprob)[0])(WEIGHT)
-    assert_same(got, want)

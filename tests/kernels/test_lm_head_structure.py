@@ -206,18 +206,6 @@ def test_every_workspace_gives_the_loss_and_gradients_of_full_logits():
         close(of("xla", workspace), expected)
 
 
-def test_float32_masters_with_bfloat16_products_give_float32_gradients_and_bfloat16_arguments_their_own():
-    grad = jax.jit(jax.grad(loss, (0, 1)), static_argnames=("dtype", "impl", "workspace"))
-    expected = grad(HIDDEN, WEIGHT, dtype=jnp.bfloat16, impl="full_logits")
-    masters = grad(HIDDEN, WEIGHT, dtype=jnp.bfloat16, workspace=WAVES)
-    assert [x.dtype for x in masters] == [jnp.float32, jnp.float32]
-    close(masters, expected, 1e-2)
-    narrow = [jnp.asarray(x, jnp.bfloat16) for x in (HIDDEN, WEIGHT)]
-    gradients = grad(*narrow, workspace=WAVES + 4 * V * D)
-    assert [x.dtype for x in gradients] == [jnp.bfloat16, jnp.bfloat16]
-    close(gradients, expected, 2e-2)
-
-
 # --- over devices ---
 
 

@@ -22,7 +22,6 @@ from logits_cases import (
     pulled_back,
     small_tiles,
     taking,
-    xla_s_ways,
 )
 
 from kernels.lm_head import TokenLogprobs, logits_logprobs
@@ -74,20 +73,6 @@ def test_jit_changes_nothing_and_two_runs_agree_bit_for_bit(way: str) -> None:
     once, again = plainly(way, *arguments), plainly(way, *arguments)
     jax.tree.map(np.testing.assert_array_equal, once, again)
     assert_near(transformed(way, lambda impl: gradient_of(scalar, impl), *arguments), once)
-
-
-@xla_s_ways  # JAX's interpreter can't be rematerialised
-def test_rematerialisation_in_a_scan_changes_nothing(way: str) -> None:
-    def halves(logits: jax.Array, *rest: jax.Array, impl: str) -> jax.Array:
-        def step(total: jax.Array, half: Any) -> tuple[jax.Array, None]:
-            return total + scalar(*half, impl=impl), None
-
-        parts = (x.reshape(2, 10, *x.shape[1:]) for x in (logits, *rest))
-        return jax.lax.scan(jax.checkpoint(step), 0.0, tuple(parts))[0]
-
-    arguments = (*problem(SMALL), WEIGHTS)
-    got = transformed(way, lambda impl: jax.jit(gradient_of(halves, impl)), *arguments)
-    assert_near(got, plainly(way, *arguments))
 
 
 @every_way

@@ -1,4 +1,4 @@
-"""Programs with the Hopper kernels: JAX's transformations, refusals, and what XLA compiles for an H100.
+"""Programs with the Hopper kernels: refusals, and what XLA compiles for an H100.
 
 Compiling takes XLA's plugin for CUDA and no GPU (`make aot-gpu`). Values are in test_mosaic_values.py and
 test_mosaic_loss.py; no GPU has run the programs.
@@ -7,7 +7,6 @@ test_mosaic_loss.py; no GPU has run the programs.
 import importlib.util
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled_program import arrays
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
-from lm_head_cases import OBJECTIVES, operands_for, random_problem, sparse_weights
+from lm_head_cases import OBJECTIVES, random_problem
 from mosaic_engines import GPU_SIZES
-from strict_gpu import needs_interpreter, strict_interpreter
 
-from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
+from kernels.lm_head import token_logprobs, token_loss
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from mllm.plan import gpus, resources, targets
 from mllm.plan import head_programs as head
@@ -30,107 +26,28 @@ from tools import tune, tune_child
 
 MIB = 2**20
 PROBLEM = random_problem((200, 296, 128), scale=2.0, dtype=jnp.bfloat16)
-OBJECTIVE = OBJECTIVES["clipped ratio"]
-ARGUMENTS = (*PROBLEM, sparse_weights(200))
-
-
-def token_logprobs_of(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
-    outputs = token_logprobs(hidden, weight, labels, where=weights != 0, impl="mosaic_gpu")
-    return jnp.sum(weights * (outputs.logprob * outputs.entropy + jnp.sin(outputs.lse))), outputs
-
-
-def token_loss_of(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
-    operands = (x[: len(labels)] for x in operands_for(PROBLEM, OBJECTIVE))
-    options: dict[str, Any] = {"weights": weights, "workspace": 0, "impl": "mosaic_gpu"}
-    return token_loss(hidden, weight, labels, OBJECTIVE.in_jax, *operands, **options)
-
-
-every_entry_point = pytest.mark.parametrize("scalar", [token_logprobs_of, token_loss_of])
-
-
-def gradients_of(scalar: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)
-
-
-def strictly(function: Callable[..., Any], *args: Any) -> Any:
-    with gpu_tiles.override(GPU_SIZES), strict_interpreter():
-        return jax.block_until_ready(jax.jit(function)(*args))
-
-
-def assert_near(got: Any, want: Any) -> None:
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        np.testing.assert_allclose(x, y, rtol=2**-7, atol=2**-7 * np.abs(y).max())
-
-
-# --- transformations ---
-
-
-@needs_interpreter
-@every_entry_point
-def test_two_runs_agree_bit_for_bit(scalar: Callable[..., Any]) -> None:
-    run = gradients_of(scalar)
-    jax.tree.map(np.testing.assert_array_equal, strictly(run, *ARGUMENTS), strictly(run, *ARGUMENTS))
-
-
-@needs_interpreter
-@pytest.mark.slow
-def test_jax_refuses_refs_that_vary_inside_shard_map() -> None:
-    """A caller's own `shard_map` needs `check_vma=False`, as that of `sharding=` has it."""
-    tokens, everywhere = P("dp"), P()
-    mesh = Mesh(np.array(jax.devices()[:2]), ("dp",))
-
-    def sharded(*args: jax.Array) -> tuple[jax.Array, TokenLogprobs]:
-        value, outputs = token_logprobs_of(*args)
-        return jax.lax.psum(value, "dp"), outputs
-
-    run = jax.shard_map(
-        sharded, mesh=mesh, in_specs=(tokens, everywhere, tokens, tokens), out_specs=(everywhere, tokens)
-    )
-    with pytest.raises(ValueError, match="does not support Refs with varying manual axis types"):
-        strictly(gradients_of(run), *ARGUMENTS)
-
-
-@needs_interpreter
-@pytest.mark.slow
-@every_entry_point
-def test_vmap_is_a_loop(scalar: Callable[..., Any]) -> None:
-    hidden, weight, labels, weights = ARGUMENTS
-    others = (hidden[::-1], -weight, 295 - labels, weights[::-1])
-    got = strictly(jax.vmap(gradients_of(scalar)), *map(jnp.stack, zip(ARGUMENTS, others, strict=True)))
-    for i, alone in enumerate((ARGUMENTS, others)):
-        assert_near([x[i] for x in jax.tree.leaves(got)], strictly(gradients_of(scalar), *alone))
 
 
 # --- refusals ---
 
 
-def assert_refused(
-    match: str,
-    hidden: Any = jnp.bfloat16,
-    weight: Any = jnp.bfloat16,
-    words: int = 256,
-    features: int = 64,
-    **options: Any,
+@pytest.mark.parametrize(
+    ("reason", "words", "features", "dtypes", "options"),
+    [
+        ("dtype is float32", 256, 64, ("float32", "bfloat16"), {}),
+        ("dtype is float32", 256, 64, ("bfloat16", "bfloat16"), {"dtype": jnp.float32}),
+        ("hidden is float16", 256, 64, ("float16", "bfloat16"), {"dtype": jnp.bfloat16}),
+        ("weight is float16", 256, 64, ("bfloat16", "float16"), {"dtype": jnp.bfloat16}),
+        ("weight is 256 x 72.* multiples of", 256, 72, ("bfloat16", "bfloat16"), {}),
+        ("weight is 257 x 64.* multiples of", 257, 64, ("bfloat16", "bfloat16"), {}),
+    ],
+)
+def test_products_dtypes_and_sizes_that_the_kernels_lack_are_refused(
+    reason: str, words: int, features: int, dtypes: tuple[str, str], options: dict[str, Any]
 ) -> None:
-    arrays = [jax.ShapeDtypeStruct((n, features), dtype) for n, dtype in ((8, hidden), (words, weight))]
-    with gpu_tiles.override(GPU_SIZES), pytest.raises(ValueError, match=match):
+    arrays = [jax.ShapeDtypeStruct((n, features), dtype) for n, dtype in zip((8, words), dtypes, strict=True)]
+    with gpu_tiles.override(GPU_SIZES), pytest.raises(ValueError, match=f"impl: mosaic_gpu .* {reason}"):
         jax.eval_shape(lambda h, w: token_logprobs(h, w, np.zeros(8, int), impl="mosaic_gpu", **options), *arrays)
-
-
-def test_float32_products_are_refused() -> None:
-    assert_refused("impl: mosaic_gpu .* dtype is float32", jnp.float32)
-    assert_refused("impl: mosaic_gpu .* dtype is float32", dtype=jnp.float32)
-
-
-@pytest.mark.parametrize("argument", ["hidden", "weight"])
-def test_float16_is_refused(argument: str) -> None:
-    assert_refused(f"impl: mosaic_gpu .* {argument} is float16", dtype=jnp.bfloat16, **{argument: jnp.float16})
-
-
-@pytest.mark.parametrize(("words", "features"), [(256, 63), (256, 72), (257, 64)])
-def test_sizes_that_make_no_tiles_are_refused(words: int, features: int) -> None:
-    assert_refused(f"impl: mosaic_gpu .* weight is {words} x {features}.* multiples of", words=words, features=features)
 
 
 def test_a_cpu_without_the_interpreter_is_refused_in_one_line_that_names_it() -> None:

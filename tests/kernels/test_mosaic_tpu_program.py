@@ -65,11 +65,6 @@ def strictly(function: Callable[..., Any], *args: Any) -> Any:
         return jax.block_until_ready(jax.jit(function)(*args))
 
 
-def lenient_interpreter() -> Any:
-    """Pallas' own, for what the strict one's callbacks don't allow: `vmap` and `jax.checkpoint`."""
-    return mock.patch.object(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
-
-
 @functools.cache
 def plainly(scalar: Callable[..., Any]) -> Any:
     return strictly(gradients_of(scalar), *ARGUMENTS)
@@ -91,14 +86,6 @@ def outputs_of(hidden: Any, weight: Any) -> TokenLogprobs:
 def test_a_cpu_without_the_interpreter_is_refused() -> None:
     with pytest.raises(ValueError, match="CPU"):
         outputs_of(jnp.zeros((8, 128)), jnp.zeros((256, 128)))
-
-
-@pytest.mark.parametrize("argument", ["hidden", "weight"])
-def test_float16_is_refused(argument: str) -> None:
-    arrays = {"hidden": jnp.zeros((8, 128)), "weight": jnp.zeros((256, 128))}
-    arrays[argument] = arrays[argument].astype(jnp.float16)
-    with strict_interpreter(), pytest.raises(ValueError, match=f"{argument} is float16"):
-        outputs_of(**arrays)
 
 
 def test_features_that_fit_no_tile_are_refused_and_the_largest_term_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,27 +132,11 @@ def test_blocks_of_rows_that_do_not_count_are_neither_read_nor_fetched(scalar: C
 # --- transformations ---
 
 
-def test_rematerialisation_in_a_scan_changes_nothing() -> None:
-    """As over micro-batches: here of 100 tokens, two of them."""
-    halves = jax.tree.map(lambda x: x.reshape(2, 100, *x.shape[1:]), (ARGUMENTS[0], *ARGUMENTS[2:]))
-
-    def total(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-        def step(total: jax.Array, half: Any) -> tuple[jax.Array, None]:
-            h, labels, weights = half
-            return total + token_logprobs_of(h, weight, labels, weights)[0], None
-
-        return jax.lax.scan(jax.checkpoint(step), 0.0, (hidden, *halves[1:]))[0]
-
-    with lenient_interpreter():
-        value, (dh, dw) = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(halves[0], ARGUMENTS[1])
-    (want, _), gradients = plainly(token_logprobs_of)
-    assert_near((value, dh.reshape(gradients[0].shape), dw), (want, *gradients))
-
-
 def test_vmap_is_a_python_loop() -> None:
     hidden, weight, labels, weights = ARGUMENTS
     others = (hidden[::-1], -weight, 299 - labels, weights[::-1])
-    with lenient_interpreter():
+    lenient = functools.partial(pl.pallas_call, interpret=True)  # the strict one's callbacks don't allow `vmap`
+    with mock.patch.object(pl, "pallas_call", lenient):
         got = jax.jit(jax.vmap(gradients_of(token_loss_of)))(*map(jnp.stack, zip(ARGUMENTS, others, strict=True)))
     for i, want in enumerate((plainly(token_loss_of), strictly(gradients_of(token_loss_of), *others))):
         assert_near([x[i] for x in jax.tree.leaves(got)], want)
@@ -191,17 +162,13 @@ def test_shard_map_over_tokens_gives_the_same() -> None:
 
 
 @every_entry_point
-def test_two_cores_that_share_a_kernel_s_parallel_steps_give_the_same(scalar: Callable[..., Any]) -> None:
-    with strict_interpreter(cores=2):
+@pytest.mark.parametrize("strictness", [{"cores": 2}, {"copies": "on_wait"}], ids=["two cores", "late copies"])
+def test_the_kernels_wait_for_their_copies_and_may_run_on_two_cores(
+    scalar: Callable[..., Any], strictness: dict[str, Any]
+) -> None:
+    with strict_interpreter(**strictness):
         got = jax.block_until_ready(jax.jit(gradients_of(scalar))(*ARGUMENTS))
     assert_near(got, plainly(scalar))
-
-
-@every_entry_point
-def test_copies_made_as_late_as_they_may_be_give_the_same(scalar: Callable[..., Any]) -> None:
-    with strict_interpreter(copies="on_wait"):
-        got = jax.block_until_ready(jax.jit(gradients_of(scalar))(*ARGUMENTS))
-    jax.tree.map(np.testing.assert_array_equal, got, plainly(scalar))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -291,13 +258,8 @@ PLAIN, SINGLE_PASS, WITH_ENTROPY = (
 )
 
 
-@pytest.mark.parametrize("function", [likelihood_and_entropy, PLAIN, SINGLE_PASS, WITH_ENTROPY])
-def test_values_alone_take_one_product(function: Callable[..., Any]) -> None:
-    assert products(function, *ALIGNED) == 1
-
-
 @pytest.mark.parametrize(
-    ("function", "both", "of_hidden", "of_weight"),
+    ("function", "both", "hidden_alone", "weight_alone"),
     [
         pytest.param(likelihood, 4, 2, 3, id="token_logprobs"),
         pytest.param(likelihood_and_entropy, 6, 4, 3, id="token_logprobs, entropy"),
@@ -307,11 +269,12 @@ def test_values_alone_take_one_product(function: Callable[..., Any]) -> None:
     ],
 )
 def test_gradients_take_so_many_products(
-    function: Callable[..., Any], both: int, of_hidden: int, of_weight: int
+    function: Callable[..., Any], both: int, hidden_alone: int, weight_alone: int
 ) -> None:
     """The values' own among them. The expectation of W, which dh is made of, comes with the values for one more."""
     taken = [products(jax.value_and_grad(function, sides), *ALIGNED) for sides in ((0, 1), 0, 1)]
-    assert taken == [both, of_hidden, of_weight]
+    assert taken == [both, hidden_alone, weight_alone]
+    assert products(function, *ALIGNED) == 1, "the value alone"
 
 
 @pytest.mark.parametrize("function", [likelihood_and_entropy, PLAIN])
