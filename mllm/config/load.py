@@ -24,7 +24,7 @@ DEEPEST = 20
 def load(name: str, overrides: Sequence[str] = ()) -> Config:
     """The configuration `name` (a path, or a file in configs/) with `key.sub=value` overrides applied.
 
-    UserError: the file is missing or not YAML, or a setting is unknown, unused or impossible.
+    UserError is raised if the file is missing or not YAML, or a setting is unknown, unused or impossible.
     """
     path = find(name)
     settings = read(path)

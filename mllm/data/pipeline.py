@@ -64,7 +64,7 @@ class DataIterator(Generic[T]):
     def __next__(self) -> T:
         """The next batch; StopIteration after the last epoch, with a warning where examples don't fill a last batch.
 
-        UserError: an example that was made on demand is too long.
+        UserError is raised if an example that was made on demand is too long.
         """
         try:
             batch, examples = next(self.batches)
@@ -104,8 +104,8 @@ def sft_batches(
     """This process's share of batches of `batch_size` rows of up to `config.max_length` tokens, in numpy.
 
     Weights are 1 over the number of the assistant's tokens in the whole batch, and 0 elsewhere. The first batch is
-    made at once, so that what is wrong with the data is an error here. UserError: the source can't be read, a line
-    is bad, or there are too few examples for one batch.
+    made at once, so that what is wrong with the data is an error here. UserError is raised if the source can't be
+    read, a line is bad, or there are too few examples for one batch.
     """
     rows = process_rows(batch_size, process_index, process_count, "batch_size")
     document: Callable[[int], Document]
@@ -145,8 +145,8 @@ def prompt_batches(
 ) -> DataIterator[PromptBatch]:
     """This process's share of the task's prompts, for ever: each once in an epoch, in another order in each.
 
-    UserError: a prompt is longer than `max_prompt_length` tokens. If problems are made on demand, only the first
-    hundred are checked here; a later one raises when its turn comes.
+    UserError is raised if a prompt is longer than `max_prompt_length` tokens. If problems are made on demand, only
+    the first hundred are checked here; a later one raises when its turn comes.
     """
     rows = process_rows(prompts_per_step, process_index, process_count, "batch_size / grpo.num_generations")
     prompt = lru_cache(CACHED_EXAMPLES)(partial(encode_task_prompt, task, tokenizer, max_prompt_length))

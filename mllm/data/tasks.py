@@ -76,7 +76,8 @@ class Problems(Sequence[Example]):
 def load(config: TaskConfig, seed: int) -> Task:
     """The task that `config` names. `seed` only determines which problems reasoning_gym makes for training.
 
-    UserError: the data or package isn't there, a line of it is bad, or there are too few problems for `heldout`.
+    UserError is raised if the data or package isn't there, a line of it is bad, or there are too few problems for
+    `heldout`.
     """
     if config.name == "arithmetic":
         return arithmetic(config)

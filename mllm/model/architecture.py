@@ -33,9 +33,9 @@ class Qwen2Config:
     def from_hf(cls, settings: Mapping[str, Any], where: str, *, closed: bool = False) -> "Qwen2Config":
         """The sizes in a config.json, given its content; `where` names it in errors.
 
-        If it is `closed`, as settings that a user wrote, an unknown key is an error, too. UserError: another
-        architecture, a key missing or of the wrong type, sizes that don't fit together, or a setting that this
-        model doesn't have.
+        If it is `closed`, as settings that a user wrote, an unknown key is an error, too. UserError is raised
+        for another architecture, a key that is missing or of the wrong type, sizes that don't fit together, and
+        a setting that this model doesn't have.
         """
         known = PRESETS["Qwen/Qwen2.5-0.5B"].to_hf().keys() if closed else settings.keys()
         for key in sorted(settings.keys() - known):

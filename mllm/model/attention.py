@@ -139,7 +139,8 @@ def choose(
 ) -> AttentionChoice:
     """The attention for these devices, sizes and dtype: the kernel that `setting` names, else the fastest that can run.
 
-    `packed` says whether a row may hold several documents. UserError: `setting` names a kernel that can't run.
+    `packed` says whether a row may hold several documents. UserError is raised if `setting` names a kernel that
+    can't run.
     """
     if setting == "xla":
         return AttentionChoice("xla", "model.attention asks for it", None)

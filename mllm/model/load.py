@@ -55,8 +55,8 @@ class Policy:
 def load_policy(config: Config, mesh: Mesh) -> Policy:
     """The policy of a configuration, checked to fit together; nothing of the parameters is read.
 
-    UserError: files of the model or tokenizer are missing, unreadable or don't fit, the mesh doesn't divide the
-    model, or the attention that is asked for can't run.
+    UserError is raised if files of the model or tokenizer are missing, unreadable or don't fit, the mesh doesn't
+    divide the model, or the attention that is asked for can't run.
     """
     model = config.model
     folder = model_folder(model)

@@ -96,8 +96,8 @@ def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[st
     """The ids that end a completion, without duplicates.
 
     They are the tokenizer's end of sequence, those in the folder's generation_config.json, the control token with
-    which the chat template closes the assistant's turn, and `stop`. UserError: one of `stop` is not a single token,
-    generation_config.json is unreadable, or there are no ids.
+    which the chat template closes the assistant's turn, and `stop`. UserError is raised if one of `stop` is not a
+    single token, generation_config.json is unreadable, or there are no ids.
     """
     ids: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     path = None if folder is None else folder / "generation_config.json"
@@ -147,8 +147,8 @@ def encode_example(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[l
     """The ids of a whole chat, and which of them are the assistant's, the token that ends each turn included.
 
     Without `{% generation %}` in the template, the text is cut at the borders of the assistant's turns, and each
-    piece is tokenized by itself, as in `encode_prompt`. UserError: there is no template, it fails, or it doesn't
-    tell the assistant's turns from the others.
+    piece is tokenized by itself, as in `encode_prompt`. UserError is raised if there is no template, it fails, or
+    it doesn't tell the assistant's turns from the others.
     """
     text = render(tokenizer, messages)
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):

@@ -75,7 +75,7 @@ EXPORTED = re.compile(
 def fetch_folder(source: str) -> Path:
     """The folder that `source` names: local, or a hub id's snapshot in the local cache, fetched if need be.
 
-    UserError: neither a folder nor an id that the hub, or its local cache, gives.
+    UserError is raised where it is neither a folder nor an id that the hub, or its local cache, gives.
     """
     folder = Path(os.path.expanduser(source))
     if os.path.isdir(folder):
@@ -114,8 +114,9 @@ def load(folder: Path, config: Qwen2Config, abstract: Params | None = None) -> n
     """The parameters, in the tree of `nnx.split(model)[1]`; all names and shapes are checked before any is read.
 
     They get the dtypes and mesh shardings of `abstract`, that tree with `jax.ShapeDtypeStruct`s; None: float32 on
-    one device. UserError: a file missing, damaged or outside the folder; a tensor missing, surplus, of the wrong
-    shape, or quantized. A tied model's head is surplus unless it equals the embedding.
+    one device. UserError is raised for a file that is missing, damaged or outside the folder, and for a tensor that
+    is missing, surplus, of the wrong shape, or quantized. A tied model's head is surplus unless it equals the
+    embedding.
     """
     if abstract is None:
         abstract = Layout.of(make_mesh(MeshConfig()), config).abstract_parameters(nnx.state(Qwen2.abstract(config)))
@@ -277,8 +278,8 @@ def save(
     """Write a folder that transformers loads as Qwen2ForCausalLM; the host holds one shard at a time.
 
     The folder is written beside its place and renamed when it is complete; if this call is cut off, an earlier
-    export there stays as it was. `also` writes further files into it (`tokenizer.save_pretrained`). UserError: the
-    folder holds files that no export wrote, or can't be written.
+    export there stays as it was. `also` writes further files into it (`tokenizer.save_pretrained`). UserError is
+    raised if the folder holds files that no export wrote, or can't be written.
     """
     folder = folder.expanduser().resolve()
     unfinished, previous = (folder.with_name(f".{folder.name}.{state}") for state in ("unfinished", "previous"))

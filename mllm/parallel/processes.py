@@ -40,7 +40,7 @@ class ProcessGroup(NamedTuple):
     ) -> "ProcessGroup | None":
         """The group that the flags describe, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
-        It is None if none of the three is given. UserError: only some of them are given, or a value is
+        It is None if none of the three is given. UserError is raised if some of them are missing, or
         impossible.
         """
         flags = {
@@ -65,7 +65,7 @@ class ProcessGroup(NamedTuple):
         return cls(address, count, index)
 
     def join(self, seconds: int) -> None:
-        """Connect to the other processes, before JAX is used for anything else; UserError: process 0's port is taken.
+        """Connect to the other processes, before any other use of JAX; UserError where process 0's port is taken.
 
         If they are not all there within `seconds`, the process ends with an error in one line and exit code 2.
         """
@@ -86,7 +86,7 @@ class ProcessGroup(NamedTuple):
 
 
 def join_cluster(seconds: int) -> None:
-    """Connect to the processes of a cluster that JAX recognizes (TPU pods, Slurm, ...); UserError where it finds none."""
+    """Connect to the processes of a cluster that JAX recognizes (TPU pods, Slurm); UserError where it finds none."""
     try:
         connect("--cluster: not all of its processes came", seconds)
     except (ValueError, RuntimeError) as error:
@@ -196,7 +196,7 @@ ALL_ROWS = RowShare(0, 1, (0,))
 
 
 def local_rows(tree: Any) -> Any:
-    """The rows of a tree of arrays [B, ...] that this process's devices hold, as NumPy arrays, which pass as they are."""
+    """The rows of arrays [B, ...] that this process's devices hold, as NumPy arrays, which pass as they are."""
 
     def rows(array: Any) -> np.ndarray:
         if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:

@@ -35,7 +35,7 @@ class Account(NamedTuple):
 def read(target: str, program: str, axes: Mapping[str, int], **arguments: Any) -> Account:
     """The account of `program`, which gets a mesh of the target with these axes, and `arguments`, as JSON.
 
-    ValueError: it can't be compiled; one line says why. A program that is too large can.
+    ValueError, which says why in one line, is raised if it can't be compiled. A program that is too large can.
     """
     given = {**arguments, "mesh": dict(axes)}
     if not gpus.is_gpu(target):

@@ -135,8 +135,8 @@ def read(
 ) -> tuple[dict[str, Any], list[Kernel]]:
     """Compiles a program for a chip in a process of its own; its account of memory, and its Pallas kernels' figures.
 
-    The compiler's files stay in `folder`, which must be empty, if one is given. ValueError: there is no such
-    target, or the compiler refuses; see `targets.compile_in_child`.
+    The compiler's files stay in `folder`, which must be empty, if one is given. ValueError is raised if there is no
+    such target, or the compiler refuses; see `targets.compile_in_child`.
     """
     chip, _ = targets.split(target)
     with tempfile.TemporaryDirectory() as temporary:

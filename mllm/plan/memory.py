@@ -58,8 +58,8 @@ class Phase:
 def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     """Print what each phase takes, whether all phases fit, and the largest micro-batch that fits.
 
-    UserError: a phase does not fit (the message names the nearest setting that does), or target or mesh are
-    impossible.
+    UserError is raised if a phase does not fit (the message names the nearest setting that does), or target or mesh
+    are impossible.
     """
     devices = find_devices(config.mesh, target)
     shape = ", ".join(f"{axis} {size}" for axis, size in devices.mesh.shape.items())

@@ -58,7 +58,8 @@ def split(target: str) -> tuple[str, tuple[int, ...]]:
 def devices(target: str) -> Sequence[jax.Device]:
     """The target's devices: a TensorCore each on tpu7x, a chip elsewhere.
 
-    ValueError: the chip has no such slice. ModuleNotFoundError: libtpu isn't installed, or for GPUs the plugin.
+    ValueError is raised if the chip has no such slice. ModuleNotFoundError is raised if libtpu isn't installed, or
+    for GPUs the plugin.
     """
     if gpus.is_gpu(target):
         return gpus.devices(target)
@@ -93,7 +94,8 @@ def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip"
 def compiled(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> jax.stages.Compiled:
     """A function, jitted or not, compiled for the mesh; arguments without a sharding are on all its devices.
 
-    jax.errors.JaxRuntimeError: the compiler refuses: no room in HBM or VMEM, no way to lower an operation.
+    jax.errors.JaxRuntimeError is raised if the compiler refuses: for lack of room in HBM or VMEM, or of a way to
+    lower an operation.
     """
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(

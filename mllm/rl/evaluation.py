@@ -25,7 +25,8 @@ def make_evaluation(
 ) -> Callable[[Params, int], dict[str, float]]:
     """The function (parameters, step) -> metrics that evaluates on the problems that the task holds out.
 
-    UserError: a held-out prompt is longer than `rollout.max_prompt_length`, or can't be written as a chat.
+    UserError is raised if a held-out prompt is longer than `rollout.max_prompt_length`, or can't be written as a
+    chat.
     """
     examples = [task.heldout[i] for i in range(options.prompts or len(task.heldout))]
     limit = sampler.options.max_prompt_length

@@ -59,8 +59,8 @@ def generate(
 
     Each process passes the prompts of its own rows, as many as the others. Seed, step and a prompt's number from
     `first_sequence` on determine its random key. With `greedy` the likeliest token is taken; log-probabilities are
-    0. What `poll`, called after every chunk by all processes, raises ends the rollout. ValueError: no prompts, or
-    one that is empty or longer than `options.max_prompt_length`.
+    0. What `poll`, called after every chunk by all processes, raises ends the rollout. ValueError is raised if
+    there are no prompts, or one is empty or longer than `options.max_prompt_length`.
     """
     lengths, limit = sorted({*map(len, prompts)}), options.max_prompt_length
     if not lengths or lengths[0] == 0 or lengths[-1] > limit:

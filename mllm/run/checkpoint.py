@@ -70,7 +70,7 @@ class Checkpoints:
     def save(self, state: RunState, config: str, metrics: Mapping[str, Any]) -> None:
         """Begin to save; returns as soon as the arrays of `state` may be overwritten. `config` is YAML.
 
-        UserError: this checkpoint, or the one before, can't be written.
+        UserError is raised if this checkpoint, or the one before, can't be written.
         """
         self.finish()
         score = self.scores[state.step] = metrics.get(BEST_METRIC)
@@ -89,8 +89,8 @@ class Checkpoints:
     def restore(self, like: TrainState) -> RunState | None:
         """The state in the newest undamaged checkpoint, or None if there is no checkpoint at all.
 
-        `like` has the arrays to read as ShapeDtypeStructs, with their shardings. UserError: there are
-        checkpoints, and none of them can be read; or a damaged one can't be put aside.
+        `like` has the arrays to read as ShapeDtypeStructs, with their shardings. UserError is raised if there
+        are checkpoints, and none of them can be read; or a damaged one can't be put aside.
         """
         steps = saved_steps(self.folder)[::-1]
         damaged: dict[int, str] = {}
@@ -126,7 +126,7 @@ class Checkpoints:
         return step, jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
 
     def read(self, step: int, parts: dict[str, dict[str, Any]]) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        """The arrays of the wanted `parts` of `items`, by name, and the document; Damaged in all processes or in none."""
+        """The arrays of the wanted `parts` of `items`, by name, and the document; Damaged in all processes alike."""
         reason = None
         arrays: dict[str, jax.Array] = {}
         document: dict[str, Any] = {}
@@ -191,7 +191,7 @@ class Checkpoints:
     def timings(self) -> dict[str, float]:
         """The speed of a save that has ended since the last call, summed over processes.
 
-        UserError: it couldn't be written. The next `save`, which would say so, may be far away.
+        UserError is raised if it couldn't be written: the next `save`, which would say so, may be far away.
         """
         if not self.manager.is_saving_in_progress():
             self.finish()

@@ -27,7 +27,7 @@ class Damaged(Exception):
 
 
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """A checksum of each array, 16 hexadecimal digits, whatever its sharding; all processes of its mesh must call this."""
+    """A checksum of each array, 16 hexadecimal digits, whatever its sharding; all processes must call this."""
     if not arrays:
         return {}
     layout: Any = next(iter(arrays.values())).sharding

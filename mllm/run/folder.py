@@ -88,7 +88,7 @@ def lock(folder: Path) -> Iterator[None]:
     """Hold the folder, which is made if it is missing, for this process: no other one writes it meanwhile.
 
     The operating system releases the lock when the process ends, however it ends. A folder in which no run has
-    begun is left as it was found. UserError: another process holds it, or it can't be written.
+    begun is left as it was found. UserError is raised if another process holds it, or it can't be written.
     """
     with accessible(folder, "written"):
         made = [path for path in (folder, *folder.parents) if not path.exists()]

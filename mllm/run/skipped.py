@@ -11,10 +11,7 @@ from mllm.run.storage import writing
 
 
 def save_batch(run_dir: Path, batch: Batch, rows: RowShare, *, step: int, seed: int) -> Path:
-    """Save a skipped update's batch as skipped/step_N.npz; all processes must call it.
-
-    UserError: it can't be written.
-    """
+    """Save a skipped update's batch as skipped/step_N.npz, in all processes; UserError where it can't be written."""
     path = run_dir / "skipped" / f"step_{step}.npz"
     fields = {name: local_rows(value) for name, value in batch._asdict().items() if value is not None}
     shares = rows.gather(fields)

@@ -114,9 +114,9 @@ def gspo(
 ) -> Float[jax.Array, ""]:
     """GSPO's loss for some rows: one clipped ratio for each sequence, exp(mean_t(logprob - old)).
 
-    `weights` come from `token_weights` over the whole batch, 0 at tokens that don't count. The gradient flows through the
-    ratio to all tokens of the sequence. Importance weight, KL and entropy stay per
-    token, as with TRL's `importance_sampling_level="sequence"`.
+    `weights` come from `token_weights` over the whole batch. The gradient flows through the ratio to all tokens of
+    the sequence. Importance weight, KL and entropy stay per token, as with TRL's
+    `importance_sampling_level="sequence"`.
     """
     given = objective.unpack(logprob, operands)
     active = weights > 0
