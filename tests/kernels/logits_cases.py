@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from lm_head_cases import plain_values_and_gradients, random_cotangents
-from lm_head_oracle import Plain, assert_as_accurate_as_plain
+from lm_head_cases import Plain, assert_as_accurate_as_plain, plain_values_and_gradients, random_cotangents
 from strict_tpu import strict_interpreter
 
 from kernels.lm_head import TokenLogprobs, logits_logprobs

@@ -69,6 +69,11 @@ WITH_ENTROPY = {
     ),
 }
 
+FLOAT32 = {
+    name: ENTRIES[name]._replace(options={"hidden": "float32", "weight": "float32"})
+    for name in ("forward alone", "general backward")
+}
+
 # An orthogonal array of strength 2: any two of entry, vocabulary, features and chip meet in every combination. The loss
 # without a workspace isn't in it: its kernels are those of the general backward.
 PAIRWISE = [
@@ -118,25 +123,15 @@ def test_a_program_compiles_to_its_kernels_within_its_products_and_memory(
         pytest.param(WITH_ENTROPY["general backward"], "v6e", 2048, id="general-v6e", marks=pytest.mark.slow),
         pytest.param(WITH_ENTROPY["loss"], "v5e", 896, id="loss-v5e"),
         pytest.param(WITH_ENTROPY["loss"], "tpu7x", 1536, id="loss-tpu7x", marks=pytest.mark.slow),
+        pytest.param(FLOAT32["forward alone"], "tpu7x", 2048, id="float32-forward-tpu7x", marks=pytest.mark.slow),
+        pytest.param(FLOAT32["general backward"], "v5e", 896, id="float32-general-v5e", marks=pytest.mark.slow),
     ],
 )
-def test_an_entropy_with_a_gradient_takes_the_kernel_of_dh(entry: Entry, chip: str, features: int) -> None:
+def test_entropies_with_a_gradient_and_float32_products_compile(entry: Entry, chip: str, features: int) -> None:
     mesh = targets.mesh(chip)
-    sizes = {"tokens": 8192, "vocabulary": 151936, "features": features}
+    sizes = {"tokens": 8192, "vocabulary": 18992, "features": features}
     assert products(mesh, entry, **sizes) == entry.products
     assert kernels(compiled(mesh, entry, **sizes)) == entry.kernels
-
-
-@pytest.mark.parametrize(
-    ("name", "chip", "features"),
-    [("forward alone", "tpu7x", 2048), ("general backward", "v5e", 896)],
-    ids=["forward-tpu7x", "general-v5e"],
-)
-@pytest.mark.slow
-def test_float32_products_compile(name: str, chip: str, features: int) -> None:
-    sizes = {"tokens": 8192, "vocabulary": 18992, "features": features}
-    program = compiled(targets.mesh(chip), ENTRIES[name], **sizes, hidden="float32", weight="float32")
-    assert kernels(program) == ENTRIES[name].kernels
 
 
 @pytest.mark.parametrize("tokens", [8192, *(pytest.param(n, marks=pytest.mark.slow) for n in (2048, 32768, 65536))])

@@ -17,7 +17,9 @@ from lm_head_cases import (
     SMALL,
     TWO_WORDS,
     UNALIGNED,
+    Plain,
     Problem,
+    assert_as_accurate_as_plain,
     check,
     every_dtype,
     every_impl,
@@ -34,7 +36,6 @@ from lm_head_cases import (
     tied_problem,
     values_and_gradients,
 )
-from lm_head_oracle import Plain, assert_as_accurate_as_plain
 
 from kernels.lm_head import TokenLogprobs, token_logprobs
 from kernels.lm_head.reference import exact

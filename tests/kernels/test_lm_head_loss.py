@@ -104,19 +104,6 @@ def test_rows_of_weight_zero_give_zeros_and_leak_nothing(impl: str, mask: str) -
     assert live.any() or (got.loss == 0 and not np.any(got.rows.weight))
 
 
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_the_other_side_frozen_changes_no_gradient(frozen: str) -> None:
-    problem, objective = random_problem(SMALL), OBJECTIVES["cross-entropy"]
-    side = 1 if frozen == "hidden" else 0
-
-    def loss(*sides: jax.Array) -> jax.Array:
-        return token_loss(*sides, problem.labels, objective.in_jax, impl="xla")[0]
-
-    want = loss_and_gradients(problem, objective, (), jnp.ones(24), impl="xla")
-    got = jax.jit(jax.grad(loss, argnums=side))(problem.hidden, problem.weight)
-    np.testing.assert_allclose(got, want.rows[3 + side], rtol=1e-5, atol=1e-6)
-
-
 @every_impl
 def test_weights_operands_and_what_the_objective_closes_over_get_gradients_too(impl: str) -> None:
     """With loss = sum_i w_i (a_i logprob_i + c b_i entropy_i), for floating a and c and integers b."""

@@ -12,7 +12,6 @@ from jax import export
 from lm_head_cases import (
     OBJECTIVES,
     SMALL,
-    every_impl,
     operands_for,
     random_problem,
     sparse_weights,
@@ -27,29 +26,29 @@ ARGUMENTS = (*PROBLEM, sparse_weights(24))
 
 
 def scalar_of_token_loss(
-    hidden: jax.Array, weight: jax.Array, labels: jax.Array, weights: jax.Array, *, impl: str
+    hidden: jax.Array, weight: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, TokenLogprobs]:
-    return token_loss(hidden, weight, labels, OBJECTIVE.in_jax, OPERAND, weights=weights, impl=impl)
+    return token_loss(hidden, weight, labels, OBJECTIVE.in_jax, OPERAND, weights=weights, impl="xla")
 
 
 def scalar_of_token_logprobs(
-    hidden: jax.Array, weight: jax.Array, labels: jax.Array, weights: jax.Array, *, impl: str
+    hidden: jax.Array, weight: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, TokenLogprobs]:
-    outputs = token_logprobs(hidden, weight, labels, where=weights != 0, impl=impl)
+    outputs = token_logprobs(hidden, weight, labels, where=weights != 0, impl="xla")
     return jnp.vdot(weights, outputs.logprob * outputs.entropy + jnp.sin(outputs.lse)), outputs
 
 
 every_entry_point = pytest.mark.parametrize("scalar", [scalar_of_token_logprobs, scalar_of_token_loss])
 
 
-def gradients_of(scalar: Callable[..., Any], impl: str) -> Callable[..., Any]:
+def gradients_of(scalar: Callable[..., Any]) -> Callable[..., Any]:
     """(hidden, weight, labels, weights) to ((scalar, outputs), gradients in hidden and weight)."""
-    return jax.value_and_grad(functools.partial(scalar, impl=impl), argnums=(0, 1), has_aux=True)
+    return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)
 
 
 @functools.cache
-def jitted(scalar: Callable[..., Any], impl: str) -> Callable[..., Any]:
-    return jax.jit(gradients_of(scalar, impl))
+def jitted(scalar: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(gradients_of(scalar))
 
 
 def assert_near(got: Any, want: Any) -> None:
@@ -58,40 +57,26 @@ def assert_near(got: Any, want: Any) -> None:
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.max(np.abs(y), initial=1.0))
 
 
-@every_impl
-@every_entry_point
-def test_two_runs_agree_bit_for_bit(impl: str, scalar: Callable[..., Any]) -> None:
-    once, again = jitted(scalar, impl)(*ARGUMENTS), jitted(scalar, impl)(*ARGUMENTS)
-    jax.tree.map(np.testing.assert_array_equal, once, again)
-
-
 def in_a_checkpoint(scalar: Callable[..., Any]) -> Any:
-    def checkpointed(*args: jax.Array, impl: str) -> Any:
-        return jax.checkpoint(functools.partial(scalar, impl=impl))(*args)
-
-    return jax.jit(gradients_of(checkpointed, "xla"))(*ARGUMENTS)
+    return jax.jit(gradients_of(jax.checkpoint(scalar)))(*ARGUMENTS)
 
 
 def exported(scalar: Callable[..., Any]) -> Any:
-    program = export.export(jax.jit(lambda *args: jax.tree.leaves(gradients_of(scalar, "xla")(*args))))
+    program = export.export(jax.jit(lambda *args: jax.tree.leaves(gradients_of(scalar)(*args))))
     return program(*ARGUMENTS).call(*ARGUMENTS)
-
-
-def without_jit(scalar: Callable[..., Any]) -> Any:
-    return gradients_of(scalar, "xla")(*ARGUMENTS)
 
 
 def with_64_bit_types(scalar: Callable[..., Any]) -> Any:
     with jax.enable_x64(True):
-        got = jax.jit(gradients_of(scalar, "xla"))(*ARGUMENTS)
+        got = jax.jit(gradients_of(scalar))(*ARGUMENTS)
     assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype(jnp.float32)}
     return got
 
 
 @every_entry_point
-@pytest.mark.parametrize("transformed", [without_jit, in_a_checkpoint, exported, with_64_bit_types])
+@pytest.mark.parametrize("transformed", [in_a_checkpoint, exported, with_64_bit_types])
 def test_results_and_gradients_are_the_same(transformed: Callable[..., Any], scalar: Callable[..., Any]) -> None:
-    assert_near(transformed(scalar), jitted(scalar, "xla")(*ARGUMENTS))
+    assert_near(transformed(scalar), jitted(scalar)(*ARGUMENTS))
 
 
 @every_entry_point
@@ -103,6 +88,6 @@ def test_vmap_is_a_python_loop(scalar: Callable[..., Any]) -> None:
         jnp.stack([labels, 130 - labels]),
         jnp.stack([weights, 0 * weights]),
     )
-    got = jax.jit(jax.vmap(gradients_of(scalar, "xla")))(*stacks)
+    got = jax.jit(jax.vmap(gradients_of(scalar)))(*stacks)
     for i in range(2):
-        assert_near([x[i] for x in jax.tree.leaves(got)], jitted(scalar, "xla")(*(x[i] for x in stacks)))
+        assert_near([x[i] for x in jax.tree.leaves(got)], jitted(scalar)(*(x[i] for x in stacks)))

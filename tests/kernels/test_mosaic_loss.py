@@ -17,6 +17,7 @@ from lm_head_cases import (
     SCALES,
     Loss,
     Problem,
+    assert_as_accurate_as_plain,
     check_loss,
     loss_and_gradients,
     operands_for,
@@ -25,7 +26,6 @@ from lm_head_cases import (
     random_problem,
     sparse_weights,
 )
-from lm_head_oracle import assert_as_accurate_as_plain
 from mosaic_engines import GPU, GPU_SIZES, TPU, TPU_F32, Engine, every_engine
 from strict_gpu import needs_interpreter, strict_interpreter
 

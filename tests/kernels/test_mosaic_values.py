@@ -1,6 +1,6 @@
 """`token_logprobs` by the Pallas engines against float64, under strict interpreters: values, gradients and rows.
 
-What is right, and how near is near enough, is said in lm_head_oracle.py; what is strict in strict_tpu.py and
+What is right, and how near is near enough, is said in lm_head_cases.py; what is strict in strict_tpu.py and
 strict_gpu.py; what is off which tile in mosaic_engines.py. Losses are in test_mosaic_loss.py.
 """
 
@@ -15,15 +15,17 @@ from lm_head_cases import (
     SCALES,
     Plain,
     Problem,
+    assert_as_accurate_as_plain,
     check,
+    largest_magnitude,
     plain_values_and_gradients,
     planted_problem,
     poisoned,
     random_cotangents,
+    root_mean_square,
     tied_problem,
     values_and_gradients,
 )
-from lm_head_oracle import assert_as_accurate_as_plain, largest_magnitude, root_mean_square
 from mosaic_engines import GPU, GPU_SIZES, TPU, TPU_F32, Engine, every_engine, every_engine_and_dtype
 from strict_gpu import needs_interpreter, strict_interpreter
 
