@@ -53,9 +53,8 @@ def token_logprobs(
     """Log-probability of each label, log-normaliser and entropy under `softmax(z)`: float32 [*N], in nats.
 
     `z = cap(hidden @ weight.T) / temperature`, with `cap(y) = softcap * tanh(y / softcap)` where there is a softcap.
-    Differentiable in `hidden` and `weight` under any cotangent of the three (reverse mode, first order):
-    `dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy)`. A gradient that isn't asked for isn't
-    computed (2 matrix products backward instead of 3), and gradients have the dtype of what they belong to.
+    It is differentiable in `hidden` and `weight` under any cotangent of the three (reverse mode, first order). A
+    gradient that isn't asked for isn't computed, and gradients have the dtype of what they belong to.
 
     Args:
         hidden: bfloat16, float16 or float32, as `weight`; they may differ.
@@ -218,7 +217,6 @@ def _placed(name: str, sharding: HeadSharding | None) -> Engine:
 
 
 def _flat_inputs(hidden: Array, weight: Array, labels: Array, live: Array, temperature: Array) -> Inputs:
-    """The arguments with one leading dim."""
     return Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), live.reshape(-1), temperature)
 
 

@@ -18,10 +18,7 @@ def check_floating(name: str, value: Any) -> None:
 
 
 def check_tokens(lead: tuple[int, ...], owner: str, per_token: Mapping[str, Any]) -> None:
-    """Checks that all that is given for each token has the leading shape of `owner`, which is `lead`.
-
-    Among these, labels must be integers and `where` boolean.
-    """
+    """Checks that all has `owner`'s leading shape `lead`, that labels are integers, and that `where` is boolean."""
     for name, kind, word in (("labels", jnp.integer, "integers"), ("where", jnp.bool_, "boolean")):
         if name in per_token and not jnp.issubdtype(jnp.result_type(per_token[name]), kind):
             raise ValueError(f"{name} must be {word}, not {jnp.result_type(per_token[name])}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float
 
 from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms, TokenLogprobs, weighted_sum
@@ -33,10 +33,7 @@ class Engine(Protocol):
     def gradients(
         self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, options: Options
     ) -> Gradients:
-        """The gradients of a scalar whose derivatives by the statistics are `slopes`, by the sides that are wanted.
-
-        Where `options` names a vocabulary axis, dh is this shard's part of the sum over it.
-        """
+        """The wanted gradients of a scalar with derivatives `slopes`; dh is the part of this vocabulary shard."""
 
     def loss_and_gradients(
         self, inputs: Inputs, objective: Objective, terms: Terms, options: Options
@@ -58,7 +55,12 @@ class ClosedObjective(NamedTuple):
 def close_objective(objective: Objective, dtypes: Sequence[Any], varying: Set[str]) -> ClosedObjective:
     """The objective of operands with these dtypes which, under the caller's `shard_map`, vary over these axes."""
     dtypes = (jnp.float32, jnp.float32, *dtypes)
-    closed = _traced(objective, dtypes, varying)
+    if varying:
+        closed = jax.make_jaxpr(objective)(*(vary(jnp.zeros((), dtype), varying) for dtype in dtypes))
+    else:
+        # A mesh that is set would stay with what is traced under it, which could then not run inside `shard_map`.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            closed = jax.make_jaxpr(objective)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
     out: list[Any] = closed.out_avals
     if [x.shape for x in out] != [()] or not jnp.issubdtype(out[0].dtype, jnp.floating):
         raise ValueError(f"objective must give one floating number a token, not {out}")
@@ -67,7 +69,8 @@ def close_objective(objective: Objective, dtypes: Sequence[Any], varying: Set[st
         given, shared = scalars_and_shared[: len(dtypes)], scalars_and_shared[len(dtypes) :]
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, shared))(*given)[0]
 
-    uses_entropy = _uses(closed.jaxpr, closed.jaxpr.invars[1])
+    entropy, used = closed.jaxpr.invars[1], (closed.jaxpr.outvars, *(eqn.invars for eqn in closed.jaxpr.eqns))
+    uses_entropy = any(x is entropy for operands in used for x in operands)
     return ClosedObjective(function, tuple(map(jnp.asarray, closed.consts)), uses_entropy)
 
 
@@ -130,20 +133,6 @@ def _token_loss_backward(
 
 
 token_loss.defvjp(_token_loss_forward, _token_loss_backward, symbolic_zeros=True)
-
-
-def _traced(objective: Objective, dtypes: Sequence[Any], varying: Set[str]) -> ClosedJaxpr:
-    """The objective traced for scalars of these dtypes that vary over these axes of the caller's `shard_map`."""
-    if varying:
-        return jax.make_jaxpr(objective)(*(vary(jnp.zeros((), dtype), varying) for dtype in dtypes))
-    # A mesh that is set would stay with what is traced under it, which could then not run inside `shard_map`.
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return jax.make_jaxpr(objective)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
-
-
-def _uses(jaxpr: Jaxpr, argument: Any) -> bool:
-    """Whether a function uses an argument."""
-    return any(x is argument for operands in (jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)) for x in operands)
 
 
 def _with_wanted_sides(options: Options, inputs: Any) -> Options:

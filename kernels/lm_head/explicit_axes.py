@@ -49,8 +49,7 @@ def run_on_mesh(
 def _sharding_of(mesh: AbstractMesh, hidden: PartitionSpec, weight: PartitionSpec, width: int) -> HeadSharding:
     """The layout that the types of hidden [*N, D] and weight [V, D] say; `width` is D.
 
-    Where the vocabulary is spread over an axis of the tokens, the weight's features are spread over that axis instead
-    (one all-to-all of the weight), or nothing is (an all-gather).
+    Where the vocabulary is spread over an axis of the tokens, the weight's features are, if they can be, instead.
     """
     tokens = tuple(axis for entry in hidden[:-1] for axis in _axes(entry))
     vocabulary, features = (next(iter(_axes(entry)), None) for entry in weight)

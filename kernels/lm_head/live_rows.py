@@ -26,8 +26,7 @@ class LiveRows(NamedTuple):
     ) -> Carry:
         """Runs `carry = body(i, carry)` for each block i with a row that counts, and returns the last carry.
 
-        All devices along the mesh axes `in_step` run it equally often, as a body with collectives needs: devices with
-        fewer rows that count end with blocks that have none.
+        All devices along the mesh axes `in_step` run it equally often, as a body with collectives needs.
         """
         number = lax.pmax(self.number, in_step) if in_step else self.number
 

@@ -22,9 +22,6 @@ def vary(x: Any, axes: Set[str]) -> jax.Array:
 
 
 def same_varying(arrays: Any) -> Any:
-    """A tree of arrays, each of which may vary over every axis that one of them varies over.
-
-    The transpose of that cast is the sum over the axis: so a replicated weight gets the sum of its shards' gradients.
-    """
+    """A tree of arrays, each of which may vary over every axis that one of them varies over (see `vary`)."""
     axes = varying_axes(*jax.tree.leaves(arrays))
     return jax.tree.map(lambda x: vary(x, axes), arrays)

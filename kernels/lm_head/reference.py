@@ -127,10 +127,9 @@ def exact(
 def exact_loss(
     hidden: Any, weight: Any, labels: Any, objective: Objective, *operands: Any, weights: Any, **options: Any
 ) -> ExactLoss:
-    """sum_i weights_i objective_i over the rows of weight other than zero, and its gradients.
+    """sum_i weights_i objective_i over the rows of weight other than zero, and its gradients; `options` are `exact`'s.
 
-    An operand is [N] numbers, or a function that makes them of the exact log-probabilities. Options are those of
-    `exact`.
+    An operand is [N] numbers, or a function that makes them of the exact log-probabilities.
     """
     live = np.asarray(weights) != 0
     w = np.where(live, np.asarray(weights, np.float64), 0)

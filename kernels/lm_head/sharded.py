@@ -186,12 +186,9 @@ class Sharded:
     def _summed(self, gradients: Gradients, inputs: Inputs) -> Gradients:
         """The gradients summed over the devices that have a part of the sum; each keeps its part of the array."""
         at, (dh, dw) = self.sharding, gradients
-        if dh is not None and at.vocabulary is not None:
-            dh = lax.psum(dh, at.vocabulary)
-        return (
-            None if dh is None else dh.astype(inputs.hidden.dtype),
-            None if dw is None else self._weight_summed(dw, inputs.weight.dtype),
-        )
+        if dh is not None:
+            dh = (dh if at.vocabulary is None else lax.psum(dh, at.vocabulary)).astype(inputs.hidden.dtype)
+        return dh, None if dw is None else self._weight_summed(dw, inputs.weight.dtype)
 
     def _weight_summed(self, dw: Float[Array, "V D"], dtype: Any) -> Float[Array, "V d"]:
         """dW summed over the tokens' axes, and of its features those that this device stores."""

@@ -35,10 +35,7 @@ class Running(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Statistics over all columns: the maximum of z, log of the sum of exp(z - top), the label's z - top, the entropy.
-
-    `lse = top + log_sum_e` has lost three digits at logits of 1e4: log-probabilities and gradients do without it.
-    """
+    """Statistics over all columns: the maximum of z, log sum exp(z - top), the label's z - top, the entropy."""
 
     top: Float[Array, "R"]
     log_sum_e: Float[Array, "R"]

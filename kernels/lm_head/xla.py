@@ -46,15 +46,13 @@ _LEAST_WAVE, _MOST_WAVE = 64, 2048  # fewer rows would touch all of dW too often
 
 
 class _Plan(NamedTuple):
-    """Sizes of blocks and tiles."""
-
     block: int
     tile: int
     tiles: int
 
 
 def obstacle(inputs: Inputs, options: Options) -> None:
-    """Nothing keeps it from running."""
+    """It always runs."""
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
@@ -64,7 +62,6 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
 def loss_and_gradients(
     inputs: Inputs, objective: Objective, terms: Terms, options: Options
 ) -> tuple[Softmax, Gradients]:
-    """The results in waves where the workspace allows them, else by recomputation."""
     plan = _plan(inputs)
     wave = _wave(plan, inputs, options)
     if wave:

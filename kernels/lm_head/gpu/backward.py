@@ -74,11 +74,8 @@ def logit_gradient(
 ) -> Float[Array, "B C"]:
     """dy of a block of rows and a chunk, in all tiles with a row and a column that count; 0 at columns that don't.
 
-    Args:
-        in_tile: `forward.labels_in_tiles(labels)`.
-        size: rows and columns of dy, whole tiles.
-        strip: tiles of a strip.
-        entropy: whether the loss depends on the entropy.
+    `in_tile` is `forward.labels_in_tiles(labels)`. dy has the rows and columns `size`, whole tiles, and a strip has
+    `strip` tiles. `entropy` says whether the loss depends on the entropy.
     """
 
     def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, in_tile: Ref, by_row: Ref, dy: Ref) -> None:
@@ -182,9 +179,7 @@ def weight_gradient(
 ) -> None:
     """Writes dy.T @ hidden[block] to the chunk's rows of `out`, [V, D], in place; or adds it to what is there.
 
-    Args:
-        chunk: its columns that count must reach to its end, or to that of `out`.
-        before: sums over other blocks, float32, to add before writing.
+    The chunk's columns that count must reach to its end, or to that of `out`. `before` is added before writing.
     """
 
     def body(counts: Ref, dy: Ref, h: Ref, *refs: Ref) -> None:

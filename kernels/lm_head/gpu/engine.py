@@ -59,14 +59,12 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
 
 
 def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogprobs, options: Options) -> Gradients:
-    """The gradients from logits that are computed again."""
     sizes = tiles.choose(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, sizes.rows(len(inputs.labels)))
     rows = gather_rows(inputs, options, sizes, live.row, live.number)
     softmax, slopes = jax.tree.map(lambda x: x[live.row], (softmax, slopes))
-    dw = (
-        zeros(inputs, *inputs.weight.shape, dtype=gradient_dtypes(inputs, options)[1]) if options.wants_weight else None
-    )
+    dw_dtype = gradient_dtypes(inputs, options)[1]
+    dw = zeros(inputs, *inputs.weight.shape, dtype=dw_dtype) if options.wants_weight else None
     plan = Plan(sizes, len(rows.labels))
     dh, dw = passes.backward(inputs, options, plan, rows, softmax, slopes, Kept(), dw, add=False)
     return None if dh is None else jnp.where(inputs.live[:, None], dh[live.place], 0), dw

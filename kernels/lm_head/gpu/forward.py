@@ -57,8 +57,7 @@ class Chunk(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """From products y to logits z = cap(y) scale. They are scaled late: a multiplication of each element costs as much
-    as all the rest of a tile's epilogue."""
+    """From products y to logits z = cap(y) scale, scaled late: it costs as much as the rest of a tile's epilogue."""
 
     softcap: float | None
     scale: Scalar  # 1 / temperature
@@ -112,14 +111,8 @@ def forward(
     """Running statistics of the first `number` rows over a chunk, tiles' maxima, and logits less these maxima.
 
     Maxima and logits (before the temperature, float16) are computed for all blocks with a row that counts; None
-    without `keep` or `buffer`, and with `buffer` the logits are stored there.
-
-    Args:
-        hidden, weight: of one dtype of 2 bytes; M a multiple of a cluster's rows.
-        in_tile: `labels_in_tiles(labels)`.
-        size: columns that the chunk may have.
-        strip: tiles of a strip.
-        keep: whether to return logits.
+    without `keep` or `buffer`, and with `buffer` the logits are stored there. `hidden` and `weight` have one dtype of 2
+    bytes, and M is a multiple of a cluster's rows. `size` is the columns that the chunk may have.
     """
     rows, width = len(hidden), tiles.columns
     column_tiles = -(-size // width)

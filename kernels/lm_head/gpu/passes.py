@@ -152,10 +152,7 @@ def backward(
     dw: Float[Array, "V D"] | None,
     add: bool,
 ) -> Gradients:
-    """dh, and dW written or added to `dw`, a chunk of the vocabulary at a time.
-
-    Where logits are kept in the memory of dW, that memory takes the place of `dw`.
-    """
+    """dh, and dW written or added to `dw`, or written to the memory of dW where logits are kept there."""
     sizes, layout = plan.sizes, plan.layout
     tiles, size = sizes.tiles, sizes.block(len(rows.labels))
     blocks, vocabulary = len(rows.labels) // size, len(inputs.weight)

@@ -73,8 +73,7 @@ def _keep_all_columns(inputs: Inputs, plan: Plan, room: int) -> Plan | None:
 def _keep_columns(inputs: Inputs, plan: Plan, columns: int, spare: int, room: int | None = None) -> Plan | None:
     """The plan with about so many columns kept, in chunks of one size, as large as `spare` bytes allow.
 
-    Args:
-        room: bytes that logits and chunks may take together; None if that is known to hold.
+    Logits and chunks may take `room` bytes together; None if that is known to hold.
     """
     (vocabulary, features), rows = inputs.weight.shape, plan.rows
     spare = min(spare, _MOST_SPARE)

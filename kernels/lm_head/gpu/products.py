@@ -44,8 +44,7 @@ class Operand(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The strips that a kernel computes: neighbouring tiles that one cluster computes in order, carrying values from
-    each tile to the next. The numbers may be known on the device alone."""
+    """The strips that a kernel computes: neighbouring tiles that one cluster computes in order."""
 
     strips: Scalar
     place: Callable[[Scalar], tuple[Scalar, Scalar, Scalar]]
@@ -71,9 +70,7 @@ Strip = Callable[[Place, Product, Scalar], Scalar]
 def kernel(body: Callable[..., None], tiles: Tiles, name: str, out: Any = ()) -> Any:
     """A Pallas kernel of persistent blocks.
 
-    Args:
-        body: takes a ref of each argument, then one of each array of `out`. Arguments that are refs themselves are
-            changed in place.
+    `body` takes a ref of each argument (refs themselves are changed in place), then one of each array of `out`.
     """
     mesh = plgpu.Mesh(
         grid=(target.multiprocessors() // tiles.cluster,),
@@ -100,9 +97,7 @@ def strips_of(
 ) -> tuple[Scalar, Callable[..., Any]]:
     """The number of strips of `length` tiles that cover blocks x tiles, and `Work.place` for them.
 
-    Args:
-        together: number of blocks whose strips are interleaved, so that they share what they load of the columns;
-            None: one block after the other.
+    The strips of `together` blocks are interleaved, to share what they load of the columns; None: of one block.
     """
     across = lax.div(tiles + (length - 1), jnp.int32(length))
 

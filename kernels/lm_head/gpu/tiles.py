@@ -95,8 +95,7 @@ class Sizes:
     def cost(self, rows: int, features: int, columns: int, chunk: int, products: int = 3) -> int:
         """Estimated cost of backward over so many columns, in depth that the busiest cluster sums over all its tiles.
 
-        Args:
-            products: 3, or 2 where logits aren't computed again.
+        `products` is 3, or 2 where logits aren't computed again.
         """
         whole, rest = divmod(columns, chunk)
         tiles, block = self.tiles, self.block(rows)
@@ -118,11 +117,7 @@ def _rounds(tiles: Tiles, number: int) -> int:
 
 
 def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
-    """The sizes for so many rows at a time on the GPU that is being traced for.
-
-    Args:
-        spare: bytes that dy of a chunk may take beyond `dy_bytes`.
-    """
+    """The sizes for so many rows at a time; dy of a chunk may take `spare` bytes beyond `dy_bytes`."""
     if _override is not None:
         return _override
     noted = _measured(features) or {}

@@ -67,11 +67,7 @@ def weight_gradient(
     dtype: jnp.dtype,
     gradient: jnp.dtype,
 ) -> Float[Array, "V D"]:
-    """dW from the rows [0, number).
-
-    Args:
-        factors: must be 0, and log_sum_e large, in the rows past `number` of the last block that counts.
-    """
+    """dW from the rows [0, number); in later rows of their last block, factors must be 0 and log_sum_e large."""
     case, typed = _prepared("weight", hidden, weight, weight.shape[0], dtype, gradient)
     blocks, features = len(hidden) // tile.rows, hidden.shape[1]
     row_block = live_block(tile)
@@ -243,11 +239,7 @@ def kept_weight_gradient(
     vocabulary: int,
     gradient: jnp.dtype,
 ) -> Float[Array, "V D"]:
-    """`so_far` plus dW of the rows [0, number) of a wave, from the exponentials that forward kept.
-
-    Args:
-        so_far: float32; its memory is reused for the result. None: 0.
-    """
+    """`so_far` (float32; None: 0), in its memory, plus dW of a wave's rows [0, number) from kept exponentials."""
     dtype = kept.exponential.dtype
     case, typed = _prepared("kept", hidden, kept.exponential, vocabulary, dtype, gradient)
     features, tile = hidden.shape[1], kept.tile

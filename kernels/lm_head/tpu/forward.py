@@ -56,14 +56,10 @@ def forward(
     mean: jnp.dtype | None = None,
     keep: bool = False,
 ) -> tuple[Running, Float[Array, "M D"] | None, Kept | None]:
-    """Running sums of rows [0, number) over columns [0, columns), in units of y, E_p[W], and exponentials.
+    """Running sums of rows [0, number) over columns [0, columns), in units of y, E_p[W], and with `keep` exponentials.
 
-    The results of other rows are undefined.
-
-    Args:
-        mean: dtype of E_p[W], the sum of p W over these columns but the label's, where p is the softmax over these
-            columns (times the cap's slope, if there is one); None: it isn't computed.
-        keep: whether to return exponentials.
+    The results of other rows are undefined. `mean` is the dtype of E_p[W], the sum of p W over these columns but the
+    label's, p being the softmax over these columns (times the cap's slope, if any); None: it isn't computed.
     """
     rows, features = hidden.shape
     gradient, sizes = jnp.dtype(mean or hidden.dtype), (rows, len(weight), features)

@@ -15,21 +15,14 @@ _NEVER = 1e30  # log of a sum of exponentials that makes every probability 0
 
 
 def row_factors(inputs: Inputs, softmax: Softmax, top_y: Array, slopes: TokenLogprobs, options: Options) -> RowFactors:
-    """Factors of `dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy)`, 0 where rows don't count."""
+    """The factors of dy, 0 where rows don't count."""
     scale = 1 / inputs.temperature
     by_p = slopes.lse - slopes.logprob
     if options.entropy_slopes:
         by_p -= slopes.entropy * softmax.entropy
-    return _masked(
-        inputs.live,
-        RowFactors(
-            top=top_y,
-            log_sum_e=softmax.log_sum_e,
-            at_p=by_p * scale,
-            at_p_log_p=-slopes.entropy * scale if options.entropy_slopes else None,
-            at_label=label_slope(softmax, slopes, inputs.temperature, options.softcap),
-        ),
-    )
+    at_p_log_p = -slopes.entropy * scale if options.entropy_slopes else None
+    at_label = label_slope(softmax, slopes, inputs.temperature, options.softcap)
+    return _masked(inputs.live, RowFactors(top_y, softmax.log_sum_e, by_p * scale, at_p_log_p, at_label))
 
 
 def _masked(live: Bool[Array, "M"], factors: RowFactors) -> RowFactors:

@@ -127,11 +127,7 @@ def products(case: Case) -> int:
 
 
 def choose(case: Case) -> Tiles:
-    """The tiles for a kernel on the TPU that is being traced for.
-
-    Raises:
-        ValueError: not even the smallest fit; names the largest term.
-    """
+    """The tiles for a kernel on the TPU that is traced for; a ValueError names the largest term where none fit."""
     if _override is not None:
         return _override
     found = _listed(case) or best(case, vmem())
@@ -182,8 +178,7 @@ def best(case: Case, capacity: int) -> Tiles | None:
 
 
 def _overlap(tiles: Tiles) -> tuple[int, ...]:
-    """Sort key: large operands for the MXU, and two steps at least, so that one's softmax hides behind the other's
-    products."""
+    """Sort key: large operands for the MXU, and two steps, so that a softmax hides behind the other step's products."""
     return min(tiles.rows, 512), tiles.step, min(tiles.columns // tiles.step, 2), -tiles.rows * tiles.columns
 
 
