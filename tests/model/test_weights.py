@@ -1,8 +1,6 @@
 """Models are loaded and saved bit for bit, as transformers does, one parameter at a time, and never half a folder."""
 
 import json
-import math
-import re
 import shutil
 import tracemalloc
 from collections import Counter
@@ -17,9 +15,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from tqdm import tqdm
 
-from mllm import progress as transfer
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.architecture import Qwen2Config
@@ -121,17 +117,6 @@ def test_each_byte_is_read_once_however_many_devices_hold_it(monkeypatch: pytest
     monkeypatch.setattr(weights, "Tensor", Counted)
     weights.load(folder, config, abstract)
     assert read == {name: np.prod(shape) for name, (shape, _) in tensors_in(folder).items()}
-
-
-def test_a_long_load_shows_its_bytes_and_their_speed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(transfer, "SECONDS", 0)
-    load(FIXTURES / "untied_sharded")
-    stored = tensors_in(FIXTURES / "untied_sharded").values()
-    size = tqdm.format_sizeof(sum(math.prod(shape) * 4 for shape, _ in stored))
-    bar = capsys.readouterr().err.split("\r")[-1]
-    assert re.fullmatch(rf"loading untied_sharded: 100%.* {size}/{size} .*B/s\]\s*", bar)
 
 
 def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

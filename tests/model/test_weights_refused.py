@@ -4,7 +4,6 @@ What a run says of such a folder, and that no code of it is run, is in tests/run
 """
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,17 +125,3 @@ def test_links_are_followed_because_the_hubs_cache_is_made_of_them(sharded: Path
         (snapshot / path.name).symlink_to(path)
     for one, other in zip(jax.tree.leaves(load(snapshot)), jax.tree.leaves(load(sharded)), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("source", ["/no/such/folder", "Qwen/Qwen2.5-0.0B", "~nobody-here/model"])
-def test_a_source_that_is_no_folder_and_not_on_the_hub_is_one_line_within_seconds(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    start = time.monotonic()
-    with pytest.raises(UserError, match=r"model\.init=random") as error:
-        weights.fetch_folder(source)
-    assert time.monotonic() - start < 10
-    assert str(error.value).startswith(f"{source}: no such folder")
-    assert "\n" not in str(error.value)
-    assert capfd.readouterr().err == ""

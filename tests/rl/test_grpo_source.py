@@ -8,7 +8,6 @@ from tiny import config
 
 from mllm.errors import UserError
 from mllm.parallel.processes import RowShare
-from mllm.rl.grpo_source import weighted_sum
 from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
 
@@ -150,14 +149,6 @@ def test_failed_groups_of_all_processes_are_counted():
         source.next(np.float32(0), 0, Stopwatch())
 
 
-def test_what_poll_raises_while_rewards_are_computed_passes_through():
-    def poll():
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        grpo_source(poll=poll).next(np.float32(0), 0, Stopwatch())
-
-
 def test_a_rollout_serves_num_iterations_updates_and_keeps_the_log_probabilities_it_began_with():
     source, calls = grpo_source(num_iterations=2), []
     source.logprob_pass = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)
@@ -186,9 +177,3 @@ def test_the_source_continues_from_its_position():
     got = other.next(np.float32(0), 1, Stopwatch())
     np.testing.assert_array_equal(got.batch.tokens, expected.batch.tokens)
     assert got.metrics == expected.metrics
-
-
-def test_a_reward_of_weight_zero_is_no_part_of_the_sum():
-    values = np.array([[1.0, 2.0, np.nan], [np.nan, 5.0, 6.0]]).T
-    np.testing.assert_array_equal(weighted_sum(values, np.array([2.0, 0.0])), [2.0, 4.0, np.nan])
-    np.testing.assert_array_equal(weighted_sum(values, np.array([1.0, 1.0])), [np.nan, 7.0, np.nan])

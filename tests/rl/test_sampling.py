@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rollouts import sampling_logprobs
 
-from mllm.rl.sampling import exclude, greedy, sample, sequence_keys
+from mllm.rl.sampling import exclude, sample, sequence_keys
 
 DRAWS = 20_000
 SETTINGS = [
@@ -83,9 +83,3 @@ def test_a_token_does_not_depend_on_jax_s_default_generator():
     with jax.default_prng_impl("rbg"):
         other = draw()
     assert other == draw()
-
-
-def test_greedy_takes_the_likeliest_token_with_certainty():
-    tokens, logprobs = greedy(jnp.array([[0.0, 3.0, 1.0], [2.0, -1.0, 1.0]]))
-    assert tokens.tolist() == [1, 0]
-    assert logprobs.tolist() == [0, 0]

@@ -113,19 +113,7 @@ def test_an_impossible_setting_is_named(override, tmp_path, refused):
     assert OVERRIDES[override] in refused(train, *arguments(settings_in(tmp_path)), override)
 
 
-def test_an_evaluation_prompt_that_is_too_long_is_named(tmp_path, refused):
-    settings = settings_in(tmp_path, "sft", rollout={"max_prompt_length": 3})
-    assert "rollout.max_prompt_length: " in refused(train, *arguments(settings))
-
-
 # The model's files
-
-
-def test_a_source_that_is_nowhere_is_answered_with_the_three_ways_out(tmp_path, refused):
-    said = refused(train, *arguments(pretrained(tmp_path, tmp_path / "nowhere")))
-    assert f"{tmp_path}/nowhere" in said
-    for way in ("a local folder", "a hub id", "model.init=random"):
-        assert way in said
 
 
 @pytest.mark.parametrize("what", MODELS)
@@ -234,12 +222,6 @@ def make_run(tmp_path):
     (folder / "config.yaml").write_text(dump(settings))
     (folder / "metrics.jsonl").write_text('{"step": 4, "loss": 2}\n')
     return settings
-
-
-def test_the_folder_of_a_run_with_other_settings_is_left_alone(tmp_path, refused):
-    settings = make_run(tmp_path)
-    text = f"optimizer.learning_rate: {settings.run_dir} belongs to a run with 0.01, not 0.5"
-    assert text in refused(train, *arguments(settings), "optimizer.learning_rate=0.5")
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path, refused):

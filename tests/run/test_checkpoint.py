@@ -211,18 +211,9 @@ def array_files(folder):
     return found
 
 
-def delete_half(folder):
-    for path in files(folder)[::2]:
-        path.unlink()
-
-
 def truncate(folder):
     for path in array_files(folder):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def empty_largest(folder):
-    max(files(folder), key=lambda path: path.stat().st_size).write_bytes(b"")
 
 
 def exchange_params(folder):
@@ -251,9 +242,7 @@ def flip_bit(path, place, bit=0):
 DAMAGE = {
     "the arrays are deleted": lambda folder: shutil.rmtree(folder / "params"),
     "the document is deleted": lambda folder: shutil.rmtree(folder / "document"),
-    "half of the files are deleted": delete_half,
     "files are truncated": truncate,
-    "a file is empty": empty_largest,
     "the parameters are another checkpoint's": exchange_params,
     "the position is another": edit_position,
     "a bit is flipped": flip_bits,

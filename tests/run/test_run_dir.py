@@ -12,7 +12,6 @@ import pytest
 from runs import ROOT
 from tiny import config
 
-from mllm.config import load as configs
 from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.run import folder as run_dir
@@ -66,30 +65,10 @@ def test_more_steps_make_another_run_where_the_learning_rate_depends_on_them(tmp
         run_dir.check(tmp_path, changed(decaying, steps=8))
 
 
-def test_a_new_or_an_empty_folder_belongs_to_nobody(tmp_path):
-    run_dir.check(tmp_path, config())
-    run_dir.check(tmp_path / "new" / "run", config())
-    assert not run_dir.is_run(tmp_path)
-    assert not (tmp_path / "new").exists()
-
-
 def test_a_configuration_that_can_not_be_read_is_no_invitation(tmp_path):
     (tmp_path / "config.yaml").write_text("steps: [")
     with pytest.raises(UserError, match=r"config\.yaml: not readable as YAML"):
         run_dir.check(tmp_path, config())
-
-
-def test_the_folder_is_made_with_a_configuration_that_loads_again(tmp_path):
-    folder = tmp_path / "runs" / "first"
-    run_dir.write(folder, config())
-    assert configs.load(str(folder / "config.yaml")) == config()
-    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
-
-
-def test_a_folder_that_can_not_be_made_is_said(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"run_dir: .* can't be written"):
-        run_dir.write(tmp_path / "file" / "run", config())
 
 
 # Who may write
@@ -139,16 +118,6 @@ def test_a_run_that_did_not_begin_leaves_the_folder_as_it_found_it(tmp_path, the
     with run_dir.lock(tmp_path / there):
         assert (tmp_path / there).is_dir()
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_run_killed_before_it_began_does_not_hinder_the_next(tmp_path):
-    process = hold(tmp_path / "run")
-    process.kill()
-    process.communicate()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [run_dir.LOCK]
-    run_dir.check(tmp_path / "run", config())
-    with run_dir.lock(tmp_path / "run"):
-        run_dir.write(tmp_path / "run", config())
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
