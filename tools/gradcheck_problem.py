@@ -142,7 +142,8 @@ def plain(problem: Problem, operands: tuple[Float[np.ndarray, "N"], ...]) -> Res
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, weight)
 
     arrays = (problem.hidden, problem.labels, problem.weights, *operands)
-    weight, total, dw, found = jnp.asarray(problem.weight, jnp.float32), 0.0, 0.0, []
+    weight, found = jnp.asarray(problem.weight, jnp.float32), []
+    total, dw = jnp.zeros(()), jnp.zeros(problem.weight.shape)
     for place in parts(len(problem.hidden), max(1, LOGITS // len(problem.weight))):
         hidden, *rest = (x[place] for x in arrays)
         (value, tokens), (dh, own) = block(hidden, weight, *rest)

@@ -76,6 +76,7 @@ def forward(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> tuple[R
     if buffer is not None:
         running, tops, _ = over(0, in_dw, plan.layout.chunk, buffer=buffer)
         parts.append(running)
+        assert tops is not None
         kept = kept._replace(in_dw=kept_logits.with_tops(buffer, tops))
     if plan.workspace_columns:
         running, tops, logits = over(in_dw, kept_columns, plan.workspace_chunk, keep=True)
