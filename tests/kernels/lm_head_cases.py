@@ -5,13 +5,14 @@ is the yardstick of accuracy: `assert_as_accurate_as_plain` says how near to the
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Bool, Float, Int
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
@@ -297,3 +298,16 @@ def poisoned(problem: Problem, dead: np.ndarray) -> Problem:
     poison = np.resize([np.nan, np.inf, -np.inf], problem.hidden.shape)
     hidden = jnp.where(dead[:, None], jnp.asarray(poison, problem.hidden.dtype), problem.hidden)
     return problem._replace(hidden=hidden, labels=jnp.where(dead, -100, problem.labels))
+
+
+def jaxprs_of(equation: JaxprEqn) -> list[Jaxpr]:
+    leaves = jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr))
+    return [getattr(x, "jaxpr", x) for x in leaves if isinstance(x, ClosedJaxpr | Jaxpr)]
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Every equation of a program, those of loops, branches and kernels included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_of(equation):
+            yield from equations(inner)

@@ -208,18 +208,6 @@ def test_devices_exchange_weights_once_a_pass_a_few_numbers_a_token_and_sums_of_
     assert sorted((op, axes_of(groups), kind) for op, groups, kind in found) == sorted(EXCHANGED[way])
 
 
-@every_way
-def test_the_compiler_adds_no_exchange_but_that_of_the_loss(way):
-    text = lowered(way).compile().as_text()
-    operation = r"= (\S+|\(.*?\)) (all-[\w-]+?|reduce-scatter|collective-\w+)(?:-start)?\("
-    found = {(op, dims) for kinds, op in re.findall(operation, text) for dims in re.findall(r"\w\[(.*?)\]", kinds)}
-    expected = {(op.replace("_", "-"), ",".join(re.findall(r"(\d+)x", kind))) for op, _, kind in EXCHANGED[way]}
-    # XLA for CPUs takes what goes to each device as an array of its own.
-    pieces = {("all-to-all", f"{WORDS},{D // 2}"): ("all-to-all", f"{WORDS // 2},{D // 2}")}
-    assert found == {pieces.get(each, each) for each in expected} | {("all-reduce", "")}
-    assert len(re.findall(r" all-gather(?:-start)?\(", text)) <= EXCHANGED[way].count(GATHER_W)
-
-
 def test_a_mesh_of_one_device_needs_no_map_over_devices():
     text = str(jax.make_jaxpr(differentiated("general", sharding=over((1, 1, 1))))(*ARGUMENTS))
     assert "while" in text

@@ -3,15 +3,13 @@
 Tiles are made small here, so that a few rows already make several blocks and the last tile overlaps the one before.
 """
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from lm_head_cases import equations
 
 from kernels.lm_head import token_logprobs, token_loss, xla
 from kernels.lm_head.live_rows import LiveRows
@@ -61,14 +59,6 @@ def close(got, expected, tolerance=2e-5):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.abs(a - b).max() <= tolerance * max(np.abs(b).max(), 1e-6)
-
-
-def equations(jaxpr) -> Iterator:
-    for equation in jaxpr.eqns:
-        yield equation
-        for parameter in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)):
-            if isinstance(parameter, ClosedJaxpr | Jaxpr):
-                yield from equations(getattr(parameter, "jaxpr", parameter))
 
 
 def products(function, *args) -> int:

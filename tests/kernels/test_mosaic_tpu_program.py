@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental import pallas as pl
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from lm_head_cases import OBJECTIVES, operands_for, random_problem, sparse_weights
+from lm_head_cases import OBJECTIVES, equations, jaxprs_of, operands_for, random_problem, sparse_weights
 from strict_tpu import strict_interpreter
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
@@ -193,18 +193,6 @@ ALIGNED = (
     jax.ShapeDtypeStruct((N,), jnp.int32),
     jax.ShapeDtypeStruct((N,), jnp.float32),
 )
-
-
-def jaxprs_of(equation: Any) -> list[Jaxpr]:
-    leaves = jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr))
-    return [getattr(x, "jaxpr", x) for x in leaves if isinstance(x, ClosedJaxpr | Jaxpr)]
-
-
-def equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_of(equation):
-            yield from equations(inner)
 
 
 def multiplications(jaxpr: Jaxpr) -> int:
