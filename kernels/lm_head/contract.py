@@ -25,8 +25,7 @@ class Inputs(NamedTuple):
     labels: Integer[Array, "N"]
     live: Bool[Array, "N"]
     temperature: Float[Array, ""]
-    columns: Integer[Array, ""] | None = None
-    """How many rows of `weight`, from the first, belong to the vocabulary; the rest is padding. None: all."""
+    columns: Integer[Array, ""] | None = None  # so many first rows of `weight` are the vocabulary; None: all
 
 
 @jax.tree_util.register_static
@@ -42,8 +41,7 @@ class Options:
     entropy_slopes: bool = True  # False: the derivative by the entropy is 0 everywhere
     vocabulary_axis: str | None = None  # inside `shard_map`, the mesh axis over which the rows of `weight` are spread
     token_axes: tuple[str, ...] = ()  # inside `shard_map`, the mesh axes over which tokens are spread
-    gradient_dtypes: tuple[jnp.dtype, jnp.dtype] | None = None
-    """Dtypes of dh and dW; None: those of `hidden` and `weight`."""
+    gradient_dtypes: tuple[jnp.dtype, jnp.dtype] | None = None  # dtypes of dh and dW; None: the inputs'
 
 
 def number_of_columns(inputs: Inputs) -> Int[Array, ""]:

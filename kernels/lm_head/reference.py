@@ -47,8 +47,7 @@ class Objective(NamedTuple):
     """An elementwise objective, written for jax.numpy and NumPy alike, and its derivatives by hand."""
 
     value: Callable[..., Any]  # (array module, logprob, entropy, *operands) to the value
-    slopes: Callable[..., tuple[Any, Any]]
-    """(logprob, entropy, *operands) to the derivatives by logprob and by entropy, in NumPy."""
+    slopes: Callable[..., tuple[Any, Any]]  # (logprob, entropy, *operands) to the derivatives by both, in NumPy
     operands: int
 
     def in_jax(self, logprob: Array, entropy: Array, *operands: Array) -> Array:

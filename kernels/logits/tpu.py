@@ -48,8 +48,7 @@ def obstacle(logits: Float[Array, "*N V"]) -> str | None:
 
 def has_default_layout(logits: Float[Array, "*N V"]) -> bool:
     """Whether the kernels take logits of this shape in XLA's default layout."""
-    last = logits.ndim - 1
-    return memory_order(logits)[:-2] == tuple(range(last - 1))
+    return memory_order(logits)[:-2] == tuple(range(logits.ndim - 2))
 
 
 def memory_order(logits: Float[Array, "*N V"]) -> tuple[int, ...]:

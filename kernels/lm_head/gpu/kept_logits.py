@@ -143,7 +143,6 @@ def read_tops(dw: Ref, layout: Layout, first: Array, width: int) -> Float[Array,
 
 
 def _bits(dw: Ref) -> tuple[UInt[Array, "V D"], int]:
-    """dW as unsigned integers, since XLA may change a half of a float32 that looks like a NaN; and the number of
-    float16 in each."""
+    """dW as unsigned integers, as XLA may change a half that looks like a NaN, and the number of float16 in each."""
     size = dw.dtype.itemsize
     return lax.bitcast_convert_type(dw[...], f"uint{8 * size}"), size // KEPT_DTYPE.itemsize

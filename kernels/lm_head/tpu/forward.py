@@ -66,7 +66,6 @@ def forward(
     case = Case("forward", *sizes, hidden.dtype, weight.dtype, dtype, gradient, mean is not None, keep)
     blocks, tiles_of_weight = pl.cdiv(rows, tile.rows), pl.cdiv(len(weight), tile.columns)
     typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
-
     row_block = live_block(tile)
 
     outputs = {

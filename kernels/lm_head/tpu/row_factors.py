@@ -20,9 +20,10 @@ def row_factors(inputs: Inputs, softmax: Softmax, top_y: Array, slopes: TokenLog
     by_p = slopes.lse - slopes.logprob
     if options.entropy_slopes:
         by_p -= slopes.entropy * softmax.entropy
+    at_p = by_p * scale
     at_p_log_p = -slopes.entropy * scale if options.entropy_slopes else None
     at_label = label_slope(softmax, slopes, inputs.temperature, options.softcap)
-    return _masked(inputs.live, RowFactors(top_y, softmax.log_sum_e, by_p * scale, at_p_log_p, at_label))
+    return _masked(inputs.live, RowFactors(top_y, softmax.log_sum_e, at_p, at_p_log_p, at_label))
 
 
 def _masked(live: Bool[Array, "M"], factors: RowFactors) -> RowFactors:
