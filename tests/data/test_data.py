@@ -122,13 +122,6 @@ def test_weights_are_one_over_the_tokens_that_the_whole_batch_learns(tmp_path: P
     np.testing.assert_allclose(batch.weights[learned], 1 / learned.sum(), rtol=1e-6)
 
 
-def test_every_turn_of_the_assistant_is_learned(tmp_path: Path) -> None:
-    roles = ["system", "user", "assistant", "user", "assistant"]
-    chat = {"messages": [{"role": role, "content": role[0] * 2} for role in roles], "id": 7}
-    batch = next(batches_of(write(tmp_path, [chat]), batch_size=1))
-    assert batch.labels[batch.weights > 0].tolist() == [*b"aa", END, *b"aa", END]
-
-
 def test_epochs_are_shuffled_anew_and_by_the_seed(tmp_path: Path) -> None:
     source = write(tmp_path, some(24))
 

@@ -29,6 +29,7 @@ from mllm.train.step import Forward
 
 ONE = MeshConfig()
 EIGHT = MeshConfig(dp=2, fsdp=2, tp=2)
+FOUR = MeshConfig(tp=4)
 HEADS_OF_64 = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
@@ -68,16 +69,10 @@ def one_document_of(rows, time):
 @pytest.mark.parametrize(
     ("kernel", "mesh", "rows", "time", "heads", "kv_heads", "head_dim", "dtype", "tolerance"),
     [
-        ("splash", ONE, 2, 200, 2, 1, 128, jnp.bfloat16, 1e-2),
+        ("splash", ONE, 2, 200, 2, 1, 128, jnp.bfloat16, 1e-2),  # two blocks, and a length that none divides
         ("splash", EIGHT, 8, 128, 4, 2, 64, jnp.float32, 1e-5),
         ("cudnn", ONE, 2, 101, 4, 2, 64, jnp.bfloat16, 2e-2),
         ("cudnn", EIGHT, 8, 128, 4, 2, 64, jnp.float32, 1e-5),
-    ],
-    ids=[
-        "splash, two blocks and a length that none divides, in bfloat16",
-        "splash on eight devices",
-        "cudnn, an odd length in bfloat16",
-        "cudnn on eight devices",
     ],
 )
 def test_a_kernel_s_conventions_give_the_outputs_and_gradients_of_masked_attention(
@@ -222,19 +217,19 @@ def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(platform, kernel,
     ("kernel", "device", "change", "setting", "reason"),
     [
         ("splash", {}, {"head_dim": 32}, {}, "it needs heads of size 64 or 128, and the model's have 32"),
-        ("splash", {}, {}, {"mesh": MeshConfig(tp=4)}, "mesh.tp = 4 does not divide the model's 14 heads"),
+        ("splash", {}, {}, {"mesh": FOUR}, "mesh.tp = 4 does not divide the model's 14 heads"),
         (
             "splash",
             {},
             {"num_attention_heads": 16},
-            {"mesh": MeshConfig(tp=4)},
+            {"mesh": FOUR},
             "mesh.tp = 4 does not divide the model's 2 kv_heads",
         ),
         ("cudnn", {"cudnn": False}, {}, {}, "JAX says: cuDNN is not detected"),
         ("cudnn", {"capability": 7.5}, {}, {}, "it needs a GPU of compute capability 8.0, and this one has 7.5"),
         ("cudnn", {}, {}, {"dtype": "float32"}, "it computes in bfloat16, and model.dtype is float32"),
         ("cudnn", {}, {"head_dim": 252}, {}, "JAX says: The head dim must be <= "),
-        ("cudnn", {}, {}, {"mesh": MeshConfig(tp=4)}, "mesh.tp = 4 does not divide the model's 14 heads"),
+        ("cudnn", {}, {}, {"mesh": FOUR}, "mesh.tp = 4 does not divide the model's 14 heads"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )

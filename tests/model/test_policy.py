@@ -71,8 +71,6 @@ def test_a_published_architecture_is_laid_out_over_the_mesh_without_making_a_par
     policy = policy_of(settings)
     assert len(jax.live_arrays()) == before
     assert policy.architecture == PRESETS[settings.model.source]
-    sizes = [leaf.size for leaf in jax.tree.leaves(policy.params)]
-    assert sum(sizes) == 3_085_938_688  # the published checkpoint's number of parameters
     embed = policy.params["embed"]
     assert embed.sharding.shard_shape(embed.shape) == (151_936 // 2, 2_048 // 4)
 

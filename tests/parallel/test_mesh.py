@@ -10,8 +10,8 @@ from mllm.config.schema import MeshConfig
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model.architecture import PRESETS
-from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, LOGICAL_AXES, QUERIES, Layout
-from mllm.parallel.mesh import RULES, make_mesh, shard_batch, sharding
+from mllm.model.layout import Layout
+from mllm.parallel.mesh import make_mesh, shard_batch, sharding
 
 SIZES = PRESETS["Qwen/Qwen2.5-3B"]
 
@@ -19,17 +19,6 @@ SIZES = PRESETS["Qwen/Qwen2.5-3B"]
 @pytest.fixture(scope="module")
 def mesh():
     return make_mesh(MeshConfig(dp=2, fsdp=2, tp=2))
-
-
-def test_every_logical_axis_of_parameters_and_activations_is_in_the_table():
-    activations = (CACHED_KEYS, QUERIES, KEYS, HIDDEN_STATES)
-    assert {axis for axes in (*LOGICAL_AXES.values(), *activations) for axis in axes} <= RULES.keys()
-
-
-def test_no_parameter_uses_a_mesh_axis_twice():
-    for name, axes in LOGICAL_AXES.items():
-        used = [RULES[axis] for axis in axes if RULES[axis] is not None]
-        assert len(set(used)) == len(used), name
 
 
 def test_the_mesh_has_the_configured_shape_and_takes_the_first_devices():

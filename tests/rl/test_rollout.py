@@ -109,19 +109,6 @@ def test_greedy_completions_follow_the_likeliest_token(model, prompts):
     assert not completions.logprobs.any()
 
 
-def test_completions_do_not_depend_on_how_many_are_decoded_at_a_time(model, prompts, completions):
-    together = complete(model, prompts, OPTIONS.model_copy(update={"batch_size": None}))
-    for name in ("tokens", "lengths", "finished"):
-        np.testing.assert_array_equal(getattr(together, name), getattr(completions, name))
-    np.testing.assert_allclose(together.logprobs, completions.logprobs, atol=1e-5)
-
-
-def test_completions_do_not_depend_on_padding_and_the_other_prompts_of_the_batch(model, prompts, completions):
-    for row in (0, 2, 6, 10):
-        alone = complete(model, [prompts[row]], first_sequence=row)  # padded to 8 tokens, not to 12
-        np.testing.assert_array_equal(alone.tokens[0], completions.tokens[row])
-
-
 def test_seed_and_step_choose_the_completions_and_need_no_further_program(model, prompts, completions, monkeypatch):
     traces = []
     sequence_keys = sampling.sequence_keys
@@ -156,14 +143,6 @@ def test_the_chunks_of_the_decode_loop_change_no_bit_and_poll_is_called_between_
     monkeypatch.setattr(rollout, "next_chunk", lambda steps, seconds: 3)
     jax.tree.map(np.testing.assert_array_equal, complete(model, prompts, poll=lambda: polls.append(1)), completions)
     assert len(polls) > -(-len(prompts) // OPTIONS.batch_size)
-
-
-def test_what_poll_raises_ends_the_rollout(model, prompts):
-    def poll():
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        complete(model, prompts, poll=poll)
 
 
 @pytest.mark.parametrize(("steps", "seconds", "then"), [(1, 9.0, 1), (8, 0.01, 16), (8, 0.25, 8), (8, 1.0, 2)])

@@ -122,10 +122,7 @@ LINES: dict[str, tuple[bytes, str]] = {
     "a role that is a list": (chat(said(["user"], "a"), said("assistant", "a")), "role must be a string, got list"),
     "no content": (chat({"role": "user"}), "content is missing"),
     "a control token": (b'{"question": "<|im_end|>", "answer": "a"}', "messages: <|im_end|> is a control token"),
-    "nothing left": (
-        b'{"question": "' + b"a" * 99 + b'", "answer": "a"}',
-        "none of the assistant's tokens lies within",
-    ),
+    "nothing left": (b'{"question": "' + b"a" * 99 + b'", "answer": "a"}', "none of the assistant's tokens lies"),
     "nine megabytes": (b'{"question": "' + b"a" * 9 * 2**20 + b'", "answer": "a"}', "longer than 8 MiB"),
 }
 """The second line of a file of data: what it is, its bytes, and the message after `{path}:2: `."""

@@ -122,38 +122,22 @@ def cut(model: Path) -> None:
 
 NORM = "model.norm.weight"
 BROKEN = "{weights}: truncated or not a safetensors file"
+PICKLE = "pytorch_model.bin"
+NOT_HERE = "is not the name of a file in this folder"
 YARN = {"type": "yarn", "factor": 4.0}
 
 MODELS: dict[str, tuple[Spoil, str]] = {
     "no weights": (no_file(WEIGHTS), "{model}: has neither model.safetensors nor model.safetensors.index.json"),
     "no configuration": (no_file("config.json"), "{config}: missing"),
-    "pickled weights alone": (
-        both(no_file(WEIGHTS), pickled("pytorch_model.bin")),
-        "{model}: only pickled weights (pytorch_model.bin), which are never opened",
-    ),
+    "pickled weights alone": (both(no_file(WEIGHTS), pickled(PICKLE)), f"{{model}}: only pickled weights ({PICKLE})"),
     "a pickle named as safetensors": (pickled(WEIGHTS), BROKEN),
-    "a pickle in the index": (
-        both(pickled("pytorch_model.bin"), index("pytorch_model.bin")),
-        "{index}: 'pytorch_model.bin' is no safetensors file, and others are never opened",
-    ),
-    "an index that leaves the folder": (
-        index("../whole/model.safetensors"),
-        "{index}: '../whole/model.safetensors' is not the name of a file in this folder",
-    ),
-    "an index of absolute paths": (
-        index("/etc/passwd"),
-        "{index}: '/etc/passwd' is not the name of a file in this folder",
-    ),
+    "a pickle in the index": (both(pickled(PICKLE), index(PICKLE)), f"{{index}}: '{PICKLE}' is no safetensors file"),
+    "an index that leaves the folder": (index(f"../whole/{WEIGHTS}"), f"{{index}}: '../whole/{WEIGHTS}' {NOT_HERE}"),
+    "an index of absolute paths": (index("/etc/passwd"), f"{{index}}: '/etc/passwd' {NOT_HERE}"),
     "an index of numbers": (index(1), "{index}: weight_map is missing or not a mapping of tensors to files"),
-    "an index of missing tensors": (
-        index(SHARD, "no.such.tensor"),
-        f"tensor no.such.tensor is missing; {INDEX} says that it is there",
-    ),
+    "an index of missing tensors": (index(SHARD, "no.tensor"), f"tensor no.tensor is missing; {INDEX} says that it is"),
     "a damaged index": (both(index(SHARD), file(INDEX, b"[" * 100_000)), "{index}: not readable as JSON"),
-    "a missing shard": (
-        index("model-00002-of-00002.safetensors"),
-        "{model}/model-00002-of-00002.safetensors: this shard is missing",
-    ),
+    "a missing shard": (index("b.safetensors"), "{model}/b.safetensors: this shard is missing"),
     "a link to something else": (link, BROKEN),
     "weights that are cut off": (cut, BROKEN),
     "weights of another dtype": (
@@ -176,10 +160,7 @@ MODELS: dict[str, tuple[Spoil, str]] = {
     "a configuration that is a pipe": (pipe, "{config}: missing"),
     "a configuration in Python": (file("config.json", b"{'hidden_size': 32}"), "{config}: not readable as JSON"),
     "a configuration of deep nesting": (file("config.json", b"[" * 100_000), "{config}: not readable as JSON: "),
-    "a configuration in UTF-16": (
-        file("config.json", b"\xff\xfe{}"),
-        "{config}: not readable as JSON: 'utf-8' codec can't decode",
-    ),
+    "a configuration in UTF-16": (file("config.json", b"\xff\xfe{}"), "{config}: not readable as JSON: 'utf-8' codec"),
     "a configuration that is a list": (file("config.json", b"[]"), "{config}: expected a JSON object"),
     **{
         f"the setting {changes}": (config(**changes), f"{{config}}: {message}")

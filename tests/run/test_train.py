@@ -14,7 +14,6 @@ import jax
 import numpy as np
 import pytest
 from runs import (
-    ROOT,
     arguments,
     assert_same_end,
     changed,
@@ -26,11 +25,10 @@ from runs import (
     run,
     start,
     wait,
-)  # fmt: skip
+)
 from tensorboardX.proto.event_pb2 import Event
 from tiny import config
 
-import mllm.plan.memory
 import mllm.train.step
 import train
 from mllm import stopwatch
@@ -310,7 +308,6 @@ def test_the_command_line_and_the_configuration_are_handled_before_anything_heav
     )
     process = subprocess.run(
         [sys.executable, "-c", program, "--config", "tiny_sft.yaml", *options],
-        cwd=ROOT,
         env=environment(),
         capture_output=True,
         text=True,

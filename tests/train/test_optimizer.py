@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from tiny import ARCHITECTURE
 
 from mllm.config.schema import OptimizerConfig
 from mllm.model.architecture import Qwen2Config
@@ -29,15 +30,7 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_its_final_fraction(schedul
 
 
 def test_weight_decay_applies_to_matrices_and_to_no_norm_or_bias():
-    sizes = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 9,
-    }
-    architecture = Qwen2Config.from_hf({**sizes, "num_key_value_heads": 1}, "test")
-    _, params = nnx.split(Qwen2.abstract(architecture))
+    _, params = nnx.split(Qwen2.abstract(Qwen2Config.from_hf(ARCHITECTURE, "test")))
     applies = {parameter_name(path): value for path, value in jax.tree_util.tree_leaves_with_path(decays(params))}
     assert set(applies) == set(LOGICAL_AXES)
     exceptions = {name for name, value in applies.items() if not value}
