@@ -55,9 +55,7 @@ def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0):
     return result
 
 
-def grpo_source(
-    reference_params=None, samples=None, bad=(), task=None, poll=lambda: None, sampler=RandomCompletions, **grpo
-):
+def grpo_source(reference_params=None, samples=None, bad=(), task=None, sampler=RandomCompletions, **grpo):
     """The source with SquareRewards(bad); `grpo` are settings of that section."""
     settings = config(grpo={"num_generations": GROUP, **grpo}, task=task or {})
     problems = load_task(settings.task, seed=0)
@@ -71,5 +69,5 @@ def grpo_source(
         linear_logprobs,
         reference_params,
         samples,
-        poll=poll,
+        poll=lambda: None,
     )

@@ -163,17 +163,10 @@ def test_cpu_devices_share_the_host_s_memory():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--plan", "--target", "v9x:2x4"],
-            "error: --target: target 'v9x:2x4': there are v5e, v5p, v6e, tpu7x and their slices, as in v6e:2x4; "
-            "for plans of memory h100, too, as in h100:8\n",
-        ),
+        (["--plan", "--target", "v9x:2x4"], "error: --target: target 'v9x:2x4': there are v5e, v5p, v6e, tpu7x and "),
         (["--plan", "--target", "h100:9"], "there are h100 and h100:2 to h100:8"),
         (["--target", "v6e:2x4"], "--target: is for --plan"),
-        (
-            ["--plan", "--target", "v6e:2x4"],
-            "error: --target: libtpu, the TPU compiler, isn't installed; make aot does\n",
-        ),
+        (["--plan", "--target", "v6e:2x4"], "error: --target: libtpu, the TPU compiler, isn't installed; make aot"),
     ],
 )
 def test_an_impossible_target_is_one_line(options, message, tmp_path, capsys, monkeypatch):

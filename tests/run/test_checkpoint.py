@@ -108,10 +108,6 @@ def test_every_field_of_a_state_is_restored(tmp_path):
     assert found.logged_step == 1
 
 
-def test_an_empty_folder_restores_nothing(tmp_path):
-    assert restored(tmp_path) is None
-
-
 def test_another_mesh_can_restore_a_checkpoint(two):
     mesh = MeshConfig(fsdp=2, tp=4)
     with opened(two) as checkpoints:

@@ -22,10 +22,6 @@ def placed(array, layout=()):
     return jax.device_put(jnp.asarray(array), NamedSharding(MESH, PartitionSpec(*layout)))
 
 
-def checksum(array):
-    return checksums({"array": placed(array)})["array"]
-
-
 def random_bits(dtype, shape=(8, 16)):
     """An array of random bits, with NaNs of every kind."""
     if dtype == "bool":
@@ -79,14 +75,6 @@ def test_every_bit_changes_both_sums():
                 after = expected_checksum(flipped(array, place, bit))
                 assert after[:8] != before[name][:8]
                 assert after[8:] != before[name][8:]
-
-
-def test_words_that_have_changed_places_change_the_checksum():
-    array = np.arange(64.0, dtype=np.float32).reshape(8, 8)
-    moved = [array[::-1], array[:, ::-1], array.T, np.roll(array, 1, 0), np.roll(array, 1, 1), np.roll(array, 1)]
-    corners = array.copy()
-    corners[[0, 0, 5, 5], [1, 6, 1, 6]] = array[[0, 0, 5, 5], [6, 1, 6, 1]]
-    assert len({checksum(changed) for changed in [array, *moved, corners]}) == 8
 
 
 def test_checksums_need_no_memory_even_for_more_elements_than_32_bits_count():

@@ -9,16 +9,11 @@ import subprocess
 import sys
 
 import pytest
-from runs import ROOT
+from runs import ROOT, changed
 from tiny import config
 
-from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.run import folder as run_dir
-
-
-def changed(settings, **values):
-    return Config.model_validate({**settings.model_dump(), **values})
 
 
 @pytest.mark.parametrize(
@@ -30,7 +25,7 @@ def changed(settings, **values):
         {"checkpoint": {"every": 2, "keep": 5}},
         {"log": {"samples": 1}},
         {"run_dir": "elsewhere"},
-        {"optimizer": config().optimizer.model_dump() | {"max_skipped": 1}},
+        {"optimizer": {"max_skipped": 1}},
         {"steps": 8},
     ],
     ids=str,

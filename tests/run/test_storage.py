@@ -18,7 +18,6 @@ from tiny import config
 
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
-from mllm.run import folder as run_dir
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.metrics import RunLog
 from mllm.run.storage import LogFile, find_fault, write_error
@@ -122,13 +121,6 @@ def use_forbidden_folders(folder):
     assert steps_in(folder) == [2]
     for closed in (folder / "2", folder / "damaged_3" / "params"):
         closed.chmod(0o755)
-
-    secret = folder / "secret"
-    secret.mkdir(0)
-    with pytest.raises(UserError, match=r"^run_dir: .* can't be read \(Permission denied\); .* give another folder$"):
-        run_dir.check(secret, SETTINGS)
-    with pytest.raises(UserError, match=r"^run_dir: .* can't be written \(Permission denied\)"), run_dir.lock(secret):
-        pass
 
 
 def test_what_may_not_be_read_is_put_aside_and_what_may_not_be_written_is_an_error(tmp_path):

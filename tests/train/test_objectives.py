@@ -272,11 +272,3 @@ def test_sampling_metrics_measure_how_far_trainer_and_sampler_are_apart():
         },
         rel=1e-5,
     )
-
-
-def test_metrics_of_a_batch_in_which_nothing_counts_are_zero():
-    _, logprob, entropy, operands = make_batch()
-    mask = jnp.zeros(logprob.shape, bool)
-    metrics = policy_metrics(EVERYTHING, *as_float32(logprob, entropy), jnp.asarray(mask), *as_float32(*operands))
-    assert not any(metrics.values())
-    assert not any(sampling_metrics(*as_float32(logprob, entropy), mask).values())
