@@ -6,7 +6,7 @@ import sys
 import jax
 import pytest
 
-from mllm.errors import ArgumentParser, UserError, command
+from mllm.errors import UserError, command
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,6 @@ def test_a_bug_keeps_its_traceback(error):
 
     with pytest.raises(type(error)):
         main()
-
-
-def test_a_wrong_command_line_is_a_user_error():
-    with pytest.raises(UserError, match="unrecognized arguments: --no-such-flag"):
-        ArgumentParser().parse_args(["--no-such-flag"])
 
 
 def test_a_script_warns_in_one_format_whatever_was_set_up_before_and_ends_with_the_code_of_main():

@@ -49,12 +49,8 @@ def test_the_source_continues_from_its_position_though_it_reads_ahead(done):
 
 
 @pytest.mark.parametrize(
-    ("length", "padded"), [(1, 16), (16, 16), (17, 24), (24, 24), (25, 32), (33, 48), (1025, 1536)]
+    ("length", "longest", "padded"),
+    [*((n, 2048, m) for n, m in ((1, 16), (16, 16), (17, 24), (25, 32), (33, 48), (1025, 1536))), (1100, 1200, 1200)],
 )
-def test_rows_are_padded_to_a_power_of_two_or_half_as_much_again(length, padded):
-    assert padded_length(length, 2048) == padded
-
-
-def test_rows_are_never_padded_beyond_the_longest_row_that_there_can_be():
-    assert padded_length(1100, 1200) == 1200
-    assert padded_length(3, 9) == 9
+def test_rows_are_padded_to_a_power_of_two_or_half_as_much_again_but_not_beyond_the_longest(length, longest, padded):
+    assert padded_length(length, longest) == padded

@@ -200,10 +200,6 @@ def on(monkeypatch):
     return pretend
 
 
-def test_on_cpus_xla_is_chosen_because_there_is_no_kernel_for_them():
-    assert chosen() == AttentionChoice("xla", "no kernel for cpu devices", None)
-
-
 @pytest.mark.parametrize(("platform", "kernel"), [("tpu", "splash"), ("gpu", "cudnn")])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
 def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(platform, kernel, packed, on):

@@ -34,19 +34,15 @@ def alarm(prompt, completion, example):
 NAMES = ("exact_match", *(f"own_rewards:{name}" for name in ("length", "jax_is_imported", "process_id", "alarm")))
 
 
-def make_runner(*names: str) -> RewardRunner:
-    rewards = tuple(RewardConfig(name=name) for name in names)
-    return RewardRunner(TaskConfig(name="arithmetic", rewards=rewards, reward_timeout=60.0), Task("", [], []))
-
-
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardRunner]:
     """A runner that finds the functions above, as a user's, in the working directory."""
     folder: Path = tmp_path_factory.mktemp("rewards")
     (folder / "own_rewards.py").write_text(OWN_REWARDS)
+    task = TaskConfig(name="arithmetic", rewards=tuple(RewardConfig(name=name) for name in NAMES), reward_timeout=60.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        with make_runner(*NAMES) as runner:
+        with RewardRunner(task, Task("", [], [])) as runner:
             yield runner
 
 

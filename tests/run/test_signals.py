@@ -65,10 +65,3 @@ def test_the_handlers_of_before_are_restored():
         assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
     assert {number: signal.getsignal(number) for number in Interrupt.SIGNALS} == before
     assert signal.set_wakeup_fd(-1) == -1
-
-
-def test_a_signal_to_another_process_counts_as_one_to_this_process():
-    interrupt = Interrupt()
-    assert not interrupt.agree(lambda mine: [mine, None])
-    assert interrupt.agree(lambda mine: [mine, signal.SIGTERM])
-    assert interrupt.exit_code == 143
