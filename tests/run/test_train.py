@@ -31,6 +31,7 @@ from tiny import config
 import mllm.train.step
 from mllm import stopwatch
 from mllm.config import load as configs
+from mllm.model.load import Policy
 
 EVEN = "user_rewards:even_characters"
 SETTINGS = {
@@ -147,6 +148,20 @@ def test_a_run_with_more_steps_ends_as_if_it_had_had_them_from_the_beginning(und
 
 
 # Parameters
+
+
+def test_the_initial_parameters_are_loaded_once_and_only_where_they_are_needed(tmp_path, monkeypatch):
+    loads, load = [], Policy.initial_params
+
+    def counted(policy):
+        loads.append(policy)
+        return load(policy)
+
+    monkeypatch.setattr(Policy, "initial_params", counted)
+    for name, steps, count in (("sft", 1, 1), ("sft", 2, 0), ("grpo", 2, 1), ("grpo", 4, 1)):
+        loads.clear()
+        assert run(placed(name, tmp_path, steps=steps)) == 0
+        assert len(loads) == count, (name, steps)
 
 
 # What a run leaves
