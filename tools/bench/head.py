@@ -28,11 +28,12 @@ import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mllm import child_process, errors
 from mllm.errors import UserError
 from tools import figures, machine
+from tools.bench.report import Outcome, Shape
 
 if TYPE_CHECKING:
     from tools.bench.methods import Method
@@ -43,22 +44,9 @@ LEAST = 0.05
 """Seconds of a turn, so that the clock and the start of the calls don't count."""
 PEERS = ("optax", "tokamax", "torch", "triton", "liger-kernel", "cut-cross-entropy", "google-tunix")
 
-Shape = tuple[int, int, int]
-"""Tokens, hidden size, vocabulary."""
-
 LARGE: Shape = (8192, 2048, 151936)
 """The head of Qwen2.5-3B."""
 SMALL: Shape = (1024, 256, 16384)
-
-
-class Outcome(NamedTuple):
-    """What came of a process."""
-
-    found: list[Any]
-    """Its answers."""
-    status: str = "measured"
-    """Or "skipped", "failed"."""
-    reason: str = ""
 
 
 @errors.command

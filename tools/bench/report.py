@@ -10,28 +10,40 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mllm.errors import UserError
 
 if TYPE_CHECKING:
-    from tools.bench.head import Outcome, Shape
     from tools.bench.methods import Method
 
 MARKERS = "oDsv^<>pPX*hd"
+
+Shape = tuple[int, int, int]
+"""Tokens, hidden size, vocabulary."""
+
+
+class Outcome(NamedTuple):
+    """What came of a process."""
+
+    found: list[Any]
+    """Its answers."""
+    status: str = "measured"
+    """Or "skipped", "failed"."""
+    reason: str = ""
 
 
 def title(shape: Sequence[int]) -> str:
     return "N={}, D={}, V={}".format(*shape)
 
 
-def empty_table(shape: "Shape", dtype: str, live: float) -> dict[str, Any]:
+def empty_table(shape: Shape, dtype: str, live: float) -> dict[str, Any]:
     """A table without rows for a share `live` of rows that count."""
     sizes = dict(zip("NDV", shape, strict=True))
     return {**sizes, "dtype": dtype, "live": live, "rows": max(1, round(live * shape[0])), "methods": []}
 
 
-def row(method: "Method", table: dict[str, Any], outcome: "Outcome") -> dict[str, Any]:
+def row(method: "Method", table: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
     """A method's figures in this table, or why there are none. An error that isn't finite becomes None."""
     about = {"method": method.name, "gradients": method.gradients, "general": method.general}
     figures = next((answer for answer in outcome.found if answer["live"] == table["live"]), None)
