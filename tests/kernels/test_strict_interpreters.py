@@ -98,20 +98,24 @@ def test_a_copy_that_nobody_waits_for_is_found_even_if_nobody_reads_it() -> None
         on_tpu(careless, **COPIES)
 
 
-def on_gpu(wait: Callable[[], Any], store: bool = True) -> np.ndarray:
-    """The sum of two products of ones, through a slot of shared memory that is filled again after `wait`."""
+PRODUCT_OPERANDS = np.random.default_rng(0).normal(size=(2, 2, 64, 64)).astype(jnp.bfloat16)
 
-    def kernel(x: Any, out: Any, slot: Any, staged: Any, full: Any) -> None:
-        def fill() -> None:
-            plgpu.copy_gmem_to_smem(x, slot, full)
+
+def on_gpu(wait: Callable[[], Any], store: bool = True) -> np.ndarray:
+    """x[0] y[0] + x[1] y[1] through a slot of shared memory, which is filled again after `wait`."""
+
+    def kernel(x: Any, y: Any, out: Any, slot: Any, staged: Any, full: Any) -> None:
+        def fill(i: int) -> None:
+            for j, operand in enumerate((x, y)):
+                plgpu.copy_gmem_to_smem(operand.at[i], slot.at[j], full)
             plgpu.barrier_wait(full)
 
         def summed(acc: Any) -> Any:
-            fill()
-            plgpu.wgmma(acc, slot, slot)
+            fill(0)
+            plgpu.wgmma(acc, slot.at[0], slot.at[1])
             wait()
-            fill()
-            plgpu.wgmma(acc, slot, slot)
+            fill(1)
+            plgpu.wgmma(acc, slot.at[0], slot.at[1])
             return acc[...]
 
         staged[...] = pl.run_scoped(summed, plgpu.ACC((64, 64), jnp.float32))
@@ -125,20 +129,21 @@ def on_gpu(wait: Callable[[], Any], store: bool = True) -> np.ndarray:
         kernel,
         out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
         scratch_types=(
-            plgpu.SMEM((64, 64), jnp.bfloat16, transforms=tiled),
+            plgpu.SMEM((2, 64, 64), jnp.bfloat16, transforms=tiled),
             plgpu.SMEM((64, 64), jnp.float32),
-            plgpu.Barrier(num_arrivals=1),
+            plgpu.Barrier(num_arrivals=2),
         ),
         grid=(1,),
         grid_names=("i",),
     )
     with strict_gpu.strict_interpreter():
-        return np.asarray(jax.jit(run)(jnp.ones((64, 64), jnp.bfloat16)))
+        return np.asarray(jax.jit(run)(*PRODUCT_OPERANDS))
 
 
 @strict_gpu.needs_interpreter
 def test_a_correct_gpu_kernel_passes_and_memory_that_none_wrote_is_nan() -> None:
-    np.testing.assert_array_equal(on_gpu(lambda: plgpu.wgmma_wait(0)), 128)
+    x, y = PRODUCT_OPERANDS.astype(np.float64)
+    np.testing.assert_allclose(on_gpu(lambda: plgpu.wgmma_wait(0)), x[0] @ y[0] + x[1] @ y[1], rtol=1e-5, atol=1e-4)
     assert np.isnan(on_gpu(lambda: plgpu.wgmma_wait(0), store=False)).all()
 
 
