@@ -69,8 +69,6 @@ def exact(
     where: Bool[Any, " N"] | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
-    wide: str = "float64",
-    on_block: Callable[[], None] = lambda: None,
 ) -> Exact:
     """The head's outputs and the gradients of any scalar of them.
 
@@ -78,24 +76,21 @@ def exact(
         hidden: [N, D] of any dtype, as `weight` [V, D]; labels: [N] integers.
         cotangents: takes (logprob, lse, entropy), [N] each, to the scalar's derivatives by the three, [N] each.
         where: [N], the rows that count; None: all.
-        wide: dtype of the arithmetic.
-        on_block: called twice for each of `number_of_blocks` blocks of rows, as a sign of progress.
     """
     hidden, weight, labels = np.asarray(hidden), np.asarray(weight), np.asarray(labels)
     live = np.arange(len(labels)) if where is None else np.flatnonzero(np.asarray(where))
     statistics, steepness = np.zeros((3, len(labels))), np.zeros(len(labels))
-    dh, dw = np.zeros(hidden.shape, wide), np.zeros(weight.shape, wide)
+    dh, dw = np.zeros(hidden.shape, np.float64), np.zeros(weight.shape, np.float64)
     largest = 1.0
 
     def block(rows: Integer[np.ndarray, " R"]) -> tuple[np.ndarray, ...]:
-        h_RD = hidden[rows].astype(wide)
-        y_RV = np.concatenate([h_RD @ weight[tile].astype(wide).T for tile in _tiles(len(weight))], axis=1)
+        h_RD = hidden[rows].astype(np.float64)
+        y_RV = np.concatenate([h_RD @ weight[tile].astype(np.float64).T for tile in _tiles(len(weight))], axis=1)
         tanh_RV = None if softcap is None else np.tanh(y_RV / softcap)
         z_RV = (y_RV if tanh_RV is None else softcap * tanh_RV) / temperature
         slope_RV = (np.ones_like(y_RV) if tanh_RV is None else 1 - tanh_RV**2) / temperature
         top_R1 = z_RV.max(axis=1, keepdims=True)
         log_sum_R1 = np.log(np.exp(z_RV - top_R1).sum(axis=1, keepdims=True))
-        on_block()
         return h_RD, z_RV, slope_RV, (top_R1 + log_sum_R1)[:, 0], (z_RV - top_R1) - log_sum_R1
 
     for rows in _blocks(live, len(weight)):
@@ -103,7 +98,7 @@ def exact(
         entropy_R = -(np.exp(log_p_RV) * log_p_RV).sum(axis=1)
         statistics[:, rows] = log_p_RV[np.arange(len(rows)), labels[rows]], lse_R, entropy_R
         largest = max(largest, 1 + float(np.abs(z_RV).max()))
-    g_logprob, g_lse, g_entropy = (np.asarray(g, wide) for g in cotangents(*statistics))
+    g_logprob, g_lse, g_entropy = (np.asarray(g, np.float64) for g in cotangents(*statistics))
     for rows in _blocks(live, len(weight)):
         h_RD, z_RV, slope_RV, _, log_p_RV = block(rows)
         p_RV = np.exp(log_p_RV)
@@ -113,7 +108,7 @@ def exact(
         dz_RV[np.arange(len(rows)), labels[rows]] += g_logprob[rows]
         dy_RV = dz_RV * slope_RV
         for tile in _tiles(len(weight)):
-            dh[rows] += dy_RV[:, tile] @ weight[tile].astype(wide)
+            dh[rows] += dy_RV[:, tile] @ weight[tile].astype(np.float64)
             dw[tile] += dy_RV[:, tile].T @ h_RD
 
     of_entropy = 1 + steepness.max(initial=0) + statistics[2].max(initial=0)
@@ -147,10 +142,6 @@ def exact_loss(
     moves = rows.resolution
     resolution = _EPS * np.abs(values) + moves.logprob * np.abs(by_logprob) + moves.entropy * np.abs(by_entropy)
     return ExactLoss(float(values.sum()), float(resolution.sum()), rows)
-
-
-def number_of_blocks(rows: int, vocabulary: int) -> int:
-    return -(-rows // max(1, LOGITS // vocabulary))
 
 
 def _blocks(live: Integer[np.ndarray, " L"], vocabulary: int) -> Iterator[Integer[np.ndarray, " R"]]:

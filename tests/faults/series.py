@@ -85,7 +85,7 @@ class Series:
         """By fault: the phases in which it is still to be tried before the next turn begins."""
         self.runs = 0
         self.trials: list[Trial] = []
-        """Those of the run that is under way."""
+        """The faults of the run that is under way."""
         self.finished: list[Trial] = []
 
     @property

@@ -69,7 +69,7 @@ def row(method: "Method", table: dict[str, Any], outcome: Outcome) -> dict[str, 
 
 
 def product_flops(table: dict[str, Any]) -> int:
-    """Of one matrix product at the rows that count."""
+    """The floating-point operations of one matrix product at the rows that count."""
     return 2 * table["rows"] * table["D"] * table["V"]
 
 
