@@ -62,6 +62,7 @@ class Qwen2(nnx.Module):
         *,
         rngs: nnx.Rngs,
         dtype: DTypeLike = jnp.bfloat16,
+        residual_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         remat: Literal["none", "dots", "full"] = "none",
         attention: Attention | None = None,
@@ -69,20 +70,22 @@ class Qwen2(nnx.Module):
     ) -> None:
         """Make random parameters: matrices normal with deviation `initializer_range`, biases 0, norms 1.
 
-        Activations and the products' operands have `dtype`; norms, rotary positions and softmax are float32.
+        Activations and the products' operands have `dtype`; norms, rotary positions and softmax are float32. The
+        residual stream, which the layers add to, has `residual_dtype`, without one `dtype`.
         `remat` says what the backward pass computes again in each layer: nothing, all but the products with
         parameters, or everything. Without `attention` XLA computes it; without `layout` there is one device, or
         XLA decides.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        self.residual_dtype = jnp.dtype(residual_dtype or dtype)
         self.remat = remat
         self.attention = attention
         self.layout = layout
         normal = jax.nn.initializers.normal(config.initializer_range, param_dtype)
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(normal(rngs.params(), vocabulary))
-        self.layers = Layer(config, param_dtype, rngs)
+        self.layers = Layer(config, self.dtype, param_dtype, rngs)
         self.norm = nnx.Param(jnp.ones(config.hidden_size, param_dtype))
         self.head = None if config.tie_word_embeddings else nnx.Param(normal(rngs.params(), vocabulary))
 
@@ -134,9 +137,9 @@ class Qwen2(nnx.Module):
                 start = (index, 0, slot, 0, 0)
                 cached = write(cached[0], keys[None], start), write(cached[1], values[None], start)
                 keys, values = (jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in cached)
-            attended = attend(queries, keys, values).reshape(*hidden.shape[:2], -1)
-            hidden = constrain(layout, hidden + linear(attended, layer.o_weight), HIDDEN_STATES)
-            hidden = constrain(layout, hidden + layer.feed_forward(hidden), HIDDEN_STATES)
+            hidden = layer.add_attention(hidden, attend(queries, keys, values))
+            hidden = constrain(layout, hidden, HIDDEN_STATES)
+            hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
             return (hidden, cached), None
 
         hidden = self.look_up(tokens, gathered=cache is not None)
@@ -145,10 +148,11 @@ class Qwen2(nnx.Module):
         (hidden, cached), _ = jax.lax.scan(rematerialize(step, self.remat), (hidden, cached), (layers, indices))
         if cached is not None:
             cache = KVCache(*cached, segments=key_segments, index=slot + tokens.shape[1])
-        return constrain(layout, rms_norm(hidden, self.norm, self.config.rms_norm_eps), HIDDEN_STATES), cache
+        hidden = rms_norm(hidden, self.norm, self.config.rms_norm_eps, self.dtype)
+        return constrain(layout, hidden, HIDDEN_STATES), cache
 
     def look_up(self, tokens: Int[jax.Array, "B T"], gathered: bool) -> Float[jax.Array, "B T D"]:
-        """The tokens' rows of the embedding, in the compute dtype.
+        """The tokens' rows of the embedding, rounded to the compute dtype, in the residual stream's dtype.
 
         Unless the embedding is `gathered` over fsdp, each device looks up its own columns for all rows of its
         replica, and the devices exchange these, which are far fewer numbers than the embedding has.
@@ -156,6 +160,7 @@ class Qwen2(nnx.Module):
         if not gathered:
             tokens = constrain(self.layout, tokens, ("rows_of_replica", "time"))
         hidden = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan).astype(self.dtype)
+        hidden = hidden.astype(self.residual_dtype)
         if not gathered:
             hidden = constrain(self.layout, hidden, ("rows_of_replica", "time", "embed"))
         return constrain(self.layout, hidden, HIDDEN_STATES)
@@ -164,8 +169,8 @@ class Qwen2(nnx.Module):
 class Layer(nnx.Module):
     """The decoder's layer: when created, with the parameters of all layers, [L, ...]; in the scan, with one layer's."""
 
-    def __init__(self, config: Qwen2Config, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        self.config = config
+    def __init__(self, config: Qwen2Config, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        self.config, self.dtype = config, dtype
         hidden, mlp = config.hidden_size, config.intermediate_size
         heads = config.num_attention_heads * config.head_dim
         kv_heads = config.num_key_value_heads * config.head_dim
@@ -191,30 +196,41 @@ class Layer(nnx.Module):
         self, hidden: Float[jax.Array, "B T D"], rotation: Float[jax.Array, "2 B T 1 R"]
     ) -> tuple[Float[jax.Array, "B T N H"], Float[jax.Array, "B T K H"], Float[jax.Array, "B T K H"]]:
         """Queries and keys, both with rotary positions, and values."""
-        x = rms_norm(hidden, self.attention_norm, self.config.rms_norm_eps)
+        x = rms_norm(hidden, self.attention_norm, self.config.rms_norm_eps, self.dtype)
         heads = (*hidden.shape[:2], -1, self.config.head_dim)
         queries = linear(x, self.q_weight, self.q_bias).reshape(heads)
         keys = linear(x, self.k_weight, self.k_bias).reshape(heads)
         values = linear(x, self.v_weight, self.v_bias).reshape(heads)
         return rotate(queries, rotation), rotate(keys, rotation), values
 
-    def feed_forward(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
-        """down(silu(gate(x)) * up(x)) of the normed hidden states."""
-        x = rms_norm(hidden, self.mlp_norm, self.config.rms_norm_eps)
-        return linear(jax.nn.silu(linear(x, self.gate_weight)) * linear(x, self.up_weight), self.down_weight)
+    def add_attention(
+        self, hidden: Float[jax.Array, "B T D"], attended: Float[jax.Array, "B T N H"]
+    ) -> Float[jax.Array, "B T D"]:
+        """hidden + o(attended), in the dtype of hidden: the residual stream after attention."""
+        return hidden + linear(attended.reshape(*hidden.shape[:2], -1), self.o_weight, dtype=hidden.dtype)
+
+    def add_feed_forward(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
+        """hidden + down(silu(gate(x)) * up(x)) with x = norm(hidden), in the dtype of hidden."""
+        x = rms_norm(hidden, self.mlp_norm, self.config.rms_norm_eps, self.dtype)
+        gated = jax.nn.silu(linear(x, self.gate_weight)) * linear(x, self.up_weight)
+        return hidden + linear(gated, self.down_weight, dtype=hidden.dtype)
 
 
-def linear(x: Float[jax.Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None = None) -> Float[jax.Array, "B T O"]:
-    """x @ weight.T + bias in the dtype of x."""
-    y = jnp.einsum("bti,oi->bto", x, weight[...].astype(x.dtype))
-    return y if bias is None else y + bias[...].astype(x.dtype)
+def linear(
+    x: Float[jax.Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None = None, dtype: DTypeLike | None = None
+) -> Float[jax.Array, "B T O"]:
+    """x @ weight.T + bias: operands in the dtype of x, the result in `dtype`, without one in the dtype of x."""
+    y = jnp.einsum("bti,oi->bto", x, weight[...].astype(x.dtype), preferred_element_type=dtype)
+    return y if bias is None else y + bias[...].astype(y.dtype)
 
 
-def rms_norm(x: Float[jax.Array, "B T D"], weight: nnx.Param, eps: float) -> Float[jax.Array, "B T D"]:
-    """x / sqrt(mean(x^2) + eps) * weight: the mean in float32, the product with the weight in the dtype of x."""
+def rms_norm(
+    x: Float[jax.Array, "B T D"], weight: nnx.Param, eps: float, dtype: DTypeLike
+) -> Float[jax.Array, "B T D"]:
+    """x / sqrt(mean(x^2) + eps) * weight: computed in float32 and rounded once, to `dtype`."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype) * weight[...].astype(x.dtype)
+    return (wide * scale * weight[...].astype(jnp.float32)).astype(dtype)
 
 
 def rotary(positions: Int[jax.Array, "B T"], head_dim: int, theta: float) -> Float[jax.Array, "2 B T 1 R"]:

@@ -16,7 +16,7 @@ from flax import nnx
 
 from mllm.model import weights
 from mllm.model.architecture import Qwen2Config
-from mllm.model.decoder import KVCache, Qwen2, attention_mask
+from mllm.model.decoder import KVCache, Qwen2, attention_mask, rms_norm
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -100,6 +100,18 @@ def test_logits_agree_with_transformers(name: str) -> None:
     logits, _ = logits_of(config, params, tokens, positions, jnp.ones_like(tokens))
     assert np.std(expected) > 1, "logits this small would hide a wrong layer"
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_norm_rounds_once(dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 8, 64)), dtype)
+    weight = nnx.Param(jnp.asarray(rng.uniform(0.5, 4, 64), jnp.bfloat16))
+    wide = np.asarray(x, np.float64)
+    exact = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-6) * np.asarray(weight[...], np.float64)
+    normed = rms_norm(x, weight, 1e-6, jnp.bfloat16)
+    assert normed.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(normed, np.float64), exact, rtol=1.001 * 2**-8, atol=0)
 
 
 def test_a_token_attends_to_its_own_segment_up_to_itself_and_padding_to_nothing() -> None:
