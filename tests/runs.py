@@ -63,7 +63,7 @@ def start_two(command: list[str], **variables: str) -> list[subprocess.Popen]:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     group = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
-    variables |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", **group}
+    variables |= {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4", **group}
     return [spawn(command, subprocess.STDOUT, **variables, JAX_PROCESS_ID=str(number)) for number in range(2)]
 
 

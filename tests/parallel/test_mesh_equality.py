@@ -22,8 +22,6 @@ ROLLOUT = {"max_prompt_length": 8, "max_completion_length": 8, "temperature": 0.
 STOPS = tuple(range(3, 40))
 PROMPTS = [list(range(1 + row, 3 + row + row % 6)) for row in range(13)]
 """A number of prompts that no mesh divides."""
-QUICKLY = {"xla_backend_optimization_level": 0}
-"""Compiles in half the time; XLA decides before that what is sharded, and how."""
 
 
 class Results(NamedTuple):
@@ -50,7 +48,7 @@ def compute_results(shape, initial):
     params = jax.device_put(initial, jax.tree.map(lambda leaf: leaf.sharding, policy.params))
     forwards = Forward(policy.graphdef, sft, mesh), Forward(policy.graphdef, grpo, mesh)
 
-    @jax.jit(compiler_options=QUICKLY)
+    @jax.jit
     def gradients(params, batch):
         loss, _, first = accumulate(forwards[0].loss, params, batch, ROWS)
         other_loss, _, second = accumulate(forwards[1].loss, params, batch, ROWS // 2)
