@@ -1,4 +1,5 @@
-"""Makes tests/fixtures: tiny Qwen2 checkpoints as transformers saves them, and the logits that it computes.
+"""Makes tests/fixtures: tiny Qwen2 checkpoints as transformers saves them, the logits that it computes, and its greedy
+completions.
 
 Run it where torch is installed, which the project itself never needs: `python tests/make_fixtures.py`. The
 result is committed (transformers 5.23, torch 2.13, CPU).
@@ -17,6 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 FIXTURES = Path(__file__).parent / "fixtures"
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 BATCH, TIME = 2, 12
+LIMIT, STOPS = 40, [5, 71]
 
 
 def make(name: str, *, dtype: torch.dtype, max_shard_size: str, seed: int, **settings: object) -> None:
@@ -42,7 +44,24 @@ def make(name: str, *, dtype: torch.dtype, max_shard_size: str, seed: int, **set
         tokens=tokens.numpy().astype(np.int32),
         positions=positions.numpy().astype(np.int32),
         logits=logits.numpy(),
+        **greedy_completions(saved),
     )
+
+
+def greedy_completions(model: Qwen2ForCausalLM) -> dict[str, np.ndarray]:
+    """Prompts of 1 to 9 tokens and transformers' greedy completions, -1 behind the ends; two tokens end them."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 96, (1, length), generator=generator) for length in (1, 9, 4, 9, 2, 6, 3)]
+    settings = {"do_sample": False, "max_new_tokens": LIMIT, "pad_token_id": 0, "eos_token_id": STOPS}
+    completions = []
+    for prompt in prompts:
+        whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+        completions.append(whole[0, prompt.shape[1] :].tolist())
+    padded = [completion + [-1] * (LIMIT - len(completion)) for completion in completions]
+    return {
+        "prompts": np.array([prompt[0].tolist() + [-1] * (9 - prompt.shape[1]) for prompt in prompts], np.int32),
+        "completions": np.array(padded, np.int32),
+    }
 
 
 if __name__ == "__main__":

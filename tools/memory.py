@@ -97,15 +97,16 @@ def row(config: "Config", devices: "Devices", head: str, micro: int, measured: b
     Args:
         bare: the peak without a head.
     """
+    from mllm.parallel.mesh import bytes_on_device
     from mllm.plan import memory as plan
     from mllm.plan.programs import Programs
 
     config = with_head(config, head, micro, devices.mesh)
     shapes = Programs(config, devices.mesh)
     known = {
-        "parameters": plan.on_device(shapes.state.params),
-        "optimizer": plan.on_device(shapes.state.opt_state),
-        "gradients": plan.on_device(shapes.gradients()),
+        "parameters": bytes_on_device(shapes.state.params),
+        "optimizer": bytes_on_device(shapes.state.opt_state),
+        "gradients": bytes_on_device(shapes.gradients()),
     }
     peak = account(config, devices, head, "update", measured).peak
     alone = account(config, devices, head, "head_of_update", measured=False)

@@ -195,8 +195,8 @@ class RolloutConfig(Section):
     """How many of the likeliest tokens are sampled from; 0: all."""
     stop: tuple[str, ...] = ()
     """Tokens that end a completion, besides the model's own."""
-    batch_size: PositiveInt | None = None
-    """Sequences decoded at a time; None: all of them."""
+    max_slots: PositiveInt | None = None
+    """The most sequences that are decoded at a time, over all devices; None: as many as the devices' memory holds."""
 
 
 class GrpoConfig(Section):

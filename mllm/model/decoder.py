@@ -1,4 +1,4 @@
-"""Qwen2.5 in Flax NNX: token ids to hidden states, whole sequences or step by step through a KV cache.
+"""Qwen2.5 in Flax NNX: token ids of whole sequences to hidden states; `decoding.py` does it a token at a time.
 
 The parameters of all layers are stacked along a first dim L and applied by one `jax.lax.scan`, so that a deep model
 compiles as fast as a shallow one. Matrices keep Hugging Face's layout, [out, in]. Follows Qwen2.5 (arXiv:2412.15115,
@@ -6,12 +6,12 @@ section 2), rotary positions (arXiv:2104.09864), RMSNorm (arXiv:1910.07467), gro
 SwiGLU (arXiv:2002.05202).
 
 Letters: B batch, T time, D hidden size, V vocabulary, L layers, H size of a head, N query heads, K key and value heads,
-R = H/2 rotated pairs, S slots of the cache; I and O the input and output size of a product.
+R = H/2 rotated pairs; I and O the input and output size of a product.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,36 +21,7 @@ from jaxtyping import Bool, Float, Int
 
 from mllm.model.architecture import Qwen2Config
 from mllm.model.attention import Attention
-from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, QUERIES, Layout, constrain, gather_parameters
-
-
-class KVCache(NamedTuple):
-    """Keys and values of the tokens so far."""
-
-    keys: Float[Any, "L B S K H"]
-    values: Float[Any, "L B S K H"]
-    segments: Int[Any, "B S"]
-    """0 marks an empty slot or padding; nothing attends to it."""
-    index: Int[Any, ""]  # type: ignore[assignment]  # hides tuple.index, which nobody calls
-    """The slot of the next token, the same in every row."""
-
-    @classmethod
-    def empty(
-        cls, config: Qwen2Config, batch: int, slots: int, dtype: DTypeLike, layout: Layout | None = None
-    ) -> "KVCache":
-        """A cache with room for `slots` tokens, padding included, in each of `batch` rows, in the compute dtype."""
-        shape = (config.num_hidden_layers, batch, slots, config.num_key_value_heads, config.head_dim)
-        return cls(
-            keys=constrain(layout, jnp.zeros(shape, dtype), CACHED_KEYS),
-            values=constrain(layout, jnp.zeros(shape, dtype), CACHED_KEYS),
-            segments=jnp.zeros((batch, slots), jnp.int32),
-            index=jnp.zeros((), jnp.int32),
-        )
-
-    @classmethod
-    def axes(cls) -> "KVCache":
-        """The logical axes of each array when one program gives the cache to another."""
-        return cls(CACHED_KEYS, CACHED_KEYS, ("batch",), ())
+from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, QUERIES, Layout, Params, constrain, gather_parameters
 
 
 class Qwen2(nnx.Module):
@@ -100,70 +71,67 @@ class Qwen2(nnx.Module):
         return (self.embed if self.head is None else self.head).get_value()
 
     def __call__(
+        self, tokens: Int[jax.Array, "B T"], positions: Int[jax.Array, "B T"], segments: Int[jax.Array, "B T"]
+    ) -> Float[jax.Array, "B T D"]:
+        """Hidden states after the last norm, in the compute dtype.
+
+        A query attends to a key iff both have the same segment, not 0, and the key is not later. Positions count
+        within each document; segments count a row's documents from 1, and 0 is padding, whose hidden states are
+        finite and meaningless. A token id beyond the vocabulary gives NaN.
+        """
+        hidden, _ = self.apply_layers(tokens, positions, segments)
+        return constrain(self.layout, self.last_norm(hidden), HIDDEN_STATES)
+
+    def keys_and_values(
+        self, tokens: Int[jax.Array, "B T"], positions: Int[jax.Array, "B T"], segments: Int[jax.Array, "B T"]
+    ) -> tuple[Float[jax.Array, "L B K T H"], Float[jax.Array, "L B K T H"]]:
+        """What the layers' attention reads of these tokens, in the compute dtype; the arguments are as for a call."""
+
+        def keep(x: Float[jax.Array, "B T K H"]) -> Float[jax.Array, "B K T H"]:
+            return constrain(self.layout, x.swapaxes(1, 2), CACHED_KEYS)
+
+        return self.apply_layers(tokens, positions, segments, keep)[1]
+
+    def apply_layers(
         self,
         tokens: Int[jax.Array, "B T"],
         positions: Int[jax.Array, "B T"],
         segments: Int[jax.Array, "B T"],
-        cache: KVCache | None = None,
-    ) -> tuple[Float[jax.Array, "B T D"], KVCache | None]:
-        """Hidden states after the last norm, in the compute dtype, and the cache with these tokens added.
-
-        A query attends to a key iff both have the same segment, not 0, and the key's slot is not later.
-        Positions count within each document; segments count a row's documents from 1, and 0 is padding, whose
-        hidden states are finite and meaningless. A token id beyond the vocabulary gives NaN. A cache must have
-        T slots left, which isn't checked.
-        """
-        slot = jnp.zeros((), jnp.int32) if cache is None else cache.index
-        key_segments = segments if cache is None else write(cache.segments, segments, (0, slot))
-        if cache is None and self.attention is not None:
+        keep: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> tuple[Float[jax.Array, "B T D"], Any]:
+        """The residual stream after the last layer, and `keep` of each layer's keys and values, [B, T, K, H] each."""
+        if self.attention is not None:
             attend = partial(self.attention, segments=segments)
         else:
-            attend = partial(jax.nn.dot_product_attention, mask=attention_mask(segments, key_segments, slot))
+            attend = partial(jax.nn.dot_product_attention, mask=attention_mask(segments))
         rotation = rotary(positions, self.config.head_dim, self.config.rope_theta)
         graphdef, layers = nnx.split(self.layers)
         layout = self.layout
 
-        # The whole cache is carried, not scanned over: a layer then writes its T new slots in place, where scanned
-        # outputs would copy all S of them at every token.
-        def step(carry: tuple, scanned: tuple) -> tuple[tuple, None]:
-            hidden, cached = carry
-            params, index = scanned
+        def step(hidden: Float[jax.Array, "B T D"], params: Params) -> tuple[Float[jax.Array, "B T D"], Any]:
             layer = nnx.merge(graphdef, gather_parameters(params, self.dtype, layout, "layers."))
             projected = layer.project(hidden, rotation)
             queries, keys, values = (
                 constrain(layout, x, axes) for x, axes in zip(projected, (QUERIES, KEYS, KEYS), strict=True)
             )
-            if cached is not None:
-                start = (index, 0, slot, 0, 0)
-                cached = write(cached[0], keys[None], start), write(cached[1], values[None], start)
-                keys, values = (jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in cached)
-            hidden = layer.add_attention(hidden, attend(queries, keys, values))
-            hidden = constrain(layout, hidden, HIDDEN_STATES)
+            hidden = constrain(layout, layer.add_attention(hidden, attend(queries, keys, values)), HIDDEN_STATES)
             hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
-            return (hidden, cached), None
+            return hidden, None if keep is None else (keep(keys), keep(values))
 
-        hidden = self.look_up(tokens, gathered=cache is not None)
-        cached = None if cache is None else (cache.keys, cache.values)
-        indices = jnp.arange(self.config.num_hidden_layers)
-        (hidden, cached), _ = jax.lax.scan(rematerialize(step, self.remat), (hidden, cached), (layers, indices))
-        if cached is not None:
-            cache = KVCache(*cached, segments=key_segments, index=slot + tokens.shape[1])
-        hidden = rms_norm(hidden, self.norm, self.config.rms_norm_eps, self.dtype)
-        return constrain(layout, hidden, HIDDEN_STATES), cache
+        # Each device looks up its own columns of the embedding for all rows of its replica, and the devices exchange
+        # these, which are far fewer numbers than the embedding has.
+        hidden = self.look_up(constrain(layout, tokens, ("rows_of_replica", "time")))
+        hidden = constrain(layout, hidden, ("rows_of_replica", "time", "embed"))
+        return jax.lax.scan(rematerialize(step, self.remat), constrain(layout, hidden, HIDDEN_STATES), layers)
 
-    def look_up(self, tokens: Int[jax.Array, "B T"], gathered: bool) -> Float[jax.Array, "B T D"]:
-        """The tokens' rows of the embedding, rounded to the compute dtype, in the residual stream's dtype.
+    def look_up(self, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "B T D"]:
+        """The tokens' rows of the embedding, rounded to the compute dtype, in the residual stream's dtype."""
+        hidden = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
+        return hidden.astype(self.dtype).astype(self.residual_dtype)
 
-        Unless the embedding is `gathered` over fsdp, each device looks up its own columns for all rows of its
-        replica, and the devices exchange these, which are far fewer numbers than the embedding has.
-        """
-        if not gathered:
-            tokens = constrain(self.layout, tokens, ("rows_of_replica", "time"))
-        hidden = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan).astype(self.dtype)
-        hidden = hidden.astype(self.residual_dtype)
-        if not gathered:
-            hidden = constrain(self.layout, hidden, ("rows_of_replica", "time", "embed"))
-        return constrain(self.layout, hidden, HIDDEN_STATES)
+    def last_norm(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
+        """Hidden states in the compute dtype: the norm of the residual stream after the last layer."""
+        return rms_norm(hidden, self.norm, self.config.rms_norm_eps, self.dtype)
 
 
 class Layer(nnx.Module):
@@ -248,18 +216,10 @@ def rotate(x: Float[jax.Array, "B T N H"], rotation: Float[jax.Array, "2 B T 1 R
     return rotated.astype(x.dtype)
 
 
-def attention_mask(
-    segments: Int[jax.Array, "B T"], key_segments: Int[jax.Array, "B S"], first_slot: Int[jax.Array, ""]
-) -> Bool[jax.Array, "B 1 T S"]:
-    """Whether a query attends to a key; the queries have the slots from `first_slot` on."""
-    same = (segments[:, :, None] == key_segments[:, None, :]) & (key_segments != 0)[:, None, :]
-    slots = first_slot + jnp.arange(segments.shape[1])
-    return (same & (jnp.arange(key_segments.shape[1]) <= slots[:, None]))[:, None]
-
-
-def write(array: jax.Array, update: jax.Array, start: tuple) -> jax.Array:
-    """The array with `update` written from the index `start` on."""
-    return jax.lax.dynamic_update_slice(array, update.astype(array.dtype), start)
+def attention_mask(segments: Int[jax.Array, "B T"]) -> Bool[jax.Array, "B 1 T T"]:
+    """Whether a query (the third dim) attends to a key (the last): see `Qwen2.__call__`."""
+    same = (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, None, :]
+    return jnp.tril(same)[:, None]
 
 
 def rematerialize(step: Callable[..., Any], remat: str) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ alone, have at most one axis beside `layers`.
 HIDDEN_STATES = ("batch", "time", "hidden")
 QUERIES = ("batch", "time", "heads", "head_dim")
 KEYS = ("batch", "time", "kv_heads", "head_dim")
-CACHED_KEYS = ("layers", "batch", "slots", "kv_heads", "head_dim")
+CACHED_KEYS = ("batch", "kv_heads", "places", "head_dim")
 """The axes of activations. Values have those of keys."""
 
 
@@ -63,11 +63,6 @@ def map_parameters(function: Callable[[Any, tuple[str, ...]], Any], params: Para
         return function(leaf, LOGICAL_AXES[prefix + parameter_name(path)])
 
     return jax.tree_util.tree_map_with_path(apply, params)
-
-
-def map_with_axes(function: Callable[[Any, Axes], Any], axes: Any, tree: Any) -> Any:
-    """The tree with `function(array, its logical axes)` for each array; `axes` is the same tree with its tuples."""
-    return jax.tree.map(lambda axes, array: function(array, axes), axes, tree, is_leaf=lambda x: type(x) is tuple)
 
 
 def gathered_axes(axes: tuple[str, ...]) -> Axes:
@@ -114,9 +109,13 @@ class Layout:
         """The shape and dtype of each parameter, with its sharding as it is stored."""
         return map_parameters(lambda x, axes: self.abstract(x.shape, x.dtype, axes), params)
 
-    def abstract_gathered(self, params: Params, dtype: DTypeLike) -> Params:
+    def abstract_gathered(self, params: Params, dtype: DTypeLike, prefix: str = "") -> Params:
         """The shape, dtype and sharding of each parameter as `gather_parameters` gives it."""
-        return map_parameters(lambda x, axes: self.abstract(x.shape, dtype, gathered_axes(axes)), params)
+
+        def gathered(parameter: Any, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+            return self.abstract(parameter.shape, dtype, gathered_axes(axes[-len(parameter.shape) :]))
+
+        return map_parameters(gathered, params, prefix)
 
 
 def constrain(layout: Layout | None, array: Shaped[Array, "..."], axes: Axes) -> Shaped[Array, "..."]:

@@ -4,6 +4,8 @@ dp replicates the parameters, fsdp shards them along the hidden size and gathers
 feed-forward layer and the vocabulary.
 """
 
+import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +22,7 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "batch": ("dp", "fsdp"),
     "rows_of_replica": "dp",
     "time": None,
-    "slots": None,
+    "places": None,
     "hidden": None,
     "layers": None,
     "embed": "fsdp",
@@ -70,3 +72,16 @@ def shard_batch(mesh: Mesh, batch: Any) -> Any:
         return jax.make_array_from_process_local_data(rows, np.asarray(array))
 
     return jax.tree.map(place, batch)
+
+
+def device_memory(mesh: Mesh) -> int:
+    """Bytes that programs may have on each device; CPU devices share the host's memory."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return device.memory_stats()["bytes_limit"]
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Bytes that one device holds of a tree of arrays or of their shapes, by their shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -7,21 +7,22 @@ holds. The host's memory and fragmentation are left out.
 """
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from mllm.config.schema import Config, MeshConfig
 from mllm.errors import UserError
-from mllm.parallel.mesh import AXES, make_mesh
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
 from mllm.plan import assignment, gpus, targets
 from mllm.plan.assignment import Account
-from mllm.plan.programs import Programs
+from mllm.plan.programs import Programs, without_files
+from mllm.rl.capacity import slots_that_fit
+from mllm.rl.schedule import PREFILLED_BATCHES
 
 COLUMNS = ("parameters", "optimizer", "gradients", "KV cache", "head", "activations")
 Tell = Callable[[str], None]
@@ -77,36 +78,48 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     if rows is not None:
         tell(f"micro_batch_size: {rows} is the largest that fits ({size(peak)}), of those that divide batch and mesh")
     if largest.peak > devices.memory:
-        raise UserError(remedy(config, phases, devices, rows))
+        raise UserError(remedy(config, phases, devices, rows, planner.slots))
 
 
 class Planner:
     """Compiles a configuration's programs, and tells of each when it is compiled."""
 
     def __init__(self, config: Config, devices: Devices, tell: Tell) -> None:
-        self.config = config
+        self.config = config = with_slots(config, devices)
         self.devices = devices
         self.tell = tell
         self.programs = Programs(config, devices.mesh)
+        self.slots = 0 if config.rollout is None else self.programs.slots
         beta = 0 if config.grpo is None else config.grpo.beta
-        self.reference = on_device(self.programs.policy.params) if beta > 0 else 0
+        self.reference = bytes_on_device(self.programs.policy.params) if beta > 0 else 0
 
     def phases(self) -> list[Phase]:
         """The phases prefill, decode and log-prob, where the run has them; the update comes last."""
         config, shapes, reference = self.config, self.programs, self.reference
-        optimizer = on_device(shapes.state.opt_state)
-        held = {"parameters": on_device(shapes.state.params) + reference, "optimizer": optimizer}
+        optimizer = bytes_on_device(shapes.state.opt_state)
+        held = {"parameters": bytes_on_device(shapes.state.params) + reference, "optimizer": optimizer}
         found = []
         if config.rollout is not None:
             # While tokens are sampled, the parameters and the optimizer's moments stay in memory.
-            decoding, cache = held["parameters"] + on_device(shapes.decoding_weights()), on_device(shapes.cache())
-            known = {**held, "parameters": decoding, "KV cache": cache}
-            for name, logits in (("prefill", 0), ("decode", on_device(shapes.logits()))):
-                found.append(phase(name, self.compile(name, name).peak + sum(held.values()), known, logits))
+            weights, cache, prompts = map(
+                bytes_on_device, (shapes.decoding_weights(), shapes.cache(), shapes.prefilled())
+            )
+            known = {
+                **held,
+                "parameters": held["parameters"] + weights,
+                "KV cache": cache + PREFILLED_BATCHES * prompts,
+            }
+            kept = held["parameters"] + optimizer
+            account = self.compile("prefill", "prefill")
+            others = kept - bytes_on_device(shapes.policy.params) + weights + cache + (PREFILLED_BATCHES - 1) * prompts
+            found.append(phase("prefill", account.peak + others, known, 0))
+            account = self.compile("decode", "decode")
+            logits = bytes_on_device(shapes.logits())
+            found.append(phase("decode", account.peak + kept + PREFILLED_BATCHES * prompts, known, logits))
         if config.grpo is not None:
             account, head = self.compile("log-prob", "logprob"), self.compile("log-prob, head", "head_of_logprob")
             found.append(phase("log-prob", account.peak + reference + optimizer, held, head.temporaries))
-        known = {**held, "gradients": on_device(shapes.gradients())}
+        known = {**held, "gradients": bytes_on_device(shapes.gradients())}
         account, head = self.compile("update", "update"), self.compile("update, head", "head_of_update")
         found.append(phase("update", account.peak + reference, known, head.temporaries))
         return found
@@ -146,12 +159,20 @@ class Planner:
         return found, peaks[candidates[0] if found is None else found]
 
 
+def with_slots(config: Config, devices: Devices) -> Config:
+    """The configuration with the number of slots that a run would choose on these devices."""
+    if config.rollout is None or config.rollout.max_slots is not None:
+        return config
+    slots = slots_that_fit(config, load_policy(without_files(config), devices.mesh), devices.memory)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_slots": slots})})
+
+
 def find_devices(config: MeshConfig, target: str | None) -> Devices:
     """The mesh on the devices at hand, TPUs as in `v6e:2x4`, or H100s as in `h100:8`; UserError where there is none."""
     if target is None:
         mesh = make_mesh(config)
         kind = mesh.devices.flat[0].device_kind
-        return Devices(f"{kind} at hand", mesh, jax.device_count(), memory_at_hand(mesh), None)
+        return Devices(f"{kind} at hand", mesh, jax.device_count(), device_memory(mesh), None)
     try:
         mesh = targets.mesh(target, [getattr(config, axis) for axis in AXES], AXES)
         return Devices(target, mesh, len(targets.devices(target)), targets.memory_limit(target), target)
@@ -159,23 +180,10 @@ def find_devices(config: MeshConfig, target: str | None) -> Devices:
         raise UserError(f"--target: {error}") from None
 
 
-def memory_at_hand(mesh: Mesh) -> int:
-    """Bytes that a program may have on each device; CPU devices share the host's memory."""
-    device = mesh.devices.flat[0]
-    if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-    return device.memory_stats()["bytes_limit"]
-
-
 def here(program: jax.stages.Compiled) -> Account:
     """The account of a program that was compiled for the devices at hand."""
     memory = targets.memory(program)
     return Account(memory["argument"], memory["temp"], memory["peak"])
-
-
-def on_device(tree: Any) -> int:
-    """Bytes that one device holds of a tree of shapes, by their shardings."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
@@ -200,7 +208,7 @@ def largest(candidates: Sequence[int], fits: Callable[[int], bool], known: int) 
     return candidates[low - 1] if low else None
 
 
-def remedy(config: Config, phases: Sequence[Phase], devices: Devices, rows: int | None) -> str:
+def remedy(config: Config, phases: Sequence[Phase], devices: Devices, rows: int | None, slots: int) -> str:
     """One line: what does not fit, by how much, and the nearest setting that does."""
     worst = max(phases, key=lambda phase: phase.peak)
     missing = f"{size(worst.peak - devices.memory)} too much in {worst.name}"
@@ -210,12 +218,11 @@ def remedy(config: Config, phases: Sequence[Phase], devices: Devices, rows: int 
         return f"mesh: parameters and optimizer take {size(state)} a device ({missing}); mesh.fsdp={fsdp} spreads them"
     if worst.name in ("prefill", "decode"):
         assert config.rollout is not None
-        rows_decoded = config.rollout.batch_size or config.batch_size
-        fixed = worst.parts["parameters"] + worst.parts["optimizer"]
-        fitting = int(rows_decoded * (devices.memory - fixed) / (worst.peak - fixed))
-        if fitting < 1:
+        shards, fixed = config.mesh.dp * config.mesh.fsdp, worst.peak - worst.parts["KV cache"] - worst.parts["head"]
+        fitting = int(slots * (devices.memory - fixed) / (worst.peak - fixed)) // shards * shards
+        if fitting < shards or slots == shards:
             return f"rollout: the copy of the parameters for decoding leaves no room ({missing}); raise mesh.tp"
-        return f"rollout.batch_size: {rows_decoded} rows do not fit ({missing}); about {fitting} would"
+        return f"rollout.max_slots: {slots} do not fit ({missing}); about {fitting} would"
     way_out = ", nor does a smaller one; raise mesh.fsdp" if rows is None else f"; set it to {rows}"
     return f"micro_batch_size: {config.micro_batch_size or config.batch_size} does not fit ({missing}){way_out}"
 

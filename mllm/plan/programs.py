@@ -4,7 +4,7 @@ Each is what the run itself would compile, at its largest: the longest prompts a
 """
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from jaxtyping import Float
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.model.architecture import PRESETS
-from mllm.model.layout import Params, map_with_axes
+from mllm.model.decoding import Cache, DecodingWeights, abstract_cache, abstract_decoding_weights
+from mllm.model.layout import Params
 from mllm.model.load import load_policy
-from mllm.rl import rollout
-from mllm.rl.rollout import DecodeInputs, DecodeState
+from mllm.rl import slots
+from mllm.rl.schedule import most_places, prompts_a_batch
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.step import Forward, abstract_state, make_logprob_pass, make_train_step
 
@@ -53,20 +54,25 @@ class Programs:
     # --- the programs -------------------------------------------------------------------------------------------------
 
     def prefill(self) -> Program:
-        """The prompts of a rollout into the cache."""
+        """The widest batch of prompts, whose keys and values are kept until slots are free."""
         assert self.config.rollout is not None
-        prompts = self.array((self.decoded_rows, self.config.rollout.max_prompt_length), jnp.int32, ("batch", None))
-        return jax.jit(self.sampling(rollout.prefill)), (self.decoding_weights(), prompts, self.decode_inputs())
+        width = self.config.rollout.max_prompt_length
+        rows = prompts_a_batch(self.slots // self.layout.row_shards, width) * self.layout.row_shards
+        prompts, lengths = (self.array(shape, jnp.int32, ("batch",)) for shape in ((rows, width), (rows,)))
+        return jax.jit(partial(slots.prefill, self.policy.graphdef)), (self.policy.params, prompts, lengths)
 
     def decode(self) -> Program:
-        """A chunk of the decode loop; completions and cache take the place of the ones before."""
-        # `rollout.decode` is only a part of the program that is compiled, so what it donates doesn't count.
-        chunk = jax.jit(self.sampling(rollout.decode), donate_argnums=1)
-        return chunk, (self.decoding_weights(), self.decode_state, self.decode_inputs(), self.array((), jnp.int32, ()))
-
-    def sampling(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`rollout.prefill` or `rollout.decode`, with the run's model and options bound."""
-        return partial(function, self.policy.graphdef, options=self.config.rollout, greedy=False)
+        """A chunk of decode steps in the most slots, with the largest cache, which it reuses."""
+        rows = self.slots
+        ints, live = (self.array((rows,), dtype, ("batch",)) for dtype in (jnp.int32, jnp.bool))
+        scalar, stop = (
+            self.array(shape, jnp.int32, (None,)[: len(shape)]) for shape in ((), (len(self.policy.stop_ids),))
+        )
+        stream = slots.Stream(stop, scalar, scalar)
+        # `slots.decode` is only a part of the program that is compiled, so what it donates doesn't count.
+        function = partial(slots.decode, self.policy.graphdef, options=self.config.rollout, greedy=False)
+        arguments = (slots.Slots(ints, ints, ints, ints, live), stream, scalar, scalar, scalar)
+        return jax.jit(function, donate_argnums=1), (self.decoding_weights(), self.cache(), *arguments)
 
     def logprob(self) -> Program:
         """The log-prob pass over a rollout."""
@@ -113,29 +119,26 @@ class Programs:
         return self.config.rollout.max_prompt_length + self.config.rollout.max_completion_length
 
     @property
-    def decoded_rows(self) -> int:
-        """Rows that are decoded at a time, in training or in evaluation."""
-        config = self.config
+    def slots(self) -> int:
+        """Sequences that are decoded at a time, in training or in evaluation."""
+        config, shards = self.config, self.layout.row_shards
         assert config.rollout is not None
         evaluated = 0 if config.eval is None or config.task is None else config.eval.prompts or config.task.heldout
-        rows = config.rollout.batch_size or max(evaluated, config.batch_size if config.algorithm == "grpo" else 0)
-        return rows + -rows % self.layout.row_shards
+        rows = max(evaluated, config.batch_size if config.algorithm == "grpo" else 0)
+        most = config.rollout.max_slots or rows
+        return shards * max(1, min(-(-rows // shards), most // shards))
 
-    def decode_inputs(self) -> DecodeInputs:
-        per_row, scalar = self.array((self.decoded_rows,), jnp.int32, ("batch",)), self.array((), jnp.int32, ())
-        stop = self.array((len(self.policy.stop_ids),), jnp.int32, (None,))
-        return DecodeInputs(per_row, per_row, stop, scalar, scalar, scalar)
+    def cache(self) -> Cache:
+        assert self.config.rollout is not None
+        return abstract_cache(self.model, self.slots, most_places(self.config.rollout))
 
-    @cached_property
-    def decode_state(self) -> DecodeState:
-        """What the decode loop carries."""
-        function, arguments = self.prefill()
-        state = jax.eval_shape(function, *arguments)
-        return map_with_axes(lambda x, axes: self.array(x.shape, x.dtype, axes), rollout.STATE_AXES, state)
+    def decoding_weights(self) -> DecodingWeights:
+        return abstract_decoding_weights(self.model, self.policy.params)
 
-    def decoding_weights(self) -> Params:
-        """The parameters as `rollout.decoding_weights` gives them."""
-        return self.layout.abstract_gathered(self.policy.params, self.model.dtype)
+    def prefilled(self) -> Cache:
+        """The keys and values of a batch of prompts."""
+        rows, width = self.prefill()[1][1].shape
+        return abstract_cache(self.model, rows, width)
 
     def head_operands(self) -> tuple[Float[Any, "B T D"], Float[Any, "V D"]]:
         shape = (self.micro_rows, self.length, self.policy.architecture.hidden_size)
@@ -151,10 +154,7 @@ class Programs:
         )
 
     def logits(self) -> jax.ShapeDtypeStruct:
-        return self.array((self.decoded_rows, self.policy.architecture.vocab_size), jnp.float32, ("batch", "vocab"))
-
-    def cache(self) -> tuple[Float[Any, "L B S K H"], Float[Any, "L B S K H"]]:
-        return self.decode_state.cache.keys, self.decode_state.cache.values
+        return self.array((self.slots, self.policy.architecture.vocab_size), jnp.float32, ("batch", "vocab"))
 
 
 def without_files(config: Config) -> Config:

@@ -1,14 +1,19 @@
-"""Completions of prompts: one prefill, then a decode loop with a KV cache, each a compiled program.
+"""Completions of prompts: the rollout engine, for training, evaluation and tools/generate.py.
 
-Prompts are padded on the left to one of a few lengths, so that all rows write the same slot of the cache at a time and
-little is compiled. The decode loop runs in chunks, so that a signal is noticed between two of them; where a chunk ends
-changes no result. Which rows are decoded together changes nothing but rounding. On a mesh each device decodes its own
-rows, with parameters that are gathered over fsdp once. Rows that end early are not refilled.
+A distinct prompt is prefilled once, attending to itself alone, and serves all of its sequences. Sequences are decoded
+in slots; every `CHUNK` tokens, or as soon as enough have ended, those that ended leave, waiting ones take their slots,
+and where none wait the batch shrinks to fewer slots. The tokens of all rows end at the same place of the cache; when
+that is full, or larger than it need be, the live rows are repacked into one with the number of places that they need.
+Numbers of slots and of places are among few (buckets), so that little is compiled.
+
+What happens when depends on counted tokens only, never on time; who else is decoded changes a token only by rounding.
+On a mesh each device has its own share of prompts and slots.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -18,18 +23,19 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from mllm.config.schema import RolloutConfig
-from mllm.model.decoder import KVCache, Qwen2
-from mllm.model.layout import Params, gather_parameters, map_with_axes
+from mllm.model.decoding import Cache, LayerCache, abstract_cache, decoding_weights
+from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import RowShare, gather_objects, local_rows
-from mllm.rl import sampling
+from mllm.rl.schedule import PREFILLED_BATCHES, WIDTHS, bucket, deal, places_for, prompts_a_batch, slot_buckets
+from mllm.rl.slots import CHUNK, Slots, Stream, decode, insert, prefill, repack
 
-SHORTEST_BUCKET = 8
-CHUNK_SECONDS = 0.25
+CALL_SECONDS = 0.25
+"""About how long a call of the decode program may take, so that a signal is heard soon."""
 
 
 class Completions(NamedTuple):
-    """Sampled completions; numpy or JAX arrays. C is the configuration's `max_completion_length`."""
+    """Sampled completions in numpy arrays. C is the configuration's `max_completion_length`."""
 
     tokens: Int[Any, "B C"]
     """The stop token included; padding behind it."""
@@ -39,6 +45,42 @@ class Completions(NamedTuple):
     """Numbers of tokens, the stop token included."""
     finished: Bool[Any, "B"]
     """Whether a stop token ended the completion; False if it was cut off."""
+
+
+@dataclass
+class Work:
+    """What a rollout did, in counts; the same whenever the same tokens are sampled."""
+
+    tokens: int = 0
+    """Tokens of completions."""
+    prefilled: int = 0
+    """Tokens that were prefilled, padding included."""
+    steps: int = 0
+    """Decode steps."""
+    slot_steps: int = 0
+    """Decode steps times slots: the tokens that were computed."""
+    place_steps: int = 0
+    """Decode steps times slots times places of the cache: the keys, and the values, that were read in a layer."""
+
+
+@dataclass
+class PrefilledBatch:
+    """Prompts of all devices in the form of a cache."""
+
+    cache: Cache
+    width: int
+    waiting: int
+    """How many sequences of this process wait for a slot."""
+
+
+class Candidate(NamedTuple):
+    """A sequence whose prompt is prefilled."""
+
+    sequence: int
+    batch: PrefilledBatch
+    source: int
+    """The prompt's row among those that its device prefilled in the batch."""
+    tokens: Sequence[int]
 
 
 def generate(
@@ -53,195 +95,250 @@ def generate(
     step: int,
     first_sequence: int = 0,
     greedy: bool = False,
+    max_slots: int | None = None,
     poll: Callable[[], None] = lambda: None,
+    work: Work | None = None,
 ) -> Completions:
-    """Complete each prompt, `options.batch_size` of them at a time, rounded up for the mesh; the result is in numpy.
+    """Complete each prompt, at most `max_slots` at a time over all devices (None: all), at least one on each.
 
     Each process passes the prompts of its own rows, as many as the others. Seed, step and a prompt's number from
     `first_sequence` on determine its random key. With `greedy` the likeliest token is taken; log-probabilities are
-    0. What `poll`, called after every chunk by all processes, raises ends the rollout. ValueError is raised if
-    there are no prompts, or one is empty or longer than `options.max_prompt_length`.
+    0. What `poll`, called by all processes after each call of the decode program, raises ends the rollout. `work` is
+    added to. ValueError is raised if there are no prompts, or one is empty or longer than
+    `options.max_prompt_length`.
     """
     lengths, limit = sorted({*map(len, prompts)}), options.max_prompt_length
     if not lengths or lengths[0] == 0 or lengths[-1] > limit:
         raise ValueError(f"prompts: expected 1 to {limit} tokens each (rollout.max_prompt_length), got {lengths}")
-    layout = nnx.merge(graphdef, params).layout
-    shares = 1 if layout is None else RowShare.of_mesh(layout.mesh).count
-    rows = -(-options.batch_size // shares) if options.batch_size else len(prompts)
-    rows += 0 if layout is None else -rows % (layout.row_shards // shares)
-    weights = decoding_weights(graphdef, params)
-    batches = []
-    for start in range(0, len(prompts), rows):
-        batch = prompts[start : start + rows]
-        longest = max(gather_objects(max(map(len, batch))))
-        # A power of two, so that little is compiled.
-        width = min(max(SHORTEST_BUCKET, 1 << (longest - 1).bit_length()), limit)
-        arrays = (*pad_left(batch, rows, width, pad_id), first_sequence + start + np.arange(rows, dtype=np.int32))
-        tokens, prompt_lengths, sequences = arrays if layout is None else shard_batch(layout.mesh, arrays)
-        inputs = DecodeInputs(prompt_lengths, sequences, np.asarray(stop_ids, np.int32), pad_id, seed, step)
-        completions = complete(graphdef, weights, tokens, inputs, poll, options=options, greedy=greedy)
-        batches.append(local_rows(completions))
-    return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(prompts)], *batches)
+    engine = Engine(graphdef, params, prompts, options, max_slots, first_sequence, pad_id, greedy, poll, work or Work())
+    stream = Stream(np.asarray(stop_ids, np.int32), np.int32(seed), np.int32(step))
+    while engine.admit():
+        engine.decode_chunk(stream)
+    return engine.completions
 
 
-def pad_left(
-    prompts: Sequence[Sequence[int]], rows: int, width: int, pad_id: int
-) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, "B"]]:
-    """The prompts in `rows` rows of `width` tokens, each ending at the last, and their lengths: 0 in spare rows."""
-    tokens, lengths = np.full((rows, width), pad_id, np.int32), np.zeros(rows, np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, width - len(prompt) :] = prompt
-        lengths[row] = len(prompt)
-    return tokens, lengths
+@dataclass
+class Engine:
+    """The state of one rollout on the host. Arrays [X, B] have the slots of each of this process's row shards."""
 
+    graphdef: nnx.GraphDef
+    params: Params
+    prompts: Sequence[Sequence[int]]
+    options: RolloutConfig
+    max_slots: int | None
+    first_sequence: int
+    pad_id: int
+    greedy: bool
+    poll: Callable[[], None]
+    work: Work
+    batches: list[PrefilledBatch] = field(default_factory=list)
+    cache: list[LayerCache] = field(default_factory=list)
+    end: int = 0
+    """The place of the next token in the cache."""
+    steps_a_call: int = 1
 
-@partial(jax.jit, static_argnames="graphdef")
-def decoding_weights(graphdef: nnx.GraphDef, params: Params) -> Params:
-    """The parameters as `decode` reads them at every token: in the compute dtype, gathered over fsdp."""
-    model = nnx.merge(graphdef, params)
-    return gather_parameters(params, model.dtype, model.layout)
-
-
-def complete(
-    graphdef: nnx.GraphDef,
-    weights: Params,
-    prompts: Int[jax.Array | np.ndarray, "B P"],
-    inputs: "DecodeInputs",
-    poll: Callable[[], None],
-    **settings: Any,
-) -> Completions:
-    """Complete the rows of one batch, a chunk of the decode loop at a time, with `decoding_weights`."""
-    state = prefill(graphdef, weights, prompts, inputs, **settings)
-    num_tokens, chunk, limit = 1, 1, state.completions.tokens.shape[1]
-    while num_tokens < limit:
-        until, start = min(num_tokens + chunk, limit), time.perf_counter()
-        state = decode(graphdef, weights, state, inputs, until, **settings)
-        num_tokens = int(state.num_tokens)  # waits for the chunk
-        poll()
-        if num_tokens < until:  # all rows have ended
-            break
-        chunk = next_chunk(chunk, time.perf_counter() - start)
-    return state.completions
-
-
-def next_chunk(steps: int, seconds: float) -> int:
-    """Decode steps of the next chunk, if the last one made `steps` in `seconds`; the same in every process."""
-    # The first chunk compiles and says little: the fall is unbounded, the growth is not.
-    return max(1, min(2 * steps, int(steps * CHUNK_SECONDS / max(gather_objects(seconds)))))
-
-
-class DecodeInputs(NamedTuple):
-    """What determines the tokens of a batch's rows, beside the parameters and the prompts' tokens."""
-
-    prompt_lengths: Int[Any, "B"]
-    """0 for a spare row, which gets no tokens."""
-    sequences: Int[Any, "B"]
-    stop_ids: Int[Any, "S"]
-    pad_id: Int[Any, ""]
-    seed: Int[Any, ""]
-    step: Int[Any, ""]
-
-
-class DecodeState(NamedTuple):
-    """What the decode loop carries from step to step."""
-
-    num_tokens: Int[Any, ""]
-    completions: Completions
-    ended: Bool[Any, "B"]
-    cache: KVCache
-
-
-STATE_AXES: Any = DecodeState((), Completions(*[("batch",)] * 4), ("batch",), KVCache.axes())
-
-
-@partial(jax.jit, static_argnames=("graphdef", "options", "greedy"))
-def prefill(
-    graphdef: nnx.GraphDef,
-    weights: Params,
-    prompts: Int[jax.Array, "B P"],
-    inputs: DecodeInputs,
-    *,
-    options: RolloutConfig,
-    greedy: bool,
-) -> DecodeState:
-    """The state with the prompts in the cache and the first token of every row. See `decoding_weights`."""
-    rows, width = prompts.shape
-    limit = options.max_completion_length
-    model = nnx.merge(graphdef, weights)
-    empty = Completions(
-        tokens=jnp.full((rows, limit), inputs.pad_id, jnp.int32),
-        logprobs=jnp.zeros((rows, limit)),
-        lengths=jnp.zeros(rows, jnp.int32),
-        finished=jnp.zeros(rows, bool),
-    )
-    offsets = jnp.arange(width) - (width - inputs.prompt_lengths)[:, None]
-    cache = KVCache.empty(model.config, rows, width + limit, model.dtype, model.layout)
-    hidden, filled = model(prompts, jnp.maximum(offsets, 0), (offsets >= 0).astype(jnp.int32), cache)
-    assert filled is not None
-    state = DecodeState(jnp.zeros((), jnp.int32), empty, inputs.prompt_lengths == 0, filled)
-    return constrain_state(model, append_token(model, state, inputs, options, greedy, hidden, filled))
-
-
-@partial(jax.jit, static_argnames=("graphdef", "options", "greedy"), donate_argnames="state")
-def decode(
-    graphdef: nnx.GraphDef,
-    weights: Params,
-    state: DecodeState,
-    inputs: DecodeInputs,
-    until: Int[jax.Array, ""],
-    *,
-    options: RolloutConfig,
-    greedy: bool,
-) -> DecodeState:
-    """The state after decode steps until each row has `until` tokens or has ended; it reuses the memory of `state`."""
-    model = nnx.merge(graphdef, weights)
-
-    def unfinished(state: DecodeState) -> Bool[jax.Array, ""]:
-        return (state.num_tokens < until) & ~state.ended.all()
-
-    def decode_step(state: DecodeState) -> DecodeState:
-        tokens = jax.lax.dynamic_index_in_dim(state.completions.tokens, state.num_tokens - 1, axis=1)
-        positions = (inputs.prompt_lengths + state.num_tokens - 1)[:, None]
-        hidden, cache = model(tokens, positions, jnp.ones_like(tokens), state.cache)
-        return append_token(model, state, inputs, options, greedy, hidden, cache)
-
-    return constrain_state(model, jax.lax.while_loop(unfinished, decode_step, state))
-
-
-def append_token(
-    model: Qwen2,
-    state: DecodeState,
-    inputs: DecodeInputs,
-    options: RolloutConfig,
-    greedy: bool,
-    hidden: Float[jax.Array, "B T D"],
-    cache: KVCache,
-) -> DecodeState:
-    """The state with one more token in each row, drawn from the hidden states of the rows' last tokens."""
-    logits = jnp.einsum("bd,vd->bv", hidden[:, -1], model.head_weight, preferred_element_type=jnp.float32)
-    if greedy:
-        token, logprob = sampling.greedy(logits)
-    else:
-        token, logprob = sampling.sample(
-            logits,
-            sampling.sequence_keys(inputs.seed, inputs.step, inputs.sequences),
-            state.num_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
+    def __post_init__(self) -> None:
+        self.model = nnx.merge(self.graphdef, self.params)
+        self.layout = self.model.layout
+        shares = 1 if self.layout is None else RowShare.of_mesh(self.layout.mesh).count
+        self.all_shards = 1 if self.layout is None else self.layout.row_shards
+        self.shards = self.all_shards // shares
+        self.queues = deal(self.prompts, self.shards)
+        most = max(gather_objects(max(sum(len(p.sequences) for p in queue) for queue in self.queues)))
+        self.most_slots = most if self.max_slots is None else max(1, min(most, self.max_slots // self.all_shards))
+        self.candidates: list[deque[Candidate]] = [deque() for _ in range(self.shards)]
+        self.weights = decoding_weights(self.graphdef, self.params)
+        rows, limit = len(self.prompts), self.options.max_completion_length
+        self.completions = Completions(
+            tokens=np.full((rows, limit), self.pad_id, np.int32),
+            logprobs=np.zeros((rows, limit), np.float32),
+            lengths=np.zeros(rows, np.int32),
+            finished=np.zeros(rows, bool),
         )
-    stopped = (token[:, None] == inputs.stop_ids).any(-1)
-    before, ended, place = state.completions, state.ended, state.num_tokens
-    completions = Completions(
-        tokens=before.tokens.at[:, place].set(jnp.where(ended, inputs.pad_id, token)),
-        logprobs=before.logprobs.at[:, place].set(jnp.where(ended, 0.0, logprob)),
-        lengths=before.lengths + ~ended,
-        finished=before.finished | (stopped & ~ended),
-    )
-    return DecodeState(place + 1, completions, ended | stopped, cache)
+        self.sequences = np.full((self.shards, 0), -1)
+        """The sequence in each slot, -1 for none."""
+        self.last_tokens = np.zeros((self.shards, 0), np.int32)
+        self.lengths = np.zeros((self.shards, 0), np.int32)
+        """How many tokens of a row are in the cache."""
 
+    @property
+    def places(self) -> int:
+        return self.cache[0].keys.shape[2] if self.cache else 0
 
-def constrain_state(model: Qwen2, state: DecodeState) -> DecodeState:
-    """The state, laid out by the mesh's table: `prefill` and `decode` give what `decode` takes."""
-    layout = model.layout
-    return state if layout is None else map_with_axes(layout.constrain, STATE_AXES, state)
+    # --- sequences enter and leave ------------------------------------------------------------------------------------
+
+    def admit(self) -> bool:
+        """Fill free slots, in a cache as large as the rows need; False where no sequence is left in any process."""
+        while max(gather_objects(self.wants_prompts())):
+            self.prefill()
+        live = (self.sequences >= 0).sum(axis=1)
+        entering = [
+            [candidates[i] for i in range(min(len(candidates), self.most_slots - count))]
+            for candidates, count in zip(self.candidates, live, strict=True)
+        ]
+        rows = max(count + len(new) for count, new in zip(live, entering, strict=True))
+        width = max((candidate.batch.width for new in entering for candidate in new), default=0)
+        longest = int(self.lengths.max(initial=0, where=self.sequences >= 0))
+        rows, end = (int(most) for most in np.max(gather_objects((rows, max(width, longest))), axis=0))
+        if rows == 0:
+            return False
+        slots, places = bucket(rows, slot_buckets(self.most_slots)), places_for(end, self.options)
+        full = self.end + CHUNK > self.places or self.end < end
+        if slots != self.sequences.shape[1] or full or places < self.places:
+            self.repack(slots, places, end)
+        self.enter(entering)
+        return True
+
+    def wants_prompts(self) -> bool:
+        """Whether a shard has more free slots than prefilled sequences for them, and prompts that may be prefilled."""
+        if len(self.batches) == PREFILLED_BATCHES:
+            return False
+        free = self.most_slots - (self.sequences >= 0).sum(axis=1)
+        return any(
+            queue and len(candidates) < count
+            for queue, candidates, count in zip(self.queues, self.candidates, free, strict=True)
+        )
+
+    def prefill(self) -> None:
+        """Prefill the next prompts of each shard."""
+        most = max(gather_objects(max(map(len, self.queues))))
+        longest = max(gather_objects(max((len(p.tokens) for queue in self.queues for p in queue), default=1)))
+        rows = prompts_a_batch(min(most, self.most_slots), bucket(longest, WIDTHS))
+        taken = [[queue.popleft() for _ in range(min(rows, len(queue)))] for queue in self.queues]
+        # The last token of a prompt is the first that is decoded.
+        longest = max(gather_objects(max((len(p.tokens) - 1 for part in taken for p in part), default=0)))
+        width = min(bucket(longest, WIDTHS), self.options.max_prompt_length)
+        tokens, lengths = np.zeros((self.shards, rows, width), np.int32), np.zeros((self.shards, rows), np.int32)
+        batch = PrefilledBatch((), width, sum(len(p.sequences) for part in taken for p in part))
+        for shard, part in enumerate(taken):
+            for row, prompt in enumerate(part):
+                lengths[shard, row] = len(prompt.tokens) - 1
+                tokens[shard, row, : lengths[shard, row]] = prompt.tokens[:-1]
+                for sequence in prompt.sequences:
+                    self.candidates[shard].append(Candidate(sequence, batch, row, prompt.tokens))
+        batch.cache = prefill(self.graphdef, self.params, *self.on_devices((tokens, lengths)))
+        self.batches.append(batch)
+        self.work.prefilled += tokens.size
+
+    def repack(self, slots: int, places: int, end: int) -> None:
+        """Put the live rows into the first slots of a cache of this size, so that they end at `end`."""
+        order = np.argsort(self.sequences < 0, axis=1, kind="stable")
+        sources = np.zeros((self.shards, slots), np.int32)
+        kept = min(slots, order.shape[1])
+        sources[:, :kept] = order[:, :kept]
+        if self.cache:
+            before = end if end > self.end else 0
+            shift, placed = np.int32(self.end - end + before), self.on_devices(sources)
+            for index, layer in enumerate(self.cache):  # one at a time, so that no second cache is held
+                self.cache[index] = repack(layer, placed, shift, before=before, places=places, layout=self.layout)
+        else:
+            shapes = abstract_cache(self.model, self.all_shards * slots, places)
+            self.cache = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), x) for x in shapes]
+        self.end = end
+
+        def moved(array: np.ndarray, nothing: int) -> np.ndarray:
+            result = np.full((self.shards, slots), nothing, array.dtype)
+            result[:, :kept] = np.take_along_axis(array, order[:, :kept], axis=1)
+            return result
+
+        self.sequences, self.last_tokens = moved(self.sequences, -1), moved(self.last_tokens, 0)
+        self.lengths = moved(self.lengths, 0)
+
+    def enter(self, entering: Sequence[Sequence[Candidate]]) -> None:
+        """Put these sequences of each shard into free slots."""
+        sources = {id(batch): np.full(self.sequences.shape, -1, np.int32) for batch in self.batches}
+        for shard, candidates in enumerate(entering):
+            free = np.flatnonzero(self.sequences[shard] < 0)
+            for slot, candidate in zip(free, candidates, strict=False):
+                self.candidates[shard].popleft()
+                self.sequences[shard, slot] = candidate.sequence
+                self.last_tokens[shard, slot] = candidate.tokens[-1]
+                self.lengths[shard, slot] = len(candidate.tokens) - 1
+                sources[id(candidate.batch)][shard, slot] = candidate.source
+                candidate.batch.waiting -= 1
+        for batch in list(self.batches):
+            chosen = sources[id(batch)]
+            entered, waiting = zip(*gather_objects((bool((chosen >= 0).any()), batch.waiting)), strict=True)
+            if any(entered):
+                placed, end = self.on_devices(chosen), np.int32(self.end)
+                for index, prompts in enumerate(batch.cache):
+                    self.cache[index] = insert(self.cache[index], prompts, placed, end, layout=self.layout)
+            if not any(waiting):
+                self.batches.remove(batch)
+
+    # --- decoding -----------------------------------------------------------------------------------------------------
+
+    def decode_chunk(self, stream: Stream) -> None:
+        """Decode until `CHUNK` tokens are made or enough sequences have ended, in calls that don't take long."""
+        left, live = CHUNK, sum(gather_objects(int((self.sequences >= 0).sum())))
+        enough = self.enough(live)
+        while left and live and enough > 0:
+            start, steps = time.perf_counter(), min(left, self.steps_a_call)
+            chunk = self.call(stream, steps, enough)
+            made, ended = int(chunk.steps), self.take(chunk, stream.stop_ids)
+            seconds, ended = np.array(gather_objects((time.perf_counter() - start, ended))).T
+            self.poll()
+            left, live, enough = left - made, live - int(ended.sum()), enough - int(ended.sum())
+            # The first call compiles and says little: the fall is unbounded, the growth is not.
+            speed = int(made * CALL_SECONDS / max(seconds.max(), 1e-9))
+            self.steps_a_call = max(1, min(2 * steps, speed, CHUNK))
+
+    def enough(self, live: int) -> int:
+        """How many of the `live` sequences have to end before a chunk ends early."""
+        waiting = any(gather_objects(bool(self.batches) or any(self.queues)))
+        if waiting:
+            return max(1, live // 8)
+        slots = self.sequences.shape[1]
+        smaller = max((size for size in slot_buckets(self.most_slots) if size < slots), default=0)
+        return max(1, live - smaller * self.all_shards)
+
+    def call(self, stream: Stream, steps: int, enough: int) -> Any:
+        """Call the decode program; the result's arrays are numpy's, and hold this process's rows."""
+        live = self.sequences >= 0
+        counts = np.where(live, self.completions.lengths[self.sequences], 0)
+        slots = Slots(self.last_tokens, self.lengths, counts, self.sequences + self.first_sequence, live)
+        chunk, cache = decode(
+            self.graphdef,
+            self.weights,
+            tuple(self.cache),
+            self.on_devices(slots),
+            stream,
+            np.int32(self.end),
+            np.int32(steps),
+            np.int32(enough),
+            options=self.options,
+            greedy=self.greedy,
+        )
+        self.cache = list(cache)
+        return local_rows(chunk)
+
+    def take(self, chunk: Any, stop_ids: Int[np.ndarray, "S"]) -> int:
+        """Add the chunk's tokens to their completions and free the slots of those that ended; returns their number."""
+        steps, (tokens, logprobs) = int(chunk.steps), (x.reshape(*self.sequences.shape, -1) for x in chunk[:2])
+        results, ended = self.completions, 0
+        for shard, slot in np.argwhere(self.sequences >= 0):
+            sequence = self.sequences[shard, slot]
+            count = results.lengths[sequence]
+            made = tokens[shard, slot, : min(steps, results.tokens.shape[1] - count)]
+            stops = np.flatnonzero(np.isin(made, stop_ids))
+            made = made[: stops[0] + 1] if stops.size else made
+            results.tokens[sequence, count : count + made.size] = made
+            results.logprobs[sequence, count : count + made.size] = logprobs[shard, slot, : made.size]
+            results.lengths[sequence] += made.size
+            results.finished[sequence] = stops.size > 0
+            self.work.tokens += made.size
+            if stops.size or results.lengths[sequence] == results.tokens.shape[1]:
+                self.sequences[shard, slot] = -1
+                ended += 1
+        self.last_tokens = tokens[:, :, steps - 1].copy()
+        self.lengths = self.lengths + steps
+        self.end += steps
+        self.work.steps += steps
+        self.work.slot_steps += steps * self.sequences.size
+        self.work.place_steps += steps * self.sequences.size * self.places
+        return ended
+
+    def on_devices(self, tree: Any) -> Any:
+        """Arrays [X, B, ...] as the programs take them, [X B, ...], on the devices of their shards."""
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]).astype(bool if x.dtype == bool else np.int32), tree)
+        return flat if self.layout is None else shard_batch(self.layout.mesh, flat)

@@ -1,14 +1,15 @@
 """Prompts in, completions and their text out: the rollout bound to one model, tokenizer and mesh."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mllm.config.schema import Config, RolloutConfig
 from mllm.model.layout import Params
 from mllm.model.load import Policy
 from mllm.model.tokenizer import Tokenizer
-from mllm.rl.rollout import Completions, generate
+from mllm.rl.capacity import slots_that_fit
+from mllm.rl.rollout import Completions, Work, generate
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,12 @@ class Sampler:
     stop_ids: tuple[int, ...]
     options: RolloutConfig
     seed: int
+    max_slots: int | None = None
+    """The most sequences that are decoded at a time; None: all."""
     poll: Callable[[], None] = lambda: None
     """Called during rollouts by all processes alike: see `generate`."""
+    work: Work = field(default_factory=Work)
+    """What all rollouts so far did."""
 
     def complete(
         self,
@@ -48,7 +53,9 @@ class Sampler:
             step=step,
             first_sequence=first_sequence,
             greedy=greedy,
+            max_slots=self.max_slots,
             poll=self.poll,
+            work=self.work,
         )
         lengths = completions.lengths - completions.finished
         tokens = [row[:length].tolist() for row, length in zip(completions.tokens, lengths, strict=True)]
@@ -59,4 +66,5 @@ def make_sampler(config: Config, policy: Policy, poll: Callable[[], None]) -> Sa
     """The sampler of a run; None if the run samples nothing."""
     if config.rollout is None:
         return None
-    return Sampler(policy.graphdef, policy.tokenizer, policy.stop_ids, config.rollout, config.seed, poll)
+    slots = config.rollout.max_slots or slots_that_fit(config, policy)
+    return Sampler(policy.graphdef, policy.tokenizer, policy.stop_ids, config.rollout, config.seed, slots, poll)

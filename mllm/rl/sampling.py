@@ -22,7 +22,7 @@ def sequence_keys(
 def sample(
     logits: Float[jax.Array, "B V"],
     keys: Key[jax.Array, "B"],
-    position: Int[jax.Array, ""] | int,
+    positions: Int[jax.Array, "B"],
     *,
     temperature: float,
     top_k: int,
@@ -31,10 +31,11 @@ def sample(
     """One token for each row, and its log-probability (float32, nats) under the distribution that it was drawn from.
 
     The temperature divides the logits. `top_k` keeps the k likeliest tokens, 0 all; among those `top_p` keeps the
-    fewest likeliest that have this probability together, 1 all. `position` is the token's place in its completion.
+    fewest likeliest that have this probability together, 1 all. `positions` are the places in completions.
     """
     kept = exclude(logits / temperature, top_k, top_p)
-    noise = jax.vmap(lambda key: jax.random.gumbel(jax.random.fold_in(key, position), kept.shape[1:]))(keys)
+    keys = jax.vmap(jax.random.fold_in)(keys, positions)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, kept.shape[1:]))(keys)
     token = jnp.argmax(kept + noise, axis=-1)
     # XLA fuses this sum with the mask, which the kernel of `logits_logprobs` would have to read from memory.
     chosen = jnp.take_along_axis(kept, token[:, None], axis=-1)[:, 0]

@@ -133,8 +133,7 @@ class Forward:
         if model.layout is not None:
             # The parameters have these shardings already; a constraint on them constrains their gradients, too.
             model = nnx.merge(self.graphdef, map_parameters(model.layout.constrain, params))
-        hidden, _ = model(batch.tokens, batch.positions, batch.segments)
-        return hidden, model.head_weight
+        return model(batch.tokens, batch.positions, batch.segments), model.head_weight
 
     def operands(self, batch: Batch) -> list[Float[Array, "B T"]]:
         """The arrays of the batch that the objective takes, in its order."""

@@ -21,7 +21,7 @@ from mllm.errors import UserError
 from mllm.model import attention
 from mllm.model.architecture import PRESETS, Qwen2Config
 from mllm.model.attention import Attention, AttentionChoice, choose
-from mllm.model.decoder import KVCache, Qwen2, attention_mask
+from mllm.model.decoder import Qwen2, attention_mask
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.plan import targets
@@ -89,7 +89,7 @@ def test_cudnn_needs_no_mask_for_rows_of_one_document_with_padding_behind_it():
 
 
 def check_against_masked(attend, segments, sizes, tolerance):
-    mask = attention_mask(segments, segments, jnp.asarray(0))
+    mask = attention_mask(segments)
     *inputs, weights = inputs_of(*sizes)
     weights *= (segments != 0)[:, :, None, None]  # the outputs of padding are never used
 
@@ -165,19 +165,6 @@ def test_the_update_compiles_for_tpus(shape):
     mesh = targets.mesh("v5e:2x4", shape, ("dp", "fsdp", "tp"))
     program = targets.compiled(*train_gradient(mesh), mesh)
     assert "splash_mha_dkv_segmented" in program.as_text()
-
-
-def test_decoding_through_a_cache_does_not_use_splash_attention():
-    architecture = Qwen2Config.from_hf(HEADS_OF_64, "test")
-    model = Qwen2.abstract(architecture, attention=Attention("splash", make_mesh(ONE)))
-    graphdef, params = nnx.split(model)
-    tokens, cache = jnp.ones((1, 4), jnp.int32), KVCache.empty(architecture, 1, 8, jnp.bfloat16)
-
-    def traced(*cache):
-        return str(jax.make_jaxpr(lambda params: nnx.merge(graphdef, params)(tokens, tokens, tokens, *cache))(params))
-
-    assert "pallas_call" in traced()
-    assert "pallas_call" not in traced(cache)
 
 
 SMALL = PRESETS["Qwen/Qwen2.5-0.5B"]  # 14 heads of 64, 2 of them for keys and values

@@ -1,4 +1,4 @@
-"""Qwen2 against transformers' own, with and without a cache, packed, padded and rematerialised.
+"""Qwen2 against transformers' own: whole sequences, packed, padded and rematerialised.
 
 Expected logits come from tests/make_fixtures.py.
 """
@@ -16,7 +16,7 @@ from flax import nnx
 
 from mllm.model import weights
 from mllm.model.architecture import Qwen2Config
-from mllm.model.decoder import KVCache, Qwen2, attention_mask, rms_norm
+from mllm.model.decoder import Qwen2, attention_mask, rms_norm
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -49,16 +49,15 @@ def compiled(config: Qwen2Config) -> Any:
     graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=jnp.float32))
 
     @jax.jit
-    def run(params: nnx.State, *inputs: Any) -> tuple[jax.Array, KVCache | None]:
+    def run(params: nnx.State, *inputs: Any) -> jax.Array:
         model = nnx.merge(graphdef, params)
-        hidden, state = model(*inputs)
-        return jnp.einsum("btd,vd->btv", hidden, model.head_weight), state
+        return jnp.einsum("btd,vd->btv", model(*inputs), model.head_weight)
 
     return run
 
 
 def logits_of(config: Qwen2Config, params: nnx.State, *inputs: Any) -> Any:
-    """Float32 logits [B, T, V] and the cache."""
+    """Float32 logits [B, T, V]."""
     with jax.default_matmul_precision("highest"):
         return compiled(config)(params, *inputs)
 
@@ -72,7 +71,7 @@ def gradients(name: str, *, padded: bool = False, remat: Any = "none") -> nnx.St
 
     def loss(params: nnx.State, segments: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, params)
-        hidden, _ = model(tokens, positions, segments)
+        hidden = model(tokens, positions, segments)
         return jnp.mean(jnp.sin(hidden.astype(jnp.float32) @ model.head_weight.T))
 
     return jax.jit(jax.grad(loss))(params, segments)
@@ -90,14 +89,14 @@ def logits_alone(name: str, *documents: jax.Array) -> list[np.ndarray]:
     lengths = [len(document) for document in documents]
     padded = jnp.stack([jnp.pad(document, (0, tokens.shape[1] - len(document))) for document in documents])
     segments = (places < jnp.array(lengths)[:, None]).astype(jnp.int32)
-    logits, _ = logits_of(config, params, padded, places, segments)
+    logits = logits_of(config, params, padded, places, segments)
     return [row[:length] for row, length in zip(logits, lengths, strict=True)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_agree_with_transformers(name: str) -> None:
     config, params, tokens, positions, expected = fixture(name)
-    logits, _ = logits_of(config, params, tokens, positions, jnp.ones_like(tokens))
+    logits = logits_of(config, params, tokens, positions, jnp.ones_like(tokens))
     assert np.std(expected) > 1, "logits this small would hide a wrong layer"
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
 
@@ -116,11 +115,9 @@ def test_the_norm_rounds_once(dtype: Any) -> None:
 
 def test_a_token_attends_to_its_own_segment_up_to_itself_and_padding_to_nothing() -> None:
     segments = np.array([[0, 1, 1, 2, 2, 0], [1, 2, 2, 2, 0, 3]])
-    keys = np.array([[0, 0, 1, 1, 1, 2, 2, 0], [1, 1, 1, 2, 2, 2, 0, 3]])  # two slots came before
-    mask = attention_mask(jnp.asarray(segments), jnp.asarray(keys), jnp.asarray(2))
-    for b, query, slot in np.ndindex(2, 6, 8):
-        attends = segments[b, query] == keys[b, slot] != 0 and slot <= query + 2
-        assert mask[b, 0, query, slot] == attends
+    mask = attention_mask(jnp.asarray(segments))
+    for b, query, key in np.ndindex(2, 6, 6):
+        assert mask[b, 0, query, key] == (segments[b, query] == segments[b, key] != 0 and key <= query)
 
 
 def test_documents_packed_in_a_row_do_not_see_each_other() -> None:
@@ -128,54 +125,16 @@ def test_documents_packed_in_a_row_do_not_see_each_other() -> None:
     config, params, tokens, _, _ = fixture(name)
     positions = jnp.tile(jnp.concatenate([jnp.arange(7), jnp.arange(5)]), (2, 1))
     segments = jnp.tile(jnp.repeat(jnp.array([1, 2]), jnp.array([7, 5]), total_repeat_length=12), (2, 1))
-    packed, _ = logits_of(config, params, tokens, positions, segments)
+    packed = logits_of(config, params, tokens, positions, segments)
     for row, document_logits in zip(tokens, packed, strict=True):
         first, second = logits_alone(name, row[:7], row[7:])
         np.testing.assert_allclose(document_logits[:7], first, atol=1e-5, rtol=0)
         np.testing.assert_allclose(document_logits[7:], second, atol=1e-5, rtol=0)
 
 
-def test_left_padded_prompts_decoded_through_the_cache_match_one_full_pass() -> None:
-    name = "grouped_bfloat16"
-    config, params, tokens, _, _ = fixture(name)
-    batch, time = tokens.shape
-    padding, prompt = jnp.array([[3], [0]]), 6
-    # Row 0 begins with three slots of padding, row 1 with none.
-    positions = jnp.maximum(jnp.arange(time) - padding, 0)
-    segments = (jnp.arange(time) >= padding).astype(jnp.int32)
-
-    cache = KVCache.empty(config, batch, time + 2, jnp.float32)
-    pieces = []
-    for part in (slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, time))):
-        logits, cache = logits_of(config, params, tokens[:, part], positions[:, part], segments[:, part], cache)
-        pieces.append(logits)
-    assert cache.index == time
-    cached = np.concatenate(pieces, axis=1)
-    for row, full in enumerate(logits_alone(name, tokens[0, 3:], tokens[1])):
-        np.testing.assert_allclose(cached[row, int(padding[row, 0]) :], full, atol=1e-5, rtol=0)
-
-
-def test_decoding_in_a_loop_does_not_copy_the_cache() -> None:
-    config = dataclasses.replace(fixture("grouped_bfloat16").config, num_hidden_layers=8)
-    graphdef, params = nnx.split(Qwen2.abstract(config, dtype=jnp.float32))
-    state = KVCache.empty(config, 2, 4096, jnp.float32)
-    one = jnp.ones((2, 1), jnp.int32)
-
-    def decode(params: nnx.State, state: KVCache) -> KVCache:
-        def step(state: KVCache) -> KVCache:
-            return nnx.merge(graphdef, params)(one, one * state.index, one, state)[1]
-
-        return jax.lax.while_loop(lambda state: state.index < 4096, step, state)
-
-    compiled = jax.jit(decode, donate_argnums=1).lower(params, state).compile()
-    # Attention may copy the layer that it reads, an eighth of the cache's keys and values, and no more.
-    cache_bytes = state.keys.nbytes + state.values.nbytes
-    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 2
-
-
 def test_padding_gives_finite_hidden_states_and_gradients() -> None:
     config, params, tokens, positions, _ = fixture("grouped_bfloat16")
-    logits, _ = logits_of(config, params, tokens, positions, padded_segments(tokens))
+    logits = logits_of(config, params, tokens, positions, padded_segments(tokens))
     assert np.isfinite(logits).all()
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients("grouped_bfloat16", padded=True)))
 
@@ -212,7 +171,7 @@ def test_the_more_is_rematerialized_the_less_is_kept_for_the_backward_pass() -> 
 
 def test_a_token_outside_the_vocabulary_gives_nan() -> None:
     config, params, tokens, positions, _ = fixture("tied")
-    logits, _ = logits_of(config, params, tokens.at[0, -1].set(96), positions, jnp.ones_like(tokens))
+    logits = logits_of(config, params, tokens.at[0, -1].set(96), positions, jnp.ones_like(tokens))
     assert np.isnan(logits[0, -1]).all()
     assert np.isfinite(logits[1]).all()
 

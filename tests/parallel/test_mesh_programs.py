@@ -5,20 +5,24 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from compiled_program import arrays, exchanged, text
+from flax import nnx
+from runs import changed
 from tiny import ARCHITECTURE, config, random_batch
 
 from kernels.lm_head import xla
+from mllm.model.decoding import gather_layer
 from mllm.model.load import load_policy
-from mllm.parallel.mesh import make_mesh, sharding
-from mllm.rl import rollout
-from mllm.rl.rollout import Completions, DecodeInputs, decode, decoding_weights, generate, prefill
+from mllm.parallel.mesh import bytes_on_device, make_mesh, sharding
+from mllm.plan.programs import Programs
+from mllm.rl.capacity import slots_that_fit
+from mllm.rl.slots import CHUNK, insert, repack
 from mllm.train.step import make_logprob_pass
 
-HIDDEN, ROWS, PROMPT, LIMIT = ARCHITECTURE["hidden_size"], 8, 16, 12
+HIDDEN, ROWS, PROMPT, LIMIT = ARCHITECTURE["hidden_size"], 16, 16, 12
 SETTINGS = config(
+    batch_size=ROWS,
     mesh={"fsdp": 4, "tp": 2},
     grpo={"num_generations": 4, "beta": 0.1, "reference": "initial"},
     rollout={"max_prompt_length": PROMPT, "max_completion_length": LIMIT},
@@ -33,78 +37,73 @@ def policy():
 
 @pytest.fixture(scope="module")
 def programs(policy):
-    """The compiled programs of a rollout: `gather` makes decoding weights, `prefill` and `decode` read them."""
-
-    def placed(leaf, sharding):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    rows = sharding(make_mesh(SETTINGS.mesh), ("batch",))
-    prompts, per_row = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for shape in ((ROWS, PROMPT), (ROWS,)))
-    inputs = DecodeInputs(per_row, per_row, jnp.array([1]), 0, 0, 0)
-    options = {"options": SETTINGS.rollout, "greedy": False}
-
-    gather = decoding_weights.lower(policy.graphdef, policy.params).compile()
-    weights = jax.tree.map(placed, policy.params, gather.output_shardings)
-    first = prefill.lower(policy.graphdef, weights, prompts, inputs, **options).compile()
-    state = jax.tree.map(placed, first.out_info, first.output_shardings)
-    chunk = decode.lower(policy.graphdef, weights, state, inputs, LIMIT, **options).compile()
-    return SimpleNamespace(gather=gather, prefill=first, decode=chunk)
+    """The compiled programs of a rollout."""
+    shapes = Programs(SETTINGS, make_mesh(SETTINGS.mesh))
+    layout, layer = policy_layout(policy), shapes.cache()[0]
+    scalar, per_row = (layout.abstract(shape, jnp.int32, ("batch",)[: len(shape)]) for shape in ((), (ROWS,)))
+    gathered = gather_layer.lower(policy.params["layers"], 0, jnp.dtype("float32"), layout)
+    called = {
+        "gather": gathered,
+        "insert": insert.lower(layer, shapes.prefilled()[0], per_row, scalar, layout=layout),
+        "repack": repack.lower(layer, per_row, scalar, before=0, places=48, layout=layout),
+        **{name: getattr(shapes, name)()[0].lower(*getattr(shapes, name)()[1]) for name in ("prefill", "decode")},
+    }
+    return SimpleNamespace(**{name: lowered.compile() for name, lowered in called.items()})
 
 
-def test_decoding_weights_are_sharded_over_tp_alone(policy, programs):
+def policy_layout(policy):
+    return nnx.merge(policy.graphdef, policy.params).layout
+
+
+def test_a_layer_s_decoding_weights_are_sharded_over_tp_alone(policy, programs):
     axes = {axis for sharding in jax.tree.leaves(programs.gather.output_shardings) for axis in sharding.spec}
     assert axes == {"tp", None}
     assert {array.kind for array in exchanged(programs.gather)} == {"all-gather"}
     # q_bias, k_bias and v_bias have no dim along fsdp.
-    assert len(exchanged(programs.gather)) == len(jax.tree.leaves(policy.params)) - 3
+    assert len(exchanged(programs.gather)) == len(jax.tree.leaves(policy.params["layers"])) - 3
 
 
-def test_prefill_and_decode_gather_no_parameters(programs):
-    for program in (programs.prefill, programs.decode):
-        gathered = [array.shape for array in exchanged(program) if array.kind == "all-gather"]
-        assert not [shape for shape in gathered if HIDDEN in shape]
+def test_a_decode_step_gathers_no_parameters(programs):
+    gathered = [array.shape for array in exchanged(programs.decode) if array.kind == "all-gather"]
+    assert not [shape for shape in gathered if HIDDEN in shape]
 
 
-def test_prefill_and_decode_sum_their_own_rows_over_tp_and_exchange_no_keys_or_values(programs):
-    for program, tokens in ((programs.prefill, PROMPT), (programs.decode, 1)):
-        summed = {array.shape for array in exchanged(program) if array.shape[-1] == HIDDEN}
-        assert summed == {(ROWS // 4, tokens, HIDDEN)}
-        assert not [array for array in exchanged(program) if HEAD_DIM in array.shape]
+def test_a_decode_step_sums_its_own_rows_over_tp(programs):
+    summed = {array.shape for array in exchanged(programs.decode) if array.shape[-1] == HIDDEN}
+    assert summed == {(ROWS // 4, 1, HIDDEN)}
 
 
-def test_each_device_holds_its_own_rows_and_heads_of_the_cache(programs):
-    slots = PROMPT + LIMIT
-    for program in (programs.prefill, programs.decode):
-        caches = {array.shape for array in arrays(text(program)) if len(array.shape) == 5 and slots in array.shape}
-        assert (ARCHITECTURE["num_hidden_layers"], ROWS // 4, slots, KV_HEADS // 2, HEAD_DIM) in caches
-        assert not [shape for shape in caches if ROWS in shape[1:2]]
+@pytest.mark.parametrize("name", ["prefill", "decode", "insert", "repack"])
+def test_devices_exchange_no_keys_or_values(programs, name):
+    shapes = {array.shape for array in exchanged(getattr(programs, name)) if len(array.shape) == 4}
+    assert not [shape for shape in shapes if shape[1] <= KV_HEADS and shape[3] == HEAD_DIM]
 
 
-def test_a_decode_state_takes_the_place_of_the_one_before(programs):
+def test_each_device_holds_its_own_slots_and_heads_of_the_cache(programs):
+    places = PROMPT + LIMIT + CHUNK
+    caches = {array.shape for array in arrays(text(programs.decode)) if places in array.shape[2:3]}
+    assert (ROWS // 4, KV_HEADS // 2, places, HEAD_DIM) in caches
+    assert not [shape for shape in caches if ROWS in shape[:1]]
+
+
+def test_a_chunk_s_cache_takes_the_place_of_the_one_before(programs):
     """So the program is compiled once, and there is no second cache."""
-    before, after = programs.decode.input_shardings[0][1], programs.decode.output_shardings
+    before, after = programs.decode.input_shardings[0][1], programs.decode.output_shardings[1]
     carried = 0
-    for info, one, other in zip(*map(jax.tree.leaves, (programs.decode.out_info, before, after)), strict=True):
+    for info, one, other in zip(*map(jax.tree.leaves, (programs.decode.out_info[1], before, after)), strict=True):
         assert one.is_equivalent_to(other, len(info.shape))
         carried += math.prod(other.shard_shape(info.shape)) * info.dtype.itemsize
     assert programs.decode.memory_analysis().alias_size_in_bytes == carried
 
 
-def test_a_rollout_of_several_batches_gathers_the_weights_once(policy, monkeypatch):
-    gathered, batches = [], []
-
-    def complete(graphdef, weights, prompts, *_, **settings):
-        batches.append(len(prompts))
-        rows = np.zeros(len(prompts), np.int32)
-        return Completions(np.zeros((len(prompts), LIMIT), np.int32), np.zeros((len(prompts), LIMIT)), rows, rows > 0)
-
-    monkeypatch.setattr(rollout, "decoding_weights", lambda *arguments: gathered.append(arguments))
-    monkeypatch.setattr(rollout, "complete", complete)
-    options = SETTINGS.rollout.model_copy(update={"batch_size": 5})  # 8, so that 4 devices share the rows
-    settings = {"options": options, "stop_ids": (1,), "pad_id": 0, "seed": 0, "step": 0}
-    assert len(generate(policy.graphdef, policy.params, [[5] * PROMPT] * 9, **settings).tokens) == 9
-    assert batches == [8, 8]
-    assert len(gathered) == 1
+def test_the_slots_that_fit_take_what_training_leaves_of_the_memory(policy):
+    """Evaluation alone may need more slots than there is room for, so they never depend on the number of prompts."""
+    least, most = (slots_that_fit(SETTINGS, policy, memory) for memory in (2**20, 2**30))
+    assert least == 4  # one for each device that has rows of its own
+    shapes = Programs(changed(SETTINGS, rollout={"max_slots": most}, eval={"prompts": 16}), make_mesh(SETTINGS.mesh))
+    assert shapes.slots == 16
+    token = bytes_on_device(shapes.cache()) / (16 / 4) / (PROMPT + LIMIT + CHUNK)
+    assert 0.7 * 2**30 < most / 4 * ((PROMPT + LIMIT + CHUNK) * token + 3 * 4 * 260 / 2) < 2**30
 
 
 def test_the_log_prob_pass_splits_the_rows_and_calls_the_head_s_forward_pass_only(policy, monkeypatch):

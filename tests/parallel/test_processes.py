@@ -28,7 +28,7 @@ SETTINGS = {
         mesh=MESH,
         grpo={"num_iterations": 2},
         task={"rewards": [{"name": "user_rewards:even_characters"}]},
-        rollout={"batch_size": 4},
+        rollout={"max_slots": 4},
         checkpoint={"every": 2},
         log={"samples": 6},
     ),

@@ -11,9 +11,10 @@ from runs import arguments, changed
 import train
 from mllm.config.schema import MeshConfig
 from mllm.model.layout import LOGICAL_AXES, parameter_name
-from mllm.parallel.mesh import make_mesh
+from mllm.parallel.mesh import bytes_on_device, make_mesh
 from mllm.plan import assignment, gpus, memory, targets
 from mllm.plan.programs import Programs
+from mllm.rl import rollout
 
 MIB = 2**20
 
@@ -77,14 +78,17 @@ def test_parameters_moments_and_gradients_are_counted_as_each_device_holds_them(
 
 
 @pytest.mark.slow
-def test_the_cache_is_that_of_a_device_s_rows_and_one_chunk_of_decoding_reuses_that_of_the_one_before(planned, shapes):
-    layers, rows, slots, heads, width = 2, 8 // 2, 16 + 4, 2, 8
+def test_the_cache_is_that_of_a_device_s_slots_and_one_chunk_of_decoding_reuses_that_of_the_one_before(planned, shapes):
+    """Besides there are keys and values of two batches of prompts, which wait for slots."""
+    slots, places, prompts = 8 // 2, 16 + 4 + rollout.CHUNK, 2 * 4 * 16
+    token = 2 * 4 * 2 * 2 * 8  # keys and values, float32, layers, heads, size
     phases, accounts, *_ = planned
-    cache, account = memory.on_device(shapes.cache()), accounts["decode"]
-    assert phases["prefill"].parts["KV cache"] == cache == 2 * 4 * layers * rows * slots * heads * width
+    account = accounts["decode"]
+    assert bytes_on_device(shapes.cache()) == token * slots * places
+    assert phases["prefill"].parts["KV cache"] == token * (slots * places + prompts)
     assert phases["update"].parts["KV cache"] == 0
-    assert account.arguments > cache
-    assert account.peak - account.arguments - account.temporaries < cache / 10
+    assert account.arguments > token * slots * places
+    assert account.peak - account.arguments - account.temporaries < token * slots * places / 10
 
 
 @pytest.mark.slow
@@ -128,7 +132,7 @@ def test_micro_batches_divide_the_batch_and_are_divided_by_the_devices_that_shar
         ("update", 2, (10, 0, 0, 110), 20, "micro_batch_size: 4 does not fit (MISSING); set it to 2"),
         ("update", None, (10, 0, 0, 110), 20, "4 does not fit (MISSING), nor does a smaller one; raise mesh.fsdp"),
         # 20 MiB stay; 8 rows take 160, so 80 are enough for 4.
-        ("decode", None, (20, 0, 160, 0), 80, "rollout.batch_size: 8 rows do not fit (MISSING); about 4 would"),
+        ("decode", None, (20, 0, 160, 0), 80, "rollout.max_slots: 8 do not fit (MISSING); about 4 would"),
         ("decode", None, (90, 9, 80, 8), 87, "for decoding leaves no room (MISSING); raise mesh.tp"),
     ],
 )
@@ -136,12 +140,12 @@ def test_the_error_names_the_nearest_setting_that_fits(config, phase, rows, mib,
     devices = memory.Devices("two", make_mesh(config.mesh), 8, 100 * MIB, None)
     columns = dict(zip(("parameters", "optimizer", "KV cache", "activations"), mib, strict=True))
     in_bytes = dict.fromkeys(memory.COLUMNS, 0) | {column: n * MIB for column, n in columns.items()}
-    said = memory.remedy(config, [memory.Phase(phase, in_bytes)], devices, rows)
+    said = memory.remedy(config, [memory.Phase(phase, in_bytes)], devices, rows, slots=8)
     assert message.replace("MISSING", f"{missing}.0 MiB too much in {phase}") in said
 
 
 def test_the_command_ends_with_that_line_and_code_2(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(memory, "memory_at_hand", lambda mesh: 1000)
+    monkeypatch.setattr(memory, "device_memory", lambda mesh: 1000)
     monkeypatch.setattr(memory.Planner, "compile", lambda *_: assignment.Account(0, 0, 5000))
     assert train.main([*arguments(changed(tiny.config(), run_dir=str(tmp_path / "run"))), "--plan"]) == 2
     output, errors = capsys.readouterr()

@@ -1,27 +1,32 @@
 """Rollouts against the model without cache, padding or batch, applied to each whole sequence."""
 
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 from rollouts import sampling_logprobs
-from tiny import ARCHITECTURE
+from tiny import ARCHITECTURE, config
 
 from mllm.config.schema import RolloutConfig
+from mllm.model import weights
 from mllm.model.architecture import Qwen2Config
 from mllm.model.decoder import Qwen2
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import make_mesh
 from mllm.rl import rollout, sampling
-from mllm.rl.rollout import generate
+from mllm.rl.rollout import Work, generate
+from mllm.rl.schedule import deal
 
 VOCABULARY, PAD, STOPS = 40, 39, (3, 11, 12, 20, 33)
 NO_STOPS = (-1,) * len(STOPS)  # as many as STOPS, so that the same programs serve
 LIMIT = 6
-OPTIONS = RolloutConfig(
-    max_prompt_length=12, max_completion_length=LIMIT, temperature=0.8, top_k=25, top_p=0.9, batch_size=5
-)
+OPTIONS = RolloutConfig(max_prompt_length=12, max_completion_length=LIMIT, temperature=0.8, top_k=25, top_p=0.9)
 
 
 def make_model(tied=True, dtype=jnp.float32):
@@ -43,7 +48,7 @@ def prompts():
 
 def complete(model, prompts, options=OPTIONS, *, seed=0, step=0, **arguments):
     """`generate` with this file's stop tokens and padding."""
-    arguments = {"stop_ids": STOPS, "pad_id": PAD, "seed": seed, "step": step, **arguments}
+    arguments = {"stop_ids": STOPS, "pad_id": PAD, "seed": seed, "step": step, "max_slots": 5, **arguments}
     return generate(*nnx.split(model), prompts, options=options, **arguments)
 
 
@@ -54,8 +59,7 @@ def completions(model, prompts):
 
 @partial(jax.jit, static_argnums=0)
 def hidden_states(graphdef, params, tokens):
-    hidden, _ = nnx.merge(graphdef, params)(tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))
-    return hidden[0]
+    return nnx.merge(graphdef, params)(tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))[0]
 
 
 def completion_logits(model, prompt, tokens):
@@ -111,43 +115,102 @@ def test_greedy_completions_follow_the_likeliest_token(model, prompts):
 
 def test_seed_and_step_choose_the_completions_and_need_no_further_program(model, prompts, completions, monkeypatch):
     traces = []
+    complete(model, prompts, stop_ids=NO_STOPS)
     sequence_keys = sampling.sequence_keys
     monkeypatch.setattr(sampling, "sequence_keys", lambda *given: traces.append(1) or sequence_keys(*given))
     jax.tree.map(np.testing.assert_array_equal, complete(model, prompts), completions)
-    for other in (complete(model, prompts, seed=1), complete(model, prompts, step=1)):
-        assert (completions.tokens != other.tokens).any(-1).mean() > 0.5
-    complete(model, prompts[3:6], seed=2, step=2, first_sequence=7)
+    first = complete(model, prompts, stop_ids=NO_STOPS)
+    for other in ({"seed": 1}, {"step": 1}, {"first_sequence": 20}):
+        assert (first.tokens != complete(model, prompts, stop_ids=NO_STOPS, **other).tokens).any(-1).mean() > 0.5
     assert not traces
 
 
-def test_decoding_ends_when_every_prompt_s_completion_has_ended(model, prompts, completions, monkeypatch):
-    """Three prompts of five rows: the two spare rows, whose tokens are no stop tokens, must not be waited for."""
-    lengths, decode = [], rollout.decode
-
-    def recorded(*arguments, **settings):
-        state = decode(*arguments, **settings)
-        lengths.append(int(state.num_tokens))
-        return state
-
-    monkeypatch.setattr(rollout, "decode", recorded)
-    first_tokens = completions.tokens[1:4, 0].tolist()
-    ended = complete(model, prompts[1:4], stop_ids=first_tokens + [-1] * 2, first_sequence=1)
-    assert ended.lengths.tolist() == [1] * 3
-    assert lengths == [1]
-
-
-def test_the_chunks_of_the_decode_loop_change_no_bit_and_poll_is_called_between_them(
-    model, prompts, completions, monkeypatch
-):
+def test_the_clock_cuts_chunks_into_calls_and_changes_no_bit(model, prompts, completions, monkeypatch):
     polls = []
-    monkeypatch.setattr(rollout, "next_chunk", lambda steps, seconds: 3)
-    jax.tree.map(np.testing.assert_array_equal, complete(model, prompts, poll=lambda: polls.append(1)), completions)
-    assert len(polls) > -(-len(prompts) // OPTIONS.batch_size)
+    monkeypatch.setattr(rollout, "CALL_SECONDS", 0.0)  # a step in each call
+    work = Work()
+    again = complete(model, prompts, poll=lambda: polls.append(1), work=work)
+    jax.tree.map(np.testing.assert_array_equal, again, completions)
+    assert len(polls) == work.steps
 
 
-@pytest.mark.parametrize(("steps", "seconds", "then"), [(1, 9.0, 1), (8, 0.01, 16), (8, 0.25, 8), (8, 1.0, 2)])
-def test_a_chunk_takes_about_a_quarter_of_a_second(steps, seconds, then):
-    assert rollout.next_chunk(steps, seconds) == then
+def test_what_poll_raises_ends_the_rollout(model, prompts):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        complete(model, prompts, poll=interrupt)
+
+
+GROUPS = [prompt for prompt in ([7], [7, 8, 9], [3] * 20, [5, 4], [1, 2, 3, 4, 5, 6], [9] * 9) for _ in range(4)]
+
+
+def sample_groups(mesh, slots):
+    """24 sequences of 6 prompts; most end while others are in the middle, and the next ones take their slots."""
+    settings = config(mesh=mesh, model={"architecture": {**ARCHITECTURE, "initializer_range": 0.1}})
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    options = RolloutConfig(max_prompt_length=20, max_completion_length=40)
+    arguments = {"options": options, "stop_ids": range(0, 260, 20), "pad_id": 0, "seed": 1, "step": 2}
+    return generate(policy.graphdef, policy.initial_params(), GROUPS, **arguments, max_slots=slots)
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time():
+    return sample_groups({}, 1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "slots"), [({}, 3), ({}, None), ({"fsdp": 4, "tp": 2}, 8), ({"dp": 2, "fsdp": 4}, 16)], ids=str
+)
+def test_neither_slots_nor_devices_change_a_token(one_at_a_time, mesh, slots):
+    assert len({*one_at_a_time.lengths.tolist()}) > 10
+    result = sample_groups(mesh, slots)
+    for name in ("tokens", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(result, name), getattr(one_at_a_time, name))
+    np.testing.assert_allclose(result.logprobs, one_at_a_time.logprobs, atol=1e-5)
+
+
+def test_a_distinct_prompt_is_prefilled_once(model, prompts):
+    alone, groups = Work(), Work()
+    complete(model, prompts, work=alone)
+    complete(model, [prompt for prompt in prompts for _ in range(3)], work=groups)
+    assert groups.prefilled == alone.prefilled
+    assert groups.tokens > 2 * alone.tokens
+
+
+def test_few_slot_steps_are_useless_where_four_times_as_many_sequences_as_slots_wait(model, prompts):
+    """Lengths are about geometric, with a mean of a quarter of the limit."""
+    work, options = Work(), RolloutConfig(max_prompt_length=12, max_completion_length=160)
+    complete(model, prompts[:8] * 8, options, stop_ids=(3,), max_slots=16, work=work)
+    assert 20 < work.tokens / 64 < 60
+    assert work.tokens / work.slot_steps >= 0.85
+
+
+@pytest.mark.parametrize("name", ["tied", "untied_sharded", "grouped_bfloat16"])
+def test_greedy_completions_are_those_of_transformers(name):
+    """The completions of tests/make_fixtures.py: seven prompts of several lengths, two stop tokens."""
+    folder = Path(__file__).parent.parent / "fixtures" / name
+    architecture, expected = weights.read_config(folder), np.load(folder / "expected.npz")
+    graphdef, _ = nnx.split(Qwen2.abstract(architecture, dtype=jnp.float32))
+    prompts = [[token for token in row.tolist() if token >= 0] for row in expected["prompts"]]
+    options = RolloutConfig(max_prompt_length=9, max_completion_length=expected["completions"].shape[1])
+    arguments = {"options": options, "stop_ids": (5, 71), "pad_id": -1, "seed": 0, "step": 0}
+    params = weights.load(folder, architecture)
+    result = generate(graphdef, params, prompts, **arguments, greedy=True, max_slots=4)
+    np.testing.assert_array_equal(result.tokens, expected["completions"])
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20), st.integers(1, 8))
+def test_prompts_are_dealt_so_that_every_shard_has_as_many_sequences(groups, shards):
+    prompts = [[number] * length for number, (length, count) in enumerate(groups) for _ in range(count)]
+    queues = deal(prompts, shards)
+    dealt = [sequence for queue in queues for prompt in queue for sequence in prompt.sequences]
+    assert sorted(dealt) == list(range(len(prompts)))
+    loads = [sum(len(prompt.sequences) for prompt in queue) for queue in queues]
+    assert max(loads) == -(-len(prompts) // shards)
+    for queue in queues:
+        assert [len(prompt.tokens) for prompt in queue] == sorted(len(prompt.tokens) for prompt in queue)
+        assert all(prompts[sequence] == list(prompt.tokens) for prompt in queue for sequence in prompt.sequences)
 
 
 def test_in_bfloat16_the_log_probabilities_are_those_of_the_model_without_a_cache(prompts):

@@ -22,7 +22,7 @@ SETTINGS = [
 def test_tokens_are_as_frequent_as_the_distribution_says(settings):
     logits = np.random.default_rng(0).normal(size=8).astype(np.float32)
     keys = sequence_keys(0, 0, jnp.arange(DRAWS))
-    tokens, _ = sample(jnp.broadcast_to(logits, (DRAWS, 8)), keys, 0, **settings)
+    tokens, _ = sample(jnp.broadcast_to(logits, (DRAWS, 8)), keys, jnp.zeros(DRAWS, jnp.int32), **settings)
     counts, expected = np.bincount(tokens, minlength=8), DRAWS * np.exp(sampling_logprobs(logits, **settings))
     possible = expected > 0
     assert not counts[~possible].any()
@@ -33,7 +33,7 @@ def test_tokens_are_as_frequent_as_the_distribution_says(settings):
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_log_probabilities_are_those_of_the_distribution_drawn_from(settings):
     logits = np.random.default_rng(1).normal(scale=2, size=(50, 17)).astype(np.float32)
-    tokens, logprobs = sample(jnp.asarray(logits), sequence_keys(0, 0, jnp.arange(50)), 0, **settings)
+    tokens, logprobs = sample(jnp.asarray(logits), sequence_keys(0, 0, jnp.arange(50)), jnp.arange(50), **settings)
     expected = [sampling_logprobs(row, **settings)[token] for row, token in zip(logits, tokens, strict=True)]
     np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
 
@@ -63,7 +63,8 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens_and_at_least_one(probabilitie
 def draw(seed=0, step=0, sequences=range(30), position=0):
     sequences = jnp.array(sequences)
     keys = sequence_keys(seed, step, sequences)
-    tokens, _ = sample(jnp.zeros((len(sequences), 50)), keys, position, temperature=1.0, top_k=0, top_p=1.0)
+    positions = jnp.full(len(sequences), position)
+    tokens, _ = sample(jnp.zeros((len(sequences), 50)), keys, positions, temperature=1.0, top_k=0, top_p=1.0)
     return tokens.tolist()
 
 

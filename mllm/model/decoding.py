@@ -1,0 +1,144 @@
+"""One token of every row through the decoder, with a cache of keys and values: a decode step.
+
+Parameters and cache are one array a layer: what a loop slices out of stacked arrays, XLA for GPUs copies
+at every token.
+The rows' tokens end at one place of the cache, so that a step writes one slice; where a row begins, the mask says. The
+dims of the cache are in the order in which XLA for TPUs keeps them.
+
+Letters: B rows, D hidden size, V vocabulary, P places of the cache, H size of a head, N query heads, K key and value
+heads, G = N/K queries that share a key.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float, Int
+
+from mllm.model.decoder import Qwen2, rotary
+from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, QUERIES, Layout, Params, constrain, gather_parameters
+
+
+class LayerCache(NamedTuple):
+    """What one layer's attention reads of the tokens so far, in the compute dtype."""
+
+    keys: Float[Any, "B K P H"]
+    values: Float[Any, "B K P H"]
+
+
+Cache = tuple[LayerCache, ...]
+"""The cache of all layers."""
+
+
+class DecodingWeights(NamedTuple):
+    """The parameters as a decode step reads them: in the compute dtype, gathered over fsdp."""
+
+    outer: Params
+    """Those of no layer."""
+    layers: tuple[Params, ...]
+
+
+def abstract_cache(model: Qwen2, rows: int, places: int) -> Cache:
+    """The shapes, dtypes and, with a layout, shardings of a cache."""
+    config, layout = model.config, model.layout
+    shape = (rows, config.num_key_value_heads, places, config.head_dim)
+    sharding = None if layout is None else layout.sharding(CACHED_KEYS)
+    keys = jax.ShapeDtypeStruct(shape, model.dtype, sharding=sharding)
+    return (LayerCache(keys, keys),) * config.num_hidden_layers
+
+
+def decoding_weights(graphdef: nnx.GraphDef, params: Params) -> DecodingWeights:
+    """The decoding weights of a model; one layer at a time, so that little more than the result is held."""
+    model = nnx.merge(graphdef, params)
+    outer, layers = split_layers(params)
+    return DecodingWeights(
+        gather_outer(outer, model.dtype, model.layout),
+        tuple(gather_layer(layers, i, model.dtype, model.layout) for i in range(model.config.num_hidden_layers)),
+    )
+
+
+def abstract_decoding_weights(model: Qwen2, params: Params) -> DecodingWeights:
+    """The shapes, dtypes and shardings of the decoding weights, from those of the parameters."""
+    assert model.layout is not None
+    outer, layers = split_layers(params)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
+    gathered = model.layout.abstract_gathered(one, model.dtype, "layers.")
+    outer = model.layout.abstract_gathered(outer, model.dtype)
+    return DecodingWeights(outer, (gathered,) * model.config.num_hidden_layers)
+
+
+def split_layers(params: Params) -> tuple[Params, Params]:
+    """The parameters that no layer has, and those of the layers."""
+    return nnx.State({name: value for name, value in params.items() if name != "layers"}), params["layers"]
+
+
+@partial(jax.jit, static_argnames=("dtype", "layout"))
+def gather_outer(params: Params, dtype: DTypeLike, layout: Layout | None) -> Params:
+    return gather_parameters(params, dtype, layout)
+
+
+@partial(jax.jit, static_argnames=("dtype", "layout"))
+def gather_layer(layers: Params, index: Int[Any, ""], dtype: DTypeLike, layout: Layout | None) -> Params:
+    layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), layers)
+    return gather_parameters(layer, dtype, layout, "layers.")
+
+
+def decode_token(
+    graphdef: nnx.GraphDef,
+    weights: DecodingWeights,
+    cache: Cache,
+    tokens: Int[jax.Array, "B"],
+    lengths: Int[jax.Array, "B"],
+    end: Int[jax.Array, ""],
+) -> tuple[Float[jax.Array, "B V"], Cache]:
+    """The float32 logits of the token that follows each row's `tokens`, and the cache with these tokens added.
+
+    `lengths` says how many tokens of each row are in the cache already, at the places before `end`, which gets the
+    new one; there must be such a place, which isn't checked.
+    """
+    model = merge(graphdef, weights, 0)
+    layout, config = model.layout, model.config
+    first = end - lengths
+    places = jnp.arange(cache[0].keys.shape[2])
+    visible = (places >= first[:, None]) & (places <= end)
+    rotation = rotary(lengths[:, None], config.head_dim, config.rope_theta)
+    hidden = constrain(layout, model.look_up(tokens[:, None]), HIDDEN_STATES)
+    filled = []
+    for index, layer_cache in enumerate(cache):
+        layer = merge(graphdef, weights, index).layers
+        queries, keys, values = (
+            constrain(layout, x, axes)
+            for x, axes in zip(layer.project(hidden, rotation), (QUERIES, KEYS, KEYS), strict=True)
+        )
+        written = LayerCache(
+            *(
+                constrain(layout, jax.lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), end, 2), CACHED_KEYS)
+                for old, new in zip(layer_cache, (keys, values), strict=True)
+            )
+        )
+        hidden = layer.add_attention(hidden, attend(queries, written, visible))
+        hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
+        filled.append(written)
+    hidden = model.last_norm(hidden)[:, 0]
+    logits = jnp.einsum("bd,vd->bv", hidden, model.head_weight, preferred_element_type=jnp.float32)
+    return logits, tuple(filled)
+
+
+def merge(graphdef: nnx.GraphDef, weights: DecodingWeights, index: int) -> Qwen2:
+    """The model with the parameters of one layer in place of those of all."""
+    return nnx.merge(graphdef, nnx.State({**weights.outer, "layers": weights.layers[index]}))
+
+
+def attend(
+    queries: Float[jax.Array, "B 1 N H"], cache: LayerCache, visible: Bool[jax.Array, "B P"]
+) -> Float[jax.Array, "B 1 N H"]:
+    """softmax(q k^T / sqrt(H)) v over the visible places; scores and softmax are float32."""
+    rows, kv_heads, _, head_dim = cache.keys.shape
+    grouped = queries.reshape(rows, kv_heads, -1, head_dim)
+    scores = jnp.einsum("bkgh,bkph->bkgp", grouped, cache.keys, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, -jnp.inf)
+    shares = jax.nn.softmax(scores, axis=-1).astype(cache.values.dtype)
+    return jnp.einsum("bkgp,bkph->bkgh", shares, cache.values).reshape(queries.shape)

@@ -1,0 +1,45 @@
+"""How many sequences can be decoded at a time in what training leaves of the devices' memory, by arithmetic on shapes.
+
+`--plan` has the compiler check the same number of slots.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from mllm.config.schema import Config
+from mllm.model.decoding import abstract_cache, abstract_decoding_weights
+from mllm.model.load import Policy
+from mllm.parallel.mesh import bytes_on_device, device_memory
+from mllm.rl.schedule import PREFILL_TOKENS, PREFILLED_BATCHES, most_places
+from mllm.train.optimizer import make_optimizer
+from mllm.train.step import abstract_state
+
+SHARE = 0.92
+"""The share of a device's memory that is given away: the rest is for fragments and what the compiler holds besides."""
+LOGITS = 3
+"""Arrays of a decode step's logits, in float32, that are held at a time: logits, noise, and what top-p sorts."""
+
+
+def slots_that_fit(config: Config, policy: Policy, memory: int | None = None) -> int:
+    """The most slots, over all devices, that the memory in bytes a device (None: that of the devices at hand) holds.
+
+    It is at least one for each of the devices that rows are spread over.
+    """
+    assert config.rollout is not None
+    model = nnx.merge(policy.graphdef, policy.params)
+    layout = model.layout
+    memory = device_memory(layout.mesh) if memory is None else memory
+    weights = bytes_on_device(abstract_decoding_weights(model, policy.params))
+    place = bytes_on_device(abstract_cache(model, layout.row_shards, 1))
+    waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, config.rollout.max_prompt_length) * place
+    logits = layout.abstract((layout.row_shards, model.config.vocab_size), jnp.float32, ("batch", "vocab"))
+    slot = most_places(config.rollout) * place + LOGITS * bytes_on_device(logits)
+    free = SHARE * memory - kept_in_training(config, policy) - weights - waiting
+    return max(1, int(free // slot)) * layout.row_shards
+
+
+def kept_in_training(config: Config, policy: Policy) -> int:
+    """Bytes that a device keeps while tokens are sampled: parameters, the optimizer's moments, a reference."""
+    state = abstract_state(policy.params, make_optimizer(config.optimizer, config.steps))
+    references = int(config.grpo is not None and config.grpo.beta > 0)
+    return bytes_on_device((state.params, state.opt_state)) + references * bytes_on_device(policy.params)

@@ -1,0 +1,74 @@
+"""Who is decoded where, and the few numbers of slots, places and prompts for which programs are compiled."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mllm.config.schema import RolloutConfig
+from mllm.rl.slots import CHUNK
+
+PREFILL_TOKENS = 4096
+"""The most tokens, padding included, that a device prefills at a time."""
+PREFILLED_BATCHES = 2
+"""The most batches of prompts whose keys and values wait for slots."""
+SPARE_PLACES = 4 * CHUNK
+"""Places that repacking leaves behind the longest row, so that it is not repacked again soon."""
+PLACES = sorted(size * 2**power for power in range(26) for size in (16, 24))
+"""Numbers of places that a cache may have: each is at least two thirds of the next."""
+WIDTHS = [8, *PLACES]
+"""Widths of batches of prompts."""
+
+
+class Prompt(NamedTuple):
+    """A prompt and which sequences complete it, by their places in the result."""
+
+    tokens: Sequence[int]
+    sequences: list[int]
+
+
+def deal(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[Prompt]]:
+    """The distinct prompts in order of their lengths, with as many sequences for each shard as for the others, less 1.
+
+    A prompt whose sequences don't fit into one shard's share is given to several.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for sequence, prompt in enumerate(prompts):
+        groups.setdefault(tuple(prompt), []).append(sequence)
+    share, queues = -(-len(prompts) // shards), [deque[Prompt]() for _ in range(shards)]
+    loads = [0] * shards
+    for tokens, sequences in sorted(groups.items(), key=lambda group: len(group[0])):
+        while sequences:
+            shard = loads.index(min(loads))
+            part, sequences = sequences[: share - loads[shard]], sequences[share - loads[shard] :]
+            queues[shard].append(Prompt(tokens, part))
+            loads[shard] += len(part)
+    return queues
+
+
+def most_places(options: RolloutConfig) -> int:
+    """The places of the largest cache: a chunk begins before the limit and may go beyond it."""
+    return options.max_prompt_length + options.max_completion_length + CHUNK
+
+
+def bucket(count: int, sizes: Sequence[int]) -> int:
+    """The smallest of the ascending sizes that is at least `count`."""
+    return next(size for size in sizes if size >= count)
+
+
+def slot_buckets(most: int) -> list[int]:
+    """The numbers of slots that a shard may have: the most, and its half, and so on down to 1."""
+    sizes = [most]
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes[::-1]
+
+
+def prompts_a_batch(needed: int, width: int) -> int:
+    """How many prompts of this width a device prefills at a time: a power of two, so that little is compiled."""
+    return max(1, min(1 << max(needed - 1, 0).bit_length(), PREFILL_TOKENS // width))
+
+
+def places_for(end: int, options: RolloutConfig) -> int:
+    """The number of places of a cache whose rows end at `end`."""
+    most = most_places(options)
+    return bucket(min(end + SPARE_PLACES, most), [*(size for size in PLACES if size < most), most])

@@ -1,0 +1,189 @@
+"""The compiled programs of the rollout engine: rows of a batch are slots, which sequences enter and leave.
+
+Each device has its own slots and its own prompts, and no program moves keys or values between devices. All shapes are
+static; the host (`rollout.py`) chooses among few of them and says by numbers what happens to each slot.
+
+Letters: B slots (before repacking N), C steps of a chunk, M prompts of a batch, W its width, K key and value heads, P
+places of the cache (after repacking Q), H size of a head.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Bool, Float, Int
+
+from mllm.config.schema import RolloutConfig
+from mllm.model.decoding import Cache, DecodingWeights, LayerCache, decode_token
+from mllm.model.layout import CACHED_KEYS, Layout, Params
+from mllm.rl import sampling
+
+CHUNK = 16
+"""Decode steps between two moments at which sequences may enter and leave."""
+
+
+class Slots(NamedTuple):
+    """What determines the next token of each slot, beside the parameters and the cache."""
+
+    tokens: Int[Any, "B"]
+    """The last token, which is not in the cache yet."""
+    lengths: Int[Any, "B"]
+    """How many tokens are in the cache."""
+    counts: Int[Any, "B"]
+    """How many tokens the completion has."""
+    sequences: Int[Any, "B"]
+    """The sequence's number among those of the step."""
+    live: Bool[Any, "B"]
+    """False for a slot without a sequence: it is computed all the same, and its tokens mean nothing."""
+
+
+class Chunk(NamedTuple):
+    """The tokens of some decode steps. What follows a stop token in a row, or the last step, means nothing."""
+
+    tokens: Int[Any, "B C"]
+    logprobs: Float[Any, "B C"]
+    """As `Completions.logprobs`."""
+    steps: Int[Any, ""]
+
+
+class Stream(NamedTuple):
+    """What all slots share."""
+
+    stop_ids: Int[Any, "S"]
+    seed: Int[Any, ""]
+    step: Int[Any, ""]
+
+
+@partial(jax.jit, static_argnames="graphdef")
+def prefill(
+    graphdef: nnx.GraphDef, params: Params, prompts: Int[jax.Array, "M W"], lengths: Int[jax.Array, "M"]
+) -> Cache:
+    """The keys and values of prompts, each of which begins its row; in the result each one ends its row."""
+    model = nnx.merge(graphdef, params)
+    width = prompts.shape[1]
+    places = jnp.broadcast_to(jnp.arange(width), prompts.shape)
+    stacked = model.keys_and_values(prompts, places, (places < lengths[:, None]).astype(jnp.int32))
+    # A row begins with its prompt for cuDNN's sake; slots want it at the end.
+    align = on_each_device(model.layout, jax.vmap(partial(jnp.roll, axis=1)), (CACHED_KEYS, ("batch",)))
+    return tuple(
+        LayerCache(*(align(x[i], width - lengths) for x in stacked)) for i in range(model.config.num_hidden_layers)
+    )
+
+
+@partial(jax.jit, static_argnames="layout", donate_argnums=0)
+def insert(
+    cache: LayerCache,
+    prompts: LayerCache,
+    sources: Int[jax.Array, "B"],
+    end: Int[jax.Array, ""],
+    *,
+    layout: Layout | None,
+) -> LayerCache:
+    """The cache with prompt `sources[b]` of this device at the places of slot b before `end`; -1 leaves a slot alone.
+
+    `end` must be at least the prompts' width, which isn't checked.
+    """
+
+    def write(
+        old: Float[jax.Array, "B K P H"], new: Float[jax.Array, "M K W H"], sources: Int[jax.Array, "B"], end: jax.Array
+    ) -> Float[jax.Array, "B K P H"]:
+        window = jax.lax.dynamic_slice_in_dim(old, end - new.shape[2], new.shape[2], axis=2)
+        window = jnp.where((sources >= 0)[:, None, None, None], new[jnp.maximum(sources, 0)], window)
+        return jax.lax.dynamic_update_slice_in_dim(old, window, end - new.shape[2], axis=2)
+
+    local = on_each_device(layout, write, (CACHED_KEYS, CACHED_KEYS, ("batch",), ()))
+    return LayerCache(*(local(old, new, sources, end) for old, new in zip(cache, prompts, strict=True)))
+
+
+@partial(jax.jit, static_argnames=("before", "places", "layout"))
+def repack(
+    cache: LayerCache,
+    sources: Int[jax.Array, "B"],
+    shift: Int[jax.Array, ""],
+    *,
+    before: int,
+    places: int,
+    layout: Layout | None,
+) -> LayerCache:
+    """A cache with the row of slot `sources[b]` of this device in slot b, with `before` places added at the front.
+
+    Then `shift` places at the front are dropped, and at the end places are added or dropped, so that there are
+    `places`. Added ones are 0.
+    """
+
+    def move(
+        old: Float[jax.Array, "N K P H"], sources: Int[jax.Array, "B"], shift: jax.Array
+    ) -> Float[jax.Array, "B K Q H"]:
+        padded = jnp.pad(old[sources], [(0, 0), (0, 0), (before, places), (0, 0)])
+        return jax.lax.dynamic_slice_in_dim(padded, shift, places, axis=2)
+
+    local = on_each_device(layout, move, (CACHED_KEYS, ("batch",), ()))
+    return LayerCache(*(local(old, sources, shift) for old in cache))
+
+
+@partial(jax.jit, static_argnames=("graphdef", "options", "greedy"), donate_argnames="cache")
+def decode(
+    graphdef: nnx.GraphDef,
+    weights: DecodingWeights,
+    cache: Cache,
+    slots: Slots,
+    stream: Stream,
+    end: Int[jax.Array, ""],
+    steps: Int[jax.Array, ""],
+    enough: Int[jax.Array, ""],
+    *,
+    options: RolloutConfig,
+    greedy: bool,
+) -> tuple[Chunk, Cache]:
+    """At most `steps` tokens of each slot, and the cache with their predecessors from place `end` on.
+
+    Fewer steps are made where `enough` sequences have ended, or all. It reuses the memory of `cache`.
+    """
+    keys = sampling.sequence_keys(stream.seed, stream.step, slots.sequences)
+    alive = slots.live.sum()
+
+    def unfinished(carry: tuple) -> Bool[jax.Array, ""]:
+        chunk, _, _, live = carry
+        left = live.sum()
+        return (chunk.steps < steps) & (left > 0) & (alive - left < enough)
+
+    def decode_step(carry: tuple) -> tuple:
+        chunk, cache, tokens, live = carry
+        done = chunk.steps
+        logits, cache = decode_token(graphdef, weights, cache, tokens, slots.lengths + done, end + done)
+        positions = slots.counts + done
+        if greedy:
+            token, logprob = sampling.greedy(logits)
+        else:
+            token, logprob = sampling.sample(
+                logits,
+                keys,
+                positions,
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+            )
+        stopped = (token[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= options.max_completion_length)
+        chunk = Chunk(chunk.tokens.at[:, done].set(token), chunk.logprobs.at[:, done].set(logprob), done + 1)
+        return chunk, cache, token, live & ~stopped
+
+    shape = (slots.tokens.shape[0], CHUNK)
+    none = Chunk(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.int32))
+    chunk, cache, _, _ = jax.lax.while_loop(unfinished, decode_step, (none, cache, slots.tokens, slots.live))
+    return chunk, cache
+
+
+def on_each_device(
+    layout: Layout | None, function: Callable[..., jax.Array], axes: tuple[tuple[str, ...], ...]
+) -> Callable[..., jax.Array]:
+    """The function applied to each device's part of its arguments, which have these logical axes, the result the first.
+
+    Inside jit. What the function does with rows stays on the device.
+    """
+    if layout is None or layout.mesh.size == 1:
+        return function
+    specs = tuple(layout.sharding(names).spec for names in axes)
+    return jax.shard_map(function, mesh=layout.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
