@@ -44,6 +44,8 @@ class ModelConfig(Section):
     """A folder or hub id, or `bytes`; by default the source's, or bytes for an `architecture`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The dtype of activations and of the products' operands."""
+    residual_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of the residual stream, which the layers add to; bfloat16 takes less memory, and rounds each sum."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters that the optimizer updates."""
     remat: Literal["none", "dots", "full"] = "full"
@@ -60,6 +62,8 @@ class ModelConfig(Section):
             self.reject_unused("with init: pretrained (the source's config.json says it)", "architecture")
         elif (self.source is None) == (self.architecture is None):
             raise impossible("architecture", "init: random takes either a source or an architecture")
+        if (self.dtype, self.residual_dtype) == ("float32", "bfloat16"):
+            raise impossible("residual_dtype", "bfloat16 would round what dtype: float32 computes: remove it")
         return self
 
 

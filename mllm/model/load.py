@@ -65,8 +65,9 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
     layout = Layout.of(mesh, architecture)
     packed = config.data is not None and config.data.packing
     attention = choose(model.attention, architecture, mesh, model.dtype, packed)
-    options = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype), "remat": model.remat}
-    abstract = Qwen2.abstract(architecture, **options, attention=attention.attention, layout=layout)
+    dtypes = {name: jnp.dtype(getattr(model, name)) for name in ("dtype", "residual_dtype", "param_dtype")}
+    options = {"remat": model.remat, "attention": attention.attention, "layout": layout}
+    abstract = Qwen2.abstract(architecture, **dtypes, **options)
     graphdef, params = nnx.split(abstract)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     if count > MOST_PARAMETERS:

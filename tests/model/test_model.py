@@ -16,7 +16,7 @@ from flax import nnx
 
 from mllm.model import weights
 from mllm.model.architecture import Qwen2Config
-from mllm.model.decoder import Qwen2, attention_mask, rms_norm
+from mllm.model.decoder import Qwen2, attention_mask, linear, rms_norm
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -111,6 +111,14 @@ def test_the_norm_rounds_once(dtype: Any) -> None:
     normed = rms_norm(x, weight, 1e-6, jnp.bfloat16)
     assert normed.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(normed, np.float64), exact, rtol=1.001 * 2**-8, atol=0)
+
+
+def test_a_float32_product_is_differentiated_by_products_in_the_compute_dtype() -> None:
+    x, weight = jnp.ones((1, 2, 3), jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)
+    y, pullback = jax.vjp(lambda x, weight: linear(x, nnx.Param(weight), dtype=jnp.float32), x, weight)
+    assert y.dtype == jnp.float32
+    products = [eqn for eqn in jax.make_jaxpr(pullback)(y).eqns if eqn.primitive.name == "dot_general"]
+    assert {str(variable.aval.dtype) for eqn in products for variable in (*eqn.invars, *eqn.outvars)} == {"bfloat16"}
 
 
 def test_a_token_attends_to_its_own_segment_up_to_itself_and_padding_to_nothing() -> None:

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from tiny import ARCHITECTURE, config
 
 from mllm.config import load as configs
@@ -50,6 +51,14 @@ def test_a_random_model_may_take_its_sizes_from_a_folder_without_its_parameters(
     policy = policy_of(config(model=model.model_dump() | {"architecture": None}))
     assert model_folder(model) == folder
     assert policy.folder is None
+
+
+def test_the_dtypes_are_those_of_the_configuration():
+    for model in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "residual_dtype": "bfloat16"}, {}):
+        settings = config(model=model).model
+        policy = policy_of(config(model=model))
+        made = nnx.merge(policy.graphdef, policy.params)
+        assert (made.dtype, made.residual_dtype) == (settings.dtype, settings.residual_dtype)
 
 
 def test_a_random_model_of_an_unknown_name_is_refused():
