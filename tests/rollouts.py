@@ -44,6 +44,16 @@ def linear_logprobs(params, batch):
     return np.broadcast_to(-params - np.arange(batch.tokens.shape[1], dtype=np.float32), batch.tokens.shape)
 
 
+def sequences(batch):
+    """Each sequence of a packed batch by its tokens: its fields as rows of an array, [fields, tokens]."""
+    found = {}
+    for row in zip(*(field for field in batch if field is not None), strict=True):
+        for segment in range(1, row[2].max() + 1):
+            fields = np.array([field[row[2] == segment] for field in row], np.float64)
+            found[*fields[0].astype(int), int(fields[3, -1])] = fields
+    return found
+
+
 def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0):
     """The distribution of a token: temperature, the k likeliest, the fewest of these that have top_p; float64."""
     probability = np.exp(np.float64(logits) / temperature)
@@ -67,6 +77,7 @@ def grpo_source(reference_params=None, samples=None, bad=(), task=None, sampler=
         sampler(None, BYTES, (258,), settings.rollout, 0),
         SquareRewards(bad),
         linear_logprobs,
+        settings.rows,
         reference_params,
         samples,
         poll=lambda: None,

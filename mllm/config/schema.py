@@ -6,7 +6,7 @@ nothing heavy, so that an error of the configuration does not wait for JAX.
 """
 
 import math
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
@@ -221,6 +221,9 @@ class GrpoConfig(Section):
     importance_cap: PositiveFloat | None = 2.0
     """Upper limit of the importance weight, trainer's over sampler's probability; None: no such weight."""
     mask_truncated_completions: bool = False
+    row_length: PositiveInt | None = None
+    """Tokens in a row of the update, into which sequences are packed; None: as many as the longest sequence may have.
+    The gradient does not depend on it."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -256,6 +259,19 @@ class LogConfig(Section):
     """How many completions of each step are written to samples.jsonl; None: all."""
 
 
+class Rows(NamedTuple):
+    """The shape of an update's batch. The arrays have room for the worst packing; only rows with tokens cost time."""
+
+    length: int
+    """Tokens in a row."""
+    micro: int
+    """Rows in one forward and backward pass."""
+    total: int
+    """Rows of the arrays: whole micro-batches."""
+    shards: int
+    """The devices' shares of the rows of every micro-batch."""
+
+
 class Config(Section):
     algorithm: Literal["sft", "grpo"]
     run_dir: str
@@ -265,7 +281,8 @@ class Config(Section):
     batch_size: PositiveInt
     """Sequences in each update. Under GRPO `num_generations` of them share a prompt."""
     micro_batch_size: PositiveInt | None = None
-    """Sequences in one forward and backward pass; None: the whole batch. The gradient does not depend on it."""
+    """Rows in one forward and backward pass; None: the whole batch, or under GRPO, whose packed rows vary in number, a
+    sixteenth of the most rows. The gradient does not depend on it."""
     model: ModelConfig
     head: HeadConfig = HeadConfig()
     optimizer: OptimizerConfig
@@ -290,6 +307,20 @@ class Config(Section):
             raise impossible("optimizer.warmup_steps", f"longer than the run ({self.steps} steps)")
         return self
 
+    @property
+    def rows(self) -> Rows:
+        """The shape of an update's batch."""
+        shards = self.mesh.dp * self.mesh.fsdp
+        if self.data is not None:
+            return Rows(self.data.max_length, self.micro_batch_size or self.batch_size, self.batch_size, shards)
+        assert self.grpo and self.rollout  # noqa: PT018
+        longest = self.rollout.max_prompt_length + self.rollout.max_completion_length
+        length = self.grpo.row_length or longest
+        # First-fit opens a row only when the others are too full: all but the last hold at least length // longest.
+        most = math.ceil(self.batch_size / (length // longest))
+        micro = self.micro_batch_size or math.ceil(most / (16 * shards)) * shards
+        return Rows(length, micro, math.ceil(most / micro) * micro, shards)
+
     def need(self, because: str, *names: str) -> None:
         """Raise for the first of the sections `names` that is missing."""
         for name in names:
@@ -299,8 +330,12 @@ class Config(Section):
     def check_grpo(self) -> None:
         """Raise if a setting can't work, or has no effect, under GRPO."""
         self.need("algorithm: grpo", "task", "rollout", "grpo")
-        assert self.grpo is not None
+        assert self.grpo and self.rollout  # noqa: PT018
         self.reject_unused("by algorithm: grpo", "data")
+        longest = self.rollout.max_prompt_length + self.rollout.max_completion_length
+        if self.grpo.row_length is not None and self.grpo.row_length < longest:
+            both = f"rollout.max_prompt_length + max_completion_length ({longest})"
+            raise impossible("grpo.row_length", f"{self.grpo.row_length} is less than {both}")
         if self.grpo.loss_type == "gspo" and self.head.workspace_mib is not None:
             raise impossible("head.workspace_mib", "is not used with grpo.loss_type: gspo: remove it")
         group, iterations = self.grpo.num_generations, self.grpo.num_iterations
@@ -339,15 +374,16 @@ class Config(Section):
 
     def check_rows(self, shards: int) -> None:
         """Raise if micro-batches, or the `shards` devices that share their rows, would not be equally large."""
-        batch, micro = self.batch_size, self.micro_batch_size
-        if micro is not None and batch % micro:
+        batch, micro, group = self.batch_size, self.micro_batch_size, self.grpo.num_generations if self.grpo else 1
+        divided = micro if micro and self.algorithm == "sft" else 1  # under GRPO a row is not a sequence
+        if batch % divided:
             raise impossible("batch_size", f"{batch} is not divisible by micro_batch_size ({micro})")
         problem = f"is not divisible by mesh.dp * mesh.fsdp ({shards}); the nearest that works is"
         if batch % shards:
-            step = math.lcm(shards, micro or 1, self.grpo.num_generations if self.grpo else 1)
+            step = math.lcm(shards, divided, group)
             raise impossible("batch_size", f"{batch} {problem} {max(1, round(batch / step)) * step}")
         if micro is not None and micro % shards:
-            works = [rows for rows in range(shards, batch + 1, shards) if batch % rows == 0]
+            works = [rows for rows in range(shards, batch + 1, shards) if self.algorithm == "grpo" or batch % rows == 0]
             nearest = min(works, key=lambda rows: abs(rows - micro))
             raise impossible("micro_batch_size", f"{micro} {problem} {nearest}")
 

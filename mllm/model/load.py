@@ -63,7 +63,7 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
     architecture = read_architecture(model, folder)
     check_lengths(config, architecture)
     layout = Layout.of(mesh, architecture)
-    packed = config.data is not None and config.data.packing
+    packed = config.data is None or config.data.packing
     attention = choose(model.attention, architecture, mesh, model.dtype, packed)
     dtypes = {name: jnp.dtype(getattr(model, name)) for name in ("dtype", "residual_dtype", "param_dtype")}
     options = {"remat": model.remat, "attention": attention.attention, "layout": layout}

@@ -144,7 +144,8 @@ class Planner:
 
     def largest_micro_batch(self, update: Phase) -> tuple[int | None, int]:
         """The rows of the largest micro-batch whose update fits, or None, and the peak of that update in bytes."""
-        peaks = {self.programs.micro_rows: update.peak}
+        known = self.programs.rows
+        peaks = {known.micro: update.peak}
 
         def fits(rows: int) -> bool:
             if rows not in peaks:
@@ -154,8 +155,8 @@ class Planner:
 
         if update.parts["parameters"] + update.parts["optimizer"] > self.devices.memory:
             return None, update.peak
-        candidates = micro_batches(self.config.batch_size, self.programs.layout.row_shards)
-        found = largest(candidates, fits, self.programs.micro_rows)
+        candidates = sorted({known.micro, *micro_batches(known.total, known.shards)})
+        found = largest(candidates, fits, known.micro)
         return found, peaks[candidates[0] if found is None else found]
 
 
@@ -224,7 +225,7 @@ def remedy(config: Config, phases: Sequence[Phase], devices: Devices, rows: int 
             return f"rollout: the copy of the parameters for decoding leaves no room ({missing}); raise mesh.tp"
         return f"rollout.max_slots: {slots} do not fit ({missing}); about {fitting} would"
     way_out = ", nor does a smaller one; raise mesh.fsdp" if rows is None else f"; set it to {rows}"
-    return f"micro_batch_size: {config.micro_batch_size or config.batch_size} does not fit ({missing}){way_out}"
+    return f"micro_batch_size: {config.rows.micro} does not fit ({missing}){way_out}"
 
 
 def table(phases: Sequence[Phase], memory: int) -> str:

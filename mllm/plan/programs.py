@@ -49,7 +49,7 @@ class Programs:
         self.state = abstract_state(self.policy.params, self.optimizer)
         self.model = nnx.merge(self.policy.graphdef, self.policy.params)
         self.layout = self.model.layout
-        self.micro_rows = config.micro_batch_size or config.batch_size
+        self.rows = config.rows
 
     # --- the programs -------------------------------------------------------------------------------------------------
 
@@ -77,24 +77,24 @@ class Programs:
     def logprob(self) -> Program:
         """The log-prob pass over a rollout."""
         function = make_logprob_pass(self.policy.graphdef, self.config, self.mesh)
-        return function, (self.state.params, self.batch(self.config.batch_size, policies=False))
+        return function, (self.state.params, self.batch(self.rows.total, policies=False))
 
     def update(self) -> Program:
         """The train step."""
         schedule = make_schedule(self.config.optimizer, self.config.steps)
         function = make_train_step(self.policy.graphdef, self.optimizer, schedule, self.config, self.mesh, self.kind)
-        return function, (self.state, self.batch(self.config.batch_size))
+        return function, (self.state, self.batch(self.rows.total))
 
     def head_of_logprob(self) -> Program:
         """The head alone, on a micro-batch of the log-prob pass."""
         forward = Forward(self.policy.graphdef, self.config, self.mesh)
-        return forward.head_logprobs, (*self.head_operands(), self.batch(self.micro_rows, policies=False))
+        return forward.head_logprobs, (*self.head_operands(), self.batch(self.rows.micro, policies=False))
 
     def head_of_update(self) -> Program:
         """The head alone with its gradients, on a micro-batch of the update."""
         forward = self.kind(self.policy.graphdef, self.config, self.mesh)
         function = jax.value_and_grad(forward.head_loss, (0, 1), has_aux=True)
-        return function, (*self.head_operands(), self.batch(self.micro_rows))
+        return function, (*self.head_operands(), self.batch(self.rows.micro))
 
     # --- their shapes -------------------------------------------------------------------------------------------------
 
@@ -103,20 +103,14 @@ class Programs:
 
     def batch(self, rows: int, policies: bool = True) -> Batch:
         """The largest batch; with the log-probabilities under other policies, if the objective needs them."""
-        ints, floats = (self.array((rows, self.length), dtype, ("batch", "time")) for dtype in (jnp.int32, jnp.float32))
+        shape = (rows, self.rows.length)
+        ints, floats = (self.array(shape, dtype, ("batch", "time")) for dtype in (jnp.int32, jnp.float32))
         grpo = self.config.grpo
         if grpo is None:
             return Batch(ints, ints, ints, ints, floats)
         old = floats if policies and grpo.num_iterations > 1 else None
         reference = floats if policies and grpo.beta > 0 else None
         return Batch(ints, ints, ints, ints, floats, floats, floats, old, reference)
-
-    @property
-    def length(self) -> int:
-        if self.config.data is not None:
-            return self.config.data.max_length
-        assert self.config.rollout is not None
-        return self.config.rollout.max_prompt_length + self.config.rollout.max_completion_length
 
     @property
     def slots(self) -> int:
@@ -141,13 +135,13 @@ class Programs:
         return abstract_cache(self.model, rows, width)
 
     def head_operands(self) -> tuple[Float[Any, "B T D"], Float[Any, "V D"]]:
-        shape = (self.micro_rows, self.length, self.policy.architecture.hidden_size)
+        shape = (self.rows.micro, self.rows.length, self.policy.architecture.hidden_size)
         weight = self.model.embed if self.model.head is None else self.model.head
         return self.array(shape, self.model.dtype, ("batch", "time", "hidden")), weight.get_value()
 
     def gradients(self) -> Params:
         """The gradients that an update sums up: in float32 over micro-batches, else as the parameters are."""
-        whole = self.micro_rows == self.config.batch_size
+        whole = self.rows.micro == self.rows.total
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype if whole else jnp.float32, sharding=x.sharding),
             self.policy.params,

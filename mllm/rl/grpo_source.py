@@ -1,7 +1,7 @@
 """GRPO's source of batches: prompts from the task, completions from the policy, advantages from their rewards."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,8 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from mllm.config.schema import Config, GrpoConfig, TaskConfig
-from mllm.data.batch import Batch, padded_length
+from mllm.config.schema import Config, GrpoConfig, Rows, TaskConfig
+from mllm.data.batch import Batch
+from mllm.data.packing import Sequence, pack
 from mllm.data.pipeline import DataIterator, PromptBatch, prompt_batches
 from mllm.data.source import Step
 from mllm.data.tasks import Task
@@ -59,6 +60,7 @@ def make_grpo_source(
         sampler,
         rewards,
         lambda params, batch: logprob_pass(params, shard_batch(mesh, batch)),
+        config.rows,
         logged_samples=config.log.samples,
         rows=rows,
         poll=poll,
@@ -70,6 +72,10 @@ class ScoredCompletions(NamedTuple):
 
     questions: Shaped[np.ndarray, "B"]
     texts: Shaped[np.ndarray, "B"]
+    tokens: Int[np.ndarray, " tokens"]
+    """One sequence after the other, each a prompt and its completion."""
+    logprobs: Float[np.ndarray, " sampled"]
+    """The sampler's, of the completions' tokens."""
     prompt_lengths: Int[np.ndarray, "B"]
     lengths: Int[np.ndarray, "B"]
     """Numbers of tokens, without the prompt's."""
@@ -85,7 +91,8 @@ class GrpoSource:
 
     Each process samples and scores its own rows and then learns the rewards of all. A group in which a reward
     failed is left out of the loss. One rollout serves `num_iterations` updates; a checkpoint must fall between
-    rollouts.
+    rollouts. Completions that can't have a gradient, because their advantage is 0 and there is neither a KL penalty nor
+    an entropy bonus, are left out of the batch; the weights of the others are those of the whole batch.
     """
 
     config: GrpoConfig
@@ -94,12 +101,14 @@ class GrpoSource:
     sampler: Sampler
     rewards: RewardRunner
     logprob_pass: Callable[[Params, Batch], Float[Array, "B T"]]
+    update_rows: Rows
     reference: Params | None = None
     logged_samples: int | None = None
     rows: RowShare = ALL_ROWS
     poll: Callable[[], None] = lambda: None
     """Called again and again while rewards are computed; what it raises passes through."""
     num_tokens: int = 0
+    updates_without_gradient: int = 0
     current: Step | None = None
 
     @property
@@ -108,10 +117,13 @@ class GrpoSource:
 
     def next(self, params: Params, step: int, watch: Stopwatch) -> Step:
         """The data of update `step`. Raises StepError where rewards failed in too many groups."""
-        if self.current is None or step % self.config.num_iterations == 0:
+        first = self.current is None or step % self.config.num_iterations == 0
+        if first:
             self.current = self.roll_out(params, step, watch)
-            return self.current
-        return replace(self.current, samples=[])
+        assert self.current is not None
+        self.updates_without_gradient += self.current.metrics["frac_without_gradient"] == 1
+        metrics = self.current.metrics | {"updates_without_gradient": self.updates_without_gradient}
+        return replace(self.current, metrics=metrics, samples=self.current.samples if first else [])
 
     def roll_out(self, params: Params, step: int, watch: Stopwatch) -> Step:
         """Sample and score a group of completions for each of the next prompts."""
@@ -129,6 +141,7 @@ class GrpoSource:
             mine = ScoredCompletions(
                 np.array(questions, object),
                 np.array(texts, object),
+                *flat(prompts, completions),
                 np.array([len(prompt) for prompt in prompts]),
                 completions.lengths,
                 completions.finished,
@@ -148,9 +161,9 @@ class GrpoSource:
         counts = ~excluded
         if self.config.mask_truncated_completions:
             counts &= scored.finished
+        learned = self.sequences(scored, np.where(counts, scored.lengths, 0), advantages)
         with watch.phase("logprob"):
-            batch = self.make_batch(prompts, completions, scored, counts, advantages)
-            batch = self.add_policy_logprobs(params, batch)
+            batch = self.add_policy_logprobs(params, self.make_batch(learned))
         tokens = int(scored.prompt_lengths.sum() + scored.lengths.sum())
         self.num_tokens += tokens
         metrics = {
@@ -158,6 +171,7 @@ class GrpoSource:
             "reward_std": float(compared.reward_std),
             "frac_reward_zero_std": float(compared.frac_reward_zero_std),
             "frac_groups_failed": float(failed.mean()),
+            "frac_without_gradient": 1 - len(learned) / counts.size,
             **self.reward_metrics(scored),
             "completions/mean_length": float(scored.lengths.mean()),
             "completions/min_length": float(scored.lengths.min()),
@@ -189,46 +203,24 @@ class GrpoSource:
             f"of them may; {name} {kind} {count} times, first: {first}; mend the function, or raise the limit"
         )
 
-    def make_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        completions: Completions,
-        scored: ScoredCompletions,
-        counts: Bool[np.ndarray, "B"],
-        advantages: Float[np.ndarray, "B"],
-    ) -> Batch:
-        """Put each prompt and its completion in a row; a row that doesn't count keeps its tokens with weight 0.
+    def sequences(
+        self, scored: ScoredCompletions, tokens: Int[np.ndarray, "B"], advantages: Float[np.ndarray, "B"]
+    ) -> list[Sequence]:
+        """The sequences that may have a gradient; `tokens` is how many of a completion's tokens count, all or none."""
+        limit = self.sampler.options.max_completion_length
+        weights = objectives.sequence_weights(self.config.loss_type, tokens, self.config.num_generations, limit)
+        learned = tokens > 0
+        if self.config.beta == 0 and self.config.entropy_coef == 0:
+            learned &= advantages != 0
+        whole = np.split(scored.tokens, np.cumsum(scored.prompt_lengths + scored.lengths)[:-1])
+        logprobs = np.split(scored.logprobs, np.cumsum(scored.lengths)[:-1])
+        return [Sequence(whole[i], logprobs[i], weights[i], advantages[i]) for i in np.flatnonzero(learned)]
 
-        `prompts` and `completions` are this process's rows; `scored`, `counts` and `advantages` have all rows.
-        """
-        options = self.sampler.options
-        starts, ends = scored.prompt_lengths[:, None], (scored.prompt_lengths + scored.lengths)[:, None]
-        length = padded_length(int(ends.max()), options.max_prompt_length + options.max_completion_length)
-        place = np.arange(length)
-        predicts = (place >= starts - 1) & (place < ends - 1)  # the next token is the completion's
-        mask = predicts & counts[:, None]
-        weights = objectives.token_weights(
-            self.config.loss_type,
-            mask,
-            group_size=self.config.num_generations,
-            max_completion_length=options.max_completion_length,
-        )
-        mine = slice(self.rows.index * len(prompts), (self.rows.index + 1) * len(prompts))
-        starts, ends, predicts = starts[mine], ends[mine], predicts[mine]
-        sampled = np.arange(completions.tokens.shape[1]) < completions.lengths[:, None]
-        tokens, sampler_logprobs = np.zeros(predicts.shape, np.int32), np.zeros(predicts.shape, np.float32)
-        tokens[place < starts] = np.concatenate(prompts)
-        tokens[(place >= starts) & (place < ends)] = completions.tokens[sampled]
-        sampler_logprobs[predicts] = completions.logprobs[sampled]
-        return Batch(
-            tokens,
-            np.broadcast_to(place.astype(np.int32), tokens.shape),
-            (place < ends).astype(np.int32),
-            np.roll(tokens, -1, axis=1) * mask[mine],
-            np.asarray(weights)[mine],
-            np.where(predicts, advantages[mine][:, None], 0).astype(np.float32),
-            sampler_logprobs,
-        )
+    def make_batch(self, sequences: list[Sequence]) -> Batch:
+        """This process's rows of the packed batch of all processes."""
+        share = self.update_rows.total // self.rows.count
+        mine = slice(self.rows.index * share, (self.rows.index + 1) * share)
+        return jax.tree.map(lambda array: array[mine], pack(sequences, self.update_rows))
 
     def add_policy_logprobs(self, params: Params, batch: Batch) -> Batch:
         """The batch with the log-probabilities under other policies that the objective needs."""
@@ -250,14 +242,26 @@ class GrpoSource:
         return metrics
 
     def position(self) -> dict[str, Any]:
-        return {"prompts": self.prompts.get_state(), "num_tokens": self.num_tokens}
+        counts = {"num_tokens": self.num_tokens, "updates_without_gradient": self.updates_without_gradient}
+        return {"prompts": self.prompts.get_state(), **counts}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         self.prompts.set_state(position["prompts"])
         self.num_tokens = position["num_tokens"]
+        self.updates_without_gradient = position.get("updates_without_gradient", 0)
 
     def resumable(self, step: int) -> bool:
         return step % self.config.num_iterations == 0
+
+
+def flat(
+    prompts: list[list[int]], completions: Completions
+) -> tuple[Int[np.ndarray, " tokens"], Float[np.ndarray, " sampled"]]:
+    """The tokens of all sequences, one after the other, and the log-probabilities of those that were sampled."""
+    sampled = [row[:length] for row, length in zip(completions.tokens, completions.lengths, strict=True)]
+    tokens = [part for both in zip(prompts, sampled, strict=True) for part in both]
+    kept = np.arange(completions.logprobs.shape[1]) < completions.lengths[:, None]
+    return np.concatenate(tokens, dtype=np.int32), completions.logprobs[kept]
 
 
 def weighted_sum(values: Float[np.ndarray, "B R"], weights: Float[np.ndarray, "R"]) -> Float[np.ndarray, "B"]:

@@ -20,7 +20,7 @@ from mllm.run.storage import remedy
 
 MAY_CHANGE = {
     *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log"),
-    *("optimizer.max_skipped", "task.max_failed_groups"),
+    *("grpo.row_length", "optimizer.max_skipped", "task.max_failed_groups"),
 }
 """Sections and settings that say how a run is carried out and when it gives up, not what it computes."""
 

@@ -17,9 +17,10 @@ def save_batch(run_dir: Path, batch: Batch, rows: RowShare, *, step: int, seed: 
     shares = rows.gather(fields)
     if is_writer():
         arrays: dict[str, Any] = {name: np.concatenate([share[name] for share in shares]) for name in fields}
+        filled = arrays["segments"].any(axis=1)
         with writing(path, run_dir / "checkpoints"):
             path.parent.mkdir(exist_ok=True)
-            np.savez(path, step=step, seed=seed, **arrays)
+            np.savez(path, step=step, seed=seed, **{name: array[filled] for name, array in arrays.items()})
     return path
 
 

@@ -1,7 +1,8 @@
 """The objectives of SFT and of GRPO and its kin: pure functions of log-probabilities, advantages and masks.
 
-The loss of a step is the plain sum of `token_weights * objective` over all tokens. The weights carry the whole batch's
-denominator, so neither loss nor gradient depends on how it is split. A row is one prompt and its completion.
+The loss of a step is the plain sum of `weights * objective` over all tokens. The weights carry the whole batch's
+denominator, so neither loss nor gradient depends on how it is split. A sequence is one prompt and its completion; a row
+holds several, each a segment.
 
 PPO: Schulman et al. 2017, eq. 7. GRPO: Shao et al. 2024, DeepSeekMath, eq. 3 (loss), eq. 4 (KL: k3), section 4.1.2
 (advantages). Dr. GRPO: Liu et al. 2025, Understanding R1-Zero-like training, section 3.2. DAPO: Yu et al. 2025, eq. 8.
@@ -45,7 +46,7 @@ class GrpoObjective:
     num_iterations: int = 1
     """With one update to a rollout, the old policy is the current one, and needs no operand."""
     loss_type: LossType = "grpo"
-    """Which ratio is clipped: each token's, or with `gspo` its sequence's. `token_weights` has the rest of the type."""
+    """Which ratio is clipped: each token's, or with `gspo` its sequence's. `sequence_weights` has the rest of it."""
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -110,17 +111,18 @@ def gspo(
     logprob: Float[jax.Array, "B T"],
     entropy: Float[jax.Array, "B T"],
     weights: Float[jax.Array, "B T"],
+    segments: Int[jax.Array, "B T"],
     *operands: Float[jax.Array, "B T"],
 ) -> Float[jax.Array, ""]:
     """GSPO's loss for some rows: one clipped ratio for each sequence, exp(mean_t(logprob - old)).
 
-    `weights` come from `token_weights` over the whole batch. The gradient flows through the ratio to all tokens of
+    `weights` come from `sequence_weights` over the whole batch. The gradient flows through the ratio to all tokens of
     the sequence. Importance weight, KL and entropy stay per token, as with TRL's
     `importance_sampling_level="sequence"`.
     """
     given = objective.unpack(logprob, operands)
     active = weights > 0
-    log_ratio = masked_mean(logprob - given["old_logprobs"], active, axis=-1)
+    log_ratio, _ = sequence_means(logprob - given["old_logprobs"], active, segments)
     return jnp.sum(jnp.where(active, weights * objective.loss(log_ratio, logprob, entropy, given), 0.0))
 
 
@@ -143,12 +145,28 @@ def masked_mean(
     return jnp.where(mask, values, 0.0).sum(axis, keepdims=axis is not None) / count
 
 
-def token_weights(
-    loss_type: LossType, mask: Bool[jax.Array | np.ndarray, "B T"], group_size: int, max_completion_length: int
-) -> Float[jax.Array, "B T"]:
-    """Each token's share of the loss, float32: one over the whole batch's denominator where `mask`, else 0.
+def sequence_means(
+    values: Float[jax.Array, "B T"], mask: Bool[jax.Array, "B T"], segments: Int[jax.Array, "B T"]
+) -> tuple[Float[jax.Array, "B T"], Float[jax.Array, "B T"]]:
+    """At each token the mean of the masked values of its sequence, 0 where there are none, and how many these are.
 
-    `mask` marks the tokens that count, in all rows of one update; each `group_size` rows in turn are a group.
+    Each row's segments are numbered from 1 on.
+    """
+
+    def sum_segments(values: Float[jax.Array, "T"], segments: Int[jax.Array, "T"]) -> Float[jax.Array, "T"]:
+        return jax.ops.segment_sum(values, segments, segments.size + 1)[segments]
+
+    counts = jax.vmap(sum_segments)(mask.astype(jnp.float32), segments)
+    return jax.vmap(sum_segments)(jnp.where(mask, values, 0.0), segments) / jnp.maximum(counts, 1), counts
+
+
+def sequence_weights(
+    loss_type: LossType, tokens: Int[np.ndarray, "B"], group_size: int, max_completion_length: int
+) -> Float[np.ndarray, "B"]:
+    """Each token's share of the loss, by its sequence, float32: one over the whole batch's denominator.
+
+    `tokens` are the numbers of completion tokens that count, in all sequences of one update, 0 for a sequence that
+    doesn't count; each `group_size` sequences in turn are a group.
 
     - `grpo`, `gspo`: the mean over each completion's tokens, then over completions (DeepSeekMath, eq. 3), as in TRL.
     - `bnpo`: the mean over all tokens of the batch, as TRL's `dapo`. TRL's `bnpo` divides by the tokens of the
@@ -158,26 +176,23 @@ def token_weights(
       completions (Dr. GRPO), as in TRL.
 
     A completion or group without any token that counts (cut off and masked, failed reward) adds nothing, but the
-    outer mean is still over it, as in TRL: what is left weighs the same without it, except under `bnpo`. A batch
-    without any such token has weights 0, never NaN.
+    outer mean is still over it, as in TRL: what is left weighs the same without it, except under `bnpo`.
 
-    Raises ValueError where the rows are not divisible into groups.
+    Raises ValueError where the sequences are not divisible into groups.
     """
-    rows = mask.shape[0]
-    if rows % group_size:
-        raise ValueError(f"mask: {rows} rows are not divisible into groups of {group_size}")
-    tokens = mask.sum(-1, keepdims=True)
+    if tokens.size % group_size:
+        raise ValueError(f"tokens: {tokens.size} sequences are not divisible into groups of {group_size}")
     match loss_type:
         case "grpo" | "gspo":
-            denominator = rows * tokens
+            denominator = tokens.size * tokens
         case "bnpo":
             denominator = tokens.sum()
         case "dapo":
-            groups = rows // group_size
-            denominator = groups * jnp.repeat(tokens.reshape(groups, group_size).sum(-1), group_size)[:, None]
+            groups = tokens.size // group_size
+            denominator = groups * np.repeat(tokens.reshape(groups, group_size).sum(-1), group_size)
         case "dr_grpo":
-            denominator = jnp.asarray(rows * max_completion_length)
-    return jnp.where(mask, 1.0 / jnp.maximum(denominator, 1).astype(jnp.float32), 0.0)
+            denominator = np.asarray(tokens.size * max_completion_length)
+    return np.where(tokens > 0, 1.0 / np.maximum(denominator, 1), 0.0).astype(np.float32)
 
 
 class Advantages(NamedTuple):
@@ -235,6 +250,7 @@ def policy_metrics(
     logprob: Float[jax.Array, "B T"],
     entropy: Float[jax.Array, "B T"],
     mask: Bool[jax.Array, "B T"],
+    segments: Int[jax.Array, "B T"],
     *operands: Float[jax.Array, "B T"],
 ) -> dict[str, Float[jax.Array, ""]]:
     """Means over the masked tokens of a whole batch, under TRL's names; 0 if there are none.
@@ -243,14 +259,14 @@ def policy_metrics(
     less likely still, `high_mean` the upper clip's share.
     """
     given = objective.unpack(logprob, operands)
-    log_ratio, counted, advantage = logprob - given["old_logprobs"], mask, given["advantages"]
+    log_ratio, share, advantage = logprob - given["old_logprobs"], mask.astype(jnp.float32), given["advantages"]
     if objective.loss_type == "gspo":
-        log_ratio, counted = masked_mean(log_ratio, mask, axis=-1), mask.any(-1, keepdims=True)
-        advantage = masked_mean(advantage, mask, axis=-1)
+        log_ratio, tokens = sequence_means(log_ratio, mask, segments)
+        share /= jnp.maximum(tokens, 1)  # a sequence's tokens together count as one
     low, high = objective.clip_range
-    ratio = bounded_exp(log_ratio)
-    below = masked_mean((ratio < low) & (advantage < 0), counted)
-    above = masked_mean((ratio > high) & (advantage > 0), counted)
+    ratio, share = bounded_exp(log_ratio), share / jnp.maximum(share.sum(), 1)
+    below = share.sum(where=(ratio < low) & (advantage < 0))
+    above = share.sum(where=(ratio > high) & (advantage > 0))
     metrics = {
         "entropy": masked_mean(entropy, mask),
         "clip_ratio/low_mean": below,

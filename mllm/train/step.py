@@ -5,7 +5,7 @@ This is the only file of the trainer that calls the head.
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from mllm.train import objectives
 from mllm.train.optimizer import update_count
 
 Metrics = dict[str, Float[Array, ""]]
+Carry = TypeVar("Carry")
 
 
 class TrainState(NamedTuple):
@@ -72,7 +73,7 @@ class Forward:
         self.sharding = head_sharding(mesh)
         self.dtype = jnp.dtype(config.model.dtype)
         self.head = config.head
-        self.rows = config.micro_batch_size or config.batch_size
+        self.rows = config.rows.micro
         self.temperature = 1.0
         self.objective: objectives.GrpoObjective | None = None
         if config.grpo is not None and config.rollout is not None:
@@ -108,9 +109,8 @@ class Forward:
         """The same from hidden states and the vocabulary matrix."""
         if self.objective is not None and self.objective.loss_type == "gspo":
             outputs = self.head_logprobs(hidden, weight, batch)
-            loss = objectives.gspo(
-                self.objective, outputs.logprob, outputs.entropy, batch.weights, *self.operands(batch)
-            )
+            given = batch.weights, batch.segments, *self.operands(batch)
+            loss = objectives.gspo(self.objective, outputs.logprob, outputs.entropy, *given)
             return loss, jax.lax.stop_gradient(outputs)
         workspace = self.head.workspace_mib
         return token_loss(
@@ -140,16 +140,16 @@ class Forward:
         return [] if self.objective is None else [getattr(batch, name) for name in self.objective.operands]
 
     def metrics(self, batch: Batch, outputs: TokenLogprobs) -> Metrics:
-        """The metrics of a whole batch, under TRL's names."""
+        """The metrics of a whole batch, over the tokens with a weight, under TRL's names; NaN where there are none."""
         mask = batch.weights > 0
         if self.objective is None:
             return {"entropy": objectives.masked_mean(outputs.entropy, mask)}
-        metrics = objectives.policy_metrics(
-            self.objective, outputs.logprob, outputs.entropy, mask, *self.operands(batch)
-        )
+        given = mask, batch.segments, *self.operands(batch)
+        metrics = objectives.policy_metrics(self.objective, outputs.logprob, outputs.entropy, *given)
         trainer = outputs.logprob if batch.old_logprobs is None else batch.old_logprobs
         assert batch.sampler_logprobs is not None
-        return metrics | objectives.sampling_metrics(trainer, batch.sampler_logprobs, mask)
+        metrics |= objectives.sampling_metrics(trainer, batch.sampler_logprobs, mask)
+        return {name: jnp.where(mask.any(), value, jnp.nan) for name, value in metrics.items()}
 
 
 def head_sharding(mesh: Mesh) -> HeadSharding:
@@ -163,11 +163,8 @@ def choose_head(config: Config, architecture: Qwen2Config, mesh: Mesh) -> Choice
     """The implementation of the head that the train step uses, and the reason why it is not a faster one."""
     if config.head.impl is not None:
         return Choice(config.head.impl, "head.impl asks for it")
-    length = config.data.max_length if config.data else 0
-    if config.algorithm == "grpo" and (rollout := config.rollout):
-        length = rollout.max_prompt_length + rollout.max_completion_length
-    rows, dtype = config.micro_batch_size or config.batch_size, jnp.dtype(config.model.dtype)
-    hidden = jax.ShapeDtypeStruct((rows, length, architecture.hidden_size), dtype)
+    rows, dtype = config.rows, jnp.dtype(config.model.dtype)
+    hidden = jax.ShapeDtypeStruct((rows.micro, rows.length, architecture.hidden_size), dtype)
     weight = jax.ShapeDtypeStruct((architecture.vocab_size, architecture.hidden_size), config.model.param_dtype)
     return choose_impl(hidden, weight, dtype=dtype, sharding=head_sharding(mesh))
 
@@ -182,8 +179,9 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The jitted update; it reuses the state's memory. Comparisons pass a `kind` of forward pass with another head.
 
-    If the loss or a gradient is not finite, parameters and optimizer stay as they were and `skipped` is 1. The metric
-    `learning_rate` is that of the update which was made, or skipped: a skipped update does not move the schedule on.
+    If the loss or a gradient is not finite, parameters and optimizer stay as they were and `skipped` is 1. They stay
+    as they were, too, without weight decay or momentum, where no token has a weight. The metric `learning_rate` is that
+    of the update which was made, or skipped: a skipped update does not move the schedule on.
     """
     forward = kind(graphdef, config, mesh)
 
@@ -192,6 +190,7 @@ def make_train_step(
         loss, outputs, gradients = accumulate(forward.loss, state.params, batch, forward.rows)
         norm = optax.tree.norm(gradients)
         sound = jnp.isfinite(loss) & jnp.isfinite(norm)
+        made = sound & (batch.weights > 0).any()
 
         # Micro-batches add up in float32, and moments of such gradients would not have the parameters' dtype.
         narrowed = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), gradients, state.params)
@@ -199,7 +198,7 @@ def make_train_step(
         updated = optax.apply_updates(state.params, updates), opt_state
         # No `cond`: XLA for GPUs holds its results beside the state, and on every device the whole of them.
         params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(sound, new, old), updated, (state.params, state.opt_state)
+            lambda new, old: jnp.where(made, new, old), updated, (state.params, state.opt_state)
         )
         metrics = {
             "loss": loss,
@@ -219,7 +218,10 @@ def make_logprob_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[An
 
     @jax.jit(in_shardings=(None, sharding(mesh, ("batch",))))
     def logprob_pass(params: Params, batch: Batch) -> Float[Array, "B T"]:
-        return join(jax.lax.map(lambda micro: forward.logprobs(params, micro).logprob, split(batch, forward.rows)))
+        none = jnp.zeros(batch.tokens.shape)
+        return loop(lambda _, micro: (None, forward.logprobs(params, micro).logprob), None, none, batch, forward.rows)[
+            1
+        ]
 
     return logprob_pass
 
@@ -238,15 +240,30 @@ def accumulate(
         return jax.tree.map(jnp.add, sums, (loss, gradients)), outputs
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    (loss, gradients), outputs = jax.lax.scan(add, (jnp.zeros(()), zeros), split(batch, rows))
-    return loss, jax.tree.map(join, outputs), gradients
+    none = TokenLogprobs(*[jnp.zeros(batch.tokens.shape)] * 3)
+    (loss, gradients), outputs = loop(add, (jnp.zeros(()), zeros), none, batch, rows)
+    return loss, outputs, gradients
 
 
-def split(batch: Batch, rows: int) -> Batch:
-    """The batch as [B / rows, rows, ...], with strided rows, so that each device's share of them stays on it."""
-    return jax.tree.map(lambda x: x.reshape(rows, -1, *x.shape[1:]).swapaxes(0, 1), batch)
+def loop(
+    function: Callable[[Carry, Batch], tuple[Carry, Any]], carry: Carry, outputs: Any, batch: Batch, rows: int
+) -> tuple[Carry, Any]:
+    """The last `carry` of a scan over micro-batches of `rows` rows, and `outputs` [B, T] with theirs written into it.
 
+    It ends with the last micro-batch that has a token with a weight. Which one that is, is known only when the program
+    runs: one program serves batches of all sizes. A micro-batch takes every M-th row, so that each device's share of
+    its rows stays on that device.
+    """
+    micro_batches = jax.tree.map(lambda x: x.reshape(rows, -1, x.shape[-1]), batch)
+    number = 1 + jnp.arange(len(batch.tokens) // rows)
+    last = jnp.max(jnp.where((micro_batches.weights > 0).any((0, 2)), number, 0))
 
-def join(split_rows: Float[Array, "M R ..."]) -> Float[Array, "B ..."]:
-    """The inverse of `split`."""
-    return split_rows.swapaxes(0, 1).reshape(-1, *split_rows.shape[2:])
+    def step(index: Int[Array, ""], state: tuple[Carry, Any]) -> tuple[Carry, Any]:
+        micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 1, keepdims=False), micro_batches)
+        carry, parts = function(state[0], micro)
+        update = jax.lax.dynamic_update_index_in_dim
+        return carry, jax.tree.map(lambda whole, part: update(whole, part, index, 1), state[1], parts)
+
+    apart = jax.tree.map(lambda x: x.reshape(rows, -1, x.shape[-1]), outputs)
+    carry, written = jax.lax.fori_loop(0, last, step, (carry, apart))
+    return carry, jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), written)

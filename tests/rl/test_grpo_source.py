@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from rollouts import GROUP, SquareRewards, grpo_source, linear_logprobs
+from rollouts import GROUP, SquareRewards, grpo_source, linear_logprobs, sequences
 from runs import checkpoints, records, run
 from tiny import config
 
@@ -27,45 +27,76 @@ def test_every_token_stands_where_the_batch_says():
     batch = step.batch
     rewards = np.arange(8, dtype=np.float32).reshape(2, GROUP) ** 2
     advantages = np.asarray(objectives.advantages(rewards, "group").values).reshape(-1)
-    for row, prompt in enumerate(prompts):
-        length = int(completions.lengths[row])
-        whole = [*prompt, *completions.tokens[row, :length].tolist()]
-        for place in range(batch.tokens.shape[1]):
-            assert batch.tokens[row, place] == (whole[place] if place < len(whole) else 0)
-            assert batch.segments[row, place] == (place < len(whole))
-            assert batch.positions[row, place] == place
+    found = sequences(batch)
+    assert len(found) == 2 * GROUP
+    for number, prompt in enumerate(prompts):
+        length = int(completions.lengths[number])
+        whole = (*prompt, *completions.tokens[number, :length].tolist())
+        tokens, positions, _, labels, weights, advantage, logprobs = found[whole]
+        assert (*tokens, labels[-1]) == whole  # the last token is only a label
+        assert positions.tolist() == list(range(len(whole) - 1))
+        for place in range(len(whole) - 1):
             predicted = place + 1 - len(prompt)  # the place in the completion of the token that is predicted here
-            if not 0 <= predicted < length:
-                assert batch.weights[row, place] == batch.labels[row, place] == 0
+            if predicted < 0:
+                assert weights[place] == labels[place] == 0
             else:
-                assert batch.labels[row, place] == whole[place + 1]
-                assert batch.weights[row, place] == pytest.approx(1 / (8 * length))
-                assert batch.advantages[row, place] == advantages[row]
-                assert batch.sampler_logprobs[row, place] == completions.logprobs[row, predicted]
+                assert labels[place] == whole[place + 1]
+                assert weights[place] == pytest.approx(1 / (8 * length))
+                assert advantage[place] == advantages[number]
+                assert logprobs[place] == completions.logprobs[number, predicted]
     assert batch.old_logprobs is None
     assert batch.reference_logprobs is None
     assert [field.dtype for field in batch[:7]] == [np.int32] * 4 + [np.float32] * 3
+    assert all(not field[batch.segments == 0].any() for field in batch[:7])
 
 
 @pytest.mark.parametrize("bad", [(), (2,)])
-def test_truncated_completions_that_are_masked_get_no_weight_and_neither_do_failed_groups(bad):
-    step, _, completions = roll_out(mask_truncated_completions=True, bad=bad)
+def test_truncated_completions_that_are_masked_are_left_out_and_so_are_failed_groups(bad):
+    step, prompts, completions = roll_out(mask_truncated_completions=True, bad=bad)
     counts = completions.finished & (np.arange(2 * GROUP) >= GROUP * len(bad))
     assert not completions.finished.all()
     assert completions.finished[:GROUP].any()
-    np.testing.assert_array_equal(step.batch.weights.any(axis=1), counts)
+    kept = {(*prompts[i], *completions.tokens[i, : completions.lengths[i]].tolist()) for i in np.flatnonzero(counts)}
+    assert sequences(step.batch).keys() == kept
+    assert step.metrics["frac_without_gradient"] == 1 - counts.mean()
 
 
 def test_a_group_in_which_a_reward_failed_is_left_out_and_changes_no_bit_of_the_others():
     for loss_type in ("grpo", "dapo", "dr_grpo", "gspo", "bnpo"):
         sound, _, completions = roll_out(loss_type=loss_type)
         step, _, _ = roll_out(loss_type=loss_type, bad=[2])
-        assert not any(np.any(getattr(step.batch, field)[:GROUP]) for field in ("weights", "labels", "advantages"))
-        for field, got, expected in zip(step.batch._fields, step.batch, sound.batch, strict=True):
-            if got is not None and (loss_type, field) != ("bnpo", "weights"):  # the mean over the tokens that are left
-                np.testing.assert_array_equal(got[GROUP:], expected[GROUP:], err_msg=f"{loss_type}: {field}")
-    left = step.batch.weights[GROUP:]
-    np.testing.assert_allclose(left[left > 0], 1 / completions.lengths[GROUP:].sum(), rtol=1e-6)
+        others = sequences(sound.batch)
+        left = sequences(step.batch)
+        assert len(left) == GROUP
+        for tokens, fields in left.items():
+            expected = others[tokens]
+            expected[2] = fields[2]  # other neighbours in the row
+            if loss_type == "bnpo":  # the mean over the tokens that are left
+                expected[4] = (expected[4] > 0) * np.float32(1 / completions.lengths[GROUP:].sum())
+            np.testing.assert_array_equal(fields, expected, err_msg=loss_type)
+
+
+EQUAL = {"rewards": [{"name": "exact_match", "weight": 0}]}
+"""Rewards that are all 0, so no completion has an advantage."""
+
+
+def test_completions_without_a_gradient_are_left_out_and_such_updates_are_counted():
+    source = grpo_source(task=EQUAL, num_iterations=2)
+    steps = [source.next(np.float32(0), number, Stopwatch()) for number in range(3)]
+    for number, step in enumerate(steps):
+        assert not any(field.any() for field in step.batch[:7])
+        assert step.metrics["frac_without_gradient"] == 1
+        assert step.metrics["updates_without_gradient"] == number + 1
+    other = grpo_source(task=EQUAL, num_iterations=2)
+    other.seek(source.position())
+    assert other.next(np.float32(0), 4, Stopwatch()).metrics["updates_without_gradient"] == 4
+
+
+@pytest.mark.parametrize("penalty", [{"beta": 0.1, "reference": "initial"}, {"entropy_coef": 0.01}])
+def test_with_a_penalty_completions_without_an_advantage_have_a_gradient(penalty):
+    step = grpo_source(np.float32(7), task=EQUAL, **penalty).next(np.float32(0), 0, Stopwatch())
+    assert len(sequences(step.batch)) == 2 * GROUP
+    assert not step.batch.advantages.any()
 
 
 def test_failed_rewards_are_counted_and_their_groups_left_out_of_the_means():
@@ -77,7 +108,7 @@ def test_failed_rewards_are_counted_and_their_groups_left_out_of_the_means():
     assert step.metrics["rewards/exact_match/raised"] == 1
     assert (sound.metrics["frac_groups_failed"], step.metrics["frac_groups_failed"]) == (0, 0.5)
     assert step.metrics["completions/clipped_ratio"] == pytest.approx(1 - completions.finished.mean())
-    assert step.metrics["num_tokens"] == np.count_nonzero(step.batch.segments)
+    assert step.metrics["num_tokens"] == step.tokens
 
 
 def test_samples_hold_prompt_completion_and_rewards_and_null_for_a_failed_one():
@@ -110,10 +141,10 @@ def test_more_failed_groups_than_the_limit_stop_the_run_in_one_line(limit, bad, 
 
 def test_failures_of_a_reward_of_weight_zero_leave_no_group_out_and_stop_nothing():
     watched = {"rewards": [{"name": "exact_match", "weight": 0}], "max_failed_groups": 0}
-    step, _, _ = roll_out(bad=range(8), task=watched)
+    step, _, _ = roll_out(bad=range(8), task=watched, entropy_coef=0.01)
     assert step.metrics["frac_groups_failed"] == 0
     assert step.metrics["rewards/exact_match/raised"] == 8
-    assert step.batch.weights.any(axis=1).all()
+    assert len(sequences(step.batch)) == 2 * GROUP
 
 
 def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp_path, capsys):
@@ -154,7 +185,7 @@ def test_a_rollout_serves_num_iterations_updates_and_keeps_the_log_probabilities
     source.logprob_pass = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)
     first, second, third = (source.next(np.float32(step), step, Stopwatch()) for step in range(3))
     assert calls == [0, 2]
-    assert second.batch is first.batch
+    assert all(one is other for one, other in zip(second.batch, first.batch, strict=True))
     assert (first.batch.old_logprobs[:, 0] == 0).all()
     assert (third.batch.old_logprobs[:, 0] == -2).all()
     assert (len(first.samples), len(second.samples), len(third.samples)) == (8, 0, 8)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollouts import RandomCompletions, grpo_source
+from rollouts import RandomCompletions, grpo_source, sequences
 from tiny import config
 
 from mllm.model.layout import parameter_name
@@ -145,7 +145,9 @@ def without_variance(batch):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_completions_without_a_token_and_of_the_greatest_length_give_an_update(name):
     batch = batch_for(name)
-    assert np.count_nonzero(batch.weights, axis=1).tolist() == list(FixedLengths.LENGTHS)
+    if name in GRPO:
+        learned = [np.count_nonzero(fields[4]) for fields in sequences(batch).values()]
+        assert sorted(learned) == sorted(FixedLengths.LENGTHS)[1:]  # nothing can be learned without a token
     _, state, metrics = update(name, batch)
     assert_sound(state, metrics)
     assert metrics["grad_norm"] > 0
@@ -164,14 +166,9 @@ def without_weights(batch):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_batch_in_which_nothing_counts_changes_parameters_by_weight_decay_alone(name):
+def test_a_batch_in_which_nothing_counts_changes_nothing(name):
     for batch in (without_weights(batch_for(name)), jax.tree.map(np.zeros_like, batch_for(name))):
         for factors in ({}, {"norm": 1e12}):
             before, state, metrics = update(name, batch, **factors)
-            assert_sound(state, metrics)
-            assert metrics["loss"] == metrics["grad_norm"] == 0
-            for (path, leaf), old in zip(
-                jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(before), strict=True
-            ):
-                kept = 1 - (0 if parameter_name(path).endswith(("norm", "bias")) else 1e-2 * 0.1)
-                np.testing.assert_allclose(leaf, kept * old, rtol=1e-6)
+            assert metrics["loss"] == metrics["grad_norm"] == metrics["skipped"] == 0
+            jax.tree.map(np.testing.assert_array_equal, state.params, before)

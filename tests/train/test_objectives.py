@@ -9,7 +9,7 @@ import pytest
 
 from mllm.rl.reward_worker import LARGEST
 from mllm.train import objectives
-from mllm.train.objectives import GrpoObjective, advantages, gspo, policy_metrics, sampling_metrics, token_weights
+from mllm.train.objectives import GrpoObjective, advantages, gspo, policy_metrics, sampling_metrics, sequence_weights
 
 GROUPS, GROUP, LENGTH = 3, 4, 6
 ROWS = GROUPS * GROUP
@@ -71,9 +71,25 @@ def reference_loss(loss_type, o, mask, logprob, entropy, operands):
             return sum(sum(map(sum, group)) / sum(map(len, group)) for group in losses) / GROUPS
 
 
-def our_loss(loss_type, weights, logprob, entropy, *operands):
+def token_weights(loss_type, mask, group=GROUP):
+    """The weights of all tokens."""
+    return sequence_weights(loss_type, mask.sum(-1), group, LONGEST)[:, None] * mask
+
+
+def packed(array, per_row):
+    """The sequences with `per_row` of them in a row."""
+    return array.reshape(-1, per_row * LENGTH)
+
+
+def segments(sequences, per_row):
+    return packed(np.tile(np.repeat(np.arange(per_row) + 1, LENGTH), sequences // per_row), per_row)
+
+
+def our_loss(loss_type, per_row, *arrays):
+    weights, logprob, entropy, *operands = (packed(array, per_row) for array in arrays)
     if loss_type == "gspo":
-        return gspo(EVERYTHING, logprob, entropy, weights, *operands)
+        place = jnp.asarray(segments(len(arrays[0]), per_row))
+        return gspo(EVERYTHING, logprob, entropy, weights, place, *operands)
     return jnp.sum(weights * EVERYTHING(logprob, entropy, *operands))
 
 
@@ -95,11 +111,12 @@ def test_sft_is_cross_entropy():
     assert objectives.sft(jnp.array([-2.0]), jnp.array([1.0])) == 2.0
 
 
+@pytest.mark.parametrize("per_row", [1, 3])
 @pytest.mark.parametrize("loss_type", [*LOSS_TYPES, "gspo"])
-def test_loss_and_gradients_are_those_of_the_paper(loss_type):
+def test_loss_and_gradients_are_those_of_the_paper(loss_type, per_row):
     mask, logprob, entropy, operands = make_batch()
-    arrays = [token_weights(loss_type, mask, GROUP, LONGEST), *as_float32(logprob, entropy, *operands)]
-    loss, (by_logprob, by_entropy) = jax.value_and_grad(our_loss, argnums=(2, 3))(loss_type, *arrays)
+    arrays = as_float32(token_weights(loss_type, mask), logprob, entropy, *operands)
+    loss, (by_logprob, by_entropy) = jax.value_and_grad(our_loss, argnums=(3, 4))(loss_type, per_row, *arrays)
 
     def paper(logprob, entropy):
         return reference_loss(loss_type, EVERYTHING, mask, logprob, entropy, operands)
@@ -115,9 +132,10 @@ def test_loss_and_gradients_are_those_of_the_paper(loss_type):
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_the_losses_of_micro_batches_add_up_to_that_of_the_batch(loss_type, rows):
     mask, logprob, entropy, operands = make_batch()
-    arrays = [token_weights(loss_type, mask, GROUP, LONGEST), *as_float32(logprob, entropy, *operands)]
-    parts = [our_loss(loss_type, *(array[start : start + rows] for array in arrays)) for start in range(0, ROWS, rows)]
-    assert sum(parts) == pytest.approx(float(our_loss(loss_type, *arrays)), rel=1e-5)
+    arrays = as_float32(token_weights(loss_type, mask), logprob, entropy, *operands)
+    starts = range(0, ROWS, rows)
+    parts = [our_loss(loss_type, 1, *(array[start : start + rows] for array in arrays)) for start in starts]
+    assert sum(parts) == pytest.approx(float(our_loss(loss_type, 1, *arrays)), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +177,8 @@ def test_the_importance_weight_is_truncated_and_has_no_gradient():
 @pytest.mark.parametrize("loss_type", [*LOSS_TYPES, "gspo"])
 def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient(loss_type):
     _, logprob, entropy, operands = make_batch()
-    arrays = [token_weights(loss_type, np.zeros(logprob.shape, bool), GROUP, LONGEST)]
-    arrays += as_float32(logprob, entropy, *operands)
-    loss, by_logprob = jax.value_and_grad(our_loss, argnums=2)(loss_type, *arrays)
+    arrays = as_float32(token_weights(loss_type, np.zeros(logprob.shape, bool)), logprob, entropy, *operands)
+    loss, by_logprob = jax.value_and_grad(our_loss, argnums=3)(loss_type, 1, *arrays)
     assert loss == 0.0
     assert not by_logprob.any()
 
@@ -169,17 +186,17 @@ def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient(loss_type):
 def test_a_masked_completion_still_counts_in_the_mean_over_completions():
     mask = np.array([[1, 1], [0, 0]], bool)
     for loss_type, weight in {"grpo": 1 / 4, "bnpo": 1 / 2, "dapo": 1 / 2, "dr_grpo": 1 / 16}.items():
-        np.testing.assert_allclose(token_weights(loss_type, mask, 2, LONGEST), [[weight] * 2, [0, 0]])
+        np.testing.assert_allclose(token_weights(loss_type, mask, group=2), [[weight] * 2, [0, 0]])
 
 
 def test_a_masked_group_still_counts_in_the_mean_over_groups():
     mask = np.array([[1, 1], [1, 0], [0, 0], [0, 0]], bool)
-    assert float(token_weights("dapo", mask, 2, LONGEST).sum()) == pytest.approx(1 / 2)
+    assert float(token_weights("dapo", mask, group=2).sum()) == pytest.approx(1 / 2)
 
 
-def test_rows_that_are_not_whole_groups_are_refused():
-    with pytest.raises(ValueError, match="3 rows are not divisible into groups of 2"):
-        token_weights("dapo", np.ones((3, 2), bool), 2, LONGEST)
+def test_sequences_that_are_not_whole_groups_are_refused():
+    with pytest.raises(ValueError, match="3 sequences are not divisible into groups of 2"):
+        sequence_weights("dapo", np.ones(3, int), 2, LONGEST)
 
 
 def reference_advantages(rewards, scale):
@@ -233,12 +250,15 @@ def test_rewards_as_large_as_they_may_be_give_finite_advantages(scale):
     assert result.values[0, 0] > 0 > result.values[0, 1]
 
 
+@pytest.mark.parametrize("in_row", [1, 3])
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
-def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_type):
+def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_type, in_row):
     mask, logprob, entropy, operands = make_batch()
     per_row, old, _, reference = operands
     objective = replace(EVERYTHING, loss_type=loss_type)
-    metrics = policy_metrics(objective, *as_float32(logprob, entropy), jnp.asarray(mask), *as_float32(*operands))
+    arrays = [*as_float32(logprob, entropy), jnp.asarray(mask), *as_float32(*operands)]
+    arrays = [packed(array, in_row) for array in arrays]
+    metrics = policy_metrics(objective, *arrays[:3], jnp.asarray(segments(ROWS, in_row)), *arrays[3:])
     ratio, advantage = np.exp(logprob - old)[mask], per_row[mask]
     if loss_type == "gspo":
         rows = [row for row in range(ROWS) if mask[row].any()]

@@ -1,0 +1,95 @@
+"""Sequences packed into rows: nothing is lost, no row is too long, few rows are taken, and devices have equal work."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from rollouts import sequences
+
+from mllm.config.schema import Rows
+from mllm.data.packing import Sequence, deal, first_fit_decreasing, pack
+
+
+def random_sequences(lengths, seed=0):
+    """Sequences of these numbers of tokens, prompts of all lengths but the last token's among them."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for length in lengths:
+        tokens = rng.integers(1, 2**31, length).astype(np.int32)
+        logprobs = rng.normal(size=rng.integers(1, length)).astype(np.float32)
+        made.append(Sequence(tokens, logprobs, rng.random(), rng.normal()))
+    return made
+
+
+@given(lengths=st.lists(st.integers(2, 21), max_size=40), micro=st.integers(1, 5), shards=st.sampled_from([1, 2, 8]))
+def test_each_sequence_stands_in_one_row_with_all_that_belongs_to_it(lengths, micro, shards):
+    micro *= shards
+    rows = Rows(length=20, micro=micro, total=-(-len(lengths) // micro) * micro or micro, shards=shards)
+    given = random_sequences(lengths)
+    batch = pack(given, rows)
+    assert {field.shape for field in batch[:7]} == {(rows.total, rows.length)}
+    found = sequences(batch)
+    assert len(found) == len(given)
+    for tokens, logprobs, weight, advantage in given:
+        _, positions, _, labels, weights, advantages, sampled = found[tuple(tokens.tolist())]
+        learned = slice(len(tokens) - 1 - len(logprobs), None)
+        assert positions.tolist() == list(range(len(tokens) - 1))
+        np.testing.assert_array_equal(labels[learned], tokens[-len(logprobs) :])
+        np.testing.assert_array_equal(sampled[learned], logprobs)
+        assert set(weights[learned]) == {np.float32(weight)}
+        assert set(advantages[learned]) == {np.float32(advantage)}
+    assert np.count_nonzero(batch.segments) == sum(lengths) - len(lengths)
+    assert np.count_nonzero(batch.weights) == sum(len(sequence.logprobs) for sequence in given)
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), row_length=st.integers(50, 120))
+def test_no_row_is_too_long_and_no_two_would_fit_into_one(lengths, row_length):
+    row = first_fit_decreasing(np.array(lengths), row_length)
+    filled = np.sort(np.bincount(row, lengths))
+    assert set(row) == set(range(len(filled)))
+    assert filled[-1] <= row_length
+    assert sum(filled[:2]) > row_length or len(filled) == 1
+    # The room that the configuration makes.
+    assert len(filled) <= -(-len(lengths) // (row_length // max(lengths)))
+
+
+def fewest_rows(lengths, room=()):
+    """By trying everything: the next sequence goes into one of the rows so far, or into a new one of 12 tokens."""
+    if not lengths:
+        return len(room)
+    first, *rest = lengths
+    fitting = [i for i, left in enumerate(room) if left >= first]
+    ways = [tuple(left - first * (i == j) for j, left in enumerate(room)) for i in fitting]
+    return min(fewest_rows(rest, way) for way in [*ways, (*room, 12 - first)])
+
+
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7))
+def test_the_rows_are_at_most_eleven_ninths_of_the_fewest_and_one_more(lengths):
+    rows = len(set(first_fit_decreasing(np.array(lengths), 12)))
+    assert rows <= 11 / 9 * fewest_rows(lengths) + 6 / 9
+
+
+@given(
+    work=st.lists(st.integers(1, 1000), min_size=1, max_size=64),
+    micro=st.integers(1, 4),
+    shards=st.sampled_from([1, 2, 4, 8]),
+)
+def test_the_devices_have_equal_shares_of_every_micro_batch(work, micro, shards):
+    micro *= shards
+    rows = Rows(1000, micro, -(-len(work) // micro) * micro, shards)
+    places = deal(np.array(work), rows)
+    assert len({*places}) == len(work)
+    batch = np.zeros(rows.total)
+    batch[places] = work
+    # The rows of a device, and those of a micro-batch, as the train step takes them.
+    shares = batch.reshape(shards, micro // shards, -1).transpose(2, 0, 1)  # micro-batch, device, row
+    used = -(-len(work) // micro)
+    assert not shares[used:].any()
+    shares = shares[:used]
+    assert np.ptp(np.count_nonzero(shares, axis=-1)) <= 1
+    assert np.ptp(shares.sum(axis=-1)) <= max(work)
+
+
+def test_rows_are_nearly_full_for_lengths_as_a_policy_s():
+    lengths = np.minimum(np.random.default_rng(0).geometric(1 / 256, 320), 1024) + 100
+    filled = np.bincount(first_fit_decreasing(lengths, 1536), lengths)
+    assert filled.mean() > 0.97 * 1536

@@ -1,0 +1,121 @@
+"""Gradients of packed rows are those of a row for each sequence, whatever is left out because it has no gradient."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from tiny import config
+
+from mllm.data.batch import Batch
+from mllm.data.packing import Sequence, pack
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import make_mesh, shard_batch
+from mllm.train.objectives import sequence_weights
+from mllm.train.step import Forward, accumulate
+
+SEQUENCES, GROUP, PROMPT, COMPLETION = 40, 4, 8, 16
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")
+PENALTIES = {"beta": 0.1, "reference": "initial", "entropy_coef": 0.01}
+MESHES = [(1, 1, 1), (1, 8, 1), (2, 2, 2)]
+
+
+def make_settings(loss_type, penalties, mesh=(1, 1, 1)):
+    return config(
+        batch_size=SEQUENCES,
+        rollout={"max_prompt_length": PROMPT, "max_completion_length": COMPLETION},
+        grpo={"num_iterations": 2, "loss_type": loss_type, **(PENALTIES if penalties else {})},
+        mesh=dict(zip(("dp", "fsdp", "tp"), mesh, strict=True)),
+        micro_batch_size=3 if mesh == MESHES[0] else 8,
+    )
+
+
+def make_sequences(loss_type):
+    """Sequences of many lengths; those of the second group have no advantage, and two don't count at all."""
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.geometric(1 / 5, SEQUENCES), COMPLETION)
+    counted = np.where(np.isin(np.arange(SEQUENCES), (3, 17)), 0, lengths)
+    weights = sequence_weights(loss_type, counted, GROUP, COMPLETION)
+    advantages = rng.normal(size=SEQUENCES)
+    advantages[GROUP : 2 * GROUP] = 0
+    return [
+        Sequence(
+            rng.integers(1, 260, rng.integers(2, PROMPT + 1) + length).astype(np.int32),
+            rng.normal(-5, 0.3, length).astype(np.float32),
+            *of_sequence,
+        )
+        for length, *of_sequence in zip(lengths, weights, advantages, strict=True)
+    ]
+
+
+def one_a_row(sequences):
+    """The batch with a row for each sequence, padded behind."""
+    batch = Batch(*np.zeros((4, SEQUENCES, 24), np.int32), *np.zeros((3, SEQUENCES, 24), np.float32))
+    for row, (tokens, logprobs, weight, advantage) in enumerate(sequences):
+        for place in range(len(tokens) - 1):
+            batch.tokens[row, place] = tokens[place]
+            batch.positions[row, place] = place
+            batch.segments[row, place] = 1
+            sampled = place + 1 - (len(tokens) - len(logprobs))
+            if sampled >= 0 and weight > 0:
+                batch.labels[row, place] = tokens[place + 1]
+                batch.weights[row, place] = weight
+                batch.advantages[row, place] = advantage
+                batch.sampler_logprobs[row, place] = logprobs[sampled]
+    return batch
+
+
+def with_policies(batch):
+    """The batch with log-probabilities under other policies, which depend on the token and its position."""
+    old, reference = (-5 + 0.4 * np.sin(k * batch.labels + batch.positions).astype(np.float32) for k in (1, 2))
+    return batch._replace(old_logprobs=old, reference_logprobs=reference)
+
+
+@cache
+def program(sequence_ratios, penalties, shape, whole):
+    """A function from a batch to loss and gradients, in micro-batches or of the whole batch at once.
+
+    Loss types whose weights alone differ share it.
+    """
+    settings = make_settings("gspo" if sequence_ratios else "grpo", penalties, shape)
+    rows = SEQUENCES if whole else settings.rows.micro
+    mesh = make_mesh(settings.mesh)
+    policy = load_policy(settings, mesh)
+    forward = Forward(policy.graphdef, settings, mesh)
+    params = jax.device_put(initial(), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
+    compute = jax.jit(lambda params, batch: accumulate(forward.loss, params, batch, rows)[::2])
+    return lambda batch: jax.device_get(compute(params, shard_batch(mesh, batch)))
+
+
+@cache
+def initial():
+    settings = make_settings("grpo", penalties=False)
+    return jax.device_get(load_policy(settings, make_mesh(settings.mesh)).initial_params())
+
+
+@cache
+def expected(loss_type, penalties):
+    batch = with_policies(one_a_row(make_sequences(loss_type)))
+    return program(loss_type == "gspo", penalties, MESHES[0], whole=True)(batch)
+
+
+def errors(got, exact):
+    """The norm of each parameter's difference, relative to the norm of its gradient."""
+    norms = [np.linalg.norm(np.float64(leaf)) for leaf in jax.tree.leaves(exact)]
+    leaves = zip(jax.tree.leaves(got), jax.tree.leaves(exact), norms, strict=True)
+    return [np.linalg.norm(np.float64(one) - other) / norm for one, other, norm in leaves]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("penalties", [False, True], ids=["", "penalties"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_packed_rows_give_the_gradients_of_a_row_for_each_sequence(loss_type, penalties, mesh):
+    rows = make_settings(loss_type, penalties, mesh).rows
+    learned = [s for s in make_sequences(loss_type) if s.weight > 0 and (penalties or s.advantage != 0)]
+    assert len(learned) == SEQUENCES - (2 if penalties else 2 + GROUP)
+    batch = pack(learned, rows)
+    assert rows.micro < np.count_nonzero(batch.segments.any(axis=1)) < 0.6 * len(learned)
+    got = program(loss_type == "gspo", penalties, mesh, whole=False)(with_policies(batch))
+    for error in errors(got[1], expected(loss_type, penalties)[1]):
+        assert error < 1e-6
+    np.testing.assert_allclose(got[0], expected(loss_type, penalties)[0], rtol=0, atol=1e-6)
