@@ -122,7 +122,9 @@ class Qwen2(nnx.Module):
         # these, which are far fewer numbers than the embedding has.
         hidden = self.look_up(constrain(layout, tokens, ("rows_of_replica", "time")))
         hidden = constrain(layout, hidden, ("rows_of_replica", "time", "embed"))
-        return jax.lax.scan(rematerialize(step, self.remat, self.dtype), constrain(layout, hidden, HIDDEN_STATES), layers)
+        return jax.lax.scan(
+            rematerialize(step, self.remat, self.dtype), constrain(layout, hidden, HIDDEN_STATES), layers
+        )
 
     def look_up(self, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "B T D"]:
         """The tokens' rows of the embedding, rounded to the compute dtype, in the residual stream's dtype."""

@@ -5,7 +5,7 @@ at every token.
 The rows' tokens end at one place of the cache, so that a step writes one slice; where a row begins, the mask says. The
 dims of the cache are in the order in which XLA for TPUs keeps them.
 
-Letters: B rows, D hidden size, V vocabulary, P places of the cache, H size of a head, N query heads, K key and value
+Letters: B rows, D hidden size, P places of the cache, H size of a head, N query heads, K key and value
 heads, G = N/K queries that share a key.
 """
 
@@ -93,8 +93,8 @@ def decode_token(
     tokens: Int[jax.Array, "B"],
     lengths: Int[jax.Array, "B"],
     end: Int[jax.Array, ""],
-) -> tuple[Float[jax.Array, "B V"], Cache]:
-    """The float32 logits of the token that follows each row's `tokens`, and the cache with these tokens added.
+) -> tuple[Float[jax.Array, "B D"], Cache]:
+    """Hidden states after the last norm, from which the tokens after `tokens` are drawn, and the cache with `tokens`.
 
     `lengths` says how many tokens of each row are in the cache already, at the places before `end`, which gets the
     new one; there must be such a place, which isn't checked.
@@ -122,9 +122,7 @@ def decode_token(
         hidden = layer.add_attention(hidden, attend(queries, written, visible))
         hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
         filled.append(written)
-    hidden = model.last_norm(hidden)[:, 0]
-    logits = jnp.einsum("bd,vd->bv", hidden, model.head_weight, preferred_element_type=jnp.float32)
-    return logits, tuple(filled)
+    return model.last_norm(hidden)[:, 0], tuple(filled)
 
 
 def merge(graphdef: nnx.GraphDef, weights: DecodingWeights, index: int) -> Qwen2:

@@ -21,6 +21,8 @@ from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
 from mllm.plan import assignment, gpus, targets
 from mllm.plan.assignment import Account
 from mllm.plan.programs import Programs, without_files
+from mllm.plan.seconds import ASSUMED, estimate
+from mllm.plan.traffic import Traffic
 from mllm.rl.capacity import slots_that_fit
 from mllm.rl.schedule import PREFILLED_BATCHES
 
@@ -74,6 +76,7 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     largest = max(phases, key=lambda phase: phase.peak)
     if largest.peak <= devices.memory:
         tell(f"fits: {largest.name} takes most, and leaves {size(devices.memory - largest.peak)} of {memory}")
+    planner.tell_decoding()
     rows, peak = planner.largest_micro_batch(phases[-1])
     if rows is not None:
         tell(f"micro_batch_size: {rows} is the largest that fits ({size(peak)}), of those that divide batch and mesh")
@@ -90,6 +93,7 @@ class Planner:
         self.tell = tell
         self.programs = Programs(config, devices.mesh)
         self.slots = 0 if config.rollout is None else self.programs.slots
+        self.turn = Traffic(0, 0)
         beta = 0 if config.grpo is None else config.grpo.beta
         self.reference = bytes_on_device(self.programs.policy.params) if beta > 0 else 0
 
@@ -114,6 +118,7 @@ class Planner:
             others = kept - bytes_on_device(shapes.policy.params) + weights + cache + (PREFILLED_BATCHES - 1) * prompts
             found.append(phase("prefill", account.peak + others, known, 0))
             account = self.compile("decode", "decode")
+            self.turn = account.turn
             logits = bytes_on_device(shapes.logits())
             found.append(phase("decode", account.peak + kept + PREFILLED_BATCHES * prompts, known, logits))
         if config.grpo is not None:
@@ -123,6 +128,23 @@ class Planner:
         account, head = self.compile("update", "update"), self.compile("update, head", "head_of_update")
         found.append(phase("update", account.peak + reference, known, head.temporaries))
         return found
+
+    def tell_decoding(self) -> None:
+        """Tell the number of slots and, for a target, what a decode step moves and how long a step may take."""
+        if not self.slots:
+            return
+        shapes, target = self.programs, self.devices.target
+        said = f"rollout: {self.slots} slots, {self.slots // shapes.layout.row_shards} a device"
+        if target:
+            least = bytes_on_device((shapes.decoding_weights(), shapes.cache()))
+            moved = self.turn.bytes
+            said += f"; a decode step with a full cache moves {size(moved)}, {moved / least:.2f} of the least possible"
+        self.tell(said)
+        if target and self.config.grpo:
+            rates = targets.RATES[target.partition(":")[0]]
+            found = estimate(shapes, *(rate / 2 if target.startswith("tpu7x") else rate for rate in rates))
+            phases = f"rollout {found.rollout:.1f} s ({found.steps} decode steps), log-prob {found.logprob:.1f} s"
+            self.tell(f"estimate of a step, never measured: {phases}, update {found.update:.1f} s ({ASSUMED})")
 
     def compile(self, title: str, name: str, config: Config | None = None) -> Account:
         """The account of one program, compiled in this process or, for a target, in a process of its own."""

@@ -42,6 +42,16 @@ CHIPS = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
 HBM = {chip: int(gib * 2**30) for chip, gib in {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}.items()}
 """Bytes of a device's HBM that a program may have, by libtpu 0.0.42's refusals; a device of tpu7x is half a chip."""
 
+RATES = {
+    "v5e": (197e12, 819e9),
+    "v5p": (459e12, 2765e9),
+    "v6e": (918e12, 1640e9),
+    "tpu7x": (1153.5e12, 3690e9),
+    "h100": (989e12, 3350e9),
+}
+"""bfloat16 flop/s and HBM's byte/s of each device, https://cloud.google.com/tpu/docs/system-architecture-tpu-vm and
+https://resources.nvidia.com/en-us-tensor-core (SXM, without sparsity). A core of tpu7x has half of its chip's."""
+
 
 def split(target: str) -> tuple[str, tuple[int, ...]]:
     """The chip and the slice's shape, all ones for a bare chip; ValueError where one of them is unknown."""

@@ -56,11 +56,8 @@ def bucket(count: int, sizes: Sequence[int]) -> int:
 
 
 def slot_buckets(most: int) -> list[int]:
-    """The numbers of slots that a shard may have: the most, and its half, and so on down to 1."""
-    sizes = [most]
-    while sizes[-1] > 1:
-        sizes.append(-(-sizes[-1] // 2))
-    return sizes[::-1]
+    """The numbers of slots that a shard may have: the most, and its half, down to a sixteenth."""
+    return sorted({-(-most // 2**power) for power in range(5)})
 
 
 def prompts_a_batch(needed: int, width: int) -> int:

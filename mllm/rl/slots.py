@@ -3,8 +3,8 @@
 Each device has its own slots and its own prompts, and no program moves keys or values between devices. All shapes are
 static; the host (`rollout.py`) chooses among few of them and says by numbers what happens to each slot.
 
-Letters: B slots (before repacking N), C steps of a chunk, M prompts of a batch, W its width, K key and value heads, P
-places of the cache (after repacking Q), H size of a head.
+Letters: B slots (before repacking N), C steps of a chunk, D hidden size, M prompts of a batch, W its width, K key and
+value heads, P places of the cache (after repacking Q), H size of a head.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Key
 
 from mllm.config.schema import RolloutConfig
-from mllm.model.decoding import Cache, DecodingWeights, LayerCache, decode_token
+from mllm.model.decoder import Qwen2
+from mllm.model.decoding import Cache, DecodingWeights, LayerCache, decode_token, merge
 from mllm.model.layout import CACHED_KEYS, Layout, Params
 from mllm.rl import sampling
 
 CHUNK = 16
 """Decode steps between two moments at which sequences may enter and leave."""
+
+
+MOST_LOGITS = 96 * 2**20
+"""Bytes of logits that a device may hold."""
+MOST_BLOCKS = 8
 
 
 class Slots(NamedTuple):
@@ -142,8 +148,19 @@ def decode(
 
     Fewer steps are made where `enough` sequences have ended, or all. It reuses the memory of `cache`.
     """
+    model = merge(graphdef, weights, 0)
     keys = sampling.sequence_keys(stream.seed, stream.step, slots.sequences)
     alive = slots.live.sum()
+
+    def draw(
+        rows: tuple[Float[jax.Array, "B D"], Key[jax.Array, "B"], Int[jax.Array, "B"]],
+    ) -> tuple[Int[jax.Array, "B"], Float[jax.Array, "B"]]:
+        hidden, keys, positions = rows
+        logits = jnp.einsum("bd,vd->bv", hidden, model.head_weight, preferred_element_type=jnp.float32)
+        if greedy:
+            return sampling.greedy(logits)
+        settings = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+        return sampling.sample(logits, keys, positions, **settings)
 
     def unfinished(carry: tuple) -> Bool[jax.Array, ""]:
         chunk, _, _, live = carry
@@ -153,19 +170,9 @@ def decode(
     def decode_step(carry: tuple) -> tuple:
         chunk, cache, tokens, live = carry
         done = chunk.steps
-        logits, cache = decode_token(graphdef, weights, cache, tokens, slots.lengths + done, end + done)
+        hidden, cache = decode_token(graphdef, weights, cache, tokens, slots.lengths + done, end + done)
         positions = slots.counts + done
-        if greedy:
-            token, logprob = sampling.greedy(logits)
-        else:
-            token, logprob = sampling.sample(
-                logits,
-                keys,
-                positions,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-            )
+        token, logprob = in_blocks(draw, (hidden, keys, positions), logit_blocks(model, hidden.shape[0]))
         stopped = (token[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= options.max_completion_length)
         chunk = Chunk(chunk.tokens.at[:, done].set(token), chunk.logprobs.at[:, done].set(logprob), done + 1)
         return chunk, cache, token, live & ~stopped
@@ -174,6 +181,24 @@ def decode(
     none = Chunk(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.int32))
     chunk, cache, _, _ = jax.lax.while_loop(unfinished, decode_step, (none, cache, slots.tokens, slots.live))
     return chunk, cache
+
+
+def logit_blocks(model: Qwen2, rows: int) -> int:
+    """Into how many blocks the rows are divided, each of which reads the vocabulary matrix, so that logits are few."""
+    layout, vocabulary = model.layout, model.config.vocab_size
+    if layout is not None:
+        rows, vocabulary = layout.sharding(("batch", "vocab")).shard_shape((rows, vocabulary))
+    fitting = [n for n in range(1, MOST_BLOCKS + 1) if rows % n == 0 and 4 * rows * vocabulary // n <= MOST_LOGITS]
+    return min(fitting, default=1)
+
+
+def in_blocks(function: Callable[[Any], Any], rows: Any, blocks: int) -> Any:
+    """The function of arrays [B, ...], applied to so many blocks of rows one after the other."""
+    if blocks == 1:
+        return function(rows)
+    # Strided, so that each device's rows stay on it.
+    split = jax.tree.map(lambda x: x.reshape(-1, blocks, *x.shape[1:]).swapaxes(0, 1), rows)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), jax.lax.map(function, split))
 
 
 def on_each_device(

@@ -25,8 +25,8 @@ def test_decode_steps_of_rows_that_begin_at_different_places_match_one_pass():
     lengths, pieces = np.array([0, -3]), []  # row 1 begins three places later
     for place in range(time):
         now = np.where(lengths >= 0, tokens[np.arange(batch), np.maximum(lengths, 0)], 1)
-        logits, cache = step(weights, cache, now, np.maximum(lengths, 0), np.int32(place))
-        pieces.append(logits)
+        hidden, cache = step(weights, cache, now, np.maximum(lengths, 0), np.int32(place))
+        pieces.append(hidden @ weights.outer["embed"].get_value().T)
         lengths += 1
     decoded = np.stack(pieces, axis=1)
     first, second = logits_alone(NAME, tokens[0], tokens[1, :-3])

@@ -151,7 +151,7 @@ def test_the_command_ends_with_that_line_and_code_2(tmp_path, monkeypatch, capsy
     output, errors = capsys.readouterr()
     assert errors.startswith("error: mesh: parameters and optimizer take 0.3 MiB a device")
     assert errors.count("\n") == 1
-    assert output.splitlines()[-1].startswith("update")
+    assert output.splitlines()[-1].startswith("rollout: 1 slots")
     assert not (tmp_path / "run").exists()
 
 

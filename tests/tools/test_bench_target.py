@@ -6,16 +6,16 @@ import sys
 import jax
 import pytest
 
-from mllm.plan import work
+from mllm.plan import targets, work
 from mllm.plan.listing import Kernel
 from mllm.plan.work import Part
 from tools.bench import target
-from tools.bench.target import RATES, Row, row, show
+from tools.bench.target import Row, row, show
 
 SHAPE = (512, 256, 1000)
 PRODUCT = 2 * 512 * 256 * 1000
 ACCOUNT = {"temp": 3 * 2**20, "peak": 2**30}
-RATE, BANDWIDTH = RATES["v6e"]
+RATE, BANDWIDTH = targets.RATES["v6e"]
 
 
 def kernel(name: str, mxu: float) -> Kernel:

@@ -1,6 +1,8 @@
 """Benchmarks: python tools/bench COMMAND [options]
 
-    head     the LM head beside the bare matrix products and other implementations
+    head      the LM head beside the bare matrix products and other implementations
+    rollout   the rollout engine beside other samplers
+    update    GRPO's update and log-prob pass beside those of an older checkout
 
 `python tools/bench COMMAND --help` describes a command's figures and options.
 """
@@ -15,7 +17,7 @@ if not __package__:  # `python tools/bench`: in place of this folder, the reposi
     sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 from mllm import errors
 
-COMMANDS = ("head",)
+COMMANDS = ("head", "rollout", "update")
 
 
 @errors.command

@@ -41,11 +41,6 @@ from tools.bench.report import title
 
 CHUNK = 256
 ONE_WAVE = 1 << 40  # bytes of workspace: more than there is, so that one wave takes all tokens
-RATES = {"v5e": (197e12, 819e9), "v5p": (459e12, 2765e9), "v6e": (918e12, 1640e9), "tpu7x": (1153.5e12, 3690e9)}
-"""bfloat16 flop/s and HBM's byte/s of each chip, https://cloud.google.com/tpu/docs/system-architecture-tpu-vm.
-
-A core of tpu7x, which is a device of its own, has half of its chip's.
-"""
 LOSSES: dict[str, Loss] = {
     "full logits": fused(impl="full_logits"),
     "optax on full logits": optax_on_logits,
@@ -142,7 +137,7 @@ def row(
     if fusions:
         busy["XLA"] = len(fusions) / sum(1 / fusion.mxu for fusion in fusions)
     tokens, features, vocabulary = shape
-    rate, bandwidth = RATES[chip]
+    rate, bandwidth = targets.RATES[chip]
     flops = sum(part.flops for part in parts)
     listed = [(part.flops, busy[part.name]) for part in parts if part.name in busy]
     bounds = [max(part.flops / (rate * busy.get(part.name, 1.0)), part.bytes / bandwidth) for part in parts]

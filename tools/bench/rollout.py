@@ -1,0 +1,239 @@
+"""Rollouts of the engine beside those of other programs: python tools/bench rollout
+
+A Qwen2 model with random parameters so small that every token is about as likely as any other. Three of the tokens are
+stop tokens, so that lengths are about geometric, with a quarter of the limit as their mean. A method's useful tokens
+are those up to the first stop token. Each method runs in a process of its own; all are warmed up, and then timed in
+turns. The columns:
+
+    tokens/s   useful tokens a second, the median over the turns
+    time       seconds of a rollout as a ratio to the engine's, by the median of the turns
+    useful     useful tokens over slot-steps: what was computed a token for
+    bytes      bytes that decode steps move over the least possible: the weights once for each token of the longest row,
+               or of a full batch, and each token's own keys and values
+
+Methods, where their packages are installed: the engine; with --old the engine of an older checkout, all rows at once
+and in waves of a quarter; `generate` of transformers (torch); the sampler of google-tunix.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])  # the checkout whose engine is measured
+from mllm import child_process, errors
+from mllm.errors import UserError
+
+STOPS = (3, 130, 259)
+VOCABULARY, DEVIATION = 260, 1e-3
+PROMPT = 32
+"""The most tokens of a prompt."""
+Result = dict[str, float]
+
+
+# --- the methods, each in a process of its own ------------------------------------------------------------------------
+
+
+def hugging_face_config(options: dict[str, int]) -> dict[str, Any]:
+    hidden = options["hidden"]
+    return {
+        "model_type": "qwen2",
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": options["layers"],
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": max(1, hidden // 128),
+        "tie_word_embeddings": True,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "initializer_range": DEVIATION,
+    }
+
+
+def prompts(options: dict[str, int]) -> list[list[int]]:
+    """Groups of eight sequences of a prompt."""
+    rng = np.random.default_rng(0)
+    groups = [rng.integers(4, 128, rng.integers(PROMPT // 4, PROMPT + 1)).tolist() for _ in range(options["rows"] // 8)]
+    return [prompt for prompt in groups for _ in range(8)]
+
+
+def engine(options: dict[str, int], **settings: int) -> Callable[[int], Result]:
+    """A function that makes a rollout with this seed; `settings` are of the rollout's section."""
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from mllm.config.schema import RolloutConfig
+    from mllm.model.architecture import Qwen2Config
+    from mllm.model.decoder import Qwen2
+    from mllm.rl import rollout
+
+    architecture = Qwen2Config.from_hf(hugging_face_config(options), "bench")
+    graphdef, params = nnx.split(Qwen2(architecture, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    limits = {"max_prompt_length": PROMPT, "max_completion_length": options["limit"]}
+    config, rows, generate = RolloutConfig.model_validate({**limits, **settings}), prompts(options), rollout.generate
+    stream: dict[str, Any] = {"options": config, "stop_ids": STOPS, "pad_id": 0, "step": 0}
+
+    def roll_out(seed: int) -> Result:
+        if settings:  # the old engine counts nothing
+            return {"tokens": float(generate(graphdef, params, rows, seed=seed, **stream).lengths.sum())}
+        work = rollout.Work()
+        result = generate(graphdef, params, rows, seed=seed, max_slots=options["slots"], work=work, **stream)
+        found = shares(work, result.lengths, architecture, params, options)
+        return {"tokens": float(result.lengths.sum()), **found}
+
+    return roll_out
+
+
+def shares(work: Any, lengths: np.ndarray, architecture: Any, params: Any, options: dict[str, int]) -> Result:
+    """The useful share of slot-steps, and moved over least bytes."""
+    import jax
+
+    weights = sum(4 * x.size for x in jax.tree.leaves(params))
+    place = 2 * 4 * architecture.num_hidden_layers * architecture.num_key_value_heads * architecture.head_dim
+    own = np.array([len(prompt) for prompt in prompts(options)]) + lengths
+    read = sum(int(n) * (int(n) + 1) - int(n - m) * int(n - m + 1) for n, m in zip(own, lengths, strict=True)) // 2
+    least = max(int(lengths.max()), work.tokens / options["slots"]) * weights + read * place
+    return {
+        "useful": work.tokens / work.slot_steps,
+        "bytes": (work.steps * weights + work.place_steps * place) / least,
+    }
+
+
+def transformers_generate(options: dict[str, int]) -> Callable[[int], Result]:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**hugging_face_config(options))).eval()
+    rows = prompts(options)
+    tokens = torch.tensor([[0] * (PROMPT - len(prompt)) + prompt for prompt in rows])
+    mask = torch.tensor([[0] * (PROMPT - len(prompt)) + [1] * len(prompt) for prompt in rows])
+    settings = {"max_new_tokens": options["limit"], "do_sample": True, "top_k": 0, "top_p": 1.0}
+
+    def roll_out(seed: int) -> Result:
+        torch.manual_seed(seed)
+        result = model.generate(tokens, attention_mask=mask, pad_token_id=0, eos_token_id=list(STOPS), **settings)
+        return {"tokens": useful(result[:, PROMPT:].numpy())}
+
+    return roll_out
+
+
+def tunix_sampler(options: dict[str, int]) -> Callable[[int], Result]:
+    raise NotImplementedError
+
+
+def useful(rows: Sequence[Sequence[int]]) -> float:
+    """The number of tokens up to each row's first stop token."""
+    count = 0
+    for row in rows:
+        stops = np.flatnonzero(np.isin(row, STOPS))
+        count += int(stops[0]) + 1 if stops.size else len(row)
+    return float(count)
+
+
+METHODS: dict[str, Callable[[dict[str, int]], Callable[[int], Result]]] = {
+    "engine": engine,
+    "old, all rows at once": lambda options: engine(options, batch_size=options["rows"]),
+    "old, waves of a quarter": lambda options: engine(options, batch_size=options["rows"] // 4),
+    "transformers": transformers_generate,
+    "google-tunix": tunix_sampler,
+}
+
+
+def child(name: str, options: dict[str, int]) -> None:
+    """Answer each line of stdin, a seed, with the figures of a rollout."""
+    roll_out = METHODS[name](options)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        found = roll_out(int(line))
+        child_process.answer({**found, "seconds": time.perf_counter() - start})
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+@errors.command
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = errors.ArgumentParser(
+        prog="python tools/bench rollout", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=64, help="sequences, eight for each prompt (default 64)")
+    parser.add_argument("--slots", type=int, default=64, help="of the engine (default 64)")
+    parser.add_argument("--limit", type=int, default=384, help="tokens of the longest completion (default 384)")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size (default 256)")
+    parser.add_argument("--layers", type=int, default=4, help="(default 4)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns (default 3)")
+    parser.add_argument("--old", type=Path, metavar="FOLDER", help="a checkout from before the engine")
+    options = parser.parse_args(arguments)
+    sizes = {name: getattr(options, name) for name in ("rows", "slots", "limit", "hidden", "layers")}
+    here = Path(__file__).resolve().parent.parent.parent
+    if options.old and not (options.old / "mllm").is_dir():
+        raise UserError(f"--old: {options.old} holds no checkout of this project")
+    methods = {"engine": here}
+    if options.old:
+        methods |= dict.fromkeys(("old, all rows at once", "old, waves of a quarter"), options.old.resolve())
+    if importlib.util.find_spec("torch"):
+        methods["transformers"] = here
+    if importlib.util.find_spec("tunix"):
+        methods["google-tunix"] = here
+
+    children = {name: start(name, folder, sizes) for name, folder in methods.items()}
+    turns: dict[str, list[Result]] = {name: [] for name in methods}
+    for turn in range(-1, options.repeats):
+        for name, process in children.items():
+            # The first turn compiles; a later one may still reach a program that none before has needed.
+            for seed in range(options.repeats) if turn < 0 else [turn]:
+                found = ask(name, process, seed)
+                print(f"{'warm-up' if turn < 0 else f'turn {turn}'}: {name}: {found['seconds']:.2f} s", file=sys.stderr)
+            if turn >= 0:
+                turns[name].append(found)
+    for process in children.values():
+        process.kill()
+    print(table(turns))
+    return 0
+
+
+def start(name: str, folder: Path, sizes: dict[str, int]) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(Path(__file__).resolve()), str(folder), name, json.dumps(sizes)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder)
+
+
+def ask(name: str, process: "subprocess.Popen[str]", seed: int) -> Result:
+    """The figures of a rollout; UserError where the method's process has ended."""
+    assert process.stdin
+    assert process.stdout
+    process.stdin.write(f"{seed}\n")
+    process.stdin.flush()
+    for line in process.stdout:
+        if line.startswith("{"):
+            return json.loads(line)
+    raise UserError(f"{name}: its process ended with exit code {process.wait()}; the lines above say why")
+
+
+def table(turns: dict[str, list[Result]]) -> str:
+    """The figures of each method, as Markdown."""
+    lines = ["| method | tokens/s | time | useful | bytes | tokens |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for name, results in turns.items():
+        speed = statistics.median(result["tokens"] / result["seconds"] for result in results)
+        ratios = [one["seconds"] / own["seconds"] for one, own in zip(results, turns["engine"], strict=True)]
+        figures = [f"{speed:.0f}", f"{statistics.median(ratios):.2f}"]
+        for column in ("useful", "bytes"):
+            known = [result[column] for result in results if column in result]
+            figures.append(f"{statistics.median(known):.2f}" if known else "-")
+        figures.append(f"{statistics.median(result['tokens'] for result in results):.0f}")
+        lines.append(f"| {name} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    child(sys.argv[2], json.loads(sys.argv[3]))
