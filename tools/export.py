@@ -10,9 +10,15 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mllm import errors
 from mllm.errors import UserError
+
+if TYPE_CHECKING:
+    from mllm.config.schema import Config
+    from mllm.model.layout import Params
+    from mllm.model.load import Policy
 
 
 @errors.command
@@ -22,20 +28,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="the checkpoint's; default: the newest")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: that of the computation")
     options = parser.parse_args(arguments)
-    if not os.path.isfile(options.run / "config.yaml"):
-        raise UserError(f"{options.run}: no config.yaml; give a run_dir")
     step = export(options.run, options.step, options.dtype)
     print(f"step {step} of {options.run} is exported to {options.run / 'export'}")
     return 0
 
 
-def export(run: Path, step: int | None, dtype: str | None) -> int:
-    """Write RUN/export; returns the step that it holds."""
-    import jax.numpy as jnp
+def restore(run: Path, step: int | None) -> "tuple[Config, Policy, int, Params]":
+    """A run's configuration, its policy on one device, and the step and parameters of its newest, or this, checkpoint.
 
+    UserError is raised if the folder is no run, or has no such checkpoint.
+    """
+    if not os.path.isfile(run / "config.yaml"):
+        raise UserError(f"{run}: no config.yaml; give a run_dir")
     from mllm.config import load as configs
     from mllm.config.schema import MeshConfig
-    from mllm.model import weights
     from mllm.model.load import load_policy
     from mllm.parallel.mesh import make_mesh
     from mllm.run.checkpoint import Checkpoints
@@ -45,6 +51,16 @@ def export(run: Path, step: int | None, dtype: str | None) -> int:
     policy = load_policy(config, make_mesh(MeshConfig()))
     with closing(Checkpoints(run / "checkpoints", config.checkpoint, read_only=True)) as checkpoints:
         step, params = checkpoints.restore_params(policy.params, step)
+    return config, policy, step, params
+
+
+def export(run: Path, step: int | None, dtype: str | None) -> int:
+    """Write RUN/export; returns the step that it holds."""
+    import jax.numpy as jnp
+
+    from mllm.model import weights
+
+    config, policy, step, params = restore(run, step)
     weights.save(
         run / "export",
         policy.architecture,

@@ -90,13 +90,18 @@ def text(place: str, record: Record, key: str) -> str:
     return value
 
 
-def messages_of(place: str, record: Record) -> list[dict[str, str]]:
-    """The chat in a record, its `messages` or its `question` and `answer`; UserError where it is not as expected."""
+def messages_of(place: str, record: Record, needs_answer: bool = True) -> list[dict[str, str]]:
+    """The chat in a record, its `messages` or its `question` and `answer`; UserError where it is not as expected.
+
+    If it `needs_answer`, the assistant must have a message, else there may be none, nor an `answer`.
+    """
     if "messages" not in record:
         if "question" not in record:
-            raise UserError(f"{place}: neither messages nor question and answer are there")
-        question, answer = text(place, record, "question"), text(place, record, "answer")
-        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            raise UserError(f"{place}: neither messages nor question{' and answer' * needs_answer} are there")
+        chat = [{"role": "user", "content": text(place, record, "question")}]
+        if needs_answer or "answer" in record:
+            chat.append({"role": "assistant", "content": text(place, record, "answer")})
+        return chat
     messages = record["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UserError(f"{place}: messages must be a list of objects with role and content")
@@ -104,6 +109,6 @@ def messages_of(place: str, record: Record) -> list[dict[str, str]]:
     roles = [message["role"] for message in chat]
     if unknown := [role for role in roles if role not in ("system", "user", "assistant")]:
         raise UserError(f"{place}: role {unknown[0]!r} is none of system, user and assistant")
-    if "assistant" not in roles:
+    if needs_answer and "assistant" not in roles:
         raise UserError(f"{place}: no message is the assistant's, so there is nothing to learn")
     return chat

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,15 +56,24 @@ class Policy:
 def load_policy(config: Config, mesh: Mesh) -> Policy:
     """The policy of a configuration, checked to fit together; nothing of the parameters is read.
 
+    UserError is raised as by `load_model`, and if a row may be longer than the model's positions.
+    """
+    packed = config.data is None or config.data.packing
+    stop = () if config.rollout is None else config.rollout.stop
+    policy = load_model(config.model, mesh, packed=packed, stop=stop, seed=config.seed)
+    check_lengths(config, policy.architecture)
+    return policy
+
+
+def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[str] = (), seed: int = 0) -> Policy:
+    """The policy of a model; `packed` says whether rows hold several documents, `stop` adds tokens to the model's own.
+
     UserError is raised if files of the model or tokenizer are missing, unreadable or don't fit, the mesh doesn't
     divide the model, or the attention that is asked for can't run.
     """
-    model = config.model
     folder = model_folder(model)
     architecture = read_architecture(model, folder)
-    check_lengths(config, architecture)
     layout = Layout.of(mesh, architecture)
-    packed = config.data is None or config.data.packing
     attention = choose(model.attention, architecture, mesh, model.dtype, packed)
     dtypes = {name: jnp.dtype(getattr(model, name)) for name in ("dtype", "residual_dtype", "param_dtype")}
     options = {"remat": model.remat, "attention": attention.attention, "layout": layout}
@@ -80,12 +90,12 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
     return Policy(
         architecture=architecture,
         tokenizer=tokenizer,
-        stop_ids=stop_ids(tokenizer, folder, () if config.rollout is None else config.rollout.stop),
+        stop_ids=stop_ids(tokenizer, folder, stop),
         attention=attention,
         graphdef=graphdef,
         params=layout.abstract_parameters(params),
         folder=folder if model.init == "pretrained" else None,
-        seed=config.seed,
+        seed=seed,
     )
 
 

@@ -51,6 +51,8 @@ class Completions(NamedTuple):
 class Work:
     """What a rollout did, in counts; the same whenever the same tokens are sampled."""
 
+    completions: int = 0
+    """Completions that have ended."""
     tokens: int = 0
     """Tokens of completions."""
     prefilled: int = 0
@@ -329,6 +331,7 @@ class Engine:
             self.work.tokens += made.size
             if stops.size or results.lengths[sequence] == results.tokens.shape[1]:
                 self.sequences[shard, slot] = -1
+                self.work.completions += 1
                 ended += 1
         self.last_tokens = tokens[:, :, steps - 1].copy()
         self.lengths = self.lengths + steps

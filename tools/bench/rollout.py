@@ -129,7 +129,45 @@ def transformers_generate(options: dict[str, int]) -> Callable[[int], Result]:
 
 
 def tunix_sampler(options: dict[str, int]) -> Callable[[int], Result]:
-    raise NotImplementedError
+    import jax
+    from flax import nnx
+    from tunix.generate import sampler
+    from tunix.models.qwen2 import model
+
+    from mllm.model.tokenizer import bytes_tokenizer
+
+    sizes = hugging_face_config(options)
+    kv_heads = sizes["num_key_value_heads"]
+    config = model.ModelConfig(
+        num_layers=sizes["num_hidden_layers"],
+        vocab_size=VOCABULARY,
+        embed_dim=sizes["hidden_size"],
+        hidden_dim=sizes["intermediate_size"],
+        num_heads=sizes["num_attention_heads"],
+        head_dim=64,
+        num_kv_heads=kv_heads,
+        rope_theta=10000,
+        norm_eps=1e-6,
+        use_tied_embedding=True,
+    )
+    net = model.Qwen2(config, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    # Matrices as small as ours; the norms' scales stay 1.
+    small = jax.tree.map(
+        lambda x: rng.normal(0, DEVIATION, x.shape).astype(np.float32) if x.ndim > 1 else x, nnx.state(net)
+    )
+    nnx.update(net, small)
+    cache = sampler.CacheConfig(PROMPT + options["limit"], sizes["num_hidden_layers"], kv_heads, head_dim=64)
+    sample = sampler.Sampler(net, bytes_tokenizer(), cache)
+    text = ["".join(map(chr, prompt)) for prompt in prompts(options)]
+    settings = {"max_generation_steps": options["limit"], "max_prompt_length": PROMPT, "eos_tokens": list(STOPS)}
+
+    def roll_out(seed: int) -> Result:
+        result = sample(text, **settings, temperature=1.0, top_p=1.0, seed=seed)
+        # It returns the stop token of no row.
+        return {"tokens": float(sum(min(len(row) + 1, options["limit"]) for row in result.tokens))}
+
+    return roll_out
 
 
 def useful(rows: Sequence[Sequence[int]]) -> float:

@@ -1,0 +1,216 @@
+"""Completes prompts with a model or a run's newest checkpoint, by the trainer's own rollout engine.
+
+    python tools/generate.py MODEL_OR_RUN "What is 7 times 8?"
+    python tools/generate.py MODEL_OR_RUN --prompts prompts.jsonl --out completions.jsonl
+    python tools/generate.py MODEL_OR_RUN                                                  a chat, on a terminal
+
+MODEL_OR_RUN is a run_dir, a folder in Hugging Face's layout, or a hub id. The model's chat template is applied. A line
+of prompts has a `question`, or `messages` of which the assistant's last ones are left out; a line of the output has
+the `messages`, the `completion`, how many `tokens` it has, and whether it `finished` or was cut off. Without
+--temperature the likeliest token is taken.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
+from mllm import errors
+from mllm.data import records
+from mllm.errors import UserError
+
+if TYPE_CHECKING:
+    from mllm.model.layout import Params
+    from mllm.model.load import Policy
+    from mllm.rl.rollout import Completions
+
+Chat = list[dict[str, str]]
+
+
+@errors.command
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    chats = read_prompts(options)
+    if not chats and not sys.stdin.isatty():
+        raise UserError("PROMPT: give a prompt, or --prompts FILE, or start a chat on a terminal")
+    if options.out and options.out.exists():
+        raise UserError(f"--out: {options.out} exists, and would be overwritten; give another name")
+    policy, params, system = load(options)
+    if system := options.system or system:
+        first = {"role": "system", "content": system}
+        chats = [chat if chat[0]["role"] == "system" else [first, *chat] for chat in chats]
+    generator = Generator(policy, params, options)
+    if not chats:
+        return talk(generator, system)
+    completions, texts = generator.complete(chats)
+    if options.out is None:
+        for text in texts:
+            print(text)
+        return 0
+    lines = [
+        {"messages": chat, "completion": text, "tokens": int(length), "finished": bool(finished)}
+        for chat, text, length, finished in zip(chats, texts, completions.lengths, completions.finished, strict=True)
+    ]
+    try:
+        options.out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out: {options.out} can't be written ({error.strerror}); give another name") from None
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL_OR_RUN", help="a run_dir, a folder, or a hub id")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the user's message")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines of prompts")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where JSON lines of completions are written")
+    parser.add_argument("--system", metavar="TEXT", help="the system's message; default: that of the run's task")
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of a completion (default 512)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slots", type=int, default=64, metavar="N", help="prompts completed at a time (default 64)")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16, or the run's")
+    options = parser.parse_args(arguments)
+    if options.prompt is not None and options.prompts is not None:
+        raise UserError("--prompts: is instead of PROMPT: give one of them")
+    if options.out is not None and options.prompts is None:
+        raise UserError("--out: is for --prompts; other completions are printed")
+    for name, least in (("max_tokens", 1), ("slots", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
+        if getattr(options, name) < least:
+            raise UserError(f"--{name.replace('_', '-')}: {getattr(options, name)}: expected {least} or more")
+    if not 0 < options.top_p <= 1:
+        raise UserError(f"--top-p: {options.top_p}: expected more than 0, and 1 at most")
+    return options
+
+
+def read_prompts(options: argparse.Namespace) -> list[Chat]:
+    """The chats to be completed, without the assistant's last messages; UserError where a line is not as expected."""
+    if options.prompt is not None:
+        return [[{"role": "user", "content": options.prompt}]]
+    chats = []
+    for place, record in records.json_lines(options.prompts, "--prompts") if options.prompts else ():
+        if isinstance(record, UserError):
+            raise record
+        chat = records.messages_of(place, record, needs_answer=False)
+        while chat and chat[-1]["role"] == "assistant":
+            chat.pop()
+        if not chat:
+            raise UserError(f"{place}: messages: nothing is left to be answered")
+        chats.append(chat)
+    if options.prompts and not chats:
+        raise UserError(f"--prompts: {options.prompts} has no lines")
+    return chats
+
+
+def load(options: argparse.Namespace) -> "tuple[Policy, Params, str | None]":
+    """The model, its parameters and, of a run, the system prompt of its task."""
+    from mllm.config.schema import MeshConfig, ModelConfig
+    from mllm.model.load import load_model
+    from mllm.parallel.mesh import make_mesh
+    from tools.export import restore
+
+    mesh = make_mesh(MeshConfig())
+    if not os.path.isfile(Path(options.model) / "config.yaml"):
+        dtype = options.dtype or "bfloat16"
+        model = ModelConfig.model_validate({"source": options.model, "dtype": dtype, "param_dtype": dtype})
+        policy = load_model(model, mesh, packed=False)
+        return policy, policy.initial_params(), None
+    config, policy, step, params = restore(Path(options.model), None)
+    print(f"{options.model}: step {step}", file=sys.stderr)
+    if options.dtype and options.dtype != config.model.dtype:
+        model = config.model.model_copy(update={"dtype": options.dtype})
+        policy = load_model(model, mesh, packed=False)
+    return policy, params, None if config.task is None else config.task.system_prompt
+
+
+class Generator:
+    """A model with the settings of this command."""
+
+    def __init__(self, policy: "Policy", params: "Params", options: argparse.Namespace) -> None:
+        self.policy = policy
+        self.params = params
+        self.options = options
+
+    def complete(self, chats: Sequence[Chat], step: int = 0) -> "tuple[Completions, list[str]]":
+        """The chats' completions and their texts; UserError where one doesn't fit the model's positions."""
+        from mllm.config.schema import RolloutConfig
+        from mllm.model.tokenizer import encode_prompt
+        from mllm.rl.rollout import Work
+        from mllm.rl.sampler import Sampler
+
+        policy, options, work = self.policy, self.options, Work()
+        prompts = [encode_prompt(policy.tokenizer, chat) for chat in chats]
+        longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
+        if longest + options.max_tokens > most:
+            raise UserError(
+                f"--max-tokens: {options.max_tokens} after a prompt of {longest} tokens are more than the "
+                f"{most} positions of the model; at most {most - longest} would fit"
+            )
+        settings: dict[str, Any] = {"max_prompt_length": longest, "max_completion_length": options.max_tokens}
+        if options.temperature:
+            settings |= {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+        poll = progress(work, len(prompts))
+        sampler = Sampler(
+            policy.graphdef,
+            policy.tokenizer,
+            policy.stop_ids,
+            RolloutConfig(**settings),
+            options.seed,
+            options.slots,
+            poll,
+            work,
+        )
+        result = sampler.complete(self.params, prompts, step=step, greedy=not options.temperature)
+        poll(last=True)
+        return result
+
+
+def progress(work: Any, count: int) -> Callable[..., None]:
+    """A function that tells on stderr how far the work is: every second on a terminal, and at the end."""
+    start, told = time.monotonic(), [0.0]
+
+    def tell(last: bool = False) -> None:
+        seconds = time.monotonic() - start
+        if not last and (seconds - told[0] < 1 or not sys.stderr.isatty()):
+            return
+        told[0] = seconds
+        done = f"{work.completions} of {count} done, {work.tokens} tokens, {work.tokens / seconds:.0f} tokens/s"
+        left = "" if last or not work.completions else f", {seconds * (count / work.completions - 1):.0f} s left"
+        print(f"\r{done}{left}" + " " * 12, end="\n" if last else "", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def talk(generator: Generator, system: str | None) -> int:
+    """A chat on the terminal, until the input ends."""
+    chat: Chat = [{"role": "system", "content": system}] if system else []
+    print("An empty line begins a new chat, the end of input (Ctrl-D) ends.", file=sys.stderr)
+    turn = 0
+    while True:
+        try:
+            said = input("> ")
+        except EOFError:
+            print()
+            return 0
+        if not said.strip():
+            chat = chat[:1] if system else []
+            continue
+        try:
+            _, (text,) = generator.complete([[*chat, {"role": "user", "content": said}]], turn)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        print(text)
+        chat += [{"role": "user", "content": said}, {"role": "assistant", "content": text}]
+        turn += 1
+
+
+if __name__ == "__main__":
+    errors.run_main(main)
