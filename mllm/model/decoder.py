@@ -122,9 +122,7 @@ class Qwen2(nnx.Module):
         # these, which are far fewer numbers than the embedding has.
         hidden = self.look_up(constrain(layout, tokens, ("rows_of_replica", "time")))
         hidden = constrain(layout, hidden, ("rows_of_replica", "time", "embed"))
-        return jax.lax.scan(
-            rematerialize(step, self.remat, self.dtype), constrain(layout, hidden, HIDDEN_STATES), layers
-        )
+        return jax.lax.scan(rematerialize(step, self.remat), constrain(layout, hidden, HIDDEN_STATES), layers)
 
     def look_up(self, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "B T D"]:
         """The tokens' rows of the embedding, rounded to the compute dtype, in the residual stream's dtype."""
@@ -243,22 +241,11 @@ def attention_mask(segments: Int[jax.Array, "B T"]) -> Bool[jax.Array, "B 1 T T"
     return jnp.tril(same)[:, None]
 
 
-def rematerialize(step: Callable[..., Any], remat: str, dtype: DTypeLike) -> Callable[..., Any]:
+def rematerialize(step: Callable[..., Any], remat: str) -> Callable[..., Any]:
     """The step of a scan, computed again in the backward pass as `remat` says; see `Qwen2`."""
     if remat == "none":
         return step
-    if remat == "dots":
-        # Inside a scan there are no common subexpressions that would undo the recomputation.
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        return jax.checkpoint(step, policy=policy, prevent_cse=False)
-
-    def forward(hidden: jax.Array, params: Params) -> tuple[Any, tuple[jax.Array, Params]]:
-        return step(hidden, params), (hidden.astype(dtype), params)
-
-    def backward(saved: tuple[jax.Array, Params], cotangents: Any) -> Any:
-        hidden, params = saved
-        return jax.vjp(step, hidden.astype(cotangents[0].dtype), params)[1](cotangents)
-
-    recomputed = jax.custom_vjp(step)
-    recomputed.defvjp(forward, backward)
-    return recomputed
+    policies = jax.checkpoint_policies
+    policy = policies.nothing_saveable if remat == "full" else policies.dots_with_no_batch_dims_saveable
+    # Inside a scan there are no common subexpressions that would undo the recomputation.
+    return jax.checkpoint(step, policy=policy, prevent_cse=False)
