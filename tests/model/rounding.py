@@ -17,7 +17,7 @@ from flax import nnx
 from mllm.model import decoder
 from mllm.model.architecture import Qwen2Config
 from mllm.model.decoder import Qwen2, rms_norm
-from mllm.model.decoding import abstract_cache, decode_token, decoding_weights
+from mllm.model.decoding import abstract_cache, decode_token, decoding_weights, merge
 from mllm.model.layout import parameter_name
 
 SIZES = {
@@ -102,10 +102,14 @@ def one_pass(rounding: Rounding) -> np.ndarray:
     def logprobs(params):
         model = nnx.merge(graphdef, params)
         hidden = model(tokens(), jnp.arange(TOKENS)[None], jnp.ones_like(tokens()))[0]
-        weight = model.head_weight.astype(hidden.dtype)
-        return jax.nn.log_softmax(jnp.einsum("td,vd->tv", hidden, weight, preferred_element_type=jnp.float32))
+        return vocabulary_logprobs(model, hidden)
 
     return compute(logprobs, rounding, parameters())
+
+
+def vocabulary_logprobs(model: Qwen2, hidden: jax.Array) -> jax.Array:
+    weight = model.head_weight.astype(hidden.dtype)
+    return jax.nn.log_softmax(jnp.einsum("td,vd->tv", hidden, weight, preferred_element_type=jnp.float32))
 
 
 @cache
@@ -116,11 +120,12 @@ def decode_steps(rounding: Rounding) -> np.ndarray:
 
     def logprobs(weights):
         def step(cache, place):
-            logits, cache = decode_token(graphdef, weights, cache, tokens()[:, place], place[None], place)
-            return cache, jax.nn.log_softmax(logits[0])
+            hidden, cache = decode_token(graphdef, weights, cache, tokens()[:, place], place[None], place)
+            return cache, hidden[0]
 
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_cache(model, 1, TOKENS))
-        return jax.lax.scan(step, empty, jnp.arange(TOKENS))[1]
+        _, hidden = jax.lax.scan(step, empty, jnp.arange(TOKENS))
+        return vocabulary_logprobs(merge(graphdef, weights, 0), hidden)
 
     return compute(logprobs, rounding, decoding_weights(graphdef, parameters()))
 
