@@ -10,6 +10,11 @@ def even_characters(prompt, completion, example):
     return sum(ord(character) % 2 == 0 for character in completion) / 4
 
 
+def seldom(prompt, completion, example):
+    """1 where three characters or more have an even number; most groups get none."""
+    return float(even_characters(prompt, completion, example) > 0.7)
+
+
 def fussy(prompt, completion, example):
     """As `even_characters`, but raises at an odd number of them."""
     even = sum(ord(character) % 2 == 0 for character in completion)

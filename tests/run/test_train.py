@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 import struct
 import subprocess
@@ -31,7 +32,9 @@ from tiny import config
 import mllm.train.step
 from mllm import stopwatch
 from mllm.config import load as configs
-from mllm.model.load import Policy
+from mllm.model.load import Policy, load_policy
+from mllm.parallel.mesh import make_mesh
+from mllm.run.checkpoint import Checkpoints
 
 EVEN = "user_rewards:even_characters"
 SETTINGS = {
@@ -217,6 +220,43 @@ def test_every_completion_of_a_rollout_is_in_the_samples(undisturbed):
 
 
 # Rewards and data that give less than was asked
+
+
+def test_updates_without_a_gradient_change_nothing_are_counted_and_a_run_resumes_between_them(tmp_path):
+    sections = {
+        "steps": 12,
+        "grpo": {"num_iterations": 1, "beta": 0, "reference": None},
+        "task": {"rewards": [{"name": "user_rewards:seldom"}]},
+        "optimizer": {"weight_decay": 0.1, "warmup_steps": 12},
+        "checkpoint": {"every": 1, "keep": 20},
+        "eval": None,
+    }
+    settings = placed("grpo", tmp_path, **sections)
+    assert run(settings) == 0
+    lines = records(settings)
+    empty = [line["step"] for line in lines if line["frac_without_gradient"] == 1]
+    assert 0 < len(empty) < len(lines)
+    made = 0
+    for line in lines:
+        assert line["updates_without_gradient"] == sum(step <= line["step"] for step in empty)
+        assert line["skipped"] == 0
+        assert (line["grad_norm"] == 0) == (line["entropy"] is None) == (line["step"] in empty)
+        assert line["learning_rate"] == pytest.approx(1e-2 * (1 + made) / 12)
+        made += line["step"] not in empty
+    reader = Checkpoints(Path(settings.run_dir, "checkpoints"), settings.checkpoint, read_only=True)
+    like = load_policy(settings, make_mesh(settings.mesh)).params
+    params = [jax.tree.leaves(reader.restore_params(like, step)[1]) for step in range(1, 13)]
+    reader.close()
+    for step in range(2, 13):
+        same = all(map(np.array_equal, params[step - 2], params[step - 1]))
+        assert same == (step in empty)
+
+    resumed = changed(settings, run_dir=str(tmp_path / "resumed"))
+    shutil.copytree(settings.run_dir, resumed.run_dir)
+    for step in range(empty[0] + 1, 13):
+        shutil.rmtree(Path(resumed.run_dir, "checkpoints", str(step)))
+    assert run(resumed) == 0
+    assert_same_end(resumed, settings)
 
 
 def test_rewards_that_raise_or_hang_are_counted_and_training_goes_on(tmp_path):
