@@ -17,11 +17,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float32, Int
 
 from mllm.model.architecture import Qwen2Config
 from mllm.model.attention import Attention
-from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, QUERIES, Layout, Params, constrain, gather_parameters
+from mllm.model.layout import (
+    CACHED_KEYS,
+    HIDDEN_STATES,
+    KEYS,
+    QUERIES,
+    Layout,
+    Params,
+    constrain,
+    gather_layer_float32,
+)
 
 
 class Qwen2(nnx.Module):
@@ -109,7 +118,7 @@ class Qwen2(nnx.Module):
         layout = self.layout
 
         def step(hidden: Float[jax.Array, "B T D"], params: Params) -> tuple[Float[jax.Array, "B T D"], Any]:
-            layer = nnx.merge(graphdef, gather_parameters(params, self.dtype, layout, "layers."))
+            layer = nnx.merge(graphdef, gather_layer_float32(params, self.dtype, layout))
             projected = layer.project(hidden, rotation)
             queries, keys, values = (
                 constrain(layout, x, axes) for x, axes in zip(projected, (QUERIES, KEYS, KEYS), strict=True)
@@ -188,27 +197,35 @@ def linear(
     x: Float[jax.Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None = None, dtype: DTypeLike | None = None
 ) -> Float[jax.Array, "B T O"]:
     """x @ weight.T + bias: operands in the dtype of x, the result in `dtype`, without one in the dtype of x."""
-    y = product(dtype, x, weight[...].astype(x.dtype))
-    return y if bias is None else y + bias[...].astype(y.dtype)
+    y = product(dtype, x, weight[...].astype(jnp.float32))
+    return y if bias is None else (y.astype(jnp.float32) + bias[...]).astype(y.dtype)
 
 
-multiply = partial(jnp.einsum, "bti,oi->bto")
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(
-    dtype: DTypeLike | None, x: Float[jax.Array, "B T I"], weight: Float[jax.Array, "O I"]
+    dtype: DTypeLike | None, x: Float[jax.Array, "B T I"], weight: Float32[jax.Array, "O I"]
 ) -> Float[jax.Array, "B T O"]:
-    """x @ weight.T in `dtype`, without one in that of the operands, which the derivatives' products have anyway."""
-    return multiply(x, weight, preferred_element_type=dtype)
+    """x @ weight.T in `dtype`, without one in that of x, which all operands have; the weight's gradient is float32."""
+    return run_product(dtype, x, weight)[0]
 
 
-# JAX's own rule would multiply a float32 cotangent in float32, and sum up float32 gradients over devices.
-@product.defjvp
-def differentiate_product(dtype: DTypeLike | None, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    (x, weight), (dx, dweight) = primals, tangents
-    y = multiply(x, weight, preferred_element_type=dtype)  # not `product`, which hides it from `remat: dots`
-    return y, (multiply(dx, weight) + multiply(x, dweight)).astype(y.dtype)
+def run_product(
+    dtype: DTypeLike | None, x: Float[jax.Array, "B T I"], weight: Float32[jax.Array, "O I"]
+) -> tuple[Float[jax.Array, "B T O"], tuple[jax.Array, jax.Array]]:
+    narrow = weight.astype(x.dtype)
+    return jnp.einsum("bti,oi->bto", x, narrow, preferred_element_type=dtype), (x, narrow)
+
+
+def differentiate_product(
+    dtype: DTypeLike | None, operands: tuple[jax.Array, jax.Array], dy: Float[jax.Array, "B T O"]
+) -> tuple[Float[jax.Array, "B T I"], Float32[jax.Array, "O I"]]:
+    x, weight = operands
+    dy = dy.astype(x.dtype)  # JAX's own rule would multiply a float32 cotangent in float32
+    dweight = jnp.einsum("bto,bti->oi", dy, x, preferred_element_type=jnp.float32)
+    return jnp.einsum("bto,oi->bti", dy, weight), dweight
+
+
+product.defvjp(run_product, differentiate_product)
 
 
 def rms_norm(

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import DictKey, KeyPath
 from jax.typing import DTypeLike
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Float32, Shaped
 
 from mllm.errors import UserError
 from mllm.model.architecture import Qwen2Config
@@ -133,6 +134,33 @@ def gather_parameters(params: Params, dtype: DTypeLike, layout: Layout | None, p
         return constrain(layout, parameter.astype(dtype), gathered_axes(axes[-parameter.ndim :]))
 
     return map_parameters(gather, params, prefix)
+
+
+def gather_layer_float32(params: Params, dtype: DTypeLike, layout: Layout | None) -> Params:
+    """One layer's parameters as `gather_parameters` gives them, with the same values, but float32.
+
+    So are their gradients, which devices add up over fsdp: in `dtype` that would round them once more.
+    """
+
+    def gather(parameter: Shaped[Array, "..."], axes: tuple[str, ...]) -> Float32[Array, "..."]:
+        return gather_float32(dtype, layout, axes[-parameter.ndim :], parameter.astype(jnp.float32))
+
+    return map_parameters(gather, params, "layers.")
+
+
+def round_and_gather(
+    dtype: DTypeLike, layout: Layout | None, axes: tuple[str, ...], parameter: Float32[Array, "..."]
+) -> Float32[Array, "..."]:
+    """A parameter with these axes, rounded to `dtype` and then gathered over fsdp."""
+    return constrain(layout, parameter.astype(dtype), gathered_axes(axes)).astype(jnp.float32)
+
+
+gather_float32 = jax.custom_vjp(round_and_gather, nondiff_argnums=(0, 1, 2))
+# The gradient goes from the product straight to the parameter's own sharding; JAX's own rule would round it first.
+gather_float32.defvjp(
+    lambda dtype, layout, axes, parameter: (round_and_gather(dtype, layout, axes, parameter), None),
+    lambda dtype, layout, axes, _, gradient: (constrain(layout, gradient, axes),),
+)
 
 
 def check_divides(mesh: Mesh, axis: Any, config: Qwen2Config, *names: str) -> None:

@@ -113,12 +113,14 @@ def test_the_norm_rounds_once(dtype: Any) -> None:
     np.testing.assert_allclose(np.asarray(normed, np.float64), exact, rtol=1.001 * 2**-8, atol=0)
 
 
-def test_a_float32_product_is_differentiated_by_products_in_the_compute_dtype() -> None:
-    x, weight = jnp.ones((1, 2, 3), jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)
+def test_a_product_is_differentiated_by_products_of_the_compute_dtype_and_its_weight_has_a_float32_gradient() -> None:
+    x, weight = jnp.ones((1, 2, 3), jnp.bfloat16), jnp.ones((4, 3))
     y, pullback = jax.vjp(lambda x, weight: linear(x, nnx.Param(weight), dtype=jnp.float32), x, weight)
     assert y.dtype == jnp.float32
     products = [eqn for eqn in jax.make_jaxpr(pullback)(y).eqns if eqn.primitive.name == "dot_general"]
-    assert {str(variable.aval.dtype) for eqn in products for variable in (*eqn.invars, *eqn.outvars)} == {"bfloat16"}
+    assert {str(variable.aval.dtype) for eqn in products for variable in eqn.invars} == {"bfloat16"}
+    made = {eqn.outvars[0].aval.shape: str(eqn.outvars[0].aval.dtype) for eqn in products}
+    assert made == {x.shape: "bfloat16", weight.shape: "float32"}
 
 
 def test_a_token_attends_to_its_own_segment_up_to_itself_and_padding_to_nothing() -> None:

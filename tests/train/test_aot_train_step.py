@@ -84,3 +84,10 @@ def test_the_head_s_weight_is_gathered_once_a_micro_batch(program):
     """The loop over micro-batches stands once in the program. The embedding, the same array, is looked up in shards."""
     gathered = [array.shape for array in exchanged(program) if array.kind == "all-gather"]
     assert [shape for shape in gathered if shape[0] == WEIGHT[0]] == [WEIGHT]
+
+
+def test_devices_add_up_the_gradients_of_parameters_in_float32(program):
+    """Sums of activations over tp have a dim of tokens."""
+    sums = [array for array in exchanged(program) if array.kind in ("all-reduce", "reduce-scatter")]
+    gradients = {array for array in sums if not any(size % LENGTH == 0 for size in array.shape)}
+    assert {array.dtype for array in gradients if array.dtype != "u32"} == {"f32"}

@@ -17,16 +17,20 @@ from mllm.train.step import Forward, accumulate
 SEQUENCES, GROUP, PROMPT, COMPLETION = 40, 4, 8, 16
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")
 PENALTIES = {"beta": 0.1, "reference": "initial", "entropy_coef": 0.01}
-MESHES = [(1, 1, 1), (1, 8, 1), (2, 2, 2)]
+MESHES = {(1, 1, 1): (3, None), (1, 8, 1): (8, None), (2, 2, 2): (4, 61)}
+"""The mesh's shape: micro-batch and row length, by default the longest sequence's."""
+ONE_DEVICE = (1, 1, 1)
 
 
-def make_settings(loss_type, penalties, mesh=(1, 1, 1)):
+def make_settings(loss_type, penalties, mesh=ONE_DEVICE):
+    micro, row_length = MESHES[mesh]
+    objective = {"num_iterations": 2, "loss_type": loss_type, "row_length": row_length}
     return config(
         batch_size=SEQUENCES,
         rollout={"max_prompt_length": PROMPT, "max_completion_length": COMPLETION},
-        grpo={"num_iterations": 2, "loss_type": loss_type, **(PENALTIES if penalties else {})},
+        grpo={**objective, **(PENALTIES if penalties else {})},
         mesh=dict(zip(("dp", "fsdp", "tp"), mesh, strict=True)),
-        micro_batch_size=3 if mesh == MESHES[0] else 8,
+        micro_batch_size=micro,
     )
 
 
@@ -96,7 +100,7 @@ def initial():
 @cache
 def expected(loss_type, penalties):
     batch = with_policies(one_a_row(make_sequences(loss_type)))
-    return program(loss_type == "gspo", penalties, MESHES[0], whole=True)(batch)
+    return program(loss_type == "gspo", penalties, ONE_DEVICE, whole=True)(batch)
 
 
 def errors(got, exact):
