@@ -109,21 +109,19 @@ class Qwen2(nnx.Module):
         keep: Callable[[jax.Array], jax.Array] | None = None,
     ) -> tuple[Float[jax.Array, "B T D"], Any]:
         """The residual stream after the last layer, and `keep` of each layer's keys and values, [B, T, K, H] each."""
-        if self.attention is not None:
-            attend = partial(self.attention, segments=segments)
-        else:
-            attend = partial(jax.nn.dot_product_attention, mask=attention_mask(segments))
+        attend = self.attention or masked_attention
         rotation = rotary(positions, self.config.head_dim, self.config.rope_theta)
         graphdef, layers = nnx.split(self.layers)
         layout = self.layout
 
-        def step(hidden: Float[jax.Array, "B T D"], params: Params) -> tuple[Float[jax.Array, "B T D"], Any]:
+        def step(hidden: jax.Array, params: Params, rotation: jax.Array, segments: jax.Array) -> tuple[jax.Array, Any]:
             layer = nnx.merge(graphdef, gather_layer_float32(params, self.dtype, layout))
             projected = layer.project(hidden, rotation)
             queries, keys, values = (
                 constrain(layout, x, axes) for x, axes in zip(projected, (QUERIES, KEYS, KEYS), strict=True)
             )
-            hidden = constrain(layout, layer.add_attention(hidden, attend(queries, keys, values)), HIDDEN_STATES)
+            attended = attend(queries, keys, values, segments=segments)
+            hidden = constrain(layout, layer.add_attention(hidden, attended), HIDDEN_STATES)
             hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
             return hidden, None if keep is None else (keep(keys), keep(values))
 
@@ -131,7 +129,12 @@ class Qwen2(nnx.Module):
         # these, which are far fewer numbers than the embedding has.
         hidden = self.look_up(constrain(layout, tokens, ("rows_of_replica", "time")))
         hidden = constrain(layout, hidden, ("rows_of_replica", "time", "embed"))
-        return jax.lax.scan(rematerialize(step, self.remat), constrain(layout, hidden, HIDDEN_STATES), layers)
+        step = rematerialize(step, self.remat, self.dtype)
+        return jax.lax.scan(
+            lambda hidden, params: step(hidden, params, rotation, segments),
+            constrain(layout, hidden, HIDDEN_STATES),
+            layers,
+        )
 
     def look_up(self, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "B T D"]:
         """The tokens' rows of the embedding, rounded to the compute dtype, in the residual stream's dtype."""
@@ -252,17 +255,42 @@ def rotate(x: Float[jax.Array, "B T N H"], rotation: Float[jax.Array, "2 B T 1 R
     return rotated.astype(x.dtype)
 
 
+def masked_attention(
+    queries: Float[jax.Array, "B T N H"],
+    keys: Float[jax.Array, "B T K H"],
+    values: Float[jax.Array, "B T K H"],
+    segments: Int[jax.Array, "B T"],
+) -> Float[jax.Array, "B T N H"]:
+    """XLA's attention."""
+    return jax.nn.dot_product_attention(queries, keys, values, mask=attention_mask(segments))
+
+
 def attention_mask(segments: Int[jax.Array, "B T"]) -> Bool[jax.Array, "B 1 T T"]:
     """Whether a query (the third dim) attends to a key (the last): see `Qwen2.__call__`."""
     same = (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, None, :]
     return jnp.tril(same)[:, None]
 
 
-def rematerialize(step: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    """The step of a scan, computed again in the backward pass as `remat` says; see `Qwen2`."""
+def rematerialize(step: Callable[..., Any], remat: str, dtype: DTypeLike) -> Callable[..., Any]:
+    """The step of a scan, computed again in the backward pass as `remat` says; see `Qwen2`.
+
+    With "full" the backward pass keeps the residual stream of each layer in `dtype`, and begins there.
+    """
     if remat == "none":
         return step
-    policies = jax.checkpoint_policies
-    policy = policies.nothing_saveable if remat == "full" else policies.dots_with_no_batch_dims_saveable
-    # Inside a scan there are no common subexpressions that would undo the recomputation.
-    return jax.checkpoint(step, policy=policy, prevent_cse=False)
+    if remat == "dots":
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        # Inside a scan there are no common subexpressions that would undo the recomputation.
+        return jax.checkpoint(step, policy=policy, prevent_cse=False)
+
+    def forward(hidden: jax.Array, *others: Any) -> tuple[Any, tuple]:
+        return step(hidden, *others), (hidden.astype(dtype), *others)
+
+    def backward(kept: tuple, cotangents: Any) -> tuple:
+        hidden, params, *others = kept
+        _, pullback = jax.vjp(lambda *x: step(*x, *others), hidden.astype(cotangents[0].dtype), params)
+        return *pullback(cotangents), *(None for _ in others)
+
+    recomputed = jax.custom_vjp(step)
+    recomputed.defvjp(forward, backward)
+    return recomputed

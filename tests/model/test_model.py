@@ -63,11 +63,11 @@ def logits_of(config: Qwen2Config, params: nnx.State, *inputs: Any) -> Any:
 
 
 @cache
-def gradients(name: str, *, padded: bool = False, remat: Any = "none") -> nnx.State:
+def gradients(name: str, *, padded: bool = False, remat: Any = "none", **dtypes: Any) -> nnx.State:
     """The gradients of a nonlinear function of the logits in every row, padding included."""
     config, params, tokens, positions, _ = fixture(name)
     segments = padded_segments(tokens) if padded else jnp.ones_like(tokens)
-    graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=jnp.float32, remat=remat))
+    graphdef, _ = nnx.split(Qwen2.abstract(config, **{"dtype": jnp.float32, **dtypes}, remat=remat))
 
     def loss(params: nnx.State, segments: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, params)
@@ -163,12 +163,21 @@ def test_rematerialization_does_not_change_gradients(remat: str) -> None:
         np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-7)
 
 
+def test_a_float32_residual_that_is_kept_in_bfloat16_gives_gradients_that_are_no_worse() -> None:
+    def flat(**options: Any) -> np.ndarray:
+        return np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradients("grouped_bfloat16", **options))])
+
+    exact, mixed = flat(), {"dtype": jnp.bfloat16, "residual_dtype": jnp.float32}
+    whole, kept = (np.linalg.norm(flat(remat=remat, **mixed) - exact) for remat in ("none", "full"))
+    assert kept < 1.2 * whole < 0.1 * np.linalg.norm(exact)
+
+
 def test_the_more_is_rematerialized_the_less_is_kept_for_the_backward_pass() -> None:
     config, params, _, _, _ = fixture("grouped_bfloat16")
     inputs = jnp.ones((4, 256), jnp.int32)
 
-    def kept_bytes(remat: str) -> int:
-        graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=jnp.float32, remat=remat))
+    def kept_bytes(remat: str, dtype: Any = jnp.float32, residual_dtype: Any = None) -> int:
+        graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=dtype, residual_dtype=residual_dtype, remat=remat))
 
         def loss(params: nnx.State) -> jax.Array:
             return nnx.merge(graphdef, params)(inputs, inputs, inputs)[0].sum()
@@ -177,6 +186,8 @@ def test_the_more_is_rematerialized_the_less_is_kept_for_the_backward_pass() -> 
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
 
     assert kept_bytes("full") < kept_bytes("dots") < kept_bytes("none")
+    wide, narrow = (kept_bytes("full", jnp.bfloat16, dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    assert wide == narrow
 
 
 def test_a_token_outside_the_vocabulary_gives_nan() -> None:
