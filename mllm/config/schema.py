@@ -45,7 +45,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The dtype of activations and of the products' operands."""
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the residual stream, which the layers add to; bfloat16 takes less memory, and rounds each sum."""
+    """The dtype of the residual stream, which the layers add to; bfloat16 rounds each sum."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters that the optimizer updates."""
     remat: Literal["none", "dots", "full"] = "full"

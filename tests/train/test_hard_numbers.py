@@ -116,7 +116,8 @@ def test_softmaxes_that_are_certain_give_finite_updates(name, where):
 def test_a_token_drawn_from_a_certain_softmax_is_the_likeliest_and_certain(scale, top_k, top_p):
     logits = scale * jax.random.normal(jax.random.key(0), (4, 260))
     keys = sampling.sequence_keys(0, 0, jnp.arange(4))
-    tokens, logprobs = sampling.sample(logits, keys, 0, temperature=0.5, top_k=top_k, top_p=top_p)
+    first = jnp.zeros(len(keys), jnp.int32)
+    tokens, logprobs = sampling.sample(logits, keys, first, temperature=0.5, top_k=top_k, top_p=top_p)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     np.testing.assert_array_equal(logprobs, 0)
 
