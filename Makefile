@@ -40,7 +40,8 @@ demo: setup
 	$(BIN)/python tools/plot.py $(RUNS)/grpo
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not aot and not aot_gpu and not faults$(if $(FAST), and not slow)"
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  -m "not aot and not aot_gpu and not faults$(if $(FAST), and not slow)"
 
 faults: setup
 	$(BIN)/python -m pytest -m faults tests/faults

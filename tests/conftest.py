@@ -38,3 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     quickly = "" if config.option.markexpr.startswith(("aot", "gpu", "tpu")) else QUICKLY
     flags = (os.environ.get("XLA_FLAGS", ""), quickly, "--xla_force_host_platform_device_count=8")
     os.environ["XLA_FLAGS"] = " ".join(flags)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with a slow test come first, so that the workers, who take a file at a time, end together."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

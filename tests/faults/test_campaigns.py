@@ -12,7 +12,7 @@ from runs import ROOT
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="the campaigns need Linux's /proc")
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_short_kill_campaign_loses_nothing(tmp_path):
     done = subprocess.run(
         [sys.executable, "tests/faults/chaos.py", "--short"],

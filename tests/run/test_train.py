@@ -88,6 +88,18 @@ def test_a_signal_saves_and_the_same_command_resumes(undisturbed, tmp_path):
     assert_same_end(settings, undisturbed("grpo"))
 
 
+def test_a_run_that_is_killed_does_the_steps_since_its_checkpoint_again(undisturbed, tmp_path):
+    settings = placed("grpo", tmp_path)
+    process = start(settings, REWARD_SECONDS="0.03")
+    wait(process, lambda: checkpoints(settings) and records(settings)[-1]["step"] > checkpoints(settings)[-1])
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert 0 < checkpoints(settings)[-1] <= records(settings)[-1]["step"] < settings.steps
+    assert run(settings) == 0
+    assert_same_end(settings, undisturbed("grpo"))
+
+
 @pytest.mark.parametrize(
     ("phase", "number", "exit_code"),
     [("rollout", signal.SIGTERM, 143), ("reward", signal.SIGINT, 130), ("eval", signal.SIGTERM, 143)],
