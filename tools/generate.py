@@ -163,7 +163,7 @@ class Generator:
             policy.stop_ids,
             RolloutConfig(**settings),
             options.seed,
-            options.slots,
+            lambda: options.slots,
             poll,
             work,
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from mllm.config.schema import Config, RolloutConfig
@@ -21,8 +22,8 @@ class Sampler:
     stop_ids: tuple[int, ...]
     options: RolloutConfig
     seed: int
-    max_slots: int | None = None
-    """The most sequences that are decoded at a time; None: all."""
+    max_slots: Callable[[], int | None] = lambda: None
+    """Returns the most sequences that are decoded at a time; None: all."""
     poll: Callable[[], None] = lambda: None
     """Called during rollouts by all processes alike: see `generate`."""
     work: Work = field(default_factory=Work)
@@ -53,7 +54,7 @@ class Sampler:
             step=step,
             first_sequence=first_sequence,
             greedy=greedy,
-            max_slots=self.max_slots,
+            max_slots=self.max_slots(),
             poll=self.poll,
             work=self.work,
         )
@@ -66,5 +67,10 @@ def make_sampler(config: Config, policy: Policy, poll: Callable[[], None]) -> Sa
     """The sampler of a run; None if the run samples nothing."""
     if config.rollout is None:
         return None
-    slots = config.rollout.max_slots or slots_that_fit(config, policy)
+
+    @cache
+    def slots() -> int:  # not before it is needed, because other mistakes in the configuration come first
+        assert config.rollout is not None
+        return config.rollout.max_slots or slots_that_fit(config, policy)
+
     return Sampler(policy.graphdef, policy.tokenizer, policy.stop_ids, config.rollout, config.seed, slots, poll)
