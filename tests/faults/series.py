@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "slow": {
         "eval": {"every": 2, "prompts": 4, "sampled": True},
         "task": rewards(slow=1.0),
-        "rollout": {"max_completion_length": 256, "batch_size": 1},
+        "rollout": {"max_completion_length": 256, "max_slots": 1},
         "checkpoint": {"every": 2},
     },
 }
