@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mllm.rl.rollout import Completions
 
 Chat = list[dict[str, str]]
+MOST_TOKENS = 512
 
 
 @errors.command
@@ -70,7 +71,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines of prompts")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where JSON lines of completions are written")
     parser.add_argument("--system", metavar="TEXT", help="the system's message; default: that of the run's task")
-    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of a completion (default 512)")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help=f"of a completion (default {MOST_TOKENS}, if they fit)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
@@ -83,7 +86,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.out is not None and options.prompts is None:
         raise UserError("--out: is for --prompts; other completions are printed")
     for name, least in (("max_tokens", 1), ("slots", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        if getattr(options, name) < least:
+        value = getattr(options, name)
+        if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')}: {getattr(options, name)}: expected {least} or more")
     if not 0 < options.top_p <= 1:
         raise UserError(f"--top-p: {options.top_p}: expected more than 0, and 1 at most")
@@ -148,12 +152,13 @@ class Generator:
         policy, options, work = self.policy, self.options, Work()
         prompts = [encode_prompt(policy.tokenizer, chat) for chat in chats]
         longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
-        if longest + options.max_tokens > most:
+        limit = options.max_tokens or max(1, min(MOST_TOKENS, most - longest))
+        if longest + limit > most:
             raise UserError(
-                f"--max-tokens: {options.max_tokens} after a prompt of {longest} tokens are more than the "
-                f"{most} positions of the model; at most {most - longest} would fit"
+                f"--max-tokens: {limit} after a prompt of {longest} tokens are more than the "
+                f"{most} positions of the model; at most {max(0, most - longest)} would fit"
             )
-        settings: dict[str, Any] = {"max_prompt_length": longest, "max_completion_length": options.max_tokens}
+        settings: dict[str, Any] = {"max_prompt_length": longest, "max_completion_length": limit}
         if options.temperature:
             settings |= {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
         poll = progress(work, len(prompts))
