@@ -33,9 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def restore(run: Path, step: int | None) -> "tuple[Config, Policy, int, Params]":
+def restore(run: Path, step: int | None, dtype: str | None = None) -> "tuple[Config, Policy, int, Params]":
     """A run's configuration, its policy on one device, and the step and parameters of its newest, or this, checkpoint.
 
+    With a `dtype` the policy computes in this one, and its residual stream in float32.
     UserError is raised if the folder is no run, or has no such checkpoint.
     """
     if not os.path.isfile(run / "config.yaml"):
@@ -47,7 +48,8 @@ def restore(run: Path, step: int | None) -> "tuple[Config, Policy, int, Params]"
     from mllm.run.checkpoint import Checkpoints
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns that it can only read
-    config = configs.load(str(run / "config.yaml"))
+    changed = [f"model.dtype={dtype}", "model.residual_dtype=float32"] if dtype else []
+    config = configs.load(str(run / "config.yaml"), changed)
     policy = load_policy(config, make_mesh(MeshConfig()))
     with closing(Checkpoints(run / "checkpoints", config.checkpoint, read_only=True)) as checkpoints:
         step, params = checkpoints.restore_params(policy.params, step)

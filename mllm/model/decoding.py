@@ -1,12 +1,11 @@
 """One token of every row through the decoder, with a cache of keys and values: a decode step.
 
-Parameters and cache are one array a layer: what a loop slices out of stacked arrays, XLA for GPUs copies
-at every token.
-The rows' tokens end at one place of the cache, so that a step writes one slice; where a row begins, the mask says. The
-dims of the cache are in the order in which XLA for TPUs keeps them.
+Parameters and cache are one array a layer, because XLA for GPUs copies what a loop slices out of stacked arrays, at
+every token. The rows' tokens end at one place of the cache, so that a step writes one slice; where a row begins, the
+mask says. The dims of the cache are in the order in which XLA for TPUs keeps them.
 
-Letters: B rows, D hidden size, P places of the cache, H size of a head, N query heads, K key and value
-heads, G = N/K queries that share a key.
+Letters: B rows, D hidden size, P places of the cache, H size of a head, N query heads, K key and value heads, G = N/K
+queries that share a key.
 """
 
 from functools import partial

@@ -75,8 +75,8 @@ def shard_batch(mesh: Mesh, batch: Any) -> Any:
 
 
 def device_memory(mesh: Mesh) -> int:
-    """Bytes that programs may have on each device; CPU devices share the host's memory."""
-    device = mesh.devices.flat[0]
+    """Bytes that programs may have on each device of this process; CPU devices share the host's memory."""
+    device = mesh.local_devices[0]  # other processes' devices don't say
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     return device.memory_stats()["bytes_limit"]

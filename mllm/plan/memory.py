@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 
 from mllm.config.schema import Config, MeshConfig
 from mllm.errors import UserError
-from mllm.model.load import load_policy
+from mllm.model.load import Policy
 from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
 from mllm.plan import assignment, gpus, targets
 from mllm.plan.assignment import Account
-from mllm.plan.programs import Programs, without_files
+from mllm.plan.programs import Programs
 from mllm.plan.seconds import ASSUMED, estimate
 from mllm.plan.traffic import Traffic
 from mllm.rl.capacity import slots_that_fit
@@ -88,10 +88,10 @@ class Planner:
     """Compiles a configuration's programs, and tells of each when it is compiled."""
 
     def __init__(self, config: Config, devices: Devices, tell: Tell) -> None:
-        self.config = config = with_slots(config, devices)
         self.devices = devices
         self.tell = tell
         self.programs = Programs(config, devices.mesh)
+        self.config = self.programs.config = with_slots(config, self.programs.policy, devices.memory)
         self.slots = 0 if config.rollout is None else self.programs.slots
         self.turn = Traffic(0, 0)
         beta = 0 if config.grpo is None else config.grpo.beta
@@ -182,11 +182,11 @@ class Planner:
         return found, peaks[candidates[0] if found is None else found]
 
 
-def with_slots(config: Config, devices: Devices) -> Config:
-    """The configuration with the number of slots that a run would choose on these devices."""
+def with_slots(config: Config, policy: Policy, memory: int) -> Config:
+    """The configuration with the number of slots that a run would choose, where a device has so many bytes."""
     if config.rollout is None or config.rollout.max_slots is not None:
         return config
-    slots = slots_that_fit(config, load_policy(without_files(config), devices.mesh), devices.memory)
+    slots = slots_that_fit(config, policy, memory)
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_slots": slots})})
 
 

@@ -10,6 +10,7 @@ from mllm.config.schema import Config
 from mllm.model.decoding import abstract_cache, abstract_decoding_weights
 from mllm.model.load import Policy
 from mllm.parallel.mesh import bytes_on_device, device_memory
+from mllm.parallel.processes import gather_objects
 from mllm.rl.schedule import PREFILL_TOKENS, PREFILLED_BATCHES, most_places
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state
@@ -28,7 +29,8 @@ def slots_that_fit(config: Config, policy: Policy, memory: int | None = None) ->
     assert config.rollout is not None
     model = nnx.merge(policy.graphdef, policy.params)
     layout = model.layout
-    memory = device_memory(layout.mesh) if memory is None else memory
+    if memory is None:
+        memory = min(gather_objects(device_memory(layout.mesh)))  # all processes must choose the same number
     weights = bytes_on_device(abstract_decoding_weights(model, policy.params))
     place = bytes_on_device(abstract_cache(model, layout.row_shards, 1))
     waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, config.rollout.max_prompt_length) * place

@@ -71,8 +71,6 @@ class PrefilledBatch:
 
     cache: Cache
     width: int
-    waiting: int
-    """How many sequences of this process wait for a slot."""
 
 
 class Candidate(NamedTuple):
@@ -211,7 +209,7 @@ class Engine:
         longest = max(gather_objects(max((len(p.tokens) - 1 for part in taken for p in part), default=0)))
         width = min(bucket(longest, WIDTHS), self.options.max_prompt_length)
         tokens, lengths = np.zeros((self.shards, rows, width), np.int32), np.zeros((self.shards, rows), np.int32)
-        batch = PrefilledBatch((), width, sum(len(p.sequences) for part in taken for p in part))
+        batch = PrefilledBatch((), width)
         for shard, part in enumerate(taken):
             for row, prompt in enumerate(part):
                 lengths[shard, row] = len(prompt.tokens) - 1
@@ -257,10 +255,10 @@ class Engine:
                 self.last_tokens[shard, slot] = candidate.tokens[-1]
                 self.lengths[shard, slot] = len(candidate.tokens) - 1
                 sources[id(candidate.batch)][shard, slot] = candidate.source
-                candidate.batch.waiting -= 1
         for batch in list(self.batches):
             chosen = sources[id(batch)]
-            entered, waiting = zip(*gather_objects((bool((chosen >= 0).any()), batch.waiting)), strict=True)
+            waits = any(candidate.batch is batch for queue in self.candidates for candidate in queue)
+            entered, waiting = zip(*gather_objects((bool((chosen >= 0).any()), waits)), strict=True)
             if any(entered):
                 placed, end = self.on_devices(chosen), np.int32(self.end)
                 for index, prompts in enumerate(batch.cache):

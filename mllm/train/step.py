@@ -218,10 +218,10 @@ def make_logprob_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[An
 
     @jax.jit(in_shardings=(None, sharding(mesh, ("batch",))))
     def logprob_pass(params: Params, batch: Batch) -> Float[Array, "B T"]:
-        none = jnp.zeros(batch.tokens.shape)
-        return loop(lambda _, micro: (None, forward.logprobs(params, micro).logprob), None, none, batch, forward.rows)[
-            1
-        ]
+        def logprobs(_: None, micro: Batch) -> tuple[None, Float[Array, "B T"]]:
+            return None, forward.logprobs(params, micro).logprob
+
+        return loop(logprobs, None, jnp.zeros(batch.tokens.shape), batch, forward.rows)[1]
 
     return logprob_pass
 

@@ -16,6 +16,7 @@ from mllm.model.decoding import gather_layer
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import bytes_on_device, make_mesh, sharding
 from mllm.plan.programs import Programs
+from mllm.rl import capacity
 from mllm.rl.capacity import slots_that_fit
 from mllm.rl.slots import CHUNK, insert, repack
 from mllm.train.step import make_logprob_pass
@@ -104,6 +105,11 @@ def test_the_slots_that_fit_take_what_training_leaves_of_the_memory(policy):
     assert shapes.slots == 16
     token = bytes_on_device(shapes.cache()) / (16 / 4) / (PROMPT + LIMIT + CHUNK)
     assert 0.7 * 2**30 < most / 4 * ((PROMPT + LIMIT + CHUNK) * token + 3 * 4 * 260 / 2) < 2**30
+
+
+def test_processes_agree_on_the_slots_of_the_smallest_memory(policy, monkeypatch):
+    monkeypatch.setattr(capacity, "gather_objects", lambda own: [own, 2**28, 2**30])
+    assert slots_that_fit(SETTINGS, policy) == slots_that_fit(SETTINGS, policy, 2**28)
 
 
 def test_the_log_prob_pass_splits_the_rows_and_calls_the_head_s_forward_pass_only(policy, monkeypatch):

@@ -4,6 +4,7 @@ import io
 import json
 
 import pytest
+from flax import nnx
 from runs import run
 from tiny import ARCHITECTURE, config
 
@@ -21,7 +22,12 @@ def trained(tmp_path_factory):
     """A run, with an export."""
     folder = tmp_path_factory.mktemp("generate") / "run"
     spread = {"architecture": {**ARCHITECTURE, "initializer_range": 0.3}}  # else every completion is empty
-    settings = {"model": spread, "optimizer": {"learning_rate": 1e-6}, "task": {"system_prompt": "Sum."}}
+    settings = {
+        "model": spread,
+        "optimizer": {"learning_rate": 1e-6},
+        "task": {"system_prompt": "Sum."},
+        "rollout": {"stop": ["~"]},
+    }
     assert run(config("sft", run_dir=str(folder), steps=1, **settings)) == 0
     assert export.main([str(folder)]) == 0
     return folder
@@ -61,6 +67,20 @@ def test_one_prompt_is_printed_and_the_seed_chooses_what_is_sampled(trained, cap
     assert printed() == printed()
     hot = ("--temperature", "1")
     assert printed(*hot) == printed(*hot) != printed(*hot, "--seed", "1")
+
+
+def test_another_dtype_changes_nothing_else_of_a_run_s_model(trained):
+    own, other = (
+        generate.load(generate.parse([str(trained), "hi", *dtype])) for dtype in ([], ["--dtype", "bfloat16"])
+    )
+    assert own[0].stop_ids == other[0].stop_ids
+    assert own[0].tokenizer.convert_tokens_to_ids("~") in other[0].stop_ids
+    assert own[2] == other[2] == "Sum."
+    models = [nnx.merge(policy.graphdef, policy.params) for policy in (own[0], other[0])]
+    assert [(model.dtype, model.residual_dtype) for model in models] == [
+        ("float32", "float32"),
+        ("bfloat16", "float32"),
+    ]
 
 
 def test_a_chat_goes_on_until_an_empty_line_begins_a_new_one_and_the_input_ends(trained, monkeypatch, capsys):

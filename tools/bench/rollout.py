@@ -19,7 +19,6 @@ import argparse
 import importlib.util
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,6 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])  # the checkout whose engine is measured
 from mllm import child_process, errors
-from mllm.errors import UserError
 
 STOPS = (3, 130, 259)
 VOCABULARY, DEVIATION = 260, 1e-3
@@ -214,24 +212,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--old", type=Path, metavar="FOLDER", help="a checkout from before the engine")
     options = parser.parse_args(arguments)
     sizes = {name: getattr(options, name) for name in ("rows", "slots", "limit", "hidden", "layers")}
-    here = Path(__file__).resolve().parent.parent.parent
-    if options.old and not (options.old / "mllm").is_dir():
-        raise UserError(f"--old: {options.old} holds no checkout of this project")
-    methods = {"engine": here}
-    if options.old:
-        methods |= dict.fromkeys(("old, all rows at once", "old, waves of a quarter"), options.old.resolve())
-    if importlib.util.find_spec("torch"):
-        methods["transformers"] = here
-    if importlib.util.find_spec("tunix"):
-        methods["google-tunix"] = here
+    from tools.bench import turns as processes  # not in an older checkout, whose code a child imports
 
-    children = {name: start(name, folder, sizes) for name, folder in methods.items()}
+    methods = {"engine": processes.ROOT}
+    if options.old:
+        old = processes.old_checkout(options.old)
+        methods |= dict.fromkeys(("old, all rows at once", "old, waves of a quarter"), old)
+    for name, package in (("transformers", "torch"), ("google-tunix", "tunix")):
+        if importlib.util.find_spec(package):
+            methods[name] = processes.ROOT
+    children = {name: processes.start(__file__, folder, name, json.dumps(sizes)) for name, folder in methods.items()}
     turns: dict[str, list[Result]] = {name: [] for name in methods}
     for turn in range(-1, options.repeats):
         for name, process in children.items():
             # The first turn compiles; a later one may still reach a program that none before has needed.
             for seed in range(options.repeats) if turn < 0 else [turn]:
-                found = ask(name, process, seed)
+                found = processes.ask(name, process, seed)
                 print(f"{'warm-up' if turn < 0 else f'turn {turn}'}: {name}: {found['seconds']:.2f} s", file=sys.stderr)
             if turn >= 0:
                 turns[name].append(found)
@@ -239,23 +235,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         process.kill()
     print(table(turns))
     return 0
-
-
-def start(name: str, folder: Path, sizes: dict[str, int]) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(Path(__file__).resolve()), str(folder), name, json.dumps(sizes)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder)
-
-
-def ask(name: str, process: "subprocess.Popen[str]", seed: int) -> Result:
-    """The figures of a rollout; UserError where the method's process has ended."""
-    assert process.stdin
-    assert process.stdout
-    process.stdin.write(f"{seed}\n")
-    process.stdin.flush()
-    for line in process.stdout:
-        if line.startswith("{"):
-            return json.loads(line)
-    raise UserError(f"{name}: its process ended with exit code {process.wait()}; the lines above say why")
 
 
 def table(turns: dict[str, list[Result]]) -> str:

@@ -9,7 +9,6 @@ checkout runs in a process of its own; both are warmed up on all batches, and th
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,12 +20,10 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])  # the checkout that is measured
 from mllm import child_process, errors
-from mllm.errors import UserError
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 PHASES = ("log-prob pass", "update", "both")
-GROUP = 8
-"""Completions of a prompt."""
+GROUP, MICRO = 8, 4
+"""Completions of a prompt, and rows of a micro-batch."""
 
 
 def settings(sizes: dict[str, Any]) -> dict[str, Any]:
@@ -47,12 +44,12 @@ def settings(sizes: dict[str, Any]) -> dict[str, Any]:
         "run_dir": "unused",
         "steps": 2,
         "batch_size": sizes["sequences"],
-        "micro_batch_size": sizes["micro"],
+        "micro_batch_size": MICRO,
         "model": {"init": "random", "architecture": architecture, "dtype": "float32", "remat": "none"},
         "optimizer": {"learning_rate": 1e-6},
         "task": {"name": "arithmetic", "heldout": 16},
         "rollout": {"max_prompt_length": 32, "max_completion_length": limit - 32},
-        "grpo": {"num_generations": GROUP, "num_iterations": 2, "loss_type": sizes["loss_type"]},
+        "grpo": {"num_generations": GROUP, "num_iterations": 2},
     }
 
 
@@ -112,8 +109,8 @@ def prepare(sizes: dict[str, Any]) -> Callable[[int], dict[str, float]]:
         logprob = watch.timings()["time/logprob"]
         times = dict(zip(PHASES, (logprob, update, logprob + update), strict=True))
         tokens = np.asarray(step.batch.segments) > 0
-        passes = -(-int(tokens.any(axis=1).sum()) // sizes["micro"])
-        places = passes * sizes["micro"] * tokens.shape[1]
+        passes = -(-int(tokens.any(axis=1).sum()) // MICRO)
+        places = passes * MICRO * tokens.shape[1]
         return {**times, "places": places, "padding": 1 - int(tokens.sum()) / places}
 
     return measure
@@ -134,45 +131,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--old", type=Path, metavar="FOLDER", help="the checkout to compare with")
     parser.add_argument("--sequences", type=int, default=64, help="of an update (default 64)")
     parser.add_argument("--limit", type=int, default=384, help="tokens of the longest sequence (default 384)")
-    parser.add_argument("--micro", type=int, default=4, help="micro_batch_size of both (default 4)")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size (default 256)")
     parser.add_argument("--layers", type=int, default=4, help="(default 4)")
     parser.add_argument("--vocabulary", type=int, default=260, help="its words (default 260)")
     parser.add_argument("--without-gradient", type=float, default=0, metavar="SHARE", help="of the groups (default 0)")
-    parser.add_argument("--loss-type", default="grpo", help="(default grpo)")
     parser.add_argument("--repeats", type=int, default=5, help="turns, each with another batch (default 5)")
     options = parser.parse_args(arguments)
+    from tools.bench import turns as processes  # not in an older checkout, whose code a child imports
+
     sizes = {key: value for key, value in vars(options).items() if key not in ("old", "repeats")}
-    if options.old and not (options.old / "mllm").is_dir():
-        raise UserError(f"--old: {options.old} holds no checkout of this project")
-    folders = {"new": ROOT, **({"old": options.old.resolve()} if options.old else {})}
-    children = {name: start(folder, sizes) for name, folder in folders.items()}
+    folders = {"new": processes.ROOT, **({"old": processes.old_checkout(options.old)} if options.old else {})}
+    children = {name: processes.start(__file__, folder, json.dumps(sizes)) for name, folder in folders.items()}
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in folders}
     for turn in range(2 * options.repeats):  # the first half compiles
         for name, process in children.items():
-            found = ask(name, process, turn % options.repeats)
+            found = processes.ask(name, process, turn % options.repeats)
             print(f"{name}, batch {turn % options.repeats}: {found['both']:.2f} s", file=sys.stderr)
             turns[name] += [found] * (turn >= options.repeats)
     for process in children.values():
         process.kill()
     print(table(turns))
     return 0
-
-
-def start(folder: Path, sizes: dict[str, Any]) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(Path(__file__).resolve()), str(folder), json.dumps(sizes)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder)
-
-
-def ask(name: str, process: "subprocess.Popen[str]", seed: int) -> dict[str, float]:
-    """The figures of a batch; UserError where the checkout's process has ended."""
-    assert process.stdin and process.stdout  # noqa: PT018
-    process.stdin.write(f"{seed}\n")
-    process.stdin.flush()
-    for line in process.stdout:
-        if line.startswith("{"):
-            return json.loads(line)
-    raise UserError(f"{name}: its process ended with exit code {process.wait()}; the lines above say why")
 
 
 def table(turns: dict[str, list[dict[str, float]]]) -> str:
