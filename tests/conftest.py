@@ -24,13 +24,16 @@ QUICKLY = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_c
 if version("jaxlib").startswith("0.10."):  # later ones have no other emitters
     QUICKLY += " --xla_cpu_use_fusion_emitters=false"
 
-# beartype knows typing.Self only where it decorates whole classes, and jaxtyping decorates functions: not those two.
-# The head's entry points check their arguments themselves, and which errors they raise is a part of their contract.
-UNCHECKED = {"mllm.config.schema", "mllm.run.signals", "kernels.lm_head.api", "kernels.logits.api"}
+# beartype knows typing.Self only where it decorates whole classes, and jaxtyping decorates functions: not the sections
+# of the configuration, nor signals. The head's entry points check their arguments themselves, and which errors they
+# raise is a part of their contract.
+UNCHECKED = {"mllm.run.signals", "kernels.lm_head.api", "kernels.logits.api"}
 ROOT = Path(__file__).parent.parent
 FILES = [path.relative_to(ROOT) for package in ("mllm", "kernels") for path in (ROOT / package).rglob("*.py")]
 MODULES = {".".join(path.with_suffix("").parts) for path in FILES}
-install_import_hook(sorted(MODULES - UNCHECKED), "beartype.beartype")
+install_import_hook(
+    sorted(name for name in MODULES - UNCHECKED if not name.startswith("mllm.config.")), "beartype.beartype"
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -42,7 +42,7 @@ def restore(run: Path, step: int | None, dtype: str | None = None) -> "tuple[Con
     if not os.path.isfile(run / "config.yaml"):
         raise UserError(f"{run}: no config.yaml; give a run_dir")
     from mllm.config import load as configs
-    from mllm.config.schema import MeshConfig
+    from mllm.config.model import MeshConfig
     from mllm.model.load import load_policy
     from mllm.parallel.mesh import make_mesh
     from mllm.run.checkpoint import Checkpoints

@@ -115,7 +115,7 @@ def read_prompts(options: argparse.Namespace) -> list[Chat]:
 
 def load(options: argparse.Namespace) -> "tuple[Policy, Params, str | None]":
     """The model, its parameters and, of a run, the system prompt of its task."""
-    from mllm.config.schema import MeshConfig, ModelConfig
+    from mllm.config.model import MeshConfig, ModelConfig
     from mllm.model.load import load_model
     from mllm.parallel.mesh import make_mesh
     from tools.export import restore
@@ -141,7 +141,7 @@ class Generator:
 
     def complete(self, chats: Sequence[Chat], step: int = 0) -> "tuple[Completions, list[str]]":
         """The chats' completions and their texts; UserError where one doesn't fit the model's positions."""
-        from mllm.config.schema import RolloutConfig
+        from mllm.config.grpo import RolloutConfig
         from mllm.model.tokenizer import encode_prompt
         from mllm.rl.rollout import Work
         from mllm.rl.sampler import Sampler

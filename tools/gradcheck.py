@@ -36,7 +36,7 @@ from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
 from kernels.lm_head.reference import HAIR, SLACK
 from mllm import errors
 from mllm.config import load as config_file
-from mllm.config.schema import Section
+from mllm.config.section import Section
 from mllm.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder

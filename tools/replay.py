@@ -45,7 +45,7 @@ def replay(path: Path, checkpoint: int | None) -> int:
     from tqdm import tqdm
 
     from mllm.config import load as configs
-    from mllm.config.schema import MeshConfig
+    from mllm.config.model import MeshConfig
     from mllm.model.load import load_policy
     from mllm.parallel.mesh import make_mesh
     from mllm.run.checkpoint import Checkpoints, by_name

@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from mllm.config.schema import Config, Section
+from mllm.config.schema import Config
+from mllm.config.section import Section
 from mllm.errors import UserError
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"

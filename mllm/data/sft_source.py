@@ -8,7 +8,8 @@ from jax.sharding import Mesh
 
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
-from mllm.data.pipeline import DataIterator, sft_batches
+from mllm.data.iteration import DataIterator
+from mllm.data.pipeline import sft_batches
 from mllm.data.source import Step
 from mllm.data.tasks import Task
 from mllm.model.layout import Params

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mllm.config.schema import ArithmeticConfig, TaskConfig
+from mllm.config.task import ArithmeticConfig, TaskConfig
 from mllm.data.records import Record, Records, hub_rows, json_lines, text
 from mllm.errors import UserError
 

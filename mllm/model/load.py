@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from mllm.config.schema import Config, ModelConfig
+from mllm.config.model import ModelConfig
+from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.architecture import PRESETS, Qwen2Config

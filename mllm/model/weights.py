@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from mllm.config.schema import MeshConfig
+from mllm.config.model import MeshConfig
 from mllm.errors import UserError, brief
 from mllm.model.architecture import Qwen2Config
 from mllm.model.decoder import Qwen2

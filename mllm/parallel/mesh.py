@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mllm.config.schema import MeshConfig
+from mllm.config.model import MeshConfig
 from mllm.errors import UserError
 
 AXES = ("dp", "fsdp", "tp")

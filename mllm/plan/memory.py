@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
-from mllm.config.schema import Config, MeshConfig
+from mllm.config.model import MeshConfig
+from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.model.load import Policy
 from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh

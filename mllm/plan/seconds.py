@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 
-from mllm.config.schema import RolloutConfig
+from mllm.config.grpo import RolloutConfig
 from mllm.model.decoding import abstract_cache
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan.programs import Programs

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from mllm.config.schema import EvalConfig
+from mllm.config.task import EvalConfig
 from mllm.data.tasks import Example, Task
 from mllm.errors import UserError
 from mllm.model.layout import Params

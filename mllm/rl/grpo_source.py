@@ -10,10 +10,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from mllm.config.schema import Config, GrpoConfig, Rows, TaskConfig
+from mllm.config.grpo import GrpoConfig
+from mllm.config.schema import Config, Rows
+from mllm.config.task import TaskConfig
 from mllm.data.batch import Batch
+from mllm.data.iteration import DataIterator
 from mllm.data.packing import Sequence, pack
-from mllm.data.pipeline import DataIterator, PromptBatch, prompt_batches
+from mllm.data.prompts import PromptBatch, prompt_batches
 from mllm.data.source import Step
 from mllm.data.tasks import Task
 from mllm.errors import StepError

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from mllm.config.schema import TaskConfig
+from mllm.config.task import TaskConfig
 from mllm.data.tasks import Example, Task
 from mllm.rl.reward_worker import Worker
 

@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float, Int
 
-from mllm.config.schema import RolloutConfig
+from mllm.config.grpo import RolloutConfig
 from mllm.model.decoding import Cache, LayerCache, abstract_cache, decoding_weights
 from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch

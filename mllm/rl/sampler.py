@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from mllm.config.schema import Config, RolloutConfig
+from mllm.config.grpo import RolloutConfig
+from mllm.config.schema import Config
 from mllm.model.layout import Params
 from mllm.model.load import Policy
 from mllm.model.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mllm.config.schema import RolloutConfig
+from mllm.config.grpo import RolloutConfig
 from mllm.rl.slots import CHUNK
 
 PREFILL_TOKENS = 4096

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Bool, Float, Int, Key
 
-from mllm.config.schema import RolloutConfig
+from mllm.config.grpo import RolloutConfig
 from mllm.model.decoder import Qwen2
 from mllm.model.decoding import Cache, DecodingWeights, LayerCache, decode_token, merge
 from mllm.model.layout import CACHED_KEYS, Layout, Params

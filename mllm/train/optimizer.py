@@ -4,7 +4,7 @@ import jax
 import optax
 from jaxtyping import Array, Int
 
-from mllm.config.schema import OptimizerConfig
+from mllm.config.model import OptimizerConfig
 from mllm.model.layout import Params, parameter_name
 
 

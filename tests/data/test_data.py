@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mllm.config.schema import DataConfig, TaskConfig
+from mllm.config.data import DataConfig
+from mllm.config.task import TaskConfig
 from mllm.data import records
 from mllm.data.batch import Batch
-from mllm.data.pipeline import DataIterator, prompt_batches, sft_batches
+from mllm.data.iteration import DataIterator
+from mllm.data.pipeline import sft_batches
+from mllm.data.prompts import prompt_batches
 from mllm.data.tasks import Example, Task
 from mllm.data.tasks import load as load_task
 from mllm.errors import UserError

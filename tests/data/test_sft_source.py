@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mllm.config.schema import DataConfig
+from mllm.config.data import DataConfig
 from mllm.data import pipeline as data
 from mllm.data.batch import padded_length
 from mllm.data.sft_source import SftSource

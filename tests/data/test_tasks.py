@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mllm.config.schema import ArithmeticConfig, TaskConfig
+from mllm.config.task import ArithmeticConfig, TaskConfig
 from mllm.data import tasks
 from mllm.data.tasks import Example, final_answer, permute_index
 from mllm.errors import UserError

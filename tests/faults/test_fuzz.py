@@ -21,9 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mllm.config import load as config_file
-from mllm.config.schema import DataConfig, TaskConfig
+from mllm.config.data import DataConfig
+from mllm.config.task import TaskConfig
 from mllm.data import tasks
-from mllm.data.pipeline import prompt_batches, sft_batches
+from mllm.data.pipeline import sft_batches
+from mllm.data.prompts import prompt_batches
 from mllm.data.tasks import Example, final_answer
 from mllm.errors import LONGEST, UserError
 from mllm.model import tokenizer, weights

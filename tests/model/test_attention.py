@@ -15,7 +15,7 @@ from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo
 from tiny import ARCHITECTURE, config
 
-from mllm.config.schema import MeshConfig
+from mllm.config.model import MeshConfig
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model import attention

@@ -7,7 +7,8 @@ from flax import nnx
 from tiny import ARCHITECTURE, config
 
 from mllm.config import load as configs
-from mllm.config.schema import Config, ModelConfig
+from mllm.config.model import ModelConfig
+from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.architecture import PRESETS

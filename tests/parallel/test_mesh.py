@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mllm.config.schema import MeshConfig
+from mllm.config.model import MeshConfig
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model.architecture import PRESETS

@@ -11,7 +11,7 @@ from flax import nnx
 from runs import arguments, changed, checkpoints, newest, outputs, records, run, start_two, wait
 from tiny import config
 
-from mllm.config.schema import MeshConfig
+from mllm.config.model import MeshConfig
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.decoder import Qwen2

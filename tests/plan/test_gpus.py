@@ -9,7 +9,7 @@ import os
 import pytest
 import tiny
 
-from mllm.config.schema import MeshConfig
+from mllm.config.model import MeshConfig
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan import assignment, gpus, memory, targets
 from mllm.plan import head_programs as head

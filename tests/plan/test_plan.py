@@ -9,7 +9,7 @@ import tiny
 from runs import arguments, changed
 
 import train
-from mllm.config.schema import MeshConfig
+from mllm.config.model import MeshConfig
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.parallel.mesh import bytes_on_device, make_mesh
 from mllm.plan import assignment, gpus, memory, targets

@@ -2,7 +2,7 @@
 
 import tiny
 
-from mllm.config.schema import RolloutConfig
+from mllm.config.grpo import RolloutConfig
 from mllm.parallel.mesh import make_mesh
 from mllm.plan.programs import Programs
 from mllm.plan.seconds import BANDWIDTH, FLOPS, decode_steps, estimate, geometric_lengths

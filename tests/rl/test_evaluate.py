@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mllm.config.schema import EvalConfig, RolloutConfig
+from mllm.config.grpo import RolloutConfig
+from mllm.config.task import EvalConfig
 from mllm.data.tasks import Example, Task
 from mllm.errors import UserError
 from mllm.model import tokenizer as tokenizers

@@ -17,7 +17,7 @@ from hostile_rewards import END, HANG, RAISE, RETURN_NO_NUMBER, RETURN_ONE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mllm.config.schema import RewardConfig, TaskConfig
+from mllm.config.task import RewardConfig, TaskConfig
 from mllm.data.tasks import Example, Task
 from mllm.rl.reward_worker import FAILURES, HANDSHAKE, LARGEST, Worker, call, parse
 from mllm.rl.rewards import RewardRunner

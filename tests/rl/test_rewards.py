@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mllm.config.schema import RewardConfig, TaskConfig
+from mllm.config.task import RewardConfig, TaskConfig
 from mllm.data.tasks import Example, Task
 from mllm.rl.rewards import Failure, RewardRunner, Scores
 

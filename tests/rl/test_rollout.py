@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollouts import sampling_logprobs
 from tiny import ARCHITECTURE, config
 
-from mllm.config.schema import RolloutConfig
+from mllm.config.grpo import RolloutConfig
 from mllm.model import weights
 from mllm.model.architecture import Qwen2Config
 from mllm.model.decoder import Qwen2

@@ -16,7 +16,8 @@ import pytest
 from runs import outputs, start_two
 
 from mllm import progress
-from mllm.config.schema import CheckpointConfig, MeshConfig, OptimizerConfig
+from mllm.config.model import MeshConfig, OptimizerConfig
+from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.parallel.processes import ProcessGroup, gather_objects, is_writer

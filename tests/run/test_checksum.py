@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mllm.config.schema import MeshConfig
+from mllm.config.model import MeshConfig
 from mllm.parallel.mesh import make_mesh
 from mllm.run.checksum import FACTORS, Damaged, checksums, seal, sums, unseal
 

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from tiny import ARCHITECTURE
 
-from mllm.config.schema import OptimizerConfig
+from mllm.config.model import OptimizerConfig
 from mllm.model.architecture import Qwen2Config
 from mllm.model.decoder import Qwen2
 from mllm.model.layout import LOGICAL_AXES, parameter_name

@@ -70,7 +70,7 @@ def engine(options: dict[str, int], **settings: int) -> Callable[[int], Result]:
     import jax.numpy as jnp
     from flax import nnx
 
-    from mllm.config.schema import RolloutConfig
+    from mllm.config.grpo import RolloutConfig
     from mllm.model.architecture import Qwen2Config
     from mllm.model.decoder import Qwen2
     from mllm.rl import rollout

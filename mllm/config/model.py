@@ -1,0 +1,86 @@
+"""The sections `model`, `head`, `optimizer` and `mesh`: what is trained, and on what."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from mllm.config.section import Section, impossible
+
+
+class ModelConfig(Section):
+    source: str | None = None
+    """A folder in Hugging Face's layout, or a hub id."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    architecture: dict[str, Any] | None = None
+    """The keys of Hugging Face's config.json, for a model made from scratch without a `source`."""
+    tokenizer: str | None = None
+    """A folder or hub id, or `bytes`; by default the source's, or bytes for an `architecture`."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """The dtype of activations and of the products' operands."""
+    residual_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of the residual stream, which the layers add to; bfloat16 rounds each sum."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of the parameters that the optimizer updates."""
+    remat: Literal["none", "dots", "full"] = "full"
+    """What the backward pass recomputes in each layer: nothing, all but the matrix products, or everything."""
+    attention: Literal["xla", "splash", "cudnn"] | None = None
+    """The attention over whole sequences; None: splash attention on TPUs and cuDNN's on NVIDIA GPUs where these can
+    run (see mllm/model/attention.py), else XLA's."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.init == "pretrained":
+            if self.source is None:
+                raise impossible("source", "give a local folder or a hub id, or set model.init=random")
+            self.reject_unused("with init: pretrained (the source's config.json says it)", "architecture")
+        elif (self.source is None) == (self.architecture is None):
+            raise impossible("architecture", "init: random takes either a source or an architecture")
+        if (self.dtype, self.residual_dtype) == ("float32", "bfloat16"):
+            raise impossible("residual_dtype", "bfloat16 would round what dtype: float32 computes: remove it")
+        return self
+
+
+class HeadConfig(Section):
+    impl: Literal["full_logits", "xla", "mosaic_tpu", "mosaic_gpu"] | None = None
+    """None: the fastest that runs on this device without making [tokens, vocabulary] logits."""
+    workspace_mib: int | None = Field(default=None, ge=0)
+    """Memory in which the loss may keep logits; 0 computes them twice instead; None: the head chooses."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.impl == "full_logits":
+            self.reject_unused("with impl: full_logits", "workspace_mib")
+        return self
+
+
+class OptimizerConfig(Section):
+    name: Literal["adamw", "lion"] = "adamw"
+    learning_rate: PositiveFloat
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up, to `final_fraction` of itself at the last step."""
+    warmup_steps: int = Field(default=0, ge=0)
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+    b1: float = Field(default=0.9, ge=0, lt=1)
+    b2: float = Field(default=0.99, ge=0, lt=1)
+    eps: PositiveFloat = 1e-8
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Applies to matrices, never to norms and biases."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    max_skipped: int = Field(default=10, ge=0)
+    """Updates in a row that may be skipped because the loss or a gradient isn't finite; one more stops the run."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.name == "lion":
+            self.reject_unused("by lion", "eps")
+        if self.schedule == "constant":
+            self.reject_unused("with schedule: constant", "final_fraction")
+        return self
+
+
+class MeshConfig(Section):
+    """Devices along each axis; their product is the number of devices that are used."""
+
+    dp: PositiveInt = 1
+    fsdp: PositiveInt = 1
+    tp: PositiveInt = 1
