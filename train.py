@@ -78,6 +78,7 @@ def train(config: Config) -> int:
     from mllm.run import folder as run_dir
     from mllm.run import report
     from mllm.run.checkpoint import Checkpoints
+    from mllm.run.measurements import Measurement, Measurements
     from mllm.run.metrics import RunLog
     from mllm.run.signals import Interrupt, Interrupted
     from mllm.run.skipped import save_batch, too_many_skipped
@@ -107,9 +108,10 @@ def train(config: Config) -> int:
                 assert config.task and task and sampler  # noqa: PT018
                 rewards = stack.enter_context(RewardRunner(config.task, task))
                 source = make_grpo_source(config, policy, mesh, task, sampler, rewards, poll=interrupt.poll_alone)
-            evaluate, evaluate_every = None, None
+            measurements = Measurements()
             if config.eval and task and sampler:
-                evaluate, evaluate_every = make_evaluation(config.eval, task, sampler, rows), config.eval.every
+                evaluate = make_evaluation(config.eval, task, sampler, rows)
+                measurements = Measurements([Measurement(evaluate, config.eval.every)])
             keeps_reference = config.grpo is not None and config.grpo.beta > 0
             needs_initial = keeps_reference or not saved_steps(folder / "checkpoints")
             initial = policy.initial_params() if needs_initial else None
@@ -123,7 +125,8 @@ def train(config: Config) -> int:
         if state := checkpoints.restore(abstract_state(policy.params, optimizer)):
             source.seek(state.position)
         else:
-            state = RunState.begin(initial, optimizer, source.position(), keeps_reference, evaluate is not None)
+            evaluates = measurements.are_due(0, final=False)
+            state = RunState.begin(initial, optimizer, source.position(), keeps_reference, evaluates)
         del initial
         if is_writer():
             head = choose_head(config, policy.architecture, mesh)
@@ -131,13 +134,13 @@ def train(config: Config) -> int:
         log = stack.enter_context(closing(RunLog(folder, state.logged_step, config.steps)))
 
         # The loop. Signals are noticed between two steps, and in the middle of rollouts and evaluations.
-        saved_step, finished, stopping, fatal_error = state.step, state.step == config.steps, False, ""
+        finished = state.step == config.steps or measurements.end_early(state)
+        saved_step, stopping, fatal_error = state.step, False, ""
         interrupt.hold()
         try:
-            if evaluate and (pending := state.pending_evaluation):
-                metrics = {**pending.metrics, **evaluate(state.train.params, state.step)}
+            if pending := state.pending_evaluation:
+                state, metrics, finished = measurements.take(state, finished or pending.data_ended)
                 log.write(state.step, metrics, pending.samples)
-                state = replace(state, pending_evaluation=None)
             while not (finished or stopping or fatal_error):
                 watch = Stopwatch()
                 try:
@@ -151,25 +154,23 @@ def train(config: Config) -> int:
                     train_state, results = train_step(state.train, shard_batch(mesh, data.batch))
                     metrics = {**data.metrics, **{name: float(value) for name, value in results.items()}}
                 watch.count_tokens(data.tokens)
-                step = state.step + 1
-                skipped = state.skipped_in_a_row + 1 if metrics["skipped"] else 0
-                state = RunState(step, train_state, source.position(), skipped)
+                state = state.after_update(train_state, source.position(), metrics["skipped"] > 0)
+                step, skipped = state.step, state.skipped_in_a_row
                 if skipped:
                     path = save_batch(folder, data.batch, rows, step=step, seed=config.seed)
                 if skipped > config.optimizer.max_skipped:
                     fatal_error = too_many_skipped(skipped, path)
                 finished = data.last or step == config.steps
                 stopping = interrupt.agree() and source.resumable(step)
-                if evaluate and (finished or is_due(evaluate_every, step)):
-                    state = replace(state, pending_evaluation=PendingEvaluation(metrics, data.samples))
+                if measurements.are_due(step, finished):
+                    state = replace(state, pending_evaluation=PendingEvaluation(metrics, data.samples, data.last))
                     with watch.phase("eval"):
-                        metrics = {**metrics, **evaluate(state.train.params, step)}
-                    state = replace(state, pending_evaluation=None)
+                        state, metrics, finished = measurements.take(state, finished)
                 log.write(step, metrics, data.samples)
                 if finished or stopping or is_due(config.checkpoint.every, step):
                     with watch.phase("save"):
                         log.sync()
-                        checkpoints.save(state, configs.dump(config), metrics)
+                        checkpoints.save(state, configs.dump(config), measurements.score(metrics))
                     saved_step = step
                 log.write_timings(step, watch.timings() | checkpoints.timings(), metrics)
         except Interrupted:  # in a rollout, whose step counts as not begun, or in an evaluation, which stays pending
@@ -178,7 +179,7 @@ def train(config: Config) -> int:
         comparable = state.pending_evaluation is None or not config.checkpoint.keep_best
         if (stopping or fatal_error) and state.step > saved_step and source.resumable(state.step) and comparable:
             log.sync()
-            checkpoints.save(state, configs.dump(config), metrics)
+            checkpoints.save(state, configs.dump(config), measurements.score(metrics))
             saved_step = state.step
         checkpoints.wait()
 

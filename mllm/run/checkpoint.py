@@ -11,7 +11,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from mllm.run.state import RunState
 from mllm.run.storage import find_fault, saved_steps, write_error
 from mllm.train.step import TrainState
 
-BEST_METRIC = "eval/greedy_accuracy"
 DOCUMENT = "document"
 
 logger = logging.getLogger(__name__)
@@ -67,13 +66,14 @@ class Checkpoints:
         )
         return ocp.CheckpointManager(self.folder, options=options)
 
-    def save(self, state: RunState, config: str, metrics: Mapping[str, Any]) -> None:
+    def save(self, state: RunState, config: str, score: float | None = None) -> None:
         """Begin to save; returns as soon as the arrays of `state` may be overwritten. `config` is YAML.
 
-        UserError is raised if this checkpoint, or the one before, can't be written.
+        The checkpoint with the highest `score` is the best. UserError is raised if this checkpoint, or the one
+        before, can't be written.
         """
         self.finish()
-        score = self.scores[state.step] = metrics.get(BEST_METRIC)
+        self.scores[state.step] = score
         document = {
             **state.document(),
             "config": config,

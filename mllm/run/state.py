@@ -1,7 +1,7 @@
 """The state of a run: everything that it needs to go on, and all that a checkpoint holds of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -18,6 +18,8 @@ class PendingEvaluation:
 
     metrics: Mapping[str, float | int]
     samples: Sequence[Mapping[str, Any]]
+    data_ended: bool = False
+    """Whether this was the last step because the data ended."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class RunState:
     """How many updates before this moment were skipped without a break."""
     pending_evaluation: PendingEvaluation | None = None
     """None if the lines of `step` are written."""
+    lowest_loss: float | None = None
+    """The lowest loss of SFT's validation so far."""
+    validations_without_gain: int = 0
+    """How many validations in a row have not lowered it."""
 
     @property
     def logged_step(self) -> int:
@@ -52,6 +58,11 @@ class RunState:
         train = init_state(copy_on_device(params) if keep_params else params, optimizer)
         return cls(0, train, position, pending_evaluation=PendingEvaluation({}, []) if evaluates else None)
 
+    def after_update(self, train: TrainState, position: Mapping[str, Any], skipped: bool) -> "RunState":
+        """The state one update later."""
+        in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        return replace(self, step=self.step + 1, train=train, position=position, skipped_in_a_row=in_a_row)
+
     def document(self) -> dict[str, Any]:
         """The part of the state that isn't arrays, as JSON. `from_document` reads it."""
         pending = self.pending_evaluation
@@ -59,6 +70,8 @@ class RunState:
             "position": self.position,
             "skipped_in_a_row": self.skipped_in_a_row,
             "pending_evaluation": None if pending is None else asdict(pending),
+            "lowest_loss": self.lowest_loss,
+            "validations_without_gain": self.validations_without_gain,
         }
 
     @classmethod
@@ -69,7 +82,8 @@ class RunState:
             skipped, pending = document["skipped_in_a_row"], document["pending_evaluation"]
         else:
             skipped, pending = position.pop("skipped", 0), position.pop("unjudged", None)
-        return cls(step, train, position, skipped, None if pending is None else PendingEvaluation(**pending))
+        gain = {name: document[name] for name in ("lowest_loss", "validations_without_gain") if name in document}
+        return cls(step, train, position, skipped, None if pending is None else PendingEvaluation(**pending), **gain)
 
 
 def copy_on_device(params: Params) -> Params:

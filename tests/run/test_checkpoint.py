@@ -63,7 +63,7 @@ def save(folder, *states, accuracies=None, **settings):
         for state in states:
             state = make_state(state) if isinstance(state, int) else state
             accuracy = (accuracies or {}).get(state.step)
-            checkpoints.save(state, "seed: 0\n", {} if accuracy is None else {"eval/greedy_accuracy": accuracy})
+            checkpoints.save(state, "seed: 0\n", accuracy)
         checkpoints.wait()
 
 
@@ -124,7 +124,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, capsys, monkey
     train = init_state(params, OPTIMIZER)
     with opened(tmp_path) as checkpoints:
         assert checkpoints.timings() == {}
-        checkpoints.save(RunState(1, train, POSITION), "seed: 0\n", {})
+        checkpoints.save(RunState(1, train, POSITION), "seed: 0\n")
         assert steps_in(tmp_path) == []
         for leaf in jax.tree.leaves(train):
             leaf.delete()  # as the next update does
@@ -186,7 +186,7 @@ def test_the_last_undamaged_checkpoint_stays_until_a_newer_one_is_complete(tmp_p
         flip_bits(tmp_path / str(step))
     with opened(tmp_path, **settings) as checkpoints:
         assert checkpoints.restore(like()).step == 1
-        checkpoints.save(make_state(2), "", {"eval/greedy_accuracy": 0.2})
+        checkpoints.save(make_state(2), "", 0.2)
         assert 1 in steps_in(tmp_path)
         checkpoints.wait()
         assert checkpoints.restore(like()).step == 2
@@ -251,7 +251,7 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(tw
     DAMAGE[name](two / "2")
     with caplog.at_level(logging.WARNING), opened(two) as checkpoints:
         assert_equal(checkpoints.restore(like()), make_state(1))
-        checkpoints.save(make_state(2, value=7), "", {})
+        checkpoints.save(make_state(2, value=7), "")
         checkpoints.wait()
         assert_equal(checkpoints.restore(like()), make_state(2, value=7))
     assert "checkpoint 2 can't be read" in caplog.text
@@ -285,7 +285,7 @@ def damage_the_second_process_s_part(folder):
     mesh = MeshConfig(fsdp=8)
     with opened(folder, keep=3) as checkpoints:
         for step in (1, 2, 3):
-            checkpoints.save(make_state(step, mesh), "", {})
+            checkpoints.save(make_state(step, mesh), "")
             checkpoints.wait()
         if is_writer():
             for step, damage in ((3, truncate), (2, flip_bits)):

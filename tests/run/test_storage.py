@@ -88,11 +88,11 @@ def test_the_next_call_reports_that_a_checkpoint_did_not_fit_and_closing_is_sile
     save(tmp_path, 1)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     with limited_files(size):
-        checkpoints.save(make_state(2), "", {})
+        checkpoints.save(make_state(2), "")
         while checkpoints.manager.is_saving_in_progress():
             time.sleep(0.01)
     with pytest.raises(UserError, match=r"2: can't be written \(File too large\).* goes on from checkpoint 1$"):
-        getattr(checkpoints, method)(*((make_state(3), "", {}) if method == "save" else ()))
+        getattr(checkpoints, method)(*((make_state(3), "") if method == "save" else ()))
     checkpoints.close()
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 

@@ -1,0 +1,86 @@
+"""What is measured when, which checkpoint is the best by it, and when a run ends early."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mllm.run.measurements import Measurement, Measurements
+from mllm.run.state import PendingEvaluation, RunState
+from mllm.train.step import TrainState
+
+
+def state(step: int, **fields: Any) -> RunState:
+    return RunState(
+        step, TrainState({}, {}, step), {}, pending_evaluation=PendingEvaluation({"loss": 1.0}, []), **fields
+    )
+
+
+OFTEN = Measurement(lambda params, step: {"often": step}, 2)
+ENDS = Measurement(lambda params, step: {"ends": step}, None)
+
+
+@pytest.fixture
+def measurements() -> Measurements:
+    return Measurements([OFTEN, ENDS], [lambda params, step: {"test": step}])
+
+
+@pytest.mark.parametrize(
+    ("step", "final", "taken"),
+    [
+        (0, False, {"often", "ends"}),
+        (1, False, set()),
+        (2, False, {"often"}),
+        (3, True, {"often", "ends", "test"}),
+        (4, True, {"often", "ends", "test"}),
+    ],
+)
+def test_repeated_measurements_are_due_at_their_steps_and_the_test_set_at_the_end(measurements, step, final, taken):
+    assert measurements.are_due(step, final) == bool(taken)
+    after, metrics, ended = measurements.take(state(step), final)
+    assert metrics == {"loss": 1.0} | dict.fromkeys(taken, step)
+    assert after.pending_evaluation is None
+    assert ended == final
+
+
+def validating(losses: list[float], patience: int | None) -> Measurements:
+    validation = Measurement(lambda params, step: {"validation/loss": losses[step]}, 1)
+    return Measurements([validation], [lambda params, step: {"test": step}], True, patience)
+
+
+@pytest.mark.parametrize(
+    ("losses", "patience", "end"),
+    [
+        ([3.0, 2.0, 2.5, 2.0, 1.0], 2, 3),  # an equal loss is no gain
+        ([3.0, 2.0, 2.5, 1.0, 1.5], 2, None),
+        ([float("nan"), 2.0, float("nan"), 3.0], 2, 3),
+        ([3.0, 4.0, 5.0, 6.0], None, None),
+    ],
+)
+def test_a_run_ends_when_the_loss_has_not_fallen_for_as_long_as_its_patience(losses, patience, end):
+    measurements, now = validating(losses, patience), state(0)
+    ended = []
+    for step in range(len(losses)):
+        now = replace(now, step=step, pending_evaluation=PendingEvaluation({}, []))
+        # As a checkpoint would keep it: the count survives that the run is killed.
+        now = RunState.from_document(step, now.train, now.document())
+        now, metrics, final = measurements.take(now, False)
+        assert measurements.end_early(now) == final == ("test" in metrics)
+        ended += [step] * final
+    assert ended[:1] == ([] if end is None else [end])
+
+
+def test_an_early_end_measures_what_was_not_due():
+    measurements = Measurements([*validating([1.0, 2.0], 1).repeated, OFTEN, ENDS], [], True, 1)
+    _, metrics, final = measurements.take(state(1, lowest_loss=1.0), False)
+    assert final
+    assert {"often", "ends"} <= metrics.keys()
+
+
+def test_the_best_checkpoint_is_that_of_the_validation_or_of_the_held_out_problems():
+    everything = {"validation/loss": 2.0, "eval/greedy_accuracy": 0.5, "eval/reward": 0.7, "test/greedy_accuracy": 0.9}
+    assert Measurements(validates=True).score(everything) == -2.0
+    assert Measurements(validates=True).score({"eval/greedy_accuracy": 0.5}) is None
+    assert Measurements().score(everything) == 0.5
+    assert Measurements().score({"eval/reward": 0.7, "test/reward": 1.0}) == 0.7
+    assert Measurements().score({"loss": 1.0}) is None
