@@ -65,9 +65,9 @@ def make_parser() -> ArgumentParser:
 
 def train(config: Config) -> int:
     """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
-    from mllm.data import tasks
     from mllm.data.sft_source import make_sft_source
     from mllm.data.source import Source
+    from mllm.data.tasks.load import load as load_task
     from mllm.model.load import load_policy
     from mllm.parallel.mesh import make_mesh, shard_batch
     from mllm.parallel.processes import RowShare, is_writer, raise_everywhere
@@ -100,7 +100,7 @@ def train(config: Config) -> int:
         schedule = make_schedule(config.optimizer, config.steps)
         train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
         with raise_everywhere():
-            task = None if config.task is None else tasks.load(config.task, config.seed)
+            task = None if config.task is None else load_task(config.task, config.seed)
             sampler = make_sampler(config, policy, interrupt.poll)
             if config.algorithm == "sft":
                 source: Source = make_sft_source(config, policy, mesh, task)

@@ -4,7 +4,7 @@ import numpy as np
 from tiny import config
 
 from mllm.data import pipeline as data
-from mllm.data.tasks import load as load_task
+from mllm.data.tasks.load import load as load_task
 from mllm.model import tokenizer as tokenizers
 from mllm.rl.grpo_source import GrpoSource
 from mllm.rl.rewards import Failure, RewardRunner, Scores

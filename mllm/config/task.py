@@ -1,10 +1,13 @@
 """The sections `task` and `eval`: problems, their rewards, and how often they are measured."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from mllm.config.section import Section, impossible
+
+AnswerForm = Literal["whole", "hashes", "tags", "boxed"]
+"""How a completion states its answer, see mllm/data/tasks/answers.py."""
 
 
 class RewardConfig(Section):

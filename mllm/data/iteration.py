@@ -7,7 +7,8 @@ from typing import Any, Generic, TypeVar
 import grain
 from grain.experimental import ThreadPrefetchIterDataset
 
-from mllm.data.tasks import MAX_LENGTH, permute_index
+from mllm.data.permutation import permute_index
+from mllm.data.tasks.task import MAX_LENGTH
 from mllm.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from mllm.config.data import DataConfig
 from mllm.data.batch import Batch, padded_length
 from mllm.data.iteration import CACHED_EXAMPLES, READ_IN_CALLER, DataIterator, example_indices, process_rows
 from mllm.data.records import Records, hub_rows, json_lines, messages_of
-from mllm.data.tasks import Task
+from mllm.data.tasks.task import Task
 from mllm.errors import UserError
 from mllm.model.tokenizer import Message, Tokenizer, encode_example
 

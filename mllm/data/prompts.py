@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from mllm.data.iteration import CACHED_EXAMPLES, READ_IN_CALLER, DataIterator, example_indices, process_rows
-from mllm.data.tasks import Example, Task
+from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.model.tokenizer import Tokenizer, encode_prompt
 

@@ -11,7 +11,7 @@ from mllm.data.batch import Batch
 from mllm.data.iteration import DataIterator
 from mllm.data.pipeline import sft_batches
 from mllm.data.source import Step
-from mllm.data.tasks import Task
+from mllm.data.tasks.task import Task
 from mllm.model.layout import Params
 from mllm.model.load import Policy
 from mllm.parallel.processes import ALL_ROWS, RowShare

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from mllm.config.task import EvalConfig
-from mllm.data.tasks import Example, Task
+from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.model.layout import Params
 from mllm.model.tokenizer import encode_prompt

@@ -18,7 +18,7 @@ from mllm.data.iteration import DataIterator
 from mllm.data.packing import Sequence, pack
 from mllm.data.prompts import PromptBatch, prompt_batches
 from mllm.data.source import Step
-from mllm.data.tasks import Task
+from mllm.data.tasks.task import Task
 from mllm.errors import StepError
 from mllm.model.layout import Params
 from mllm.model.load import Policy

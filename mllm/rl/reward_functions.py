@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 
-from mllm.data.tasks import Example, Scorer, final_answer
+from mllm.data.tasks.answers import final_answer
+from mllm.data.tasks.task import Example, Scorer
 from mllm.errors import UserError
 
 Reward = Callable[[str, str, Example], float]
@@ -23,7 +24,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 def exact_match(prompt: str, completion: str, example: Example) -> float:
     """1 if the completion states the answer, letter by letter, in the form that the task asks for, else 0."""
-    return float(final_answer(completion, example) == example.answer)
+    return float(example.answer is not None and final_answer(completion, example.answer_form) == example.answer)
 
 
 def flexible_match(prompt: str, completion: str, example: Example) -> float:
@@ -32,7 +33,7 @@ def flexible_match(prompt: str, completion: str, example: Example) -> float:
     As in lm-evaluation-harness (tasks/gsm8k), but 1,234 is one number, and 7.0 equals 7. An answer that is not a
     number is matched exactly.
     """
-    if not NUMBER.fullmatch(example.answer):
+    if example.answer is None or not NUMBER.fullmatch(example.answer):
         return exact_match(prompt, completion, example)
     return float(last_number(completion) == last_number(example.answer))
 

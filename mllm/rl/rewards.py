@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from mllm.config.task import TaskConfig
-from mllm.data.tasks import Example, Task
+from mllm.data.tasks.task import Example, Task
 from mllm.rl.reward_worker import Worker
 
 

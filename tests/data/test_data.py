@@ -16,8 +16,8 @@ from mllm.data.batch import Batch
 from mllm.data.iteration import DataIterator
 from mllm.data.pipeline import sft_batches
 from mllm.data.prompts import prompt_batches
-from mllm.data.tasks import Example, Task
-from mllm.data.tasks import load as load_task
+from mllm.data.tasks.load import load as load_task
+from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.model.tokenizer import bytes_tokenizer, encode_example
 

@@ -7,7 +7,7 @@ from mllm.config.data import DataConfig
 from mllm.data import pipeline as data
 from mllm.data.batch import padded_length
 from mllm.data.sft_source import SftSource
-from mllm.data.tasks import Example, Task
+from mllm.data.tasks.task import Example, Task
 from mllm.model.tokenizer import bytes_tokenizer
 from mllm.stopwatch import Stopwatch
 

@@ -11,14 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mllm.config.task import ArithmeticConfig, TaskConfig
-from mllm.data import tasks
-from mllm.data.tasks import Example, final_answer, permute_index
+from mllm.config.task import AnswerForm, ArithmeticConfig, TaskConfig
+from mllm.data.permutation import permute_index
+from mllm.data.tasks.answers import final_answer
+from mllm.data.tasks.gym import gym as gym_problems
+from mllm.data.tasks.load import load
+from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 
 
-def arithmetic(heldout: int = 32, **shape: Any) -> tasks.Task:
-    return tasks.load(TaskConfig(name="arithmetic", heldout=heldout, arithmetic=ArithmeticConfig(**shape)), seed=0)
+def arithmetic(heldout: int = 32, **shape: Any) -> Task:
+    return load(TaskConfig(name="arithmetic", heldout=heldout, arithmetic=ArithmeticConfig(**shape)), seed=0)
 
 
 def question(example: Example) -> str:
@@ -50,7 +53,7 @@ def test_more_problems_than_could_be_listed_are_still_split() -> None:
 
 def test_the_split_does_not_depend_on_the_seed() -> None:
     config = TaskConfig(name="arithmetic", heldout=8)
-    assert list(tasks.load(config, seed=1).heldout) == list(tasks.load(config, seed=2).heldout)
+    assert list(load(config, seed=1).heldout) == list(load(config, seed=2).heldout)
 
 
 def test_holding_out_more_than_half_is_refused_with_the_bound() -> None:
@@ -74,7 +77,7 @@ def test_a_permutation_reaches_every_index_once(size: int, key: str) -> None:
 
 def test_a_system_prompt_comes_first() -> None:
     config = TaskConfig(name="arithmetic", heldout=8, system_prompt="Be brief.")
-    assert [m["role"] for m in tasks.load(config, 0).train[0].prompt] == ["system", "user"]
+    assert [m["role"] for m in load(config, 0).train[0].prompt] == ["system", "user"]
 
 
 def gsm8k_folder(folder: Path, train: list[dict[str, str]], test: list[dict[str, str]]) -> Path:
@@ -89,7 +92,7 @@ def row(number: int) -> dict[str, str]:
 
 def test_gsm8k_reads_its_two_files_and_never_trains_on_a_held_out_question(tmp_path: Path) -> None:
     folder = gsm8k_folder(tmp_path, [row(1234), row(3), row(2)], [row(3), row(4)])
-    task = tasks.load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
+    task = load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
     assert [e.answer for e in task.train] == ["1234", "2"]
     assert [e.answer for e in task.heldout] == ["3"]
     assert task.train[0].solution == row(1234)["answer"]
@@ -109,19 +112,19 @@ def test_a_bad_line_of_gsm8k_is_named(tmp_path: Path, line: str, fault: str) -> 
     folder = gsm8k_folder(tmp_path, [row(1)], [row(2)])
     (folder / "train.jsonl").write_text(json.dumps(row(1)) + "\n" + line + "\n")
     with pytest.raises(UserError, match=f"train.jsonl:2: {fault}"):
-        tasks.load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
+        load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
 
 
 def test_gsm8k_with_too_few_problems_to_hold_out_is_refused(tmp_path: Path) -> None:
     folder = gsm8k_folder(tmp_path, [row(1)], [row(2)])
     with pytest.raises(UserError, match=r"task.heldout: gsm8k's test split has 1 problems"):
-        tasks.load(TaskConfig(name="gsm8k", path=str(folder), heldout=2), seed=0)
+        load(TaskConfig(name="gsm8k", path=str(folder), heldout=2), seed=0)
 
 
 def test_a_hub_task_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(UserError, match=r"task.path: .*\.\[hub\]"):
-        tasks.load(TaskConfig(name="gsm8k"), seed=0)
+        load(TaskConfig(name="gsm8k"), seed=0)
 
 
 class FakeGym:
@@ -146,14 +149,14 @@ def gym(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ValueError(f"Dataset '{name}' not registered")
         return FakeGym(seed, size, 10 if name == "small" else 10**9)
 
-    tasks.gym.cache_clear()
+    gym_problems.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset))
 
 
 @pytest.mark.usefixtures("gym")
 def test_reasoning_gym_holds_the_same_problems_out_of_every_seed() -> None:
     config = TaskConfig(name="reasoning_gym:sums", heldout=5, train_examples=20)
-    first, second = tasks.load(config, seed=0), tasks.load(config, seed=1)
+    first, second = load(config, seed=0), load(config, seed=1)
     assert first.heldout == second.heldout
     questions = [{question(e) for e in examples} for examples in (first.heldout, first.train, second.train)]
     assert [len(q) for q in questions] == [5, 20, 20]
@@ -162,13 +165,13 @@ def test_reasoning_gym_holds_the_same_problems_out_of_every_seed() -> None:
 
 @pytest.mark.usefixtures("gym")
 def test_a_small_generator_that_repeats_itself_still_trains_on_other_questions() -> None:
-    task = tasks.load(TaskConfig(name="reasoning_gym:small", heldout=5, train_examples=20), seed=0)
+    task = load(TaskConfig(name="reasoning_gym:small", heldout=5, train_examples=20), seed=0)
     assert {question(e) for e in task.train}.isdisjoint(question(e) for e in task.heldout)
 
 
 @pytest.mark.usefixtures("gym")
 def test_reasoning_gyms_scorer_judges_the_tagged_answer_and_travels() -> None:
-    task = tasks.load(TaskConfig(name="reasoning_gym:sums", heldout=1, train_examples=1), seed=0)
+    task = load(TaskConfig(name="reasoning_gym:sums", heldout=1, train_examples=1), seed=0)
     scorer = pickle.loads(pickle.dumps(task.scorer))
     example = task.train[0]
     assert scorer("", f"It is <answer>{example.answer}</answer>", example) == 1.0
@@ -178,14 +181,14 @@ def test_reasoning_gyms_scorer_judges_the_tagged_answer_and_travels() -> None:
 @pytest.mark.usefixtures("gym")
 def test_an_unknown_generator_is_named() -> None:
     with pytest.raises(UserError, match=r"task.name: reasoning_gym:missing"):
-        tasks.load(TaskConfig(name="reasoning_gym:missing"), seed=0)
+        load(TaskConfig(name="reasoning_gym:missing"), seed=0)
 
 
 def test_reasoning_gym_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks.gym.cache_clear()
+    gym_problems.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
     with pytest.raises(UserError, match=r"\.\[reasoning\]"):
-        tasks.load(TaskConfig(name="reasoning_gym:sums"), seed=0)
+        load(TaskConfig(name="reasoning_gym:sums"), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +202,10 @@ def test_reasoning_gym_without_its_package_says_what_to_install(monkeypatch: pyt
         ("hashes", "it is 7", None),
         ("tags", "<answer>1</answer> or <answer> 7\n</answer>", "7"),
         ("tags", " 7 ", "7"),
+        ("boxed", r"\boxed{1}, no: $\boxed{\frac{1}{2} }$.", r"\frac{1}{2}"),
+        ("boxed", r"\boxed{1}, no: \boxed{\frac{1}", None),
+        ("boxed", "7", None),
     ],
 )
-def test_an_answer_is_read_in_the_form_of_its_task(form: str, completion: str, answer: str | None) -> None:
-    assert final_answer(completion, Example([], "7", None, {"form": form})) == answer
+def test_an_answer_is_read_in_the_form_of_its_task(form: AnswerForm, completion: str, answer: str | None) -> None:
+    assert final_answer(completion, form) == answer

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pytest
@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 
 from mllm.config import load as config_file
 from mllm.config.data import DataConfig
-from mllm.config.task import TaskConfig
-from mllm.data import tasks
+from mllm.config.task import AnswerForm, TaskConfig
 from mllm.data.pipeline import sft_batches
 from mllm.data.prompts import prompt_batches
-from mllm.data.tasks import Example, final_answer
+from mllm.data.tasks.answers import final_answer
+from mllm.data.tasks.load import load as load_task
+from mllm.data.tasks.task import Example
 from mllm.errors import LONGEST, UserError
 from mllm.model import tokenizer, weights
 from mllm.model.architecture import Qwen2Config
@@ -145,7 +146,7 @@ def read_gsm8k(folder: Path, files: tuple[bytes, bytes]) -> None:
     """A solution states its own answer, and prompts are made of all problems."""
     for name, content in zip(("train", "test"), files, strict=True):
         (folder / f"{name}.jsonl").write_bytes(content)
-    task = tasks.load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
+    task = load_task(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
     for example in [*task.train, *task.heldout]:
         assert example.solution is not None
         assert exact_match("", example.solution, example) == 1
@@ -169,9 +170,9 @@ repetitions = st.builds(
 
 def read_completion(folder: Path, text: str) -> None:
     """Nothing raises, and rewards are in [0, 1]."""
-    for form in ("whole", "hashes", "tags"):
-        example = Example([], "7", None, {"form": form})
-        assert isinstance(final_answer(text, example), str | None)
+    for form in get_args(AnswerForm):
+        example = Example([], "7", answer_form=form)
+        assert isinstance(final_answer(text, form), str | None)
         assert all(0 <= reward("", text, example) <= 1 for reward in BUILT_IN.values())
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from mllm.config.grpo import RolloutConfig
 from mllm.config.task import EvalConfig
-from mllm.data.tasks import Example, Task
+from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.model import tokenizer as tokenizers
 from mllm.parallel.processes import ALL_ROWS, RowShare
@@ -15,7 +15,7 @@ from mllm.rl.evaluation import evaluate, make_evaluation, wilson
 from mllm.rl.rollout import Completions
 from mllm.rl.sampler import Sampler
 
-EXAMPLES = [Example([{"role": "user", "content": f"{n}+0="}], str(n), None, {"form": "hashes"}) for n in (1, 2, 3, 4)]
+EXAMPLES = [Example([{"role": "user", "content": f"{n}+0="}], str(n), answer_form="hashes") for n in (1, 2, 3, 4)]
 GREEDY = ["#### 1", "2", "#### 4", "five"]
 SAMPLED = ["1", "#### 2", "#### 3", "#### 4"]
 BYTES = tokenizers.bytes_tokenizer()

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mllm.data.tasks import Example
+from mllm.config.task import AnswerForm
+from mllm.data.tasks.task import Example
 from mllm.errors import UserError
 from mllm.rl.reward_functions import exact_match, find, flexible_match, last_number, tag_count, think_answer_format
 
 
-def example(answer: str, form: str = "whole") -> Example:
-    return Example([{"role": "user", "content": "?"}], answer, None, {"form": form})
+def example(answer: str, form: AnswerForm = "whole") -> Example:
+    return Example([{"role": "user", "content": "?"}], answer, answer_form=form)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,9 @@ def example(answer: str, form: str = "whole") -> Example:
         ("a b, or not", "a b", "tags", 0),
     ],
 )
-def test_exact_match_requires_the_form_of_the_task(completion: str, answer: str, form: str, reward: float) -> None:
+def test_exact_match_requires_the_form_of_the_task(
+    completion: str, answer: str, form: AnswerForm, reward: float
+) -> None:
     assert exact_match("", completion, example(answer, form)) == reward
 
 

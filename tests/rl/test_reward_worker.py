@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mllm.config.task import RewardConfig, TaskConfig
-from mllm.data.tasks import Example, Task
+from mllm.data.tasks.task import Example, Task
 from mllm.rl.reward_worker import FAILURES, HANDSHAKE, LARGEST, Worker, call, parse
 from mllm.rl.rewards import RewardRunner
 
@@ -159,7 +159,7 @@ def test_failures_are_counted_by_function_and_kind_and_nothing_else_is_lost(host
 def trainer(does):
     """Start a process that scores one completion as the trainer does, and first prints its worker's process id."""
     script = f"""
-        from mllm.data.tasks import Example
+        from mllm.data.tasks.task import Example
         from mllm.rl.reward_worker import Worker
         worker = Worker([{HOSTILE!r}], None, lambda: None)
         print(worker.process.pid, flush=True)

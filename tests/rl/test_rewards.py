@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mllm.config.task import RewardConfig, TaskConfig
-from mllm.data.tasks import Example, Task
+from mllm.data.tasks.task import Example, Task
 from mllm.rl.rewards import Failure, RewardRunner, Scores
 
 OWN_REWARDS = """
@@ -47,7 +47,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardRunner]:
 
 
 def score(runner: RewardRunner, *completions: str) -> Scores:
-    example = Example([{"role": "user", "content": "?"}], "7", None, {"form": "whole"})
+    example = Example([{"role": "user", "content": "?"}], "7")
     return runner.score(["p"] * len(completions), completions, [example] * len(completions))
 
 

@@ -58,7 +58,7 @@ def prepare(sizes: dict[str, Any]) -> Callable[[int], dict[str, float]]:
     import jax
 
     from mllm.config.schema import Config
-    from mllm.data.tasks import load
+    from mllm.data.tasks.load import load
     from mllm.model.load import load_policy
     from mllm.parallel.mesh import make_mesh, shard_batch
     from mllm.rl.grpo_source import make_grpo_source

@@ -1,0 +1,53 @@
+"""How a completion states its answer."""
+
+import re
+
+from mllm.config.task import AnswerForm
+
+HASHES = re.compile(r"#### (-?[0-9.,]+)")
+"""GSM8K's own pattern of an answer (grade_school_math/dataset.py)."""
+OPEN, CLOSE = "<answer>", "</answer>"
+BOXED = "\\boxed{"
+
+
+def final_answer(completion: str, form: AnswerForm) -> str | None:
+    r"""The answer that a completion states in the given form; None where it states none.
+
+    Forms: `whole`, the completion without the space around it; `hashes`, the last `#### N` as in GSM8K, without
+    thousands' commas; `tags`, the content of the last <answer> element, or everything where there is none; `boxed`,
+    the content of the last \boxed{...}, in which braces are paired.
+    """
+    match form:
+        case "hashes":
+            found = HASHES.findall(completion)
+            return found[-1].replace(",", "").rstrip(".") if found else None
+        case "tags":
+            return last_element(completion).strip()
+        case "boxed":
+            return last_box(completion)
+        case _:
+            return completion.strip()
+
+
+def last_element(completion: str) -> str:
+    """The content of the last <answer> element, or everything where there is none.
+
+    A regular expression would search the rest of the text once for every <answer> that is not closed.
+    """
+    end, found = 0, completion
+    while (start := completion.find(OPEN, end)) >= 0 and (end := completion.find(CLOSE, start)) >= 0:
+        found = completion[start + len(OPEN) : end]
+    return found
+
+
+def last_box(completion: str) -> str | None:
+    r"""The content of the last \boxed{...}; None where there is none, or it isn't closed."""
+    start = completion.rfind(BOXED)
+    if start < 0:
+        return None
+    depth = 1
+    for place in range(start + len(BOXED), len(completion)):
+        depth += {"{": 1, "}": -1}.get(completion[place], 0)
+        if depth == 0:
+            return completion[start + len(BOXED) : place].strip()
+    return None

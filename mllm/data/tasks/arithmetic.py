@@ -1,0 +1,44 @@
+"""The task `arithmetic`: sums, differences and products, made on demand."""
+
+from mllm.config.task import ArithmeticConfig, TaskConfig
+from mllm.data.permutation import permute_index
+from mllm.data.tasks.task import MAX_LENGTH, Example, Problems, Task, messages
+from mllm.errors import UserError
+
+
+def arithmetic(config: TaskConfig) -> Task:
+    """Sums, differences and products. The last `heldout` problems of a fixed permutation of all are held out.
+
+    `3+4` and `4+3` are two problems. Products come before sums, as in Python.
+    """
+    shape = config.arithmetic or ArithmeticConfig()
+    problems = 10 ** (shape.digits * shape.operands) * len(set(shape.operators)) ** (shape.operands - 1)
+    if problems < 2 * config.heldout:
+        raise UserError(
+            f"task.heldout: {config.heldout} of arithmetic's {problems} problems leave fewer to train on: "
+            f"set it to at most {problems // 2}, or raise task.arithmetic.digits or operands"
+        )
+
+    def make(index: int) -> Example:
+        expression, answer = arithmetic_problem(permute_index(index, problems), shape)
+        return Example(messages(config, f"{expression}="), answer, solution=answer)
+
+    train = min(problems - config.heldout, MAX_LENGTH)
+    return Task(config.name, Problems(make, range(train)), Problems(make, range(problems - config.heldout, problems)))
+
+
+def arithmetic_problem(number: int, shape: ArithmeticConfig) -> tuple[str, str]:
+    """Problem `number` and its answer; the number's digits, in mixed radix, are the operands and operators."""
+    operators = "".join(dict.fromkeys(shape.operators))
+    number, operand = divmod(number, 10**shape.digits)
+    expression = str(operand)
+    total, product = 0, operand
+    for _ in range(shape.operands - 1):
+        number, choice = divmod(number, len(operators))
+        number, operand = divmod(number, 10**shape.digits)
+        expression += f"{operators[choice]}{operand}"
+        if operators[choice] == "*":
+            product *= operand
+        else:
+            total, product = total + product, operand if operators[choice] == "+" else -operand
+    return expression, str(total + product)

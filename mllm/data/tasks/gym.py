@@ -1,0 +1,72 @@
+"""The tasks `reasoning_gym:<name>`: problems and scorers of that package (arXiv:2505.24760)."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from mllm.config.task import TaskConfig
+from mllm.data.tasks.answers import final_answer
+from mllm.data.tasks.task import Example, Problems, Task, messages
+from mllm.errors import UserError
+
+INSTRUCTION = "Give the final answer, and nothing else, between <answer> and </answer>."
+
+
+def reasoning_gym(config: TaskConfig, name: str, seed: int) -> Task:
+    """Problem i is made from the random number seed + i, so disjoint ranges of that sum are disjoint problems.
+
+    The held-out problems come first; the `train_examples` of each seed follow. Where a small generator repeats a
+    held-out question, its next problem is taken instead.
+    """
+    heldout_problems = gym(name, 0, config.heldout)
+    heldout = [gym_example(config, heldout_problems[index]) for index in range(config.heldout)]
+    heldout_questions = {example.prompt[-1]["content"] for example in heldout}
+    count = config.train_examples
+    train_problems = gym(name, config.heldout + seed * count, count)
+
+    def make(index: int) -> Example:
+        for step in range(min(count, 1000)):
+            example = gym_example(config, train_problems[(index + step) % count])
+            if example.prompt[-1]["content"] not in heldout_questions:
+                return example
+        raise UserError(f"task.heldout: {config.name} makes too few problems beside the {config.heldout}")
+
+    return Task(config.name, Problems(make, range(count)), heldout, scorer=GymScorer(name))
+
+
+@cache
+def gym(name: str, seed: int, size: int) -> Any:
+    """A sequence of `size` problems by reasoning_gym's generator `name`; its indices must be plain ints."""
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise UserError(
+            f"task.name: reasoning_gym:{name} needs the package reasoning-gym: pip install -e '.[reasoning]'"
+        ) from None
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=size)
+    except ValueError as error:
+        raise UserError(f"task.name: reasoning_gym:{name}: {error}") from None
+
+
+def gym_example(config: TaskConfig, entry: dict[str, Any]) -> Example:
+    answer = str(entry["answer"])
+    prompt = messages(config, entry["question"], INSTRUCTION)
+    return Example(prompt, answer, f"<answer>{answer}</answer>", "tags", {"entry": entry})
+
+
+@dataclass(frozen=True)
+class GymScorer:
+    """The generator's own score in 0 to 1, which accepts several right answers and gives part marks for near ones."""
+
+    name: str
+
+    def __reduce__(self) -> tuple[type["GymScorer"], tuple[str]]:
+        return GymScorer, (self.name,)
+
+    def __post_init__(self) -> None:
+        gym(self.name, 0, 1)  # also where it's unpickled, so that no completion's time limit pays for the import
+
+    def __call__(self, prompt: str, completion: str, example: Example) -> float:
+        answer = final_answer(completion, example.answer_form)
+        return float(gym(self.name, 0, 1).score_answer(answer, entry=example.fields["entry"]))
