@@ -11,7 +11,7 @@ class DataConfig(Section):
     """The examples that SFT trains on."""
 
     source: str
-    """A file of JSON lines (`messages`, or `question` and `answer`), a hub id, or `task`: the task's own solutions."""
+    """A file or a pattern of files (.jsonl, .jsonl.gz, .parquet), a hub id, or `task`: the task's own solutions."""
     subset: str | None = None
     """The subset of a data set on the hub, e.g. `main`."""
     split: str = "train"
@@ -24,13 +24,19 @@ class DataConfig(Section):
     epochs: PositiveInt | None = None
     """Passes over the data; None: as many as `steps` take."""
     on_bad_line: Literal["error", "skip"] = "error"
+    """What to do with lines that are no examples: list all in one error, or leave them out and count them."""
     prefetch: int = Field(default=2, ge=0)
     """Batches that are made ahead of the step that reads them."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
-        if self.source == "task" or self.source.endswith(".jsonl"):
+        if self.source == "task" or names_files(self.source):
             self.reject_unused(f"with source: {self.source}", "subset", "split")
         if self.source == "task":
             self.reject_unused("with source: task", "on_bad_line")
         return self
+
+
+def names_files(source: str) -> bool:
+    """Whether a source is a file or a pattern of files by its name, and so no hub id."""
+    return source.endswith((".jsonl", ".jsonl.gz", ".parquet")) or not {*"*?["}.isdisjoint(source)

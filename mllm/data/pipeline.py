@@ -7,27 +7,27 @@ in none of a batch's rows opens the next batch). Data sets larger than memory, a
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from grain.experimental import FirstFitPackIterDataset
 from jaxtyping import Int32
 
-from mllm.config.data import DataConfig
+from mllm.config.data import DataConfig, names_files
 from mllm.data.batch import Batch, padded_length
+from mllm.data.formats import encode_record
 from mllm.data.iteration import CACHED_EXAMPLES, READ_IN_CALLER, DataIterator, example_indices, process_rows
-from mllm.data.records import Records, hub_rows, json_lines, messages_of
+from mllm.data.records import FORMATS, Record, Records, bad_lines, file_records, hub_rows
 from mllm.data.tasks.task import Task
 from mllm.errors import UserError
-from mllm.model.tokenizer import Message, Tokenizer, encode_example
+from mllm.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 Document = Int32[np.ndarray, "tokens 3"]
-"""A chat in tokens. Columns: the token, the next token, and 1 where that is the assistant's and so learned, else 0."""
+"""An example in tokens. Columns: the token, the next token, and 1 where that is learned, else 0."""
 
 
 def sft_batches(
@@ -86,48 +86,45 @@ def make_batch(packs: dict[str, np.ndarray], rows: slice) -> tuple[Batch, int]:
 def read_documents(config: DataConfig, tokenizer: Tokenizer) -> list[Document]:
     """All examples of a file or hub id, tokenized; a warning counts those that were skipped or cut."""
     documents: list[Document] = []
-    skipped: list[UserError] = []
+    bad: list[tuple[str, UserError]] = []
     cut = 0
     for place, record in read_records(config):
         try:
             if isinstance(record, UserError):
                 raise record
-            document, complete = tokenize(tokenizer, config.max_length, place, messages_of(place, record))
+            document, complete = encode_document(tokenizer, config.max_length, place, record)
         except UserError as error:
-            if config.on_bad_line == "error":
-                raise
-            skipped.append(error)
+            bad.append((place, error))
             continue
         documents.append(document)
         cut += not complete
+    if bad and config.on_bad_line == "error":
+        raise bad_lines(bad, "data.source")
     if not documents:
-        bad = f"all {len(skipped)} lines are bad, the first: {skipped[0]}" if skipped else "there is no example in it"
-        raise UserError(f"data.source: {config.source}: {bad}")
-    for count, what in ((len(skipped), "bad lines were skipped"), (cut, "examples were cut at data.max_length")):
+        none = f"all {len(bad)} lines are bad, the first: {bad[0][1]}" if bad else "there is no example in it"
+        raise UserError(f"data.source: {config.source}: {none}")
+    for count, what in ((len(bad), "bad lines were skipped"), (cut, "examples were cut at data.max_length")):
         if count:
             log.warning("data.source: %s: %d %s", config.source, count, what)
     return documents
 
 
 def read_records(config: DataConfig) -> Records:
-    """The records of a file or hub id."""
+    """The records of files or of a hub id."""
     if os.path.isdir(config.source):
-        raise UserError(f"data.source: {config.source} is a folder: give a file of JSON lines, or a hub id")
-    if config.source.endswith(".jsonl") or os.path.exists(config.source):
-        return json_lines(Path(config.source), "data.source")
+        raise UserError(f"data.source: {config.source} is a folder: give {FORMATS}, or a hub id")
+    if names_files(config.source) or os.path.exists(config.source):
+        return file_records(config.source, "data.source")
     return hub_rows(config.source, config.subset, config.split, "data.source")
 
 
-def tokenize(tokenizer: Tokenizer, max_length: int, place: str, messages: Sequence[Message]) -> tuple[Document, bool]:
-    """The chat as a document of at most `max_length` tokens, and whether that is all of it."""
-    try:
-        ids, assistant = encode_example(tokenizer, messages)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
-    document = np.stack([ids, np.roll(ids, -1), np.roll(assistant, -1)], axis=1).astype(np.int32)[:max_length]
+def encode_document(tokenizer: Tokenizer, max_length: int, place: str, record: Record) -> tuple[Document, bool]:
+    """The record as a document of at most `max_length` tokens, and whether that is all of it."""
+    ids, learned = encode_record(tokenizer, place, record)
+    document = np.stack([ids, np.roll(ids, -1), np.roll(learned, -1)], axis=1).astype(np.int32)[:max_length]
     document[-1:, 1:] = 0  # what follows the last token is cut off, or another document's
     if not document[:, 2].any():
-        raise UserError(f"{place}: none of the assistant's tokens lies within data.max_length ({max_length})")
+        raise UserError(f"{place}: none of the tokens to learn lies within data.max_length ({max_length})")
     return document, len(ids) <= max_length
 
 
@@ -138,4 +135,4 @@ def encode_solution(task: Task, tokenizer: Tokenizer, max_length: int, index: in
     if example.solution is None:
         raise UserError(f"data.source: {place} has no solution to learn from: give a file of JSON lines")
     messages = [*example.prompt, {"role": "assistant", "content": example.solution}]
-    return tokenize(tokenizer, max_length, place, messages)[0]
+    return encode_document(tokenizer, max_length, place, {"messages": messages})[0]

@@ -1,30 +1,126 @@
-"""Records of text data: JSON lines from a file, rows of a data set on the hub, and the chats in them.
+"""Records of text data: lines and rows of files, rows of a data set on the hub, and the chats in them.
 
 Each record comes with its place (`train.jsonl:17`). Blank lines are no records, but count in the lines' numbers.
 """
 
+import glob
+import gzip
+import io
 import json
 import os
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TypeVar
 
 from mllm.errors import UserError, brief
 
+T = TypeVar("T")
 Record = dict[str, Any]
 Records = Iterator[tuple[str, Record | UserError]]
+
+FORMATS = "a file of JSON lines (.jsonl, .jsonl.gz) or .parquet"
+LISTED_PLACES = 20
+"""How many bad lines an error lists."""
+
+ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
+"""The role that a name means; the last two are ShareGPT's."""
 
 LONGEST_LINE = 2**23
 """The limit to a line's bytes: about a million tokens, each of which takes a hundred bytes for a moment."""
 
 
-def json_lines(path: Path, key: str) -> Records:
-    """The records of a file; UserError, which names the setting `key`, where it is missing or can't be read."""
+def sound_records(
+    records: Iterable[tuple[str, Record | UserError]],
+    key: str,
+    read: Callable[[str, Record], T] = lambda place, record: (place, record),  # type: ignore[assignment,return-value]
+) -> Iterator[T]:
+    """`read(place, record)` for each record, without those that are bad or that `read` raises a UserError for.
+
+    After the last one all bad lines are raised as one UserError, which names the setting `key` and lists their places.
+    """
+    bad: list[tuple[str, UserError]] = []
+    for place, record in records:
+        try:
+            if isinstance(record, UserError):
+                raise record
+            result = read(place, record)
+        except UserError as error:
+            bad.append((place, error))
+            continue
+        yield result
+    if bad:
+        raise bad_lines(bad, key)
+
+
+def bad_lines(bad: list[tuple[str, UserError]], key: str) -> UserError:
+    """The error of one or more bad lines, each with its place."""
+    (_, first), *more = bad
+    if not more:
+        return first
+    places = ", ".join(place for place, _ in bad[:LISTED_PLACES])
+    left = f" and {len(bad) - LISTED_PLACES} more" if len(bad) > LISTED_PLACES else ""
+    return UserError(f"{key}: {len(bad)} lines are bad ({places}{left}), the first: {first}")
+
+
+def file_records(source: str, key: str) -> Records:
+    """The records of a file or of all files that a pattern matches, in the order of their names.
+
+    UserError, which names the setting `key`, is raised where there is no such file, or one can't be read.
+    """
+    for path in file_paths(source, key):
+        yield from parquet_rows(path, key) if path.suffix == ".parquet" else json_lines(path, key)
+
+
+def file_paths(source: str, key: str) -> list[Path]:
+    """The file of that name, or the files that match it, in order; UserError where none does."""
+    if os.path.lexists(source) or not glob.has_magic(source):
+        return [Path(source)]
+    paths = sorted(path for path in glob.glob(source, recursive=True) if not os.path.isdir(path))
+    if not paths:
+        raise UserError(f"{key}: no file matches {source}: give {FORMATS}")
+    return [Path(path) for path in paths]
+
+
+def check_regular(path: Path, key: str) -> None:
+    """Raise UserError for what exists and is no file."""
     if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe may never return
-        raise UserError(f"{key}: {path} is no regular file: give a file of JSON lines")
+        raise UserError(f"{key}: {path} is no regular file: give {FORMATS}")
+
+
+def parquet_rows(path: Path, key: str) -> Records:
+    """The rows of a parquet file, without what is null in them; the first is number 1."""
+    check_regular(path, key)
     try:
-        with path.open("rb") as file:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UserError(f"{key}: {path} needs the package pyarrow: pip install -e '.[parquet]'") from None
+    number = 0
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", without_nulls(row)
+    except (ArrowException, OSError) as error:
+        raise UserError(f"{key}: {path} can't be read ({brief(error)}): give {FORMATS}") from None
+
+
+def without_nulls(row: Record) -> Record:
+    """A row of a table, in which every column has a value or null, as a record that lacks the null ones."""
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def json_lines(path: Path, key: str) -> Records:
+    """The records of a file, which may be compressed (`.gz`).
+
+    UserError, which names the setting `key`, is raised where the file is missing or can't be read.
+    """
+    check_regular(path, key)
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(lines(file), start=1):
                 if not line.strip():
                     continue
@@ -33,11 +129,12 @@ def json_lines(path: Path, key: str) -> Records:
                     yield place, parse(place, line)
                 except UserError as error:
                     yield place, error
-    except OSError as error:
-        raise UserError(f"{key}: {path} can't be read ({error.strerror}): give a file of JSON lines") from None
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or brief(error)
+        raise UserError(f"{key}: {path} can't be read ({reason}): give {FORMATS}") from None
 
 
-def lines(file: IO[bytes]) -> Iterator[bytes]:
+def lines(file: io.BufferedIOBase) -> Iterator[bytes]:
     """The lines of a file; a line beyond `LONGEST_LINE` is cut, one byte after the limit."""
     while line := file.readline(LONGEST_LINE + 1):
         rest = line
@@ -73,7 +170,7 @@ def hub_rows(source: str, subset: str | None, split: str, key: str) -> Records:
     except Exception as error:  # many kinds: no network, no such data set, a damaged cache
         raise UserError(f"{key}: {source} can't be had from the hub ({brief(error)}): give a local path") from None
     for number, row in enumerate(rows):
-        yield f"{source}[{split}][{number}]", row
+        yield f"{source}[{split}][{number}]", without_nulls(row)
 
 
 def text(place: str, record: Record, key: str) -> str:
@@ -91,24 +188,33 @@ def text(place: str, record: Record, key: str) -> str:
 
 
 def messages_of(place: str, record: Record, needs_answer: bool = True) -> list[dict[str, str]]:
-    """The chat in a record, its `messages` or its `question` and `answer`; UserError where it is not as expected.
+    """The chat in a record: `messages`, `conversations` (ShareGPT's), or `question` and `answer`; else UserError.
 
     If it `needs_answer`, the assistant must have a message, else there may be none, nor an `answer`.
     """
-    if "messages" not in record:
-        if "question" not in record:
-            raise UserError(f"{place}: neither messages nor question{' and answer' * needs_answer} are there")
-        chat = [{"role": "user", "content": text(place, record, "question")}]
-        if needs_answer or "answer" in record:
-            chat.append({"role": "assistant", "content": text(place, record, "answer")})
+    if "messages" in record or "conversations" in record:
+        chat = turns(place, record, "messages" if "messages" in record else "conversations")
+        if needs_answer and all(message["role"] != "assistant" for message in chat):
+            raise UserError(f"{place}: no message is the assistant's, so there is nothing to learn")
         return chat
-    messages = record["messages"]
+    if "question" not in record:
+        raise UserError(f"{place}: neither messages nor question{' and answer' * needs_answer} are there")
+    chat = [{"role": "user", "content": text(place, record, "question")}]
+    if needs_answer or "answer" in record:
+        chat.append({"role": "assistant", "content": text(place, record, "answer")})
+    return chat
+
+
+def turns(place: str, record: Record, key: str) -> list[dict[str, str]]:
+    """The messages in `record[key]`, objects with role and content, or with ShareGPT's from and value."""
+    messages = record[key]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise UserError(f"{place}: messages must be a list of objects with role and content")
-    chat = [{key: text(place, message, key) for key in ("role", "content")} for message in messages]
-    roles = [message["role"] for message in chat]
-    if unknown := [role for role in roles if role not in ("system", "user", "assistant")]:
-        raise UserError(f"{place}: role {unknown[0]!r} is none of system, user and assistant")
-    if needs_answer and "assistant" not in roles:
-        raise UserError(f"{place}: no message is the assistant's, so there is nothing to learn")
+        raise UserError(f"{place}: {key} must be a list of objects with role and content")
+    chat = []
+    for message in messages:
+        names = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
+        role, content = (text(place, message, name) for name in names)
+        if (known := ROLES.get(role)) is None:
+            raise UserError(f"{place}: role {role!r} is none of system, user and assistant")
+        chat.append({"role": known, "content": content})
     return chat

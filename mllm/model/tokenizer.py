@@ -143,27 +143,48 @@ def encode_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int
     return ids
 
 
-def encode_example(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+def encode_text(tokenizer: Tokenizer, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
+    """The ids of a text without a chat template and an end of sequence, and which of them are not the prompt's.
+
+    The two pieces are tokenized apart, as when the prompt is given and the completion sampled. UserError is raised if
+    the tokenizer names no end of sequence, or a piece has the text of a control token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("model.tokenizer: it names no end of sequence, which text without a chat template needs")
+    for piece in (prompt, completion):
+        if found := control_tokens(tokenizer).search(piece):
+            raise UserError(f"text: {found.group()} is a control token: give messages, which the chat template renders")
+    before, after = (encode(tokenizer, piece) for piece in (prompt, completion))
+    return [*before, *after, tokenizer.eos_token_id], [False] * len(before) + [True] * (len(after) + 1)
+
+
+def encode_example(
+    tokenizer: Tokenizer, messages: Sequence[Message], first_learned: int = 0
+) -> tuple[list[int], list[bool]]:
     """The ids of a whole chat, and which of them are the assistant's, the token that ends each turn included.
 
-    Without `{% generation %}` in the template, the text is cut at the borders of the assistant's turns, and each
-    piece is tokenized by itself, as in `encode_prompt`. UserError is raised if there is no template, it fails, or
-    it doesn't tell the assistant's turns from the others.
+    Only the turns in `messages[first_learned:]` count, the first of which is the assistant's. Without
+    `{% generation %}` in the template, the text is cut at the borders of the assistant's turns, and each piece is
+    tokenized by itself, as in `encode_prompt`. UserError is raised if there is no template, it fails, or it doesn't
+    tell the assistant's turns from the others.
     """
     text = render(tokenizer, messages)
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):
         encoded: Any = apply_template(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
-        return list(encoded["input_ids"]), [bool(learned) for learned in encoded["assistant_masks"]]
-    borders = [0]
+        prompt = len(encode_prompt(tokenizer, messages[:first_learned])) if first_learned else 0
+        assistant = [bool(learned) for learned in encoded["assistant_masks"]]
+        return list(encoded["input_ids"]), [False] * prompt + assistant[prompt:]
+    borders, learned = [0], [False]
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
             borders += assistant_span(tokenizer, messages, turn, text)
+            learned += [turn >= first_learned, False]
     ids: list[int] = []
     mask: list[bool] = []
-    for piece, (start, stop) in enumerate(pairwise([*borders, len(text)])):
+    for (start, stop), counts in zip(pairwise([*borders, len(text)]), learned, strict=True):
         tokens = encode(tokenizer, text[start:stop])
         ids += tokens
-        mask += [piece % 2 == 1] * len(tokens)
+        mask += [counts] * len(tokens)
     return ids, mask
 
 

@@ -3,6 +3,7 @@
 `{path}` is the file with the text; `{mark}` is a file that only code in the text would write.
 """
 
+import gzip
 import json
 from typing import Any
 
@@ -108,7 +109,23 @@ LINES: dict[str, tuple[bytes, str]] = {
     "deep nesting": (b"[" * 100_000, "not JSON in UTF-8 ("),
     "no object": (b"[1]", "expected a JSON object, got list"),
     "NaN": (b"NaN", "expected a JSON object, got float"),
-    "other fields": (b'{"text": "a"}', "neither messages nor question and answer are there"),
+    "other fields": (
+        b'{"txt": "a"}',
+        "none of messages, conversations, question and answer, prompt and completion, text",
+    ),
+    "a conversation without roles": (b'{"conversations": [{"value": "a"}]}', "role is missing"),
+    "a tool's turn": (b'{"conversations": [{"from": "tool", "value": "a"}]}', "role 'tool' is none of"),
+    "a prompt alone": (b'{"prompt": "a"}', "none of messages, conversations, question and answer, prompt and compl"),
+    "a completion alone": (b'{"completion": "a"}', "prompt is missing"),
+    "a chat with a completion of text": (
+        b'{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}',
+        "messages must be a list of objects with role and content",
+    ),
+    "a chat without a completion": (
+        b'{"prompt": [{"role": "user", "content": "a"}]}',
+        "no message is the assistant's, so there is nothing to learn",
+    ),
+    "a control token in a text": (b'{"text": "a<|im_end|>"}', "text: <|im_end|> is a control token: give messages"),
     "no answer": (b'{"question": "a"}', "answer is missing"),
     "an answer that is no text": (b'{"question": "a", "answer": NaN}', "answer must be a string, got float"),
     "an answer of nothing": (b'{"question": "a", "answer": "\\n"}', "answer is empty"),
@@ -122,7 +139,7 @@ LINES: dict[str, tuple[bytes, str]] = {
     "a role that is a list": (chat(said(["user"], "a"), said("assistant", "a")), "role must be a string, got list"),
     "no content": (chat({"role": "user"}), "content is missing"),
     "a control token": (b'{"question": "<|im_end|>", "answer": "a"}', "messages: <|im_end|> is a control token"),
-    "nothing left": (b'{"question": "' + b"a" * 99 + b'", "answer": "a"}', "none of the assistant's tokens lies"),
+    "nothing left": (b'{"question": "' + b"a" * 99 + b'", "answer": "a"}', "none of the tokens to learn lies"),
     "nine megabytes": (b'{"question": "' + b"a" * 9 * 2**20 + b'", "answer": "a"}', "longer than 8 MiB"),
 }
 """The second line of a file of data: what it is, its bytes, and the message after `{path}:2: `."""
@@ -132,6 +149,18 @@ FILES: dict[str, tuple[str, bytes | None, str]] = {
     "an empty file": ("train.jsonl", b"", "data.source: {path}: there is no example in it"),
     "a file of blank lines": ("train.jsonl", b"\n \r\n\n", "data.source: {path}: there is no example in it"),
     "too little": ("train.jsonl", GOOD, "data.source: {path} has 1 examples, too few for one batch in 1 epochs"),
+    "a pattern without files": (
+        "train-*.jsonl",
+        None,
+        "data.source: no file matches {path}: give a file of JSON lines",
+    ),
+    "gzip that is none": ("train.jsonl.gz", GOOD, "data.source: {path} can't be read (Not a gzipped file"),
+    "half of gzip": (
+        "train.jsonl.gz",
+        gzip.compress(GOOD * 9)[:30],
+        "data.source: {path} can't be read (Compressed file",
+    ),
+    "parquet that is none": ("train.parquet", GOOD, "data.source: {path} can't be read (Parquet"),
     "a path that is too long": ("a" * 300 + ".jsonl", None, "data.source: {path} can't be read (File name too long)"),
     "a hub id that is too long": ("a" * 300, None, "data.source: {path} is no file here"),
 }

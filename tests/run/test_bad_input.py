@@ -200,7 +200,7 @@ def test_an_archive_is_no_data(kind, tmp_path, refused):
 @pytest.mark.parametrize(
     ("name", "make", "text"),
     [
-        ("data", Path.mkdir, "is a folder: give a file of JSON lines, or a hub id"),
+        ("data", Path.mkdir, "is a folder: give a file of JSON lines (.jsonl, .jsonl.gz) or .parquet, or a hub id"),
         ("data", os.mkfifo, "is no regular file"),
         ("data.jsonl", os.mkfifo, "is no regular file"),
     ],

@@ -1,0 +1,99 @@
+"""Records of every format become the tokens that its field means by them, from files of every kind."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from mllm.data.formats import encode_record
+from mllm.data.records import file_records, sound_records, text
+from mllm.errors import UserError
+from mllm.model.tokenizer import bytes_tokenizer
+
+BYTES = bytes_tokenizer()
+NAMES = {256: "<eot>", 257: "(", 258: ")"}
+SAID = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def marked(record: dict[str, Any], tokenizer: Any = BYTES) -> str:
+    """The record's text, in which learned tokens are in capitals or brackets of their own kind."""
+    ids, learned = encode_record(tokenizer, "place", record)
+    names = [NAMES.get(token, chr(token)) for token in ids]
+    return "".join(n.upper().translate({40: 91, 41: 93}) if y else n for n, y in zip(names, learned, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"messages": SAID}, "(a)(B]"),
+        ({"messages": SAID * 2}, "(a)(B](a)(B]"),
+        ({"question": "a", "answer": "b"}, "(a)(B]"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "(a)(B]"),
+        ({"conversations": [{"from": "system", "value": "s"}, *SAID]}, "(s)(a)(B]"),
+        ({"prompt": SAID[:1], "completion": SAID[1:]}, "(a)(B]"),
+        ({"prompt": [*SAID, SAID[0]], "completion": SAID[1:]}, "(a)(b)(a)(B]"),
+        ({"prompt": "a: ", "completion": "b"}, "a: B]"),
+        ({"text": "a b"}, "A B]"),
+        ({"messages": SAID, "prompt": "x", "text": "y"}, "(a)(B]"),
+    ],
+)
+def test_what_is_learned_of_a_record(record: dict[str, Any], expected: str) -> None:
+    assert marked(record) == expected
+
+
+def test_a_template_that_marks_generation_learns_the_completion_only() -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+        "<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    assert marked({"messages": SAID * 2}, tokenizer) == "(a)(B](a)(B]"
+    assert marked({"prompt": [*SAID, SAID[0]], "completion": SAID[1:]}, tokenizer) == "(a)(b)(a)(B]"
+
+
+def test_text_needs_an_end_of_sequence() -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match=r"place: model.tokenizer: it names no end of sequence"):
+        encode_record(tokenizer, "place", {"text": "a"})
+
+
+def test_files_of_every_kind_have_the_same_records(tmp_path: Path) -> None:
+    rows = [{"messages": SAID, "n": 1}, {"question": "a", "answer": "b"}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "b.jsonl").write_text(lines)
+    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
+        file.write(lines)
+    pa.parquet.write_table(pa.Table.from_pylist(rows, pa.schema([
+        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("question", pa.string()), ("answer", pa.string()), ("n", pa.int64()),
+    ])), tmp_path / "a.parquet")  # fmt: skip
+    for name in ("a.parquet", "b.jsonl", "c.jsonl.gz"):
+        path = f"{tmp_path}/{name}"
+        assert list(file_records(path, "data.source")) == [(f"{path}:{i + 1}", row) for i, row in enumerate(rows)]
+    places = [place for place, _ in file_records(f"{tmp_path}/*", "data.source")]
+    assert places == [f"{tmp_path}/{name}:{i}" for name in ("a.parquet", "b.jsonl", "c.jsonl.gz") for i in (1, 2)]
+
+
+def test_parquet_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"data.source: a.parquet needs the package pyarrow: .*\.\[parquet\]"):
+        next(file_records("a.parquet", "data.source"))
+
+
+def test_all_bad_lines_are_one_error_after_the_good_ones(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"answer": "1"}\n{\n' + '{"answer": 2}\n' * 30)
+    read = sound_records(file_records(str(path), "task.train"), "task.train", lambda place, r: text(place, r, "answer"))
+    assert next(read) == "1"
+    with pytest.raises(UserError) as raised:
+        next(read)
+    said = str(raised.value)
+    assert said.startswith(f"task.train: 31 lines are bad ({path}:2, {path}:3, ")
+    assert f"{path}:21 and 11 more), the first: {path}:2: not JSON" in said
+    assert f"{path}:22" not in said
