@@ -2,6 +2,7 @@
 
 from kernels.lm_head.api import Choice, choose_impl, token_logprobs, token_loss
 from kernels.lm_head.contract import TokenLogprobs
+from kernels.lm_head.likeliest import label_is_likeliest
 from kernels.lm_head.sharded import HeadSharding
 from kernels.logits.api import logits_logprobs
 
@@ -10,6 +11,7 @@ __all__ = [
     "HeadSharding",
     "TokenLogprobs",
     "choose_impl",
+    "label_is_likeliest",
     "logits_logprobs",
     "token_logprobs",
     "token_loss",

@@ -4,7 +4,30 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from mllm.config.section import Section
+from mllm.config.section import Section, impossible
+
+
+class ValidationConfig(Section):
+    """The loss on examples that training never sees, at step 0, every n steps and at the end."""
+
+    source: str | None = None
+    """A file or a pattern of files, as `data.source`, or a hub id."""
+    split: str | None = None
+    """Another split of the data set on the hub that `data.source` names."""
+    share: float | None = Field(default=None, gt=0, lt=1)
+    """The share of the training examples that is held out, the same in every run on the same data."""
+    every: PositiveInt | None = None
+    """Steps between validations; None: only at step 0 and at the end."""
+    patience: PositiveInt | None = None
+    """The run ends after so many validations in a row without a lower loss; None: it doesn't."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if [self.source, self.split, self.share].count(None) != 2:
+            raise impossible("source", "give one of source, split and share")
+        if self.every is None:
+            self.reject_unused("without every", "patience")
+        return self
 
 
 class DataConfig(Section):
@@ -27,6 +50,7 @@ class DataConfig(Section):
     """What to do with lines that are no examples: list all in one error, or leave them out and count them."""
     prefetch: int = Field(default=2, ge=0)
     """Batches that are made ahead of the step that reads them."""
+    validation: ValidationConfig | None = None
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -34,6 +58,10 @@ class DataConfig(Section):
             self.reject_unused(f"with source: {self.source}", "subset", "split")
         if self.source == "task":
             self.reject_unused("with source: task", "on_bad_line")
+        if self.validation and self.validation.split and (self.source == "task" or names_files(self.source)):
+            raise impossible("validation.split", f"is not used with source: {self.source}: give a source or a share")
+        if self.validation and self.validation.share and self.source == "task":
+            raise impossible("validation.share", "is not used with source: task: set eval, or give a source")
         return self
 
 

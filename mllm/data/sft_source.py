@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
+from mllm.data.documents import Documents, load_documents
 from mllm.data.iteration import DataIterator
 from mllm.data.pipeline import sft_batches
 from mllm.data.source import Step
@@ -21,24 +22,27 @@ from mllm.stopwatch import Stopwatch
 def make_sft_source(config: Config, policy: Policy, mesh: Mesh, task: Task | None) -> "SftSource":
     assert config.data is not None
     rows = RowShare.of_mesh(mesh)
+    training, validation = load_documents(config.data, policy.tokenizer, task)
     batches = sft_batches(
         config.data,
-        policy.tokenizer,
-        task=task,
+        training,
         batch_size=config.batch_size,
         seed=config.seed,
         process_index=rows.index,
         process_count=rows.count,
     )
-    return SftSource(batches, rows)
+    return SftSource(batches, rows, validation)
 
 
 class SftSource:
     """A `mllm.data.source.Source` over the batches of `mllm.data.pipeline.sft_batches`."""
 
-    def __init__(self, data: DataIterator[Batch], rows: RowShare = ALL_ROWS) -> None:
+    def __init__(
+        self, data: DataIterator[Batch], rows: RowShare = ALL_ROWS, validation: Documents | None = None
+    ) -> None:
         self.data = data
         self.rows = rows
+        self.validation = validation
         self.num_tokens = 0
         self.after = data.get_state()
         self.upcoming: Batch | None = None

@@ -14,7 +14,15 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kernels.lm_head import Choice, HeadSharding, TokenLogprobs, choose_impl, token_logprobs, token_loss
+from kernels.lm_head import (
+    Choice,
+    HeadSharding,
+    TokenLogprobs,
+    choose_impl,
+    label_is_likeliest,
+    token_logprobs,
+    token_loss,
+)
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.errors import UserError
@@ -224,6 +232,34 @@ def make_logprob_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[An
         return loop(logprobs, None, jnp.zeros(batch.tokens.shape), batch, forward.rows)[1]
 
     return logprob_pass
+
+
+def make_validation_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[Any, Batch], Float[Array, "3"]]:
+    """The jitted forward pass of a validation: sums over the tokens with a weight, in nats and in tokens.
+
+    They are of the log-probability of the label, of the tokens than which none is likelier, and of all.
+    """
+    forward = Forward(graphdef, config, mesh)
+
+    @jax.jit(in_shardings=(None, sharding(mesh, ("batch",))))
+    def validation_pass(params: Params, batch: Batch) -> Float[Array, "3"]:
+        def measure(_: None, micro: Batch) -> tuple[None, list[Float[Array, "B T"]]]:
+            hidden, weight = forward.hidden(params, micro)
+            likeliest = label_is_likeliest(
+                hidden,
+                weight,
+                micro.labels,
+                where=micro.weights > 0,
+                dtype=forward.dtype,
+                sharding=forward.sharding,
+            )
+            return None, [forward.head_logprobs(hidden, weight, micro).logprob, likeliest.astype(jnp.float32)]
+
+        zeros = jnp.zeros(batch.tokens.shape)
+        outputs = loop(measure, None, [zeros, zeros], batch, forward.rows)[1]
+        return jnp.stack([*map(jnp.sum, outputs), (batch.weights > 0).sum(dtype=jnp.float32)])
+
+    return validation_pass
 
 
 def accumulate(

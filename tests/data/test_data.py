@@ -13,6 +13,7 @@ from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data import records
 from mllm.data.batch import Batch
+from mllm.data.documents import TaskDocuments, load_documents
 from mllm.data.iteration import DataIterator
 from mllm.data.pipeline import sft_batches
 from mllm.data.prompts import prompt_batches
@@ -45,7 +46,8 @@ def batches_of(
     source: str, *, batch_size: int = 4, seed: int = 0, place: Any = None, **settings: Any
 ) -> DataIterator[Batch]:
     config = DataConfig(**{"source": source, "max_length": 32, **settings})
-    return sft_batches(config, BYTES, task=ARITHMETIC, batch_size=batch_size, seed=seed, **(place or {}))
+    documents, _ = load_documents(config, BYTES, ARITHMETIC)
+    return sft_batches(config, documents, batch_size=batch_size, seed=seed, **(place or {}))
 
 
 def documents(batch: Batch) -> list[list[int]]:
@@ -251,7 +253,7 @@ def test_sft_from_a_task_learns_its_solutions() -> None:
 def test_sft_from_a_task_without_solutions_is_an_error() -> None:
     task = Task("judged", [Example([{"role": "user", "content": "a"}], "", None)], [])
     with pytest.raises(UserError, match=r"judged\[0\] has no solution"):
-        sft_batches(DataConfig(source="task", max_length=9), BYTES, task=task, batch_size=1, seed=0)
+        sft_batches(DataConfig(source="task", max_length=9), TaskDocuments(task, BYTES, 9), batch_size=1, seed=0)
 
 
 def prompts(seed: int = 0, count: int = 8, **settings: Any) -> DataIterator[Any]:

@@ -6,6 +6,7 @@ import pytest
 from mllm.config.data import DataConfig
 from mllm.data import pipeline as data
 from mllm.data.batch import padded_length
+from mllm.data.documents import TaskDocuments
 from mllm.data.sft_source import SftSource
 from mllm.data.tasks.task import Example, Task
 from mllm.model.tokenizer import bytes_tokenizer
@@ -15,9 +16,8 @@ from mllm.stopwatch import Stopwatch
 def sft_source(epochs=1):
     problems = [Example([{"role": "user", "content": f"{i}"}], "x", "x") for i in range(8)]
     settings = DataConfig(source="task", max_length=8, packing=False, epochs=epochs)
-    return SftSource(
-        data.sft_batches(settings, bytes_tokenizer(), task=Task("eight", problems, []), batch_size=2, seed=0)
-    )
+    documents = TaskDocuments(Task("eight", problems, []), bytes_tokenizer(), 8)
+    return SftSource(data.sft_batches(settings, documents, batch_size=2, seed=0))
 
 
 def read(source):

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from mllm.config import load as config_file
 from mllm.config.data import DataConfig
 from mllm.config.task import AnswerForm, TaskConfig
+from mllm.data.documents import load_documents
 from mllm.data.pipeline import sft_batches
 from mllm.data.prompts import prompt_batches
 from mllm.data.tasks.answers import final_answer
@@ -127,7 +128,7 @@ def read_chats(folder: Path, given: tuple[bytes, dict[str, Any], int]) -> None:
     content, options, batch_size = given
     (folder / "chats.jsonl").write_bytes(content)
     config = DataConfig(source=str(folder / "chats.jsonl"), prefetch=0, **options)
-    batches = sft_batches(config, BYTES, batch_size=batch_size, seed=0)
+    batches = sft_batches(config, load_documents(config, BYTES, None)[0], batch_size=batch_size, seed=0)
     first = next(batches)
     assert abs(first.weights.sum() - 1) < 1e-4
     assert first.tokens.shape[0] == batch_size

@@ -1,0 +1,67 @@
+"""Documents apart from their sizes: a process reads only its own, and a share of them is held out."""
+
+import numpy as np
+import pytest
+from test_data import BYTES, some, write
+
+from mllm.config.data import DataConfig
+from mllm.data.documents import Documents, hold_out, load_documents
+from mllm.data.pipeline import sft_batches, validation_batches
+from mllm.errors import UserError
+
+
+class Counted(Documents):
+    """Documents that note which of them are read."""
+
+    def __init__(self, documents):
+        self.documents = documents
+        self.read = []
+
+    def __len__(self):
+        return len(self.documents)
+
+    def size(self, index):
+        return self.documents.size(index)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return self.documents[index]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_process_reads_only_the_documents_of_its_own_rows(tmp_path, packing):
+    settings = DataConfig(source=write(tmp_path, some(60)), max_length=48, packing=packing, epochs=1, prefetch=0)
+    documents, _ = load_documents(settings, BYTES, None)
+    shares, given = [Counted(documents) for _ in range(2)], []
+    for index, share in enumerate(shares):
+        read = sft_batches(settings, share, batch_size=4, seed=0, process_index=index, process_count=2)
+        share.read.clear()  # the first batch is made twice
+        given.append(sum(int(batch.segments.max(axis=1).sum()) for batch in read))
+    assert [len(share.read) for share in shares] == given
+    assert {*shares[0].read}.isdisjoint(shares[1].read)
+    assert len({*shares[0].read, *shares[1].read}) == sum(given) > 50
+
+
+def test_validation_holds_every_document_once_and_pads_the_last_batch(tmp_path):
+    settings = DataConfig(source=write(tmp_path, some(30)), max_length=32)
+    documents, _ = load_documents(settings, BYTES, None)
+    places = [{"process_index": i, "process_count": 2} for i in range(2)]
+    shares = [list(validation_batches(settings, documents, batch_size=4, **place)) for place in places]
+    assert {batch.tokens.shape[0] for share in shares for batch in share} == {2}
+    assert len(shares[0]) == len(shares[1]) > 2
+    assert not all(batch.segments.any(axis=1).all() for share in shares for batch in share)
+    tokens = np.concatenate([b.tokens[b.segments > 0] for share in shares for b in share])
+    assert sorted(tokens) == sorted(np.concatenate([documents[i][:, 0] for i in range(30)]))
+
+
+def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):
+    settings = DataConfig(source=write(tmp_path, some(40)), max_length=32)
+    documents, _ = load_documents(settings, BYTES, None)
+    training, heldout = hold_out(documents, 0.2)
+    numbers = [[bytes(d[i][:, 0].astype(np.uint8)) for i in range(len(d))] for d in (training, heldout, documents)]
+    assert (len(numbers[0]), len(numbers[1])) == (32, 8)
+    assert sorted(numbers[0] + numbers[1]) == sorted(numbers[2])
+    assert numbers[1] != numbers[2][:8]
+    assert [training.size(i).tokens for i in range(32)] == [len(text) for text in numbers[0]]
+    with pytest.raises(UserError, match=r"data.validation.share: 0.99 of 40 examples leaves none to train on"):
+        hold_out(documents, 0.99)
