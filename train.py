@@ -65,7 +65,7 @@ def make_parser() -> ArgumentParser:
 
 def train(config: Config) -> int:
     """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
-    from mllm.data.sft_source import make_sft_source
+    from mllm.data.sft_source import SftSource, make_sft_source
     from mllm.data.source import Source
     from mllm.data.tasks.load import load as load_task
     from mllm.model.load import load_policy
@@ -87,6 +87,7 @@ def train(config: Config) -> int:
     from mllm.stopwatch import Stopwatch
     from mllm.train.optimizer import make_optimizer, make_schedule
     from mllm.train.step import abstract_state, choose_head, make_train_step
+    from mllm.train.validation import make_validation
 
     folder, mesh = Path(config.run_dir), make_mesh(config.mesh)
     rows = RowShare.of_mesh(mesh)
@@ -108,10 +109,14 @@ def train(config: Config) -> int:
                 assert config.task and task and sampler  # noqa: PT018
                 rewards = stack.enter_context(RewardRunner(config.task, task))
                 source = make_grpo_source(config, policy, mesh, task, sampler, rewards, poll=interrupt.poll_alone)
-            measurements = Measurements()
+            repeated, validation = [], config.data and config.data.validation
             if config.eval and task and sampler:
-                evaluate = make_evaluation(config.eval, task, sampler, rows)
-                measurements = Measurements([Measurement(evaluate, config.eval.every)])
+                repeated.append(Measurement(make_evaluation(config.eval, task, sampler, rows), config.eval.every))
+            if validation and isinstance(source, SftSource):
+                validate = make_validation(config, policy, mesh, source.validation, interrupt.poll)
+                repeated.append(Measurement(validate, validation.every))
+            patience = validation.patience if validation else None
+            measurements = Measurements(repeated, validates=validation is not None, patience=patience)
             keeps_reference = config.grpo is not None and config.grpo.beta > 0
             needs_initial = keeps_reference or not saved_steps(folder / "checkpoints")
             initial = policy.initial_params() if needs_initial else None

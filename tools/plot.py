@@ -1,7 +1,7 @@
 """Draws the curves of runs side by side: python tools/plot.py RUN [RUN ...] [--out FILE.png]
 
-One panel for each metric, one color for each run: reward, held-out accuracy with its 95 % interval, loss, entropy,
-length. Without --out the picture goes to the first run's curves.png.
+One panel for each metric, one color for each run: reward, held-out accuracy with its 95 % interval, loss and
+validation loss, entropy, length. Without --out the picture goes to the first run's curves.png.
 """
 
 import argparse
@@ -17,6 +17,7 @@ PANELS = {
     "reward": "Reward",
     "eval": "Held-out accuracy",
     "loss": "Loss",
+    "validation/token_accuracy": "Validation: token accuracy",
     "entropy": "Entropy (nats)",
     "completions/mean_length": "Completion length (tokens)",
     "tokens_per_second": "Tokens per second",
@@ -88,13 +89,15 @@ def draw(runs: dict[str, Records], out: Path) -> None:
     for axis, key in zip(axes.flat, shown, strict=False):
         for color, (label, records) in enumerate(runs.items()):
             (draw_accuracy if key == "eval" else draw_curve)(axis, records, key, label, f"C{color}")
+            if key == "loss":
+                draw_curve(axis, records, "validation/loss", f"{label}: validation", f"C{color}", "--")
         axis.set_title(PANELS[key], fontsize=11, loc="left")
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
         if key == "eval":
             axis.set_ylim(0, 1)
-        if key == "eval" or len(runs) > 1:
+        if key == "eval" or len(runs) > 1 or len(axis.lines) > 2:
             axis.legend(frameon=False, fontsize=9)
     for axis in list(axes.flat)[len(shown) :]:
         axis.set_visible(False)
@@ -111,7 +114,7 @@ def has(records: Records, key: str) -> bool:
     return any(record.get("eval/greedy_accuracy" if key == "eval" else key) is not None for record in records)
 
 
-def draw_curve(axis: Any, records: Records, key: str, label: str, color: str) -> None:
+def draw_curve(axis: Any, records: Records, key: str, label: str, color: str, style: str = "-") -> None:
     """The values, faint, and their mean over the last twentieth of the run."""
     points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
     if not points:
@@ -120,7 +123,7 @@ def draw_curve(axis: Any, records: Records, key: str, label: str, color: str) ->
     window = max(1, len(values) // 20)
     means = [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
     axis.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
-    axis.plot(steps, means, color=color, linewidth=1.6, label=label)
+    axis.plot(steps, means, style, color=color, linewidth=1.6, label=label)
 
 
 def draw_accuracy(axis: Any, records: Records, key: str, label: str, color: str) -> None:

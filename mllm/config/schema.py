@@ -23,7 +23,7 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
     keep_best: bool = False
-    """Keep the checkpoint with the highest `eval/greedy_accuracy`, too."""
+    """Keep the best checkpoint, too: by `validation/loss` if the run validates, else by `eval/greedy_accuracy`."""
 
 
 class LogConfig(Section):
@@ -131,17 +131,19 @@ class Config(Section):
 
     def check_evaluation(self) -> None:
         """Raise if evaluation, or the choice of the best checkpoint by it, can't work."""
-        if self.eval is None:
-            if self.checkpoint.keep_best:
-                raise impossible("checkpoint.keep_best", "needs an eval section")
+        if self.eval is not None:
+            self.need("eval", "task", "rollout")
+            assert self.task is not None
+            if self.eval.prompts is not None and self.eval.prompts > self.task.heldout:
+                raise impossible("eval.prompts", f"only {self.task.heldout} problems are held out (task.heldout)")
+        if not self.checkpoint.keep_best:
             return
-        self.need("eval", "task", "rollout")
-        assert self.task is not None
-        if self.eval.prompts is not None and self.eval.prompts > self.task.heldout:
-            raise impossible("eval.prompts", f"only {self.task.heldout} problems are held out (task.heldout)")
-        evaluated, saved = self.eval.every, self.checkpoint.every
-        if self.checkpoint.keep_best and evaluated and saved and evaluated % saved:
-            problem = f"eval.every ({evaluated}) is not a multiple of checkpoint.every ({saved})"
+        validation = self.data and self.data.validation
+        judge, key = (validation, "data.validation.every") if validation else (self.eval, "eval.every")
+        if judge is None:
+            raise impossible("checkpoint.keep_best", "needs an eval section" + " or data.validation" * bool(self.data))
+        if judge.every and self.checkpoint.every and judge.every % self.checkpoint.every:
+            problem = f"{key} ({judge.every}) is not a multiple of checkpoint.every ({self.checkpoint.every})"
             raise impossible("checkpoint.keep_best", f"{problem}: the evaluated parameters would not be saved")
 
     def check_rows(self, shards: int) -> None:

@@ -37,7 +37,14 @@ def summary(run_dir: Path) -> str:
     """The table of a run, read from its metrics.jsonl and timings.jsonl."""
     metrics = read_records(run_dir / "metrics.jsonl")
     timings = read_records(run_dir / "timings.jsonl")
-    lines = [*accuracy_table(metrics), *progress_line(metrics), *speed_lines(timings), "", *places(run_dir)]
+    lines = [
+        *accuracy_table(metrics),
+        *validation_table(metrics),
+        *progress_line(metrics),
+        *speed_lines(timings),
+        "",
+        *places(run_dir),
+    ]
     return "\n".join(["", *lines])
 
 
@@ -57,6 +64,19 @@ def accuracy_table(metrics: list[dict[str, Any]]) -> Iterator[str]:
 
 def interval(record: dict[str, Any], key: str) -> str:
     return f"{record[f'{key}_low']:.3f} .. {record[f'{key}_high']:.3f}"
+
+
+def validation_table(metrics: list[dict[str, Any]]) -> Iterator[str]:
+    """The validation's metrics at the first step, where the loss was lowest, and at the last."""
+    validated = [record for record in metrics if record.get("validation/loss") is not None]
+    if not validated:
+        return
+    lowest = min(validated, key=lambda record: record["validation/loss"])
+    shown = {"step": validated[0], "lowest at": lowest, "last, at": validated[-1]}
+    yield f"{'validation':<18}" + "".join(f" {name} {record['step']}".rjust(18) for name, record in shown.items())
+    for name in ("loss", "perplexity", "token_accuracy"):
+        values = (record[f"validation/{name}"] for record in shown.values())
+        yield f"{name.replace('_', ' '):<18}" + "".join(f"{value:>18.3f}" for value in values)
 
 
 def progress_line(metrics: list[dict[str, Any]]) -> Iterator[str]:

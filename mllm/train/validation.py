@@ -18,7 +18,7 @@ from mllm.train.step import make_validation_pass
 
 
 def make_validation(
-    config: Config, policy: Policy, mesh: Mesh, documents: Documents, poll: Callable[[], None] = lambda: None
+    config: Config, policy: Policy, mesh: Mesh, documents: Documents | None, poll: Callable[[], None] = lambda: None
 ) -> Callable[[Params, int], dict[str, float]]:
     """The function (parameters, step) -> metrics that validates on the documents, in batches as large as training's.
 
@@ -26,7 +26,7 @@ def make_validation(
     `validation/perplexity` (its exponential) and `validation/token_accuracy` (the share of learned tokens than which no
     token is likelier). `poll` is called by all processes between two batches; what it raises ends the validation.
     """
-    assert config.data is not None
+    assert config.data and documents  # noqa: PT018
     data, rows = config.data, RowShare.of_mesh(mesh)
     add_up = make_validation_pass(policy.graphdef, config, mesh)
 

@@ -109,6 +109,30 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (SFT.replace("{init", "{dtype: float32, init"), "model.residual_dtype=bfloat16", "bfloat16 would round what"),
         (SFT, "log.samples=3", "log: is not used by algorithm: sft"),
         (SFT, "data={source: task, max_length: 8, on_bad_line: skip}", "data.on_bad_line: is not used with "),
+        (SFT, "data.validation={every: 2}", "data.validation.source: give one of source, split and share"),
+        (
+            SFT,
+            "data.validation={share: 0.1, split: test}",
+            "data.validation.source: give one of source, split and share",
+        ),
+        (SFT, "data.validation={share: 1.0}", "data.validation.share: Input should be less than 1"),
+        (SFT, "data.validation={share: 0.1, patience: 2}", "data.validation.patience: is not used without every"),
+        (
+            SFT,
+            "data.validation={split: test}",
+            "data.validation.split: is not used with source: train.jsonl: give a so",
+        ),
+        (
+            SFT + "task: {name: arithmetic}\n",
+            "data={source: task, max_length: 8, validation: {share: 0.1}}",
+            "data.validation.share: is not used with source: task: set eval",
+        ),
+        (SFT, "checkpoint.keep_best=true", "checkpoint.keep_best: needs an eval section or data.validation"),
+        (
+            SFT.replace("data: {", "data: {validation: {share: 0.1, every: 3}, "),
+            "checkpoint={every: 2, keep_best: true}",
+            "data.validation.every (3) is not a multiple of checkpoint.every (2)",
+        ),
     ],
 )
 def test_an_impossible_setting_is_refused_in_one_line_that_names_it(write, base, override, message):

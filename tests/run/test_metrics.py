@@ -60,3 +60,13 @@ def test_the_summary_shows_accuracy_before_and_after_with_its_interval(tmp_path)
     text = report.summary(tmp_path)
     shown = ("0.250", "0.750", "+0.500", "0.200 .. 0.900", "1,234", "3 MiB", "update 0.5", f"{tmp_path}/tensorboard")
     assert [words for words in shown if words not in text] == []
+
+
+def test_the_summary_shows_the_validation_at_its_first_its_lowest_and_its_last_step(tmp_path):
+    log = RunLog(tmp_path, -1, 2)
+    for step, loss in enumerate((5.0, 1.5, 2.25)):
+        log.write(step, {f"validation/{name}": loss for name in ("loss", "perplexity", "token_accuracy")})
+    log.close()
+    lines = report.summary(tmp_path).splitlines()
+    assert " ".join(lines[1].split()) == "validation step 0 lowest at 1 last, at 2"
+    assert lines[2].split() == ["loss", "5.000", "1.500", "2.250"]
