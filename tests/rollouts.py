@@ -3,9 +3,10 @@
 import numpy as np
 from tiny import config
 
-from mllm.data import pipeline as data
+from mllm.data.prompts import prompt_batches
 from mllm.data.tasks.load import load as load_task
 from mllm.model import tokenizer as tokenizers
+from mllm.rl.dynamic_sampling import PromptQueue
 from mllm.rl.grpo_source import GrpoSource
 from mllm.rl.rewards import Failure, RewardRunner, Scores
 from mllm.rl.rollout import Completions
@@ -19,7 +20,7 @@ class RandomCompletions(Sampler):
     """Completions of 1 to 4 tokens that depend on the step; those of 4 are cut off."""
 
     def complete(self, params, prompts, *, step, first_sequence=0, greedy=False):
-        rng = np.random.default_rng(step)
+        rng = np.random.default_rng(step + first_sequence)
         lengths = rng.integers(1, LIMIT + 1, len(prompts), dtype=np.int32)
         tokens = rng.integers(1, 256, (len(prompts), LIMIT), dtype=np.int32)
         logprobs = -rng.random(tokens.shape, dtype=np.float32) - 1
@@ -69,11 +70,18 @@ def grpo_source(reference_params=None, samples=None, bad=(), task=None, sampler=
     """The source with SquareRewards(bad); `grpo` are settings of that section."""
     settings = config(grpo={"num_generations": GROUP, **grpo}, task=task or {})
     problems = load_task(settings.task, seed=0)
-    prompts = data.prompt_batches(problems, BYTES, prompts_per_step=2, max_prompt_length=16, seed=0)
+    prompts = prompt_batches(
+        problems,
+        BYTES,
+        prompts_per_step=settings.grpo.groups_per_rollout(settings.batch_size),
+        max_prompt_length=16,
+        seed=0,
+    )
     return GrpoSource(
         settings.grpo,
         settings.task,
-        prompts,
+        settings.batch_size,
+        PromptQueue(prompts),
         sampler(None, BYTES, (258,), settings.rollout, 0),
         SquareRewards(bad),
         linear_logprobs,

@@ -1,10 +1,12 @@
 """The sections `rollout` and `grpo`: how completions are sampled, and what is learned from them."""
 
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from mllm.config.section import Section, impossible
+
+LossType: TypeAlias = Literal["grpo", "dapo", "prompt_mean", "dr_grpo", "gspo"]
 
 
 class RolloutConfig(Section):
@@ -21,24 +23,46 @@ class RolloutConfig(Section):
     max_slots: PositiveInt | None = None
     """The most sequences that are decoded at a time, over all devices; None: as many as the devices' memory holds."""
 
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens may be excluded by top-k or top-p."""
+        return self.top_k > 0 or self.top_p < 1
+
 
 class GrpoConfig(Section):
+    """What is learned from completions. docs/training.md has the papers of these settings."""
+
     num_generations: int = Field(default=8, ge=2)
     """Completions of each prompt: the group whose rewards are compared."""
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo"] = "grpo"
+    loss_type: LossType = "grpo"
+    """How tokens are averaged: first over each completion (`grpo`), over all tokens of the update (`dapo`), first over
+    the tokens of each prompt's completions (`prompt_mean`), or as a sum over a constant (`dr_grpo`); `gspo` is `grpo`
+    with the probability ratio of whole completions."""
+    steps_per_generation: PositiveInt = 1
+    """Updates that share a rollout: it has so many times `batch_size` completions, and each update takes its part."""
     num_iterations: PositiveInt = 1
-    """Updates from each rollout."""
-    epsilon: float = Field(default=0.2, gt=0, lt=1)
+    """How often each rollout is gone through."""
+    epsilon: float | None = Field(default=None, gt=0, lt=1)
+    """How far the probability ratio may fall below 1; None: 0.2, with `gspo` 3e-4."""
     epsilon_high: float | None = Field(default=None, gt=0)
-    """None: the same as `epsilon`."""
+    """How far it may rise above 1; None: as `epsilon`, with `gspo` and no `epsilon` 4e-4."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """The largest ratio that counts where the advantage is negative; None: no limit."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference policy; 0: no reference policy is held."""
     reference: Literal["initial"] | None = None
     """The reference policy: the parameters that the run began with."""
     entropy_coef: float = 0.0
-    scale_rewards: Literal["group", "batch", "none"] = "group"
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Which rewards' standard deviation divides the advantages: the group's, or the rollout's (`batch`); None: the
+    group's, with `dr_grpo` none."""
+    importance_sampling: Literal["token_truncate", "sequence_mask"] = "token_truncate"
+    """How the trainer's probability over the sampler's becomes a weight: each token's, at most `importance_cap`; or the
+    whole completion's, 0 above `importance_cap`."""
     importance_cap: PositiveFloat | None = 2.0
-    """Upper limit of the importance weight, trainer's over sampler's probability; None: no such weight."""
+    """The limit of the importance weight; None: no such weight."""
+    dynamic_sampling: PositiveInt = 1
+    """The most rollouts of a step: prompts whose completions have equal rewards are replaced by others that often."""
     mask_truncated_completions: bool = False
     row_length: PositiveInt | None = None
     """Tokens in a row of the update, into which sequences are packed; None: as many as the longest sequence may have.
@@ -50,4 +74,38 @@ class GrpoConfig(Section):
             raise impossible("beta", "a KL penalty needs a reference: set grpo.reference=initial, or beta to 0")
         if self.beta == 0:
             self.reject_unused("with beta: 0", "reference")
+        if self.importance_cap is None:
+            self.reject_unused("with importance_cap: null", "importance_sampling")
+        if self.updates_per_rollout == 1:
+            one = "with one update per rollout, whose ratios are all 1 (steps_per_generation * num_iterations)"
+            self.reject_unused(one, "epsilon", "epsilon_high", "dual_clip")
+            if self.loss_type == "gspo":
+                raise impossible("loss_type", f"gspo is grpo {one}: set steps_per_generation to 2 or more")
         return self
+
+    @property
+    def updates_per_rollout(self) -> int:
+        return self.steps_per_generation * self.num_iterations
+
+    def groups_per_rollout(self, batch_size: int) -> int:
+        """The prompts whose completions are learned from in a rollout, where an update has `batch_size` completions."""
+        return self.steps_per_generation * batch_size // self.num_generations
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """The lowest and highest probability ratio that are not clipped."""
+        low, high = self.epsilon, self.epsilon_high
+        if self.loss_type == "gspo":  # Zheng et al. 2025, section 5.1
+            low, high = (3e-4, high or 4e-4) if low is None else (low, high)
+        low = 0.2 if low is None else low
+        return 1 - low, 1 + (low if high is None else high)
+
+    @property
+    def reward_scale(self) -> Literal["group", "batch", "none"]:
+        """`scale_rewards`, or what the loss type implies."""
+        return self.scale_rewards or ("none" if self.loss_type == "dr_grpo" else "group")
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the trainer's log-probabilities are computed before the first update."""
+        return self.updates_per_rollout > 1 or self.importance_sampling == "sequence_mask"

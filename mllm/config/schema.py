@@ -51,7 +51,8 @@ class Config(Section):
     steps: PositiveInt
     """How often the parameters are updated."""
     batch_size: PositiveInt
-    """Sequences in each update. Under GRPO `num_generations` of them share a prompt."""
+    """Sequences in each update. Under GRPO `num_generations` of them share a prompt, and a rollout has
+    `grpo.steps_per_generation` times as many."""
     micro_batch_size: PositiveInt | None = None
     """Rows in one forward and backward pass; None: the whole batch, or under GRPO, whose packed rows vary in number, a
     sixteenth of the most rows. The gradient does not depend on it."""
@@ -110,12 +111,13 @@ class Config(Section):
             raise impossible("grpo.row_length", f"{self.grpo.row_length} is less than {both}")
         if self.grpo.loss_type == "gspo" and self.head.workspace_mib is not None:
             raise impossible("head.workspace_mib", "is not used with grpo.loss_type: gspo: remove it")
-        group, iterations = self.grpo.num_generations, self.grpo.num_iterations
+        group, updates = self.grpo.num_generations, self.grpo.updates_per_rollout
         if self.batch_size % group:
             raise impossible("batch_size", f"{self.batch_size} is not divisible by grpo.num_generations ({group})")
         for key, steps in (("steps", self.steps), ("checkpoint.every", self.checkpoint.every or 0)):
-            if steps % iterations:
-                raise impossible(key, f"{steps} is not divisible by grpo.num_iterations ({iterations})")
+            if steps % updates:
+                product = f"grpo.steps_per_generation * num_iterations ({updates})"
+                raise impossible(key, f"{steps} is not divisible by {product}, the updates of a rollout")
 
     def check_sft(self) -> None:
         """Raise if a setting can't work, or has no effect, under SFT."""

@@ -108,7 +108,7 @@ class Programs:
         grpo = self.config.grpo
         if grpo is None:
             return Batch(ints, ints, ints, ints, floats)
-        old = floats if policies and grpo.num_iterations > 1 else None
+        old = floats if policies and grpo.needs_old_logprobs else None
         reference = floats if policies and grpo.beta > 0 else None
         return Batch(ints, ints, ints, ints, floats, floats, floats, old, reference)
 
@@ -118,7 +118,7 @@ class Programs:
         config, shards = self.config, self.layout.row_shards
         assert config.rollout is not None
         evaluated = 0 if config.eval is None or config.task is None else config.eval.prompts or config.task.heldout
-        rows = max(evaluated, config.batch_size if config.algorithm == "grpo" else 0)
+        rows = max(evaluated, config.grpo.steps_per_generation * config.batch_size if config.grpo else 0)
         most = config.rollout.max_slots or rows
         return shards * max(1, min(-(-rows // shards), most // shards))
 

@@ -25,7 +25,7 @@ ASSUMED = "prompts and completions of a quarter of their limits, 85 % of the ban
 
 
 class Seconds(NamedTuple):
-    """The seconds of a rollout and its updates, and the number of its decode steps."""
+    """The seconds of a rollout with its log-prob passes and all of its updates, and the number of its decode steps."""
 
     rollout: float
     logprob: float
@@ -38,7 +38,7 @@ def estimate(shapes: Programs, flops: float, bandwidth: float) -> Seconds:
     config, layout = shapes.config, shapes.layout
     assert config.grpo is not None
     assert config.rollout is not None
-    rows, devices = config.batch_size, layout.mesh.size
+    rows, devices = config.grpo.steps_per_generation * config.batch_size, layout.mesh.size
     prompt = MEAN_LENGTH * config.rollout.max_prompt_length
     lengths = geometric_lengths(-(-rows // layout.row_shards), config.rollout.max_completion_length)
     tokens = rows * (prompt + sum(lengths) / len(lengths))
@@ -48,7 +48,7 @@ def estimate(shapes: Programs, flops: float, bandwidth: float) -> Seconds:
     steps = decode_steps(lengths, shapes.slots // layout.row_shards, int(prompt), config.rollout)
     decoded = sum(count * (weights + slots * places * cache) for count, slots, places in steps)
     prefilled = forward * prompt * rows / config.grpo.num_generations
-    passes = (config.grpo.num_iterations > 1) + (config.grpo.beta > 0)
+    passes = config.grpo.needs_old_logprobs + (config.grpo.beta > 0)
     return Seconds(
         rollout=decoded / (BANDWIDTH * bandwidth) + prefilled,
         logprob=passes * forward * tokens,

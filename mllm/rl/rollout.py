@@ -40,11 +40,13 @@ class Completions(NamedTuple):
     tokens: Int[Any, "B C"]
     """The stop token included; padding behind it."""
     logprobs: Float[Any, "B C"]
-    """Under the distribution that was sampled from (temperature, top-k, top-p applied); 0 behind the end."""
+    """Under the distribution over the whole vocabulary, with the temperature; 0 behind the end."""
     lengths: Int[Any, "B"]
     """Numbers of tokens, the stop token included."""
     finished: Bool[Any, "B"]
     """Whether a stop token ended the completion; False if it was cut off."""
+    kept: Float[Any, "B C"] | None = None
+    """The probability of the tokens that top-k and top-p kept, 0 behind the end; None with neither of them."""
 
 
 @dataclass
@@ -154,6 +156,7 @@ class Engine:
             logprobs=np.zeros((rows, limit), np.float32),
             lengths=np.zeros(rows, np.int32),
             finished=np.zeros(rows, bool),
+            kept=np.zeros((rows, limit), np.float32) if self.options.truncates and not self.greedy else None,
         )
         self.sequences = np.full((self.shards, 0), -1)
         """The sequence in each slot, -1 for none."""
@@ -314,7 +317,7 @@ class Engine:
 
     def take(self, chunk: Any, stop_ids: Int[np.ndarray, "S"]) -> int:
         """Add the chunk's tokens to their completions and free the slots of those that ended; returns their number."""
-        steps, (tokens, logprobs) = int(chunk.steps), (x.reshape(*self.sequences.shape, -1) for x in chunk[:2])
+        steps, tokens = int(chunk.steps), chunk.tokens.reshape(*self.sequences.shape, -1)
         results, ended = self.completions, 0
         for shard, slot in np.argwhere(self.sequences >= 0):
             sequence = self.sequences[shard, slot]
@@ -323,7 +326,9 @@ class Engine:
             stops = np.flatnonzero(np.isin(made, stop_ids))
             made = made[: stops[0] + 1] if stops.size else made
             results.tokens[sequence, count : count + made.size] = made
-            results.logprobs[sequence, count : count + made.size] = logprobs[shard, slot, : made.size]
+            for whole, part in ((results.logprobs, chunk.logprobs), (results.kept, chunk.kept)):
+                if whole is not None:
+                    whole[sequence, count : count + made.size] = part.reshape(tokens.shape)[shard, slot, : made.size]
             results.lengths[sequence] += made.size
             results.finished[sequence] = stops.size > 0
             self.work.tokens += made.size

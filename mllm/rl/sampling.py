@@ -5,9 +5,21 @@ Maddison et al. 2014, A* sampling, section 2. top-k: Fan et al. 2018, Hierarchic
 top-p: Holtzman et al. 2020, The curious case of neural text degeneration, section 3.1.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Key
+
+
+class Draw(NamedTuple):
+    """A token for each row, float32 log-probabilities in nats."""
+
+    tokens: Int[jax.Array, "B"]
+    logprobs: Float[jax.Array, "B"]
+    """Under the distribution over the whole vocabulary, before top-k and top-p."""
+    kept: Float[jax.Array, "B"] | None
+    """The probability of all tokens that top-k and top-p keep, by which they divide; None with neither of them."""
 
 
 def sequence_keys(
@@ -27,24 +39,29 @@ def sample(
     temperature: float,
     top_k: int,
     top_p: float,
-) -> tuple[Int[jax.Array, "B"], Float[jax.Array, "B"]]:
-    """One token for each row, and its log-probability (float32, nats) under the distribution that it was drawn from.
+) -> Draw:
+    """One token for each row.
 
     The temperature divides the logits. `top_k` keeps the k likeliest tokens, 0 all; among those `top_p` keeps the
     fewest likeliest that have this probability together, 1 all. `positions` are the places in completions.
     """
-    kept = exclude(logits / temperature, top_k, top_p)
+    logits = logits / temperature
+    kept = exclude(logits, top_k, top_p)
     keys = jax.vmap(jax.random.fold_in)(keys, positions)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, kept.shape[1:]))(keys)
     token = jnp.argmax(kept + noise, axis=-1)
     # XLA fuses this sum with the mask, which the kernel of `logits_logprobs` would have to read from memory.
     chosen = jnp.take_along_axis(kept, token[:, None], axis=-1)[:, 0]
-    return token.astype(jnp.int32), chosen - jax.nn.logsumexp(kept, axis=-1)
+    mass = jax.nn.logsumexp(kept, axis=-1)
+    if top_k == 0 and top_p == 1:
+        return Draw(token.astype(jnp.int32), chosen - mass, None)
+    whole = jax.nn.logsumexp(logits, axis=-1)
+    return Draw(token.astype(jnp.int32), chosen - whole, jnp.exp(mass - whole))
 
 
-def greedy(logits: Float[jax.Array, "B V"]) -> tuple[Int[jax.Array, "B"], Float[jax.Array, "B"]]:
+def greedy(logits: Float[jax.Array, "B V"]) -> Draw:
     """The likeliest token of each row; its log-probability is 0, since no other could have been drawn."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(logits.shape[0])
+    return Draw(jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(logits.shape[0]), None)
 
 
 def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[jax.Array, "B V"]:

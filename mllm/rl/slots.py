@@ -52,6 +52,8 @@ class Chunk(NamedTuple):
     tokens: Int[Any, "B C"]
     logprobs: Float[Any, "B C"]
     """As `Completions.logprobs`."""
+    kept: Float[Any, "B C"] | None
+    """As `Completions.kept`."""
     steps: Int[Any, ""]
 
 
@@ -154,7 +156,7 @@ def decode(
 
     def draw(
         rows: tuple[Float[jax.Array, "B D"], Key[jax.Array, "B"], Int[jax.Array, "B"]],
-    ) -> tuple[Int[jax.Array, "B"], Float[jax.Array, "B"]]:
+    ) -> sampling.Draw:
         hidden, keys, positions = rows
         logits = jnp.einsum("bd,vd->bv", hidden, model.head_weight, preferred_element_type=jnp.float32)
         if greedy:
@@ -172,13 +174,15 @@ def decode(
         done = chunk.steps
         hidden, cache = decode_token(graphdef, weights, cache, tokens, slots.lengths + done, end + done)
         positions = slots.counts + done
-        token, logprob = in_blocks(draw, (hidden, keys, positions), logit_blocks(model, hidden.shape[0]))
-        stopped = (token[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= options.max_completion_length)
-        chunk = Chunk(chunk.tokens.at[:, done].set(token), chunk.logprobs.at[:, done].set(logprob), done + 1)
-        return chunk, cache, token, live & ~stopped
+        drawn = in_blocks(draw, (hidden, keys, positions), logit_blocks(model, hidden.shape[0]))
+        stopped = (drawn.tokens[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= options.max_completion_length)
+        made = jax.tree.map(lambda whole, new: whole.at[:, done].set(new), sampling.Draw(*chunk[:3]), drawn)
+        chunk = Chunk(made.tokens, made.logprobs, made.kept, done + 1)
+        return chunk, cache, drawn.tokens, live & ~stopped
 
     shape = (slots.tokens.shape[0], CHUNK)
-    none = Chunk(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.int32))
+    kept = jnp.zeros(shape, jnp.float32) if options.truncates and not greedy else None
+    none = Chunk(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept, jnp.zeros((), jnp.int32))
     chunk, cache, _, _ = jax.lax.while_loop(unfinished, decode_step, (none, cache, slots.tokens, slots.live))
     return chunk, cache
 

@@ -4,22 +4,22 @@ The loss of a step is the plain sum of `weights * objective` over all tokens. Th
 denominator, so neither loss nor gradient depends on how it is split. A sequence is one prompt and its completion; a row
 holds several, each a segment.
 
-PPO: Schulman et al. 2017, eq. 7. GRPO: Shao et al. 2024, DeepSeekMath, eq. 3 (loss), eq. 4 (KL: k3), section 4.1.2
-(advantages). Dr. GRPO: Liu et al. 2025, Understanding R1-Zero-like training, section 3.2. DAPO: Yu et al. 2025, eq. 8.
-GSPO: Zheng et al. 2025, eq. 5 and 7. Truncated importance weights (TIS): Yao et al. 2025, Your efficient RL framework
-secretly brings you off-policy RL training, and Espeholt et al. 2018, IMPALA, section 4.1.
+PPO: Schulman et al. 2017, eq. 7. Dual clip: Ye et al. 2020, Mastering complex control in MOBA games. GRPO: Shao et al.
+2024, DeepSeekMath, eq. 3 (loss), eq. 4 (KL: k3), section 4.1.2 (advantages). Dr. GRPO: Liu et al. 2025, Understanding
+R1-Zero-like training, section 3.2. DAPO: Yu et al. 2025, eq. 8. GSPO: Zheng et al. 2025, eq. 5 and 7. Truncated
+importance weights (TIS): Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training, and
+Espeholt et al. 2018, IMPALA, section 4.1. Masked ones (MIS): Liu et al. 2025, When speed kills stability.
 """
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 
-LossType: TypeAlias = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo"]
+from mllm.config.grpo import GrpoConfig, LossType
 
 STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divided by
 MAX_LOG_RATIO = 20.0  # as verl's: exp(20) = 5e8, nothing is learnt beyond, and exp(89) is infinite in float32
@@ -35,35 +35,31 @@ class GrpoObjective:
     """PPO's clipped ratio with truncated importance weights, KL penalty and entropy bonus, token by token.
 
     Called as `objective(logprob, entropy, *operands)` with the arrays that `operands` names, in that order; all of
-    one shape, float32, nats. The settings are those of the configuration's `grpo` section.
+    one shape, float32, nats. With `gspo` each sequence's ratio is clipped, not each token's. `sequence_weights` has the
+    rest of the loss type.
     """
 
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    beta: float = 0.0
-    entropy_coef: float = 0.0
-    importance_cap: float | None = None
-    num_iterations: int = 1
-    """With one update to a rollout, the old policy is the current one, and needs no operand."""
-    loss_type: LossType = "grpo"
-    """Which ratio is clipped: each token's, or with `gspo` its sequence's. `sequence_weights` has the rest of it."""
+    config: GrpoConfig
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The names of the operands that the settings need, which are those of the batch's fields."""
+        """The names of the operands that the settings need: the batch's fields, and `importance_weights`.
+
+        With one update to a rollout, the old policy is the current one, and needs no operand.
+        """
+        weighted, by_sequence = self.config.importance_cap is not None, self.masks_sequences
         needed = {
             "advantages": True,
-            "old_logprobs": self.num_iterations > 1,
-            "sampler_logprobs": self.importance_cap is not None,
-            "reference_logprobs": self.beta > 0,
+            "old_logprobs": self.config.updates_per_rollout > 1,
+            "sampler_logprobs": weighted and not by_sequence,
+            "importance_weights": by_sequence,
+            "reference_logprobs": self.config.beta > 0,
         }
         return tuple(name for name in needed if needed[name])
 
     @property
-    def clip_range(self) -> tuple[float, float]:
-        """The lowest and highest ratio that are not clipped."""
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        return 1 - self.epsilon, 1 + high
+    def masks_sequences(self) -> bool:
+        return self.config.importance_sampling == "sequence_mask"
 
     def __call__(
         self,
@@ -93,16 +89,21 @@ class GrpoObjective:
 
         As in TRL, the importance weight multiplies the clipped ratio, not the penalty and the bonus.
         """
+        config, advantage = self.config, given["advantages"]
         ratio = bounded_exp(log_ratio)
-        clipped = jnp.clip(ratio, *self.clip_range)
-        loss = -jnp.minimum(ratio * given["advantages"], clipped * given["advantages"])
-        if self.importance_cap is not None:
-            weight = bounded_exp(given["old_logprobs"] - given["sampler_logprobs"])
-            loss *= jnp.minimum(weight, self.importance_cap)  # constant: neither policy is the current one
-        if self.beta > 0:
-            loss += self.beta * k3(logprob, given["reference_logprobs"])
-        if self.entropy_coef:
-            loss -= self.entropy_coef * entropy
+        gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, *config.clip_range) * advantage)
+        if config.dual_clip is not None:
+            gain = jnp.where(advantage < 0, jnp.maximum(gain, config.dual_clip * advantage), gain)
+        # The importance weight is constant: neither policy is the current one.
+        if self.masks_sequences:
+            gain *= given["importance_weights"]
+        elif config.importance_cap is not None:
+            gain *= jnp.minimum(bounded_exp(given["old_logprobs"] - given["sampler_logprobs"]), config.importance_cap)
+        loss = -gain
+        if config.beta > 0:
+            loss += config.beta * k3(logprob, given["reference_logprobs"])
+        if config.entropy_coef:
+            loss -= config.entropy_coef * entropy
         return loss
 
 
@@ -137,12 +138,9 @@ def bounded_exp(log_ratio: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
     return jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
 
 
-def masked_mean(
-    values: Shaped[jax.Array | np.ndarray, "*S"], mask: Bool[jax.Array, "*S"], axis: int | None = None
-) -> Float[jax.Array, "..."]:
-    """The mean of the masked values, of all or along `axis`, which stays with size 1; 0 where there are none."""
-    count = jnp.maximum(mask.sum(axis, keepdims=axis is not None), 1)
-    return jnp.where(mask, values, 0.0).sum(axis, keepdims=axis is not None) / count
+def masked_mean(values: Float[jax.Array, "*S"], mask: Bool[jax.Array, "*S"]) -> Float[jax.Array, ""]:
+    """The mean of the masked values; 0 where there are none."""
+    return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1)
 
 
 def sequence_means(
@@ -160,6 +158,22 @@ def sequence_means(
     return jax.vmap(sum_segments)(jnp.where(mask, values, 0.0), segments) / jnp.maximum(counts, 1), counts
 
 
+def sequence_importance_weights(
+    trainer: Float[jax.Array, "B T"],
+    sampler: Float[jax.Array, "B T"],
+    mask: Bool[jax.Array, "B T"],
+    segments: Int[jax.Array, "B T"],
+    cap: float,
+) -> Float[jax.Array, "B T"]:
+    """At each token its completion's probability under the trainer over that under the sampler; 0 if above `cap`.
+
+    As in TRL's `sequence_mask`: the product over the tokens that count (`mask`), not their geometric mean.
+    """
+    mean, tokens = sequence_means(trainer - sampler, mask, segments)
+    weight = bounded_exp(mean * tokens)
+    return jnp.where(weight <= cap, weight, 0.0)
+
+
 def sequence_weights(
     loss_type: LossType, tokens: Int[np.ndarray, "B"], group_size: int, max_completion_length: int
 ) -> Float[np.ndarray, "B"]:
@@ -169,14 +183,13 @@ def sequence_weights(
     doesn't count; each `group_size` sequences in turn are a group.
 
     - `grpo`, `gspo`: the mean over each completion's tokens, then over completions (DeepSeekMath, eq. 3), as in TRL.
-    - `bnpo`: the mean over all tokens of the batch, as TRL's `dapo`. TRL's `bnpo` divides by the tokens of the
-      micro-batch, so that its gradient depends on the split.
-    - `dapo`: the mean over all tokens of a group, then over groups (DAPO, eq. 8). TRL has no name for it.
+    - `dapo`: the mean over all tokens of the batch, as in TRL and verl.
+    - `prompt_mean`: the mean over all tokens of a group, then over groups: DAPO's eq. 8 as it is written.
     - `dr_grpo`: the sum over tokens divided by the constant `max_completion_length`, then the mean over
       completions (Dr. GRPO), as in TRL.
 
     A completion or group without any token that counts (cut off and masked, failed reward) adds nothing, but the
-    outer mean is still over it, as in TRL: what is left weighs the same without it, except under `bnpo`.
+    outer mean is still over it, as in TRL: what is left weighs the same without it, except under `dapo`.
 
     Raises ValueError where the sequences are not divisible into groups.
     """
@@ -185,9 +198,9 @@ def sequence_weights(
     match loss_type:
         case "grpo" | "gspo":
             denominator = tokens.size * tokens
-        case "bnpo":
-            denominator = tokens.sum()
         case "dapo":
+            denominator = tokens.sum()
+        case "prompt_mean":
             groups = tokens.size // group_size
             denominator = groups * np.repeat(tokens.reshape(groups, group_size).sum(-1), group_size)
         case "dr_grpo":
@@ -198,51 +211,50 @@ def sequence_weights(
 class Advantages(NamedTuple):
     """The advantages of groups of completions, and metrics of their rewards."""
 
-    values: Float[jax.Array, "G n"]
-    reward: Float[jax.Array, ""]
+    values: Float[np.ndarray, "G n"]
+    reward: float
     """The mean reward; NaN if all failed."""
-    reward_std: Float[jax.Array, ""]
+    reward_std: float
     """The mean of the groups' standard deviations."""
-    frac_reward_zero_std: Float[jax.Array, ""]
-    """The share of groups without advantages, because their rewards are all equal (or fewer than two)."""
+    equal: Bool[np.ndarray, "G"]
+    """Which groups have no advantages, because their rewards are all equal (or fewer than two)."""
 
 
-@partial(jax.jit, static_argnames="scale")
-def advantages(rewards: Float[jax.Array | np.ndarray, "G n"], scale: Literal["group", "batch", "none"]) -> Advantages:
+def advantages(rewards: Float[np.ndarray, "G n"], scale: Literal["group", "batch", "none"]) -> Advantages:
     """How much better each completion is than the mean of its group, for G prompts with n completions each.
 
     `scale` divides it by the standard deviation (of the sample, n - 1, plus 1e-4, as TRL) of the `group` (DeepSeekMath,
     section 4.1.2) or of the whole `batch`, or by nothing (`none`, Dr. GRPO). Rewards that failed are NaN: they enter
     neither mean nor deviation, and get 0. A group of equal rewards gets exactly 0.
     """
-    present = ~jnp.isnan(rewards)
-    count = present.sum(-1, keepdims=True)
-    mean = masked_mean(rewards, present, axis=-1)
-    deviation = jnp.where(present, rewards - mean, 0.0)
-    std = sample_std(jnp.sum(deviation**2, -1, keepdims=True), count)
+    present = ~np.isnan(rewards)
+    count = np.maximum(present.sum(-1, keepdims=True), 1)
+    mean = np.where(present, rewards, 0.0).sum(-1, keepdims=True) / count
+    deviation = np.where(present, rewards - mean, 0.0)
+    std = sample_std(np.sum(deviation**2, -1, keepdims=True), count)
     # Compared, not std == 0: the mean of equal numbers may be off by a rounding, which 1e-4 would blow up.
-    highest = jnp.where(present, rewards, -jnp.inf).max(-1, keepdims=True)
-    lowest = jnp.where(present, rewards, jnp.inf).min(-1, keepdims=True)
+    highest = np.where(present, rewards, -np.inf).max(-1, keepdims=True)
+    lowest = np.where(present, rewards, np.inf).min(-1, keepdims=True)
     equal = highest <= lowest  # also in a group without any reward: -inf <= inf
+    whole = rewards[present].mean() if present.any() else np.nan
     match scale:
         case "group":
             divisor = std + STD_EPSILON
         case "batch":
-            from_mean = jnp.where(present, rewards - jnp.nanmean(rewards), 0.0)
-            divisor = sample_std(jnp.sum(from_mean**2), present.sum()) + STD_EPSILON
+            divisor = sample_std(np.sum((rewards[present] - whole) ** 2), present.sum()) + STD_EPSILON
         case "none":
-            divisor = jnp.ones(())
+            divisor = np.ones(())
     return Advantages(
-        values=jnp.where(equal, 0.0, deviation / divisor),
-        reward=jnp.nanmean(rewards),
-        reward_std=jnp.where(equal, 0.0, std).mean(),
-        frac_reward_zero_std=equal.mean(),
+        values=np.where(equal, 0.0, deviation / divisor),
+        reward=float(whole),
+        reward_std=float(np.where(equal, 0.0, std).mean()),
+        equal=equal[:, 0],
     )
 
 
-def sample_std(squares: Float[jax.Array, "*S"], count: Int[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
+def sample_std(squares: Float[Any, "*S"], count: Int[Any, "*S"]) -> Float[Any, "*S"]:
     """The standard deviation of `count` numbers whose squared distances to their mean add up to `squares`."""
-    return jnp.sqrt(squares / jnp.maximum(count - 1, 1))
+    return np.sqrt(squares / np.maximum(count - 1, 1))
 
 
 def policy_metrics(
@@ -256,14 +268,16 @@ def policy_metrics(
     """Means over the masked tokens of a whole batch, under TRL's names; 0 if there are none.
 
     `clip_ratio/low_mean` is the share of tokens (under GSPO, of sequences) that the lower clip keeps from becoming
-    less likely still, `high_mean` the upper clip's share.
+    less likely still, `high_mean` the upper clip's share, `dual_mean` that of the dual clip. `masked_sequences` is the
+    share of sequences whose importance weight is above the limit.
     """
     given = objective.unpack(logprob, operands)
     log_ratio, share, advantage = logprob - given["old_logprobs"], mask.astype(jnp.float32), given["advantages"]
-    if objective.loss_type == "gspo":
-        log_ratio, tokens = sequence_means(log_ratio, mask, segments)
-        share /= jnp.maximum(tokens, 1)  # a sequence's tokens together count as one
-    low, high = objective.clip_range
+    config, (mean, tokens) = objective.config, sequence_means(log_ratio, mask, segments)
+    by_sequence = share / jnp.maximum(tokens, 1)  # a sequence's tokens together count as one
+    if config.loss_type == "gspo":
+        log_ratio, share = mean, by_sequence
+    low, high = config.clip_range
     ratio, share = bounded_exp(log_ratio), share / jnp.maximum(share.sum(), 1)
     below = share.sum(where=(ratio < low) & (advantage < 0))
     above = share.sum(where=(ratio > high) & (advantage > 0))
@@ -273,7 +287,12 @@ def policy_metrics(
         "clip_ratio/high_mean": above,
         "clip_ratio/region_mean": below + above,
     }
-    if objective.beta > 0:
+    if config.dual_clip is not None:
+        metrics["clip_ratio/dual_mean"] = share.sum(where=(ratio > config.dual_clip) & (advantage < 0))
+    if objective.masks_sequences:
+        masked = by_sequence.sum(where=given["importance_weights"] == 0)
+        metrics["sampling/masked_sequences"] = masked / jnp.maximum(by_sequence.sum(), 1)
+    if config.beta > 0:
         metrics["kl"] = masked_mean(k3(logprob, given["reference_logprobs"]), mask)
     return metrics
 

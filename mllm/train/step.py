@@ -4,7 +4,6 @@ This is the only file of the trainer that calls the head.
 """
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -87,8 +86,7 @@ class Forward:
         if config.grpo is not None and config.rollout is not None:
             # The policy is the distribution that is sampled from: its temperature is part of it.
             self.temperature = config.rollout.temperature
-            names = [field.name for field in fields(objectives.GrpoObjective)]
-            self.objective = objectives.GrpoObjective(**{name: getattr(config.grpo, name) for name in names})
+            self.objective = objectives.GrpoObjective(config.grpo)
 
     def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
         """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
@@ -115,7 +113,7 @@ class Forward:
         self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch
     ) -> tuple[Float[Array, ""], TokenLogprobs]:
         """The same from hidden states and the vocabulary matrix."""
-        if self.objective is not None and self.objective.loss_type == "gspo":
+        if self.objective is not None and self.objective.config.loss_type == "gspo":
             outputs = self.head_logprobs(hidden, weight, batch)
             given = batch.weights, batch.segments, *self.operands(batch)
             loss = objectives.gspo(self.objective, outputs.logprob, outputs.entropy, *given)
@@ -144,8 +142,15 @@ class Forward:
         return model(batch.tokens, batch.positions, batch.segments), model.head_weight
 
     def operands(self, batch: Batch) -> list[Float[Array, "B T"]]:
-        """The arrays of the batch that the objective takes, in its order."""
-        return [] if self.objective is None else [getattr(batch, name) for name in self.objective.operands]
+        """The arrays that the objective takes, in its order."""
+        if self.objective is None:
+            return []
+        given = batch._asdict()
+        cap = self.objective.config.importance_cap
+        if self.objective.masks_sequences and cap is not None:
+            policies, mask = (given["old_logprobs"], given["sampler_logprobs"]), batch.weights > 0
+            given["importance_weights"] = objectives.sequence_importance_weights(*policies, mask, batch.segments, cap)
+        return [given[name] for name in self.objective.operands]
 
     def metrics(self, batch: Batch, outputs: TokenLogprobs) -> Metrics:
         """The metrics of a whole batch, over the tokens with a weight, under TRL's names; NaN where there are none."""

@@ -28,6 +28,7 @@ task: {name: arithmetic, heldout: 50}
 rollout: {max_prompt_length: 8, max_completion_length: 8}
 grpo: {num_generations: 4}
 """
+TWO = "4, steps_per_generation: 2}"
 
 
 @pytest.fixture
@@ -82,11 +83,29 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (GRPO + "micro_batch_size: 2\n", "mesh={dp: 2, fsdp: 2}", "2 is not divisible by mesh.dp * mesh.fsdp (4)"),
         (GRPO, "grpo.beta=0.1", "grpo.beta: a KL penalty needs a reference"),
         (GRPO, "grpo.reference=initial", "grpo.reference: is not used with beta: 0"),
-        (GRPO, "grpo.num_iterations=3", "steps: 4 is not divisible by grpo.num_iterations (3)"),
+        (GRPO, "grpo.num_iterations=3", "steps: 4 is not divisible by grpo.steps_per_generation * num_iterations (3)"),
         (GRPO, "data={source: x.jsonl, max_length: 8}", "data: is not used by algorithm: grpo"),
         (GRPO, "rollout=null", "rollout: algorithm: grpo needs this section"),
         (GRPO, "rollout.temperature=0", "rollout.temperature: Input should be greater than 0"),
-        (GRPO.replace("4}", "4, loss_type: gspo}"), "head.workspace_mib=4", "is not used with grpo.loss_type: gspo"),
+        (
+            GRPO.replace("4}", TWO),
+            "checkpoint.every=3",
+            "checkpoint.every: 3 is not divisible by grpo.steps_per_generation",
+        ),
+        (
+            GRPO.replace("4}", "4, loss_type: gspo, num_iterations: 2}"),
+            "head.workspace_mib=4",
+            "is not used with grpo.loss_type: gspo",
+        ),
+        (GRPO, "grpo.loss_type=gspo", "grpo.loss_type: gspo is grpo with one update per rollout"),
+        (GRPO, "grpo.loss_type=bnpo", "grpo.loss_type: Input should be 'grpo', 'dapo', "),
+        (GRPO, "grpo.epsilon=0.1", "grpo.epsilon: is not used with one update per rollout"),
+        (GRPO, "grpo.dual_clip=3", "grpo.dual_clip: is not used with one update per rollout"),
+        (
+            GRPO,
+            "grpo={importance_cap: null, importance_sampling: sequence_mask}",
+            "grpo.importance_sampling: is not used with importance_cap: null",
+        ),
         (GRPO + "eval: {every: 2}\n", "checkpoint={every: 4, keep_best: true}", "eval.every (2) is not a multiple"),
         (GRPO, "task.path=data", "task.path: is not used by task arithmetic"),
         (GRPO, "task.rewards=[{name: format}, {name: format}]", "task.rewards: each name may stand once"),

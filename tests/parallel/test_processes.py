@@ -26,8 +26,8 @@ SETTINGS = {
     "grpo": config(
         steps=6,
         mesh=MESH,
-        grpo={"num_iterations": 2},
-        task={"rewards": [{"name": "user_rewards:even_characters"}]},
+        grpo={"steps_per_generation": 2, "dynamic_sampling": 3, "importance_sampling": "sequence_mask"},
+        task={"rewards": [{"name": "user_rewards:seldom"}]},
         rollout={"max_slots": 4},
         checkpoint={"every": 2},
         log={"samples": 6},

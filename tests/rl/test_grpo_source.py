@@ -15,18 +15,18 @@ from mllm.train import objectives
 def roll_out(**options):
     """The first step's data, and the prompts and completions that it was made of."""
     source = grpo_source(**options)
-    state = source.prompts.get_state()
+    position = source.position()
     step = source.next(np.float32(0), 0, Stopwatch())
-    source.prompts.set_state(state)
-    prompts = [tokens for tokens in next(source.prompts).tokens for _ in range(GROUP)]
+    source.seek(position)
+    prompts = [tokens for tokens in source.prompts.take(2).tokens for _ in range(GROUP)]
     return step, prompts, source.sampler.complete(None, prompts, step=0)[0]
 
 
 def test_every_token_stands_where_the_batch_says():
     step, prompts, completions = roll_out()
     batch = step.batch
-    rewards = np.arange(8, dtype=np.float32).reshape(2, GROUP) ** 2
-    advantages = np.asarray(objectives.advantages(rewards, "group").values).reshape(-1)
+    rewards = np.arange(8.0).reshape(2, GROUP) ** 2
+    advantages = objectives.advantages(rewards, "group").values.astype(np.float32).reshape(-1)
     found = sequences(batch)
     assert len(found) == 2 * GROUP
     for number, prompt in enumerate(prompts):
@@ -62,7 +62,7 @@ def test_truncated_completions_that_are_masked_are_left_out_and_so_are_failed_gr
 
 
 def test_a_group_in_which_a_reward_failed_is_left_out_and_changes_no_bit_of_the_others():
-    for loss_type in ("grpo", "dapo", "dr_grpo", "gspo", "bnpo"):
+    for loss_type in ("grpo", "dapo", "dr_grpo", "prompt_mean"):
         sound, _, completions = roll_out(loss_type=loss_type)
         step, _, _ = roll_out(loss_type=loss_type, bad=[2])
         others = sequences(sound.batch)
@@ -71,7 +71,7 @@ def test_a_group_in_which_a_reward_failed_is_left_out_and_changes_no_bit_of_the_
         for tokens, fields in left.items():
             expected = others[tokens]
             expected[2] = fields[2]  # other neighbours in the row
-            if loss_type == "bnpo":  # the mean over the tokens that are left
+            if loss_type == "dapo":  # the mean over the tokens that are left
                 expected[4] = (expected[4] > 0) * np.float32(1 / completions.lengths[GROUP:].sum())
             np.testing.assert_array_equal(fields, expected, err_msg=loss_type)
 
@@ -169,27 +169,44 @@ class Second(RowShare):
     """This process has the second half of the rows, and all rewards of the first failed."""
 
     def gather(self, mine):
-        failed = SquareRewards(range(8)).score([], [f"{i}" for i in range(8)], [])
+        failed = SquareRewards(range(GROUP)).score([], [f"{i}" for i in range(GROUP)], [])
         return [mine._replace(rewards=failed.values.T, failures=np.array(failed.failures, object)), mine]
 
 
 def test_failed_groups_of_all_processes_are_counted():
     source = grpo_source(task={"max_failed_groups": 0.25})
     source.rows = Second(1, 2, (0, 1))
-    with pytest.raises(UserError, match=r"in 2 of 4 groups.* exact_match raised 8 times, first: too many"):
+    with pytest.raises(UserError, match=r"in 1 of 2 groups.* exact_match raised 4 times, first: too many"):
         source.next(np.float32(0), 0, Stopwatch())
 
 
-def test_a_rollout_serves_num_iterations_updates_and_keeps_the_log_probabilities_it_began_with():
-    source, calls = grpo_source(num_iterations=2), []
+def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_began_with():
+    source, calls = grpo_source(steps_per_generation=2, num_iterations=2), []
     source.logprob_pass = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)
-    first, second, third = (source.next(np.float32(step), step, Stopwatch()) for step in range(3))
-    assert calls == [0, 2]
-    assert all(one is other for one, other in zip(second.batch, first.batch, strict=True))
-    assert (first.batch.old_logprobs[:, 0] == 0).all()
-    assert (third.batch.old_logprobs[:, 0] == -2).all()
-    assert (len(first.samples), len(second.samples), len(third.samples)) == (8, 0, 8)
-    assert [source.resumable(step) for step in range(5)] == [True, False, True, False, True]
+    steps = [source.next(np.float32(step), step, Stopwatch()) for step in range(5)]
+    assert calls == [0, 0, 4, 4]
+    for first, again in ((0, 2), (1, 3)):
+        assert all(one is other for one, other in zip(steps[first].batch, steps[again].batch, strict=True))
+    assert all((step.batch.old_logprobs[:, 0] == 0).all() for step in steps[:4])
+    assert (steps[4].batch.old_logprobs[:, 0] == -4).all()
+    assert [len(step.samples) for step in steps] == [16, 0, 0, 0, 16]
+    assert [source.resumable(step) for step in range(5)] == [True, False, False, False, True]
+
+
+def test_a_rollout_is_split_by_groups_into_updates_with_denominators_of_their_own():
+    source = grpo_source(steps_per_generation=2, loss_type="dapo", epsilon=0.1, scale_rewards="batch")
+    parts = [source.next(np.float32(0), step, Stopwatch()) for step in range(2)]
+    completions, _ = source.sampler.complete(None, [None] * 4 * GROUP, step=0)
+    rewards = np.arange(4.0 * GROUP).reshape(4, GROUP) ** 2
+    deviation = rewards.std(ddof=1) + 1e-4  # the whole rollout's
+    expected = ((rewards - rewards.mean(-1, keepdims=True)) / deviation).reshape(2, -1)
+    for part, advantages, lengths in zip(parts, expected, completions.lengths.reshape(2, -1), strict=True):
+        found = sequences(part.batch).values()
+        assert sorted(fields[5, -1] for fields in found) == pytest.approx(sorted(advantages))
+        assert [fields[4, -1] for fields in found] == pytest.approx([1 / lengths.sum()] * 2 * GROUP)
+        assert part.tokens == sum(fields.shape[1] + 1 for fields in found)
+    assert parts[0].metrics.keys() == parts[1].metrics.keys()
+    assert parts[0].metrics["num_tokens"] == parts[0].tokens + parts[1].tokens
 
 
 def test_reference_log_probabilities_are_those_of_the_reference():

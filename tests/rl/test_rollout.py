@@ -90,7 +90,10 @@ def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cach
         ]
         assert tokens == [int(np.argmax(logprob + noise[row, t])) for t, logprob in enumerate(expected)]
         logprobs = [logprob[token] for logprob, token in zip(expected, tokens, strict=True)]
-        np.testing.assert_allclose(completions.logprobs[row], logprobs + [0] * (LIMIT - length), atol=1e-4)
+        drawn_from = completions.logprobs[row, :length] - np.log(completions.kept[row, :length])
+        np.testing.assert_allclose(drawn_from, logprobs, atol=1e-4)
+        assert not completions.logprobs[row, length:].any()
+        assert not completions.kept[row, length:].any()
 
 
 def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit(model, prompts, completions):

@@ -22,7 +22,7 @@ SETTINGS = [
 def test_tokens_are_as_frequent_as_the_distribution_says(settings):
     logits = np.random.default_rng(0).normal(size=8).astype(np.float32)
     keys = sequence_keys(0, 0, jnp.arange(DRAWS))
-    tokens, _ = sample(jnp.broadcast_to(logits, (DRAWS, 8)), keys, jnp.zeros(DRAWS, jnp.int32), **settings)
+    tokens, *_ = sample(jnp.broadcast_to(logits, (DRAWS, 8)), keys, jnp.zeros(DRAWS, jnp.int32), **settings)
     counts, expected = np.bincount(tokens, minlength=8), DRAWS * np.exp(sampling_logprobs(logits, **settings))
     possible = expected > 0
     assert not counts[~possible].any()
@@ -31,11 +31,19 @@ def test_tokens_are_as_frequent_as_the_distribution_says(settings):
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_log_probabilities_are_those_of_the_distribution_drawn_from(settings):
+def test_log_probabilities_are_the_whole_vocabulary_s_and_what_top_k_and_top_p_keep_is_told_apart(settings):
     logits = np.random.default_rng(1).normal(scale=2, size=(50, 17)).astype(np.float32)
-    tokens, logprobs = sample(jnp.asarray(logits), sequence_keys(0, 0, jnp.arange(50)), jnp.arange(50), **settings)
-    expected = [sampling_logprobs(row, **settings)[token] for row, token in zip(logits, tokens, strict=True)]
-    np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
+    keys, positions = sequence_keys(0, 0, jnp.arange(50)), jnp.arange(50)
+    drawn = jax.tree.map(np.asarray, sample(jnp.asarray(logits), keys, positions, **settings))
+    whole = [sampling_logprobs(row, settings["temperature"])[t] for row, t in zip(logits, drawn.tokens, strict=True)]
+    np.testing.assert_allclose(drawn.logprobs, whole, rtol=1e-5, atol=1e-5)
+    drawn_from = [sampling_logprobs(row, **settings)[t] for row, t in zip(logits, drawn.tokens, strict=True)]
+    if settings["top_k"] == 0 and settings["top_p"] == 1:
+        assert drawn.kept is None
+        np.testing.assert_array_equal(whole, drawn_from)
+    else:
+        np.testing.assert_allclose(drawn.kept, np.exp(np.subtract(whole, drawn_from)), rtol=1e-5)
+        assert drawn.kept.min() < 0.9
 
 
 @pytest.mark.parametrize(
@@ -64,7 +72,7 @@ def draw(seed=0, step=0, sequences=range(30), position=0):
     sequences = jnp.array(sequences)
     keys = sequence_keys(seed, step, sequences)
     positions = jnp.full(len(sequences), position)
-    tokens, _ = sample(jnp.zeros((len(sequences), 50)), keys, positions, temperature=1.0, top_k=0, top_p=1.0)
+    tokens, *_ = sample(jnp.zeros((len(sequences), 50)), keys, positions, temperature=1.0, top_k=0, top_p=1.0)
     return tokens.tolist()
 
 

@@ -1,23 +1,44 @@
 """Each objective against a float64 numpy version of its paper's formula, written as plain loops over tokens."""
 
-from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mllm.config.grpo import GrpoConfig
 from mllm.rl.reward_worker import LARGEST
 from mllm.train import objectives
-from mllm.train.objectives import GrpoObjective, advantages, gspo, policy_metrics, sampling_metrics, sequence_weights
+from mllm.train.objectives import (
+    GrpoObjective,
+    advantages,
+    gspo,
+    policy_metrics,
+    sampling_metrics,
+    sequence_importance_weights,
+    sequence_weights,
+)
 
 GROUPS, GROUP, LENGTH = 3, 4, 6
 ROWS = GROUPS * GROUP
 LONGEST = 8  # max_completion_length
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
-EVERYTHING = GrpoObjective(
-    epsilon=0.2, epsilon_high=0.3, beta=0.1, entropy_coef=0.05, importance_cap=1.2, num_iterations=2
-)
+LOSS_TYPES = ("grpo", "dapo", "prompt_mean", "dr_grpo")
+OFF_POLICY = {"steps_per_generation": 2}
+KL = {"beta": 0.1, "reference": "initial"}
+EVERYTHING = {
+    **OFF_POLICY,
+    **KL,
+    "entropy_coef": 0.05,
+    "importance_cap": 1.2,
+    "epsilon": 0.2,
+    "epsilon_high": 0.3,
+    "dual_clip": 1.4,
+}
+
+
+def objective(**settings):
+    return GrpoObjective(GrpoConfig(**settings))
 
 
 def make_batch(seed=0):
@@ -33,18 +54,23 @@ def make_batch(seed=0):
     return mask, logprob, entropy, (per_row, old, sampler, reference)
 
 
-def reference_token(o, log_ratio, logprob, entropy, advantage, old, sampler, reference):
-    """PPO eq. 7, times min(old / sampler, cap), plus beta k3, minus the entropy bonus; one token, float64."""
+def reference_token(weight, log_ratio, logprob, entropy, advantage, old, sampler, reference):
+    """PPO eq. 7 with the dual clip, times an importance weight (None: min(old / sampler, cap)), plus beta k3, minus the
+    entropy bonus; one token, float64.
+    """
     ratio = np.exp(log_ratio)
-    clipped = min(max(ratio, 1 - o.epsilon), 1 + o.epsilon_high)
-    surrogate = min(ratio * advantage, clipped * advantage) * min(np.exp(old - sampler), o.importance_cap)
+    clipped = min(max(ratio, 0.8), 1.3)
+    surrogate = min(ratio * advantage, clipped * advantage)
+    if advantage < 0:
+        surrogate = max(surrogate, 1.4 * advantage)
+    surrogate *= min(np.exp(old - sampler), 1.2) if weight is None else weight
     k3 = np.exp(reference - logprob) - (reference - logprob) - 1
-    return -surrogate + o.beta * k3 - o.entropy_coef * entropy
+    return -surrogate + 0.1 * k3 - 0.05 * entropy
 
 
-def reference_loss(loss_type, o, mask, logprob, entropy, operands):
+def reference_loss(loss_type, mask, logprob, entropy, operands, sequence_mask=False):
     """The papers' means, as loops over groups, completions and tokens."""
-    _, old, _, _ = operands
+    _, old, sampler, _ = operands
     losses = []  # [group][completion][token]
     for group in np.split(np.arange(ROWS), GROUPS):
         completions = []
@@ -53,9 +79,11 @@ def reference_loss(loss_type, o, mask, logprob, entropy, operands):
             log_ratios = (logprob - old)[row, active]
             if loss_type == "gspo" and active.size:
                 log_ratios = np.full(active.size, log_ratios.mean())
+            product = np.exp((old - sampler)[row, active].sum())
+            weight = (product if product <= 1.2 else 0) if sequence_mask else None
             completions.append(
                 [
-                    reference_token(o, x, logprob[row, t], entropy[row, t], *(each[row, t] for each in operands))
+                    reference_token(weight, x, logprob[row, t], entropy[row, t], *(each[row, t] for each in operands))
                     for x, t in zip(log_ratios, active, strict=True)
                 ]
             )
@@ -63,11 +91,11 @@ def reference_loss(loss_type, o, mask, logprob, entropy, operands):
     match loss_type:
         case "grpo" | "gspo":
             return sum(sum(c) / max(len(c), 1) for group in losses for c in group) / ROWS
-        case "bnpo":
+        case "dapo":
             return sum(sum(c) for group in losses for c in group) / mask.sum()
         case "dr_grpo":
             return sum(sum(c) for group in losses for c in group) / (ROWS * LONGEST)
-        case "dapo":
+        case "prompt_mean":
             return sum(sum(map(sum, group)) / sum(map(len, group)) for group in losses) / GROUPS
 
 
@@ -85,12 +113,16 @@ def segments(sequences, per_row):
     return packed(np.tile(np.repeat(np.arange(per_row) + 1, LENGTH), sequences // per_row), per_row)
 
 
-def our_loss(loss_type, per_row, *arrays):
+def our_loss(loss_type, per_row, *arrays, sequence_mask=False):
     weights, logprob, entropy, *operands = (packed(array, per_row) for array in arrays)
+    place, settings = jnp.asarray(segments(len(arrays[0]), per_row)), {**EVERYTHING, "loss_type": loss_type}
+    if sequence_mask:
+        settings["importance_sampling"] = "sequence_mask"
+        operands[2] = sequence_importance_weights(operands[1], operands[2], weights > 0, place, cap=1.2)
+        assert 0 < np.mean(np.asarray(operands[2])[np.asarray(weights > 0)] == 0) < 1
     if loss_type == "gspo":
-        place = jnp.asarray(segments(len(arrays[0]), per_row))
-        return gspo(EVERYTHING, logprob, entropy, weights, place, *operands)
-    return jnp.sum(weights * EVERYTHING(logprob, entropy, *operands))
+        return gspo(objective(**settings), logprob, entropy, weights, place, *operands)
+    return jnp.sum(weights * objective(**settings)(logprob, entropy, *operands))
 
 
 def numerical_gradient(f, x, step=1e-6):
@@ -111,15 +143,17 @@ def test_sft_is_cross_entropy():
     assert objectives.sft(jnp.array([-2.0]), jnp.array([1.0])) == 2.0
 
 
+@pytest.mark.parametrize("sequence_mask", [False, True], ids=["token_truncate", "sequence_mask"])
 @pytest.mark.parametrize("per_row", [1, 3])
 @pytest.mark.parametrize("loss_type", [*LOSS_TYPES, "gspo"])
-def test_loss_and_gradients_are_those_of_the_paper(loss_type, per_row):
+def test_loss_and_gradients_are_those_of_the_paper(loss_type, per_row, sequence_mask):
     mask, logprob, entropy, operands = make_batch()
     arrays = as_float32(token_weights(loss_type, mask), logprob, entropy, *operands)
-    loss, (by_logprob, by_entropy) = jax.value_and_grad(our_loss, argnums=(3, 4))(loss_type, per_row, *arrays)
+    ours = partial(our_loss, sequence_mask=sequence_mask)
+    loss, (by_logprob, by_entropy) = jax.value_and_grad(ours, argnums=(3, 4))(loss_type, per_row, *arrays)
 
     def paper(logprob, entropy):
-        return reference_loss(loss_type, EVERYTHING, mask, logprob, entropy, operands)
+        return reference_loss(loss_type, mask, logprob, entropy, operands, sequence_mask)
 
     assert loss == pytest.approx(paper(logprob, entropy), rel=1e-5)
     expected = numerical_gradient(lambda x: paper(x, entropy), logprob)
@@ -141,23 +175,42 @@ def test_the_losses_of_micro_batches_add_up_to_that_of_the_batch(loss_type, rows
 @pytest.mark.parametrize(
     ("settings", "operands"),
     [
-        ({}, ("advantages",)),
-        ({"num_iterations": 2}, ("advantages", "old_logprobs")),
-        ({"importance_cap": 2.0}, ("advantages", "sampler_logprobs")),
-        ({"beta": 0.1}, ("advantages", "reference_logprobs")),
-        (
-            {"beta": 0.1, "importance_cap": 2.0, "num_iterations": 2},
-            ("advantages", "old_logprobs", "sampler_logprobs", "reference_logprobs"),
-        ),
+        ({"importance_cap": None}, ()),
+        ({"importance_cap": None, "num_iterations": 2}, ("old_logprobs",)),
+        ({}, ("sampler_logprobs",)),
+        ({"importance_sampling": "sequence_mask"}, ("importance_weights",)),
+        ({"importance_cap": None, **KL}, ("reference_logprobs",)),
+        ({**KL, **OFF_POLICY}, ("old_logprobs", "sampler_logprobs", "reference_logprobs")),
     ],
 )
 def test_the_settings_determine_the_operands_of_an_objective(settings, operands):
-    objective = GrpoObjective(**settings)
-    assert objective.operands == operands
-    arrays = [jnp.full(3, -1.0)] * len(operands)
-    assert objective(jnp.full(3, -1.0), jnp.ones(3), *arrays).shape == (3,)
+    of_settings = objective(**settings)
+    assert of_settings.operands == ("advantages", *operands)
+    arrays = [jnp.full(3, -1.0)] * len(of_settings.operands)
+    assert of_settings(jnp.full(3, -1.0), jnp.ones(3), *arrays).shape == (3,)
     with pytest.raises(ValueError, match="argument 2 is longer"):
-        objective(jnp.full(3, -1.0), jnp.ones(3), *arrays, jnp.ones(3))
+        of_settings(jnp.full(3, -1.0), jnp.ones(3), *arrays, jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "clip_range"),
+    [
+        ({}, (0.8, 1.2)),
+        ({"epsilon_high": 0.28}, (0.8, 1.28)),
+        ({"epsilon": 0.1}, (0.9, 1.1)),
+        ({"loss_type": "gspo"}, (1 - 3e-4, 1 + 4e-4)),
+        ({"loss_type": "gspo", "epsilon": 1e-3}, (1 - 1e-3, 1 + 1e-3)),
+        ({"loss_type": "gspo", "epsilon_high": 1e-3}, (1 - 3e-4, 1 + 1e-3)),
+    ],
+)
+def test_the_clip_range_s_default_is_that_of_the_loss_type(settings, clip_range):
+    assert GrpoConfig(**settings, **OFF_POLICY).clip_range == pytest.approx(clip_range, abs=1e-9)
+
+
+def test_dr_grpo_s_advantages_are_not_scaled_unless_that_is_set():
+    scales = [GrpoConfig(loss_type=loss).reward_scale for loss in LOSS_TYPES]
+    assert scales == ["group", "group", "group", "none"]
+    assert GrpoConfig(loss_type="dr_grpo", scale_rewards="batch").reward_scale == "batch"
 
 
 def gradient(objective, logprob, *operands):
@@ -165,13 +218,20 @@ def gradient(objective, logprob, *operands):
 
 
 def test_without_old_logprobs_the_gradient_is_the_policy_gradient():
-    assert gradient(GrpoObjective(), -1.7, 0.6) == pytest.approx(-0.6)
+    assert gradient(objective(importance_cap=None), -1.7, 0.6) == pytest.approx(-0.6)
 
 
 def test_the_importance_weight_is_truncated_and_has_no_gradient():
-    objective = GrpoObjective(importance_cap=2.0)
-    assert gradient(objective, -1.0, 1.0, -1.0 + np.log(2)) == pytest.approx(-0.5, rel=1e-5)
-    assert gradient(objective, -1.0, 1.0, -1.0 - np.log(8)) == pytest.approx(-2.0, rel=1e-5)
+    truncated = objective(importance_cap=2.0)
+    assert gradient(truncated, -1.0, 1.0, -1.0 + np.log(2)) == pytest.approx(-0.5, rel=1e-5)
+    assert gradient(truncated, -1.0, 1.0, -1.0 - np.log(8)) == pytest.approx(-2.0, rel=1e-5)
+
+
+def test_the_dual_clip_ends_the_gradient_of_negative_advantages_where_the_ratio_is_large():
+    clipped = objective(importance_cap=None, dual_clip=3.0, **OFF_POLICY)
+    for ratio, advantage, expected in ((2.9, -1, 2.9), (3.1, -1, 0), (0.7, -1, 0), (1.1, 1, -1.1), (3.1, 1, 0)):
+        got = gradient(clipped, -2.0, float(advantage), -2.0 - np.log(ratio))
+        assert got == pytest.approx(expected, rel=1e-5), (ratio, advantage)
 
 
 @pytest.mark.parametrize("loss_type", [*LOSS_TYPES, "gspo"])
@@ -185,13 +245,13 @@ def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient(loss_type):
 
 def test_a_masked_completion_still_counts_in_the_mean_over_completions():
     mask = np.array([[1, 1], [0, 0]], bool)
-    for loss_type, weight in {"grpo": 1 / 4, "bnpo": 1 / 2, "dapo": 1 / 2, "dr_grpo": 1 / 16}.items():
+    for loss_type, weight in {"grpo": 1 / 4, "dapo": 1 / 2, "prompt_mean": 1 / 2, "dr_grpo": 1 / 16}.items():
         np.testing.assert_allclose(token_weights(loss_type, mask, group=2), [[weight] * 2, [0, 0]])
 
 
 def test_a_masked_group_still_counts_in_the_mean_over_groups():
     mask = np.array([[1, 1], [1, 0], [0, 0], [0, 0]], bool)
-    assert float(token_weights("dapo", mask, group=2).sum()) == pytest.approx(1 / 2)
+    assert float(token_weights("prompt_mean", mask, group=2).sum()) == pytest.approx(1 / 2)
 
 
 def test_sequences_that_are_not_whole_groups_are_refused():
@@ -216,36 +276,36 @@ def reference_advantages(rewards, scale):
 def test_advantages_are_distances_to_the_mean_of_the_group(scale):
     rewards = np.random.default_rng(0).normal(size=(5, 4))
     rewards[1, 2] = rewards[2, :3] = np.nan
-    result = advantages(jnp.asarray(rewards), scale)
+    result = advantages(rewards, scale)
     np.testing.assert_allclose(result.values, reference_advantages(rewards, scale), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_the_advantages_of_a_group_of_equal_rewards_are_exactly_zero(scale):
-    rewards = jnp.array([[0.1] * 7, [0, 0, 0, 1, 1, 1, 1.0]])  # the mean of seven 0.1 is not 0.1
+    rewards = np.array([[0.1] * 7, [0, 0, 0, 1, 1, 1, 1.0]])  # the mean of seven 0.1 is not 0.1
     result = advantages(rewards, scale)
     assert not result.values[0].any()
     assert result.values[1].all()
 
 
 def test_group_statistics_leave_failed_rewards_out():
-    rewards = jnp.array([[0.0, 1.0, jnp.nan], [1.0, 1.0, 1.0], [jnp.nan] * 3, [jnp.nan, jnp.nan, 0.5]])
+    rewards = np.array([[0.0, 1.0, np.nan], [1.0, 1.0, 1.0], [np.nan] * 3, [np.nan, np.nan, 0.5]])
     result = advantages(rewards, "group")
     assert result.reward == pytest.approx(4.5 / 6)
     assert result.reward_std == pytest.approx(np.std([0, 1], ddof=1) / 4)
-    assert result.frac_reward_zero_std == pytest.approx(3 / 4)
+    assert result.equal.tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_when_every_reward_failed_all_advantages_are_zero(scale):
-    result = advantages(jnp.full((2, 3), jnp.nan), scale)
+    result = advantages(np.full((2, 3), np.nan), scale)
     assert not result.values.any()
-    assert result.frac_reward_zero_std == 1.0
+    assert result.equal.all()
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_rewards_as_large_as_they_may_be_give_finite_advantages(scale):
-    result = advantages(jnp.array([[LARGEST, -LARGEST, LARGEST, 0.0], [0.0, 1.0, 2.0, 3.0]]), scale)
+    result = advantages(np.array([[LARGEST, -LARGEST, LARGEST, 0.0], [0.0, 1.0, 2.0, 3.0]]), scale)
     assert np.isfinite(result.values).all()
     assert result.values[0, 0] > 0 > result.values[0, 1]
 
@@ -255,15 +315,17 @@ def test_rewards_as_large_as_they_may_be_give_finite_advantages(scale):
 def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_type, in_row):
     mask, logprob, entropy, operands = make_batch()
     per_row, old, _, reference = operands
-    objective = replace(EVERYTHING, loss_type=loss_type)
-    arrays = [*as_float32(logprob, entropy), jnp.asarray(mask), *as_float32(*operands)]
+    sequences = [row for row in range(ROWS) if mask[row].any()]
+    settings = {**EVERYTHING, "loss_type": loss_type, "importance_sampling": "sequence_mask"}
+    weights = np.where(np.arange(ROWS) % 3 == 0, 0.0, 0.9)
+    by_token = np.broadcast_to(weights[:, None], mask.shape)
+    arrays = [*as_float32(logprob, entropy), jnp.asarray(mask), *as_float32(per_row, old, by_token, reference)]
     arrays = [packed(array, in_row) for array in arrays]
-    metrics = policy_metrics(objective, *arrays[:3], jnp.asarray(segments(ROWS, in_row)), *arrays[3:])
+    metrics = policy_metrics(objective(**settings), *arrays[:3], jnp.asarray(segments(ROWS, in_row)), *arrays[3:])
     ratio, advantage = np.exp(logprob - old)[mask], per_row[mask]
     if loss_type == "gspo":
-        rows = [row for row in range(ROWS) if mask[row].any()]
-        ratio = np.exp([(logprob - old)[row, mask[row]].mean() for row in rows])
-        advantage = per_row[rows, 0]
+        ratio = np.exp([(logprob - old)[row, mask[row]].mean() for row in sequences])
+        advantage = per_row[sequences, 0]
     low = np.mean((ratio < 0.8) & (advantage < 0))
     high = np.mean((ratio > 1.3) & (advantage > 0))
     difference = (reference - logprob)[mask]
@@ -275,6 +337,8 @@ def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_t
             "clip_ratio/low_mean": low,
             "clip_ratio/high_mean": high,
             "clip_ratio/region_mean": low + high,
+            "clip_ratio/dual_mean": np.mean((ratio > 1.4) & (advantage < 0)),
+            "sampling/masked_sequences": np.mean(weights[sequences] == 0),
         },
         rel=1e-5,
     )

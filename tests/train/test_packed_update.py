@@ -15,8 +15,14 @@ from mllm.train.objectives import sequence_weights
 from mllm.train.step import Forward, accumulate
 
 SEQUENCES, GROUP, PROMPT, COMPLETION = 40, 4, 8, 16
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")
-PENALTIES = {"beta": 0.1, "reference": "initial", "entropy_coef": 0.01}
+LOSS_TYPES = ("grpo", "dapo", "prompt_mean", "dr_grpo", "gspo")
+PENALTIES = {
+    "beta": 0.1,
+    "reference": "initial",
+    "entropy_coef": 0.01,
+    "dual_clip": 1.2,
+    "importance_sampling": "sequence_mask",
+}
 MESHES = {(1, 1, 1): (3, None), (1, 8, 1): (8, None), (2, 2, 2): (4, 61)}
 """The mesh's shape: micro-batch and row length, by default the longest sequence's."""
 ONE_DEVICE = (1, 1, 1)

@@ -1,0 +1,120 @@
+"""Dynamic sampling: which groups stay, which prompts are drawn when, and that a resumed run draws the same."""
+
+import numpy as np
+import pytest
+from rollouts import GROUP, RandomCompletions, SquareRewards, grpo_source, sequences
+from runs import assert_same_end, changed, records, run
+from tiny import config
+
+from mllm.rl.dynamic_sampling import choose_groups, round_size
+from mllm.rl.rewards import Scores
+from mllm.stopwatch import Stopwatch
+
+
+class SomeRewards(SquareRewards):
+    """The n-th group that is drawn has unequal rewards if n is in `unequal`."""
+
+    def __init__(self, unequal):
+        self.unequal = unequal
+        self.drawn = []
+
+    def score(self, prompts, completions, examples, poll=lambda: None):
+        groups = np.arange(len(self.drawn), len(self.drawn) + len(prompts) // GROUP)
+        self.drawn += prompts[::GROUP]
+        return Scores((np.isin(groups, self.unequal)[:, None] * np.arange(GROUP)).reshape(1, -1) * 1.0, [])
+
+
+class Recorded(RandomCompletions):
+    """Remembers the numbers of the sequences that it completed."""
+
+    def complete(self, params, prompts, *, step, first_sequence=0, greedy=False):
+        self.work.__dict__.setdefault("numbers", []).extend(range(first_sequence, first_sequence + len(prompts)))
+        return super().complete(params, prompts, step=step, first_sequence=first_sequence)
+
+
+def make_source(unequal, **settings):
+    source = grpo_source(sampler=Recorded, **settings)
+    source.rewards = SomeRewards(unequal)
+    return source
+
+
+@pytest.mark.parametrize(
+    ("limit", "unequal", "rounds", "drawn", "learned"),
+    [
+        (1, [1], 1, 4, [1]),
+        (3, [0, 1, 2, 3], 1, 4, [0, 1, 2, 3]),
+        (3, [0, 3, 4, 5], 2, 6, [0, 3, 4, 5]),
+        (3, [1, 2, 3, 6], 3, 6, [1, 2, 3]),  # 1 is missing, and drawn twice
+        (9, [5, 6, 7, 8, 9], 3, 9, [5, 6, 7, 8]),  # 4, then 4, then 1
+        (2, [], 2, 8, []),
+    ],
+)
+def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full_or_the_limit_reached(
+    limit, unequal, rounds, drawn, learned
+):
+    source = make_source(unequal, dynamic_sampling=limit, steps_per_generation=2)
+    steps = [source.next(np.float32(0), number, Stopwatch()) for number in range(2)]
+    assert len(source.rewards.drawn) == drawn
+    assert source.sampler.work.numbers == list(range(drawn * GROUP))
+    # Every group of the batch is one of those that were drawn, in their order.
+    parts = [[line["prompt"] for line in part.samples[::GROUP]] for part in source.parts]
+    assert parts[0] == parts[1]
+    assert [p for p in parts[0] if p in [source.rewards.drawn[n] for n in learned]] == [
+        source.rewards.drawn[n] for n in learned
+    ]
+    assert len(parts[0]) == 4
+    assert sum(len(sequences(step.batch)) for step in steps) == len(learned) * GROUP
+    metrics = steps[0].metrics
+    assert metrics["frac_reward_zero_std"] == pytest.approx(1 - sum(n < drawn for n in unequal) / drawn)
+    if limit > 1:
+        assert metrics["dynamic_sampling/rounds"] == rounds
+        assert metrics["dynamic_sampling/frac_groups_kept"] == len(learned) / drawn
+
+
+def test_prompts_are_each_drawn_once_whatever_the_rounds_and_go_on_from_any_position():
+    source = make_source([0, 3, 4, 6, 8, 9, 10, 11, 13], dynamic_sampling=4)
+    whole = make_source(range(99))
+    positions = []
+    for step in range(6):
+        source.next(np.float32(0), step, Stopwatch())
+        positions.append((len(source.rewards.drawn), source.position()))
+    for step in range(len(source.rewards.drawn) // 2 + 1):
+        whole.next(np.float32(0), step, Stopwatch())
+    assert source.rewards.drawn == whole.rewards.drawn[: len(source.rewards.drawn)]
+    assert any("prompts_taken" in position for _, position in positions)
+    for drawn, position in positions:
+        source.seek(position)
+        assert source.prompts.take(1).examples[0].prompt[-1]["content"] == whole.rewards.drawn[drawn]
+
+
+def test_rounds_are_of_few_sizes_that_the_devices_can_share():
+    assert [round_size(missing, 64, 8) for missing in (64, 33, 32, 17, 8, 1)] == [64, 64, 32, 32, 8, 8]
+    assert [round_size(missing, 4, 8) for missing in (4, 1)] == [4, 4]
+    assert choose_groups(np.array([False, True, False, True, True]), 2).tolist() == [1, 3]
+    assert choose_groups(np.array([False, True, False, False]), 3).tolist() == [0, 1, 2]
+
+
+def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path):
+    whole = config(
+        run_dir=str(tmp_path / "whole"),
+        steps=8,
+        grpo={
+            "dynamic_sampling": 3,
+            "steps_per_generation": 2,
+            "loss_type": "gspo",
+            "importance_sampling": "sequence_mask",
+            "dual_clip": 3.0,
+        },
+        rollout={"top_p": 0.95},
+        task={"rewards": [{"name": "user_rewards:seldom"}]},
+    )
+    stopped = changed(whole, run_dir=str(tmp_path / "stopped"))
+    assert run(whole) == run(changed(stopped, steps=4)) == run(stopped) == 0
+    assert_same_end(stopped, whole)
+    lines = records(whole)
+    assert {line["dynamic_sampling/rounds"] for line in lines} == {3}
+    assert any(0 < line["dynamic_sampling/frac_groups_kept"] < 0.5 for line in lines)
+    assert all(0.5 < line["sampling/kept_probability/mean"] < 1 for line in lines)
+    # What top-p cuts away is no difference between sampler and trainer, which compute in float32 here.
+    assert all(line["sampling/sampling_logp_difference/mean"] < 1e-5 for line in lines)
+    assert all(line["sampling/masked_sequences"] == 0 for line in lines)
