@@ -6,6 +6,7 @@ written, is put aside with a warning, and the next older one is taken. Each proc
 devices; any mesh of any number of processes can read it.
 """
 
+import ctypes
 import json
 import logging
 import math
@@ -32,6 +33,8 @@ from mllm.run.storage import find_fault, saved_steps, write_error
 from mllm.train.step import TrainState
 
 DOCUMENT = "document"
+ARRAYS = ("params", "optimizer")
+"""The items that hold arrays: the parameters can be read without the optimizer."""
 
 logger = logging.getLogger(__name__)
 silence()
@@ -64,7 +67,12 @@ class Checkpoints:
             # Otherwise threads wait for a folder that can't be made, and the process for them: five minutes.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
-        return ocp.CheckpointManager(self.folder, options=options)
+        # zstd would take a tenth off the size, and every core for several steps, which then wait for theirs.
+        handlers: dict[str, ocp.CheckpointHandler] = {
+            name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in ARRAYS
+        }
+        handlers[DOCUMENT] = ocp.JsonCheckpointHandler()
+        return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def save(self, state: RunState, config: str, score: float | None = None) -> None:
         """Begin to save; returns as soon as the arrays of `state` may be overwritten. `config` is YAML.
@@ -80,7 +88,7 @@ class Checkpoints:
             "best": score,
             "arrays": checksums(by_name(state.train)),
         }
-        arrays = {name: ocp.args.StandardSave(tree) for name, tree in items(state.train).items()}
+        arrays = {name: ocp.args.PyTreeSave(tree) for name, tree in items(state.train).items()}
         arguments = ocp.args.Composite(**arrays, **{DOCUMENT: ocp.args.JsonSave(seal(document))})
         self.saving = state.step, nbytes(state.train)
         with self.report_faults(self.folder / str(state.step)):
@@ -205,6 +213,7 @@ class Checkpoints:
             with self.report_faults(self.folder / str(step)):
                 self.manager.wait_until_finished()
             self.saving = None
+            release_freed_memory()
             with suppress(OSError, ValueError, KeyError):  # Orbax may not have noted the times
                 times = json.loads((self.folder / str(step) / "_CHECKPOINT_METADATA").read_text())
                 nanoseconds = times["commit_timestamp_nsecs"] - times["init_timestamp_nsecs"]
@@ -276,10 +285,19 @@ def first_cause(error: BaseException) -> str:
 
 
 def items(state: TrainState) -> dict[str, dict[str, Any]]:
-    """The arrays of a state by name, in two items: the parameters can be read without the optimizer."""
+    """The arrays of a state by name, in the items `ARRAYS`."""
     arrays = by_name(state)
     params = {name: leaf for name, leaf in arrays.items() if name.startswith("params.")}
-    return {"params": params, "optimizer": {name: leaf for name, leaf in arrays.items() if name not in params}}
+    return dict(zip(ARRAYS, (params, {name: leaf for name, leaf in arrays.items() if name not in params}), strict=True))
+
+
+def release_freed_memory() -> None:
+    """Give back to the system what a save has freed, where the C library is glibc.
+
+    Tensorstore's threads leave holes of many megabytes in glibc's heaps, which keep them: more after every save.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def nbytes(tree: Any) -> int:
