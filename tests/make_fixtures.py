@@ -1,5 +1,5 @@
-"""Makes tests/fixtures: tiny Qwen2 checkpoints as transformers saves them, the logits that it computes, and its greedy
-completions.
+"""Makes tests/fixtures: tiny checkpoints of each family as transformers saves them, the logits that it computes, and
+its greedy completions.
 
 Run it where torch is installed, which the project itself never needs: `python tests/make_fixtures.py`. The
 result is committed (transformers 5.23, torch 2.13, CPU).
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -21,10 +21,18 @@ BATCH, TIME = 2, 12
 LIMIT, STOPS = 40, [5, 71]
 
 
-def make(name: str, *, dtype: torch.dtype, max_shard_size: str, seed: int, **settings: object) -> None:
-    config = Qwen2Config(**SIZES, max_position_embeddings=64, **settings)
+def make(
+    name: str,
+    kind: type[PretrainedConfig] = Qwen2Config,
+    *,
+    dtype: torch.dtype,
+    max_shard_size: str,
+    seed: int,
+    **settings: object,
+) -> None:
+    config = kind(**SIZES, max_position_embeddings=64, **settings)
     generator = torch.Generator().manual_seed(seed)
-    model = Qwen2ForCausalLM(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 0.25, generator=generator)
@@ -34,7 +42,7 @@ def make(name: str, *, dtype: torch.dtype, max_shard_size: str, seed: int, **set
 
     # Read back, as a user would: `model.to(bfloat16)` has rounded the frequencies of the rotary positions,
     # too.
-    saved = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     tokens = torch.randint(0, config.vocab_size, (BATCH, TIME), generator=generator)
     positions = torch.arange(TIME) + torch.tensor([[0], [7]])
     with torch.no_grad():
@@ -48,7 +56,7 @@ def make(name: str, *, dtype: torch.dtype, max_shard_size: str, seed: int, **set
     )
 
 
-def greedy_completions(model: Qwen2ForCausalLM) -> dict[str, np.ndarray]:
+def greedy_completions(model: PreTrainedModel) -> dict[str, np.ndarray]:
     """Prompts of 1 to 9 tokens and transformers' greedy completions, -1 behind the ends; two tokens end them."""
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, 96, (1, length), generator=generator) for length in (1, 9, 4, 9, 2, 6, 3)]
@@ -93,4 +101,34 @@ if __name__ == "__main__":
         num_key_value_heads=2,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )
+    make(
+        "qwen3",
+        Qwen3Config,
+        dtype=torch.float32,
+        max_shard_size="1GB",
+        seed=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
+    make(
+        "llama",
+        LlamaConfig,
+        dtype=torch.float32,
+        max_shard_size="1GB",
+        seed=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
     )

@@ -1,9 +1,9 @@
-"""The sizes of Qwen2 models, from and to config.json; settings that no Qwen2.5 checkpoint uses are refused by name."""
+"""A decoder's family and sizes, from and to config.json; what the decoder does not compute is refused by name."""
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from mllm.errors import UserError
 
@@ -12,9 +12,43 @@ LARGEST_FLOAT = 10**15
 LARGEST = {"num_hidden_layers": 10_000}
 
 
+Family = Literal["qwen2", "qwen3", "llama"]
+"""A `model_type` of config.json: Qwen2 and Qwen2.5; Qwen3's dense models; Llama 3, 3.1 and 3.2."""
+
+
+class Traits(NamedTuple):
+    """What distinguishes a family, beside its sizes."""
+
+    architecture: str
+    """The class of transformers that loads it."""
+    qkv_bias: bool
+    """Whether the products that make queries, keys and values have a bias."""
+    head_norms: bool
+    """Whether each head of queries and of keys is normalized before its rotation."""
+    unused: dict[str, Any]
+    """Further keys of its config.json, with the only value that is supported."""
+
+
+NO_WINDOW: dict[str, Any] = {"use_sliding_window": False}
+FAMILIES: dict[Family, Traits] = {
+    "qwen2": Traits("Qwen2ForCausalLM", True, False, NO_WINDOW),
+    "qwen3": Traits("Qwen3ForCausalLM", False, True, {**NO_WINDOW, "attention_bias": False}),
+    "llama": Traits("LlamaForCausalLM", False, False, {"attention_bias": False, "mlp_bias": False}),
+}
+
+
+class RopeScaling(NamedTuple):
+    """Llama 3.1's change of the rotary frequencies for long contexts; the names are those in config.json."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
 @dataclass(frozen=True)
 class Qwen2Config:
-    """The sizes of a model, named as in config.json."""
+    """The family and sizes of a model, named as in config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -28,6 +62,13 @@ class Qwen2Config:
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32_768
     initializer_range: float = 0.02
+    model_type: Family = "qwen2"
+    rope_scaling: RopeScaling | None = None
+
+    @property
+    def traits(self) -> Traits:
+        """What distinguishes the model's family."""
+        return FAMILIES[self.model_type]
 
     @classmethod
     def from_hf(cls, settings: Mapping[str, Any], where: str, *, closed: bool = False) -> "Qwen2Config":
@@ -37,19 +78,24 @@ class Qwen2Config:
         for another architecture, a key that is missing or of the wrong type, sizes that don't fit together, and
         a setting that this model doesn't have.
         """
-        known = PRESETS["Qwen/Qwen2.5-0.5B"].to_hf().keys() if closed else settings.keys()
-        for key in sorted(settings.keys() - known):
-            close = difflib.get_close_matches(key, known, n=1)
+        for key in sorted(settings.keys() - KNOWN_KEYS) if closed else ():
+            close = difflib.get_close_matches(key, KNOWN_KEYS, n=1)
             raise UserError(f"{where}: {key} is unknown" + (f"; did you mean {close[0]}?" if close else ""))
-        rope = settings.get("rope_parameters") or {}
-        if not isinstance(rope, Mapping):
-            raise UserError(f"{where}: rope_parameters must be a mapping, not {rope!r}")
-        refuse_unsupported(settings, rope, where)
-        # transformers 5 nests rope_theta there, older files have it on top; 10,000 is transformers' default.
-        values = {**settings, "rope_theta": rope.get("rope_theta", settings.get("rope_theta", 10_000.0))}
+        # transformers 5 nests all of it in rope_parameters; older files have rope_theta on top, and rope_scaling.
+        rope: dict[str, Any] = {}
+        kind = "default"
+        for name in ("rope_scaling", "rope_parameters"):
+            if not isinstance(found := settings.get(name) or {}, Mapping):
+                raise UserError(f"{where}: {name} must be a mapping, not {found!r}")
+            rope |= found
+            kind = found.get("rope_type", found.get("type", kind)) if kind == "default" else kind
+        family = check_supported(settings, kind, where)
+        # 10,000 is transformers' default.
+        values = {**settings, **rope, "rope_theta": rope.get("rope_theta", settings.get("rope_theta", 10_000.0))}
 
         def positive(key: str, kind: type[int] | type[float], default: int | float | None = None) -> Any:
-            value = values.get(key, default)
+            value = values.get(key)
+            value = default if value is None else value
             if value is None:
                 raise UserError(f"{where}: {key} is missing")
             largest = LARGEST.get(key, LARGEST_SIZE if kind is int else LARGEST_FLOAT)
@@ -63,8 +109,18 @@ class Qwen2Config:
         if not isinstance(tied, bool):
             raise UserError(f"{where}: tie_word_embeddings must be true or false, not {tied!r}")
         hidden, heads = positive("hidden_size", int), positive("num_attention_heads", int)
-        if settings.get("head_dim") is None and hidden % heads:
+        # Qwen3's heads have 128 numbers unless the file says otherwise.
+        head_dim = positive("head_dim", int, 128 if family == "qwen3" else max(hidden // heads, 1))
+        if settings.get("head_dim") is None and family != "qwen3" and hidden % heads:
             raise UserError(f"{where}: hidden_size {hidden} is not divisible by num_attention_heads ({heads})")
+        scaling = None
+        if kind == "llama3":
+            scaling = RopeScaling(
+                factor=positive("factor", float),
+                low_freq_factor=positive("low_freq_factor", float),
+                high_freq_factor=positive("high_freq_factor", float),
+                original_max_position_embeddings=positive("original_max_position_embeddings", int),
+            )
         config = cls(
             vocab_size=positive("vocab_size", int),
             hidden_size=hidden,
@@ -72,87 +128,68 @@ class Qwen2Config:
             num_hidden_layers=positive("num_hidden_layers", int),
             num_attention_heads=heads,
             num_key_value_heads=positive("num_key_value_heads", int, heads),
-            head_dim=hidden // heads if settings.get("head_dim") is None else positive("head_dim", int),
+            head_dim=head_dim,
             tie_word_embeddings=tied,
             rope_theta=positive("rope_theta", float),
             rms_norm_eps=positive("rms_norm_eps", float, 1e-6),
             max_position_embeddings=positive("max_position_embeddings", int, 32_768),
             initializer_range=positive("initializer_range", float, 0.02),
+            model_type=family,
+            rope_scaling=scaling,
         )
         if heads % config.num_key_value_heads:
             raise UserError(
                 f"{where}: num_attention_heads {heads} is not divisible by num_key_value_heads "
                 f"({config.num_key_value_heads})"
             )
+        if config.rope_scaling and not config.rope_scaling.low_freq_factor < config.rope_scaling.high_freq_factor:
+            raise UserError(f"{where}: rope_parameters: low_freq_factor is not below high_freq_factor")
         if config.head_dim % 2:
             raise UserError(f"{where}: head_dim {config.head_dim} is odd; rotary positions need pairs")
         return config
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys of a config.json that transformers, new and old, loads as Qwen2ForCausalLM."""
+        """The keys of a config.json that transformers, new and old, loads as this family's model."""
+        sizes = {key: value for key, value in asdict(self).items() if key not in ("model_type", "rope_scaling")}
+        rope: dict[str, Any] = {"rope_type": "default"}
+        if self.rope_scaling is not None:
+            rope = {"rope_type": "llama3", **self.rope_scaling._asdict()}
         return {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            **asdict(self),
+            "architectures": [self.traits.architecture],
+            "model_type": self.model_type,
+            **sizes,
             "hidden_act": "silu",
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_parameters": {**rope, "rope_theta": self.rope_theta},
+            "rope_scaling": None if self.rope_scaling is None else rope,
             "attention_dropout": 0.0,
-            "use_sliding_window": False,
+            **self.traits.unused,
             "use_cache": True,
         }
 
 
-def refuse_unsupported(settings: Mapping[str, Any], rope: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for a setting with which the model would compute something else than `Qwen2` does."""
-    scaling = settings.get("rope_scaling")
-    if isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type")) == "default":
-        scaling = None
+SMALLEST = Qwen2Config(1, 1, 1, 1, 1, 1, 2, True)
+KNOWN_KEYS = frozenset(key for family in FAMILIES for key in replace(SMALLEST, model_type=family).to_hf())
+"""The keys that settings of a user's own model may have."""
+
+
+def check_supported(settings: Mapping[str, Any], rope_type: Any, where: str) -> Family:
+    """The model's family; UserError for a setting with which it would compute something else than the decoder does."""
+    family = settings.get("model_type", "qwen2")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise UserError(f"{where}: model_type is {family!r}; supported are {', '.join(FAMILIES)}")
     layers = settings.get("layer_types") or []
     if not isinstance(layers, list | tuple):
         raise UserError(f"{where}: layer_types must be a list, not {layers!r}")
-    for key, value, supported in (
-        ("model_type", settings.get("model_type", "qwen2"), "qwen2"),
-        ("hidden_act", settings.get("hidden_act", "silu"), "silu"),
-        ("use_sliding_window", settings.get("use_sliding_window", False), False),
-        ("layer_types", [kind for kind in layers if kind != "full_attention"], []),
-        ("rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
-        ("rope_scaling", scaling, None),
-        ("attention_dropout", settings.get("attention_dropout", 0.0), 0.0),
-        ("quantization_config", settings.get("quantization_config"), None),
-    ):
-        if value != supported:
-            raise UserError(f"{where}: {key} is {value!r}; this model supports only {supported!r}")
-
-
-def qwen25(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, eps: float, length: int) -> Qwen2Config:
-    return Qwen2Config(
-        vocab_size=151_936 if hidden < 3_584 else 152_064,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        tie_word_embeddings=hidden < 3_584,
-        rms_norm_eps=eps,
-        max_position_embeddings=length,
-    )
-
-
-# As in the checkpoints' own config.json; base and Instruct differ only in the last two columns.
-PRESETS: dict[str, Qwen2Config] = {
-    "Qwen/Qwen2.5-0.5B": qwen25(896, 4_864, 24, 14, 2, 1e-6, 32_768),
-    "Qwen/Qwen2.5-0.5B-Instruct": qwen25(896, 4_864, 24, 14, 2, 1e-6, 32_768),
-    "Qwen/Qwen2.5-1.5B": qwen25(1_536, 8_960, 28, 12, 2, 1e-6, 131_072),
-    "Qwen/Qwen2.5-1.5B-Instruct": qwen25(1_536, 8_960, 28, 12, 2, 1e-6, 32_768),
-    "Qwen/Qwen2.5-3B": qwen25(2_048, 11_008, 36, 16, 2, 1e-6, 32_768),
-    "Qwen/Qwen2.5-3B-Instruct": qwen25(2_048, 11_008, 36, 16, 2, 1e-6, 32_768),
-    "Qwen/Qwen2.5-7B": qwen25(3_584, 18_944, 28, 28, 4, 1e-6, 131_072),
-    "Qwen/Qwen2.5-7B-Instruct": qwen25(3_584, 18_944, 28, 28, 4, 1e-6, 32_768),
-    "Qwen/Qwen2.5-14B": qwen25(5_120, 13_824, 48, 40, 8, 1e-5, 131_072),
-    "Qwen/Qwen2.5-14B-Instruct": qwen25(5_120, 13_824, 48, 40, 8, 1e-6, 32_768),
-    "Qwen/Qwen2.5-32B": qwen25(5_120, 27_648, 64, 40, 8, 1e-5, 131_072),
-    "Qwen/Qwen2.5-32B-Instruct": qwen25(5_120, 27_648, 64, 40, 8, 1e-6, 32_768),
-    "Qwen/Qwen2.5-72B": qwen25(8_192, 29_568, 80, 64, 8, 1e-5, 131_072),
-    "Qwen/Qwen2.5-72B-Instruct": qwen25(8_192, 29_568, 80, 64, 8, 1e-6, 32_768),
-}
+    settled: list[tuple[str, Any, list[Any]]] = [
+        ("hidden_act", settings.get("hidden_act", "silu"), ["silu"]),
+        ("layer_types", [kind for kind in layers if kind != "full_attention"], [[]]),
+        ("rope_parameters.rope_type", rope_type, ["default", "llama3"]),
+        ("attention_dropout", settings.get("attention_dropout", 0.0), [0.0]),
+        ("quantization_config", settings.get("quantization_config"), [None]),
+        *((key, settings.get(key, value), [value]) for key, value in FAMILIES[family].unused.items()),
+    ]
+    for key, value, supported in settled:
+        if value not in supported:
+            choices = " or ".join(map(repr, supported))
+            raise UserError(f"{where}: {key} is {value!r}; this model supports only {choices}")
+    return family

@@ -1,9 +1,9 @@
-"""Qwen2.5 in Flax NNX: token ids of whole sequences to hidden states; `decoding.py` does it a token at a time.
+"""Qwen2.5, Qwen3 and Llama 3 in Flax NNX: token ids of whole sequences to hidden states; `decoding.py` takes one token.
 
 The parameters of all layers are stacked along a first dim L and applied by one `jax.lax.scan`, so that a deep model
 compiles as fast as a shallow one. Matrices keep Hugging Face's layout, [out, in]. Follows Qwen2.5 (arXiv:2412.15115,
-section 2), rotary positions (arXiv:2104.09864), RMSNorm (arXiv:1910.07467), grouped queries (arXiv:2305.13245) and
-SwiGLU (arXiv:2002.05202).
+section 2), Qwen3 (arXiv:2505.09388, section 2), Llama 3 (arXiv:2407.21783, section 3.2), rotary positions
+(arXiv:2104.09864), RMSNorm (arXiv:1910.07467), grouped queries (arXiv:2305.13245) and SwiGLU (arXiv:2002.05202).
 
 Letters: B batch, T time, D hidden size, V vocabulary, L layers, H size of a head, N query heads, K key and value heads,
 R = H/2 rotated pairs; I and O the input and output size of a product.
@@ -110,7 +110,7 @@ class Qwen2(nnx.Module):
     ) -> tuple[Float[jax.Array, "B T D"], Any]:
         """The residual stream after the last layer, and `keep` of each layer's keys and values, [B, T, K, H] each."""
         attend = self.attention or masked_attention
-        rotation = rotary(positions, self.config.head_dim, self.config.rope_theta)
+        rotation = rotary(positions, self.config)
         graphdef, layers = nnx.split(self.layers)
         layout = self.layout
 
@@ -162,10 +162,15 @@ class Layer(nnx.Module):
         def constant(value: int, size: int) -> nnx.Param:
             return nnx.Param(jnp.full((config.num_hidden_layers, size), value, param_dtype))
 
+        def bias(size: int) -> nnx.Param | None:
+            return constant(0, size) if config.traits.qkv_bias else None
+
         self.attention_norm = constant(1, hidden)
-        self.q_weight, self.q_bias = matrix(heads, hidden), constant(0, heads)
-        self.k_weight, self.k_bias = matrix(kv_heads, hidden), constant(0, kv_heads)
-        self.v_weight, self.v_bias = matrix(kv_heads, hidden), constant(0, kv_heads)
+        self.q_weight, self.q_bias = matrix(heads, hidden), bias(heads)
+        self.k_weight, self.k_bias = matrix(kv_heads, hidden), bias(kv_heads)
+        self.v_weight, self.v_bias = matrix(kv_heads, hidden), bias(kv_heads)
+        self.q_norm = constant(1, config.head_dim) if config.traits.head_norms else None
+        self.k_norm = constant(1, config.head_dim) if config.traits.head_norms else None
         self.o_weight = matrix(hidden, heads)
         self.mlp_norm = constant(1, hidden)
         self.gate_weight = matrix(mlp, hidden)
@@ -175,12 +180,15 @@ class Layer(nnx.Module):
     def project(
         self, hidden: Float[jax.Array, "B T D"], rotation: Float[jax.Array, "2 B T 1 R"]
     ) -> tuple[Float[jax.Array, "B T N H"], Float[jax.Array, "B T K H"], Float[jax.Array, "B T K H"]]:
-        """Queries and keys, both with rotary positions, and values."""
+        """Queries and keys, both with rotary positions and in Qwen3 normalized before, and values."""
         x = rms_norm(hidden, self.attention_norm, self.config.rms_norm_eps, self.dtype)
         heads = (*hidden.shape[:2], -1, self.config.head_dim)
         queries = linear(x, self.q_weight, self.q_bias).reshape(heads)
         keys = linear(x, self.k_weight, self.k_bias).reshape(heads)
         values = linear(x, self.v_weight, self.v_bias).reshape(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            queries = rms_norm(queries, self.q_norm, self.config.rms_norm_eps, self.dtype)
+            keys = rms_norm(keys, self.k_norm, self.config.rms_norm_eps, self.dtype)
         return rotate(queries, rotation), rotate(keys, rotation), values
 
     def add_attention(
@@ -232,17 +240,28 @@ product.defvjp(run_product, differentiate_product)
 
 
 def rms_norm(
-    x: Float[jax.Array, "B T D"], weight: nnx.Param, eps: float, dtype: DTypeLike
-) -> Float[jax.Array, "B T D"]:
+    x: Float[jax.Array, "B T *D"], weight: nnx.Param, eps: float, dtype: DTypeLike
+) -> Float[jax.Array, "B T *D"]:
     """x / sqrt(mean(x^2) + eps) * weight: computed in float32 and rounded once, to `dtype`."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return (wide * scale * weight[...].astype(jnp.float32)).astype(dtype)
 
 
-def rotary(positions: Int[jax.Array, "B T"], head_dim: int, theta: float) -> Float[jax.Array, "2 B T 1 R"]:
-    """The cosines and sines of position * theta^(-2i/H), float32 (arXiv:2104.09864, section 3.2.2)."""
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+def rotary(positions: Int[jax.Array, "B T"], config: Qwen2Config) -> Float[jax.Array, "2 B T 1 R"]:
+    """The cosines and sines of position * theta^(-2i/H), float32 (arXiv:2104.09864, section 3.2.2).
+
+    Llama 3.1 divides low frequencies by a factor: those of wavelengths that fit less than `low_freq_factor` times into
+    the context that it was first trained with; in between the division sets in linearly (arXiv:2407.21783, section
+    3.4.2, and its published reference code).
+    """
+    exponents = -jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    frequencies = config.rope_theta**exponents
+    if (scaling := config.rope_scaling) is not None:
+        fits = scaling.original_max_position_embeddings * frequencies / (2 * jnp.pi)
+        kept = (fits - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = jnp.clip(kept, 0, 1)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
 

@@ -103,7 +103,7 @@ def decode_token(
     first = end - lengths
     places = jnp.arange(cache[0].keys.shape[2])
     visible = (places >= first[:, None]) & (places <= end)
-    rotation = rotary(lengths[:, None], config.head_dim, config.rope_theta)
+    rotation = rotary(lengths[:, None], config)
     hidden = constrain(layout, model.look_up(tokens[:, None]), HIDDEN_STATES)
     filled = []
     for index, layer_cache in enumerate(cache):

@@ -31,6 +31,8 @@ LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "layers.k_bias": ("layers", "kv_heads"),
     "layers.v_weight": ("layers", "kv_heads", "embed"),
     "layers.v_bias": ("layers", "kv_heads"),
+    "layers.q_norm": ("layers", "head_dim"),
+    "layers.k_norm": ("layers", "head_dim"),
     "layers.o_weight": ("layers", "embed", "heads"),
     "layers.mlp_norm": ("layers", "embed"),
     "layers.gate_weight": ("layers", "mlp", "embed"),

@@ -15,10 +15,11 @@ from mllm.config.model import ModelConfig
 from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.model import weights
-from mllm.model.architecture import PRESETS, Qwen2Config
+from mllm.model.architecture import Qwen2Config
 from mllm.model.attention import AttentionChoice, choose
 from mllm.model.decoder import Qwen2
 from mllm.model.layout import Layout, Params
+from mllm.model.presets import PRESETS
 from mllm.model.tokenizer import Tokenizer, check_fits, load_tokenizer, stop_ids
 
 MOST_PARAMETERS = 10**13

@@ -46,6 +46,8 @@ TENSORS: dict[str, str] = {
     "layers.k_bias": "model.layers.{}.self_attn.k_proj.bias",
     "layers.v_weight": "model.layers.{}.self_attn.v_proj.weight",
     "layers.v_bias": "model.layers.{}.self_attn.v_proj.bias",
+    "layers.q_norm": "model.layers.{}.self_attn.q_norm.weight",
+    "layers.k_norm": "model.layers.{}.self_attn.k_norm.weight",
     "layers.o_weight": "model.layers.{}.self_attn.o_proj.weight",
     "layers.mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
     "layers.gate_weight": "model.layers.{}.mlp.gate_proj.weight",
@@ -275,7 +277,7 @@ def save(
     pad_id: int | None = None,
     also: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write a folder that transformers loads as Qwen2ForCausalLM; the host holds one shard at a time.
+    """Write a folder that transformers loads; the host holds one shard at a time.
 
     The folder is written beside its place and renamed when it is complete; if this call is cut off, an earlier
     export there stays as it was. `also` writes further files into it (`tokenizer.save_pretrained`). UserError is

@@ -8,8 +8,9 @@ from flax import nnx
 from tiny import ARCHITECTURE
 
 from mllm.errors import UserError
-from mllm.model.architecture import PRESETS, Qwen2Config
+from mllm.model.architecture import Qwen2Config
 from mllm.model.decoder import Qwen2
+from mllm.model.presets import PRESETS
 
 SMALL = {key: value for key, value in ARCHITECTURE.items() if key != "rope_theta"}
 
@@ -50,18 +51,27 @@ def test_a_config_that_cannot_be_is_refused_by_file_and_key(change: dict, messag
 
 
 @pytest.mark.parametrize(
-    ("size", "parameters"),
+    ("published", "parameters"),
     [
-        ("0.5B", 494_032_768),
-        ("1.5B", 1_543_714_304),
-        ("3B", 3_085_938_688),
-        ("7B", 7_615_616_512),
-        ("14B", 14_770_033_664),
-        ("32B", 32_763_876_352),
-        ("72B", 72_706_203_648),
+        ("Qwen/Qwen2.5-0.5B", 494_032_768),
+        ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
+        ("Qwen/Qwen2.5-3B", 3_085_938_688),
+        ("Qwen/Qwen2.5-7B", 7_615_616_512),
+        ("Qwen/Qwen2.5-14B", 14_770_033_664),
+        ("Qwen/Qwen2.5-32B", 32_763_876_352),
+        ("Qwen/Qwen2.5-72B", 72_706_203_648),
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("Qwen/Qwen3-1.7B", 1_720_574_976),
+        ("Qwen/Qwen3-4B", 4_022_468_096),
+        ("Qwen/Qwen3-8B", 8_190_735_360),
+        ("Qwen/Qwen3-14B", 14_768_307_200),
+        ("Qwen/Qwen3-32B", 32_762_123_264),
+        ("meta-llama/Llama-3.2-1B", 1_235_814_400),
+        ("meta-llama/Llama-3.2-3B", 3_212_749_824),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
     ],
 )
-def test_presets_have_as_many_parameters_as_the_published_checkpoints(size: str, parameters: int) -> None:
-    for name in (f"Qwen/Qwen2.5-{size}", f"Qwen/Qwen2.5-{size}-Instruct"):
+def test_presets_have_as_many_parameters_as_the_published_checkpoints(published: str, parameters: int) -> None:
+    for name in {published, f"{published}-Instruct"} & PRESETS.keys():
         leaves = jax.tree.leaves(nnx.state(Qwen2.abstract(PRESETS[name])))
         assert sum(math.prod(leaf.shape) for leaf in leaves) == parameters

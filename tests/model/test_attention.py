@@ -19,10 +19,11 @@ from mllm.config.model import MeshConfig
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model import attention
-from mllm.model.architecture import PRESETS, Qwen2Config
+from mllm.model.architecture import Qwen2Config
 from mllm.model.attention import Attention, AttentionChoice, choose
 from mllm.model.decoder import Qwen2, attention_mask
 from mllm.model.load import load_policy
+from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.plan import targets
 from mllm.train.step import Forward

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from test_model import fixture, logits_alone
 
@@ -15,8 +16,9 @@ from mllm.model.decoding import abstract_cache, decode_token, decoding_weights
 NAME = "grouped_bfloat16"
 
 
-def test_decode_steps_of_rows_that_begin_at_different_places_match_one_pass():
-    config, params, tokens, _, _ = fixture(NAME)
+@pytest.mark.parametrize("name", [NAME, "qwen3", "llama"])
+def test_decode_steps_of_rows_that_begin_at_different_places_match_one_pass(name):
+    config, params, tokens, _, _ = fixture(name)
     graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=jnp.float32))
     batch, time = tokens.shape
     weights = decoding_weights(graphdef, params)
@@ -26,10 +28,10 @@ def test_decode_steps_of_rows_that_begin_at_different_places_match_one_pass():
     for place in range(time):
         now = np.where(lengths >= 0, tokens[np.arange(batch), np.maximum(lengths, 0)], 1)
         hidden, cache = step(weights, cache, now, np.maximum(lengths, 0), np.int32(place))
-        pieces.append(hidden @ weights.outer["embed"].get_value().T)
+        pieces.append(hidden @ nnx.merge(graphdef, params).head_weight.T)
         lengths += 1
     decoded = np.stack(pieces, axis=1)
-    first, second = logits_alone(NAME, tokens[0], tokens[1, :-3])
+    first, second = logits_alone(name, tokens[0], tokens[1, :-3])
     np.testing.assert_allclose(decoded[0], first, atol=1e-5, rtol=0)
     np.testing.assert_allclose(decoded[1, 3:], second, atol=1e-5, rtol=0)
 

@@ -1,4 +1,4 @@
-"""Qwen2 against transformers' own: whole sequences, packed, padded and rematerialised.
+"""Every family's decoder against transformers' own: whole sequences, packed, padded and rematerialised.
 
 Expected logits come from tests/make_fixtures.py.
 """
@@ -20,7 +20,7 @@ from mllm.model.decoder import Qwen2, attention_mask, linear, rms_norm
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-NAMES = ("tied", "untied_sharded", "grouped_bfloat16")
+NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama")
 
 
 class Fixture(NamedTuple):
@@ -149,7 +149,7 @@ def test_padding_gives_finite_hidden_states_and_gradients() -> None:
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients("grouped_bfloat16", padded=True)))
 
 
-@pytest.mark.parametrize("name", ["untied_sharded", "grouped_bfloat16"])
+@pytest.mark.parametrize("name", ["untied_sharded", "grouped_bfloat16", "qwen3"])
 def test_every_parameter_gets_a_finite_gradient_other_than_zero(name: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients(name)):
         assert np.isfinite(leaf).all(), parameter_name(path)
@@ -213,6 +213,6 @@ def test_a_fresh_model_has_normal_matrices_zero_biases_and_unit_norms() -> None:
 
 
 def test_every_dim_of_every_parameter_has_a_logical_axis() -> None:
-    params = fixture("untied_sharded").params
+    params = [fixture(name).params for name in ("untied_sharded", "qwen3")]
     dims = {parameter_name(path): leaf.ndim for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     assert dims == {name: len(axes) for name, axes in LOGICAL_AXES.items()}

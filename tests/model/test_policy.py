@@ -11,8 +11,8 @@ from mllm.config.model import ModelConfig
 from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.model import weights
-from mllm.model.architecture import PRESETS
 from mllm.model.load import load_policy, model_folder
+from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import make_mesh
 
 

@@ -189,7 +189,7 @@ def test_few_slot_steps_are_useless_where_four_times_as_many_sequences_as_slots_
     assert work.tokens / work.slot_steps >= 0.85
 
 
-@pytest.mark.parametrize("name", ["tied", "untied_sharded", "grouped_bfloat16"])
+@pytest.mark.parametrize("name", ["tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama"])
 def test_greedy_completions_are_those_of_transformers(name):
     """The completions of tests/make_fixtures.py: seven prompts of several lengths, two stop tokens."""
     folder = Path(__file__).parent.parent / "fixtures" / name

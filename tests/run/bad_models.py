@@ -153,6 +153,10 @@ MODELS: dict[str, tuple[Spoil, str]] = {
         tensors(lambda loaded: loaded.update({"lm_head.weight": loaded["model.embed_tokens.weight"] + np.float32(1)})),
         "tensor lm_head.weight is not the embedding, but config.json says tie_word_embeddings",
     ),
+    "another family's tensors": (
+        config(model_type="llama"),
+        "tensor model.layers.0.self_attn.k_proj.bias is not part of this model",
+    ),
     "a tensor of another shape": (
         tensors(lambda loaded: loaded.update({NORM: loaded[NORM][:-1].copy()})),
         f"tensor {NORM} has shape [31]; by config.json it must be [32]",
@@ -165,7 +169,10 @@ MODELS: dict[str, tuple[Spoil, str]] = {
     **{
         f"the setting {changes}": (config(**changes), f"{{config}}: {message}")
         for changes, message in (
-            ({"model_type": "llama"}, "model_type is 'llama'; this model supports only 'qwen2'"),
+            ({"model_type": "gemma3"}, "model_type is 'gemma3'; supported are qwen2, qwen3, llama"),
+            ({"model_type": ["llama"]}, "model_type is ['llama']; supported are"),
+            ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is True; this model supports only False"),
+            ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor is missing"),
             ({"hidden_size": None}, "hidden_size is missing"),
             ({"hidden_size": "32"}, "hidden_size must be a positive whole number up to 2147483647, not '32'"),
             ({"hidden_size": -32}, "hidden_size must be a positive whole number up to 2147483647, not -32"),
@@ -175,7 +182,7 @@ MODELS: dict[str, tuple[Spoil, str]] = {
                 "hidden_size 32 is not divisible by num_attention_heads (5)",
             ),
             ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a positive whole number up to 10000"),
-            ({"rope_scaling": YARN}, "rope_scaling is {{'type': 'yarn', 'factor': 4.0}}"),
+            ({"rope_scaling": YARN}, "rope_parameters.rope_type is 'yarn'"),
             ({"rope_parameters": [1]}, "rope_parameters must be a mapping"),
             ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
             ({"layer_types": 5}, "layer_types must be a list, not 5"),
