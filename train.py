@@ -103,15 +103,18 @@ def train(config: Config) -> int:
         with raise_everywhere():
             task = None if config.task is None else load_task(config.task, config.seed)
             sampler = make_sampler(config, policy, interrupt.poll)
+            if config.task and task and config.rollout:
+                limit = config.rollout.max_completion_length
+                rewards = stack.enter_context(RewardRunner(config.task, task, limit, interrupt.poll_alone))
             if config.algorithm == "sft":
                 source: Source = make_sft_source(config, policy, mesh, task)
             else:
-                assert config.task and task and sampler  # noqa: PT018
-                rewards = stack.enter_context(RewardRunner(config.task, task))
-                source = make_grpo_source(config, policy, mesh, task, sampler, rewards, poll=interrupt.poll_alone)
+                assert task and sampler  # noqa: PT018
+                source = make_grpo_source(config, policy, mesh, task, sampler, rewards)
             repeated, validation = [], config.data and config.data.validation
             if config.eval and task and sampler:
-                repeated.append(Measurement(make_evaluation(config.eval, task, sampler, rows), config.eval.every))
+                evaluate = make_evaluation(config.eval, task.heldout[: config.eval.prompts], sampler, rewards, rows)
+                repeated.append(Measurement(evaluate, config.eval.every))
             if validation and isinstance(source, SftSource):
                 validate = make_validation(config, policy, mesh, source.validation, interrupt.poll)
                 repeated.append(Measurement(validate, validation.every))

@@ -33,11 +33,10 @@ class SquareRewards(RewardRunner):
     def __init__(self, bad):
         self.bad = {str(number) for number in bad}
 
-    def score(self, prompts, completions, examples, poll=lambda: None):
-        poll()
-        values = np.array([[np.nan if text in self.bad else float(text) ** 2 for text in completions]])
-        failures = [Failure("exact_match", "raised", "too many") for text in completions if text in self.bad]
-        return Scores(values, failures)
+    def score(self, examples, texts, completions):
+        values = np.array([[np.nan if text in self.bad else float(text) ** 2] for text in texts])
+        kinds = np.array([["raised" if text in self.bad else "value"] for text in texts])
+        return Scores(values, kinds, [Failure("exact_match", "raised", "too many")] * int(np.isnan(values).sum()))
 
 
 def linear_logprobs(params, batch):
@@ -88,5 +87,4 @@ def grpo_source(reference_params=None, samples=None, bad=(), task=None, sampler=
         settings.rows,
         reference_params,
         samples,
-        poll=lambda: None,
     )

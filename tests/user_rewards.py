@@ -4,18 +4,18 @@ import os
 import time
 
 
-def even_characters(prompt, completion, example):
+def even_characters(completion):
     """The share of characters with an even number; REWARD_SECONDS makes it slow, for tests that need the time."""
     time.sleep(float(os.environ.get("REWARD_SECONDS", "0")))
     return sum(ord(character) % 2 == 0 for character in completion) / 4
 
 
-def seldom(prompt, completion, example):
+def seldom(completion):
     """1 where three characters or more have an even number; most groups get none."""
-    return float(even_characters(prompt, completion, example) > 0.7)
+    return float(even_characters(completion) > 0.7)
 
 
-def fussy(prompt, completion, example):
+def fussy(completion):
     """As `even_characters`, but raises at an odd number of them."""
     even = sum(ord(character) % 2 == 0 for character in completion)
     if even % 2:
@@ -23,23 +23,23 @@ def fussy(prompt, completion, example):
     return even / 4
 
 
-def slow_at_times(prompt, completion, example):
+def slow_at_times(completion):
     """Hangs where the first character is odd."""
     if ord(completion[:1] or "a") % 4 == 1:
         time.sleep(60)
     return 1.0
 
 
-def slow(prompt, completion, example):
+def slow(completion):
     """Takes a quarter of a second."""
     time.sleep(0.25)
-    return even_characters(prompt, completion, example)
+    return even_characters(completion)
 
 
 CALLS = []
 
 
-def tires(prompt, completion, example):
+def tires(completion):
     """Works for two rollouts of eight completions, and raises thereafter."""
     CALLS.append(completion)
     if len(CALLS) > 16:

@@ -1,6 +1,6 @@
 """The sections `task` and `eval`: problems, their rewards, and how often they are measured."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -12,8 +12,11 @@ AnswerForm = Literal["whole", "hashes", "tags", "boxed"]
 
 class RewardConfig(Section):
     name: str
-    """`exact_match`, `flexible_match`, `format`, `tag_count`, `task` (its own scorer), or `package.module:function`."""
+    """`exact_match`, `flexible_match`, `math`, `format`, `tag_count`, `overlong`, `repetition`, `task` (its own
+    scorer), `package.module:function`, or `url:http(s)://...`."""
     weight: float = 1.0
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the function, by name."""
 
 
 class ArithmeticConfig(Section):
@@ -35,7 +38,9 @@ class TaskConfig(Section):
     system_prompt: str | None = None
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="exact_match"),)
     reward_timeout: PositiveFloat = 2.0
-    """Seconds that one reward function may take for one completion."""
+    """Seconds that a reward function may take for a completion; a batched one has the sum for all of its call."""
+    reward_workers: PositiveInt = 1
+    """Processes that compute rewards, so that slow ones overlap. What they give does not depend on it."""
     max_failed_groups: float = Field(default=0.5, ge=0, le=1)
     """The share of a step's groups that may be left out; a larger one stops the run. A group is left out if a reward
     with a weight failed for one of its completions."""

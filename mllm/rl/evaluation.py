@@ -1,4 +1,4 @@
-"""Accuracy on problems that training never sees, with its confidence interval."""
+"""Rewards on problems that training never sees, and where these have answers accuracy with its confidence interval."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,12 +7,13 @@ from functools import partial
 import numpy as np
 
 from mllm.config.task import EvalConfig
-from mllm.data.tasks.task import Example, Task
+from mllm.data.tasks.task import Example
 from mllm.errors import UserError
 from mllm.model.layout import Params
 from mllm.model.tokenizer import encode_prompt
-from mllm.parallel.processes import ALL_ROWS, RowShare
+from mllm.parallel.processes import ALL_ROWS, RowShare, raise_everywhere
 from mllm.rl.reward_functions import exact_match, flexible_match
+from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
 from mllm.rl.sampler import Sampler
 
 FIRST_SEQUENCE = 2**30
@@ -21,39 +22,46 @@ Z = 1.959963984540054
 
 
 def make_evaluation(
-    options: EvalConfig, task: Task, sampler: Sampler, rows: RowShare
+    options: EvalConfig,
+    problems: Sequence[Example],
+    sampler: Sampler,
+    rewards: RewardRunner,
+    rows: RowShare,
+    prefix: str = "eval/",
 ) -> Callable[[Params, int], dict[str, float]]:
-    """The function (parameters, step) -> metrics that evaluates on the problems that the task holds out.
+    """The function (parameters, step) -> metrics that evaluates on the problems; metrics' names begin with `prefix`.
 
-    UserError is raised if a held-out prompt is longer than `rollout.max_prompt_length`, or can't be written as a
-    chat.
+    UserError is raised if a prompt is longer than `rollout.max_prompt_length`, or can't be written as a chat.
     """
-    examples = [task.heldout[i] for i in range(options.prompts or len(task.heldout))]
     limit = sampler.options.max_prompt_length
-    for index, example in enumerate(examples):
+    for index, example in enumerate(problems):
         length = len(encode_prompt(sampler.tokenizer, example.prompt))
         if length > limit:
             raise UserError(
-                f"rollout.max_prompt_length: held-out prompt {index} of task {task.name} has {length} tokens, "
+                f"rollout.max_prompt_length: prompt {index} of the problems for {prefix} has {length} tokens, "
                 f"and the limit is {limit}"
             )
-    return partial(evaluate, sampler, examples, sampled=options.sampled, rows=rows)
+    return partial(evaluate, sampler, rewards, list(problems), sampled=options.sampled, rows=rows, prefix=prefix)
 
 
 def evaluate(
     sampler: Sampler,
+    rewards: RewardRunner,
     examples: Sequence[Example],
     params: Params,
     step: int,
     *,
     sampled: bool,
     rows: RowShare = ALL_ROWS,
+    prefix: str = "eval/",
 ) -> dict[str, float]:
     """Complete each problem greedily and, if `sampled`, once at the rollout's temperature; each process its share.
 
-    The metrics are `eval/greedy_accuracy` (the answer in the task's exact form) with the ends `_low` and `_high` of
-    its 95 % interval, `eval/greedy_flexible_accuracy` (the last number counts), the mean length in tokens; likewise
-    `eval/sampled_...`.
+    The metrics are, with the prefix `eval/`: `eval/reward`, the mean over the completions whose rewards did not fail,
+    and `eval/rewards/NAME/...` for each function; for the completions at temperature `eval/sampled_reward...`. If all
+    problems have answers, there are `eval/greedy_accuracy` (the answer in the task's exact form) with the ends `_low`
+    and `_high` of its 95 % interval and `eval/greedy_flexible_accuracy` (the last number counts), too; and the mean
+    length in tokens.
     """
     share = -(-len(examples) // rows.count)
     mine = examples[rows.index * share :][:share]
@@ -61,22 +69,34 @@ def evaluate(
     mine = [*mine, *[examples[0]] * (share - len(mine))]
     prompts = [encode_prompt(sampler.tokenizer, example.prompt) for example in mine]
     first = FIRST_SEQUENCE + rows.index * share
+    answered = all(example.answer is not None for example in examples)
     metrics: dict[str, float] = {}
     for mode in ("greedy", "sampled") if sampled else ("greedy",):
         completions, texts = sampler.complete(params, prompts, step=step, first_sequence=first, greedy=mode == "greedy")
-        answers = [(e.prompt[-1]["content"], text, e) for e, text in zip(mine, texts, strict=True)]
-        matches = [(exact_match(*answer) == 1, flexible_match(*answer) == 1) for answer in answers]
-        gathered = rows.gather((np.array(matches), completions.lengths))
-        (exact, flexible), lengths = (np.concatenate(part)[: len(examples)].T for part in zip(*gathered, strict=True))
-        correct = int(exact.sum())
-        low, high = wilson(correct, len(examples))
-        metrics |= {
-            f"eval/{mode}_accuracy": correct / len(examples),
-            f"eval/{mode}_accuracy_low": low,
-            f"eval/{mode}_accuracy_high": high,
-            f"eval/{mode}_flexible_accuracy": int(flexible.sum()) / len(examples),
-            f"eval/{mode}_mean_length": float(lengths.mean()),
-        }
+        with raise_everywhere():
+            scores = rewards.score(mine, texts, completions)
+        matches = np.zeros((share, 2))  # exact and flexible
+        if answered:
+            known = [(text, example.answer, example) for text, example in zip(texts, mine, strict=True)]
+            matches = np.array([(exact_match(*one), flexible_match(*one)) for one in known])
+        gathered = rows.gather((scores.values, scores.kinds, matches, completions.lengths))
+        parts = [np.concatenate(part)[: len(examples)] for part in zip(*gathered, strict=True)]
+        values, kinds, matches, lengths = parts
+        total = weighted_sum(values, kinds, rewards.weights)
+        total = total[~np.isnan(total)]
+        start = prefix if mode == "greedy" else f"{prefix}sampled_"
+        metrics[f"{start}reward"] = float(total.mean()) if total.size else float("nan")
+        metrics |= {f"{start}{name}": value for name, value in reward_metrics(rewards.names, values, kinds).items()}
+        metrics[f"{prefix}{mode}_mean_length"] = float(lengths.mean())
+        if answered:
+            correct, flexible = map(int, matches.sum(axis=0))
+            low, high = wilson(correct, len(examples))
+            metrics |= {
+                f"{prefix}{mode}_accuracy": correct / len(examples),
+                f"{prefix}{mode}_accuracy_low": low,
+                f"{prefix}{mode}_accuracy_high": high,
+                f"{prefix}{mode}_flexible_accuracy": flexible / len(examples),
+            }
     return metrics
 
 

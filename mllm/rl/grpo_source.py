@@ -1,5 +1,6 @@
 """GRPO's source of batches: prompts from the task, completions from the policy, advantages from their rewards."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +22,7 @@ from mllm.data.tasks.task import Task
 from mllm.model.layout import Params
 from mllm.model.load import Policy
 from mllm.parallel.mesh import shard_batch
-from mllm.parallel.processes import ALL_ROWS, RowShare, raise_everywhere
+from mllm.parallel.processes import ALL_ROWS, RowShare, is_writer, raise_everywhere
 from mllm.rl import dynamic_sampling, scored
 from mllm.rl.dynamic_sampling import PromptQueue
 from mllm.rl.rewards import RewardRunner
@@ -39,7 +40,6 @@ def make_grpo_source(
     task: Task,
     sampler: Sampler,
     rewards: RewardRunner,
-    poll: Callable[[], None],
 ) -> "GrpoSource":
     """The source of a run, without the parameters of a reference; UserError as for `prompt_batches`."""
     assert config.grpo is not None
@@ -65,7 +65,6 @@ def make_grpo_source(
         config.rows,
         logged_samples=config.log.samples,
         rows=rows,
-        poll=poll,
     )
 
 
@@ -91,10 +90,10 @@ class GrpoSource:
     reference: Params | None = None
     logged_samples: int | None = None
     rows: RowShare = ALL_ROWS
-    poll: Callable[[], None] = lambda: None
-    """Called again and again while rewards are computed; what it raises passes through."""
     num_tokens: int = 0
     updates_without_gradient: int = 0
+    rollouts_without_signal: int = 0
+    """Since the process began: for warnings only."""
     parts: list[Step] = field(default_factory=list)
     """The data of the updates that share the current rollout."""
 
@@ -118,6 +117,8 @@ class GrpoSource:
         group = self.config.num_generations
         drawn, rewards, rounds = self.draw(params, step, watch)
         of_drawn = objectives.advantages(rewards, self.config.reward_scale)
+        if of_drawn.equal.all():
+            self.warn_without_signal(step)
         groups = dynamic_sampling.choose_groups(~of_drawn.equal, self.config.groups_per_rollout(self.batch_size))
         chosen = (groups[:, None] * group + np.arange(group)).reshape(-1)
         advantages = np.full(drawn.lengths.shape, np.nan)
@@ -134,7 +135,7 @@ class GrpoSource:
             "reward_std": of_drawn.reward_std,
             "frac_reward_zero_std": float(of_drawn.equal.mean()),
             "frac_groups_failed": float(np.isnan(rewards).all(axis=1).mean()),
-            **scored.completion_metrics(drawn, self.reward_weights),
+            **scored.completion_metrics(drawn, list(self.reward_weights)),
             "num_tokens": self.num_tokens,
         }
         if self.config.dynamic_sampling > 1:
@@ -154,6 +155,18 @@ class GrpoSource:
             without = {"frac_without_gradient": 1 - len(learned) / members.size}
             parts.append(Step(batch, metrics | without, samples, int(lengths[members].sum())))
         return parts
+
+    def warn_without_signal(self, step: int) -> None:
+        """Log that no group has rewards that differ: the first time, the second, the fourth, the eighth, ..."""
+        self.rollouts_without_signal += 1
+        if self.rollouts_without_signal.bit_count() == 1 and is_writer():
+            logging.getLogger(__name__).warning(
+                "step %d: in no group do the rewards differ, so there is nothing to learn from (%d such rollouts so "
+                "far); see samples.jsonl, and try problems that are neither too easy nor too hard, a reward with part "
+                "marks, or a larger grpo.num_generations",
+                step + 1,
+                self.rollouts_without_signal,
+            )
 
     def draw(
         self, params: Params, step: int, watch: Stopwatch
@@ -191,17 +204,17 @@ class GrpoSource:
             first += mine.start * group
             completions, texts = self.sampler.complete(params, prompts, step=step, first_sequence=first)
         with watch.phase("reward"):
-            questions = [example.prompt[-1]["content"] for example in examples]
             with raise_everywhere():
-                scores = self.rewards.score(questions, texts, examples, self.poll)
+                scores = self.rewards.score(examples, texts, completions)
             own = ScoredCompletions(
-                np.array(questions, object),
+                np.array([example.prompt[-1]["content"] for example in examples], object),
                 np.array(texts, object),
                 *scored.flat(prompts, completions),
                 np.array([len(prompt) for prompt in prompts]),
                 completions.lengths,
                 completions.finished,
-                scores.values.T,
+                scores.values,
+                scores.kinds,
                 np.array(scores.failures, object),
             )
             return scored.concatenate(self.rows.gather(own))

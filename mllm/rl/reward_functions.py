@@ -1,15 +1,13 @@
-"""Reward functions: (prompt, completion, example) -> float. Their process imports this file without JAX."""
+"""The built-in reward functions. A function takes its arguments by name: see reward_calls. No JAX is imported here."""
 
-import importlib
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from typing import Any
 
-from mllm.data.tasks.answers import final_answer
-from mllm.data.tasks.task import Example, Scorer
+from mllm.data.tasks.answers import final_answer, last_element
+from mllm.data.tasks.task import Example
 from mllm.errors import UserError
-
-Reward = Callable[[str, str, Example], float]
 
 NUMBER = re.compile(
     r"(?:(?<![\w.)%])[-−])?[$€£¥]?(?:(?<=[$€£¥])[-−])?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)"
@@ -20,22 +18,30 @@ THINK_ANSWER = re.compile(
     r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>(?:(?!</?(?:think|answer)>).)*</answer>\s*", re.DOTALL
 )
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+MATH_SECONDS = 1
 
 
-def exact_match(prompt: str, completion: str, example: Example) -> float:
+def exact_match(completion: str, answer: str | None, example: Example) -> float:
     """1 if the completion states the answer, letter by letter, in the form that the task asks for, else 0."""
-    return float(example.answer is not None and final_answer(completion, example.answer_form) == example.answer)
+    return float(final_answer(completion, example.answer_form) == required(answer))
 
 
-def flexible_match(prompt: str, completion: str, example: Example) -> float:
+def flexible_match(completion: str, answer: str | None, example: Example) -> float:
     """1 if the last number of the completion equals the answer's, however the two are written, else 0.
 
     As in lm-evaluation-harness (tasks/gsm8k), but 1,234 is one number, and 7.0 equals 7. An answer that is not a
     number is matched exactly.
     """
-    if example.answer is None or not NUMBER.fullmatch(example.answer):
-        return exact_match(prompt, completion, example)
-    return float(last_number(completion) == last_number(example.answer))
+    if not NUMBER.fullmatch(required(answer)):
+        return exact_match(completion, answer, example)
+    return float(last_number(completion) == last_number(required(answer)))
+
+
+def required(answer: str | None) -> str:
+    """The answer; ValueError where a problem has none, though others of its task do."""
+    if answer is None:
+        raise ValueError("this problem has no answer")
+    return answer
 
 
 def last_number(text: str) -> Decimal | None:
@@ -48,41 +54,64 @@ def last_number(text: str) -> Decimal | None:
     return magnitude.copy_negate() if re.search("[-−]", found[-1]) else magnitude
 
 
-def think_answer_format(prompt: str, completion: str, example: Example) -> float:
+def math(completion: str, answer: str | None) -> float:
+    """1 if the completion's result equals the answer mathematically, as math-verify reads the two, else 0.
+
+    The result is the content of the last <answer> element, or else what math-verify finds: the last \\boxed{}, formula
+    or number. A completion that it can't read, or not within a second, is wrong; an answer that it can't read raises
+    ValueError. Its time limits are alarms, which only a process's main thread may set.
+    """
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise UserError("task.rewards: math needs the package math-verify: pip install -e '.[math]'") from None
+
+    def read(text: str, is_formula: bool) -> Any:
+        marked = is_formula and not re.search(r"\$|\\boxed", text)
+        return parse(f"\\boxed{{{text}}}" if marked else text, parsing_timeout=MATH_SECONDS)
+
+    expected = read(required(answer), True)
+    if not expected:
+        raise ValueError(f"math-verify can't read the answer {answer}")
+    result = last_element(completion)
+    return float(verify(expected, read(result, result is not completion), timeout_seconds=MATH_SECONDS))
+
+
+def think_answer_format(completion: str) -> float:
     """1 if all of it is <think>...</think><answer>...</answer> (arXiv:2501.12948, section 2.2.2), else 0."""
     return float(THINK_ANSWER.fullmatch(completion) is not None)
 
 
-def tag_count(prompt: str, completion: str, example: Example) -> float:
+def tag_count(completion: str) -> float:
     """The share of the four tags that occur exactly once: Open-R1's `tag_count_reward`, but line breaks are ignored."""
     return sum(completion.count(tag) == 1 for tag in TAGS) / len(TAGS)
 
 
-BUILT_IN: dict[str, Reward] = {
+def overlong(length: int, max_completion_length: int, cache: int) -> float:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0, which falls to -1 over the last `cache` tokens."""
+    if not 0 < cache <= max_completion_length:
+        raise ValueError(f"cache is {cache}, expected 1 to rollout.max_completion_length ({max_completion_length})")
+    return min(0.0, (max_completion_length - cache - length) / cache)
+
+
+def repetition(completion: str, ngram: int = 3, max_penalty: float = -1.0) -> float:
+    """`max_penalty` times the share of the completion's word n-grams that repeat an earlier one.
+
+    The definition is Open-R1's, after arXiv:2502.03373, appendix C.2. A completion of fewer words gets 0.
+    """
+    if ngram < 1 or max_penalty > 0:
+        raise ValueError(f"expected ngram >= 1 and max_penalty <= 0, got {ngram} and {max_penalty}")
+    words = completion.lower().split()
+    ngrams = [tuple(words[i : i + ngram]) for i in range(len(words) - ngram + 1)]
+    return max_penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0
+
+
+BUILT_IN: dict[str, Callable[..., float]] = {
     "exact_match": exact_match,
     "flexible_match": flexible_match,
+    "math": math,
     "format": think_answer_format,
     "tag_count": tag_count,
+    "overlong": overlong,
+    "repetition": repetition,
 }
-
-
-def find(name: str, scorer: Scorer | None) -> Reward:
-    """The reward function called `name` (`package.module:function` is imported); UserError where it can't be had."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if name == "task":
-        if scorer is None:
-            raise UserError("task.rewards: this task has no scorer of its own: use exact_match or flexible_match")
-        return scorer
-    module, colon, function = name.partition(":")
-    if not colon:
-        raise UserError(
-            f"task.rewards: there is no reward {name}: {', '.join(BUILT_IN)}, task, or package.module:function"
-        )
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except BaseException as error:  # a module may do anything when it's imported, exit too
-        raise UserError(f"task.rewards: {name} can't be imported: {type(error).__name__}: {error}") from None
-    if not callable(found):
-        raise UserError(f"task.rewards: {name} is not a function")
-    return found

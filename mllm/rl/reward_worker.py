@@ -16,15 +16,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 from mllm.child_process import kill_session
+from mllm.data.tasks.task import Scorer
 from mllm.errors import UserError
-from mllm.rl.reward_functions import find
+from mllm.rl.reward_calls import Available, Reward, Sample, bind
 
 FAILURES = ("raised", "timed_out", "not_a_number")
+NOT_APPLICABLE = "not_applicable"
+"""The kind of a batched function's None: it says nothing of this completion, which is neither failure nor 0."""
 HANDSHAKE = -1
 """The number of the first answer, `ready` or `failed`: whether the functions could be imported."""
 START_TIMEOUT = 120.0
@@ -44,12 +47,22 @@ os.killpg(int(sys.argv[1]), signal.SIGKILL)
 
 
 class Worker:
-    """The trainer's side of the process; UserError where a function is unknown or can't be imported.
+    """The trainer's side of the process; UserError where a function can't be had, or requires what there isn't.
 
     While a method waits, it calls `poll` at least every 0.25 s; what `poll` raises passes through.
     """
 
-    def __init__(self, names: Sequence[str], scorer: Any, poll: Callable[[], None]) -> None:
+    batched: list[bool]
+    """For each function whether one call serves all samples."""
+
+    def __init__(
+        self,
+        rewards: Sequence[tuple[str, Mapping[str, Any]]],
+        scorer: Scorer | None,
+        available: Available,
+        poll: Callable[[], None],
+    ) -> None:
+        """Start the process with the functions of these names and `args`."""
         self.socket, theirs = socket.socketpair()
         self.received = b""
         path = [entry or os.getcwd() for entry in sys.path]
@@ -71,10 +84,11 @@ class Worker:
         )
         self.alive = True
         try:
-            self.send((names, scorer), START_TIMEOUT, poll)
+            self.send((rewards, scorer, available), START_TIMEOUT, poll)
             kind, message = self.answer(HANDSHAKE, START_TIMEOUT, poll)
             if kind != "ready":
                 raise UserError(message if kind == "failed" else f"task.rewards: importing them {message}")
+            self.batched = [word == "batched" for word in message.split()]
         except BaseException:
             self.kill()
             raise
@@ -95,7 +109,7 @@ class Worker:
                 return
 
     def answer(self, number: int, timeout: float, poll: Callable[[], None]) -> tuple[str, Any]:
-        """The next answer, which must have this number: ("value", float), or (kind of failure, message)."""
+        """The next answer, which must have this number: ("value", float), or another kind and a message."""
         deadline = time.monotonic() + timeout
         while b"\n" not in self.received and len(self.received) < LONGEST_LINE:
             poll()
@@ -153,7 +167,7 @@ def parse(line: bytes, number: int) -> tuple[str, Any] | None:
         message = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    kinds = ("ready", "failed") if number == HANDSHAKE else FAILURES
+    kinds = ("ready", "failed") if number == HANDSHAKE else (*FAILURES, NOT_APPLICABLE)
     match message:
         case [int(given), "value", float(value)] if given == number and abs(value) <= LARGEST:
             return "value", value
@@ -163,7 +177,7 @@ def parse(line: bytes, number: int) -> tuple[str, Any] | None:
 
 
 def work(handle: int) -> None:
-    """The process's own side: read batches from the socket `handle`, call every function on every sample, answer."""
+    """The process's own side: read calls from the socket `handle`, and answer for each of their samples."""
     worker = os.getpid()
 
     def ignore(number: int, frame: FrameType | None) -> None:
@@ -186,30 +200,54 @@ def work(handle: int) -> None:
             os._exit(1)
 
     try:
-        names, scorer = pickle.load(incoming)
-        functions = [find(name, scorer) for name in names]
+        named, scorer, available = pickle.load(incoming)
+        rewards = [bind(name, args, scorer, available) for name, args in named]
     except UserError as error:
         reply(HANDSHAKE, "failed", str(error))
         return
-    reply(HANDSHAKE, "ready", "")
+    reply(HANDSHAKE, "ready", " ".join("batched" if reward.batched else "single" for reward in rewards))
     while True:
         try:
-            samples, done = pickle.load(incoming)
+            function, first, samples = pickle.load(incoming)
         except (EOFError, OSError):
             return
-        for number in range(done, len(functions) * len(samples)):
-            function, sample = divmod(number, len(samples))
-            reply(number, *call(functions[function], samples[sample]))
+        for number, answer in enumerate(answers(rewards[function], samples), first):
+            reply(number, *answer)
 
 
-def call(function: Callable[..., Any], sample: Sequence[Any]) -> tuple[str, float | str]:
-    """("value", float), or ("raised" or "not_a_number", message)."""
+def answers(reward: Reward, samples: Sequence[Sample]) -> Iterator[tuple[str, float | str]]:
+    """For each sample ("value", float), ("raised" or "not_a_number", message), or (NOT_APPLICABLE, "")."""
+    if not reward.batched:
+        for sample in samples:
+            kind, returned = call(reward, [sample])
+            yield (kind, returned) if kind == "raised" else judge(returned)
+        return
+    kind, returned = call(reward, samples)
+    if kind == "raised":
+        yield from [(kind, returned)] * len(samples)
+        return
     try:
-        value = function(*sample)
-    except BaseException as error:  # SystemExit too: only this sample has failed
+        values = list(returned)
+        if len(values) != len(samples):
+            raise ValueError(f"{len(values)} values for {len(samples)} completions")
+    except BaseException as error:
+        yield from [("not_a_number", f"returned no list of numbers: {describe(error)}")] * len(samples)
+        return
+    yield from ((NOT_APPLICABLE, "") if value is None else judge(value) for value in values)
+
+
+def call(reward: Reward, samples: Sequence[Sample]) -> tuple[str, Any]:
+    """("returned", what the function returns), or ("raised", message)."""
+    try:
+        return "returned", reward(samples)
+    except BaseException as error:  # SystemExit too: only this call has failed
         return "raised", describe(error)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left would go off in another one
+
+
+def judge(value: Any) -> tuple[str, float | str]:
+    """("value", float), or ("not_a_number", message)."""
     try:
         number = as_number(value)
         if abs(number) <= LARGEST:

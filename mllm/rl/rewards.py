@@ -1,18 +1,29 @@
-"""Scores completions with a task's reward functions, in a process of their own (see reward_worker).
+"""Scores completions with a task's reward functions, in processes of their own (see reward_worker).
 
 A reward that raises, runs over its time or is not a number is counted and left NaN, never guessed.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from threading import Event
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from mllm.config.task import TaskConfig
 from mllm.data.tasks.task import Example, Task
-from mllm.rl.reward_worker import Worker
+from mllm.errors import UserError
+from mllm.rl.reward_calls import Available, Sample
+from mllm.rl.reward_worker import FAILURES, NOT_APPLICABLE, TICK, Worker
+from mllm.rl.rollout import Completions
+
+CHUNKS = 4
+"""A function's samples are dealt to the workers in so many chunks for each, so that all end at about the same time."""
+Call = tuple[int, range]
+"""A function, and the samples that it is called with."""
 
 
 @dataclass(frozen=True)
@@ -26,53 +37,131 @@ class Failure:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the reward functions gave for some completions, float64; NaN where a function failed."""
+    """What the reward functions gave for some completions."""
 
-    values: Float[np.ndarray, "functions completions"]
-    failures: list[Failure]
+    values: Float[np.ndarray, "B R"]
+    """float64; NaN where a function failed or does not apply."""
+    kinds: Shaped[np.ndarray, "B R"]
+    """`value`, one of FAILURES, or NOT_APPLICABLE."""
+    failures: Sequence[Failure]
+
+
+class Stopped(Exception):
+    """Another thread has given up."""
 
 
 class RewardRunner:
-    """Calls a task's reward functions; replaces their process when one hangs or dies. UserError as for `Worker`."""
+    """Calls a task's reward functions; replaces a process that hangs or dies. UserError as for `Worker`.
 
-    def __init__(self, config: TaskConfig, task: Task) -> None:
+    `poll` is called at least every 0.25 s while completions are scored.
+    """
+
+    def __init__(
+        self, config: TaskConfig, task: Task, max_completion_length: int, poll: Callable[[], None] = lambda: None
+    ) -> None:
         self.names = [reward.name for reward in config.rewards]
+        self.weights = np.array([reward.weight for reward in config.rewards])
         self.timeout = config.reward_timeout
-        self.scorer = task.scorer
-        self.worker = Worker(self.names, self.scorer, lambda: None)
+        self.poll = poll
+        rewards = [(reward.name, reward.args) for reward in config.rewards]
+        self.start = rewards, task.scorer, Available.of_task(task, max_completion_length)
+        first = Worker(*self.start, lambda: None)
+        self.workers: list[Worker | None] = [first, *[None] * (config.reward_workers - 1)]  # those start when needed
+        self.batched = first.batched
         self.warned: set[tuple[str, str]] = set()
+        if all(self.batched) and len(self.workers) > len(self.names):
+            first.kill()
+            raise UserError(
+                f"task.reward_workers: {len(self.workers)} processes for {len(self.names)} batched functions, each of "
+                "which is called once with all completions, are more than can work"
+            )
 
-    def score(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        examples: Sequence[Example],
-        poll: Callable[[], None] = lambda: None,
-    ) -> Scores:
-        """The scores of every function for every completion.
+    def score(self, examples: Sequence[Example], texts: Sequence[str], completions: Completions) -> Scores:
+        """The scores of every function for every completion; they don't depend on the number of processes.
 
-        `poll` is called at least every 0.25 s; what it raises passes through, and the runner can be used again.
+        What `poll` raises passes through, and the runner can be used again.
         """
-        samples = list(zip(prompts, completions, examples, strict=True))
-        scores = Scores(np.full((len(self.names), len(samples)), np.nan), [])
-        try:
-            for number in range(scores.values.size):
-                if number == 0 or not self.worker.alive:
-                    if not self.worker.alive or self.worker.process.poll() is not None:
-                        self.worker.kill()
-                        self.worker = Worker(self.names, self.scorer, poll)
-                    self.worker.send((samples, number), self.timeout, poll)
-                function, sample = divmod(number, len(samples))
-                kind, result = self.worker.answer(number, self.timeout, poll)
-                if kind == "value":
-                    scores.values[function, sample] = result
-                else:
-                    scores.failures.append(Failure(self.names[function], kind, result))
-                    self.warn(scores.failures[-1])
-        except BaseException:
-            self.worker.kill()  # it may be in the middle of a function
-            raise
-        return scores
+        rows = zip(completions.tokens, completions.lengths, completions.finished, strict=True)
+        samples = [
+            Sample(example, text, tokens[:length].tolist(), not finished)
+            for example, text, (tokens, length, finished) in zip(examples, texts, rows, strict=True)
+        ]
+        kinds = np.full((len(samples), len(self.names)), "", object)
+        results = np.full(kinds.shape, None, object)
+        calls = self.calls(len(samples))
+        stopped = Event()
+
+        def poll() -> None:
+            if stopped.is_set():
+                raise Stopped
+
+        def serve(slot: int) -> None:
+            try:
+                while calls:
+                    try:
+                        function, part = calls.popleft()
+                    except IndexError:  # another thread was faster
+                        return
+                    answers = self.call(slot, function, samples, part, poll)
+                    for sample, answer in zip(part, answers, strict=True):
+                        kinds[sample, function], results[sample, function] = answer
+            except BaseException:
+                self.kill(slot)  # it may be in the middle of a function
+                raise
+
+        with ThreadPoolExecutor(len(self.workers)) as pool:
+            try:
+                serving = {pool.submit(serve, slot) for slot in range(len(self.workers))}
+                while serving:
+                    self.poll()
+                    done, serving = wait(serving, TICK)
+                    for future in done:
+                        future.result()
+            except BaseException:
+                stopped.set()
+                raise
+        values = np.where(kinds == "value", results, np.nan).astype(np.float64)
+        failed = np.argwhere(np.isin(kinds, FAILURES).T)  # function by function
+        failures = [Failure(self.names[f], kinds[sample, f], results[sample, f]) for f, sample in failed]
+        for failure in failures:
+            self.warn(failure)
+        return Scores(values, kinds, failures)
+
+    def calls(self, count: int) -> deque[Call]:
+        """The calls for so many samples; those of batched functions, which take longest, come first."""
+        size = -(-count // (CHUNKS * len(self.workers))) or 1
+        chunks = [range(first, min(first + size, count)) for first in range(0, count, size)]
+        whole = [(function, range(count)) for function, batched in enumerate(self.batched) if batched]
+        return deque(whole + [(f, chunk) for f, batched in enumerate(self.batched) if not batched for chunk in chunks])
+
+    def call(
+        self, slot: int, function: int, samples: Sequence[Sample], part: range, poll: Callable[[], None]
+    ) -> Sequence[tuple[str, float | str]]:
+        """The answers of a function for `part` of the samples, by the process of this slot or those that replace it."""
+        answers: list[tuple[str, float | str]] = []
+        batched = self.batched[function]
+        limit = self.timeout * (len(part) if batched else 1)
+        while len(answers) < len(part):
+            worker = self.worker(slot, poll)
+            worker.send((function, len(answers), [samples[sample] for sample in part[len(answers) :]]), limit, poll)
+            while worker.alive and len(answers) < len(part):
+                answers.append(worker.answer(len(answers), limit, poll))
+            if batched:
+                answers += answers[-1:] * (len(part) - len(answers))  # the call has failed for the rest
+        return answers
+
+    def worker(self, slot: int, poll: Callable[[], None]) -> Worker:
+        """The process of this slot; a new one where there is none yet, or none any more."""
+        worker = self.workers[slot]
+        if worker is None or not worker.alive or worker.process.poll() is not None:
+            self.kill(slot)
+            worker = self.workers[slot] = Worker(*self.start, poll)
+        return worker
+
+    def kill(self, slot: int) -> None:
+        worker = self.workers[slot]
+        if worker is not None:
+            worker.kill()
 
     def warn(self, failure: Failure) -> None:
         """Log a failure, if it is the first one of this function and kind in the run."""
@@ -86,4 +175,25 @@ class RewardRunner:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.worker.kill()
+        for slot in range(len(self.workers)):
+            self.kill(slot)
+
+
+def weighted_sum(
+    values: Float[np.ndarray, "B R"], kinds: Shaped[np.ndarray, "B R"], weights: Float[np.ndarray, "R"]
+) -> Float[np.ndarray, "B"]:
+    """Each completion's reward; NaN where a function failed whose weight is not 0. What does not apply adds nothing."""
+    return np.where((weights == 0) | (kinds == NOT_APPLICABLE), 0.0, weights * values).sum(axis=1)
+
+
+def reward_metrics(
+    names: Sequence[str], values: Float[np.ndarray, "B R"], kinds: Shaped[np.ndarray, "B R"]
+) -> dict[str, float]:
+    """For each reward function the mean and deviation of its values, and how often it failed."""
+    metrics: dict[str, float] = {}
+    for name, column, kind in zip(names, values.T, kinds.T, strict=True):
+        numbers = column[kind == "value"]
+        metrics[f"rewards/{name}/mean"] = float(numbers.mean()) if numbers.size else float("nan")
+        metrics[f"rewards/{name}/std"] = float(numbers.std()) if numbers.size else float("nan")
+        metrics |= {f"rewards/{name}/{failure}": int((kind == failure).sum()) for failure in FAILURES}
+    return metrics

@@ -8,8 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
 from mllm.errors import StepError
-from mllm.rl.reward_worker import FAILURES
-from mllm.rl.rewards import Failure
+from mllm.rl.rewards import Failure, reward_metrics, weighted_sum
 from mllm.rl.rollout import Completions
 
 
@@ -29,7 +28,8 @@ class ScoredCompletions(NamedTuple):
     """Numbers of tokens, without the prompt's."""
     finished: Bool[np.ndarray, "B"]
     rewards: Float[np.ndarray, "B R"]
-    """What each function gave; NaN where it failed."""
+    """What each function gave; NaN where it failed or does not apply."""
+    reward_kinds: Shaped[np.ndarray, "B R"]
     failures: Shaped[np.ndarray, " failures"]
 
     def sequences(self) -> tuple[list[Int[np.ndarray, " tokens"]], list[Float[np.ndarray, " completion"]]]:
@@ -61,16 +61,11 @@ def group_rewards(
 
     Raises StepError where more than the share `max_failed` of the groups failed.
     """
-    rewards = weighted_sum(scored.rewards, np.array(list(weights.values()))).reshape(-1, group)
+    rewards = weighted_sum(scored.rewards, scored.reward_kinds, np.array(list(weights.values()))).reshape(-1, group)
     failed = np.isnan(rewards).any(axis=1)
     if failed.mean() > max_failed:
         raise too_many_failures(scored.failures, weights, f"{failed.sum()} of {failed.size}", max_failed)
     return np.where(failed[:, None], np.nan, rewards)
-
-
-def weighted_sum(values: Float[np.ndarray, "B R"], weights: Float[np.ndarray, "R"]) -> Float[np.ndarray, "B"]:
-    """Each completion's reward; NaN where a function failed whose weight is not 0."""
-    return np.where(weights == 0, 0.0, weights * values).sum(axis=1)
 
 
 def too_many_failures(
@@ -86,16 +81,10 @@ def too_many_failures(
     )
 
 
-def completion_metrics(scored: ScoredCompletions, names: Iterable[str]) -> dict[str, float]:
+def completion_metrics(scored: ScoredCompletions, names: Sequence[str]) -> dict[str, float]:
     """For each reward function the mean and deviation of its values, and how often it failed; lengths."""
-    metrics: dict[str, float] = {}
-    counts = Counter((failure.name, failure.kind) for failure in scored.failures)
-    for name, values in zip(names, scored.rewards.T, strict=True):
-        sound = values[np.isfinite(values)]
-        metrics[f"rewards/{name}/mean"] = float(sound.mean()) if sound.size else float("nan")
-        metrics[f"rewards/{name}/std"] = float(sound.std()) if sound.size else float("nan")
-        metrics |= {f"rewards/{name}/{kind}": counts[name, kind] for kind in FAILURES}
-    metrics |= {
+    metrics = {
+        **reward_metrics(names, scored.rewards, scored.reward_kinds),
         "completions/mean_length": float(scored.lengths.mean()),
         "completions/min_length": float(scored.lengths.min()),
         "completions/max_length": float(scored.lengths.max()),
@@ -112,7 +101,8 @@ def sample_lines(
     chosen: Int[np.ndarray, " chosen"],
     advantages: Float[np.ndarray, "B"],
 ) -> list[dict[str, Any]]:
-    """The lines of samples.jsonl for the chosen completions; null for a failed reward, and for a NaN advantage."""
+    """The lines of samples.jsonl for the chosen completions; null for a reward that failed or does not apply,
+    and for a NaN advantage."""
     return [
         {
             "prompt": scored.questions[i],

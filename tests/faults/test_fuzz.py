@@ -33,7 +33,7 @@ from mllm.errors import LONGEST, UserError
 from mllm.model import tokenizer, weights
 from mllm.model.architecture import Qwen2Config
 from mllm.model.decoder import Qwen2
-from mllm.rl.reward_functions import BUILT_IN, exact_match
+from mllm.rl.reward_functions import exact_match, flexible_match, repetition, tag_count, think_answer_format
 
 SECONDS = 2.0
 """Processor time that a reader may take for one input."""
@@ -150,7 +150,7 @@ def read_gsm8k(folder: Path, files: tuple[bytes, bytes]) -> None:
     task = load_task(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
     for example in [*task.train, *task.heldout]:
         assert example.solution is not None
-        assert exact_match("", example.solution, example) == 1
+        assert exact_match(example.solution, example.answer, example) == 1
     prompt_batches(task, BYTES, prompts_per_step=1, max_prompt_length=300, seed=0)
 
 
@@ -174,7 +174,9 @@ def read_completion(folder: Path, text: str) -> None:
     for form in get_args(AnswerForm):
         example = Example([], "7", answer_form=form)
         assert isinstance(final_answer(text, form), str | None)
-        assert all(0 <= reward("", text, example) <= 1 for reward in BUILT_IN.values())
+        matches = [match(text, "7", example) for match in (exact_match, flexible_match)]
+        assert all(0 <= reward <= 1 for reward in (*matches, think_answer_format(text), tag_count(text)))
+        assert -1 <= repetition(text) <= 0
 
 
 # Models

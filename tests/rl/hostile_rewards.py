@@ -22,12 +22,12 @@ LEFT = Path("left").absolute()
 """The file for the ids of started processes, in the trainer's working directory: a function may change the worker's."""
 
 
-def hostile(prompt, completion, example):
+def hostile(completion, answer):
     """1 for the right answer; any other completion is the name of a function below, which is called."""
-    return 1.0 if completion == example.answer else FUNCTIONS[completion]()
+    return 1.0 if completion == answer else FUNCTIONS[completion]()
 
 
-def busy(prompt, completion, example):
+def busy(completion):
     """1, after half a second in which it may be disturbed."""
     end = time.monotonic() + 0.5
     while time.monotonic() < end:

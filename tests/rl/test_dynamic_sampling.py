@@ -18,10 +18,11 @@ class SomeRewards(SquareRewards):
         self.unequal = unequal
         self.drawn = []
 
-    def score(self, prompts, completions, examples, poll=lambda: None):
-        groups = np.arange(len(self.drawn), len(self.drawn) + len(prompts) // GROUP)
-        self.drawn += prompts[::GROUP]
-        return Scores((np.isin(groups, self.unequal)[:, None] * np.arange(GROUP)).reshape(1, -1) * 1.0, [])
+    def score(self, examples, texts, completions):
+        groups = np.arange(len(self.drawn), len(self.drawn) + len(examples) // GROUP)
+        self.drawn += [example.prompt[-1]["content"] for example in examples[::GROUP]]
+        values = (np.isin(groups, self.unequal)[:, None] * np.arange(GROUP)).reshape(-1, 1) * 1.0
+        return Scores(values, np.full(values.shape, "value"), [])
 
 
 class Recorded(RandomCompletions):

@@ -1,4 +1,4 @@
-"""Accuracy is a count of right completions, greedy and sampled, with Wilson's interval."""
+"""Evaluation gives mean rewards, and where there are answers a count of right completions with Wilson's interval."""
 
 from dataclasses import replace
 
@@ -7,11 +7,13 @@ import pytest
 
 from mllm.config.grpo import RolloutConfig
 from mllm.config.task import EvalConfig
-from mllm.data.tasks.task import Example, Task
+from mllm.data.tasks.task import Example
 from mllm.errors import UserError
 from mllm.model import tokenizer as tokenizers
 from mllm.parallel.processes import ALL_ROWS, RowShare
 from mllm.rl.evaluation import evaluate, make_evaluation, wilson
+from mllm.rl.reward_worker import NOT_APPLICABLE
+from mllm.rl.rewards import RewardRunner, Scores
 from mllm.rl.rollout import Completions
 from mllm.rl.sampler import Sampler
 
@@ -40,12 +42,36 @@ def sampler():
     return FixedTexts(None, BYTES, (1,), RolloutConfig(max_prompt_length=8, max_completion_length=4), seed=0)
 
 
+class Lengths(RewardRunner):
+    """Two rewards: the text's length, which fails for `five`, and half of it, which does not apply to `2`."""
+
+    names, weights = ("length", "half"), np.array([1.0, 2.0])
+
+    def __init__(self):
+        pass
+
+    def score(self, examples, texts, completions):
+        values, kinds = (
+            np.array([[len(text), len(text) / 2] for text in texts]),
+            np.full((len(texts), 2), "value", object),
+        )
+        for text, column, kind in (("five", 0, "raised"), ("2", 1, NOT_APPLICABLE)):
+            row = np.array([one == text for one in texts])
+            values[row, column], kinds[row, column] = np.nan, kind
+        return Scores(values, kinds, [])
+
+
 def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_training_never_uses(sampler):
-    metrics = evaluate(sampler, EXAMPLES, None, 3, sampled=True)
+    metrics = evaluate(sampler, Lengths(), EXAMPLES, None, 3, sampled=True)
     assert (metrics["eval/greedy_accuracy"], metrics["eval/sampled_accuracy"]) == (1 / 4, 3 / 4)
     assert (metrics["eval/greedy_flexible_accuracy"], metrics["eval/sampled_flexible_accuracy"]) == (2 / 4, 1)
     assert (metrics["eval/greedy_accuracy_low"], metrics["eval/greedy_accuracy_high"]) == wilson(1, 4)
     assert metrics["eval/greedy_mean_length"] == 2.5
+    assert metrics["eval/reward"] == (2 * 6 + 1 + 2 * 6) / 3
+    assert metrics["eval/sampled_reward"] == (2 * 1 + 3 * 2 * 6) / 4
+    assert metrics["eval/rewards/length/mean"] == (6 + 1 + 6) / 3
+    assert metrics["eval/rewards/half/mean"] == (3 + 3 + 2) / 3
+    assert (metrics["eval/rewards/length/raised"], metrics["eval/rewards/half/raised"]) == (1, 0)
     assert CALLS == [(PROMPTS, 3, 2**30, True), (PROMPTS, 3, 2**30, False)]
 
 
@@ -62,20 +88,26 @@ class TwoProcesses(RowShare):
 
 def test_problems_that_fill_up_a_process_s_share_are_not_counted(sampler):
     """Three problems for two processes: the second repeats the first problem, which is answered correctly."""
-    alone = evaluate(sampler, EXAMPLES[:3], None, 3, sampled=True)
+    alone = evaluate(sampler, Lengths(), EXAMPLES[:3], None, 3, sampled=True)
     CALLS.clear()
     for index in (0, 1):
-        metrics = evaluate(sampler, EXAMPLES[:3], None, 3, sampled=True, rows=TwoProcesses(index, 2, (0, 1)))
+        metrics = evaluate(sampler, Lengths(), EXAMPLES[:3], None, 3, sampled=True, rows=TwoProcesses(index, 2, (0, 1)))
     assert metrics == alone
     assert CALLS[2:] == [([PROMPTS[2], PROMPTS[0]], 3, 2**30 + 2, greedy) for greedy in (True, False)]
 
 
-def test_a_held_out_prompt_that_is_too_long_is_an_error_before_training(sampler):
-    task = Task("sums", [], EXAMPLES)
-    assert make_evaluation(EvalConfig(prompts=2), task, sampler, ALL_ROWS)(None, 0)["eval/greedy_accuracy"] == 0.5
+def test_where_a_problem_has_no_answer_there_are_rewards_and_no_accuracy(sampler):
+    problems = [EXAMPLES[0], replace(EXAMPLES[1], answer=None)]
+    metrics = make_evaluation(EvalConfig(), problems, sampler, Lengths(), ALL_ROWS, "test/")(None, 0)
+    assert metrics["test/reward"] == (2 * 6 + 1) / 2
+    assert metrics["test/greedy_mean_length"] == 1.5
+    assert [name for name in metrics if "accuracy" in name] == []
+
+
+def test_a_prompt_that_is_too_long_is_an_error_before_training(sampler):
     long = replace(EXAMPLES[1], prompt=[{"role": "user", "content": "a long question"}])
-    with pytest.raises(UserError, match="held-out prompt 1 of task sums has 18 tokens, and the limit is 8"):
-        make_evaluation(EvalConfig(), replace(task, heldout=[EXAMPLES[0], long]), sampler, ALL_ROWS)
+    with pytest.raises(UserError, match="prompt 1 of the problems for eval/ has 18 tokens, and the limit is 8"):
+        make_evaluation(EvalConfig(), [EXAMPLES[0], long], sampler, Lengths(), ALL_ROWS)
 
 
 @pytest.mark.parametrize(

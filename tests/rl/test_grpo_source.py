@@ -169,8 +169,9 @@ class Second(RowShare):
     """This process has the second half of the rows, and all rewards of the first failed."""
 
     def gather(self, mine):
-        failed = SquareRewards(range(GROUP)).score([], [f"{i}" for i in range(GROUP)], [])
-        return [mine._replace(rewards=failed.values.T, failures=np.array(failed.failures, object)), mine]
+        failed = SquareRewards(range(GROUP)).score([], [f"{i}" for i in range(GROUP)], None)
+        failures = np.array(failed.failures, object)
+        return [mine._replace(rewards=failed.values, reward_kinds=failed.kinds, failures=failures), mine]
 
 
 def test_failed_groups_of_all_processes_are_counted():

@@ -1,7 +1,7 @@
-"""What each built-in reward function gives, and how a function is found by its name."""
+"""What each built-in reward function gives."""
 
+from collections.abc import Callable
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from mllm.config.task import AnswerForm
 from mllm.data.tasks.task import Example
-from mllm.errors import UserError
-from mllm.rl.reward_functions import exact_match, find, flexible_match, last_number, tag_count, think_answer_format
+from mllm.rl.reward_functions import (
+    exact_match,
+    flexible_match,
+    last_number,
+    math,
+    overlong,
+    repetition,
+    tag_count,
+    think_answer_format,
+)
 
 
 def example(answer: str, form: AnswerForm = "whole") -> Example:
@@ -36,7 +44,7 @@ def example(answer: str, form: AnswerForm = "whole") -> Example:
 def test_exact_match_requires_the_form_of_the_task(
     completion: str, answer: str, form: AnswerForm, reward: float
 ) -> None:
-    assert exact_match("", completion, example(answer, form)) == reward
+    assert exact_match(completion, answer, example(answer, form)) == reward
 
 
 @pytest.mark.parametrize(
@@ -65,8 +73,8 @@ def test_exact_match_requires_the_form_of_the_task(
     ],
 )
 def test_flexible_match_reads_the_last_number_however_it_is_written(completion: str, number: str) -> None:
-    assert flexible_match("", completion, example(number)) == 1
-    assert flexible_match("", completion, example(number + "1")) == 0
+    assert flexible_match(completion, number, example(number)) == 1
+    assert flexible_match(completion, number + "1", example(number + "1")) == 0
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=2, min_value=-(10**35), max_value=10**35))
@@ -76,10 +84,10 @@ def test_the_last_number_is_exact_whatever_its_size(number: Decimal) -> None:
 
 
 def test_text_without_a_number_matches_none_and_an_answer_without_one_is_matched_exactly() -> None:
-    assert flexible_match("", "I do not know", example("7")) == 0
-    assert flexible_match("", "yes", example("yes")) == 1
-    assert flexible_match("", "yes 1", example("yes")) == 0
-    assert flexible_match("", "7 - 1", example("2 - 1")) == 0
+    assert flexible_match("I do not know", "7", example("7")) == 0
+    assert flexible_match("yes", "yes", example("yes")) == 1
+    assert flexible_match("yes 1", "yes", example("yes")) == 0
+    assert flexible_match("7 - 1", "2 - 1", example("2 - 1")) == 0
 
 
 @pytest.mark.parametrize(
@@ -99,7 +107,7 @@ def test_text_without_a_number_matches_none_and_an_answer_without_one_is_matched
     ],
 )
 def test_format_requires_both_elements_once_in_order_and_nothing_else(completion: str, reward: float) -> None:
-    assert think_answer_format("", completion, example("7")) == reward
+    assert think_answer_format(completion) == reward
 
 
 @pytest.mark.parametrize(
@@ -113,26 +121,48 @@ def test_format_requires_both_elements_once_in_order_and_nothing_else(completion
     ],
 )
 def test_tag_count_is_the_share_of_tags_that_occur_once(completion: str, share: float) -> None:
-    assert tag_count("", completion, example("7")) == share
+    assert tag_count(completion) == share
+
+
+@pytest.mark.parametrize(("length", "reward"), [(1, 0), (12, 0), (13, -0.25), (15, -0.75), (16, -1)])
+def test_overlong_falls_from_0_to_minus_1_over_the_last_tokens(length: int, reward: float) -> None:
+    """DAPO's equation 13 with L_max = 16 and L_cache = 4."""
+    assert overlong(length, max_completion_length=16, cache=4) == reward
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("completion", "penalty"),
     [
-        ("exact", "there is no reward exact: exact_match, .*package.module:function"),
-        ("task", "no scorer of its own"),
-        ("broken_rewards:f", "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
-        ("exiting_rewards:f", "SystemExit"),
-        ("math:missing", "AttributeError"),
-        ("math:pi", "is not a function"),
+        ("", 0),
+        ("one two", 0),
+        ("one two three four", 0),
+        ("a b a b a b", -0.5 * 2 / 4),  # aba bab aba bab
+        ("Yes yes YES yes yes", -0.5 * 2 / 3),
     ],
 )
-def test_a_function_that_is_not_found_is_an_error_of_one_line(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "broken_rewards.py").write_text("import nothing_of_that_name")
-    (tmp_path / "exiting_rewards.py").write_text("raise SystemExit(0)")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match=f"task.rewards: .*{message}") as error:
-        find(name, None)
-    assert "\n" not in str(error.value)
+def test_repetition_is_the_share_of_repeated_word_n_grams(completion: str, penalty: float) -> None:
+    assert repetition(completion, ngram=3, max_penalty=-0.5) == pytest.approx(penalty)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("so it is $0.5$", r"\frac{1}{2}", 1),
+        ("#### 1,234", "1234", 1),
+        (r"thus \boxed{3\sqrt{2}}", "3\\sqrt{2}", 1),
+        (r"thus \boxed{3}", "3\\sqrt{2}", 0),
+        (r"the sum is 7 <answer>\frac{8}{2}</answer>", "4", 1),
+        ("I do not know", "4", 0),
+        ("1" + "*(9^9^9^9^9)" * 9, "4", 0),
+    ],
+)
+def test_math_is_equivalence_however_the_two_are_written(completion: str, answer: str, reward: float) -> None:
+    pytest.importorskip("math_verify")
+    assert math(completion, answer) == reward
+
+
+@pytest.mark.parametrize("function", [exact_match, flexible_match, math])
+def test_a_problem_without_an_answer_is_a_failure_not_a_number(function: Callable[..., float]) -> None:
+    arguments = {"example": example("")} if function is not math else {}
+    with pytest.raises(ValueError, match="this problem has no answer"):
+        function(completion="7", answer=None, **arguments)

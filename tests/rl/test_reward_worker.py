@@ -19,11 +19,14 @@ from hypothesis import strategies as st
 
 from mllm.config.task import RewardConfig, TaskConfig
 from mllm.data.tasks.task import Example, Task
-from mllm.rl.reward_worker import FAILURES, HANDSHAKE, LARGEST, Worker, call, parse
+from mllm.rl.reward_calls import Available, Sample
+from mllm.rl.reward_worker import FAILURES, HANDSHAKE, LARGEST, Worker, judge, parse
 from mllm.rl.rewards import RewardRunner
+from mllm.rl.rollout import Completions
 
 HOSTILE, BUSY = "hostile_rewards:hostile", "hostile_rewards:busy"
-SEVEN = Example([], "7", None)
+SEVEN = Example([{"role": "user", "content": "?"}], "7")
+AVAILABLE = Available((), True, 4)
 
 # By the function's name in hostile_rewards: what the worker answers
 
@@ -71,18 +74,22 @@ def hostile(place):
 
 def runner(*names: str) -> RewardRunner:
     rewards = tuple(RewardConfig(name=name) for name in names)
-    return RewardRunner(TaskConfig(name="arithmetic", rewards=rewards, reward_timeout=60.0), Task("", [], []))
+    task = TaskConfig(name="arithmetic", rewards=rewards, reward_timeout=60.0)
+    return RewardRunner(task, Task("", [SEVEN], []), AVAILABLE.max_completion_length)
 
 
-def score(runner, *completions, **options):
-    return runner.score(["?"] * len(completions), completions, [SEVEN] * len(completions), **options)
+def score(runner, *completions, poll=lambda: None):
+    """The scores for SEVEN's completions, each of one token."""
+    runner.poll, ones = poll, np.ones(len(completions), np.int32)
+    return runner.score([SEVEN] * ones.size, completions, Completions(ones[:, None], None, ones, ones > 0))
 
 
 def answers(completions, timeout=60.0):
     """A new worker's answers to the completions, and whether it lives on."""
-    worker = Worker([HOSTILE], None, lambda: None)
+    worker = Worker([(HOSTILE, {})], None, AVAILABLE, lambda: None)
     try:
-        worker.send(([("?", completion, SEVEN) for completion in completions], 0), timeout, lambda: None)
+        samples = [Sample(SEVEN, completion, [1], False) for completion in completions]
+        worker.send((0, 0, samples), timeout, lambda: None)
         found = [worker.answer(number, timeout, lambda: None) for number in range(len(completions))]
         return found, worker.alive
     finally:
@@ -147,7 +154,7 @@ def test_a_function_that_hangs_is_killed_at_its_time_limit(does):
 def test_failures_are_counted_by_function_and_kind_and_nothing_else_is_lost(hostile):
     scores = score(hostile, "7", "exit_at_once", "none", "raise_error", "kill_itself", "wait_for_all_children", "7")
     nan = math.nan
-    np.testing.assert_array_equal(scores.values, [[1, nan, nan, nan, nan, 1, 1], [1, 0, 0, 0, 0, 0, 1]])
+    np.testing.assert_array_equal(scores.values.T, [[1, nan, nan, nan, nan, 1, 1], [1, 0, 0, 0, 0, 0, 1]])
     assert {failure.name for failure in scores.failures} == {HOSTILE}
     assert [failure.kind for failure in scores.failures] == ["raised", "not_a_number", "raised", "raised"]
     assert [failure.message for failure in scores.failures[:2]] == [
@@ -160,10 +167,11 @@ def trainer(does):
     """Start a process that scores one completion as the trainer does, and first prints its worker's process id."""
     script = f"""
         from mllm.data.tasks.task import Example
+        from mllm.rl.reward_calls import Available, Sample
         from mllm.rl.reward_worker import Worker
-        worker = Worker([{HOSTILE!r}], None, lambda: None)
+        worker = Worker([({HOSTILE!r}, {{}})], None, Available((), True, 4), lambda: None)
         print(worker.process.pid, flush=True)
-        worker.send(([("?", {does!r}, Example([], "7", None))], 0), 60, lambda: None)
+        worker.send((0, 0, [Sample(Example([], "7"), {does!r}, [1], False)]), 60, lambda: None)
         print(worker.answer(0, 60, lambda: None))
         worker.kill()
     """
@@ -241,9 +249,9 @@ def test_neither_signals_to_the_job_nor_an_alarm_left_by_another_disturb_a_funct
         def poll():
             if len(sent) < 4:
                 sent.append((signal.SIGTERM, signal.SIGINT)[len(sent) % 2])
-                os.kill(both.worker.process.pid, sent[-1])
+                os.kill(both.workers[0].process.pid, sent[-1])
 
-        np.testing.assert_array_equal(score(both, "leave_an_alarm", poll=poll).values, [[1], [1]])
+        np.testing.assert_array_equal(score(both, "leave_an_alarm", poll=poll).values, [[1, 1]])
         assert len(sent) == 4
 
 
@@ -253,7 +261,7 @@ def test_neither_signals_to_the_job_nor_an_alarm_left_by_another_disturb_a_funct
 @pytest.mark.parametrize("does", ["sleep", "stop_itself", "match_forever"])
 def test_the_trainer_polls_while_it_waits_and_what_poll_raises_passes_through(hostile, does):
     score(hostile, "7")  # its process runs
-    process, calls = hostile.worker.process.pid, []
+    process, calls = hostile.workers[0].process.pid, []
 
     def poll():
         calls.append(time.monotonic())
@@ -272,10 +280,10 @@ def test_the_trainer_polls_while_a_worker_starts_again(hostile):
         raise Stop
 
     score(hostile, "7")
-    os.kill(hostile.worker.process.pid, signal.SIGKILL)
+    os.kill(hostile.workers[0].process.pid, signal.SIGKILL)
     with pytest.raises(Stop):
         score(hostile, "7", poll=poll)
-    np.testing.assert_array_equal(score(hostile, "7").values, [[1], [1]])
+    np.testing.assert_array_equal(score(hostile, "7").values, [[1, 1]])
 
 
 # What comes back
@@ -311,6 +319,6 @@ def test_an_answer_is_a_number_within_bounds_or_a_failure_with_a_message(message
 @settings(deadline=None)
 @given(st.floats(-LARGEST, LARGEST))
 def test_a_number_is_transferred_to_the_bit(number):
-    answer = call(lambda: number, [])
+    answer = judge(number)
     assert answer == ("value", number)
     assert parse(json.dumps([3, *answer]).encode(), 3) == answer

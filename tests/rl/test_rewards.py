@@ -1,59 +1,101 @@
-"""The runner scores every completion with every function, in one process without JAX. See test_reward_worker, too."""
+"""The runner scores every completion with every function, in processes without JAX. See test_reward_worker, too."""
 
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mllm.config.task import RewardConfig, TaskConfig
 from mllm.data.tasks.task import Example, Task
-from mllm.rl.rewards import Failure, RewardRunner, Scores
+from mllm.errors import UserError
+from mllm.rl.reward_functions import BUILT_IN
+from mllm.rl.rewards import Failure, RewardRunner, Scores, reward_metrics, weighted_sum
+from mllm.rl.rollout import Completions
 
 OWN_REWARDS = """
-import os, signal, sys
+import os, signal, sys, time
 
-def length(prompt, completion, example):
+def length(prompt, completion):
     print("printed", flush=True)
     if completion == "raise": raise ValueError("no " + prompt)
     return len(completion)
 
-def jax_is_imported(prompt, completion, example):
+def jax_is_imported():
     return "jax" in sys.modules
 
-def process_id(prompt, completion, example):
+def process_id():
     return os.getpid()
 
-def alarm(prompt, completion, example):
+def alarm():
     signal.signal(signal.SIGALRM, lambda *_: None)
     return 1
+
+def late(completion):
+    time.sleep(0.1 if completion != "hang" else 60)
+    if completion == "raise": raise ValueError("no")
+    return len(completion)
+
+def batch(completions):
+    return [len(text) if text else None for text in completions]
+
+def short_list(completions):
+    return [1.0]
+
+def no_list(completions):
+    return 1.0
+
+def raising_batch(completions):
+    raise ValueError("no")
+
+def half_hanging_batch(completions):
+    class Slow:
+        def __float__(self): time.sleep(60)
+    return [1.0, Slow(), 1.0]
+
+def none_at_all(completion):
+    return None
 """
-NAMES = ("exact_match", *(f"own_rewards:{name}" for name in ("length", "jax_is_imported", "process_id", "alarm")))
+NAMES = ("exact_match", "length", "jax_is_imported", "process_id", "alarm")
+SEVEN = Example([{"role": "user", "content": "p"}], "7")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The working directory, where the functions above are found as a user's."""
+    folder: Path = tmp_path_factory.mktemp("rewards")
+    (folder / "own_rewards.py").write_text(OWN_REWARDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardRunner]:
-    """A runner that finds the functions above, as a user's, in the working directory."""
-    folder: Path = tmp_path_factory.mktemp("rewards")
-    (folder / "own_rewards.py").write_text(OWN_REWARDS)
-    task = TaskConfig(name="arithmetic", rewards=tuple(RewardConfig(name=name) for name in NAMES), reward_timeout=60.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        with RewardRunner(task, Task("", [], [])) as runner:
-            yield runner
+def runner() -> Iterator[RewardRunner]:
+    with opened(*NAMES) as runner:
+        yield runner
+
+
+def opened(*names: str, **settings: Any) -> RewardRunner:
+    rewards = tuple(RewardConfig(name=name if name in BUILT_IN else f"own_rewards:{name}") for name in names)
+    task = TaskConfig(name="arithmetic", rewards=rewards, **{"reward_timeout": 60.0, **settings})
+    return RewardRunner(task, Task("", [SEVEN], []), 4)
 
 
 def score(runner: RewardRunner, *completions: str) -> Scores:
-    example = Example([{"role": "user", "content": "?"}], "7")
-    return runner.score(["p"] * len(completions), completions, [example] * len(completions))
+    ones = np.ones(len(completions), np.int32)
+    tokens = Completions(ones[:, None], np.zeros((ones.size, 1), np.float32), ones, ones > 0)
+    return runner.score([SEVEN] * ones.size, completions, tokens)
 
 
 def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax(runner: RewardRunner) -> None:
     """Only a main thread may set an alarm, as math-verify does."""
-    first, second = score(runner, "7").values[2:, 0], score(runner, "7").values[2:, 0]
+    first, second = score(runner, "7").values[0, 2:], score(runner, "7").values[0, 2:]
     np.testing.assert_array_equal(first, second)
     jax_is_imported, process_id, alarm = first
     assert (jax_is_imported, alarm) == (0, 1)
@@ -68,7 +110,71 @@ def test_a_failure_is_kept_and_only_the_first_of_its_kind_is_logged(
         scores = score(runner, "raise", "7", "raise")
         score(runner, "raise")
     assert scores.failures == [failure, failure]
-    np.testing.assert_array_equal(scores.values[:2], [[0, 1, 0], [math.nan, 1, math.nan]])
+    np.testing.assert_array_equal(scores.values.T[:2], [[0, 1, 0], [math.nan, 1, math.nan]])
     assert [record.getMessage() for record in caplog.records] == [
         "reward own_rewards:length raised: ValueError: no p (further ones are only counted)"
     ]
+
+
+MIXED = ["7", "raise", "", "hang", "12345", "7", "four", "raise", "1", "2", "3"]
+"""The completions of one step."""
+
+
+def test_several_processes_overlap_and_give_what_one_gives() -> None:
+    with opened("late", "batch", "exact_match", reward_timeout=1.0) as one:
+        alone = score(one, *MIXED)
+    with opened("late", "batch", "exact_match", reward_timeout=1.0, reward_workers=4) as four:
+        score(four, *"abcd")  # the processes start
+        begin = time.monotonic()
+        scores = score(four, *["a"] * 24)
+        assert time.monotonic() - begin < 0.5 * 24 * 0.1
+        np.testing.assert_array_equal(scores.values.T, [[1] * 24, [1] * 24, [0] * 24])
+        scores = score(four, *MIXED)
+    np.testing.assert_array_equal(scores.values, alone.values)
+    np.testing.assert_array_equal(scores.kinds, alone.kinds)
+    assert scores.failures == alone.failures
+    kinds = [failure.kind for failure in scores.failures]
+    assert kinds == ["raised", "timed_out", "raised"]
+
+
+def test_a_batched_functions_none_is_neither_failure_nor_part_of_the_mean() -> None:
+    with opened("batch", "length") as both:
+        scores = score(both, "four", "", "raise")
+    assert scores.kinds.T.tolist() == [["value", "not_applicable", "value"], ["value", "value", "raised"]]
+    weights = np.array([1.0, 0.5])
+    np.testing.assert_array_equal(weighted_sum(scores.values, scores.kinds, weights), [6, 0, math.nan])
+    metrics = reward_metrics(["batch", "length"], scores.values, scores.kinds)
+    assert {name: value for name, value in metrics.items() if value} == {
+        "rewards/batch/mean": 4.5,
+        "rewards/batch/std": 0.5,
+        "rewards/length/mean": 2,
+        "rewards/length/std": 2,
+        "rewards/length/raised": 1,
+    }
+
+
+def test_a_batched_function_that_fails_fails_for_all_and_one_bad_item_for_itself() -> None:
+    names = ("short_list", "no_list", "raising_batch", "half_hanging_batch", "none_at_all", "batch")
+    with opened(*names, reward_timeout=0.3) as runner:
+        scores = score(runner, "a", "b", "c")
+    assert scores.kinds.T.tolist() == [
+        *[["not_a_number"] * 3] * 2,
+        ["raised"] * 3,
+        ["value", "timed_out", "timed_out"],
+        ["not_a_number"] * 3,
+        ["value"] * 3,
+    ]
+    assert {failure.message for failure in scores.failures} == {
+        "returned no list of numbers: ValueError: 1 values for 3 completions",
+        "returned no list of numbers: TypeError: 'float' object is not iterable",
+        "ValueError: no",
+        "took longer than 0.9 s",
+        "returned None",
+    }
+
+
+def test_more_processes_than_calls_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"task.reward_workers: 2 processes for 1 batched function.* more than can work"
+    ):
+        opened("batch", reward_workers=2)

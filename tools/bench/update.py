@@ -85,10 +85,10 @@ def prepare(sizes: dict[str, Any]) -> Callable[[int], dict[str, float]]:
             return Completions(tokens, logprobs, lengths, lengths < limit), [str(length) for length in lengths]
 
     class Rewards:
-        def score(self, prompts: Any, completions: Sequence[str], *_: Any) -> Scores:
-            values = np.random.default_rng(0).random((1, len(completions)))
-            values[:, : round(sizes["without_gradient"] * len(completions) / GROUP) * GROUP] = 0
-            return Scores(values, [])
+        def score(self, examples: Sequence[Any], *_: Any) -> Scores:
+            values = np.random.default_rng(0).random((len(examples), 1))
+            values[: round(sizes["without_gradient"] * len(examples) / GROUP) * GROUP] = 0
+            return Scores(values, np.full(values.shape, "value", object), [])
 
     mesh = make_mesh(config.mesh)
     policy = load_policy(config, mesh)
@@ -96,7 +96,7 @@ def prepare(sizes: dict[str, Any]) -> Callable[[int], dict[str, float]]:
     train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
     sampler: Any = Sampler()
     rewards: Any = Rewards()
-    source = make_grpo_source(config, policy, mesh, load(config.task, 0), sampler, rewards, lambda: None)
+    source = make_grpo_source(config, policy, mesh, load(config.task, 0), sampler, rewards)
     state = init_state(policy.initial_params(), optimizer)
 
     def measure(seed: int) -> dict[str, float]:

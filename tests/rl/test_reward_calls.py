@@ -1,0 +1,161 @@
+"""A reward function gets the arguments that it declares, by name; what it needs and there isn't is one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mllm.data.tasks.task import Example, Task
+from mllm.errors import UserError
+from mllm.rl.reward_calls import Available, Reward, Sample, bind
+from mllm.rl.reward_worker import answers
+
+# As a user writes them
+
+OWN_REWARDS = """
+import re
+
+def named(prompt, completion, example, answer, completion_ids, length, truncated, level):
+    return [prompt, completion, example.answer, answer, completion_ids, length, truncated, level]
+
+def everything(completion, **rest):
+    return sorted(rest)
+
+def with_default(completion, unit="kg"):
+    return unit
+
+def batch_of_everything(completions, **rest):
+    return [rest] * len(completions)
+
+def positional(completion, /):
+    return 1.0
+
+def needs_state(completions, trainer_state):
+    return [0.0]
+
+def needs_source(completion, source):
+    return 0.0
+
+number = 1
+
+# In the shape of TRL's documentation: conversational format, a column of the data, one task among several
+
+def format_reward(completions, **kwargs):
+    pattern = r"^<think>.*?</think><answer>.*?</answer>$"
+    contents = [completion[0]["content"] for completion in completions]
+    return [1.0 if re.match(pattern, content) else 0.0 for content in contents]
+
+def correctness(prompts, completions, ground_truth, **kwargs):
+    found = [re.search(r"\\\\boxed\\{(.*?)\\}", completion) for completion in completions]
+    return [1.0 if match and match.group(1) == truth else 0.0 for match, truth in zip(found, ground_truth)]
+
+async def only_math(prompts, completions, task, **kwargs):
+    return [float(len(text)) if kind == "math" else None for text, kind in zip(completions, task)]
+
+def long_in_tokens(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_rewards(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("rewards")
+    (folder / "mine.py").write_text(OWN_REWARDS)
+    (folder / "broken_rewards.py").write_text("import nothing_of_that_name")
+    (folder / "exiting_rewards.py").write_text("raise SystemExit(0)")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+
+
+def sample(completion: str, *, conversational: bool = False, answer: str | None = "7", **fields: Any) -> Sample:
+    prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+4="}]
+    example = Example(prompt, answer, fields=fields, conversational=conversational)
+    return Sample(example, completion, list(completion.encode()), len(completion) > 3)
+
+
+def bound(name: str, *samples: Sample, **args: Any) -> Reward:
+    task = Task("sums", [sample.example for sample in samples], [])
+    return bind(name, args, None, Available.of_task(task, 16))
+
+
+def values(name: str, *samples: Sample, **args: Any) -> list[Any]:
+    return [result for _, result in answers(bound(name, *samples, **args), samples)]
+
+
+def test_a_function_gets_what_it_names() -> None:
+    given = sample("long", level=2)
+    assert bound("mine:named", given)([given]) == ["3+4=", "long", "7", "7", [108, 111, 110, 103], 4, True, 2]
+    assert bound("mine:with_default", given)([given]) == "kg"
+    assert bound("mine:with_default", given, unit="g")([given]) == "g"
+    fixed = ["answer", "completion_ids", "example", "length", "max_completion_length", "prompt", "truncated"]
+    assert bound("mine:everything", given, more=1)([given]) == sorted([*fixed, "level", "more"])
+
+
+def test_a_batched_function_gets_lists_and_a_record_without_a_field_gives_none() -> None:
+    given = [sample("a", level=2), sample("b", source="x")]
+    rest = bound("mine:batch_of_everything", *given)(given)[0]
+    assert rest.pop("examples") == [one.example for one in given]
+    assert rest == {
+        "prompts": ["3+4=", "3+4="],
+        "answer": ["7", "7"],
+        "answers": ["7", "7"],
+        "completion_ids": [[97], [98]],
+        "length": [1, 1],
+        "truncated": [False, False],
+        "level": [2, None],
+        "source": [None, "x"],
+        "max_completion_length": 16,
+    }
+
+
+def test_functions_for_trl_work_as_they_are() -> None:
+    """Conversational data give messages and standard data texts; None says that a function does not apply."""
+    thought = "<think>3 and 4</think><answer>7</answer>"
+    assert values("mine:format_reward", *[sample(text, conversational=True) for text in (thought, "7")]) == [1, 0]
+    boxed = [sample(r"so \boxed{7}", ground_truth="7"), sample(r"so \boxed{7}", ground_truth="8"), sample("7")]
+    assert values("mine:correctness", *boxed) == [1, 0, 0]
+    tasks = [sample("abc", task="math"), sample("abc", task="code")]
+    assert list(answers(bound("mine:only_math", *tasks), tasks)) == [("value", 3.0), ("not_applicable", "")]
+    assert values("mine:long_in_tokens", sample("abc"), sample("")) == [3, 0]
+
+
+def test_conversational_prompts_are_all_messages() -> None:
+    given = sample("a", conversational=True)
+    assert bound("mine:batch_of_everything", given)([given])[0]["prompts"] == [given.example.prompt]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("exact", {}, "there is no reward exact: exact_match, .*package.module:function, or url:"),
+        ("task", {}, "no scorer of its own"),
+        ("broken_rewards:f", {}, "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
+        ("exiting_rewards:f", {}, "SystemExit"),
+        ("math:missing", {}, "AttributeError"),
+        ("mine:number", {}, "is not a function"),
+        ("mine:positional", {}, "mine:positional takes completion by position: remove the /"),
+        ("mine:needs_state", {}, "requires trainer_state, which there isn't; there are answers, .*fields .level."),
+        ("mine:needs_source", {}, "needs_source requires source, .* prompt, .*fields .level.; args gives"),
+        ("mine:with_default", {"units": 1}, "args.units: it has no such argument; args may set: unit$"),
+        ("mine:with_default", {"completion": 1}, "args.completion: the trainer gives this argument itself"),
+        ("overlong", {}, "overlong requires cache"),
+        ("overlong", {"cache": 17}, r"overlong: cache is 17, expected 1 to rollout.max_completion_length \(16\)"),
+        ("overlong", {"cache": "four"}, "overlong: "),
+        ("repetition", {"ngram": 0}, "repetition: expected ngram >= 1"),
+        ("url:ftp://127.0.0.1", {}, "expected url:http://... or url:https://..."),
+    ],
+)
+def test_a_function_that_can_not_be_called_is_an_error_of_one_line(
+    name: str, args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=f"task.rewards: .*{message}") as error:
+        bound(name, sample("a", level=1), **args)
+    assert "\n" not in str(error.value)
+
+
+def test_a_function_that_needs_answers_is_refused_where_the_problems_have_none() -> None:
+    given = sample("a", answer=None)
+    with pytest.raises(UserError, match="exact_match requires answer, and the task's problems have none"):
+        bound("exact_match", given)
+    assert values("tag_count", given) == [0]
