@@ -32,6 +32,8 @@ BYTES_TEMPLATE = (
 """It leaves out the roles: a tiny model pays for each token."""
 
 LARGEST_TEMPLATE = 2**20
+DATE = "26 Jul 2024"
+"""The date that Llama 3's templates write where the system has no clock."""
 TEMPLATE_SECONDS = 10.0
 
 
@@ -197,13 +199,17 @@ def assistant_span(tokenizer: Tokenizer, messages: Sequence[Message], turn: int,
         raise UserError("messages: the first is the assistant's, so it answers nothing: begin with the user's")
     before = render(tokenizer, messages[:turn], add_generation_prompt=True)
     through = render(tokenizer, messages[: turn + 1])
-    if not (through.startswith(before) and text.startswith(through)):
-        raise UserError(
-            "model.tokenizer: its chat template rewrites earlier turns, so the assistant's can't be told "
-            "from the others: mark them in the template with {% generation %}"
-        )
-    closing = list(control_tokens(tokenizer).finditer(through, len(before)))
-    return len(before), closing[-1].end() if closing else len(through)
+    if text.startswith(through) and through.startswith(before):
+        closing = list(control_tokens(tokenizer).finditer(through, len(before)))
+        return len(before), closing[-1].end() if closing else len(through)
+    # Qwen3's template writes an empty thought into the turns after the last question, and into no earlier one.
+    said = text.find(messages[turn]["content"].strip(), len(before))
+    if text.startswith(before) and said >= 0 and (end := control_tokens(tokenizer).search(text, said)):
+        return len(before), end.end()
+    raise UserError(
+        "model.tokenizer: its chat template rewrites earlier turns, so the assistant's can't be told "
+        "from the others: mark them in the template with {% generation %}"
+    )
 
 
 def render(tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
@@ -227,7 +233,8 @@ def apply_template(tokenizer: Tokenizer, messages: Sequence[Message], **options:
             if not isinstance(template, str) or len(template) > LARGEST_TEMPLATE:
                 raise UserError(f"model.tokenizer: its chat template is no text of up to {LARGEST_TEMPLATE} characters")
             refuse_powers(template)
-            return tokenizer.apply_chat_template(list(messages), **options)
+            # Llama 3.2's template would write today's date, and a run that resumes tomorrow would see other prompts.
+            return tokenizer.apply_chat_template(list(messages), date_string=DATE, **options)
     except UserError:
         raise
     except Exception as error:  # the template is a program, which may fail in any way

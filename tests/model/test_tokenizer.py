@@ -42,6 +42,32 @@ QWEN_TEMPLATE = """\
 """
 """The template of Qwen2.5-Instruct, without tools."""
 
+QWEN3_TEMPLATE = """\
+{%- set ns = namespace(last_query=0) %}
+{%- for message in messages if message.role == "user" %}{% set ns.last_query = messages.index(message) %}{% endfor %}
+{%- for message in messages %}
+    {%- set thinks = message.role == "assistant" and loop.index0 > ns.last_query %}
+    {%- set thought = '<think>\\n\\n</think>\\n\\n' if thinks else '' %}
+    {{- '<|im_start|>' + message.role + '\\n' + thought + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+"""As Qwen3's template does, this writes a thought into the turns after the last question only."""
+
+LLAMA_TEMPLATE = """\
+{%- if not date_string is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% endif %}
+{{- '<|im_start|>system<|endoftext|>\\n\\nToday Date: ' + date_string + '<|im_end|>' }}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '<|endoftext|>\\n\\n' + message.content | trim + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant<|endoftext|>\\n\\n' }}
+{%- endif %}
+"""
+"""Llama 3.2's template, with other control tokens: it dates the system's message, and trims all others."""
+
 GENERATION_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}<|im_start|>"
     "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}\n"
@@ -134,6 +160,20 @@ def test_a_template_that_fails_is_an_error_in_one_line(template: Any, message: s
     with pytest.raises(UserError, match=message) as error:
         encode_example(with_template(template), CHAT)
     assert "\n" not in str(error.value)
+
+
+def test_qwen3_s_thought_before_the_last_answer_is_learned_and_earlier_turns_have_none() -> None:
+    thought = "<think>\n\n</think>\n\n"
+    qwen3 = with_template(QWEN3_TEMPLATE)
+    assert learned_text(qwen3, CHAT) == f"7<{END}>|{thought}\nYes,\n I am.<{END}>"
+    assert learned_text(qwen3, CHAT[:2]) == f"{thought}7<{END}>"
+
+
+def test_llama_s_template_trims_answers_and_writes_the_same_date_every_day() -> None:
+    llama = with_template(LLAMA_TEMPLATE)
+    assert learned_text(llama, CHAT) == f"7<{END}>|Yes,\n I am.<{END}>"
+    assert "Today Date: 26 Jul 2024" in llama.decode(encode_prompt(llama, CHAT[:1]))
+    assert stop_ids(llama) == (END,)
 
 
 def test_a_template_that_never_ends_is_stopped_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
