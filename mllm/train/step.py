@@ -28,7 +28,7 @@ from mllm.errors import UserError
 from mllm.model.architecture import Qwen2Config
 from mllm.model.layout import LOGICAL_AXES, Params, map_parameters
 from mllm.parallel.mesh import sharding
-from mllm.train import objectives
+from mllm.train import objectives, rounding
 from mllm.train.optimizer import update_count
 
 Metrics = dict[str, Float[Array, ""]]
@@ -205,10 +205,8 @@ def make_train_step(
         sound = jnp.isfinite(loss) & jnp.isfinite(norm)
         made = sound & (batch.weights > 0).any()
 
-        # Micro-batches add up in float32, and moments of such gradients would not have the parameters' dtype.
-        narrowed = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), gradients, state.params)
-        updates, opt_state = optimizer.update(narrowed, state.opt_state, state.params)
-        updated = optax.apply_updates(state.params, updates), opt_state
+        key = rounding.update_key(config.seed, state.step)
+        updated = rounding.updated(optimizer, gradients, state.params, state.opt_state, key)
         # No `cond`: XLA for GPUs holds its results beside the state, and on every device the whole of them.
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(made, new, old), updated, (state.params, state.opt_state)

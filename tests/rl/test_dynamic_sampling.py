@@ -106,6 +106,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path):
             "importance_sampling": "sequence_mask",
             "dual_clip": 3.0,
         },
+        model={"param_dtype": "bfloat16"},
         rollout={"top_p": 0.95},
         task={"rewards": [{"name": "user_rewards:seldom"}]},
     )

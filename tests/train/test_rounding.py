@@ -1,0 +1,89 @@
+"""bfloat16 parameters move as far as float32 ones do, though an update is far below the distance of their numbers."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mllm.config.model import MeshConfig, OptimizerConfig
+from mllm.parallel.mesh import make_mesh
+from mllm.train.optimizer import make_optimizer
+from mllm.train.rounding import round_at_random, update_key, updated
+
+WEIGHTS = 50_000
+
+
+@partial(jax.jit, static_argnames=("dtype", "name"))
+def train(dtype, name="adamw"):
+    """Weights of a usual size before and after 100 updates at 1e-6, with gradients that are mostly noise."""
+    optimizer = make_optimizer(OptimizerConfig(name=name, learning_rate=1e-6, b2=0.999), 100)
+    start, mean = 0.02 * jax.random.normal(jax.random.key(0), (2, WEIGHTS)).astype(jnp.bfloat16)
+    params = {"w": start.astype(dtype)}
+
+    def step(state, number):
+        noise = jax.random.normal(jax.random.fold_in(jax.random.key(1), number), (WEIGHTS,))
+        gradients = {"w": mean + 0.02 * noise}
+        return updated(optimizer, gradients, *state, update_key(0, number)), None
+
+    (params, state), _ = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(100))
+    assert {leaf.dtype for leaf in jax.tree.leaves((params, state))} == {jnp.dtype(dtype), jnp.dtype(jnp.int32)}
+    return params["w"].astype(jnp.float32) - start.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_the_mean_movement_after_100_updates_is_within_two_percent_of_float32_s(name):
+    exact, got = (np.asarray(train(dtype, name), np.float64) for dtype in (jnp.float32, jnp.bfloat16))
+    assert 1e-5 < np.abs(exact).mean() < 1e-4
+    assert got @ exact / (exact @ exact) == pytest.approx(1, abs=0.02)
+
+
+def test_moments_fall_as_slowly_as_b2_says():
+    """A fall by 0.1 % is less than half the distance of two bfloat16 numbers: rounded to nearest they would stay."""
+    optimizer, params = make_optimizer(OptimizerConfig(learning_rate=1.0, b2=0.999), 1), {"w": jnp.zeros(20_000)}
+    zeros, params = params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    state = optax.tree.map_params(optimizer, lambda x: jnp.full_like(x, 3.0), optimizer.init(params))
+
+    @jax.jit
+    def fall(state):
+        return jax.lax.fori_loop(
+            0, 100, lambda t, state: updated(optimizer, zeros, params, state, update_key(0, t))[1], state
+        )
+
+    nu = optax.tree.get(fall(state), "nu")["w"]
+    assert nu.dtype == jnp.bfloat16
+    assert float(nu.astype(jnp.float32).mean()) == pytest.approx(3 * 0.999**100, rel=2e-3)
+
+
+def test_rounding_is_exact_in_the_mean_and_keeps_what_bfloat16_has():
+    below, above = np.float32(1), np.float32(1 + 2**-7)
+    for share in (0.0, 0.25, 0.9):
+        values = jnp.full(40_000, below + share * (above - below), jnp.float32)
+        for sign in (1, -1):
+            rounded = sign * np.asarray(round_at_random(sign * values, update_key(0, 0)), np.float32)
+            assert set(rounded) <= {below, above}
+            assert np.mean(rounded == above) == pytest.approx(share, abs=0.01)
+    special = jnp.array([0.0, -0.0, jnp.inf, -jnp.inf, jnp.nan, 2.0**-130, -3.0])
+    kept = round_at_random(special, update_key(0, 0)).astype(jnp.float32)
+    np.testing.assert_array_equal(kept, special)
+
+
+def test_the_bits_depend_on_seed_step_and_name_and_not_on_the_mesh():
+    values = jax.random.uniform(jax.random.key(0), (64, 48))
+    optimizer = optax.identity()
+
+    @partial(jax.jit, static_argnums=0)
+    def one(seed, step, values):
+        params = {name: jnp.zeros(values.shape, jnp.bfloat16) for name in "ab"}
+        return updated(optimizer, {"a": values, "b": values}, params, optimizer.init(params), update_key(seed, step))[0]
+
+    found = [one(0, 0, values)["a"], one(0, 0, values)["b"], one(1, 0, values)["a"], one(0, 1, values)["a"]]
+    for i, mine in enumerate(found):
+        assert all(np.mean(mine != other) > 0.1 for other in found[:i])
+    mesh = make_mesh(MeshConfig(dp=2, fsdp=2, tp=2))
+    sharded = jax.device_put(values, NamedSharding(mesh, PartitionSpec("fsdp", "tp")))
+    with jax.default_prng_impl("rbg"):
+        np.testing.assert_array_equal(one(0, 0, sharded)["a"], found[0])
