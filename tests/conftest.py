@@ -5,6 +5,7 @@ Programs that were compiled once are taken from a folder, by later runs and by t
 
 import os
 import signal
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,6 +17,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's job in th
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
+CACHE = tempfile.TemporaryDirectory(prefix="mllm-tests-")  # where data.cache is; removed when the tests end
+os.environ["XDG_CACHE_HOME"] = CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

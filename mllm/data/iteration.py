@@ -24,10 +24,19 @@ class DataIterator(Generic[T]):
     """Batches, and a position from which another iterator continues exactly, with prefetching or without."""
 
     def __init__(
-        self, dataset: grain.IterDataset[tuple[T, int]], examples: int, epochs: int | None, prefetch: int
+        self,
+        dataset: grain.IterDataset[tuple[T, int]],
+        examples: int,
+        epochs: int | None,
+        prefetch: int,
+        content: str | None = None,
     ) -> None:
-        """`dataset` gives batches, each with its number of examples; an epoch has `examples` of them."""
+        """`dataset` gives batches, each with its number of examples; an epoch has `examples` of them.
+
+        `content` is a hash of the examples, where it is known.
+        """
         self.examples = examples
+        self.content = content
         self.epochs = epochs
         self.consumed = 0
         self.batches = iter(ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=prefetch))
@@ -54,15 +63,18 @@ class DataIterator(Generic[T]):
 
     def get_state(self) -> dict[str, Any]:
         """The position after the batches so far: JSON."""
-        return {"examples": self.examples, "given": self.consumed, "pipeline": self.batches.get_state()}
+        state = {"examples": self.examples, "given": self.consumed, "pipeline": self.batches.get_state()}
+        return state if self.content is None else state | {"content": self.content}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `get_state` gave; UserError where the number of examples has changed since."""
+        """Continue from a position that `get_state` gave; UserError where the examples are others than then."""
         if state["examples"] != self.examples:
             raise UserError(
                 f"data: the run began with {state['examples']} examples and now there are {self.examples}: "
                 "restore the data, or start a new run_dir"
             )
+        if state.get("content", self.content) != self.content:
+            raise UserError("data: the run began with other examples: restore the data, or start a new run_dir")
         self.consumed = state["given"]
         self.batches.set_state(state["pipeline"])
 

@@ -48,7 +48,7 @@ def sft_batches(
             f"data.source: {config.source} has {len(documents)} examples, too few for one batch in {config.epochs} "
             "epochs: lower batch_size, or raise data.epochs"
         )
-    return DataIterator(batches, len(documents), config.epochs, config.prefetch)
+    return DataIterator(batches, len(documents), config.epochs, config.prefetch, documents.content)
 
 
 def validation_batches(

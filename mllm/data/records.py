@@ -5,12 +5,14 @@ Each record comes with its place (`train.jsonl:17`). Blank lines are no records,
 
 import glob
 import gzip
+import hashlib
 import io
 import json
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,23 +91,43 @@ def check_regular(path: Path, key: str) -> None:
         raise UserError(f"{key}: {path} is no regular file: give {FORMATS}")
 
 
-def parquet_rows(path: Path, key: str) -> Records:
-    """The rows of a parquet file, without what is null in them; the first is number 1."""
+def file_content(path: Path, key: str) -> tuple[str, int]:
+    """A hash of what is in a file, decompressed, and about how many records that is; UserError as when it is read."""
+    if path.suffix == ".parquet":
+        with open_parquet(path, key) as table, path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest(), table.metadata.num_rows
+    digest, count = hashlib.sha256(), 0
+    with open_lines(path, key) as file:
+        while block := file.read(2**20):
+            digest.update(block)
+            count += block.count(b"\n")
+    return digest.hexdigest(), count
+
+
+@contextmanager
+def open_parquet(path: Path, key: str) -> Iterator[Any]:
+    """The parquet file, open; UserError, which names the setting `key`, where it can't be read."""
     check_regular(path, key)
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise UserError(f"{key}: {path} needs the package pyarrow: pip install -e '.[parquet]'") from None
-    number = 0
     try:
         with ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:{number}", without_nulls(row)
+            yield file
     except (ArrowException, OSError) as error:
         raise UserError(f"{key}: {path} can't be read ({brief(error)}): give {FORMATS}") from None
+
+
+def parquet_rows(path: Path, key: str) -> Records:
+    """The rows of a parquet file, without what is null in them; the first is number 1."""
+    number = 0
+    with open_parquet(path, key) as file:
+        for batch in file.iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}:{number}", without_nulls(row)
 
 
 def without_nulls(row: Record) -> Record:
@@ -113,25 +135,29 @@ def without_nulls(row: Record) -> Record:
     return {name: value for name, value in row.items() if value is not None}
 
 
-def json_lines(path: Path, key: str) -> Records:
-    """The records of a file, which may be compressed (`.gz`).
-
-    UserError, which names the setting `key`, is raised where the file is missing or can't be read.
-    """
+@contextmanager
+def open_lines(path: Path, key: str) -> Iterator[Any]:
+    """The file, open and decompressed (`.gz`); UserError, which names the setting `key`, where it can't be read."""
     check_regular(path, key)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(lines(file), start=1):
-                if not line.strip():
-                    continue
-                place = f"{path}:{number}"
-                try:
-                    yield place, parse(place, line)
-                except UserError as error:
-                    yield place, error
+            yield file
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or brief(error)
         raise UserError(f"{key}: {path} can't be read ({reason}): give {FORMATS}") from None
+
+
+def json_lines(path: Path, key: str) -> Records:
+    """The records of a file of JSON lines; UserError, which names the setting `key`, where it can't be read."""
+    with open_lines(path, key) as file:
+        for number, line in enumerate(lines(file), start=1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                yield place, parse(place, line)
+            except UserError as error:
+                yield place, error
 
 
 def lines(file: io.BufferedIOBase) -> Iterator[bytes]:
@@ -157,7 +183,22 @@ def parse(place: str, line: bytes) -> Record:
 
 
 def hub_rows(source: str, subset: str | None, split: str, key: str) -> Records:
-    """The rows of a split of a hub's data set; UserError, which names the setting `key`, where it can't be had."""
+    """The rows of a split of a hub's data set, without what is null in them; UserError as by `hub_split`."""
+    for number, row in enumerate(hub_split(source, subset, split, key)):
+        yield f"{source}[{split}][{number}]", without_nulls(row)
+
+
+def hub_content(source: str, subset: str | None, split: str, key: str) -> tuple[str, int]:
+    """A hash of what is in a split of a hub's data set, and the number of its rows; UserError as by `hub_split`."""
+    rows = hub_split(source, subset, split, key)
+    digest = hashlib.sha256(f"{subset} {split}".encode())
+    for file in rows.cache_files:
+        digest.update(file_content(Path(file["filename"]), key)[0].encode())
+    return digest.hexdigest(), len(rows)
+
+
+def hub_split(source: str, subset: str | None, split: str, key: str) -> Any:
+    """The split of a hub's data set; UserError, which names the setting `key`, where it can't be had."""
     try:
         import datasets
     except ImportError:
@@ -166,11 +207,9 @@ def hub_rows(source: str, subset: str | None, split: str, key: str) -> Records:
             "give a local path, or pip install -e '.[hub]'"
         ) from None
     try:
-        rows = datasets.load_dataset(source, subset, split=split)
+        return datasets.load_dataset(source, subset, split=split)
     except Exception as error:  # many kinds: no network, no such data set, a damaged cache
         raise UserError(f"{key}: {source} can't be had from the hub ({brief(error)}): give a local path") from None
-    for number, row in enumerate(rows):
-        yield f"{source}[{split}][{number}]", without_nulls(row)
 
 
 def text(place: str, record: Record, key: str) -> str:

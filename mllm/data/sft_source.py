@@ -6,15 +6,18 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from mllm.config.data import DataConfig
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
-from mllm.data.documents import Documents, load_documents
+from mllm.data.cache import cached_documents
+from mllm.data.documents import Documents, Origin, TaskDocuments, hold_out
 from mllm.data.iteration import DataIterator
 from mllm.data.pipeline import sft_batches
 from mllm.data.source import Step
 from mllm.data.tasks.task import Task
 from mllm.model.layout import Params
 from mllm.model.load import Policy
+from mllm.model.tokenizer import Tokenizer
 from mllm.parallel.processes import ALL_ROWS, RowShare
 from mllm.stopwatch import Stopwatch
 
@@ -32,6 +35,31 @@ def make_sft_source(config: Config, policy: Policy, mesh: Mesh, task: Task | Non
         process_count=rows.count,
     )
     return SftSource(batches, rows, validation)
+
+
+def load_documents(config: DataConfig, tokenizer: Tokenizer, task: Task | None) -> tuple[Documents, Documents | None]:
+    """The documents to train on, and those of the validation if there is one.
+
+    UserError is raised if a source can't be read, a line is bad, or a share leaves nothing to train on.
+    """
+    if config.source == "task":
+        assert task is not None
+        training: Documents = TaskDocuments(task, tokenizer, config.max_length)
+    else:
+        training = cached_documents(
+            Origin("data.source", config.source, config.subset, config.split), config, tokenizer
+        )
+    validation = config.validation
+    if validation is None:
+        return training, None
+    if validation.share is not None:
+        return hold_out(training, validation.share)
+    if validation.split is not None:
+        origin = Origin("data.validation.split", config.source, config.subset, validation.split)
+    else:
+        assert validation.source is not None
+        origin = Origin("data.validation.source", validation.source)
+    return training, cached_documents(origin, config, tokenizer)
 
 
 class SftSource:

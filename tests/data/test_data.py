@@ -13,10 +13,11 @@ from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data import records
 from mllm.data.batch import Batch
-from mllm.data.documents import TaskDocuments, load_documents
+from mllm.data.documents import TaskDocuments
 from mllm.data.iteration import DataIterator
 from mllm.data.pipeline import sft_batches
 from mllm.data.prompts import prompt_batches
+from mllm.data.sft_source import load_documents
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
@@ -173,6 +174,8 @@ def test_restoring_onto_other_data_is_refused(tmp_path: Path) -> None:
     state = batches_of(write(tmp_path, some(8))).get_state()
     with pytest.raises(UserError, match="began with 8 examples and now there are 9"):
         batches_of(write(tmp_path, some(9))).set_state(state)
+    with pytest.raises(UserError, match="began with other examples"):
+        batches_of(write(tmp_path, [*some(7), qa("q7", "other")])).set_state(state)
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -5,8 +5,9 @@ import pytest
 from test_data import BYTES, some, write
 
 from mllm.config.data import DataConfig
-from mllm.data.documents import Documents, hold_out, load_documents
+from mllm.data.documents import Documents, hold_out
 from mllm.data.pipeline import sft_batches, validation_batches
+from mllm.data.sft_source import load_documents
 from mllm.errors import UserError
 
 

@@ -1,0 +1,192 @@
+"""Documents on disk: the examples of files or of a hub id, tokenized once and found again by what they are made of.
+
+A cache is a folder, named by a hash of the sources' content, the tokenizer with its template, and the settings that
+change tokens: documents in an ArrayRecord file, and their sizes, mapped into memory. It is made under another name and
+renamed; a lock lets one process of a host make it while others wait. Checksums are compared whenever it is opened.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordWriter
+from tqdm import tqdm
+
+from mllm.config.data import DataConfig
+from mllm.data.documents import Documents, Origin, Size
+from mllm.data.records import bad_lines
+from mllm.data.tokenizing import FEW, Document, encode_records
+from mllm.errors import UserError, brief
+from mllm.model.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+"""The format of the cache and of what formats make of records; another one doesn't find older caches."""
+RECORDS, SIZES, SUMMARY = "documents.arrayrecord", "sizes.int32", "summary"
+LEARNED = np.uint32(1 << 31)
+"""A stored token's bit that says that the token after it is learned."""
+MOST_BAD = 10_000
+
+
+class CachedDocuments(Documents):
+    """The documents in a cache's folder; UserError where one of them can't be read."""
+
+    def __init__(self, folder: Path, summary: dict[str, Any]) -> None:
+        self.folder = folder
+        self.content = summary["content"]
+        self.sizes = np.memmap(folder / SIZES, np.int32, "r").reshape(-1, 2)
+        self.records = grain.sources.ArrayRecordDataSource([str(folder / RECORDS)])
+        self.lock = threading.Lock()  # training reads ahead in a thread while validation may read, too
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def size(self, index: int) -> Size:
+        return Size(*self.sizes[index].tolist())
+
+    def __getitem__(self, index: int) -> Document:
+        try:
+            with self.lock:
+                return unpacked(self.records[index])
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"data.cache: {self.folder} is damaged ({brief(error)}): delete it") from None
+
+
+def cached_documents(origin: Origin, config: DataConfig, tokenizer: Tokenizer) -> CachedDocuments:
+    """All examples of files or a hub id; a warning counts those that were skipped or cut.
+
+    UserError is raised if the source can't be read, has no example, or a line of it is bad and not to be skipped.
+    """
+    caches = Path(config.cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mllm").expanduser()
+    digest, count = origin.content()
+    settings = [VERSION, digest, tokenizer_digest(tokenizer), config.max_length, config.on_bad_line]
+    folder = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
+    summary = read_summary(folder)
+    if summary is None:
+        try:
+            with locked(folder):
+                summary = read_summary(folder) or make(folder, origin, config, tokenizer, count)
+        except (OSError, RuntimeError) as error:  # array_record's are RuntimeErrors
+            reason = getattr(error, "strerror", None) or brief(error)
+            raise UserError(
+                f"data.cache: {caches} can't be written ({reason}): make room, or set data.cache to another folder"
+            ) from None
+    for name, what in (("skipped", "bad lines were skipped"), ("cut", "examples were cut at data.max_length")):
+        if summary[name]:
+            log.warning("%s: %s: %d %s", origin.key, origin.source, summary[name], what)
+    return CachedDocuments(folder, summary)
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """The summary of a cache; None where there is none, or its files are damaged."""
+    try:
+        checksum, _, text = (folder / SUMMARY).read_text().partition("\n")
+        summary: dict[str, Any] = json.loads(text)
+        intact = checksum == hashlib.sha256(text.encode()).hexdigest()
+        if intact and all(file_digest(folder / name) == summary["digests"][name] for name in (RECORDS, SIZES)):
+            return summary
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def make(folder: Path, origin: Origin, config: DataConfig, tokenizer: Tokenizer, count: int) -> dict[str, Any]:
+    """Tokenize the source of about `count` records into a cache, in place of a damaged one; returns its summary."""
+    if folder.exists():
+        log.warning("data.cache: %s is damaged, and made again", folder)
+    if count > FEW:
+        print(f"{origin.key}: tokenizing {count:,} records of {origin.source} into {folder}", file=sys.stderr)
+    unfinished = folder.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left
+    unfinished.mkdir()
+    try:
+        summary = write_documents(unfinished, origin, config, tokenizer, count)
+        text = json.dumps(summary | {"digests": {name: file_digest(unfinished / name) for name in (RECORDS, SIZES)}})
+        (unfinished / SUMMARY).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return summary
+
+
+def write_documents(
+    folder: Path, origin: Origin, config: DataConfig, tokenizer: Tokenizer, count: int
+) -> dict[str, Any]:
+    """Write documents and sizes. Returns a hash of the documents and how many records were skipped or cut."""
+    content, bad, cut = hashlib.sha256(), list[tuple[str, UserError]](), 0
+    encoded = encode_records(tokenizer, config.max_length, origin.records())
+    bar = tqdm(encoded, "tokenizing", count, unit=" records", dynamic_ncols=True, delay=1, disable=None)
+    with ExitStack() as stack:
+        writer = stack.enter_context(closing(ArrayRecordWriter(str(folder / RECORDS), "group_size:1")))
+        sizes = stack.enter_context((folder / SIZES).open("wb"))
+        for place, document, complete in bar:
+            if isinstance(document, UserError):
+                bad.append((place, document))
+                if config.on_bad_line == "error" and len(bad) == MOST_BAD:
+                    break
+                continue
+            record = packed(document)
+            writer.write(record)
+            content.update(record)
+            sizes.write(np.array([len(document), document[:, 2].sum()], np.int32).tobytes())
+            cut += not complete
+        documents = sizes.tell()
+    if bad and config.on_bad_line == "error":
+        raise bad_lines(bad, origin.key)
+    if not documents:
+        none = f"all {len(bad)} lines are bad, the first: {bad[0][1]}" if bad else "there is no example in it"
+        raise UserError(f"{origin.key}: {origin.source}: {none}")
+    return {"content": content.hexdigest(), "skipped": len(bad), "cut": cut}
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the cache's lock, which the system releases when the process ends, however it ends."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"data.cache: waiting for the process that makes {folder}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def packed(document: Document) -> bytes:
+    """A document as it is stored: its tokens, with a bit that says whether the next one is learned."""
+    return (document[:, 0].astype(np.uint32) | LEARNED * document[:, 2].astype(np.uint32)).tobytes()
+
+
+def unpacked(record: bytes) -> Document:
+    stored = np.frombuffer(record, np.uint32)
+    tokens, learned = (stored & ~LEARNED).astype(np.int32), (stored >> 31).astype(np.int32)
+    return np.stack([tokens, np.append(tokens[1:], 0), learned], axis=1).astype(np.int32)
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """A hash of the files that the tokenizer and its template are saved as."""
+    digest = hashlib.sha256()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            digest.update(f"{path.name} {file_digest(path)}".encode())
+    return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,148 @@
+"""A source is tokenized once, by whichever process comes first; a stale, damaged or unfinished cache is not used."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from stand_in_tokenizer import ImportsTokenizer
+from test_data import BYTES, qa, some, write
+
+from mllm.config.data import DataConfig
+from mllm.data import cache, tokenizing
+from mllm.data.documents import Origin
+from mllm.data.records import file_records
+from mllm.errors import UserError
+from mllm.model.tokenizer import bytes_tokenizer
+
+
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    """A function that opens the cache of a source, and the list of caches that had to be made."""
+    made, make = [], cache.make
+
+    def counting(folder, *arguments):
+        made.append(folder)
+        return make(folder, *arguments)
+
+    monkeypatch.setattr(cache, "make", counting)
+
+    def open_cache(source, tokenizer=BYTES, **settings):
+        given = {"source": str(source), "max_length": 32, "cache": f"{tmp_path}/cache", **settings}
+        return cache.cached_documents(Origin("data.source", str(source)), DataConfig(**given), tokenizer)
+
+    return open_cache, made
+
+
+def contents(documents):
+    return [documents[i].tolist() for i in range(len(documents))]
+
+
+def test_a_cache_is_made_once_for_the_same_content_tokenizer_and_settings(tmp_path, opened):
+    open_cache, made = opened
+    path = Path(write(tmp_path, some(20)))
+    first = open_cache(path)
+    assert contents(open_cache(path.rename(tmp_path / "renamed.jsonl"))) == contents(first)
+    assert len(made) == 1
+    other = bytes_tokenizer()
+    other.chat_template = other.chat_template.replace("content'] }}", "content'] }}!")
+    open_cache(tmp_path / "renamed.jsonl", tokenizer=other)
+    open_cache(tmp_path / "renamed.jsonl", max_length=16)
+    open_cache(tmp_path / "renamed.jsonl", on_bad_line="skip")
+    changed = open_cache(write(tmp_path, [*some(19), qa("q19", "other")], "renamed.jsonl"))
+    assert len({*made}) == 5
+    assert changed.content != first.content
+
+
+def test_sizes_are_those_of_the_documents_and_tokens_are_stored_as_they_are(tmp_path, opened):
+    documents = opened[0](write(tmp_path, some(20)))
+    for index in range(20):
+        assert documents.size(index) == (len(documents[index]), documents[index][:, 2].sum())
+    largest = np.array([[2**31 - 1, 5, 1], [5, 0, 0]], np.int32)
+    np.testing.assert_array_equal(cache.unpacked(cache.packed(largest)), largest)
+
+
+@pytest.mark.parametrize("name", [cache.RECORDS, cache.SIZES, cache.SUMMARY])
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:40] + bytes([b[40] ^ 1]) + b[41:], None])
+def test_a_damaged_cache_is_made_again(tmp_path, opened, caplog, name, damage):
+    open_cache, made = opened
+    source = write(tmp_path, some(20))
+    expected = contents(open_cache(source))
+    path = made[0] / name
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage(path.read_bytes()))
+    assert contents(open_cache(source)) == expected
+    assert f"data.cache: {made[0]} is damaged, and made again" in caplog.text
+    open_cache(source)
+    assert len(made) == 2
+
+
+def test_damage_that_comes_later_is_an_error_that_says_what_to_delete(tmp_path, opened):
+    open_cache, made = opened
+    documents = open_cache(write(tmp_path, some(20)))
+    path = made[0] / cache.RECORDS
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(UserError, match=f"data.cache: {made[0]} is damaged .*: delete it"):
+        contents(documents)
+
+
+def test_what_a_killed_process_left_is_not_taken_for_a_cache(tmp_path, opened):
+    open_cache, made = opened
+    source = write(tmp_path, some(20))
+    expected = contents(open_cache(source))
+    made[0].rename(made[0].with_suffix(".unfinished"))
+    assert contents(open_cache(source)) == expected
+    assert sorted(p.suffix for p in made[0].parent.iterdir()) == ["", ".lock"]
+
+
+def test_a_source_with_bad_lines_leaves_no_cache(tmp_path, opened):
+    open_cache, made = opened
+    with pytest.raises(UserError, match="2 lines are bad"):
+        open_cache(write(tmp_path, ["{", *some(3), "["]))
+    assert [p.suffix for p in made[0].parent.iterdir()] == [".lock"]
+
+
+def test_of_several_at_once_one_makes_the_cache_and_the_others_wait(tmp_path, opened, capfd):
+    """Locks belong to open files, so threads wait for one another as processes do."""
+    open_cache, made = opened
+    source, got = write(tmp_path, some(300)), []
+    threads = [threading.Thread(target=lambda: got.append(contents(open_cache(source)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert len(got) == 4
+    assert all(documents == got[0] for documents in got)
+
+
+def test_a_cache_that_can_not_be_written_is_refused(tmp_path, opened):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"data.cache: .*/file/x can't be written \(Not a directory\): make"):
+        opened[0](write(tmp_path, some(2)), cache=f"{tmp_path}/file/x")
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Small chunks, of which all but the first go to other processes."""
+    monkeypatch.setattr(tokenizing, "FEW", 3)
+    monkeypatch.setattr(tokenizing, "CHUNK", 4)
+
+
+def test_worker_processes_give_the_same_in_the_same_order(tmp_path, few):
+    source = write(tmp_path, [*some(9), "{", qa("long", "a" * 50), *some(9), {"text": 1}])
+    parallel = list(tokenizing.encode_records(BYTES, 32, file_records(source, "data.source")))
+    alone = tokenizing.encode_chunk(BYTES, 32, file_records(source, "data.source"))
+    for one, other in zip(parallel, alone, strict=True):
+        assert (one[0], str(one[1]), one[2]) == (other[0], str(other[1]), other[2])
+
+
+def test_a_worker_does_not_import_jax_and_its_death_is_an_error(few):
+    records = [(f"{i}", {"prompt": "a", "completion": "b"}) for i in range(8)]
+    encoded = [document[0, 0] for _, document, _ in tokenizing.encode_records(ImportsTokenizer(), 32, iter(records))]
+    assert encoded == [2] * 3 + [1] * 5
+    records.append(("8", {"text": "die"}))
+    with pytest.raises(UserError, match=r"data.source: a process that tokenizes was killed"):
+        list(tokenizing.encode_records(ImportsTokenizer(), 32, iter(records)))
