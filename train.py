@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         join_cluster(options.wait)
     elif group := ProcessGroup.find(options.coordinator, options.processes, options.process, os.environ):
         group.join(options.wait)
-    return train(config)
+    return train(config, options.change)
 
 
 def make_parser() -> ArgumentParser:
@@ -53,6 +53,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     parser.add_argument("--plan", action="store_true", help="say what the run will hold in memory, and exit")
     parser.add_argument("--target", metavar="SLICE", help="with --plan: for TPUs that aren't there, such as v6e:2x4")
+    parser.add_argument("--change", action="store_true", help="go on from run_dir with other settings than it has had")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     several = parser.add_argument_group("several processes")
     several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
@@ -63,7 +64,7 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def train(config: Config) -> int:
+def train(config: Config, change: bool = False) -> int:
     """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
     from mllm.data.sft_source import SftSource, make_sft_source
     from mllm.data.source import Source
@@ -95,7 +96,7 @@ def train(config: Config) -> int:
         # Load and check everything before anything is written.
         interrupt = stack.enter_context(Interrupt())
         with raise_everywhere():
-            stack.enter_context(run_dir.claim(folder, config))
+            config = stack.enter_context(run_dir.claim(folder, config, change))
             policy = load_policy(config, mesh)
         optimizer = make_optimizer(config.optimizer, config.steps)
         schedule = make_schedule(config.optimizer, config.steps)
@@ -139,7 +140,7 @@ def train(config: Config) -> int:
         if is_writer():
             head = choose_head(config, policy.architecture, mesh)
             print(report.start_line(mesh, policy.params, head, policy.attention, state.step), file=sys.stderr)
-        log = stack.enter_context(closing(RunLog(folder, state.logged_step, config.steps)))
+        log = stack.enter_context(closing(RunLog(folder, state.logged_step, config.steps, config.changes)))
 
         # The loop. Signals are noticed between two steps, and in the middle of rollouts and evaluations.
         finished = state.step == config.steps or measurements.end_early(state)

@@ -6,7 +6,7 @@ room import nothing heavy, so that an error of the configuration does not wait f
 """
 
 import math
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -29,6 +29,17 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     samples: int | None = Field(default=None, ge=0)
     """How many completions of each step are written to samples.jsonl; None: all."""
+
+
+class Change(Section):
+    """A setting that `--change` has changed in the course of a run."""
+
+    step: int
+    """The last step with the old value."""
+    key: str
+    """The setting, with dots."""
+    old: Any
+    new: Any
 
 
 class Rows(NamedTuple):
@@ -67,6 +78,8 @@ class Config(Section):
     eval: EvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    changes: tuple[Change, ...] = ()
+    """What `--change` has changed so far: a record in the run's config.yaml, which nothing reads elsewhere."""
 
     @model_validator(mode="after")
     def check(self) -> Self:

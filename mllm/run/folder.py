@@ -10,35 +10,33 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from mllm.config.load import dump, read
 from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.parallel.processes import is_writer
-from mllm.run.storage import remedy
-
-MAY_CHANGE = {
-    *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log"),
-    *("grpo.row_length", "optimizer.max_skipped", "task.max_failed_groups"),
-}
-"""Sections and settings that say how a run is carried out and when it gives up, not what it computes."""
+from mllm.run.changes import check_changes
+from mllm.run.storage import remedy, saved_steps
 
 UNFINISHED_CONFIG, LOCK = "config.yaml.tmp", "lock"
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def claim(folder: Path, config: Config) -> Iterator[None]:
+def claim(folder: Path, config: Config, change: bool = False) -> Iterator[Config]:
     """Check the folder as `check` does and hold it as `lock` does; of several processes only the first holds it."""
-    check(folder, config)
+    check(folder, config, change)
     with lock(folder) if is_writer() else nullcontext():
-        check(folder, config)  # another process may have held it until now
-        yield
+        yield check(folder, config, change)  # another process may have held it until now
 
 
-def check(folder: Path, config: Config) -> None:
-    """Raise UserError if `folder` holds a run of another configuration, or something that is no run."""
+def check(folder: Path, config: Config, change: bool = False) -> Config:
+    """The configuration with which the folder's run goes on, or a new one begins: with the record of its changes.
+
+    `change` permits settings to differ as `check_changes` says. UserError is raised if `folder` holds a run of
+    another configuration, or something that is no run.
+    """
     path = folder / "config.yaml"
     with accessible(folder, "read"):
         existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -48,13 +46,11 @@ def check(folder: Path, config: Config) -> None:
             # A run that was killed before it began leaves these two.
             if folder.is_dir() and {*os.listdir(folder)} - {UNFINISHED_CONFIG, LOCK}:
                 raise UserError(f"run_dir: {folder} holds other files and no config.yaml; give an empty or new folder")
-            return
-    for key, old, new in differences(read(path), config.model_dump(mode="json")):
-        may_change = {key, key.split(".")[0]} & MAY_CHANGE
-        if not may_change and not (key == "steps" and is_extension(config, old)):
-            raise UserError(
-                f"{key}: {folder} belongs to a run with {old!r}, not {new!r}; give another run_dir, or the old value"
-            )
+            if change:
+                raise UserError(f"--change: {folder} holds no run; leave it out to begin one")
+            return config.model_copy(update={"changes": ()})
+    newest = max(saved_steps(folder / "checkpoints"), default=0)
+    return check_changes(folder, read(path), config, newest, change)
 
 
 def is_run(folder: Path) -> bool:
@@ -129,17 +125,3 @@ def open_locked(folder: Path) -> TextIO:
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
-
-
-def is_extension(config: Config, steps: Any) -> bool:
-    """Whether the run only goes on past its old `steps`: with a constant learning rate those are the same."""
-    return config.optimizer.schedule == "constant" and isinstance(steps, int) and config.steps > steps
-
-
-def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The settings in which two configurations differ: dotted key, old value, new value."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in [*old, *(name for name in new if name not in old)]:
-            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif old != new:
-        yield key, old, new

@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from mllm.config.schema import Change
 from mllm.parallel.processes import is_writer
 from mllm.run import tensorboard
 from mllm.run.storage import LogFile, writing
@@ -28,8 +29,14 @@ Scalars = Mapping[str, float | int]
 class RunLog:
     """The files of a run that grow by a line a step. In all processes but the first there are none."""
 
-    def __init__(self, run_dir: Path, last_step: int, steps: int) -> None:
-        """Open the files, and cut off the lines after `last_step`, which is -1 for a run that begins."""
+    def __init__(self, run_dir: Path, last_step: int, steps: int, changes: Sequence[Change] = ()) -> None:
+        """Open the files, and cut off the lines after `last_step`, which is -1 for a run that begins.
+
+        The first line of metrics.jsonl after one of the `changes` has it under `changed`.
+        """
+        self.changes: dict[int, dict[str, Any]] = {}
+        for change in changes:
+            self.changes.setdefault(change.step + 1, {})[change.key] = change.new
         self.files: dict[str, LogFile] = {}
         if is_writer():
             checkpoints = run_dir / "checkpoints"
@@ -47,7 +54,8 @@ class RunLog:
         """Append a step's lines. The metrics' line comes last: where it stands, the step's samples stand, too."""
         for sample in samples:
             self.append("samples.jsonl", step, sample)
-        self.append("metrics.jsonl", step, metrics)
+        changed = {"changed": self.changes[step]} if step in self.changes else {}
+        self.append("metrics.jsonl", step, {**metrics, **changed})
 
     def write_timings(self, step: int, timings: Scalars, metrics: Scalars) -> None:
         """Append the step's timings, and move the bar on, which shows some of the `metrics`."""
@@ -58,14 +66,15 @@ class RunLog:
         self.bar.update(step - self.bar.n)
 
     def append(self, name: str, step: int, record: Mapping[str, Any]) -> None:
-        """Append a line to a file; what isn't a sample goes to TensorBoard, too."""
+        """Append a line to a file; the numbers of what isn't a sample go to TensorBoard, too."""
         if not self.files:
             return
         # NaN and Infinity are no JSON; a reader in another language would refuse the file.
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
         self.files[name].append((json.dumps({"step": step, **finite}, ensure_ascii=False) + "\n").encode())
         if name != "samples.jsonl":
-            self.files[EVENTS].append(tensorboard.scalars(step, record))
+            numbers = {key: value for key, value in record.items() if key != "changed"}
+            self.files[EVENTS].append(tensorboard.scalars(step, numbers))
 
     def sync(self) -> None:
         """Wait until everything written so far survives a crash of the machine; a checkpoint must not be newer."""

@@ -1,0 +1,109 @@
+"""`--change` goes on with other settings where that is sound, records it, and stays exact when the run is killed."""
+
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import arguments, assert_same_end, changed, checkpoints, records, run, spawn, wait
+from tiny import config
+
+import train
+from mllm.errors import UserError
+from mllm.run import folder as run_dir
+
+DECAYING = {"optimizer": {"learning_rate": 1e-2, "schedule": "linear", "warmup_steps": 2}}
+
+
+def begun(folder, step=4, **sections):
+    """A run's folder with a checkpoint after `step`, and its configuration."""
+    settings = config(run_dir=str(folder), **sections)
+    run_dir.write(folder, settings)
+    (folder / "checkpoints" / str(step)).mkdir(parents=True)
+    return settings
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"steps": 8},
+        {"steps": 5},
+        {"optimizer": {"learning_rate": 1e-3}},
+        {"optimizer": {"schedule": "cosine", "final_fraction": 0.1}},
+        {"optimizer": {"max_grad_norm": 0.5}},
+        {"grpo": {"beta": 0.1, "reference": "initial"}},
+        {"grpo": {"scale_rewards": "none"}},
+        {"rollout": {"max_completion_length": 8}},
+        {"task": {"rewards": [{"name": "exact_match", "weight": 0.5}]}},
+        {"model": {"remat": "full"}},
+    ],
+    ids=str,
+)
+def test_what_a_step_computes_may_change_with_the_flag(tmp_path, how):
+    settings = begun(tmp_path, 4, steps=6, **DECAYING)
+    other = changed(settings, **how)
+    with pytest.raises(UserError, match=r"belongs to a run with .*; --change goes on with the new value; else give"):
+        run_dir.check(tmp_path, other)
+    found = run_dir.check(tmp_path, other, change=True)
+    ((section, values),) = how.items()
+    expected = {section: values} if section == "steps" else {f"{section}.{name}": new for name, new in values.items()}
+    assert {change.key: change.new for change in found.changes} == expected
+    assert {change.step for change in found.changes} == {4}
+    run_dir.write(tmp_path, found)
+    for again in (False, True):  # the same command, with the flag and without, and neither loses the record
+        assert run_dir.check(tmp_path, other, change=again) == found
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"seed": 1}, "seed: .* with 0, not 1; it can't change .every random number is made from it"),
+        ({"batch_size": 16}, "batch_size: .* it can't change .the position in the data counts batches of that size"),
+        ({"model": {"param_dtype": "bfloat16"}}, "model.param_dtype: .* it can't change .the checkpoint holds"),
+        ({"optimizer": {"name": "lion"}}, "optimizer.name: .* it can't change .the checkpoint holds the moments"),
+        ({"optimizer": {"max_grad_norm": None}}, "optimizer.max_grad_norm: .* differs with clipping and without"),
+        ({"task": {"heldout": 8}}, "task.heldout: .* it can't change .the position in the data would be"),
+        ({"grpo": {"num_generations": 2}}, "grpo.num_generations: .* it can't change .the position in the data counts"),
+        ({"eval": {"every": 2}}, "eval: .* it can't change .its evaluations would not be comparable"),
+        ({"steps": 4}, "steps: .* has done 4 already; give more, or another run_dir"),
+    ],
+    ids=str,
+)
+def test_what_the_steps_so_far_depend_on_may_not_and_the_error_says_why(tmp_path, what, message):
+    settings = begun(tmp_path, 4, steps=6)
+    with pytest.raises(UserError, match=f"^{message}"):
+        run_dir.check(tmp_path, changed(settings, **what), change=True)
+
+
+def test_the_flag_is_refused_where_there_is_no_run(tmp_path):
+    with pytest.raises(UserError, match=r"^--change: .*nowhere holds no run; leave it out to begin one"):
+        run_dir.check(tmp_path / "nowhere", config(), change=True)
+
+
+def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_show_in_the_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = config("sft", run_dir="straight", eval=None, rollout=None, **DECAYING)
+    assert run(first) == 0
+    shutil.copytree("straight", "killed")
+    new = {"steps": 200, "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2}}
+    straight, killed = (changed(first, run_dir=str(tmp_path / name), **new) for name in ("straight", "killed"))
+
+    assert train.main([*arguments(straight), "--change"]) == 0
+    process = spawn(["train.py", *arguments(killed), "--change"], subprocess.PIPE)
+    wait(process, lambda: len(records(killed)) > 8)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert checkpoints(killed) == [4]
+    assert run(killed) == 0
+
+    assert_same_end(straight, killed)
+    lines = records(killed)
+    assert [line["step"] for line in lines if "changed" in line] == [5]
+    expected = {"steps": 200, "optimizer.learning_rate": 1e-3, "optimizer.schedule": "cosine"}
+    assert lines[4]["changed"] == expected
+    assert lines[4]["learning_rate"] < 1e-3 < lines[2]["learning_rate"]
+    resolved = yaml.safe_load(Path("killed/config.yaml").read_text())
+    assert resolved["changes"][0] == {"step": 4, "key": "steps", "old": 4, "new": 200}
+    assert {change["key"]: change["new"] for change in resolved["changes"]} == expected
