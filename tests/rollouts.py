@@ -3,10 +3,9 @@
 import numpy as np
 from tiny import config
 
-from mllm.data.prompts import prompt_batches
+from mllm.data.prompts import training_prompts
 from mllm.data.tasks.load import load as load_task
 from mllm.model import tokenizer as tokenizers
-from mllm.rl.dynamic_sampling import PromptQueue
 from mllm.rl.grpo_source import GrpoSource
 from mllm.rl.rewards import Failure, RewardRunner, Scores
 from mllm.rl.rollout import Completions
@@ -69,18 +68,12 @@ def grpo_source(reference_params=None, samples=None, bad=(), task=None, sampler=
     """The source with SquareRewards(bad); `grpo` are settings of that section."""
     settings = config(grpo={"num_generations": GROUP, **grpo}, task=task or {})
     problems = load_task(settings.task, seed=0)
-    prompts = prompt_batches(
-        problems,
-        BYTES,
-        prompts_per_step=settings.grpo.groups_per_rollout(settings.batch_size),
-        max_prompt_length=16,
-        seed=0,
-    )
+    prompts = training_prompts(problems, BYTES, max_prompt_length=16, seed=0)
     return GrpoSource(
         settings.grpo,
         settings.task,
         settings.batch_size,
-        PromptQueue(prompts),
+        prompts,
         sampler(None, BYTES, (258,), settings.rollout, 0),
         SquareRewards(bad),
         linear_logprobs,

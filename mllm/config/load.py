@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from mllm.config import places
 from mllm.config.schema import Config
 from mllm.config.section import Section
 from mllm.errors import UserError
@@ -25,12 +26,17 @@ DEEPEST = 20
 def load(name: str, overrides: Sequence[str] = ()) -> Config:
     """The configuration `name` (a path, or a file in configs/) with `key.sub=value` overrides applied.
 
+    The files and modules that it names are looked for in its own folder and then in the current one.
+
     UserError is raised if the file is missing or not YAML, or a setting is unknown, unused or impossible.
     """
     path = find(name)
     settings = read(path)
+    places.add_modules(path.parent)
+    places.locate(settings, (path.parent, Path()))
     for override in overrides:
         apply_override(settings, override)
+    places.locate(settings, (Path(), path.parent))  # what a command line names is meant from the current folder
     try:
         return Config.model_validate(settings)
     except ValidationError as error:

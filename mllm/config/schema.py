@@ -149,8 +149,8 @@ class Config(Section):
         if self.eval is not None:
             self.need("eval", "task", "rollout")
             assert self.task is not None
-            if self.eval.prompts is not None and self.eval.prompts > self.task.heldout:
-                raise impossible("eval.prompts", f"only {self.task.heldout} problems are held out (task.heldout)")
+            if self.eval.prompts is not None and self.eval.prompts > self.task.most_heldout:
+                raise impossible("eval.prompts", f"only {self.task.most_heldout} problems are held out (task.heldout)")
         if not self.checkpoint.keep_best:
             return
         validation = self.data and self.data.validation

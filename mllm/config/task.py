@@ -1,5 +1,6 @@
 """The sections `task` and `eval`: problems, their rewards, and how often they are measured."""
 
+import re
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -8,6 +9,8 @@ from mllm.config.section import Section, impossible
 
 AnswerForm = Literal["whole", "hashes", "tags", "boxed"]
 """How a completion states its answer, see mllm/data/tasks/answers.py."""
+
+LongPrompts = Literal["skip", "error"]
 
 
 class RewardConfig(Section):
@@ -26,16 +29,55 @@ class ArithmeticConfig(Section):
     operators: str = Field(default="+", pattern=r"^[-+*]+$")
 
 
+class ColumnsConfig(Section):
+    """What the data calls the fields that a problem is made of."""
+
+    prompt: str = "prompt"
+    messages: str = "messages"
+    answer: str = "answer"
+
+
+SOURCES = {
+    "arithmetic": ("arithmetic",),
+    "gsm8k": ("path",),
+    "reasoning_gym": ("train_examples",),
+    "jsonl": ("train", "test", "columns", "answer_form"),
+    "hub": ("id", "subset", "train", "test", "columns", "answer_form"),
+    "function": ("columns", "answer_form"),
+}
+"""The kinds of tasks, each with the settings that only some kinds read."""
+HELDOUT = 256
+"""How many problems are held out by default, or a tenth of all where that is less."""
+
+
 class TaskConfig(Section):
-    name: str = Field(pattern=r"^(arithmetic|gsm8k|reasoning_gym:[a-z0-9_]+)$")
+    name: str
+    """`jsonl` (files), `hub` (a data set), `package.module:function`, which returns problems, or a built-in task:
+    `arithmetic`, `gsm8k`, `reasoning_gym:NAME`."""
+    train: str | None = None
+    """jsonl: a file, or a pattern of files (.jsonl, .jsonl.gz, .parquet); hub: a split, by default `train`."""
+    test: str | None = None
+    """jsonl: the files of a test set, whose problems training never sees; hub: its split."""
+    id: str | None = None
+    """hub: the data set, e.g. `openai/gsm8k`."""
+    subset: str | None = None
+    """hub: the subset of the data set, e.g. `main`."""
+    columns: ColumnsConfig | None = None
+    """What the data calls `prompt`, `messages` and `answer`, where it doesn't call them so."""
+    answer_form: AnswerForm = "whole"
+    """How a completion states its answer: as a whole, as `#### N`, in <answer> tags, or in \\boxed{}."""
     arithmetic: ArithmeticConfig | None = None
     path: str | None = None
     """gsm8k: a folder with train.jsonl and test.jsonl; None: from the hub."""
     train_examples: PositiveInt = 10_000
     """reasoning_gym: how many problems to make for training."""
-    heldout: PositiveInt = 256
-    """How many problems evaluation may use; training never sees them."""
+    heldout: PositiveInt | None = None
+    """How many training problems are held out for evaluation, and never trained on; None: 256, or a tenth of all where
+    that is less."""
+    long_prompts: LongPrompts = "skip"
+    """What to do with a prompt of more than `rollout.max_prompt_length` tokens: leave it out and count it, or end."""
     system_prompt: str | None = None
+    """The system message before a prompt; it replaces the instruction that `gsm8k` and `reasoning_gym` append."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="exact_match"),)
     reward_timeout: PositiveFloat = 2.0
     """Seconds that a reward function may take for a completion; a batched one has the sum for all of its call."""
@@ -47,18 +89,39 @@ class TaskConfig(Section):
 
     @model_validator(mode="after")
     def check(self) -> Self:
-        if self.name != "arithmetic":
-            self.reject_unused(f"by task {self.name}", "arithmetic")
-        if self.name != "gsm8k":
-            self.reject_unused(f"by task {self.name}", "path")
-        if not self.name.startswith("reasoning_gym:"):
-            self.reject_unused(f"by task {self.name}", "train_examples")
+        every = {name for names in SOURCES.values() for name in names}
+        self.reject_unused(f"by task {self.name}", *sorted(every.difference(SOURCES[self.kind])))
+        if self.name == "jsonl" and self.train is None:
+            raise impossible("train", "task jsonl needs a file of problems")
+        if self.name == "hub" and self.id is None:
+            raise impossible("id", "task hub needs the id of a data set")
         if not self.rewards:
             raise impossible("rewards", "give at least one")
         names = [reward.name for reward in self.rewards]
         if len(set(names)) < len(names):
             raise impossible("rewards", "each name may stand once")
         return self
+
+    @property
+    def kind(self) -> str:
+        """The key of `SOURCES`."""
+        if self.name in ("arithmetic", "gsm8k", "jsonl", "hub"):
+            return self.name
+        if re.fullmatch("reasoning_gym:[a-z0-9_]+", self.name):
+            return "reasoning_gym"
+        if re.fullmatch(r"\w+(\.\w+)*:\w+", self.name):
+            return "function"
+        tasks = "arithmetic, gsm8k, reasoning_gym:NAME, jsonl, hub or package.module:function"
+        raise impossible("name", f"there is no task {self.name}: give {tasks}")
+
+    @property
+    def most_heldout(self) -> int:
+        """The most problems that may be held out."""
+        return self.heldout or HELDOUT
+
+    def heldout_of(self, problems: int) -> int:
+        """How many of so many problems are held out."""
+        return self.heldout or min(HELDOUT, max(1, problems // 10))
 
 
 class EvalConfig(Section):

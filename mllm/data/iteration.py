@@ -9,7 +9,7 @@ from grain.experimental import ThreadPrefetchIterDataset
 
 from mllm.data.permutation import permute_index
 from mllm.data.tasks.task import MAX_LENGTH
-from mllm.errors import UserError
+from mllm.errors import StepError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +49,12 @@ class DataIterator(Generic[T]):
     def __next__(self) -> T:
         """The next batch; StopIteration after the last epoch, with a warning where examples don't fill a last batch.
 
-        UserError is raised if an example that was made on demand is too long.
+        StepError is raised where an example can't be made, which all processes find alike: what was done can be saved.
         """
         try:
             batch, examples = next(self.batches)
+        except UserError as error:
+            raise StepError(str(error)) from None
         except StopIteration:
             left = self.examples * (self.epochs or 0) - self.consumed
             if left > 0:

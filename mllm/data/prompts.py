@@ -1,60 +1,151 @@
-"""Batches of a task's prompts for GRPO. Every process makes the whole batch and keeps its own rows."""
+"""A task's prompts for GRPO, without those that are too long.
 
-from collections.abc import Sequence
+Problems that are made on demand can't all be checked before
+training; one that turns out later to be no chat that the model's template takes is left out like a long one.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import NamedTuple
 
-from mllm.data.iteration import CACHED_EXAMPLES, READ_IN_CALLER, DataIterator, example_indices, process_rows
+from mllm.config.task import LongPrompts
+from mllm.data.iteration import CACHED_EXAMPLES, READ_IN_CALLER, DataIterator, example_indices
+from mllm.data.records import bad_lines
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.model.tokenizer import Tokenizer, encode_prompt
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class PromptBatch:
-    examples: list[Example]
-    tokens: list[list[int]]
+CHECKED = 100
+"""How many problems that are made on demand are checked before training begins."""
+MOST_SKIPPED = 1000
+"""How many prompts in a row may be left out."""
 
 
-def prompt_batches(
+class Prompt(NamedTuple):
+    example: Example
+    tokens: list[int]
+
+
+class LongPrompt(UserError):
+    """A prompt has more tokens than `rollout.max_prompt_length`."""
+
+    def __init__(self, place: str, tokens: int, limit: int) -> None:
+        super().__init__(f"rollout.max_prompt_length: {place} has {tokens} tokens, and the limit is {limit}")
+        self.tokens = tokens
+
+
+class TrainingPrompt(NamedTuple):
+    example: Example
+    tokens: list[int]
+    passed: int
+    """How many prompts, those that were left out included, training has come to since it began."""
+
+
+def training_prompts(
     task: Task,
     tokenizer: Tokenizer,
     *,
-    prompts_per_step: int,
     max_prompt_length: int,
+    long_prompts: LongPrompts = "skip",
     seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> DataIterator[PromptBatch]:
-    """This process's share of the task's prompts, for ever: each once in an epoch, in another order in each.
+    prefetch: int = 2,
+) -> DataIterator[TrainingPrompt]:
+    """The task's prompts, for ever: each once in an epoch, in another order in each.
 
-    UserError is raised if a prompt is longer than `max_prompt_length` tokens. If problems are made on demand, only
-    the first hundred are checked here; a later one raises when its turn comes.
+    All prompts of a list, and the first hundred of problems that are made on demand, are checked at once: UserError
+    as for `usable_prompts`. Of the others, one that can't be used is left out or raises, as `long_prompts` says.
     """
-    rows = process_rows(prompts_per_step, process_index, process_count, "batch_size / grpo.num_generations")
-    prompt = lru_cache(CACHED_EXAMPLES)(partial(encode_task_prompt, task, tokenizer, max_prompt_length))
-    for index in range(len(task.train) if isinstance(task.train, list) else min(len(task.train), 100)):
-        prompt(index)
-
-    def make_prompt_batch(prompts: Sequence[tuple[Example, list[int]]]) -> tuple[PromptBatch, int]:
-        examples, tokens = zip(*prompts[rows], strict=True)
-        return PromptBatch(list(examples), list(tokens)), len(prompts)
-
-    prompts = example_indices(len(task.train), None, seed).map(prompt)
-    batches = prompts.batch(prompts_per_step, batch_fn=make_prompt_batch).to_iter_dataset(READ_IN_CALLER)
-    return DataIterator(batches, len(task.train), epochs=None, prefetch=2)
+    read = lru_cache(CACHED_EXAMPLES)(partial(read_prompt, task.train, tokenizer, max_prompt_length))
+    checked = len(task.train) if isinstance(task.train, list) else min(len(task.train), CHECKED)
+    usable = select(map(read, range(checked)), f"training prompts of task {task.name}", long_prompts)
+    choose = Choice(read, task.name, long_prompts, warned=len(usable) < checked)
+    prompts = example_indices(len(task.train), None, seed).map_with_index(choose).to_iter_dataset(READ_IN_CALLER)
+    return DataIterator(prompts, len(task.train), epochs=None, prefetch=prefetch)
 
 
-def encode_task_prompt(task: Task, tokenizer: Tokenizer, max_length: int, index: int) -> tuple[Example, list[int]]:
-    """Training problem `index` of the task, and its prompt's tokens; UserError where they are too many."""
-    example = task.train[index]
+@dataclass
+class Choice:
+    """Says of each prompt in training's order whether it is used."""
+
+    read: Callable[[int], Prompt | UserError]
+    task: str
+    long_prompts: LongPrompts
+    warned: bool
+    left_out_in_a_row: int = 0
+
+    def __call__(self, position: int, index: int) -> tuple[TrainingPrompt, int] | None:
+        """The prompt, and that it is one example; None, which Grain drops, for one that is left out."""
+        prompt = self.read(index)
+        if isinstance(prompt, Prompt):
+            self.left_out_in_a_row = 0
+            return TrainingPrompt(*prompt, position + 1), 1
+        self.left_out_in_a_row += 1
+        if self.long_prompts == "error":
+            raise prompt
+        if self.left_out_in_a_row == MOST_SKIPPED:
+            raise UserError(f"task {self.task}: {MOST_SKIPPED} prompts in a row can't be used, the last: {prompt}")
+        if not self.warned:
+            log.warning("a prompt of task %s is left out: %s (prompts_skipped counts them)", self.task, prompt)
+            self.warned = True
+        return None
+
+
+def usable_prompts(
+    examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, what: str, long_prompts: LongPrompts = "skip"
+) -> list[Prompt]:
+    """The examples with their prompts' tokens, without those of more than `max_length`, which a warning counts.
+
+    `what` names the examples in messages: `held-out prompts of task gsm8k`. UserError is raised if all are too
+    long, or one is under `long_prompts: error`, and lists those that can't be written as a chat.
+    """
+    read = partial(read_prompt, examples, tokenizer, max_length)
+    return select(map(read, range(len(examples))), what, long_prompts)
+
+
+def select(prompts: Iterable[Prompt | UserError], what: str, long_prompts: LongPrompts) -> list[Prompt]:
+    """The prompts among what `read_prompt` gave; messages and errors are those of `usable_prompts`."""
+    usable: list[Prompt] = []
+    long: list[LongPrompt] = []
+    bad: list[UserError] = []
+    for prompt in prompts:
+        if isinstance(prompt, Prompt):
+            usable.append(prompt)
+        elif isinstance(prompt, LongPrompt):
+            long.append(prompt)
+        else:
+            bad.append(prompt)
+    if bad:
+        raise bad_lines([(str(error).partition(": ")[0], error) for error in bad], what)
+    if long and long_prompts == "error":
+        raise long[0]
+    if long and not usable:
+        shortest = min(error.tokens for error in long)
+        raise UserError(
+            f"rollout.max_prompt_length: all of the {len(long)} {what} are longer: the shortest has {shortest} tokens"
+        )
+    if long:
+        limit = "rollout.max_prompt_length"
+        log.warning("%d of %d %s are longer than %s and are left out", len(long), len(long) + len(usable), what, limit)
+    return usable
+
+
+def read_prompt(examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, index: int) -> Prompt | UserError:
+    """Example `index` with its prompt's tokens; an error if the problem can't be made or used.
+
+    UserError is raised where the tokenizer is at fault.
+    """
+    try:
+        example = examples[index]
+    except UserError as error:
+        return UserError(str(error))  # without a traceback, which would keep the frames that it came through
     try:
         tokens = encode_prompt(tokenizer, example.prompt)
     except UserError as error:
-        raise UserError(f"{task.name}[{index}]: {error}") from None
-    if len(tokens) > max_length:
-        raise UserError(
-            f"rollout.max_prompt_length: prompt {index} of task {task.name} has {len(tokens)} tokens, "
-            f"and the limit is {max_length}"
-        )
-    return example, tokens
+        if not str(error).startswith("messages: "):
+            raise
+        return UserError(f"{example.place}: {error}")
+    return LongPrompt(example.place, len(tokens), max_length) if len(tokens) > max_length else Prompt(example, tokens)

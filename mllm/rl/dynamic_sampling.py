@@ -3,56 +3,10 @@
 DAPO: Yu et al. 2025, section 3.2. Theirs draws whole batches; here a later round draws about as many as are missing.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 from jaxtyping import Bool, Int
 
-from mllm.data.iteration import DataIterator
-from mllm.data.prompts import PromptBatch
 from mllm.rl.schedule import bucket, slot_buckets
-
-
-class PromptQueue:
-    """The prompts of an iterator of batches, taken in any numbers."""
-
-    def __init__(self, batches: DataIterator[PromptBatch]) -> None:
-        self.batches = batches
-        self.before: Mapping[str, Any] = {}
-        """The iterator's position before `batch`."""
-        self.batch = PromptBatch([], [])
-        self.taken = 0
-        """How many prompts of `batch` are taken."""
-
-    def take(self, count: int) -> PromptBatch:
-        """The next prompts."""
-        found = PromptBatch([], [])
-        while missing := count - len(found.examples):
-            if self.taken == len(self.batch.examples):
-                self.load()
-            part = slice(self.taken, self.taken + missing)
-            found.examples.extend(self.batch.examples[part])
-            found.tokens.extend(self.batch.tokens[part])
-            self.taken = min(part.stop, len(self.batch.examples))
-        return found
-
-    def load(self) -> None:
-        self.before = self.batches.get_state()
-        self.batch, self.taken = next(self.batches), 0
-
-    def position(self) -> dict[str, Any]:
-        """The position from which `seek` continues: JSON."""
-        if self.taken == len(self.batch.examples):
-            return {"prompts": self.batches.get_state()}
-        return {"prompts": dict(self.before), "prompts_taken": self.taken}
-
-    def seek(self, position: Mapping[str, Any]) -> None:
-        self.batches.set_state(position["prompts"])
-        self.batch, self.taken = PromptBatch([], []), 0
-        if taken := position.get("prompts_taken", 0):
-            self.load()
-            self.taken = taken
 
 
 def round_size(missing: int, whole: int, shards: int) -> int:

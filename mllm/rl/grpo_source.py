@@ -14,9 +14,9 @@ from mllm.config.grpo import GrpoConfig
 from mllm.config.schema import Config, Rows
 from mllm.config.task import TaskConfig
 from mllm.data.batch import Batch
-from mllm.data.iteration import process_rows
+from mllm.data.iteration import DataIterator, process_rows
 from mllm.data.packing import Sequence, pack
-from mllm.data.prompts import PromptBatch, prompt_batches
+from mllm.data.prompts import TrainingPrompt, training_prompts
 from mllm.data.source import Step
 from mllm.data.tasks.task import Task
 from mllm.model.layout import Params
@@ -24,7 +24,6 @@ from mllm.model.load import Policy
 from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import ALL_ROWS, RowShare, is_writer, raise_everywhere
 from mllm.rl import dynamic_sampling, scored
-from mllm.rl.dynamic_sampling import PromptQueue
 from mllm.rl.rewards import RewardRunner
 from mllm.rl.sampler import Sampler
 from mllm.rl.scored import ScoredCompletions
@@ -41,24 +40,25 @@ def make_grpo_source(
     sampler: Sampler,
     rewards: RewardRunner,
 ) -> "GrpoSource":
-    """The source of a run, without the parameters of a reference; UserError as for `prompt_batches`."""
+    """The source of a run, without the parameters of a reference; UserError as for `training_prompts`."""
     assert config.grpo is not None
     assert config.task is not None
     rows, groups = RowShare.of_mesh(mesh), config.grpo.groups_per_rollout(config.batch_size)
     process_rows(groups, rows.index, rows.count, "grpo.steps_per_generation * batch_size / grpo.num_generations")
-    prompts = prompt_batches(
+    prompts = training_prompts(
         task,
         policy.tokenizer,
-        prompts_per_step=groups,
         max_prompt_length=sampler.options.max_prompt_length,
+        long_prompts=config.task.long_prompts,
         seed=config.seed,
+        prefetch=2 * groups,
     )
     logprob_pass = make_logprob_pass(policy.graphdef, config, mesh)
     return GrpoSource(
         config.grpo,
         config.task,
         config.batch_size,
-        PromptQueue(prompts),
+        prompts,
         sampler,
         rewards,
         lambda params, batch: logprob_pass(params, shard_batch(mesh, batch)),
@@ -82,7 +82,7 @@ class GrpoSource:
     config: GrpoConfig
     task: TaskConfig
     batch_size: int
-    prompts: PromptQueue
+    prompts: DataIterator[TrainingPrompt]
     sampler: Sampler
     rewards: RewardRunner
     logprob_pass: Callable[[Params, Batch], Float[Array, "B T"]]
@@ -91,6 +91,8 @@ class GrpoSource:
     logged_samples: int | None = None
     rows: RowShare = ALL_ROWS
     num_tokens: int = 0
+    prompts_skipped: int = 0
+    """How many prompts were left out since training began."""
     updates_without_gradient: int = 0
     rollouts_without_signal: int = 0
     """Since the process began: for warnings only."""
@@ -137,6 +139,7 @@ class GrpoSource:
             "frac_groups_failed": float(np.isnan(rewards).all(axis=1).mean()),
             **scored.completion_metrics(drawn, list(self.reward_weights)),
             "num_tokens": self.num_tokens,
+            "prompts_skipped": self.prompts_skipped,
         }
         if self.config.dynamic_sampling > 1:
             kept = np.count_nonzero(~of_drawn.equal[groups]) / of_drawn.equal.size
@@ -181,7 +184,9 @@ class GrpoSource:
         while True:
             size = dynamic_sampling.round_size(missing, wanted, self.update_rows.shards)
             first = sum(part.lengths.size for part in rounds)
-            rounds.append(self.sample(params, self.prompts.take(size), step, first, watch))
+            problems = [next(self.prompts) for _ in range(size)]
+            self.prompts_skipped = problems[-1].passed - self.prompts.consumed
+            rounds.append(self.sample(params, problems, step, first, watch))
             drawn = scored.concatenate(rounds)
             limit = self.task.max_failed_groups
             rewards = scored.group_rewards(drawn, self.reward_weights, self.config.num_generations, limit)
@@ -190,16 +195,16 @@ class GrpoSource:
                 return drawn, rewards, len(rounds)
 
     def sample(
-        self, params: Params, problems: PromptBatch, step: int, first: int, watch: Stopwatch
+        self, params: Params, problems: list[TrainingPrompt], step: int, first: int, watch: Stopwatch
     ) -> ScoredCompletions:
         """Sample and score a group of completions for each problem; each process does its share of the problems.
 
         `first` is the number of the first sequence among those of the step.
         """
-        group, share = self.config.num_generations, len(problems.examples) // self.rows.count
+        group, share = self.config.num_generations, len(problems) // self.rows.count
         mine = slice(self.rows.index * share, (self.rows.index + 1) * share)
-        prompts = [tokens for tokens in problems.tokens[mine] for _ in range(group)]
-        examples = [example for example in problems.examples[mine] for _ in range(group)]
+        prompts = [problem.tokens for problem in problems[mine] for _ in range(group)]
+        examples = [problem.example for problem in problems[mine] for _ in range(group)]
         with watch.phase("rollout"):
             first += mine.start * group
             completions, texts = self.sampler.complete(params, prompts, step=step, first_sequence=first)
@@ -240,10 +245,10 @@ class GrpoSource:
 
     def position(self) -> dict[str, Any]:
         counts = {"num_tokens": self.num_tokens, "updates_without_gradient": self.updates_without_gradient}
-        return {**self.prompts.position(), **counts}
+        return {"prompts": self.prompts.get_state(), **counts}
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        self.prompts.seek(position)
+        self.prompts.set_state(position["prompts"])
         self.num_tokens = position["num_tokens"]
         self.updates_without_gradient = position.get("updates_without_gradient", 0)
 

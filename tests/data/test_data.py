@@ -16,7 +16,6 @@ from mllm.data.batch import Batch
 from mllm.data.documents import TaskDocuments
 from mllm.data.iteration import DataIterator
 from mllm.data.pipeline import sft_batches
-from mllm.data.prompts import prompt_batches
 from mllm.data.sft_source import load_documents
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
@@ -257,43 +256,3 @@ def test_sft_from_a_task_without_solutions_is_an_error() -> None:
     task = Task("judged", [Example([{"role": "user", "content": "a"}], "", None)], [])
     with pytest.raises(UserError, match=r"judged\[0\] has no solution"):
         sft_batches(DataConfig(source="task", max_length=9), TaskDocuments(task, BYTES, 9), batch_size=1, seed=0)
-
-
-def prompts(seed: int = 0, count: int = 8, **settings: Any) -> DataIterator[Any]:
-    return prompt_batches(ARITHMETIC, BYTES, prompts_per_step=count, seed=seed, **{"max_prompt_length": 16, **settings})
-
-
-def test_prompts_are_drawn_without_replacement_and_anew_in_each_epoch() -> None:
-    read = prompts(count=17)
-    drawn = [example.prompt[0]["content"] for _ in range(8) for example in next(read).examples]
-    everything = sorted(example.prompt[0]["content"] for example in ARITHMETIC.train)
-    assert sorted(drawn[:68]) == sorted(drawn[68:]) == everything
-    assert drawn[:68] != drawn[68:]
-
-
-@pytest.mark.parametrize("steps", [0, 1, 13])
-def test_restored_prompts_continue_exactly(steps: int) -> None:
-    unbroken, restored = prompts(), prompts()
-    for _ in range(steps):
-        next(unbroken)
-    restored.set_state(json.loads(json.dumps(unbroken.get_state())))
-    for _ in range(20):
-        assert next(restored) == next(unbroken)
-
-
-def test_processes_share_the_prompts_of_a_step() -> None:
-    whole, parts = prompts(), [prompts(process_index=i, process_count=2) for i in range(2)]
-    for _ in range(5):
-        first, second = (next(part) for part in parts)
-        assert next(whole).examples == first.examples + second.examples
-
-
-def test_a_long_prompt_anywhere_in_a_listed_task_is_found_at_once() -> None:
-    problems = [Example([{"role": "user", "content": "a" * n}], "", None) for n in (1, 1, 30)]
-    with pytest.raises(UserError, match="prompt 2 of task listed has 33 tokens"):
-        prompt_batches(Task("listed", problems, []), BYTES, prompts_per_step=1, max_prompt_length=16, seed=0)
-
-
-def test_a_task_without_problems_is_an_error() -> None:
-    with pytest.raises(UserError, match="no example"):
-        prompt_batches(Task("empty", [], []), BYTES, prompts_per_step=1, max_prompt_length=16, seed=0)

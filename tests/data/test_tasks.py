@@ -90,13 +90,15 @@ def row(number: int) -> dict[str, str]:
     return {"question": f"How much is {number}?", "answer": f"It is <<{number}={number}>>.\n#### {number:,}"}
 
 
-def test_gsm8k_reads_its_two_files_and_never_trains_on_a_held_out_question(tmp_path: Path) -> None:
+def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_set(tmp_path: Path) -> None:
     folder = gsm8k_folder(tmp_path, [row(1234), row(3), row(2)], [row(3), row(4)])
     task = load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
-    assert [e.answer for e in task.train] == ["1234", "2"]
-    assert [e.answer for e in task.heldout] == ["3"]
-    assert task.train[0].solution == row(1234)["answer"]
-    assert question(task.train[0]).startswith("How much is 1234? ")
+    assert {e.answer for e in [*task.train, *task.heldout]} == {"1234", "2"}
+    assert (len(task.train), len(task.heldout)) == (1, 1)
+    assert task.test is not None
+    assert [e.answer for e in task.test] == ["3", "4"]
+    assert task.test[0].solution == row(3)["answer"]
+    assert question(task.train[0]).startswith("How much is ")
     assert '"####"' in question(task.train[0])
 
 
@@ -117,7 +119,7 @@ def test_a_bad_line_of_gsm8k_is_named(tmp_path: Path, line: str, fault: str) -> 
 
 def test_gsm8k_with_too_few_problems_to_hold_out_is_refused(tmp_path: Path) -> None:
     folder = gsm8k_folder(tmp_path, [row(1)], [row(2)])
-    with pytest.raises(UserError, match=r"task.heldout: gsm8k's test split has 1 problems"):
+    with pytest.raises(UserError, match=r"task.heldout: 2 of task gsm8k's 1 problems that are not in"):
         load(TaskConfig(name="gsm8k", path=str(folder), heldout=2), seed=0)
 
 

@@ -24,7 +24,7 @@ from mllm.config import load as config_file
 from mllm.config.data import DataConfig
 from mllm.config.task import AnswerForm, TaskConfig
 from mllm.data.pipeline import sft_batches
-from mllm.data.prompts import prompt_batches
+from mllm.data.prompts import training_prompts
 from mllm.data.sft_source import load_documents
 from mllm.data.tasks.answers import final_answer
 from mllm.data.tasks.load import load as load_task
@@ -151,7 +151,7 @@ def read_gsm8k(folder: Path, files: tuple[bytes, bytes]) -> None:
     for example in [*task.train, *task.heldout]:
         assert example.solution is not None
         assert exact_match(example.solution, example.answer, example) == 1
-    prompt_batches(task, BYTES, prompts_per_step=1, max_prompt_length=300, seed=0)
+    training_prompts(task, BYTES, max_prompt_length=300, seed=0)
 
 
 # Completions

@@ -1,5 +1,7 @@
 """GRPO's source: the batch token by token, failed rewards, several updates from a rollout, the position."""
 
+from itertools import islice
+
 import numpy as np
 import pytest
 from rollouts import GROUP, SquareRewards, grpo_source, linear_logprobs, sequences
@@ -18,7 +20,7 @@ def roll_out(**options):
     position = source.position()
     step = source.next(np.float32(0), 0, Stopwatch())
     source.seek(position)
-    prompts = [tokens for tokens in source.prompts.take(2).tokens for _ in range(GROUP)]
+    prompts = [problem.tokens for problem in islice(source.prompts, 2) for _ in range(GROUP)]
     return step, prompts, source.sampler.complete(None, prompts, step=0)[0]
 
 

@@ -13,18 +13,19 @@ def arithmetic(config: TaskConfig) -> Task:
     """
     shape = config.arithmetic or ArithmeticConfig()
     problems = 10 ** (shape.digits * shape.operands) * len(set(shape.operators)) ** (shape.operands - 1)
-    if problems < 2 * config.heldout:
+    heldout = config.heldout_of(problems)
+    if problems < 2 * heldout:
         raise UserError(
-            f"task.heldout: {config.heldout} of arithmetic's {problems} problems leave fewer to train on: "
+            f"task.heldout: {heldout} of arithmetic's {problems} problems leave fewer to train on: "
             f"set it to at most {problems // 2}, or raise task.arithmetic.digits or operands"
         )
 
     def make(index: int) -> Example:
         expression, answer = arithmetic_problem(permute_index(index, problems), shape)
-        return Example(messages(config, f"{expression}="), answer, solution=answer)
+        return Example(messages(config, f"{expression}="), answer, solution=answer, place=f"arithmetic[{index}]")
 
-    train = min(problems - config.heldout, MAX_LENGTH)
-    return Task(config.name, Problems(make, range(train)), Problems(make, range(problems - config.heldout, problems)))
+    train = min(problems - heldout, MAX_LENGTH)
+    return Task(config.name, Problems(make, range(train)), Problems(make, range(problems - heldout, problems)))
 
 
 def arithmetic_problem(number: int, shape: ArithmeticConfig) -> tuple[str, str]:

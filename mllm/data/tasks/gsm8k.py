@@ -1,12 +1,13 @@
 """The task `gsm8k` (arXiv:2110.14168), from a folder or the hub."""
 
 import re
-from itertools import islice
+from functools import partial
 from pathlib import Path
 
 from mllm.config.task import TaskConfig
-from mllm.data.records import Record, Records, hub_rows, json_lines, text
+from mllm.data.records import Record, Records, hub_rows, json_lines, sound_records, text
 from mllm.data.tasks.answers import final_answer
+from mllm.data.tasks.split import hold_out
 from mllm.data.tasks.task import Example, Task, messages
 from mllm.errors import UserError
 
@@ -15,16 +16,12 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 
 
 def gsm8k(config: TaskConfig) -> Task:
-    """GSM8K's own splits; the first `heldout` of its test split are held out."""
-    heldout = [gsm8k_example(config, *row) for row in islice(gsm8k_rows(config, "test"), config.heldout)]
-    if len(heldout) < config.heldout:
-        raise UserError(f"task.heldout: gsm8k's test split has {len(heldout)} problems: set it to at most that")
-    heldout_questions = {example.prompt[-1]["content"] for example in heldout}
-    train = [gsm8k_example(config, *row) for row in gsm8k_rows(config, "train")]
-    train = [example for example in train if example.prompt[-1]["content"] not in heldout_questions]
-    if not train:
-        raise UserError("task.path: gsm8k's train split has no problem that isn't held out")
-    return Task(config.name, train, heldout)
+    """GSM8K's own splits; held-out problems are training problems."""
+    train, test = (
+        [*sound_records(gsm8k_rows(config, split), "task.path", partial(gsm8k_example, config))]
+        for split in ("train", "test")
+    )
+    return hold_out(config.name, train, config.heldout_of(len(train)), test)
 
 
 def gsm8k_rows(config: TaskConfig, split: str) -> Records:
@@ -33,11 +30,9 @@ def gsm8k_rows(config: TaskConfig, split: str) -> Records:
     return json_lines(Path(config.path) / f"{split}.jsonl", key="task.path")
 
 
-def gsm8k_example(config: TaskConfig, place: str, row: Record | UserError) -> Example:
-    if isinstance(row, UserError):
-        raise row
+def gsm8k_example(config: TaskConfig, place: str, row: Record) -> Example:
     question, solution = text(place, row, "question"), text(place, row, "answer")
     answer = final_answer(solution, "hashes")
     if answer is None or not re.search("[0-9]", answer):
         raise UserError(f"{place}: answer has no line '#### N' with the result")
-    return Example(messages(config, question, INSTRUCTION), answer, solution, "hashes")
+    return Example(messages(config, question, INSTRUCTION), answer, solution, "hashes", place=place)

@@ -7,7 +7,7 @@ from typing import Any
 from mllm.config.task import TaskConfig
 from mllm.data.tasks.answers import final_answer
 from mllm.data.tasks.task import Example, Problems, Task, messages
-from mllm.errors import UserError
+from mllm.errors import UserError, brief
 
 INSTRUCTION = "Give the final answer, and nothing else, between <answer> and </answer>."
 
@@ -18,18 +18,19 @@ def reasoning_gym(config: TaskConfig, name: str, seed: int) -> Task:
     The held-out problems come first; the `train_examples` of each seed follow. Where a small generator repeats a
     held-out question, its next problem is taken instead.
     """
-    heldout_problems = gym(name, 0, config.heldout)
-    heldout = [gym_example(config, heldout_problems[index]) for index in range(config.heldout)]
-    heldout_questions = {example.prompt[-1]["content"] for example in heldout}
     count = config.train_examples
-    train_problems = gym(name, config.heldout + seed * count, count)
+    heldout_count = config.heldout_of(count)
+    heldout_problems = gym(name, 0, heldout_count)
+    heldout = [gym_example(config, heldout_problems, index) for index in range(heldout_count)]
+    heldout_questions = {example.prompt[-1]["content"] for example in heldout}
+    train_problems = gym(name, heldout_count + seed * count, count)
 
     def make(index: int) -> Example:
         for step in range(min(count, 1000)):
-            example = gym_example(config, train_problems[(index + step) % count])
+            example = gym_example(config, train_problems, (index + step) % count)
             if example.prompt[-1]["content"] not in heldout_questions:
                 return example
-        raise UserError(f"task.heldout: {config.name} makes too few problems beside the {config.heldout}")
+        raise UserError(f"task.heldout: {config.name} makes too few problems beside the {heldout_count}")
 
     return Task(config.name, Problems(make, range(count)), heldout, scorer=GymScorer(name))
 
@@ -49,10 +50,16 @@ def gym(name: str, seed: int, size: int) -> Any:
         raise UserError(f"task.name: reasoning_gym:{name}: {error}") from None
 
 
-def gym_example(config: TaskConfig, entry: dict[str, Any]) -> Example:
-    answer = str(entry["answer"])
-    prompt = messages(config, entry["question"], INSTRUCTION)
-    return Example(prompt, answer, f"<answer>{answer}</answer>", "tags", {"entry": entry})
+def gym_example(config: TaskConfig, problems: Any, index: int) -> Example:
+    """Problem `index` of those that `gym` gave; UserError where the generator fails."""
+    place = f"{config.name}[{index}]"
+    try:
+        entry = problems[index]
+        question, answer = str(entry["question"]), str(entry["answer"])
+    except Exception as error:  # each generator is a program of its own
+        raise UserError(f"{place}: can't be made: {type(error).__name__}: {brief(error)}") from None
+    prompt = messages(config, question, INSTRUCTION)
+    return Example(prompt, answer, f"<answer>{answer}</answer>", "tags", {"entry": entry}, place=place)
 
 
 @dataclass(frozen=True)

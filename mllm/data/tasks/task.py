@@ -29,6 +29,8 @@ class Example:
     """Further fields of the record, which rewards get by name."""
     conversational: bool = False
     """Whether the record gave messages, not a text, so that rewards get messages, too."""
+    place: str = ""
+    """Where it comes from, for error messages: `train.jsonl:17`."""
 
 
 Scorer = Callable[[str, str, Example], float]

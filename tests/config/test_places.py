@@ -1,0 +1,83 @@
+"""Files and modules that a configuration names are found in its folder, and then in the current one."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mllm.config import load as configs
+
+RUN = """
+algorithm: grpo
+run_dir: runs/x
+steps: 4
+batch_size: 8
+model: {source: model}
+optimizer: {learning_rate: 1e-3}
+task: {name: jsonl, train: train.jsonl}
+rollout: {max_prompt_length: 8, max_completion_length: 8}
+grpo: {num_generations: 4}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a configuration in its folder `ours`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "run.yaml").write_text(RUN)
+    return tmp_path
+
+
+def test_files_are_found_in_the_configurations_folder_then_in_the_current_one(here: Path) -> None:
+    (here / "train.jsonl").touch()
+    (here / "model").mkdir()
+    config = configs.load("ours/run.yaml")
+    assert (config.task.train, config.model.source) == ("train.jsonl", "model")
+    (here / "ours" / "train.jsonl").touch()
+    (here / "ours" / "model").mkdir()
+    config = configs.load("ours/run.yaml")
+    assert (config.task.train, config.model.source) == ("ours/train.jsonl", "ours/model")
+
+
+def test_what_the_command_line_names_is_found_in_the_current_folder_first(here: Path) -> None:
+    for folder in (here, here / "ours"):
+        (folder / "other.jsonl").touch()
+        (folder / "part-0.jsonl").touch()
+    (here / "ours" / "theirs.jsonl").touch()
+    found = {name: configs.load("ours/run.yaml", [f"task.train={name}"]).task.train for name in
+             ("other.jsonl", "part-*.jsonl", "theirs.jsonl", "nowhere.jsonl")}  # fmt: skip
+    assert found == {
+        "other.jsonl": "other.jsonl",
+        "part-*.jsonl": "part-*.jsonl",
+        "theirs.jsonl": "ours/theirs.jsonl",
+        "nowhere.jsonl": "nowhere.jsonl",
+    }
+
+
+def test_a_resolved_configuration_names_the_same_files_from_the_folder_of_its_run(here: Path) -> None:
+    (here / "ours" / "train.jsonl").touch()
+    config = configs.load("ours/run.yaml")
+    copy = here / "runs" / "x" / "config.yaml"
+    copy.parent.mkdir(parents=True)
+    copy.write_text(configs.dump(config))
+    assert configs.load(str(copy)) == configs.load("runs/x/config.yaml") == config
+
+
+def test_hub_ids_splits_and_words_stay_whatever_folders_there_are(here: Path) -> None:
+    for name in ("test", "us/sums", "bytes"):
+        (here / "ours" / name).mkdir(parents=True)
+    (here / "ours" / "train").touch()
+    settings = ["task={name: hub, id: us/sums, train: train, test: test}", "model.tokenizer=bytes"]
+    config = configs.load("ours/run.yaml", settings)
+    assert (config.task.id, config.task.train, config.task.test) == ("us/sums", "train", "test")
+    assert config.model.tokenizer == "bytes"
+
+
+def test_modules_are_found_in_both_folders_after_all_that_python_knows(here: Path) -> None:
+    before = [*sys.path]
+    configs.load("ours/run.yaml")
+    configs.load("ours/run.yaml")
+    added = [path for path in (str(here / "ours"), str(here)) if path not in before]
+    assert sys.path == [*before, *added]

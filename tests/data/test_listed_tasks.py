@@ -1,0 +1,233 @@
+"""Tasks that users bring: files, data sets of the hub and functions become problems; what is bad is one line."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mllm.config.task import TaskConfig
+from mllm.data.tasks.load import load
+from mllm.data.tasks.task import Example, Task
+from mllm.errors import UserError
+
+SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "a": a} for a in range(10) for b in range(10)]
+ASKED = {"role": "user", "content": "2+2="}
+SAID = {"role": "assistant", "content": "4"}
+SYSTEM = {"role": "system", "content": "Add."}
+
+
+def write(folder: Path, *records: Any, name: str = "train.jsonl") -> str:
+    path = folder / name
+    path.write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in records), encoding="utf-8")
+    return str(path)
+
+
+def task(folder: Path, *records: Any, **settings: Any) -> Task:
+    return load(TaskConfig(name="jsonl", train=write(folder, *records), **settings), seed=0)
+
+
+def first(folder: Path, record: Any, **settings: Any) -> Example:
+    """The example of a record that is listed beside another one."""
+    both = task(folder, record, {"prompt": "other", "answer": "other"}, heldout=1, **settings)
+    return next(e for e in [*both.train, *both.heldout] if e.place.endswith(":1"))
+
+
+def texts(examples: Any) -> list[str]:
+    return [example.prompt[-1]["content"] for example in examples]
+
+
+def test_a_file_becomes_problems_whose_other_fields_reach_the_rewards(tmp_path: Path) -> None:
+    example = first(tmp_path, {"prompt": "2+2=", "answer": 4, "level": "easy", "numbers": [2, 2]})
+    assert example.prompt == [ASKED]
+    assert example.answer == example.solution == "4"
+    assert example.fields == {"level": "easy", "numbers": [2, 2]}
+    assert not example.conversational
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt", "solution"),
+    [
+        ({"messages": [SYSTEM, ASKED]}, [SYSTEM, ASKED], None),
+        ({"messages": [ASKED, SAID]}, [ASKED], "4"),
+        ({"prompt": [ASKED, SAID, ASKED]}, [ASKED, SAID, ASKED], None),
+    ],
+)
+def test_messages_are_a_prompt_and_the_last_of_the_assistants_is_the_solution(
+    tmp_path: Path, record: Any, prompt: Any, solution: str | None
+) -> None:
+    example = first(tmp_path, record)
+    assert (example.prompt, example.solution, example.answer) == (prompt, solution, None)
+    assert example.conversational
+
+
+def test_a_prompt_beside_messages_is_the_prompt_and_the_messages_are_a_field(tmp_path: Path) -> None:
+    example = first(tmp_path, {"prompt": "2+2=", "messages": [ASKED, SAID]})
+    assert (example.prompt, example.fields) == ([ASKED], {"messages": [ASKED, SAID]})
+
+
+@pytest.mark.parametrize(
+    ("form", "given", "answer", "solution"),
+    [
+        ("whole", " 4 ", "4", " 4 "),
+        ("hashes", "2+2 is 4\n#### 1,004", "1004", "2+2 is 4\n#### 1,004"),
+        ("hashes", "1,004", "1004", None),
+        ("boxed", r"It is $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}", r"It is $\boxed{\frac{1}{2}}$."),
+        ("boxed", r"\frac{1}{2}", r"\frac{1}{2}", None),
+    ],
+)
+def test_an_answer_may_be_a_whole_solution(
+    tmp_path: Path, form: str, given: str, answer: str, solution: str | None
+) -> None:
+    example = first(tmp_path, {"prompt": "a", "answer": given}, answer_form=form)
+    assert (example.answer, example.solution, example.answer_form) == (answer, solution, form)
+
+
+def test_columns_say_what_the_data_calls_prompt_and_answer_and_keep_those_names_for_rewards(tmp_path: Path) -> None:
+    records = [{"question": f"{i}", "solution": f"{i}"} for i in range(4)]
+    given = task(tmp_path, *records, heldout=1, columns={"prompt": "question", "answer": "solution"})
+    example = given.train[0]
+    assert texts([example]) == [example.answer] == [example.fields["question"]] == [example.fields["solution"]]
+
+
+def test_a_system_prompt_comes_before_the_messages(tmp_path: Path) -> None:
+    for record in ({"prompt": "2+2="}, {"messages": [ASKED]}):
+        assert first(tmp_path, record, system_prompt="Add.").prompt == [SYSTEM, ASKED]
+
+
+def test_held_out_problems_are_a_tenth_and_the_same_in_whatever_order_and_however_often_they_are_listed(
+    tmp_path: Path,
+) -> None:
+    given, other = task(tmp_path, *SUMS), task(tmp_path, *reversed(SUMS), *SUMS[:50], heldout=10)
+    assert (len(given.train), len(given.heldout)) == (90, 10)
+    assert texts(given.heldout) == texts(other.heldout)
+    for each in (given, other):
+        assert {*texts(each.train)} | {*texts(each.heldout)} == {record["prompt"] for record in SUMS}
+        assert {*texts(each.train)}.isdisjoint(texts(each.heldout))
+
+
+def test_a_question_of_the_test_set_is_neither_trained_on_nor_held_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    test = write(tmp_path, *SUMS[:50], name="test.jsonl")
+    given = task(tmp_path, *SUMS, test=test)
+    assert given.test is not None
+    assert texts(given.test) == [record["prompt"] for record in SUMS[:50]]
+    assert {*texts(given.train), *texts(given.heldout)}.isdisjoint(texts(given.test))
+    assert "50 training problems are in its test set and are left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("{", "not JSON"),
+        ({"answer": "4"}, "neither prompt nor messages are there"),
+        ({"prompt": " "}, "prompt is empty"),
+        ({"prompt": 4}, "prompt must be a list of objects"),
+        ({"messages": [SAID]}, "the last message of a prompt must be the user's"),
+        ({"prompt": [ASKED, SAID]}, "the last message of a prompt must be the user's"),
+        ({"messages": []}, "the last message of a prompt must be the user's"),
+        ({"prompt": "a", "answer": ["4"]}, "answer must be a string, got list"),
+        ({"prompt": "a", "answer": ""}, "answer is empty"),
+    ],
+)
+def test_bad_lines_are_named_all_at_once(tmp_path: Path, line: Any, fault: str) -> None:
+    with pytest.raises(UserError) as error:
+        task(tmp_path, SUMS[0], line, SUMS[1], line)
+    path = tmp_path / "train.jsonl"
+    assert str(error.value).startswith(
+        f"task.train: 2 lines are bad ({path}:2, {path}:4), the first: {path}:2: {fault}"
+    )
+
+
+def test_a_column_that_a_line_lacks_and_two_system_messages_are_bad_lines(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train.jsonl:1: question is missing, which task.columns.prompt names"):
+        task(tmp_path, {"prompt": "a"}, columns={"prompt": "question"})
+    with pytest.raises(UserError, match=r"train.jsonl:1: has a system message, and so has task.system_prompt"):
+        task(tmp_path, {"messages": [SYSTEM, ASKED]}, system_prompt="Subtract.")
+
+
+def test_files_that_are_missing_empty_or_too_small_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"task.train: nowhere.jsonl can't be read"):
+        load(TaskConfig(name="jsonl", train="nowhere.jsonl"), seed=0)
+    with pytest.raises(UserError, match=r"task.test: there is no problem in it"):
+        task(tmp_path, *SUMS, test=write(tmp_path, name="test.jsonl"))
+    with pytest.raises(UserError, match=r"task.heldout: 1 of task jsonl's 1 problems leave none to train on"):
+        task(tmp_path, SUMS[0])
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub with one data set, `us/sums`."""
+
+    def load_dataset(source: str, subset: str | None, split: str) -> list[dict[str, Any]]:
+        if (source, subset) != ("us/sums", "small"):
+            raise FileNotFoundError(f"Dataset '{source}' doesn't exist on the Hub\nmore lines")
+        rows = {"train": SUMS, "dev": SUMS[:5]}[split]
+        return [{"question": row["prompt"], "solution": row["answer"], "level": None} for row in rows]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+
+
+COLUMNS = {"prompt": "question", "answer": "solution"}
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_data_set_of_the_hub_becomes_problems() -> None:
+    given = load(TaskConfig(name="hub", id="us/sums", subset="small", test="dev", columns=COLUMNS), seed=0)
+    assert given.test is not None
+    assert (len(given.train), len(given.heldout), len(given.test)) == (85, 10, 5)
+    assert given.train[0].place.startswith("us/sums[train][")
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_data_set_that_the_hub_does_not_have_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"task.id: us/other can't be had from the hub \(Dataset 'us/other'"):
+        load(TaskConfig(name="hub", id="us/other"), seed=0)
+
+
+def user_module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Task:
+    (folder / "our_problems.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "our_problems", raising=False)
+    return load(TaskConfig(name="our_problems:make", heldout=1), seed=0)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def make(): return [{'prompt': str(i), 'extra': range(i)} for i in range(3)]",
+        "def make():\n for i in range(3): yield {'prompt': str(i), 'extra': range(i)}",
+        "def make(): return {'train': [{'prompt': str(i), 'extra': range(i)} for i in range(4)],"
+        " 'test': [{'prompt': '3'}]}",
+    ],
+)
+def test_a_function_returns_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    given = user_module(tmp_path, monkeypatch, code)
+    assert sorted(texts([*given.train, *given.heldout])) == ["0", "1", "2"]
+    assert given.train[0].fields["extra"] == range(int(texts(given.train)[0]))
+    assert (given.test is None) == ("'test'" not in code)
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("import nothing_like_it", "can't be used: ModuleNotFoundError: No module named 'nothing_like_it'"),
+        ("make = None", "can't be used: TypeError: 'NoneType' object is not callable"),
+        ("def other(): pass", "can't be used: AttributeError: module 'our_problems' has no attribute 'make'"),
+        ("def make(): raise SystemExit(3)", "can't be used: SystemExit: 3"),
+        ("def make():\n yield {}\n raise ValueError('a\\nb')", "can't be used: ValueError: a"),
+        ("def make(): return 3", "can't be used: TypeError: 'int' object is not iterable"),
+        ("def make(): return {'dev': []}", "returned 'dev': expected train, and test"),
+        ("def make(): return []", "task.train: there is no problem in it"),
+        ("def make(): return 'abc'", r"our_problems:make\[0\]: expected a mapping, got str"),
+        ("def make(): return [{'prompt': 'a', 'f': lambda: 0}]", r"make\[0\]: can't be sent to the rewards' process"),
+    ],
+)
+def test_a_function_that_fails_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, fault: str
+) -> None:
+    with pytest.raises(UserError, match=fault):
+        user_module(tmp_path, monkeypatch, code)

@@ -1,0 +1,125 @@
+"""Prompts come in a random order that is resumed exactly, without those that can't be used, which are counted."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from mllm.config.task import TaskConfig
+from mllm.data import prompts as data
+from mllm.data.iteration import DataIterator
+from mllm.data.prompts import training_prompts, usable_prompts
+from mllm.data.tasks.load import load as load_task
+from mllm.data.tasks.task import Example, Problems, Task
+from mllm.errors import StepError, UserError
+from mllm.model.tokenizer import bytes_tokenizer
+
+BYTES = bytes_tokenizer()
+ARITHMETIC = load_task(TaskConfig(name="arithmetic", heldout=32), seed=0)
+
+
+def arithmetic(seed: int = 0) -> DataIterator[Any]:
+    return training_prompts(ARITHMETIC, BYTES, max_prompt_length=16, seed=seed)
+
+
+def texts(prompts: DataIterator[Any], count: int) -> list[str]:
+    return [next(prompts).example.prompt[0]["content"] for _ in range(count)]
+
+
+def test_prompts_are_drawn_without_replacement_and_anew_in_each_epoch_and_by_the_seed() -> None:
+    drawn = texts(arithmetic(), 2 * 68)
+    assert sorted(drawn[:68]) == sorted(drawn[68:]) == sorted(e.prompt[0]["content"] for e in ARITHMETIC.train)
+    assert drawn[:68] != drawn[68:]
+    assert drawn[:68] != texts(arithmetic(seed=1), 68)
+
+
+@pytest.mark.parametrize("count", [0, 1, 100])
+def test_restored_prompts_continue_exactly(count: int) -> None:
+    unbroken, restored = arithmetic(), arithmetic()
+    for _ in range(count):
+        next(unbroken)
+    restored.set_state(json.loads(json.dumps(unbroken.get_state())))
+    for _ in range(100):
+        assert next(restored) == next(unbroken)
+
+
+def problem(text: str, number: int = 0) -> Example:
+    return Example([{"role": "user", "content": text}], None, place=f"data:{number}")
+
+
+def listed(*texts: str) -> Task:
+    return Task("listed", [problem(text, number) for number, text in enumerate(texts)], [])
+
+
+def on_demand(count: int, bad: set[int], text: str = "a" * 30) -> Task:
+    """A task that makes its problems on demand, some of them with a bad text."""
+    return Task("made", Problems(lambda i: problem(text if i in bad else f"{i}", i), range(count)), [])
+
+
+def prompts_of(task: Task, **settings: Any) -> DataIterator[Any]:
+    return training_prompts(task, BYTES, max_prompt_length=16, seed=0, **settings)
+
+
+def test_long_prompts_are_left_out_of_every_epoch_and_a_warning_counts_them(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        drawn = texts(prompts_of(listed("a", "b" * 30, "c", "d" * 40)), 10)
+    assert [sorted(drawn[i : i + 2]) for i in range(0, 10, 2)] == [["a", "c"]] * 5
+    assert "2 of 4 training prompts of task listed are longer than rollout.max_prompt_length" in caplog.text
+
+
+def test_a_long_prompt_anywhere_in_a_list_is_an_error_at_once_on_request() -> None:
+    with pytest.raises(UserError, match=r"rollout.max_prompt_length: data:2 has 33 tokens, and the limit is 16"):
+        prompts_of(listed("a", "a", "a" * 30), long_prompts="error")
+
+
+def test_a_task_of_long_prompts_is_an_error_that_says_how_long_they_are() -> None:
+    with pytest.raises(UserError, match=r"all of the 2 training prompts .* the shortest has 23 tokens"):
+        prompts_of(listed("a" * 30, "a" * 20))
+
+
+def test_prompts_that_are_no_chat_are_listed_with_their_places_at_once() -> None:
+    bad = "<|im_end|>"
+    with pytest.raises(UserError, match=r"2 lines are bad \(data:1, data:3\), the first: data:1: messages: <.*> is"):
+        prompts_of(listed("a", bad, "b", bad))
+
+
+@pytest.mark.parametrize("text", ["a" * 30, "<|im_end|>"])
+def test_problems_made_on_demand_are_left_out_and_counted_exactly_and_resume_too(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = set(range(100, 400, 3))
+    prompts, resumed = prompts_of(on_demand(400, bad, text)), prompts_of(on_demand(400, bad, text))
+    assert sorted(texts(prompts, 300)) == sorted(str(i) for i in range(400) if i not in bad)
+    assert "a prompt of task made is left out: " in caplog.text
+    resumed.set_state(json.loads(json.dumps(prompts.get_state())))
+    for _ in range(300):
+        prompt = next(prompts)
+        assert next(resumed) == prompt
+        assert prompt.passed - prompts.consumed == prompt.passed - resumed.consumed >= 100
+    assert sorted(texts(resumed, 300)) == sorted(texts(prompts, 300))
+
+
+def test_the_first_bad_problem_that_is_made_on_demand_ends_the_run_on_request_so_that_it_can_be_saved() -> None:
+    prompts = prompts_of(on_demand(300, {200}), long_prompts="error")
+    with pytest.raises(StepError, match="data:200 has 33 tokens"):
+        texts(prompts, 300)
+
+
+def test_too_many_bad_prompts_in_a_row_end_the_run_so_that_it_can_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MOST_SKIPPED", 5)
+    prompts = prompts_of(on_demand(1000, set(range(100, 1000))))
+    with pytest.raises(StepError, match=r"task made: 5 prompts in a row can't be used, the last: .* has 33 tokens"):
+        texts(prompts, 500)
+
+
+def test_prompts_to_evaluate_on_are_filtered_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    problems = listed("a", "b" * 30, "c").train
+    usable = usable_prompts(problems, BYTES, 16, "held-out prompts")
+    assert [prompt.example.prompt[0]["content"] for prompt in usable] == ["a", "c"]
+    assert "1 of 3 held-out prompts are longer" in caplog.text
+
+
+def test_a_task_without_problems_is_an_error() -> None:
+    with pytest.raises(UserError, match="no example"):
+        training_prompts(Task("empty", [], []), BYTES, max_prompt_length=16, seed=0)
