@@ -39,6 +39,8 @@ def summary(run_dir: Path) -> str:
     timings = read_records(run_dir / "timings.jsonl")
     lines = [
         *accuracy_table(metrics),
+        *reward_line(metrics),
+        *test_line(metrics),
         *validation_table(metrics),
         *progress_line(metrics),
         *speed_lines(timings),
@@ -60,6 +62,23 @@ def accuracy_table(metrics: list[dict[str, Any]]) -> Iterator[str]:
         if key in first and key in last:
             (old, new), intervals = (first[key], last[key]), [interval(record, key) for record in (first, last)]
             yield f"{mode:<18} {old:>8.3f} {intervals[0]:^15} {new:>10.3f} {intervals[1]:^15} {new - old:>+7.3f}"
+
+
+def reward_line(metrics: list[dict[str, Any]]) -> Iterator[str]:
+    """The mean reward on held-out problems that have no answers, at the first and at the last evaluation."""
+    evaluated = [record for record in metrics if record.get("eval/reward") is not None]
+    if evaluated and "eval/greedy_accuracy" not in evaluated[-1]:
+        shown = (f"{record['eval/reward']:.3f} at step {record['step']}" for record in (evaluated[0], evaluated[-1]))
+        yield f"{'held-out reward':<18} {', '.join(shown)}"
+
+
+def test_line(metrics: list[dict[str, Any]]) -> Iterator[str]:
+    """What the last parameters reach on the test set."""
+    for record in metrics[-1:]:
+        if (key := "test/greedy_accuracy") in record:
+            yield f"{'test accuracy':<18} {record[key]:.3f} ({interval(record, key)}), greedy"
+        elif record.get("test/reward") is not None:
+            yield f"{'test reward':<18} {record['test/reward']:.3f}"
 
 
 def interval(record: dict[str, Any], key: str) -> str:

@@ -94,6 +94,15 @@ def test_completions_without_a_gradient_are_left_out_and_such_updates_are_counte
     assert other.next(np.float32(0), 4, Stopwatch()).metrics["updates_without_gradient"] == 4
 
 
+def test_rollouts_without_a_signal_are_logged_at_powers_of_two(caplog):
+    source = grpo_source(task=EQUAL)
+    for number in range(5):
+        source.next(np.float32(0), number, Stopwatch())
+    logged = [record.getMessage() for record in caplog.records]
+    assert [line.partition(":")[0] for line in logged] == ["step 1", "step 2", "step 4"]
+    assert "in no group do the rewards differ, so there is nothing to learn from (4 such rollouts so far)" in logged[-1]
+
+
 @pytest.mark.parametrize("penalty", [{"beta": 0.1, "reference": "initial"}, {"entropy_coef": 0.01}])
 def test_with_a_penalty_completions_without_an_advantage_have_a_gradient(penalty):
     step = grpo_source(np.float32(7), task=EQUAL, **penalty).next(np.float32(0), 0, Stopwatch())

@@ -1,11 +1,16 @@
 """The runner scores every completion with every function, in processes without JAX. See test_reward_worker, too."""
 
+import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -14,6 +19,7 @@ import pytest
 from mllm.config.task import RewardConfig, TaskConfig
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
+from mllm.rl import reward_url
 from mllm.rl.reward_functions import BUILT_IN
 from mllm.rl.rewards import Failure, RewardRunner, Scores, reward_metrics, weighted_sum
 from mllm.rl.rollout import Completions
@@ -61,6 +67,38 @@ def half_hanging_batch(completions):
 def none_at_all(completion):
     return None
 """
+
+
+@contextmanager
+def server(*replies: tuple[int, bytes] | float) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The address of a server, and the requests that it got; it gives each reply once, the last one again and again.
+
+    A number means that it says nothing for so many seconds.
+    """
+    requests: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            reply = replies[min(len(requests), len(replies)) - 1]
+            if isinstance(reply, float):
+                time.sleep(reply)
+                return
+            self.send_response(reply[0])
+            self.end_headers()
+            self.wfile.write(reply[1])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = Thread(target=listening.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"url:http://127.0.0.1:{listening.server_address[1]}/score", requests
+        listening.shutdown()
+        thread.join()
+
+
 NAMES = ("exact_match", "length", "jax_is_imported", "process_id", "alarm")
 SEVEN = Example([{"role": "user", "content": "p"}], "7")
 
@@ -82,7 +120,8 @@ def runner() -> Iterator[RewardRunner]:
 
 
 def opened(*names: str, **settings: Any) -> RewardRunner:
-    rewards = tuple(RewardConfig(name=name if name in BUILT_IN else f"own_rewards:{name}") for name in names)
+    built_in = [*BUILT_IN, *(name for name in names if name.startswith("url:"))]
+    rewards = tuple(RewardConfig(name=name if name in built_in else f"own_rewards:{name}") for name in names)
     task = TaskConfig(name="arithmetic", rewards=rewards, **{"reward_timeout": 60.0, **settings})
     return RewardRunner(task, Task("", [SEVEN], []), 4)
 
@@ -178,3 +217,56 @@ def test_more_processes_than_calls_are_refused() -> None:
         UserError, match=r"task.reward_workers: 2 processes for 1 batched function.* more than can work"
     ):
         opened("batch", reward_workers=2)
+
+
+def test_a_url_gets_the_batch_as_json_and_gives_a_number_for_each() -> None:
+    with (
+        server((503, b""), (429, b""), (200, b'{"rewards": [1, 0.5, null]}')) as (url, requests),
+        opened(url) as runner,
+    ):
+        scores = score(runner, "a", "b", "c")
+    np.testing.assert_array_equal(scores.values.T, [[1, 0.5, math.nan]])
+    assert scores.kinds.T.tolist() == [["value", "value", "not_applicable"]]
+    assert (
+        requests
+        == [
+            {
+                "prompts": ["p"] * 3,
+                "completions": ["a", "b", "c"],
+                "answers": ["7"] * 3,
+                "completion_ids": [[1]] * 3,
+                "length": [1] * 3,
+                "truncated": [False] * 3,
+                "max_completion_length": 4,
+            }
+        ]
+        * 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "message"),
+    [
+        ((200, b"[1]"), "not_a_number", r"returned no list of numbers: ValueError: 1 values for 2 completions"),
+        ((200, b'["1", NaN]'), "not_a_number", r"returned '1'"),
+        ((200, b"<html>"), "raised", r"ValueError: expected a JSON list, .* the answer was '<html>'"),
+        ((400, b"no field level"), "raised", r"ValueError: HTTP 400 Bad Request: no field level"),
+        (1.5, "timed_out", "took longer than 1 s"),
+    ],
+)
+def test_a_url_that_answers_with_anything_else_is_a_failure(
+    reply: tuple[int, bytes] | float, kind: str, message: str
+) -> None:
+    with server(reply) as (url, requests), opened(url, reward_timeout=0.5) as runner:
+        scores = score(runner, "a", "b")
+    assert [failure.kind for failure in scores.failures] == [kind, kind]
+    assert re.fullmatch(message, scores.failures[0].message)
+    assert len(requests) == 1
+
+
+def test_a_server_that_is_not_there_is_tried_again_for_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    with pytest.raises(ConnectionError, match=r"6 tries: URLError: .*refused"):
+        reward_url.post("http://127.0.0.1:9/", completions=["a"])
+    assert waited == [0.25, 0.5, 1, 2, 4]

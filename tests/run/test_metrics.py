@@ -62,6 +62,17 @@ def test_the_summary_shows_accuracy_before_and_after_with_its_interval(tmp_path)
     assert [words for words in shown if words not in text] == []
 
 
+def test_the_summary_shows_the_reward_where_problems_have_no_answers_and_the_test_set(tmp_path):
+    log = RunLog(tmp_path, -1, 2)
+    log.write(0, {"eval/reward": 0.125})
+    log.write(1, {"eval/reward": float("nan")})  # all rewards failed
+    log.write(2, {"eval/reward": 0.5, "test/reward": 0.75})
+    log.close()
+    text = report.summary(tmp_path)
+    assert "held-out reward    0.125 at step 0, 0.500 at step 2" in text
+    assert "test reward        0.750" in text
+
+
 def test_the_summary_shows_the_validation_at_its_first_its_lowest_and_its_last_step(tmp_path):
     log = RunLog(tmp_path, -1, 2)
     for step, loss in enumerate((5.0, 1.5, 2.25)):
