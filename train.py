@@ -113,8 +113,9 @@ def train(config: Config, change: bool = False) -> int:
                 assert task and sampler  # noqa: PT018
                 source = make_grpo_source(config, policy, mesh, task, sampler, rewards)
             repeated, validation = [], config.data and config.data.validation
-            if config.eval and task and sampler:
-                evaluate = make_evaluation(config.eval, task.heldout[: config.eval.prompts], sampler, rewards, rows)
+            if config.eval and config.task and task and sampler:
+                heldout = task.heldout[: config.eval.prompts]
+                evaluate = make_evaluation(config.eval, config.task, heldout, sampler, rewards, rows)
                 repeated.append(Measurement(evaluate, config.eval.every))
             if validation and isinstance(source, SftSource):
                 validate = make_validation(config, policy, mesh, source.validation, interrupt.poll)

@@ -6,11 +6,10 @@ from functools import partial
 
 import numpy as np
 
-from mllm.config.task import EvalConfig
+from mllm.config.task import EvalConfig, TaskConfig
+from mllm.data.prompts import Prompt, usable_prompts
 from mllm.data.tasks.task import Example
-from mllm.errors import UserError
 from mllm.model.layout import Params
-from mllm.model.tokenizer import encode_prompt
 from mllm.parallel.processes import ALL_ROWS, RowShare, raise_everywhere
 from mllm.rl.reward_functions import exact_match, flexible_match
 from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
@@ -23,6 +22,7 @@ Z = 1.959963984540054
 
 def make_evaluation(
     options: EvalConfig,
+    task: TaskConfig,
     problems: Sequence[Example],
     sampler: Sampler,
     rewards: RewardRunner,
@@ -31,23 +31,18 @@ def make_evaluation(
 ) -> Callable[[Params, int], dict[str, float]]:
     """The function (parameters, step) -> metrics that evaluates on the problems; metrics' names begin with `prefix`.
 
-    UserError is raised if a prompt is longer than `rollout.max_prompt_length`, or can't be written as a chat.
+    Prompts that are longer than `rollout.max_prompt_length` are left out; UserError as for `usable_prompts`.
     """
+    what = f"{prefix.strip('/')} prompts of task {task.name}"
     limit = sampler.options.max_prompt_length
-    for index, example in enumerate(problems):
-        length = len(encode_prompt(sampler.tokenizer, example.prompt))
-        if length > limit:
-            raise UserError(
-                f"rollout.max_prompt_length: prompt {index} of the problems for {prefix} has {length} tokens, "
-                f"and the limit is {limit}"
-            )
-    return partial(evaluate, sampler, rewards, list(problems), sampled=options.sampled, rows=rows, prefix=prefix)
+    prompts = usable_prompts(problems, sampler.tokenizer, limit, what, task.long_prompts)
+    return partial(evaluate, sampler, rewards, prompts, sampled=options.sampled, rows=rows, prefix=prefix)
 
 
 def evaluate(
     sampler: Sampler,
     rewards: RewardRunner,
-    examples: Sequence[Example],
+    problems: Sequence[Prompt],
     params: Params,
     step: int,
     *,
@@ -63,24 +58,24 @@ def evaluate(
     and `_high` of its 95 % interval and `eval/greedy_flexible_accuracy` (the last number counts), too; and the mean
     length in tokens.
     """
-    share = -(-len(examples) // rows.count)
-    mine = examples[rows.index * share :][:share]
+    share = -(-len(problems) // rows.count)
+    mine = problems[rows.index * share :][:share]
     # Every process completes as many prompts. The repeated problem that fills a share up is dropped below.
-    mine = [*mine, *[examples[0]] * (share - len(mine))]
-    prompts = [encode_prompt(sampler.tokenizer, example.prompt) for example in mine]
+    mine = [*mine, *[problems[0]] * (share - len(mine))]
+    examples, prompts = [prompt.example for prompt in mine], [prompt.tokens for prompt in mine]
     first = FIRST_SEQUENCE + rows.index * share
-    answered = all(example.answer is not None for example in examples)
+    answered = all(prompt.example.answer is not None for prompt in problems)
     metrics: dict[str, float] = {}
     for mode in ("greedy", "sampled") if sampled else ("greedy",):
         completions, texts = sampler.complete(params, prompts, step=step, first_sequence=first, greedy=mode == "greedy")
         with raise_everywhere():
-            scores = rewards.score(mine, texts, completions)
+            scores = rewards.score(examples, texts, completions)
         matches = np.zeros((share, 2))  # exact and flexible
         if answered:
-            known = [(text, example.answer, example) for text, example in zip(texts, mine, strict=True)]
+            known = [(text, example.answer, example) for text, example in zip(texts, examples, strict=True)]
             matches = np.array([(exact_match(*one), flexible_match(*one)) for one in known])
         gathered = rows.gather((scores.values, scores.kinds, matches, completions.lengths))
-        parts = [np.concatenate(part)[: len(examples)] for part in zip(*gathered, strict=True)]
+        parts = [np.concatenate(part)[: len(problems)] for part in zip(*gathered, strict=True)]
         values, kinds, matches, lengths = parts
         total = weighted_sum(values, kinds, rewards.weights)
         total = total[~np.isnan(total)]
@@ -90,12 +85,12 @@ def evaluate(
         metrics[f"{prefix}{mode}_mean_length"] = float(lengths.mean())
         if answered:
             correct, flexible = map(int, matches.sum(axis=0))
-            low, high = wilson(correct, len(examples))
+            low, high = wilson(correct, len(problems))
             metrics |= {
-                f"{prefix}{mode}_accuracy": correct / len(examples),
+                f"{prefix}{mode}_accuracy": correct / len(problems),
                 f"{prefix}{mode}_accuracy_low": low,
                 f"{prefix}{mode}_accuracy_high": high,
-                f"{prefix}{mode}_flexible_accuracy": flexible / len(examples),
+                f"{prefix}{mode}_flexible_accuracy": flexible / len(problems),
             }
     return metrics
 

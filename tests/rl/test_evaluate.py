@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mllm.config.grpo import RolloutConfig
-from mllm.config.task import EvalConfig
+from mllm.config.task import EvalConfig, TaskConfig
+from mllm.data.prompts import Prompt
 from mllm.data.tasks.task import Example
-from mllm.errors import UserError
 from mllm.model import tokenizer as tokenizers
 from mllm.parallel.processes import ALL_ROWS, RowShare
 from mllm.rl.evaluation import evaluate, make_evaluation, wilson
@@ -21,7 +21,9 @@ EXAMPLES = [Example([{"role": "user", "content": f"{n}+0="}], str(n), answer_for
 GREEDY = ["#### 1", "2", "#### 4", "five"]
 SAMPLED = ["1", "#### 2", "#### 3", "#### 4"]
 BYTES = tokenizers.bytes_tokenizer()
-PROMPTS = [tokenizers.encode_prompt(BYTES, example.prompt) for example in EXAMPLES]
+TOKENS = [tokenizers.encode_prompt(BYTES, example.prompt) for example in EXAMPLES]
+PROMPTS = list(map(Prompt, EXAMPLES, TOKENS))
+TASK = TaskConfig(name="arithmetic")
 CALLS = []
 
 
@@ -30,7 +32,7 @@ class FixedTexts(Sampler):
 
     def complete(self, params, prompts, *, step, first_sequence=0, greedy=False):
         CALLS.append((prompts, step, first_sequence, greedy))
-        numbers = [PROMPTS.index(prompt) for prompt in prompts]
+        numbers = [TOKENS.index(prompt) for prompt in prompts]
         tokens, lengths = np.zeros((len(prompts), 4), np.int32), np.array(numbers, np.int32) + 1
         texts = [(GREEDY if greedy else SAMPLED)[number] for number in numbers]
         return Completions(tokens, np.zeros(tokens.shape, np.float32), lengths, lengths > 0), texts
@@ -62,7 +64,7 @@ class Lengths(RewardRunner):
 
 
 def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_training_never_uses(sampler):
-    metrics = evaluate(sampler, Lengths(), EXAMPLES, None, 3, sampled=True)
+    metrics = evaluate(sampler, Lengths(), PROMPTS, None, 3, sampled=True)
     assert (metrics["eval/greedy_accuracy"], metrics["eval/sampled_accuracy"]) == (1 / 4, 3 / 4)
     assert (metrics["eval/greedy_flexible_accuracy"], metrics["eval/sampled_flexible_accuracy"]) == (2 / 4, 1)
     assert (metrics["eval/greedy_accuracy_low"], metrics["eval/greedy_accuracy_high"]) == wilson(1, 4)
@@ -72,7 +74,7 @@ def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_t
     assert metrics["eval/rewards/length/mean"] == (6 + 1 + 6) / 3
     assert metrics["eval/rewards/half/mean"] == (3 + 3 + 2) / 3
     assert (metrics["eval/rewards/length/raised"], metrics["eval/rewards/half/raised"]) == (1, 0)
-    assert CALLS == [(PROMPTS, 3, 2**30, True), (PROMPTS, 3, 2**30, False)]
+    assert CALLS == [(TOKENS, 3, 2**30, True), (TOKENS, 3, 2**30, False)]
 
 
 PASSED = {0: [], 1: []}
@@ -88,26 +90,27 @@ class TwoProcesses(RowShare):
 
 def test_problems_that_fill_up_a_process_s_share_are_not_counted(sampler):
     """Three problems for two processes: the second repeats the first problem, which is answered correctly."""
-    alone = evaluate(sampler, Lengths(), EXAMPLES[:3], None, 3, sampled=True)
+    alone = evaluate(sampler, Lengths(), PROMPTS[:3], None, 3, sampled=True)
     CALLS.clear()
     for index in (0, 1):
-        metrics = evaluate(sampler, Lengths(), EXAMPLES[:3], None, 3, sampled=True, rows=TwoProcesses(index, 2, (0, 1)))
+        metrics = evaluate(sampler, Lengths(), PROMPTS[:3], None, 3, sampled=True, rows=TwoProcesses(index, 2, (0, 1)))
     assert metrics == alone
-    assert CALLS[2:] == [([PROMPTS[2], PROMPTS[0]], 3, 2**30 + 2, greedy) for greedy in (True, False)]
+    assert CALLS[2:] == [([TOKENS[2], TOKENS[0]], 3, 2**30 + 2, greedy) for greedy in (True, False)]
 
 
 def test_where_a_problem_has_no_answer_there_are_rewards_and_no_accuracy(sampler):
     problems = [EXAMPLES[0], replace(EXAMPLES[1], answer=None)]
-    metrics = make_evaluation(EvalConfig(), problems, sampler, Lengths(), ALL_ROWS, "test/")(None, 0)
+    metrics = make_evaluation(EvalConfig(), TASK, problems, sampler, Lengths(), ALL_ROWS, "test/")(None, 0)
     assert metrics["test/reward"] == (2 * 6 + 1) / 2
     assert metrics["test/greedy_mean_length"] == 1.5
     assert [name for name in metrics if "accuracy" in name] == []
 
 
-def test_a_prompt_that_is_too_long_is_an_error_before_training(sampler):
+def test_prompts_that_are_too_long_are_left_out_and_counted(sampler, caplog):
     long = replace(EXAMPLES[1], prompt=[{"role": "user", "content": "a long question"}])
-    with pytest.raises(UserError, match="prompt 1 of the problems for eval/ has 18 tokens, and the limit is 8"):
-        make_evaluation(EvalConfig(), [EXAMPLES[0], long], sampler, Lengths(), ALL_ROWS)
+    evaluation = make_evaluation(EvalConfig(), TASK, [EXAMPLES[0], long], sampler, Lengths(), ALL_ROWS)
+    assert evaluation(None, 0)["eval/greedy_accuracy"] == 1
+    assert "1 of 2 eval prompts of task arithmetic are longer than rollout.max_prompt_length" in caplog.text
 
 
 @pytest.mark.parametrize(
