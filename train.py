@@ -98,9 +98,6 @@ def train(config: Config, change: bool = False) -> int:
         with raise_everywhere():
             config = stack.enter_context(run_dir.claim(folder, config, change))
             policy = load_policy(config, mesh)
-        optimizer = make_optimizer(config.optimizer, config.steps)
-        schedule = make_schedule(config.optimizer, config.steps)
-        train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
         with raise_everywhere():
             task = None if config.task is None else load_task(config.task, config.seed)
             sampler = make_sampler(config, policy, interrupt.poll)
@@ -112,6 +109,9 @@ def train(config: Config, change: bool = False) -> int:
             else:
                 assert task and sampler  # noqa: PT018
                 source = make_grpo_source(config, policy, mesh, task, sampler, rewards)
+            steps = source.steps if isinstance(source, SftSource) else config.steps or 0
+            optimizer, schedule = make_optimizer(config.optimizer, steps), make_schedule(config.optimizer, steps)
+            train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
             repeated, validation = [], config.data and config.data.validation
             if config.eval and config.task and task and sampler:
                 heldout = task.heldout[: config.eval.prompts]
@@ -141,10 +141,10 @@ def train(config: Config, change: bool = False) -> int:
         if is_writer():
             head = choose_head(config, policy.architecture, mesh)
             print(report.start_line(mesh, policy.params, head, policy.attention, state.step), file=sys.stderr)
-        log = stack.enter_context(closing(RunLog(folder, state.logged_step, config.steps, config.changes)))
+        log = stack.enter_context(closing(RunLog(folder, state.logged_step, steps, config.changes)))
 
         # The loop. Signals are noticed between two steps, and in the middle of rollouts and evaluations.
-        finished = state.step == config.steps or measurements.end_early(state)
+        finished = state.step == steps or measurements.end_early(state)
         saved_step, stopping, fatal_error = state.step, False, ""
         interrupt.hold()
         try:
@@ -170,7 +170,7 @@ def train(config: Config, change: bool = False) -> int:
                     path = save_batch(folder, data.batch, rows, step=step, seed=config.seed)
                 if skipped > config.optimizer.max_skipped:
                     fatal_error = too_many_skipped(skipped, path)
-                finished = data.last or step == config.steps
+                finished = data.last or step == steps
                 stopping = interrupt.agree() and source.resumable(step)
                 if measurements.are_due(step, finished):
                     state = replace(state, pending_evaluation=PendingEvaluation(metrics, data.samples, data.last))

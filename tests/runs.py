@@ -114,7 +114,7 @@ def checksums(folder: Path) -> dict[str, str]:
 def newest(config: Config) -> RunState:
     """The state in the run's newest checkpoint."""
     like = abstract_state(
-        load_policy(config, make_mesh(config.mesh)).params, make_optimizer(config.optimizer, config.steps)
+        load_policy(config, make_mesh(config.mesh)).params, make_optimizer(config.optimizer, config.steps or 1)
     )
     manager = Checkpoints(Path(config.run_dir, "checkpoints"), config.checkpoint, read_only=True)
     state = manager.restore(like)

@@ -59,8 +59,8 @@ class Config(Section):
     algorithm: Literal["sft", "grpo"]
     run_dir: str
     seed: int = Field(default=0, ge=0, lt=2**31)
-    steps: PositiveInt
-    """How often the parameters are updated."""
+    steps: PositiveInt | None = None
+    """How often the parameters are updated; None: as often as `data.epochs` passes over SFT's data have batches."""
     batch_size: PositiveInt
     """Sequences in each update. Under GRPO `num_generations` of them share a prompt, and a rollout has
     `grpo.steps_per_generation` times as many."""
@@ -89,7 +89,9 @@ class Config(Section):
             self.check_sft()
         self.check_evaluation()
         self.check_rows(self.mesh.dp * self.mesh.fsdp)
-        if self.optimizer.warmup_steps > self.steps:
+        if self.steps is None and (self.data is None or self.data.epochs is None):
+            raise impossible("steps", "this setting is required" + ", or data.epochs" * (self.algorithm == "sft"))
+        if self.steps is not None and self.optimizer.warmup_steps > self.steps:
             raise impossible("optimizer.warmup_steps", f"longer than the run ({self.steps} steps)")
         return self
 
@@ -128,7 +130,7 @@ class Config(Section):
         if self.batch_size % group:
             raise impossible("batch_size", f"{self.batch_size} is not divisible by grpo.num_generations ({group})")
         for key, steps in (("steps", self.steps), ("checkpoint.every", self.checkpoint.every or 0)):
-            if steps % updates:
+            if steps and steps % updates:
                 product = f"grpo.steps_per_generation * num_iterations ({updates})"
                 raise impossible(key, f"{steps} is not divisible by {product}, the updates of a rollout")
 

@@ -57,6 +57,9 @@ class CachedDocuments(Documents):
     def size(self, index: int) -> Size:
         return Size(*self.sizes[index].tolist())
 
+    def tokens(self) -> int:
+        return int(self.sizes[:, 0].sum(dtype=np.int64))
+
     def __getitem__(self, index: int) -> Document:
         try:
             with self.lock:

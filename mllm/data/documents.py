@@ -39,6 +39,10 @@ class Documents(ABC):
     @abstractmethod
     def __getitem__(self, index: int) -> Document: ...
 
+    def tokens(self) -> int:
+        """The number of tokens of all documents."""
+        return sum(self.size(index).tokens for index in range(len(self)))
+
 
 class TaskDocuments(Documents):
     """The solutions of a task's training problems, each made when it is needed."""
@@ -57,6 +61,10 @@ class TaskDocuments(Documents):
 
     def __getitem__(self, index: int) -> Document:
         return self.document(index)
+
+    def tokens(self) -> int:
+        """The least number of tokens of all documents, none of which is made for it."""
+        return len(self)
 
     def make(self, index: int) -> Document:
         """Training problem `index` with its solution; UserError where it has none."""

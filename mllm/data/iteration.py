@@ -88,13 +88,14 @@ def example_indices(count: int, epochs: int | None, seed: int | None) -> grain.M
     """
     if count == 0:
         raise UserError("task: there is no example in it")
-
-    def example_index(position: int) -> int:
-        epoch, index = divmod(int(position), count)
-        return index if seed is None else permute_index(index, count, key=f"{seed} {epoch}")
-
     length = min(count * epochs, MAX_LENGTH) if epochs else MAX_LENGTH
-    return grain.MapDataset.range(length).map(example_index)
+    return grain.MapDataset.range(length).map(lambda position: example_index(int(position), count, seed))
+
+
+def example_index(position: int, count: int, seed: int | None) -> int:
+    """The index of the example at a position of `example_indices`."""
+    epoch, index = divmod(position, count)
+    return index if seed is None else permute_index(index, count, key=f"{seed} {epoch}")
 
 
 def process_rows(total: int, process_index: int, process_count: int, key: str) -> slice:

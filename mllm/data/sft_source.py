@@ -1,5 +1,6 @@
 """SFT's source of data: the batches of the pipeline, read one ahead to know which is the last."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,21 +9,26 @@ from jax.sharding import Mesh
 
 from mllm.config.data import DataConfig
 from mllm.config.schema import Config
+from mllm.config.section import LARGEST_NUMBER
 from mllm.data.batch import Batch
 from mllm.data.cache import cached_documents
 from mllm.data.documents import Documents, Origin, TaskDocuments, hold_out
 from mllm.data.iteration import DataIterator
-from mllm.data.pipeline import sft_batches
+from mllm.data.pipeline import count_batches, sft_batches
 from mllm.data.source import Step
 from mllm.data.tasks.task import Task
+from mllm.errors import UserError
 from mllm.model.layout import Params
 from mllm.model.load import Policy
 from mllm.model.tokenizer import Tokenizer
 from mllm.parallel.processes import ALL_ROWS, RowShare
 from mllm.stopwatch import Stopwatch
 
+log = logging.getLogger(__name__)
+
 
 def make_sft_source(config: Config, policy: Policy, mesh: Mesh, task: Task | None) -> "SftSource":
+    """The source of a configuration's data; UserError where there is too little of it, or it is bad."""
     assert config.data is not None
     rows = RowShare.of_mesh(mesh)
     training, validation = load_documents(config.data, policy.tokenizer, task)
@@ -34,7 +40,25 @@ def make_sft_source(config: Config, policy: Policy, mesh: Mesh, task: Task | Non
         process_index=rows.index,
         process_count=rows.count,
     )
-    return SftSource(batches, rows, validation)
+    return SftSource(batches, rows, validation, count_steps(config, training))
+
+
+def count_steps(config: Config, documents: Documents) -> int:
+    """The number of steps of a run: `steps`, or fewer, with a warning, where the data ends before.
+
+    So the schedule of the learning rate always comes to its end. UserError is raised if it is shorter than the warm-up.
+    """
+    assert config.data is not None
+    if config.steps is None and documents.content is None and len(documents) * (config.data.epochs or 1) > 2**24:
+        raise UserError(f"steps: set them: the task has {len(documents)} problems, too many to count the batches of")
+    most, warmup = config.steps or LARGEST_NUMBER, config.optimizer.warmup_steps
+    steps = count_batches(config.data, documents, batch_size=config.batch_size, seed=config.seed, most=most)
+    passes = f"data.epochs: {config.data.epochs} passes over the {len(documents)} examples are {steps} batches"
+    if warmup > steps:
+        raise UserError(f"optimizer.warmup_steps: {warmup} are longer than the run: {passes}")
+    if config.steps is not None and steps < config.steps:
+        log.warning("%s: the run and its schedule end at step %d instead of %d", passes, steps, config.steps)
+    return steps
 
 
 def load_documents(config: DataConfig, tokenizer: Tokenizer, task: Task | None) -> tuple[Documents, Documents | None]:
@@ -66,11 +90,16 @@ class SftSource:
     """A `mllm.data.source.Source` over the batches of `mllm.data.pipeline.sft_batches`."""
 
     def __init__(
-        self, data: DataIterator[Batch], rows: RowShare = ALL_ROWS, validation: Documents | None = None
+        self,
+        data: DataIterator[Batch],
+        rows: RowShare = ALL_ROWS,
+        validation: Documents | None = None,
+        steps: int = LARGEST_NUMBER,
     ) -> None:
         self.data = data
         self.rows = rows
         self.validation = validation
+        self.steps = steps
         self.num_tokens = 0
         self.after = data.get_state()
         self.upcoming: Batch | None = None

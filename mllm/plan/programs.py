@@ -45,7 +45,7 @@ class Programs:
         self.mesh = mesh
         self.kind = kind
         self.policy = load_policy(without_files(config), mesh)
-        self.optimizer = make_optimizer(config.optimizer, config.steps)
+        self.optimizer = make_optimizer(config.optimizer, config.steps or 1)
         self.state = abstract_state(self.policy.params, self.optimizer)
         self.model = nnx.merge(self.policy.graphdef, self.policy.params)
         self.layout = self.model.layout
@@ -81,7 +81,7 @@ class Programs:
 
     def update(self) -> Program:
         """The train step."""
-        schedule = make_schedule(self.config.optimizer, self.config.steps)
+        schedule = make_schedule(self.config.optimizer, self.config.steps or 1)
         function = make_train_step(self.policy.graphdef, self.optimizer, schedule, self.config, self.mesh, self.kind)
         return function, (self.state, self.batch(self.rows.total))
 

@@ -10,6 +10,7 @@ from mllm.errors import UserError
 FREE = {
     *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log", "changes"),
     *("grpo.row_length", "optimizer.max_skipped", "task.max_failed_groups"),
+    *("data.cache", "data.prefetch"),
 }
 """Sections and settings that say how a run is carried out and when it gives up, not what it computes."""
 
@@ -66,7 +67,7 @@ def check_changes(folder: Path, old: dict[str, Any], config: Config, newest: int
         if fixed or not permitted:
             way_out = f"it can't change ({fixed})" if fixed else "--change goes on with the new value"
             raise UserError(f"{problem}; {way_out}; else give another run_dir, or the old value")
-        if key == "steps" and config.steps <= newest:
+        if key == "steps" and config.steps is not None and config.steps <= newest:
             raise UserError(f"steps: {folder} has done {newest} already; give more, or another run_dir")
         recorded.append(Change(step=newest, key=key, old=before, new=after))
     return config.model_copy(update={"changes": tuple(recorded)})
@@ -82,7 +83,7 @@ def why_fixed(key: str, old: Any, new: Any) -> str | None:
 
 def is_extension(config: Config, steps: Any) -> bool:
     """Whether the run only goes on past its old `steps`: with a constant learning rate those are the same."""
-    return config.optimizer.schedule == "constant" and isinstance(steps, int) and config.steps > steps
+    return config.optimizer.schedule == "constant" and isinstance(steps, int) and (config.steps or 0) > steps
 
 
 def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

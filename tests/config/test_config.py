@@ -128,6 +128,8 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (SFT.replace("{init", "{dtype: float32, init"), "model.residual_dtype=bfloat16", "bfloat16 would round what"),
         (SFT, "log.samples=3", "log: is not used by algorithm: sft"),
         (SFT, "data={source: task, max_length: 8, on_bad_line: skip}", "data.on_bad_line: is not used with "),
+        (SFT, "steps=null", "steps: this setting is required, or data.epochs"),
+        (GRPO, "steps=null", "steps: this setting is required"),
         (SFT, "data.validation={every: 2}", "data.validation.source: give one of source, split and share"),
         (
             SFT,

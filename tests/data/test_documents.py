@@ -6,7 +6,7 @@ from test_data import BYTES, some, write
 
 from mllm.config.data import DataConfig
 from mllm.data.documents import Documents, hold_out
-from mllm.data.pipeline import sft_batches, validation_batches
+from mllm.data.pipeline import count_batches, sft_batches, validation_batches
 from mllm.data.sft_source import load_documents
 from mllm.errors import UserError
 
@@ -66,3 +66,31 @@ def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):
     assert [training.size(i).tokens for i in range(32)] == [len(text) for text in numbers[0]]
     with pytest.raises(UserError, match=r"data.validation.share: 0.99 of 40 examples leaves none to train on"):
         hold_out(documents, 0.99)
+
+
+@pytest.mark.parametrize("settings", [{}, {"packing": False}, {"shuffle": False}, {"epochs": 3}, {"max_length": 32}])
+@pytest.mark.parametrize("batch_size", [1, 3, 7])
+def test_batches_are_counted_from_sizes_alone(tmp_path, settings, batch_size):
+    data = DataConfig(**{"source": write(tmp_path, some(41)), "max_length": 64, "epochs": 1, **settings})
+    documents = Counted(load_documents(data, BYTES, None)[0])
+    expected = sum(1 for _ in sft_batches(data, documents, batch_size=batch_size, seed=3))
+    documents.read.clear()
+    for most in (expected - 1, expected, expected + 1, 10**6):
+        counted = count_batches(data, documents, batch_size=batch_size, seed=3, most=most)
+        assert counted == min(expected, most)
+    assert documents.read == []
+
+
+def test_without_epochs_the_data_never_ends_and_enough_tokens_need_no_counting(tmp_path):
+    class Enough(Counted):
+        def size(self, index):
+            raise AssertionError
+
+        def tokens(self):
+            return 11 * 2 * 32
+
+    source = write(tmp_path, some(9))
+    documents = Enough(load_documents(DataConfig(source=source, max_length=32), BYTES, None)[0])
+    for epochs in (None, 1):
+        data = DataConfig(source=source, max_length=32, epochs=epochs)
+        assert count_batches(data, documents, batch_size=2, seed=0, most=10) == 10

@@ -92,7 +92,7 @@ def prepare(sizes: dict[str, Any]) -> Callable[[int], dict[str, float]]:
 
     mesh = make_mesh(config.mesh)
     policy = load_policy(config, mesh)
-    optimizer, schedule = (make(config.optimizer, config.steps) for make in (make_optimizer, make_schedule))
+    optimizer, schedule = (make(config.optimizer, config.steps or 1) for make in (make_optimizer, make_schedule))
     train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
     sampler: Any = Sampler()
     rewards: Any = Rewards()

@@ -1,0 +1,89 @@
+"""Runs of SFT on files: their length by epochs, validation, the best checkpoint by it, early stopping, resume."""
+
+import json
+import logging
+
+import pytest
+from runs import assert_same_end, changed, checkpoints, records, run
+from tiny import config
+
+import train
+from mllm.train.optimizer import make_schedule
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """A function that makes the configuration of a run on 40 examples, 8 of which are held out."""
+    path = tmp_path / "train.jsonl"
+    lines = [{"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i % 5)} for i in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = {"source": str(path), "max_length": 16, "packing": False, "validation": {"share": 0.2, "every": 2}}
+
+    def make(name="run", **sections):
+        given = {"run_dir": str(tmp_path / name), "task": None, "rollout": None, "eval": None, "batch_size": 8}
+        return config("sft", **{**given, "data": data, "optimizer": {"schedule": "linear"}, **sections})
+
+    return make
+
+
+def test_epochs_give_the_steps_and_the_schedule_and_validation_comes_at_the_start_in_between_and_at_the_end(settings):
+    done = changed(settings(), steps=None, data={"epochs": 2})
+    assert run(done) == 0
+    lines = records(done)
+    assert [line["step"] for line in lines] == list(range(9))  # 32 examples, 8 a batch, twice
+    assert [line["step"] for line in lines if "validation/loss" in line] == [0, 2, 4, 6, 8]
+    assert lines[-1]["validation/loss"] < lines[0]["validation/loss"]
+    schedule = make_schedule(done.optimizer, 8)
+    assert [line["learning_rate"] for line in lines[1:]] == pytest.approx([float(schedule(i)) for i in range(8)])
+    assert checkpoints(done) == [8]
+
+
+def test_data_that_end_before_steps_are_announced_and_the_schedule_ends_with_them(settings, caplog):
+    done = changed(settings(), steps=100, data={"epochs": 1})
+    with caplog.at_level(logging.WARNING):
+        assert run(done) == 0
+    assert (
+        "data.epochs: 1 passes over the 32 examples are 4 batches: the run and its schedule end at step 4"
+        in caplog.text
+    )
+    assert records(done)[-1]["learning_rate"] == pytest.approx(float(make_schedule(done.optimizer, 4)(3)))
+
+
+def test_a_warm_up_longer_than_the_data_is_refused(settings, capsys):
+    done = changed(settings(), steps=None, data={"epochs": 1}, optimizer={"warmup_steps": 5})
+    assert run(done) == 2
+    said = capsys.readouterr().err
+    assert "optimizer.warmup_steps: 5 are longer than the run: data.epochs: 1 passes over the 32 examples are 4" in said
+
+
+def test_a_run_ends_early_and_keeps_the_best_by_its_validation(settings):
+    """The learning rate is so large that the loss soon rises."""
+    learning = {"optimizer": {"schedule": "constant", "learning_rate": 0.3, "max_grad_norm": None}}
+    validation = {"share": 0.2, "every": 1, "patience": 3}
+    done = changed(settings(**learning), steps=60, data={"validation": validation})
+    done = changed(done, checkpoint={"every": 1, "keep": 1, "keep_best": True})
+    assert run(done) == 0
+    losses = [line["validation/loss"] for line in records(done)]
+    assert len(losses) < 60
+    assert min(losses) == losses[-4]
+    assert checkpoints(done) == [losses.index(min(losses)), len(losses) - 1]
+
+
+def test_a_killed_run_goes_on_to_the_same_end(settings, monkeypatch):
+    whole, parts = (changed(settings(name), steps=None, data={"epochs": 2, "packing": True}) for name in ("a", "b"))
+    assert run(whole) == 0
+    length = records(whole)[-1]["step"]
+    assert length >= 3
+    parts = changed(parts, checkpoint={"every": 1})
+
+    def killed_after_two(every, step):
+        if step > 2:
+            raise KeyboardInterrupt
+        return True
+
+    monkeypatch.setattr(train, "is_due", killed_after_two)
+    run(parts)
+    assert checkpoints(parts) == [1, 2]
+    monkeypatch.undo()
+    assert run(parts) == 0
+    assert_same_end(whole, parts)
