@@ -71,7 +71,7 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.data.tasks.load import load as load_task
     from mllm.model.load import load_policy
     from mllm.parallel.mesh import make_mesh, shard_batch
-    from mllm.parallel.processes import RowShare, is_writer, raise_everywhere
+    from mllm.parallel.processes import RowShare, check_same, is_writer, raise_everywhere
     from mllm.rl.evaluation import make_evaluation
     from mllm.rl.grpo_source import GrpoSource, make_grpo_source
     from mllm.rl.rewards import RewardRunner
@@ -97,9 +97,10 @@ def train(config: Config, change: bool = False) -> int:
         interrupt = stack.enter_context(Interrupt())
         with raise_everywhere():
             config = stack.enter_context(run_dir.claim(folder, config, change))
-            policy = load_policy(config, mesh)
-        with raise_everywhere():
             task = None if config.task is None else load_task(config.task, config.seed)
+            policy = load_policy(config, mesh)
+        check_same(task and task.content, "task: the processes have different problems: give all the same data")
+        with raise_everywhere():
             sampler = make_sampler(config, policy, interrupt.poll)
             if config.task and task and config.rollout:
                 limit = config.rollout.max_completion_length

@@ -64,7 +64,7 @@ def training_prompts(
     usable = select(map(read, range(checked)), f"training prompts of task {task.name}", long_prompts)
     choose = Choice(read, task.name, long_prompts, warned=len(usable) < checked)
     prompts = example_indices(len(task.train), None, seed).map_with_index(choose).to_iter_dataset(READ_IN_CALLER)
-    return DataIterator(prompts, len(task.train), epochs=None, prefetch=prefetch)
+    return DataIterator(prompts, len(task.train), None, prefetch, task.content)
 
 
 @dataclass

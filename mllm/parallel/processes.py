@@ -156,6 +156,12 @@ def raise_everywhere() -> Iterator[None]:
             raise UserError(message if len({*messages}) == 1 else f"process {process}: {message}")
 
 
+def check_same(value: object, message: str) -> None:
+    """Raise UserError with the message in all processes unless they all pass equal values."""
+    if any(other != value for other in gather_objects(value)):
+        raise UserError(message)
+
+
 @dataclass(frozen=True)
 class RowShare:
     """This process's share of the rows of every batch: the rows on its devices."""

@@ -119,6 +119,17 @@ def test_a_question_of_the_test_set_is_neither_trained_on_nor_held_out(
     assert "50 training problems are in its test set and are left out" in caplog.text
 
 
+def test_other_content_is_another_hash_wherever_it_stands(tmp_path: Path) -> None:
+    def content(*records: Any, **settings: Any) -> str | None:
+        return task(tmp_path, *records, heldout=1, **settings).content
+
+    same = content(*SUMS)
+    assert same == content(*SUMS, system_prompt=None)
+    others = [{**SUMS[0], "answer": "1"}, {**SUMS[0], "a": 7}, {**SUMS[0], "prompt": "0 + 0="}]
+    changed = [content(other, *SUMS[1:]) for other in others]
+    assert len({same, content(*reversed(SUMS)), content(*SUMS, system_prompt="Add."), *changed}) == 6
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
@@ -209,6 +220,7 @@ def test_a_function_returns_problems(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(texts([*given.train, *given.heldout])) == ["0", "1", "2"]
     assert given.train[0].fields["extra"] == range(int(texts(given.train)[0]))
     assert (given.test is None) == ("'test'" not in code)
+    assert given.content == user_module(tmp_path, monkeypatch, code).content
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,6 +60,12 @@ def on_demand(count: int, bad: set[int], text: str = "a" * 30) -> Task:
 
 def prompts_of(task: Task, **settings: Any) -> DataIterator[Any]:
     return training_prompts(task, BYTES, max_prompt_length=16, seed=0, **settings)
+
+
+def test_going_on_with_other_problems_is_refused() -> None:
+    state = prompts_of(replace(listed("a", "b"), content="one")).get_state()
+    with pytest.raises(UserError, match="the run began with other examples"):
+        prompts_of(replace(listed("a", "c"), content="another")).set_state(state)
 
 
 def test_long_prompts_are_left_out_of_every_epoch_and_a_warning_counts_them(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from runs import arguments, changed, checkpoints, newest, outputs, records, run, start_two, wait
 from tiny import config
 
 from mllm.config.model import MeshConfig
@@ -17,7 +16,8 @@ from mllm.model import weights
 from mllm.model.decoder import Qwen2
 from mllm.model.layout import Layout
 from mllm.parallel.mesh import make_mesh, shard_batch
-from mllm.parallel.processes import ProcessGroup, RowShare, gather_objects, local_rows, raise_everywhere
+from mllm.parallel.processes import ProcessGroup, RowShare, check_same, gather_objects, local_rows, raise_everywhere
+from runs import arguments, changed, checkpoints, newest, outputs, records, run, start_two, wait
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
@@ -95,6 +95,9 @@ def check_rows_and_reading():
     process = jax.process_index()
     assert gather_objects({"process": process}) == [{"process": 0}, {"process": 1}]
     assert gather_objects("x" * 5000 * process) == ["", "x" * 5000]
+    check_same("both", "they differ")
+    with pytest.raises(UserError, match="they differ"):
+        check_same(process, "they differ")
 
     for mesh_config, share in (
         (MeshConfig(dp=8), RowShare(process, 2, (0, 1))),

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from mllm.data.tasks.task import Example, Scorer, Task
 from mllm.errors import UserError
@@ -24,7 +25,8 @@ def hold_out(
     hashes = [prompt_hash(example) for example in problems]
     listed = {key: example for key, example in zip(hashes, problems, strict=True) if key not in tested}
     chosen = sorted(listed)[:heldout]
-    train = [example for key, example in zip(hashes, problems, strict=True) if key in listed.keys() - {*chosen}]
+    trained = listed.keys() - {*chosen}
+    train = [example for key, example in zip(hashes, problems, strict=True) if key in trained]
     if not train or len(chosen) < heldout:
         beside = " that are not in its test set" if tested else ""
         raise UserError(
@@ -33,10 +35,23 @@ def hold_out(
         )
     if left_out := sum(key in tested for key in hashes):
         log.warning("task %s: %d training problems are in its test set and are left out", name, left_out)
-    return Task(name, train, [listed[key] for key in chosen], test, scorer)
+    return Task(name, train, [listed[key] for key in chosen], test, scorer, content_hash([*problems, *(test or ())]))
 
 
-def prompt_hash(example: Example) -> bytes:
+def prompt_hash(example: Example) -> str:
     """A hash of the prompt's roles and texts."""
-    chat = [[message["role"], message["content"]] for message in example.prompt]
-    return hashlib.blake2b(json.dumps(chat).encode(), digest_size=16).digest()
+    return digest([[message["role"], message["content"]] for message in example.prompt])
+
+
+def content_hash(examples: Iterable[Example]) -> str:
+    """A hash of all that rewards and SFT know of the examples."""
+    return digest([(prompt_hash(e), e.answer, e.solution, e.answer_form, digest({**e.fields})) for e in examples])
+
+
+def digest(value: Any) -> str:
+    """A hash of a value of JSON; whatever else a function may have put into it counts by its type alone."""
+    try:
+        text = json.dumps(value, default=lambda other: type(other).__name__, skipkeys=True)
+    except (ValueError, RecursionError):  # it holds itself
+        text = type(value).__name__
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -49,6 +49,8 @@ class Task:
     """Problems of a test set, which is measured once, at the end; None: the task has none."""
     scorer: Scorer | None = None
     """The reward called `task`."""
+    content: str | None = None
+    """A hash of all problems, in their order; None: they are made on demand."""
 
 
 class Problems(Sequence[Example]):
