@@ -48,8 +48,8 @@ def test_what_a_step_computes_may_change_with_the_flag(tmp_path, how):
         run_dir.check(tmp_path, other)
     found = run_dir.check(tmp_path, other, change=True)
     ((section, values),) = how.items()
-    expected = {section: values} if section == "steps" else {f"{section}.{name}": new for name, new in values.items()}
-    assert {change.key: change.new for change in found.changes} == expected
+    expected = {section} if section == "steps" else {f"{section}.{name}" for name in values}
+    assert {change.key for change in found.changes} == expected
     assert {change.step for change in found.changes} == {4}
     run_dir.write(tmp_path, found)
     for again in (False, True):  # the same command, with the flag and without, and neither loses the record
