@@ -1,5 +1,5 @@
 # make setup [PYTHON=python3.12]   a virtual environment in .venv with everything below
-# make demo [SEED=0]               a tiny model from nothing: SFT, export, GRPO, table and curves
+# make demo [SEED=0]               a tiny model from nothing: SFT, GRPO, table and curves
 # make test [WORKERS=2]            all tests but those of the next three targets; FAST=1 leaves the slow ones out
 # make faults                      the long campaigns: kills, damage, fuzzing, endurance
 # make aot [ALL=1]                 compiles for TPUs that aren't there: installs libtpu (0.7 GB) and runs those tests
@@ -35,8 +35,7 @@ another-interpreter:
 
 demo: setup
 	$(BIN)/python train.py --config tiny_sft.yaml seed=$(SEED) run_dir=$(RUNS)/sft
-	$(BIN)/python tools/export.py $(RUNS)/sft
-	$(BIN)/python train.py --config tiny_grpo.yaml seed=$(SEED) run_dir=$(RUNS)/grpo model.source=$(RUNS)/sft/export
+	$(BIN)/python train.py --config tiny_grpo.yaml seed=$(SEED) run_dir=$(RUNS)/grpo model.source=$(RUNS)/sft
 	$(BIN)/python tools/plot.py $(RUNS)/grpo
 
 test: setup

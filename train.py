@@ -69,7 +69,6 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.data.sft_source import SftSource, make_sft_source
     from mllm.data.source import Source
     from mllm.data.tasks.load import load as load_task
-    from mllm.model.load import load_policy
     from mllm.parallel.mesh import make_mesh, shard_batch
     from mllm.parallel.processes import RowShare, check_same, is_writer, raise_everywhere
     from mllm.rl.evaluation import make_evaluation
@@ -83,6 +82,7 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.run.metrics import RunLog
     from mllm.run.signals import Interrupt, Interrupted
     from mllm.run.skipped import save_batch, too_many_skipped
+    from mllm.run.source_run import load_policy
     from mllm.run.state import PendingEvaluation, RunState
     from mllm.run.storage import saved_steps
     from mllm.stopwatch import Stopwatch

@@ -15,10 +15,10 @@ import pytest
 import train
 from mllm.config.load import dump
 from mllm.config.schema import Config
-from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.metrics import read_records
+from mllm.run.source_run import load_policy
 from mllm.run.state import RunState
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state

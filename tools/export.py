@@ -5,10 +5,8 @@ does another run as its `model.source`. An earlier export is replaced as a whole
 """
 
 import argparse
-import logging
 import os
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,15 +41,13 @@ def restore(run: Path, step: int | None, dtype: str | None = None) -> "tuple[Con
         raise UserError(f"{run}: no config.yaml; give a run_dir")
     from mllm.config import load as configs
     from mllm.config.model import MeshConfig
-    from mllm.model.load import load_policy
     from mllm.parallel.mesh import make_mesh
-    from mllm.run.checkpoint import Checkpoints
+    from mllm.run.source_run import load_policy, reading
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns that it can only read
     changed = [f"model.dtype={dtype}", "model.residual_dtype=float32"] if dtype else []
     config = configs.load(str(run / "config.yaml"), changed)
     policy = load_policy(config, make_mesh(MeshConfig()))
-    with closing(Checkpoints(run / "checkpoints", config.checkpoint, read_only=True)) as checkpoints:
+    with reading(run, config) as checkpoints:
         step, params = checkpoints.restore_params(policy.params, step)
     return config, policy, step, params
 

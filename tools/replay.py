@@ -8,11 +8,9 @@ Exit codes: 0 everything is finite, 1 something isn't, 2 an error that one line 
 """
 
 import argparse
-import logging
 import zipfile
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,17 +44,16 @@ def replay(path: Path, checkpoint: int | None) -> int:
 
     from mllm.config import load as configs
     from mllm.config.model import MeshConfig
-    from mllm.model.load import load_policy
     from mllm.parallel.mesh import make_mesh
-    from mllm.run.checkpoint import Checkpoints, by_name
+    from mllm.run.checkpoint import by_name
     from mllm.run.metrics import read_records
+    from mllm.run.source_run import load_policy, reading
     from mllm.train.step import Forward
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns that it can only read
     config = configs.load(str(run / "config.yaml"))
     mesh = make_mesh(MeshConfig())
     policy = load_policy(config, mesh)
-    with closing(Checkpoints(run / "checkpoints", config.checkpoint, read_only=True)) as checkpoints:
+    with reading(run, config) as checkpoints:
         updated = {record["step"] for record in read_records(run / "metrics.jsonl") if record.get("skipped") == 0}
         if checkpoint is None:
             checkpoint = nearest(checkpoints.manager.all_steps(), step, updated)

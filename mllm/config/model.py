@@ -9,7 +9,10 @@ from mllm.config.section import Section, impossible
 
 class ModelConfig(Section):
     source: str | None = None
-    """A folder in Hugging Face's layout, or a hub id."""
+    """A folder in Hugging Face's layout, a hub id, or the `run_dir` of another run."""
+    step: int | str | None = None
+    """The checkpoint of the run that is the source: `newest`, `best` (of a run with `checkpoint.keep_best`), or a step,
+    as which it is recorded; None: the newest."""
     init: Literal["pretrained", "random"] = "pretrained"
     architecture: dict[str, Any] | None = None
     """The keys of Hugging Face's config.json, for a model made from scratch without a `source`."""
@@ -35,6 +38,10 @@ class ModelConfig(Section):
             self.reject_unused("with init: pretrained (the source's config.json says it)", "architecture")
         elif (self.source is None) == (self.architecture is None):
             raise impossible("architecture", "init: random takes either a source or an architecture")
+        else:
+            self.reject_unused("with init: random", "step")
+        if isinstance(self.step, str) and self.step not in ("newest", "best"):
+            raise impossible("step", f"{self.step!r} is none of newest, best and the number of a step")
         if (self.dtype, self.residual_dtype) == ("float32", "bfloat16"):
             raise impossible("residual_dtype", "bfloat16 would round what dtype: float32 computes: remove it")
         return self

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +40,13 @@ class Policy:
     folder: Path | None
     """The folder with the pretrained parameters; None: they are random."""
     seed: int
+    read: Callable[[], Params] | None = None
+    """Reads the parameters from elsewhere."""
 
     def initial_params(self) -> Params:
         """The parameters that a run begins with, sharded as `params`; UserError where the folder's don't fit."""
+        if self.read is not None:
+            return self.read()
         if self.folder is not None:
             return weights.load(self.folder, self.architecture, self.params)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.params)
@@ -55,14 +59,15 @@ class Policy:
         return create()
 
 
-def load_policy(config: Config, mesh: Mesh) -> Policy:
+def load_policy(config: Config, mesh: Mesh, stop: Sequence[str] = ()) -> Policy:
     """The policy of a configuration, checked to fit together; nothing of the parameters is read.
 
-    UserError is raised as by `load_model`, and if a row may be longer than the model's positions.
+    `stop` adds tokens to those of the model and the configuration. UserError is raised as by `load_model`, and if a
+    row may be longer than the model's positions.
     """
     packed = config.data is None or config.data.packing
-    stop = () if config.rollout is None else config.rollout.stop
-    policy = load_model(config.model, mesh, packed=packed, stop=stop, seed=config.seed)
+    own = () if config.rollout is None else config.rollout.stop
+    policy = load_model(config.model, mesh, packed=packed, stop=(*stop, *own), seed=config.seed)
     check_lengths(config, policy.architecture)
     return policy
 

@@ -18,10 +18,10 @@ from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.model.decoding import Cache, DecodingWeights, abstract_cache, abstract_decoding_weights
 from mllm.model.layout import Params
-from mllm.model.load import load_policy
 from mllm.model.presets import PRESETS
 from mllm.rl import slots
 from mllm.rl.schedule import most_places, prompts_a_batch
+from mllm.run.source_run import load_policy
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.step import Forward, abstract_state, make_logprob_pass, make_train_step
 

@@ -56,6 +56,9 @@ def check_changes(folder: Path, old: dict[str, Any], config: Config, newest: int
 
     UserError is raised for a setting that may not differ.
     """
+    step = (old.get("model") or {}).get("step")
+    if config.model.step in (None, "newest", "best"):  # the run began with the one that has this number
+        config = config.model_copy(update={"model": config.model.model_copy(update={"step": step})})
     recorded = [Change.model_validate(change) for change in old.get("changes") or ()]
     for key, before, after in differences(old, config.model_dump(mode="json")):
         if {key, key.split(".")[0]} & FREE:

@@ -12,7 +12,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -130,8 +130,21 @@ class Checkpoints:
         try:
             arrays, _ = self.read(step, {"params": wanted})
         except Damaged as error:
-            raise UserError(f"{self.folder / str(step)}: can't be read ({error}); --step takes an older one") from None
+            raise UserError(f"{self.folder / str(step)}: can't be read ({error}); take an older step") from None
         return step, jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
+
+    def best_step(self, steps: Iterable[int]) -> int | None:
+        """The step of the best of these checkpoints; None if none has a score."""
+        scores = {step: score for step in steps if (score := self.score(step)) is not None}
+        return max(scores, key=lambda step: (scores[step], step), default=None)
+
+    def score(self, step: int) -> float | None:
+        """What a checkpoint is compared by; None if it has no score, or is damaged."""
+        if step in self.scores:
+            return self.scores[step]
+        with suppress(Exception):
+            return self.read_document(step).get("best")
+        return None
 
     def read(self, step: int, parts: dict[str, dict[str, Any]]) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         """The arrays of the wanted `parts` of `items`, by name, and the document; Damaged in all processes alike."""
@@ -262,19 +275,10 @@ class KeepNewestAndBest(PreservationPolicy):
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         config, steps = self.checkpoints.config, [checkpoint.step for checkpoint in checkpoints]
-        kept = {*steps[-config.keep :]}
+        kept: set[int | None] = {*steps[-config.keep :]}
         if config.keep_best:
-            scores = {step: score for step in steps if (score := self.score(step)) is not None}
-            kept |= {*sorted(scores, key=lambda step: (scores[step], step))[-1:]}
+            kept |= {self.checkpoints.best_step(steps)}
         return [step in kept for step in steps]
-
-    def score(self, step: int) -> float | None:
-        """A checkpoint's evaluation; None if it has none, or is damaged."""
-        if step in self.checkpoints.scores:
-            return self.checkpoints.scores[step]
-        with suppress(Exception):
-            return self.checkpoints.read_document(step).get("best")
-        return None
 
 
 def first_cause(error: BaseException) -> str:

@@ -17,7 +17,8 @@ from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.parallel.processes import is_writer
 from mllm.run.changes import check_changes
-from mllm.run.storage import remedy, saved_steps
+from mllm.run.source_run import pin_step
+from mllm.run.storage import is_run, remedy, saved_steps
 
 UNFINISHED_CONFIG, LOCK = "config.yaml.tmp", "lock"
 logger = logging.getLogger(__name__)
@@ -25,10 +26,14 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def claim(folder: Path, config: Config, change: bool = False) -> Iterator[Config]:
-    """Check the folder as `check` does and hold it as `lock` does; of several processes only the first holds it."""
+    """Check the folder as `check` does and hold it as `lock` does; of several processes only the first holds it.
+
+    A new run's `model.step` becomes a number, from which its reference policy can be had again.
+    """
     check(folder, config, change)
     with lock(folder) if is_writer() else nullcontext():
-        yield check(folder, config, change)  # another process may have held it until now
+        config = check(folder, config, change)  # another process may have held it until now
+        yield config if is_run(folder) else pin_step(config)
 
 
 def check(folder: Path, config: Config, change: bool = False) -> Config:
@@ -51,11 +56,6 @@ def check(folder: Path, config: Config, change: bool = False) -> Config:
             return config.model_copy(update={"changes": ()})
     newest = max(saved_steps(folder / "checkpoints"), default=0)
     return check_changes(folder, read(path), config, newest, change)
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a run has begun in the folder."""
-    return (folder / "config.yaml").exists()
 
 
 def write(folder: Path, config: Config) -> None:

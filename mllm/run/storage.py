@@ -32,6 +32,11 @@ def find_fault(error: BaseException | None) -> OSError | None:
     return None
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a run has begun in the folder."""
+    return (folder / "config.yaml").exists()
+
+
 def saved_steps(checkpoints: Path) -> list[int]:
     """The steps of the complete checkpoints in a folder, ascending; UserError where it can't be read."""
     try:

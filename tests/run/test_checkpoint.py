@@ -324,7 +324,7 @@ def test_a_reader_puts_nothing_aside_and_takes_no_parameters_from_a_damaged_chec
     flip_bits(two / "2")
     with closing(Checkpoints(two, CheckpointConfig(), read_only=True)) as checkpoints:
         assert checkpoints.restore(like()).step == 1
-        with pytest.raises(UserError, match=r"2: can't be read \(.*\); --step takes an older one"):
+        with pytest.raises(UserError, match=r"2: can't be read \(.*\); take an older step"):
             checkpoints.restore_params(like().params, None)
         assert checkpoints.restore_params(like().params, 1)[0] == 1
     assert "checkpoint 2 can't be read" in caplog.text
