@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from runs import arguments, changed, checkpoints, newest, outputs, records, run, start_two, wait
 from tiny import config
 
 from mllm.config.model import MeshConfig
@@ -17,7 +18,6 @@ from mllm.model.decoder import Qwen2
 from mllm.model.layout import Layout
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.parallel.processes import ProcessGroup, RowShare, check_same, gather_objects, local_rows, raise_everywhere
-from runs import arguments, changed, checkpoints, newest, outputs, records, run, start_two, wait
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"

@@ -5,13 +5,13 @@ from itertools import islice
 import numpy as np
 import pytest
 from rollouts import GROUP, SquareRewards, grpo_source, linear_logprobs, sequences
+from runs import checkpoints, records, run
 from tiny import config
 
 from mllm.errors import UserError
 from mllm.parallel.processes import RowShare
 from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
-from runs import checkpoints, records, run
 
 
 def roll_out(**options):
