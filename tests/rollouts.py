@@ -1,5 +1,7 @@
 """GRPO's source without a model, with random completions and rewards by their numbers; a token's distribution."""
 
+from typing import ClassVar
+
 import numpy as np
 from tiny import config
 
@@ -28,6 +30,8 @@ class RandomCompletions(Sampler):
 
 class SquareRewards(RewardRunner):
     """The reward of a completion is its number in the batch, squared; it fails for the numbers in `bad`."""
+
+    codes: ClassVar = {}
 
     def __init__(self, bad):
         self.bad = {str(number) for number in bad}

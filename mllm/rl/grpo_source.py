@@ -31,6 +31,8 @@ from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
 from mllm.train.step import make_logprob_pass
 
+log = logging.getLogger(__name__)
+
 
 def make_grpo_source(
     config: Config,
@@ -163,7 +165,7 @@ class GrpoSource:
         """Log that no group has rewards that differ: the first time, the second, the fourth, the eighth, ..."""
         self.rollouts_without_signal += 1
         if self.rollouts_without_signal.bit_count() == 1 and is_writer():
-            logging.getLogger(__name__).warning(
+            log.warning(
                 "step %d: in no group do the rewards differ, so there is nothing to learn from (%d such rollouts so "
                 "far); see samples.jsonl, and try problems that are neither too easy nor too hard, a reward with part "
                 "marks, or a larger grpo.num_generations",
@@ -245,12 +247,15 @@ class GrpoSource:
 
     def position(self) -> dict[str, Any]:
         counts = {"num_tokens": self.num_tokens, "updates_without_gradient": self.updates_without_gradient}
-        return {"prompts": self.prompts.get_state(), **counts}
+        return {"prompts": self.prompts.get_state(), **counts, "reward_codes": self.rewards.codes}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         self.prompts.set_state(position["prompts"])
         self.num_tokens = position["num_tokens"]
         self.updates_without_gradient = position.get("updates_without_gradient", 0)
+        for name, code in position.get("reward_codes", {}).items():
+            if self.rewards.codes.get(name, code) != code and is_writer():
+                log.warning("task.rewards: the file of %s has changed since the checkpoint; its new code is used", name)
 
     def resumable(self, step: int) -> bool:
         return step % self.config.updates_per_rollout == 0

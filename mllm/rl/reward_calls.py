@@ -7,9 +7,11 @@ A function that names `completions` or another plural is batched: each argument 
 import asyncio
 import importlib
 import inspect
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mllm.data.tasks.task import Example, Scorer, Task
@@ -62,6 +64,8 @@ class Reward:
     names: frozenset[str]
     """The arguments that each call gets."""
     constants: Mapping[str, Any]
+    code: str
+    """A checksum of the file that a user's function is in; empty for any other function."""
 
     def __call__(self, samples: Sequence[Sample]) -> Any:
         """What the function returns for the samples: for all of them if it is batched, else for the only one."""
@@ -130,16 +134,25 @@ def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, available: A
             raise UserError(f"task.rewards: {name} {missing(parameter.name, fixed, available)}")
     wanted = names if takes_all else names & declared
     given = {key: constant for key, constant in constants.items() if key in wanted} | dict(args)
-    reward = Reward(function, batched, frozenset(wanted - given.keys()), given)
+    code = "" if name in BUILT_IN else checksum(function)
+    reward = Reward(function, batched, frozenset(wanted - given.keys()), given, code)
     if name in BUILT_IN:
         try_out(name, reward)
     return reward
 
 
+def checksum(function: Callable[..., Any]) -> str:
+    """The CRC-32 of the file that a function is in; empty where Python knows none."""
+    try:
+        return f"{zlib.crc32(Path(inspect.getfile(inspect.unwrap(function))).read_bytes()):08x}"
+    except (TypeError, OSError):
+        return ""
+
+
 def missing(argument: str, fixed: Sequence[str], available: Available) -> str:
     """What is wrong with a function that requires `argument`."""
     if argument in ("answer", "answers"):
-        return f"requires {argument}, and the task's problems have none: set task.rewards to functions without it"
+        return f"requires {argument}, and the problems have none: name it in task.columns.answer, or set task.rewards"
     fields = ", ".join(sorted(available.fields)) or "none"
     return (
         f"requires {argument}, which there isn't; there are {', '.join(fixed)}, max_completion_length, "

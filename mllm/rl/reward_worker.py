@@ -54,6 +54,8 @@ class Worker:
 
     batched: list[bool]
     """For each function whether one call serves all samples."""
+    codes: list[str]
+    """For each function `Reward.code`."""
 
     def __init__(
         self,
@@ -88,7 +90,8 @@ class Worker:
             kind, message = self.answer(HANDSHAKE, START_TIMEOUT, poll)
             if kind != "ready":
                 raise UserError(message if kind == "failed" else f"task.rewards: importing them {message}")
-            self.batched = [word == "batched" for word in message.split()]
+            functions = [word.split(":") for word in message.split()]
+            self.batched, self.codes = [kind == "batched" for kind, _ in functions], [code for _, code in functions]
         except BaseException:
             self.kill()
             raise
@@ -205,7 +208,8 @@ def work(handle: int) -> None:
     except UserError as error:
         reply(HANDSHAKE, "failed", str(error))
         return
-    reply(HANDSHAKE, "ready", " ".join("batched" if reward.batched else "single" for reward in rewards))
+    kinds = ("batched" if reward.batched else "single" for reward in rewards)
+    reply(HANDSHAKE, "ready", " ".join(f"{kind}:{reward.code}" for kind, reward in zip(kinds, rewards, strict=True)))
     while True:
         try:
             function, first, samples = pickle.load(incoming)

@@ -68,6 +68,7 @@ class RewardRunner:
         first = Worker(*self.start, lambda: None)
         self.workers: list[Worker | None] = [first, *[None] * (config.reward_workers - 1)]  # those start when needed
         self.batched = first.batched
+        self.codes = {name: code for name, code in zip(self.names, first.codes, strict=True) if code}
         self.warned: set[tuple[str, str]] = set()
         if all(self.batched) and len(self.workers) > len(self.names):
             first.kill()

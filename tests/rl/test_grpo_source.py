@@ -176,6 +176,17 @@ def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp
     assert [line["step"] for line in records(settings)] == [1, 2, 3, 4]
 
 
+def test_a_reward_whose_file_has_changed_since_the_checkpoint_is_logged(caplog):
+    source = grpo_source()
+    source.rewards.codes = {"mine:near": "00000001", "mine:far": "00000002"}
+    position = source.position()
+    source.rewards.codes = {"mine:near": "00000003", "mine:other": "00000004"}
+    source.seek(position)
+    assert [record.getMessage() for record in caplog.records] == [
+        "task.rewards: the file of mine:near has changed since the checkpoint; its new code is used"
+    ]
+
+
 class Second(RowShare):
     """This process has the second half of the rows, and all rewards of the first failed."""
 

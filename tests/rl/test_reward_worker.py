@@ -72,9 +72,9 @@ def hostile(place):
         yield hostile
 
 
-def runner(*names: str) -> RewardRunner:
+def runner(*names: str, workers: int = 1) -> RewardRunner:
     rewards = tuple(RewardConfig(name=name) for name in names)
-    task = TaskConfig(name="arithmetic", rewards=rewards, reward_timeout=60.0)
+    task = TaskConfig(name="arithmetic", rewards=rewards, reward_timeout=60.0, reward_workers=workers)
     return RewardRunner(task, Task("", [SEVEN], []), AVAILABLE.max_completion_length)
 
 
@@ -217,13 +217,14 @@ def test_what_a_function_started_ends_with_a_worker_that_it_ended(hostile, noted
     assert_gone(*noted(), seconds=2)
 
 
-def test_closing_the_runner_leaves_no_process_and_no_file_open(noted):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_closing_the_runner_leaves_no_process_and_no_file_open(noted, workers):
     def held():
         children = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
         return len(children.split()), len(os.listdir("/proc/self/fd"))
 
     before = held()
-    with runner(HOSTILE) as opened:
+    with runner(HOSTILE, workers=workers) as opened:
         score(opened, "exit_at_once", "start_a_session")
         (started,) = noted()
         assert not is_gone(started)
@@ -273,6 +274,20 @@ def test_the_trainer_polls_while_it_waits_and_what_poll_raises_passes_through(ho
     assert np.median(np.diff(calls)) < 0.25
     assert calls[-1] - calls[0] < 2
     assert is_gone(process)
+
+
+def test_when_the_trainer_stops_waiting_all_functions_end_and_the_next_step_is_scored():
+    begin = time.monotonic()
+
+    def poll():
+        if time.monotonic() - begin > 1:
+            raise Stop
+
+    with runner(HOSTILE, workers=2) as two:
+        with pytest.raises(Stop):
+            score(two, "sleep", "match_forever", poll=poll)
+        assert not any(worker.alive for worker in two.workers)
+        np.testing.assert_array_equal(score(two, "7", "7").values, [[1], [1]])
 
 
 def test_the_trainer_polls_while_a_worker_starts_again(hostile):

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -130,6 +131,11 @@ def score(runner: RewardRunner, *completions: str) -> Scores:
     ones = np.ones(len(completions), np.int32)
     tokens = Completions(ones[:, None], np.zeros((ones.size, 1), np.float32), ones, ones > 0)
     return runner.score([SEVEN] * ones.size, completions, tokens)
+
+
+def test_the_code_of_a_users_function_is_known_by_the_content_of_its_file(runner: RewardRunner) -> None:
+    code = f"{zlib.crc32(Path('own_rewards.py').read_bytes()):08x}"
+    assert runner.codes == dict.fromkeys([f"own_rewards:{name}" for name in NAMES[1:]], code)
 
 
 def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax(runner: RewardRunner) -> None:
