@@ -6,15 +6,17 @@ DAPO: Yu et al. 2025, section 3.2. Theirs draws whole batches; here a later roun
 import numpy as np
 from jaxtyping import Bool, Int
 
-from mllm.rl.schedule import bucket, slot_buckets
+from mllm.rl.schedule import bucket
 
 
 def round_size(missing: int, whole: int, shards: int) -> int:
     """How many prompts are drawn, by all processes, where `missing` of a rollout's `whole` are missing.
 
-    It is one of few numbers, so that few programs are compiled, and one that the devices' `shards` of rows can share.
+    It is the whole, a half or a quarter, so that few programs are compiled, and divisible by the devices' `shards` of
+    rows, or the whole.
     """
-    return bucket(missing, [size for size in slot_buckets(whole) if size % shards == 0 or size == whole])
+    sizes = (-(-whole // parts) for parts in (4, 2))
+    return bucket(missing, [*(size for size in sizes if size % shards == 0), whole])
 
 
 def choose_groups(has_signal: Bool[np.ndarray, "G"], count: int) -> Int[np.ndarray, " count"]:

@@ -88,7 +88,7 @@ def test_prompts_are_each_drawn_once_whatever_the_rounds_and_go_on_from_any_posi
 
 
 def test_rounds_are_of_few_sizes_that_the_devices_can_share():
-    assert [round_size(missing, 64, 8) for missing in (64, 33, 32, 17, 8, 1)] == [64, 64, 32, 32, 8, 8]
+    assert [round_size(missing, 64, 8) for missing in (64, 33, 32, 17, 8, 1)] == [64, 64, 32, 32, 16, 16]
     assert [round_size(missing, 4, 8) for missing in (4, 1)] == [4, 4]
     assert choose_groups(np.array([False, True, False, True, True]), 2).tolist() == [1, 3]
     assert choose_groups(np.array([False, True, False, False]), 3).tolist() == [0, 1, 2]
