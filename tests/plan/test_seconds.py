@@ -31,6 +31,10 @@ def test_an_update_takes_four_forward_passes_of_the_tokens_with_full_remat_and_m
     parameters = sum(leaf.size for leaf in shapes.policy.params.values() if hasattr(leaf, "size")) + sum(
         leaf.size for leaf in shapes.policy.params["layers"].values()
     )
+    four = tiny.config(grpo={"steps_per_generation": 2, "num_iterations": 2}, model={"remat": "full"})
+    rollout_of_four = estimate(Programs(four, make_mesh(four.mesh)), 1e9, 1e30)
+    assert rollout_of_four.update == 8 * rollout_of_four.logprob > 0  # two mini-batches, gone through twice
+    assert Programs(four, make_mesh(four.mesh)).slots == 16
     fast_memory, slow_memory = estimate(shapes, 1e9, 1e30), estimate(shapes, 1e30, 1e9)
     assert abs(fast_memory.update / (4 * 2 * parameters * tokens / (FLOPS * 1e9)) - 1) < 1e-6
     assert fast_memory.logprob == 0

@@ -63,6 +63,10 @@ OVERRIDES: dict[str, str] = {
     "task.name=chess": "task.name: there is no task chess: give arithmetic, gsm8k",
     # what contradicts other settings, the machine or the data
     "grpo.num_generations=3": "batch_size: 8 is not divisible by grpo.num_generations (3)",
+    "grpo.loss_type=bnpo": "grpo.loss_type: Input should be 'grpo', 'dapo', 'prompt_mean', 'dr_grpo' or 'gspo'",
+    "grpo.dual_clip=1": "grpo.dual_clip: Input should be greater than 1",
+    "grpo={num_generations: 4, epsilon: 0.2}": "grpo.epsilon: is not used with one update per rollout",
+    "grpo={num_generations: 4, steps_per_generation: 3}": "is not divisible by grpo.steps_per_generation * num_iter",
     "mesh.tp=16": "mesh: dp * fsdp * tp = 16, but there are 8 devices: set mesh.tp=8",
     "mesh.tp=8": "mesh.tp: 8 does not divide the model's num_attention_heads of 4; the nearest that works is 4",
     "rollout.max_prompt_length=3": "rollout.max_prompt_length: all of the 84 training prompts of task arithmetic are",
