@@ -1,9 +1,10 @@
 """Where the files and modules that a configuration names are: in its own folder, or in the current one."""
 
 import glob
-import os.path
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,30 @@ WORDS = ("task", "bytes")
 """Values of these settings that never name a file."""
 
 
+MODULES: list[str] = []
+"""The folders in which the modules that configurations name are looked for, after all that Python knows."""
+
+
 def add_modules(folder: Path) -> None:
-    """Let modules be imported from the configuration's folder and the current one, after all that Python knows."""
-    for place in (folder.absolute(), Path.cwd()):
-        if str(place) not in sys.path:
-            sys.path.append(str(place))
+    """Add the folder of a configuration and the current one to `MODULES`."""
+    for place in (str(folder.absolute()), os.getcwd()):
+        if place not in MODULES:
+            MODULES.append(place)
+
+
+@contextmanager
+def importable() -> Iterator[None]:
+    """Let Python find the modules in `MODULES`, for as long as a user's code runs.
+
+    No longer: libraries try to import each other, and would take a folder `datasets` or `wandb` for such a library.
+    """
+    added = [folder for folder in MODULES if folder not in sys.path]
+    sys.path += added
+    try:
+        yield
+    finally:
+        for folder in added:
+            sys.path.remove(folder)
 
 
 def locate(settings: dict[str, Any], folders: Sequence[Path]) -> None:

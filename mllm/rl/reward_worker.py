@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from mllm.child_process import kill_session
+from mllm.config.places import MODULES
 from mllm.data.tasks.task import Scorer
 from mllm.errors import UserError
 from mllm.rl.reward_calls import Available, Reward, Sample, bind
@@ -74,7 +75,7 @@ class Worker:
             stdout=2,
             pass_fds=[theirs.fileno()],
             # the functions may import JAX themselves; the accelerator is the trainer's
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.getcwd()]), "JAX_PLATFORMS": "cpu"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, *MODULES, os.getcwd()]), "JAX_PLATFORMS": "cpu"},
             start_new_session=True,  # Ctrl-C is the trainer's to handle
         )
         theirs.close()

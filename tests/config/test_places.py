@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mllm.config import load as configs
+from mllm.config import places
 
 RUN = """
 algorithm: grpo
@@ -24,7 +25,7 @@ grpo: {num_generations: 4}
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a configuration in its folder `ours`."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(places, "MODULES", [])
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "run.yaml").write_text(RUN)
     return tmp_path
@@ -75,9 +76,10 @@ def test_hub_ids_splits_and_words_stay_whatever_folders_there_are(here: Path) ->
     assert config.model.tokenizer == "bytes"
 
 
-def test_modules_are_found_in_both_folders_after_all_that_python_knows(here: Path) -> None:
+def test_modules_are_found_in_both_folders_after_all_that_python_knows_while_users_code_runs(here: Path) -> None:
     before = [*sys.path]
     configs.load("ours/run.yaml")
-    configs.load("ours/run.yaml")
-    added = [path for path in (str(here / "ours"), str(here)) if path not in before]
-    assert sys.path == [*before, *added]
+    assert sys.path == before
+    with places.importable():
+        assert sys.path == [*before, str(here / "ours"), str(here)]
+    assert sys.path == before

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from mllm.config import places
 from mllm.config.task import AnswerForm, ColumnsConfig, TaskConfig
 from mllm.data.records import Record, Records, file_records, hub_rows, sound_records, text, turns
 from mllm.data.tasks.answers import final_answer
@@ -41,9 +42,10 @@ def from_function(config: TaskConfig) -> Task:
     """
     module, _, function = config.name.partition(":")
     try:
-        returned = getattr(importlib.import_module(module), function)()
-        parts = {**returned} if isinstance(returned, Mapping) else {"train": returned}
-        lists = {name: list(rows) for name, rows in parts.items()}
+        with places.importable():
+            returned = getattr(importlib.import_module(module), function)()
+            parts = {**returned} if isinstance(returned, Mapping) else {"train": returned}
+            lists = {name: list(rows) for name, rows in parts.items()}
     except (Exception, SystemExit) as error:  # the user's code may do anything
         raise UserError(f"task.name: {config.name} can't be used: {type(error).__name__}: {brief(error)}") from None
     if not {"train"} <= {*lists} <= {"train", "test"}:
