@@ -71,14 +71,13 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.data.tasks.load import load as load_task
     from mllm.parallel.mesh import make_mesh, shard_batch
     from mllm.parallel.processes import RowShare, check_same, is_writer, raise_everywhere
-    from mllm.rl.evaluation import make_evaluation
     from mllm.rl.grpo_source import GrpoSource, make_grpo_source
     from mllm.rl.rewards import RewardRunner
     from mllm.rl.sampler import make_sampler
     from mllm.run import folder as run_dir
     from mllm.run import report
     from mllm.run.checkpoint import Checkpoints
-    from mllm.run.measurements import Measurement, Measurements
+    from mllm.run.measurements import make_measurements
     from mllm.run.metrics import RunLog
     from mllm.run.signals import Interrupt, Interrupted
     from mllm.run.skipped import save_batch, too_many_skipped
@@ -88,7 +87,6 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.stopwatch import Stopwatch
     from mllm.train.optimizer import make_optimizer, make_schedule
     from mllm.train.step import abstract_state, choose_head, make_train_step
-    from mllm.train.validation import make_validation
 
     folder, mesh = Path(config.run_dir), make_mesh(config.mesh)
     rows = RowShare.of_mesh(mesh)
@@ -102,27 +100,18 @@ def train(config: Config, change: bool = False) -> int:
         check_same(task and task.content, "task: the processes have different problems: give all the same data")
         with raise_everywhere():
             sampler = make_sampler(config, policy, interrupt.poll)
+            rewards = None
             if config.task and task and config.rollout:
                 limit = config.rollout.max_completion_length
                 rewards = stack.enter_context(RewardRunner(config.task, task, limit, interrupt.poll_alone))
-            if config.algorithm == "sft":
-                source: Source = make_sft_source(config, policy, mesh, task)
+            if task and sampler and rewards and config.algorithm == "grpo":
+                source: Source = make_grpo_source(config, policy, mesh, task, sampler, rewards)
             else:
-                assert task and sampler  # noqa: PT018
-                source = make_grpo_source(config, policy, mesh, task, sampler, rewards)
+                source = make_sft_source(config, policy, mesh, task)
             steps = source.steps if isinstance(source, SftSource) else config.steps or 0
             optimizer, schedule = make_optimizer(config.optimizer, steps), make_schedule(config.optimizer, steps)
             train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
-            repeated, validation = [], config.data and config.data.validation
-            if config.eval and config.task and task and sampler:
-                heldout = task.heldout[: config.eval.prompts]
-                evaluate = make_evaluation(config.eval, config.task, heldout, sampler, rewards, rows)
-                repeated.append(Measurement(evaluate, config.eval.every))
-            if validation and isinstance(source, SftSource):
-                validate = make_validation(config, policy, mesh, source.validation, interrupt.poll)
-                repeated.append(Measurement(validate, validation.every))
-            patience = validation.patience if validation else None
-            measurements = Measurements(repeated, validates=validation is not None, patience=patience)
+            measurements = make_measurements(config, policy, mesh, source, interrupt.poll, task, sampler, rewards)
             keeps_reference = config.grpo is not None and config.grpo.beta > 0
             needs_initial = keeps_reference or not saved_steps(folder / "checkpoints")
             initial = policy.initial_params() if needs_initial else None

@@ -153,6 +153,8 @@ class Config(Section):
             assert self.task is not None
             if self.eval.prompts is not None and self.eval.prompts > self.task.most_heldout:
                 raise impossible("eval.prompts", f"only {self.task.most_heldout} problems are held out (task.heldout)")
+        if self.task is not None and self.task.test is not None and not (self.eval and self.eval.test):
+            raise impossible("task.test", "is measured only at the end of a run with eval.test: true; set that")
         if not self.checkpoint.keep_best:
             return
         validation = self.data and self.data.validation

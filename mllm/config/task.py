@@ -133,3 +133,5 @@ class EvalConfig(Section):
     """How many held-out problems are used; None: all."""
     sampled: bool = False
     """Measure one completion at the rollout's temperature besides the greedy one."""
+    test: bool = False
+    """Measure the task's test set, too: once, at the end of the run, under `test/`. Nothing is chosen by it."""

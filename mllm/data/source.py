@@ -5,7 +5,7 @@ A source's position is JSON and goes into the checkpoint; with the parameters it
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from mllm.data.batch import Batch
 from mllm.model.layout import Params
@@ -28,6 +28,7 @@ class Step:
     """Whether the data ends with this batch."""
 
 
+@runtime_checkable
 class Source(Protocol):
     def next(self, params: Params, step: int, watch: Stopwatch) -> Step:
         """The data of update `step`, counted from 0. Raises StopIteration where the data ends."""

@@ -3,10 +3,24 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
+from jax.sharding import Mesh
+
+from mllm.config.schema import Config
+from mllm.data.sft_source import SftSource
+from mllm.data.source import Source
+from mllm.data.tasks.task import Task
+from mllm.errors import UserError
 from mllm.model.layout import Params
+from mllm.model.load import Policy
+from mllm.parallel.processes import RowShare
+from mllm.rl.evaluation import make_evaluation
+from mllm.rl.rewards import RewardRunner
+from mllm.rl.sampler import Sampler
 from mllm.run.state import RunState
+from mllm.train.validation import make_validation
 
 Measure = Callable[[Params, int], dict[str, float]]
 """(parameters, step) -> metrics. All processes call it at the same place."""
@@ -24,6 +38,8 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurements:
+    """All measurements of a run but those that come with an update."""
+
     repeated: Sequence[Measurement] = ()
     at_end: Sequence[Measure] = ()
     """Measured once, on the last parameters; the best checkpoint does not depend on them."""
@@ -76,3 +92,33 @@ class Measurements:
         if self.validates:
             return -metrics["validation/loss"] if "validation/loss" in metrics else None
         return metrics.get("eval/greedy_accuracy", metrics.get("eval/reward"))
+
+
+def make_measurements(
+    config: Config,
+    policy: Policy,
+    mesh: Mesh,
+    source: Source,
+    poll: Callable[[], None],
+    task: Task | None,
+    sampler: Sampler | None,
+    rewards: RewardRunner | None,
+) -> Measurements:
+    """The evaluation on held-out problems, SFT's validation and the test set, as far as the run has them.
+
+    UserError is raised as by `make_evaluation`, and if there is no test set to be measured.
+    """
+    repeated: list[Measurement] = []
+    at_end: list[Measure] = []
+    rows = RowShare.of_mesh(mesh)
+    if config.eval and config.task and task and sampler and rewards:
+        evaluation = partial(make_evaluation, config.eval, config.task, sampler=sampler, rewards=rewards, rows=rows)
+        repeated.append(Measurement(evaluation(task.heldout[: config.eval.prompts]), config.eval.every))
+        if config.eval.test:
+            if task.test is None:
+                raise UserError(f"eval.test: task {task.name} has no test set: remove it, or give the task one")
+            at_end.append(evaluation(task.test, prefix="test/"))
+    validation = config.data and config.data.validation
+    if validation and isinstance(source, SftSource):
+        repeated.append(Measurement(make_validation(config, policy, mesh, source.validation, poll), validation.every))
+    return Measurements(repeated, at_end, bool(validation), validation.patience if validation else None)

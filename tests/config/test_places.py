@@ -70,7 +70,8 @@ def test_hub_ids_splits_and_words_stay_whatever_folders_there_are(here: Path) ->
     for name in ("test", "us/sums", "bytes"):
         (here / "ours" / name).mkdir(parents=True)
     (here / "ours" / "train").touch()
-    settings = ["task={name: hub, id: us/sums, train: train, test: test}", "model.tokenizer=bytes"]
+    task = "task={name: hub, id: us/sums, train: train, test: test}"
+    settings = [task, "eval.test=true", "model.tokenizer=bytes"]
     config = configs.load("ours/run.yaml", settings)
     assert (config.task.id, config.task.train, config.task.test) == ("us/sums", "train", "test")
     assert config.model.tokenizer == "bytes"

@@ -1,10 +1,17 @@
 """What is measured when, which checkpoint is the best by it, and when a run ends early."""
 
+import json
+import signal
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from runs import records, run
+from tiny import config
 
+import mllm.rl.evaluation
+from mllm.rl.evaluation import evaluate
 from mllm.run.measurements import Measurement, Measurements
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.train.step import TrainState
@@ -84,3 +91,37 @@ def test_the_best_checkpoint_is_that_of_the_validation_or_of_the_held_out_proble
     assert Measurements().score(everything) == 0.5
     assert Measurements().score({"eval/reward": 0.7, "test/reward": 1.0}) == 0.7
     assert Measurements().score({"loss": 1.0}) is None
+
+
+def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off(tmp_path, monkeypatch, capsys):
+    for name, start in (("train", 0), ("test", 40)):
+        lines = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(start, start + 20)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
+    settings = config(
+        run_dir=str(tmp_path / "run"),
+        task={"name": "jsonl", **files, "heldout": 4},
+        eval={"every": 2, "test": True},
+    )
+    tested = []
+
+    def measure_or_stop(*arguments, prefix="eval/", **options):
+        tested.append(prefix)
+        if tested.count("test/") == 1 and prefix == "test/":
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.1)  # for the thread that hears it
+        return evaluate(*arguments, prefix=prefix, **options)
+
+    monkeypatch.setattr(mllm.rl.evaluation, "evaluate", measure_or_stop)
+    assert run(settings) == 143
+    assert run(settings) == 0
+    assert tested == ["eval/"] * 3 + ["test/"] + ["eval/", "test/"]
+    lines = records(settings)
+    assert [line["step"] for line in lines if "test/reward" in line] == [4]
+    assert [line["step"] for line in lines if "eval/reward" in line] == [0, 2, 4]
+    assert f"test accuracy      {lines[-1]['test/greedy_accuracy']:.3f} (" in capsys.readouterr().out
+
+
+def test_a_task_without_a_test_set_has_none_to_measure(tmp_path, capsys):
+    assert run(config(run_dir=str(tmp_path / "run"), eval={"test": True})) == 2
+    assert "eval.test: task arithmetic has no test set" in capsys.readouterr().err
