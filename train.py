@@ -89,7 +89,6 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.train.step import abstract_state, choose_head, make_train_step
 
     folder, mesh = Path(config.run_dir), make_mesh(config.mesh)
-    rows = RowShare.of_mesh(mesh)
     with ExitStack() as stack:
         # Load and check everything before anything is written.
         interrupt = stack.enter_context(Interrupt())
@@ -101,9 +100,9 @@ def train(config: Config, change: bool = False) -> int:
         with raise_everywhere():
             sampler = make_sampler(config, policy, interrupt.poll)
             rewards = None
-            if config.task and task and config.rollout:
-                limit = config.rollout.max_completion_length
-                rewards = stack.enter_context(RewardRunner(config.task, task, limit, interrupt.poll_alone))
+            if task and config.task and config.rollout:
+                rewards = RewardRunner(config.task, task, config.rollout.max_completion_length, interrupt.poll_alone)
+                stack.enter_context(rewards)
             if task and sampler and rewards and config.algorithm == "grpo":
                 source: Source = make_grpo_source(config, policy, mesh, task, sampler, rewards)
             else:
@@ -113,8 +112,8 @@ def train(config: Config, change: bool = False) -> int:
             train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
             measurements = make_measurements(config, policy, mesh, source, interrupt.poll, task, sampler, rewards)
             keeps_reference = config.grpo is not None and config.grpo.beta > 0
-            needs_initial = keeps_reference or not saved_steps(folder / "checkpoints")
-            initial = policy.initial_params() if needs_initial else None
+            begins = not saved_steps(folder / "checkpoints")
+            initial = policy.initial_params() if begins or keeps_reference else None
             if isinstance(source, GrpoSource) and keeps_reference:
                 source.reference = initial
         with raise_everywhere():
@@ -125,8 +124,8 @@ def train(config: Config, change: bool = False) -> int:
         if state := checkpoints.restore(abstract_state(policy.params, optimizer)):
             source.seek(state.position)
         else:
-            evaluates = measurements.are_due(0, final=False)
-            state = RunState.begin(initial, optimizer, source.position(), keeps_reference, evaluates)
+            position, evaluates = source.position(), measurements.are_due(0, final=False)
+            state = RunState.begin(initial, optimizer, position, keeps_reference, evaluates)
         del initial
         if is_writer():
             head = choose_head(config, policy.architecture, mesh)
@@ -157,7 +156,7 @@ def train(config: Config, change: bool = False) -> int:
                 state = state.after_update(train_state, source.position(), metrics["skipped"] > 0)
                 step, skipped = state.step, state.skipped_in_a_row
                 if skipped:
-                    path = save_batch(folder, data.batch, rows, step=step, seed=config.seed)
+                    path = save_batch(folder, data.batch, RowShare.of_mesh(mesh), step=step, seed=config.seed)
                 if skipped > config.optimizer.max_skipped:
                     fatal_error = too_many_skipped(skipped, path)
                 finished = data.last or step == steps
