@@ -1,5 +1,6 @@
 """Two processes with four devices each give what one process with eight gives, and write it once."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -68,6 +69,23 @@ def test_sft_that_one_process_began_and_two_continued_equals_a_run_of_one_proces
     assert (on_one_device.step, on_one_device.position) == (expected.step, expected.position)
     for leaf, same in zip(jax.tree.leaves(on_one_device.train), jax.tree.leaves(expected.train), strict=True):
         np.testing.assert_array_equal(leaf, same)
+
+
+@pytest.mark.slow
+def test_sft_on_a_file_in_two_processes_makes_one_cache_and_validates_as_one_process_does(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i}", "answer": f"{i}" * (i % 5)}) + "\n" for i in range(1, 100)))
+    data = {"source": str(path), "max_length": 24, "epochs": 1, "on_bad_line": "skip"}
+    data |= {"cache": str(tmp_path / "cache"), "validation": {"share": 0.3, "every": 2}}
+    absent = {"task": None, "rollout": None, "eval": None, "steps": None}
+    one, two = (config("sft", run_dir=str(tmp_path / name), mesh=MESH, data=data, **absent) for name in ("one", "two"))
+    said = outputs(start_two(["train.py", *arguments(two)]))
+    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == ["", ".lock"]
+    assert run(one) == 0
+    assert_same_metrics(two, one)
+    assert "validation/loss" in records(two)[0]
+    assert newest(two).position == newest(one).position
+    assert ["validation" in output for output in said] == [True, False]
 
 
 @pytest.mark.slow
