@@ -116,6 +116,7 @@ def train(config: Config, change: bool = False) -> int:
             initial = policy.initial_params() if begins or keeps_reference else None
             if isinstance(source, GrpoSource) and keeps_reference:
                 source.reference = initial
+        check_same(source.position(), "data: the processes have different examples: give all the same data")
         with raise_everywhere():
             run_dir.write(folder, config)
 

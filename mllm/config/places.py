@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-FILES = ("data.source", "data.validation", "task.train", "task.test")
+FILES = ("data.source", "data.validation.source", "task.train", "task.test")
 """Settings that name a file or a pattern of files, or something else than a file."""
 FOLDERS = ("model.source", "model.tokenizer", "task.path")
 """Settings that name a folder, or something else than a folder."""
@@ -49,9 +49,11 @@ def locate(settings: dict[str, Any], folders: Sequence[Path]) -> None:
     """
     hub = isinstance(settings.get("task"), dict) and settings["task"].get("name") == "hub"
     for key in (*FILES, *FOLDERS):
-        section, name = key.split(".")
-        values = settings.get(section)
-        if not isinstance(values, dict) or (hub and section == "task"):  # there they are the names of splits
+        *sections, name = key.split(".")
+        values: Any = settings
+        for section in sections:
+            values = values.get(section) if isinstance(values, dict) else None
+        if not isinstance(values, dict) or (hub and sections == ["task"]):  # there they are the names of splits
             continue
         value = values.get(name)
         if not isinstance(value, str) or not value or value in WORDS:

@@ -51,6 +51,7 @@ class TaskDocuments(Documents):
         self.task = task
         self.tokenizer = tokenizer
         self.max_length = max_length
+        self.content = task.content
         self.document = lru_cache(CACHED_EXAMPLES)(self.make)
 
     def __len__(self) -> int:

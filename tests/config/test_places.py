@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,15 @@ def test_files_are_found_in_the_configurations_folder_then_in_the_current_one(he
     (here / "ours" / "model").mkdir()
     config = configs.load("ours/run.yaml")
     assert (config.task.train, config.model.source) == ("ours/train.jsonl", "ours/model")
+
+
+def test_a_section_in_a_section_is_looked_into(here: Path) -> None:
+    (here / "ours" / "heldout.jsonl").touch()
+    settings: dict[str, Any] = {"data": {"source": "hub/id", "validation": {"source": "heldout.jsonl"}}}
+    places.locate(settings, (Path("ours"), Path()))
+    assert settings == {"data": {"source": "hub/id", "validation": {"source": "ours/heldout.jsonl"}}}
+    for data in ({"validation": {"share": 0.1}}, {"validation": None}, None, "text"):
+        places.locate({"data": data}, (Path(),))
 
 
 def test_what_the_command_line_names_is_found_in_the_current_folder_first(here: Path) -> None:

@@ -106,6 +106,10 @@ CHATS = [
     {"question": "1+1=", "answer": "2"},
     messages("Hi", "Hello."),
     messages("Be brief.", "2+2?", "4", "Sure?", "Yes."),
+    {"prompt": "1+1=", "completion": "2"},
+    {"prompt": messages("Hi", "Hello.")["messages"][:1], "completion": messages("Hi", "Hello.")["messages"][1:]},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]},
+    {"text": "A text."},
 ]
 PROBLEMS = [
     {"question": "Tom has 3 apples and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
