@@ -70,7 +70,7 @@ class TaskDocuments(Documents):
     def make(self, index: int) -> Document:
         """Training problem `index` with its solution; UserError where it has none."""
         example = self.task.train[index]
-        place = f"{self.task.name}[{index}]"
+        place = example.place or f"{self.task.name}[{index}]"
         if example.solution is None:
             raise UserError(f"data.source: {place} has no solution to learn from: give a file of JSON lines")
         messages = [*example.prompt, {"role": "assistant", "content": example.solution}]
