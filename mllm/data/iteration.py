@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 CACHED_EXAMPLES = 2**16
 
+WAY_OUT = "restore the data, or begin a new run_dir (model.source can be this run)"
+
 READ_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
@@ -72,11 +74,10 @@ class DataIterator(Generic[T]):
         """Continue from a position that `get_state` gave; UserError where the examples are others than then."""
         if state["examples"] != self.examples:
             raise UserError(
-                f"data: the run began with {state['examples']} examples and now there are {self.examples}: "
-                "restore the data, or start a new run_dir"
+                f"data: the run began with {state['examples']} examples and now there are {self.examples}: {WAY_OUT}"
             )
         if state.get("content", self.content) != self.content:
-            raise UserError("data: the run began with other examples: restore the data, or start a new run_dir")
+            raise UserError(f"data: the run began with other examples: {WAY_OUT}")
         self.consumed = state["given"]
         self.batches.set_state(state["pipeline"])
 

@@ -13,7 +13,7 @@ from mllm.config.section import LARGEST_NUMBER
 from mllm.data.batch import Batch
 from mllm.data.cache import cached_documents
 from mllm.data.documents import Documents, Origin, TaskDocuments, hold_out
-from mllm.data.iteration import DataIterator
+from mllm.data.iteration import WAY_OUT, DataIterator
 from mllm.data.pipeline import count_batches, sft_batches
 from mllm.data.source import Step
 from mllm.data.tasks.task import Task
@@ -114,10 +114,13 @@ class SftSource:
         return Step(batch, {"num_tokens": self.num_tokens}, [], tokens, last=self.upcoming is None)
 
     def position(self) -> dict[str, Any]:
-        return {"data": self.after, "num_tokens": self.num_tokens}
+        position = {"data": self.after, "num_tokens": self.num_tokens}
+        return position if self.validation is None else position | {"validation": self.validation.content}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         self.data.set_state(position["data"])
+        if self.validation and position.get("validation", self.validation.content) != self.validation.content:
+            raise UserError(f"data.validation: the run began with other examples: {WAY_OUT}")
         self.num_tokens = position["num_tokens"]
         self.after, self.upcoming = position["data"], None
 

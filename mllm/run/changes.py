@@ -14,6 +14,9 @@ FREE = {
 }
 """Sections and settings that say how a run is carried out and when it gives up, not what it computes."""
 
+PLACES = {"data.source", "data.validation.source", "task.train", "task.test", "task.path"}
+"""Settings that say where data are. The same data may be elsewhere: their content is compared when they are read."""
+
 CHANGEABLE = {
     "steps",
     *(f"optimizer.{name}" for name in ("learning_rate", "schedule", "warmup_steps", "final_fraction")),
@@ -61,7 +64,7 @@ def check_changes(folder: Path, old: dict[str, Any], config: Config, newest: int
         config = config.model_copy(update={"model": config.model.model_copy(update={"step": step})})
     recorded = [Change.model_validate(change) for change in old.get("changes") or ()]
     for key, before, after in differences(old, config.model_dump(mode="json")):
-        if {key, key.split(".")[0]} & FREE:
+        if {key, key.split(".")[0]} & FREE or (key in PLACES and None not in (before, after) and before != "task"):
             continue
         if key == "steps" and not permitted and is_extension(config, before):
             continue

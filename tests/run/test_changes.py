@@ -77,6 +77,28 @@ def test_what_the_steps_so_far_depend_on_may_not_and_the_error_says_why(tmp_path
         run_dir.check(tmp_path, changed(settings, **what), change=True)
 
 
+def test_data_may_be_elsewhere_but_other_data_are_refused(tmp_path, capsys):
+    """The training examples and those of the validation are each known by their content, not by path or number."""
+    paths = {name: tmp_path / name for name in ("train.jsonl", "validation.jsonl")}
+    for number, path in enumerate(paths.values()):
+        path.write_text("".join(f'{{"prompt": "{i}+1=", "completion": "{i + 1 + number}"}}\n' for i in range(40)))
+    data = {"source": str(paths["train.jsonl"]), "validation": {"source": str(paths["validation.jsonl"])}}
+    without = {"task": None, "eval": None, "rollout": None}
+    settings = config("sft", run_dir=str(tmp_path / "run"), steps=2)
+    settings = changed(settings, data={**data, "cache": str(tmp_path / "cache")}, **without)
+    assert run(settings) == 0
+    moved = {name: path.rename(tmp_path / f"moved_{name}") for name, path in paths.items()}
+    data = {"source": str(moved["train.jsonl"]), "validation": {"source": str(moved["validation.jsonl"])}}
+    assert run(changed(settings, steps=3, data=data)) == 0
+    assert checkpoints(settings) == [2, 3]
+    for name, key in (("validation.jsonl", "data.validation"), ("train.jsonl", "data")):
+        moved[name].write_text(moved[name].read_text().replace('"1"', '"7"').replace('"2"', '"7"'))
+        capsys.readouterr()
+        assert run(changed(settings, steps=4, data=data)) == 2
+        way_out = "restore the data, or begin a new run_dir (model.source can be this run)"
+        assert f"error: {key}: the run began with other examples: {way_out}" in capsys.readouterr().err
+
+
 def test_the_flag_is_refused_where_there_is_no_run(tmp_path):
     with pytest.raises(UserError, match=r"^--change: .*nowhere holds no run; leave it out to begin one"):
         run_dir.check(tmp_path / "nowhere", config(), change=True)
