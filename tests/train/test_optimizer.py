@@ -30,8 +30,11 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_its_final_fraction(schedul
 
 
 def test_weight_decay_applies_to_matrices_and_to_no_norm_or_bias():
-    _, params = nnx.split(Qwen2.abstract(Qwen2Config.from_hf({**ARCHITECTURE, "tie_word_embeddings": False}, "test")))
-    applies = {parameter_name(path): value for path, value in jax.tree_util.tree_leaves_with_path(decays(params))}
+    applies = {}
+    for family in ("qwen2", "qwen3"):  # together they have every parameter
+        sizes = {**ARCHITECTURE, "model_type": family, "tie_word_embeddings": False}
+        _, params = nnx.split(Qwen2.abstract(Qwen2Config.from_hf(sizes, "test")))
+        applies |= {parameter_name(path): value for path, value in jax.tree_util.tree_leaves_with_path(decays(params))}
     assert set(applies) == set(LOGICAL_AXES)
     exceptions = {name for name, value in applies.items() if not value}
     assert exceptions == {name for name in LOGICAL_AXES if name.endswith(("norm", "bias"))}

@@ -199,6 +199,16 @@ def test_an_update_keeps_the_dtypes_of_bfloat16_parameters_and_moments(optimizer
     assert [leaf.dtype for leaf in jax.tree.leaves(after)] == [leaf.dtype for leaf in jax.tree.leaves(before)]
 
 
+def test_each_step_rounds_bfloat16_parameters_in_its_own_way_and_always_in_the_same():
+    policy, optimizer, train_step = make_trainer(config("sft", model={"param_dtype": "bfloat16"}))
+    first = jax.device_get(init_state(policy.initial_params(), optimizer))
+    program = train_step.lower(first, BATCH).compile(QUICKLY)
+    states = [program(first._replace(step=np.int32(n)), BATCH)[0] for n in (0, 0, 1)]
+    one, same, other = (np.asarray(jax.tree.leaves(state.params)[0]) for state in states)
+    np.testing.assert_array_equal(one, same)
+    assert 0.001 < np.mean(one != other) < 0.5
+
+
 def test_a_head_for_tpus_is_refused_on_other_devices():
     settings = changed(SETTINGS["sft"], head={"impl": "mosaic_tpu"})
     with pytest.raises(UserError, match=r"head.impl: mosaic_tpu needs a TPU, and the devices here are of the kind cpu"):
