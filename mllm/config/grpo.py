@@ -45,7 +45,7 @@ class GrpoConfig(Section):
     epsilon: float | None = Field(default=None, gt=0, lt=1)
     """How far the probability ratio may fall below 1; None: 0.2, with `gspo` 3e-4."""
     epsilon_high: float | None = Field(default=None, gt=0)
-    """How far it may rise above 1; None: as `epsilon`, with `gspo` and no `epsilon` 4e-4."""
+    """How far it may rise above 1; None: as `epsilon`, or with `gspo`, where that is None, too, 4e-4."""
     dual_clip: float | None = Field(default=None, gt=1)
     """The largest ratio that counts where the advantage is negative; None: no limit."""
     beta: float = Field(default=0.0, ge=0)
@@ -94,11 +94,8 @@ class GrpoConfig(Section):
     @property
     def clip_range(self) -> tuple[float, float]:
         """The lowest and highest probability ratio that are not clipped."""
-        low, high = self.epsilon, self.epsilon_high
-        if self.loss_type == "gspo":  # Zheng et al. 2025, section 5.1
-            low, high = (3e-4, high or 4e-4) if low is None else (low, high)
-        low = 0.2 if low is None else low
-        return 1 - low, 1 + (low if high is None else high)
+        low, high = (3e-4, 4e-4) if self.loss_type == "gspo" else (0.2, 0.2)  # GSPO: its paper's section 5.1
+        return 1 - (self.epsilon or low), 1 + (self.epsilon_high or self.epsilon or high)
 
     @property
     def reward_scale(self) -> Literal["group", "batch", "none"]:
