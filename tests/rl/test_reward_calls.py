@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from mllm.config import load as configs
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.rl.reward_calls import Available, Reward, Sample, bind
@@ -123,6 +124,22 @@ def test_functions_for_trl_work_as_they_are() -> None:
 def test_conversational_prompts_are_all_messages() -> None:
     given = sample("a", conversational=True)
     assert bound("mine:batch_of_everything", given)([given])[0]["prompts"] == [given.example.prompt]
+
+
+def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(__file__).parents[2] / "docs" / "examples"
+    monkeypatch.syspath_prepend(str(folder))
+    task = configs.load(str(folder / "rewards.yaml")).task
+    assert task is not None
+    given = [sample(text) for text in ("7", "6", "6", "x")]
+    found = {reward.name: values(reward.name, *given, **reward.args) for reward in task.rewards}
+    assert found == {
+        "rewards:digits": [1, 1, 1, 0],
+        "rewards:close": [1, 0.9, 0.9, 0],
+        "rewards:varied": [1, 0, 0, 1],
+        "overlong": [0, 0, 0, 0],
+        "exact_match": [1, 0, 0, 0],
+    }
 
 
 @pytest.mark.parametrize(
