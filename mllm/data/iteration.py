@@ -79,7 +79,12 @@ class DataIterator(Generic[T]):
         if state.get("content", self.content) != self.content:
             raise UserError(f"data: the run began with other examples: {WAY_OUT}")
         self.consumed = state["given"]
-        self.batches.set_state(state["pipeline"])
+        try:
+            self.batches.set_state(state["pipeline"])
+        except IndexError:
+            raise UserError(
+                f"data.epochs: {self.epochs}: the run has gone through more of its data: raise it"
+            ) from None
 
 
 def example_indices(count: int, epochs: int | None, seed: int | None) -> grain.MapDataset[int]:

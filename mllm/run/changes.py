@@ -75,7 +75,11 @@ def check_changes(folder: Path, old: dict[str, Any], config: Config, newest: int
             raise UserError(f"{problem}; {way_out}; else give another run_dir, or the old value")
         if key == "steps" and config.steps is not None and config.steps <= newest:
             raise UserError(f"steps: {folder} has done {newest} already; give more, or another run_dir")
-        recorded.append(Change(step=newest, key=key, old=before, new=after))
+        for earlier in [change for change in recorded if (change.step, change.key) == (newest, key)]:
+            recorded.remove(earlier)  # no step was done with its value
+            before = earlier.old
+        if before != after:
+            recorded.append(Change(step=newest, key=key, old=before, new=after))
     return config.model_copy(update={"changes": tuple(recorded)})
 
 

@@ -177,6 +177,15 @@ def test_restoring_onto_other_data_is_refused(tmp_path: Path) -> None:
         batches_of(write(tmp_path, [*some(7), qa("q7", "other")])).set_state(state)
 
 
+def test_restoring_past_the_last_epoch_is_refused(tmp_path: Path) -> None:
+    source = write(tmp_path, some(8))
+    longer = batches_of(source, epochs=5)
+    for _ in range(3):
+        next(longer)
+    with pytest.raises(UserError, match=r"^data.epochs: 1: the run has gone through more of its data: raise it"):
+        batches_of(source, epochs=1).set_state(longer.get_state())
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_processes_partition_the_batch_of_a_single_one(tmp_path: Path, packing: bool) -> None:
     source = write(tmp_path, some(30))

@@ -56,6 +56,14 @@ def test_what_a_step_computes_may_change_with_the_flag(tmp_path, how):
         assert run_dir.check(tmp_path, other, change=again) == found
 
 
+def test_a_value_with_which_no_step_was_done_leaves_no_record(tmp_path):
+    settings = begun(tmp_path, 4)
+    for steps, recorded in ((8, [(4, 8)]), (6, [(4, 6)])):
+        found = run_dir.check(tmp_path, changed(settings, steps=steps), change=True)
+        assert [(change.old, change.new) for change in found.changes] == recorded
+        run_dir.write(tmp_path, found)
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [
