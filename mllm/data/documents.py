@@ -49,7 +49,6 @@ class TaskDocuments(Documents):
 
     def __init__(self, task: Task, tokenizer: Tokenizer, max_length: int) -> None:
         self.task = task
-        self.content = task.content
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.content = task.content

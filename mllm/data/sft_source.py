@@ -55,7 +55,9 @@ def count_steps(config: Config, documents: Documents) -> int:
     steps = count_batches(config.data, documents, batch_size=config.batch_size, seed=config.seed, most=most)
     passes = f"data.epochs: {config.data.epochs} passes over the {len(documents)} examples are {steps} batches"
     if warmup > steps:
-        raise UserError(f"optimizer.warmup_steps: {warmup} are longer than the run: {passes}")
+        raise UserError(
+            f"optimizer.warmup_steps: {warmup} are more than the run has ({passes}): set fewer, or more epochs"
+        )
     if config.steps is not None and steps < config.steps:
         log.warning("%s: the run and its schedule end at step %d instead of %d", passes, steps, config.steps)
     return steps

@@ -45,6 +45,12 @@ def test_what_is_learned_of_a_record(record: dict[str, Any], expected: str) -> N
     assert marked(record) == expected
 
 
+def test_the_documentation_s_file_has_a_line_of_each_format() -> None:
+    path = Path(__file__).parents[2] / "docs" / "examples" / "formats.jsonl"
+    read = sound_records(file_records(str(path), "data.source"), "data.source", lambda _, record: marked(record))
+    assert [*read] == ["(Add.)(3+4=)(7]", "(3+5=)(8]", "(3+6=)(9]", "(3+7=)(10]", "3+8=11]", "3+9=12]"]
+
+
 def test_a_template_that_marks_generation_learns_the_completion_only() -> None:
     tokenizer = bytes_tokenizer()
     tokenizer.chat_template = (

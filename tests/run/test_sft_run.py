@@ -53,7 +53,9 @@ def test_a_warm_up_longer_than_the_data_is_refused(settings, capsys):
     done = changed(settings(), steps=None, data={"epochs": 1}, optimizer={"warmup_steps": 5})
     assert run(done) == 2
     said = capsys.readouterr().err
-    assert "optimizer.warmup_steps: 5 are longer than the run: data.epochs: 1 passes over the 32 examples are 4" in said
+    assert (
+        "optimizer.warmup_steps: 5 are more than the run has (data.epochs: 1 passes over the 32 examples are 4" in said
+    )
 
 
 def test_a_run_ends_early_and_keeps_the_best_by_its_validation(settings):
