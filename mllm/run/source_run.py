@@ -5,7 +5,7 @@ The parameters are the run's masters, in the dtype in which its optimizer update
 
 import logging
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,8 +43,12 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
 
 def source_run(model: ModelConfig) -> Path | None:
     """The folder of the run whose parameters the model begins with; None if it begins with others."""
-    folder = Path(model.source or "").expanduser()
-    return folder if model.source and model.init == "pretrained" and is_run(folder) else None
+    if not model.source or model.init != "pretrained":
+        return None
+    with suppress(OSError, RuntimeError):  # a name that no folder can have: reading the model says so
+        folder = Path(model.source).expanduser()
+        return folder if is_run(folder) else None
+    return None
 
 
 def model_of(model: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
