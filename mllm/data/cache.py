@@ -73,7 +73,8 @@ def cached_documents(origin: Origin, config: DataConfig, tokenizer: Tokenizer) -
 
     UserError is raised if the source can't be read, has no example, or a line of it is bad and not to be skipped.
     """
-    caches = Path(config.cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mllm").expanduser()
+    default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "mllm")
+    caches = Path(os.path.expanduser(config.cache or default))
     digest, count = origin.content()
     settings = [VERSION, digest, tokenizer_digest(tokenizer), config.max_length, config.on_bad_line]
     folder = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]

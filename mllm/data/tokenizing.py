@@ -44,7 +44,7 @@ def encode_records(tokenizer: Tokenizer, max_length: int, records: Iterable[Plac
     chunks = iter(lambda: list(islice(left, CHUNK)), [])
     if (first := next(chunks, None)) is None:
         return
-    workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    workers = min(os.cpu_count() or 1, MOST_WORKERS)
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker, (encode,))
     try:
         pending: deque[Future[list[Encoded]]] = deque([pool.submit(encode_in_worker, first)])

@@ -1,5 +1,8 @@
 """Documents apart from their sizes: a process reads only its own, and a share of them is held out."""
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from test_data import BYTES, some, write
@@ -53,6 +56,30 @@ def test_validation_holds_every_document_once_and_pads_the_last_batch(tmp_path):
     assert not all(batch.segments.any(axis=1).all() for share in shares for batch in share)
     tokens = np.concatenate([b.tokens[b.segments > 0] for share in shares for b in share])
     assert sorted(tokens) == sorted(np.concatenate([documents[i][:, 0] for i in range(30)]))
+
+
+def test_a_split_of_a_hub_s_data_set_is_cached_by_its_files_and_read_without_nulls(tmp_path, monkeypatch):
+    """`datasets` gives rows in which every column has a value or None, and names the files that hold them."""
+    loaded = []
+
+    class Split(list):
+        def __init__(self, split):
+            (tmp_path / split).write_text(split)
+            super().__init__({"text": f"{split} {i}", "messages": None} for i in range(3))
+            self.cache_files = [{"filename": str(tmp_path / split)}]
+
+    def load_dataset(source, subset, split):
+        loaded.append((source, subset, split))
+        return Split(split)
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    data = DataConfig(source="user/set", subset="main", max_length=32, validation={"split": "test"})
+    for _ in range(2):
+        training, heldout = load_documents(data, BYTES, None)
+        assert bytes(training[1][:-1, 0].astype(np.uint8)) == b"train 1"
+        assert bytes(heldout[2][:-1, 0].astype(np.uint8)) == b"test 2"
+    read_again = [("user/set", "main", split) for split in ("train", "test")]
+    assert sorted(loaded) == sorted(read_again * 3)  # twice for the hash, once for the rows
 
 
 def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):

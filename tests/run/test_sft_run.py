@@ -58,6 +58,13 @@ def test_a_warm_up_longer_than_the_data_is_refused(settings, capsys):
     )
 
 
+def test_epochs_of_more_problems_than_can_be_made_do_not_give_the_steps(tmp_path, capsys):
+    many = {"name": "arithmetic", "arithmetic": {"operands": 4, "digits": 3}}
+    endless = config("sft", run_dir=str(tmp_path / "run"), steps=None, task=many, data={"epochs": 1})
+    assert run(endless) == 2
+    assert "steps: set them: the task has 999999999984 problems, too many to count the" in capsys.readouterr().err
+
+
 def test_a_run_ends_early_and_keeps_the_best_by_its_validation(settings):
     """The learning rate is so large that the loss soon rises."""
     learning = {"optimizer": {"schedule": "constant", "learning_rate": 0.3, "max_grad_norm": None}}
