@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from mllm.config.schema import Change, Config
 from mllm.errors import UserError
 
@@ -29,6 +31,9 @@ CHANGEABLE = {
     *("grpo.dynamic_sampling", "grpo.mask_truncated_completions", "task.rewards", "task.reward_timeout"),
 }
 """What a step computes from its parameters, moments and position alone: these stay what they were."""
+
+DEFAULTS_DIFFER = {"model.residual_dtype": ("sft", "grpo"), "task.long_prompts": ("grpo",)}
+"""Settings that are younger than some runs, with the algorithms whose runs computed something else than the default."""
 
 SAME_EXAMPLES = "the position in the data would be that of other examples"
 FIXED = {
@@ -59,6 +64,7 @@ def check_changes(folder: Path, old: dict[str, Any], config: Config, newest: int
 
     UserError is raised for a setting that may not differ.
     """
+    old = completed(old)
     step = (old.get("model") or {}).get("step")
     if config.model.step in (None, "newest", "best"):  # the run began with the one that has this number
         config = config.model_copy(update={"model": config.model.model_copy(update={"step": step})})
@@ -81,6 +87,19 @@ def check_changes(folder: Path, old: dict[str, Any], config: Config, newest: int
         if before != after:
             recorded.append(Change(step=newest, key=key, old=before, new=after))
     return config.model_copy(update={"changes": tuple(recorded)})
+
+
+def completed(old: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run with the defaults of those that are younger than it; None for `DEFAULTS_DIFFER`."""
+    try:
+        found = Config.model_validate(old).model_dump(mode="json")
+    except ValidationError:  # it has settings that are no more
+        return old
+    for key, algorithms in DEFAULTS_DIFFER.items():
+        section, name = key.split(".")
+        if found["algorithm"] in algorithms and isinstance(old.get(section), dict) and name not in old[section]:
+            found[section][name] = None
+    return found
 
 
 def why_fixed(key: str, old: Any, new: Any) -> str | None:

@@ -60,12 +60,16 @@ def test_more_steps_make_another_run_where_the_learning_rate_depends_on_them(tmp
         run_dir.check(tmp_path, changed(decaying, steps=8))
 
 
-def test_a_run_that_is_older_than_a_setting_is_not_continued_with_its_default(tmp_path):
+@pytest.mark.parametrize("name", ["residual_dtype", "long_prompts", "scale_rewards", "reward_timeout"])
+def test_a_run_that_is_older_than_a_setting_goes_on_with_a_default_that_changes_nothing(tmp_path, name):
     run_dir.write(tmp_path, config())
     path = tmp_path / "config.yaml"
-    path.write_text("".join(line for line in path.read_text().splitlines(True) if "residual_dtype" not in line))
-    with pytest.raises(UserError, match=r"^model.residual_dtype: .* belongs to a run with None, not 'float32'"):
-        run_dir.check(tmp_path, config())
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if f"  {name}:" not in line))
+    if name in ("residual_dtype", "long_prompts"):
+        with pytest.raises(UserError, match=rf"^\w+\.{name}: .* belongs to a run with None, not '"):
+            run_dir.check(tmp_path, config())
+    else:
+        assert run_dir.check(tmp_path, config()) == config()
 
 
 def test_a_configuration_that_can_not_be_read_is_no_invitation(tmp_path):
