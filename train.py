@@ -100,8 +100,6 @@ def train(config: Config, change: bool = False) -> int:
                 rewards = RewardRunner(config.task, task, config.rollout.max_completion_length, interrupt.poll_alone)
                 stack.enter_context(rewards)
             policy = load_policy(config, mesh)
-        check_same(task and task.content, "task: the processes have different problems: give all the same data")
-        with raise_everywhere():
             sampler = make_sampler(config, policy, interrupt.poll)
             if task and sampler and rewards and config.algorithm == "grpo":
                 source: Source = make_grpo_source(config, policy, mesh, task, sampler, rewards)

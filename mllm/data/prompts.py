@@ -23,6 +23,7 @@ CHECKED = 100
 """How many problems that are made on demand are checked before training begins."""
 MOST_SKIPPED = 1000
 """How many prompts in a row may be left out."""
+OR_SKIP = ": set task.long_prompts=skip to leave such prompts out"
 
 
 class Prompt(NamedTuple):
@@ -85,7 +86,7 @@ class Choice:
             return TrainingPrompt(*prompt, position + 1), 1
         self.left_out_in_a_row += 1
         if self.long_prompts == "error":
-            raise prompt
+            raise UserError(f"{prompt}{OR_SKIP}")
         if self.left_out_in_a_row == MOST_SKIPPED:
             raise UserError(f"task {self.task}: {MOST_SKIPPED} prompts in a row can't be used, the last: {prompt}")
         if not self.warned:
@@ -121,7 +122,7 @@ def select(prompts: Iterable[Prompt | UserError], what: str, long_prompts: LongP
     if bad:
         raise bad_lines([(str(error).partition(": ")[0], error) for error in bad], what)
     if long and long_prompts == "error":
-        raise long[0]
+        raise UserError(f"{long[0]}{OR_SKIP}")
     if long and not usable:
         shortest = min(error.tokens for error in long)
         raise UserError(

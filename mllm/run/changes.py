@@ -11,7 +11,7 @@ from mllm.errors import UserError
 
 FREE = {
     *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log", "changes"),
-    *("grpo.row_length", "optimizer.max_skipped", "task.max_failed_groups"),
+    *("grpo.row_length", "optimizer.max_skipped", "task.max_failed_groups", "task.long_prompts"),
     *("task.reward_workers", "data.cache", "data.prefetch"),
 }
 """Sections and settings that say how a run is carried out and when it gives up, not what it computes."""

@@ -113,6 +113,8 @@ def make_measurements(
     rows = RowShare.of_mesh(mesh)
     if config.eval and config.task and task and sampler and rewards:
         evaluation = partial(make_evaluation, config.eval, config.task, sampler=sampler, rewards=rewards, rows=rows)
+        if (config.eval.prompts or 0) > len(task.heldout):
+            raise UserError(f"eval.prompts: only {len(task.heldout)} problems are held out (task.heldout)")
         repeated.append(Measurement(evaluation(task.heldout[: config.eval.prompts]), config.eval.every))
         if config.eval.test:
             if task.test is None:

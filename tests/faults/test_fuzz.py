@@ -158,6 +158,23 @@ def read_gsm8k(folder: Path, files: tuple[bytes, bytes]) -> None:
     training_prompts(task, BYTES, max_prompt_length=300, seed=0)
 
 
+LISTED = [
+    {"prompt": "1+1=", "answer": 2, "level": [None, 1.5, {"a": "b"}]},
+    {"prompt": messages("Hi", "Hello.")["messages"][:1], "answer": None},
+    messages("Be brief.", "2+2?", "4", "Sure?", "Yes.") | {"answer": "It is $\\boxed{4}$.\n#### 4"},
+]
+
+
+def read_listed(folder: Path, given: tuple[bytes, AnswerForm]) -> None:
+    """No problem is held out and trained on, and prompts are made of all."""
+    content, form = given
+    (folder / "problems.jsonl").write_bytes(content)
+    train = str(folder / "problems.jsonl")
+    task = load_task(TaskConfig(name="jsonl", train=train, heldout=1, answer_form=form), seed=0)
+    assert task.heldout[0].prompt not in [example.prompt for example in task.train]
+    assert training_prompts(task, BYTES, max_prompt_length=300, seed=0).get_state()["content"] == task.content
+
+
 # Completions
 
 PIECES = (
@@ -266,6 +283,7 @@ READERS = {
     "overrides": (st.lists(overrides, max_size=3), read_overrides),
     "chats": (st.tuples(json_lines(CHATS), data_settings, st.integers(1, 3)), read_chats),
     "the problems of gsm8k": (st.tuples(json_lines(PROBLEMS), json_lines(PROBLEMS)), read_gsm8k),
+    "a task's file": (st.tuples(json_lines(LISTED), st.sampled_from(get_args(AnswerForm))), read_listed),
     "the files of a model": (files, read_model),
     "completions": (st.one_of(pieces, repetitions, st.text(max_size=50)), read_completion),
 }

@@ -266,7 +266,7 @@ def test_the_line_comes_after_what_a_library_in_rust_prints_of_its_panic(tmp_pat
 
 def test_without_weights_a_shipped_configuration_ends_in_a_process_with_one_line(tmp_path):
     done = subprocess.run(
-        [sys.executable, ROOT / "train.py", "--config", "qwen25_3b_grpo.yaml"],
+        [sys.executable, ROOT / "train.py", "--config", "qwen25_3b_grpo.yaml", "task={name: arithmetic}"],
         cwd=tmp_path,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
