@@ -89,7 +89,7 @@ def run(steps: int) -> dict[str, np.ndarray]:
     jax.monitoring.register_event_duration_secs_listener(count)
     RunLog.write_timings, Checkpoints.save = sample, save_and_wait  # type: ignore[assignment,method-assign]
     with tempfile.TemporaryDirectory(prefix="endurance_") as folder:
-        every = max(4, steps // 10 // 2 * 2)  # num_iterations divides it
+        every = max(4, steps // 10 // 2 * 2)  # a rollout has two updates
         eval_, checkpoint = {"every": every, "prompts": 8, "sampled": True}, {"every": every, "keep": 3}
         config = workload("grpo", Path(folder, "run"))
         with redirect_stdout(sys.stderr):

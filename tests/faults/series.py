@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sft": {"steps": 36, "eval": {"every": 12, "prompts": 8}, "checkpoint": {"every": 4, "keep": 3}},
     "grpo": {
         "steps": 24,
-        "grpo": {"num_iterations": 2, "beta": 0.1, "reference": "initial"},
+        "grpo": {"steps_per_generation": 2, "dynamic_sampling": 2, "beta": 0.1, "reference": "initial"},
         "eval": {"every": 8, "prompts": 8, "sampled": True},
         "task": rewards(even_characters=1.0, fussy=0.5),
         "checkpoint": {"every": 4, "keep": 3},
