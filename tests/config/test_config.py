@@ -44,6 +44,13 @@ def write(tmp_path):
 RUNS = sorted(path for path in configs.CONFIGS.glob("*.yaml") if not path.stem.startswith("gradcheck"))
 
 
+def test_every_example_begins_with_its_command_and_loads():
+    root = configs.CONFIGS.parent
+    for path in root.glob("docs/examples/*.yaml"):
+        assert path.read_text().startswith(f"# python train.py --config {path.relative_to(root)}"), path
+        configs.load(str(path))
+
+
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_every_shipped_configuration_begins_with_its_command_and_loads_unchanged_after_dump(path: Path, tmp_path):
     command = path.read_text().splitlines()[0].split("(")[0].removeprefix("# python train.py --config ")
