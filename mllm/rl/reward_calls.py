@@ -8,6 +8,7 @@ import asyncio
 import importlib
 import inspect
 import zlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +29,8 @@ class Sample(NamedTuple):
 
     example: Example
     completion: str
-    completion_ids: list[int]
-    """The stop token included."""
+    tokens: "array[int]"
+    """The completion's, the stop token included: an array, since it is sent to another process."""
     truncated: bool
     """Whether it was cut off by `rollout.max_completion_length`."""
 
@@ -95,10 +96,12 @@ def value(sample: Sample, name: str) -> Any:
             return example
         case "answer" | "answers":
             return example.answer
-        case "completion_ids" | "truncated":
-            return getattr(sample, name)
+        case "completion_ids":
+            return sample.tokens.tolist()
         case "length":
-            return len(sample.completion_ids)
+            return len(sample.tokens)
+        case "truncated":
+            return sample.truncated
         case "solution":
             return example.fields.get(name, example.solution)
         case _:
@@ -164,7 +167,7 @@ def try_out(name: str, reward: Reward) -> None:
     """Call a built-in function once; UserError where `args` are none that it can work with."""
     example = Example([{"role": "user", "content": "1="}], "1", None)
     try:
-        reward([Sample(example, "1", [0], False)])
+        reward([Sample(example, "1", array("i", [0]), False)])
     except UserError:
         raise
     except Exception as error:

@@ -4,6 +4,7 @@ A reward that raises, runs over its time or is not a number is counted and left 
 """
 
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -84,7 +85,7 @@ class RewardRunner:
         """
         rows = zip(completions.tokens, completions.lengths, completions.finished, strict=True)
         samples = [
-            Sample(example, text, tokens[:length].tolist(), not finished)
+            Sample(example, text, array("i", tokens[:length].astype(np.int32).tobytes()), not finished)
             for example, text, (tokens, length, finished) in zip(examples, texts, rows, strict=True)
         ]
         kinds = np.full((len(samples), len(self.names)), "", object)

@@ -1,5 +1,6 @@
 """A reward function gets the arguments that it declares, by name; what it needs and there isn't is one line."""
 
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def own_rewards(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def sample(completion: str, *, conversational: bool = False, answer: str | None = "7", **fields: Any) -> Sample:
     prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+4="}]
     example = Example(prompt, answer, fields=fields, conversational=conversational)
-    return Sample(example, completion, list(completion.encode()), len(completion) > 3)
+    return Sample(example, completion, array("i", [*completion.encode()]), len(completion) > 3)
 
 
 def bound(name: str, *samples: Sample, **args: Any) -> Reward:
