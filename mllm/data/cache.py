@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,10 @@ class CachedDocuments(Documents):
     def tokens(self) -> int:
         return int(self.sizes[:, 0].sum(dtype=np.int64))
 
-    def __getitem__(self, index: int) -> Document:
+    def read(self, indices: Sequence[int]) -> list[Document]:
         try:
             with self.lock:
-                return unpacked(self.records[index])
+                return [unpacked(record) for record in self.records.__getitems__(indices)]
         except (RuntimeError, ValueError) as error:
             raise UserError(f"data.cache: {self.folder} is damaged ({brief(error)}): delete it") from None
 
@@ -75,14 +75,14 @@ def cached_documents(origin: Origin, config: DataConfig, tokenizer: Tokenizer) -
     """
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "mllm")
     caches = Path(os.path.expanduser(config.cache or default))
-    digest, count = origin.content()
-    settings = [VERSION, digest, tokenizer_digest(tokenizer), config.max_length, config.on_bad_line]
+    content = origin.content()
+    settings = [VERSION, content[0], tokenizer_digest(tokenizer), config.max_length, config.on_bad_line]
     folder = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
     summary = read_summary(folder)
     if summary is None:
         try:
             with locked(folder):
-                summary = read_summary(folder) or make(folder, origin, config, tokenizer, count)
+                summary = read_summary(folder) or make(folder, origin, config, tokenizer, content)
         except (OSError, RuntimeError) as error:  # array_record's are RuntimeErrors
             reason = getattr(error, "strerror", None) or brief(error)
             raise UserError(
@@ -107,8 +107,11 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def make(folder: Path, origin: Origin, config: DataConfig, tokenizer: Tokenizer, count: int) -> dict[str, Any]:
-    """Tokenize the source of about `count` records into a cache, in place of a damaged one; returns its summary."""
+def make(
+    folder: Path, origin: Origin, config: DataConfig, tokenizer: Tokenizer, content: tuple[str, int]
+) -> dict[str, Any]:
+    """Tokenize the source, whose content is given, into a cache, in place of a damaged one; returns its summary."""
+    digest, count = content
     if folder.exists():
         log.warning("data.cache: %s is damaged, and made again", folder)
     if count > FEW:
@@ -118,6 +121,8 @@ def make(folder: Path, origin: Origin, config: DataConfig, tokenizer: Tokenizer,
     unfinished.mkdir()
     try:
         summary = write_documents(unfinished, origin, config, tokenizer, count)
+        if origin.content()[0] != digest:
+            raise UserError(f"{origin.key}: {origin.source} has changed while it was read: start again")
         text = json.dumps(summary | {"digests": {name: file_digest(unfinished / name) for name in (RECORDS, SIZES)}})
         (unfinished / SUMMARY).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
         shutil.rmtree(folder, ignore_errors=True)

@@ -117,8 +117,8 @@ def make_batch(documents: Documents, batch_size: int, rows: slice, packs: Packs)
     length = padded_length(int(np.count_nonzero(segments, axis=1).max()), segments.shape[1])
     owner, starts = owner[rows], starts[rows]
     content = np.zeros((len(owner), length, 3), np.int32)
-    for row, start in np.argwhere(starts):
-        document = documents[int(owner[row, start])]
+    read = documents.read(owner[starts].tolist())
+    for (row, start), document in zip(np.argwhere(starts), read, strict=True):
         content[row, start : start + len(document)] = document
     tokens, labels, learned = np.moveaxis(content, -1, 0)
     weights = (learned / learned_tokens).astype(np.float32)

@@ -104,6 +104,21 @@ def test_a_source_with_bad_lines_leaves_no_cache(tmp_path, opened):
     assert [p.suffix for p in made[0].parent.iterdir()] == [".lock"]
 
 
+def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, opened, monkeypatch):
+    open_cache, made = opened
+    source, encode = write(tmp_path, some(20)), tokenizing.encode_records
+
+    def changing(*arguments):
+        yield from encode(*arguments)
+        write(tmp_path, some(21))
+
+    monkeypatch.setattr(cache, "encode_records", changing)
+    with pytest.raises(UserError, match=r"data.source: .* has changed while it was read: start again"):
+        open_cache(source)
+    monkeypatch.undo()
+    assert not made[0].exists()
+
+
 def test_of_several_at_once_one_makes_the_cache_and_the_others_wait(tmp_path, opened, capfd):
     """Locks belong to open files, so threads wait for one another as processes do."""
     open_cache, made = opened

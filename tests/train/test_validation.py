@@ -28,8 +28,8 @@ class Listed(Documents):
     def size(self, index):
         return Size(len(self[index]), int(self[index][:, 2].sum()))
 
-    def __getitem__(self, index):
-        return self.documents[index]
+    def read(self, indices):
+        return [self.documents[index] for index in indices]
 
 
 def settings(packing=True, **sections):
