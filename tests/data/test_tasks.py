@@ -137,6 +137,8 @@ class FakeGym:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         assert type(index) is int
+        if self.different < 0:
+            raise ZeroDivisionError("no such sum")
         number = (self.seed + index) % self.different
         return {"question": f"Which is {number}?", "answer": str(number), "metadata": {}}
 
@@ -149,7 +151,7 @@ def gym(monkeypatch: pytest.MonkeyPatch) -> None:
     def create_dataset(name: str, seed: int, size: int) -> FakeGym:
         if name == "missing":
             raise ValueError(f"Dataset '{name}' not registered")
-        return FakeGym(seed, size, 10 if name == "small" else 10**9)
+        return FakeGym(seed, size, {"small": 10, "broken": -1}.get(name, 10**9))
 
     gym_problems.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset))
@@ -178,6 +180,12 @@ def test_reasoning_gyms_scorer_judges_the_tagged_answer_and_travels() -> None:
     example = task.train[0]
     assert scorer("", f"It is <answer>{example.answer}</answer>", example) == 1.0
     assert scorer("", "nonsense", example) == 0.01
+
+
+@pytest.mark.usefixtures("gym")
+def test_a_problem_that_a_generator_fails_to_make_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"reasoning_gym:broken\[0\]: can't be made: ZeroDivisionError: no such sum"):
+        load(TaskConfig(name="reasoning_gym:broken", heldout=1), seed=0)
 
 
 @pytest.mark.usefixtures("gym")
