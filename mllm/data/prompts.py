@@ -1,7 +1,7 @@
 """A task's prompts for GRPO, without those that are too long.
 
-Problems that are made on demand can't all be checked before
-training; one that turns out later to be no chat that the model's template takes is left out like a long one.
+Problems that are made on demand can't all be checked before training. One that later can't be made, or is no chat that
+the model's template takes, is left out like a long one.
 """
 
 import logging

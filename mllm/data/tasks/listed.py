@@ -47,7 +47,12 @@ def from_function(config: TaskConfig) -> Task:
             parts = {**returned} if isinstance(returned, Mapping) else {"train": returned}
             lists = {name: list(rows) for name, rows in parts.items()}
     except (Exception, SystemExit) as error:  # the user's code may do anything
-        raise UserError(f"task.name: {config.name} can't be used: {type(error).__name__}: {brief(error)}") from None
+        hint = (
+            "; modules are looked for beside the configuration, too" if isinstance(error, ModuleNotFoundError) else ""
+        )
+        raise UserError(
+            f"task.name: {config.name} can't be used: {type(error).__name__}: {brief(error)}{hint}"
+        ) from None
     if not {"train"} <= {*lists} <= {"train", "test"}:
         raise UserError(f"task.name: {config.name} returned {', '.join(map(repr, lists))}: expected train, and test")
     test = returned_records(config.name, lists["test"]) if "test" in lists else None
