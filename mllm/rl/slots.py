@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int, Key
 from mllm.config.grpo import RolloutConfig
 from mllm.model.decoder import Qwen2
 from mllm.model.decoding import Cache, DecodingWeights, LayerCache, decode_token, merge
-from mllm.model.layout import CACHED_KEYS, Layout, Params
+from mllm.model.layout import CACHED_KEYS, Layout, Params, constrain
 from mllm.rl import sampling
 
 CHUNK = 16
@@ -184,7 +184,9 @@ def decode(
     kept = jnp.zeros(shape, jnp.float32) if options.truncates and not greedy else None
     none = Chunk(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept, jnp.zeros((), jnp.int32))
     chunk, cache, _, _ = jax.lax.while_loop(unfinished, decode_step, (none, cache, slots.tokens, slots.live))
-    return chunk, cache
+    # Without this, XLA may leave one of the arrays whole on every device, and `local_rows` would return all rows of it.
+    rows = jax.tree.map(partial(constrain, model.layout, axes=("batch",)), chunk._replace(steps=None))
+    return rows._replace(steps=chunk.steps), cache
 
 
 def logit_blocks(model: Qwen2, rows: int) -> int:
