@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mllm.config import load as configs
@@ -110,8 +111,9 @@ def train(config: Config, change: bool = False) -> int:
             train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
             measurements = make_measurements(config, policy, mesh, source, interrupt.poll, task, sampler, rewards)
             keeps_reference = config.grpo is not None and config.grpo.beta > 0
-            begins = not saved_steps(folder / "checkpoints")
-            initial = policy.initial_params() if begins or keeps_reference else None
+            needed = keeps_reference or policy.lora is not None or not saved_steps(folder / "checkpoints")
+            trained, frozen = policy.split(initial := policy.initial_params() if needed else None)
+            whole = partial(policy.join, frozen=frozen)
             if isinstance(source, GrpoSource) and keeps_reference:
                 source.reference = initial
         check_same(source.position(), "data: the processes have different examples: give all the same data")
@@ -119,37 +121,38 @@ def train(config: Config, change: bool = False) -> int:
             run_dir.write(folder, config)
 
         # Resume or begin.
-        checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints", config.checkpoint)))
-        if state := checkpoints.restore(abstract_state(policy.params, optimizer)):
+        checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints", config.checkpoint, frozen)))
+        if state := checkpoints.restore(abstract_state(policy.trained, optimizer)):
             source.seek(state.position)
         else:
             position, evaluates = source.position(), measurements.are_due(0, final=False)
-            state = RunState.begin(initial, optimizer, position, keeps_reference, evaluates)
-        del initial
+            state = RunState.begin(trained, optimizer, position, keeps_reference, evaluates)
+        del initial, trained
         if is_writer():
             head = choose_head(config, policy.architecture, mesh)
             print(report.start_line(mesh, policy.params, head, policy.attention, state.step), file=sys.stderr)
         log = stack.enter_context(closing(RunLog(folder, state.logged_step, steps, config.changes)))
 
         # The loop. Signals are noticed between two steps, and in the middle of rollouts and evaluations.
-        finished = state.step == steps or measurements.end_early(state)
+        pending = state.pending_evaluation
+        finished = state.step == steps or measurements.end_early(state) or bool(pending and pending.data_ended)
         saved_step, stopping, fatal_error = state.step, False, ""
         interrupt.hold()
         try:
-            if pending := state.pending_evaluation:
-                state, metrics, finished = measurements.take(state, finished or pending.data_ended)
+            if pending:
+                state, metrics, finished = measurements.take(state, whole(state.train.params), finished)
                 log.write(state.step, metrics, pending.samples)
             while not (finished or stopping or fatal_error):
                 watch = Stopwatch()
                 try:
-                    data = source.next(state.train.params, state.step, watch)
+                    data = source.next(whole(state.train.params), state.step, watch)
                 except StopIteration:
                     break
                 except StepError as error:
                     fatal_error = str(error)
                     break
                 with watch.phase("update"):
-                    train_state, results = train_step(state.train, shard_batch(mesh, data.batch))
+                    train_state, results = train_step(state.train, shard_batch(mesh, data.batch), frozen)
                     metrics = {**data.metrics, **{name: float(value) for name, value in results.items()}}
                 watch.count_tokens(data.tokens)
                 state = state.after_update(train_state, source.position(), metrics["skipped"] > 0)
@@ -163,9 +166,9 @@ def train(config: Config, change: bool = False) -> int:
                 if measurements.are_due(step, finished):
                     state = replace(state, pending_evaluation=PendingEvaluation(metrics, data.samples, data.last))
                     with watch.phase("eval"):
-                        state, metrics, finished = measurements.take(state, finished)
+                        state, metrics, finished = measurements.take(state, whole(state.train.params), finished)
                 log.write(step, metrics, data.samples)
-                if finished or stopping or is_due(config.checkpoint.every, step):
+                if finished or stopping or config.checkpoint.is_due(step):
                     with watch.phase("save"):
                         log.sync()
                         checkpoints.save(state, configs.dump(config), measurements.score(metrics))
@@ -189,10 +192,6 @@ def train(config: Config, change: bool = False) -> int:
     if is_writer():
         print(report.summary(folder))
     return 0
-
-
-def is_due(every: int | None, step: int) -> bool:
-    return every is not None and step % every == 0
 
 
 if __name__ == "__main__":

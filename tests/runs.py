@@ -113,10 +113,10 @@ def checksums(folder: Path) -> dict[str, str]:
 
 def newest(config: Config) -> RunState:
     """The state in the run's newest checkpoint."""
-    like = abstract_state(
-        load_policy(config, make_mesh(config.mesh)).params, make_optimizer(config.optimizer, config.steps or 1)
-    )
-    manager = Checkpoints(Path(config.run_dir, "checkpoints"), config.checkpoint, read_only=True)
+    policy = load_policy(config, make_mesh(config.mesh))
+    like = abstract_state(policy.trained, make_optimizer(config.optimizer, config.steps or 1))
+    frozen = policy.split(policy.initial_params())[1] if policy.lora else None
+    manager = Checkpoints(Path(config.run_dir, "checkpoints"), config.checkpoint, frozen, read_only=True)
     state = manager.restore(like)
     manager.close()
     assert state is not None

@@ -1,7 +1,8 @@
 """Writes a run's newest parameters as a Hugging Face folder: python tools/export.py RUN [--step N] [--dtype bfloat16]
 
 RUN/export then holds config.json, generation_config.json, safetensors and the tokenizer; transformers loads it, and so
-does another run as its `model.source`. An earlier export is replaced as a whole, or not at all.
+does another run as its `model.source`. Adapters are merged into the model. An earlier export is replaced as a whole, or
+not at all.
 """
 
 import argparse
@@ -48,8 +49,8 @@ def restore(run: Path, step: int | None, dtype: str | None = None) -> "tuple[Con
     config = configs.load(str(run / "config.yaml"), changed)
     policy = load_policy(config, make_mesh(MeshConfig()))
     with reading(run, config) as checkpoints:
-        step, params = checkpoints.restore_params(policy.params, step)
-    return config, policy, step, params
+        step, params = checkpoints.restore_params(policy.trained, step)
+    return config, policy, step, policy.complete(params)
 
 
 def export(run: Path, step: int | None, dtype: str | None) -> int:
@@ -57,12 +58,13 @@ def export(run: Path, step: int | None, dtype: str | None) -> int:
     import jax.numpy as jnp
 
     from mllm.model import weights
+    from mllm.model.lora import merge_all_adapters
 
     config, policy, step, params = restore(run, step)
     weights.save(
         run / "export",
-        policy.architecture,
-        params,
+        policy.exported,
+        merge_all_adapters(params, policy.lora),
         dtype=jnp.dtype(dtype or config.model.dtype),
         stop_ids=policy.stop_ids,
         pad_id=policy.tokenizer.pad_token_id,

@@ -57,7 +57,8 @@ def replay(path: Path, checkpoint: int | None) -> int:
         updated = {record["step"] for record in read_records(run / "metrics.jsonl") if record.get("skipped") == 0}
         if checkpoint is None:
             checkpoint = nearest(checkpoints.manager.all_steps(), step, updated)
-        checkpoint, params = checkpoints.restore_params(policy.params, checkpoint)
+        checkpoint, params = checkpoints.restore_params(policy.trained, checkpoint)
+    params = policy.complete(params)
     between = len(updates_between(checkpoint, step, updated))
     when = f"{between} updates {'earlier' if checkpoint < step else 'later'}" if between else "as they were then"
     print(f"step {step} of {run}, parameters of checkpoint {checkpoint}: {when}")

@@ -1,10 +1,38 @@
 """The sections `model`, `head`, `optimizer` and `mesh`: what is trained, and on what."""
 
+import math
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from mllm.config.section import Section, impossible
+
+LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down", "head"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): they are trained, and the model's own parameters are not.
+
+    A product with the matrix W becomes one with W + s b a, where a is [rank, in] and b is [out, rank].
+    """
+
+    rank: PositiveInt
+    alpha: PositiveFloat
+    """The scale s is alpha / rank."""
+    rslora: bool = False
+    """The scale s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732)."""
+    targets: tuple[LoraTarget, ...] = ("q", "k", "v", "o", "gate", "up", "down")
+    """The products with an adapter: those of attention, of the feed-forward layer, and the head."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if not self.targets or len({*self.targets}) < len(self.targets):
+            raise impossible("targets", "name at least one product, and each once")
+        return self
 
 
 class ModelConfig(Section):
@@ -26,6 +54,8 @@ class ModelConfig(Section):
     """The dtype of the parameters that the optimizer updates."""
     remat: Literal["none", "dots", "full"] = "full"
     """What the backward pass recomputes in each layer: nothing, all but the matrix products, or everything."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of the model's own parameters, which are frozen and held in `dtype`."""
     attention: Literal["xla", "splash", "cudnn"] | None = None
     """The attention over whole sequences; None: splash attention on TPUs and cuDNN's on NVIDIA GPUs where these can
     run (see mllm/model/attention.py), else XLA's."""
@@ -42,6 +72,8 @@ class ModelConfig(Section):
             self.reject_unused("with init: random", "step")
         if isinstance(self.step, str) and self.step not in ("newest", "best"):
             raise impossible("step", f"{self.step!r} is none of newest, best and the number of a step")
+        if self.lora is not None:
+            self.reject_unused("with lora (adapters are float32)", "param_dtype")
         if (self.dtype, self.residual_dtype) == ("float32", "bfloat16"):
             raise impossible("residual_dtype", "bfloat16 would round what dtype: float32 computes: remove it")
         return self

@@ -25,6 +25,9 @@ class CheckpointConfig(Section):
     keep_best: bool = False
     """Keep the best checkpoint, too: by `validation/loss` if the run validates, else by `eval/greedy_accuracy`."""
 
+    def is_due(self, step: int) -> bool:
+        return self.every is not None and step % self.every == 0
+
 
 class LogConfig(Section):
     samples: int | None = Field(default=None, ge=0)

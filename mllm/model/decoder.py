@@ -19,6 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Float32, Int
 
+from mllm.config.model import LoraConfig
 from mllm.model.architecture import Qwen2Config
 from mllm.model.attention import Attention
 from mllm.model.layout import (
@@ -31,6 +32,7 @@ from mllm.model.layout import (
     constrain,
     gather_layer_float32,
 )
+from mllm.model.lora import adapter, add_adapter
 
 
 class Qwen2(nnx.Module):
@@ -47,6 +49,7 @@ class Qwen2(nnx.Module):
         remat: Literal["none", "dots", "full"] = "none",
         attention: Attention | None = None,
         layout: Layout | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Make random parameters: matrices normal with deviation `initializer_range`, biases 0, norms 1.
 
@@ -54,7 +57,7 @@ class Qwen2(nnx.Module):
         residual stream, which the layers add to, has `residual_dtype`, without one `dtype`.
         `remat` says what the backward pass computes again in each layer: nothing, all but the products with
         parameters, or everything. Without `attention` XLA computes it; without `layout` there is one device, or
-        XLA decides.
+        XLA decides. With `lora` the products that it names have adapters, float32, which are made as zeros.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -65,9 +68,14 @@ class Qwen2(nnx.Module):
         normal = jax.nn.initializers.normal(config.initializer_range, param_dtype)
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(normal(rngs.params(), vocabulary))
-        self.layers = Layer(config, self.dtype, param_dtype, rngs)
+        self.layers = Layer(config, self.dtype, param_dtype, rngs, lora)
         self.norm = nnx.Param(jnp.ones(config.hidden_size, param_dtype))
         self.head = None if config.tie_word_embeddings else nnx.Param(normal(rngs.params(), vocabulary))
+        self.lora = lora
+        self.head_a: nnx.Param | None = None
+        self.head_b: nnx.Param | None = None
+        if lora is not None and "head" in lora.targets:
+            self.head_a, self.head_b = map(nnx.data, adapter(*vocabulary, lora.rank))
 
     @classmethod
     def abstract(cls, config: Qwen2Config, **options: Any) -> "Qwen2":
@@ -76,8 +84,14 @@ class Qwen2(nnx.Module):
 
     @property
     def head_weight(self) -> Float[jax.Array, "V D"]:
-        """The vocabulary matrix as stored, with logits = hidden @ head_weight.T; the embedding if that is tied."""
-        return (self.embed if self.head is None else self.head).get_value()
+        """The vocabulary matrix, with logits = hidden @ head_weight.T: as stored, the embedding if that is tied.
+
+        Only an adapter of the head makes another matrix of it, in float32.
+        """
+        weight = (self.embed if self.head is None else self.head).get_value()
+        if self.lora is None or self.head_a is None or self.head_b is None:
+            return weight
+        return add_adapter(weight, self.head_a[...], self.head_b[...], self.lora.scale)
 
     def __call__(
         self, tokens: Int[jax.Array, "B T"], positions: Int[jax.Array, "B T"], segments: Int[jax.Array, "B T"]
@@ -149,7 +163,14 @@ class Qwen2(nnx.Module):
 class Layer(nnx.Module):
     """The decoder's layer: when created, with the parameters of all layers, [L, ...]; in the scan, with one layer's."""
 
-    def __init__(self, config: Qwen2Config, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        config: Qwen2Config,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        lora: LoraConfig | None = None,
+    ) -> None:
         self.config, self.dtype = config, dtype
         hidden, mlp = config.hidden_size, config.intermediate_size
         heads = config.num_attention_heads * config.head_dim
@@ -177,15 +198,31 @@ class Layer(nnx.Module):
         self.up_weight = matrix(mlp, hidden)
         self.down_weight = matrix(hidden, mlp)
 
+        self.lora_scale = 0.0 if lora is None else lora.scale
+        if lora is not None:
+            for name in (target for target in lora.targets if target != "head"):
+                layers, rows, columns = getattr(self, f"{name}_weight").shape
+                a, b = adapter(rows, columns, lora.rank, layers)
+                setattr(self, f"{name}_a", a)
+                setattr(self, f"{name}_b", b)
+
+    def product(
+        self, name: str, x: Float[jax.Array, "B T I"], dtype: DTypeLike | None = None
+    ) -> Float[jax.Array, "B T O"]:
+        """The layer's product `name` (q, k, ...) of x, with its bias and adapter if it has them, as `linear` is."""
+        y = linear(x, getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias", None), dtype)
+        if (a := getattr(self, f"{name}_a", None)) is None:
+            return y
+        low = linear(linear(x, a), getattr(self, f"{name}_b"), dtype=jnp.float32)
+        return (y.astype(jnp.float32) + self.lora_scale * low).astype(y.dtype)
+
     def project(
         self, hidden: Float[jax.Array, "B T D"], rotation: Float[jax.Array, "2 B T 1 R"]
     ) -> tuple[Float[jax.Array, "B T N H"], Float[jax.Array, "B T K H"], Float[jax.Array, "B T K H"]]:
         """Queries and keys, both with rotary positions and in Qwen3 normalized before, and values."""
         x = rms_norm(hidden, self.attention_norm, self.config.rms_norm_eps, self.dtype)
         heads = (*hidden.shape[:2], -1, self.config.head_dim)
-        queries = linear(x, self.q_weight, self.q_bias).reshape(heads)
-        keys = linear(x, self.k_weight, self.k_bias).reshape(heads)
-        values = linear(x, self.v_weight, self.v_bias).reshape(heads)
+        queries, keys, values = (self.product(name, x).reshape(heads) for name in "qkv")
         if self.q_norm is not None and self.k_norm is not None:
             queries = rms_norm(queries, self.q_norm, self.config.rms_norm_eps, self.dtype)
             keys = rms_norm(keys, self.k_norm, self.config.rms_norm_eps, self.dtype)
@@ -195,13 +232,13 @@ class Layer(nnx.Module):
         self, hidden: Float[jax.Array, "B T D"], attended: Float[jax.Array, "B T N H"]
     ) -> Float[jax.Array, "B T D"]:
         """hidden + o(attended), in the dtype of hidden: the residual stream after attention."""
-        return hidden + linear(attended.reshape(*hidden.shape[:2], -1), self.o_weight, dtype=hidden.dtype)
+        return hidden + self.product("o", attended.reshape(*hidden.shape[:2], -1), dtype=hidden.dtype)
 
     def add_feed_forward(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
         """hidden + down(silu(gate(x)) * up(x)) with x = norm(hidden), in the dtype of hidden."""
         x = rms_norm(hidden, self.mlp_norm, self.config.rms_norm_eps, self.dtype)
-        gated = jax.nn.silu(linear(x, self.gate_weight)) * linear(x, self.up_weight)
-        return hidden + linear(gated, self.down_weight, dtype=hidden.dtype)
+        gated = jax.nn.silu(self.product("gate", x)) * self.product("up", x)
+        return hidden + self.product("down", gated, dtype=hidden.dtype)
 
 
 def linear(

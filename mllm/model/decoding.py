@@ -8,6 +8,7 @@ Letters: B rows, D hidden size, P places of the cache, H size of a head, N query
 queries that share a key.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,8 +18,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
+from mllm.config.model import LoraConfig
 from mllm.model.decoder import Qwen2, rotary
 from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, QUERIES, Layout, Params, constrain, gather_parameters
+from mllm.model.lora import merge_adapters
 
 
 class LayerCache(NamedTuple):
@@ -49,14 +52,24 @@ def abstract_cache(model: Qwen2, rows: int, places: int) -> Cache:
     return (LayerCache(keys, keys),) * config.num_hidden_layers
 
 
+def decoding_graphdef(model: Qwen2) -> nnx.GraphDef:
+    """The graph of a model's modules that decoding weights are merged into: as the model, but without adapters."""
+    if model.lora is None:
+        return nnx.split(model)[0]
+    config = model.config
+    if "head" in model.lora.targets:  # merged, the head is a matrix of its own
+        config = replace(config, tie_word_embeddings=False)
+    options = {name: getattr(model, name) for name in ("dtype", "residual_dtype", "remat", "attention", "layout")}
+    return nnx.split(Qwen2.abstract(config, **options))[0]
+
+
 def decoding_weights(graphdef: nnx.GraphDef, params: Params) -> DecodingWeights:
     """The decoding weights of a model; one layer at a time, so that little more than the result is held."""
     model = nnx.merge(graphdef, params)
     outer, layers = split_layers(params)
-    return DecodingWeights(
-        gather_outer(outer, model.dtype, model.layout),
-        tuple(gather_layer(layers, i, model.dtype, model.layout) for i in range(model.config.num_hidden_layers)),
-    )
+    options = model.dtype, model.layout, model.lora
+    indices = range(model.config.num_hidden_layers)
+    return DecodingWeights(gather_outer(outer, *options), tuple(gather_layer(layers, i, *options) for i in indices))
 
 
 def abstract_decoding_weights(model: Qwen2, params: Params) -> DecodingWeights:
@@ -64,6 +77,7 @@ def abstract_decoding_weights(model: Qwen2, params: Params) -> DecodingWeights:
     assert model.layout is not None
     outer, layers = split_layers(params)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
+    one, outer = (jax.eval_shape(lambda x: merge_adapters(x, model.lora), part) for part in (one, outer))
     gathered = model.layout.abstract_gathered(one, model.dtype, "layers.")
     outer = model.layout.abstract_gathered(outer, model.dtype)
     return DecodingWeights(outer, (gathered,) * model.config.num_hidden_layers)
@@ -74,15 +88,17 @@ def split_layers(params: Params) -> tuple[Params, Params]:
     return nnx.State({name: value for name, value in params.items() if name != "layers"}), params["layers"]
 
 
-@partial(jax.jit, static_argnames=("dtype", "layout"))
-def gather_outer(params: Params, dtype: DTypeLike, layout: Layout | None) -> Params:
-    return gather_parameters(params, dtype, layout)
+@partial(jax.jit, static_argnames=("dtype", "layout", "lora"))
+def gather_outer(params: Params, dtype: DTypeLike, layout: Layout | None, lora: LoraConfig | None) -> Params:
+    return gather_parameters(merge_adapters(params, lora), dtype, layout)
 
 
-@partial(jax.jit, static_argnames=("dtype", "layout"))
-def gather_layer(layers: Params, index: Int[Any, ""], dtype: DTypeLike, layout: Layout | None) -> Params:
+@partial(jax.jit, static_argnames=("dtype", "layout", "lora"))
+def gather_layer(
+    layers: Params, index: Int[Any, ""], dtype: DTypeLike, layout: Layout | None, lora: LoraConfig | None = None
+) -> Params:
     layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), layers)
-    return gather_parameters(layer, dtype, layout, "layers.")
+    return gather_parameters(merge_adapters(layer, lora), dtype, layout, "layers.")
 
 
 def decode_token(

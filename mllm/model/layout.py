@@ -40,6 +40,23 @@ LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "layers.down_weight": ("layers", "embed", "mlp"),
     "norm": ("embed",),
     "head": ("vocab", "embed"),
+    # Adapters: a is [rank, in], b is [out, rank].
+    "layers.q_a": ("layers", "rank", "embed"),
+    "layers.q_b": ("layers", "heads", "rank"),
+    "layers.k_a": ("layers", "rank", "embed"),
+    "layers.k_b": ("layers", "kv_heads", "rank"),
+    "layers.v_a": ("layers", "rank", "embed"),
+    "layers.v_b": ("layers", "kv_heads", "rank"),
+    "layers.o_a": ("layers", "rank", "heads"),
+    "layers.o_b": ("layers", "embed", "rank"),
+    "layers.gate_a": ("layers", "rank", "embed"),
+    "layers.gate_b": ("layers", "mlp", "rank"),
+    "layers.up_a": ("layers", "rank", "embed"),
+    "layers.up_b": ("layers", "mlp", "rank"),
+    "layers.down_a": ("layers", "rank", "mlp"),
+    "layers.down_b": ("layers", "embed", "rank"),
+    "head_a": ("rank", "embed"),
+    "head_b": ("vocab", "rank"),
 }
 """The logical axes of each parameter, by its name: its path in `nnx.split(model)[1]`, joined with dots.
 

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from mllm.config.model import ModelConfig
+from mllm.config.model import LoraConfig, ModelConfig
 from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.model import weights
@@ -19,6 +19,7 @@ from mllm.model.architecture import Qwen2Config
 from mllm.model.attention import AttentionChoice, choose
 from mllm.model.decoder import Qwen2
 from mllm.model.layout import Layout, Params
+from mllm.model.lora import initial_adapters, split_adapters
 from mllm.model.presets import PRESETS
 from mllm.model.tokenizer import Tokenizer, check_fits, load_tokenizer, stop_ids
 
@@ -36,21 +37,56 @@ class Policy:
     attention: AttentionChoice
     graphdef: nnx.GraphDef
     params: Params
-    """The parameters' shapes, dtypes and shardings."""
+    """The parameters' shapes, dtypes and shardings; with LoRA adapters and frozen ones."""
     folder: Path | None
     """The folder with the pretrained parameters; None: they are random."""
     seed: int
     read: Callable[[], Params] | None = None
     """Reads the parameters from elsewhere."""
 
+    lora: LoraConfig | None = None
+
+    def split(self, params: Params) -> tuple[Params, Params]:
+        """Of all parameters those that are trained, and those that are frozen; `join` undoes it."""
+        return (params, nnx.State({})) if self.lora is None else split_adapters(params)
+
+    def join(self, trained: Params, frozen: Params) -> Params:
+        """All parameters; nothing is copied."""
+        return trained if self.lora is None else nnx.merge_state(frozen, trained)
+
+    def complete(self, trained: Params) -> Params:
+        """All parameters, where a checkpoint has only those that are trained; UserError as for `stored_params`."""
+        return trained if self.lora is None else self.join(trained, self.stored_params())
+
+    @property
+    def trained(self) -> Params:
+        """The shapes, dtypes and shardings of the parameters that are trained."""
+        return self.split(self.params)[0]
+
+    @property
+    def exported(self) -> Qwen2Config:
+        """The sizes of the model with its adapters merged: an adapter of the head parts it from the embedding."""
+        parted = self.lora is not None and "head" in self.lora.targets
+        return replace(self.architecture, tie_word_embeddings=False) if parted else self.architecture
+
     def initial_params(self) -> Params:
         """The parameters that a run begins with, sharded as `params`; UserError where the folder's don't fit."""
+        stored = self.stored_params()
+        return stored if self.lora is None else self.join(initial_adapters(self.trained, self.seed), stored)
+
+    @property
+    def stored(self) -> Params:
+        """The shapes, dtypes and shardings of the parameters without adapters."""
+        return self.params if self.lora is None else self.split(self.params)[1]
+
+    def stored_params(self) -> Params:
+        """The parameters as they are stored, without adapters, or random ones; UserError where they don't fit."""
         if self.read is not None:
             return self.read()
         if self.folder is not None:
-            return weights.load(self.folder, self.architecture, self.params)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.params)
-        dtype = jax.tree.leaves(self.params)[0].dtype
+            return weights.load(self.folder, self.architecture, self.stored)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.stored)
+        dtype = jax.tree.leaves(self.stored)[0].dtype
 
         @jax.jit(out_shardings=shardings)
         def create() -> Params:
@@ -83,7 +119,9 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     layout = Layout.of(mesh, architecture)
     attention = choose(model.attention, architecture, mesh, model.dtype, packed)
     dtypes = {name: jnp.dtype(getattr(model, name)) for name in ("dtype", "residual_dtype", "param_dtype")}
-    options = {"remat": model.remat, "attention": attention.attention, "layout": layout}
+    if model.lora is not None:
+        dtypes["param_dtype"] = dtypes["dtype"]
+    options = {"remat": model.remat, "attention": attention.attention, "layout": layout, "lora": model.lora}
     abstract = Qwen2.abstract(architecture, **dtypes, **options)
     graphdef, params = nnx.split(abstract)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
@@ -103,6 +141,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         params=layout.abstract_parameters(params),
         folder=folder if model.init == "pretrained" else None,
         seed=seed,
+        lora=model.lora,
     )
 
 

@@ -96,13 +96,13 @@ class Planner:
         self.slots = 0 if config.rollout is None else self.programs.slots
         self.turn = Traffic(0, 0)
         beta = 0 if config.grpo is None else config.grpo.beta
-        self.reference = bytes_on_device(self.programs.policy.params) if beta > 0 else 0
+        self.reference = bytes_on_device(self.programs.policy.trained) if beta > 0 else 0
 
     def phases(self) -> list[Phase]:
         """The phases prefill, decode and log-prob, where the run has them; the update comes last."""
         config, shapes, reference = self.config, self.programs, self.reference
         optimizer = bytes_on_device(shapes.state.opt_state)
-        held = {"parameters": bytes_on_device(shapes.state.params) + reference, "optimizer": optimizer}
+        held = {"parameters": bytes_on_device(shapes.policy.params) + reference, "optimizer": optimizer}
         found = []
         if config.rollout is not None:
             # While tokens are sampled, the parameters and the optimizer's moments stay in memory.

@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
-from mllm.model.decoding import Cache, DecodingWeights, abstract_cache, abstract_decoding_weights
+from mllm.model.decoding import Cache, DecodingWeights, abstract_cache, abstract_decoding_weights, decoding_graphdef
 from mllm.model.layout import Params
 from mllm.model.presets import PRESETS
 from mllm.rl import slots
@@ -46,7 +46,7 @@ class Programs:
         self.kind = kind
         self.policy = load_policy(without_files(config), mesh)
         self.optimizer = make_optimizer(config.optimizer, config.steps or 1)
-        self.state = abstract_state(self.policy.params, self.optimizer)
+        self.state = abstract_state(self.policy.trained, self.optimizer)
         self.model = nnx.merge(self.policy.graphdef, self.policy.params)
         self.layout = self.model.layout
         self.rows = config.rows
@@ -70,20 +70,20 @@ class Programs:
         )
         stream = slots.Stream(stop, scalar, scalar)
         # `slots.decode` is only a part of the program that is compiled, so what it donates doesn't count.
-        function = partial(slots.decode, self.policy.graphdef, options=self.config.rollout, greedy=False)
+        function = partial(slots.decode, decoding_graphdef(self.model), options=self.config.rollout, greedy=False)
         arguments = (slots.Slots(ints, ints, ints, ints, live), stream, scalar, scalar, scalar)
         return jax.jit(function, donate_argnums=1), (self.decoding_weights(), self.cache(), *arguments)
 
     def logprob(self) -> Program:
         """The log-prob pass over a rollout."""
         function = make_logprob_pass(self.policy.graphdef, self.config, self.mesh)
-        return function, (self.state.params, self.batch(self.rows.total, policies=False))
+        return function, (self.policy.params, self.batch(self.rows.total, policies=False))
 
     def update(self) -> Program:
         """The train step."""
         schedule = make_schedule(self.config.optimizer, self.config.steps or 1)
         function = make_train_step(self.policy.graphdef, self.optimizer, schedule, self.config, self.mesh, self.kind)
-        return function, (self.state, self.batch(self.rows.total))
+        return function, (self.state, self.batch(self.rows.total), self.policy.split(self.policy.params)[1])
 
     def head_of_logprob(self) -> Program:
         """The head alone, on a micro-batch of the log-prob pass."""
@@ -144,7 +144,7 @@ class Programs:
         whole = self.rows.micro == self.rows.total
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype if whole else jnp.float32, sharding=x.sharding),
-            self.policy.params,
+            self.policy.trained,
         )
 
     def logits(self) -> jax.ShapeDtypeStruct:

@@ -48,11 +48,13 @@ def estimate(shapes: Programs, flops: float, bandwidth: float) -> Seconds:
     steps = decode_steps(lengths, shapes.slots // layout.row_shards, int(prompt), config.rollout)
     decoded = sum(count * (weights + slots * places * cache) for count, slots, places in steps)
     prefilled = forward * prompt * rows / config.grpo.num_generations
+    # Forward, the gradient of activations and that of weights, which frozen ones lack; and forward once more.
+    update = 3 - (config.model.lora is not None) + (config.model.remat == "full")
     passes = config.grpo.needs_old_logprobs + (config.grpo.beta > 0)
     return Seconds(
         rollout=decoded / (BANDWIDTH * bandwidth) + prefilled,
         logprob=passes * forward * tokens,
-        update=config.grpo.num_iterations * (4 if config.model.remat == "full" else 3) * forward * tokens,
+        update=config.grpo.num_iterations * update * forward * tokens,
         steps=sum(count for count, _, _ in steps),
     )
 

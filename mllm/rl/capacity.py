@@ -42,6 +42,7 @@ def slots_that_fit(config: Config, policy: Policy, memory: int | None = None) ->
 
 def kept_in_training(config: Config, policy: Policy) -> int:
     """Bytes that a device keeps while tokens are sampled: parameters, the optimizer's moments, a reference."""
-    state = abstract_state(policy.params, make_optimizer(config.optimizer, config.steps or 1))
+    trained, frozen = policy.split(policy.params)
+    state = abstract_state(trained, make_optimizer(config.optimizer, config.steps or 1))
     references = int(config.grpo is not None and config.grpo.beta > 0)
-    return bytes_on_device((state.params, state.opt_state)) + references * bytes_on_device(policy.params)
+    return bytes_on_device((state.params, state.opt_state, frozen)) + references * bytes_on_device(trained)

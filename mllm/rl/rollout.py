@@ -23,7 +23,7 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from mllm.config.grpo import RolloutConfig
-from mllm.model.decoding import Cache, LayerCache, abstract_cache, decoding_weights
+from mllm.model.decoding import Cache, LayerCache, abstract_cache, decoding_graphdef, decoding_weights
 from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import RowShare, gather_objects, local_rows
@@ -149,7 +149,7 @@ class Engine:
         most = max(gather_objects(max(sum(len(p.sequences) for p in queue) for queue in self.queues)))
         self.most_slots = most if self.max_slots is None else max(1, min(most, self.max_slots // self.all_shards))
         self.candidates: list[deque[Candidate]] = [deque() for _ in range(self.shards)]
-        self.weights = decoding_weights(self.graphdef, self.params)
+        self.decoder, self.weights = decoding_graphdef(self.model), decoding_weights(self.graphdef, self.params)
         rows, limit = len(self.prompts), self.options.max_completion_length
         self.completions = Completions(
             tokens=np.full((rows, limit), self.pad_id, np.int32),
@@ -301,7 +301,7 @@ class Engine:
         counts = np.where(live, self.completions.lengths[self.sequences], 0)
         slots = Slots(self.last_tokens, self.lengths, counts, self.sequences + self.first_sequence, live)
         chunk, cache = decode(
-            self.graphdef,
+            self.decoder,
             self.weights,
             tuple(self.cache),
             self.on_devices(slots),

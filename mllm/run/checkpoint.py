@@ -43,11 +43,14 @@ silence()
 class Checkpoints:
     """The checkpoints of one run, by step."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, *, read_only: bool = False) -> None:
-        """Raises UserError if the folder can't be made."""
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, frozen: Params | None = None, *, read_only: bool = False
+    ) -> None:
+        """Raises UserError if the folder can't be made; `frozen` are parameters that are not saved, but known again."""
         self.folder = folder.absolute()
         self.config = config
         self.read_only = read_only
+        self.frozen = checksums(by_name(frozen)) if frozen else {}
         self.saving: tuple[int, int] | None = None
         """Step and bytes of the checkpoint that is being written."""
         self.save_timings: dict[str, float] = {}
@@ -87,6 +90,7 @@ class Checkpoints:
             "config": config,
             "best": score,
             "arrays": checksums(by_name(state.train)),
+            "frozen": self.frozen,
         }
         arrays = {name: ocp.args.PyTreeSave(tree) for name, tree in items(state.train).items()}
         arguments = ocp.args.Composite(**arrays, **{DOCUMENT: ocp.args.JsonSave(seal(document))})
@@ -108,6 +112,8 @@ class Checkpoints:
             except Damaged as error:
                 damaged[step] = str(error)
                 continue
+            if document.get("frozen", {}) != self.frozen:
+                raise UserError(f"model: {self.folder} has adapters of another model's parameters: give that model")
             # Only now: if none can be read the fault may lie elsewhere, and they stay as they are.
             for number, reason in damaged.items():
                 self.put_aside(number, reason)

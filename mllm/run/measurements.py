@@ -54,14 +54,14 @@ class Measurements:
             return bool(self.repeated or self.at_end)
         return any(measurement.is_due(step) for measurement in self.repeated)
 
-    def take(self, state: RunState, final: bool) -> tuple[RunState, dict[str, Any], bool]:
-        """Measure what is due at the state's pending step.
+    def take(self, state: RunState, params: Params, final: bool) -> tuple[RunState, dict[str, Any], bool]:
+        """Measure what is due at the state's pending step; `params` are all of its parameters.
 
         Returns the state with nothing pending, the step's metrics, and whether the run ends with this step: because it
         is the `final` one, or because the loss has not fallen.
         """
         assert state.pending_evaluation is not None
-        params, metrics = state.train.params, dict(state.pending_evaluation.metrics)
+        metrics = dict(state.pending_evaluation.metrics)
         due = [measurement for measurement in self.repeated if final or measurement.is_due(state.step)]
         for measurement in due:
             metrics |= measurement.measure(params, state.step)

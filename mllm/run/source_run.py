@@ -24,7 +24,7 @@ from mllm.parallel.processes import gather_objects
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.storage import is_run, saved_steps
 
-OWN = ("dtype", "residual_dtype", "param_dtype", "remat", "attention")
+OWN = ("dtype", "residual_dtype", "param_dtype", "remat", "attention", "lora")
 """Settings of a model that are not taken from the run that is its source."""
 
 
@@ -38,7 +38,7 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
         return load.load_policy(config, mesh)
     model, stop = model_of(config.model)
     policy = load.load_policy(config.model_copy(update={"model": model}), mesh, stop)
-    return replace(policy, read=partial(read_parameters, source, config.model.step, policy.params))
+    return replace(policy, read=partial(read_parameters, source, config.model.step, policy.stored))
 
 
 def source_run(model: ModelConfig) -> Path | None:
@@ -97,6 +97,8 @@ def choose_step(run: Path, step: int | str | None) -> int:
 def read_parameters(run: Path, step: int | str | None, like: Params) -> Params:
     """The parameters of a run's checkpoint, sharded and of the dtypes as `like`; UserError where there is none."""
     step, config = choose_step(run, step), configs.load(str(run / "config.yaml"))
+    if config.model.lora is not None:
+        raise UserError(f"model.source: {run} trained adapters: export it (tools/export.py), and give that folder")
     if len({*gather_objects(step)}) > 1:
         raise UserError(f"model.source: {run} was saving just now: try again")
     stored = jax.tree.map(

@@ -33,6 +33,7 @@ from mllm.train.optimizer import update_count
 
 Metrics = dict[str, Float[Array, ""]]
 Carry = TypeVar("Carry")
+NONE_FROZEN: Params = nnx.State({})
 
 
 class TrainState(NamedTuple):
@@ -189,8 +190,10 @@ def make_train_step(
     config: Config,
     mesh: Mesh,
     kind: type[Forward] = Forward,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+) -> Callable[..., tuple[TrainState, Metrics]]:
     """The jitted update; it reuses the state's memory. Comparisons pass a `kind` of forward pass with another head.
+
+    Its third argument are the parameters that are frozen, where there are any; the state has the others.
 
     If the loss or a gradient is not finite, parameters and optimizer stay as they were and `skipped` is 1. They stay
     as they were, too, without weight decay or momentum, where no token has a weight. The metric `learning_rate` is that
@@ -199,8 +202,11 @@ def make_train_step(
     forward = kind(graphdef, config, mesh)
 
     @jax.jit(donate_argnums=0)
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, outputs, gradients = accumulate(forward.loss, state.params, batch, forward.rows)
+    def train_step(state: TrainState, batch: Batch, frozen: Params = NONE_FROZEN) -> tuple[TrainState, Metrics]:
+        def loss_of(trained: Params, micro: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
+            return forward.loss(nnx.merge_state(trained, frozen), micro)
+
+        loss, outputs, gradients = accumulate(loss_of, state.params, batch, forward.rows)
         norm = optax.tree.norm(gradients)
         sound = jnp.isfinite(loss) & jnp.isfinite(norm)
         made = sound & (batch.weights > 0).any()

@@ -44,7 +44,7 @@ def measurements() -> Measurements:
 )
 def test_repeated_measurements_are_due_at_their_steps_and_the_test_set_at_the_end(measurements, step, final, taken):
     assert measurements.are_due(step, final) == bool(taken)
-    after, metrics, ended = measurements.take(state(step), final)
+    after, metrics, ended = measurements.take(state(step), {}, final)
     assert metrics == {"loss": 1.0} | dict.fromkeys(taken, step)
     assert after.pending_evaluation is None
     assert ended == final
@@ -71,7 +71,7 @@ def test_a_run_ends_when_the_loss_has_not_fallen_for_as_long_as_its_patience(los
         now = replace(now, step=step, pending_evaluation=PendingEvaluation({}, []))
         # As a checkpoint would keep it: the count survives that the run is killed.
         now = RunState.from_document(step, now.train, now.document())
-        now, metrics, final = measurements.take(now, False)
+        now, metrics, final = measurements.take(now, {}, False)
         assert measurements.end_early(now) == final == ("test" in metrics)
         ended += [step] * final
     assert ended[:1] == ([] if end is None else [end])
@@ -79,7 +79,7 @@ def test_a_run_ends_when_the_loss_has_not_fallen_for_as_long_as_its_patience(los
 
 def test_an_early_end_measures_what_was_not_due():
     measurements = Measurements([*validating([1.0, 2.0], 1).repeated, OFTEN, ENDS], [], True, 1)
-    _, metrics, final = measurements.take(state(1, lowest_loss=1.0), False)
+    _, metrics, final = measurements.take(state(1, lowest_loss=1.0), {}, False)
     assert final
     assert {"often", "ends"} <= metrics.keys()
 

@@ -324,8 +324,8 @@ def test_only_updates_that_are_skipped_without_a_break_stop_the_run_also_across_
     def make_marking_step(*args, **options):
         train_step = make_train_step(*args, **options)
 
-        def marked(state, batch):
-            state, metrics = train_step(state, batch)
+        def marked(state, *inputs):
+            state, metrics = train_step(state, *inputs)
             return state, {**metrics, "skipped": float(int(state.step) in skipped_steps)}
 
         return marked

@@ -1,0 +1,87 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): what they add to a matrix, and how they begin.
+
+A matrix [out, in] has the adapter a [rank, in] and b [out, rank]; parameters named `..._a` and `..._b` are adapters.
+"""
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.tree_util import KeyPath
+from jaxtyping import Array, Float, Float32
+
+from mllm.config.model import LoraConfig
+from mllm.model.layout import Params, parameter_name
+
+
+def adapter(rows: int, columns: int, rank: int, *layers: int) -> tuple[nnx.Param, nnx.Param]:
+    """The adapter (a, b) of a matrix [rows, columns], zeros in float32; stacked over `layers`."""
+    return nnx.Param(jnp.zeros((*layers, rank, columns))), nnx.Param(jnp.zeros((*layers, rows, rank)))
+
+
+def add_adapter(
+    weight: Float[Array, "*L O I"], a: Float[Array, "*L r I"], b: Float[Array, "*L O r"], scale: float
+) -> Float32[Array, "*L O I"]:
+    """The matrix, or the matrix of each layer, with its adapter: weight + scale * b @ a, in float32."""
+    product = jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return weight.astype(jnp.float32) + scale * product
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith(("_a", "_b"))
+
+
+def split_adapters(params: Params) -> tuple[Params, Params]:
+    """The adapters of a model's parameters, and the others, which are frozen."""
+    adapters, frozen = nnx.split_state(params, lambda path, _: is_adapter(str(path[-1])), ...)
+    return adapters, frozen
+
+
+def initial_adapters(abstract: Params, seed: int) -> Params:
+    """Adapters with the shapes and shardings of `abstract`: b is zero, so that the model begins as it is.
+
+    a is uniform within 1/sqrt(in), as in PEFT; its random numbers depend on the seed and its name only.
+    """
+
+    def draw(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Array:
+        name = parameter_name(path)
+        if name.endswith("_b"):
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), zlib.crc32(name.encode()))
+        limit = leaf.shape[-1] ** -0.5
+        return jax.random.uniform(key, leaf.shape, leaf.dtype, -limit, limit)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(lambda: jax.tree_util.tree_map_with_path(draw, abstract), out_shardings=shardings)()
+
+
+def merge_adapters(params: Params, lora: LoraConfig | None) -> Params:
+    """The parameters of one layer, or those of no layer, with each adapter added to its matrix, in float32.
+
+    The head's adapter makes a matrix `head`, also where the head is the embedding.
+    """
+    if lora is None:
+        return params
+    merged: dict[str, Any] = {name: value for name, value in params.items() if not is_adapter(str(name))}
+    for name, a, b in adapters_in(params):
+        matrix = "head" if name == "head" else f"{name}_weight"
+        weight = merged.get(matrix, merged.get("embed"))
+        merged[matrix] = jax.tree.map(lambda w, a, b: add_adapter(w, a, b, lora.scale), weight, a, b)
+    return nnx.State(merged)
+
+
+def merge_all_adapters(params: Params, lora: LoraConfig | None) -> Params:
+    """All parameters of a model, with each adapter added to its matrix, in float32."""
+    outer = merge_adapters(nnx.State({name: value for name, value in params.items() if name != "layers"}), lora)
+    return nnx.State({**outer, "layers": merge_adapters(params["layers"], lora)})
+
+
+def adapters_in(params: Params) -> Iterator[tuple[str, Any, Any]]:
+    """The name of each matrix that has an adapter, with its a and b."""
+    for name in params:
+        if str(name).endswith("_a"):
+            matrix = str(name).removesuffix("_a")
+            yield matrix, params[name], params[f"{matrix}_b"]

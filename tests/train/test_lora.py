@@ -1,0 +1,187 @@
+"""Adapters: what they compute, what is trained, sampled and saved, and what a frozen model saves."""
+
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from runs import assert_same_end, checkpoints, newest, records, run, start, wait
+from tiny import ARCHITECTURE, config, random_batch
+
+from mllm.config.model import LoraConfig
+from mllm.config.schema import CheckpointConfig
+from mllm.errors import UserError
+from mllm.model import weights
+from mllm.model.decoder import Qwen2
+from mllm.model.decoding import decoding_graphdef, decoding_weights
+from mllm.model.layout import LOGICAL_AXES, parameter_name
+from mllm.model.load import load_policy
+from mllm.model.lora import initial_adapters, split_adapters
+from mllm.parallel.mesh import make_mesh, shard_batch
+from mllm.run.checkpoint import Checkpoints
+from mllm.run.state import RunState
+from mllm.train.optimizer import make_optimizer, make_schedule
+from mllm.train.step import init_state, make_train_step
+from tools.export import export, restore
+
+ALL = ("q", "k", "v", "o", "gate", "up", "down", "head")
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+
+
+def logits(graphdef, params, tokens):
+    model = nnx.merge(graphdef, params)
+    return model(tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens)) @ model.head_weight.T
+
+
+@pytest.mark.parametrize("name", ["grouped_bfloat16", "llama"])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_adapters_add_their_product_and_sampling_merges_them_to_rounding(name, rslora):
+    sizes = weights.read_config(FIXTURES / name)
+    lora = LoraConfig(rank=3, alpha=6.0, targets=ALL, rslora=rslora)
+    graphdef, abstract = nnx.split(Qwen2.abstract(sizes, dtype=jnp.float32, lora=lora))
+    adapters, _ = split_adapters(abstract)
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(adapters))))
+    adapters = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(next(keys), leaf.shape), adapters)
+    stored = weights.load(FIXTURES / name, sizes)
+    whole = nnx.merge_state(stored, adapters)
+    tokens = jnp.arange(24)[None] % sizes.vocab_size
+
+    # A model without adapters whose matrices were changed by hand.
+    scale = 6.0 / (3**0.5 if rslora else 3)
+
+    def change(path, leaf):
+        target = parameter_name(path).removeprefix("layers.").removesuffix("_weight")
+        if target not in ALL[:-1]:
+            return leaf
+        a, b = (np.asarray(adapters["layers"][f"{target}_{part}"][...], np.float64) for part in "ab")
+        return jnp.asarray(np.asarray(leaf, np.float64) + scale * b @ a, jnp.float32)
+
+    changed = jax.tree_util.tree_map_with_path(change, stored)
+    head = np.asarray(changed["embed" if sizes.tie_word_embeddings else "head"][...], np.float64)
+    head = head + scale * np.asarray(adapters["head_b"][...], np.float64) @ np.asarray(adapters["head_a"][...])
+    plain = nnx.merge(nnx.split(Qwen2.abstract(sizes, dtype=jnp.float32))[0], changed)
+    expected = plain(tokens, jnp.arange(24)[None], jnp.ones_like(tokens)) @ head.astype(np.float32).T
+    np.testing.assert_allclose(logits(graphdef, whole, tokens), expected, atol=1e-4, rtol=0)
+
+    merged = decoding_weights(graphdef, whole)
+    stacked = nnx.State({**merged.outer, "layers": jax.tree.map(lambda *x: jnp.stack(x), *merged.layers)})
+    decoder = decoding_graphdef(nnx.merge(graphdef, whole))
+    np.testing.assert_allclose(logits(decoder, stacked, tokens), expected, atol=1e-4, rtol=0)
+
+
+def test_adapters_begin_as_no_change_and_depend_on_the_seed():
+    settings = lora_config("sft")
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    first, again = (jax.tree.leaves(initial_adapters(policy.trained, seed)) for seed in (0, 0))
+    other = jax.tree.leaves(initial_adapters(policy.trained, 1))
+    assert all((x == y).all() for x, y in zip(first, again, strict=True))
+    assert not all((x == y).all() for x, y in zip(first, other, strict=True))
+    plain = load_policy(config("sft"), make_mesh(settings.mesh))
+    tokens = jnp.arange(20)[None]
+    with_adapters = logits(policy.graphdef, policy.initial_params(), tokens)
+    np.testing.assert_array_equal(with_adapters, logits(plain.graphdef, plain.initial_params(), tokens))
+
+
+def lora_config(algorithm="grpo", **sections):
+    model = {"lora": {"rank": 2, "alpha": 8.0}, **sections.pop("model", {})}
+    return config(algorithm, model=model, **sections)
+
+
+@cache
+def compiled_update(lora: bool, **mesh: int):
+    settings = lora_config(mesh=mesh) if lora else config()
+    mesh = make_mesh(settings.mesh)
+    policy = load_policy(settings, mesh)
+    optimizer = make_optimizer(settings.optimizer, 4)
+    step = make_train_step(policy.graphdef, optimizer, make_schedule(settings.optimizer, 4), settings, mesh)
+    trained, frozen = policy.split(policy.initial_params())
+    state, batch = init_state(trained, optimizer), shard_batch(mesh, random_batch(8, 20))
+    return step, state, batch, frozen
+
+
+def test_an_update_on_eight_devices_is_that_of_one():
+    results = []
+    for mesh in ({}, {"dp": 2, "fsdp": 2, "tp": 2}):
+        step, state, batch, frozen = compiled_update(True, **mesh)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
+        results.append(step(jax.tree.map(jnp.copy, state), batch, frozen))
+    (one, metrics), (eight, others) = jax.device_get(results)
+    np.testing.assert_allclose(others["grad_norm"], metrics["grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose(others["loss"], metrics["loss"], rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(one.params), jax.tree.leaves(eight.params), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+def test_a_frozen_matrix_s_gradient_is_never_computed():
+    """No product has the shape of the vocabulary's matrix, or of a matrix of the feed-forward layer."""
+    vocabulary, hidden = ARCHITECTURE["vocab_size"], ARCHITECTURE["hidden_size"]
+    mlp = ARCHITECTURE["intermediate_size"]
+    made = {}
+    for lora in (False, True):
+        step, state, batch, frozen = compiled_update(lora)
+        text = step.lower(state, batch, frozen).compile().as_text()
+        dots = [line for line in text.splitlines() if " dot(" in line]
+        shapes = [f"f32[{vocabulary},{hidden}]", f"f32[{hidden},{mlp}]", f"f32[{mlp},{hidden}]"]
+        made[lora] = [sum(f"= {shape}" in line for line in dots) for shape in shapes]
+    assert made == {False: [1, 1, 2], True: [0, 0, 0]}
+
+
+def test_an_update_changes_the_adapters_alone():
+    step, state, batch, frozen = compiled_update(True)
+    before = jax.tree.map(np.asarray, frozen)
+    after, metrics = step(jax.tree.map(jnp.copy, state), batch, frozen)
+    assert metrics["grad_norm"] > 0
+    names = {parameter_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(after.params)}
+    assert names == {f"layers.{target}_{part}" for target in ALL[:-1] for part in "ab"}
+    assert names <= LOGICAL_AXES.keys()
+    assert all((x == y).all() for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(frozen), strict=True))
+    moved = [name for name in ALL[:-1] if (after.params["layers"][f"{name}_b"][...] != 0).any()]
+    assert moved == [*ALL[:-1]]
+
+
+def test_a_run_saves_adapters_only_and_resumes_to_the_bit_after_a_kill(tmp_path):
+    sections = {
+        "steps": 12,
+        "grpo": {"num_iterations": 2, "beta": 0.1, "reference": "initial"},
+        "task": {"rewards": [{"name": "user_rewards:even_characters"}]},
+        "checkpoint": {"every": 4},
+        "eval": {"every": 8},
+    }
+    whole = lora_config(run_dir=str(tmp_path / "whole"), **sections)
+    killed = lora_config(run_dir=str(tmp_path / "killed"), **sections)
+    assert run(whole) == 0
+    process = start(killed, REWARD_SECONDS="0.03")
+    wait(process, lambda: checkpoints(killed) and records(killed)[-1]["step"] > checkpoints(killed)[-1])
+    process.kill()
+    process.communicate()
+    assert run(killed) == 0
+    assert_same_end(killed, whole)
+    assert all(name.endswith(("_a", "_b")) for name in newest(whole).train.params["layers"])
+    assert records(whole)[-1]["kl"] > 0
+
+    export(Path(whole.run_dir), None, "float32")
+    _, policy, _, params = restore(Path(whole.run_dir), None)
+    model = {"init": "pretrained", "architecture": None, "source": f"{whole.run_dir}/export", "lora": None}
+    merged = load_policy(lora_config(model=model), make_mesh(whole.mesh))
+    tokens = jnp.arange(20)[None]
+    expected = logits(policy.graphdef, params, tokens)
+    np.testing.assert_allclose(logits(merged.graphdef, merged.initial_params(), tokens), expected, atol=1e-5, rtol=0)
+    assert records(whole)[-1]["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+def test_adapters_of_another_model_are_refused(tmp_path):
+    _, state, _, frozen = compiled_update(True)
+    other = jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].add(1e-3), frozen)
+    for parameters in (frozen, other):
+        with closing(Checkpoints(tmp_path, CheckpointConfig(), parameters)) as saved:
+            if parameters is frozen:
+                saved.save(RunState(1, state, {}), "")
+                saved.wait()
+                assert saved.restore(state).step == 1
+            else:
+                with pytest.raises(UserError, match="adapters of another model's parameters"):
+                    saved.restore(state)
