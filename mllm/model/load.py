@@ -47,7 +47,7 @@ class Policy:
     lora: LoraConfig | None = None
 
     def split(self, params: Params) -> tuple[Params, Params]:
-        """Of all parameters those that are trained, and those that are frozen; `join` undoes it."""
+        """The parameters that are trained, and those that are frozen; `join` undoes it."""
         return (params, nnx.State({})) if self.lora is None else split_adapters(params)
 
     def join(self, trained: Params, frozen: Params) -> Params:
