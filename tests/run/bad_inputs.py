@@ -98,6 +98,10 @@ OVERRIDES: dict[str, str] = {
     "model.architecture.num_hidden_layers=20000": "num_hidden_layers must be a positive whole number up to 10000",
     "model.architecture={hidden_size: 1000000000, num_attention_heads: 4, vocab_size: 1000000000, "
     "intermediate_size: 4, num_hidden_layers: 1}": "model.architecture: ",
+    # the checkpoint of a run that is the model's source
+    "model.step=3": "model.step: is not used with init: random: remove it",
+    "model={source: '.', init: pretrained, step: last}": "model.step: 'last' is none of newest, best and the number",
+    "model={source: '.', init: pretrained, step: best}": "model.step: . is no run_dir: remove it",
     # files that are none
     "model.tokenizer=nowhere": "model.tokenizer: none can be read from nowhere",
     f"model.tokenizer={'a' * 300}": "model.tokenizer: none can be read from aaa",
