@@ -326,7 +326,9 @@ class Engine:
             stops = np.flatnonzero(np.isin(made, stop_ids))
             made = made[: stops[0] + 1] if stops.size else made
             results.tokens[sequence, count : count + made.size] = made
-            for whole, part in ((results.logprobs, chunk.logprobs), (results.kept, chunk.kept)):
+            # Greedy log-probabilities are 0, as they are already; XLA gives each process those of all rows.
+            logprobs = None if self.greedy else results.logprobs
+            for whole, part in ((logprobs, chunk.logprobs), (results.kept, chunk.kept)):
                 if whole is not None:
                     whole[sequence, count : count + made.size] = part.reshape(tokens.shape)[shard, slot, : made.size]
             results.lengths[sequence] += made.size
