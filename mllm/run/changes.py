@@ -70,7 +70,8 @@ def check_changes(folder: Path, old: dict[str, Any], config: Config, newest: int
         config = config.model_copy(update={"model": config.model.model_copy(update={"step": step})})
     recorded = [Change.model_validate(change) for change in old.get("changes") or ()]
     for key, before, after in differences(old, config.model_dump(mode="json")):
-        if {key, key.split(".")[0]} & FREE or (key in PLACES and None not in (before, after) and before != "task"):
+        moved = key in PLACES and None not in (before, after) and before != "task"
+        if (moved or {key, key.split(".")[0]} & FREE) and not (key in DEFAULTS_DIFFER and before is None):
             continue
         if key == "steps" and not permitted and is_extension(config, before):
             continue
