@@ -63,7 +63,8 @@ class CachedDocuments(Documents):
     def read(self, indices: Sequence[int]) -> list[Document]:
         try:
             with self.lock:
-                return [unpacked(record) for record in self.records.__getitems__(indices)]
+                # A process may have no row of a last batch, and the reader takes no empty list.
+                return [unpacked(record) for record in (self.records.__getitems__(indices) if indices else ())]
         except (RuntimeError, ValueError) as error:
             raise UserError(f"data.cache: {self.folder} is damaged ({brief(error)}): delete it") from None
 
