@@ -17,7 +17,7 @@ from flax import nnx
 from mllm.model import weights
 from mllm.model.architecture import Qwen2Config
 from mllm.model.decoder import Qwen2, attention_mask, linear, rms_norm
-from mllm.model.layout import LOGICAL_AXES, parameter_name
+from mllm.model.layout import parameter_name
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama")
@@ -210,9 +210,3 @@ def test_a_fresh_model_has_normal_matrices_zero_biases_and_unit_norms() -> None:
             assert 0.019 < leaf.std() < 0.021, name
             firsts = leaf.reshape(len(leaf), -1)[:, 0]
             assert len(np.unique(firsts)) == len(leaf), f"{name}: layers or rows repeat"
-
-
-def test_every_dim_of_every_parameter_has_a_logical_axis() -> None:
-    params = [fixture(name).params for name in ("untied_sharded", "qwen3")]
-    dims = {parameter_name(path): leaf.ndim for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    assert dims == {name: len(axes) for name, axes in LOGICAL_AXES.items()}

@@ -7,7 +7,7 @@ import pytest
 from runs import assert_same_end, changed, checkpoints, records, run
 from tiny import config
 
-import train
+from mllm.config.schema import CheckpointConfig
 from mllm.train.optimizer import make_schedule
 
 
@@ -85,12 +85,12 @@ def test_a_killed_run_goes_on_to_the_same_end(settings, monkeypatch):
     assert length >= 3
     parts = changed(parts, checkpoint={"every": 1})
 
-    def killed_after_two(every, step):
+    def killed_after_two(self, step):
         if step > 2:
             raise KeyboardInterrupt
         return True
 
-    monkeypatch.setattr(train, "is_due", killed_after_two)
+    monkeypatch.setattr(CheckpointConfig, "is_due", killed_after_two)
     run(parts)
     assert checkpoints(parts) == [1, 2]
     monkeypatch.undo()

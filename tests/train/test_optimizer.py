@@ -1,5 +1,7 @@
 """The schedule, weight decay and its exceptions, clipping, and the updates of AdamW and Lion."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from flax import nnx
 from tiny import ARCHITECTURE
 
-from mllm.config.model import OptimizerConfig
+from mllm.config.model import LoraConfig, LoraTarget, OptimizerConfig
 from mllm.model.architecture import Qwen2Config
 from mllm.model.decoder import Qwen2
 from mllm.model.layout import LOGICAL_AXES, parameter_name
@@ -29,11 +31,16 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_its_final_fraction(schedul
     assert rate(24) == pytest.approx(0.1 if schedule == "constant" else 0.02)
 
 
-def test_weight_decay_applies_to_matrices_and_to_no_norm_or_bias():
+def test_every_dim_has_a_logical_axis_and_weight_decay_applies_to_matrices_alone():
     applies = {}
+    lora = LoraConfig(rank=2, alpha=1.0, targets=get_args(LoraTarget))
     for family in ("qwen2", "qwen3"):  # together they have every parameter
         sizes = {**ARCHITECTURE, "model_type": family, "tie_word_embeddings": False}
-        _, params = nnx.split(Qwen2.abstract(Qwen2Config.from_hf(sizes, "test")))
+        _, params = nnx.split(Qwen2.abstract(Qwen2Config.from_hf(sizes, "test"), lora=lora))
+        assert all(
+            leaf.ndim == len(LOGICAL_AXES[parameter_name(path)])
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        )
         applies |= {parameter_name(path): value for path, value in jax.tree_util.tree_leaves_with_path(decays(params))}
     assert set(applies) == set(LOGICAL_AXES)
     exceptions = {name for name, value in applies.items() if not value}
