@@ -24,7 +24,7 @@ CHANGEABLE = {
     *(f"optimizer.{name}" for name in ("learning_rate", "schedule", "warmup_steps", "final_fraction")),
     *(f"optimizer.{name}" for name in ("b1", "b2", "eps", "weight_decay", "max_grad_norm")),
     *("model.remat", "model.attention"),
-    *("data.epochs", "data.validation.every", "data.validation.patience", "eval.every"),
+    *("data.epochs", "data.validation.every", "data.validation.patience", "eval.every", "eval.test"),
     *(f"rollout.{name}" for name in ("max_completion_length", "temperature", "top_p", "top_k", "max_slots")),
     *(f"grpo.{name}" for name in ("loss_type", "epsilon", "epsilon_high", "dual_clip", "beta", "reference")),
     *(f"grpo.{name}" for name in ("entropy_coef", "scale_rewards", "importance_sampling", "importance_cap")),
