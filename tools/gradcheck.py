@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
-from pydantic import ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
+from pydantic import Field, PositiveFloat, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
@@ -53,8 +53,6 @@ Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 class Settings(Section):
     """The settings of a check; the docstrings are the help of the options."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     shape: tuple[Size, Size, Size]
     """N,D,V: tokens, hidden size, vocabulary"""

@@ -6,7 +6,7 @@ Tags, anchors and merges, with which one line can fill the memory, are refused; 
 import difflib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from mllm.config import places
+from mllm.config.habits import HABITS
 from mllm.config.schema import Config
-from mllm.config.section import Section
+from mllm.config.section import fields_of
 from mllm.errors import UserError
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
@@ -31,16 +32,39 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
     UserError is raised if the file is missing or not YAML, or a setting is unknown, unused or impossible.
     """
     path = find(name)
+    try:
+        return validated(path, overrides)
+    except ValidationError as error:
+        explained = explain(error)
+        given = " ".join(culprits(path, overrides, explained))
+        raise UserError(f"{f'on the command line: {given}' if given else path}: {explained}") from None
+
+
+def validated(path: Path, overrides: Sequence[str]) -> Config:
+    """The configuration in a file with overrides; raises UserError as `load`, or pydantic's ValidationError."""
     settings = read(path)
     places.add_modules(path.parent)
     places.locate(settings, (path.parent, Path()))
     for override in overrides:
         apply_override(settings, override)
     places.locate(settings, (Path(), path.parent))  # what a command line names is meant from the current folder
-    try:
-        return Config.model_validate(settings)
-    except ValidationError as error:
-        raise UserError(f"{path}: {explain(error)}") from None
+    return Config.model_validate(settings)
+
+
+def culprits(path: Path, overrides: Sequence[str], explained: str) -> list[str]:
+    """The overrides that an error comes from: without one of these nothing is wrong, or its key is the error's."""
+    mended, named = [], []
+    for override in overrides:
+        try:
+            validated(path, [other for other in overrides if other != override])
+        except (ValidationError, UserError) as error:
+            keys = [f"{text.partition(mark)[0]}." for text, mark in ((override, "="), (explained, ":"))]
+            other = isinstance(error, UserError) or explain(error) != explained
+            if other and (keys[0].startswith(keys[1]) or keys[1].startswith(keys[0])):
+                named.append(override)
+        else:
+            mended.append(override)
+    return mended or named
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -158,8 +182,7 @@ def explain(error: ValidationError, schema: type[BaseModel] = Config) -> str:
             relative, message = problem["msg"].split("\n", 1)
             return f"{'.'.join([*location, relative])}: {message}"
         case "extra_forbidden":
-            close = difflib.get_close_matches(location[-1], siblings(location, schema), n=1)
-            return f"{key}: unknown setting" + (f"; did you mean {close[0]}?" if close else "")
+            return unknown(location, problem["input"], dict(fields_of(schema)))
         case "missing":
             return f"{key}: this setting is required"
         case "model_type" | "model_attributes_type" | "dict_type":
@@ -169,15 +192,26 @@ def explain(error: ValidationError, schema: type[BaseModel] = Config) -> str:
     return f"{key}: {problem['msg']}{shown}"
 
 
-def siblings(location: Sequence[str], schema: type[BaseModel]) -> list[str]:
-    """The names of the settings in the section around `location`."""
-    section: Any = schema
-    for part in location[:-1]:
-        if part.isdigit():
-            continue
-        annotation = section.model_fields[part].annotation
-        kinds = [annotation, *getattr(annotation, "__args__", ())]
-        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
-        if section is None:
-            return []
-    return list(section.model_fields)
+def unknown(location: Sequence[str], value: Any, fields: Mapping[str, Any]) -> str:
+    """What to say of a setting that none of `fields`, by dotted keys, is: what it is called, or where it is, here."""
+    section, name = "".join(f"{part}." for part in location[:-1] if not part.isdigit()), location[-1]
+    message = f"{'.'.join(location)}: unknown setting"
+    for habit in () if isinstance(value, dict) else (f"{section}{name}".split(".")[-2:], [name]):
+        setting, hint = HABITS.get(".".join(habit), (None, ""))
+        if setting == "":
+            return f"{message}; {hint}"
+        if setting in fields:
+            return f"{message}; here it is {setting}" + f" ({hint})" * bool(hint)
+    settings = (key for key in fields if not key.startswith("changes."))  # those are a record that the trainer writes
+    if elsewhere := [key for key in settings if key.rpartition(".")[2] == name]:
+        return f"{message}; it is {' or '.join(elsewhere)}"
+    here = [key.removeprefix(section) for key in fields if key.startswith(section)]
+    if close := difflib.get_close_matches(name, [key for key in here if "." not in key], n=1):
+        return f"{message}; did you mean {close[0]}?"
+    if isinstance(value, dict) and value:  # what stands in a section of another trainer may say more
+        path = [*location]
+        while isinstance(value, dict) and value:
+            inner, value = next(iter(value.items()))
+            path.append(inner)
+        return unknown(path, value, fields)
+    return message

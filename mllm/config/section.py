@@ -1,8 +1,10 @@
 """What every section of a configuration has in common: it is immutable, and closed to keys that it does not define."""
 
-from typing import Self
+from collections.abc import Iterator
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 LARGEST_NUMBER = 2**31 - 1
@@ -12,7 +14,7 @@ LARGEST_NUMBER = 2**31 - 1
 class Section(BaseModel):
     """A group of settings; immutable, and closed to keys that it doesn't define."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="after")
     def check_whole_numbers(self) -> Self:
@@ -31,3 +33,17 @@ class Section(BaseModel):
 def impossible(key: str, message: str) -> PydanticCustomError:
     """The error of a setting that contradicts another; `key` is relative to the section that raises it."""
     return PydanticCustomError("impossible", "{key}\n{message}", {"key": key, "message": message})
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section that a setting of this type is, or is a list of; None where it is a value."""
+    kinds = (kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
+    return next((kind for kind in kinds if issubclass(kind, Section)), None)
+
+
+def fields_of(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Each setting and section of a schema, with its dotted key."""
+    for name, field in schema.model_fields.items():
+        yield prefix + name, field
+        if section := section_of(field.annotation):
+            yield from fields_of(section, f"{prefix}{name}.")
