@@ -21,11 +21,16 @@ class UserError(Exception):
     def __init__(self, message: str) -> None:
         if len(message) > LONGEST:
             message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
-        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
+        super().__init__(printable(message))
 
 
 class StepError(UserError):
     """All processes alike can't make the next step; what was done before it can be saved."""
+
+
+def printable(text: str) -> str:
+    """The text for a terminal: what it would obey, line ends too, is escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def brief(error: BaseException) -> str:

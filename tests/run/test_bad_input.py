@@ -250,6 +250,7 @@ def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused, monk
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.yaml").write_text("steps: &a [*a]\n")
     (tmp_path / "damaged" / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n[1]\n')
+    (tmp_path / "damaged" / "samples.jsonl").write_text('{"step": 1}\n')
     monkeypatch.chdir(tmp_path)
     assert text in refused(importlib.import_module(f"tools.{tool}"), *shlex.split(command))
 

@@ -1,0 +1,102 @@
+"""tools/samples.py: the page holds the samples and nothing that they say is obeyed; the same on the terminal."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+from runs import run
+from tiny import config
+
+from tools import samples
+
+HOSTILE = '</script><script>0</script> <!-- <img src=x onerror=alert(2)> \x1b[31m\x07\x00 \u202eabc\u2028 漢字 "\\'
+
+
+def sample(step, prompt="1+1=", completion="2", reward=1.0, advantage=0.5):
+    rewards = {"exact_match": reward}
+    return {"step": step, "prompt": prompt, "completion": completion, "rewards": rewards, "advantage": advantage}
+
+
+def write(folder, lines, tail=""):
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines) + tail
+    (folder / "samples.jsonl").write_text(text, encoding="utf-8")
+
+
+class Page(HTMLParser):
+    """The page as a browser reads it: the names of its elements, what it would load, and the data."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.elements, self.loads, self.inside = [], [], None
+        self.feed((folder / "samples.html").read_text(encoding="utf-8"))
+        self.data = json.loads(self.data)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append(tag)
+        self.loads += [value for name, value in attrs if name in ("src", "href")]
+        self.inside = dict(attrs).get("id")
+
+    def handle_data(self, data):
+        if self.inside == "data":
+            self.data, self.inside = data, None
+
+
+def test_the_page_of_a_run_holds_its_samples(tmp_path, capsys):
+    settings = config("grpo", run_dir=str(tmp_path / "run"), steps=2)
+    assert run(settings) == 0
+    capsys.readouterr()
+    assert samples.main([settings.run_dir]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    said = f"{'samples':<18} {settings.run_dir}/samples.html ({len(lines)} completions)\n"
+    assert capsys.readouterr().out == said
+    assert lines[-1]["step"] == 2
+    assert Page(tmp_path / "run").data == {"run": settings.run_dir, "left_out": 0, "samples": lines}
+
+
+def test_hostile_text_stays_text(tmp_path, capsys):
+    plain, hostile = tmp_path / "plain", tmp_path / "hostile"
+    for folder, text in ((plain, "2"), (hostile, HOSTILE)):
+        folder.mkdir()
+        write(folder, [sample(1, text, text, reward=None, advantage=None)], tail='{"step": 2, "half')
+        assert samples.main([str(folder)]) == 0
+    page = Page(hostile)
+    assert page.data["samples"] == [sample(1, HOSTILE, HOSTILE, None, None)]
+    assert (page.elements, page.loads) == (Page(plain).elements, [])
+    script = (hostile / "samples.html").read_text().replace("textContent", "")
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|https?:", script)
+    capsys.readouterr()
+    assert samples.main([str(hostile), "--print"]) == 0
+    printed = capsys.readouterr().out
+    assert all(line.isprintable() for line in printed.split("\n"))
+    assert "\\x1b[31m\\x07\\x00 \\u202eabc\\u2028 漢字" in printed
+
+
+def test_the_newest_are_printed_and_null_is_shown(tmp_path, capsys):
+    write(tmp_path, [sample(1), sample(2, "5+5=", "a\nb", None, None), sample(2, "1+2=", "3"), sample(3)])
+    assert samples.main([str(tmp_path), "--print", "--step", "2", "--prompt", "5"]) == 0
+    assert capsys.readouterr().out == (
+        "step 2  exact_match null  advantage null\n  prompt      5+5=\n  completion  a\n              b\n\n1 of 1\n"
+    )
+    assert samples.main([str(tmp_path), "--print", "--limit", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert re.findall(r"step \d|\d of \d", printed) == ["step 2", "step 3", "2 of 4"]
+    assert samples.main([str(tmp_path), "--print", "--step", "9"]) == 2
+    assert capsys.readouterr().err == "error: no sample of 4 has this --step and --prompt\n"
+
+
+def test_a_page_that_would_be_too_large_holds_whole_prompts_of_the_whole_run(tmp_path, capsys, monkeypatch):
+    lines = [sample(step, f"{step % 50}+{step % 50}=", str(i)) for step in range(1, 201) for i in range(4)]
+    write(tmp_path, lines)
+    monkeypatch.setattr(samples, "LARGEST", 20_000)
+    assert samples.main([str(tmp_path)]) == 0
+    assert (tmp_path / "samples.html").stat().st_size < 20_000 + 12_000  # the template
+    data = Page(tmp_path).data
+    held = data["samples"]
+    assert held == [line for line in lines if line in held]
+    assert data["left_out"] == len(lines) - len(held) > 0
+    assert f"({len(held)} completions, {data['left_out']} left out)" in capsys.readouterr().out
+    counts = [sum(line["prompt"] == prompt for line in held) for prompt in {line["prompt"] for line in held}]
+    assert sum(count != 16 for count in counts) <= 1  # a prompt has 4 completions at 4 steps
+    quarters = [sum((line["step"] - 1) // 50 == quarter for line in held) for quarter in range(4)]
+    assert max(quarters) - min(quarters) <= 16
+    assert lines[-1] in held

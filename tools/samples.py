@@ -1,0 +1,132 @@
+"""Shows what a GRPO run's completions earned: python tools/samples.py RUN
+
+Writes RUN/samples.html, one page without anything from the network: filtered by step, reward and text, sorted, and a
+prompt's completions side by side between steps. With --print the newest go to the terminal instead.
+"""
+
+import argparse
+import json
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate, takewhile
+from pathlib import Path
+
+from pydantic import BaseModel, FiniteFloat, ValidationError
+
+from mllm import errors
+from mllm.errors import UserError
+
+LARGEST = 16 * 2**20
+"""The most bytes of samples that a page holds; a browser opens it at once."""
+
+
+class Sample(BaseModel):
+    """A line of samples.jsonl; None for a reward that failed or does not apply, and for its advantage."""
+
+    step: int
+    prompt: str
+    completion: str
+    rewards: dict[str, FiniteFloat | None]
+    advantage: FiniteFloat | None
+
+
+@errors.command
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run_dir")
+    parser.add_argument("--print", action="store_true", help="to the terminal, instead of a page")
+    parser.add_argument("--step", type=int, help="with --print: only this step's")
+    parser.add_argument("--prompt", metavar="TEXT", help="with --print: only prompts that contain the text")
+    parser.add_argument("--limit", type=int, help="with --print: at most so many, the newest; default: 10")
+    options = parser.parse_args(arguments)
+    for name in () if options.print else ("step", "prompt", "limit"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name}: is for --print; the page has filters of its own")
+    if options.limit is not None and options.limit < 1:
+        raise UserError(f"--limit: {options.limit}: expected 1 or more")
+    samples = read(options.run)
+    if options.print:
+        print_newest(samples, options.step, options.prompt or "", options.limit or 10)
+    else:
+        write_page(samples, options.run)
+    return 0
+
+
+def read(run: Path) -> list[Sample]:
+    """The complete lines of a run's samples.jsonl; UserError where there are none, or one is damaged."""
+    path = run / "samples.jsonl"
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError:
+        lines = []
+    if not lines:
+        raise UserError(
+            f"{run}: no samples.jsonl with a line in it; give the run_dir of a GRPO run whose log.samples is not 0"
+        )
+    samples = []
+    for number, line in enumerate(lines, 1):
+        try:
+            samples.append(Sample.model_validate_json(line))
+        except ValidationError as error:
+            reason = error.errors()[0]
+            where = ".".join(map(str, reason["loc"]))
+            raise UserError(f"{path}: damaged: line {number}: {where}{': ' * bool(where)}{reason['msg']}") from None
+    return samples
+
+
+def write_page(samples: list[Sample], run: Path) -> None:
+    """Write RUN/samples.html, and say on the terminal where it is and what it leaves out."""
+    held = fitting(samples, LARGEST)
+    left_out = len(samples) - len(held)
+    data = {"run": str(run), "left_out": left_out, "samples": [sample.model_dump() for sample in held]}
+    page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8").replace("DATA", embedded(data))
+    path = run / "samples.html"
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} can't be written ({error})") from None
+    print(f"{'samples':<18} {path} ({len(held):,} completions" + f", {left_out:,} left out" * bool(left_out) + ")")
+
+
+def embedded(data: object) -> str:
+    """The JSON of data as a page's script element may hold it: ASCII, and without the "<" that could end the script."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def fitting(samples: list[Sample], size: int) -> list[Sample]:
+    """As many samples as `size` bytes hold, in their order.
+
+    Prompts are left out as a whole, in an order that has nothing to do with the steps: groups stay complete, a prompt
+    that comes again can be followed, and all steps lose the same share. The newest prompt is always there, and of the
+    last prompt that fits the newest samples.
+    """
+    newest = samples[-1].prompt
+
+    def rank(index: int) -> tuple[bool, int, int]:
+        prompt = samples[index].prompt
+        return prompt != newest, zlib.crc32(prompt.encode()), -index
+
+    order = sorted(range(len(samples)), key=rank)
+    ends = accumulate(len(embedded(samples[index].model_dump())) for index in order)
+    held = sum(1 for _ in takewhile(lambda end: end <= size, ends))
+    return [samples[index] for index in sorted(order[: max(1, held)])]
+
+
+def print_newest(samples: list[Sample], step: int | None, prompt: str, limit: int) -> None:
+    """Print samples of a step, or of all, whose prompt contains a text: the newest, of which the last is the last."""
+    found = [sample for sample in samples if step in (None, sample.step) and prompt in sample.prompt]
+    if not found:
+        raise UserError(f"no sample of {len(samples):,} has this --step and --prompt")
+    for sample in found[-limit:]:
+        numbers = {**sample.rewards, "advantage": sample.advantage}
+        shown = (f"{name} {'null' if x is None else f'{x:.3f}'}" for name, x in numbers.items())
+        print(errors.printable(f"step {sample.step}  {'  '.join(shown)}"))
+        for name, text in (("prompt", sample.prompt), ("completion", sample.completion)):
+            for number, line in enumerate(text.split("\n")):
+                print(f"  {'' if number else name:<10}  {errors.printable(line)}")
+        print()
+    print(f"{min(limit, len(found)):,} of {len(found):,}")
+
+
+if __name__ == "__main__":
+    errors.run_main(main)
