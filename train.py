@@ -76,7 +76,7 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.rl.rewards import RewardRunner
     from mllm.rl.sampler import make_sampler
     from mllm.run import folder as run_dir
-    from mllm.run import report
+    from mllm.run import report, wandb
     from mllm.run.checkpoint import Checkpoints
     from mllm.run.measurements import make_measurements
     from mllm.run.metrics import RunLog
@@ -94,6 +94,7 @@ def train(config: Config, change: bool = False) -> int:
         # Load and check everything before anything is written.
         interrupt = stack.enter_context(Interrupt())
         with raise_everywhere():
+            wandb.check(config.log)
             config = stack.enter_context(run_dir.claim(folder, config, change))
             task = None if config.task is None else load_task(config.task, config.seed)
             rewards = None
@@ -131,7 +132,7 @@ def train(config: Config, change: bool = False) -> int:
         if is_writer():
             head = choose_head(config, policy.architecture, mesh)
             print(report.start_line(mesh, policy.params, head, policy.attention, state.step), file=sys.stderr)
-        log = stack.enter_context(closing(RunLog(folder, state.logged_step, steps, config.changes)))
+        log = stack.enter_context(closing(RunLog(folder, state.logged_step, steps, config)))
 
         # The loop. Signals are noticed between two steps, and in the middle of rollouts and evaluations.
         pending = state.pending_evaluation

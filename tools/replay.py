@@ -74,7 +74,7 @@ def replay(path: Path, checkpoint: int | None) -> int:
 
     broken: list[str] = []
     parameters: Counter[str] = Counter()
-    for row in tqdm(range(len(batch.tokens)), unit="row", leave=False):
+    for row in tqdm(range(len(batch.tokens)), unit="row", leave=False, disable=None):
         one = jax.tree.map(lambda x, row=row: jnp.asarray(x[row : row + 1]), batch)
         hidden, loss, gradients = examine(params, one)
         names = [name for name, finite in by_name(gradients).items() if not finite]

@@ -32,6 +32,8 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     samples: int | None = Field(default=None, ge=0)
     """How many completions of each step are written to samples.jsonl; None: all."""
+    wandb: str | None = Field(default=None, pattern=r"^[^/\\#?%:]{1,128}$")
+    """The project of Weights & Biases to which metrics and timings are sent, too; None: nothing is sent."""
 
 
 class Change(Section):
@@ -141,7 +143,9 @@ class Config(Section):
         """Raise if a setting can't work, or has no effect, under SFT."""
         self.need("algorithm: sft", "data")
         assert self.data is not None
-        self.reject_unused("by algorithm: sft", "grpo", "log")
+        self.reject_unused("by algorithm: sft", "grpo")
+        if self.log.samples is not None:
+            raise impossible("log.samples", "is not used by algorithm: sft: remove it")
         if self.data.source == "task":
             self.need("data.source: task", "task")
         elif self.eval is None:

@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, timings.jsonl, samples.jsonl, TensorBoard, and the progress bar.
+"""The log of a run: metrics.jsonl, timings.jsonl, samples.jsonl, TensorBoard, Weights & Biases, and the terminal.
 
 metrics.jsonl and samples.jsonl are the same, to the byte, however often the run was killed and resumed; timings.jsonl
 holds what depends on the machine. The first of several processes writes everything: metrics, samples and tokens/s of
@@ -9,17 +9,19 @@ import json
 import math
 import os
 import socket
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from mllm.config.schema import Change
+from mllm.config.schema import Config
 from mllm.parallel.processes import is_writer
 from mllm.run import tensorboard
 from mllm.run.storage import LogFile, writing
+from mllm.run.wandb import Wandb
 
 RECORDS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 EVENTS = "tensorboard"
@@ -29,13 +31,14 @@ Scalars = Mapping[str, float | int]
 class RunLog:
     """The files of a run that grow by a line a step. In all processes but the first there are none."""
 
-    def __init__(self, run_dir: Path, last_step: int, steps: int, changes: Sequence[Change] = ()) -> None:
+    def __init__(self, run_dir: Path, last_step: int, steps: int, config: Config | None = None) -> None:
         """Open the files, and cut off the lines after `last_step`, which is -1 for a run that begins.
 
-        The first line of metrics.jsonl after one of the `changes` has it under `changed`.
+        `steps` is the number of the last one. The first line of metrics.jsonl after one of the configuration's
+        `changes` has it under `changed`. None: there are no changes and no `log.wandb`.
         """
         self.changes: dict[int, dict[str, Any]] = {}
-        for change in changes:
+        for change in config.changes if config else ():
             self.changes.setdefault(change.step + 1, {})[change.key] = change.new
         self.files: dict[str, LogFile] = {}
         if is_writer():
@@ -47,8 +50,14 @@ class RunLog:
             for name, path in [*((name, name) for name in RECORDS), (EVENTS, events)]:
                 self.files[name] = LogFile(run_dir / path, checkpoints)
             self.files[EVENTS].append(tensorboard.header(last_step + 1))
-        begin, hidden = max(last_step, 0), not self.files
+        self.wandb, self.steps = None, steps
+        if self.files and config and config.log.wandb:
+            done = [record for name in RECORDS[:2] for record in read_records(run_dir / name)]
+            self.wandb = Wandb(run_dir, config, done)
+        # None: where stderr is no terminal, there is no bar, but a line a step.
+        begin, hidden = max(last_step, 0), None if self.files else True
         self.bar = tqdm(total=steps, initial=begin, desc=run_dir.name, unit="step", dynamic_ncols=True, disable=hidden)
+        self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append a step's lines. The metrics' line comes last: where it stands, the step's samples stand, too."""
@@ -58,12 +67,23 @@ class RunLog:
         self.append("metrics.jsonl", step, {**metrics, **changed})
 
     def write_timings(self, step: int, timings: Scalars, metrics: Scalars) -> None:
-        """Append the step's timings, and move the bar on, which shows some of the `metrics`."""
+        """Append the step's timings, and show some of the `metrics`: beside the bar, or in a line of the step's own."""
         self.append("timings.jsonl", step, timings)
         shown = {"reward": metrics.get("reward"), "loss": metrics.get("loss")}
         words = [f"{name} {value:.3f}" for name, value in shown.items() if value is not None]
-        self.bar.set_postfix_str("  ".join([*words, f"{timings['tokens_per_second']:,.0f} tok/s"]))
+        words.append(f"{timings['tokens_per_second']:,.0f} tok/s")
+        self.bar.set_postfix_str("  ".join(words))
         self.bar.update(step - self.bar.n)
+        if self.files and self.bar.disable:
+            print("  ".join([f"step {step} of {self.steps}", *words, *self.eta(step)]), file=sys.stderr, flush=True)
+
+    def eta(self, step: int) -> Iterator[str]:
+        """The time until the last step ends at the pace so far. The first step, which compiles, says nothing of it."""
+        if self.first is None:
+            self.first = step, time.monotonic()
+            return
+        pace = (time.monotonic() - self.first[1]) / (step - self.first[0])
+        yield f"ETA {tqdm.format_interval(pace * (self.steps - step))}"
 
     def append(self, name: str, step: int, record: Mapping[str, Any]) -> None:
         """Append a line to a file; the numbers of what isn't a sample go to TensorBoard, too."""
@@ -75,6 +95,8 @@ class RunLog:
         if name != "samples.jsonl":
             numbers = {key: value for key, value in record.items() if key != "changed"}
             self.files[EVENTS].append(tensorboard.scalars(step, numbers))
+            if self.wandb:
+                self.wandb.send(step, numbers)
 
     def sync(self) -> None:
         """Wait until everything written so far survives a crash of the machine; a checkpoint must not be newer."""
@@ -86,6 +108,8 @@ class RunLog:
         self.sync()
         for file in self.files.values():
             file.close()
+        if self.wandb:
+            self.wandb.close()
 
 
 def cut_after(path: Path, step: int) -> None:

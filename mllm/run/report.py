@@ -1,6 +1,7 @@
 """What a run says on the terminal: a line when it starts, and at its end a table of accuracy, speed and memory."""
 
 import math
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
@@ -127,4 +128,5 @@ def places(run_dir: Path) -> Iterator[str]:
     for name in ("tensorboard", "samples.jsonl", "metrics.jsonl", "checkpoints", "curves.png"):
         path = run_dir / name
         if path.exists() and (path.is_dir() or path.stat().st_size):
-            yield f"{path.stem:<18} {path}"
+            opened_by = f"tensorboard --logdir {shlex.quote(str(path))}"
+            yield f"{path.stem:<18} {opened_by if name == 'tensorboard' else path}"

@@ -111,7 +111,7 @@ def campaign(kills: int, seed: int, keep: bool) -> list[Trial]:
     ]
     lost = True
     try:
-        for name, fault, act in (bar := tqdm(steps, unit="fault", dynamic_ncols=True, smoothing=0.05)):
+        for name, fault, act in (bar := tqdm(steps, unit="fault", dynamic_ncols=True, smoothing=0.05, disable=None)):
             bar.set_description(f"{name}, {fault}")
             try:
                 act(every[name])

@@ -90,6 +90,7 @@ OVERRIDES: dict[str, str] = {
     "task={name: hub}": "task.id: task hub needs the id of a data set",
     "task={name: 'no_such_module:f'}": "task.name: no_such_module:f can't be used: ModuleNotFoundError",
     "task.columns={prompt: a}": "task.columns: is not used by task arithmetic",
+    "log.wandb=team/project": "log.wandb: String should match pattern",
     "task.answer_form=boxed": "task.answer_form: is not used by task arithmetic",
     "task.long_prompts=cut": "task.long_prompts: Input should be 'skip' or 'error'",
     # the model by its sizes

@@ -12,7 +12,7 @@ def write_steps(folder, first, last, *, resumed_at=-1):
     log = RunLog(folder, resumed_at, last)
     for step in range(first, last + 1):
         log.write(step, {"loss": 1 / (step + 1), "reward": 0.5}, [{"completion": f"{step}{n}"} for n in range(2)])
-        log.write_timings(step, {"time/update": 0.1, "tokens_per_second": 5.0}, {})
+        log.write_timings(step, {"time/update": 0.1, "tokens_per_second": 5.0}, {"loss": 1 / (step + 1)})
     log.close()
 
 
@@ -32,6 +32,13 @@ def test_a_line_that_a_crash_tore_is_cut_off(tmp_path, torn):
     path.write_bytes(b'{"step": 0}\n{"step": 1}\n' + torn)
     cut_after(path, 9)
     assert path.read_bytes() == b'{"step": 0}\n{"step": 1}\n'
+
+
+def test_output_that_is_no_terminal_gets_a_line_a_step(tmp_path, capsys):
+    write_steps(tmp_path, 1, 3)
+    first, *others = capsys.readouterr().err.split("\n")
+    assert first == "step 1 of 3  loss 0.500  5 tok/s"  # which compiles, so that nothing is known of the others yet
+    assert others == [f"step {step} of 3  loss {1 / (step + 1):.3f}  5 tok/s  ETA 00:00" for step in (2, 3)] + [""]
 
 
 def test_phases_add_up_and_evaluation_is_not_part_of_the_speed():
@@ -58,7 +65,7 @@ def test_the_summary_shows_accuracy_before_and_after_with_its_interval(tmp_path)
     log.write(2, {"loss": 1.0, **accuracy(0.75)})
     log.close()
     text = report.summary(tmp_path)
-    shown = ("0.250", "0.750", "+0.500", "0.200 .. 0.900", "1,234", "3 MiB", "update 0.5", f"{tmp_path}/tensorboard")
+    shown = ("0.250", "0.750", "+0.500", "0.200 .. 0.900", "1,234", "3 MiB", "update 0.5", f"--logdir {tmp_path}/")
     assert [words for words in shown if words not in text] == []
 
 

@@ -184,7 +184,7 @@ def measure(options: argparse.Namespace, cache: Path, device: dict[str, Any]) ->
     heading = f"{platform} {device['kind']}, jax {versions['jax']}, {dtype}, {content['date'][:10]}"
     print(f"{heading}, {task['rounds']} rounds")
     shapes = options.shape or [SMALL if cpu else LARGE]
-    with tqdm(total=len(shapes) * len(methods), unit="method", dynamic_ncols=True) as bar:
+    with tqdm(total=len(shapes) * len(methods), unit="method", dynamic_ncols=True, disable=None) as bar:
         for shape in shapes:
             sizes = dict(zip(("tokens", "features", "vocabulary"), shape, strict=True))
             problem = {**sizes, "dtype": dtype, "seed": options.seed}

@@ -1,0 +1,73 @@
+"""A run's numbers for Weights & Biases, the same as for TensorBoard. Trouble there never ends or changes a run."""
+
+import logging
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mllm.config.schema import Config, LogConfig
+from mllm.errors import UserError, brief
+from mllm.parallel.processes import is_writer
+
+SECONDS = 60
+"""How long a run waits at most: for an answer when it begins, and for the upload when it ends."""
+logger = logging.getLogger(__name__)
+
+
+def check(log: LogConfig) -> None:
+    """UserError is raised where `log.wandb` is set and the package is missing, in the process that would use it."""
+    if log.wandb is None or not is_writer():
+        return
+    try:
+        from wandb import init  # noqa: F401  (a folder of that name can be imported, too)
+    except ImportError:
+        raise UserError("log.wandb: the package is missing: pip install wandb, or remove the setting") from None
+
+
+class Wandb:
+    """One run there for a run_dir, which resumes with it. After the first error, a warning, nothing more is sent."""
+
+    def __init__(self, run_dir: Path, config: Config, records: Sequence[Mapping[str, Any]]) -> None:
+        """Begin or resume the run, and send those of the run's `records` so far that it does not have."""
+        self.run: Any = None
+        with self.optional():
+            import wandb
+
+            stored = run_dir / "wandb" / "id"  # not made from the folder's name, which a new run may get one day
+            if not stored.exists():
+                stored.parent.mkdir(exist_ok=True)
+                stored.write_text(secrets.token_hex(8))
+            self.run = wandb.init(
+                project=config.log.wandb,
+                id=stored.read_text(),
+                name=run_dir.absolute().name,
+                dir=str(run_dir),
+                resume="allow",
+                config=config.model_dump(mode="json"),
+                allow_val_change=True,
+                settings=wandb.Settings(console="off", quiet=True, init_timeout=SECONDS, finish_timeout=SECONDS),
+            )
+            for record in sorted(records, key=lambda record: record["step"]):
+                self.send(record["step"], record)
+
+    def send(self, step: int, record: Mapping[str, Any]) -> None:
+        """Send a step's numbers, to which the step's other records add, unless they were sent before a resume."""
+        if self.run is not None and step >= self.run.starting_step:
+            numbers = {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
+            with self.optional():
+                self.run.log(numbers, step=step)
+
+    def close(self) -> None:
+        if self.run is not None:
+            with self.optional():
+                self.run.finish()
+
+    @contextmanager
+    def optional(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # from the network, the service's process, or the library itself
+            self.run = None
+            logger.warning("log.wandb: %s; the run goes on without it", brief(error))
