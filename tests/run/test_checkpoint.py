@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -120,6 +121,7 @@ def test_another_mesh_can_restore_a_checkpoint(two):
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "SECONDS", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     params = {"embed": jnp.arange(2.0**21).reshape(2**12, 2**9), "norm": jnp.ones(8)}
     params = jax.device_put(params, sharding(make_mesh(MeshConfig()), ()))
     train = init_state(params, OPTIMIZER)
@@ -138,6 +140,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, capsys, monkey
     bars = capsys.readouterr().err
     assert re.search(r"saving checkpoint 1: .*B/s\]", bars)
     assert re.search(r"checkpoint 1: 100%.* 25.2M/25.2M .*B/s\]", bars)
+
+
+def test_a_transfer_without_a_terminal_is_a_line_if_it_is_large(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0)
+    for size in (2**30 - 1, 3 * 2**30):
+        with progress.transfer_bar("loading model", size) as bar:
+            bar.update(size)
+    assert capsys.readouterr().err == "loading model: 3.0 GiB\n"
 
 
 @pytest.mark.parametrize(
