@@ -1,29 +1,58 @@
 """Draws the curves of runs side by side: python tools/plot.py RUN [RUN ...] [--out FILE.png]
 
-One panel for each metric, one color for each run: reward, held-out accuracy with its 95 % interval, loss and
-validation loss, entropy, length. Without --out the picture goes to the first run's curves.png.
+One panel for each topic that the runs have, one color for each run: reward, accuracy with its 95 % interval, loss and
+validation loss, entropy, KL, completions' lengths from the shortest to the longest, speed; and each run's seconds by
+phase. Without --out the picture goes to the first run's curves.png.
 """
 
 import argparse
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from mllm import errors
 from mllm.errors import UserError
 
-PANELS = {
-    "reward": "Reward",
-    "eval": "Held-out accuracy",
-    "loss": "Loss",
-    "validation/token_accuracy": "Validation: token accuracy",
-    "entropy": "Entropy (nats)",
-    "completions/mean_length": "Completion length (tokens)",
-    "tokens_per_second": "Tokens per second",
+TOPICS = {
+    "Reward": {
+        "training": "reward",
+        "held-out": "eval/reward",
+        "held-out, sampled": "eval/sampled_reward",
+        "test": "test/reward",
+    },
+    "Accuracy": {
+        "held-out": "eval/greedy_accuracy",
+        "held-out, sampled": "eval/sampled_accuracy",
+        "test": "test/greedy_accuracy",
+    },
+    "Loss (nats)": {"training": "loss", "validation": "validation/loss"},
+    "Validation: token accuracy": {"validation": "validation/token_accuracy"},
+    "Entropy (nats)": {"training": "entropy"},
+    "KL to the reference (nats)": {"training": "kl"},
+    "Completion length (tokens)": {"training": "completions/mean_length"},
+    "Share of completions cut off": {"training": "completions/clipped_ratio"},
+    "Tokens per second": {"training": "tokens_per_second"},
 }
+"""For each panel the metrics in it, and what its legend calls them."""
+STYLES = {"training": "-", "held-out": ".-", "held-out, sampled": ".--", "validation": ".--", "test": "*"}
+PHASES = ("data", "rollout", "reward", "logprob", "update", "eval", "save")
+EXTREMES = {"completions/mean_length": ("completions/min_length", "completions/max_length")}
+"""The ends of a metric's band, where they are not called by its name and _low or _high."""
 
 Records = list[dict[str, Any]]
+
+
+class Series(NamedTuple):
+    """A metric of a run: its values at some steps, and the band around each where it has one."""
+
+    run: str
+    name: str
+    steps: list[int]
+    values: list[float]
+    band: tuple[list[float], list[float]] | None
 
 
 @errors.command
@@ -72,35 +101,82 @@ def read_metrics(path: Path) -> Records:
         raise UserError(f"{path}: damaged: a line is no record of a step ({error})") from None
 
 
+def panels(runs: dict[str, Records]) -> dict[str, list[Series]]:
+    """The series of each topic that a run has, by the panel's title."""
+    found = {
+        topic: [
+            series
+            for run, records in runs.items()
+            # A policy's loss is near 0 on its own samples, so its curve shows nothing.
+            if not (topic.startswith("Loss") and any("reward" in record for record in records))
+            for name, key in metrics.items()
+            if (series := find(run, name, records, key))
+        ]
+        for topic, metrics in TOPICS.items()
+    }
+    return {topic: series for topic, series in found.items() if series}
+
+
+def find(run: str, name: str, records: Records, key: str) -> Series | None:
+    """The metric `key` of the records that have it; None if none has."""
+    records = [record for record in records if key in record]
+    if not records:
+        return None
+    ends = EXTREMES.get(key, (f"{key}_low", f"{key}_high"))
+    has_band = all(end in record for record in records for end in ends)
+    band = ([record[ends[0]] for record in records], [record[ends[1]] for record in records]) if has_band else None
+    return Series(run, name, [record["step"] for record in records], [record[key] for record in records], band)
+
+
+def seconds_by_phase(records: Records) -> tuple[list[int], dict[str, list[float]]]:
+    """The steps, from the one before the first, and the seconds spent up to each of them in every phase."""
+    phases = [phase for phase in PHASES if any(f"time/{phase}" in record for record in records)]
+    records = [record for record in records if any(f"time/{phase}" in record for phase in phases)]
+    steps = [record["step"] for record in records]
+    return [step - 1 for step in steps[:1]] + steps, {
+        phase: list(accumulate((record.get(f"time/{phase}", 0.0) for record in records), initial=0.0))
+        for phase in phases
+    }
+
+
 def draw(runs: dict[str, Records], out: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = [key for key in PANELS if any(has(records, key) for records in runs.values())]
-    if "reward" in shown and "loss" in shown:
-        shown.remove("loss")  # a policy's loss is near 0 on its own samples, so its curve shows nothing
-    if not shown:
+    topics = panels(runs)
+    times = {run: timed for run, records in runs.items() if (timed := seconds_by_phase(records))[0]}
+    count = len(topics) + len(times)
+    if not topics:
         raise UserError(f"{', '.join(runs)}: metrics.jsonl has nothing to draw yet; wait for the first step")
-    columns = min(3, len(shown))
-    rows = -(-len(shown) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.2 * rows), squeeze=False, layout="constrained")
-    for axis, key in zip(axes.flat, shown, strict=False):
-        for color, (label, records) in enumerate(runs.items()):
-            (draw_accuracy if key == "eval" else draw_curve)(axis, records, key, label, f"C{color}")
-            if key == "loss":
-                draw_curve(axis, records, "validation/loss", f"{label}: validation", f"C{color}", "--")
-        axis.set_title(PANELS[key], fontsize=11, loc="left")
+    columns = min(3, count)
+    rows = -(-count // columns)
+    size = (4.8 * columns, 3.1 * rows + 0.3)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    last = max(record["step"] for records in runs.values() for record in records)
+    for axis in axes.flat[:count]:
+        axis.set_xlim(-0.03 * last, 1.03 * last)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-        if key == "eval":
-            axis.set_ylim(0, 1)
-        if key == "eval" or len(runs) > 1 or len(axis.lines) > 2:
-            axis.legend(frameon=False, fontsize=9)
-    for axis in list(axes.flat)[len(shown) :]:
+    for axis in axes.flat[count:]:
         axis.set_visible(False)
+    colors = {run: f"C{place}" for place, run in enumerate(runs)}
+    for axis, (topic, series) in zip(axes.flat, topics.items(), strict=False):
+        draw_topic(axis, topic, series, colors)
+    longest = max((sum(sums[-1] for sums in phases.values()) for _, phases in times.values()), default=0)
+    shades = dict(zip(PHASES, plt.get_cmap("Set2")(range(len(PHASES))), strict=True))  # others than the runs' colors
+    for axis, (run, (steps, phases)) in zip(axes.flat[len(topics) :], times.items(), strict=False):
+        axis.set_title("Seconds so far" + f": {run}" * (len(runs) > 1), fontsize=11, loc="left")
+        axis.stackplot(steps, *phases.values(), colors=[shades[phase] for phase in phases])
+        axis.set_ylim(0, 1.03 * longest)
+    used = {phase: shade for phase, shade in shades.items() if any(phase in phases for _, phases in times.values())}
+    # Above the panels and below them, where nothing is hidden.
+    lines = [[plt.Line2D([], [], color=c, linewidth=4, label=label) for label, c in d.items()] for d in (colors, used)]
+    figure.legend(handles=lines[0], loc="outside upper left", ncols=columns, frameon=False)
+    figure.legend(handles=lines[1], loc="outside lower left", ncols=len(PHASES), frameon=False)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=130)
@@ -110,37 +186,34 @@ def draw(runs: dict[str, Records], out: Path) -> None:
         plt.close(figure)
 
 
-def has(records: Records, key: str) -> bool:
-    return any(record.get("eval/greedy_accuracy" if key == "eval" else key) is not None for record in records)
+def draw_topic(axis: Any, topic: str, drawn: list[Series], colors: dict[str, str]) -> None:
+    """What comes with a step, faint, with its mean over the last twentieth of the run; what is measured, as it is."""
+    for run, name, steps, values, band in drawn:
+        color, style = colors[run], STYLES[name]
+        if name == "training":
+            axis.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
+            values, band = smooth(values), band and (smooth(band[0]), smooth(band[1]))
+        if len(steps) == 1:
+            style = style.replace("-", "") or "."  # a line has no single point
+        axis.plot(steps, values, style, color=color, linewidth=1.6)
+        if band and len(steps) > 1:
+            axis.fill_between(steps, *band, color=color, alpha=0.12, linewidth=0)
+        elif band:
+            axis.vlines(steps, *band, color=color, linewidth=1)
+    axis.set_title(topic, fontsize=11, loc="left")
+    if topic == "Accuracy":
+        axis.set_ylim(-0.03, 1.03)
+    names = dict.fromkeys(series.name for series in drawn)
+    if len(names) > 1:  # beside the title, where nothing is hidden
+        handles = [axis.plot([], [], STYLES[name], color="gray", label=name)[0] for name in names]
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0}
+        axis.legend(handles=handles, ncols=len(names), frameon=False, fontsize=9, columnspacing=1, **place)
 
 
-def draw_curve(axis: Any, records: Records, key: str, label: str, color: str, style: str = "-") -> None:
-    """The values, faint, and their mean over the last twentieth of the run."""
-    points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
-    if not points:
-        return
-    steps, values = zip(*points, strict=True)
+def smooth(values: list[float]) -> list[float]:
+    """The means over the last twentieth of the run."""
     window = max(1, len(values) // 20)
-    means = [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
-    axis.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
-    axis.plot(steps, means, style, color=color, linewidth=1.6, label=label)
-
-
-def draw_accuracy(axis: Any, records: Records, key: str, label: str, color: str) -> None:
-    for mode, style in (("greedy", "-"), ("sampled", "--")):
-        accuracy = f"eval/{mode}_accuracy"
-        found = [record for record in records if record.get(accuracy) is not None]
-        if not found:
-            continue
-        steps = [record["step"] for record in found]
-        axis.plot(steps, [r[accuracy] for r in found], style, color=color, marker=".", label=f"{label}: {mode}")
-        axis.fill_between(
-            steps,
-            [r[f"{accuracy}_low"] for r in found],
-            [r[f"{accuracy}_high"] for r in found],
-            color=color,
-            alpha=0.12,
-        )
+    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from runs import changed, checksums, newest, run
@@ -130,11 +129,9 @@ def test_a_damaged_checkpoint_leaves_an_earlier_export_as_it_was(exported, tmp_p
 # tools/plot.py
 
 
-def picture(path):
-    """The colors of a picture of three by two panels."""
-    pixels = plt.imread(path)[..., :3]
-    assert np.abs(np.array(pixels.shape) - (416 * 2, 598 * 3, 3)).max() <= 2
-    return pixels
+def drawn(**runs):
+    """Of each panel the names of its series, by run."""
+    return {topic: [f"{one.run} {one.name}" for one in series] for topic, series in plot.panels(runs).items()}
 
 
 def test_the_curves_of_a_run_are_drawn_into_its_folder_and_named_in_its_summary(trained, copy, capsys):
@@ -142,23 +139,56 @@ def test_the_curves_of_a_run_are_drawn_into_its_folder_and_named_in_its_summary(
         file.write('{"step": 5, "lo')
     assert plot.main([str(copy)]) == 0
     assert str(copy / "curves.png") in capsys.readouterr().out
-    # Accuracy, loss, entropy and speed: four of six places.
-    bands = np.array_split(picture(copy / "curves.png"), 2)
-    places = [part for band in bands for part in np.array_split(band, 3, axis=1)]
-    assert [bool(part.std() > 0.01) for part in places] == [True] * 4 + [False] * 2
+    assert list(drawn(run=plot.read_run(copy))) == [
+        *("Reward", "Accuracy", "Loss (nats)", "Entropy (nats)", "Tokens per second")
+    ]
+    timings = [json.loads(line) for line in (copy / "timings.jsonl").read_text().splitlines()]
+    _, seconds = plot.seconds_by_phase(plot.read_run(copy))
+    assert sum(sums[-1] for sums in seconds.values()) == pytest.approx(
+        sum(second for record in timings for key, second in record.items() if key.startswith("time/"))
+    )
     shutil.copy(Path(trained.run_dir, "metrics.jsonl"), copy)
     assert run(changed(trained, run_dir=str(copy))) == 0
     assert str(copy / "curves.png") in capsys.readouterr().out
 
 
-def test_a_second_run_has_a_color_of_its_own(trained, copy, tmp_path):
-    alone, together = tmp_path / "alone.png", tmp_path / "pictures" / "together.png"
-    assert plot.main([str(copy), "--out", str(alone)]) == 0
-    assert plot.main([str(copy), trained.run_dir, "--out", str(together)]) == 0
-    color = np.array([1.0, 0.498, 0.055])  # matplotlib's second
-    near = [int((np.abs(picture(path) - color).max(axis=-1) < 0.02).sum()) for path in (alone, together)]
-    assert near[0] == 0
-    assert near[1] > 100
+def test_a_panel_has_what_its_runs_have_and_a_topic_of_none_has_no_panel():
+    sft = [{"step": 0, "validation/loss": 3.0}, {"step": 1, "loss": 2.0}]
+    no_answers = [{"step": 1, "reward": 0.5, "loss": 0.0, "kl": 0.1, "eval/reward": 0.4, "test/reward": 0.3}]
+    assert drawn(sft=sft, grpo=no_answers) == {
+        "Reward": ["grpo training", "grpo held-out", "grpo test"],
+        "Loss (nats)": ["sft training", "sft validation"],  # a policy's own loss says nothing
+        "KL to the reference (nats)": ["grpo training"],
+    }
+
+
+def test_accuracies_and_lengths_have_bands():
+    accuracy = {f"eval/greedy_accuracy{end}": value for end, value in (("", 0.5), ("_low", 0.4), ("_high", 0.7))}
+    lengths = {f"completions/{name}_length": value for name, value in (("mean", 5.0), ("min", 2), ("max", 9))}
+    records = [{"step": 0, **accuracy}, {"step": 1, **lengths}]
+    series = plot.panels({"run": records})
+    assert series["Accuracy"] == [plot.Series("run", "held-out", [0], [0.5], ([0.4], [0.7]))]
+    assert series["Completion length (tokens)"] == [plot.Series("run", "training", [1], [5.0], ([2], [9]))]
+
+
+def test_seconds_add_up_over_the_steps_from_the_one_before_the_first():
+    records = [{"step": 0}, {"step": 1, "time/update": 3.0}, {"step": 2, "time/update": 1.0, "time/eval": 0.5}]
+    assert plot.seconds_by_phase(records) == ([0, 1, 2], {"update": [0, 3.0, 4.0], "eval": [0, 0, 0.5]})
+
+
+def test_two_runs_of_one_step_with_every_topic_and_one_folder_name_are_drawn(tmp_path, capsys):
+    record = {key: 0.5 for metrics in plot.TOPICS.values() for key in metrics.values()} | {"step": 1}
+    record |= {"test/greedy_accuracy_low": 0.4, "test/greedy_accuracy_high": 0.7}
+    folders = [tmp_path / name / "run" for name in "ab"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        (folder / "timings.jsonl").write_text('{"step": 1, "time/update": 2.0}\n')
+    out = tmp_path / "pictures" / "together.png"
+    assert plot.main([*map(str, folders), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"curves             {out}\n"
+    assert out.stat().st_size
+    assert [plot.name(folder, folders) for folder in folders] == [str(folder) for folder in folders]
 
 
 def test_a_run_without_a_step_is_not_drawn(tmp_path, capsys):
