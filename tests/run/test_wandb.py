@@ -2,6 +2,7 @@
 
 import struct
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -105,6 +106,7 @@ def test_the_package_itself_writes_the_same_numbers_when_it_is_offline(tmp_path,
             log.write(step, {"loss": 1 / step, "reward": float("nan")})
             log.write_timings(step, {"tokens_per_second": 5.0}, {})
         log.close()
+        time.sleep(1)  # the package names a start's folder by the second
     files = sorted(tmp_path.glob("mine/wandb/offline-run-*/*.wandb"))
     assert len({path.name for path in files}) == 1  # one id
     sent: dict[int, dict[str, str]] = {}
