@@ -11,15 +11,16 @@ class ValidationConfig(Section):
     """The loss on examples that training never sees, at step 0, every n steps and at the end."""
 
     source: str | None = None
-    """A file or a pattern of files, as `data.source`, or a hub id."""
+    """A file or a pattern of files, as `data.source`, or a hub id. One of `source`, `split` and `share` is needed."""
     split: str | None = None
     """Another split of the data set on the hub that `data.source` names."""
     share: float | None = Field(default=None, gt=0, lt=1)
-    """The share of the training examples that is held out, the same in every run on the same data."""
+    """The share of the training examples that is held out, the same in every run on the same data; not with
+    `data.source` task."""
     every: PositiveInt | None = None
     """Steps between validations; None: only at step 0 and at the end."""
     patience: PositiveInt | None = None
-    """The run ends after so many validations in a row without a lower loss; None: it doesn't."""
+    """The run ends after so many validations in a row without a lower loss; None: it doesn't. Needs `every`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -36,20 +37,23 @@ class DataConfig(Section):
     source: str
     """A file or a pattern of files (.jsonl, .jsonl.gz, .parquet), a hub id, or `task`: the task's own solutions."""
     subset: str | None = None
-    """The subset of a data set on the hub, e.g. `main`."""
+    """The subset of a data set on the hub, e.g. `main`; not with files."""
     split: str = "train"
-    """The split of a data set on the hub."""
+    """The split of a data set on the hub; not with files."""
     max_length: PositiveInt
     """Tokens in a row; a longer example is cut there."""
     packing: bool = True
     """Fill a row with several examples; they don't attend to each other."""
     shuffle: bool = True
+    """Whether the examples come in another order in each pass."""
     epochs: PositiveInt | None = None
     """Passes over the data; None: as many as `steps` take."""
     cache: str | None = None
-    """The folder that keeps the examples as tokens, for later starts; None: mllm in $XDG_CACHE_HOME or ~/.cache."""
+    """The folder that keeps the examples as tokens, for later starts; None: mllm in $XDG_CACHE_HOME or ~/.cache. Not
+    with source task."""
     on_bad_line: Literal["error", "skip"] = "error"
-    """What to do with lines that are no examples: list all in one error, or leave them out and count them."""
+    """What to do with lines that are no examples: list all in one error, or leave them out and count them. Not with
+    source task."""
     prefetch: int = Field(default=2, ge=0)
     """Batches that are made ahead of the step that reads them."""
     validation: ValidationConfig | None = None

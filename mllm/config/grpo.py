@@ -13,9 +13,13 @@ class RolloutConfig(Section):
     """How completions are sampled, for GRPO and for evaluation."""
 
     max_prompt_length: PositiveInt
+    """Tokens of the longest prompt; `task.long_prompts` says what becomes of longer ones."""
     max_completion_length: PositiveInt
+    """Tokens after which a completion is cut off."""
     temperature: PositiveFloat = 1.0
+    """The logits are divided by it, for sampling and in the update."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """The likeliest tokens are sampled from, as few as have this probability together; 1: all."""
     top_k: int = Field(default=0, ge=0)
     """How many of the likeliest tokens are sampled from; 0: all."""
     stop: tuple[str, ...] = ()
@@ -33,40 +37,45 @@ class GrpoConfig(Section):
     """What is learned from completions. docs/training.md has the papers of these settings."""
 
     num_generations: int = Field(default=8, ge=2)
-    """Completions of each prompt: the group whose rewards are compared."""
+    """Completions of each prompt: the group whose rewards are compared. It divides `batch_size`."""
     loss_type: LossType = "grpo"
     """How tokens are averaged: first over each completion (`grpo`), over all tokens of the update (`dapo`), first over
     the tokens of each prompt's completions (`prompt_mean`), or as a sum over a constant (`dr_grpo`); `gspo` is `grpo`
-    with the probability ratio of whole completions."""
+    with the probability ratio of whole completions, and needs more than one update per rollout."""
     steps_per_generation: PositiveInt = 1
     """Updates that share a rollout: it has so many times `batch_size` completions, and each update takes its part."""
     num_iterations: PositiveInt = 1
     """How often each rollout is gone through."""
     epsilon: float | None = Field(default=None, gt=0, lt=1)
-    """How far the probability ratio may fall below 1; None: 0.2, with `gspo` 3e-4."""
+    """How far the probability ratio may fall below 1; None: 0.2, with `gspo` 3e-4. This, `epsilon_high` and `dual_clip`
+    need more than one update per rollout (`steps_per_generation`, `num_iterations`), since the first one's ratio is
+    1."""
     epsilon_high: float | None = Field(default=None, gt=0)
     """How far it may rise above 1; None: as `epsilon`, or with `gspo`, where that is None, too, 4e-4."""
     dual_clip: float | None = Field(default=None, gt=1)
     """The largest ratio that counts where the advantage is negative; None: no limit."""
     beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the reference policy; 0: no reference policy is held."""
+    """Weight of the KL divergence to the reference policy; 0: no reference policy is held; else `reference` is
+    needed."""
     reference: Literal["initial"] | None = None
-    """The reference policy: the parameters that the run began with."""
+    """The reference policy: the parameters that the run began with. Only with `beta` above 0."""
     entropy_coef: float = 0.0
+    """Weight of the entropy, which a positive one rewards."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Which rewards' standard deviation divides the advantages: the group's, or the rollout's (`batch`); None: the
     group's, with `dr_grpo` none."""
     importance_sampling: Literal["token_truncate", "sequence_mask"] = "token_truncate"
     """How the trainer's probability over the sampler's becomes a weight: each token's, at most `importance_cap`; or the
-    whole completion's, 0 above `importance_cap`."""
+    whole completion's, 0 above `importance_cap`, which is needed."""
     importance_cap: PositiveFloat | None = 2.0
     """The limit of the importance weight; None: no such weight."""
     dynamic_sampling: PositiveInt = 1
     """The most rollouts of a step: prompts whose completions have equal rewards are replaced by others that often."""
     mask_truncated_completions: bool = False
+    """Leave completions that were cut off out of the update."""
     row_length: PositiveInt | None = None
     """Tokens in a row of the update, into which sequences are packed; None: as many as the longest sequence may have.
-    The gradient does not depend on it."""
+    At least `rollout.max_prompt_length` + `rollout.max_completion_length`. The gradient does not depend on it."""
 
     @model_validator(mode="after")
     def check(self) -> Self:

@@ -66,7 +66,8 @@ TABLE = (
     ("log_completions", "log.samples", "how many of each step; all by default"),
     ("logging_steps", "", "every step is logged"),
     ("logging_dir", "", "logs are written to run_dir"),
-    ("report_to", "", "TensorBoard and metrics.jsonl are written in run_dir"),
+    ("report_to", "log.wandb", "the project; TensorBoard's files are always in run_dir"),
+    ("wandb_project project_name", "log.wandb", ""),
     ("resume_from_checkpoint", "", "a run resumes by the same command"),
 )
 """Names of settings, with their section where the name alone says too little; the setting here; what differs."""

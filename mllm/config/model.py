@@ -17,6 +17,7 @@ class LoraConfig(Section):
     """
 
     rank: PositiveInt
+    """The smaller dimension of a and b."""
     alpha: PositiveFloat
     """The scale s is alpha / rank."""
     rslora: bool = False
@@ -36,22 +37,27 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
+    """The model that is trained."""
+
     source: str | None = None
     """A folder in Hugging Face's layout, a hub id, or the `run_dir` of another run."""
     step: int | str | None = None
     """The checkpoint of the run that is the source: `newest`, `best` (of a run with `checkpoint.keep_best`), or a step,
-    as which it is recorded; None: the newest."""
+    as which it is recorded; None: the newest. Not with init random."""
     init: Literal["pretrained", "random"] = "pretrained"
+    """Whether training begins with the source's parameters or with random ones; `pretrained` needs a source."""
     architecture: dict[str, Any] | None = None
-    """The keys of Hugging Face's config.json, for a model made from scratch without a `source`."""
+    """The keys of Hugging Face's config.json, for a model made from scratch without a `source`; only with init
+    random."""
     tokenizer: str | None = None
     """A folder or hub id, or `bytes`; by default the source's, or bytes for an `architecture`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The dtype of activations and of the products' operands."""
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the residual stream, which the layers add to; bfloat16 rounds each sum."""
+    """The dtype of the residual stream, which the layers add to; bfloat16 rounds each sum, and is
+    not for dtype float32."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the parameters that the optimizer updates."""
+    """The dtype of the parameters that the optimizer updates; not with `lora`, whose adapters are float32."""
     remat: Literal["none", "dots", "full"] = "full"
     """What the backward pass recomputes in each layer: nothing, all but the matrix products, or everything."""
     lora: LoraConfig | None = None
@@ -80,10 +86,13 @@ class ModelConfig(Section):
 
 
 class HeadConfig(Section):
+    """How the loss is computed from hidden states; docs/head.md has the details."""
+
     impl: Literal["full_logits", "xla", "mosaic_tpu", "mosaic_gpu"] | None = None
-    """None: the fastest that runs on this device without making [tokens, vocabulary] logits."""
+    """How it is computed; None: the fastest that runs on this device without making [tokens, vocabulary] logits."""
     workspace_mib: int | None = Field(default=None, ge=0)
-    """Memory in which the loss may keep logits; 0 computes them twice instead; None: the head chooses."""
+    """Memory in which the loss may keep logits; 0 computes them twice instead; None: the head chooses. Not with impl
+    full_logits, nor with `grpo.loss_type` gspo."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -93,18 +102,28 @@ class HeadConfig(Section):
 
 
 class OptimizerConfig(Section):
+    """How the parameters are updated."""
+
     name: Literal["adamw", "lion"] = "adamw"
+    """The optimizer; adamw's moments are two numbers a parameter, lion's are one."""
     learning_rate: PositiveFloat
+    """The highest learning rate, which the warm-up ends with."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after the warm-up, to `final_fraction` of itself at the last step."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Updates over which the learning rate rises, as part of `steps`."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
+    """The last learning rate over the highest; not with schedule constant."""
     b1: float = Field(default=0.9, ge=0, lt=1)
+    """How much of the mean gradient an update keeps; under lion only for its direction."""
     b2: float = Field(default=0.99, ge=0, lt=1)
+    """How much of the mean squared gradient an update keeps, under lion of the mean gradient."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of the mean squared gradient; not with lion."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Applies to matrices, never to norms and biases."""
     max_grad_norm: PositiveFloat | None = 1.0
+    """A gradient with a larger norm is scaled down to this; None: none is."""
     max_skipped: int = Field(default=10, ge=0)
     """Updates in a row that may be skipped because the loss or a gradient isn't finite; one more stops the run."""
 
@@ -121,5 +140,8 @@ class MeshConfig(Section):
     """Devices along each axis; their product is the number of devices that are used."""
 
     dp: PositiveInt = 1
+    """Devices that share a batch, each with all parameters."""
     fsdp: PositiveInt = 1
+    """Devices that share a batch, the parameters and the optimizer's state."""
     tp: PositiveInt = 1
+    """Devices that share every matrix product; divides the model's numbers of heads."""

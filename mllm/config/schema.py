@@ -18,18 +18,24 @@ from mllm.config.task import EvalConfig, TaskConfig
 
 
 class CheckpointConfig(Section):
+    """What is saved, and when."""
+
     every: PositiveInt | None = None
-    """Steps between checkpoints; None: only one at the end."""
+    """Steps between checkpoints; None: only one at the end. A multiple of the updates of a
+    rollout."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
     keep_best: bool = False
-    """Keep the best checkpoint, too: by `validation/loss` if the run validates, else by `eval/greedy_accuracy`."""
+    """Keep the best checkpoint, too: by `validation/loss` if the run validates, else by `eval/greedy_accuracy`. Needs
+    `eval` or `data.validation`, whose `every` is a multiple of `checkpoint.every`."""
 
     def is_due(self, step: int) -> bool:
         return self.every is not None and step % self.every == 0
 
 
 class LogConfig(Section):
+    """What GRPO logs besides the metrics."""
+
     samples: int | None = Field(default=None, ge=0)
     """How many completions of each step are written to samples.jsonl; None: all."""
     wandb: str | None = Field(default=None, pattern=r"^[^/\\#?%:]{1,128}$")
@@ -61,28 +67,46 @@ class Rows(NamedTuple):
 
 
 class Config(Section):
+    """The settings of a run; its sections follow."""
+
     algorithm: Literal["sft", "grpo"]
+    """Supervised fine-tuning, or group relative policy optimization."""
     run_dir: str
+    """The folder of the run, which is new or holds this run, which then resumes."""
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """What every random number is made from."""
     steps: PositiveInt | None = None
-    """How often the parameters are updated; None: as often as `data.epochs` passes over SFT's data have batches."""
+    """How often the parameters are updated; None: as often as `data.epochs` passes over SFT's data have batches. Under
+    GRPO a multiple of the updates of a rollout, `grpo.steps_per_generation` * `grpo.num_iterations`."""
     batch_size: PositiveInt
     """Sequences in each update. Under GRPO `num_generations` of them share a prompt, and a rollout has
-    `grpo.steps_per_generation` times as many."""
+    `grpo.steps_per_generation` times as many. A multiple of `num_generations`, and of `mesh.dp` * `mesh.fsdp`."""
     micro_batch_size: PositiveInt | None = None
     """Rows in one forward and backward pass; None: the whole batch, or under GRPO, whose packed rows vary in number, a
-    sixteenth of the most rows. The gradient does not depend on it."""
+    sixteenth of the most rows. The gradient does not depend on it. A multiple of `mesh.dp` * `mesh.fsdp`; under SFT it
+    divides `batch_size`."""
     model: ModelConfig
+    """What is trained."""
     head: HeadConfig = HeadConfig()
+    """How the loss is computed from hidden states."""
     optimizer: OptimizerConfig
+    """How the parameters are updated."""
     mesh: MeshConfig = MeshConfig()
+    """The devices."""
     data: DataConfig | None = None
+    """SFT's examples; sft needs it, and grpo does not use it."""
     task: TaskConfig | None = None
+    """Problems with rewards; grpo and `eval` need it."""
     rollout: RolloutConfig | None = None
+    """How completions are sampled; grpo and `eval` need it."""
     grpo: GrpoConfig | None = None
+    """What is learned from completions; grpo needs it, and sft does not use it."""
     eval: EvalConfig | None = None
+    """Completions of problems that are held out; needs `task` and `rollout`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is saved, and when."""
     log: LogConfig = LogConfig()
+    """What is logged besides the metrics; sft does not use it."""
     changes: tuple[Change, ...] = ()
     """What `--change` has changed so far: a record in the run's config.yaml, which nothing reads elsewhere."""
 

@@ -14,27 +14,37 @@ LongPrompts = Literal["skip", "error"]
 
 
 class RewardConfig(Section):
+    """A reward function; docs/rewards.md has the details."""
+
     name: str
     """`exact_match`, `flexible_match`, `math`, `format`, `tag_count`, `overlong`, `repetition`, `task` (its own
     scorer), `package.module:function`, or `url:http(s)://...`."""
     weight: float = 1.0
+    """The factor in the sum of rewards; 0: it is only logged."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function, by name."""
 
 
 class ArithmeticConfig(Section):
+    """Problems such as `12+7=`."""
+
     operands: int = Field(default=2, ge=2, le=6)
+    """Numbers in a problem."""
     digits: int = Field(default=1, ge=1, le=6)
     """The most digits of an operand."""
     operators: str = Field(default="+", pattern=r"^[-+*]+$")
+    """The operators that a problem may have."""
 
 
 class ColumnsConfig(Section):
     """What the data calls the fields that a problem is made of."""
 
     prompt: str = "prompt"
+    """The user's message."""
     messages: str = "messages"
+    """The chat, instead of `prompt`."""
     answer: str = "answer"
+    """The right answer."""
 
 
 SOURCES = {
@@ -51,22 +61,27 @@ HELDOUT = 256
 
 
 class TaskConfig(Section):
+    """Problems with rewards; docs/tasks.md has the details."""
+
     name: str
     """`jsonl` (files), `hub` (a data set), `package.module:function`, which returns problems, or a built-in task:
     `arithmetic`, `gsm8k`, `reasoning_gym:NAME`."""
     train: str | None = None
     """jsonl: a file, or a pattern of files (.jsonl, .jsonl.gz, .parquet); hub: a split, by default `train`."""
     test: str | None = None
-    """jsonl: the files of a test set, whose problems training never sees; hub: its split."""
+    """jsonl: the files of a test set, whose problems training never sees; hub: its split. Needs `eval.test`."""
     id: str | None = None
     """hub: the data set, e.g. `openai/gsm8k`."""
     subset: str | None = None
     """hub: the subset of the data set, e.g. `main`."""
     columns: ColumnsConfig | None = None
-    """What the data calls `prompt`, `messages` and `answer`, where it doesn't call them so."""
+    """What the data calls `prompt`, `messages` and `answer`, where it doesn't call them so; for jsonl, hub and
+    functions."""
     answer_form: AnswerForm = "whole"
-    """How a completion states its answer: as a whole, as `#### N`, in <answer> tags, or in \\boxed{}."""
+    """How a completion states its answer: as a whole, as `#### N`, in `<answer>` tags, or in `\\boxed{}`. For jsonl,
+    hub and functions."""
     arithmetic: ArithmeticConfig | None = None
+    """arithmetic: the size of its problems."""
     path: str | None = None
     """gsm8k: a folder with train.jsonl and test.jsonl; None: from the hub."""
     train_examples: PositiveInt = 10_000
@@ -79,6 +94,7 @@ class TaskConfig(Section):
     system_prompt: str | None = None
     """The system message before a prompt; it replaces the instruction that `gsm8k` and `reasoning_gym` append."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="exact_match"),)
+    """What a completion is paid for; each name stands once."""
     reward_timeout: PositiveFloat = 2.0
     """Seconds that a reward function may take for a completion; a batched one has the sum for all of its call."""
     reward_workers: PositiveInt = 1
@@ -130,7 +146,7 @@ class EvalConfig(Section):
     every: PositiveInt | None = None
     """Steps between evaluations; None: only at step 0 and at the end."""
     prompts: PositiveInt | None = None
-    """How many held-out problems are used; None: all."""
+    """How many held-out problems are used; None: all. At most `task.heldout`."""
     sampled: bool = False
     """Measure one completion at the rollout's temperature besides the greedy one."""
     test: bool = False
