@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_leaves_an_earlier_export_as_it_was(exported, tmp_p
 
 
 def drawn(**runs):
-    """Of each panel the names of its series, by run."""
+    """The names of each panel's series, by run."""
     return {topic: [f"{one.run} {one.name}" for one in series] for topic, series in plot.panels(runs).items()}
 
 
