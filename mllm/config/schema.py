@@ -37,7 +37,7 @@ class LogConfig(Section):
     """What GRPO logs besides the metrics."""
 
     samples: int | None = Field(default=None, ge=0)
-    """How many completions of each step are written to samples.jsonl; None: all."""
+    """How many completions of each step are written to samples.jsonl; None: all. sft does not use it."""
     wandb: str | None = Field(default=None, pattern=r"^[^/\\#?%:]{1,128}$")
     """The project of Weights & Biases to which metrics and timings are sent, too; None: nothing is sent."""
 
@@ -106,7 +106,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What is saved, and when."""
     log: LogConfig = LogConfig()
-    """What is logged besides the metrics; sft does not use it."""
+    """What is logged besides the metrics."""
     changes: tuple[Change, ...] = ()
     """What `--change` has changed so far: a record in the run's config.yaml, which nothing reads elsewhere."""
 
