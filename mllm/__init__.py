@@ -1,4 +1,4 @@
-"""A compact JAX trainer for Qwen2.5: SFT and GRPO around a fused LM-head loss."""
+"""A compact JAX trainer for Qwen2.5 and its kin: SFT and GRPO around a fused LM-head loss."""
 
 import os
 

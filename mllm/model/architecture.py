@@ -47,7 +47,7 @@ class RopeScaling(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Qwen2Config:
+class Architecture:
     """The family and sizes of a model, named as in config.json."""
 
     vocab_size: int
@@ -71,7 +71,7 @@ class Qwen2Config:
         return FAMILIES[self.model_type]
 
     @classmethod
-    def from_hf(cls, settings: Mapping[str, Any], where: str, *, closed: bool = False) -> "Qwen2Config":
+    def from_hf(cls, settings: Mapping[str, Any], where: str, *, closed: bool = False) -> "Architecture":
         """The sizes in a config.json, given its content; `where` names it in errors.
 
         If it is `closed`, as settings that a user wrote, an unknown key is an error, too. UserError is raised
@@ -167,7 +167,7 @@ class Qwen2Config:
         }
 
 
-SMALLEST = Qwen2Config(1, 1, 1, 1, 1, 1, 2, True)
+SMALLEST = Architecture(1, 1, 1, 1, 1, 1, 2, True)
 KNOWN_KEYS = frozenset(key for family in FAMILIES for key in replace(SMALLEST, model_type=family).to_hf())
 """The keys that settings of a user's own model may have."""
 

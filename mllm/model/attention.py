@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from mllm.errors import UserError
-from mllm.model.architecture import Qwen2Config
+from mllm.model.architecture import Architecture
 from mllm.model.layout import KEYS, QUERIES
 from mllm.parallel.mesh import RULES, sharding
 
@@ -135,7 +135,7 @@ class AttentionChoice:
 
 
 def choose(
-    setting: Literal["xla", "splash", "cudnn"] | None, config: Qwen2Config, mesh: Mesh, dtype: DTypeLike, packed: bool
+    setting: Literal["xla", "splash", "cudnn"] | None, config: Architecture, mesh: Mesh, dtype: DTypeLike, packed: bool
 ) -> AttentionChoice:
     """The attention for these devices, sizes and dtype: the kernel that `setting` names, else the fastest that can run.
 
@@ -155,7 +155,7 @@ def choose(
     return AttentionChoice("xla", f"{kernel} can't be used: {reason}", None)
 
 
-def obstacle(kernel: Kernel, config: Qwen2Config, mesh: Mesh, dtype: DTypeLike) -> str | None:
+def obstacle(kernel: Kernel, config: Architecture, mesh: Mesh, dtype: DTypeLike) -> str | None:
     """Why the kernel can't run, in a clause; None where it can."""
     here, device = (on_tpu(mesh), "a TPU") if kernel == "splash" else (on_gpu(mesh), "an NVIDIA GPU")
     if not here:
@@ -171,7 +171,7 @@ def obstacle(kernel: Kernel, config: Qwen2Config, mesh: Mesh, dtype: DTypeLike) 
     return None
 
 
-def cudnn_obstacle(config: Qwen2Config, mesh: Mesh, dtype: DTypeLike) -> str | None:
+def cudnn_obstacle(config: Architecture, mesh: Mesh, dtype: DTypeLike) -> str | None:
     if mesh.devices.flat[0] not in jax.devices():  # so --plan for GPUs that aren't there assumes XLA's attention
         return "cuDNN picks its kernel on the GPU, which is not here"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Float32, Int
 
 from mllm.config.model import LoraConfig
-from mllm.model.architecture import Qwen2Config
+from mllm.model.architecture import Architecture
 from mllm.model.attention import Attention
 from mllm.model.layout import (
     CACHED_KEYS,
@@ -35,12 +35,12 @@ from mllm.model.layout import (
 from mllm.model.lora import adapter, add_adapter
 
 
-class Qwen2(nnx.Module):
+class Decoder(nnx.Module):
     """The decoder up to and including its last norm; `nnx.split` gives its parameters as one pytree."""
 
     def __init__(
         self,
-        config: Qwen2Config,
+        config: Architecture,
         *,
         rngs: nnx.Rngs,
         dtype: DTypeLike = jnp.bfloat16,
@@ -78,7 +78,7 @@ class Qwen2(nnx.Module):
             self.head_a, self.head_b = map(nnx.data, adapter(*vocabulary, lora.rank))
 
     @classmethod
-    def abstract(cls, config: Qwen2Config, **options: Any) -> "Qwen2":
+    def abstract(cls, config: Architecture, **options: Any) -> "Decoder":
         """The model with shapes and dtypes in place of parameters; nothing is computed. Options as for the model."""
         return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **options))
 
@@ -165,7 +165,7 @@ class Layer(nnx.Module):
 
     def __init__(
         self,
-        config: Qwen2Config,
+        config: Architecture,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
@@ -285,7 +285,7 @@ def rms_norm(
     return (wide * scale * weight[...].astype(jnp.float32)).astype(dtype)
 
 
-def rotary(positions: Int[jax.Array, "B T"], config: Qwen2Config) -> Float[jax.Array, "2 B T 1 R"]:
+def rotary(positions: Int[jax.Array, "B T"], config: Architecture) -> Float[jax.Array, "2 B T 1 R"]:
     """The cosines and sines of position * theta^(-2i/H), float32 (arXiv:2104.09864, section 3.2.2).
 
     Llama 3.1 divides low frequencies by a factor: those of wavelengths that fit less than `low_freq_factor` times into
@@ -322,13 +322,13 @@ def masked_attention(
 
 
 def attention_mask(segments: Int[jax.Array, "B T"]) -> Bool[jax.Array, "B 1 T T"]:
-    """Whether a query (the third dim) attends to a key (the last): see `Qwen2.__call__`."""
+    """Whether a query (the third dim) attends to a key (the last): see `Decoder.__call__`."""
     same = (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, None, :]
     return jnp.tril(same)[:, None]
 
 
 def rematerialize(step: Callable[..., Any], remat: str, dtype: DTypeLike) -> Callable[..., Any]:
-    """The step of a scan, computed again in the backward pass as `remat` says; see `Qwen2`.
+    """The step of a scan, computed again in the backward pass as `remat` says; see `Decoder`.
 
     With "full" the backward pass keeps the residual stream of each layer in `dtype`, and begins there.
     """

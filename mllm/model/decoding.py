@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from mllm.config.model import LoraConfig
-from mllm.model.decoder import Qwen2, rotary
+from mllm.model.decoder import Decoder, rotary
 from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, QUERIES, Layout, Params, constrain, gather_parameters
 from mllm.model.lora import merge_adapters
 
@@ -43,7 +43,7 @@ class DecodingWeights(NamedTuple):
     layers: tuple[Params, ...]
 
 
-def abstract_cache(model: Qwen2, rows: int, places: int) -> Cache:
+def abstract_cache(model: Decoder, rows: int, places: int) -> Cache:
     """The shapes, dtypes and, with a layout, shardings of a cache."""
     config, layout = model.config, model.layout
     shape = (rows, config.num_key_value_heads, places, config.head_dim)
@@ -52,7 +52,7 @@ def abstract_cache(model: Qwen2, rows: int, places: int) -> Cache:
     return (LayerCache(keys, keys),) * config.num_hidden_layers
 
 
-def decoding_graphdef(model: Qwen2) -> nnx.GraphDef:
+def decoding_graphdef(model: Decoder) -> nnx.GraphDef:
     """The graph of a model's modules that decoding weights are merged into: as the model, but without adapters."""
     if model.lora is None:
         return nnx.split(model)[0]
@@ -60,7 +60,7 @@ def decoding_graphdef(model: Qwen2) -> nnx.GraphDef:
     if "head" in model.lora.targets:  # merged, the head is a matrix of its own
         config = replace(config, tie_word_embeddings=False)
     options = {name: getattr(model, name) for name in ("dtype", "residual_dtype", "remat", "attention", "layout")}
-    return nnx.split(Qwen2.abstract(config, **options))[0]
+    return nnx.split(Decoder.abstract(config, **options))[0]
 
 
 def decoding_weights(graphdef: nnx.GraphDef, params: Params) -> DecodingWeights:
@@ -72,7 +72,7 @@ def decoding_weights(graphdef: nnx.GraphDef, params: Params) -> DecodingWeights:
     return DecodingWeights(gather_outer(outer, *options), tuple(gather_layer(layers, i, *options) for i in indices))
 
 
-def abstract_decoding_weights(model: Qwen2, params: Params) -> DecodingWeights:
+def abstract_decoding_weights(model: Decoder, params: Params) -> DecodingWeights:
     """The shapes, dtypes and shardings of the decoding weights, from those of the parameters."""
     assert model.layout is not None
     outer, layers = split_layers(params)
@@ -140,7 +140,7 @@ def decode_token(
     return model.last_norm(hidden)[:, 0], tuple(filled)
 
 
-def merge(graphdef: nnx.GraphDef, weights: DecodingWeights, index: int) -> Qwen2:
+def merge(graphdef: nnx.GraphDef, weights: DecodingWeights, index: int) -> Decoder:
     """The model with the parameters of one layer in place of those of all."""
     return nnx.merge(graphdef, nnx.State({**weights.outer, "layers": weights.layers[index]}))
 

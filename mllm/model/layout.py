@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Shaped
 
 from mllm.errors import UserError
-from mllm.model.architecture import Qwen2Config
+from mllm.model.architecture import Architecture
 from mllm.parallel.mesh import RULES, sharding
 
 Params = Any
@@ -98,7 +98,7 @@ class Layout:
     unsharded: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, mesh: Mesh, config: Qwen2Config) -> "Layout":
+    def of(cls, mesh: Mesh, config: Architecture) -> "Layout":
         """The layout of a model of these sizes; UserError where the mesh does not divide one of them.
 
         Only heads of keys and values, which are few, may stay whole on every device. Nothing is padded.
@@ -182,7 +182,7 @@ gather_float32.defvjp(
 )
 
 
-def check_divides(mesh: Mesh, axis: Any, config: Qwen2Config, *names: str) -> None:
+def check_divides(mesh: Mesh, axis: Any, config: Architecture, *names: str) -> None:
     """Raise UserError where the mesh's `axis` does not divide one of the model's sizes with these names."""
     shards = mesh.shape[axis]
     common = math.gcd(*(getattr(config, name) for name in names))

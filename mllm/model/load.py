@@ -15,9 +15,9 @@ from mllm.config.model import LoraConfig, ModelConfig
 from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.model import weights
-from mllm.model.architecture import Qwen2Config
+from mllm.model.architecture import Architecture
 from mllm.model.attention import AttentionChoice, choose
-from mllm.model.decoder import Qwen2
+from mllm.model.decoder import Decoder
 from mllm.model.layout import Layout, Params
 from mllm.model.lora import initial_adapters, split_adapters
 from mllm.model.presets import PRESETS
@@ -30,7 +30,7 @@ MOST_PARAMETERS = 10**13
 class Policy:
     """A model that can be trained or sampled from, without its parameters."""
 
-    architecture: Qwen2Config
+    architecture: Architecture
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
     """The tokens that end a completion."""
@@ -64,7 +64,7 @@ class Policy:
         return self.split(self.params)[0]
 
     @property
-    def exported(self) -> Qwen2Config:
+    def exported(self) -> Architecture:
         """The sizes of the model with its adapters merged: an adapter of the head parts it from the embedding."""
         parted = self.lora is not None and "head" in self.lora.targets
         return replace(self.architecture, tie_word_embeddings=False) if parted else self.architecture
@@ -90,7 +90,7 @@ class Policy:
 
         @jax.jit(out_shardings=shardings)
         def create() -> Params:
-            return nnx.state(Qwen2(self.architecture, rngs=nnx.Rngs(self.seed), param_dtype=dtype))
+            return nnx.state(Decoder(self.architecture, rngs=nnx.Rngs(self.seed), param_dtype=dtype))
 
         return create()
 
@@ -122,7 +122,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     if model.lora is not None:
         dtypes["param_dtype"] = dtypes["dtype"]
     options = {"remat": model.remat, "attention": attention.attention, "layout": layout, "lora": model.lora}
-    abstract = Qwen2.abstract(architecture, **dtypes, **options)
+    abstract = Decoder.abstract(architecture, **dtypes, **options)
     graphdef, params = nnx.split(abstract)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     if count > MOST_PARAMETERS:
@@ -159,17 +159,17 @@ def model_folder(config: ModelConfig) -> Path | None:
     return weights.fetch_folder(config.source)
 
 
-def read_architecture(config: ModelConfig, folder: Path | None) -> Qwen2Config:
+def read_architecture(config: ModelConfig, folder: Path | None) -> Architecture:
     """The model's sizes: from the folder's config.json, from `model.architecture`, or known by name."""
     if folder is not None:
         return weights.read_config(folder)
     if config.architecture is not None:
-        return Qwen2Config.from_hf(config.architecture, "model.architecture", closed=True)
+        return Architecture.from_hf(config.architecture, "model.architecture", closed=True)
     assert config.source is not None
     return PRESETS[config.source]
 
 
-def check_lengths(config: Config, architecture: Qwen2Config) -> None:
+def check_lengths(config: Config, architecture: Architecture) -> None:
     """Raise UserError where a row may be longer than the positions that the model was trained with."""
     rows = {} if config.data is None else {"data.max_length": config.data.max_length}
     if config.rollout is not None:

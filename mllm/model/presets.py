@@ -1,10 +1,10 @@
 """Published checkpoints by name: their sizes, as in their own config.json."""
 
-from mllm.model.architecture import Qwen2Config, RopeScaling
+from mllm.model.architecture import Architecture, RopeScaling
 
 
-def qwen25(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, eps: float, length: int) -> Qwen2Config:
-    return Qwen2Config(
+def qwen25(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, eps: float, length: int) -> Architecture:
+    return Architecture(
         vocab_size=151_936 if hidden < 3_584 else 152_064,
         hidden_size=hidden,
         intermediate_size=mlp,
@@ -18,8 +18,8 @@ def qwen25(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, eps: f
     )
 
 
-def qwen3(hidden: int, mlp: int, layers: int, heads: int) -> Qwen2Config:
-    return Qwen2Config(
+def qwen3(hidden: int, mlp: int, layers: int, heads: int) -> Architecture:
+    return Architecture(
         vocab_size=151_936,
         hidden_size=hidden,
         intermediate_size=mlp,
@@ -33,8 +33,8 @@ def qwen3(hidden: int, mlp: int, layers: int, heads: int) -> Qwen2Config:
     )
 
 
-def llama(hidden: int, mlp: int, layers: int, heads: int, scaling: float) -> Qwen2Config:
-    return Qwen2Config(
+def llama(hidden: int, mlp: int, layers: int, heads: int, scaling: float) -> Architecture:
+    return Architecture(
         vocab_size=128_256,
         hidden_size=hidden,
         intermediate_size=mlp,
@@ -52,7 +52,7 @@ def llama(hidden: int, mlp: int, layers: int, heads: int, scaling: float) -> Qwe
 
 
 BOTH = ("", "-Instruct")
-PRESETS: dict[str, Qwen2Config] = {
+PRESETS: dict[str, Architecture] = {
     # Base and Instruct differ only in the last two columns.
     "Qwen/Qwen2.5-0.5B": qwen25(896, 4_864, 24, 14, 2, 1e-6, 32_768),
     "Qwen/Qwen2.5-0.5B-Instruct": qwen25(896, 4_864, 24, 14, 2, 1e-6, 32_768),

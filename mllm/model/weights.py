@@ -30,8 +30,8 @@ from tqdm import tqdm
 
 from mllm.config.model import MeshConfig
 from mllm.errors import UserError, brief
-from mllm.model.architecture import Qwen2Config
-from mllm.model.decoder import Qwen2
+from mllm.model.architecture import Architecture
+from mllm.model.decoder import Decoder
 from mllm.model.json_file import read_json, write_json
 from mllm.model.layout import Layout, Params, parameter_name
 from mllm.parallel.mesh import make_mesh
@@ -104,15 +104,15 @@ def fetch_folder(source: str) -> Path:
         raise UserError(f"{source}: no such folder, and the hub did not give it ({reason}); {way_out}") from None
 
 
-def read_config(folder: Path) -> Qwen2Config:
-    """The sizes in the folder's config.json; UserError where it is missing, or no model that `Qwen2` implements."""
+def read_config(folder: Path) -> Architecture:
+    """The sizes in the folder's config.json; UserError where it is missing, or no model that `Decoder` implements."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{path}: missing; a checkpoint in Hugging Face's layout has it")
-    return Qwen2Config.from_hf(read_json(path), where=str(path))
+    return Architecture.from_hf(read_json(path), where=str(path))
 
 
-def load(folder: Path, config: Qwen2Config, abstract: Params | None = None) -> nnx.State:
+def load(folder: Path, config: Architecture, abstract: Params | None = None) -> nnx.State:
     """The parameters, in the tree of `nnx.split(model)[1]`; all names and shapes are checked before any is read.
 
     They get the dtypes and mesh shardings of `abstract`, that tree with `jax.ShapeDtypeStruct`s; None: float32 on
@@ -121,7 +121,7 @@ def load(folder: Path, config: Qwen2Config, abstract: Params | None = None) -> n
     embedding.
     """
     if abstract is None:
-        abstract = Layout.of(make_mesh(MeshConfig()), config).abstract_parameters(nnx.state(Qwen2.abstract(config)))
+        abstract = Layout.of(make_mesh(MeshConfig()), config).abstract_parameters(nnx.state(Decoder.abstract(config)))
     with ExitStack() as files:
         tensors = open_tensors(folder, files)
         check(tensors, {name: shape for name, shape, _, _ in tensors_of(abstract)}, folder)
@@ -269,7 +269,7 @@ def check_copy(head: Tensor, embed: Tensor) -> None:
 
 def save(
     folder: Path,
-    config: Qwen2Config,
+    config: Architecture,
     params: nnx.State,
     *,
     dtype: DTypeLike = jnp.bfloat16,

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int, Key
 
 from mllm.config.grpo import RolloutConfig
-from mllm.model.decoder import Qwen2
+from mllm.model.decoder import Decoder
 from mllm.model.decoding import Cache, DecodingWeights, LayerCache, decode_token, merge
 from mllm.model.layout import CACHED_KEYS, Layout, Params, constrain
 from mllm.rl import sampling
@@ -189,7 +189,7 @@ def decode(
     return rows._replace(steps=chunk.steps), cache
 
 
-def logit_blocks(model: Qwen2, rows: int) -> int:
+def logit_blocks(model: Decoder, rows: int) -> int:
     """Into how many blocks the rows are divided, each of which reads the vocabulary matrix, so that logits are few."""
     layout, vocabulary = model.layout, model.config.vocab_size
     if layout is not None:

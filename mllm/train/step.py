@@ -25,7 +25,7 @@ from kernels.lm_head import (
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.errors import UserError
-from mllm.model.architecture import Qwen2Config
+from mllm.model.architecture import Architecture
 from mllm.model.layout import LOGICAL_AXES, Params, map_parameters
 from mllm.parallel.mesh import sharding
 from mllm.train import objectives, rounding
@@ -173,7 +173,7 @@ def head_sharding(mesh: Mesh) -> HeadSharding:
     return HeadSharding(mesh, tokens, vocabulary, features)
 
 
-def choose_head(config: Config, architecture: Qwen2Config, mesh: Mesh) -> Choice:
+def choose_head(config: Config, architecture: Architecture, mesh: Mesh) -> Choice:
     """The implementation of the head that the train step uses, and the reason why it is not a faster one."""
     if config.head.impl is not None:
         return Choice(config.head.impl, "head.impl asks for it")

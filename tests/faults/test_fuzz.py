@@ -31,8 +31,8 @@ from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example
 from mllm.errors import LONGEST, UserError
 from mllm.model import tokenizer, weights
-from mllm.model.architecture import Qwen2Config
-from mllm.model.decoder import Qwen2
+from mllm.model.architecture import Architecture
+from mllm.model.decoder import Decoder
 from mllm.rl.reward_functions import exact_match, flexible_match, repetition, tag_count, think_answer_format
 
 SECONDS = 2.0
@@ -202,7 +202,7 @@ def read_completion(folder: Path, text: str) -> None:
 
 # Models
 
-SIZES = Qwen2Config(
+SIZES = Architecture(
     vocab_size=8,
     hidden_size=4,
     intermediate_size=6,
@@ -212,7 +212,7 @@ SIZES = Qwen2Config(
     head_dim=2,
     tie_word_embeddings=True,
 )
-SHAPES = {name: shape for name, shape, _, _ in weights.tensors_of(nnx.state(Qwen2.abstract(SIZES)))}
+SHAPES = {name: shape for name, shape, _, _ in weights.tensors_of(nnx.state(Decoder.abstract(SIZES)))}
 
 
 def safetensors_header() -> tuple[dict[str, Any], int]:
@@ -266,7 +266,7 @@ def read_model(folder: Path, given: Files) -> None:
         (folder / "model.safetensors.index.json").write_bytes(as_json(given.index))
 
     config = weights.read_config(folder)
-    assert Qwen2Config.from_hf(config.to_hf(), "again") == config
+    assert Architecture.from_hf(config.to_hf(), "again") == config
     with ExitStack() as opened:
         tensors = weights.open_tensors(folder, opened)
         weights.check(tensors, SHAPES, folder)

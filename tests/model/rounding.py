@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 
 from mllm.model import decoder
-from mllm.model.architecture import Qwen2Config
-from mllm.model.decoder import Qwen2, rms_norm
+from mllm.model.architecture import Architecture
+from mllm.model.decoder import Decoder, rms_norm
 from mllm.model.decoding import abstract_cache, decode_token, decoding_weights, merge
 from mllm.model.layout import parameter_name
 
@@ -31,7 +31,7 @@ SIZES = {
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
-CONFIG = Qwen2Config.from_hf(SIZES, "SIZES")
+CONFIG = Architecture.from_hf(SIZES, "SIZES")
 TOKENS = 32
 LARGE = np.array([30, -18, 12, -9])
 """What the large channels hold in every token; the others begin with a deviation of 1."""
@@ -71,7 +71,7 @@ def parameters() -> nnx.State:
             values[:, large] = LARGE
         return jnp.asarray(values, jnp.bfloat16)
 
-    return jax.tree_util.tree_map_with_path(make, nnx.state(Qwen2.abstract(CONFIG)))
+    return jax.tree_util.tree_map_with_path(make, nnx.state(Decoder.abstract(CONFIG)))
 
 
 def norm_rounded_twice(x, weight, eps, dtype):
@@ -91,7 +91,7 @@ def compute(function, rounding, *arguments):
 
 
 def abstract_model(rounding):
-    return Qwen2.abstract(CONFIG, dtype=rounding.dtype, residual_dtype=rounding.residual_dtype)
+    return Decoder.abstract(CONFIG, dtype=rounding.dtype, residual_dtype=rounding.residual_dtype)
 
 
 @cache
@@ -107,7 +107,7 @@ def one_pass(rounding: Rounding) -> np.ndarray:
     return compute(logprobs, rounding, parameters())
 
 
-def vocabulary_logprobs(model: Qwen2, hidden: jax.Array) -> jax.Array:
+def vocabulary_logprobs(model: Decoder, hidden: jax.Array) -> jax.Array:
     weight = model.head_weight.astype(hidden.dtype)
     return jax.nn.log_softmax(jnp.einsum("td,vd->tv", hidden, weight, preferred_element_type=jnp.float32))
 

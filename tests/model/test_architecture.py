@@ -8,8 +8,8 @@ from flax import nnx
 from tiny import ARCHITECTURE
 
 from mllm.errors import UserError
-from mllm.model.architecture import Qwen2Config
-from mllm.model.decoder import Qwen2
+from mllm.model.architecture import Architecture
+from mllm.model.decoder import Decoder
 from mllm.model.presets import PRESETS
 
 SMALL = {key: value for key, value in ARCHITECTURE.items() if key != "rope_theta"}
@@ -21,7 +21,7 @@ SMALL = {key: value for key, value in ARCHITECTURE.items() if key != "rope_theta
     ids=["on top, as before transformers 5", "nested, as since"],
 )
 def test_the_rotary_base_is_found_in_both_places(rope: dict) -> None:
-    assert Qwen2Config.from_hf(SMALL | rope, "config.json").rope_theta == 500.0
+    assert Architecture.from_hf(SMALL | rope, "config.json").rope_theta == 500.0
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_rotary_base_is_found_in_both_places(rope: dict) -> None:
 )
 def test_a_config_that_cannot_be_is_refused_by_file_and_key(change: dict, message: str) -> None:
     with pytest.raises(UserError) as error:
-        Qwen2Config.from_hf(SMALL | change, "some/config.json")
+        Architecture.from_hf(SMALL | change, "some/config.json")
     assert str(error.value).startswith("some/config.json: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
@@ -73,5 +73,5 @@ def test_a_config_that_cannot_be_is_refused_by_file_and_key(change: dict, messag
 )
 def test_presets_have_as_many_parameters_as_the_published_checkpoints(published: str, parameters: int) -> None:
     for name in {published, f"{published}-Instruct"} & PRESETS.keys():
-        leaves = jax.tree.leaves(nnx.state(Qwen2.abstract(PRESETS[name])))
+        leaves = jax.tree.leaves(nnx.state(Decoder.abstract(PRESETS[name])))
         assert sum(math.prod(leaf.shape) for leaf in leaves) == parameters

@@ -19,9 +19,9 @@ from mllm.config.model import MeshConfig
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model import attention
-from mllm.model.architecture import Qwen2Config
+from mllm.model.architecture import Architecture
 from mllm.model.attention import Attention, AttentionChoice, choose
-from mllm.model.decoder import Qwen2, attention_mask
+from mllm.model.decoder import Decoder, attention_mask
 from mllm.model.load import load_policy
 from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import make_mesh, sharding
@@ -128,9 +128,9 @@ def test_a_model_has_the_same_gradient_with_either_attention():
     settings, batch = config("sft"), batch_of(4, 64)
 
     def gradient(attention):
-        architecture = Qwen2Config.from_hf(HEADS_OF_64, "test")
+        architecture = Architecture.from_hf(HEADS_OF_64, "test")
         options = {"dtype": jnp.float32, "remat": "full", "attention": attention}
-        graphdef, params = nnx.split(Qwen2(architecture, rngs=nnx.Rngs(0), **options))
+        graphdef, params = nnx.split(Decoder(architecture, rngs=nnx.Rngs(0), **options))
         forward = Forward(graphdef, settings, make_mesh(ONE))
         return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0]))(params, batch)
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from test_model import fixture, logits_alone
 
-from mllm.model.decoder import Qwen2
+from mllm.model.decoder import Decoder
 from mllm.model.decoding import abstract_cache, decode_token, decoding_weights
 
 NAME = "grouped_bfloat16"
@@ -19,7 +19,7 @@ NAME = "grouped_bfloat16"
 @pytest.mark.parametrize("name", [NAME, "qwen3", "llama"])
 def test_decode_steps_of_rows_that_begin_at_different_places_match_one_pass(name):
     config, params, tokens, _, _ = fixture(name)
-    graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=jnp.float32))
+    graphdef, _ = nnx.split(Decoder.abstract(config, dtype=jnp.float32))
     batch, time = tokens.shape
     weights = decoding_weights(graphdef, params)
     cache = jax.tree.map(lambda x: jnp.full(x.shape, 9.0), abstract_cache(nnx.merge(graphdef, params), batch, time + 3))
@@ -38,7 +38,7 @@ def test_decode_steps_of_rows_that_begin_at_different_places_match_one_pass(name
 
 def test_a_loop_of_decode_steps_does_not_copy_the_cache():
     config = dataclasses.replace(fixture(NAME).config, num_hidden_layers=8)
-    model = Qwen2(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
     graphdef, params = nnx.split(model)
     cache, weights = abstract_cache(model, 2, 4096), decoding_weights(graphdef, params)
     rows = jnp.zeros(2, jnp.int32)

@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 
 from mllm.model import weights
-from mllm.model.architecture import Qwen2Config
-from mllm.model.decoder import Qwen2, attention_mask, linear, rms_norm
+from mllm.model.architecture import Architecture
+from mllm.model.decoder import Decoder, attention_mask, linear, rms_norm
 from mllm.model.layout import parameter_name
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -24,7 +24,7 @@ NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama")
 
 
 class Fixture(NamedTuple):
-    config: Qwen2Config
+    config: Architecture
     params: nnx.State
     tokens: jax.Array
     positions: jax.Array
@@ -45,8 +45,8 @@ def fixture(name: str) -> Fixture:
 
 
 @cache
-def compiled(config: Qwen2Config) -> Any:
-    graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=jnp.float32))
+def compiled(config: Architecture) -> Any:
+    graphdef, _ = nnx.split(Decoder.abstract(config, dtype=jnp.float32))
 
     @jax.jit
     def run(params: nnx.State, *inputs: Any) -> jax.Array:
@@ -56,7 +56,7 @@ def compiled(config: Qwen2Config) -> Any:
     return run
 
 
-def logits_of(config: Qwen2Config, params: nnx.State, *inputs: Any) -> Any:
+def logits_of(config: Architecture, params: nnx.State, *inputs: Any) -> Any:
     """Float32 logits [B, T, V]."""
     with jax.default_matmul_precision("highest"):
         return compiled(config)(params, *inputs)
@@ -67,7 +67,7 @@ def gradients(name: str, *, padded: bool = False, remat: Any = "none", **dtypes:
     """The gradients of a nonlinear function of the logits in every row, padding included."""
     config, params, tokens, positions, _ = fixture(name)
     segments = padded_segments(tokens) if padded else jnp.ones_like(tokens)
-    graphdef, _ = nnx.split(Qwen2.abstract(config, **{"dtype": jnp.float32, **dtypes}, remat=remat))
+    graphdef, _ = nnx.split(Decoder.abstract(config, **{"dtype": jnp.float32, **dtypes}, remat=remat))
 
     def loss(params: nnx.State, segments: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, params)
@@ -177,7 +177,7 @@ def test_the_more_is_rematerialized_the_less_is_kept_for_the_backward_pass() -> 
     inputs = jnp.ones((4, 256), jnp.int32)
 
     def kept_bytes(remat: str, dtype: Any = jnp.float32, residual_dtype: Any = None) -> int:
-        graphdef, _ = nnx.split(Qwen2.abstract(config, dtype=dtype, residual_dtype=residual_dtype, remat=remat))
+        graphdef, _ = nnx.split(Decoder.abstract(config, dtype=dtype, residual_dtype=residual_dtype, remat=remat))
 
         def loss(params: nnx.State) -> jax.Array:
             return nnx.merge(graphdef, params)(inputs, inputs, inputs)[0].sum()
@@ -199,7 +199,7 @@ def test_a_token_outside_the_vocabulary_gives_nan() -> None:
 
 def test_a_fresh_model_has_normal_matrices_zero_biases_and_unit_norms() -> None:
     config = dataclasses.replace(fixture("untied_sharded").config, hidden_size=64, initializer_range=0.02)
-    params = jax.jit(lambda: nnx.state(Qwen2(config, rngs=nnx.Rngs(0))))()
+    params = jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = parameter_name(path)
         if name.endswith("norm"):

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 
 from mllm.errors import UserError
 from mllm.model import weights
-from mllm.model.architecture import Qwen2Config
-from mllm.model.decoder import Qwen2
+from mllm.model.architecture import Architecture
+from mllm.model.decoder import Decoder
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama")
@@ -77,7 +77,7 @@ def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_of_transformers(nam
     assert_same_bits(load(tmp_path), params)
 
 
-def on_eight_devices(config: Qwen2Config) -> Any:
+def on_eight_devices(config: Architecture) -> Any:
     """The shapes of the parameters in bfloat16, of which each device holds a part."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
@@ -87,7 +87,7 @@ def on_eight_devices(config: Qwen2Config) -> Any:
             axes[0] = "a"
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
-    return jax.tree.map(abstract, nnx.state(Qwen2.abstract(config, param_dtype=jnp.bfloat16)))
+    return jax.tree.map(abstract, nnx.state(Decoder.abstract(config, param_dtype=jnp.bfloat16)))
 
 
 def test_parameters_have_the_dtypes_and_shardings_that_are_asked_for() -> None:
@@ -106,8 +106,8 @@ def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path, mo
     # memory only when the next one has been read.
     sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "head_dim": 64}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    config = Qwen2Config(**sizes, **heads, tie_word_embeddings=True)
-    params = jax.jit(lambda: nnx.state(Qwen2(config, rngs=nnx.Rngs(0))))()
+    config = Architecture(**sizes, **heads, tie_word_embeddings=True)
+    params = jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))()
     monkeypatch.setattr(weights, "SHARD_BYTES", 4_000_000)
     weights.save(tmp_path, config, params, dtype=jnp.bfloat16)
     load(tmp_path)  # once, so that compiling and importing isn't counted

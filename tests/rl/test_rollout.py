@@ -15,8 +15,8 @@ from tiny import ARCHITECTURE, config
 
 from mllm.config.grpo import RolloutConfig
 from mllm.model import weights
-from mllm.model.architecture import Qwen2Config
-from mllm.model.decoder import Qwen2
+from mllm.model.architecture import Architecture
+from mllm.model.decoder import Decoder
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 from mllm.rl import rollout, sampling
@@ -31,8 +31,8 @@ OPTIONS = RolloutConfig(max_prompt_length=12, max_completion_length=LIMIT, tempe
 
 def make_model(tied=True, dtype=jnp.float32):
     sizes = {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "initializer_range": 0.3}  # far from uniform
-    config = Qwen2Config.from_hf({**ARCHITECTURE, **sizes}, "test")
-    return Qwen2(config, rngs=nnx.Rngs(0), dtype=dtype)
+    config = Architecture.from_hf({**ARCHITECTURE, **sizes}, "test")
+    return Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def test_greedy_completions_are_those_of_transformers(name):
     """The completions of tests/make_fixtures.py: seven prompts of several lengths, two stop tokens."""
     folder = Path(__file__).parent.parent / "fixtures" / name
     architecture, expected = weights.read_config(folder), np.load(folder / "expected.npz")
-    graphdef, _ = nnx.split(Qwen2.abstract(architecture, dtype=jnp.float32))
+    graphdef, _ = nnx.split(Decoder.abstract(architecture, dtype=jnp.float32))
     prompts = [[token for token in row.tolist() if token >= 0] for row in expected["prompts"]]
     options = RolloutConfig(max_prompt_length=9, max_completion_length=expected["completions"].shape[1])
     arguments = {"options": options, "stop_ids": (5, 71), "pad_id": -1, "seed": 0, "step": 0}

@@ -16,7 +16,7 @@ from mllm.config.model import LoraConfig
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
 from mllm.model import weights
-from mllm.model.decoder import Qwen2
+from mllm.model.decoder import Decoder
 from mllm.model.decoding import decoding_graphdef, decoding_weights
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.model.load import load_policy
@@ -42,7 +42,7 @@ def logits(graphdef, params, tokens):
 def test_adapters_add_their_product_and_sampling_merges_them_to_rounding(name, rslora):
     sizes = weights.read_config(FIXTURES / name)
     lora = LoraConfig(rank=3, alpha=6.0, targets=ALL, rslora=rslora)
-    graphdef, abstract = nnx.split(Qwen2.abstract(sizes, dtype=jnp.float32, lora=lora))
+    graphdef, abstract = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32, lora=lora))
     adapters, _ = split_adapters(abstract)
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(adapters))))
     adapters = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(next(keys), leaf.shape), adapters)
@@ -63,7 +63,7 @@ def test_adapters_add_their_product_and_sampling_merges_them_to_rounding(name, r
     changed = jax.tree_util.tree_map_with_path(change, stored)
     head = np.asarray(changed["embed" if sizes.tie_word_embeddings else "head"][...], np.float64)
     head = head + scale * np.asarray(adapters["head_b"][...], np.float64) @ np.asarray(adapters["head_a"][...])
-    plain = nnx.merge(nnx.split(Qwen2.abstract(sizes, dtype=jnp.float32))[0], changed)
+    plain = nnx.merge(nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0], changed)
     expected = plain(tokens, jnp.arange(24)[None], jnp.ones_like(tokens)) @ head.astype(np.float32).T
     np.testing.assert_allclose(logits(graphdef, whole, tokens), expected, atol=1e-4, rtol=0)
 

@@ -11,8 +11,8 @@ from flax import nnx
 from tiny import ARCHITECTURE
 
 from mllm.config.model import LoraConfig, LoraTarget, OptimizerConfig
-from mllm.model.architecture import Qwen2Config
-from mllm.model.decoder import Qwen2
+from mllm.model.architecture import Architecture
+from mllm.model.decoder import Decoder
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.train.optimizer import decays, make_optimizer, make_schedule, update_count
 
@@ -36,7 +36,7 @@ def test_every_dim_has_a_logical_axis_and_weight_decay_applies_to_matrices_alone
     lora = LoraConfig(rank=2, alpha=1.0, targets=get_args(LoraTarget))
     for family in ("qwen2", "qwen3"):  # together they have every parameter
         sizes = {**ARCHITECTURE, "model_type": family, "tie_word_embeddings": False}
-        _, params = nnx.split(Qwen2.abstract(Qwen2Config.from_hf(sizes, "test"), lora=lora))
+        _, params = nnx.split(Decoder.abstract(Architecture.from_hf(sizes, "test"), lora=lora))
         assert all(
             leaf.ndim == len(LOGICAL_AXES[parameter_name(path)])
             for path, leaf in jax.tree_util.tree_leaves_with_path(params)

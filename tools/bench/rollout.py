@@ -71,12 +71,12 @@ def engine(options: dict[str, int], **settings: int) -> Callable[[int], Result]:
     from flax import nnx
 
     from mllm.config.grpo import RolloutConfig
-    from mllm.model.architecture import Qwen2Config
-    from mllm.model.decoder import Qwen2
+    from mllm.model.architecture import Architecture
+    from mllm.model.decoder import Decoder
     from mllm.rl import rollout
 
-    architecture = Qwen2Config.from_hf(hugging_face_config(options), "bench")
-    graphdef, params = nnx.split(Qwen2(architecture, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    architecture = Architecture.from_hf(hugging_face_config(options), "bench")
+    graphdef, params = nnx.split(Decoder(architecture, rngs=nnx.Rngs(0), dtype=jnp.float32))
     limits = {"max_prompt_length": PROMPT, "max_completion_length": options["limit"]}
     config, rows, generate = RolloutConfig.model_validate({**limits, **settings}), prompts(options), rollout.generate
     stream: dict[str, Any] = {"options": config, "stop_ids": STOPS, "pad_id": 0, "step": 0}
