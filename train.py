@@ -114,7 +114,7 @@ def train(config: Config, change: bool = False) -> int:
             keeps_reference = config.grpo is not None and config.grpo.beta > 0
             needed = keeps_reference or policy.lora is not None or not saved_steps(folder / "checkpoints")
             trained, frozen = policy.split(initial := policy.initial_params() if needed else None)
-            whole = partial(policy.join, frozen=frozen)
+            whole, fixed = partial(policy.join, frozen=frozen), initial if keeps_reference else frozen
             if isinstance(source, GrpoSource) and keeps_reference:
                 source.reference = initial
         check_same(source.position(), "data: the processes have different examples: give all the same data")
@@ -122,13 +122,13 @@ def train(config: Config, change: bool = False) -> int:
             run_dir.write(folder, config)
 
         # Resume or begin.
-        checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints", config.checkpoint, frozen)))
+        checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints", config.checkpoint, fixed)))
         if state := checkpoints.restore(abstract_state(policy.trained, optimizer)):
             source.seek(state.position)
         else:
             position, evaluates = source.position(), measurements.are_due(0, final=False)
             state = RunState.begin(trained, optimizer, position, keeps_reference, evaluates)
-        del initial, trained
+        del initial, trained, fixed
         if is_writer():
             head = choose_head(config, policy.architecture, mesh)
             print(report.start_line(mesh, policy.params, head, policy.attention, state.step), file=sys.stderr)

@@ -46,7 +46,10 @@ class Checkpoints:
     def __init__(
         self, folder: Path, config: CheckpointConfig, frozen: Params | None = None, *, read_only: bool = False
     ) -> None:
-        """Raises UserError if the folder can't be made; `frozen` are parameters that are not saved, but known again."""
+        """Raises UserError if the folder can't be made.
+
+        `frozen` are parameters that are not saved, but known again: those below adapters, or of a reference.
+        """
         self.folder = folder.absolute()
         self.config = config
         self.read_only = read_only
@@ -112,8 +115,12 @@ class Checkpoints:
             except Damaged as error:
                 damaged[step] = str(error)
                 continue
-            if document.get("frozen", {}) != self.frozen:
-                raise UserError(f"model: {self.folder} has adapters of another model's parameters: give that model")
+            # Only what both know: a change of grpo.beta adds a reference, or takes it away.
+            if any(self.frozen.get(name, sums) != sums for name, sums in document.get("frozen", {}).items()):
+                raise UserError(
+                    f"model: {self.folder} belongs to a run with other frozen parameters, or another reference: "
+                    "give that model, and the same model.lora.source"
+                )
             # Only now: if none can be read the fault may lie elsewhere, and they stay as they are.
             for number, reason in damaged.items():
                 self.put_aside(number, reason)
