@@ -1,6 +1,7 @@
 """A run as another run's `model.source`: its sizes, tokenizer and stop tokens, and the parameters of a checkpoint.
 
 The parameters are the run's masters, in the dtype in which its optimizer updated them; nothing is exported between.
+The adapters of a run that trained some are merged into its model.
 """
 
 import logging
@@ -20,6 +21,7 @@ from mllm.errors import UserError
 from mllm.model import load
 from mllm.model.layout import Params
 from mllm.model.load import Policy
+from mllm.model.lora import merge_all_adapters
 from mllm.parallel.processes import gather_objects
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.storage import is_run, saved_steps
@@ -97,16 +99,32 @@ def choose_step(run: Path, step: int | str | None) -> int:
 def read_parameters(run: Path, step: int | str | None, like: Params) -> Params:
     """The parameters of a run's checkpoint, sharded and of the dtypes as `like`; UserError where there is none."""
     step, config = choose_step(run, step), configs.load(str(run / "config.yaml"))
-    if config.model.lora is not None:
-        raise UserError(f"model.source: {run} trained adapters: export it (tools/export.py), and give that folder")
     if len({*gather_objects(step)}) > 1:
         raise UserError(f"model.source: {run} was saving just now: try again")
+    if config.model.lora is not None:
+        return merged_parameters(run, step, config, like)
     stored = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, config.model.param_dtype, sharding=leaf.sharding), like
     )
     with reading(run, config) as checkpoints:
         _, params = checkpoints.restore_params(stored, step)
     return jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype), params, like)
+
+
+def merged_parameters(run: Path, step: int, config: Config, like: Params) -> Params:
+    """The same of a run that trained adapters: they are added to its model's matrices in float32."""
+    policy = load_policy(config, jax.tree.leaves(like)[0].sharding.mesh)
+    if policy.exported != policy.architecture:
+        raise UserError(f"model.source: {run} parted the head from the embedding: give its export (tools/export.py)")
+    with reading(run, config) as checkpoints:
+        _, adapters = checkpoints.restore_params(policy.trained, step)
+
+    @jax.jit(out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))
+    def merge(params: Params) -> Params:
+        merged = merge_all_adapters(params, policy.lora)
+        return jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype), merged, like)
+
+    return merge(policy.complete(adapters))
 
 
 @contextmanager
