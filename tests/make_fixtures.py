@@ -1,8 +1,8 @@
 """Makes tests/fixtures: tiny checkpoints of each family as transformers saves them, the logits that it computes, and
-its greedy completions.
+its greedy completions; and adapters of one of them, as peft saves them.
 
-Run it where torch is installed, which the project itself never needs: `python tests/make_fixtures.py`. The
-result is committed (transformers 5.23, torch 2.13, CPU).
+Run it where torch and peft are installed, which the project itself never needs: `python tests/make_fixtures.py`. The
+result is committed (transformers 5.23, torch 2.13, peft 0.21, CPU).
 
 Every parameter is drawn wide, biases and norms too: with a fresh model's zeros, ones and deviations of 0.02
 a wrong layer would hardly show in the logits.
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -70,6 +71,27 @@ def greedy_completions(model: PreTrainedModel) -> dict[str, np.ndarray]:
         "prompts": np.array([prompt[0].tolist() + [-1] * (9 - prompt.shape[1]) for prompt in prompts], np.int32),
         "completions": np.array(padded, np.int32),
     }
+
+
+def make_adapters(name: str, base: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    expected = np.load(FIXTURES / base / "expected.npz")
+    model = AutoModelForCausalLM.from_pretrained(FIXTURES / base, dtype=torch.float32, attn_implementation="eager")
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    settings = LoraConfig(r=3, lora_alpha=6, target_modules=[*layers, "lm_head"], task_type="CAUSAL_LM")
+    model = get_peft_model(model, settings).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                parameter.normal_(0, 0.25, generator=generator)
+        tokens, positions = (torch.from_numpy(expected[key]).long() for key in ("tokens", "positions"))
+        logits = model(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=positions, use_cache=False
+        ).logits
+    model.peft_config["default"].base_model_name_or_path = base
+    model.save_pretrained(FIXTURES / name)
+    (FIXTURES / name / "README.md").unlink()
+    np.savez_compressed(FIXTURES / name / "expected.npz", logits=logits.numpy())
 
 
 if __name__ == "__main__":
@@ -132,3 +154,4 @@ if __name__ == "__main__":
             "original_max_position_embeddings": 32,
         },
     )
+    make_adapters("peft", "untied_sharded", seed=5)

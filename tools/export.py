@@ -1,8 +1,9 @@
 """Writes a run's newest parameters as a Hugging Face folder: python tools/export.py RUN [--step N] [--dtype bfloat16]
 
 RUN/export then holds config.json, generation_config.json, safetensors and the tokenizer; transformers loads it, and so
-does another run as its `model.source`. Adapters are merged into the model. An earlier export is replaced as a whole, or
-not at all.
+does another run as its `model.source`. The adapters of a run with `model.lora` are merged into the model (--merged, the
+default), or written by themselves (--adapter) as RUN/adapter in PEFT's format, which another run takes as its
+`model.lora.source`. An earlier export is replaced as a whole, or not at all.
 """
 
 import argparse
@@ -26,17 +27,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run_dir")
     parser.add_argument("--step", type=int, help="the checkpoint's; default: the newest")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: that of the computation")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--merged", action="store_true", help="a run with model.lora: the whole model (default)")
+    what.add_argument("--adapter", action="store_true", help="a run with model.lora: its adapters alone, in float32")
     options = parser.parse_args(arguments)
-    step = export(options.run, options.step, options.dtype)
+    if options.adapter and options.dtype:
+        raise UserError("--dtype: adapters are exported as they are trained, in float32: leave it out")
+    if options.adapter:
+        step, base = export_adapter(options.run, options.step)
+        print(f"step {step} of {options.run} is exported to {options.run / 'adapter'}, adapters of {base}")
+        return 0
+    step = export(options.run, options.step, options.dtype, merged=options.merged)
     print(f"step {step} of {options.run} is exported to {options.run / 'export'}")
     return 0
 
 
-def restore(run: Path, step: int | None, dtype: str | None = None) -> "tuple[Config, Policy, int, Params]":
+def restore(
+    run: Path, step: int | None, dtype: str | None = None, lora: str = ""
+) -> "tuple[Config, Policy, int, Params]":
     """A run's configuration, its policy on one device, and the step and parameters of its newest, or this, checkpoint.
 
-    With a `dtype` the policy computes in this one, and its residual stream in float32.
-    UserError is raised if the folder is no run, or has no such checkpoint.
+    With a `dtype` the policy computes in this one, and its residual stream in float32. `lora` is the option that asks
+    for a run with `model.lora`; with "--adapter" the parameters are its adapters alone.
+    UserError is raised if the folder is no run, is none with `model.lora`, or has no such checkpoint.
     """
     if not os.path.isfile(run / "config.yaml"):
         raise UserError(f"{run}: no config.yaml; give a run_dir")
@@ -47,20 +60,36 @@ def restore(run: Path, step: int | None, dtype: str | None = None) -> "tuple[Con
 
     changed = [f"model.dtype={dtype}", "model.residual_dtype=float32"] if dtype else []
     config = configs.load(str(run / "config.yaml"), changed)
+    if lora and config.model.lora is None:
+        raise UserError(f"{lora}: {run} trained the whole model (no model.lora): leave it out")
     policy = load_policy(config, make_mesh(MeshConfig()))
     with reading(run, config) as checkpoints:
         step, params = checkpoints.restore_params(policy.trained, step)
-    return config, policy, step, policy.complete(params)
+    return config, policy, step, params if lora == "--adapter" else policy.complete(params)
 
 
-def export(run: Path, step: int | None, dtype: str | None) -> int:
+def export_adapter(run: Path, step: int | None) -> tuple[int, str]:
+    """Write RUN/adapter; returns the step that it holds, and the model without adapters, in words."""
+    from mllm.model import peft
+    from mllm.run.source_run import source_run
+
+    config, policy, step, adapters = restore(run, step, lora="--adapter")
+    assert policy.lora is not None
+    base = f"{theirs}/export" if (theirs := source_run(config.model)) else config.model.source
+    peft.save(run / "adapter", policy.lora, adapters, base if config.model.init == "pretrained" else None)
+    if theirs:
+        return step, f"{base}, which tools/export.py {theirs} --step {config.model.step} writes"
+    return step, str(base) if config.model.init == "pretrained" else "random parameters"
+
+
+def export(run: Path, step: int | None, dtype: str | None, merged: bool = False) -> int:
     """Write RUN/export; returns the step that it holds."""
     import jax.numpy as jnp
 
     from mllm.model import weights
     from mllm.model.lora import merge_all_adapters
 
-    config, policy, step, params = restore(run, step)
+    config, policy, step, params = restore(run, step, lora="--merged" if merged else "")
     weights.save(
         run / "export",
         policy.exported,

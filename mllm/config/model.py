@@ -1,6 +1,5 @@
 """The sections `model`, `head`, `optimizer` and `mesh`: what is trained, and on what."""
 
-import math
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -16,23 +15,28 @@ class LoraConfig(Section):
     A product with the matrix W becomes one with W + s b a, where a is [rank, in] and b is [out, rank].
     """
 
-    rank: PositiveInt
-    """The smaller dimension of a and b."""
-    alpha: PositiveFloat
-    """The scale s is alpha / rank."""
-    rslora: bool = False
-    """The scale s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732)."""
-    targets: tuple[LoraTarget, ...] = ("q", "k", "v", "o", "gate", "up", "down")
-    """The products with an adapter: those of attention, of the feed-forward layer, and the head."""
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+    source: str | None = None
+    """A folder with adapters in PEFT's format, or a hub id, which training goes on from; None: b begins as 0."""
+    rank: PositiveInt | None = None
+    """The smaller dimension of a and b; None: the source's, and without one an error."""
+    alpha: PositiveFloat | None = None
+    """The scale s is alpha / rank; None: the source's, and without one an error."""
+    rslora: bool | None = None
+    """The scale s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732); None: as the source, or false."""
+    targets: tuple[LoraTarget, ...] | None = None
+    """The products with an adapter, of q, k, v, o, gate, up, down and head; None: the source's, or all but head."""
+    dropout: float = 0
+    """Only 0: the sampler has no dropout, and its log-probabilities would not be the trainer's."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
-        if not self.targets or len({*self.targets}) < len(self.targets):
+        if self.targets is not None and len({*self.targets}) < max(1, len(self.targets)):
             raise impossible("targets", "name at least one product, and each once")
+        for name in ("rank", "alpha"):
+            if self.source is None and getattr(self, name) is None:
+                raise impossible(name, "this setting is required, or lora.source")
+        if self.dropout != 0:
+            raise impossible("dropout", "only 0: the trainer's log-probabilities would not be the sampler's")
         return self
 
 

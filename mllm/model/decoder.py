@@ -19,7 +19,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Float32, Int
 
-from mllm.config.model import LoraConfig
 from mllm.model.architecture import Architecture
 from mllm.model.attention import Attention
 from mllm.model.layout import (
@@ -32,7 +31,7 @@ from mllm.model.layout import (
     constrain,
     gather_layer_float32,
 )
-from mllm.model.lora import adapter, add_adapter
+from mllm.model.lora import Lora, adapter, add_adapter
 
 
 class Decoder(nnx.Module):
@@ -49,7 +48,7 @@ class Decoder(nnx.Module):
         remat: Literal["none", "dots", "full"] = "none",
         attention: Attention | None = None,
         layout: Layout | None = None,
-        lora: LoraConfig | None = None,
+        lora: Lora | None = None,
     ) -> None:
         """Make random parameters: matrices normal with deviation `initializer_range`, biases 0, norms 1.
 
@@ -169,7 +168,7 @@ class Layer(nnx.Module):
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
-        lora: LoraConfig | None = None,
+        lora: Lora | None = None,
     ) -> None:
         self.config, self.dtype = config, dtype
         hidden, mlp = config.hidden_size, config.intermediate_size

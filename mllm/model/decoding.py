@@ -18,10 +18,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from mllm.config.model import LoraConfig
 from mllm.model.decoder import Decoder, rotary
 from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, QUERIES, Layout, Params, constrain, gather_parameters
-from mllm.model.lora import merge_adapters
+from mllm.model.lora import Lora, merge_adapters
 
 
 class LayerCache(NamedTuple):
@@ -89,13 +88,13 @@ def split_layers(params: Params) -> tuple[Params, Params]:
 
 
 @partial(jax.jit, static_argnames=("dtype", "layout", "lora"))
-def gather_outer(params: Params, dtype: DTypeLike, layout: Layout | None, lora: LoraConfig | None) -> Params:
+def gather_outer(params: Params, dtype: DTypeLike, layout: Layout | None, lora: Lora | None) -> Params:
     return gather_parameters(merge_adapters(params, lora), dtype, layout)
 
 
 @partial(jax.jit, static_argnames=("dtype", "layout", "lora"))
 def gather_layer(
-    layers: Params, index: Int[Any, ""], dtype: DTypeLike, layout: Layout | None, lora: LoraConfig | None = None
+    layers: Params, index: Int[Any, ""], dtype: DTypeLike, layout: Layout | None, lora: Lora | None = None
 ) -> Params:
     layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), layers)
     return gather_parameters(merge_adapters(layer, lora), dtype, layout, "layers.")

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from mllm.config.model import LoraConfig, ModelConfig
+from mllm.config.model import ModelConfig
 from mllm.config.schema import Config
 from mllm.errors import UserError
-from mllm.model import weights
+from mllm.model import peft, weights
 from mllm.model.architecture import Architecture
 from mllm.model.attention import AttentionChoice, choose
 from mllm.model.decoder import Decoder
 from mllm.model.layout import Layout, Params
-from mllm.model.lora import initial_adapters, split_adapters
+from mllm.model.lora import Lora, initial_adapters, split_adapters
 from mllm.model.presets import PRESETS
 from mllm.model.tokenizer import Tokenizer, check_fits, load_tokenizer, stop_ids
 
@@ -44,7 +44,9 @@ class Policy:
     read: Callable[[], Params] | None = None
     """Reads the parameters from elsewhere."""
 
-    lora: LoraConfig | None = None
+    lora: Lora | None = None
+    adapters: Path | None = None
+    """The folder with the adapters that training begins with; None: they begin as no change."""
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """The parameters that are trained, and those that are frozen; `join` undoes it."""
@@ -71,8 +73,14 @@ class Policy:
 
     def initial_params(self) -> Params:
         """The parameters that a run begins with, sharded as `params`; UserError where the folder's don't fit."""
-        stored = self.stored_params()
-        return stored if self.lora is None else self.join(initial_adapters(self.trained, self.seed), stored)
+        if self.lora is None:
+            return self.stored_params()
+        known = (
+            initial_adapters(self.trained, self.seed)
+            if self.adapters is None
+            else peft.load(self.adapters, self.trained)
+        )
+        return self.join(known, self.stored_params())
 
     @property
     def stored(self) -> Params:
@@ -118,10 +126,11 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     architecture = read_architecture(model, folder)
     layout = Layout.of(mesh, architecture)
     attention = choose(model.attention, architecture, mesh, model.dtype, packed)
+    lora, adapters = (None, None) if model.lora is None else peft.resolve(model.lora)
     dtypes = {name: jnp.dtype(getattr(model, name)) for name in ("dtype", "residual_dtype", "param_dtype")}
-    if model.lora is not None:
+    if lora is not None:
         dtypes["param_dtype"] = dtypes["dtype"]
-    options = {"remat": model.remat, "attention": attention.attention, "layout": layout, "lora": model.lora}
+    options = {"remat": model.remat, "attention": attention.attention, "layout": layout, "lora": lora}
     abstract = Decoder.abstract(architecture, **dtypes, **options)
     graphdef, params = nnx.split(abstract)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
@@ -141,7 +150,8 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         params=layout.abstract_parameters(params),
         folder=folder if model.init == "pretrained" else None,
         seed=seed,
-        lora=model.lora,
+        lora=lora,
+        adapters=adapters,
     )
 
 

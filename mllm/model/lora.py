@@ -3,8 +3,10 @@
 A matrix [out, in] has the adapter a [rank, in] and b [out, rank]; parameters named `..._a` and `..._b` are adapters.
 """
 
+import math
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,8 +15,24 @@ from flax import nnx
 from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, Float32
 
-from mllm.config.model import LoraConfig
 from mllm.model.layout import Params, parameter_name
+
+LAYER_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which products have adapters, in the order of `LoraConfig`'s names, and how large and strong these are."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = LAYER_TARGETS
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """What b a is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 def adapter(rows: int, columns: int, rank: int, *layers: int) -> tuple[nnx.Param, nnx.Param]:
@@ -58,7 +76,7 @@ def initial_adapters(abstract: Params, seed: int) -> Params:
     return jax.jit(lambda: jax.tree_util.tree_map_with_path(draw, abstract), out_shardings=shardings)()
 
 
-def merge_adapters(params: Params, lora: LoraConfig | None) -> Params:
+def merge_adapters(params: Params, lora: Lora | None) -> Params:
     """The parameters of one layer, or those of no layer, with each adapter added to its matrix, in float32.
 
     The head's adapter makes a matrix `head`, also where the head is the embedding.
@@ -73,7 +91,7 @@ def merge_adapters(params: Params, lora: LoraConfig | None) -> Params:
     return nnx.State(merged)
 
 
-def merge_all_adapters(params: Params, lora: LoraConfig | None) -> Params:
+def merge_all_adapters(params: Params, lora: Lora | None) -> Params:
     """All parameters of a model, with each adapter added to its matrix, in float32."""
     outer = merge_adapters(nnx.State({name: value for name, value in params.items() if name != "layers"}), lora)
     return nnx.State({**outer, "layers": merge_adapters(params["layers"], lora)})

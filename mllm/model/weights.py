@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,12 @@ TENSORS: dict[str, str] = {
     "head": "lm_head.weight",
 }
 """The name of a parameter's tensor, by the parameter's (`parameter_name`); `{}` is the number of the layer."""
+TENSORS |= {  # those of adapters are PEFT's
+    name.removesuffix("_weight") + end: f"base_model.model.{tensor.removesuffix('weight')}{module}.weight"
+    for name, tensor in TENSORS.items()
+    if name.endswith("_weight") or name == "head"
+    for end, module in (("_a", "lora_A"), ("_b", "lora_B"))
+}
 
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """The dtypes that can be read, with their bytes per number."""
@@ -69,20 +75,21 @@ HUB_SECONDS = 5
 EXPORTED = re.compile(
     r"config\.json|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
     r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt"
-    r"|chat_template\.jinja"
+    r"|chat_template\.jinja|adapter_config\.json|adapter_model\.safetensors"
 )
 """The files of an export, the tokenizer's included: all that `save` may replace."""
 
 
-def fetch_folder(source: str) -> Path:
+def fetch_folder(source: str, last_resort: str = "set model.init=random") -> Path:
     """The folder that `source` names: local, or a hub id's snapshot in the local cache, fetched if need be.
 
-    UserError is raised where it is neither a folder nor an id that the hub, or its local cache, gives.
+    UserError, which names the `last_resort` too, is raised where it is neither a folder nor an id that the hub, or
+    its local cache, gives.
     """
     folder = Path(os.path.expanduser(source))
     if os.path.isdir(folder):
         return folder
-    way_out = "give a local folder or a hub id that can be reached, or set model.init=random"
+    way_out = f"give a local folder or a hub id that can be reached, or {last_resort}"
     if os.path.lexists(folder):
         raise UserError(f"{source}: is not a folder (archives and single files are never opened); {way_out}")
     if not HUB_ID.fullmatch(source):
@@ -124,14 +131,20 @@ def load(folder: Path, config: Architecture, abstract: Params | None = None) -> 
         abstract = Layout.of(make_mesh(MeshConfig()), config).abstract_parameters(nnx.state(Decoder.abstract(config)))
     with ExitStack() as files:
         tensors = open_tensors(folder, files)
-        check(tensors, {name: shape for name, shape, _, _ in tensors_of(abstract)}, folder)
+        return read_parameters(tensors, abstract, folder)
 
-        with transfer_bar(f"loading {folder.name}", stored_bytes(tensors.values())) as bar:
 
-            def read(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-                return read_parameter(tensors, TENSORS[parameter_name(path)], leaf, bar)
+def read_parameters(
+    tensors: Mapping[str, "Tensor"], abstract: Params, folder: Path, described: str = "config.json"
+) -> nnx.State:
+    """The parameters of `abstract`, which is what is `described` there, from a folder's tensors; errors as `load`."""
+    check(tensors, {name: shape for name, shape, _, _ in tensors_of(abstract)}, folder, described)
+    with transfer_bar(f"loading {folder.name}", stored_bytes(tensors.values())) as bar:
 
-            return jax.tree_util.tree_map_with_path(read, abstract)
+        def read(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            return read_parameter(tensors, TENSORS[parameter_name(path)], leaf, bar)
+
+        return jax.tree_util.tree_map_with_path(read, abstract)
 
 
 def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: jax.ShapeDtypeStruct, bar: tqdm) -> jax.Array:
@@ -232,16 +245,16 @@ def open_file(path: Path, files: ExitStack) -> dict[str, Tensor]:
         raise UserError(f"{path}: truncated or not a safetensors file ({error}); fetch or export it again") from None
 
 
-def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], folder: Path, described: str) -> None:
     """Raise UserError unless the tensors are those of `shapes`, in dtypes that can be read."""
     for name, shape in shapes.items():
         if name not in tensors:
-            raise UserError(f"{folder}: tensor {name} is missing; config.json asks for it")
+            raise UserError(f"{folder}: tensor {name} is missing; {described} asks for it")
         tensor = tensors[name]
         stored_shape, stored_dtype = tensor.stored.get_shape(), tensor.stored.get_dtype()
         if tuple(stored_shape) != shape:
             raise UserError(
-                f"{tensor.file}: tensor {name} has shape {stored_shape}; by config.json it must be {list(shape)}"
+                f"{tensor.file}: tensor {name} has shape {stored_shape}; by {described} it must be {list(shape)}"
             )
         if stored_dtype not in STORED_DTYPES:
             raise UserError(
@@ -279,24 +292,34 @@ def save(
 ) -> None:
     """Write a folder that transformers loads; the host holds one shard at a time.
 
-    The folder is written beside its place and renamed when it is complete; if this call is cut off, an earlier
-    export there stays as it was. `also` writes further files into it (`tokenizer.save_pretrained`). UserError is
-    raised if the folder holds files that no export wrote, or can't be written.
+    An earlier export there is replaced as `replacing` says. `also` writes further files into the folder
+    (`tokenizer.save_pretrained`). UserError is raised as by `replacing`.
+    """
+    generation = {"eos_token_id": list(stop_ids) or None, "pad_token_id": pad_id}
+    with replacing(folder) as unfinished:
+        write_tensors(unfinished, params, np.dtype(dtype))
+        write_json(unfinished / "config.json", config.to_hf() | {"torch_dtype": str(np.dtype(dtype))})
+        write_json(unfinished / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
+        if also is not None:
+            also(unfinished)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A new folder, which is renamed to `folder` when the block has ended; one that is there is replaced as a whole.
+
+    If the block is cut off, an earlier export stays as it was. UserError is raised if the folder holds files that no
+    export wrote, or can't be written.
     """
     folder = folder.expanduser().resolve()
     unfinished, previous = (folder.with_name(f".{folder.name}.{state}") for state in ("unfinished", "previous"))
-    generation = {"eos_token_id": list(stop_ids) or None, "pad_token_id": pad_id}
     try:
         restore(folder, previous)
         refuse_foreign_files(folder)
         for leftover in (unfinished, previous):
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        write_tensors(unfinished, params, np.dtype(dtype))
-        write_json(unfinished / "config.json", config.to_hf() | {"torch_dtype": str(np.dtype(dtype))})
-        write_json(unfinished / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
-        if also is not None:
-            also(unfinished)
+        yield unfinished
         if folder.exists():
             folder.rename(previous)
         unfinished.rename(folder)
@@ -309,8 +332,8 @@ def save(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def write_tensors(folder: Path, params: nnx.State, dtype: np.dtype) -> None:
-    """Write the safetensors files and, where there are several, their index."""
+def write_tensors(folder: Path, params: nnx.State, dtype: np.dtype, single: str = SINGLE) -> None:
+    """Write the safetensors file `single`, or several and their index."""
     shards: list[dict[str, tuple[jax.Array, Any]]] = [{}]
     total = used = 0
     for name, shape, parameter, index in tensors_of(params):
@@ -323,7 +346,7 @@ def write_tensors(folder: Path, params: nnx.State, dtype: np.dtype) -> None:
 
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = single if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         places |= dict.fromkeys(shard, file)
         arrays = {name: np.asarray(parameter[index], dtype) for name, (parameter, index) in shard.items()}
         save_file(arrays, folder / file, metadata={"format": "pt"})

@@ -103,6 +103,12 @@ OVERRIDES: dict[str, str] = {
     "model.step=3": "model.step: is not used with init: random: remove it",
     "model={source: '.', init: pretrained, step: last}": "model.step: 'last' is none of newest, best and the number",
     "model={source: '.', init: pretrained, step: best}": "model.step: . is no run_dir: remove it",
+    # adapters
+    "model.lora={rank: 2}": "model.lora.alpha: this setting is required, or lora.source",
+    "model.lora={rank: 2, alpha: 2, dropout: 0.1}": "model.lora.dropout: only 0: the trainer's log-probabilities would",
+    "model.lora={rank: 2, alpha: 2, targets: []}": "model.lora.targets: name at least one product, and each once",
+    "model.lora={source: nowhere}": "nowhere: no such folder; give a local folder or a hub id",
+    "model.lora={source: '.'}": "adapter_config.json: missing; a folder in PEFT's format has it (",
     # files that are none
     "model.tokenizer=nowhere": "model.tokenizer: none can be read from nowhere",
     f"model.tokenizer={'a' * 300}": "model.tokenizer: none can be read from aaa",
@@ -200,6 +206,10 @@ TOOLS: tuple[tuple[str, str, str], ...] = (
     ("export", "run --step x", "argument --step: invalid int value: 'x'"),
     ("export", "run --dtype float8", "argument --dtype: invalid choice: 'float8'"),
     ("export", "run", "run/checkpoints: no checkpoint"),
+    ("export", "run --adapter", "--adapter: run trained the whole model (no model.lora): leave it out"),
+    ("export", "run --merged", "--merged: run trained the whole model (no model.lora): leave it out"),
+    ("export", "run --adapter --merged", "argument --merged: not allowed with argument --adapter"),
+    ("export", "run --adapter --dtype float32", "--dtype: adapters are exported as they are trained, in float32"),
     ("export", "damaged", "damaged/config.yaml: not readable as YAML"),
     ("plot", "nowhere", "nowhere: no metrics.jsonl with a line in it; give a run_dir"),
     ("plot", f"{'a' * 300}", "no metrics.jsonl with a line in it; give a run_dir"),

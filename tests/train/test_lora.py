@@ -12,7 +12,6 @@ from flax import nnx
 from runs import assert_same_end, newest, records, run
 from tiny import ARCHITECTURE, config, random_batch
 
-from mllm.config.model import LoraConfig
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
 from mllm.model import weights
@@ -20,7 +19,7 @@ from mllm.model.decoder import Decoder
 from mllm.model.decoding import decoding_graphdef, decoding_weights
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.model.load import load_policy
-from mllm.model.lora import initial_adapters, split_adapters
+from mllm.model.lora import Lora, initial_adapters, split_adapters
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.state import RunState
@@ -41,7 +40,7 @@ def logits(graphdef, params, tokens):
 @pytest.mark.parametrize("rslora", [False, True])
 def test_adapters_add_their_product_and_sampling_merges_them_to_rounding(name, rslora):
     sizes = weights.read_config(FIXTURES / name)
-    lora = LoraConfig(rank=3, alpha=6.0, targets=ALL, rslora=rslora)
+    lora = Lora(rank=3, alpha=6.0, targets=ALL, rslora=rslora)
     graphdef, abstract = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32, lora=lora))
     adapters, _ = split_adapters(abstract)
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(adapters))))
@@ -177,5 +176,5 @@ def test_adapters_of_another_model_are_refused(tmp_path):
                 saved.wait()
                 assert saved.restore(state).step == 1
             else:
-                with pytest.raises(UserError, match="adapters of another model's parameters"):
+                with pytest.raises(UserError, match="belongs to a run with other frozen parameters"):
                     saved.restore(state)

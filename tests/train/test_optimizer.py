@@ -10,10 +10,11 @@ import pytest
 from flax import nnx
 from tiny import ARCHITECTURE
 
-from mllm.config.model import LoraConfig, LoraTarget, OptimizerConfig
+from mllm.config.model import LoraTarget, OptimizerConfig
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
 from mllm.model.layout import LOGICAL_AXES, parameter_name
+from mllm.model.lora import Lora
 from mllm.train.optimizer import decays, make_optimizer, make_schedule, update_count
 
 
@@ -33,7 +34,7 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_its_final_fraction(schedul
 
 def test_every_dim_has_a_logical_axis_and_weight_decay_applies_to_matrices_alone():
     applies = {}
-    lora = LoraConfig(rank=2, alpha=1.0, targets=get_args(LoraTarget))
+    lora = Lora(rank=2, alpha=1.0, targets=get_args(LoraTarget))
     for family in ("qwen2", "qwen3"):  # together they have every parameter
         sizes = {**ARCHITECTURE, "model_type": family, "tie_word_embeddings": False}
         _, params = nnx.split(Decoder.abstract(Architecture.from_hf(sizes, "test"), lora=lora))

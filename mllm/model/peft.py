@@ -1,0 +1,121 @@
+"""Adapters in PEFT's format (https://huggingface.co/docs/peft): adapter_config.json and adapter_model.safetensors.
+
+Only plain LoRA adapters are read, of one rank, of the products that `LoraConfig` names. What else PEFT can do (DoRA,
+other ranks for some layers, biases, embeddings, other methods) is refused by the name of its field.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from mllm.config.model import LoraConfig, LoraTarget
+from mllm.errors import UserError
+from mllm.model import weights
+from mllm.model.json_file import read_json, write_json
+from mllm.model.layout import Params
+from mllm.model.lora import LAYER_TARGETS, Lora
+from mllm.model.weights import TENSORS
+
+CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
+MODULES: dict[str, str] = {
+    target: TENSORS["head" if target == "head" else f"layers.{target}_weight"].split(".")[-2]
+    for target in get_args(LoraTarget)
+}
+"""The name of the module of each product, as `target_modules` has it."""
+UNTOUCHED_BASE = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of init_lora_weights with which PEFT leaves the frozen matrices as they are."""
+NOT_COMPUTED = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("lora_dropout", "megatron_core", "qalora_group_size"),
+}
+"""Fields that say nothing about what an adapter computes."""
+
+
+def resolve(config: LoraConfig) -> tuple[Lora, Path | None]:
+    """The adapters that a configuration asks for, and the folder that they begin with, if they do with one.
+
+    UserError is raised where there is no such folder, its adapters aren't supported, or are others than those that
+    are asked for.
+    """
+    if config.source is None:
+        assert config.rank is not None
+        assert config.alpha is not None
+        return Lora(config.rank, config.alpha, config.targets or LAYER_TARGETS, bool(config.rslora)), None
+    folder = weights.fetch_folder(config.source, "leave model.lora.source out")
+    stored = read_config(folder)
+    for name in ("rank", "alpha", "rslora", "targets"):
+        wanted, found = getattr(config, name), getattr(stored, name)
+        if wanted is not None and (sorted(wanted) != sorted(found) if name == "targets" else wanted != found):
+            wanted, found = (", ".join(x) if name == "targets" else x for x in (wanted, found))
+            raise UserError(
+                f"model.lora.{name}: the adapters of {config.source} have {found}, not {wanted}: leave it out"
+            )
+    return stored, folder
+
+
+def read_config(folder: Path) -> Lora:
+    """The adapters that a folder holds, by its adapter_config.json; UserError where they aren't supported."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UserError(f"{path}: missing; a folder in PEFT's format has it (tools/export.py RUN --adapter makes one)")
+    found = read_json(path)
+
+    def refuse(key: str, supported: str) -> UserError:
+        return UserError(f"{path}: {key} is {found.get(key)!r}; supported is only {supported}")
+
+    rank, alpha, modules = (found.get(key) for key in ("r", "lora_alpha", "target_modules"))
+    if found.get("peft_type") != "LORA":
+        raise refuse("peft_type", "LORA")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise refuse("r", "a positive whole number")
+    if not isinstance(alpha, int | float) or not alpha > 0:
+        raise refuse("lora_alpha", "a positive number")
+    if not isinstance(modules, list) or not modules or any(one not in MODULES.values() for one in modules):
+        raise refuse("target_modules", "a list of " + ", ".join(MODULES.values()))
+    if found.get("bias", "none") != "none":
+        raise refuse("bias", "none")
+    if found.get("init_lora_weights", True) not in UNTOUCHED_BASE:
+        raise refuse("init_lora_weights", "what leaves the frozen matrices as they are")
+    checked = {"peft_type", "r", "lora_alpha", "target_modules", "bias", "init_lora_weights", "use_rslora"}
+    for key in found.keys() - checked - NOT_COMPUTED:
+        if found[key] not in (None, False, [], {}):
+            raise refuse(key, "none")
+    targets = tuple(target for target, module in MODULES.items() if module in modules)
+    return Lora(rank, float(alpha), targets, found.get("use_rslora") is True)
+
+
+def load(folder: Path, abstract: Params) -> Params:
+    """The adapters with the shapes, dtypes and shardings of `abstract`; UserError as for `weights.load`."""
+    if not (folder / FILE).is_file():
+        raise UserError(f"{folder / FILE}: missing; other files, as adapter_model.bin, are pickled and never opened")
+    with ExitStack() as files:
+        tensors = weights.open_file(folder / FILE, files)
+        # PEFT saves the frozen matrix of an adapted head, too.
+        tensors.pop(f"base_model.model.{MODULES['head']}.base_layer.weight", None)
+        return weights.read_parameters(tensors, abstract, folder, f"{CONFIG} and the model")
+
+
+def save(folder: Path, lora: Lora, adapters: Params, base: str | None) -> None:
+    """Write a folder that PEFT loads, in float32; `base` is the folder or hub id of the model without adapters.
+
+    An earlier export there is replaced as a whole, or not at all; UserError as for `weights.replacing`.
+    """
+    described: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "target_modules": [MODULES[target] for target in lora.targets],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+    with weights.replacing(folder) as unfinished:
+        weights.write_tensors(unfinished, adapters, np.dtype(np.float32), FILE)
+        write_json(unfinished / CONFIG, described)

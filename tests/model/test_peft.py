@@ -1,0 +1,170 @@
+"""Adapters in PEFT's format: peft's own compute the same here, ours compute the same there, and what isn't supported.
+
+tests/fixtures/peft was written by peft (tests/make_fixtures.py). Where torch and peft are installed, which the project
+itself never needs, peft also loads ours: `python -m pytest tests/model/test_peft.py`.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from mllm.config.model import LoraConfig, MeshConfig
+from mllm.errors import UserError
+from mllm.model import peft, weights
+from mllm.model.decoder import Decoder
+from mllm.model.layout import Layout, Params
+from mllm.model.lora import LAYER_TARGETS, Lora, split_adapters
+from mllm.parallel.mesh import make_mesh
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+PEFT, BASE = FIXTURES / "peft", "untied_sharded"
+ALL = (*LAYER_TARGETS, "head")
+
+
+def abstract_model(base: str, lora: Lora, **mesh: int) -> tuple[nnx.GraphDef, Params, Params]:
+    """The graph of a fixture with adapters, and the shapes of its adapters and of its frozen parameters."""
+    sizes = weights.read_config(FIXTURES / base)
+    graphdef, params = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32, lora=lora))
+    layout = Layout.of(make_mesh(MeshConfig(**mesh)), sizes)
+    return graphdef, *split_adapters(layout.abstract_parameters(params))
+
+
+def logits(graphdef: nnx.GraphDef, params: Params, base: str) -> jax.Array:
+    expected = np.load(FIXTURES / base / "expected.npz")
+    model = nnx.merge(graphdef, params)
+    tokens, positions = (jnp.asarray(expected[key]) for key in ("tokens", "positions"))
+    hidden = model(tokens, positions, jnp.ones_like(tokens))
+    return hidden @ model.head_weight.T
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tp": 2}], ids=["one device", "four devices"])
+def test_adapters_that_peft_wrote_give_the_logits_that_peft_computes(mesh: dict[str, int]) -> None:
+    lora, folder = peft.resolve(LoraConfig(source=str(PEFT)))
+    assert (lora, folder) == (Lora(rank=3, alpha=6.0, targets=ALL), PEFT)
+    graphdef, adapters, frozen = abstract_model(BASE, lora, **mesh)
+    stored = weights.load(FIXTURES / BASE, weights.read_config(FIXTURES / BASE), frozen)
+    whole = nnx.merge_state(stored, peft.load(PEFT, adapters))
+    expected = np.load(PEFT / "expected.npz")["logits"]
+    assert np.abs(expected - np.load(FIXTURES / BASE / "expected.npz")["logits"]).max() > 1
+    np.testing.assert_allclose(logits(graphdef, whole, BASE), expected, atol=1e-4, rtol=0)
+
+
+def test_adapters_are_written_as_peft_writes_them(tmp_path: Path) -> None:
+    lora = peft.read_config(PEFT)
+    peft.save(tmp_path / "adapter", lora, peft.load(PEFT, abstract_model(BASE, lora)[1]), BASE)
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [peft.CONFIG, peft.FILE]
+    ours, theirs = (load_file(folder / peft.FILE) for folder in (tmp_path / "adapter", PEFT))
+    del theirs["base_model.model.lm_head.base_layer.weight"]
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == np.float32
+        np.testing.assert_array_equal(tensor, theirs[name])
+    settings, their_settings = (
+        json.loads((folder / peft.CONFIG).read_text()) for folder in (tmp_path / "adapter", PEFT)
+    )
+    for one in (settings, their_settings):
+        one["target_modules"].sort()
+    assert settings.items() <= their_settings.items()
+
+
+@pytest.mark.parametrize("base", ["tied", "untied_sharded"])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_computes_the_same_logits_with_our_adapters(base: str, rslora: bool, tmp_path: Path) -> None:
+    torch, their_peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    lora = Lora(rank=2, alpha=4.0, targets=ALL, rslora=rslora)
+    graphdef, adapters, frozen = abstract_model(base, lora)
+    leaves, tree = jax.tree.flatten(adapters)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    drawn = [0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    adapters = jax.tree.unflatten(tree, drawn)
+    peft.save(tmp_path / "adapter", lora, adapters, base)
+    stored = weights.load(FIXTURES / base, weights.read_config(FIXTURES / base), frozen)
+
+    model = AutoModelForCausalLM.from_pretrained(FIXTURES / base, dtype=torch.float32, attn_implementation="eager")
+    model = their_peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    expected = np.load(FIXTURES / base / "expected.npz")
+    tokens, positions = (torch.from_numpy(expected[key]).long() for key in ("tokens", "positions"))
+    with torch.no_grad():
+        found = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=positions).logits.numpy()
+    assert np.abs(found - expected["logits"]).max() > 1
+    np.testing.assert_allclose(found, logits(graphdef, nnx.merge_state(stored, adapters), base), atol=1e-4, rtol=0)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("peft_type", "IA3"),
+        ("r", 0),
+        ("r", True),
+        ("lora_alpha", None),
+        ("target_modules", "all-linear"),
+        ("target_modules", ["q_proj", "embed_tokens"]),
+        ("target_modules", [["q_proj"]]),
+        ("bias", "all"),
+        ("init_lora_weights", "pissa"),
+        ("use_dora", True),
+        ("modules_to_save", ["lm_head"]),
+        ("rank_pattern", {"q_proj": 4}),
+        ("alpha_pattern", {"q_proj": 4}),
+        ("layers_to_transform", [0]),
+        ("fan_in_fan_out", True),
+        ("a_field_of_a_later_peft", 0.5),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_its_field(field: str, value: Any, tmp_path: Path) -> None:
+    settings = json.loads((PEFT / peft.CONFIG).read_text()) | {field: value}
+    (tmp_path / peft.CONFIG).write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=rf"adapter_config.json: {field} is .*; supported is only ") as error:
+        peft.read_config(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"rank": 4}, "model.lora.rank: the adapters of .* have 3, not 4: leave it out"),
+        ({"alpha": 3}, "model.lora.alpha: the adapters of .* have 6.0, not 3.0: leave it out"),
+        ({"rslora": True}, "model.lora.rslora: the adapters of .* have False, not True: leave it out"),
+        ({"targets": ("q", "v")}, "model.lora.targets: the adapters of .* have q, .*, head, not q, v: leave it out"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_contradicts_the_source_is_refused(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        peft.resolve(LoraConfig(source=str(PEFT), **setting))
+    assert peft.resolve(LoraConfig(source=str(PEFT), rank=3, alpha=6, rslora=False, targets=ALL[::-1]))[1] == PEFT
+
+
+def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(PEFT, tmp_path / "adapter"))
+    abstract = abstract_model(BASE, peft.read_config(PEFT))[1]
+    tensors, name = load_file(PEFT / peft.FILE), "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
+    changed = {
+        f"tensor {name} is missing; adapter_config.json and the model asks": {name: None},
+        f"tensor {name} has shape": {name: tensors[name][:2]},
+        "tensor surplus is not part of this model": {"surplus": tensors[name]},
+    }
+    for message, change in changed.items():
+        kept = {key: value for key, value in (tensors | change).items() if value is not None}
+        save_file(kept, folder / peft.FILE)
+        with pytest.raises(UserError, match=message):
+            peft.load(folder, abstract)
+    (folder / peft.FILE).rename(folder / "adapter_model.bin")
+    with pytest.raises(
+        UserError, match=r"adapter_model\.safetensors: missing; other files, as adapter_model\.bin, are"
+    ):
+        peft.load(folder, abstract)
