@@ -68,18 +68,42 @@ def decoding_weights(graphdef: nnx.GraphDef, params: Params) -> DecodingWeights:
     outer, layers = split_layers(params)
     options = model.dtype, model.layout, model.lora
     indices = range(model.config.num_hidden_layers)
-    return DecodingWeights(gather_outer(outer, *options), tuple(gather_layer(layers, i, *options) for i in indices))
+    shared = shared_parameters(model, outer)
+    copied = nnx.State({name: value for name, value in outer.items() if name not in shared})
+    outer = nnx.State({**shared, **gather_outer(copied, *options)})
+    return DecodingWeights(outer, tuple(gather_layer(layers, i, *options) for i in indices))
 
 
-def abstract_decoding_weights(model: Decoder, params: Params) -> DecodingWeights:
-    """The shapes, dtypes and shardings of the decoding weights, from those of the parameters."""
+def abstract_decoding_weights(model: Decoder, params: Params) -> tuple[DecodingWeights, Params]:
+    """The shapes, dtypes and shardings of the decoding weights, from those of the parameters; and `shared_parameters`.
+
+    These are among the decoding weights, but take no further memory.
+    """
     assert model.layout is not None
     outer, layers = split_layers(params)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
+    shared = shared_parameters(model, outer)
     one, outer = (jax.eval_shape(lambda x: merge_adapters(x, model.lora), part) for part in (one, outer))
     gathered = model.layout.abstract_gathered(one, model.dtype, "layers.")
     outer = model.layout.abstract_gathered(outer, model.dtype)
-    return DecodingWeights(outer, (gathered,) * model.config.num_hidden_layers)
+    return DecodingWeights(outer, (gathered,) * model.config.num_hidden_layers), shared
+
+
+def shared_parameters(model: Decoder, outer: Params) -> dict[str, Any]:
+    """The parameters of no layer that decoding reads as they are stored, so that they are not copied.
+
+    Embedding and head are gigabytes where a LoRA run holds them in the compute dtype.
+    """
+    layout = model.layout
+    if layout is None or model.head_a is not None:
+        return {}
+    gathered = layout.abstract_gathered(outer, model.dtype)
+
+    def is_gathered(name: str) -> bool:
+        (stored,), (read,) = jax.tree.leaves(outer[name]), jax.tree.leaves(gathered[name])
+        return stored.dtype == read.dtype and stored.sharding.is_equivalent_to(read.sharding, len(read.shape))
+
+    return {name: outer[name] for name in outer if is_gathered(name)}
 
 
 def split_layers(params: Params) -> tuple[Params, Params]:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from mllm.config.model import MeshConfig
 from mllm.config.schema import Config
 from mllm.errors import UserError
+from mllm.model.decoding import abstract_decoding_weights
 from mllm.model.load import Policy
 from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
 from mllm.plan import assignment, gpus, targets
@@ -106,22 +107,21 @@ class Planner:
         found = []
         if config.rollout is not None:
             # While tokens are sampled, the parameters and the optimizer's moments stay in memory.
-            weights, cache, prompts = map(
-                bytes_on_device, (shapes.decoding_weights(), shapes.cache(), shapes.prefilled())
-            )
+            weights, shared = map(bytes_on_device, abstract_decoding_weights(shapes.model, shapes.policy.params))
+            copied, cache, prompts = weights - shared, *map(bytes_on_device, (shapes.cache(), shapes.prefilled()))
             known = {
                 **held,
-                "parameters": held["parameters"] + weights,
+                "parameters": held["parameters"] + copied,
                 "KV cache": cache + PREFILLED_BATCHES * prompts,
             }
             kept = held["parameters"] + optimizer
             account = self.compile("prefill", "prefill")
-            others = kept - bytes_on_device(shapes.policy.params) + weights + cache + (PREFILLED_BATCHES - 1) * prompts
+            others = kept - bytes_on_device(shapes.policy.params) + copied + cache + (PREFILLED_BATCHES - 1) * prompts
             found.append(phase("prefill", account.peak + others, known, 0))
             account = self.compile("decode", "decode")
             self.turn = account.turn
             logits = bytes_on_device(shapes.logits())
-            found.append(phase("decode", account.peak + kept + PREFILLED_BATCHES * prompts, known, logits))
+            found.append(phase("decode", account.peak + kept - shared + PREFILLED_BATCHES * prompts, known, logits))
         if config.grpo is not None:
             account, head = self.compile("log-prob", "logprob"), self.compile("log-prob, head", "head_of_logprob")
             found.append(phase("log-prob", account.peak + reference + optimizer, held, head.temporaries))

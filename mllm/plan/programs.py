@@ -127,7 +127,7 @@ class Programs:
         return abstract_cache(self.model, self.slots, most_places(self.config.rollout))
 
     def decoding_weights(self) -> DecodingWeights:
-        return abstract_decoding_weights(self.model, self.policy.params)
+        return abstract_decoding_weights(self.model, self.policy.params)[0]
 
     def prefilled(self) -> Cache:
         """The keys and values of a batch of prompts."""

@@ -31,12 +31,12 @@ def slots_that_fit(config: Config, policy: Policy, memory: int | None = None) ->
     layout = model.layout
     if memory is None:
         memory = min(gather_objects(device_memory(layout.mesh)))  # all processes must choose the same number
-    weights = bytes_on_device(abstract_decoding_weights(model, policy.params))
+    weights, shared = map(bytes_on_device, abstract_decoding_weights(model, policy.params))
     place = bytes_on_device(abstract_cache(model, layout.row_shards, 1))
     waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, config.rollout.max_prompt_length) * place
     logits = layout.abstract((layout.row_shards, model.config.vocab_size), jnp.float32, ("batch", "vocab"))
     slot = most_places(config.rollout) * place + LOGITS * bytes_on_device(logits)
-    free = SHARE * memory - kept_in_training(config, policy) - weights - waiting
+    free = SHARE * memory - kept_in_training(config, policy) - (weights - shared) - waiting
     return max(1, int(free // slot)) * layout.row_shards
 
 

@@ -1,0 +1,75 @@
+"""What LoRA saves, by the plans of Qwen2.5's GRPO recipes: rank 32, 320 rows of 512 + 1024 tokens, one device."""
+
+import importlib.util
+from contextlib import closing
+from pathlib import Path
+
+import jax
+import pytest
+import tiny
+
+from mllm.config import load as configs
+from mllm.config.schema import CheckpointConfig
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import bytes_on_device, make_mesh
+from mllm.plan import gpus, memory
+from mllm.plan.programs import Programs
+from mllm.run.checkpoint import Checkpoints
+from mllm.run.state import RunState
+from mllm.train.optimizer import make_optimizer
+from mllm.train.step import init_state
+
+LORA = ["model.lora={rank: 32, alpha: 32}", "grpo.beta=0.001", "grpo.reference=initial", "micro_batch_size=8"]
+
+
+def recipe(size, *overrides):
+    return configs.load(f"qwen25_{size}_grpo.yaml", ["mesh.fsdp=1", *overrides])
+
+
+@pytest.mark.parametrize(("size", "gigabytes", "in_full"), [("7b", 16.5, 121.8), ("3b", 7.1, 49.4)])
+def test_parameters_moments_and_gradients_take_a_seventh_of_those_of_full_training(size, gigabytes, in_full):
+    """In GB: a frozen base in bfloat16, and 16 bytes for each number of an adapter; in full 16 for each parameter."""
+    for overrides, expected in ((LORA, gigabytes), ([], in_full)):
+        config = recipe(size, *overrides)
+        shapes = Programs(config, make_mesh(config.mesh))
+        states = shapes.policy.params, shapes.state.opt_state, shapes.gradients()
+        assert sum(map(bytes_on_device, states)) / 1e9 == pytest.approx(expected, abs=0.05)
+
+
+def test_a_checkpoint_has_twelve_bytes_for_each_number_of_an_adapter(tmp_path):
+    """0.72 GB for the 3B model: adapters and AdamW's moments in float32, by which a run resumes to the bit."""
+    config = recipe("3b", *LORA)
+    adapters = 36 * 32 * (2 * 4096 + 2 * 2304 + 3 * 13056)  # layers, rank, in + out of q and o, k and v, the others
+    assert 12 * adapters == 718_405_632
+    state = Programs(config, make_mesh(config.mesh)).state
+    assert 0 <= bytes_on_device(state) - 12 * adapters < 100  # counts of updates
+
+    config = tiny.config(model={"lora": {"rank": 256, "alpha": 1.0}})
+    policy = load_policy(config, make_mesh(config.mesh))
+    trained, frozen = policy.split(policy.initial_params())
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    with closing(Checkpoints(tmp_path, CheckpointConfig(), frozen)) as saved:
+        saved.save(RunState(1, init_state(trained, make_optimizer(config.optimizer, 4)), {}), "")
+        saved.wait()
+    stored = sum(path.stat().st_size for path in Path(tmp_path).rglob("*") if path.is_file())
+    assert 12 * numbers < stored < 13 * numbers
+
+
+def assert_fits(config, target):
+    devices = memory.find_devices(config.mesh, target)
+    phases = memory.Planner(config, devices, lambda line: None).phases()
+    assert {phase.name: phase.peak for phase in phases if phase.peak > devices.memory} == {}
+
+
+@pytest.mark.aot_gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not gpus.FOLDER.exists(), reason="needs XLA's plugin for CUDA, which make aot-gpu installs")
+def test_7b_fits_an_80_gb_gpu_with_all_320_rows_in_slots():
+    assert_fits(recipe("7b", *LORA, "rollout.max_slots=320"), "h100")
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
+def test_3b_fits_a_v6e_chip():
+    assert_fits(recipe("3b", *LORA), "v6e")
