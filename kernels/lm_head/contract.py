@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from kernels.lm_head.manual_axes import vary, varying_axes
+from kernels.precision import precision_of
 
 Objective = Callable[..., jax.Array]
 """(logprob, entropy, *operands) -> the loss of one token, all scalars; differentiable in the floating ones."""
@@ -66,10 +67,9 @@ def zeros(inputs: Inputs, *shape: int, dtype: Any = jnp.float32) -> Array:
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int], product: Any) -> Float[Array, "_ _"]:
-    """The product over one dim of each with float32 sums, at the highest precision where `product` is float32."""
-    precision = lax.Precision.HIGHEST if product == jnp.float32 else None
+    """The product over one dim of each with float32 sums, at the precision that goes with the dtype `product`."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, dims, precision=precision_of(product), preferred_element_type=jnp.float32)
 
 
 def logits_of(inputs: Inputs, options: Options, y: Float[Array, "R T"]) -> Float[Array, "R T"]:

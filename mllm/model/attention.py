@@ -9,7 +9,7 @@ query heads share a key head. No GPU has run the cuDNN path.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from kernels.precision import precision_of
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
 from mllm.model.layout import KEYS, QUERIES
@@ -107,7 +108,9 @@ def splash_attention(
     # bfloat16, the same way for every score.
     scaled = (queries.astype(jnp.float32) * head_dim**-0.5).astype(queries.dtype)
     by_head = (x.swapaxes(1, 2) for x in (scaled, keys, values))
-    return jax.vmap(kernel)(*by_head, splash.SegmentIds(segments, segments)).swapaxes(1, 2)
+    ids = splash.SegmentIds(segments, segments)
+    attend = at_set_precision(lambda kernel, *operands: jax.vmap(kernel)(*operands), queries.dtype)
+    return attend(kernel, *by_head, ids).swapaxes(1, 2)
 
 
 def cudnn_attention(
@@ -120,7 +123,30 @@ def cudnn_attention(
 ) -> Float[jax.Array, "B T N H"]:
     """cuDNN's attention over one device's rows and heads, with a mask only where rows are packed."""
     same = segments[:, None, :, None] == segments[:, None, None, :] if packed else None
-    return jax.nn.dot_product_attention(queries, keys, values, mask=same, is_causal=True, implementation=implementation)
+    options = {"mask": same, "is_causal": True, "implementation": implementation}
+    with set_precision(queries.dtype):
+        return jax.nn.dot_product_attention(queries, keys, values, **options)
+
+
+def set_precision(dtype: DTypeLike) -> Any:
+    """A context in which products that state no precision are traced with that of `precision_of(dtype)`."""
+    return jax.default_matmul_precision(precision_of(dtype).name.lower())
+
+
+def at_set_precision(attend: Callable[..., jax.Array], dtype: DTypeLike) -> Callable[..., jax.Array]:
+    """`attend`, traced in the context of `set_precision`, and so is its gradient, whose own rule is traced later."""
+
+    def forward(*operands: Any) -> tuple[jax.Array, Any]:
+        with set_precision(dtype):
+            return jax.vjp(attend, *operands)
+
+    def backward(pull: Any, slope: jax.Array) -> Any:
+        with set_precision(dtype):
+            return pull(slope)
+
+    run = jax.custom_vjp(lambda *operands: forward(*operands)[0])
+    run.defvjp(forward, backward)
+    return run
 
 
 @dataclass(frozen=True)

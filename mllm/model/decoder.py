@@ -19,8 +19,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Float32, Int
 
+from kernels.precision import precision_of
 from mllm.model.architecture import Architecture
-from mllm.model.attention import Attention
+from mllm.model.attention import Attention, set_precision
 from mllm.model.layout import (
     CACHED_KEYS,
     HIDDEN_STATES,
@@ -260,7 +261,8 @@ def run_product(
     dtype: DTypeLike | None, x: Float[jax.Array, "B T I"], weight: Float32[jax.Array, "O I"]
 ) -> tuple[Float[jax.Array, "B T O"], tuple[jax.Array, jax.Array]]:
     narrow = weight.astype(x.dtype)
-    return jnp.einsum("bti,oi->bto", x, narrow, preferred_element_type=dtype), (x, narrow)
+    y = jnp.einsum("bti,oi->bto", x, narrow, precision=precision_of(x.dtype), preferred_element_type=dtype)
+    return y, (x, narrow)
 
 
 def differentiate_product(
@@ -268,8 +270,8 @@ def differentiate_product(
 ) -> tuple[Float[jax.Array, "B T I"], Float32[jax.Array, "O I"]]:
     x, weight = operands
     dy = dy.astype(x.dtype)  # JAX's own rule would multiply a float32 cotangent in float32
-    dweight = jnp.einsum("bto,bti->oi", dy, x, preferred_element_type=jnp.float32)
-    return jnp.einsum("bto,oi->bti", dy, weight), dweight
+    einsum = partial(jnp.einsum, precision=precision_of(x.dtype))
+    return einsum("bto,oi->bti", dy, weight), einsum("bto,bti->oi", dy, x, preferred_element_type=jnp.float32)
 
 
 product.defvjp(run_product, differentiate_product)
@@ -317,7 +319,8 @@ def masked_attention(
     segments: Int[jax.Array, "B T"],
 ) -> Float[jax.Array, "B T N H"]:
     """XLA's attention."""
-    return jax.nn.dot_product_attention(queries, keys, values, mask=attention_mask(segments))
+    with set_precision(queries.dtype):
+        return jax.nn.dot_product_attention(queries, keys, values, mask=attention_mask(segments))
 
 
 def attention_mask(segments: Int[jax.Array, "B T"]) -> Bool[jax.Array, "B 1 T T"]:

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
+from kernels.precision import precision_of
 from mllm.model.decoder import Decoder, rotary
 from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, QUERIES, Layout, Params, constrain, gather_parameters
 from mllm.model.lora import Lora, merge_adapters
@@ -174,7 +175,8 @@ def attend(
     """softmax(q k^T / sqrt(H)) v over the visible places; scores and softmax are float32."""
     rows, kv_heads, _, head_dim = cache.keys.shape
     grouped = queries.reshape(rows, kv_heads, -1, head_dim)
-    scores = jnp.einsum("bkgh,bkph->bkgp", grouped, cache.keys, preferred_element_type=jnp.float32)
+    einsum = partial(jnp.einsum, precision=precision_of(queries.dtype))
+    scores = einsum("bkgh,bkph->bkgp", grouped, cache.keys, preferred_element_type=jnp.float32)
     scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, -jnp.inf)
     shares = jax.nn.softmax(scores, axis=-1).astype(cache.values.dtype)
-    return jnp.einsum("bkgp,bkph->bkgh", shares, cache.values).reshape(queries.shape)
+    return einsum("bkgp,bkph->bkgh", shares, cache.values).reshape(queries.shape)

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, Float32
 
+from kernels.precision import precision_of
 from mllm.model.layout import Params, parameter_name
 
 LAYER_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -44,7 +45,7 @@ def add_adapter(
     weight: Float[Array, "*L O I"], a: Float[Array, "*L r I"], b: Float[Array, "*L O r"], scale: float
 ) -> Float32[Array, "*L O I"]:
     """The matrix, or the matrix of each layer, with its adapter: weight + scale * b @ a, in float32."""
-    product = jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    product = jnp.matmul(b, a, precision=precision_of(jnp.float32), preferred_element_type=jnp.float32)
     return weight.astype(jnp.float32) + scale * product
 
 

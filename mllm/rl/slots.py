@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Bool, Float, Int, Key
 
+from kernels.lm_head.contract import dot
 from mllm.config.grpo import RolloutConfig
 from mllm.model.decoder import Decoder
 from mllm.model.decoding import Cache, DecodingWeights, LayerCache, decode_token, merge
@@ -158,7 +159,7 @@ def decode(
         rows: tuple[Float[jax.Array, "B D"], Key[jax.Array, "B"], Int[jax.Array, "B"]],
     ) -> sampling.Draw:
         hidden, keys, positions = rows
-        logits = jnp.einsum("bd,vd->bv", hidden, model.head_weight, preferred_element_type=jnp.float32)
+        logits = dot(hidden, model.head_weight, (1, 1), hidden.dtype)
         if greedy:
             return sampling.greedy(logits)
         settings = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}

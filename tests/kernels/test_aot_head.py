@@ -134,6 +134,14 @@ def test_entropies_with_a_gradient_and_float32_products_compile(entry: Entry, ch
     assert kernels(compiled(mesh, entry, **sizes)) == entry.kernels
 
 
+@pytest.mark.parametrize("configured", ["highest", "tensorfloat32"])
+def test_the_kernels_compile_at_any_default_matmul_precision(configured: str) -> None:
+    sizes, mesh = {"tokens": 256, "vocabulary": 1000, "features": 256}, targets.mesh("v6e")
+    with jax.default_matmul_precision(configured):
+        for entry in (WITH_ENTROPY["general backward"], ENTRIES["loss in one pass"]):
+            assert kernels(compiled(mesh, entry, **sizes)) == entry.kernels
+
+
 @pytest.mark.parametrize("tokens", [8192, *(pytest.param(n, marks=pytest.mark.slow) for n in (2048, 32768, 65536))])
 def test_without_a_workspace_a_loss_takes_four_products_and_64_mib_and_one_array_of_hidden_s_shape(tokens: int) -> None:
     mesh, sizes = targets.mesh("v6e"), {"tokens": tokens, "vocabulary": 151936, "features": 2048}

@@ -161,10 +161,16 @@ def test_lowered_for_tpus_the_update_calls_splash_attention_unless_xla_is_asked_
 
 @pytest.mark.aot
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
-def test_the_update_compiles_for_tpus(shape):
+@pytest.mark.parametrize(
+    ("shape", "dtype", "configured"),
+    [((1, 1, 1), "bfloat16", "highest"), ((1, 1, 1), "float32", None), ((2, 2, 2), "bfloat16", None)],
+    ids=str,
+)
+def test_the_update_compiles_for_tpus(shape, dtype, configured):
+    """At any `jax_default_matmul_precision`."""
     mesh = targets.mesh("v5e:2x4", shape, ("dp", "fsdp", "tp"))
-    program = targets.compiled(*train_gradient(mesh), mesh)
+    with jax.default_matmul_precision(configured):
+        program = targets.compiled(*train_gradient(mesh, dtype=dtype), mesh)
     assert "splash_mha_dkv_segmented" in program.as_text()
 
 

@@ -1,0 +1,66 @@
+"""Every matrix product of a run has the precision of its model's dtype, whatever JAX's configuration says.
+
+float32 is the highest: on a TPU sampler and trainer would otherwise round their operands, and not the same ones.
+bfloat16 is one pass: Mosaic refuses more.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from lm_head_cases import equations
+from tiny import ARCHITECTURE, config
+
+from mllm.config.model import MeshConfig
+from mllm.model import attention
+from mllm.parallel.mesh import make_mesh
+from mllm.plan import head_programs as head
+from mllm.plan.programs import Program, Programs
+
+
+def precisions(program: Program) -> set[Any]:
+    function, arguments = program
+    found = [e.params for e in equations(jax.make_jaxpr(function)(*arguments).jaxpr) if e.primitive.name == "dot_general"]
+    assert found
+    return {x["precision"] for x in found}
+
+
+def allowed(dtype: str) -> set[Any]:
+    if dtype == "float32":
+        return {(lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
+    # The last is JAX's own attention's.
+    return {(lax.Precision.DEFAULT, lax.Precision.DEFAULT), lax.DotAlgorithmPreset.BF16_BF16_F32}
+
+
+OTHER = "tensorfloat32"
+"""A setting that names none of the allowed precisions."""
+each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+@each_dtype
+@pytest.mark.parametrize("kernel", ["xla", "splash"])
+def test_sampler_and_trainer_multiply_at_the_same_precision(
+    dtype: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel == "splash":
+        monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
+    architecture = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = {"architecture": architecture, "dtype": dtype, "attention": kernel}
+    programs = Programs(config(model=model), make_mesh(MeshConfig()))
+    with jax.default_matmul_precision(OTHER):
+        for name in ("update", "logprob", "prefill", "decode"):
+            assert precisions(getattr(programs, name)()) <= allowed(dtype), name
+
+
+@each_dtype
+@pytest.mark.parametrize("impl", ["xla", "full_logits", "mosaic_tpu"])
+def test_the_head_multiplies_at_the_precision_of_its_operands(impl: str, dtype: str) -> None:
+    sizes = {"tokens": 256, "vocabulary": 512, "features": 128, "hidden": dtype, "weight": dtype, "impl": impl}
+    mesh = make_mesh(MeshConfig())
+    chip = jax.sharding.AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
+    on_chip = jax.sharding.AbstractMesh((1,), ("chip",), (jax.sharding.AxisType.Auto,), abstract_device=chip)
+    for program in (head.general(mesh, entropy=True, **sizes), head.loss(mesh, workspace=1 << 30, **sizes)):
+        with jax.default_matmul_precision(OTHER), jax.sharding.use_abstract_mesh(on_chip):
+            assert precisions(program) <= allowed(dtype)
