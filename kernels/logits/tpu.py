@@ -171,13 +171,13 @@ class _Plan:
         return b, *self.place(i, 0)
 
     def fetched(self, b: Any, i: Any, c: Any, live: Any, scale: Any) -> tuple[Any, ...]:
-        return b, *self.place(i, jnp.where(live[b, i] > 0, c, 0))
+        return b, *self.place(i, jnp.where(live[b * self.blocks + i] > 0, c, 0))
 
-    def live_blocks(self, live: Bool[Array, "*N"]) -> Integer[Array, "B I"]:
-        """1 for a block with a row that counts, else 0."""
+    def live_blocks(self, live: Bool[Array, "*N"]) -> Integer[Array, "_"]:
+        """1 for a block with a row that counts, else 0: flat, since scalar memory pads each row to 128 numbers."""
         live_BT = live.reshape(self.batch, -1)
         padded = jnp.pad(live_BT, ((0, 0), (0, self.blocks * self.rows - live_BT.shape[1])))
-        return padded.reshape(self.batch, self.blocks, self.rows).any(axis=2).astype(jnp.int32)
+        return padded.reshape(self.batch * self.blocks, self.rows).any(axis=1).astype(jnp.int32)
 
 
 def _laid_out(logits: Float[Array, "*N V"]) -> tuple[_Plan, Float[Array, "B _ _"]]:
@@ -207,7 +207,7 @@ def _sums_kernel(
     live_ref: Any, scale_ref: Any, y_ref: Any, out_ref: Any, *running: Any, plan: _Plan, last_columns: int
 ) -> None:
     b, i, tile = (pl.program_id(axis) for axis in range(3))
-    live, exponent = live_ref[b, i] > 0, scale_ref[0] * _LOG2E
+    live, exponent = live_ref[b * plan.blocks + i] > 0, scale_ref[0] * _LOG2E
     along = plan.axis - 1
 
     @pl.when(tile == 0)
@@ -294,7 +294,7 @@ def _gradient_kernel(
     live_ref: Any, scale_ref: Any, label_ref: Any, factors_ref: Any, y_ref: Any, out_ref: Any, *, plan: _Plan
 ) -> None:
     b, i, tile = (pl.program_id(axis) for axis in range(3))
-    live, scale = live_ref[b, i] > 0, scale_ref[0]
+    live, scale = live_ref[b * plan.blocks + i] > 0, scale_ref[0]
     along = plan.axis - 1
 
     def turn(row: Any, first: Any, columns: int) -> None:

@@ -198,6 +198,16 @@ def test_on_a_tpu_temporaries_are_below_a_mebibyte(impl: str | None, monkeypatch
 
 @pytest.mark.aot
 @needs_libtpu
+def test_on_a_tpu_the_blocks_of_many_short_sequences_fit_scalar_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    *floats, labels = (jax.ShapeDtypeStruct((4096, 16), dtype) for dtype in (*[jnp.float32] * 3, jnp.int32))
+    logits = jax.ShapeDtypeStruct((4096, 16, 2048), jnp.float32)
+    both = functools.partial(pulled_back, impl="mosaic_tpu")
+    assert account(both, logits, labels, TokenLogprobs(*floats))["output"] >= logits.size * 4
+
+
+@pytest.mark.aot
+@needs_libtpu
 @pytest.mark.parametrize("impl", ["mosaic_tpu", "xla"])
 def test_on_a_tpu_the_gradient_takes_the_place_of_logits_made_in_the_same_program(
     impl: str, monkeypatch: pytest.MonkeyPatch
