@@ -9,7 +9,7 @@ from jax import lax
 def precision_of(dtype: Any) -> lax.Precision:
     """The precision of a product of operands of this dtype, whatever `jax_default_matmul_precision` says.
 
-    float32 operands have the highest, since a TPU rounds them to bfloat16 otherwise. Narrower ones have the default, one
-    pass of the matrix units: Mosaic refuses them at any other.
+    float32 operands have the highest, since a TPU rounds them to bfloat16 otherwise. Narrower ones have the default,
+    one pass of the matrix units: Mosaic refuses them at any other.
     """
     return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else lax.Precision.DEFAULT

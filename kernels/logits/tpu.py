@@ -173,8 +173,8 @@ class _Plan:
     def fetched(self, b: Any, i: Any, c: Any, live: Any, scale: Any) -> tuple[Any, ...]:
         return b, *self.place(i, jnp.where(live[b * self.blocks + i] > 0, c, 0))
 
-    def live_blocks(self, live: Bool[Array, "*N"]) -> Integer[Array, "_"]:
-        """1 for a block with a row that counts, else 0: flat, since scalar memory pads each row to 128 numbers."""
+    def live_blocks(self, live: Bool[Array, "*N"]) -> Integer[Array, "G"]:
+        """1 for a block with a row that counts, else 0, flat: scalar memory would pad each row to 128 numbers."""
         live_BT = live.reshape(self.batch, -1)
         padded = jnp.pad(live_BT, ((0, 0), (0, self.blocks * self.rows - live_BT.shape[1])))
         return padded.reshape(self.batch * self.blocks, self.rows).any(axis=1).astype(jnp.int32)

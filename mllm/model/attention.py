@@ -123,9 +123,9 @@ def cudnn_attention(
 ) -> Float[jax.Array, "B T N H"]:
     """cuDNN's attention over one device's rows and heads, with a mask only where rows are packed."""
     same = segments[:, None, :, None] == segments[:, None, None, :] if packed else None
-    options = {"mask": same, "is_causal": True, "implementation": implementation}
+    attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
     with set_precision(queries.dtype):
-        return jax.nn.dot_product_attention(queries, keys, values, **options)
+        return attend(queries, keys, values, mask=same)
 
 
 def set_precision(dtype: DTypeLike) -> Any:

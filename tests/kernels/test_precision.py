@@ -7,7 +7,6 @@ bfloat16 is one pass: Mosaic refuses more.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax import lax
 from lm_head_cases import equations
@@ -22,9 +21,10 @@ from mllm.plan.programs import Program, Programs
 
 def precisions(program: Program) -> set[Any]:
     function, arguments = program
-    found = [e.params for e in equations(jax.make_jaxpr(function)(*arguments).jaxpr) if e.primitive.name == "dot_general"]
-    assert found
-    return {x["precision"] for x in found}
+    found = equations(jax.make_jaxpr(function)(*arguments).jaxpr)
+    products = {equation.params["precision"] for equation in found if equation.primitive.name == "dot_general"}
+    assert products
+    return products
 
 
 def allowed(dtype: str) -> set[Any]:
