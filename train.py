@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from mllm.config import load as configs
 from mllm.config.schema import Config
@@ -80,6 +79,7 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.run.checkpoint import Checkpoints
     from mllm.run.measurements import make_measurements
     from mllm.run.metrics import RunLog
+    from mllm.run.mirror import working_folder
     from mllm.run.signals import Interrupt, Interrupted
     from mllm.run.skipped import save_batch, too_many_skipped
     from mllm.run.source_run import load_policy
@@ -89,10 +89,11 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.train.optimizer import make_optimizer, make_schedule
     from mllm.train.step import abstract_state, choose_head, make_train_step
 
-    folder, mesh = Path(config.run_dir), make_mesh(config.mesh)
+    mesh = make_mesh(config.mesh)
     with ExitStack() as stack:
         # Load and check everything before anything is written.
         interrupt = stack.enter_context(Interrupt())
+        folder = stack.enter_context(working_folder(config, change))
         with raise_everywhere():
             wandb.check(config.log)
             config = stack.enter_context(run_dir.claim(folder, config, change))

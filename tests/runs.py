@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import train
+from mllm.bucket import is_bucket, local_place
 from mllm.config.load import dump
 from mllm.config.schema import Config
 from mllm.parallel.mesh import make_mesh
@@ -37,8 +38,10 @@ def changed(config: Config, **sections) -> Config:
 
 
 def arguments(config: Config) -> list[str]:
-    """The arguments of train.py; the configuration's file is written beside the run's folder."""
-    path = Path(config.run_dir).with_suffix(".yaml")
+    """The arguments of train.py; the configuration's file is written beside the run's folder, not into a bucket."""
+    folder = local_place(config.run_dir, "configs") if is_bucket(config.run_dir) else Path(config.run_dir)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.with_suffix(".yaml")
     path.write_text(dump(config), encoding="utf-8")
     return ["--config", str(path)]
 

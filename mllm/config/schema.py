@@ -72,7 +72,8 @@ class Config(Section):
     algorithm: Literal["sft", "grpo"]
     """Supervised fine-tuning, or group relative policy optimization."""
     run_dir: str
-    """The folder of the run, which is new or holds this run, which then resumes."""
+    """The folder of the run, which is new or holds this run, which then resumes; also gs://bucket/path or
+    s3://bucket/path."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """What every random number is made from."""
     steps: PositiveInt | None = None

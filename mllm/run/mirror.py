@@ -1,0 +1,275 @@
+"""A run whose run_dir is in a bucket: it works in a folder of this machine, and a thread keeps the bucket up to date.
+
+The bucket is the truth: a start takes the configuration, the logs and the newest sound checkpoint from there, and
+forgets what the folder held. In the bucket,
+
+    lock                          the lease of the processes that write
+    config.yaml, skipped/...      files as they are
+    metrics.jsonl.000000000000000 a log is a row of parts, named by their offsets
+    checkpoints/7.json            the list of a checkpoint's files and parts with checksums, written last:
+    checkpoints/7-TOKEN/...       only with it these parts are a checkpoint
+
+Each of several processes sends what it has written, and the first one the list. When a part of a checkpoint is missing
+or has changed the next older checkpoint is taken, and its list becomes checkpoints/damaged_7.json.
+"""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mllm.bucket import Bucket, Part, is_bucket, local_place, part_name, parts_of
+from mllm.config.schema import CheckpointConfig, Config
+from mllm.errors import UserError
+from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
+from mllm.run.checksum import Damaged, seal, unseal
+from mllm.run.folder import check
+from mllm.run.lease import NAME as LOCK
+from mllm.run.lease import Lease
+from mllm.run.metrics import EVENTS, RECORDS
+from mllm.run.storage import saved_steps
+
+SECONDS = 30
+"""The time after which new lines of logs are sent; a checkpoint sends them at once."""
+CHECKPOINTS = "checkpoints"
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def working_folder(config: Config, change: bool) -> Iterator[Path]:
+    """The folder in which the run works: run_dir itself, or one of this machine that stands for run_dir in a bucket.
+
+    At the end everything is in the bucket, or UserError is raised. It is also raised if another run writes there, or
+    the bucket holds something else than this run. All processes must call this.
+    """
+    if not is_bucket(config.run_dir):
+        yield Path(config.run_dir)
+        return
+    folder = local_place(config.run_dir, "runs") / f"process_{jax.process_index()}"
+    lease = None
+    with raise_everywhere():
+        if jax.process_count() > 1:
+            raise UserError("run_dir: several processes need a file system that all of them see, not a bucket")
+        bucket = Bucket(config.run_dir)
+        if is_writer():
+            lease = Lease(bucket)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    mirror = Mirror(bucket, folder, config.checkpoint, lease, gather_objects(lease and lease.token)[0] or "")
+    try:
+        with raise_everywhere():
+            mirror.fetch_run()
+            check(folder, config, change)
+        mirror.fetch_checkpoint()
+        mirror.thread.start()
+        yield folder
+    finally:
+        mirror.close()
+
+
+class Mirror:
+    """Copies what a run writes in its folder to the bucket."""
+
+    def __init__(self, bucket: Bucket, folder: Path, config: CheckpointConfig, lease: Lease | None, token: str) -> None:
+        self.bucket, self.folder, self.config, self.lease, self.token = bucket, folder, config, lease, token
+        self.logs: dict[str, list[Part]] = {}
+        """The parts of each log that the bucket has."""
+        self.files: dict[str, int] = {}
+        """The time of writing of the other files that the bucket has."""
+        self.published: set[int] = set()
+        """The checkpoints that need not be sent."""
+        self.closing = threading.Event()
+        self.thread = threading.Thread(target=self.run, name="bucket", daemon=True)
+
+    def fetch_run(self) -> None:
+        """Read the configuration and the logs; UserError where the bucket holds something else than a run."""
+        names = self.bucket.names()
+        config = self.bucket.read("config.yaml")
+        if config is None:
+            if {*names} - {LOCK}:
+                raise UserError(
+                    f"run_dir: {self.bucket.url} holds other files and no config.yaml; give an empty or new folder"
+                )
+            return
+        (self.folder / "config.yaml").write_bytes(config)
+        for name in RECORDS if is_writer() else ():
+            end, whole = 0, bytearray()
+            for offset in parts_of(names, name):
+                found = self.bucket.read(part_name(name, offset)) if offset == end else None
+                if found is None:  # after what a process left when it was killed: it is written again
+                    self.bucket.delete([part_name(name, offset)])
+                    continue
+                whole += found
+                self.logs.setdefault(name, []).append(Part.of(offset, found))
+                end = len(whole)
+            (self.folder / name).write_bytes(whole)
+
+    def fetch_checkpoint(self) -> None:
+        """Read the newest checkpoint that is as it was written; UserError where there are some and none is sound."""
+        manifests = self.manifests()
+        damaged: dict[int, str] = {}
+        for step in sorted(manifests, reverse=True):
+            reason = None
+            try:
+                self.fetch_files(step, manifests[step])
+            except Damaged as error:
+                reason = str(error)
+            reasons = [reason for reason in gather_objects(reason) if reason is not None]
+            if not reasons:
+                break
+            damaged[step] = reasons[0]
+            shutil.rmtree(self.folder / CHECKPOINTS / str(step))
+        else:
+            if damaged:
+                raise UserError(
+                    f"{self.bucket.url}/{CHECKPOINTS}: none of its {len(damaged)} checkpoints can be read "
+                    f"({damaged[max(damaged)]}); take another run_dir"
+                )
+        self.published = {*manifests}
+        if is_writer():
+            for step, reason in damaged.items():
+                name = f"{CHECKPOINTS}/{step}.json"
+                if content := self.bucket.read(name):
+                    self.bucket.write(f"{CHECKPOINTS}/damaged_{step}.json", content)
+                self.bucket.delete([name])
+                self.published.remove(step)
+                url = f"{self.bucket.url}/{CHECKPOINTS}"
+                logger.warning("%s/%d can't be read (%s); put aside as damaged_%d.json", url, step, reason, step)
+            self.remove_unlisted()
+
+    def fetch_files(self, step: int, manifest: dict[str, Any]) -> None:
+        """Read a checkpoint; Damaged where a part is missing or has changed."""
+        target = self.folder / CHECKPOINTS / str(step)
+        target.mkdir(parents=True)
+        if not manifest:
+            raise Damaged("the checksum of its list differs")
+        files = {
+            f"{manifest['prefix']}/{name}": (target / name, [Part(**part) for part in parts])
+            for name, parts in manifest["files"].items()
+        }
+        self.bucket.fetch_files(files, lambda name: Damaged(f"{name} is missing or has changed"))
+
+    def manifests(self) -> dict[int, dict[str, Any]]:
+        """The list of each whole checkpoint, by its step; an empty one where it has changed."""
+        found = {}
+        for name in self.bucket.names(f"{CHECKPOINTS}/"):
+            step = name.removeprefix(f"{CHECKPOINTS}/").removesuffix(".json")
+            if step.isdecimal() and (content := self.bucket.read(name)) is not None:
+                found[int(step)] = read_list(content)
+        return found
+
+    def remove_unlisted(self) -> None:
+        """Remove the parts of checkpoints that were never finished."""
+        names = self.bucket.names(f"{CHECKPOINTS}/")
+        contents = [self.bucket.read(name) for name in names if name.endswith(".json")]
+        lists = [read_list(content) for content in contents if content]
+        if all(lists):  # else nobody knows whose they are
+            listed = tuple(f"{manifest['prefix']}/" for manifest in lists)
+            self.bucket.delete(name for name in names if not name.endswith(".json") and not name.startswith(listed))
+
+    def run(self) -> None:
+        """Send what is new until the run ends. After an error the run is told to save and stop, as by a signal."""
+        sent = time.monotonic()
+        while not self.closing.wait(0.2):
+            new = {*saved_steps(self.folder / CHECKPOINTS)} - self.published
+            if not new and time.monotonic() - sent < SECONDS:
+                continue
+            sent = time.monotonic()
+            try:
+                self.send()
+            except UserError as error:
+                logger.warning("%s; saving and stopping", error)
+                if not self.closing.is_set():
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    def send(self) -> None:
+        """Send everything that is new: logs first, so that no checkpoint is newer than they are."""
+        steps = saved_steps(self.folder / CHECKPOINTS)
+        for path in (path for path in [*self.folder.glob("*"), *self.folder.glob("[!cw]*/*")] if path.is_file()):
+            name = path.relative_to(self.folder).as_posix()
+            if name == LOCK or name.endswith(".tmp"):
+                continue
+            if name in RECORDS or name.startswith(f"{EVENTS}/"):
+                self.send_log(name, path)
+                continue
+            with suppress(FileNotFoundError):  # a file that is replaced all the time
+                written = path.stat().st_mtime_ns
+                if self.files.get(name) != written:
+                    self.bucket.write(name, path.read_bytes())
+                    self.files[name] = written
+        for step in steps:
+            if step not in self.published:
+                self.send_checkpoint(step)
+
+    def send_log(self, name: str, path: Path) -> None:
+        """Send the end of a log, and again what has changed since the run was resumed, which cuts its logs."""
+        parts = self.logs.setdefault(name, [])
+        with path.open("rb") as file:
+            while parts:
+                file.seek(parts[-1].offset)
+                if Part.of(parts[-1].offset, file.read(parts[-1].size)) == parts[-1]:
+                    break
+                self.bucket.delete([part_name(name, parts.pop().offset)])
+        parts += self.bucket.send_file(path, name, parts[-1].offset + parts[-1].size if parts else 0)
+
+    def send_checkpoint(self, step: int) -> None:
+        """Send a checkpoint's files, and then their list; remove the checkpoints that are no longer kept."""
+        source, held = self.folder / CHECKPOINTS / str(step), self.folder.with_name(f"{self.folder.name}_sending")
+        shutil.rmtree(held, ignore_errors=True)
+        with suppress(FileNotFoundError, shutil.Error):  # the run may remove it meanwhile: a newer one is there
+            shutil.copytree(source, held, copy_function=os.link)
+            prefix = f"{CHECKPOINTS}/{step}-{self.token}"
+            files = {path.relative_to(held).as_posix(): path for path in held.rglob("*") if path.is_file()}
+            sent = self.bucket.send_files({f"{prefix}/{name}": path for name, path in files.items()})
+            parts = {name: [asdict(part) for part in sent[f"{prefix}/{name}"]] for name in files}
+            if is_writer():
+                self.publish(step, prefix, parts, json.loads((held / "document" / "metadata").read_text()).get("best"))
+        shutil.rmtree(held, ignore_errors=True)
+        self.published.add(step)
+
+    def publish(self, step: int, prefix: str, files: dict[str, Any], best: float | None) -> None:
+        """Write the list that makes a checkpoint whole, and remove what is no longer kept."""
+        assert self.lease is not None
+        self.lease.check()
+        manifest = seal({"prefix": prefix, "files": files, "best": best})
+        self.bucket.write(f"{CHECKPOINTS}/{step}.json", json.dumps(manifest).encode())
+        manifests = self.manifests()
+        kept = {*sorted(manifests)[-self.config.keep :]}
+        scores = {step: best for step, manifest in manifests.items() if (best := manifest.get("best")) is not None}
+        if self.config.keep_best and scores:
+            kept.add(max(scores, key=lambda step: (scores[step], step)))
+        for old in {*manifests} - kept:
+            self.bucket.delete([f"{CHECKPOINTS}/{old}.json"])
+            if manifests[old]:
+                self.bucket.delete(self.bucket.names(f"{manifests[old]['prefix']}/"))
+
+    def close(self) -> None:
+        """Send the rest, where the run has begun, and let it go."""
+        self.closing.set()
+        try:
+            if self.thread.ident is not None:
+                self.thread.join()
+                if self.lease:
+                    self.lease.check()
+                self.send()
+        finally:
+            if self.lease:
+                self.lease.end()
+
+
+def read_list(content: bytes) -> dict[str, Any]:
+    """A checkpoint's list, which is empty if it has changed since it was written."""
+    with suppress(ValueError, Damaged):
+        return unseal(json.loads(content))
+    return {}
