@@ -95,7 +95,7 @@ def merge_adapters(params: Params, lora: Lora | None) -> Params:
 def merge_all_adapters(params: Params, lora: Lora | None) -> Params:
     """All parameters of a model, with each adapter added to its matrix, in float32."""
     outer = merge_adapters(nnx.State({name: value for name, value in params.items() if name != "layers"}), lora)
-    return nnx.State({**outer, "layers": merge_adapters(params["layers"], lora)})
+    return nnx.State({**outer, "layers": dict(merge_adapters(params["layers"], lora))})
 
 
 def adapters_in(params: Params) -> Iterator[tuple[str, Any, Any]]:

@@ -1,5 +1,6 @@
 """Adapters: what they compute, what is trained, sampled and saved, and what a frozen model saves."""
 
+import signal
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -9,23 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from runs import assert_same_end, newest, records, run
+from runs import assert_same_end, checkpoints, newest, records, run, start, wait
 from tiny import ARCHITECTURE, config, random_batch
 
+import tools.export
+from mllm.config.model import MeshConfig
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.decoder import Decoder
 from mllm.model.decoding import decoding_graphdef, decoding_weights
 from mllm.model.layout import LOGICAL_AXES, parameter_name
-from mllm.model.load import load_policy
 from mllm.model.lora import Lora, initial_adapters, split_adapters
 from mllm.parallel.mesh import make_mesh, shard_batch
+from mllm.rl.grpo_source import GrpoSource
 from mllm.run.checkpoint import Checkpoints
+from mllm.run.source_run import load_policy
 from mllm.run.state import RunState
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.step import init_state, make_train_step
-from tools.export import export, restore
+from tools.export import restore
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down", "head")
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -142,28 +146,78 @@ def test_an_update_changes_the_adapters_alone():
     assert moved == [*ALL[:-1]]
 
 
-def test_a_run_saves_adapters_only_resumes_to_the_bit_and_is_exported_merged(tmp_path):
-    sections = {
-        "grpo": {"num_iterations": 2, "beta": 0.1, "reference": "initial"},
-        "task": {"rewards": [{"name": "user_rewards:even_characters"}]},
-    }
-    whole = lora_config(run_dir=str(tmp_path / "whole"), steps=6, **sections)
-    assert run(whole) == 0
-    for steps in (2, 6):
-        parts = lora_config(run_dir=str(tmp_path / "parts"), steps=steps, **sections)
-        assert run(parts) == 0
-    assert_same_end(parts, whole)
-    assert all(name.endswith(("_a", "_b")) for name in newest(whole).train.params["layers"])
-    assert records(whole)[-1]["kl"] > 0
+SECTIONS = {
+    "steps": 12,
+    "grpo": {"num_iterations": 2, "beta": 0.1, "reference": "initial"},
+    "task": {"rewards": [{"name": "user_rewards:even_characters"}]},
+    "checkpoint": {"every": 4},
+}
 
-    export(Path(whole.run_dir), None, "float32")
-    _, policy, _, params = restore(Path(whole.run_dir), None)
-    model = {"init": "pretrained", "architecture": None, "source": f"{whole.run_dir}/export", "lora": None}
-    merged = load_policy(lora_config(model=model), make_mesh(whole.mesh))
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A GRPO run with adapters and a KL penalty, and its most arrays of the embedding's shape between two phases."""
+    settings = lora_config(run_dir=str(tmp_path_factory.mktemp("lora") / "whole"), **SECTIONS)
+    counts, add_policy_logprobs = [], GrpoSource.add_policy_logprobs
+
+    def embeddings():
+        return [array for array in jax.live_arrays() if array.shape == (260, 32)]
+
+    def counted(*arguments):
+        counts.append(len(embeddings()))
+        return add_policy_logprobs(*arguments)
+
+    before = len(embeddings())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GrpoSource, "add_policy_logprobs", counted)
+        assert run(settings) == 0
+    return settings, max(counts) - before
+
+
+def test_the_reference_is_the_frozen_model_of_which_one_copy_is_held(finished):
+    settings, copies = finished
+    assert copies == 1
+    assert records(settings)[-1]["kl"] > 0
+    assert records(settings)[-1]["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+def test_a_killed_run_that_saves_adapters_only_ends_as_one_that_was_not(finished, tmp_path):
+    settings, killed = finished[0], lora_config(run_dir=str(tmp_path / "killed"), **SECTIONS)
+    process = start(killed, REWARD_SECONDS="0.03")
+    wait(process, lambda: checkpoints(killed) and records(killed)[-1]["step"] > checkpoints(killed)[-1])
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert records(killed)[-1]["step"] < killed.steps
+    assert run(killed) == 0
+    assert_same_end(killed, settings)
+    assert all(name.endswith(("_a", "_b")) for name in newest(settings).train.params["layers"])
+
+
+def test_its_merged_export_and_the_run_itself_are_a_next_run_s_model(finished):
+    settings, _ = finished
+    assert tools.export.main([settings.run_dir, "--dtype", "float32"]) == 0
+    _, policy, _, params = restore(Path(settings.run_dir), None)
     tokens = jnp.arange(20)[None]
     expected = logits(policy.graphdef, params, tokens)
-    np.testing.assert_allclose(logits(merged.graphdef, merged.initial_params(), tokens), expected, atol=1e-5, rtol=0)
-    assert records(whole)[-1]["sampling/sampling_logp_difference/max"] < 1e-4
+    for source in (f"{settings.run_dir}/export", settings.run_dir):
+        model = {"init": "pretrained", "architecture": None, "source": source}
+        one, two = (load_policy(lora_config(model=model), make_mesh(MeshConfig(fsdp=fsdp))) for fsdp in (1, 2))
+        found = logits(one.graphdef, jax.tree.map(jnp.asarray, jax.device_get(two.initial_params())), tokens)
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
+def test_its_exported_adapters_are_a_next_run_s_beginning_also_under_sft(finished, tmp_path):
+    settings, _ = finished
+    assert tools.export.main([settings.run_dir, "--adapter"]) == 0
+    model = {"lora": {"source": f"{settings.run_dir}/adapter"}}
+    following = config("sft", run_dir=str(tmp_path / "next"), steps=2, model=model)
+    begun, ended = load_policy(following, make_mesh(following.mesh)).initial_params(), newest(settings).train.params
+    for name, leaf in ended["layers"].items():
+        np.testing.assert_array_equal(begun["layers"][name], leaf)
+    assert run(following) == 0
+    assert records(following)[-1]["grad_norm"] > 0
+    assert newest(following).train.params["layers"].keys() == ended["layers"].keys()
 
 
 def test_adapters_of_another_model_are_refused(tmp_path):
