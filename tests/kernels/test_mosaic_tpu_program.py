@@ -24,6 +24,7 @@ from strict_tpu import strict_interpreter
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
 from kernels.lm_head.tpu import tiles
+from mllm.plan import head_programs as head
 
 OBJECTIVE = OBJECTIVES["clipped ratio"]
 PROBLEM = random_problem((200, 300, 64), scale=2.0)
@@ -182,6 +183,31 @@ def test_a_program_for_tpus_can_be_exported_without_one(dtype: Any) -> None:
         text = jax.export.export(jax.jit(run), platforms=["tpu"])(*arguments).mlir_module()
     assert "tpu_custom_call" in text
     assert "dot_general" not in text
+
+
+@pytest.mark.parametrize("tokens", [300, 8192])
+@pytest.mark.parametrize(
+    ("function", "options"), [("general", {"entropy": True}), ("loss", {"workspace": 600 * 2 * 32000})]
+)
+def test_a_chip_with_two_cores_has_blocks_for_both_in_every_call(
+    function: str, options: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first dim of a grid is the one that cores share: blocks of rows, or for dW tiles of the weight."""
+    for name in ("_override", "_call_rows"):
+        monkeypatch.setattr(tiles, name, None)
+    v5p = V6E.update(abstract_device=AbstractDevice("TPU v5", num_cores=2, platform="tpu"))
+    sizes = {"tokens": tokens, "vocabulary": 32000, "features": 3584, "impl": "mosaic_tpu"}
+    run, arguments = getattr(head, function)(Mesh(np.array(jax.devices()[:1]), ("chip",)), **sizes, **options)
+    with jax.sharding.use_abstract_mesh(v5p):
+        jaxpr = jax.make_jaxpr(run)(*arguments).jaxpr
+    grids = [e.params["grid_mapping"].grid for e in equations(jaxpr) if e.primitive.name == "pallas_call"]
+    assert grids
+    assert min(grid[0] for grid in grids) >= 2
+
+
+def test_a_tile_s_steps_fit_the_sublanes_that_keep_their_maxima() -> None:
+    with pytest.raises(AssertionError):
+        tiles.Tiles(rows=128, columns=2048, step=128)
 
 
 # --- work and memory ---

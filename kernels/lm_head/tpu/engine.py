@@ -313,7 +313,8 @@ def _wave(inputs: Inputs, options: Options) -> tuple[Tiles, int] | None:
         # Several waves are summed in float32, in an array beside dW.
         room = 0 if options.workspace is None else options.workspace - 4 * inputs.weight.size
     rows = min(needed, room // bytes_a_row)
-    if rows < tile.rows:
-        tile = dataclasses.replace(tile, rows=max(tiles.LANES, rows // tiles.LANES * tiles.LANES))
+    cores = tiles.cores()
+    if rows < cores * tile.rows:
+        tile = dataclasses.replace(tile, rows=max(tiles.LANES, rows // cores // tiles.LANES * tiles.LANES))
     rows = rows // tile.rows * tile.rows
     return (tile, rows) if rows > 0 else None

@@ -32,6 +32,10 @@ class Tiles:
     columns: int  # rows of the weight in a tile
     step: int  # columns whose softmax is computed at a time
 
+    def __post_init__(self) -> None:
+        assert self.columns % self.step == 0
+        assert self.columns // self.step <= 8  # the sublanes in which a tile's maxima are kept, one a step
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -143,10 +147,10 @@ def choose(case: Case) -> Tiles:
 
 
 def call_rows(tokens: int, features: int, tile: Tiles) -> int:
-    """Rows of one call of a kernel, so few that arrays [rows, features] beside it stay small."""
+    """Rows of one call of a kernel: a block for each core at least, so few that arrays beside it stay small."""
     if _call_rows is not None:
         return _call_rows
-    rows = tile.rows
+    rows = tile.rows * cores()
     while 2 * rows * features <= _CALL_ELEMENTS and rows < tokens:
         rows *= 2
     return rows
@@ -184,7 +188,9 @@ def _overlap(tiles: Tiles) -> tuple[int, ...]:
 
 def candidates(case: Case, capacity: int) -> list[Tiles]:
     """All tilings that fit, none larger than the case itself."""
-    rows_needed, columns_needed = padded(case.tokens), padded(case.vocabulary)
+    # Cores share out the blocks of rows, in the kernels of dW the tiles of columns.
+    rows_needed = padded(-(-case.tokens // cores()) if case.kernel in ("forward", "hidden") else case.tokens)
+    columns_needed = padded(case.vocabulary)
     fit = []
     for rows in _ROWS:
         for columns in _COLUMNS:
@@ -212,6 +218,11 @@ def limit(case: Case, tiles: Tiles) -> int:
 def vmem() -> int:
     """Bytes of VMEM of the TPU that is being traced for; where that isn't known, those of the smallest TPU."""
     return 64 * _MIB if chip() is None else pltpu.get_tpu_info().vmem_capacity_bytes
+
+
+def cores() -> int:
+    """Number of cores of the TPU that is being traced for, as JAX counts devices: a v4 and a v5p have two."""
+    return 1 if chip() is None else pltpu.get_tpu_info().num_cores
 
 
 def chip() -> str | None:
