@@ -38,6 +38,7 @@ class Ended:
     answers: list[Any]
     """The JSON objects and arrays that stood on lines of its stdout, in order."""
     stderr: str
+    stdout: str = ""
 
     @property
     def answer(self) -> Any:
@@ -73,6 +74,7 @@ def run(
     """
     deadline = math.inf if seconds is None else time.monotonic() + seconds
     answers: list[Any] = []
+    said: list[bytes] = []
     late = False
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
         process = subprocess.Popen(
@@ -84,7 +86,7 @@ def run(
             stderr=stderr,
             start_new_session=True,
         )
-        reader = threading.Thread(target=_read_answers, args=(process.stdout, answers, tell), daemon=True)
+        reader = threading.Thread(target=_read_answers, args=(process.stdout, said, answers, tell), daemon=True)
         reader.start()
         try:
             while process.poll() is None and not late and not (until and until()):
@@ -98,7 +100,7 @@ def run(
         assert process.stdin is not None
         process.stdin.close()
         stderr.seek(0)
-        return Ended(code, late, answers, stderr.read())
+        return Ended(code, late, answers, stderr.read(), b"".join(said).decode(errors="replace"))
 
 
 def kill_session(process: subprocess.Popen[Any]) -> None:
@@ -157,9 +159,10 @@ def end_with_parent(clean_up: Callable[[], None] | None = None) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _read_answers(stdout: Any, answers: list[Any], tell: Callable[[Any], None] | None) -> None:
+def _read_answers(stdout: Any, said: list[bytes], answers: list[Any], tell: Callable[[Any], None] | None) -> None:
     with stdout:
         for line in stdout:
+            said.append(line)
             try:
                 value = json.loads(line)
             except ValueError:  # whatever else a library prints

@@ -19,7 +19,7 @@ from mllm.parallel.mesh import make_mesh
 from tools import export, plot
 
 ROOT = Path(__file__).parent.parent.parent
-TOOLS = ("bench", "export.py", "generate.py", "memory.py", "plot.py", "replay.py", "samples.py", "tune.py")
+TOOLS = ("bench", "device.py", "export.py", "generate.py", "memory.py", "plot.py", "replay.py", "samples.py", "tune.py")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Benchmarks: python tools/bench COMMAND [options]
 
     head      the LM head beside the bare matrix products and other implementations
+    kernels   the head's kernels one by one, beside float64 or their bare products
     rollout   the rollout engine beside other samplers
     update    GRPO's update and log-prob pass beside those of an older checkout
 
@@ -17,7 +18,7 @@ if not __package__:  # `python tools/bench`: in place of this folder, the reposi
     sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 from mllm import errors
 
-COMMANDS = ("head", "rollout", "update")
+COMMANDS = ("head", "kernels", "rollout", "update")
 
 
 @errors.command

@@ -157,7 +157,7 @@ def backward(
     sizes, layout = plan.sizes, plan.layout
     tiles, size = sizes.tiles, sizes.block(len(rows.labels))
     blocks, vocabulary = len(rows.labels) // size, len(inputs.weight)
-    factors = _row_factors(inputs, options, rows, softmax, slopes)
+    factors = row_factors(inputs, options, rows, softmax, slopes)
     dh_sum = jax.new_ref(zeros(inputs, *rows.hidden.shape)) if options.wants_hidden else None
     if kept.in_dw is not None:
         assert dw is not None
@@ -237,7 +237,7 @@ def _chunk(inputs: Inputs, options: Options, first: Array, size: int) -> tuple[F
     return inputs.weight[row].astype(options.dtype), Chunk(first, jnp.int32(0), columns)
 
 
-def _row_factors(inputs: Inputs, options: Options, rows: Rows, softmax: Softmax, slopes: TokenLogprobs) -> RowFactors:
+def row_factors(inputs: Inputs, options: Options, rows: Rows, softmax: Softmax, slopes: TokenLogprobs) -> RowFactors:
     scale = 1 / inputs.temperature
     by_p = slopes.lse - slopes.logprob - slopes.entropy * softmax.entropy
     label = label_slope(softmax, slopes, inputs.temperature, options.softcap)

@@ -1,0 +1,135 @@
+"""tools/device.py: what becomes of jobs that end well, fail, die or hang, and what the next call does.
+
+These jobs are made up. The real ones need a device: their settings are valid, and a kernel's check can fail.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+
+import pytest
+
+from mllm.config import load as configs
+from mllm.errors import UserError
+from tools.bench import kernels
+from tools.device import Call, Job, make_jobs
+
+DEVICE = {"platform": "cpu", "kind": "cpu", "devices": 1, "jax": "0.12.0"}
+
+
+def python(name, code, **more):
+    """A job that runs `code`, and notes in the file `ran` that it did."""
+    return Job(name, ["-c", f"import os, sys, time\nprint({name!r}, file=open('{{all}}/../ran', 'a'))\n{code}"], **more)
+
+
+GOOD = "print('{\"ms\": 1.5}'); print('| a table')"
+HANGS = "import subprocess, time\nsubprocess.Popen(['sleep', '97.531'])\ntime.sleep(99)"
+JOBS = [
+    python("wrong", "sys.exit('ValueError: no')"),
+    python("dies", "os.kill(os.getpid(), 11)"),
+    python("hangs", HANGS, seconds=1),
+    python("lacks a module", "", needs=["no_such_module"]),
+    python("can't run here", "", obstacle="there is one device"),
+    python("good", GOOD, shows=r"^\|"),
+]
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch):
+    """The names of the jobs that ran, and how often."""
+    monkeypatch.setattr("tempfile.mkdtemp", lambda: str((tmp_path / "work").mkdir() or tmp_path / "work"))
+    return lambda: (tmp_path / "ran").read_text().split("\n")[:-1]
+
+
+def call(folder, jobs, minutes=9.0, device=DEVICE):
+    with Call(folder, minutes) as opened:
+        return opened.measure(device, jobs)
+
+
+def statuses(folder):
+    records = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
+    return {record["job"]: (record["status"], record.get("reason", "")) for record in records}
+
+
+def test_a_job_that_fails_dies_or_hangs_costs_only_itself_and_the_next_call_tries_it_last(tmp_path, ran, capsys):
+    out = tmp_path / "out"
+    assert call(out, JOBS) == 1
+    assert statuses(out) == {
+        "device": ("done", ""),
+        "wrong": ("failed", "ValueError: no"),
+        "dies": ("failed", "killed by SIGSEGV: it said nothing"),
+        "hangs": ("failed", "the time limit was reached"),
+        "lacks a module": ("left out", "no_such_module: not installed"),
+        "can't run here": ("left out", "there is one device"),
+        "good": ("done", ""),
+    }
+    assert subprocess.run(["pgrep", "-f", "sleep 97.531"], check=False).returncode == 1
+    table = (out / "table.md").read_text()
+    assert "| good | 0 | ms 1.5 |" in table
+    assert "| dies | 0 | failed: killed by SIGSEGV" in table
+    assert "good\n```\n| a table\n```" in table
+    mended = [python("wrong", GOOD), *JOBS[3:], python("new", GOOD)]
+    assert call(out, mended) == 0
+    assert ran() == ["wrong", "dies", "hangs", "good", "new", "wrong"]
+    with tarfile.open(out / "device.tar.gz") as archive:
+        assert {"dies/log.txt", "good/log.txt", "new/log.txt"} <= {*archive.getnames()}
+    assert sorted(os.listdir(out)) == ["device.tar.gz", "results.jsonl", "table.md"]
+    with pytest.raises(UserError, match="tells of cpu, and this is H100"):
+        call(out, [], device=DEVICE | {"kind": "H100"})
+
+
+def test_a_job_that_the_call_has_too_little_time_for_is_to_come(tmp_path, ran, monkeypatch):
+    monkeypatch.setattr("tools.device.MARGIN", 0)
+    monkeypatch.setattr("tools.device.LEAST", 1)
+    out = tmp_path / "out"
+    assert call(out, [python("long", "time.sleep(99)"), python("next", GOOD)], minutes=0.03) == 1
+    assert statuses(out) == {"device": ("done", ""), "long": ("to come", "the time limit was reached")}
+    assert ran() == ["long"]
+    assert "| next | 0 | to come |" in (out / "table.md").read_text()
+
+
+def test_at_sigterm_the_job_ends_and_the_table_and_the_archive_are_written(tmp_path):
+    code = f"""from tools.device import *
+with Call(Path({str(tmp_path)!r}), 9) as call:
+    call.measure({DEVICE}, [Job("good", ["-c", {GOOD!r}]), Job("hangs", ["-c", {HANGS.replace("97", "98")!r}])])"""
+    runner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert runner.stdout is not None
+    for line in runner.stdout:
+        if line == "hangs ...\n":
+            break
+    time.sleep(0.5)
+    runner.send_signal(signal.SIGTERM)
+    assert runner.wait(20) == 143
+    assert sorted(os.listdir(tmp_path)) == ["device.tar.gz", "results.jsonl", "table.md"]
+    assert statuses(tmp_path) == {"device": ("done", ""), "good": ("done", "")}
+    assert subprocess.run(["pgrep", "-f", "sleep 98.531"], check=False).returncode == 1
+
+
+def test_a_folder_with_something_else_is_refused(tmp_path):
+    (tmp_path / "results.jsonl").write_text("[1]\n")
+    with pytest.raises(UserError, match="can't be gone on with"):
+        call(tmp_path, [])
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_jobs_have_valid_settings_and_names_of_their_own(platform):
+    jobs = list(make_jobs(DEVICE | {"platform": platform, "devices": 8}))
+    assert len({job.name for job in jobs}) == len(jobs)
+    trained = [job.command for job in jobs if job.command[0] == "train.py"]
+    assert len(trained) == 5
+    for command in trained:
+        configs.load(command[2], [part for part in command[3:] if part != "--plan"])
+
+
+def test_a_kernel_s_check_passes_and_fails_where_its_result_is_wrong(monkeypatch, capsys):
+    arguments = ["--impl", "mosaic_tpu", "--shape", "128,64,200", "--kernel"]
+    assert kernels.main([*arguments, "dh"]) == 0
+    assert 0 < json.loads(capsys.readouterr().out)["dh"] < 0.005
+    own = kernels.tpu_engine.gradients
+    monkeypatch.setattr(kernels.tpu_engine, "gradients", lambda *x: (1.02 * own(*x)[0], None))
+    assert kernels.main([*arguments, "dh"]) == 1
+    assert capsys.readouterr().err == "WRONG: an error is past 0.01\n"

@@ -1,0 +1,170 @@
+"""The head's kernels one by one: python tools/bench kernels --kernel X --impl NAME --shape N,D,V
+
+A kernel is given what others would hand it, computed in float64, and its results' errors relative to float64 are
+printed as JSON; an error past 0.01 is an exit code of 1. With --timed it is the time beside that of the bare products
+that the kernel has to make. On a CPU the tests' interpreters run the kernels. bfloat16. Kernels:
+
+    statistics   the forward kernel       mean   a TPU's dh from E_p[W]      slopes   a GPU's derivatives by the logits
+    dh, dW       of a GPU after slopes    kept   a loss that keeps logits    loss     a loss with --workspace bytes
+    copy         of a GiB within the device's memory                         device   what JAX runs on
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from kernels.lm_head import HeadSharding, reference, token_loss
+from kernels.lm_head.contract import Inputs, Options, Terms, TokenLogprobs
+from kernels.lm_head.gpu import engine as gpu_engine
+from kernels.lm_head.gpu import passes
+from kernels.lm_head.gpu import tiles as gpu_tiles
+from kernels.lm_head.gpu.backward import Block, logit_gradient
+from kernels.lm_head.gpu.forward import Chunk
+from kernels.lm_head.live_rows import round_up
+from kernels.lm_head.softmax import Softmax
+from kernels.lm_head.tpu import engine as tpu_engine
+from mllm import child_process, errors
+from tools.bench import measure
+from tools.bench.head import shape_of
+from tools.bench.report import Shape
+
+PRODUCTS = {"statistics": "hW", "mean": "hW gW", "slopes": "hW", "dh": "hW gW", "dW": "hW gh", "kept": "hW gW gh"}
+"""The bare products that each has to make; a loss without a workspace, all and the first one twice."""
+ALLOWED = 0.01
+"""The norm of the difference over that of the exact result; rounding to bfloat16 makes it about 0.003."""
+
+
+def make_kernel(name: str, engine: Any, slopes: TokenLogprobs, softmax: Softmax, **options: Any) -> Callable[..., Any]:
+    """(hidden, weight, labels) -> results by name, with these slopes and this softmax."""
+
+    def call(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> dict[str, Any]:
+        count, vocabulary = len(hidden), len(weight)
+        if name == "loss":
+            objective, given = (
+                lambda logprob, entropy, a, b: a * logprob + b * entropy,
+                (slopes.logprob, slopes.entropy),
+            )
+            run = jax.grad(lambda h, w: token_loss(h, w, labels, objective, *given, **options), (0, 1), has_aux=True)
+            (dh, dw), tokens = run(hidden, weight)
+            return {**tokens._asdict(), "dh": dh, "dW": dw}
+        inputs = Inputs(hidden, weight, labels, jnp.ones(count, bool), jnp.float32(1))
+        wants = name != "dW", name not in ("dh", "mean"), name not in ("mean", "kept")
+        how = Options(None, hidden.dtype, 1 << 40, *wants)  # dh, dW, and slopes by the entropy
+        if name == "statistics":
+            return engine.statistics(inputs, how).outputs()._asdict()
+        if name == "slopes":
+            sizes = gpu_tiles.choose(count, vocabulary, hidden.shape[1])
+            rows = passes.gather_rows(inputs, how, sizes, jnp.arange(count), jnp.int32(count))
+            factors, size = passes.row_factors(inputs, how, rows, softmax, slopes), (count, round_up(vocabulary, 256))
+            zero = jnp.int32(0)
+            places = Block(zero, rows.number), Chunk(zero, zero, jnp.int32(vocabulary)), inputs.temperature
+            tiling: Any = {"size": size, "tiles": sizes.tiles, "strip": sizes.strip(*size)}
+            arguments = (weight, rows.labels, rows.in_tile, factors, *places)
+            return {"dy": logit_gradient(rows.hidden, *arguments, **tiling, softcap=None, entropy=True)[:, :vocabulary]}
+        if name == "kept":
+            terms = Terms(slopes.logprob, ())
+            dh, dw = engine.loss_and_gradients(inputs, lambda logprob, _: logprob, terms, how)[1]
+        else:
+            saved = engine.forward(inputs, how)[1] if name == "mean" else tpu_engine.Saved(softmax.top, None)
+            dh, dw = engine.gradients(inputs, softmax, saved, slopes, how)
+        return {key: x for key, x in {"dh": dh, "dW": dw}.items() if x is not None}
+
+    return call
+
+
+def run(
+    kernel: str, shape: Shape, impl: str, timed: bool, cluster: int, workspace: int | None, sharded: bool
+) -> dict[str, float]:
+    """Relative errors by the result's name, or what `time` returns."""
+    tokens, features, vocabulary = shape
+    rng = np.random.default_rng(0)
+    h, w = (rng.standard_normal((n, features), np.float32) * features**-0.25 for n in (tokens, vocabulary))
+    labels = rng.integers(0, vocabulary, tokens, np.int32)
+    arrays = jnp.asarray(h, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16), jnp.asarray(labels)
+    by_logprob, by_entropy = rng.standard_normal((2, tokens)).astype(np.float32)
+    by_entropy *= kernel not in ("mean", "kept")
+    zero, lse = np.zeros(tokens), np.full(tokens, np.log(vocabulary))
+    # A large problem is timed: there any numbers do.
+    exact = None if timed else reference.exact(*arrays, lambda *_: (by_logprob, zero, by_entropy))
+    logprob, lse, entropy = exact[:3] if exact else (-lse, lse, lse)
+    slopes = TokenLogprobs(*(jnp.asarray(x, jnp.float32) for x in (by_logprob, zero, by_entropy)))
+    softmax = Softmax(*(jnp.asarray(x, jnp.float32) for x in (lse, zero, logprob, entropy)))
+    options: dict[str, Any] = {"impl": impl, "workspace": workspace}
+    if sharded:
+        mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("dp", "tp"))
+        options["sharding"] = HeadSharding(mesh, ("dp",), "tp", None)
+    engine = gpu_engine if impl == "mosaic_gpu" else tpu_engine
+    context: AbstractContextManager[Any] = nullcontext()
+    if jax.default_backend() == "cpu" and impl != "xla":
+        sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests" / "kernels"))
+        import mosaic_engines  # type: ignore[import-not-found]
+
+        context = (mosaic_engines.GPU if impl == "mosaic_gpu" else mosaic_engines.TPU).strictly()
+    elif impl == "mosaic_gpu" and not timed:  # several chunks, and waves where the workspace has room for one
+        context = gpu_tiles.override(gpu_tiles.Sizes(gpu_tiles.Tiles(cluster=cluster), chunk=512, wave_cost=0))
+    with context:
+        program = jax.jit(make_kernel(kernel, engine, slopes, softmax, **options)).lower(*arrays).compile()
+        found = jax.block_until_ready(program(*arrays))
+    if exact is None:
+        return time(functools.partial(program, *arrays), arrays, PRODUCTS.get(kernel, "hW hW gW gh").split())
+    log_p = np.asarray(arrays[0], np.float64) @ np.asarray(arrays[1], np.float64).T - lse[:, None]
+    dy = -np.exp(log_p) * (by_logprob[:, None] + by_entropy[:, None] * (log_p + entropy[:, None]))
+    dy[np.arange(tokens), labels] += by_logprob
+    wanted = {**exact._asdict(), "dh": exact.hidden, "dW": exact.weight, "dy": dy}
+    return {name: float(np.linalg.norm(x - wanted[name]) / np.linalg.norm(wanted[name])) for name, x in found.items()}
+
+
+def time(call: Callable[[], Any], arrays: Sequence[jax.Array], names: Sequence[str]) -> dict[str, float]:
+    """Milliseconds, their ratio to those of the bare products of these names, and TFLOP/s."""
+    bare = measure.bare_products(*arrays[:2])
+    calls = {"kernel": call, **{name: bare[name] for name in names}}
+    rounds = measure.in_turns(calls, jax.block_until_ready, rounds=5, least=0.05, queue=2)
+    seconds = {name: statistics.median(each) for name, each in rounds.items()}
+    own, products = seconds["kernel"], sum(seconds[name] for name in names)
+    flops = 2 * len(names) * arrays[0].size * len(arrays[1])
+    return {"ms": 1e3 * own, "of bare products": own / products, "TFLOP/s": flops / own / 1e12}
+
+
+def copy() -> dict[str, float]:
+    array, double = jnp.ones(2**26, jnp.float32), jax.jit(lambda x: 2 * x)
+    rounds = measure.in_turns({"copy": lambda: double(array)}, jax.block_until_ready, rounds=5, least=0.1, queue=2)
+    return {"GB/s, read and written": 2 * array.nbytes / statistics.median(rounds["copy"]) / 1e9}
+
+
+@errors.command
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = errors.ArgumentParser(
+        prog="python tools/bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--kernel", required=True, choices=(*PRODUCTS, "loss", "copy", "device"), metavar="X", help="which one")
+    add("--impl", choices=("mosaic_tpu", "mosaic_gpu", "xla"), default="xla", help="the engine that it is of")
+    add("--shape", type=shape_of, default="512,256,1496", metavar="N,D,V", help="(default 512,256,1496)")
+    add("--timed", action="store_true", help="time it, and compute no errors")
+    add("--workspace", type=int, metavar="BYTES", help="of the loss (default: the head chooses)")
+    add(
+        "--cluster", type=int, choices=(1, 2), default=2, help="blocks of a GPU's cluster (default 2); not with --timed"
+    )
+    add("--sharded", action="store_true", help="the loss over all devices, an even number of them")
+    options = parser.parse_args(arguments)
+    if options.kernel == "device":
+        child_process.answer({**measure.device(), "devices": jax.device_count(), "jax": jax.__version__})
+    elif options.kernel == "copy":
+        child_process.answer(copy())
+    else:
+        found = run(**vars(options))
+        child_process.answer(found)
+        if not options.timed and not all(error <= ALLOWED for error in found.values()):
+            print(f"WRONG: an error is past {ALLOWED}", file=sys.stderr)
+            return 1
+    return 0

@@ -1,0 +1,300 @@
+"""Finds out what only a TPU or a GPU can tell: python tools/device.py --out FOLDER [--minutes M]
+
+Checks and times the head's kernels, and the head beside bare products, full logits and other libraries; tunes tiles;
+measures the trainer. Jobs run in order of value, each in a process of its own with a time limit; one that fails or
+hangs costs only itself. The same command goes on where it stopped: what is done isn't repeated, what failed is tried
+again after the rest. On a CPU sizes are small and interpreters run the kernels: a rehearsal.
+
+FOLDER gets results.jsonl (a line as soon as a job ends) and, at the end, also on SIGTERM: table.md, device.tar.gz (logs
+and figures), curves.png, and tiles.json, the measured tiles and times. Tuning also notes these in kernels/lm_head, and
+so does a later call with this FOLDER: by them `impl=None` takes the faster engine.
+
+Exit codes: 0 all is done or left out, 1 something failed or is to come, 2 an error in one line, 143 after SIGTERM.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script sees only its own folder
+from mllm import child_process, errors
+from mllm.errors import UserError
+from tools import tune
+
+ROOT = Path(__file__).resolve().parent.parent
+Record = dict[str, Any]
+KEPT, LARGEST = (".txt", ".json", ".jsonl", ".png", ".yaml"), 2**20
+"""Endings and bytes of files that the archive keeps."""
+LEAST, MARGIN = 20, 10
+"""Seconds without which no job begins, and those that a call leaves for its end."""
+SHAPES = (
+    "class Any:\n    def __class_getitem__(cls, _):\n        return cls\n\n\ndef __getattr__(name):\n    return Any\n"
+)
+"""In place of the module jaxtyping where that isn't installed."""
+TRAINER = ("pydantic", "flax", "optax", "orbax", "grain", "transformers", "safetensors", "tensorboardX", "yaml", "tqdm")
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    command: Sequence[str]
+    """The interpreter's arguments; {own} stands for the job's own folder, {all} for that of all jobs' folders."""
+    seconds: float = 90
+    """The time limit."""
+    needs: Sequence[str] = ()
+    """Modules that have to be installed."""
+    shows: str = "^$"
+    """A pattern of the lines of its output that belong into the table."""
+    obstacle: str = ""
+    """Why it can't run here."""
+
+
+# --- the jobs, in order of value
+
+
+def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
+    """The jobs for a device, which is described as `tools/bench kernels --kernel device` does."""
+    platform, cpu = device["platform"], device["platform"] == "cpu"
+    shape, large = ("256,128,296", "256,128,1000") if cpu else ("512,256,1496", "8192,2048,151936")
+    none = "it is for TPUs and GPUs" if cpu else ""
+    engines = {"tpu": ("statistics", "mean", "dh", "dW", "kept"), "gpu": ("statistics", "slopes", "dh", "dW", "kept")}
+    for kind in engines if cpu else (platform,):
+        old = "jax before 0.12 can't interpret it" if cpu and kind == "gpu" and device["jax"] < "0.12" else ""
+        about = ["tools/bench", "kernels", "--impl", f"mosaic_{kind}", "--shape", shape]
+        for kernel in engines[kind]:
+            for cluster in ("2", "1") if kind == "gpu" and not cpu else ("2",):
+                name = f"{kind} {kernel}" + f", cluster of {cluster}" * (kind == "gpu")
+                yield Job(name, [*about, "--kernel", kernel, "--cluster", cluster], obstacle=old)
+        # Room for dW's own memory alone; for some columns; for some rows and a float32 sum of dW; for the default.
+        for workspace in ("0",) if cpu else ("0", "300000", "2000000", ""):
+            size = ["--workspace", workspace] * bool(workspace)
+            yield Job(
+                f"{kind} loss, workspace {workspace or 'default'}", [*about, "--kernel", "loss", *size], obstacle=old
+            )
+    engine = "xla" if cpu else f"mosaic_{platform}"
+    timed = ["tools/bench", "kernels", "--impl", engine, "--shape", large, "--timed"]
+    for kernel in () if cpu else engines[platform]:
+        yield Job(f"time of {kernel}", [*timed, "--kernel", kernel], 120)
+
+    def bench(name: str, seconds: float, *methods: str) -> Job:
+        command = ["tools/bench", "head", "--shape", large, "--live", "1", "--json", "{own}/bench.json"]
+        return Job(name, [*command, "--methods", *methods], seconds, ["tqdm"], "  |skipped|failed")
+
+    yield bench("head", 400, engine, "full logits")
+    pytest = ["-m", "pytest", "-m", platform, "-n", "1", "--max-worker-restart=99", "--timeout=120", "-rfE", "tests"]
+    needs = ["pytest", "xdist", "pytest_timeout", "jaxtyping"]
+    yield Job("tests", pytest, 550, needs, "^(FAILED|ERROR)|passed|failed|crashed", none)
+    yield Job("tune", ["tools/tune.py", "--shape", large, "--write", "--limit", "380"], 400, shows="  ", obstacle=none)
+    yield bench("peers", 550, "scan", "Liger", "cut-cross", "tokamax", "tunix", "optax", "torch", *["xla,"] * (not cpu))
+
+    tiny, half, four, three = (
+        dict(zip(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), sizes, strict=True))
+        for sizes in ((64, 192, 2, 4), (896, 4864, 24, 14), (1024, 3072, 4, 16), (2048, 11008, 36, 16))
+    )
+
+    def train(name: str, config: str, sizes: Mapping[str, int], settings: Record, obstacle: str = "") -> Job:
+        family = {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_theta": 1e6}
+        made = {**family, **(tiny if cpu else sizes), "vocab_size": 1000 if cpu else 151936}
+        model = {"init": "random", "architecture": made, "dtype": "bfloat16", "remat": "full"}
+        run = {"run_dir": "{own}/run", "eval": {}, "checkpoint": {}}
+        pairs = [f"{key}={json.dumps(x)}" for key, x in {**run, "model": model, **settings}.items()]
+        command = ["train.py", "--config", config, *pairs]
+        return Job(name, command, 500, TRAINER, "^(tokens/s|seconds|peak|loss)", obstacle)
+
+    length = 32 if cpu else 512
+    grpo: dict[str, Any] = {"steps": 3 if cpu else 8, "optimizer.warmup_steps": 1, "grpo.row_length": length + 16}
+    grpo |= {"batch_size": 64, "micro_batch_size": 8, "rollout.max_completion_length": length}
+    grpo |= {"task.heldout": 8, "task.rewards": [{"name": "tools.device:count"}]}
+    trainer = train("trainer", "tiny_grpo.yaml", half, grpo)
+    yield trainer
+    yield Job("its plan", [*trainer.command, "--plan"], 300, TRAINER, "^(MiB|prefill |decode |log-prob |update |fits)")
+    yield Job("copy", ["tools/bench", "kernels", "--kernel", "copy"])
+    size = ["--limit", "64"] if cpu else ["--hidden", "1024", "--layers", "16", "--rows", "256", "--slots", "256"]
+    yield Job("decode", ["tools/bench", "rollout", *size], 300, TRAINER, r"^\|")
+    sft = {"steps": 20 if cpu else 100, "optimizer.warmup_steps": 10, "task.heldout": 64, "batch_size": 256}
+    yield train("full logits", "tiny_sft.yaml", four, {**sft, "head.impl": "full_logits"})
+    yield train("fused head", "tiny_sft.yaml", four, sft)
+    runs = [f"{{all}}/{name}/run" for name in ("full_logits", "fused_head")]
+    yield Job("curves", ["tools/plot.py", *runs, "--out", "{own}/curves.png"], 60, [*TRAINER, "matplotlib"])
+
+    number = device["devices"]
+    alone = f"it is for several devices, and there is {number}" if number % 2 else ""
+    several = ["tools/bench", "kernels", "--impl", engine, "--kernel", "loss", "--sharded", "--shape"]
+    yield Job("sharded head", [*several, shape], obstacle=alone)
+    yield Job("time of the sharded head", [*several, large, "--timed"], 200, obstacle=alone)
+    whole = {**grpo, "mesh.fsdp": number, "micro_batch_size": 8 * number, "batch_size": 64 * number}
+    name = "models--Qwen--Qwen2.5-3B-Instruct"
+    if (Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface")) / "hub" / name).is_dir() and not cpu:
+        whole["model"] = {"source": "Qwen/Qwen2.5-3B-Instruct"}
+    yield train("3B over all devices", "tiny_grpo.yaml", three, whole, alone)
+
+
+def count(completion: str) -> float:
+    """A reward that differs between the completions of a random model."""
+    return float(len(completion))
+
+
+# --- the command
+
+
+@errors.command
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for the results; it may have some")
+    parser.add_argument("--minutes", type=float, default=math.inf, metavar="M", help="end by then (default: no limit)")
+    options = parser.parse_args(arguments)
+    if not options.minutes > 0:
+        raise UserError(f"--minutes: {options.minutes:g} is not a number above 0")
+    if missing := [name for name in ("jax", "numpy") if importlib.util.find_spec(name) is None]:
+        raise UserError(f"{' and '.join(missing)}: not installed for {sys.executable}, and nothing here runs without")
+    with Call(options.out, options.minutes) as call:
+        ended = call.start(["tools/bench", "kernels", "--kernel", "device"], 120.0)
+        if ended.code or ended.answer is None:
+            raise UserError(f"JAX finds no device: {ended.reason}")
+        return call.measure(ended.answer, list(make_jobs(ended.answer)))
+
+
+class Call:
+    """A call of the command: the folder, the time that it has, and what came of each job so far."""
+
+    def __init__(self, folder: Path, minutes: float) -> None:
+        self.folder, self.deadline = folder, time.monotonic() + 60 * minutes - MARGIN
+        self.device: Record = {}
+        self.results: dict[str, Record] = {}
+        self.jobs: Sequence[Job] = ()
+
+    def __enter__(self) -> "Call":
+        self.work = Path(tempfile.mkdtemp())
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if (path := self.folder / "results.jsonl").exists():
+                self.results = {record["job"]: record for record in map(json.loads, path.read_text().splitlines())}
+            if (path := self.folder / "device.tar.gz").exists():
+                with tarfile.open(path) as archive:
+                    archive.extractall(self.work, filter="data")
+        except (OSError, ValueError, KeyError, TypeError, tarfile.TarError) as error:
+            raise UserError(f"--out: {self.folder} can't be gone on with ({error}): give another folder") from None
+        if importlib.util.find_spec("jaxtyping") is None:
+            (self.work / "jaxtyping.py").write_text(SHAPES)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job is killed on the way out
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.device:
+            (self.folder / "table.md").write_text(self.table())
+            with tarfile.open(self.folder / "device.tar.gz", "w:gz") as archive:
+                for path in sorted(self.work.rglob("*")):
+                    if path.suffix in KEPT and path.is_file() and path.stat().st_size <= LARGEST:
+                        archive.add(path, path.relative_to(self.work))
+            for picture in self.work.glob("curves/curves.png"):
+                shutil.copyfile(picture, self.folder / picture.name)
+            print(f"{self.folder}: {', '.join(sorted(os.listdir(self.folder)))}")
+        shutil.rmtree(self.work, ignore_errors=True)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def measure(self, device: Record, jobs: Sequence[Job]) -> int:
+        """Run the jobs that aren't done. Returns the exit code."""
+        before = self.results.get("device", device)
+        if before["kind"] != device["kind"]:
+            raise UserError(f"--out: {self.folder} tells of {before['kind']}, and this is {device['kind']}")
+        self.device, self.jobs = device, jobs
+        self.record({"job": "device", "status": "done", **device})
+        self.exchange_tiles()
+        for job in sorted(jobs, key=lambda job: self.status(job) == "failed"):
+            if self.status(job) != "done":
+                self.run(job)
+        return int(not {self.status(job) for job in jobs} <= {"done", "left out"})
+
+    def status(self, job: Job) -> str:
+        return self.results.get(job.name, {}).get("status", "to come")
+
+    def run(self, job: Job) -> None:
+        """Run a job and record what came of it; a job for which there is too little time is left to come."""
+        start = time.monotonic()
+        left = self.deadline - start
+        absent = [name for name in job.needs if importlib.util.find_spec(name) is None]
+        record: Record = {"job": job.name, "status": "left out", "seconds": 0.0}
+        record["reason"] = job.obstacle or (f"{', '.join(absent)}: not installed" if absent else "")
+        if not record["reason"]:
+            if left < min(LEAST, job.seconds):
+                return
+            print(f"{job.name} ...", flush=True)
+            own = self.work / re.sub(r"\W", "_", job.name)
+            shutil.rmtree(own, ignore_errors=True)
+            own.mkdir()
+            command = [part.replace("{own}", str(own)).replace("{all}", str(self.work)) for part in job.command]
+            ended = self.start(command, float(min(job.seconds, left)))
+            for path in own.rglob("checkpoints"):
+                shutil.rmtree(path)
+            said, complaints = (text[-LARGEST // 3 :] for text in (ended.stdout, ended.stderr))
+            (own / "log.txt").write_text(f"{said}\n--- stderr\n{complaints}")
+            failed = "to come" if ended.late and left < job.seconds else "failed"
+            record["status"] = failed if ended.code != 0 else "done"
+            shown = [line for line in said.splitlines() if re.search(job.shows, line)]
+            record |= {"reason": ended.reason, "answer": ended.answer, "shown": [line for line in shown if line]}
+            record["seconds"] = round(time.monotonic() - start, 1)
+            self.exchange_tiles()
+        self.record(record)
+        print(f"{job.name}: {cell(record)}", flush=True)
+
+    def start(self, command: Sequence[str], seconds: float) -> child_process.Ended:
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", ""), str(self.work)])
+        own = {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str(self.work / "cache")}
+        own |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+        if self.device:  # the tests' default is a CPU
+            own["JAX_PLATFORMS"] = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(self.device["platform"], "cpu")
+        return child_process.run([sys.executable, *command], seconds=seconds, env=os.environ | own, cwd=ROOT)
+
+    def record(self, record: Record) -> None:
+        self.results[record["job"]] = record
+        with (self.folder / "results.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def exchange_tiles(self) -> None:
+        """Both tables of tiles, the folder's and the kernels', get all entries of both; the kernels' are the newer."""
+        tables = [self.folder / "tiles.json", ROOT / "kernels" / "lm_head" / self.device["platform"] / "tiles.json"]
+        if self.device["platform"] != "cpu" and (entries := tune.merged(*map(tune.read_table, tables))):
+            for path in tables:
+                tune.write_table(path, entries)
+
+    def table(self) -> str:
+        """All jobs and what came of them as Markdown, and below it what they have printed."""
+        found = [(job.name, self.results.get(job.name, {"status": "to come", "seconds": 0})) for job in self.jobs]
+        about = ", ".join(f"{name} {value}" for name, value in self.device.items())
+        lines = [f"{about}\n", "| job | s | result |", "| --- | ---: | --- |"]
+        lines += [f"| {name} | {record['seconds']:.0f} | {cell(record)} |" for name, record in found]
+        lines += [
+            line
+            for name, record in found
+            if record.get("shown")
+            for line in [f"\n{name}\n```", *record["shown"], "```"]
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def cell(record: Record) -> str:
+    """What came of a job, in a line."""
+    if record["status"] != "done":
+        return ": ".join(filter(None, (record["status"], record.get("reason", "").replace("|", "/"))))
+    answer = record["answer"] if isinstance(record["answer"], dict) else {}
+    return (
+        ", ".join(f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in answer.items()) or "done"
+    )
+
+
+if __name__ == "__main__":
+    errors.run_main(main)
