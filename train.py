@@ -4,9 +4,9 @@ The same command again resumes from the newest checkpoint in run_dir, and ends a
 
 Several processes train one model, over the devices of all, if each gets --coordinator HOST:PORT (of process 0),
 --processes and --process, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in its environment, or
---cluster where JAX knows the cluster (TPU pods, Slurm, Open MPI, Kubernetes). They share run_dir.
-
-Exit codes: 0 done; 2 an error that you can mend, in one line; 143 or 130 saved and stopped by SIGTERM or SIGINT.
+--cluster where JAX knows the cluster (TPU pods, Slurm, Open MPI, Kubernetes). They share run_dir, and end together.
+Exit codes: 0 done; 1 a bug, with a traceback; 2 an error that you can mend, in one line; 75 another process was lost:
+start again; 143 or 130 saved and stopped by SIGTERM or SIGINT.
 """
 
 # Nothing heavy is imported here: --help, --print-config and errors in the configuration must not wait for JAX.
@@ -38,11 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan(config, options.target)
         return 0
 
-    from mllm.parallel.processes import ProcessGroup, join_cluster
+    from mllm.parallel.processes import ProcessGroup
 
-    if options.cluster:
-        join_cluster(options.wait)
-    elif group := ProcessGroup.find(options.coordinator, options.processes, options.process, os.environ):
+    flags = options.coordinator, options.processes, options.process
+    if group := ProcessGroup.of_cluster(options.wait) if options.cluster else ProcessGroup.find(*flags, os.environ):
         group.join(options.wait)
     return train(config, options.change)
 
@@ -77,6 +76,7 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.run import folder as run_dir
     from mllm.run import report, wandb
     from mllm.run.checkpoint import Checkpoints
+    from mllm.run.heartbeat import Heartbeat
     from mllm.run.measurements import make_measurements
     from mllm.run.metrics import RunLog
     from mllm.run.mirror import working_folder
@@ -89,11 +89,11 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.train.optimizer import make_optimizer, make_schedule
     from mllm.train.step import abstract_state, choose_head, make_train_step
 
-    mesh = make_mesh(config.mesh)
-    with ExitStack() as stack:
+    with ExitStack() as stack, Heartbeat() as heartbeat:
         # Load and check everything before anything is written.
         interrupt = stack.enter_context(Interrupt())
-        folder = stack.enter_context(working_folder(config, change))
+        mesh = make_mesh(config.mesh)
+        folder = heartbeat.folder = stack.enter_context(working_folder(config, change))
         with raise_everywhere():
             wandb.check(config.log)
             config = stack.enter_context(run_dir.claim(folder, config, change))
@@ -145,7 +145,7 @@ def train(config: Config, change: bool = False) -> int:
                 state, metrics, finished = measurements.take(state, whole(state.train.params), finished)
                 log.write(state.step, metrics, pending.samples)
             while not (finished or stopping or fatal_error):
-                watch = Stopwatch()
+                watch = Stopwatch(partial(heartbeat.mark, state.step))
                 try:
                     data = source.next(whole(state.train.params), state.step, watch)
                 except StopIteration:
@@ -187,7 +187,7 @@ def train(config: Config, change: bool = False) -> int:
         checkpoints.wait()
 
     if fatal_error:
-        raise UserError(fatal_error + f" (saved after step {saved_step}: the same command resumes)" * (saved_step > 0))
+        raise StepError(fatal_error + f" (saved after step {saved_step}: the same command resumes)" * (saved_step > 0))
     if stopping and not finished:
         print(f"stopped by a signal after step {saved_step}; saved: the same command resumes", file=sys.stderr)
         return interrupt.exit_code

@@ -13,6 +13,8 @@ from typing import NoReturn, ParamSpec
 P = ParamSpec("P")
 
 LONGEST = 1500
+RESTART = 75
+"""The exit code (EX_TEMPFAIL) of a process that ends because others were lost: the same command may go on."""
 
 
 class UserError(Exception):
@@ -24,7 +26,11 @@ class UserError(Exception):
         super().__init__(printable(message))
 
 
-class StepError(UserError):
+class CommonError(UserError):
+    """All processes raise it alike, at the same place."""
+
+
+class StepError(CommonError):
     """All processes alike can't make the next step; what was done before it can be saved."""
 
 
@@ -48,27 +54,36 @@ class ArgumentParser(argparse.ArgumentParser):
 def command(main: Callable[P, int]) -> Callable[P, int]:
     """Decorate a command's `main`, which returns its exit code: errors become one line on stderr and a code.
 
-    A `UserError` and a device that is out of memory return 2, Ctrl-C returns 130. Any other exception is a bug of this
-    project and passes through with its traceback.
+    A `UserError` and lack of memory return 2, Ctrl-C returns 130. Any other exception is a bug of this project and
+    passes through with its traceback.
     """
 
     @functools.wraps(main)
     def run(*arguments: P.args, **options: P.kwargs) -> int:
         try:
             return main(*arguments, **options)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            return 130
-        except Exception as error:
-            if not is_out_of_memory(error):
+        except (Exception, KeyboardInterrupt) as error:
+            code, line = ending(error)
+            if code == 1:
                 raise
-            reason = str(error).splitlines()[0]
-            print(f"error: out of memory ({reason}); train.py --plan says what would fit", file=sys.stderr)
-            return 2
+            if code == 2:
+                print(f"error: {line}", file=sys.stderr)
+            return code
 
     return run
+
+
+def ending(error: BaseException) -> tuple[int, str]:
+    """The exit code of a process that an error ends, and the error in a line; 1 stands for a bug."""
+    if isinstance(error, UserError):
+        return 2, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    if isinstance(error, MemoryError):
+        return 2, "out of memory: this machine has too little for the run"
+    if is_out_of_memory(error):
+        return 2, f"out of memory ({brief(error)}); train.py --plan says what would fit"
+    return 1, f"{type(error).__name__}: {printable(brief(error))}"
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
@@ -77,7 +92,7 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     sys.exit(main())
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device has no memory left for what JAX was told to do; False if JAX was never imported."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)

@@ -3,7 +3,7 @@
 import contextlib
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -11,13 +11,16 @@ import jax
 class Stopwatch:
     """Counts the seconds of one step by phase, and its tokens per second."""
 
-    def __init__(self) -> None:
+    def __init__(self, mark: Callable[[str], None] = lambda name: None) -> None:
+        """`mark` is called with the name of each phase that begins."""
+        self.mark = mark
         self.seconds: dict[str, float] = {}
         self.tokens_per_second = 0.0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time that the body takes to the phase's seconds."""
+        self.mark(name)
         begin = time.perf_counter()
         try:
             yield

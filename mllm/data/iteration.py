@@ -51,7 +51,7 @@ class DataIterator(Generic[T]):
     def __next__(self) -> T:
         """The next batch; StopIteration after the last epoch, with a warning where examples don't fill a last batch.
 
-        StepError is raised where an example can't be made, which all processes find alike: what was done can be saved.
+        StepError is raised where an example can't be made or read; a process that isn't alone must tell the others.
         """
         try:
             batch, examples = next(self.batches)

@@ -21,7 +21,7 @@ from mllm.errors import UserError
 from mllm.model.layout import Params
 from mllm.model.load import Policy
 from mllm.model.tokenizer import Tokenizer
-from mllm.parallel.processes import ALL_ROWS, RowShare
+from mllm.parallel.processes import ALL_ROWS, RowShare, raise_everywhere
 from mllm.stopwatch import Stopwatch
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class SftSource:
         self.upcoming: Batch | None = None
 
     def next(self, params: Params, step: int, watch: Stopwatch) -> Step:
-        with watch.phase("data"):
+        with watch.phase("data"), raise_everywhere():
             batch = next(self.data) if self.upcoming is None else self.upcoming
             self.after = self.data.get_state()
             self.upcoming = next(self.data, None)

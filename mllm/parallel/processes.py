@@ -8,17 +8,19 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax._src.clusters import ClusterEnv  # the coordinator's address is needed before JAX connects to it
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from mllm.errors import UserError
+from mllm.errors import RESTART, CommonError, StepError, UserError, brief
+from mllm.parallel import watch
 from mllm.parallel.mesh import sharding
 
 T = TypeVar("T")
@@ -33,6 +35,8 @@ class ProcessGroup(NamedTuple):
     """host:port where process 0 listens."""
     processes: int
     process: int
+    devices: Sequence[int] | None = None
+    """This process's devices among its machine's; None: all."""
 
     @classmethod
     def find(
@@ -64,56 +68,59 @@ class ProcessGroup(NamedTuple):
             raise UserError(f"--process: {index}: expected 0 to {count - 1}, since --processes is {count}")
         return cls(address, count, index)
 
+    @classmethod
+    def of_cluster(cls, seconds: int) -> "ProcessGroup":
+        """The group of a cluster that JAX recognizes (TPU pods, Slurm); UserError where it finds none."""
+        reason = "neither a TPU pod nor Slurm, Open MPI, or Kubernetes with its package"
+        try:
+            found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, seconds)
+        except Exception as error:  # whatever a cluster's environment raises that is not as JAX expects
+            found, reason = (None,) * 4, brief(error)
+        address, processes, process, devices = found
+        if address is None or processes is None or process is None:
+            raise UserError(f"--cluster: none found ({reason}); give --coordinator, --processes and --process")
+        return cls(address, processes, process, devices)
+
     def join(self, seconds: int) -> None:
         """Connect to the other processes, before any other use of JAX; UserError where process 0's port is taken.
 
-        If they are not all there within `seconds`, the process ends with an error in one line and exit code 2.
+        If they are not all there within `seconds`, the process ends with an error in one line and exit code RESTART:
+        JAX's own time limit would abort it with a C++ stack trace.
         """
-        silent = "process 0 does not answer or " if self.process else ""
+
+        def give_up() -> None:
+            silent = "process 0 does not answer or " if self.process else ""
+            late = f"{silent}not all {self.processes} processes came to {self.coordinator} within {seconds} s"
+            print(f"error: --coordinator: {late}", file=sys.stderr, flush=True)
+            os._exit(RESTART)
+
+        # The trainer handles SIGTERM itself.
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        watchdog = threading.Timer(seconds, give_up)
+        watchdog.daemon = True
+        watchdog.start()
         try:
-            connect(
-                f"--coordinator: {silent}not all {self.processes} processes came to {self.coordinator}",
-                seconds,
-                coordinator_address=self.coordinator,
+            jax.distributed.initialize(
+                coordinator_address=watch.relay(self.coordinator) if self.process else self.coordinator,
                 num_processes=self.processes,
                 process_id=self.process,
+                local_device_ids=self.devices,
                 cluster_detection_method="deactivate",
+                initialization_timeout=seconds + 60,
+                shutdown_timeout_seconds=30,
             )
+            watch.begin(self.process, self.processes, self.coordinator, seconds)
         except jax.errors.JaxRuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            message = f"--coordinator: {self.coordinator} can't be opened ({reason}); take another port"
-            raise UserError(message) from None
+            raise UserError(f"--coordinator: {self.coordinator}: {explain(error)}") from None
+        finally:
+            watchdog.cancel()
 
 
-def join_cluster(seconds: int) -> None:
-    """Connect to the processes of a cluster that JAX recognizes (TPU pods, Slurm); UserError where it finds none."""
-    try:
-        connect("--cluster: not all of its processes came", seconds)
-    except (ValueError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"--cluster: none found ({reason}); give --coordinator, --processes and --process") from None
-
-
-def connect(timeout_error: str, seconds: int, **group: Any) -> None:
-    """Initialize `jax.distributed`; where that takes longer than `seconds`, end the process with `timeout_error`.
-
-    JAX's own time limit would abort the process with a C++ stack trace.
-    """
-
-    def give_up() -> None:
-        print(f"error: {timeout_error} within {seconds} s", file=sys.stderr, flush=True)
-        os._exit(2)
-
-    # The trainer handles SIGTERM itself.
-    jax.config.update("jax_enable_preemption_service", False)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    watchdog = threading.Timer(seconds, give_up)
-    watchdog.daemon = True
-    watchdog.start()
-    try:
-        jax.distributed.initialize(**group, initialization_timeout=seconds + 60)
-    finally:
-        watchdog.cancel()
+def explain(error: jax.errors.JaxRuntimeError) -> str:
+    """Why a process can't join a group, and the way out."""
+    reason = str(error).partition("\n")[0]
+    return f"can't be opened ({reason}); take another port"
 
 
 def is_writer() -> bool:
@@ -143,23 +150,24 @@ def pad_or_cut(message: np.ndarray, size: int) -> np.ndarray:
 def raise_everywhere() -> Iterator[None]:
     """A UserError that one process raises inside is raised in all, so that none waits for one that has left.
 
-    The code inside must not wait for other processes.
+    It is a StepError if all that was raised is. The code inside must not wait for other processes.
     """
     error = None
     try:
         yield
     except UserError as raised:
         error = raised
-    messages = gather_objects(None if error is None else str(error))
-    for process, message in enumerate(messages):
-        if message is not None:
-            raise UserError(message if len({*messages}) == 1 else f"process {process}: {message}")
+    errors = gather_objects(None if error is None else (str(error), isinstance(error, StepError)))
+    kind = StepError if all(error is None or error[1] for error in errors) else CommonError
+    for process, found in enumerate(errors):
+        if found is not None:
+            raise kind(found[0] if len({*errors}) == 1 else f"process {process}: {found[0]}")
 
 
 def check_same(value: object, message: str) -> None:
-    """Raise UserError with the message in all processes unless they all pass equal values."""
+    """Raise CommonError with the message in all processes unless they all pass equal values."""
     if any(other != value for other in gather_objects(value)):
-        raise UserError(message)
+        raise CommonError(message)
 
 
 @dataclass(frozen=True)

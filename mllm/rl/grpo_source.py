@@ -186,7 +186,8 @@ class GrpoSource:
         while True:
             size = dynamic_sampling.round_size(missing, wanted, self.update_rows.shards)
             first = sum(part.lengths.size for part in rounds)
-            problems = [next(self.prompts) for _ in range(size)]
+            with raise_everywhere():
+                problems = [next(self.prompts) for _ in range(size)]
             self.prompts_skipped = problems[-1].passed - self.prompts.consumed
             rounds.append(self.sample(params, problems, step, first, watch))
             drawn = scored.concatenate(rounds)

@@ -13,10 +13,11 @@ from runs import arguments, changed, checkpoints, newest, outputs, records, run,
 from tiny import config
 
 from mllm.config.model import MeshConfig
-from mllm.errors import UserError
+from mllm.errors import RESTART, UserError
 from mllm.model import weights
 from mllm.model.decoder import Decoder
 from mllm.model.layout import Layout
+from mllm.parallel import watch
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.parallel.processes import ProcessGroup, RowShare, check_same, gather_objects, local_rows, raise_everywhere
 
@@ -152,6 +153,7 @@ def check_rows_and_reading():
     blocks = [{str(s.index): s.data.nbytes for s in leaf.addressable_shards} for leaf in jax.tree.leaves(params)]
     assert sum(read) == sum(sum(held.values()) for held in blocks)
     assert sum(read) < 0.6 * sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    watch.watch.finish(None)
 
 
 def test_each_process_has_the_rows_of_its_devices_and_reads_its_part_of_a_checkpoint():
@@ -165,8 +167,8 @@ def test_missing_processes_are_an_error_in_one_line(placed):
     command = ["train.py", *arguments(placed("sft", "run")), "--wait", "2"]
     without_the_third, without_the_first = start_two([*command, "--processes", "3"]), start_two(command)
     without_the_first[0].kill()
-    said = [*outputs(without_the_third, 2), without_the_first[1].communicate(timeout=60)[0]]
-    assert without_the_first[1].returncode == 2
+    said = [*outputs(without_the_third, RESTART), without_the_first[1].communicate(timeout=60)[0]]
+    assert without_the_first[1].returncode == RESTART
     assert said[0].startswith("error: --coordinator: not all 3 processes came to localhost:")
     assert said[2].startswith(
         "error: --coordinator: process 0 does not answer or not all 2 processes came to localhost:"

@@ -21,6 +21,7 @@ from mllm import progress
 from mllm.config.model import MeshConfig, OptimizerConfig
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
+from mllm.parallel import watch
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.parallel.processes import ProcessGroup, gather_objects, is_writer
 from mllm.run.checkpoint import Checkpoints
@@ -320,6 +321,7 @@ def damage_the_second_process_s_part(folder):
                 damage(folder / str(step) / "params" / "ocdbt.process_1")
         gather_objects(None)
         assert checkpoints.restore(like(mesh)).step == 1
+    watch.watch.finish(None)
 
 
 @pytest.mark.slow

@@ -1,0 +1,262 @@
+"""The processes of a run watch each other: if one ends, hangs or fails, all of them end, with one line that says why.
+
+Each process has a thread that sends process 0's thread what its process is doing, every BEAT seconds, and is answered.
+A process that ends, however it ends, closes its connection, which is noticed at once. One that is stopped, or whose
+machine, network or disk hangs, is silent, which is noticed after SILENCE seconds. One that fails says so. Process 0
+passes on what has happened; each process prints it and ends at once, because a collective that waits for a lost process
+can't be interrupted.
+
+Left out: a main thread that hangs while its process lives. Nothing tells that from slow work, such as compiling.
+"""
+
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+from jax._src.distributed import global_state  # public JAX has no key-value store; Orbax takes it from here, too
+
+from mllm.errors import RESTART, CommonError, ending
+
+BEAT = 2.0
+SILENCE = 30.0
+"""Seconds without a word from a process after which it counts as lost."""
+GRACE = 1.0
+"""Seconds that a process's last message is given to arrive before its connection is cut."""
+KEY = "mllm/watch"
+END = "end"
+"""The phase of a process that has trained to its end: its connection may close."""
+GO_ON = "the same command goes on from the newest checkpoint"
+
+
+class Status(NamedTuple):
+    """What a process is doing."""
+
+    process: int
+    step: int
+    """Steps that are done."""
+    phase: str
+    since: float
+    """When the phase began, in Unix time."""
+    time: float
+    """When the process said so, in Unix time."""
+
+    def __str__(self) -> str:
+        return f"process {self.process} (after step {self.step}, {self.phase})"
+
+
+@dataclass
+class Link:
+    """A connection to another process's thread."""
+
+    socket: socket.socket
+    status: Status
+    """What the other process said last."""
+    heard: float = field(default_factory=time.monotonic)
+    received: bytes = b""
+
+    def send(self, **message: Any) -> None:
+        with suppress(OSError):  # whoever reads finds out that the connection is closed
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """The messages that have come; None if the connection is closed."""
+        try:
+            chunk = self.socket.recv(2**16)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            return None
+        self.heard = time.monotonic()
+        *lines, self.received = (self.received + chunk).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+class Watch:
+    """This process's side of it; a process that trains alone has no links."""
+
+    def __init__(self, process: int = 0, links: dict[int, Link] | None = None) -> None:
+        now = time.time()
+        self.status = Status(process, 0, "start", now, now)
+        self.links = links or {}
+        self.publish: Callable[[list[Status]], None] = lambda statuses: None
+        """Called every BEAT seconds with what process 0 knows of all processes, and the others of themselves."""
+        self.ending = threading.Lock()
+        self.stopped = threading.Event()
+        self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
+        self.thread.start()
+
+    def mark(self, step: int, phase: str) -> None:
+        """Note what this process does from now on."""
+        now = time.time()
+        self.status = Status(self.status.process, step, phase, now, now)
+
+    def run(self) -> None:
+        """Listen, and send every BEAT seconds, until `stop`."""
+        due = last = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            for number, link in self.links.items():
+                selector.register(link.socket, selectors.EVENT_READ, number)
+            while not self.stopped.is_set():
+                if self.links:
+                    ready = selector.select(max(0.0, due - time.monotonic()))
+                else:
+                    ready = []
+                    self.stopped.wait(max(0.0, due - time.monotonic()))
+                now = time.monotonic()
+                if self.links and now - last > SILENCE:
+                    self.end(RESTART, f"{self.status} was stopped for {now - last:.0f} s: {GO_ON}")
+                last = now
+                for key, _ in ready:
+                    self.listen(key.data, selector)
+                if now >= due:
+                    due = now + BEAT
+                    self.beat()
+
+    def listen(self, number: int, selector: selectors.BaseSelector) -> None:
+        """Take what another process has sent; its end is this process's end, unless it was the run's."""
+        link = self.links[number]
+        messages = link.receive()
+        if messages is None:
+            selector.unregister(link.socket)
+            del self.links[number]
+            if link.status.phase != END:
+                self.end(RESTART, f"{link.status} was killed, or has lost its machine or network: {GO_ON}")
+        for message in messages or []:
+            if "end" in message:
+                self.end(*message["end"])
+            link.status = Status(*message["status"])
+
+    def beat(self) -> None:
+        """Send and publish what this process does, and look for processes that are silent."""
+        own = self.status._replace(time=time.time())
+        others = [] if own.process else [link.status for link in self.links.values()]
+        self.publish(sorted([own, *others]))
+        for link in self.links.values():
+            link.send(status=own)
+            silent = time.monotonic() - link.heard
+            if silent > SILENCE:
+                why = "it is stopped, or its machine, network or disk hangs"
+                self.end(RESTART, f"{link.status} has been silent for {silent:.0f} s: {why}; {GO_ON}")
+
+    def end(self, code: int, line: str, details: str = "") -> None:
+        """End this process with an error in one line, and first all others, with the same code and line.
+
+        The first of two threads that call this ends the process.
+        """
+        self.ending.acquire()
+        for link in self.links.values():
+            link.send(end=[code, line])
+        print(f"{details}error: {line}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        time.sleep(GRACE if self.links else 0)
+        os._exit(code)
+
+    def finish(self, error: BaseException | None) -> None:
+        """End with the run: normally, or by an error that all processes raise alike; another error ends all of them.
+
+        Errors of JAX wait for news of a lost process, which may be what caused them.
+        """
+        if not self.links or error is None or isinstance(error, CommonError):
+            self.mark(self.status.step, END)
+            for link in [*self.links.values()]:
+                link.send(status=self.status)
+            return
+        code, line = ending(error)
+        if code == 1:
+            time.sleep(SILENCE + 2 * BEAT if is_jax(error) else GRACE)
+        details = "".join(traceback.format_exception(error)) if code == 1 else ""
+        self.end(code, f"process {self.status.process}: {line}", details)
+
+    def stop(self) -> None:
+        """End the thread of a process that trains alone."""
+        self.stopped.set()
+        self.thread.join()
+
+
+def is_jax(error: BaseException | None) -> bool:
+    """Whether an error is JAX's, or was caused by one of JAX's."""
+    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+watch: Watch | None = None
+"""This process's, if it is one of several."""
+
+
+def begin(process: int, processes: int, coordinator: str, seconds: int) -> None:
+    """Connect the processes' threads, once JAX has connected the processes; `coordinator` is process 0's host:port.
+
+    All processes end, with exit code 2, if they were not started with the same number of `processes`.
+    """
+    global watch
+    client, links, counts = global_state.client, dict[int, Link](), dict[int, int]()
+    assert client is not None
+    if process == 0:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        with socket.create_server(("", 0), family=family, backlog=processes, dualstack_ipv6=dual) as server:
+            token = secrets.token_hex(16)
+            client.key_value_set(KEY, json.dumps([server.getsockname()[1], token]))
+            while len(links) < processes - 1:
+                link = open_link(server.accept()[0])
+                message = link.receive() or [{}]
+                if message[0].get("token") == token:  # else it is no process of this run
+                    number, counts[number] = message[0]["process"], message[0]["processes"]
+                    links[number] = Link(link.socket, link.status._replace(process=number))
+    else:
+        port, token = json.loads(client.blocking_key_value_get(KEY, 1000 * seconds))
+        links[0] = open_link(socket.create_connection((coordinator.rpartition(":")[0].strip("[]"), port), seconds))
+        links[0].send(token=token, process=process, processes=processes)
+    watch = Watch(process, links)
+    for number, count in counts.items():
+        if count != processes:
+            watch.end(2, f"--processes: process {number} was started with {count}, process 0 with {processes}")
+
+
+def open_link(connection: socket.socket) -> Link:
+    """A link to process 0, or to one that is not known yet."""
+    connection.settimeout(GRACE)
+    return Link(connection, Status(0, 0, "start", time.time(), time.time()))
+
+
+def relay(address: str) -> str:
+    """Return the address of a relay on this machine that forwards connections to `address`, which may open later.
+
+    JAX aborts a process, with a stack trace, when its connection to process 0 closes. This one stays open, so that the
+    process can end as `Watch` says.
+    """
+    host, _, port = address.rpartition(":")
+    server = socket.create_server(("localhost", 0))
+
+    def serve() -> None:
+        while True:
+            here = server.accept()[0]
+            while True:
+                with suppress(OSError):
+                    there = socket.create_connection((host.strip("[]"), int(port)))
+                    break
+                time.sleep(0.1)
+            for pair in ((here, there), (there, here)):
+                threading.Thread(target=forward, args=pair, daemon=True).start()
+
+    threading.Thread(target=serve, name="relay", daemon=True).start()
+    return f"localhost:{server.getsockname()[1]}"
+
+
+def forward(source: socket.socket, target: socket.socket) -> None:
+    """Send what comes from one socket to the other, which stays open when the first is closed."""
+    with suppress(OSError):
+        while chunk := source.recv(2**16):
+            target.sendall(chunk)
