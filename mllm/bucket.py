@@ -81,7 +81,7 @@ class Bucket:
         try:
             return future.result()
         except ValueError as error:  # tensorstore has no errors of its own
-            reason = re.sub(r" \[[a-z_]+=.*", "", str(error).splitlines()[0])
+            reason = re.sub(r"^[A-Z_]+: | \[[a-z_]+=.*", "", str(error).splitlines()[0])
             raise UserError(
                 f"{self.url}/{name}: can't be {use} ({reason}); check the bucket and its credentials, and start again"
             ) from None
@@ -107,7 +107,7 @@ class Bucket:
         """The names of all objects that begin with `prefix`, in order."""
         last = prefix + "\U0010ffff"
         found = self.finish(self.store.list(key_range(prefix, last)), prefix, "listed")
-        return sorted(name for key in found if (name := key.decode()).startswith(prefix))  # a server may list more
+        return sorted(name.decode() for name in found)
 
     def delete(self, names: Iterable[str]) -> None:
         with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from urllib.parse import parse_qs, unquote, urlsplit
 
 BUCKET = "test-runs"
@@ -23,20 +24,23 @@ class ObjectStore:
 
     def __init__(self, scheme: str, backend: tuple[str, int]) -> None:
         self.scheme, self.backend = scheme, backend
-        self.fault: Fault = lambda method, path: None
-        self.faults: Counter[str] = Counter()
-        self.written: list[str] = []
-        """The paths of requests that have written an object."""
-        self.lock = threading.Lock()
         self.generations: dict[str, str] = {}
-        """Google's emulator knows no generations in conditions and answers of reads: the proxy adds them."""
+        """Google's emulator knows no generations in conditions and answers of reads, nor ranges of names in lists: the
+        proxy adds them."""
+        self.folders = count()
+        self.renew()
+        self.lock = threading.Lock()
         self.proxy = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(self))
         self.proxy.daemon_threads = True
         threading.Thread(target=self.proxy.serve_forever, daemon=True).start()
 
-    @property
-    def url(self) -> str:
-        return f"{self.scheme}://{BUCKET}"
+    def renew(self) -> None:
+        """Begin a new folder, without faults."""
+        self.url = f"{self.scheme}://{BUCKET}/team/{next(self.folders)}"
+        self.fault: Fault = lambda method, path: None
+        self.faults: Counter[str] = Counter()
+        self.written: list[str] = []
+        """The paths of requests that have written an object."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -80,6 +84,11 @@ class ObjectStore:
                 self.generations[name] = json.loads(content)["generation"]
             elif method == "DELETE":
                 self.generations.pop(name, None)
+            elif "startOffset" in query or "endOffset" in query:
+                first, last = (query.get(name, [""])[0] for name in ("startOffset", "endOffset"))
+                listed = json.loads(content)
+                kept = [item for item in listed.get("items", ()) if first <= item["name"] < (last or "\U0010ffff")]
+                content = json.dumps({**listed, "items": kept}).encode()
             elif name in self.generations and "alt" in query:
                 found["x-goog-generation"] = self.generations[name]
         return status, found, content
@@ -98,7 +107,7 @@ def make_handler(store: ObjectStore) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             if fault == "late":
-                time.sleep(1)
+                time.sleep(0.3)
             if fault and fault.isdecimal():
                 status, headers, content = int(fault), {}, b"{}"
             else:
@@ -113,7 +122,8 @@ def make_handler(store: ObjectStore) -> type[BaseHTTPRequestHandler]:
             length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(content))
             self.send_header("Content-Length", length)
             self.end_headers()
-            self.wfile.write(content)
+            if self.command != "HEAD":
+                self.wfile.write(content)
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = do
 

@@ -263,9 +263,12 @@ class Mirror:
                 if self.lease:
                     self.lease.check()
                 self.send()
-        finally:
+        except UserError:
             if self.lease:
-                self.lease.end()
+                self.lease.ended.set()  # it expires
+            raise
+        if self.lease:
+            self.lease.end()
 
 
 def read_list(content: bytes) -> dict[str, Any]:
