@@ -17,7 +17,9 @@ from collections.abc import Iterator
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.lm_head import target
@@ -39,6 +41,7 @@ def strict_interpreter(multiprocessors: int = 4) -> Iterator[None]:
         with (
             strict_gpu_callbacks.patched(),
             mock.patch.object(target, "multiprocessors", return_value=multiprocessors),
+            mock.patch.object(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype)),
             plgpu.force_gpu_interpret_mode(params),
         ):
             yield

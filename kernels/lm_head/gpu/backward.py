@@ -4,7 +4,7 @@
 `hidden_gradient` adds dy W to the sum of dh in memory, in float32. `weight_gradient` writes the chunk's rows of dW.
 
 Suffixes: M all rows, B of a block of rows, R of a warpgroup; V vocabulary, C columns of the chunk, P of a piece of a
-tile; D features; W warpgroups' groups of rows, U tiles of columns.
+tile; D features; W warpgroups' groups of rows, I integers with a bit for each of 32 tiles.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from kernels.lm_head.gpu.forward import LOG2E, Chunk, Labels, Logits
+from kernels.lm_head.gpu.forward import LOG2E, Chunk, Labels, Logits, is_hit
 from kernels.lm_head.gpu.products import (
     Operand,
     Place,
@@ -60,7 +60,7 @@ def logit_gradient(
     hidden: Float[Array, "M D"],
     weight: Float[Array, "V D"],
     labels: Int[Array, "M"],
-    in_tile: Int[Array, "W U"],
+    in_tile: Int[Array, "W I"],
     rows: RowFactors,
     block: Block,
     chunk: Chunk,
@@ -115,10 +115,11 @@ def _logit_gradient_strip(
     in_all = place._replace(row=token + place.row)
     row = RowFactors(*(load_vector(by_row, in_all, i) for i in range(len(RowFactors._fields))))
     label = load_vector(labels.of_row, in_all) - labels.first
-    top, log_sum_e = row.top * LOG2E, row.log_sum_e * LOG2E
+    top, log_sum_e, by_log2_p = row.top * LOG2E, row.log_sum_e * LOG2E, row.entropy / LOG2E
+    hits = labels.in_strip(in_all, tiles)
 
     def tile(t: Scalar, step: Scalar) -> Scalar:
-        hit = labels.any_in_tile(in_all, t, tiles)
+        hit = is_hit(hits, t - place.tile)
         y, step = product(t, step)
         start = t * tiles.columns
         left = labels.columns - start
@@ -126,7 +127,7 @@ def _logit_gradient_strip(
             wide = functools.partial(lax.broadcast_in_dim, shape=piece.shape, broadcast_dimensions=(0,))
             capped = logits.capped(piece)
             log2_p = (capped * (logits.scale * LOG2E) - wide(top)) - wide(log_sum_e)
-            by_z = wide(row.by_p) - wide(row.entropy / LOG2E) * log2_p if entropy else wide(row.by_p)
+            by_z = wide(row.by_p) - wide(by_log2_p) * log2_p if entropy else wide(row.by_p)
             by_y = jnp.exp2(log2_p) * by_z
             if logits.softcap is not None:
                 by_y *= logits.slope(capped)

@@ -6,7 +6,8 @@ maximum in the tile, in float16. The relative error of a probability is then 2^-
 bfloat16) where the logit is 4 to 8 below it, 2^-8 up to 16 below; none underflows.
 
 Suffixes: M all rows, R rows of a warpgroup; V vocabulary, C columns of a tile, P of a piece of it; W warpgroups' groups
-of rows, U tiles of the vocabulary, G of the chunk, S strips; K columns that are kept.
+of rows, U tiles of the vocabulary, I integers with a bit for each of 32 of them; G of the chunk, S strips; K columns
+that are kept.
 """
 
 import functools
@@ -80,23 +81,36 @@ class Labels(NamedTuple):
     first: Scalar
     columns: Scalar
 
-    def any_in_tile(self, place: Place, t: Scalar, tiles: Tiles) -> Array:
-        """Whether a label of a warpgroup's rows is in tile `t` of the chunk."""
-        tile = lax.div(self.first, jnp.int32(tiles.columns)) + t
-        return self.in_tile[lax.div(place.row, jnp.int32(tiles.rows_each)), tile] > 0
+    def in_strip(self, place: Place, tiles: Tiles) -> Scalar:
+        """A bit for each tile of a strip, of at most 32: 1 if a label of a warpgroup's rows is in the tile."""
+        first = lax.div(self.first, jnp.int32(tiles.columns)) + place.tile
+        group, word, shift = lax.div(place.row, jnp.int32(tiles.rows_each)), first >> 5, first & 31
+        low, high = self.in_tile[group, word], self.in_tile[group, word + 1]
+        # A shift by 32 is undefined: it is made in two.
+        return lax.shift_right_logical(low, shift) | ((high << (31 - shift)) << 1)
 
 
-def labels_in_tiles(labels: Int[Array, "M"], vocabulary: int, tiles: Tiles) -> Int[Array, "W U"]:
-    """1 for each warpgroup's group of rows and each tile of the vocabulary that has one of their labels, else 0."""
-    tile = jnp.where(labels >= 0, labels // tiles.columns, -1).reshape(-1, tiles.rows_each, 1)
-    return (tile == jnp.arange(-(-vocabulary // tiles.columns))).any(axis=1).astype(jnp.int32)
+def is_hit(hits: Scalar, tile: Scalar) -> Array:
+    """Whether the strip's tile of that number has its bit in `hits`."""
+    return (lax.shift_right_logical(hits, tile) & 1) > 0
+
+
+def labels_in_tiles(labels: Int[Array, "M"], vocabulary: int, tiles: Tiles) -> Int[Array, "W I"]:
+    """A bit for each warpgroup's group of rows and tile of the vocabulary: 1 if it has a label, 32 in a number.
+
+    A number more than these take is 0, so that any 32 bits are found in two.
+    """
+    tile = jnp.where(labels >= 0, labels // tiles.columns, -1).reshape(-1, tiles.rows_each, 1, 1)
+    words = -(-vocabulary // (32 * tiles.columns)) + 1
+    hits = (tile == jnp.arange(32 * words).reshape(words, 32)).any(axis=1)
+    return (hits.astype(jnp.int32) << jnp.arange(32)).sum(axis=2, dtype=jnp.int32)
 
 
 def forward(
     hidden: Float[Array, "M D"],
     weight: Float[Array, "V D"],
     labels: Int[Array, "M"],
-    in_tile: Int[Array, "W U"],
+    in_tile: Int[Array, "W I"],
     number: Scalar,
     chunk: Chunk,
     temperature: Float[Array, ""],
@@ -176,10 +190,11 @@ def _strip(
 ) -> Scalar:
     rows = pl.ds(place.row, tiles.rows_each)
     label = load_vector(labels.of_row, place) - labels.first
+    hits = labels.in_strip(place, tiles)
 
     def tile(t: Scalar, carry: Any) -> Any:
         step, running = carry
-        hit = labels.any_in_tile(place, t, tiles)
+        hit = is_hit(hits, t - place.tile)
         y, step = product(t, step)
         start = t * tiles.columns
         left, own_column = labels.columns - start, label - start

@@ -18,9 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, UInt, UInt16
 
-from kernels.lm_head.contract import Inputs, Options, gradient_dtypes, zeros
+from kernels.lm_head.contract import Inputs, Options, gradient_dtypes
 from kernels.lm_head.gpu.products import PIECE, Ref, Scalar
 from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes
+from kernels.lm_head.manual_axes import vary, varying_axes
 
 _ALIGNED = 8  # rows: Pallas stores whole tiles of shared memory of 8 rows where it knows that they begin at such a one
 
@@ -89,11 +90,11 @@ class DwBuffer(NamedTuple):
 
 
 def allocate(inputs: Inputs, options: Options, layout: Layout) -> DwBuffer | None:
-    """A new buffer; None if no logits are kept in it."""
+    """A new buffer, not filled with anything; None if no logits are kept in it."""
     if not layout.columns:
         return None
-    zeros_VW = zeros(inputs, len(inputs.weight), _width(inputs, options), dtype=KEPT_DTYPE)
-    return DwBuffer(jax.new_ref(zeros_VW), layout)
+    memory_VW = lax.empty((len(inputs.weight), _width(inputs, options)), KEPT_DTYPE)
+    return DwBuffer(jax.new_ref(vary(memory_VW, varying_axes(inputs.hidden))), layout)
 
 
 def with_tops(buffer: DwBuffer, top_UR: Float[Array, "U R"]) -> UInt16[Array, "V W"]:

@@ -1,8 +1,8 @@
 """The head's passes on Hopper GPUs: forward, and backward over blocks of rows and chunks of the vocabulary.
 
 Suffixes: R rows in the kernels' order, B of a block of them; V vocabulary, D features; C columns of a chunk, K those
-kept of each of P parts; U tiles of columns, T columns of a tile; W warpgroups' groups of rows, or float16 numbers in a
-row of dW.
+kept of each of P parts; U tiles of columns, I integers with a bit for each of 32 of them, T columns of a tile; W
+warpgroups' groups of rows, or float16 numbers in a row of dW.
 """
 
 import functools
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
     hidden: Float[Array, "R D"]
     labels: Int[Array, "R"]
-    in_tile: Int[Array, "W U"]  # `labels_in_tiles(labels)`
+    in_tile: Int[Array, "W I"]  # `labels_in_tiles(labels)`
     live: Bool[Array, "R"]
     number: Int[Array, ""]
 
