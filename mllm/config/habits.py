@@ -35,6 +35,8 @@ TABLE = (
     ("lora_alpha", "model.lora.alpha", ""),
     ("lora_target_modules target_modules", "model.lora.targets", ""),
     ("use_rslora", "model.lora.rslora", ""),
+    ("lora_dropout", "model.lora.dropout", "which takes only 0"),
+    ("lora_adapter_path", "model.lora.source", ""),
     ("use_liger_kernel use_liger_loss", "head.impl", "fused by default"),
     ("dataset_name", "data.source", "under GRPO task.name: hub and task.id"),
     ("dataset", "data.source", "under GRPO task.name"),

@@ -18,8 +18,6 @@ from jaxtyping import Array, Float, Float32
 from kernels.precision import precision_of
 from mllm.model.layout import Params, parameter_name
 
-LAYER_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
-
 
 @dataclass(frozen=True)
 class Lora:
@@ -27,7 +25,7 @@ class Lora:
 
     rank: int
     alpha: float
-    targets: tuple[str, ...] = LAYER_TARGETS
+    targets: tuple[str, ...]
     rslora: bool = False
 
     @property

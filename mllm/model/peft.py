@@ -15,7 +15,7 @@ from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.json_file import read_json, write_json
 from mllm.model.layout import Params
-from mllm.model.lora import LAYER_TARGETS, Lora
+from mllm.model.lora import Lora
 from mllm.model.weights import TENSORS
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -40,9 +40,8 @@ def resolve(config: LoraConfig) -> tuple[Lora, Path | None]:
     are asked for.
     """
     if config.source is None:
-        assert config.rank is not None
-        assert config.alpha is not None
-        return Lora(config.rank, config.alpha, config.targets or LAYER_TARGETS, bool(config.rslora)), None
+        assert config.rank and config.alpha and config.targets  # noqa: PT018
+        return Lora(config.rank, config.alpha, config.targets, bool(config.rslora)), None
     folder = weights.fetch_folder(config.source, "leave model.lora.source out")
     stored = read_config(folder)
     for name in ("rank", "alpha", "rslora", "targets"):
@@ -107,7 +106,7 @@ def save(folder: Path, lora: Lora, adapters: Params, base: str | None) -> None:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "use_rslora": lora.rslora,
         "target_modules": [MODULES[target] for target in lora.targets],
         "lora_dropout": 0.0,

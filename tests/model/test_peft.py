@@ -7,7 +7,7 @@ itself never needs, peft also loads ours: `python -m pytest tests/model/test_pef
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,17 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from mllm.config.model import LoraConfig, MeshConfig
+from mllm.config.model import LoraConfig, LoraTarget, MeshConfig
 from mllm.errors import UserError
 from mllm.model import peft, weights
 from mllm.model.decoder import Decoder
 from mllm.model.layout import Layout, Params
-from mllm.model.lora import LAYER_TARGETS, Lora, split_adapters
+from mllm.model.lora import Lora, split_adapters
 from mllm.parallel.mesh import make_mesh
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 PEFT, BASE = FIXTURES / "peft", "untied_sharded"
-ALL = (*LAYER_TARGETS, "head")
+ALL = get_args(LoraTarget)
 
 
 def abstract_model(base: str, lora: Lora, **mesh: int) -> tuple[nnx.GraphDef, Params, Params]:
