@@ -1,10 +1,11 @@
-"""Compares the memory of an update with full logits and with the fused head.
+"""Compares the memory of an update with full logits, with the fused head, and with the fused head and LoRA.
 
     python tools/memory.py --config NAME [--target v6e:2x4] [--out FILE]
 
-Both columns are the same update but for the head: full logits (head.impl=full_logits), and the fused head. For
-micro-batches of 1 to 64 sequences a shard (a device or, with tp, those that share its rows), the table says what a
-device holds at its peak; the picture and the JSON also say what holds it:
+The first two columns are the same update of all parameters but for the head: full logits (head.impl=full_logits), and
+the fused head. In the third, adapters are trained: those of model.lora, without it of rank 32. For micro-batches of 1
+to 64 sequences a shard (a device or, with tp, those that share its rows), the table says what a device holds at its
+peak; the picture and the JSON also say what holds it:
 
     parameters, optimizer, gradients   by shapes
     activations   the rest of the peak of an update without a head, whose loss is a sum of hidden states
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-HEADS = ("full_logits", "fused")
-"""Beside these there is "none"."""
+HEADS = ("full_logits", "fused", "lora")
+"""The columns: the head, and with the fused one adapters. Beside these there is the head "none"."""
+RANK = 32
 PARTS = ("parameters", "optimizer", "gradients", "activations", "head")
 GIB = 2**30
 COLORS = ("#4c72b0", "#8172b3", "#55a868", "#ccb974", "#c44e52")
@@ -54,13 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     devices = plan.find_devices(config.mesh, options.target)
     sizes = sorted(set(options.micro_batches))
     bare = {}
-    for micro in sizes:
-        without = with_head(config, "none", micro, devices.mesh)
-        bare[micro] = account(without, devices, "none", "update", options.measure).peak
+    for kind in HEADS[1:]:  # what the model takes does not depend on the head
+        for micro in sizes:
+            without = with_head(config, kind, micro, devices.mesh)
+            bare[kind, micro] = account(without, devices, "none", "update", options.measure).peak
     rows = []
     for head in HEADS:
         for micro in sizes:
-            rows.append(row(config, devices, head, micro, options.measure, bare[micro]))
+            without_head = bare["lora" if head == "lora" else "fused", micro]
+            rows.append(row(config, devices, head, micro, options.measure, without_head))
             fits = "" if rows[-1]["fits"] else ", does not fit"
             print(f"{head:11} {micro:3}: {plan.size(rows[-1]['peak']):>10}{fits}", flush=True)
     print(table(rows, devices.memory))
@@ -104,7 +108,7 @@ def row(config: "Config", devices: "Devices", head: str, micro: int, measured: b
     config = with_head(config, head, micro, devices.mesh)
     shapes = Programs(config, devices.mesh)
     known = {
-        "parameters": bytes_on_device(shapes.state.params),
+        "parameters": bytes_on_device(shapes.policy.params),
         "optimizer": bytes_on_device(shapes.state.opt_state),
         "gradients": bytes_on_device(shapes.gradients()),
     }
@@ -122,12 +126,17 @@ def row(config: "Config", devices: "Devices", head: str, micro: int, measured: b
 
 
 def with_head(config: "Config", head: str, micro: int, mesh: "Mesh") -> "Config":
-    """The configuration with this head and micro-batch, and several micro-batches in a batch."""
+    """The configuration with this column's head and adapters, this micro-batch, and several of them in a batch."""
+    from mllm.config.model import LoraConfig, ModelConfig
+
     shards = mesh.shape["dp"] * mesh.shape["fsdp"]
     group = 2 if config.grpo is None else config.grpo.num_generations
     changes: dict[str, Any] = {"micro_batch_size": micro * shards, "batch_size": micro * shards * group}
     if head == "full_logits":
         changes["head"] = config.head.model_copy(update={"impl": head, "workspace_mib": None})
+    lora = config.model.lora or LoraConfig(rank=RANK, alpha=RANK)
+    model: dict[str, Any] = {"lora": lora, "param_dtype": "float32"} if head == "lora" else {"lora": None}
+    changes["model"] = ModelConfig.model_validate({**config.model.model_dump(), **model})
     return config.model_copy(update=changes)
 
 
@@ -194,7 +203,7 @@ def draw(rows: Sequence[dict[str, Any]], name: str, memory: int, out: Path) -> N
     import matplotlib.pyplot as plt
 
     most = max(row["peak"] for row in rows)
-    figure, axes = plt.subplots(1, len(HEADS), figsize=(9, 4), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, len(HEADS), figsize=(4.5 * len(HEADS), 4), sharey=True, layout="constrained")
     for axis, head in zip(axes, HEADS, strict=True):
         shown = [row for row in rows if row["head"] == head]
         floor = [0.0] * len(shown)

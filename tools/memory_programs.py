@@ -10,6 +10,7 @@ import ctypes
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +61,25 @@ def at_hand(config: dict[str, Any], head: str, name: str, measured: bool) -> Acc
 
 def measured_peak(program: jax.stages.Compiled, arguments: Any) -> int:
     """The most bytes that a device, or on CPUs the process, held more than before, while the program ran on ones."""
-    device = jax.local_devices()[0]
-    counted = device.memory_stats() is not None
-    ctypes.CDLL(None).malloc_trim(0)
-    before = resident("VmRSS")
+    peak = count_peak()
     # An update of zeros would be over at once: no token would have a weight.
     ones = jax.jit(
         lambda: jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), arguments),
         out_shardings=jax.tree.map(lambda x: x.sharding, arguments),
     )()
-    jax.block_until_ready(ones)
-    if not counted:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     jax.block_until_ready(program(*ones))
-    return device.memory_stats()["peak_bytes_in_use"] if counted else resident("VmHWM") - before
+    return peak()
+
+
+def count_peak() -> Callable[[], int]:
+    """A function that says how many bytes more than now a device, or on CPUs the process, has held at most since."""
+    device = jax.local_devices()[0]
+    if device.memory_stats() is not None:
+        return lambda: device.memory_stats()["peak_bytes_in_use"]
+    ctypes.CDLL(None).malloc_trim(0)
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    return lambda: resident("VmHWM") - before
 
 
 def resident(name: str) -> int:

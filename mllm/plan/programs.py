@@ -91,9 +91,10 @@ class Programs:
         return forward.head_logprobs, (*self.head_operands(), self.batch(self.rows.micro, policies=False))
 
     def head_of_update(self) -> Program:
-        """The head alone with its gradients, on a micro-batch of the update."""
-        forward = self.kind(self.policy.graphdef, self.config, self.mesh)
-        function = jax.value_and_grad(forward.head_loss, (0, 1), has_aux=True)
+        """The head alone with its gradients, on a micro-batch of the update; a frozen matrix has none."""
+        forward, lora = self.kind(self.policy.graphdef, self.config, self.mesh), self.policy.lora
+        trained = (0, 1) if lora is None or "head" in lora.targets else 0
+        function = jax.value_and_grad(forward.head_loss, trained, has_aux=True)
         return function, (*self.head_operands(), self.batch(self.rows.micro))
 
     # --- their shapes -------------------------------------------------------------------------------------------------

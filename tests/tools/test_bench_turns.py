@@ -1,10 +1,10 @@
-"""tools/bench rollout and update on a model of no size: every method answers, and the table has its figures."""
+"""tools/bench rollout, update and train on a model of no size: every method answers, and the table has its figures."""
 
 from pathlib import Path
 
 import pytest
 
-from tools.bench import rollout, update
+from tools.bench import rollout, train, update
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ["--hidden", "64", "--layers", "1", "--repeats", "1", "--limit", "48"]
@@ -33,6 +33,14 @@ def test_an_update_s_table_has_both_checkouts_and_their_ratio(capsys):
     assert rows["places"][0] == rows["places"][1]
     assert 0 <= float(rows["padding"][0]) < 0.6
     assert all(float(rows[phase][0]) > 0 for phase in update.PHASES)
+
+
+def test_a_table_of_training_has_seconds_and_peaks_of_both_ways(capsys):
+    assert train.main(["--hidden", "128", "--layers", "1", "--repeats", "1", "--limit", "64", "--rank", "4"]) == 0
+    header, _, seconds, peak = map(cells, capsys.readouterr().out.splitlines())
+    assert header == ["", "full", "LoRA", "LoRA / full"]
+    assert float(seconds[1]) > 0
+    assert 0 < float(peak[2]) < float(peak[1])  # 4 M embeddings with gradient and moments, or alone
 
 
 @pytest.mark.parametrize("command", [rollout, update])

@@ -15,20 +15,26 @@ def row(head, micro, peak):
     return {"head": head, "micro_batch": micro, "fits": peak < 3, **sizes}
 
 
-def test_a_head_changes_nothing_but_itself_and_the_batch_holds_several_micro_batches():
-    config = tiny.config(mesh={"fsdp": 2})
+def test_a_column_changes_nothing_but_head_and_adapters_and_the_batch_holds_several_micro_batches():
+    config = tiny.config(mesh={"fsdp": 2}, model={"param_dtype": "bfloat16"})
     mesh = make_mesh(config.mesh)
-    full_logits, fused = (memory.with_head(config, head, 4, mesh) for head in memory.HEADS)
+    full_logits, fused, lora = (memory.with_head(config, head, 4, mesh) for head in memory.HEADS)
+    assert (lora.model.lora.rank, fused.model) == (32, config.model)
+    assert lora.model_copy(update={"model": config.model}) == fused
+    own = lora.model.lora.model_copy(update={"rank": 3})
+    with_own = config.model_copy(update={"model": lora.model.model_copy(update={"lora": own})})
+    assert [memory.with_head(with_own, head, 4, mesh).model.lora for head in memory.HEADS] == [None, None, own]
     assert full_logits.head.impl == "full_logits"
     assert full_logits.model_copy(update={"head": config.head}) == fused
     assert (fused.micro_batch_size, fused.batch_size, fused.head) == (8, 4 * 8, config.head)
 
 
 def test_the_table_brackets_what_does_not_fit():
-    rows = [row("full_logits", 1, 2), row("full_logits", 8, 4), row("fused", 1, 1), row("fused", 8, 2)]
+    peaks = {"full_logits": (2, 4), "fused": (1, 2), "lora": (1, 1)}
+    rows = [row(head, size, peak) for head in memory.HEADS for size, peak in zip((1, 8), peaks[head], strict=True)]
     lines = memory.table(rows, 3 * 2**30).splitlines()
-    assert lines[2] == "| 1 | 2.00 GiB | 1.00 GiB | 512.0 MiB | 512.0 MiB |"
-    assert lines[3] == "| 8 | (4.00 GiB) | 2.00 GiB | 512.0 MiB | 512.0 MiB |"
+    assert lines[2] == "| 1 | 2.00 GiB | 1.00 GiB | 1.00 GiB | 512.0 MiB | 512.0 MiB | 512.0 MiB |"
+    assert lines[3] == "| 8 | (4.00 GiB) | 2.00 GiB | 1.00 GiB | 512.0 MiB | 512.0 MiB | 512.0 MiB |"
 
 
 def test_the_picture_has_a_panel_for_each_head(tmp_path):
