@@ -27,6 +27,7 @@ from mllm.model.layout import Params
 from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
 from mllm.progress import transfer_bar
 from mllm.run.checksum import Damaged, checksums, seal, unseal
+from mllm.run.chunks import CHUNK_BYTES, open_arrays, read_arrays
 from mllm.run.quiet_orbax import silence
 from mllm.run.state import RunState
 from mllm.run.storage import find_fault, saved_steps, write_error
@@ -95,7 +96,11 @@ class Checkpoints:
             "arrays": checksums(by_name(state.train)),
             "frozen": self.frozen,
         }
-        arrays = {name: ocp.args.PyTreeSave(tree) for name, tree in items(state.train).items()}
+        chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+        arrays = {
+            name: ocp.args.PyTreeSave(tree, save_args=dict.fromkeys(tree, chunked))
+            for name, tree in items(state.train).items()
+        }
         arguments = ocp.args.Composite(**arrays, **{DOCUMENT: ocp.args.JsonSave(seal(document))})
         self.saving = state.step, nbytes(state.train)
         with self.report_faults(self.folder / str(state.step)):
@@ -161,23 +166,15 @@ class Checkpoints:
 
     def read(self, step: int, parts: dict[str, dict[str, Any]]) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         """The arrays of the wanted `parts` of `items`, by name, and the document; Damaged in all processes alike."""
-        reason = None
-        arrays: dict[str, jax.Array] = {}
-        document: dict[str, Any] = {}
-        try:
-            with transfer_bar(f"checkpoint {step}", nbytes(parts)) as bar:
+        with transfer_bar(f"checkpoint {step}", nbytes(parts)) as bar:
+            stores, wanted = dict[str, Any](), dict[str, Any]()
+            with damaged_everywhere():
                 document = self.read_document(step)
-                for name, tree in parts.items():
-                    # Not by the manager, which waits for all processes: one of them may be unable to read its part.
-                    reader = ocp.StandardCheckpointHandler()
-                    arrays |= reader.restore(self.folder / str(step) / name, args=ocp.args.StandardRestore(tree))
-                    bar.update(nbytes(tree))
-        except Damaged as error:
-            reason = str(error)
-        except Exception as error:  # a damaged file can make Orbax raise nearly anything
-            reason = first_cause(error)
-        if reasons := [reason for reason in gather_objects(reason) if reason is not None]:
-            raise Damaged(reasons[0])
+                for name, like in parts.items():
+                    stores |= open_arrays(self.folder / str(step) / name, like)
+                    wanted |= like
+            with damaged_everywhere():
+                arrays = read_arrays(stores, wanted, bar.update)
         found, stored = checksums(arrays), document["arrays"]
         if wrong := [name for name in found if found[name] != stored.get(name)]:
             more = f" and of {len(wrong) - 1} others" if wrong[1:] else ""
@@ -292,6 +289,20 @@ class KeepNewestAndBest(PreservationPolicy):
         if config.keep_best:
             kept |= {self.checkpoints.best_step(steps)}
         return [step in kept for step in steps]
+
+
+@contextmanager
+def damaged_everywhere() -> Iterator[None]:
+    """What one process raises inside, Damaged or anything that a damaged file may cause, is Damaged in all."""
+    reason = None
+    try:
+        yield
+    except Damaged as error:
+        reason = str(error)
+    except Exception as error:
+        reason = first_cause(error)
+    if reasons := [reason for reason in gather_objects(reason) if reason is not None]:
+        raise Damaged(reasons[0])
 
 
 def first_cause(error: BaseException) -> str:

@@ -1,0 +1,209 @@
+"""Reads arrays of a checkpoint so that every stored chunk is read once over all processes.
+
+The devices of one process or of several may need a chunk. One of those processes reads it, in turn, and passes it on to
+the others over the devices' network. The host holds the process's own shards of an array, and some chunks.
+"""
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tensorstore
+from jax.experimental import multihost_utils
+
+CHUNK_BYTES = 4 * 2**20
+"""Arrays are saved in chunks of at most this size, so that processes can share the reading of any of them."""
+PASSED_BYTES = 16 * 2**20
+"""The bytes that all processes together pass on at a time; a single chunk of each may be more."""
+AHEAD_BYTES = 32 * 2**20
+"""The bytes that a process reads ahead."""
+ALIGNMENT = 64
+"""XLA's CPU backend uses an array of NumPy's that is aligned like this without a copy."""
+
+Box = tuple[tuple[int, int], ...]
+"""Start and stop in each dim."""
+
+
+class Piece(NamedTuple):
+    """A stored chunk, cut at the array's end."""
+
+    name: str
+    box: Box
+    nbytes: int
+    needed_by: tuple[int, ...]
+    """The processes whose devices hold a part of it, ascending."""
+    reader: int
+
+
+def open_arrays(folder: Path, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tensorstore.TensorStore]:
+    """The stored arrays, by name; only metadata is read. ValueError where one is missing, or unlike `like`."""
+    base = {"driver": "file", "path": f"{folder}/"}
+    opened = {
+        name: tensorstore.open(
+            {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}},
+            read=True,
+            open=True,
+        )
+        for name in like
+    }
+    stores = {name: store.result() for name, store in opened.items()}
+    for name, store in stores.items():
+        stored, wanted = (store.shape, store.dtype.numpy_dtype), (like[name].shape, like[name].dtype)
+        if stored != wanted:
+            raise ValueError(f"{name} is {stored[1]}{list(stored[0])}, not {wanted[1]}{list(wanted[0])}")
+    return stores
+
+
+def read_arrays(
+    stores: Mapping[str, tensorstore.TensorStore],
+    like: Mapping[str, jax.ShapeDtypeStruct],
+    done: Callable[[int], object],
+) -> dict[str, jax.Array]:
+    """The arrays with the shardings of `like`; `done` is told the bytes of each one that is complete.
+
+    All processes must call it with the same arrays. An error of reading is raised when all have passed on what they
+    could read; it may be raised in one process only.
+    """
+    me, arrays, error = jax.process_index(), dict[str, jax.Array](), None
+    shards = {name: local_boxes(leaf) for name, leaf in like.items()}
+    pieces = list(plan_reads(stores, like))
+    left = {name: sum(1 for _ in group) for name, group in itertools.groupby(pieces, key=lambda piece: piece.name)}
+    buffers: dict[str, dict[Box, np.ndarray]] = {}
+    reads = read_ahead(stores, [piece for piece in pieces if piece.reader == me])
+    for batch in batches(pieces):
+        own: dict[Piece, np.ndarray] = {}
+        for piece in batch:
+            if piece.reader == me:
+                try:
+                    own[piece] = next(reads).result()
+                except Exception as raised:  # tensorstore raises many kinds; the others wait for this chunk
+                    error = error or raised
+                    own[piece] = np.zeros([stop - start for start, stop in piece.box], like[piece.name].dtype)
+        for piece, chunk in pass_on(batch, own, like):
+            if piece.name not in buffers:
+                dtype = like[piece.name].dtype
+                buffers[piece.name] = {box: aligned_empty(box, dtype) for box in shards[piece.name]}
+            for box, buffer in buffers[piece.name].items():
+                copy_overlap(buffer, box, chunk, piece.box)
+        for piece in batch:
+            left[piece.name] -= 1
+            if not left[piece.name]:
+                leaf, held = like[piece.name], buffers.pop(piece.name)
+                arrays[piece.name] = place(leaf, held)
+                done(arrays[piece.name].nbytes)
+    if error is not None:
+        raise error
+    return {name: arrays[name] for name in like}
+
+
+def place(leaf: jax.ShapeDtypeStruct, parts: Mapping[Box, np.ndarray]) -> jax.Array:
+    """The array on its devices, of the parts that this process's devices hold."""
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        return parts[box_of(index, leaf.shape)]
+
+    return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, leaf.sharding, part))
+
+
+def plan_reads(
+    stores: Mapping[str, tensorstore.TensorStore], like: Mapping[str, jax.ShapeDtypeStruct]
+) -> Iterator[Piece]:
+    """All chunks in the order of the arrays, each with its reader; the same in all processes."""
+    turn = 0
+    for name, leaf in like.items():
+        assert leaf.sharding is not None
+        holders: dict[Box, set[int]] = {}
+        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+            holders.setdefault(box_of(index, leaf.shape), set()).add(device.process_index)
+        chunk = [size or 1 for size in stores[name].chunk_layout.read_chunk.shape or ()]
+        for corner in itertools.product(*map(range, [0] * len(chunk), leaf.shape, chunk)):
+            box = tuple(
+                (start, min(start + step, size)) for start, step, size in zip(corner, chunk, leaf.shape, strict=True)
+            )
+            needed = sorted(set().union(*(held for part, held in holders.items() if overlap(part, box) is not None)))
+            nbytes = math.prod(stop - start for start, stop in box) * leaf.dtype.itemsize
+            yield Piece(name, box, nbytes, tuple(needed), needed[turn % len(needed)])
+            turn += len(needed) > 1
+
+
+def batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """The pieces in their order, so many at a time that passing them on takes no more than `PASSED_BYTES`."""
+    batch, load = list[Piece](), dict[int, int]()
+    for piece in pieces:
+        if batch and (load.get(piece.reader, 0) + piece.nbytes) * jax.process_count() > PASSED_BYTES:
+            yield batch
+            batch, load = [], {}
+        batch.append(piece)
+        load[piece.reader] = load.get(piece.reader, 0) + piece.nbytes
+    yield batch
+
+
+def read_ahead(stores: Mapping[str, tensorstore.TensorStore], pieces: list[Piece]) -> Iterator[Any]:
+    """A future of each piece's values, in order; some of those that follow are read meanwhile."""
+    begun: deque[tuple[Any, int]] = deque()
+    for piece in pieces:
+        begun.append((stores[piece.name][tuple(itertools.starmap(slice, piece.box))].read(), piece.nbytes))
+        while sum(nbytes for _, nbytes in begun) > AHEAD_BYTES:
+            yield begun.popleft()[0]
+    while begun:
+        yield begun.popleft()[0]
+
+
+def pass_on(
+    batch: list[Piece], own: Mapping[Piece, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
+) -> Iterator[tuple[Piece, np.ndarray]]:
+    """The chunks that this process needs: what it has read for itself, and what any process has read for several."""
+    yield from own.items()
+    shared = [piece for piece in batch if len(piece.needed_by) > 1]
+    if not shared:
+        return
+    message = b"".join(own[piece].tobytes() for piece in shared if piece in own)
+    sizes = [sum(p.nbytes for p in shared if p.reader == reader) for reader in range(jax.process_count())]
+    length = 1 << (max(sizes) - 1).bit_length()  # JAX compiles a program for each length
+    received = multihost_utils.process_allgather(np.frombuffer(message.ljust(length, b"\0"), np.uint8))
+    places = [0] * jax.process_count()
+    for piece in shared:
+        place, places[piece.reader] = places[piece.reader], places[piece.reader] + piece.nbytes
+        if piece not in own and jax.process_index() in piece.needed_by:
+            values = received[piece.reader, place : place + piece.nbytes].view(like[piece.name].dtype)
+            yield piece, values.reshape([stop - start for start, stop in piece.box])
+
+
+def local_boxes(leaf: jax.ShapeDtypeStruct) -> set[Box]:
+    """The parts of an array that this process's devices hold."""
+    assert leaf.sharding is not None
+    return {box_of(index, leaf.shape) for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
+
+
+def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
+    assert index is not None
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """The box that two of them have in common, if there is one."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def copy_overlap(target: np.ndarray, target_box: Box, source: np.ndarray, source_box: Box) -> None:
+    """Copy what two arrays have in common, which are those parts of a larger one."""
+    if (common := overlap(target_box, source_box)) is not None:
+        inside, outside = (
+            tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(common, box, strict=True))
+            for box in (target_box, source_box)
+        )
+        target[inside] = source[outside]
+
+
+def aligned_empty(box: Box, dtype: np.dtype) -> np.ndarray:
+    """An array for the values of a box, which the CPU backend need not copy."""
+    shape = [stop - start for start, stop in box]
+    memory = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
+    offset = -memory.ctypes.data % ALIGNMENT
+    return memory[offset : offset + memory.size - ALIGNMENT].view(dtype).reshape(shape)
