@@ -18,9 +18,9 @@ from jax.experimental import multihost_utils
 
 CHUNK_BYTES = 4 * 2**20
 """Arrays are saved in chunks of at most this size, so that processes can share the reading of any of them."""
-PASSED_BYTES = 16 * 2**20
+PASSED_BYTES = 8 * 2**20
 """The bytes that all processes together pass on at a time; a single chunk of each may be more."""
-AHEAD_BYTES = 32 * 2**20
+AHEAD_BYTES = 16 * 2**20
 """The bytes that a process reads ahead."""
 ALIGNMENT = 64
 """XLA's CPU backend uses an array of NumPy's that is aligned like this without a copy."""
