@@ -6,7 +6,6 @@ written, is put aside with a warning, and the next older one is taken. Each proc
 devices; any mesh of any number of processes can read it.
 """
 
-import ctypes
 import json
 import logging
 import math
@@ -27,7 +26,7 @@ from mllm.model.layout import Params
 from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
 from mllm.progress import transfer_bar
 from mllm.run.checksum import Damaged, checksums, seal, unseal
-from mllm.run.chunks import CHUNK_BYTES, open_arrays, read_arrays
+from mllm.run.chunks import CHUNK_BYTES, open_arrays, read_arrays, release_freed_memory
 from mllm.run.quiet_orbax import silence
 from mllm.run.state import RunState
 from mllm.run.storage import find_fault, saved_steps, write_error
@@ -317,15 +316,6 @@ def items(state: TrainState) -> dict[str, dict[str, Any]]:
     arrays = by_name(state)
     params = {name: leaf for name, leaf in arrays.items() if name.startswith("params.")}
     return dict(zip(ARRAYS, (params, {name: leaf for name, leaf in arrays.items() if name not in params}), strict=True))
-
-
-def release_freed_memory() -> None:
-    """Give back to the system what a save has freed, where the C library is glibc.
-
-    Tensorstore's threads leave holes of many megabytes in glibc's heaps, which keep them: more after every save.
-    """
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
 
 
 def nbytes(tree: Any) -> int:
