@@ -17,9 +17,9 @@ import numpy as np
 import tensorstore
 from jax.experimental import multihost_utils
 
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 2 * 2**20
 """Arrays are saved in chunks of at most this size, so that processes can share the reading of any of them."""
-PASSED_BYTES = 8 * 2**20
+PASSED_BYTES = 4 * 2**20
 """The bytes that all processes together pass on at a time; a single chunk of each may be more."""
 AHEAD_BYTES = 16 * 2**20
 """The bytes that a process reads ahead."""
