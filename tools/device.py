@@ -88,6 +88,10 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     timed = ["tools/bench", "kernels", "--impl", engine, "--shape", large, "--timed"]
     for kernel in () if cpu else engines[platform]:
         yield Job(f"time of {kernel}", [*timed, "--kernel", kernel], 120)
+    loss = [*timed, "--kernel", "loss", "--workspace", "0"]
+    for chunk, cluster in (("2048", "2"), ("8448", "2"), ("2048", "1"), ("8448", "1")) if platform == "gpu" else ():
+        name = f"time of loss, chunk of {chunk}, cluster of {cluster}"
+        yield Job(name, [*loss, "--chunk", chunk, "--cluster", cluster], 120)
 
     def bench(name: str, seconds: float, *methods: str) -> Job:
         command = ["tools/bench", "head", "--shape", large, "--live", "1", "--json", "{own}/bench.json"]

@@ -27,6 +27,7 @@ from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.manual_axes import same_varying, varying_axes
 from kernels.lm_head.sharded import HeadSharding, Sharded
 from kernels.lm_head.tpu import engine as mosaic_tpu
+from kernels.lm_head.tpu import tiles as tpu_tiles
 
 Impl = Literal["full_logits", "xla", "mosaic_tpu", "mosaic_gpu"]
 
@@ -166,6 +167,9 @@ def choose_impl(
 ) -> Choice:
     """The fastest implementation for these arguments that runs here and makes no full logits, and the reason.
 
+    On a TPU or Hopper GPU it is the faster one by the times that tools/tune.py has noted in this package's tables for
+    this kind of device; without any, the kernels on a TPU and xla on a GPU. ValueError: a table can't be read.
+
     "Here" is the mesh of `sharding`, else the mesh that is set, else JAX's default device. Arrays may be shapes and
     dtypes alone.
     """
@@ -189,9 +193,14 @@ def _choose(inputs: Inputs, options: Options, sharding: HeadSharding | None) -> 
     why_not = _placed(kernels, sharding).obstacle(inputs, options)
     if why_not is not None:
         return Choice("xla", f"{kernels} can't run: {why_not}")
-    if platform == "gpu" and not gpu_tiles.faster(inputs.weight.shape[1]):
-        return Choice("xla", "no timing says that mosaic_gpu is faster on this GPU")
-    return Choice(kernels, f"the fastest on a {platform.upper()}")
+    features = inputs.weight.shape[1]
+    found = tpu_tiles.measured(features, options.dtype) if platform == "tpu" else gpu_tiles.measured(features)
+    if found is None:
+        return Choice("mosaic_tpu" if platform == "tpu" else "xla", "not measured on this device; tools/tune.py does")
+    ratio = found["seconds"] / found["xla_seconds"]
+    if ratio < 1:
+        return Choice(kernels, f"measured: {ratio:.2f} of xla's time")
+    return Choice("xla", f"measured: {kernels} takes {ratio:.2f} of its time")
 
 
 def _engine(impl: str | None, inputs: Inputs, options: Options, sharding: HeadSharding | None) -> Engine:

@@ -19,6 +19,7 @@ from kernels.lm_head import (
     TokenLogprobs,
     choose_impl,
     label_is_likeliest,
+    timings,
     token_logprobs,
     token_loss,
 )
@@ -77,6 +78,11 @@ class Forward:
         if needed != kind:
             needs = f"{impl} needs a {needed.upper()}"
             raise UserError(f"head.impl: {needs}, and the devices here are of the kind {kind}: remove it")
+        if kind in ("tpu", "gpu"):
+            try:
+                timings.read(kind)
+            except ValueError as error:
+                raise UserError(str(error)) from None
         self.graphdef = graphdef
         self.sharding = head_sharding(mesh)
         self.dtype = jnp.dtype(config.model.dtype)

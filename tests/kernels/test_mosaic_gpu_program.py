@@ -25,7 +25,6 @@ from kernels.lm_head.gpu.products import Place
 from kernels.lm_head.gpu.tiles import Tiles
 from mllm.plan import gpus, resources, targets
 from mllm.plan import head_programs as head
-from tools import tune, tune_child
 
 MIB = 2**20
 PROBLEM = random_problem((200, 296, 128), scale=2.0, dtype=jnp.bfloat16)
@@ -63,18 +62,6 @@ def test_without_an_impl_a_cpu_takes_the_xla_engine() -> None:
     own, xla = (str(jax.make_jaxpr(lambda *x, i=impl: token_logprobs(*x, impl=i))(*PROBLEM)) for impl in (None, "xla"))
     assert "pallas" not in own
     assert own == xla
-
-
-def test_a_gpu_takes_the_kernels_by_default_only_where_they_were_timed_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the entries that tools/tune.py writes."""
-    shape = [8192, 2048, 151936]  # N, D and V
-    for seconds, faster in ((1.0, True), (3.0, False)):
-        times = {"seconds": dict.fromkeys(tune.ON_GPU, seconds), "xla_seconds": dict.fromkeys(tune.ON_GPU, 2.0)}
-        trial = {"entry": tune_child.gpu_entry(shape, {}), "kind": "gpu", **times}
-        monkeypatch.setattr(gpu_tiles, "_TABLE", [])
-        assert not gpu_tiles.faster(2048)
-        monkeypatch.setattr(gpu_tiles, "_TABLE", [tune.as_noted(trial, {"shape": shape}, jax.__version__)])
-        assert gpu_tiles.faster(2048) == faster
 
 
 def test_a_strip_s_bits_say_which_of_its_tiles_have_a_label() -> None:

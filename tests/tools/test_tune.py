@@ -11,13 +11,17 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.lm_head import Choice, choose_impl, target, timings
+from kernels.lm_head.gpu import engine as gpu_engine
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import SHARED_MEMORY, Tiles
+from kernels.lm_head.tpu import engine as tpu_engine
 from kernels.lm_head.tpu import tiles as tpu_tiles
 from mllm.child_process import Ended
 from tools import tune, tune_child
 
 SHAPE = (8192, 2048, 151936)
+UNKNOWN = "not measured on this device; tools/tune.py does"
 RIGHT = dict.fromkeys(tune_child.TOLERANCE, 1e-5)
 
 
@@ -144,6 +148,43 @@ def test_a_damaged_table_is_not_overwritten(monkeypatch, table, capsys, text, sa
     assert run(monkeypatch, Device({"weight": [tpu_entry(128)]}), table, "--write") == 2
     assert f"--table: {table} {said}" in capsys.readouterr().err
     assert table.read_text() == text
+
+
+@pytest.mark.parametrize(("kind", "platform"), [("weight", "tpu"), ("gpu", "gpu")])
+def test_what_is_noted_decides_which_engine_the_head_takes(monkeypatch, kind, platform):
+    module, entry = (tpu_tiles, tpu_entry(128)) if platform == "tpu" else (gpu_tiles, gpu_entry(4))
+    monkeypatch.setattr(target, "platform", lambda mesh=None: platform)
+    monkeypatch.setattr(target, "device_kind", lambda: "a device")
+    monkeypatch.setattr(tpu_tiles, "chip", lambda: "v6e")
+    for engine in (tpu_engine, gpu_engine):
+        monkeypatch.setattr(engine, "obstacle", lambda *_: None)
+
+    def choice(*seconds, features=2048):
+        trials = [{"entry": {**entry, "features": 2000 + n}, "kind": kind, **times(x)} for n, x in enumerate(seconds)]
+        noted = [tune.as_noted(trial, {"shape": SHAPE}, "0.10.2") for trial in trials]
+        monkeypatch.setattr(module, "_TABLE", noted)
+        shapes = (jax.ShapeDtypeStruct((size, features), jnp.bfloat16) for size in (512, 1024))
+        return choose_impl(*shapes)
+
+    def times(seconds):
+        return {key: dict.fromkeys(tune.ON_GPU, x) for key, x in (("seconds", seconds), ("xla_seconds", 2.0))}
+
+    assert choice() == Choice("mosaic_tpu" if platform == "tpu" else "xla", UNKNOWN)
+    assert choice(1.0) == Choice(f"mosaic_{platform}", "measured: 0.50 of xla's time")
+    assert choice(3.0) == Choice("xla", f"measured: mosaic_{platform} takes 1.50 of its time")
+    assert choice(3.0, 1.0).impl == f"mosaic_{platform}", "2001 is nearer to 2048"
+    monkeypatch.setattr(tpu_tiles, "chip", lambda: "v7")
+    monkeypatch.setattr(target, "device_kind", lambda: "another")
+    assert choice(1.0, 3.0).reason == UNKNOWN
+
+
+def test_a_damaged_table_is_named_in_one_line(monkeypatch, tmp_path):
+    timings.read.cache_clear()
+    (tmp_path / "tpu").mkdir()
+    (tmp_path / "tpu" / "tiles.json").write_text('[{"tiles": 1}]')
+    monkeypatch.setattr(timings, "__file__", str(tmp_path / "timings.py"))
+    with pytest.raises(ValueError, match=r"tpu/tiles.json is no table of tiles: restore it"):
+        timings.read("tpu")
 
 
 # --- the trials

@@ -83,7 +83,14 @@ def make_kernel(name: str, engine: Any, slopes: TokenLogprobs, softmax: Softmax,
 
 
 def run(
-    kernel: str, shape: Shape, impl: str, timed: bool, cluster: int, workspace: int | None, sharded: bool
+    kernel: str,
+    shape: Shape,
+    impl: str,
+    timed: bool,
+    cluster: int,
+    chunk: int | None,
+    workspace: int | None,
+    sharded: bool,
 ) -> dict[str, float]:
     """Relative errors by the result's name, or what `time` returns."""
     tokens, features, vocabulary = shape
@@ -110,8 +117,8 @@ def run(
         import mosaic_engines  # type: ignore[import-not-found]
 
         context = (mosaic_engines.GPU if impl == "mosaic_gpu" else mosaic_engines.TPU).strictly()
-    elif impl == "mosaic_gpu" and not timed:  # several chunks, and waves where the workspace has room for one
-        context = gpu_tiles.override(gpu_tiles.Sizes(gpu_tiles.Tiles(cluster=cluster), chunk=512, wave_cost=0))
+    elif impl == "mosaic_gpu" and (chunk or not timed):  # several chunks, and waves where there is room for one
+        context = gpu_tiles.override(gpu_tiles.Sizes(gpu_tiles.Tiles(cluster=cluster), chunk or 512, wave_cost=0))
     with context:
         program = jax.jit(make_kernel(kernel, engine, slopes, softmax, **options)).lower(*arrays).compile()
         found = jax.block_until_ready(program(*arrays))

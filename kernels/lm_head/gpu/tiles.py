@@ -5,16 +5,12 @@ bounds on memory.
 """
 
 import dataclasses
-import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 
-from kernels.lm_head import target
+from kernels.lm_head import target, timings
 from kernels.lm_head.live_rows import round_up
 
 KEPT_DTYPE = jnp.dtype(jnp.float16)  # dtype of the logits that forward keeps
@@ -30,7 +26,7 @@ _LAUNCHES = 1700  # a chunk's kernel launches, as depth that could be summed mea
 _STAGE = 64 * 128  # bytes of a piece of a tile that is being stored: 64 rows of 128 bytes
 STAGES = 2  # number of pieces that a warpgroup stores at a time
 _override: "Sizes | None" = None
-_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
+_TABLE: list[timings.Entry] | None = None  # in place of tiles.json, for trials of tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +116,7 @@ def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
     """The sizes for so many rows at a time; dy of a chunk may take `spare` bytes beyond `dy_bytes`."""
     if _override is not None:
         return _override
-    noted = _measured(features) or {}
+    noted = measured(features) or {}
     tiles = Tiles(**noted.get("tiles", {}))
     sizes = Sizes(tiles, tiles.columns)
     block = sizes.block(rows)
@@ -143,17 +139,10 @@ def shared_blocks(tiles: Tiles, features: int) -> int:
     return max(1, _SHARED_ROWS // (2 * features * tiles.cluster_rows))
 
 
-def faster(features: int) -> bool:
-    """Whether the kernels were timed on this kind of GPU, and took less time than the xla engine."""
-    found = _measured(features)
-    return found is not None and found["seconds"] < found["xla_seconds"]
-
-
-def _measured(features: int) -> dict[str, Any] | None:
+def measured(features: int) -> timings.Entry | None:
     """The entry that `tools/tune.py` noted on this kind of GPU, for the hidden size nearest in proportion."""
-    kind = target.device_kind()
-    noted = [x for x in _TABLE if x["engine"] == "mosaic_gpu" and x["device"] == kind]
-    return min(noted, key=lambda x: abs(math.log(x["features"] / features)), default=None)
+    table, kind = timings.read("gpu") if _TABLE is None else _TABLE, target.device_kind()
+    return timings.nearest((x for x in table if x["engine"] == "mosaic_gpu" and x["device"] == kind), features)
 
 
 def overridden() -> bool:

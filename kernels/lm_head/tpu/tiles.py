@@ -6,13 +6,13 @@ A block of hidden states meets a tile of the weight; within a tile, the softmax 
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
+
+from kernels.lm_head import timings
 
 Kernel = Literal["forward", "hidden", "weight", "kept"]
 """forward: statistics, with or without E_p[W]; hidden: dh; weight: dW; kept: dW from exponentials that were kept."""
@@ -55,7 +55,7 @@ class Case:
 
 _override: Tiles | None = None
 _call_rows: int | None = None
-_TABLE: list[dict] = json.loads(Path(__file__).with_name("tiles.json").read_text())
+_TABLE: list[timings.Entry] | None = None  # in place of tiles.json, for trials of tiles
 
 
 @contextlib.contextmanager
@@ -237,6 +237,18 @@ def padded(n: int) -> int:
     return -(-n // LANES) * LANES
 
 
+def table() -> list[timings.Entry]:
+    """What `tools/tune.py` noted, for all chips."""
+    return timings.read("tpu") if _TABLE is None else _TABLE
+
+
+def measured(features: int, product: jnp.dtype) -> timings.Entry | None:
+    """The entry on this kind of TPU that times a loss and its gradients, for the nearest hidden size."""
+    known = {"device": chip(), "dtype": str(product)}
+    entries = (x for x in table() if known.items() <= x.items() and "no workspace" in x.get("each", ()))
+    return timings.nearest(entries, features)
+
+
 def _listed(case: Case) -> Tiles | None:
     key = {
         "device": chip(),
@@ -246,7 +258,7 @@ def _listed(case: Case) -> Tiles | None:
         "dtype": str(case.product),
         "features": case.features,
     }
-    for entry in _TABLE:
+    for entry in table():
         tiles = Tiles(**entry["tiles"])
         if all(entry.get(name) == value for name, value in key.items()) and _fits(case, tiles, vmem()):
             return tiles
