@@ -40,9 +40,7 @@ KEPT, LARGEST = (".txt", ".json", ".jsonl", ".png", ".yaml"), 2**20
 """Endings and bytes of files that the archive keeps."""
 LEAST, MARGIN = 20, 10
 """Seconds without which no job begins, and those that a call leaves for its end."""
-SHAPES = (
-    "class Any:\n    def __class_getitem__(cls, _):\n        return cls\n\n\ndef __getattr__(name):\n    return Any\n"
-)
+SHAPES = "class A:\n    __class_getitem__ = classmethod(lambda cls, _: cls)\n\n\ndef __getattr__(_):\n    return A\n"
 """In place of the module jaxtyping where that isn't installed."""
 TRAINER = ("pydantic", "flax", "optax", "orbax", "grain", "transformers", "safetensors", "tensorboardX", "yaml", "tqdm")
 
@@ -88,10 +86,9 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     timed = ["tools/bench", "kernels", "--impl", engine, "--shape", large, "--timed"]
     for kernel in () if cpu else engines[platform]:
         yield Job(f"time of {kernel}", [*timed, "--kernel", kernel], 120)
-    loss = [*timed, "--kernel", "loss", "--workspace", "0"]
     for chunk, cluster in (("2048", "2"), ("8448", "2"), ("2048", "1"), ("8448", "1")) if platform == "gpu" else ():
-        name = f"time of loss, chunk of {chunk}, cluster of {cluster}"
-        yield Job(name, [*loss, "--chunk", chunk, "--cluster", cluster], 120)
+        sizes = ["--kernel", "loss", "--workspace", "0", "--chunk", chunk, "--cluster", cluster]
+        yield Job(f"time of loss, chunk of {chunk}, cluster of {cluster}", [*timed, *sizes], 120)
 
     def bench(name: str, seconds: float, *methods: str) -> Job:
         command = ["tools/bench", "head", "--shape", large, "--live", "1", "--json", "{own}/bench.json"]
@@ -126,16 +123,15 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     yield trainer
     yield Job("its plan", [*trainer.command, "--plan"], 300, TRAINER, "^(MiB|prefill |decode |log-prob |update |fits)")
     yield Job("copy", ["tools/bench", "kernels", "--kernel", "copy"])
-    size = ["--limit", "64"] if cpu else ["--hidden", "1024", "--layers", "16", "--rows", "256", "--slots", "256"]
-    yield Job("decode", ["tools/bench", "rollout", *size], 300, TRAINER, r"^\|")
+    rows = ["--limit", "64"] if cpu else ["--hidden", "1024", "--layers", "16", "--rows", "256", "--slots", "256"]
+    yield Job("decode", ["tools/bench", "rollout", *rows], 300, TRAINER, r"^\|")
     sft = {"steps": 20 if cpu else 100, "optimizer.warmup_steps": 10, "task.heldout": 64, "batch_size": 256}
     yield train("full logits", "tiny_sft.yaml", four, {**sft, "head.impl": "full_logits"})
     yield train("fused head", "tiny_sft.yaml", four, sft)
     runs = [f"{{all}}/{name}/run" for name in ("full_logits", "fused_head")]
     yield Job("curves", ["tools/plot.py", *runs, "--out", "{own}/curves.png"], 60, [*TRAINER, "matplotlib"])
 
-    number = device["devices"]
-    alone = f"it is for several devices, and there is {number}" if number % 2 else ""
+    number, alone = device["devices"], "it is for an even number of devices" * (device["devices"] % 2)
     several = ["tools/bench", "kernels", "--impl", engine, "--kernel", "loss", "--sharded", "--shape"]
     yield Job("sharded head", [*several, shape], obstacle=alone)
     yield Job("time of the sharded head", [*several, large, "--timed"], 200, obstacle=alone)
@@ -230,10 +226,10 @@ class Call:
         """Run a job and record what came of it; a job for which there is too little time is left to come."""
         start = time.monotonic()
         left = self.deadline - start
-        absent = [name for name in job.needs if importlib.util.find_spec(name) is None]
-        record: Record = {"job": job.name, "status": "left out", "seconds": 0.0}
-        record["reason"] = job.obstacle or (f"{', '.join(absent)}: not installed" if absent else "")
-        if not record["reason"]:
+        absent = ", ".join(name for name in job.needs if importlib.util.find_spec(name) is None)
+        reason = job.obstacle or (absent and f"{absent}: not installed")
+        record: Record = {"job": job.name, "status": "left out", "seconds": 0.0, "reason": reason}
+        if not reason:
             if left < min(LEAST, job.seconds):
                 return
             print(f"{job.name} ...", flush=True)
@@ -244,12 +240,12 @@ class Call:
             ended = self.start(command, float(min(job.seconds, left)))
             for path in own.rglob("checkpoints"):
                 shutil.rmtree(path)
-            said, complaints = (text[-LARGEST // 3 :] for text in (ended.stdout, ended.stderr))
-            (own / "log.txt").write_text(f"{said}\n--- stderr\n{complaints}")
+            said = ended.stdout[-LARGEST // 3 :]
+            (own / "log.txt").write_text(f"{said}\n--- stderr\n{ended.stderr[-LARGEST // 3 :]}")
             failed = "to come" if ended.late and left < job.seconds else "failed"
             record["status"] = failed if ended.code != 0 else "done"
-            shown = [line for line in said.splitlines() if re.search(job.shows, line)]
-            record |= {"reason": ended.reason, "answer": ended.answer, "shown": [line for line in shown if line]}
+            shown = [line for line in said.splitlines() if line and re.search(job.shows, line)]
+            record |= {"reason": ended.reason, "answer": ended.answer, "shown": shown}
             record["seconds"] = round(time.monotonic() - start, 1)
             self.exchange_tiles()
         self.record(record)

@@ -159,9 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--shape", type=shape_of, default="512,256,1496", metavar="N,D,V", help="(default 512,256,1496)")
     add("--timed", action="store_true", help="time it, and compute no errors")
     add("--workspace", type=int, metavar="BYTES", help="of the loss (default: the head chooses)")
-    add(
-        "--cluster", type=int, choices=(1, 2), default=2, help="blocks of a GPU's cluster (default 2); not with --timed"
-    )
+    add("--cluster", type=int, choices=(1, 2), default=2, help="blocks of a GPU's cluster (default 2)")
+    add("--chunk", type=int, metavar="COLUMNS", help="of a GPU's backward (default 512; with --timed the plan's)")
     add("--sharded", action="store_true", help="the loss over all devices, an even number of them")
     options = parser.parse_args(arguments)
     if options.kernel == "device":
