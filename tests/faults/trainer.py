@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from multiprocessing.connection import Connection
@@ -39,9 +39,10 @@ class Trainer:
 
     Args:
         namespace: a process in whose user and mount namespaces the trainer runs.
+        variables: further ones of its environment.
     """
 
-    def __init__(self, arguments: Sequence[str], output: Path, namespace: int | None = None) -> None:
+    def __init__(self, arguments: Sequence[str], output: Path, namespace: int | None = None, **variables: str) -> None:
         self.token = uuid4().hex
         """In the environment of every process that the trainer starts."""
         self.marks: list[tuple[float, str]] = []
@@ -51,7 +52,9 @@ class Trainer:
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(["__main__", *PRELOADED])
         self.pipe, theirs = server.Pipe(duplex=False)
-        self.process = server.Process(target=run, args=(list(arguments), output, self.token, theirs, namespace))
+        self.process = server.Process(
+            target=run, args=(list(arguments), output, self.token, theirs, namespace, variables)
+        )
         self.process.start()
         theirs.close()
 
@@ -126,8 +129,15 @@ class Trainer:
 # In the trainer's process
 
 
-def run(arguments: list[str], output: Path, token: str, pipe: Connection, namespace: int | None) -> None:
-    """Run train.py's `main`, sending marks, and exit with its code."""
+def run(
+    arguments: list[str],
+    output: Path,
+    token: str,
+    pipe: Connection,
+    namespace: int | None,
+    variables: Mapping[str, str],
+) -> None:
+    """Run train.py's `main`, sending marks, and exit with its code. After SIGUSR1 there is no memory left."""
     os.setsid()  # Ctrl-C is the harness's to handle
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     with output.open("ab") as file:
@@ -141,7 +151,11 @@ def run(arguments: list[str], output: Path, token: str, pipe: Connection, namesp
     from mllm.run.metrics import RunLog
     from mllm.stopwatch import Stopwatch
 
-    os.environ["FAULTS_TOKEN"] = token
+    def use_up_memory(*_: Any) -> None:
+        raise MemoryError
+
+    signal.signal(signal.SIGUSR1, use_up_memory)
+    os.environ |= {**variables, "FAULTS_TOKEN": token}
     open_phases = [BETWEEN]
 
     def tell(name: str) -> None:

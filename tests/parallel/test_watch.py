@@ -1,0 +1,116 @@
+"""A process ends, with one line and an exit code, when another one is lost, silent, or says that it has failed."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from runs import ROOT, environment
+
+from mllm.parallel.watch import forward
+
+PROCESS = """
+import socket, sys, time
+from mllm.errors import CommonError, UserError
+from mllm.parallel import watch
+watch.BEAT, watch.SILENCE, watch.GRACE = 0.1, 1.5, 0.1
+own = watch.Watch({process}, {{{other}: watch.open_link(socket.socket(fileno={handle}))}})
+own.mark(7, "update")
+{program}
+time.sleep(20)
+"""
+
+
+def begin(process: int, program: str = "") -> tuple[subprocess.Popen, socket.socket]:
+    """A process that watches the other end of the socket that is returned, and runs `program`."""
+    ours, theirs = socket.socketpair()
+    text = PROCESS.format(process=process, other=1 - process, handle=theirs.fileno(), program=program)
+    command = [sys.executable, "-c", text]
+    child = subprocess.Popen(command, cwd=ROOT, env=environment(), pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+    theirs.close()
+    ours.settimeout(60)
+    if not program:
+        assert json.loads(ours.recv(4096).split(b"\n")[0])["status"][:2] in ([process, 0], [process, 7])
+    return child, ours
+
+
+def said(phase: str) -> bytes:
+    return json.dumps({"status": [1, 3, phase, 0, 0]}).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("send", "code", "line"),
+    [
+        (said("save"), 75, "error: process 1 (after step 3, save) was killed, or has lost its machine or network: "),
+        (json.dumps({"end": [2, "process 1: no room"]}).encode() + b"\n", 2, "error: process 1: no room"),
+    ],
+)
+def test_a_process_ends_when_another_one_does_with_its_line_and_code(send, code, line):
+    child, other = begin(0)
+    other.sendall(send)
+    other.close()
+    assert child.communicate(timeout=10)[1].decode().startswith(line)
+    assert child.returncode == code
+
+
+def test_a_process_ends_when_another_one_is_silent_and_not_when_it_has_trained_to_its_end():
+    silent, one = begin(0)
+    one.sendall(said("data"))
+    finished, other = begin(0)
+    other.sendall(said("end"))
+    other.close()
+    assert b"error: process 1 (after step 3, data) has been silent for 2 s" in silent.communicate(timeout=10)[1]
+    assert silent.returncode == 75
+    assert finished.poll() is None
+    finished.kill()
+    one.close()
+    finished.communicate()
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "code"),
+    [
+        ('UserError("no room")', {"end": [2, "process 1: no room"]}, 2),
+        ("MemoryError()", {"end": [2, "process 1: out of memory: this machine has too little for the run"]}, 2),
+        ('KeyError("x")', {"end": [1, "process 1: KeyError: 'x'"]}, 1),
+    ],
+)
+def test_a_process_that_fails_tells_the_others_why(error, told, code):
+    child, other = begin(1, f"own.finish({error})")
+    messages = b""
+    while chunk := other.recv(4096):
+        messages += chunk
+    assert told in [json.loads(message) for message in messages.split(b"\n")[:-1]]
+    assert child.communicate(timeout=10)[1].decode().splitlines()[-1] == f"error: {told['end'][1]}"
+    assert child.returncode == code
+    other.close()
+
+
+def test_an_error_that_all_raise_alike_and_the_end_of_the_run_end_nobody():
+    for error in ("None", 'CommonError("all")'):
+        child, other = begin(1, f"own.finish({error})")
+        while json.loads(other.recv(4096).split(b"\n")[-2])["status"][2] != "end":
+            pass
+        time.sleep(0.5)
+        assert child.poll() is None
+        child.kill()
+        child.communicate()
+        other.close()
+
+
+def test_a_relay_keeps_the_connection_open_when_the_other_side_closes_its():
+    (far, here), (there, near) = socket.socketpair(), socket.socketpair()
+    thread = threading.Thread(target=forward, args=(here, there))
+    thread.start()
+    far.sendall(b"x")
+    assert near.recv(1) == b"x"
+    far.close()
+    thread.join()
+    near.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        near.recv(1)
+    for end in (here, there, near):
+        end.close()
