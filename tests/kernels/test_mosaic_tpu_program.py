@@ -205,6 +205,17 @@ def test_a_chip_with_two_cores_has_blocks_for_both_in_every_call(
     assert min(grid[0] for grid in grids) >= 2
 
 
+@pytest.mark.parametrize("mib", [64, 128])
+@pytest.mark.parametrize("kernel", ["forward", "hidden", "weight", "kept"])
+def test_no_size_of_hidden_states_has_steps_that_keep_half_of_a_matrix_unit_idle(kernel: Any, mib: int) -> None:
+    narrow, sums = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+    for features in (576, 896, 1536, 2048, 2560, 3584, 4096, 5120, 8192):
+        case = tiles.Case(kernel, 8192, 151936, features, narrow, narrow, narrow, sums, kernel == "forward")
+        found = tiles.best(case, mib << 20)
+        assert found is not None
+        assert found.step >= 256
+
+
 def test_a_tile_s_steps_fit_the_sublanes_that_keep_their_maxima() -> None:
     with pytest.raises(AssertionError):
         tiles.Tiles(rows=128, columns=2048, step=128)

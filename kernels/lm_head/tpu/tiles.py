@@ -22,6 +22,7 @@ _MIB = 2**20
 _RESERVE = 8 * _MIB  # of the chip's VMEM, for what the compiler and XLA put there
 _ROWS = (1024, 512, 256, 128)
 _COLUMNS = (2048, 1024, 512, 256, 128)
+_LEAST_STEP = 256  # steps of fewer columns keep a matrix unit idle half of the time, by the listing
 _CALL_ELEMENTS = 2**22
 _MOST_TRAFFIC_LOSS = 1.25  # a tiling that moves at most so many times what the best moves counts as equal
 
@@ -176,6 +177,7 @@ def best(case: Case, capacity: int) -> Tiles | None:
     fit = candidates(case, capacity)
     if not fit:
         return None
+    fit = [tiles for tiles in fit if tiles.step >= _LEAST_STEP] or fit
     least = min(traffic(case, tiles) for tiles in fit)
     good = [tiles for tiles in fit if traffic(case, tiles) <= _MOST_TRAFFIC_LOSS * least]
     return max(good, key=_overlap)
