@@ -95,8 +95,8 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
         return Job(name, [*command, "--methods", *methods], seconds, ["tqdm"], "  |skipped|failed")
 
     yield bench("head", 400, engine, "full logits")
-    pytest = ["-m", "pytest", "-m", platform, "-n", "1", "--max-worker-restart=99", "--timeout=120", "-rfE", "tests"]
-    needs = ["pytest", "xdist", "pytest_timeout", "jaxtyping"]
+    limits = ["-n", "1", "--max-worker-restart=99", "--timeout=120", "--timeout-method=thread"]
+    pytest, needs = ["-m", "pytest", "-m", platform, *limits, "-rfE", "tests"], ["xdist", "pytest_timeout", "jaxtyping"]
     yield Job("tests", pytest, 550, needs, "^(FAILED|ERROR)|passed|failed|crashed", none)
     yield Job("tune", ["tools/tune.py", "--shape", large, "--write", "--limit", "380"], 400, shows="  ", obstacle=none)
     yield bench("peers", 550, "scan", "Liger", "cut-cross", "tokamax", "tunix", "optax", "torch", *["xla,"] * (not cpu))

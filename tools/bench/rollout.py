@@ -8,8 +8,10 @@ turns. The columns:
     tokens/s   useful tokens a second, the median over the turns
     time       seconds of a rollout as a ratio to the engine's, by the median of the turns
     useful     useful tokens over slot-steps: what was computed a token for
-    bytes      bytes that decode steps move over the least possible: the weights once for each token of the longest row,
-               or of a full batch, and each token's own keys and values
+    GB/s       bytes that decode steps move, over the seconds of the whole rollout; bench kernels --kernel copy says
+               what the device can move
+    bytes      these bytes over the least possible: the weights once for each token of the longest row, or of a full
+               batch, and each token's own keys and values
 
 Methods, where their packages are installed: the engine; with --old the engine of an older checkout, all rows at once
 and in waves of a quarter; `generate` of transformers (torch); the sampler of google-tunix.
@@ -101,10 +103,8 @@ def shares(work: Any, lengths: np.ndarray, architecture: Any, params: Any, optio
     own = np.array([len(prompt) for prompt in prompts(options)]) + lengths
     read = sum(int(n) * (int(n) + 1) - int(n - m) * int(n - m + 1) for n, m in zip(own, lengths, strict=True)) // 2
     least = max(int(lengths.max()), work.tokens / options["slots"]) * weights + read * place
-    return {
-        "useful": work.tokens / work.slot_steps,
-        "bytes": (work.steps * weights + work.place_steps * place) / least,
-    }
+    moved = work.steps * weights + work.place_steps * place
+    return {"useful": work.tokens / work.slot_steps, "bytes": moved / least, "moved": moved}
 
 
 def transformers_generate(options: dict[str, int]) -> Callable[[int], Result]:
@@ -192,7 +192,9 @@ def child(name: str, options: dict[str, int]) -> None:
     for line in sys.stdin:
         start = time.perf_counter()
         found = roll_out(int(line))
-        child_process.answer({**found, "seconds": time.perf_counter() - start})
+        seconds = time.perf_counter() - start
+        rate = {"GB/s": found["moved"] / seconds / 1e9} if "moved" in found else {}
+        child_process.answer({**found, **rate, "seconds": seconds})
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
@@ -239,12 +241,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table(turns: dict[str, list[Result]]) -> str:
     """The figures of each method, as Markdown."""
-    lines = ["| method | tokens/s | time | useful | bytes | tokens |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    lines = ["| method | tokens/s | time | useful | GB/s | bytes | tokens |", "| --- |" + " ---: |" * 6]
     for name, results in turns.items():
         speed = statistics.median(result["tokens"] / result["seconds"] for result in results)
         ratios = [one["seconds"] / own["seconds"] for one, own in zip(results, turns["engine"], strict=True)]
         figures = [f"{speed:.0f}", f"{statistics.median(ratios):.2f}"]
-        for column in ("useful", "bytes"):
+        for column in ("useful", "GB/s", "bytes"):
             known = [result[column] for result in results if column in result]
             figures.append(f"{statistics.median(known):.2f}" if known else "-")
         figures.append(f"{statistics.median(result['tokens'] for result in results):.0f}")

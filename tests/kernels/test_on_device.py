@@ -1,8 +1,9 @@
-"""The head on a Hopper GPU against float64: its kernels, and the xla engine, which float32 takes there.
+"""The head on a TPU or a Hopper GPU against float64: its kernels, and the xla engine.
 
-    JAX_PLATFORMS=cuda python -m pytest -m gpu tests/kernels/test_gpu.py
+    JAX_PLATFORMS=tpu python -m pytest -m tpu tests/kernels/test_on_device.py
+    JAX_PLATFORMS=cuda python -m pytest -m gpu tests/kernels/test_on_device.py
 
-Two minutes by estimate, most of it compiling; no GPU has run it.
+`make device` runs them. Two minutes by estimate, most of it compiling; no device has run them.
 
 Shapes are off every tile. What only a device can show is a race: so the same call must give the same bits again and
 again. Left out: what tests on a CPU compile or interpret (test_mosaic_*.py).
@@ -36,12 +37,14 @@ from kernels.lm_head import target, token_loss  # noqa: F401  target: in the con
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
 from kernels.lm_head.sharded import HeadSharding
-from tools import tune_child
+from kernels.lm_head.tpu import tiles as tpu_tiles
+from tools import tune, tune_child
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.tpu,
     pytest.mark.skipif(
-        "jax.default_backend() != 'gpu' or target.why_not_hopper() is not None", reason="needs a Hopper GPU"
+        "jax.default_backend() != 'tpu' and target.why_not_hopper() is not None", reason="needs a TPU or a Hopper GPU"
     ),
 ]
 
@@ -49,6 +52,11 @@ OFF_TILES = (300, 712, 192)
 """N, V and D."""
 RACES = (4096, 32768, 1024)
 CALLS = 20
+
+
+def kernels() -> str:
+    """The engine of this device's kernels."""
+    return f"mosaic_{jax.default_backend()}"
 
 
 def bfloat16_problem(shape: tuple[int, int, int], scale: float = 3.0) -> Problem:
@@ -60,14 +68,14 @@ def bfloat16_problem(shape: tuple[int, int, int], scale: float = 3.0) -> Problem
 
 @pytest.mark.parametrize("softmax", SCALES)
 def test_values_and_gradients_are_as_accurate_as_full_logits(softmax: str) -> None:
-    check(bfloat16_problem(OFF_TILES, SCALES[softmax]), random_cotangents(300), impl="mosaic_gpu")
+    check(bfloat16_problem(OFF_TILES, SCALES[softmax]), random_cotangents(300), impl=kernels())
 
 
 def test_rows_that_do_not_count_are_never_read() -> None:
     problem, live = bfloat16_problem(OFF_TILES), np.random.default_rng(5).random(300) < 0.3
     dead = poisoned(problem, ~live)
-    got = values_and_gradients(*dead, random_cotangents(300), impl="mosaic_gpu", where=jnp.asarray(live))
-    want = check(problem, random_cotangents(300), impl="mosaic_gpu", where=jnp.asarray(live))
+    got = values_and_gradients(*dead, random_cotangents(300), impl=kernels(), where=jnp.asarray(live))
+    want = check(problem, random_cotangents(300), impl=kernels(), where=jnp.asarray(live))
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -78,8 +86,11 @@ def test_rows_that_do_not_count_are_never_read() -> None:
 def test_every_workspace_is_as_accurate_as_full_logits(workspace: int | None) -> None:
     """Room for nothing, for some columns, for some rows and a float32 sum of dW, and for all."""
     problem, objective = bfloat16_problem((600, 1400, 192)), OBJECTIVES["entropy bonus"]
-    with gpu_tiles.override(Sizes(Tiles(), 512, wave_cost=0)):
-        check_loss(problem, objective, [], sparse_weights(600), impl="mosaic_gpu", workspace=workspace)
+    small: Any = tpu_tiles.override(rows=128, columns=256, step=128)
+    if jax.default_backend() == "gpu":
+        small = gpu_tiles.override(Sizes(Tiles(), 512, wave_cost=0))
+    with small:
+        check_loss(problem, objective, [], sparse_weights(600), impl=kernels(), workspace=workspace)
 
 
 def test_on_a_mesh_of_one_device_the_loss_has_the_same_bits() -> None:
@@ -89,7 +100,7 @@ def test_on_a_mesh_of_one_device_the_loss_has_the_same_bits() -> None:
     def run(sharding: HeadSharding | None) -> Any:
         def loss(hidden: jax.Array, weight: jax.Array) -> Any:
             negative = OBJECTIVES["cross-entropy"].in_jax
-            return token_loss(hidden, weight, problem.labels, negative, impl="mosaic_gpu", sharding=sharding)
+            return token_loss(hidden, weight, problem.labels, negative, impl=kernels(), sharding=sharding)
 
         run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
         return jax.block_until_ready(run(problem.hidden, problem.weight))
@@ -115,7 +126,7 @@ def test_the_xla_engine_is_as_accurate_as_full_logits(dtype: Any) -> None:
 def test_the_same_call_gives_the_same_bits_again_and_again(workspace: int) -> None:
     problem, objective = bfloat16_problem(RACES), OBJECTIVES["cross-entropy"]
     call = functools.partial(
-        loss_and_gradients, problem, objective, weights=sparse_weights(RACES[0]), impl="mosaic_gpu", workspace=workspace
+        loss_and_gradients, problem, objective, weights=sparse_weights(RACES[0]), impl=kernels(), workspace=workspace
     )
     first = call()
     assert np.isfinite(first.loss)
@@ -125,6 +136,9 @@ def test_the_same_call_gives_the_same_bits_again_and_again(workspace: int) -> No
 
 def test_at_qwens_size_the_results_are_those_of_the_xla_engine(capsys: pytest.CaptureFixture[str]) -> None:
     shape = [8192, 2048, 151936]  # N, D and V
-    entry = tune_child.gpu_entry(shape, dataclasses.asdict(Tiles()))
-    tune_child.time_entries(shape, "bfloat16", "gpu", [entry])
-    assert "refusal" not in json.loads(capsys.readouterr().out.splitlines()[-1])
+    entries = {"gpu": [tune_child.gpu_entry(shape, dataclasses.asdict(Tiles()))]}
+    if jax.default_backend() == "tpu":
+        entries = {kind: tune_child.tpu_entries(kind, shape, "bfloat16", most=1) for kind in tune.KINDS}
+    for kind, tried in entries.items():
+        tune_child.time_entries(shape, "bfloat16", kind, tried)
+        assert "refusal" not in json.loads(capsys.readouterr().out.splitlines()[-1]), kind
