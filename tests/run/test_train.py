@@ -110,15 +110,14 @@ def test_a_signal_within_a_step_saves_the_last_complete_one(
     settings = placed("grpo", tmp_path, checkpoint={"every": None})
     entered = []
 
-    class Signalled(stopwatch.Stopwatch):
-        def phase(self, name):
-            entered.append(name)
-            if name == phase and entered.count("rollout") == (4 if name == "eval" else 5):
-                signal.raise_signal(number)
-                time.sleep(0.1)  # for the thread that hears it
-            return super().phase(name)
+    def signalled(watch, name, phase_of=stopwatch.Stopwatch.phase):
+        entered.append(name)
+        if name == phase and entered.count("rollout") == (4 if name == "eval" else 5):
+            signal.raise_signal(number)
+            time.sleep(0.1)  # for the thread that hears it
+        return phase_of(watch, name)
 
-    monkeypatch.setattr(stopwatch, "Stopwatch", Signalled)
+    monkeypatch.setattr(stopwatch.Stopwatch, "phase", signalled)
     assert run(settings) == exit_code
     assert entered[-1] == phase
     assert checkpoints(settings) == [8]
