@@ -62,12 +62,17 @@ def start(config: Config, **variables: str) -> subprocess.Popen:
 
 def start_two(command: list[str], **variables: str) -> list[subprocess.Popen]:
     """Start a Python command in two processes of four devices each, which can join one group."""
+    return start_group(command, 2, 4, **variables)
+
+
+def start_group(command: list[str], processes: int, devices: int, **variables: str) -> list[subprocess.Popen]:
+    """Start a Python command in processes of some devices each, which can join one group."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    group = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
-    variables |= {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4", **group}
-    return [spawn(command, subprocess.STDOUT, **variables, JAX_PROCESS_ID=str(number)) for number in range(2)]
+    group = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}
+    variables |= {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}", **group}
+    return [spawn(command, subprocess.STDOUT, **variables, JAX_PROCESS_ID=str(number)) for number in range(processes)]
 
 
 def spawn(command: list[str], stderr: int, **variables: str) -> subprocess.Popen:

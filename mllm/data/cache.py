@@ -3,6 +3,7 @@
 A cache is a folder, named by a hash of the sources' content, the tokenizer with its template, and the settings that
 change tokens: documents in an ArrayRecord file, and their sizes, mapped into memory. It is made under another name and
 renamed; a lock lets one process of a host make it while others wait. Checksums are compared whenever it is opened.
+The processes of a run each tokenize a share of the records, and pass it on to all.
 """
 
 import fcntl
@@ -14,22 +15,27 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
+from jax import process_count, process_index
+from jax.errors import JaxRuntimeError
 from tqdm import tqdm
 
 from mllm.config.data import DataConfig
 from mllm.data.documents import Documents, Origin, Size
 from mllm.data.records import bad_lines
-from mllm.data.tokenizing import FEW, Document, encode_records
+from mllm.data.tokenizing import FEW, Document, Encoded, Placed, encode_records
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Tokenizer
+from mllm.parallel.processes import gather_inside
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +45,8 @@ RECORDS, SIZES, SUMMARY = "documents.arrayrecord", "sizes.int32", "summary"
 LEARNED = np.uint32(1 << 31)
 """A stored token's bit that says that the token after it is learned."""
 MOST_BAD = 10_000
+SHARED = 64
+"""How many records in a row are tokenized by one of several processes, and passed on at a time."""
 
 
 class CachedDocuments(Documents):
@@ -80,10 +88,27 @@ def cached_documents(origin: Origin, config: DataConfig, tokenizer: Tokenizer) -
     settings = [VERSION, content[0], tokenizer_digest(tokenizer), config.max_length, config.on_bad_line]
     folder = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
     summary = read_summary(folder)
-    if summary is None:
+    others = gather_inside((content[0], summary is not None))
+    if len({digest for digest, _ in others}) > 1:
+        raise UserError(f"{origin.key}: {origin.source}: the processes have different examples: give all the same data")
+    together = len(others) > 1 and not all(found for _, found in others)
+    if summary is None or together:
         try:
-            with locked(folder):
-                summary = read_summary(folder) or make(folder, origin, config, tokenizer, content)
+            if together:
+                encoded = encode_shares(tokenizer, config.max_length, origin.records())
+                with locked(folder, wait=False) as locks:
+                    if summary is None and locks:
+                        summary = make(folder, origin, config, encoded, content)
+                    else:
+                        deque(encoded, maxlen=0)
+                gather_inside(None)  # all caches are made
+                summary = summary or read_summary(folder)
+            if summary is None:
+                with locked(folder):
+                    encoded = encode_records(tokenizer, config.max_length, origin.records())
+                    summary = read_summary(folder) or make(folder, origin, config, encoded, content)
+        except JaxRuntimeError:  # another process was lost
+            raise
         except (OSError, RuntimeError) as error:  # array_record's are RuntimeErrors
             reason = getattr(error, "strerror", None) or brief(error)
             raise UserError(
@@ -109,9 +134,9 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def make(
-    folder: Path, origin: Origin, config: DataConfig, tokenizer: Tokenizer, content: tuple[str, int]
+    folder: Path, origin: Origin, config: DataConfig, encoded: Iterator[Encoded], content: tuple[str, int]
 ) -> dict[str, Any]:
-    """Tokenize the source, whose content is given, into a cache, in place of a damaged one; returns its summary."""
+    """Write the documents of the source, whose content is given, in place of a damaged cache; returns its summary."""
     digest, count = content
     if folder.exists():
         log.warning("data.cache: %s is damaged, and made again", folder)
@@ -121,7 +146,7 @@ def make(
     shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left
     unfinished.mkdir()
     try:
-        summary = write_documents(unfinished, origin, config, tokenizer, count)
+        summary = write_documents(unfinished, origin, config, encoded, count)
         if origin.content()[0] != digest:
             raise UserError(f"{origin.key}: {origin.source} has changed while it was read: start again")
         text = json.dumps(summary | {"digests": {name: file_digest(unfinished / name) for name in (RECORDS, SIZES)}})
@@ -134,11 +159,10 @@ def make(
 
 
 def write_documents(
-    folder: Path, origin: Origin, config: DataConfig, tokenizer: Tokenizer, count: int
+    folder: Path, origin: Origin, config: DataConfig, encoded: Iterator[Encoded], count: int
 ) -> dict[str, Any]:
     """Write documents and sizes. Returns a hash of the documents and how many records were skipped or cut."""
     content, bad, cut = hashlib.sha256(), list[tuple[str, UserError]](), 0
-    encoded = encode_records(tokenizer, config.max_length, origin.records())
     bar = tqdm(encoded, "tokenizing", count, unit=" records", dynamic_ncols=True, delay=1, disable=None)
     with ExitStack() as stack:
         writer = stack.enter_context(closing(ArrayRecordWriter(str(folder / RECORDS), "group_size:1")))
@@ -163,17 +187,34 @@ def write_documents(
     return {"content": content.hexdigest(), "skipped": len(bad), "cut": cut}
 
 
+def encode_shares(tokenizer: Tokenizer, max_length: int, records: Iterable[Placed]) -> Iterator[Encoded]:
+    """The documents of all records, in their order. Each process, all of which must call this, encodes every so many.
+
+    They wait for each other by `gather_inside`.
+    """
+    mine = (record for place, record in enumerate(records) if place // SHARED % process_count() == process_index())
+    own = encode_records(tokenizer, max_length, mine)
+    while any(parts := gather_inside(list(islice(own, SHARED)))):
+        yield from chain.from_iterable(parts)
+
+
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the cache's lock, which the system releases when the process ends, however it ends."""
+def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold the cache's lock, which the system releases when the process ends, however it ends.
+
+    Unless it is to `wait`, it may not get the lock: it says whether it has.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if not wait:
+                yield False
+                return
             print(f"data.cache: waiting for the process that makes {folder}", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield True
 
 
 def packed(document: Document) -> bytes:

@@ -146,18 +146,43 @@ def pad_or_cut(message: np.ndarray, size: int) -> np.ndarray:
     return np.pad(message[:size], (0, max(0, size - message.size)))
 
 
+class Inside(NamedTuple):
+    """A value on its way through `gather_inside`."""
+
+    value: Any
+
+
+class SomeLeft(Exception):
+    """Processes have left `raise_everywhere` with an error while this one was in `gather_inside`."""
+
+    def __init__(self, found: list[Any]) -> None:
+        self.found = found
+
+
+def gather_inside(value: T) -> list[T]:
+    """`gather_objects` inside of `raise_everywhere`, which all leave if one of them has left with an error."""
+    found: list[Any] = gather_objects(Inside(value))
+    if not all(isinstance(one, Inside) for one in found):
+        raise SomeLeft(found)
+    return [one.value for one in found]
+
+
 @contextmanager
 def raise_everywhere() -> Iterator[None]:
     """A UserError that one process raises inside is raised in all, so that none waits for one that has left.
 
-    It is a StepError if all that was raised is. The code inside must not wait for other processes.
+    It is a StepError if all that was raised is. The code inside may wait for other processes by `gather_inside` only.
     """
-    error = None
+    error, found = None, None
     try:
         yield
     except UserError as raised:
         error = raised
-    errors = gather_objects(None if error is None else (str(error), isinstance(error, StepError)))
+    except SomeLeft as left:
+        found = left.found
+    if found is None:
+        found = gather_objects(None if error is None else (str(error), isinstance(error, StepError)))
+    errors = [None if isinstance(one, Inside) else one for one in found]
     kind = StepError if all(error is None or error[1] for error in errors) else CommonError
     for process, found in enumerate(errors):
         if found is not None:

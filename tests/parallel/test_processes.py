@@ -2,24 +2,37 @@
 
 import json
 import os
+import re
 import signal
+from collections import defaultdict
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from runs import arguments, changed, checkpoints, newest, outputs, records, run, start_two, wait
+from runs import arguments, changed, checkpoints, newest, outputs, records, run, start_group, start_two, wait
 from tiny import config
 
 from mllm.config.model import MeshConfig
+from mllm.data import cache, sft_source, tokenizing
+from mllm.data.sft_source import SftSource
 from mllm.errors import RESTART, UserError
 from mllm.model import weights
 from mllm.model.decoder import Decoder
 from mllm.model.layout import Layout
+from mllm.model.tokenizer import bytes_tokenizer
 from mllm.parallel import watch
 from mllm.parallel.mesh import make_mesh, shard_batch
-from mllm.parallel.processes import ProcessGroup, RowShare, check_same, gather_objects, local_rows, raise_everywhere
+from mllm.parallel.processes import (
+    ProcessGroup,
+    RowShare,
+    check_same,
+    gather_inside,
+    gather_objects,
+    local_rows,
+    raise_everywhere,
+)
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
@@ -54,22 +67,64 @@ def assert_same_metrics(mine, yours):
 # Training
 
 
+class Recorded(SftSource):
+    """Notes which examples each update has, by the numbers in their questions, beside the run's folder."""
+
+    def next(self, params, step, watch):
+        data = super().next(params, step, watch)
+        rows = [
+            re.findall(r"#(\d+)#", bytes(np.minimum(row, 255).astype(np.uint8)).decode("latin1"))
+            for row in data.batch.tokens
+        ]
+        with Path(f"{self.record}_examples_{self.rows.index}").open("a") as file:
+            file.write(json.dumps([step, rows]) + "\n")
+        return data
+
+
+def record(path):
+    """Make train.py's main note the examples of each update in files whose names begin with the path."""
+    Recorded.record = path
+    sft_source.SftSource = Recorded
+
+
+def examples(path):
+    """The examples that `record` has noted: rows of all processes in order, by step."""
+    steps = defaultdict(list)
+    for file in sorted(path.parent.glob(f"{path.name}_examples_*")):
+        for line in file.read_text().splitlines():
+            step, rows = json.loads(line)
+            steps[step] += rows
+    return steps
+
+
 @pytest.mark.slow
-def test_sft_that_one_process_began_and_two_continued_equals_a_run_of_one_process(placed):
-    one, two = placed("sft", "one"), placed("sft", "two")
-    assert run(changed(two, steps=2)) == 0
-    said = outputs(start_two(["train.py", *arguments(two)]))
+def test_a_run_goes_on_with_other_numbers_of_processes_and_devices_and_uses_each_example_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(sft_source, "SftSource", Recorded)
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"question": f"#{i}#", "answer": "a" * (i % 5 + 1)}) + "\n" for i in range(120)))
+    data = {"source": str(path), "max_length": 32, "epochs": 1, "cache": str(tmp_path / "cache")}
+    one, many = (
+        config("sft", run_dir=str(tmp_path / name), mesh=MESH, data=data, task=None, rollout=None, eval=None, steps=6)
+        for name in ("one", "many")
+    )
+    for processes, devices, steps, mesh in ((4, 2, 2, MESH), (2, 2, 4, {"dp": 2, "fsdp": 2, "tp": 1})):
+        main = f"test_processes.record({str(tmp_path / 'many')!r}); sys.exit(train.main(sys.argv[1:]))"
+        command = [
+            "-c",
+            f"import sys, test_processes, train; {main}",
+            *arguments(changed(many, steps=steps, mesh=mesh)),
+        ]
+        outputs(start_group(command, processes, devices))
+    record(tmp_path / "many")
+    assert run(changed(many, mesh={"dp": 1, "fsdp": 4, "tp": 2})) == 0
+    record(tmp_path / "one")
     assert run(one) == 0
-    assert_same_metrics(two, one)
-    assert [record["step"] for record in records(two, "timings.jsonl")] == [1, 2, 3, 4]
-    assert ["held-out accuracy" in output for output in said] == [True, False]
-    assert len(list(Path(two.run_dir, "tensorboard").iterdir())) == 2  # a file for each start
-    expected = newest(two)
-    assert (expected.step, expected.position) == (two.steps, newest(one).position)
-    on_one_device = newest(changed(two, mesh={"dp": 1, "fsdp": 1, "tp": 1}))
-    assert (on_one_device.step, on_one_device.position) == (expected.step, expected.position)
-    for leaf, same in zip(jax.tree.leaves(on_one_device.train), jax.tree.leaves(expected.train), strict=True):
-        np.testing.assert_array_equal(leaf, same)
+    used = examples(tmp_path / "many")
+    assert used == examples(tmp_path / "one")
+    numbers = [number for step in range(6) for row in used[step] for number in row]
+    assert len(set(numbers)) == len(numbers) > 90
+    assert_same_metrics(many, one)
+    assert newest(many).position == newest(one).position
 
 
 @pytest.mark.slow
@@ -137,6 +192,26 @@ def check_rows_and_reading():
     with pytest.raises(UserError, match=r"^process 1: no such file$"), raise_everywhere():  # noqa: PT012
         if process == 1:
             raise UserError("no such file")
+
+    with pytest.raises(UserError, match=r"^process 1: no such tokenizer$"), raise_everywhere():  # noqa: PT012
+        if process == 1:
+            raise UserError("no such tokenizer")
+        gather_inside("a share")
+
+    encoded: list[str] = []
+
+    def count(tokenizer, max_length, place, record, original=tokenizing.encode_document):
+        encoded.append(place)
+        return original(tokenizer, max_length, place, record)
+
+    given = [(f"line {i}", {"question": f"{i}", "answer": "a"}) for i in range(3 * cache.SHARED + 5)]
+    given[70] = ("line 70", UserError("line 70: not JSON"))
+    expected = list(tokenizing.encode_records(bytes_tokenizer(), 32, given))
+    tokenizing.encode_document = count
+    shared = list(cache.encode_shares(bytes_tokenizer(), 32, iter(given)))
+    for (place, document, complete), other in zip(shared, expected, strict=True):
+        assert (place, complete, str(document)) == (other[0], other[2], str(other[1]))
+    assert len(encoded) == (2 * cache.SHARED if process == 0 else cache.SHARED + 4)
 
     read: list[int] = []
 
