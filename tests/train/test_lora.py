@@ -2,7 +2,7 @@
 
 import signal
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -14,6 +14,7 @@ from runs import assert_same_end, checkpoints, newest, records, run, start, wait
 from tiny import ARCHITECTURE, config, random_batch
 
 import tools.export
+import train
 from mllm.config.model import MeshConfig
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
@@ -220,15 +221,33 @@ def test_its_exported_adapters_are_a_next_run_s_beginning_also_under_sft(finishe
     assert newest(following).train.params["layers"].keys() == ended["layers"].keys()
 
 
-def test_adapters_of_another_model_are_refused(tmp_path):
+@pytest.mark.slow
+def test_the_demo_learns_with_adapters(tmp_path):
+    """From the half-trained model that tiny_sft.yaml leaves with seed 0."""
+    settings = config(run_dir=str(tmp_path / "run"))
+    model = [f"model.source={FIXTURES / 'tiny_sft'}", "model.tokenizer=bytes"]
+    command = ["--config", "tiny_lora_grpo.yaml", f"run_dir={settings.run_dir}", "eval.every=null"]
+    assert train.main([*command, *model]) == 0
+    first, last = (records(settings)[place]["eval/sampled_accuracy"] for place in (0, -1))
+    assert last > first + 0.2, (first, last)
+
+
+def test_adapters_of_another_model_or_with_another_reference_are_refused(tmp_path):
     _, state, _, frozen = compiled_update(True)
-    other = jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].add(1e-3), frozen)
-    for parameters in (frozen, other):
-        with closing(Checkpoints(tmp_path, CheckpointConfig(), parameters)) as saved:
-            if parameters is frozen:
-                saved.save(RunState(1, state, {}), "")
-                saved.wait()
-                assert saved.restore(state).step == 1
+    reference = nnx.merge_state(frozen, state.params)
+    change = partial(jax.tree.map, lambda leaf: leaf.at[(0,) * leaf.ndim].add(1e-3))
+    for saved, then, same in (
+        (frozen, reference, True),  # grpo.beta may be raised from 0
+        (frozen, change(frozen), False),
+        (reference, frozen, True),
+        (reference, nnx.merge_state(frozen, change(state.params)), False),
+    ):
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        with closing(Checkpoints(folder, CheckpointConfig(), saved)) as checkpoints:
+            checkpoints.save(RunState(1, state, {}), "")
+        with closing(Checkpoints(folder, CheckpointConfig(), then)) as checkpoints:
+            if same:
+                assert checkpoints.restore(state).step == 1
             else:
-                with pytest.raises(UserError, match="belongs to a run with other frozen parameters"):
-                    saved.restore(state)
+                with pytest.raises(UserError, match="a run with other frozen parameters, or another reference"):
+                    checkpoints.restore(state)
