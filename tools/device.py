@@ -78,10 +78,8 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
                 yield Job(name, [*about, "--kernel", kernel, "--cluster", cluster], obstacle=old)
         # Room for dW's own memory alone; for some columns; for some rows and a float32 sum of dW; for the default.
         for workspace in ("0",) if cpu else ("0", "300000", "2000000", ""):
-            size = ["--workspace", workspace] * bool(workspace)
-            yield Job(
-                f"{kind} loss, workspace {workspace or 'default'}", [*about, "--kernel", "loss", *size], obstacle=old
-            )
+            size = ["--kernel", "loss", *["--workspace", workspace] * bool(workspace)]
+            yield Job(f"{kind} loss, workspace {workspace or 'default'}", [*about, *size], obstacle=old)
     engine = "xla" if cpu else f"mosaic_{platform}"
     timed = ["tools/bench", "kernels", "--impl", engine, "--shape", large, "--timed"]
     for kernel in () if cpu else engines[platform]:
@@ -90,16 +88,17 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
         sizes = ["--kernel", "loss", "--workspace", "0", "--chunk", chunk, "--cluster", cluster]
         yield Job(f"time of loss, chunk of {chunk}, cluster of {cluster}", [*timed, *sizes], 120)
 
-    def bench(name: str, seconds: float, *methods: str) -> Job:
+    def bench(name: str, *methods: str, needs: Sequence[str] = ()) -> Job:
         command = ["tools/bench", "head", "--shape", large, "--live", "1", "--json", "{own}/bench.json"]
-        return Job(name, [*command, "--methods", *methods], seconds, ["tqdm"], "  |skipped|failed")
+        return Job(name, [*command, "--methods", *methods], 400, ["tqdm", *needs], "  |skipped|failed")
 
-    yield bench("head", 400, engine, "full logits")
+    yield bench("head", engine, "full logits")
     limits = ["-n", "1", "--max-worker-restart=99", "--timeout=120", "--timeout-method=thread"]
     pytest, needs = ["-m", "pytest", "-m", platform, *limits, "-rfE", "tests"], ["xdist", "pytest_timeout", "jaxtyping"]
     yield Job("tests", pytest, 550, needs, "^(FAILED|ERROR)|passed|failed|crashed", none)
     yield Job("tune", ["tools/tune.py", "--shape", large, "--write", "--limit", "380"], 400, shows="  ", obstacle=none)
-    yield bench("peers", 550, "scan", "Liger", "cut-cross", "tokamax", "tunix", "optax", "torch", *["xla,"] * (not cpu))
+    yield bench("peers in JAX, and the head as tuned", f"{engine}, workspace", "scan", "tokamax", "tunix", "optax")
+    yield bench("peers in torch", "Liger", "cut-cross", "torch", needs=["torch"])
 
     tiny, half, four, three = (
         dict(zip(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), sizes, strict=True))
@@ -136,6 +135,7 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     yield Job("sharded head", [*several, shape], obstacle=alone)
     yield Job("time of the sharded head", [*several, large, "--timed"], 200, obstacle=alone)
     whole = {**grpo, "mesh.fsdp": number, "micro_batch_size": 8 * number, "batch_size": 64 * number}
+    whole |= {"rollout.max_prompt_length": 64, "grpo.row_length": length + 64}  # for a chat's template
     name = "models--Qwen--Qwen2.5-3B-Instruct"
     if (Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface")) / "hub" / name).is_dir() and not cpu:
         whole["model"] = {"source": "Qwen/Qwen2.5-3B-Instruct"}
