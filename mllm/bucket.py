@@ -23,6 +23,8 @@ SCHEMES = {"gs": "gcs", "s3": "s3"}
 RETRIES = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s"}
 SILENCE = {"TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "20", "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30"}
 """Seconds after which a server that does not answer has failed; tensorstore itself would wait for ever."""
+RUNS = "runs"
+"""The folder of `local_place` for runs."""
 PART_BYTES = 2**25
 """The most bytes of a file in one object, so that a failed request is soon repeated and memory stays bounded."""
 AT_ONCE = 8
@@ -175,6 +177,13 @@ def key_range(first: str, last: str) -> Any:
 def local_place(url: str, root: str) -> Path:
     """The folder of this machine for what belongs to a URL: `root` in mllm's own in $XDG_CACHE_HOME or ~/.cache."""
     scheme, _, rest = url.rstrip("/").partition("://")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mllm" / root
-    digest = hashlib.sha256(url.encode()).hexdigest()[:8]
-    return base / f"{scheme}-{digest}" / rest
+    return cache_folder() / root / f"{scheme}-{hashlib.sha256(url.encode()).hexdigest()[:8]}" / rest
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "mllm"
+
+
+def stands_for_bucket(folder: Path) -> bool:
+    """Whether a folder is the local one of a run in a bucket, which only one process sees."""
+    return cache_folder() / RUNS in folder.parents

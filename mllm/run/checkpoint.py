@@ -20,6 +20,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
+from mllm.bucket import stands_for_bucket
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
 from mllm.model.layout import Params
@@ -33,6 +34,7 @@ from mllm.run.storage import find_fault, saved_steps, write_error
 from mllm.train.step import TrainState
 
 DOCUMENT = "document"
+UNFINISHED = ".orbax-checkpoint-tmp"
 ARRAYS = ("params", "optimizer")
 """The items that hold arrays: the parameters can be read without the optimizer."""
 
@@ -60,6 +62,8 @@ class Checkpoints:
         self.scores: dict[int, float | None] = {}
         """Evaluations of the checkpoints that this process has saved, which may not be on disk yet."""
         self.failed = False
+        self.apart = jax.process_count() > 1 and stands_for_bucket(self.folder)
+        """Whether each process has a folder of its own, and the files of all together are a checkpoint."""
         with self.report_faults(self.folder):
             self.manager = self.open_manager()
 
@@ -73,9 +77,13 @@ class Checkpoints:
             # Otherwise threads wait for a folder that can't be made, and the process for them: five minutes.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
+        # Orbax compares what all processes have noted of the arrays, in the one folder that it expects.
+        unchecked = {"array_metadata_validator": Unchecked()} if self.apart else {}
         # zstd would take a tenth off the size, and every core for several steps, which then wait for theirs.
         handlers: dict[str, ocp.CheckpointHandler] = {
-            name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in ARRAYS
+            # OCDBT's files would have to be merged where all of them are seen.
+            name: ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=not self.apart, **unchecked)
+            for name in ARRAYS
         }
         handlers[DOCUMENT] = ocp.JsonCheckpointHandler()
         return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
@@ -103,7 +111,17 @@ class Checkpoints:
         arguments = ocp.args.Composite(**arrays, **{DOCUMENT: ocp.args.JsonSave(seal(document))})
         self.saving = state.step, nbytes(state.train)
         with self.report_faults(self.folder / str(state.step)):
+            for name in ARRAYS if self.apart and not is_writer() else ():  # which Orbax leaves to the first process
+                folder = self.folder / f"{state.step}{UNFINISHED}" / f"{name}{UNFINISHED}"
+                (folder / "array_metadatas").mkdir(parents=True)
             self.manager.save(state.step, args=arguments)
+
+    def finish_apart(self) -> None:
+        """Rename what this process has written, as Orbax does in the folder of the first one."""
+        if self.apart and not is_writer():
+            for pattern in (f"*/*{UNFINISHED}", f"*{UNFINISHED}"):
+                for path in self.folder.glob(pattern):
+                    path.rename(path.with_name(path.name.removesuffix(UNFINISHED)))
 
     def restore(self, like: TrainState) -> RunState | None:
         """The state in the newest undamaged checkpoint, or None if there is no checkpoint at all.
@@ -234,6 +252,7 @@ class Checkpoints:
             step, size = self.saving
             with self.report_faults(self.folder / str(step)):
                 self.manager.wait_until_finished()
+                self.finish_apart()
             self.saving = None
             release_freed_memory()
             with suppress(OSError, ValueError, KeyError):  # Orbax may not have noted the times
@@ -276,6 +295,13 @@ class Checkpoints:
         # A fault was reported when it happened; closing would report it again.
         with suppress(Exception) if self.failed else self.report_faults(self.folder):
             self.manager.close()
+
+
+class Unchecked:
+    """Stands in for Orbax's comparison of arrays between processes, which restoring does by checksums."""
+
+    def validate_all_array_metadatas(self, array_metadatas: Any) -> None:
+        pass
 
 
 class KeepNewestAndBest(PreservationPolicy):

@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 
-from mllm.bucket import Bucket, Part, is_bucket, local_place, part_name, parts_of
+from mllm.bucket import RUNS, Bucket, Part, is_bucket, local_place, part_name, parts_of
 from mllm.config.schema import CheckpointConfig, Config
 from mllm.errors import UserError
 from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
@@ -41,6 +41,8 @@ from mllm.run.storage import saved_steps
 
 SECONDS = 30
 """The time after which new lines of logs are sent; a checkpoint sends them at once."""
+PATIENCE = 600
+"""Seconds that the first process waits for another's part of a checkpoint."""
 CHECKPOINTS = "checkpoints"
 logger = logging.getLogger(__name__)
 
@@ -55,11 +57,9 @@ def working_folder(config: Config, change: bool) -> Iterator[Path]:
     if not is_bucket(config.run_dir):
         yield Path(config.run_dir)
         return
-    folder = local_place(config.run_dir, "runs") / f"process_{jax.process_index()}"
+    folder = local_place(config.run_dir, RUNS) / f"process_{jax.process_index()}"
     lease = None
     with raise_everywhere():
-        if jax.process_count() > 1:
-            raise UserError("run_dir: several processes need a file system that all of them see, not a bucket")
         bucket = Bucket(config.run_dir)
         if is_writer():
             lease = Lease(bucket)
@@ -154,8 +154,8 @@ class Mirror:
         if not manifest:
             raise Damaged("the checksum of its list differs")
         files = {
-            f"{manifest['prefix']}/{name}": (target / name, [Part(**part) for part in parts])
-            for name, parts in manifest["files"].items()
+            f"{manifest['prefix']}/{process}/{name}": (target / name, [Part(**part) for part in parts])
+            for name, (process, parts) in manifest["files"].items()
         }
         self.bucket.fetch_files(files, lambda name: Damaged(f"{name} is missing or has changed"))
 
@@ -229,14 +229,35 @@ class Mirror:
         shutil.rmtree(held, ignore_errors=True)
         with suppress(FileNotFoundError, shutil.Error):  # the run may remove it meanwhile: a newer one is there
             shutil.copytree(source, held, copy_function=os.link)
-            prefix = f"{CHECKPOINTS}/{step}-{self.token}"
+            prefix, process = f"{CHECKPOINTS}/{step}-{self.token}", jax.process_index()
             files = {path.relative_to(held).as_posix(): path for path in held.rglob("*") if path.is_file()}
-            sent = self.bucket.send_files({f"{prefix}/{name}": path for name, path in files.items()})
-            parts = {name: [asdict(part) for part in sent[f"{prefix}/{name}"]] for name in files}
+            sent = self.bucket.send_files({f"{prefix}/{process}/{name}": path for name, path in files.items()})
+            own = {name: [process, [asdict(part) for part in sent[f"{prefix}/{process}/{name}"]]] for name in files}
             if is_writer():
-                self.publish(step, prefix, parts, json.loads((held / "document" / "metadata").read_text()).get("best"))
+                best = json.loads((held / "document" / "metadata").read_text()).get("best")
+                self.publish(step, prefix, self.files_of_others(prefix) | own, best)
+            else:
+                self.bucket.write(f"{prefix}/{process}.json", json.dumps(own).encode())
+                for old in saved_steps(self.folder / CHECKPOINTS):
+                    if old < step:
+                        shutil.rmtree(self.folder / CHECKPOINTS / str(old), ignore_errors=True)
         shutil.rmtree(held, ignore_errors=True)
         self.published.add(step)
+
+    def files_of_others(self, prefix: str) -> dict[str, Any]:
+        """The files of a checkpoint that the other processes have sent, once all of them have."""
+        found: dict[str, Any] = {}
+        for process in range(1, jax.process_count()):
+            deadline = time.monotonic() + PATIENCE
+            while (content := self.bucket.read(f"{prefix}/{process}.json")) is None:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"{self.bucket.url}/{prefix}: process {process} has not sent its part within {PATIENCE} s; "
+                        "the same command goes on from the checkpoint before"
+                    )
+                time.sleep(0.5)
+            found = json.loads(content) | found
+        return found
 
     def publish(self, step: int, prefix: str, files: dict[str, Any], best: float | None) -> None:
         """Write the list that makes a checkpoint whole, and remove what is no longer kept."""

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 from object_store import object_store
-from runs import assert_same_end, run, start, wait
+from runs import arguments, assert_same_end, outputs, run, start, start_group, wait
 from tiny import config
 
 from mllm import bucket
@@ -202,3 +202,19 @@ def test_a_log_is_sent_in_parts_and_again_from_where_it_was_cut(store, tmp_path)
     assert after(b"1\n2\n3\n4\n") == [0, 4, 6]
     assert after(b"1\n2\n3\n5\n6\n") == [0, 4, 6]  # cut to three lines, and two new ones
     assert after(b"1\n") == [0]
+
+
+@pytest.mark.slow
+@google
+def test_two_processes_that_share_no_disk_are_killed_and_end_as_two_that_share_one(store, tmp_path):
+    sections = {"mesh": {"fsdp": 2}, "steps": 6, "eval": None, "rollout": None}
+    shared = config("sft", run_dir=str(tmp_path / "shared"), checkpoint={"every": 2}, **sections)
+    outputs(start_group(["train.py", *arguments(shared)], 2, 1))
+    apart = in_bucket(store, **sections)
+    processes = start_group(["train.py", *arguments(apart)], 2, 1)
+    wait(processes[0], lambda: published(store) >= 1, seconds=300)
+    for process in processes:
+        process.kill()
+    outputs(processes, -signal.SIGKILL)
+    outputs(start_group(["train.py", *arguments(apart)], 2, 1))
+    assert_same_end(shared, as_found(apart))
