@@ -112,15 +112,11 @@ class ProcessGroup(NamedTuple):
             )
             watch.begin(self.process, self.processes, self.coordinator, seconds)
         except jax.errors.JaxRuntimeError as error:
-            raise UserError(f"--coordinator: {self.coordinator}: {explain(error)}") from None
+            reason = str(error).partition("\n")[0]
+            message = f"--coordinator: {self.coordinator} can't be opened ({reason}); take another port"
+            raise UserError(message) from None
         finally:
             watchdog.cancel()
-
-
-def explain(error: jax.errors.JaxRuntimeError) -> str:
-    """Why a process can't join a group, and the way out."""
-    reason = str(error).partition("\n")[0]
-    return f"can't be opened ({reason}); take another port"
 
 
 def is_writer() -> bool:

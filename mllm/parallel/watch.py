@@ -214,7 +214,8 @@ def begin(process: int, processes: int, coordinator: str, seconds: int) -> None:
                 message = link.receive() or [{}]
                 if message[0].get("token") == token:  # else it is no process of this run
                     number, counts[number] = message[0]["process"], message[0]["processes"]
-                    links[number] = Link(link.socket, link.status._replace(process=number))
+                    link.status = link.status._replace(process=number)
+                    links[number] = link
     else:
         port, token = json.loads(client.blocking_key_value_get(KEY, 1000 * seconds))
         links[0] = open_link(socket.create_connection((coordinator.rpartition(":")[0].strip("[]"), port), seconds))

@@ -73,6 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 bar.set_description(f"{group.name}, {group.count} processes, {fault}")
                 group.disturb(fault)
                 bar.update()
+                trial = ([*group.trials, *group.open])[-1]
+                seconds = trial.seconds.get("ended", 0)
+                tqdm.write(
+                    f"{group.name} x{group.count}: {fault} in {trial.hit}, {seconds:.1f} s {trial.failure}", sys.stderr
+                )
             group.finish()
             trials += group.trials
     print(f"seed {options.seed}: {len(trials)} faults in {time.monotonic() - begin:.0f} s\n")
@@ -90,7 +95,9 @@ class Group:
     def __init__(self, name: str, count: int, folder: Path, rng: random.Random) -> None:
         self.name, self.count, self.folder, self.rng = name, count, folder / f"{name}_{count}", rng
         self.folder.mkdir()
-        self.runs, self.seconds = 0, 0.0
+        self.runs = 0
+        self.seconds = 0.0
+        """How long the undisturbed run takes."""
         self.trials: list[Trial] = []
         self.open: list[Trial] = []
         """The faults of the run that is under way."""

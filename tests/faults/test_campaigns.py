@@ -32,7 +32,7 @@ def test_a_short_kill_campaign_loses_nothing(tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("campaign", ["chaos.py", "endurance.py"])
+@pytest.mark.parametrize("campaign", ["chaos.py", "several.py", "endurance.py"])
 def test_a_whole_campaign_loses_nothing(campaign, capfd):
     with capfd.disabled():  # shows the progress and the table
         assert subprocess.run([sys.executable, f"tests/faults/{campaign}"], cwd=ROOT, check=False).returncode == 0
