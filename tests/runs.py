@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -67,12 +68,18 @@ def start_two(command: list[str], **variables: str) -> list[subprocess.Popen]:
 
 def start_group(command: list[str], processes: int, devices: int, **variables: str) -> list[subprocess.Popen]:
     """Start a Python command in processes of some devices each, which can join one group."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    group = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}
+    group = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_NUM_PROCESSES": str(processes)}
     variables |= {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}", **group}
     return [spawn(command, subprocess.STDOUT, **variables, JAX_PROCESS_ID=str(number)) for number in range(processes)]
+
+
+def free_address() -> str:
+    """A coordinator's address; its port and the one below are free."""
+    while True:
+        with socket.socket() as free, socket.socket() as below, suppress(OSError):
+            free.bind(("localhost", 0))
+            below.bind(("localhost", free.getsockname()[1] - 1))
+            return f"localhost:{free.getsockname()[1]}"
 
 
 def spawn(command: list[str], stderr: int, **variables: str) -> subprocess.Popen:

@@ -101,6 +101,7 @@ class ProcessGroup(NamedTuple):
         watchdog.daemon = True
         watchdog.start()
         try:
+            watch.begin(self.process, self.processes, self.coordinator)
             jax.distributed.initialize(
                 coordinator_address=watch.relay(self.coordinator) if self.process else self.coordinator,
                 num_processes=self.processes,
@@ -110,7 +111,6 @@ class ProcessGroup(NamedTuple):
                 initialization_timeout=seconds + 60,
                 shutdown_timeout_seconds=30,
             )
-            watch.begin(self.process, self.processes, self.coordinator, seconds)
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).partition("\n")[0]
             message = f"--coordinator: {self.coordinator} can't be opened ({reason}); take another port"

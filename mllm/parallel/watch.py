@@ -11,7 +11,6 @@ Left out: a main thread that hangs while its process lives. Nothing tells that f
 
 import json
 import os
-import secrets
 import selectors
 import socket
 import sys
@@ -24,16 +23,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-from jax._src.distributed import global_state  # public JAX has no key-value store; Orbax takes it from here, too
 
-from mllm.errors import RESTART, CommonError, ending
+from mllm.errors import RESTART, CommonError, UserError, ending
 
 BEAT = 2.0
 SILENCE = 30.0
 """Seconds without a word from a process after which it counts as lost."""
 GRACE = 1.0
 """Seconds that a process's last message is given to arrive before its connection is cut."""
-KEY = "mllm/watch"
 END = "end"
 """The phase of a process that has trained to its end: its connection may close."""
 GO_ON = "the same command goes on from the newest checkpoint"
@@ -195,39 +192,74 @@ watch: Watch | None = None
 """This process's, if it is one of several."""
 
 
-def begin(process: int, processes: int, coordinator: str, seconds: int) -> None:
-    """Connect the processes' threads, once JAX has connected the processes; `coordinator` is process 0's host:port.
+def begin(process: int, processes: int, coordinator: str) -> None:
+    """Connect the processes' threads; waits until all have come. `coordinator` is process 0's host:port.
 
-    All processes end, with exit code 2, if they were not started with the same number of `processes`.
+    The threads meet at the port below the coordinator's. UserError is raised if that can't be opened, and in all that
+    have come if one of them was started with another number of `processes`.
     """
     global watch
-    client, links, counts = global_state.client, dict[int, Link](), dict[int, int]()
-    assert client is not None
-    if process == 0:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        with socket.create_server(("", 0), family=family, backlog=processes, dualstack_ipv6=dual) as server:
-            token = secrets.token_hex(16)
-            client.key_value_set(KEY, json.dumps([server.getsockname()[1], token]))
-            while len(links) < processes - 1:
-                link = open_link(server.accept()[0])
-                message = link.receive() or [{}]
-                if message[0].get("token") == token:  # else it is no process of this run
-                    number, counts[number] = message[0]["process"], message[0]["processes"]
-                    link.status = link.status._replace(process=number)
-                    links[number] = link
-    else:
-        port, token = json.loads(client.blocking_key_value_get(KEY, 1000 * seconds))
-        links[0] = open_link(socket.create_connection((coordinator.rpartition(":")[0].strip("[]"), port), seconds))
-        links[0].send(token=token, process=process, processes=processes)
-    watch = Watch(process, links)
-    for number, count in counts.items():
-        if count != processes:
-            watch.end(2, f"--processes: process {number} was started with {count}, process 0 with {processes}")
+    host, _, port = coordinator.rpartition(":")
+    address = host.strip("[]"), int(port) - 1
+    watch = Watch(process, {0: visit(process, processes, address)} if process else receive(processes, address[1]))
+
+
+def receive(processes: int, port: int) -> dict[int, Link]:
+    """The links to all other processes, which come to this port of process 0's."""
+    links: dict[int, Link] = {}
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        server = socket.create_server(("", port), family=family, backlog=processes, dualstack_ipv6=dual)
+    except OSError as error:
+        reason = f"can't be opened ({error.strerror}); take another port"
+        raise UserError(f"--coordinator: {port}, the port below the coordinator's, {reason}") from None
+    with server:
+        while len(links) < processes - 1:
+            link = open_link(server.accept()[0])
+            try:
+                number, count = (link.receive() or [{}])[0]["hello"]
+            except (KeyError, ValueError, TypeError):  # it is no process of this run
+                continue
+            problem = ""
+            if count != processes:
+                problem = f"--processes: process {number} was started with {count}, process 0 with {processes}"
+            elif number in links:
+                problem = f"--process: {number} was started twice"
+            if problem:
+                link.send(end=[2, problem])
+            if count != processes:
+                for other in links.values():
+                    other.send(end=[2, problem])
+                raise UserError(problem)
+            if not problem:
+                link.status = link.status._replace(process=number)
+                links[number] = link
+    for link in links.values():
+        link.send(go=True)
+    return links
+
+
+def visit(process: int, processes: int, address: tuple[str, int]) -> Link:
+    """The link to process 0, at the port where it waits for the others; the process ends if it is refused."""
+    while True:
+        with suppress(OSError):
+            link = open_link(socket.create_connection(address, SILENCE))
+            break
+        time.sleep(0.1)
+    link.send(hello=[process, processes])
+    link.socket.settimeout(None)
+    for message in link.receive() or [{"end": [RESTART, "process 0 ended before all processes had come"]}]:
+        if "end" in message:
+            code, line = message["end"]
+            print(f"error: {line}", file=sys.stderr)
+            sys.exit(code)
+    link.socket.settimeout(GRACE)
+    return link
 
 
 def open_link(connection: socket.socket) -> Link:
-    """A link to process 0, or to one that is not known yet."""
+    """A link to process 0, or to one that has not said yet which it is."""
     connection.settimeout(GRACE)
     return Link(connection, Status(0, 0, "start", time.time(), time.time()))
 

@@ -17,7 +17,6 @@ import random
 import resource
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -127,10 +126,9 @@ class Group:
 
     def launch(self, output: str = "said", bad: int | None = None) -> list[Trainer]:
         """Start the processes; the data of `bad` has a bad line."""
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            address = f"localhost:{free.getsockname()[1]}"
-        trainers = []
+        from runs import free_address
+
+        address, trainers = free_address(), []
         for process in range(self.count):
             flags = ["--coordinator", address, "--processes", str(self.count), "--process", str(process)]
             given = self.arguments(process, "bad.jsonl" if process == bad else "data.jsonl")

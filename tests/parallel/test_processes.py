@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 from collections import defaultdict
 from pathlib import Path
 
@@ -11,7 +12,20 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from runs import arguments, changed, checkpoints, newest, outputs, records, run, start_group, start_two, wait
+from runs import (
+    arguments,
+    changed,
+    checkpoints,
+    free_address,
+    newest,
+    outputs,
+    records,
+    run,
+    spawn,
+    start_group,
+    start_two,
+    wait,
+)
 from tiny import config
 
 from mllm.config.model import MeshConfig
@@ -36,6 +50,7 @@ from mllm.parallel.processes import (
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
+COUNTS = "--processes 2 --process 0", "--processes 3 --process 1"
 SETTINGS = {
     "sft": config("sft", steps=4, mesh=MESH, checkpoint={"every": 2}, eval={"every": 2, "prompts": 15}),
     "grpo": config(
@@ -250,6 +265,12 @@ def test_missing_processes_are_an_error_in_one_line(placed):
     )
     assert [len(output.splitlines()) for output in said] == [1, 1, 1]
     assert not Path(placed("sft", "run").run_dir).exists()
+
+
+def test_a_process_that_was_started_with_another_number_of_them_ends_all_in_one_line(placed):
+    command, address = ["train.py", *arguments(placed("sft", "run"))], ["--coordinator", free_address()]
+    processes = [spawn([*command, *address, *flags.split()], subprocess.STDOUT) for flags in COUNTS]
+    assert outputs(processes, 2) == ["error: --processes: process 1 was started with 3, process 0 with 2\n"] * 2
 
 
 @pytest.mark.parametrize(
