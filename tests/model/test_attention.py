@@ -32,6 +32,9 @@ ONE = MeshConfig()
 EIGHT = MeshConfig(dp=2, fsdp=2, tp=2)
 FOUR = MeshConfig(tp=4)
 HEADS_OF_64 = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+QWEN3 = {**HEADS_OF_64, "model_type": "qwen3", "head_dim": 128}
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA = {**HEADS_OF_64, "model_type": "llama", "rope_scaling": {**SCALED, "original_max_position_embeddings": 64}}
 
 
 def segments_of(rows, time):
@@ -128,7 +131,7 @@ def test_a_model_has_the_same_gradient_with_either_attention():
     settings, batch = config("sft"), batch_of(4, 64)
 
     def gradient(attention):
-        architecture = Architecture.from_hf(HEADS_OF_64, "test")
+        architecture = Architecture.from_hf(LLAMA, "test")
         options = {"dtype": jnp.float32, "remat": "full", "attention": attention}
         graphdef, params = nnx.split(Decoder(architecture, rngs=nnx.Rngs(0), **options))
         forward = Forward(graphdef, settings, make_mesh(ONE))
@@ -162,15 +165,19 @@ def test_lowered_for_tpus_the_update_calls_splash_attention_unless_xla_is_asked_
 @pytest.mark.aot
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
 @pytest.mark.parametrize(
-    ("shape", "dtype", "configured"),
-    [((1, 1, 1), "bfloat16", "highest"), ((1, 1, 1), "float32", None), ((2, 2, 2), "bfloat16", None)],
-    ids=str,
+    ("architecture", "shape", "dtype", "configured"),
+    [
+        (HEADS_OF_64, (1, 1, 1), "bfloat16", "highest"),
+        (LLAMA, (1, 1, 1), "float32", None),
+        (QWEN3, (2, 2, 2), "bfloat16", None),
+    ],
+    ids=["qwen2", "llama", "qwen3"],
 )
-def test_the_update_compiles_for_tpus(shape, dtype, configured):
+def test_the_update_compiles_for_tpus(architecture, shape, dtype, configured):
     """At any `jax_default_matmul_precision`."""
     mesh = targets.mesh("v5e:2x4", shape, ("dp", "fsdp", "tp"))
     with jax.default_matmul_precision(configured):
-        program = targets.compiled(*train_gradient(mesh, dtype=dtype), mesh)
+        program = targets.compiled(*train_gradient(mesh, architecture=architecture, dtype=dtype), mesh)
     assert "splash_mha_dkv_segmented" in program.as_text()
 
 
@@ -265,7 +272,9 @@ def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(on, monkeypatch):
 def test_lowered_for_gpus_the_update_calls_cudnn_with_a_mask_only_where_rows_are_packed(packing, on):
     on("gpu")
     gradient, arguments = train_gradient(
-        make_mesh(MeshConfig(dp=4, tp=2)), data={"source": "task", "max_length": 128, "packing": packing}
+        make_mesh(MeshConfig(dp=4, tp=2)),
+        data={"source": "task", "max_length": 128, "packing": packing},
+        architecture=LLAMA if packing else QWEN3,
     )
     text = gradient.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     name = "fmhaScaleBiasSoftmax" if packing else "fmhaSoftmax"

@@ -1,5 +1,9 @@
-"""Every mesh gives the losses, gradients, log-probabilities and sampled tokens of one device, to rounding."""
+"""Every mesh gives the losses, gradients, log-probabilities and sampled tokens of one device, to rounding.
 
+Each mesh has a model of another family.
+"""
+
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -12,10 +16,10 @@ from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.rl.rollout import Completions, generate
 from mllm.train.step import Forward, accumulate, make_logprob_pass
 
-MESHES = [(2, 2, 2), (1, 8, 1), (1, 1, 8)]
+MESHES = {"qwen3": (2, 2, 2), "llama": (1, 8, 1), "qwen2": (1, 1, 8)}
 """All axes at once; fsdp and tp as far as they go. dp alone exchanges nothing else than in the first."""
 ROWS, LENGTH = 16, 16
-MODEL = {"architecture": {**ARCHITECTURE, "vocab_size": 264, "num_attention_heads": 8, "initializer_range": 0.2}}
+MODEL = {**ARCHITECTURE, "vocab_size": 264, "num_attention_heads": 8, "initializer_range": 0.2, "head_dim": 4}
 """With 2 heads of keys and values, which tp = 8 does not divide."""
 GRPO = {"num_iterations": 2, "beta": 0.1, "reference": "initial", "entropy_coef": 0.01}
 ROLLOUT = {"max_prompt_length": 8, "max_completion_length": 8, "temperature": 0.9, "top_k": 50, "top_p": 0.9}
@@ -32,20 +36,28 @@ class Results(NamedTuple):
     completions: Completions
 
 
-def make_settings(algorithm, shape):
-    mesh = dict(zip(("dp", "fsdp", "tp"), shape, strict=True))
-    sections = {"model": MODEL, "mesh": mesh, "batch_size": ROWS, "rollout": ROLLOUT}
+def make_settings(algorithm, family, shape):
+    mesh, model = dict(zip(("dp", "fsdp", "tp"), shape, strict=True)), {"architecture": {**MODEL, "model_type": family}}
+    sections = {"model": model, "mesh": mesh, "batch_size": ROWS, "rollout": ROLLOUT}
     if algorithm == "grpo":
         sections |= {"grpo": GRPO, "micro_batch_size": ROWS // 2}
     return config(algorithm, **sections)
 
 
-def compute_results(shape, initial):
+@cache
+def initial(family):
+    """The parameters, on one device."""
+    settings = make_settings("sft", family, (1, 1, 1))
+    return load_policy(settings, make_mesh(settings.mesh)).initial_params()
+
+
+@cache
+def compute_results(family, shape=(1, 1, 1)):
     """The results of a step: SFT on the whole batch, GRPO in two micro-batches, log-probabilities and a rollout."""
-    sft, grpo = (make_settings(algorithm, shape) for algorithm in ("sft", "grpo"))
+    sft, grpo = (make_settings(algorithm, family, shape) for algorithm in ("sft", "grpo"))
     mesh = make_mesh(grpo.mesh)
     policy = load_policy(grpo, mesh)
-    params = jax.device_put(initial, jax.tree.map(lambda leaf: leaf.sharding, policy.params))
+    params = jax.device_put(initial(family), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
     forwards = Forward(policy.graphdef, sft, mesh), Forward(policy.graphdef, grpo, mesh)
 
     @jax.jit
@@ -61,23 +73,11 @@ def compute_results(shape, initial):
     return jax.device_get(Results(*gradients(params, shard_batch(mesh, batch)), logprobs, sampled))
 
 
-@pytest.fixture(scope="module")
-def initial():
-    """The parameters, on one device."""
-    settings = make_settings("sft", (1, 1, 1))
-    return load_policy(settings, make_mesh(settings.mesh)).initial_params()
-
-
-@pytest.fixture(scope="module")
-def one_device(initial):
-    results = compute_results((1, 1, 1), initial)
-    assert len(set(results.completions.lengths.tolist())) > 3
-    return results
-
-
-@pytest.fixture(scope="module", params=MESHES, ids=str)
-def both(request, one_device, initial):
-    return compute_results(request.param, initial), one_device
+@pytest.fixture(params=MESHES, ids=lambda family: f"{family} on {MESHES[family]}")
+def both(request):
+    one_device = compute_results(request.param)
+    assert len(set(one_device.completions.lengths.tolist())) > 3
+    return compute_results(request.param, MESHES[request.param]), one_device
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])

@@ -19,18 +19,16 @@ from mllm.run.state import RunState
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import init_state
 
-LORA = ["model.lora={rank: 32, alpha: 32}", "grpo.beta=0.001", "grpo.reference=initial", "micro_batch_size=8"]
 
-
-def recipe(size, *overrides):
-    return configs.load(f"qwen25_{size}_grpo.yaml", ["mesh.fsdp=1", *overrides])
+def recipe(name, *overrides):
+    return configs.load(f"qwen25_{name}_grpo.yaml", ["mesh.fsdp=1", *overrides])
 
 
 @pytest.mark.parametrize(("size", "gigabytes", "in_full"), [("7b", 16.5, 121.8), ("3b", 7.1, 49.4)])
 def test_parameters_moments_and_gradients_take_a_seventh_of_those_of_full_training(size, gigabytes, in_full):
     """In GB: a frozen base in bfloat16, and 16 bytes for each number of an adapter; in full 16 for each parameter."""
-    for overrides, expected in ((LORA, gigabytes), ([], in_full)):
-        config = recipe(size, *overrides)
+    for name, expected in ((f"{size}_lora", gigabytes), (size, in_full)):
+        config = recipe(name)
         shapes = Programs(config, make_mesh(config.mesh))
         states = shapes.policy.params, shapes.state.opt_state, shapes.gradients()
         assert sum(map(bytes_on_device, states)) / 1e9 == pytest.approx(expected, abs=0.05)
@@ -38,7 +36,7 @@ def test_parameters_moments_and_gradients_take_a_seventh_of_those_of_full_traini
 
 def test_a_checkpoint_has_twelve_bytes_for_each_number_of_an_adapter(tmp_path):
     """0.72 GB for the 3B model: adapters and AdamW's moments in float32, by which a run resumes to the bit."""
-    config = recipe("3b", *LORA)
+    config = recipe("3b_lora")
     adapters = 36 * 32 * (2 * 4096 + 2 * 2304 + 3 * 13056)  # layers, rank, in + out of q and o, k and v, the others
     assert 12 * adapters == 718_405_632
     state = Programs(config, make_mesh(config.mesh)).state
@@ -65,11 +63,11 @@ def assert_fits(config, target):
 @pytest.mark.slow
 @pytest.mark.skipif(not gpus.FOLDER.exists(), reason="needs XLA's plugin for CUDA, which make aot-gpu installs")
 def test_7b_fits_an_80_gb_gpu_with_all_320_rows_in_slots():
-    assert_fits(recipe("7b", *LORA, "rollout.max_slots=320"), "h100")
+    assert_fits(recipe("7b_lora", "rollout.max_slots=320"), "h100")
 
 
 @pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
 def test_3b_fits_a_v6e_chip():
-    assert_fits(recipe("3b", *LORA), "v6e")
+    assert_fits(recipe("3b_lora"), "v6e")

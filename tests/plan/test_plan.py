@@ -21,8 +21,12 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def config():
+    """Of a Qwen3 model, whose norms of heads no device shares."""
     return tiny.config(
-        mesh={"fsdp": 2}, micro_batch_size=4, grpo={"num_generations": 4, "beta": 0.1, "reference": "initial"}
+        model={"architecture": {**tiny.ARCHITECTURE, "model_type": "qwen3", "head_dim": 8}},
+        mesh={"fsdp": 2},
+        micro_batch_size=4,
+        grpo={"num_generations": 4, "beta": 0.1, "reference": "initial"},
     )
 
 

@@ -162,9 +162,7 @@ def one_at_a_time():
     return sample_groups({}, 1)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "slots"), [({}, 3), ({}, None), ({"fsdp": 4, "tp": 2}, 8), ({"dp": 2, "fsdp": 4}, 16)], ids=str
-)
+@pytest.mark.parametrize(("mesh", "slots"), [({}, 3), ({}, None), ({"dp": 2, "fsdp": 2, "tp": 2}, 8)], ids=str)
 def test_neither_slots_nor_devices_change_a_token(one_at_a_time, mesh, slots):
     assert len({*one_at_a_time.lengths.tolist()}) > 10
     result = sample_groups(mesh, slots)
