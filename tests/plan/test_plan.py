@@ -21,7 +21,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def config():
-    """Of a Qwen3 model, whose norms of heads no device shares."""
+    """The model is Qwen3, which has norms of heads that every device holds whole."""
     return tiny.config(
         model={"architecture": {**tiny.ARCHITECTURE, "model_type": "qwen3", "head_dim": 8}},
         mesh={"fsdp": 2},
