@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -64,9 +65,10 @@ class Bucket:
     """The objects whose names begin with a URL's path; every method raises UserError when its retries are spent."""
 
     def __init__(self, url: str) -> None:
-        """Opens nothing; UserError where the URL has no bucket's name."""
-        self.url = url.rstrip("/")
-        scheme, _, rest = self.url.partition("://")
+        """Opens nothing."""
+        scheme, _, rest = url.partition("://")
+        rest = rest.strip("/")
+        self.url = f"{scheme}://{rest}"
         name, _, path = rest.partition("/")
         self.driver = SCHEMES[scheme]
         self.spec = {"driver": self.driver, "bucket": name, "path": f"{path}/" if path else ""}
@@ -76,7 +78,11 @@ class Bucket:
 
     @property
     def store(self) -> Any:
-        return open_store(tuple(self.spec.items()), tuple(RETRIES.items()))
+        with suppress(ValueError):
+            if self.spec["bucket"]:
+                return open_store(tuple(self.spec.items()), tuple(RETRIES.items()))
+        scheme = self.url.partition("://")[0]
+        raise UserError(f"{self.url}: is no place in a bucket: give {scheme}://bucket/path")
 
     def finish(self, future: Any, name: str, use: str) -> Any:
         """The result of a request; UserError where it failed."""

@@ -83,6 +83,12 @@ def test_a_run_that_is_killed_and_has_lost_its_newest_checkpoint_ends_as_one_on_
     assert "lock" not in objects.names()
 
 
+@pytest.mark.parametrize("url", ["gs://", "s3://", "gs://A_B!/run"])
+def test_a_url_without_a_bucket_is_refused(url):
+    with pytest.raises(UserError, match=r"is no place in a bucket: give (gs|s3)://bucket/path"):
+        Bucket(url).read("config.yaml")
+
+
 # Requests that fail
 
 
