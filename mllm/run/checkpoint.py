@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -62,6 +63,8 @@ class Checkpoints:
         self.scores: dict[int, float | None] = {}
         """Evaluations of the checkpoints that this process has saved, which may not be on disk yet."""
         self.failed = False
+        self.write_failed = False
+        """Whether a background thread has failed; set by that thread."""
         self.apart = jax.process_count() > 1 and stands_for_bucket(self.folder)
         """Whether each process has a folder of its own, and the files of all together are a checkpoint."""
         with self.report_faults(self.folder):
@@ -75,7 +78,10 @@ class Checkpoints:
             cleanup_tmp_directories=not self.read_only,
             preservation_policy=None if self.read_only else KeepNewestAndBest(self),
             # Otherwise threads wait for a folder that can't be made, and the process for them: five minutes.
-            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+            async_options=ocp.AsyncOptions(
+                create_directories_asynchronously=False,
+                barrier_sync_fn=self.wait_for_processes if jax.process_count() > 1 else None,
+            ),
         )
         # Orbax compares what all processes have noted of the arrays, in the one folder that it expects.
         unchecked = {"array_metadata_validator": Unchecked()} if self.apart else {}
@@ -87,6 +93,16 @@ class Checkpoints:
         }
         handlers[DOCUMENT] = ocp.JsonCheckpointHandler()
         return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+
+    def wait_for_processes(self, *, key: str, timeout_ms: int) -> None:
+        """Wait until the background threads of all processes are here, unless this one's has failed to write its part.
+
+        Orbax calls it while it unwinds, too, and would keep the error until the others have waited for 20 minutes.
+        """
+        if error := sys.exc_info()[1]:
+            self.write_failed = True
+            raise error
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def save(self, state: RunState, config: str, score: float | None = None) -> None:
         """Begin to save; returns as soon as the arrays of `state` may be overwritten. `config` is YAML.
@@ -230,7 +246,7 @@ class Checkpoints:
             step, size = self.saving
             with transfer_bar(f"saving checkpoint {step}", size) as bar:
                 bar.initial = written = min(size, self.bytes_written(step))
-                while self.manager.is_saving_in_progress():
+                while self.manager.is_saving_in_progress() and not self.write_failed:
                     time.sleep(0.1)
                     before, written = written, min(size, max(written, self.bytes_written(step)))
                     bar.update(written - before)
@@ -241,7 +257,7 @@ class Checkpoints:
 
         UserError is raised if it couldn't be written: the next `save`, which would say so, may be far away.
         """
-        if not self.manager.is_saving_in_progress():
+        if self.write_failed or not self.manager.is_saving_in_progress():
             self.finish()
         timings, self.save_timings = self.save_timings, {}
         return timings
