@@ -234,6 +234,7 @@ def test_the_demo_learns_with_adapters(tmp_path):
 
 def test_adapters_of_another_model_or_with_another_reference_are_refused(tmp_path):
     _, state, _, frozen = compiled_update(True)
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
     reference = nnx.merge_state(frozen, state.params)
     change = partial(jax.tree.map, lambda leaf: leaf.at[(0,) * leaf.ndim].add(1e-3))
     for saved, then, same in (
@@ -247,7 +248,7 @@ def test_adapters_of_another_model_or_with_another_reference_are_refused(tmp_pat
             checkpoints.save(RunState(1, state, {}), "")
         with closing(Checkpoints(folder, CheckpointConfig(), then)) as checkpoints:
             if same:
-                assert checkpoints.restore(state).step == 1
+                assert checkpoints.restore(like).step == 1
             else:
                 with pytest.raises(UserError, match="a run with other frozen parameters, or another reference"):
-                    checkpoints.restore(state)
+                    checkpoints.restore(like)
