@@ -1,8 +1,8 @@
-"""A whole update of Qwen2.5-0.5B, compiled by the real TPU compiler for eight chips that aren't there.
+"""A whole update of a model of each family, compiled by the real TPU compiler for eight chips that aren't there.
 
-Model with all 24 layers, head, objective, backward pass and optimizer are those of train.py, with the configuration's
-own settings except for the mesh. Parameters are only shapes. Leaves out results, which test_train_step.py checks on
-CPUs, and times, which only a TPU can tell.
+Qwen2.5-0.5B and Llama 3.2 1B have heads of 64, Qwen3-0.6B of 128. Model with all layers, head, objective, backward pass
+and optimizer are those of train.py, with the configuration's own settings except for model and mesh. Parameters are
+only shapes. Leaves out results, which test_train_step.py checks on CPUs, and times, which only a TPU can tell.
 """
 
 import importlib.util
@@ -17,6 +17,7 @@ from compiled_program import arrays, exchanged, kernels, text
 from mllm.config import load as configs
 from mllm.data.batch import Batch
 from mllm.model.load import load_policy
+from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import sharding
 from mllm.plan import targets
 from mllm.train.optimizer import make_optimizer, make_schedule
@@ -33,18 +34,28 @@ HBM = 32e9
 """Bytes of a v6e's memory."""
 LENGTH = 512 + 1024
 """Tokens of a row: prompt and completion of the configuration."""
-WEIGHT = (151936 // SHAPE["tp"], 896)
-"""The shape of the vocabulary's matrix that a device multiplies with."""
+MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B")
 SPLASH = {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
 HEAD = {"head_forward_mean_keep", "head_kept_weight_gradient"}
 """The kernels of the head's single pass, in waves of tokens."""
 
 
-@pytest.fixture(scope="module")
-def settings():
+@pytest.fixture(scope="module", params=MODELS)
+def settings(request):
     # Random parameters need no files, and here none are made.
     overrides = [f"mesh.{axis}={size}" for axis, size in SHAPE.items()]
-    return configs.load("qwen25_0p5b_grpo.yaml", ["model.init=random", *overrides])
+    return configs.load("qwen25_0p5b_grpo.yaml", ["model.init=random", f"model.source={request.param}", *overrides])
+
+
+@pytest.fixture(scope="module")
+def sizes(settings):
+    return PRESETS[settings.model.source]
+
+
+@pytest.fixture(scope="module")
+def weight(sizes):
+    """The shape of the vocabulary's matrix that a device multiplies with."""
+    return sizes.vocab_size // SHAPE["tp"], sizes.hidden_size
 
 
 @pytest.fixture(scope="module")
@@ -75,22 +86,25 @@ def test_the_update_fits_in_memory_and_the_new_state_takes_the_place_of_the_old(
     assert memory["output"] - memory["alias"] < 2**20
 
 
-def test_no_array_is_as_large_as_the_logits_of_a_device_s_tokens(program, settings):
+def test_no_array_is_as_large_as_the_logits_of_a_device_s_tokens(program, settings, weight):
     tokens = settings.micro_batch_size * LENGTH // (SHAPE["dp"] * SHAPE["fsdp"])
-    assert max(math.prod(array.shape) for array in arrays(text(program))) < tokens * WEIGHT[0]
+    assert max(math.prod(array.shape) for array in arrays(text(program))) < tokens * weight[0]
 
 
-def test_the_head_s_weight_is_gathered_once_a_micro_batch(program):
+def test_the_head_s_weight_is_gathered_once_a_micro_batch(program, weight):
     """The loop over micro-batches stands once in the program. The embedding, the same array, is looked up in shards."""
     gathered = [array.shape for array in exchanged(program) if array.kind == "all-gather"]
-    assert [shape for shape in gathered if shape[0] == WEIGHT[0]] == [WEIGHT]
+    assert [shape for shape in gathered if shape[0] == weight[0]] == [weight]
 
 
-def test_devices_add_up_the_gradients_of_matrices_in_float32(program):
+def test_devices_add_up_the_gradients_of_matrices_in_float32(program, sizes):
     """Sums of activations over tp have a dim of tokens; the sums of vectors are also how short ones are gathered."""
     sums = [array for array in exchanged(program) if array.kind in ("all-reduce", "reduce-scatter")]
     matrices = [
         array for array in sums if len(array.shape) == 2 and not any(size % LENGTH == 0 for size in array.shape)
     ]
-    assert (2432, 448) in {array.shape for array in matrices}
+    # Qwen3-0.6B's feed-forward matrices have, on a device, as many rows as a sequence has tokens.
+    rows = {sizes.intermediate_size, sizes.num_attention_heads * sizes.head_dim}
+    shards = {(count // SHAPE["tp"], sizes.hidden_size // SHAPE["fsdp"]) for count in rows}
+    assert shards & {array.shape for array in matrices}
     assert {array.dtype for array in matrices} == {"f32"}
