@@ -121,7 +121,8 @@ class Checkpoints:
         }
         chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
         arrays = {
-            name: ocp.args.PyTreeSave(tree, save_args=dict.fromkeys(tree, chunked))
+            # Apart, where a chunk is a file, a shard is one.
+            name: ocp.args.PyTreeSave(tree, save_args=None if self.apart else dict.fromkeys(tree, chunked))
             for name, tree in items(state.train).items()
         }
         arguments = ocp.args.Composite(**arrays, **{DOCUMENT: ocp.args.JsonSave(seal(document))})

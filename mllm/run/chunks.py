@@ -44,14 +44,15 @@ class Piece(NamedTuple):
 def open_arrays(folder: Path, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tensorstore.TensorStore]:
     """The stored arrays, by name; only metadata is read. ValueError where one is missing, or unlike `like`."""
     base = {"driver": "file", "path": f"{folder}/"}
-    opened = {
-        name: tensorstore.open(
-            {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}},
-            read=True,
-            open=True,
-        )
-        for name in like
-    }
+    # Processes without a common disk write each chunk as a file.
+    merged = (folder / "manifest.ocdbt").exists()
+
+    def place(name: str) -> dict[str, Any]:
+        if merged:
+            return {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        return {"driver": "file", "path": f"{folder}/{name}/"}
+
+    opened = {name: tensorstore.open({"driver": "zarr", "kvstore": place(name)}, read=True, open=True) for name in like}
     stores = {name: store.result() for name, store in opened.items()}
     for name, store in stores.items():
         stored, wanted = (store.shape, store.dtype.numpy_dtype), (like[name].shape, like[name].dtype)
