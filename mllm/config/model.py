@@ -135,6 +135,9 @@ class OptimizerConfig(Section):
     """Added to the root of the mean squared gradient; not with lion."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Applies to matrices, never to norms and biases."""
+    moment_dtype: Literal["bfloat16"] | None = None
+    """The dtype of the moments, which are rounded at random; None: that of the parameters. Not with `model.param_dtype`
+    bfloat16, with which they have it."""
     max_grad_norm: PositiveFloat | None = 1.0
     """A gradient with a larger norm is scaled down to this; None: none is."""
     max_skipped: int = Field(default=10, ge=0)

@@ -121,6 +121,8 @@ class Config(Section):
         self.check_rows(self.mesh.dp * self.mesh.fsdp)
         if self.steps is None and (self.data is None or self.data.epochs is None):
             raise impossible("steps", "this setting is required" + ", or data.epochs" * (self.algorithm == "sft"))
+        if self.optimizer.moment_dtype == self.model.param_dtype:
+            raise impossible("optimizer.moment_dtype", "has no effect with model.param_dtype: bfloat16: remove it")
         if self.steps is not None and self.optimizer.warmup_steps > self.steps:
             raise impossible("optimizer.warmup_steps", f"longer than the run ({self.steps} steps)")
         return self

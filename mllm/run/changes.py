@@ -42,6 +42,7 @@ FIXED = {
     "batch_size": "the position in the data counts batches of that size",
     "model": "the checkpoint holds the parameters of that model, computed with these dtypes",
     "optimizer.name": "the checkpoint holds the moments of that optimizer",
+    "optimizer.moment_dtype": "the checkpoint holds moments of that dtype",
     "optimizer.max_grad_norm": "the optimizer's state differs with clipping and without",
     "data.validation": "the losses would not be comparable",
     "data": SAME_EXAMPLES,

@@ -2,6 +2,7 @@
 
 import jax
 import optax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from mllm.config.model import OptimizerConfig
@@ -16,9 +17,22 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         update = optax.adamw(schedule, config.b1, config.b2, config.eps, **decay)
     else:
         update = optax.lion(schedule, config.b1, config.b2, **decay)
+    if config.moment_dtype is not None:
+        update = narrow_moments(update, config.moment_dtype)
     if config.max_grad_norm is None:
         return update
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), update)
+
+
+def narrow_moments(
+    optimizer: optax.GradientTransformationExtraArgs, dtype: DTypeLike
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer with moments that begin with `dtype`; `rounding.updated` returns them with the dtype they had."""
+
+    def init(params: Params) -> optax.OptState:
+        return optax.tree.map_params(optimizer, lambda moment: moment.astype(dtype), optimizer.init(params))
+
+    return optax.GradientTransformationExtraArgs(init, optimizer.update)
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -17,10 +17,10 @@ from mllm.train.rounding import round_at_random, update_key, updated
 WEIGHTS = 50_000
 
 
-@partial(jax.jit, static_argnames=("dtype", "name"))
-def train(dtype, name="adamw"):
+@partial(jax.jit, static_argnames=("dtype", "name", "moment_dtype"))
+def train(dtype, name="adamw", moment_dtype=None):
     """Weights of a usual size before and after 100 updates at 1e-6, with gradients that are mostly noise."""
-    optimizer = make_optimizer(OptimizerConfig(name=name, learning_rate=1e-6, b2=0.999), 100)
+    optimizer = make_optimizer(OptimizerConfig(name=name, learning_rate=1e-6, b2=0.999, moment_dtype=moment_dtype), 100)
     start, mean = 0.02 * jax.random.normal(jax.random.key(0), (2, WEIGHTS)).astype(jnp.bfloat16)
     params = {"w": start.astype(dtype)}
 
@@ -30,7 +30,8 @@ def train(dtype, name="adamw"):
         return updated(optimizer, gradients, *state, update_key(0, number)), None
 
     (params, state), _ = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(100))
-    assert {leaf.dtype for leaf in jax.tree.leaves((params, state))} == {jnp.dtype(dtype), jnp.dtype(jnp.int32)}
+    assert params["w"].dtype == dtype
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype(moment_dtype or dtype), jnp.dtype(jnp.int32)}
     return params["w"].astype(jnp.float32) - start.astype(jnp.float32)
 
 
@@ -87,3 +88,8 @@ def test_the_bits_depend_on_seed_step_and_name_and_not_on_the_mesh():
     sharded = jax.device_put(values, NamedSharding(mesh, PartitionSpec("fsdp", "tp")))
     with jax.default_prng_impl("rbg"):
         np.testing.assert_array_equal(one(0, 0, sharded)["a"], found[0])
+
+
+def test_float32_parameters_with_bfloat16_moments_move_as_far_as_with_float32_ones():
+    exact, got = (np.asarray(train(jnp.float32, moment_dtype=dtype), np.float64) for dtype in (None, "bfloat16"))
+    assert got @ exact / (exact @ exact) == pytest.approx(1, abs=0.02)
