@@ -45,7 +45,7 @@ test: setup
 	  -m "not aot and not aot_gpu and not faults$(if $(FAST), and not slow)"
 
 faults: setup
-	$(BIN)/python -m pytest -m faults tests/faults
+	$(BIN)/python -m pytest -m faults
 
 aot: .venv/aot-installed
 	$(BIN)/python -m pytest -m "aot$(if $(ALL),, and not slow)"

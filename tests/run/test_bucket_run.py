@@ -66,6 +66,7 @@ def published(store):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("server", ["gs", pytest.param("s3", marks=pytest.mark.faults)], indirect=True)
 def test_a_run_that_is_killed_and_has_lost_its_newest_checkpoint_ends_as_one_on_a_disk(store, on_disk, caplog):
     settings = in_bucket(store)
     objects = Bucket(settings.run_dir)
@@ -116,7 +117,7 @@ def test_requests_that_fail_are_repeated(store, soon, fault):
     assert store.faults[fault] >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @google
 def test_a_bucket_that_fails_for_good_ends_the_run_with_one_line_and_it_resumes(store, on_disk, soon, capfd):
     settings = in_bucket(store)
@@ -210,7 +211,7 @@ def test_a_log_is_sent_in_parts_and_again_from_where_it_was_cut(store, tmp_path)
     assert after(b"1\n") == [0]
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @google
 def test_two_processes_that_share_no_disk_are_killed_and_end_as_two_that_share_one(store, tmp_path):
     sections = {"mesh": {"fsdp": 2}, "steps": 6, "eval": None, "rollout": None}

@@ -88,6 +88,7 @@ def test_a_signal_saves_and_the_same_command_resumes(undisturbed, tmp_path):
     assert_same_end(settings, undisturbed("grpo"))
 
 
+@pytest.mark.faults
 def test_a_run_that_is_killed_does_the_steps_since_its_checkpoint_again(undisturbed, tmp_path):
     settings = placed("grpo", tmp_path)
     process = start(settings, REWARD_SECONDS="0.03")
@@ -102,7 +103,7 @@ def test_a_run_that_is_killed_does_the_steps_since_its_checkpoint_again(undistur
 
 @pytest.mark.parametrize(
     ("phase", "number", "exit_code"),
-    [("rollout", signal.SIGTERM, 143), ("reward", signal.SIGINT, 130), ("eval", signal.SIGTERM, 143)],
+    [("reward", signal.SIGINT, 130), ("eval", signal.SIGTERM, 143)],
 )
 def test_a_signal_within_a_step_saves_the_last_complete_one(
     undisturbed, tmp_path, monkeypatch, phase, number, exit_code
