@@ -179,7 +179,9 @@ def test_rows_left_out_give_zeros_and_leak_nothing(engine: Engine, rows: str, so
 # --- TPUs: dh from the expectation of W, where the entropy has no cotangent ---
 
 
-def likelihoods(problem: Problem, cotangents: TokenLogprobs, where: np.ndarray, **options: Any) -> Plain:
+def likelihoods(
+    engine: Engine, problem: Problem, cotangents: TokenLogprobs, where: np.ndarray, **options: Any
+) -> Plain:
     """Values and gradients, where the entropy has no cotangent, not even zeros."""
 
     @jax.jit
@@ -191,14 +193,14 @@ def likelihoods(problem: Problem, cotangents: TokenLogprobs, where: np.ndarray, 
         outputs, pull_back, entropy = jax.vjp(both, hidden, weight, has_aux=True)
         return Plain(*outputs, entropy, *pull_back((cotangents.logprob, cotangents.lse)))
 
-    with TPU.strictly():
+    with engine.strictly():
         return run(problem.hidden, problem.weight)
 
 
 def test_likelihoods_have_their_gradient_without_the_entropy_on_tpus() -> None:
     live, cotangents = TPU.live("scattered, of several blocks"), random_cotangents(300, "logprob lse")
     problem, options = TPU_F32.problem(), {"where": live, "temperature": 0.7, "softcap": 20.0}
-    got = likelihoods(poisoned(problem, ~live), cotangents, **options)
+    got = likelihoods(TPU_F32, poisoned(problem, ~live), cotangents, **options)
     yardstick = plain_values_and_gradients(*problem, cotangents, **options)
     assert_as_accurate_as_plain(got, yardstick, exact(*problem, lambda *_: cotangents, **options))
     assert not np.any(np.asarray(got.hidden)[~live])
@@ -207,13 +209,32 @@ def test_likelihoods_have_their_gradient_without_the_entropy_on_tpus() -> None:
 def test_the_expectation_that_is_saved_in_bfloat16_is_rounded_once_more_on_tpus() -> None:
     """The gradient by hidden may then be off by half as much again as that of full logits, where it is worst."""
     problem, cotangents = TPU.problem(), random_cotangents(300, "logprob lse")
-    got = likelihoods(problem, cotangents, np.ones(300, bool))
+    got = likelihoods(TPU, problem, cotangents, np.ones(300, bool))
     yardstick = plain_values_and_gradients(*problem, cotangents)
     truth = exact(*problem, lambda *_: cotangents)
     assert_as_accurate_as_plain(got._replace(hidden=yardstick.hidden), yardstick, truth)
     error, allowed = (np.asarray(x.hidden, np.float64) - truth.hidden for x in (got, yardstick))
     assert root_mean_square(error) <= SLACK * root_mean_square(allowed)
     assert largest_magnitude(error) <= 1.5 * largest_magnitude(allowed)
+
+
+@pytest.mark.parametrize(("engine", "tolerance"), [(TPU_F32, 1e-4), (TPU, 2**-7)], ids=["float32", "bfloat16"])
+def test_a_label_with_all_but_1e_5_of_the_probability_keeps_its_gradient_on_tpus(
+    engine: Engine, tolerance: float
+) -> None:
+    """dh is (1 - p) (W[label] - the others' mean of W); a 1 - p from a rounded sum has an error of 1e-2."""
+    hidden, weight, labels = engine.problem(1.0)
+    at_label = weight[labels].astype(jnp.float32)
+    lse = jax.nn.logsumexp(hidden.astype(jnp.float32) @ weight.T.astype(jnp.float32), axis=1)
+    wanted = (lse + np.log(1e6))[:, None] * at_label / (at_label**2).sum(axis=1, keepdims=True)
+    problem = Problem((hidden + wanted).astype(engine.dtype), weight, labels)
+    cotangents = TokenLogprobs(jnp.ones(300), jnp.zeros(300), jnp.zeros(300))
+    truth = exact(*problem, lambda *_: cotangents)
+    assert 1e-6 < np.median(-truth.logprob) < 1e-4
+    for got in (likelihoods(engine, problem, cotangents, np.ones(300, bool)), run(engine, problem, cotangents)):
+        error = np.linalg.norm(np.asarray(got.hidden, np.float64) - truth.hidden, axis=1)
+        assert np.max(error / np.linalg.norm(truth.hidden, axis=1)) < tolerance
+        np.testing.assert_allclose(got.logprob, truth.logprob, rtol=tolerance)
 
 
 # --- Hopper: clusters, and the order of events ---

@@ -24,7 +24,6 @@ from jaxtyping import Array, Float, Integer
 from kernels.lm_head import target
 from kernels.lm_head.contract import dot
 from kernels.lm_head.tpu.forward import (
-    FLOOR,
     LOG2E,
     SUBLANES,
     Kept,
@@ -37,6 +36,7 @@ from kernels.lm_head.tpu.forward import (
     to_lanes,
     zero_tail,
 )
+from kernels.lm_head.tpu.others import FLOOR
 from kernels.lm_head.tpu.tiles import LANES, Case, Kernel, Tiles
 
 
@@ -219,9 +219,11 @@ def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
 
 def _dy(y: Array, hit: Array, scale: Array, softcap: float | None, factors: RowFactors, entropy: bool) -> Array:
     assert factors.at_p_log_p is not None  # packed, it is zeros
-    log_p = (y - factors.top) * scale - factors.log_sum_e
-    p = jnp.exp2(log_p * LOG2E)
-    dy = p * (factors.at_p + factors.at_p_log_p * log_p) if entropy else p * factors.at_p
+    if entropy:
+        log_p = (y - factors.top) * scale - factors.log_sum_e
+        dy = jnp.exp2(log_p * LOG2E) * (factors.at_p + factors.at_p_log_p * log_p)
+    else:
+        dy = jnp.exp2((y - factors.top) * (scale * LOG2E)) * (factors.at_p * jnp.exp2(-factors.log_sum_e * LOG2E))
     if softcap is not None:
         dy *= cap_slope(y, softcap)
     return jnp.where(hit, factors.at_label, dy)
@@ -251,10 +253,10 @@ def kept_weight_gradient(
         tile,
         "head_kept_weight_gradient",
         out_shape=typed((vocabulary, features), gradient),
-        grid=(kept.exponential.shape[1] // columns, len(hidden) // tile.rows),
+        grid=(kept.exponential.shape[0] // columns, len(hidden) // tile.rows),
         in_specs=[
             pl.BlockSpec((tile.rows, features), lambda j, i, ints, _: (row_block(i, ints), 0)),
-            pl.BlockSpec((tile.rows, columns), lambda j, i, ints, _: (row_block(i, ints), j)),
+            pl.BlockSpec((columns, tile.rows), lambda j, i, ints, _: (j, row_block(i, ints))),
             pl.BlockSpec((SUBLANES, tile.rows), lambda j, i, ints, _: (j, row_block(i, ints))),
             pl.BlockSpec((1, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
             pl.BlockSpec((SUBLANES, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
@@ -280,7 +282,7 @@ def kept_weight_gradient(
 def _kept_kernel(*refs: Any, tile: Tiles, dtype: jnp.dtype) -> None:
     ints, scales, hidden, kept, kept_top, labels, factors, *so_far, out, scratch = refs
     j, i = pl.program_id(0), pl.program_id(1)
-    columns = kept.shape[1]
+    columns = kept.shape[0]
     step = tile.step
 
     @pl.when(i == 0)
@@ -296,7 +298,7 @@ def _kept_kernel(*refs: Any, tile: Tiles, dtype: jnp.dtype) -> None:
         for s in range(columns // step):
             then_1R = kept_top[pl.ds(s, 1), :]
             factor_1R = at_p_1R * jnp.exp2(((then_1R - top_1R) * scales[0] - log_sum_e_1R) * LOG2E)
-            e_SR = kept[:, pl.ds(s * step, step)].T.astype(jnp.float32)
+            e_SR = kept[pl.ds(s * step, step), :].astype(jnp.float32)
             column_SR = lax.broadcasted_iota(jnp.int32, e_SR.shape, 0)
             hit_SR = column_SR == labels[...] - (j * columns + s * step)
             dy_SR = jnp.where(hit_SR, at_label_1R, e_SR * factor_1R)

@@ -1,8 +1,9 @@
 """The head on TPUs: which kernel runs when.
 
 Rows that count are moved ahead of the others, block by block (`live_rows.py`). docs/head.md describes the orders of the
-work. E_p[W] and the exponentials that are kept leave out the label's column, so that a probability near 1 loses nothing
-to bfloat16. A loss that uses the entropy needs the dh kernel: dh doesn't follow from E_p[W] there.
+work. All sums leave out the label's column (`others.py`), and so do E_q[W] and the exponentials that are kept: a
+probability near 1 loses nothing to rounding. A loss that uses the entropy needs the dh kernel: dh doesn't follow from
+E_q[W] there.
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features, V vocabulary.
 """
@@ -29,11 +30,12 @@ from kernels.lm_head.contract import (
     zeros,
 )
 from kernels.lm_head.live_rows import LiveRows, live_rows, write
-from kernels.lm_head.softmax import Running, Softmax, combine_over_axis, finish
+from kernels.lm_head.softmax import Softmax
 from kernels.lm_head.tpu import tiles
 from kernels.lm_head.tpu.backward import RowFactors, hidden_gradient, kept_weight_gradient, weight_gradient
 from kernels.lm_head.tpu.forward import Kept
 from kernels.lm_head.tpu.forward import forward as forward_kernel
+from kernels.lm_head.tpu.others import Others, finish
 from kernels.lm_head.tpu.row_factors import gather_factors, hidden_gradient_from_mean, row_factors
 from kernels.lm_head.tpu.tiles import Case, Kernel, Tiles
 
@@ -45,8 +47,10 @@ class Saved(NamedTuple):
 
     top_y: Float[Array, "N"]
     """The maximum over the whole vocabulary in units of y, bit for bit the one that forward subtracted."""
+    share: Float[Array, "N"]
+    """The probability of this shard's columns but the label's."""
     mean: Float[Array, "N D"] | None
-    """Sum of p W over this shard's columns but the label's; p over the whole vocabulary, times the cap's slope."""
+    """E_q[W], times the cap's slope; q is the softmax over this shard's columns but the label's."""
 
 
 class _Block(NamedTuple):
@@ -57,7 +61,7 @@ class _Block(NamedTuple):
     live: Bool[Array, "R"]
     number: Integer[Array, ""]
     row: Integer[Array, "R"]
-    running: Running
+    others: Others
     mean: Float[Array, "R D"] | None
     kept: Kept | None
 
@@ -79,8 +83,7 @@ def statistics(inputs: Inputs, options: Options) -> Softmax:
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved]:
-    softmax, top_y, mean = _forward(inputs, options, with_mean=options.wants_hidden)
-    return softmax, Saved(top_y, mean)
+    return _forward(inputs, options, with_mean=options.wants_hidden)
 
 
 def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: TokenLogprobs, options: Options) -> Gradients:
@@ -90,7 +93,8 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: TokenLogpr
         dh = _hidden_gradient(inputs, factors, options)
     elif options.wants_hidden:
         assert saved.mean is not None
-        dh = hidden_gradient_from_mean(inputs, options, local_labels(inputs), softmax, slopes, saved.mean)
+        labels = local_labels(inputs)
+        dh = hidden_gradient_from_mean(inputs, options, labels, softmax, slopes, saved.share, saved.mean)
         dh = jnp.where(inputs.live[:, None], dh, 0).astype(gradient_dtypes(inputs, options)[0])
     if options.wants_weight:
         dw = _weight_gradient(inputs, factors, options)
@@ -114,17 +118,14 @@ def loss_and_gradients(
         block = _forward_block(
             inputs, options, tile, live, rows, i, jnp.dtype(jnp.float32) if with_mean else None, keep
         )
-        softmax_R, top_y_R, share_R = _finished(block.running, inputs, options, block.live)
+        softmax_R, top_y_R, share_R = finish(block.others, inputs.temperature, block.live, options.vocabulary_axis)
         terms_R = Terms(terms.weights[block.row], tuple(x[block.row] for x in terms.operands), terms.shared)
         slopes_R = loss_slopes(objective, block.live, softmax_R.outputs(), terms_R)
         of_block = inputs._replace(hidden=block.hidden, labels=block.labels, live=block.live)
         factors = row_factors(of_block, softmax_R, top_y_R, slopes_R, options)
         if block.mean is not None:
-            mean_RD = block.mean if share_R is None else share_R[:, None] * block.mean
-            dh_RD = hidden_gradient_from_mean(inputs, options, block.labels, softmax_R, slopes_R, mean_RD).astype(
-                dh_dtype
-            )
-            dh_MD = write(dh_MD, dh_RD, i * rows)
+            dh_RD = hidden_gradient_from_mean(inputs, options, block.labels, softmax_R, slopes_R, share_R, block.mean)
+            dh_MD = write(dh_MD, dh_RD.astype(dh_dtype), i * rows)
         elif options.wants_hidden:
             dh_MD = write(dh_MD, _hidden_kernel(of_block, factors, block.number, options, tile=None), i * rows)
         if block.kept is not None:
@@ -167,30 +168,23 @@ def loss_and_gradients(
 # --- the kernels over blocks of rows ------------------------------------------------------------------------------
 
 
-def _forward(
-    inputs: Inputs, options: Options, with_mean: bool
-) -> tuple[Softmax, Float[Array, "N"], Float[Array, "N D"] | None]:
+def _forward(inputs: Inputs, options: Options, with_mean: bool) -> tuple[Softmax, Saved]:
     tile, rows = _plan(inputs, options, with_mean)
     live = live_rows(inputs.live, rows)
     dtype = inputs.hidden.dtype
 
     def over(i: Array, carry: Any) -> Any:
-        running_M, mean_MD = carry
+        others_M, mean_MD = carry
         block = _forward_block(inputs, options, tile, live, rows, i, dtype if with_mean else None)
         if with_mean:
             mean_MD = write(mean_MD, block.mean, i * rows)
-        return write(running_M, block.running, i * rows), mean_MD
+        return write(others_M, block.others, i * rows), mean_MD
 
-    zeros_M = zeros(inputs, len(live.row))
+    others_M = Others(*(zeros(inputs, len(live.row)) for _ in Others._fields))
     mean_MD = zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype) if with_mean else None
-    unvisited = Running(zeros_M, zeros_M + 1, zeros_M, zeros_M)
-    running_M, mean_MD = live.over_blocks(rows, over, (unvisited, mean_MD))
-    running = jax.tree.map(lambda x: x[live.place], running_M)
-    softmax, top_y, share = _finished(running, inputs, options, inputs.live)
-    if mean_MD is None:
-        return softmax, top_y, None
-    mean = mean_MD[live.place]
-    return softmax, top_y, mean if share is None else (share[:, None] * mean).astype(dtype)
+    others, mean = jax.tree.map(lambda x: x[live.place], live.over_blocks(rows, over, (others_M, mean_MD)))
+    softmax, top_y, share = finish(others, inputs.temperature, inputs.live, options.vocabulary_axis)
+    return softmax, Saved(top_y, share, mean)
 
 
 def _forward_block(
@@ -199,7 +193,7 @@ def _forward_block(
     row_R, live_R = live.block(i, rows)
     hidden, labels = inputs.hidden[row_R], local_labels(inputs)[row_R]
     number = jnp.clip(live.number - i * rows, 0, rows)
-    running, mean_RD, kept = forward_kernel(
+    others, mean_RD, kept = forward_kernel(
         hidden,
         inputs.weight,
         labels,
@@ -212,22 +206,7 @@ def _forward_block(
         mean=mean,
         keep=keep,
     )
-    top, sum_e, sum_e_z, label = (jnp.where(live_R, x, 0) for x in running)
-    running = Running(top, jnp.where(live_R, sum_e, 1), sum_e_z, label)
-    return _Block(hidden, labels, live_R, number, row_R, running, mean_RD, kept)
-
-
-def _finished(
-    running: Running, inputs: Inputs, options: Options, live: Bool[Array, "N"]
-) -> tuple[Softmax, Float[Array, "N"], Float[Array, "N"] | None]:
-    """The whole vocabulary's softmax, its maximum in units of y, and (for a shard) the share of this shard in sum_e."""
-    scale = 1 / inputs.temperature
-    own = Running(running.top * scale, running.sum_e, running.sum_e_z * scale, running.label * scale)
-    whole, top_y, share = own, running.top, None
-    if options.vocabulary_axis is not None:
-        whole, top_y = combine_over_axis(own, options.vocabulary_axis), lax.pmax(running.top, options.vocabulary_axis)
-        share = jnp.exp(own.top - whole.top) * own.sum_e / whole.sum_e
-    return jax.tree.map(lambda x: jnp.where(live, x, 0), finish(whole)), top_y, share
+    return _Block(hidden, labels, live_R, number, row_R, others, mean_RD, kept)
 
 
 def _hidden_gradient(inputs: Inputs, factors: RowFactors, options: Options) -> Float[Array, "N D"]:

@@ -1,13 +1,18 @@
-"""The forward kernel for TPUs: statistics, and on request E_p[W] or the exponentials for a later product.
+"""The forward kernel for TPUs: statistics, and on request E_q[W] or the exponentials for a later product.
 
 A block of R rows of hidden states stays on the chip while the weight passes by in tiles. The kernel takes S columns of
-a tile at a time: y = h Wᵀ, then the running sums of `softmax.py`, then the sum of e W, where e = exp(z - maximum so
-far), rescaled when the maximum rises, as in FlashAttention (arXiv:2205.14135, section 3.1). The MXU computes the next
-S columns of y meanwhile. The callers add the label's own column exactly. Blocks of rows past `number` cost nothing.
+a tile at a time, transposed as in dW's kernel, so that a row's sums lie along lanes and cost no reduction across them:
+y = W hᵀ, then the running sums of `others.py`, then the sum of e W, where e = exp(z - maximum so far), rescaled when
+the maximum rises, as in FlashAttention (arXiv:2205.14135, section 3.1). The MXU computes the next S columns of y
+meanwhile. Where there is no second product, a tile's last columns wait for the next tile's products.
 
-Suffixes: R rows of a block, T columns of a tile, S columns of a step, L the 128 lanes; M all rows, D features,
-V vocabulary. A row's sums are repeated in all lanes, [R, L], or are spread over them and added up at the end.
-`y` is the capped product; z = y / temperature is never formed: exponents are (y - top) / temperature.
+The label's column is left out of all sums; its logit is a product with the gathered row of W. So 1 - p of a label with
+p near 1 loses nothing to rounding. Blocks of rows past `number` cost nothing.
+
+Suffixes: R rows of a block, T columns of a tile, S columns of a step, C groups of 8 columns, 8 or 1 sublanes, L the 128
+lanes; M all rows, D features, V vocabulary. A row's sums are repeated in all sublanes or spread over them, and added up
+at the end. `y` is the capped product; z = y / temperature is never formed: exponents are (y - top) / temperature.
+q is the softmax over all columns but the label's.
 """
 
 import functools
@@ -23,11 +28,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Integer
 
 from kernels.lm_head.contract import dot
-from kernels.lm_head.softmax import Running
 from kernels.lm_head.tpu import tiles
+from kernels.lm_head.tpu.others import FLOOR, Others
 from kernels.lm_head.tpu.tiles import LANES, Case, Tiles
 
-FLOOR = -1e30  # below any product, yet its sums and differences are finite
 SUBLANES = 8
 LOG2E = math.log2(math.e)
 
@@ -35,7 +39,7 @@ LOG2E = math.log2(math.e)
 class Kept(NamedTuple):
     """Exponentials of a wave's rows, as backward takes them."""
 
-    exponential: Float[Array, "M V"]
+    exponential: Float[Array, "V M"]
     """exp((y - top) / temperature); with a softcap, times its slope 1 - (y / cap)²; 0 at labels."""
     top: Float[Array, "steps M"]
     """The rows' running maximum when a step of columns was computed: tile j, step s is at SUBLANES * j + s."""
@@ -55,11 +59,11 @@ def forward(
     dtype: jnp.dtype,
     mean: jnp.dtype | None = None,
     keep: bool = False,
-) -> tuple[Running, Float[Array, "M D"] | None, Kept | None]:
-    """Running sums of rows [0, number) over columns [0, columns), in units of y, E_p[W], and with `keep` exponentials.
+) -> tuple[Others, Float[Array, "M D"] | None, Kept | None]:
+    """Sums of rows [0, number) over columns [0, columns), E_q[W], and with `keep` exponentials.
 
-    The results of other rows are undefined. `mean` is the dtype of E_p[W], the sum of p W over these columns but the
-    label's, p being the softmax over these columns (times the cap's slope, if any); None: it isn't computed.
+    The results of other rows are undefined. `mean` is the dtype of E_q[W], the sum of q W over these columns, times the
+    cap's slope, if any; None: it isn't computed. A label outside of these columns must be negative.
     """
     rows, features = hidden.shape
     gradient, sizes = jnp.dtype(mean or hidden.dtype), (rows, len(weight), features)
@@ -72,16 +76,17 @@ def forward(
         "sums": (typed((SUBLANES, rows), jnp.float32), pl.BlockSpec((SUBLANES, tile.rows), lambda i, *_: (0, i)))
     }
     scratch: dict[str, Any] = {
-        name: pltpu.VMEM((tile.rows, LANES), jnp.float32) for name in ("top", "sum_e", "sum_e_z", "label_y")
+        name: pltpu.VMEM((SUBLANES, tile.rows), jnp.float32) for name in ("top", "sum_e", "sum_e_y")
     }
-    scratch["label"] = pltpu.VMEM((tile.rows, LANES), jnp.int32)
+    if mean is None and not keep:
+        scratch["carried"] = pltpu.VMEM((tile.step, tile.rows), jnp.float32)
     if mean is not None:
         outputs["mean"] = typed((rows, features), mean), pl.BlockSpec((tile.rows, features), lambda i, *_: (i, 0))
         scratch["sum"] = pltpu.VMEM((tile.rows, features), jnp.float32)
     if keep:
         outputs["kept"] = (
-            typed((rows, tiles_of_weight * tile.columns), dtype),
-            pl.BlockSpec((tile.rows, tile.columns), lambda i, j, *_: (i, j)),
+            typed((tiles_of_weight * tile.columns, rows), dtype),
+            pl.BlockSpec((tile.columns, tile.rows), lambda i, j, *_: (j, i)),
         )
         outputs["kept_top"] = (
             typed((tiles_of_weight * SUBLANES, rows), jnp.float32),
@@ -104,7 +109,20 @@ def forward(
         scratch=scratch,
     )(jnp.stack([number, columns]), (1 / temperature)[None], hidden, weight, labels[None])
     kept = Kept(out["kept"], out["kept_top"], tile) if keep else None
-    return Running(*out["sums"][:4]), out.get("mean"), kept
+    y = (as_operand(hidden, dtype) * label_rows(weight, labels, dtype)).sum(axis=1)
+    y = y if softcap is None else softcap * jnp.tanh(y / softcap)
+    top, sum_e, sum_e_y = out["sums"][:3]
+    return Others(top, sum_e, sum_e_y, jnp.where(labels >= 0, y, FLOOR)), out.get("mean"), kept
+
+
+def label_rows(weight: Float[Array, "V D"], labels: Integer[Array, "M"], dtype: jnp.dtype) -> Float[Array, "M D"]:
+    """The labels' rows of the weight as `as_operand` gives them; any rows for negative labels."""
+    return as_operand(weight[jnp.maximum(labels, 0)], dtype)
+
+
+def as_operand(x: Float[Array, "M D"], dtype: jnp.dtype) -> Float[Array, "M D"]:
+    """The numbers, in float32, that a product of this dtype multiplies. XLA would drop two casts."""
+    return lax.reduce_precision(x.astype(jnp.float32), jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
 
 
 def _kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype) -> None:
@@ -113,18 +131,20 @@ def _kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype) ->
     last = pl.num_programs(1) - 1
     number, columns = ints[0], ints[1]
     exponent = scales[0] * LOG2E
-    rows, step = tile.rows, tile.step
-    features = hidden.shape[1]
-    has_mean, keeps = "mean" in out, "kept" in out
+    rows, step, features = tile.rows, tile.step, hidden.shape[1]
+    steps = tile.columns // step
+    has_mean, keeps, carries = "mean" in out, "kept" in out, "carried" in scratch
 
     @pl.when(i * rows < number)
     def _() -> None:
         @pl.when(j == 0)
         def _() -> None:
-            for name in ("sum_e", "sum_e_z", "label_y"):
-                scratch[name][...] = jnp.zeros((rows, LANES), jnp.float32)
-            scratch["top"][...] = jnp.full((rows, LANES), FLOOR)
-            scratch["label"][...] = to_lanes(labels[...])
+            # Exponentials of the floor itself are 1; the first column that counts rescales them to 0.
+            scratch["top"][...] = jnp.full((SUBLANES, rows), FLOOR)
+            for name in ("sum_e", "sum_e_y"):
+                scratch[name][...] = jnp.zeros((SUBLANES, rows), jnp.float32)
+            if carries:
+                scratch["carried"][...] = jnp.full((step, rows), FLOOR)
             if has_mean:
                 scratch["sum"][...] = jnp.zeros((rows, features), jnp.float32)
             if "hidden" in scratch:
@@ -135,61 +155,69 @@ def _kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype) ->
         if "weight" in scratch:
             w_TD[...] = weight[...].astype(dtype)
 
-        def products(s: int) -> Float[Array, "R S"]:
-            return dot(h_RD[...], w_TD[pl.ds(s * step, step), :], (1, 1), dtype)
+        def products(s: int) -> Float[Array, "S R"]:
+            y_SR = dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1), dtype)
+            return y_SR if softcap is None else softcap * jnp.tanh(y_SR / softcap)
 
-        def add_mean(s: int, e_RS: Array, rescale_RL: Array) -> None:
-            scratch["sum"][...] = scratch["sum"][...] * lanes(rescale_RL, features) + dot(
-                e_RS, w_TD[pl.ds(s * step, step), :], (1, 0), dtype
-            )
-
-        y_next = products(0)
-        to_add: tuple[Any, ...] = ()
-        kept_tops = []
-        for s in range(tile.columns // step):
-            y_RS = y_next
-            if s + 1 < tile.columns // step:
-                y_next = products(s + 1)
-            y_RS = y_RS if softcap is None else softcap * jnp.tanh(y_RS / softcap)
+        def add_to_sums(y_SR: Array, s: int) -> tuple[Array, Array, Array]:
+            """Adds step s of this tile; its exponentials for E_q[W], the maximum so far, the factor of earlier sums."""
             first = j * tile.columns + s * step
-            column_RS = lax.broadcasted_iota(jnp.int32, (rows, step), 1)
-            y_RS = jnp.where(column_RS < columns - first, y_RS, FLOOR)
-            hit_RS = column_RS == lanes(scratch["label"][...] - first, step)
+            column_SR = lax.broadcasted_iota(jnp.int32, (step, rows), 0)
+            y_SR = jnp.where(column_SR < columns - first, y_SR, FLOOR)
+            y_SR = jnp.where(column_SR == labels[...] - first, FLOOR, y_SR)
 
-            old_top_RL, old_sum_e_RL = scratch["top"][...], scratch["sum_e"][...]
-            top_RL = jnp.maximum(old_top_RL, to_lanes_of(y_RS.max(axis=1, keepdims=True)))
-            below_RS = y_RS - lanes(top_RL, step)
-            e_RS = jnp.exp2(below_RS * exponent)
-            shift_RL = old_top_RL - top_RL
-            rescale_RL = jnp.exp2(shift_RL * exponent)
-            scratch["top"][...] = top_RL
-            scratch["sum_e"][...] = rescale_RL * old_sum_e_RL + folded(e_RS)
-            scratch["sum_e_z"][...] = rescale_RL * (scratch["sum_e_z"][...] + shift_RL * old_sum_e_RL) + folded(
-                e_RS * below_RS
+            old_top_8R, old_sum_e_8R = scratch["top"][...], scratch["sum_e"][...]
+            y_C8R = y_SR.reshape(-1, SUBLANES, rows)
+            highest_1R = y_C8R.max(axis=0).max(axis=0, keepdims=True)
+            top_8R = jnp.maximum(old_top_8R, jnp.broadcast_to(highest_1R, (SUBLANES, rows)))
+            below_C8R = y_C8R - top_8R
+            e_C8R = jnp.exp2(below_C8R * exponent)
+            shift_8R = old_top_8R - top_8R
+            rescale_8R = jnp.exp2(shift_8R * exponent)
+            scratch["top"][...] = top_8R
+            scratch["sum_e"][...] = rescale_8R * old_sum_e_8R + e_C8R.sum(axis=0)
+            scratch["sum_e_y"][...] = rescale_8R * (scratch["sum_e_y"][...] + shift_8R * old_sum_e_8R) + (
+                e_C8R * below_C8R
+            ).sum(axis=0)
+            e_SR = e_C8R.reshape(step, rows)
+            return (e_SR if softcap is None else e_SR * cap_slope(y_SR, softcap)), top_8R[:1], rescale_8R[:1]
+
+        def add_to_mean(s: int, e_SR: Array, rescale_1R: Array) -> None:
+            scratch["sum"][...] = scratch["sum"][...] * lanes(to_lanes(rescale_1R), features) + dot(
+                e_SR, w_TD[pl.ds(s * step, step), :], (0, 0), dtype
             )
-            scratch["label_y"][...] += folded(jnp.where(hit_RS, y_RS, 0))
-            if has_mean or keeps:
-                slope_RS = e_RS if softcap is None else e_RS * cap_slope(y_RS, softcap)
-                others_RS = jnp.where(hit_RS, 0, slope_RS).astype(dtype)
+
+        # The step whose softmax is computed beside the products of step s: the one before, of the last tile for s = 0.
+        y_next = scratch["carried"][...] if carries else products(0)
+        ahead = 0 if carries else 1
+        to_add: tuple[Any, ...] = ()
+        for s in range(steps):
+            y_SR = y_next
+            if s + ahead < steps:
+                y_next = products(s + ahead)
+            e_SR, top_1R, rescale_1R = add_to_sums(y_SR, s + ahead - 1)
             if keeps:
-                out["kept"][:, pl.ds(s * step, step)] = others_RS
-                kept_tops.append(top_RL)
+                out["kept"][pl.ds(s * step, step), :] = e_SR.astype(dtype)
+                out["kept_top"][pl.ds(s, 1), :] = top_1R
             if has_mean:
                 if to_add:
-                    add_mean(*to_add)
-                to_add = s, others_RS, rescale_RL
+                    add_to_mean(*to_add)
+                to_add = s, e_SR.astype(dtype), rescale_1R
         if has_mean:
-            add_mean(*to_add)
-        if keeps:
-            out["kept_top"][...] = to_rows(kept_tops)
+            add_to_mean(*to_add)
+        if carries:
+            scratch["carried"][...] = y_next
 
         @pl.when(j == last)
         def _() -> None:
-            sum_e_RL = row_sum(scratch["sum_e"][...])
-            sums = [scratch["top"][...], sum_e_RL, row_sum(scratch["sum_e_z"][...]), row_sum(scratch["label_y"][...])]
-            out["sums"][...] = to_rows(sums)
+            if carries:
+                add_to_sums(scratch["carried"][...], steps - 1)
+            sum_e_1R, sum_e_y_1R = (scratch[name][...].sum(axis=0, keepdims=True) for name in ("sum_e", "sum_e_y"))
+            for n, sum_1R in enumerate((scratch["top"][...][:1], sum_e_1R, sum_e_y_1R)):
+                out["sums"][pl.ds(n, 1), :] = sum_1R
             if has_mean:
-                out["mean"][...] = (scratch["sum"][...] * lanes(1 / sum_e_RL, features)).astype(out["mean"].dtype)
+                mean_RD = scratch["sum"][...] * lanes(to_lanes(1 / sum_e_1R), features)
+                out["mean"][...] = mean_RD.astype(out["mean"].dtype)
 
 
 # --- shared with the backward kernels -----------------------------------------------------------------------------
@@ -268,28 +296,6 @@ def to_lanes(row_1R: Array) -> Array:
     return jnp.broadcast_to(row_1R, (LANES, row_1R.shape[1])).T
 
 
-def to_lanes_of(column_R1: Array) -> Array:
-    return jnp.broadcast_to(column_R1, (column_R1.shape[0], LANES))
-
-
-def to_rows(columns_RL: list[Array]) -> Array:
-    """Up to 8 arrays [R, L], each the same in all lanes, to the rows of one [8, R]."""
-    lane = lax.broadcasted_iota(jnp.int32, columns_RL[0].shape, 1)
-    combined = columns_RL[-1]
-    for n, column_RL in reversed(list(enumerate(columns_RL[:-1]))):
-        combined = jnp.where(lane == n, column_RL, combined)
-    return combined.T[:SUBLANES]
-
-
 def lanes(x_RL: Array, width: int) -> Array:
     """[R, L], the same in all lanes, to [R, width]."""
     return jnp.tile(x_RL, (1, pl.cdiv(width, LANES)))[:, :width]
-
-
-def folded(x_RS: Array) -> Array:
-    """The sum over columns with the same lane: [R, S] to [R, L]."""
-    return sum((x_RS[:, first : first + LANES] for first in range(0, x_RS.shape[1], LANES)), start=jnp.float32(0))
-
-
-def row_sum(x_RL: Array) -> Array:
-    return to_lanes_of(x_RL.sum(axis=1, keepdims=True))

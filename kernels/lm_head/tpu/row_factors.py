@@ -10,8 +10,9 @@ from jaxtyping import Array, Bool, Float, Integer
 from kernels.lm_head.contract import Inputs, Options, TokenLogprobs
 from kernels.lm_head.softmax import Softmax, label_slope
 from kernels.lm_head.tpu.backward import RowFactors
+from kernels.lm_head.tpu.forward import label_rows
 
-_NEVER = 1e30  # log of a sum of exponentials that makes every probability 0
+_NEVER = 1e30  # a maximum that makes every probability 0
 
 
 def row_factors(inputs: Inputs, softmax: Softmax, top_y: Array, slopes: TokenLogprobs, options: Options) -> RowFactors:
@@ -29,7 +30,7 @@ def row_factors(inputs: Inputs, softmax: Softmax, top_y: Array, slopes: TokenLog
 def _masked(live: Bool[Array, "M"], factors: RowFactors) -> RowFactors:
     """Factors that make dy and every probability 0 at rows that don't count."""
     zeroed = jax.tree.map(lambda x: jnp.where(live, x, 0), factors)
-    return zeroed._replace(log_sum_e=jnp.where(live, factors.log_sum_e, _NEVER))
+    return zeroed._replace(top=jnp.where(live, factors.top, _NEVER))
 
 
 def gather_factors(factors: RowFactors, row: Integer[Array, "M"], live: Bool[Array, "M"]) -> RowFactors:
@@ -42,11 +43,10 @@ def hidden_gradient_from_mean(
     labels: Integer[Array, "N"],
     softmax: Softmax,
     slopes: TokenLogprobs,
+    share: Float[Array, "N"],
     mean: Float[Array, "N D"],
 ) -> Float[Array, "N D"]:
-    """dh, float32, where the loss doesn't depend on the entropy, from E_p[W] without the label's row of W."""
-    here = labels >= 0
-    w_ND = inputs.weight[jnp.where(here, labels, 0)].astype(options.dtype).astype(jnp.float32)
-    own = jnp.where(here, label_slope(softmax, slopes, inputs.temperature, options.softcap), 0)
-    at_mean = (slopes.lse - slopes.logprob) / inputs.temperature
-    return at_mean[:, None] * mean + own[:, None] * w_ND
+    """dh, float32, where the loss doesn't depend on the entropy, from E_q[W] and the probability of its columns."""
+    own = jnp.where(labels >= 0, label_slope(softmax, slopes, inputs.temperature, options.softcap), 0)
+    at_mean = share * (slopes.lse - slopes.logprob) / inputs.temperature
+    return at_mean[:, None] * mean + own[:, None] * label_rows(inputs.weight, labels, options.dtype)

@@ -86,9 +86,12 @@ def terms(case: Case, tiles: Tiles) -> dict[str, int]:
     if case.product == jnp.float32:
         found["operands in parts"] = 2 * 4 * (rows + columns) * features  # of bfloat16, which the compiler spills
     if case.kernel == "forward":
-        found["running sums"] = 5 * 4 * rows * LANES
+        found["running sums"] = 3 * row_vector
         found["logits, exponentials and masks"] = 5 * logits
+        if not case.mean and not case.keep:
+            found["logits carried to the next tile"] = logits
         if case.mean:
+            found["row vector, turned"] = 4 * rows * LANES
             found["sum of p W"] = wide
             found["product p W"] = wide
             found["E[W] block"] = 2 * case.gradient.itemsize * rows * features
@@ -105,7 +108,7 @@ def terms(case: Case, tiles: Tiles) -> dict[str, int]:
         found["sum of dW"] = 2 * 4 * columns * features
         found["dW tile"] = 2 * case.gradient.itemsize * columns * features
         if case.kernel == "kept":
-            found["kept exponentials"] = 2 * case.product.itemsize * rows * columns + 4 * rows * columns
+            found["kept exponentials"] = 2 * case.product.itemsize * rows * columns
             found["dW tile so far"] = 2 * 4 * columns * features
     return found
 
