@@ -108,9 +108,10 @@ def test_any_workspace_is_as_accurate_as_full_logits(engine: Engine, workspace: 
     ids=["tpu", "tpu float32, waves", "gpu"],
 )
 def test_an_objective_of_the_entropy_is_as_accurate_as_full_logits(engine: Engine, workspace: str) -> None:
-    problem, objective, weights = engine.problem(), OBJECTIVES["nonlinear in both"], sparse_weights(engine.shape[0])
+    problem, objective, weights = engine.problem(10.0), OBJECTIVES["nonlinear in both"], sparse_weights(engine.shape[0])
     options: dict[str, Any] = {"temperature": 0.8, "softcap": 4.0, "workspace": bytes_of(engine, workspace)}
-    assert_accurate(engine, problem, objective, weights, **options)
+    # At logits of 10 the largest error of dW is that of one entry, where the program with full logits may be lucky.
+    assert_accurate(engine, problem, objective, weights, largest=False, **options)
 
 
 @every_engine

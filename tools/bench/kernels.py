@@ -4,7 +4,7 @@ A kernel is given what others would hand it, computed in float64, and its result
 printed as JSON; an error past 0.01 is an exit code of 1. With --timed it is the time beside that of the bare products
 that the kernel has to make. On a CPU the tests' interpreters run the kernels. bfloat16. Kernels:
 
-    statistics   the forward kernel       mean   a TPU's dh from E_p[W]      slopes   a GPU's derivatives by the logits
+    statistics   the forward kernel       mean   a TPU's dh from E_q[W]      slopes   a GPU's derivatives by the logits
     dh, dW       of a GPU after slopes    kept   a loss that keeps logits    loss     a loss with --workspace bytes
     copy         of a GiB within the device's memory                         device   what JAX runs on
 """

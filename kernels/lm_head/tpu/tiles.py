@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.lm_head import timings
 
 Kernel = Literal["forward", "hidden", "weight", "kept"]
-"""forward: statistics, with or without E_p[W]; hidden: dh; weight: dW; kept: dW from exponentials that were kept."""
+"""forward: statistics, with or without E_q[W]; hidden: dh; weight: dW; kept: dW from exponentials that were kept."""
 
 LANES = 128
 _MIB = 2**20
@@ -50,7 +50,7 @@ class Case:
     weight: jnp.dtype
     product: jnp.dtype
     gradient: jnp.dtype  # dtype of the gradient that is returned
-    mean: bool = False  # forward: whether it computes E_p[W]
+    mean: bool = False  # forward: whether it computes E_q[W]
     keep: bool = False  # forward: whether it keeps exponentials
 
 
