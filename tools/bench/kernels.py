@@ -75,7 +75,8 @@ def make_kernel(name: str, engine: Any, slopes: TokenLogprobs, softmax: Softmax,
             terms = Terms(slopes.logprob, ())
             dh, dw = engine.loss_and_gradients(inputs, lambda logprob, _: logprob, terms, how)[1]
         else:
-            saved = engine.forward(inputs, how)[1] if name == "mean" else tpu_engine.Saved(softmax.top, None)
+            no_mean = tpu_engine.Saved(softmax.top, jnp.zeros(count), None)
+            saved = engine.forward(inputs, how)[1] if name == "mean" else no_mean
             dh, dw = engine.gradients(inputs, softmax, saved, slopes, how)
         return {key: x for key, x in {"dh": dh, "dW": dw}.items() if x is not None}
 
