@@ -269,7 +269,7 @@ def read_model(folder: Path, given: Files) -> None:
     assert Architecture.from_hf(config.to_hf(), "again") == config
     with ExitStack() as opened:
         tensors = weights.open_tensors(folder, opened)
-        weights.check(tensors, SHAPES, folder)
+        weights.check(tensors, SHAPES, folder, "config.json")
         for name, shape in SHAPES.items():
             assert tensors[name][(slice(None),) * len(shape)].shape == shape
 

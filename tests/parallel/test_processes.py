@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_devices_and_uses_each
     assert newest(many).position == newest(one).position
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_sft_on_a_file_in_two_processes_makes_one_cache_and_validates_as_one_process_does(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i}", "answer": f"{i}" * (i % 5)}) + "\n" for i in range(1, 100)))

@@ -112,6 +112,7 @@ def test_the_flag_is_refused_where_there_is_no_run(tmp_path):
         run_dir.check(tmp_path / "nowhere", config(), change=True)
 
 
+@pytest.mark.faults
 def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_show_in_the_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first = config("sft", run_dir="straight", eval=None, rollout=None, **DECAYING)

@@ -226,7 +226,7 @@ def test_the_demo_learns_with_adapters(tmp_path):
     """From the half-trained model that tiny_sft.yaml leaves with seed 0."""
     settings = config(run_dir=str(tmp_path / "run"))
     model = [f"model.source={FIXTURES / 'tiny_sft'}", "model.tokenizer=bytes"]
-    command = ["--config", "tiny_lora_grpo.yaml", f"run_dir={settings.run_dir}", "eval.every=null"]
+    command = ["--config", "tiny_lora_grpo.yaml", f"run_dir={settings.run_dir}", "eval.every=null", "steps=50"]
     assert train.main([*command, *model]) == 0
     first, last = (records(settings)[place]["eval/sampled_accuracy"] for place in (0, -1))
     assert last > first + 0.2, (first, last)
