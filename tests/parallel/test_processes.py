@@ -112,7 +112,7 @@ def examples(path):
     return steps
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_run_goes_on_with_other_numbers_of_processes_and_devices_and_uses_each_example_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sft_source, "SftSource", Recorded)
     path = tmp_path / "train.jsonl"
