@@ -86,11 +86,8 @@ def plan(kills: int, rng: random.Random) -> list[tuple[str, str, Fault]]:
     return [*planned, *slow, *hanging]
 
 
-def campaign(kills: int, seed: int, keep: bool) -> list[Trial]:
-    """Try the planned faults and let every run come to its end; returns all trials."""
-    rng = random.Random(seed)
-    planned = plan(kills, rng)
-    folder = Path(tempfile.mkdtemp(prefix="chaos_"))
+def prepare_environment(folder: Path) -> None:
+    """Set what this process and those that it starts need: CPUs, the tests' modules, programs compiled once."""
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
         "HF_HUB_OFFLINE": "1",
@@ -101,6 +98,14 @@ def campaign(kills: int, seed: int, keep: bool) -> list[Trial]:
         "PYTHONPATH": os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")]),
     }
     sys.path += PATHS
+
+
+def campaign(kills: int, seed: int, keep: bool) -> list[Trial]:
+    """Try the planned faults and let every run come to its end; returns all trials."""
+    rng = random.Random(seed)
+    planned = plan(kills, rng)
+    folder = Path(tempfile.mkdtemp(prefix="chaos_"))
+    prepare_environment(folder)
     every = {name: Series(name, folder, rng) for name in sorted({name for name, _, _ in planned})}
     for stop in (signal.SIGTERM, signal.SIGINT):
         signal.signal(stop, lambda number, frame: sys.exit(128 + number))

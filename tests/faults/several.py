@@ -12,7 +12,6 @@ Exit codes: 0 nothing was lost, 1 something was, 2 bad arguments. Linux only. Le
 import argparse
 import json
 import logging
-import os
 import random
 import resource
 import shutil
@@ -24,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 
-from chaos import PATHS
+from chaos import prepare_environment
 from series import Trial, difference, last_line, last_step, workload
 from series import checkpoints as saved_steps
 from tqdm import tqdm
@@ -54,15 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)
     rng, begin = random.Random(options.seed), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="several_"))
-    os.environ |= {
-        "JAX_PLATFORMS": "cpu",
-        "HF_HUB_OFFLINE": "1",
-        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "PYTHONPATH": os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")]),
-    }
-    sys.path += PATHS
+    prepare_environment(folder)
     groups = [Group(name, count, folder, rng) for count in options.processes for name in ("sft", "grpo")]
     trials: list[Trial] = []
     with tqdm(total=len(groups) * options.faults, unit="fault", dynamic_ncols=True, disable=None) as bar:
