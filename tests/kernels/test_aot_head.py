@@ -114,7 +114,10 @@ def test_a_program_compiles_to_its_kernels_within_its_products_and_memory(
     program = compiled(mesh, entry, **sizes)
     assert kernels(program) == entry.kernels
     two_of_hidden_s_shape = 2 * 8192 * features * 2
-    assert targets.memory(program)["temp"] <= entry.options.get("workspace", 0) + 64 * MIB + two_of_hidden_s_shape
+    temporaries = entry.options.get("workspace", 0) + 64 * MIB + two_of_hidden_s_shape
+    if features % 128:  # XLA keeps such arrays transposed, without padding, and copies weight and dW for the kernels
+        temporaries += 2 * vocabulary * -(-features // 128) * 128 * (4 if entry.options.get("weight") else 2)
+    assert targets.memory(program)["temp"] <= temporaries
 
 
 @pytest.mark.parametrize(
