@@ -1,8 +1,8 @@
 """Reads and writes Hugging Face's safetensors through one table of names, without torch.
 
-Each process reads only what its devices need. Pickled checkpoints (.bin, .pt) are never opened, because loading one can
-run any code, and code in the folder is never run. Quantized checkpoints, and saving from several processes, are left
-out.
+Each process reads only what its devices need, and a share of what several need. Pickled checkpoints (.bin, .pt) are
+never opened, because loading one can run any code, and code in the folder is never run. Quantized checkpoints, and
+saving from several processes, are left out.
 """
 
 import gc
@@ -34,7 +34,7 @@ from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
 from mllm.model.json_file import read_json, write_json
 from mllm.model.layout import Layout, Params, parameter_name
-from mllm.parallel.mesh import make_mesh
+from mllm.parallel.mesh import make_mesh, spread
 from mllm.progress import transfer_bar
 
 TENSORS: dict[str, str] = {
@@ -152,8 +152,9 @@ def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: jax.Shap
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
     if "{}" not in pattern:
-        return read_tensor(tensors[pattern], sharding, bar).astype(leaf.dtype)
-    of_layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+        tensor = read_tensor(tensors[pattern], spread(sharding, leaf.shape), bar)
+        return jax.device_put(tensor, sharding).astype(leaf.dtype)
+    of_layer = spread(NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])), leaf.shape[1:])
     stacked = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
     for layer in range(leaf.shape[0]):
         tensor = read_tensor(tensors[pattern.format(layer)], of_layer, bar)

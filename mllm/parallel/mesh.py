@@ -7,6 +7,7 @@ feed-forward layer and the vocabulary.
 import math
 import os
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import jax
@@ -58,6 +59,23 @@ def make_mesh(config: MeshConfig) -> Mesh:
 def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
     """The sharding of an array whose dims have the logical names `axes`; None is never sharded."""
     return NamedSharding(mesh, PartitionSpec(*(axis and RULES[axis] for axis in axes)))
+
+
+def spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """The sharding with the mesh's other axes as well, where they divide a dim, so that no two processes read the same.
+
+    The devices pass on what they have got. A process that loads alone has nothing to share.
+    """
+    if jax.process_count() == 1:
+        return sharding
+    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    axes: list[tuple[str, ...]] = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    sizes = sharding.mesh.shape
+    for axis in sizes:
+        for dim, held in enumerate(axes):
+            if axis not in chain(*axes) and shape[dim] % math.prod(sizes[name] for name in (*held, axis)) == 0:
+                axes[dim] = (*held, axis)
+    return NamedSharding(sharding.mesh, PartitionSpec(*axes))
 
 
 def shard_batch(mesh: Mesh, batch: Any) -> Any:
