@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import outputs, start_two
+from runs import outputs, spawn, start_two
 
 from mllm import progress
 from mllm.config.model import MeshConfig, OptimizerConfig
@@ -179,21 +179,29 @@ def test_parameters_are_read_without_the_optimizer(two):
     jax.tree.map(np.testing.assert_array_equal, params, make_state(1).train.params)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_memory_does_not_grow_with_the_number_of_saves(tmp_path):
-    """The state has 96 MiB. Without `release_freed_memory` the process grew by 100 MiB and more."""
+def memory_of_saves(folder):
+    """Saves a state of 96 MiB twelve times; prints how far memory stays above that after the second, in MiB."""
     params = {f"layer_{rows}": jnp.ones((rows, 512)) for rows in (1024, 2048, 3072, 3073, 3074, 4096)}
     train = init_state(jax.device_put(params, sharding(make_mesh(MeshConfig()), ())), OPTIMIZER)
     noise = jax.jit(lambda train: jax.tree.map(lambda leaf: leaf * 3 + 1, train), donate_argnums=0)
     resident = []
-    with opened(tmp_path, keep=1) as checkpoints:
+    with opened(folder, keep=1) as checkpoints:
         for step in range(1, 13):
             checkpoints.save(RunState(step, train, POSITION), "")
             for _ in range(3):
                 train = jax.block_until_ready(noise(train))
             checkpoints.wait()
             resident.append(int(re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) / 2**10)
-    assert max(resident[4:]) - resident[1] < 96, resident
+    print(*map(int, resident), file=sys.stderr)
+    print(min(resident[4:]) - resident[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_memory_does_not_grow_with_the_number_of_saves(tmp_path):
+    """In a process of its own. What grows stays grown, so the least counts: a late thread may hold a copy once."""
+    call = "test_checkpoint.memory_of_saves(pathlib.Path(sys.argv[1]))"
+    process = spawn(["-c", f"import sys, pathlib, test_checkpoint; {call}", str(tmp_path)], None)
+    assert float(outputs([process])[0]) < 48
 
 
 # Which checkpoints are kept

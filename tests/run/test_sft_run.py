@@ -38,7 +38,7 @@ def test_epochs_give_the_steps_and_the_schedule_and_validation_comes_at_the_star
     assert checkpoints(done) == [8]
 
 
-def test_data_that_end_before_steps_are_announced_and_the_schedule_ends_with_them(settings, caplog):
+def test_data_that_end_before_steps_are_announced_and_run_and_schedule_end_with_them(settings, caplog, capsys):
     done = changed(settings(), steps=100, data={"epochs": 1})
     with caplog.at_level(logging.WARNING):
         assert run(done) == 0
@@ -46,7 +46,14 @@ def test_data_that_end_before_steps_are_announced_and_the_schedule_ends_with_the
         "data.epochs: 1 passes over the 32 examples are 4 batches: the run and its schedule end at step 4"
         in caplog.text
     )
-    assert records(done)[-1]["learning_rate"] == pytest.approx(float(make_schedule(done.optimizer, 4)(3)))
+    lines = records(done)
+    assert lines[-1]["learning_rate"] == pytest.approx(float(make_schedule(done.optimizer, 4)(3)))
+    assert "validation/loss" in lines[-1]
+    assert checkpoints(done) == [4]
+    capsys.readouterr()
+    assert run(done) == 0  # and the same command has nothing to do
+    assert "last, at 4" in capsys.readouterr().out
+    assert records(done) == lines
 
 
 def test_a_warm_up_longer_than_the_data_is_refused(settings, capsys):

@@ -1,14 +1,18 @@
-"""Updates that aren't finite, one after another: the run stops, and what it kept of them can be looked into."""
+"""Updates that aren't finite are skipped and their batches kept; too many in a row stop the run; a replay of them."""
 
 import shutil
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from runs import changed, newest, records, run
 from tiny import config
 
+from mllm.run.state import RunState
+from mllm.train.step import TrainState
 from tools import replay
 
 
@@ -46,6 +50,27 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run_and_the_same_command_cou
         why = f"the last {skipped} updates were not finite and skipped; the last batch is {dump(settings, step)}"
         way_out = f"and tools/replay.py looks into it (saved after step {step}: the same command resumes)"
         assert said == f"error: optimizer.max_skipped: {why}, {way_out}"
+
+
+def test_a_finite_update_ends_a_row_of_skipped_ones():
+    train = TrainState({}, {}, 0)
+    state, counts = RunState(0, train, {}), []
+    for skipped in (True, True, False, True):
+        state = state.after_update(train, {}, skipped)
+        counts.append(state.skipped_in_a_row)
+    assert counts == [1, 2, 0, 1]
+
+
+def test_a_skipped_update_changes_no_parameter_and_its_batch_is_kept(settings):
+    lines = records(settings)[1:]
+    assert [line["skipped"] for line in lines] == [0, 1, 1, 1]
+    assert lines[1]["loss"] is None
+    assert sorted(path.name for path in dump(settings, 2).parent.iterdir()) == [f"step_{n}.npz" for n in (2, 3, 4)]
+    with np.load(dump(settings, 2)) as batch:
+        assert batch["tokens"].shape == (settings.batch_size, settings.data.max_length)
+        assert batch["weights"].sum() == pytest.approx(1)
+        assert (batch["step"], batch["seed"]) == (2, settings.seed)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(newest(settings).train.params))
 
 
 def test_a_replay_says_which_rows_and_parameters_are_not_finite(settings, capsys):
