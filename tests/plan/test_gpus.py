@@ -97,6 +97,6 @@ class TestTheAccount:
         devices = memory.find_devices(MeshConfig(fsdp=2), "h100:2")
         planner = memory.Planner(config, devices, lambda line: None)
         update = planner.compile("update", "update")
-        state, batch = Programs(config, devices.mesh).update()[1]
+        state, batch, _ = Programs(config, devices.mesh).update()[1]
         # An argument that is not used, as a batch's positions may be, is left out.
         assert bytes_on_device(state) <= update.arguments <= bytes_on_device(state) + bytes_on_device(batch)
