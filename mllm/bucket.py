@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -102,6 +103,35 @@ class Bucket:
         """An object's content, None where there is no such object, and what `replace` takes as its generation."""
         found = self.finish(self.store.read(name), name, "read")
         return found.value if found.state == "value" else None, found.stamp.generation
+
+    def generation(self, name: str) -> bytes:
+        """What differs whenever an object has been written anew; empty where there is no such object."""
+        found = self.finish(self.store.read(name, byte_range=slice(0, 0)), name, "read")
+        return found.stamp.generation if found.state == "value" else b""
+
+    def pieces(self, name: str) -> int:
+        """The number of pieces of `PART_BYTES` in an object, the last of which may be shorter; at least 1.
+
+        The store's clients tell no sizes: whether there is a byte at the beginning of a piece is tried instead.
+        """
+
+        def ends_before(piece: int) -> bool:
+            first = piece * PART_BYTES
+            future = self.store.read(name, byte_range=slice(first, first + 1))
+            if str(future.exception()).startswith("OUT_OF_RANGE"):
+                return True
+            return not self.finish(future, name, "read").value
+
+        most = 1
+        while not ends_before(most):
+            most *= 2
+        return bisect_left(range(most), True, lo=most // 2 + 1, key=ends_before)
+
+    def read_piece(self, name: str, piece: int, last: bool) -> tuple[bytes, bytes]:
+        """A piece of an object, and the object's generation."""
+        end = None if last else (piece + 1) * PART_BYTES
+        found = self.finish(self.store.read(name, byte_range=slice(piece * PART_BYTES, end)), name, "read")
+        return found.value, found.stamp.generation
 
     def write(self, name: str, data: bytes) -> None:
         self.finish(self.store.write(name, data), name, "written")

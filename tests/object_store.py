@@ -25,8 +25,8 @@ class ObjectStore:
     def __init__(self, scheme: str, backend: tuple[str, int]) -> None:
         self.scheme, self.backend = scheme, backend
         self.generations: dict[str, str] = {}
-        """Google's emulator knows no generations in conditions and answers of reads, nor ranges of names in lists: the
-        proxy adds them."""
+        """Google's emulator knows no generations in conditions and answers of reads, nor ranges of names in lists, and
+        answers ranges of bytes that end too late: the proxy adds and refuses them."""
         self.folders = count()
         self.renew()
         self.lock = threading.Lock()
@@ -91,6 +91,9 @@ class ObjectStore:
                 content = json.dumps({**listed, "items": kept}).encode()
             elif name in self.generations and "alt" in query:
                 found["x-goog-generation"] = self.generations[name]
+            first, _, size = found.get("Content-Range", "").removeprefix("bytes ").replace("-", "/").rpartition("/")
+            if size and int(first.partition("/")[0]) >= int(size):
+                status = 416
         return status, found, content
 
 

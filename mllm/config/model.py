@@ -16,7 +16,8 @@ class LoraConfig(Section):
     """
 
     source: str | None = None
-    """A folder with adapters in PEFT's format, or a hub id, which training goes on from; None: b begins as 0."""
+    """A folder with adapters in PEFT's format, also in a bucket, or a hub id, which training goes on from; None: b
+    begins as 0."""
     rank: PositiveInt | None = None
     """The smaller dimension of a and b; None: the source's, and without one an error."""
     alpha: PositiveFloat | None = None
@@ -53,7 +54,7 @@ class ModelConfig(Section):
     """The model that is trained."""
 
     source: str | None = None
-    """A folder in Hugging Face's layout, a hub id, or the `run_dir` of another run."""
+    """A folder in Hugging Face's layout or the `run_dir` of another run, both also in a bucket, or a hub id."""
     step: int | str | None = None
     """The checkpoint of the run that is the source: `newest`, `best` (of a run with `checkpoint.keep_best`), or a step,
     as which it is recorded; None: the newest. Not with init random."""
@@ -63,7 +64,7 @@ class ModelConfig(Section):
     """The keys of Hugging Face's config.json, for a model made from scratch without a `source`; only with init
     random."""
     tokenizer: str | None = None
-    """A folder or hub id, or `bytes`; by default the source's, or bytes for an `architecture`."""
+    """A folder, also in a bucket, or hub id, or `bytes`; by default the source's, or bytes for an `architecture`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The dtype of activations and of the products' operands."""
     residual_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -67,7 +67,8 @@ class TaskConfig(Section):
     """`jsonl` (files), `hub` (a data set), `package.module:function`, which returns problems, or a built-in task:
     `arithmetic`, `gsm8k`, `reasoning_gym:NAME`."""
     train: str | None = None
-    """jsonl: a file, or a pattern of files (.jsonl, .jsonl.gz, .parquet); hub: a split, by default `train`."""
+    """jsonl: a file, or a pattern of files (.jsonl, .jsonl.gz, .parquet), also in a bucket; hub: a split, by default
+    `train`."""
     test: str | None = None
     """jsonl: the files of a test set, whose problems training never sees; hub: its split. Needs `eval.test`."""
     id: str | None = None
@@ -83,7 +84,7 @@ class TaskConfig(Section):
     arithmetic: ArithmeticConfig | None = None
     """arithmetic: the size of its problems."""
     path: str | None = None
-    """gsm8k: a folder with train.jsonl and test.jsonl; None: from the hub."""
+    """gsm8k: a folder with train.jsonl and test.jsonl, also in a bucket; None: from the hub."""
     train_examples: PositiveInt = 10_000
     """reasoning_gym: how many problems to make for training."""
     heldout: PositiveInt | None = None

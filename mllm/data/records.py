@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mllm.bucket import is_bucket
 from mllm.errors import UserError, brief
+from mllm.fetch import fetch_files
 
 T = TypeVar("T")
 Record = dict[str, Any]
@@ -77,6 +79,8 @@ def file_records(source: str, key: str) -> Records:
 
 def file_paths(source: str, key: str) -> list[Path]:
     """The file of that name, or the files that match it, in order; UserError where none does."""
+    if is_bucket(source):
+        return fetch_files(source, key)
     if os.path.lexists(source) or not glob.has_magic(source):
         return [Path(source)]
     paths = sorted(path for path in glob.glob(source, recursive=True) if not os.path.isdir(path))

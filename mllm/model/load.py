@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from mllm.bucket import is_bucket
 from mllm.config.model import ModelConfig
 from mllm.config.schema import Config
 from mllm.errors import UserError
@@ -38,8 +39,8 @@ class Policy:
     graphdef: nnx.GraphDef
     params: Params
     """The parameters' shapes, dtypes and shardings; with LoRA adapters and frozen ones."""
-    folder: Path | None
-    """The folder with the pretrained parameters; None: they are random."""
+    source: str | None
+    """Where the pretrained parameters are, which are fetched when they are read; None: they are random."""
     seed: int
     read: Callable[[], Params] | None = None
     """Reads the parameters from elsewhere."""
@@ -91,8 +92,8 @@ class Policy:
         """The parameters as they are stored, without adapters, or random ones; UserError where they don't fit."""
         if self.read is not None:
             return self.read()
-        if self.folder is not None:
-            return weights.load(self.folder, self.architecture, self.stored)
+        if self.source is not None:
+            return weights.load(weights.fetch_folder(self.source), self.architecture, self.stored)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.stored)
         dtype = jax.tree.leaves(self.stored)[0].dtype
 
@@ -148,7 +149,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         attention=attention,
         graphdef=graphdef,
         params=layout.abstract_parameters(params),
-        folder=folder if model.init == "pretrained" else None,
+        source=model.source if model.init == "pretrained" else None,
         seed=seed,
         lora=lora,
         adapters=adapters,
@@ -156,17 +157,20 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
 
 
 def model_folder(config: ModelConfig) -> Path | None:
-    """The folder with the model's files, fetched if it is on the hub; None where random parameters need no files."""
+    """The folder with the model's files, fetched if need be; None where random parameters need no files.
+
+    Parameters on the hub or in a bucket are not among them yet: an error in anything else comes first.
+    """
     if config.source is None:
         return None
-    if config.init == "random" and not os.path.isdir(os.path.expanduser(config.source)):
+    if config.init == "random" and not (is_bucket(config.source) or os.path.isdir(os.path.expanduser(config.source))):
         if config.source in PRESETS:
             return None
         raise UserError(
             f"model.source: {config.source} is neither a folder nor one of the architectures known by name "
             f"({', '.join(PRESETS)})"
         )
-    return weights.fetch_folder(config.source)
+    return weights.fetch_folder(config.source, patterns=weights.SMALL)
 
 
 def read_architecture(config: ModelConfig, folder: Path | None) -> Architecture:

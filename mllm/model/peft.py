@@ -42,7 +42,7 @@ def resolve(config: LoraConfig) -> tuple[Lora, Path | None]:
     if config.source is None:
         assert config.rank and config.alpha and config.targets  # noqa: PT018
         return Lora(config.rank, config.alpha, config.targets, bool(config.rslora)), None
-    folder = weights.fetch_folder(config.source, "leave model.lora.source out")
+    folder = weights.fetch_folder(config.source, "leave model.lora.source out", "model.lora.source")
     stored = read_config(folder)
     for name in ("rank", "alpha", "rslora", "targets"):
         wanted, found = getattr(config, name), getattr(stored, name)

@@ -13,7 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from mllm.bucket import is_bucket
 from mllm.errors import UserError, brief
+from mllm.fetch import fetch_folder
 from mllm.model.json_file import read_json
 from mllm.model.time_limit import time_limit
 
@@ -48,12 +50,15 @@ def load_tokenizer(source: str) -> Tokenizer:
     from huggingface_hub import snapshot_download
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    patterns = ("*.json", "*.jinja", "merges.txt")
+    if is_bucket(source):
+        source = str(fetch_folder(source, patterns, "model.tokenizer"))
     try:
         folder = Path(os.path.expanduser(source))
         if not os.path.isdir(folder):
             if os.path.lexists(folder):
                 raise NotADirectoryError("it is not a folder")
-            folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.jinja", "merges.txt"]))
+            folder = Path(snapshot_download(source, allow_patterns=[*patterns]))
         if (folder / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(str(folder))
         if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):

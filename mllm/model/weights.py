@@ -28,6 +28,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
+from mllm import fetch
+from mllm.bucket import is_bucket
 from mllm.config.model import MeshConfig
 from mllm.errors import UserError, brief
 from mllm.model.architecture import Architecture
@@ -80,12 +82,25 @@ EXPORTED = re.compile(
 """The files of an export, the tokenizer's included: all that `save` may replace."""
 
 
-def fetch_folder(source: str, last_resort: str = "set model.init=random") -> Path:
-    """The folder that `source` names: local, or a hub id's snapshot in the local cache, fetched if need be.
+SMALL, WEIGHTS = ("*.json", "*.txt", "*.jinja"), ("*.safetensors",)
+"""The names of a model's files that are needed to know what it is, and of those with its parameters."""
+
+
+def fetch_folder(
+    source: str,
+    last_resort: str = "set model.init=random",
+    key: str = "model.source",
+    patterns: Sequence[str] = (*SMALL, *WEIGHTS),
+) -> Path:
+    """The folder that `source` names: local, or that of a hub id or a bucket in the local cache, fetched if need be.
+
+    Of the last two only the files whose names match `patterns` are fetched.
 
     UserError, which names the `last_resort` too, is raised where it is neither a folder nor an id that the hub, or
-    its local cache, gives.
+    its local cache, gives; that of a bucket names the setting `key`.
     """
+    if is_bucket(source):
+        return fetch.fetch_folder(source, patterns, key)
     folder = Path(os.path.expanduser(source))
     if os.path.isdir(folder):
         return folder
@@ -96,7 +111,6 @@ def fetch_folder(source: str, last_resort: str = "set model.init=random") -> Pat
         raise UserError(f"{source}: no such folder; {way_out}")
     from huggingface_hub import HfApi, snapshot_download
 
-    patterns = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
     unreachable = None
     # The hub's client raises its own errors, its HTTP library's and OSError; each means that the hub doesn't give it.
     try:
@@ -105,7 +119,7 @@ def fetch_folder(source: str, last_resort: str = "set model.init=random") -> Pat
     except Exception as error:
         unreachable = error
     try:
-        return Path(snapshot_download(source, allow_patterns=patterns, local_files_only=unreachable is not None))
+        return Path(snapshot_download(source, allow_patterns=[*patterns], local_files_only=unreachable is not None))
     except Exception as error:
         reason = brief(unreachable or error)
         raise UserError(f"{source}: no such folder, and the hub did not give it ({reason}); {way_out}") from None

@@ -51,7 +51,7 @@ def test_a_random_model_may_take_its_sizes_from_a_folder_without_its_parameters(
     model = ModelConfig(init="random", source=str(folder))
     policy = policy_of(config(model=model.model_dump() | {"architecture": None}))
     assert model_folder(model) == folder
-    assert policy.folder is None
+    assert policy.source is None
 
 
 def test_the_dtypes_are_those_of_the_configuration():

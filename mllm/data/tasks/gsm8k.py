@@ -2,10 +2,9 @@
 
 import re
 from functools import partial
-from pathlib import Path
 
 from mllm.config.task import TaskConfig
-from mllm.data.records import Record, Records, hub_rows, json_lines, sound_records, text
+from mllm.data.records import Record, Records, file_records, hub_rows, sound_records, text
 from mllm.data.tasks.answers import final_answer
 from mllm.data.tasks.split import hold_out
 from mllm.data.tasks.task import Example, Task, messages
@@ -27,7 +26,7 @@ def gsm8k(config: TaskConfig) -> Task:
 def gsm8k_rows(config: TaskConfig, split: str) -> Records:
     if config.path is None:
         return hub_rows("openai/gsm8k", "main", split, key="task.path")
-    return json_lines(Path(config.path) / f"{split}.jsonl", key="task.path")
+    return file_records(f"{config.path}/{split}.jsonl", key="task.path")
 
 
 def gsm8k_example(config: TaskConfig, place: str, row: Record) -> Example:

@@ -1,0 +1,146 @@
+"""Objects of a bucket as files of this machine: models and data, which all other code reads from disk.
+
+An object is fetched once, in pieces, and again when its generation or entity tag says that it has changed. A file has
+its name only when it is whole. The folders below `local_place` may be deleted whenever nothing uses them.
+"""
+
+import fcntl
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mllm.bucket import AT_ONCE, PART_BYTES, Bucket, local_place
+from mllm.errors import UserError
+
+OBJECTS = "objects"
+"""The folder of `local_place` for objects."""
+WILDCARDS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+UNFIT = re.compile(r"(^|/)(\.|/|$)")
+"""Names that no file gets: hidden ones, and those that would lead out of their folder."""
+
+
+def fetch_files(source: str, key: str) -> list[Path]:
+    """The object of a URL, or all that match a pattern, in the order of their names, as files.
+
+    UserError, which names the setting `key`, is raised where there is none, or it can't be had.
+    """
+    scheme, _, path = source.partition("://")
+    fixed = re.split(r"[*?[]", path, maxsplit=1)[0]
+    folder, _, prefix = fixed.rpartition("/")
+    url, pattern = f"{scheme}://{folder}", path[len(folder) + 1 :]
+    if fixed == path:
+        return fetch(url, [pattern], key)
+    with naming(key):
+        names = matching(Bucket(url).names(prefix), pattern)
+    if not names:
+        raise UserError(f"{key}: no object matches {source}: correct the pattern")
+    return fetch(url, names, key)
+
+
+def fetch_folder(url: str, patterns: Sequence[str], key: str) -> Path:
+    """A folder with the objects just below a URL whose names match one of the patterns; UserError as `fetch_files`."""
+    with naming(key):
+        names = Bucket(url).names()
+    wanted = [name for pattern in patterns for name in matching(names, pattern)]
+    if not wanted:
+        raise UserError(f"{key}: {url}: nothing there is called {' or '.join(patterns)}; correct the URL")
+    folder = fetch(url, wanted, key)[0].parent
+    for path in folder.iterdir():  # what has been removed from the bucket
+        if path.name not in wanted and not path.name.startswith(".") and any(map(path.match, patterns)):
+            path.unlink()
+    return folder
+
+
+def matching(names: Sequence[str], pattern: str) -> list[str]:
+    """The names that match a pattern as `glob` reads it: `*` stays within a folder, and `**` does not."""
+
+    def translate(found: re.Match[str]) -> str:
+        token = found[0]
+        return WILDCARDS.get(token) or (token.replace("[!", "[^") if token[1:] else re.escape(token))
+
+    known = re.compile(re.sub(r"\*\*/|\*\*|\[[^]]+\]|.", translate, pattern))
+    return [name for name in names if known.fullmatch(name) and not UNFIT.search(name)]
+
+
+def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
+    """Objects below a URL as files; UserError as `fetch_files`. One process of a machine fetches, and others wait."""
+    bucket = Bucket(url)
+    folder = local_place(bucket.url, OBJECTS)
+    with naming(key), locked(folder), ThreadPoolExecutor(AT_ONCE) as pool:
+        generations = dict(zip(names, pool.map(bucket.generation, names), strict=True))
+        for name, generation in generations.items():
+            if not generation or UNFIT.search(name):
+                raise UserError(f"{bucket.url}/{name}: there is no such object: correct the URL")
+        stale = [name for name, generation in generations.items() if not is_current(folder / name, generation)]
+        pieces = [
+            (name, number, number == count - 1)
+            for name, count in zip(stale, pool.map(bucket.pieces, stale), strict=True)
+            for number in range(count)
+        ]
+
+        def get(piece: tuple[str, int, bool]) -> None:
+            name, number, last = piece
+            data, found = bucket.read_piece(name, number, last)
+            if found != generations[name]:
+                raise UserError(f"{bucket.url}/{name}: has changed while it was read: start again")
+            with unfinished(folder / name).open("r+b") as file:
+                file.seek(number * PART_BYTES)
+                file.write(data)
+
+        for name in stale:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            unfinished(folder / name).write_bytes(b"")
+        done = pool.map(get, pieces)
+        for name, _, last in tqdm(pieces, f"fetching {bucket.url}", unit=" pieces", delay=1, disable=None):
+            next(done)
+            if last:
+                finish(folder / name, generations[name])
+    return [folder / name for name in names]
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Let errors begin with the setting, and make errors of this machine's disk UserErrors."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
+    except OSError as error:
+        reason = f"{error.filename} can't be written ({error.strerror})"
+        raise UserError(f"{key}: {reason}: make room, or set XDG_CACHE_HOME to another folder") from None
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder, which is made, against the other processes of this machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def mark(path: Path) -> Path:
+    """The file that says of which generation a file is, and its size."""
+    return path.with_name(f".{path.name}.generation")
+
+
+def finish(path: Path, generation: bytes) -> None:
+    """Give a file that is whole its name."""
+    mark(path).unlink(missing_ok=True)
+    unfinished(path).replace(path)
+    mark(path).write_text(f"{generation.hex()} {path.stat().st_size}")
+
+
+def is_current(path: Path, generation: bytes) -> bool:
+    """Whether a file is the object of that generation, as a whole."""
+    with suppress(OSError):
+        return mark(path).read_text() == f"{generation.hex()} {path.stat().st_size}"
+    return False
