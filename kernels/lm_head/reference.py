@@ -1,7 +1,7 @@
 """The oracle: what the head must compute, in float64 NumPy with full logits, and how near an answer has to come.
 
 docs/head.md has the formulas. Rows that don't count are never read. Logits are computed for some rows at a time, twice
-(before and after the cotangents are known), so that any size fits. It is for tests and tools/gradcheck.py alone, and
+(before and after the cotangents are known), so that any size fits. It is for tests and tools/bench alone, and
 shares no code with an engine.
 """
 
@@ -123,21 +123,18 @@ def exact_loss(
 ) -> ExactLoss:
     """sum_i weights_i objective_i over the rows of weight other than zero, and its gradients; `options` are `exact`'s.
 
-    An operand is [N] numbers, or a function that makes them of the exact log-probabilities.
+    The operands are [N] numbers each.
     """
     live = np.asarray(weights) != 0
     w = np.where(live, np.asarray(weights, np.float64), 0)
-
-    def given(logprob: np.ndarray) -> Iterator[np.ndarray]:
-        numbers = (x(logprob) if callable(x) else x for x in operands)
-        return (np.where(live, np.asarray(x, np.float64), 0) for x in numbers)
+    given = [np.where(live, np.asarray(x, np.float64), 0) for x in operands]
 
     def cotangents(logprob: np.ndarray, lse: np.ndarray, entropy: np.ndarray) -> tuple[Any, Any, Any]:
-        by_logprob, by_entropy = objective.slopes(logprob, entropy, *given(logprob))
+        by_logprob, by_entropy = objective.slopes(logprob, entropy, *given)
         return w * by_logprob, 0 * w, w * by_entropy
 
     rows = exact(hidden, weight, labels, cotangents, where=live, **options)
-    values = w * objective.value(np, rows.logprob, rows.entropy, *given(rows.logprob))
+    values = w * objective.value(np, rows.logprob, rows.entropy, *given)
     by_logprob, _, by_entropy = cotangents(*rows[:3])
     moves = rows.resolution
     resolution = _EPS * np.abs(values) + moves.logprob * np.abs(by_logprob) + moves.entropy * np.abs(by_entropy)

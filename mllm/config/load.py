@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from mllm.config import places
 from mllm.config.habits import HABITS
@@ -170,7 +170,7 @@ for kind, construct in (
     PlainLoader.add_constructor(f"tag:yaml.org,2002:{kind}", construct)
 
 
-def explain(error: ValidationError, schema: type[BaseModel] = Config) -> str:
+def explain(error: ValidationError) -> str:
     """One line for the first problem: its key with dots, and the way out."""
     problems = error.errors(include_url=False)
     # A misspelt name is often also a missing one, and says more.
@@ -182,7 +182,7 @@ def explain(error: ValidationError, schema: type[BaseModel] = Config) -> str:
             relative, message = problem["msg"].split("\n", 1)
             return f"{'.'.join([*location, relative])}: {message}"
         case "extra_forbidden":
-            return unknown(location, problem["input"], dict(fields_of(schema)))
+            return unknown(location, problem["input"], dict(fields_of(Config)))
         case "missing":
             return f"{key}: this setting is required"
         case "model_type" | "model_attributes_type" | "dict_type":

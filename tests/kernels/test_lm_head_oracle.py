@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from kernels.lm_head import reference
 from kernels.lm_head.reference import exact
 
 
@@ -35,3 +36,14 @@ def test_the_oracle_knows_the_coin_and_the_uniform_distribution() -> None:
     np.testing.assert_allclose(coin[:3], [[np.log(3 / 4)], [np.log(4)], [np.log(4) - 3 / 4 * np.log(3)]])
     uniform = run([[0.0]], np.ones((7, 1)), [6])
     np.testing.assert_allclose(uniform[:3], [[-np.log(7)], [np.log(7)], [np.log(7)]])
+
+
+def test_the_oracle_does_not_depend_on_the_blocks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    hidden, weight, cotangents = rng.normal(size=(24, 16)), rng.normal(size=(131, 16)), rng.normal(size=(3, 24))
+    run = functools.partial(exact, hidden, weight, rng.integers(0, 131, 24), lambda *_: cotangents, softcap=20.0)
+    at_once = run()
+    monkeypatch.setattr(reference, "LOGITS", 5 * 131)
+    monkeypatch.setattr(reference, "TILE", 50)
+    for got, right in zip(run()[:5], at_once[:5], strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-10, atol=1e-13)

@@ -1,13 +1,11 @@
-"""tools/bench rollout, update and train on a model of no size: every method answers, and the table has its figures."""
+"""tools/bench rollout and train on a model of no size: every method answers, and the table has its figures."""
 
-from pathlib import Path
+import re
 
 import pytest
 
-from tools.bench import rollout, train, update
-
-ROOT = Path(__file__).parent.parent.parent
-SMALL = ["--hidden", "64", "--layers", "1", "--repeats", "1", "--limit", "48"]
+from mllm.errors import UserError
+from tools.bench import rollout, train, turns
 
 
 def cells(line):
@@ -15,7 +13,8 @@ def cells(line):
 
 
 def test_a_rollout_s_table_has_speed_useful_share_and_bytes(capsys):
-    assert rollout.main([*SMALL, "--rows", "16", "--slots", "4"]) == 0
+    small = ["--hidden", "64", "--layers", "1", "--repeats", "1", "--limit", "48"]
+    assert rollout.main([*small, "--rows", "16", "--slots", "4"]) == 0
     header, _, engine, *_ = map(cells, capsys.readouterr().out.splitlines())
     figures = dict(zip(header[1:], map(float, engine[1:]), strict=True))
     assert engine[0] == "engine"
@@ -24,26 +23,17 @@ def test_a_rollout_s_table_has_speed_useful_share_and_bytes(capsys):
     assert 16 <= figures["tokens"] <= 16 * 48
 
 
-def test_an_update_s_table_has_both_checkouts_and_their_ratio(capsys):
-    """The other checkout is this one, so both have as many places."""
-    assert update.main([*SMALL, "--sequences", "16", "--old", str(ROOT)]) == 0
+def test_a_table_of_updates_has_seconds_peaks_and_places_of_every_way(capsys):
+    assert train.main(["--hidden", "128", "--layers", "1", "--repeats", "1", "--rank", "4"]) == 0
     header, _, *lines = map(cells, capsys.readouterr().out.splitlines())
-    assert header == ["seconds", "new", "old", "new / old"]
-    rows = {line[0]: line[1:] for line in lines}
-    assert rows["places"][0] == rows["places"][1]
-    assert 0 <= float(rows["padding"][0]) < 0.6
-    assert all(float(rows[phase][0]) > 0 for phase in update.PHASES)
+    assert header == ["", "full", "padded", "LoRA"]
+    rows = {line[0]: [float(re.match("[0-9.]+", cell)[0]) for cell in line[1:]] for line in lines}
+    assert min(rows["seconds"]) > 0
+    assert 0 < rows["peak, MiB"][2] < rows["peak, MiB"][0]  # 4 M embeddings with gradient and moments, or alone
+    assert rows["places"][1] == 16 * 128 > rows["places"][0] == rows["places"][2]
+    assert 0 <= rows["padding"][0] < rows["padding"][1]
 
 
-def test_a_table_of_training_has_seconds_and_peaks_of_both_ways(capsys):
-    assert train.main(["--hidden", "128", "--layers", "1", "--repeats", "1", "--limit", "64", "--rank", "4"]) == 0
-    header, _, seconds, peak = map(cells, capsys.readouterr().out.splitlines())
-    assert header == ["", "full", "LoRA", "LoRA / full"]
-    assert float(seconds[1]) > 0
-    assert 0 < float(peak[2]) < float(peak[1])  # 4 M embeddings with gradient and moments, or alone
-
-
-@pytest.mark.parametrize("command", [rollout, update])
-def test_a_folder_without_the_project_is_refused_in_a_line(command, tmp_path, capsys):
-    assert command.main(["--old", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: --old: {tmp_path} holds no checkout of this project\n"
+def test_a_method_whose_process_ends_is_named_in_a_line():
+    with pytest.raises(UserError, match=r"^absent: its process ended with exit code 1"):
+        turns.compare("tools.bench.rollout", {"absent": ["absent", "{}"]}, 1)

@@ -197,7 +197,7 @@ def test_a_run_without_a_step_is_not_drawn(tmp_path, capsys):
     assert not (tmp_path / "curves.png").exists()
 
 
-@pytest.mark.parametrize("command", [*TOOLS, "bench head", "bench rollout", "bench update"])
+@pytest.mark.parametrize("command", [*TOOLS, "bench head", "bench rollout", "bench train"])
 def test_help_is_fast_and_imports_nothing_heavy(command):
     heavy = ("jax", "transformers", "matplotlib", "orbax")
     code = f"import runpy, sys; sys.argv = {['tools/' + command.split()[0], *command.split()[1:], '--help']!r}\n"

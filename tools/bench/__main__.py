@@ -3,8 +3,7 @@
     head      the LM head beside the bare matrix products and other implementations
     kernels   the head's kernels one by one, beside float64 or their bare products
     rollout   the rollout engine beside other samplers
-    update    GRPO's update and log-prob pass beside those of an older checkout
-    train     an update of all parameters beside one of LoRA's adapters: seconds and memory
+    train     an update of all parameters beside one of padded rows and one of LoRA's adapters: seconds and memory
 
 `python tools/bench COMMAND --help` describes a command's figures and options.
 """
@@ -19,7 +18,7 @@ if not __package__:  # `python tools/bench`: in place of this folder, the reposi
     sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 from mllm import errors
 
-COMMANDS = ("head", "kernels", "rollout", "update", "train")
+COMMANDS = ("head", "kernels", "rollout", "train")
 
 
 @errors.command

@@ -113,7 +113,7 @@ def run(
         options["sharding"] = HeadSharding(mesh, ("dp",), "tp", None)
     engine = gpu_engine if impl == "mosaic_gpu" else tpu_engine
     context: AbstractContextManager[Any] = nullcontext()
-    if jax.default_backend() == "cpu" and impl != "xla":
+    if jax.default_backend() == "cpu" and impl.startswith("mosaic"):
         sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests" / "kernels"))
         import mosaic_engines  # type: ignore[import-not-found]
 
@@ -125,10 +125,12 @@ def run(
         found = jax.block_until_ready(program(*arrays))
     if exact is None:
         return time(functools.partial(program, *arrays), arrays, PRODUCTS.get(kernel, "hW hW gW gh").split())
-    log_p = np.asarray(arrays[0], np.float64) @ np.asarray(arrays[1], np.float64).T - lse[:, None]
-    dy = -np.exp(log_p) * (by_logprob[:, None] + by_entropy[:, None] * (log_p + entropy[:, None]))
-    dy[np.arange(tokens), labels] += by_logprob
-    wanted = {**exact._asdict(), "dh": exact.hidden, "dW": exact.weight, "dy": dy}
+    wanted = {**exact._asdict(), "dh": exact.hidden, "dW": exact.weight}
+    if kernel == "slopes":
+        log_p = np.asarray(arrays[0], np.float64) @ np.asarray(arrays[1], np.float64).T - lse[:, None]
+        dy = -np.exp(log_p) * (by_logprob[:, None] + by_entropy[:, None] * (log_p + entropy[:, None]))
+        dy[np.arange(tokens), labels] += by_logprob
+        wanted["dy"] = dy
     # Columns beyond the vocabulary are padding.
     differences = {name: x[..., : wanted[name].shape[-1]] - wanted[name] for name, x in found.items()}
     return {name: float(np.linalg.norm(x) / np.linalg.norm(wanted[name])) for name, x in differences.items()}
@@ -158,7 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--kernel", required=True, choices=(*PRODUCTS, "loss", "copy", "device"), metavar="X", help="which one")
-    add("--impl", choices=("mosaic_tpu", "mosaic_gpu", "xla"), default="xla", help="the engine that it is of")
+    engines = ("mosaic_tpu", "mosaic_gpu", "xla", "full_logits")
+    add("--impl", choices=engines, default="xla", help="the engine that it is of (default xla)")
     add("--shape", type=shape_of, default="512,256,1496", metavar="N,D,V", help="(default 512,256,1496)")
     add("--timed", action="store_true", help="time it, and compute no errors")
     add("--workspace", type=int, metavar="BYTES", help="of the loss (default: the head chooses)")
@@ -166,6 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--chunk", type=int, metavar="COLUMNS", help="of a GPU's backward (default 512; with --timed the plan's)")
     add("--sharded", action="store_true", help="the loss over all devices, an even number of them")
     options = parser.parse_args(arguments)
+    if options.kernel in PRODUCTS and not options.impl.startswith("mosaic"):
+        raise errors.UserError(f"--impl: {options.impl} has no kernel {options.kernel}; it is for --kernel loss")
     if options.kernel == "device":
         child_process.answer({**measure.device(), "devices": jax.device_count(), "jax": jax.__version__})
     elif options.kernel == "copy":

@@ -13,8 +13,8 @@ turns. The columns:
     bytes      these bytes over the least possible: the weights once for each token of the longest row, or of a full
                batch, and each token's own keys and values
 
-Methods, where their packages are installed: the engine; with --old the engine of an older checkout, all rows at once
-and in waves of a quarter; `generate` of transformers (torch); the sampler of google-tunix.
+Methods, where their packages are installed: the engine; `generate` of transformers (torch); the sampler of
+google-tunix.
 """
 
 import argparse
@@ -24,20 +24,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-if __name__ == "__main__":
-    sys.path.insert(0, sys.argv[1])  # the checkout whose engine is measured
-from mllm import child_process, errors
+from mllm import errors
+from tools.bench import turns
+from tools.bench.turns import Figures
 
 STOPS = (3, 130, 259)
 VOCABULARY, DEVIATION = 260, 1e-3
 PROMPT = 32
 """The most tokens of a prompt."""
-Result = dict[str, float]
 
 
 # --- the methods, each in a process of its own ------------------------------------------------------------------------
@@ -67,8 +65,8 @@ def prompts(options: dict[str, int]) -> list[list[int]]:
     return [prompt for prompt in groups for _ in range(8)]
 
 
-def engine(options: dict[str, int], **settings: int) -> Callable[[int], Result]:
-    """A function that makes a rollout with this seed; `settings` are of the rollout's section."""
+def engine(options: dict[str, int]) -> Callable[[int], Figures]:
+    """A function that makes a rollout with this seed."""
     import jax.numpy as jnp
     from flax import nnx
 
@@ -80,21 +78,19 @@ def engine(options: dict[str, int], **settings: int) -> Callable[[int], Result]:
     architecture = Architecture.from_hf(hugging_face_config(options), "bench")
     graphdef, params = nnx.split(Decoder(architecture, rngs=nnx.Rngs(0), dtype=jnp.float32))
     limits = {"max_prompt_length": PROMPT, "max_completion_length": options["limit"]}
-    config, rows, generate = RolloutConfig.model_validate({**limits, **settings}), prompts(options), rollout.generate
+    config, rows = RolloutConfig.model_validate(limits), prompts(options)
     stream: dict[str, Any] = {"options": config, "stop_ids": STOPS, "pad_id": 0, "step": 0}
 
-    def roll_out(seed: int) -> Result:
-        if settings:  # the old engine counts nothing
-            return {"tokens": float(generate(graphdef, params, rows, seed=seed, **stream).lengths.sum())}
+    def roll_out(seed: int) -> Figures:
         work = rollout.Work()
-        result = generate(graphdef, params, rows, seed=seed, max_slots=options["slots"], work=work, **stream)
+        result = rollout.generate(graphdef, params, rows, seed=seed, max_slots=options["slots"], work=work, **stream)
         found = shares(work, result.lengths, architecture, params, options)
         return {"tokens": float(result.lengths.sum()), **found}
 
     return roll_out
 
 
-def shares(work: Any, lengths: np.ndarray, architecture: Any, params: Any, options: dict[str, int]) -> Result:
+def shares(work: Any, lengths: np.ndarray, architecture: Any, params: Any, options: dict[str, int]) -> Figures:
     """The useful share of slot-steps, and moved over least bytes."""
     import jax
 
@@ -107,7 +103,7 @@ def shares(work: Any, lengths: np.ndarray, architecture: Any, params: Any, optio
     return {"useful": work.tokens / work.slot_steps, "bytes": moved / least, "moved": moved}
 
 
-def transformers_generate(options: dict[str, int]) -> Callable[[int], Result]:
+def transformers_generate(options: dict[str, int]) -> Callable[[int], Figures]:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -118,7 +114,7 @@ def transformers_generate(options: dict[str, int]) -> Callable[[int], Result]:
     mask = torch.tensor([[0] * (PROMPT - len(prompt)) + [1] * len(prompt) for prompt in rows])
     settings = {"max_new_tokens": options["limit"], "do_sample": True, "top_k": 0, "top_p": 1.0}
 
-    def roll_out(seed: int) -> Result:
+    def roll_out(seed: int) -> Figures:
         torch.manual_seed(seed)
         result = model.generate(tokens, attention_mask=mask, pad_token_id=0, eos_token_id=list(STOPS), **settings)
         return {"tokens": useful(result[:, PROMPT:].numpy())}
@@ -126,7 +122,7 @@ def transformers_generate(options: dict[str, int]) -> Callable[[int], Result]:
     return roll_out
 
 
-def tunix_sampler(options: dict[str, int]) -> Callable[[int], Result]:
+def tunix_sampler(options: dict[str, int]) -> Callable[[int], Figures]:
     import jax
     from flax import nnx
     from tunix.generate import sampler
@@ -160,7 +156,7 @@ def tunix_sampler(options: dict[str, int]) -> Callable[[int], Result]:
     text = ["".join(map(chr, prompt)) for prompt in prompts(options)]
     settings = {"max_generation_steps": options["limit"], "max_prompt_length": PROMPT, "eos_tokens": list(STOPS)}
 
-    def roll_out(seed: int) -> Result:
+    def roll_out(seed: int) -> Figures:
         result = sample(text, **settings, temperature=1.0, top_p=1.0, seed=seed)
         # It returns the stop token of no row.
         return {"tokens": float(sum(min(len(row) + 1, options["limit"]) for row in result.tokens))}
@@ -177,24 +173,25 @@ def useful(rows: Sequence[Sequence[int]]) -> float:
     return float(count)
 
 
-METHODS: dict[str, Callable[[dict[str, int]], Callable[[int], Result]]] = {
+METHODS: dict[str, Callable[[dict[str, int]], Callable[[int], Figures]]] = {
     "engine": engine,
-    "old, all rows at once": lambda options: engine(options, batch_size=options["rows"]),
-    "old, waves of a quarter": lambda options: engine(options, batch_size=options["rows"] // 4),
     "transformers": transformers_generate,
     "google-tunix": tunix_sampler,
 }
 
 
-def child(name: str, options: dict[str, int]) -> None:
-    """Answer each line of stdin, a seed, with the figures of a rollout."""
+def make_measure(name: str, options: dict[str, int]) -> Callable[[int], Figures]:
+    """A function that makes a rollout of this method, and says what it took."""
     roll_out = METHODS[name](options)
-    for line in sys.stdin:
+
+    def measure(seed: int) -> Figures:
         start = time.perf_counter()
-        found = roll_out(int(line))
+        found = roll_out(seed)
         seconds = time.perf_counter() - start
         rate = {"GB/s": found["moved"] / seconds / 1e9} if "moved" in found else {}
-        child_process.answer({**found, **rate, "seconds": seconds})
+        return {**found, **rate, "seconds": seconds}
+
+    return measure
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
@@ -211,48 +208,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=256, help="hidden size (default 256)")
     parser.add_argument("--layers", type=int, default=4, help="(default 4)")
     parser.add_argument("--repeats", type=int, default=3, help="turns (default 3)")
-    parser.add_argument("--old", type=Path, metavar="FOLDER", help="a checkout from before the engine")
-    options = parser.parse_args(arguments)
-    sizes = {name: getattr(options, name) for name in ("rows", "slots", "limit", "hidden", "layers")}
-    from tools.bench import turns as processes  # not in an older checkout, whose code a child imports
-
-    methods = {"engine": processes.ROOT}
-    if options.old:
-        old = processes.old_checkout(options.old)
-        methods |= dict.fromkeys(("old, all rows at once", "old, waves of a quarter"), old)
-    for name, package in (("transformers", "torch"), ("google-tunix", "tunix")):
-        if importlib.util.find_spec(package):
-            methods[name] = processes.ROOT
-    children = {name: processes.start(__file__, folder, name, json.dumps(sizes)) for name, folder in methods.items()}
-    turns: dict[str, list[Result]] = {name: [] for name in methods}
-    for turn in range(-1, options.repeats):
-        for name, process in children.items():
-            # The first turn compiles; a later one may still reach a program that none before has needed.
-            for seed in range(options.repeats) if turn < 0 else [turn]:
-                found = processes.ask(name, process, seed)
-                print(f"{'warm-up' if turn < 0 else f'turn {turn}'}: {name}: {found['seconds']:.2f} s", file=sys.stderr)
-            if turn >= 0:
-                turns[name].append(found)
-    for process in children.values():
-        process.kill()
-    print(table(turns))
+    sizes = vars(parser.parse_args(arguments))
+    repeats = sizes.pop("repeats")
+    packages = {"engine": "jax", "transformers": "torch", "google-tunix": "tunix"}
+    installed = [name for name, package in packages.items() if importlib.util.find_spec(package)]
+    methods = {name: [name, json.dumps(sizes)] for name in installed}
+    print(table(turns.compare("tools.bench.rollout", methods, repeats)))
     return 0
 
 
-def table(turns: dict[str, list[Result]]) -> str:
+def table(found: dict[str, list[Figures]]) -> str:
     """The figures of each method, as Markdown."""
     lines = ["| method | tokens/s | time | useful | GB/s | bytes | tokens |", "| --- |" + " ---: |" * 6]
-    for name, results in turns.items():
+    for name, results in found.items():
         speed = statistics.median(result["tokens"] / result["seconds"] for result in results)
-        ratios = [one["seconds"] / own["seconds"] for one, own in zip(results, turns["engine"], strict=True)]
-        figures = [f"{speed:.0f}", f"{statistics.median(ratios):.2f}"]
+        ratio = statistics.median(turns.ratios(results, found["engine"], "seconds"))
+        figures = [f"{speed:.0f}", f"{ratio:.2f}"]
         for column in ("useful", "GB/s", "bytes"):
-            known = [result[column] for result in results if column in result]
-            figures.append(f"{statistics.median(known):.2f}" if known else "-")
-        figures.append(f"{statistics.median(result['tokens'] for result in results):.0f}")
+            figures.append(f"{turns.median(results, column):.2f}" if column in results[0] else "-")
+        figures.append(f"{turns.median(results, 'tokens'):.0f}")
         lines.append(f"| {name} | {' | '.join(figures)} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    child(sys.argv[2], json.loads(sys.argv[3]))
+    turns.serve(make_measure(sys.argv[1], json.loads(sys.argv[2])))

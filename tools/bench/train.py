@@ -1,8 +1,14 @@
-"""An update of all parameters beside one of LoRA's adapters: python tools/bench train
+"""Updates of a small model beside each other: python tools/bench train
 
-The update is that of a GRPO run, on a small Qwen2 model with random parameters and full rows, in float32 on CPUs and
-bfloat16 elsewhere. Each way of training has a process of its own; both are warmed up, and then timed in turns. The peak
-is what a device, or on CPUs the process, held more than before the parameters were made.
+    full      all parameters, of sequences that are packed into rows
+    padded    the same with a row for each sequence
+    LoRA      adapters alone, of packed sequences
+
+The updates are those of a GRPO run on a Qwen2 model with random parameters, in float32 on CPUs and bfloat16 elsewhere.
+Tokens and advantages are random; lengths are geometric, with a quarter of the limit as their mean, and cut off there.
+Each way has a process of its own; all are warmed up, and then timed in turns. Columns behind the first have the median
+ratio to it, and its range. The peak is what a device, or on CPUs the process, held more than before the parameters
+were made; places are the tokens that are computed, and padding is the share of them that is none.
 """
 
 import argparse
@@ -12,56 +18,91 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
-if __name__ == "__main__":
-    sys.path.insert(0, sys.argv[1])
-from mllm import child_process, errors
-from tools.bench import turns as processes
-from tools.bench import update
+from mllm import errors
+from tools.bench import turns
+from tools.bench.turns import Figures
 
-WAYS = ("full", "LoRA")
+WAYS = ("full", "padded", "LoRA")
+PROMPT = 32
+"""The tokens of a prompt."""
 
 
-def prepare(sizes: dict[str, Any]) -> Callable[[], dict[str, float]]:
-    """A function that makes an update and says its seconds and the peak until then, in bytes."""
+def settings(way: str, sizes: dict[str, int], dtype: str) -> dict[str, Any]:
+    """The configuration of a way; what the bench does not use is as small as it may be."""
+    hidden, rank = sizes["hidden"], sizes["rank"]
+    architecture = {
+        "model_type": "qwen2",
+        "vocab_size": sizes["vocabulary"],
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": max(2, hidden // 64),
+        "num_key_value_heads": max(1, hidden // 128),
+        "tie_word_embeddings": True,
+    }
+    model = {"init": "random", "architecture": architecture, "dtype": dtype, "remat": "full"}
+    return {
+        "algorithm": "grpo",
+        "run_dir": "unused",
+        "steps": 1,
+        "batch_size": sizes["sequences"],
+        "model": {**model, "lora": {"rank": rank, "alpha": rank}} if way == "LoRA" else model,
+        "optimizer": {"learning_rate": 1e-6},
+        "task": {"name": "arithmetic"},
+        "rollout": {"max_prompt_length": PROMPT, "max_completion_length": sizes["limit"] - PROMPT},
+        "grpo": {"num_generations": 2},
+    }
+
+
+def make_measure(way: str, sizes: dict[str, int]) -> Callable[[int], Figures]:
+    """A function that makes an update of the sequences with this seed, and says what it took."""
     import jax
+    import numpy as np
 
     from mllm.config.schema import Config
-    from mllm.parallel.mesh import make_mesh
+    from mllm.data import packing
+    from mllm.parallel.mesh import make_mesh, shard_batch
     from mllm.plan.programs import Programs
     from mllm.train.step import init_state
     from tools.memory_programs import count_peak
 
-    settings = update.settings(sizes)
-    settings["model"] |= {"dtype": "float32" if jax.default_backend() == "cpu" else "bfloat16", "remat": "full"}
-    if sizes["rank"]:
-        settings["model"]["lora"] = {"rank": sizes["rank"], "alpha": sizes["rank"]}
-    config = Config.model_validate(settings)
-    programs = Programs(config, make_mesh(config.mesh))
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    config = Config.model_validate(settings(way, sizes, dtype))
+    mesh, rows = make_mesh(config.mesh), config.rows
+    programs = Programs(config, mesh)
     train_step: Any
-    train_step, (state, batch, frozen) = programs.update()
-    compiled = train_step.lower(state, batch, frozen).compile()
+    train_step, abstract = programs.update()
+    compiled = train_step.lower(*abstract).compile()
 
+    if way == "padded":
+        mock.patch.object(packing, "first_fit_decreasing", lambda lengths, _: np.arange(len(lengths))).start()
     peak = count_peak()
     trained, frozen = programs.policy.split(programs.policy.initial_params())
     state = init_state(trained, programs.optimizer)
-    batch = jax.tree.map(lambda x: jax.numpy.ones(x.shape, x.dtype), batch)
     del trained  # the update reuses their memory
 
-    def measure() -> dict[str, float]:
+    def sequences(seed: int) -> list[packing.Sequence]:
+        rng = np.random.default_rng(seed)
+        limit, vocabulary = sizes["limit"] - PROMPT, sizes["vocabulary"]
+        lengths = np.minimum(rng.geometric(4 / limit, sizes["sequences"]), limit)
+        tokens = (rng.integers(0, vocabulary, PROMPT + length, np.int32) for length in lengths)
+        logprobs = (-rng.random(length, np.float32) for length in lengths)
+        weights, advantages = 1 / lengths / len(lengths), rng.standard_normal(len(lengths))
+        return [packing.Sequence(*one) for one in zip(tokens, logprobs, weights, advantages, strict=True)]
+
+    def measure(seed: int) -> Figures:
         nonlocal state
+        batch = packing.pack(sequences(seed), rows)
+        placed = shard_batch(mesh, batch)
         start = time.perf_counter()
-        state, _ = jax.block_until_ready(compiled(state, batch, frozen))
-        return {"seconds": time.perf_counter() - start, "peak": peak()}
+        state, _ = jax.block_until_ready(compiled(state, placed, frozen))
+        seconds, has_token = time.perf_counter() - start, batch.segments > 0
+        places = -(-int(has_token.any(axis=1).sum()) // rows.micro) * rows.micro * rows.length
+        return {"seconds": seconds, "peak": peak(), "places": places, "padding": 1 - int(has_token.sum()) / places}
 
     return measure
-
-
-def child(sizes: dict[str, Any]) -> None:
-    """Answer each line of stdin with the figures of an update."""
-    measure = prepare(sizes)
-    for _ in sys.stdin:
-        child_process.answer(measure())
 
 
 @errors.command
@@ -69,41 +110,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(
         prog="python tools/bench train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sequences", type=int, default=8, help="rows of an update (default 8)")
-    parser.add_argument("--limit", type=int, default=128, help="tokens of a row (default 128)")
+    parser.add_argument("--sequences", type=int, default=16, help="of an update, an even number (default 16)")
+    parser.add_argument("--limit", type=int, default=128, help="tokens of the longest sequence (default 128)")
     parser.add_argument("--hidden", type=int, default=512, help="hidden size (default 512)")
     parser.add_argument("--layers", type=int, default=8, help="(default 8)")
     parser.add_argument("--vocabulary", type=int, default=32_768, help="its words (default 32,768)")
     parser.add_argument("--rank", type=int, default=32, help="of the adapters (default 32)")
-    parser.add_argument("--repeats", type=int, default=5, help="turns (default 5)")
-    options = vars(parser.parse_args(arguments))
-    repeats, rank = options.pop("repeats"), options.pop("rank")
-    ranks = dict(zip(WAYS, (0, rank), strict=True))
-    children = {
-        way: processes.start(__file__, processes.ROOT, json.dumps({**options, "rank": ranks[way]})) for way in WAYS
-    }
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for turn in range(1 + repeats):
-        for way, process in children.items():
-            figures = processes.ask(way, process, turn)
-            print(f"{way}, turn {turn}: {figures['seconds']:.2f} s", file=sys.stderr)
-            found[way] += [figures] * (turn > 0)
-    for process in children.values():
-        process.kill()
-    print(table(found))
+    parser.add_argument("--repeats", type=int, default=5, help="turns, each with other sequences (default 5)")
+    sizes = vars(parser.parse_args(arguments))
+    repeats = sizes.pop("repeats")
+    ways = {way: [way, json.dumps(sizes)] for way in WAYS}
+    print(table(turns.compare("tools.bench.train", ways, repeats)))
     return 0
 
 
-def table(found: dict[str, list[dict[str, float]]]) -> str:
-    """Medians, and the median of the turns' ratios with their range, as Markdown."""
-    lines = [f"| | {' | '.join(WAYS)} | LoRA / full |", "| --- |" + " ---: |" * 3]
-    for key, name, unit, form in (("seconds", "seconds of an update", 1, ".3f"), ("peak", "peak, MiB", 2**20, ".0f")):
-        figures = [format(statistics.median(turn[key] for turn in found[way]) / unit, form) for way in WAYS]
-        ratios = [lora[key] / full[key] for full, lora in zip(*(found[way] for way in WAYS), strict=True)]
-        figures.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-        lines.append(f"| {name} | {' | '.join(figures)} |")
+def table(found: dict[str, list[Figures]]) -> str:
+    """Medians, and the ratios to the first way, as Markdown."""
+    lines = [f"| | {' | '.join(found)} |", "| --- |" + " ---: |" * len(found)]
+    first = next(iter(found.values()))
+    units = {"seconds": (1, ".3f"), "peak": (2**20, ".0f"), "places": (1, ".0f"), "padding": (1, ".2f")}
+    for key, (unit, form) in units.items():
+        cells = [format(turns.median(own, key) / unit, form) for own in found.values()]
+        for place, own in enumerate(found.values()):
+            if place and key in ("seconds", "peak"):
+                ratios = turns.ratios(own, first, key)
+                cells[place] += f", {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        lines.append(f"| {'peak, MiB' if unit > 1 else key} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    child(json.loads(sys.argv[2]))
+    turns.serve(make_measure(sys.argv[1], json.loads(sys.argv[2])))
