@@ -149,13 +149,19 @@ class Watch:
     def end(self, code: int, line: str, details: str = "") -> None:
         """End this process with an error in one line, and first all others, with the same code and line.
 
-        The first of two threads that call this ends the process.
+        The first of two threads that call this ends the process. Nothing is printed after the line, though the main
+        thread goes on for a moment, and JAX notices that others end.
         """
         self.ending.acquire()
         for link in self.links.values():
             link.send(end=[code, line])
-        print(f"{details}error: {line}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
+        with suppress(OSError, ValueError):  # the output may be on a full disk, or closed
+            sys.stdout.flush()
+        with suppress(OSError):
+            output = os.dup(2)
+            for stream in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            os.write(output, f"{details}error: {line}\n".encode(errors="backslashreplace"))
         time.sleep(GRACE if self.links else 0)
         os._exit(code)
 
@@ -165,9 +171,10 @@ class Watch:
         Errors of JAX wait for news of a lost process, which may be what caused them.
         """
         if not self.links or error is None or isinstance(error, CommonError):
-            self.mark(self.status.step, END)
-            for link in [*self.links.values()]:
-                link.send(status=self.status)
+            with self.ending:  # which is held while another thread ends the process
+                self.mark(self.status.step, END)
+                for link in [*self.links.values()]:
+                    link.send(status=self.status)
             return
         code, line = ending(error)
         if code == 1:

@@ -6,12 +6,14 @@ from the start; or a second group is started on the same run_dir. All others mus
 same single line, which names the process, and with the documented exit code. Then the same command runs again. At the
 end everything must equal a run that nothing disturbed, bit for bit, as in chaos.py.
 
-Exit codes: 0 nothing was lost, 1 something was, 2 bad arguments. Linux only. Left out: several machines, their network.
+Exit codes: 0 nothing was lost, 1 something was, 2 bad arguments. Linux only. A fault takes about half a minute on two
+cores. Left out: several machines, their network.
 """
 
 import argparse
 import json
 import logging
+import os
 import random
 import resource
 import shutil
@@ -34,6 +36,8 @@ from mllm.errors import RESTART, ArgumentParser, UserError, command, run_main
 
 LIMIT = 60.0
 """Seconds within which the others must have ended."""
+START, STEPS, STEP = 10.0, 8, 0.5
+"""A fault falls within so many seconds of the start, one time in five, or up to STEPS steps of STEP seconds later."""
 CODES = {"kill -9": RESTART, "SIGSTOP": RESTART, "disk full": 2, "no memory": 2, "damaged cache": 2, "bad line": 2}
 """The exit code of all others, and of the disturbed one unless it was killed, by the fault."""
 SECOND = "second group"
@@ -46,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=30, help="for each workload and number of processes (default 30)")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="of a group (default 2 and 4)")
+    parser.add_argument("--workloads", nargs="+", default=["sft", "grpo"], choices=["sft", "grpo"], help="default both")
     parser.add_argument("--seed", type=int, default=0, help="decides what happens when, and to whom (default 0)")
     options = parser.parse_args(arguments)
     if options.faults < 1 or min(options.processes) < 2:
@@ -54,20 +59,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rng, begin = random.Random(options.seed), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="several_"))
     prepare_environment(folder)
-    groups = [Group(name, count, folder, rng) for count in options.processes for name in ("sft", "grpo")]
+    groups = [Group(name, count, folder, rng) for count in options.processes for name in options.workloads]
     trials: list[Trial] = []
     with tqdm(total=len(groups) * options.faults, unit="fault", dynamic_ncols=True, disable=None) as bar:
         for group in groups:
             group.finish()  # undisturbed
             for fault in group.plan(options.faults):
                 bar.set_description(f"{group.name}, {group.count} processes, {fault}")
-                group.disturb(fault)
+                trial = group.disturb(fault)
                 bar.update()
-                trial = ([*group.trials, *group.open])[-1]
-                seconds = trial.seconds.get("ended", 0)
-                tqdm.write(
-                    f"{group.name} x{group.count}: {fault} in {trial.hit}, {seconds:.1f} s {trial.failure}", sys.stderr
-                )
+                ended = f"{trial.seconds.get('ended', 0):.1f} s {trial.failure}"
+                tqdm.write(f"{group.name} x{group.count}: {fault} in {trial.hit}, {ended}", sys.stderr)
             group.finish()
             trials += group.trials
     print(f"seed {options.seed}: {len(trials)} faults in {time.monotonic() - begin:.0f} s\n")
@@ -86,14 +88,14 @@ class Group:
         self.name, self.count, self.folder, self.rng = name, count, folder / f"{name}_{count}", rng
         self.folder.mkdir()
         self.runs = 0
-        self.seconds = 0.0
-        """How long the undisturbed run takes."""
         self.trials: list[Trial] = []
         self.open: list[Trial] = []
         """The faults of the run that is under way."""
         for name, bad in (("data.jsonl", False), ("bad.jsonl", True)):
             lines = [json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}) for i in range(64)]
             (self.folder / name).write_text("\n".join(lines + ["no JSON"] * bad) + "\n", encoding="utf-8")
+        self.config = self.folder / "config.yaml"
+        self.config.write_text(dump(workload(self.name, self.run_dir)), encoding="utf-8")
 
     @property
     def run_dir(self) -> Path:
@@ -107,9 +109,7 @@ class Group:
         return (kind for kind, _ in zip(cycle(kinds), range(count), strict=False))
 
     def arguments(self, process: int, source: str = "data.jsonl") -> list[str]:
-        path = self.folder / f"{self.name}.yaml"
-        path.write_text(dump(workload(self.name, self.run_dir)), encoding="utf-8")
-        given = ["--config", str(path), f"run_dir={self.run_dir}", f"mesh.dp={2 * self.count}"]
+        given = ["--config", str(self.config), f"run_dir={self.run_dir}", f"mesh.dp={2 * self.count}"]
         if self.name == "sft":
             cache = self.folder / f"cache_{process}"  # as if each machine had its own
             given += [f"data.source={self.folder / source}", f"data.cache={cache}"]
@@ -121,21 +121,18 @@ class Group:
 
         address, trainers = free_address(), []
         for process in range(self.count):
-            flags = ["--coordinator", address, "--processes", str(self.count), "--process", str(process)]
+            flags = f"--coordinator {address} --processes {self.count} --process {process} --wait 60".split()
             given = self.arguments(process, "bad.jsonl" if process == bad else "data.jsonl")
             path = self.folder / f"{output}_{process}.txt"
             path.unlink(missing_ok=True)
-            devices = "--xla_force_host_platform_device_count=2"
-            trainers.append(Trainer([*given, *flags], path, XLA_FLAGS=devices))
+            programs = f"{os.environ['JAX_COMPILATION_CACHE_DIR']}_{process}_of_{self.count}"
+            variables = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_COMPILATION_CACHE_DIR": programs}
+            trainers.append(Trainer([*given, *flags], path, **variables))
         return trainers
 
     def finish(self) -> None:
         """Let the run come to its end; it must be that of the undisturbed one, which is the first."""
-        begin = time.monotonic()
-        trainers = self.launch()
-        codes = [trainer.end() for trainer in trainers]
-        self.seconds = self.seconds or time.monotonic() - begin
-        self.check(codes)
+        self.check([trainer.end() for trainer in self.launch()])
 
     def check(self, codes: list[int]) -> None:
         problem = f"exit codes {codes}: {self.said(0)}" if any(codes) else ""
@@ -149,13 +146,23 @@ class Group:
     def said(self, process: int, output: str = "said") -> str:
         return last_line(self.folder / f"{output}_{process}.txt")
 
-    def disturb(self, fault: str) -> None:
+    def reach_moment(self, trainer: Trainer) -> None:
+        """Let the processes run to a random moment of their start or of their next steps."""
+        if self.rng.random() < 0.2:
+            trainer.follow("start")
+            time.sleep(self.rng.uniform(0, START))
+        else:
+            for _ in range(self.rng.randint(1, STEPS)):
+                trainer.follow("metrics")
+            time.sleep(self.rng.uniform(0, STEP))
+
+    def disturb(self, fault: str) -> Trial:
         """Try a fault on one of the processes at a random moment of the run."""
         while True:
             victim = self.rng.randrange(self.count)
             trainers = self.launch(bad=victim if fault == "bad line" else None)
             if fault != "bad line":
-                time.sleep(self.rng.uniform(0.1, 0.95) * self.seconds)
+                self.reach_moment(trainers[victim])
             if all(trainer.process.is_alive() for trainer in trainers):
                 break
             self.check([trainer.end() for trainer in trainers])  # too late: it has come to its end
@@ -164,8 +171,11 @@ class Group:
         self.open.append(trial)
         if fault == SECOND:
             self.start_second(trial)
-            self.check([trainer.end() for trainer in trainers])
-            return
+            if not all(trainer.process.is_alive() for trainer in trainers):
+                trial.failure = trial.failure or f"the first group ended: {self.said(0)}"
+            for trainer in trainers:
+                trainer.kill(everything=True)
+            return trial
         self.act(fault, trainers[victim], victim)
         others = [trainer for trainer in trainers if fault != "SIGSTOP" or trainer is not trainers[victim]]
         for trainer in others:
@@ -181,10 +191,14 @@ class Group:
         if not any(codes):  # it had nothing more to write, or to read
             trial.hit = END
             self.check(codes)
-            return
+            return trial
         self.judge(trial, victim, codes, late)
+        if trial.failure:  # the next start overwrites what was said
+            for i in range(self.count):
+                shutil.copy(self.folder / f"said_{i}.txt", self.folder / f"lost_{len(self.trials + self.open)}_{i}.txt")
         if trial.hit not in ("start", END):
             trial.redone = max(0, last_step(self.run_dir) - max(saved_steps(self.run_dir), default=0))
+        return trial
 
     def act(self, fault: str, trainer: Trainer, victim: int) -> None:
         if fault == "kill -9":

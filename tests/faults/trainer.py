@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from itertools import groupby
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -145,6 +146,9 @@ def run(
         os.dup2(file.fileno(), 2)
     if namespace is not None:
         enter(namespace)
+    import jax
+    from jax._src import compiler
+
     import train
     from mllm.rl import evaluation
     from mllm.run.checkpoint import Checkpoints
@@ -156,6 +160,10 @@ def run(
 
     signal.signal(signal.SIGUSR1, use_up_memory)
     os.environ |= {**variables, "FAULTS_TOKEN": token}
+    if folder := variables.get("JAX_COMPILATION_CACHE_DIR"):
+        # JAX is imported already. It lets only process 0 write, though the others' programs have other keys.
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compiler.distributed = SimpleNamespace(global_state=SimpleNamespace(process_id=0, client=None))
     open_phases = [BETWEEN]
 
     def tell(name: str) -> None:

@@ -56,6 +56,15 @@ def test_a_process_ends_when_another_one_does_with_its_line_and_code(send, code,
     assert child.returncode == code
 
 
+@pytest.mark.parametrize("goes_on", ['print("step 8", file=sys.stderr) is None', "own.finish(None) or sys.exit(0)"])
+def test_the_line_is_a_process_s_last_whatever_its_main_thread_does_meanwhile(goes_on):
+    child, other = begin(0, f"while not own.ending.locked() or {goes_on}: time.sleep(0.01)")
+    other.sendall(json.dumps({"end": [2, "process 1: no room"]}).encode() + b"\n")
+    assert child.communicate(timeout=10)[1].decode().splitlines()[-1] == "error: process 1: no room"
+    assert child.returncode == 2
+    other.close()
+
+
 def test_a_process_ends_when_another_one_is_silent_and_not_when_it_has_trained_to_its_end():
     silent, one = begin(0)
     one.sendall(said("data"))
