@@ -89,8 +89,9 @@ def cached_documents(origin: Origin, config: DataConfig, tokenizer: Tokenizer) -
     folder = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
     summary = read_summary(folder)
     others = gather_inside((content[0], summary is not None))
-    if len({digest for digest, _ in others}) > 1:
-        raise UserError(f"{origin.key}: {origin.source}: the processes have different examples: give all the same data")
+    if odd := [str(process) for process, (digest, _) in enumerate(others) if digest != others[0][0]]:
+        which = f"process{'es' * (len(odd) > 1)} {', '.join(odd)}"
+        raise UserError(f"{origin.key}: {which} and process 0 have different examples: give all the same data")
     together = len(others) > 1 and not all(found for _, found in others)
     if summary is None or together:
         try:

@@ -141,10 +141,9 @@ class Watch:
         self.publish(sorted([own, *others]))
         for link in self.links.values():
             link.send(status=own)
-            silent = time.monotonic() - link.heard
-            if silent > SILENCE:
+            if time.monotonic() - link.heard > SILENCE:
                 why = "it is stopped, or its machine, network or disk hangs"
-                self.end(RESTART, f"{link.status} has been silent for {silent:.0f} s: {why}; {GO_ON}")
+                self.end(RESTART, f"{link.status} has been silent for {SILENCE:.0f} s: {why}; {GO_ON}")
 
     def end(self, code: int, line: str, details: str = "") -> None:
         """End this process with an error in one line, and first all others, with the same code and line.

@@ -171,8 +171,8 @@ class Group:
         self.open.append(trial)
         if fault == SECOND:
             self.start_second(trial)
-            if not all(trainer.process.is_alive() for trainer in trainers):
-                trial.failure = trial.failure or f"the first group ended: {self.said(0)}"
+            if not all(trainer.process.is_alive() for trainer in trainers):  # the first has come to its end
+                self.check([trainer.end() for trainer in trainers])
             for trainer in trainers:
                 trainer.kill(everything=True)
             return trial

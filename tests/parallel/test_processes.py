@@ -28,8 +28,10 @@ from runs import (
 )
 from tiny import config
 
+from mllm.config.data import DataConfig
 from mllm.config.model import MeshConfig
 from mllm.data import cache, sft_source, tokenizing
+from mllm.data.documents import Origin
 from mllm.data.sft_source import SftSource
 from mllm.errors import RESTART, UserError
 from mllm.model import weights
@@ -214,6 +216,11 @@ def check_rows_and_reading():
         if process == 1:
             raise UserError("no such tokenizer")
         gather_inside("a share")
+
+    source = f"{FIXTURE}/{('config', 'tokenizer_config')[process]}.json"  # the bytes of no two files are the same
+    differ = r"^data\.source: process 1 and process 0 have different examples"
+    with pytest.raises(UserError, match=differ), raise_everywhere():
+        cache.cached_documents(Origin("data.source", source), DataConfig(source=source), bytes_tokenizer())
 
     encoded: list[str] = []
 
