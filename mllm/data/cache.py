@@ -230,12 +230,15 @@ def unpacked(record: bytes) -> Document:
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """A hash of the files that the tokenizer and its template are saved as."""
+    """A hash of the files that the tokenizer and its template are saved as; UserError where they can't be."""
     digest = hashlib.sha256()
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            digest.update(f"{path.name} {file_digest(path)}".encode())
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                digest.update(f"{path.name} {file_digest(path)}".encode())
+    except Exception as error:  # those of the package tokenizers are no OSErrors
+        raise UserError(f"TMPDIR: the tokenizer can't be written there ({brief(error)}): make room") from None
     return digest.hexdigest()
 
 

@@ -1,5 +1,6 @@
 """A source is tokenized once, by whichever process comes first; a stale, damaged or unfinished cache is not used."""
 
+import resource
 import threading
 from pathlib import Path
 
@@ -137,6 +138,13 @@ def test_a_cache_that_can_not_be_written_is_refused(tmp_path, opened):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"data.cache: .*/file/x can't be written \(Not a directory\): make"):
         opened[0](write(tmp_path, some(2)), cache=f"{tmp_path}/file/x")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"TMPDIR: .*can't be written there \(File too large"):
+            opened[0](f"{tmp_path}/data.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture

@@ -217,10 +217,11 @@ def check_rows_and_reading():
             raise UserError("no such tokenizer")
         gather_inside("a share")
 
-    source = f"{FIXTURE}/{('config', 'tokenizer_config')[process]}.json"  # the bytes of no two files are the same
+    source = f"{FIXTURE}/{('config', 'generation_config')[process]}.json"
+    settings = DataConfig(source=source, max_length=32)
     differ = r"^data\.source: process 1 and process 0 have different examples"
     with pytest.raises(UserError, match=differ), raise_everywhere():
-        cache.cached_documents(Origin("data.source", source), DataConfig(source=source), bytes_tokenizer())
+        cache.cached_documents(Origin("data.source", source), settings, bytes_tokenizer())
 
     encoded: list[str] = []
 
