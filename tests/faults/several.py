@@ -188,8 +188,9 @@ class Group:
         codes = [trainer.end() for trainer in trainers]
         marks = [phase for seconds, phase in trainers[victim].marks if seconds <= begin]
         trial.hit = marks[-1] if marks else "start"
-        if not any(codes):  # it had nothing more to write, or to read
-            trial.hit = END
+        if not any(codes):  # it had nothing more to write or to read, or passed over the error
+            trial.hit = "no effect"
+            trial.seconds.clear()
             self.check(codes)
             return trial
         self.judge(trial, victim, codes, late)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from rollouts import GROUP, grpo_source
 from runs import (
     arguments,
     changed,
@@ -33,7 +35,7 @@ from mllm.config.model import MeshConfig
 from mllm.data import cache, sft_source, tokenizing
 from mllm.data.documents import Origin
 from mllm.data.sft_source import SftSource
-from mllm.errors import RESTART, UserError
+from mllm.errors import RESTART, StepError, UserError
 from mllm.model import weights
 from mllm.model.decoder import Decoder
 from mllm.model.layout import Layout
@@ -49,8 +51,10 @@ from mllm.parallel.processes import (
     local_rows,
     raise_everywhere,
 )
+from mllm.run import folder as run_dir
 from mllm.run.checkpoint import by_name
 from mllm.run.checksum import checksums
+from mllm.stopwatch import Stopwatch
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
@@ -222,6 +226,20 @@ def check_rows_and_reading():
     differ = r"^data\.source: process 1 and process 0 have different examples"
     with pytest.raises(UserError, match=differ), raise_everywhere():
         cache.cached_documents(Origin("data.source", source), settings, bytes_tokenizer())
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        run_dir.lock(Path(folder)),
+        pytest.raises(UserError, match=r"^process 0: run_dir: .* is in use by process \d+ on .*; wait for it"),
+        raise_everywhere(),
+        run_dir.claim(Path(folder), config()),
+    ):
+        pass
+
+    source = grpo_source(bad=range(GROUP) if process else (), task={"max_failed_groups": 0.25})
+    source.rows = RowShare(process, 2, (0, 1))
+    with pytest.raises(StepError, match=r"in 1 of 2 groups.* exact_match raised 4 times, first: too many"):
+        source.next(np.float32(0), 0, Stopwatch())
 
     encoded: list[str] = []
 

@@ -6,11 +6,12 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import pytest
-from runs import ROOT, environment
+from runs import ROOT, environment, free_address
 
-from mllm.parallel.watch import forward
+from mllm.parallel.watch import forward, receive, visit
 
 PROCESS = """
 import socket, sys, time
@@ -108,6 +109,20 @@ def test_an_error_that_all_raise_alike_and_the_end_of_the_run_end_nobody():
         child.kill()
         child.communicate()
         other.close()
+
+
+def test_a_process_that_was_started_twice_is_refused_and_the_others_begin(capsys):
+    port = int(free_address().rpartition(":")[2]) - 1
+    with ThreadPoolExecutor() as pool:
+        zero = pool.submit(receive, 3, port)
+        visits = [pool.submit(visit, 1, 3, ("localhost", port)) for _ in range(2)]
+        refused = wait(visits, return_when=FIRST_COMPLETED).done.pop()
+        visits.append(pool.submit(visit, 2, 3, ("localhost", port)))
+    assert zero.result().keys() == {1, 2}
+    assert refused.exception().code == 2
+    assert capsys.readouterr().err == "error: --process: 1 was started twice\n"
+    for link in [*zero.result().values(), *(one.result() for one in visits if one is not refused)]:
+        link.socket.close()
 
 
 def test_a_relay_keeps_the_connection_open_when_the_other_side_closes_its():

@@ -4,12 +4,11 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from rollouts import GROUP, SquareRewards, grpo_source, linear_logprobs, sequences
+from rollouts import GROUP, grpo_source, linear_logprobs, sequences
 from runs import checkpoints, records, run
 from tiny import config
 
 from mllm.errors import UserError
-from mllm.parallel.processes import RowShare
 from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
 
@@ -185,22 +184,6 @@ def test_a_reward_whose_file_has_changed_since_the_checkpoint_is_logged(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "task.rewards: the file of mine:near has changed since the checkpoint; its new code is used"
     ]
-
-
-class Second(RowShare):
-    """This process has the second half of the rows, and all rewards of the first failed."""
-
-    def gather(self, mine):
-        failed = SquareRewards(range(GROUP)).score([], [f"{i}" for i in range(GROUP)], None)
-        failures = np.array(failed.failures, object)
-        return [mine._replace(rewards=failed.values, reward_kinds=failed.kinds, failures=failures), mine]
-
-
-def test_failed_groups_of_all_processes_are_counted():
-    source = grpo_source(task={"max_failed_groups": 0.25})
-    source.rows = Second(1, 2, (0, 1))
-    with pytest.raises(UserError, match=r"in 1 of 2 groups.* exact_match raised 4 times, first: too many"):
-        source.next(np.float32(0), 0, Stopwatch())
 
 
 def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_began_with():
