@@ -1,20 +1,17 @@
-"""The files that options such as --json and --plot name: checked before the work begins, written as a whole."""
+"""The files that options such as --json name: checked before the work begins, written as a whole."""
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mllm.errors import UserError
 
 
-def check(path: Path | None, option: str = "--json", endings: Sequence[str] = ()) -> None:
-    """Raise UserError where no file can be written at `path`, or its name has none of the `endings`."""
+def check(path: Path | None, option: str = "--json") -> None:
+    """Raise UserError where no file can be written at `path`."""
     if path is None:
         return
-    if endings and path.suffix not in endings:
-        raise UserError(f"{option}: {path}: the name has to end in {', '.join(endings)}")
     if not os.path.isdir(path.parent):
         raise UserError(f"{option}: there is no folder {path.parent}")
     if os.path.isdir(path):

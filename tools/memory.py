@@ -12,20 +12,18 @@ peak; the picture and the JSON also say what holds it:
     head          the peak above that
     head alone    temporaries of the head with its gradients, compiled by itself: at the peak they may be gone
 
-With --target the figures are those of the compiler for TPUs or H100s that aren't there, else those of the compiler for
-the devices at hand; with --measure the update runs on these, on zeros. Each figure is found in a process of its own.
---out FILE writes FILE.json and FILE.png.
+The figures are those of the compiler for the devices at hand or, with --target, for TPUs or H100s that aren't there:
+nothing runs. --out FILE writes FILE.json and FILE.png.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
-from mllm import child_process, errors
+from mllm import errors
 from mllm.errors import UserError
 from tools import figures
 
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from mllm.plan.assignment import Account
     from mllm.plan.memory import Devices
 
-ROOT = Path(__file__).resolve().parent.parent
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 HEADS = ("full_logits", "fused", "lora")
 """The columns: the head, and with the fused one adapters. Beside these there is the head "none"."""
@@ -59,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind in HEADS[1:]:  # what the model takes does not depend on the head
         for micro in sizes:
             without = with_head(config, kind, micro, devices.mesh)
-            bare[kind, micro] = account(without, devices, "none", "update", options.measure).peak
+            bare[kind, micro] = account(without, devices, "none", "update").peak
     rows = []
     for head in HEADS:
         for micro in sizes:
             without_head = bare["lora" if head == "lora" else "fused", micro]
-            rows.append(row(config, devices, head, micro, options.measure, without_head))
+            rows.append(row(config, devices, head, micro, without_head))
             fits = "" if rows[-1]["fits"] else ", does not fit"
             print(f"{head:11} {micro:3}: {plan.size(rows[-1]['peak']):>10}{fits}", flush=True)
     print(table(rows, devices.memory))
@@ -79,13 +76,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="NAME", help="a path, or a file in configs/")
     parser.add_argument("--target", metavar="SLICE", help="devices that aren't there, as in v6e:2x4 or h100:8")
-    parser.add_argument("--measure", action="store_true", help="run the update on the devices at hand")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES, metavar="N")
     parser.add_argument("--out", type=Path, metavar="FILE", help="without its ending; none: no files")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     options = parser.parse_intermixed_args(arguments)
-    if options.measure and options.target:
-        raise UserError("--measure: is for the devices at hand, --target for those that aren't there")
     if min(options.micro_batches) < 1:
         raise UserError(f"--micro-batches: {min(options.micro_batches)}: expected 1 or more")
     if options.out is not None and not options.out.name:
@@ -95,7 +89,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def row(config: "Config", devices: "Devices", head: str, micro: int, measured: bool, bare: int) -> dict[str, Any]:
+def row(config: "Config", devices: "Devices", head: str, micro: int, bare: int) -> dict[str, Any]:
     """One bar of the picture: the head's name, sequences a shard, the peak and its parts in bytes a device.
 
     Args:
@@ -112,8 +106,8 @@ def row(config: "Config", devices: "Devices", head: str, micro: int, measured: b
         "optimizer": bytes_on_device(shapes.state.opt_state),
         "gradients": bytes_on_device(shapes.gradients()),
     }
-    peak = account(config, devices, head, "update", measured).peak
-    alone = account(config, devices, head, "head_of_update", measured=False)
+    peak = account(config, devices, head, "update").peak
+    alone = account(config, devices, head, "head_of_update")
     parts = plan.phase("update", peak, known, max(peak - bare, 0)).parts
     return {
         "head": head,
@@ -140,22 +134,12 @@ def with_head(config: "Config", head: str, micro: int, mesh: "Mesh") -> "Config"
     return config.model_copy(update=changes)
 
 
-def account(config: "Config", devices: "Devices", head: str, name: str, measured: bool) -> "Account":
-    """A program's memory, found out in a process of its own."""
-    from mllm.plan import assignment
+def account(config: "Config", devices: "Devices", head: str, name: str) -> "Account":
+    """The memory of a program of tools/memory_programs.py."""
+    from mllm.plan import memory as plan
 
     settings = {"config": config.model_dump(mode="json"), "head": head, "name": name}
-    if devices.target:
-        program = f"{ROOT / 'tools' / 'memory_programs.py'}:program"
-        try:
-            return assignment.read(devices.target, program, devices.mesh.shape, **settings)
-        except ValueError as error:
-            raise UserError(f"--target: {error}") from None
-    task = json.dumps({**settings, "measured": measured})
-    ended = child_process.run([sys.executable, "-m", "tools.memory_programs", task], cwd=ROOT)
-    if ended.code or ended.answer is None:
-        raise UserError(f"{head}, {config.micro_batch_size} rows: {ended.reason}")
-    return assignment.Account(*ended.answer)
+    return plan.account_of("tools.memory_programs:program", devices, **settings)
 
 
 def table(rows: Sequence[dict[str, Any]], memory: int) -> str:
@@ -175,16 +159,15 @@ def table(rows: Sequence[dict[str, Any]], memory: int) -> str:
 
 
 def write(rows: Sequence[dict[str, Any]], devices: "Devices", options: argparse.Namespace) -> None:
-    from tools import machine
+    import jax
 
     content = {
         "config": options.config,
         "overrides": options.overrides,
         "devices": devices.name,
-        "how": "measured" if options.measure else "compiler",
         "mesh": dict(devices.mesh.shape),
         "memory": devices.memory,
-        "jax": machine.versions(["jax"])["jax"],
+        "jax": jax.__version__,
         **({"caveat": devices.caveat} if devices.caveat else {}),
         "rows": list(rows),
     }

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -151,17 +152,8 @@ class Planner:
         """The account of one program, compiled in this process or, for a target, in a process of its own."""
         start = time.perf_counter()
         config = config or self.config
-        if self.devices.target is None:
-            function, arguments = getattr(Programs(config, self.devices.mesh), name)()
-            jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
-            account = here(jitted.trace(*arguments).lower().compile())
-        else:
-            settings = {"config": config.model_dump(mode="json"), "name": name}
-            program, axes = "mllm.plan.programs:program", self.devices.mesh.shape
-            try:
-                account = assignment.read(self.devices.target, program, axes, **settings)
-            except ValueError as error:
-                raise UserError(f"--target: {error}") from None
+        settings = {"config": config.model_dump(mode="json"), "name": name}
+        account = account_of("mllm.plan.programs:program", self.devices, **settings)
         self.tell(f"{title + ':':16} {size(account.peak):>10}, compiled in {time.perf_counter() - start:.0f} s")
         return account
 
@@ -204,10 +196,20 @@ def find_devices(config: MeshConfig, target: str | None) -> Devices:
         raise UserError(f"--target: {error}") from None
 
 
-def here(program: jax.stages.Compiled) -> Account:
-    """The account of a program that was compiled for the devices at hand."""
-    memory = targets.memory(program)
-    return Account(memory["argument"], memory["temp"], memory["peak"])
+def account_of(program: str, devices: Devices, **settings: Any) -> Account:
+    """The account of a program, which is named as in `targets.py` and given these settings and the devices' mesh.
+
+    It is compiled in this process or, for a target, in one of its own; UserError where the target's compiler refuses.
+    """
+    if devices.target is None:
+        function, arguments = targets.program(program)(devices.mesh, **settings)
+        jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
+        memory = targets.memory(jitted.trace(*arguments).lower().compile())
+        return Account(memory["argument"], memory["temp"], memory["peak"])
+    try:
+        return assignment.read(devices.target, program, devices.mesh.shape, **settings)
+    except ValueError as error:
+        raise UserError(f"--target: {error}") from None
 
 
 def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:

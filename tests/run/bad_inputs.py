@@ -226,7 +226,6 @@ TOOLS: tuple[tuple[str, str, str], ...] = (
     ("memory", "--config damaged/config.yaml", "damaged/config.yaml: not readable as YAML"),
     ("memory", "--config tiny_sft steps=x", "steps: Input should be a valid integer"),
     ("memory", "--config tiny_sft --micro-batches 0", "--micro-batches: 0: expected 1 or more"),
-    ("memory", "--config tiny_sft --measure --target v6e", "--measure: is for the devices at hand"),
     ("memory", "--config tiny_sft --target v9", "--target: target 'v9'"),
     ("memory", "--config tiny_sft --out run/config.yaml/x", "--out: there is no folder run/config.yaml"),
     ("memory", "--config tiny_sft --out .", "--out: . names no file"),

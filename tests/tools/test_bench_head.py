@@ -8,7 +8,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import pytest
 
 from tools.bench import __main__ as bench
@@ -58,11 +57,11 @@ def rows(capsys):
 # --- a run
 
 
-def test_the_table_and_the_json_tell_the_same_and_a_picture_is_drawn(monkeypatch, tmp_path, capsys):
+def test_the_table_and_the_json_tell_the_same(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(head, "LEAST", 0.0)
-    file, picture = tmp_path / "found.json", tmp_path / "found.png"
+    file = tmp_path / "found.json"
     chosen = ["--methods", "optax", "liger", "tunix", "--live", "0.25", "1", "--repeats", "2"]
-    assert bench.main(["head", "--shape", "24,16,130", *chosen, "--json", str(file), "--plot", str(picture)]) == 0
+    assert bench.main(["head", "--shape", "24,16,130", *chosen, "--json", str(file)]) == 0
     said, progress = capsys.readouterr()
     content = json.loads(file.read_text())
     assert [(table["live"], table["rows"]) for table in content["results"]] == [(1.0, 24), (0.25, 6)]
@@ -80,8 +79,7 @@ def test_the_table_and_the_json_tell_the_same_and_a_picture_is_drawn(monkeypatch
     assert content["versions"]["jax"] == jax.__version__
     assert re.match(r"\d{4}-\d\d-\d\dT", content["date"])
     assert progress == ""  # without a terminal there is no bar
-    assert plt.imread(picture)[..., :3].std() > 0.01
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.png"]
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
 def test_a_method_that_fails_is_a_row_with_the_reason_and_the_others_are_measured(monkeypatch, capsys):
@@ -100,7 +98,7 @@ else:
     assert head.main(["--methods", "optax", "scan", "liger", "--shape", "24,16,130", "--live", "1", "0.5"]) == 0
     said = rows(capsys)
     assert sum(line.startswith("optax on full logits") for line in said) == 1  # measured at one share
-    assert "failed: optax on full logits: out of memory: MemoryError" in said
+    assert "failed: optax on full logits: MemoryError" in said
     assert said.count("skipped: scan over 256 tokens, recomputed: impl: it can't run here") == 2
     assert sum(line.startswith("skipped: Liger, fused linear: ") for line in said) == 2
 
@@ -123,7 +121,6 @@ def test_a_process_that_fails_has_a_status_and_a_reason(monkeypatch, tmp_path, c
     [
         (["--methods", "nonsense"], "--methods: no method has 'nonsense' in its name; there are: "),
         (["--live", "0"], "--live: 0 is not a number above 0, at most 1"),
-        (["--plot", "curves"], "--plot: curves: the name has to end in .png, .svg, .pdf"),
         (["--target", "v6e", "--live", "1"], "--live: has no meaning with --target, which times nothing"),
     ],
 )
@@ -143,7 +140,7 @@ def test_a_bad_argument_is_refused_in_one_line(monkeypatch, capsys, arguments, r
         (
             "import sys; '\"device\"' in sys.argv[1] or sys.exit('MemoryError')\n"
             "child_process.answer({'platform': 'cpu', 'kind': 'cpu'})",
-            "--shape, --methods: nothing could be measured; optax on full logits: out of memory: MemoryError\n",
+            "--shape, --methods: nothing could be measured; optax on full logits: MemoryError\n",
         ),
     ],
 )

@@ -19,10 +19,13 @@ Leaves out several devices. Exit codes: 0 done, 2 an error that one line explain
 """
 
 import argparse
+import importlib.metadata
 import json
 import math
 import os
 import shlex
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -32,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from mllm import child_process, errors
 from mllm.errors import UserError
-from tools import figures, machine
+from tools import figures
 from tools.bench.report import Outcome, Shape
 
 if TYPE_CHECKING:
@@ -42,7 +45,11 @@ ROOT = Path(__file__).parent.parent.parent
 COMMAND = (sys.executable, "-m", "tools.bench.measure")
 LEAST = 0.05
 """Seconds of a turn, so that the clock and the start of the calls don't count."""
-PEERS = ("optax", "tokamax", "torch", "triton", "liger-kernel", "cut-cross-entropy", "google-tunix")
+PACKAGES = (
+    *("jax", "jaxlib", "numpy", "optax", "tokamax", "google-tunix"),
+    *("torch", "triton", "liger-kernel", "cut-cross-entropy"),
+)
+"""The packages whose versions are written beside the figures, where they are installed."""
 
 LARGE: Shape = (8192, 2048, 151936)
 """The head of Qwen2.5-3B."""
@@ -85,7 +92,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, help="rounds timed, after one that is not (default on a CPU 5, else 10)")
     add("--seed", type=int, default=0, help="seed of the random inputs (default 0)")
     add("--json", type=Path, metavar="FILE", help="write the figures there too, as they become known")
-    add("--plot", type=Path, metavar="FILE", help="draw time against memory there (.png, .svg, .pdf)")
     options = parser.parse_args(arguments)
     for share in options.live or []:
         if not 0 < share <= 1:
@@ -96,11 +102,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             raise UserError(f"--{name}: {value:g} is not a number above 0")
     if options.seed < 0:
         raise UserError(f"--seed: {options.seed} is below 0")
-    for name in ("plot", "methods", "live", "dtype", "repeats"):
+    for name in ("methods", "live", "dtype", "repeats"):
         if options.target and getattr(options, name) is not None:
             raise UserError(f"--{name}: has no meaning with --target, which times nothing")
     figures.check(options.json)
-    figures.check(options.plot, "--plot", (".png", ".svg", ".pdf"))
     return options
 
 
@@ -140,8 +145,7 @@ def start(task: dict[str, Any], timeout: float, cache: Path) -> Outcome:
         return Outcome(ended.answers)
     if ended.late:
         return Outcome(ended.answers, "failed", f"stopped after {timeout:g} s (--timeout)")
-    prefix = "out of memory: " if machine.is_out_of_memory(ended.reason) else ""
-    return Outcome(ended.answers, "failed", prefix + ended.reason)
+    return Outcome(ended.answers, "failed", ended.reason)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -170,19 +174,19 @@ def measure(options: argparse.Namespace, cache: Path, device: dict[str, Any]) ->
     dtype = options.dtype or ("float32" if cpu else "bfloat16")
     task = {"task": "measure", "platform": platform, "lives": lives, "least": LEAST}
     task["rounds"] = options.repeats or (5 if cpu else 10)
-    versions = machine.versions(["jax", "jaxlib", "numpy", *PEERS])
+    versions = {package: found for package in PACKAGES if (found := version(package))}
     content: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device | {"driver": machine.driver()},
+        "device": device | {"driver": driver()},
         "versions": versions,
         "dtype": dtype,
         "rounds": task["rounds"],
         "seed": options.seed,
         "results": [],
     }
-    heading = f"{platform} {device['kind']}, jax {versions['jax']}, {dtype}, {content['date'][:10]}"
-    print(f"{heading}, {task['rounds']} rounds")
+    about = f"{platform} {device['kind']}, jax {versions['jax']}, {dtype}"
+    print(f"{about}, {content['date'][:10]}, {task['rounds']} rounds")
     shapes = options.shape or [SMALL if cpu else LARGE]
     with tqdm(total=len(shapes) * len(methods), unit="method", dynamic_ncols=True, disable=None) as bar:
         for shape in shapes:
@@ -202,12 +206,27 @@ def measure(options: argparse.Namespace, cache: Path, device: dict[str, Any]) ->
                 bar.update()
                 figures.write(options.json, content)
             print("".join("\n" + "\n".join(report.lines(table)) + "\n" for table in tables), end="", flush=True)
-            if options.plot:
-                report.draw(content["results"], heading, options.plot)
     rows = [row for table in content["results"] for row in table["methods"]]
     if all(row["status"] != "measured" for row in rows):
         row = next((row for row in rows if row["status"] != "skipped"), rows[0])
         raise UserError(f"--shape, --methods: nothing could be measured; {row['method']}: {row['reason']}")
+
+
+def version(package: str) -> str | None:
+    """The version of a package; None where it isn't installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def driver() -> str | None:
+    """An NVIDIA GPU's driver, highest clock, memory and power limit, if nvidia-smi tells them."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=driver_version,clocks.max.sm,memory.total,power.limit", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.partition("\n")[0] or None
 
 
 if __name__ == "__main__":

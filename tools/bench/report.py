@@ -1,23 +1,17 @@
-"""Tables and the picture of `python tools/bench head`, from what its processes have measured.
+"""Tables of `python tools/bench head`, from what its processes have measured.
 
 Ratios are medians, over rounds, of a method's time to the sum of the bare products in the same round, so that clocks
 and a busy machine cancel: three are h Wᵀ, g W and gᵀ h, four have h Wᵀ twice. TFLOP/s count a method's products at
-the rows that count. The picture has a panel for each shape and share of rows that count, and in it a point for each
-method that gives the loss and its gradients; down and to the left is better.
+the rows that count.
 """
 
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from mllm.errors import UserError
 
 if TYPE_CHECKING:
     from tools.bench.methods import Method
-
-MARKERS = "oDsv^<>pPX*hd"
 
 Shape = tuple[int, int, int]
 """Tokens, hidden size, vocabulary."""
@@ -109,61 +103,3 @@ def cells(row: dict[str, Any]) -> str:
     errors = "".join(f"{'nan' if x is None else format(x, '.1e'):>9}" for x in row["errors"].values())
     times = f"{1e3 * row['seconds']:10.2f}{row['ratio_to_three']:7.2f}{row['ratio_to_four']:7.2f}{row['tflops']:9.3g}"
     return f"{times}{peak:>10}{temporaries:>10}{errors}"
-
-
-def points(table: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """For each method that the picture shows: MiB beside arguments and results (at least 1), and milliseconds."""
-    return {
-        row["method"]: (max(1.0, row["temp_bytes"] / 2**20), 1e3 * row["seconds"])
-        for row in table["methods"]
-        if row["status"] == "measured" and row["gradients"] and not row["general"] and row["temp_bytes"] is not None
-    }
-
-
-def draw(results: Sequence[dict[str, Any]], heading: str, out: Path) -> None:
-    """Draw the tables that have points; none: no file.
-
-    Raises:
-        UserError: the picture can't be written.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    tables = [table for table in results if points(table)]
-    if not tables:
-        return
-    columns = len({table["live"] for table in tables})
-    lines = -(-len(tables) // columns)
-    names = list(dict.fromkeys(name for table in tables for name in points(table)))
-    size = (4.4 * columns + 3.4, max(3.4 * lines, 0.26 * len(names) + 1.2))
-    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis, table in zip(axes.flat, tables, strict=False):
-        draw_panel(axis, table, names)
-    handles = {text: line for axis in axes.flat for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(handles.values()), list(handles), loc="outside right upper", frameon=False, fontsize=9)
-    figure.suptitle(heading, fontsize=10, x=0.01, ha="left")
-    try:
-        figure.savefig(out, dpi=130)
-    except OSError as error:
-        raise UserError(f"--plot: {out} can't be written ({error.strerror})") from None
-    finally:
-        plt.close(figure)
-
-
-def draw_panel(axis: Any, table: dict[str, Any], names: Sequence[str]) -> None:
-    for name, (memory, milliseconds) in points(table).items():
-        place = names.index(name)
-        axis.plot([memory], [milliseconds], MARKERS[place % len(MARKERS)], color=f"C{place % 10}", label=name)
-    for (number, seconds), style in zip(bare_products(table, "XLA").items(), ("--", ":"), strict=False):
-        axis.axhline(1e3 * seconds, color="black", linewidth=1, linestyle=style, label=f"{number} bare products")
-    shape = title((table["N"], table["D"], table["V"]))
-    axis.set_title(f"{shape}\n{table['live']:.0%} of the rows count", fontsize=10, loc="left")
-    axis.set_xscale("log")
-    axis.set_xlim(left=0.7)
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("MiB beside arguments and results")
-    axis.set_ylabel("ms")
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)

@@ -12,11 +12,14 @@ were made; places are the tokens that are computed, and padding is the share of 
 """
 
 import argparse
+import ctypes
 import json
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -66,7 +69,6 @@ def make_measure(way: str, sizes: dict[str, int]) -> Callable[[int], Figures]:
     from mllm.parallel.mesh import make_mesh, shard_batch
     from mllm.plan.programs import Programs
     from mllm.train.step import init_state
-    from tools.memory_programs import count_peak
 
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     config = Config.model_validate(settings(way, sizes, dtype))
@@ -103,6 +105,25 @@ def make_measure(way: str, sizes: dict[str, int]) -> Callable[[int], Figures]:
         return {"seconds": seconds, "peak": peak(), "places": places, "padding": 1 - int(has_token.sum()) / places}
 
     return measure
+
+
+def count_peak() -> Callable[[], int]:
+    """A function that says how many bytes more than now a device, or on CPUs the process, has held at most since."""
+    import jax
+
+    device = jax.local_devices()[0]
+    if device.memory_stats() is not None:
+        return lambda: device.memory_stats()["peak_bytes_in_use"]
+    ctypes.CDLL(None).malloc_trim(0)
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    return lambda: resident("VmHWM") - before
+
+
+def resident(name: str) -> int:
+    """A figure of this process's memory, in bytes, as Linux tells it."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024 if found else 0
 
 
 @errors.command
