@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mllm.plan import gpus, targets
-from mllm.plan.traffic import Module, Traffic
+from mllm.plan.traffic import Module
 
 TPU_FILES = (".after_optimizations", ".after_optimizations_after_buffer_assignment.txt")
 GPU_FILES = (".*_gpu_after_optimizations", ".0.ir-no-opt.ll")
@@ -31,8 +31,8 @@ class Account(NamedTuple):
     arguments: int
     temporaries: int
     peak: int
-    turn: Traffic = Traffic(0, 0)
-    """What a turn of the program's largest loop moves."""
+    turn: int = 0
+    """The bytes that a turn of the program's largest loop moves; not known for the devices at hand."""
 
 
 def read(target: str, program: str, axes: Mapping[str, int], **arguments: Any) -> Account:

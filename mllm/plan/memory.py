@@ -25,7 +25,6 @@ from mllm.plan import assignment, gpus, targets
 from mllm.plan.assignment import Account
 from mllm.plan.programs import Programs
 from mllm.plan.seconds import ASSUMED, estimate
-from mllm.plan.traffic import Traffic
 from mllm.rl.capacity import slots_that_fit
 from mllm.rl.schedule import PREFILLED_BATCHES
 
@@ -96,7 +95,7 @@ class Planner:
         self.programs = Programs(config, devices.mesh)
         self.config = self.programs.config = with_slots(config, self.programs.policy, devices.memory)
         self.slots = 0 if config.rollout is None else self.programs.slots
-        self.turn = Traffic(0, 0)
+        self.turn = 0
         beta = 0 if config.grpo is None else config.grpo.beta
         self.reference = bytes_on_device(self.programs.policy.trained) if beta > 0 else 0
 
@@ -139,8 +138,8 @@ class Planner:
         said = f"rollout: {self.slots} slots, {self.slots // shapes.layout.row_shards} a device"
         if target:
             least = bytes_on_device((shapes.decoding_weights(), shapes.cache()))
-            moved = self.turn.bytes
-            said += f"; a decode step with a full cache moves {size(moved)}, {moved / least:.2f} of the least possible"
+            moved = f"{size(self.turn)}, {self.turn / least:.2f} of the least possible"
+            said += f"; a decode step with a full cache moves {moved}"
         self.tell(said)
         if target and self.config.grpo:
             rates = targets.RATES[target.partition(":")[0]]

@@ -1,4 +1,4 @@
-"""What a turn of a compiled program's largest loop moves, from the compiler's text of the program.
+"""The bytes that a turn of a compiled program's largest loop moves, from the compiler's text of the program.
 
 An instruction reads each operand and writes its result; a slice reads what it takes, and an update in place writes what
 changes. Arrays in a TPU's VMEM, memory space 1, are not counted: what copies them there is. A loop inside is counted as
@@ -8,7 +8,6 @@ often as it runs, if the text says so.
 import math
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 BITS = {"pred": 8, **{f"{kind}{bits}": bits for kind in "suf" for bits in (4, 8, 16, 32, 64)}, "bf16": 16}
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
@@ -18,14 +17,6 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(\S+) \([^\n]*\) -> [^\n]*\{\n(.*?)^\}
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$", re.MULTILINE)
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
-
-
-class Traffic(NamedTuple):
-    """What a turn of a loop costs."""
-
-    bytes: int
-    cycles: int
-    """What the compiler for TPUs estimates; 0 where it says nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,41 +37,38 @@ class Module:
     def __init__(self, text: str) -> None:
         self.computations = {name: instructions(body) for name, body in _COMPUTATION.findall(_COMMENT.sub("", text))}
 
-    def largest_loop(self) -> Traffic:
-        """The traffic of a turn of the loop that moves most a turn; zeros where there is no loop."""
+    def largest_loop(self) -> int:
+        """The most bytes that a turn of one of the loops moves; 0 where there is no loop."""
         loops = [i for body in self.computations.values() for i in body.values() if i.kind == "while"]
-        return max((self.computation(called(loop, "body")) for loop in loops), default=Traffic(0, 0))
+        return max((self.computation(called(loop, "body")) for loop in loops), default=0)
 
-    def computation(self, name: str) -> Traffic:
-        """The traffic of a computation's instructions."""
+    def computation(self, name: str) -> int:
+        """The bytes that a computation's instructions move."""
         body = self.computations[name]
-        parts = [self.instruction(instruction, body) for instruction in body.values()]
-        return Traffic(sum(part.bytes for part in parts), sum(part.cycles for part in parts))
+        return sum(self.instruction(instruction, body) for instruction in body.values())
 
-    def instruction(self, one: Instruction, body: dict[str, Instruction]) -> Traffic:
+    def instruction(self, one: Instruction, body: dict[str, Instruction]) -> int:
+        """The bytes that an instruction of a computation moves."""
         kind = one.kind
         if kind == "while":
             turns = re.search(r'known_trip_count":\{"n":"(\d+)"', one.rest)
-            turn = self.computation(called(one, "body"))
-            return Traffic(*(int(turns[1] if turns else 1) * figure for figure in turn))
+            return int(turns[1] if turns else 1) * self.computation(called(one, "body"))
         if kind == "call":
             return self.computation(called(one, "to_apply"))
         if kind in FREE or kind.endswith(("-done", "-update")):
-            return Traffic(0, 0)
-        found = re.search(r'estimated_cycles":"(\d+)"', one.rest)
-        cycles = int(found[1]) if found else 0
+            return 0
         operands = [body[name].result for name in one.operands if name in body]
         if kind.endswith("-start"):  # a copy to or from VMEM; its result names both sides and a counter
             sides = [array for array in _ARRAY.findall(one.result) if array[1]]
             moved = min((bytes_of(dtype, shape) for dtype, shape, _ in sides), default=0)
-            return Traffic(moved if "S(1)" in one.result else 2 * moved, cycles)
+            return moved if "S(1)" in one.result else 2 * moved
         if kind == "dynamic-update-slice":
-            return Traffic(2 * size(operands[1]), cycles)
+            return 2 * size(operands[1])
         if kind in SLICES:
-            return Traffic(2 * size(one.result), cycles)
+            return 2 * size(one.result)
         if kind != "fusion":
-            return Traffic(sum(map(size, operands)) + size(one.result), cycles)
-        return Traffic(self.fusion(one, operands), cycles)
+            return sum(map(size, operands)) + size(one.result)
+        return self.fusion(one, operands)
 
     def fusion(self, one: Instruction, operands: list[str]) -> int:
         """The bytes that a fusion reads of its operands, and writes."""

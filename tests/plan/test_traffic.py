@@ -9,7 +9,7 @@ from mllm.model.decoding import abstract_cache
 from mllm.parallel.mesh import AXES, bytes_on_device
 from mllm.plan import gpus, targets
 from mllm.plan.programs import Programs
-from mllm.plan.traffic import Module, Traffic
+from mllm.plan.traffic import Module
 
 TEXT = """HloModule example
 %update (p.0: f32[8,128], p.1: f32[1,128], p.2: s32[]) -> f32[8,128] {
@@ -33,7 +33,7 @@ TEXT = """HloModule example
   %cache = f32[8,128]{1,0:T(8,128)} get-tuple-element(%carry), index=0
   %table = bf16[100,128]{1,0} get-tuple-element(%carry), index=1
   %i = s32[] get-tuple-element(%carry), index=2
-  %taken = f32[1,128]{1,0:T(1,128)S(1)} fusion(%table, %i), calls=%take, backend_config={"estimated_cycles":"30"}
+  %taken = f32[1,128]{1,0:T(1,128)S(1)} fusion(%table, %i), calls=%take
   %near = (bf16[100,128]{1,0:S(1)}, bf16[100,128]{1,0}, u32[]{:S(2)}) copy-start(%table)
   %there = bf16[100,128]{1,0:S(1)} copy-done(%near)
   %written = f32[8,128]{1,0:T(8,128)} fusion(%cache, %taken, %i), kind=kLoop, calls=%update
@@ -49,7 +49,7 @@ ENTRY %main (start: (f32[8,128], bf16[100,128], s32[])) -> (f32[8,128], bf16[100
 
 def test_a_turn_of_a_loop_reads_what_it_slices_and_writes_what_it_changes():
     """A bfloat16 row into VMEM, the table copied to VMEM, the update's float32 row into the cache, two counters."""
-    assert Module(TEXT).largest_loop() == Traffic(bytes=256 + 4 + 25600 + 512 + 4, cycles=30)
+    assert Module(TEXT).largest_loop() == 256 + 4 + 25600 + 512 + 4
 
 
 QWEN2, QWEN3, LLAMA = "Qwen/Qwen2.5-3B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"  # Llama's heads have 64
@@ -79,8 +79,7 @@ def test_a_decode_step_on_eight_v6e_moves_little_more_than_weights_and_cache(sou
     program, least = decode_program("v6e:2x4", source, 320, (1, 8, 1))
     assert program.memory_analysis().temp_size_in_bytes <= 64 * 2**20
     turn = Module(program.as_text()).largest_loop()
-    assert least <= turn.bytes <= most * least
-    assert 4e6 < turn.cycles < 9e6  # by the compiler's own estimate, at 1.75 GHz 5 ms
+    assert least <= turn <= most * least
 
 
 @pytest.mark.aot_gpu
@@ -89,4 +88,4 @@ def test_a_decode_step_on_eight_v6e_moves_little_more_than_weights_and_cache(sou
 def test_a_decode_step_on_an_h100_copies_neither_weights_nor_cache(source, slots, most):
     program, least = decode_program("h100", source, slots, (1, 1, 1))
     assert program.memory_analysis().temp_size_in_bytes <= 128 * 2**20
-    assert least <= Module(program.as_text()).largest_loop().bytes <= most * least
+    assert least <= Module(program.as_text()).largest_loop() <= most * least

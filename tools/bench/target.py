@@ -21,7 +21,6 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +50,17 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """A method's figures; None where there are none."""
-
-    method: str
-    products: float | None = None
-    moved_bytes: int | None = None
-    temp_bytes: int | None = None
-    peak_bytes: int | None = None
-    mxu: float | None = None
-    bound_seconds: float | None = None
-    kernels: dict[str, float] = field(default_factory=dict)
-    """The MXU use of each kernel, by the listing."""
-    refused: str | None = None
-    """The compiler's reason, where it compiled nothing."""
+COLUMNS = {
+    "products": ("arithmetic", ".2f"),
+    "moved GB": ("arithmetic", ".1f"),
+    "temp MiB": ("compiler", ".1f"),
+    "peak MiB": ("compiler", ".0f"),
+    "MXU": ("listing", ".1%"),
+    "bound ms": ("estimate", ".1f"),
+}
+"""For each figure of a method its source and format."""
+Row = dict[str, Any]
+"""A method, its figures by `COLUMNS` as far as it has them, and the MXU use of its kernels; or why it was refused."""
 
 
 def run(target: str, shapes: Sequence[tuple[int, int, int]], json: Path | None) -> None:
@@ -84,7 +79,7 @@ def run(target: str, shapes: Sequence[tuple[int, int, int]], json: Path | None) 
         print(f"\n{title(shape)}")
         rows = table(target, shape)
         show(rows)
-        results.append(dict(zip("NDV", shape, strict=True)) | {"methods": [asdict(row) for row in rows]})
+        results.append(dict(zip("NDV", shape, strict=True)) | {"methods": rows})
     about = {"command": shlex.join(["python", *sys.argv]), "target": target, "jax": jax.__version__}
     figures.write(json, {**about, "dtype": "bfloat16", "results": results})
 
@@ -112,7 +107,7 @@ def table(target: str, shape: tuple[int, int, int]) -> list[Row]:
             try:
                 account, kernels = listing.read(target, f"{__file__}:program", Path(folder), method=method, **sizes)
             except ValueError as error:
-                rows.append(Row(method, refused=str(error)))
+                rows.append({"method": method, "refused": str(error)})
                 continue
             fusions = listing.read_folder(Path(folder), target, xla=True)
         parts = account["parts"] and [Part(*part) for part in account["parts"]]
@@ -131,48 +126,35 @@ def row(
 ) -> Row:
     """A method's figures, from the compiler's account, the program's parts, and the listing of what has products."""
     busy = {kernel.name: kernel.mxu for kernel in kernels}
-    known = Row(method, temp_bytes=account["temp"], peak_bytes=account["peak"], kernels=dict(busy))
+    row: Row = {"method": method, "kernels": dict(busy)}
+    row |= {f"{name} MiB": account[name] / 2**20 for name in ("temp", "peak")}
     if not parts:
-        return known
+        return row
     if fusions:
         busy["XLA"] = len(fusions) / sum(1 / fusion.mxu for fusion in fusions)
     tokens, features, vocabulary = shape
     rate, bandwidth = targets.RATES[chip]
-    flops = sum(part.flops for part in parts)
     listed = [(part.flops, busy[part.name]) for part in parts if part.name in busy]
+    if listed:  # a share of cycles: a kernel takes as many cycles as its flops over its own share
+        row["MXU"] = sum(n for n, _ in listed) / sum(n / mxu for n, mxu in listed)
     bounds = [max(part.flops / (rate * busy.get(part.name, 1.0)), part.bytes / bandwidth) for part in parts]
-    return replace(
-        known,
-        products=flops / (2 * tokens * features * vocabulary),
-        moved_bytes=sum(part.bytes for part in parts),
-        # A share of cycles: a kernel takes as many cycles as its flops over its own share.
-        mxu=sum(n for n, _ in listed) / sum(n / mxu for n, mxu in listed) if listed else None,
-        bound_seconds=sum(bounds),
-    )
+    row["products"] = sum(part.flops for part in parts) / (2 * tokens * features * vocabulary)
+    return row | {"moved GB": sum(part.bytes for part in parts) / 1e9, "bound ms": 1e3 * sum(bounds)}
 
 
 def show(rows: Sequence[Row]) -> None:
-    width = max(len(row.method) for row in rows)
-    columns = ("products", "moved GB", "temp MiB", "peak MiB", "MXU", "bound ms")
-    sources = ("[arithmetic]", "[arithmetic]", "[compiler]", "[compiler]", "[listing]", "[estimate]")
-    for names in (columns, sources):
-        print(f"{'':{width}}" + "".join(f"{name:>14}" for name in names))
+    width = max(len(row["method"]) for row in rows)
+    print(" " * width + "".join(f"{name:>14}" for name in COLUMNS))
+    print(" " * width + "".join(f"{f'[{source}]':>14}" for source, _ in COLUMNS.values()))
     for row in rows:
-        print(f"{row.method:{width}}" + (f"  refused: {row.refused}" if row.refused else "".join(cells(row))))
+        print(f"{row['method']:{width}}" + (f"  refused: {row['refused']}" if "refused" in row else cells(row)))
     for row in rows:
-        if row.kernels:
-            print(f"{row.method}: " + ", ".join(f"{name} {mxu:.1%}" for name, mxu in row.kernels.items()))
+        if kernels := row.get("kernels"):
+            print(f"{row['method']}: " + ", ".join(f"{name} {mxu:.1%}" for name, mxu in kernels.items()))
 
 
-def cells(row: Row) -> list[str]:
-    """A row's figures in the table's units."""
-    columns = (
-        (row.products, 1, ".2f"),
-        (row.moved_bytes, 1e9, ".1f"),
-        (row.temp_bytes, 2**20, ".1f"),
-        (row.peak_bytes, 2**20, ".0f"),
-        (row.mxu, 1, ".1%"),
-        (row.bound_seconds, 1e-3, ".1f"),
-    )
-    none = "?" if row.products is None else "-"
-    return [f"{none if value is None else format(value / unit, form):>14}" for value, unit, form in columns]
+def cells(row: Row) -> str:
+    """A row's figures; "-" where it has none, and "?" where the program's work isn't known."""
+    none = "-" if "products" in row else "?"
+    shown = (format(row[name], form) if name in row else none for name, (_, form) in COLUMNS.items())
+    return "".join(f"{cell:>14}" for cell in shown)
