@@ -66,7 +66,7 @@ class Job:
 def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     """The jobs for a device, which is described as `tools/bench kernels --kernel device` does."""
     platform, cpu = device["platform"], device["platform"] == "cpu"
-    shape, large = ("256,128,296", "256,128,1000") if cpu else ("512,256,1496", "8192,2048,151936")
+    shape, large = ("256,128,296", "256,128,1000") if cpu else ("1024,128,6000", "8192,2048,151936")
     none = "it is for TPUs and GPUs" if cpu else ""
     engines = {"tpu": ("statistics", "mean", "dh", "dW", "kept"), "gpu": ("statistics", "slopes", "dh", "dW", "kept")}
     for kind in engines if cpu else (platform,):
@@ -76,8 +76,8 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
             for cluster in ("2", "1") if kind == "gpu" and not cpu else ("2",):
                 name = f"{kind} {kernel}" + f", cluster of {cluster}" * (kind == "gpu")
                 yield Job(name, [*about, "--kernel", kernel, "--cluster", cluster], obstacle=old)
-        # Room for dW's own memory alone; for some columns; for some rows and a float32 sum of dW; for the default.
-        for workspace in ("0",) if cpu else ("0", "300000", "2000000", ""):
+        # Room in dW's own memory alone; for some columns; for some rows and a float32 sum of dW; for the default.
+        for workspace in ("0",) if cpu else ("0", "700000", "7000000", ""):
             size = ["--kernel", "loss", *["--workspace", workspace] * bool(workspace)]
             yield Job(f"{kind} loss, workspace {workspace or 'default'}", [*about, *size], obstacle=old)
     engine = "xla" if cpu else f"mosaic_{platform}"

@@ -26,7 +26,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.lm_head import token_loss
+from kernels.lm_head.contract import Inputs, Options
 from kernels.lm_head.gpu import tiles as gpu_tiles
+from kernels.lm_head.gpu.plan import make_plan
 from kernels.lm_head.gpu.tiles import SHARED_MEMORY, Tiles, shared_memory
 from kernels.lm_head.tpu import tiles as tpu_tiles
 from mllm import child_process
@@ -98,11 +100,13 @@ def gpu_entries(shape: Sequence[int], most: int | None) -> list[Entry]:
 
 
 def gpu_chunks(shape: Sequence[int], tiles: dict[str, int]) -> list[Entry]:
-    """Entries with these tiles and a chunk of the vocabulary smaller than the kernels' rule takes, largest first."""
-    tokens, features, vocabulary = shape
+    """Entries with these tiles and a largest chunk of the vocabulary below that of the kernels' rule, largest first."""
+    hidden, weight, labels = jax.eval_shape(functools.partial(random_arrays, shape, "bfloat16"))
+    inputs = Inputs(hidden, weight, labels, jnp.ones(len(labels), bool), jnp.ones(()))
     with noted("mosaic_gpu", gpu_entry(shape, tiles)):
-        own = gpu_tiles.choose(tokens, vocabulary, features).chunk
-    chunks = [chunk for chunk in CHUNKS if chunk < own and chunk % tiles["columns"] == 0]
+        own = make_plan(inputs, Options(None, weight.dtype, workspace=0))
+    most = max(own.sizes.chunk, own.idle.chunk)
+    chunks = [chunk for chunk in CHUNKS if chunk < most and chunk % tiles["columns"] == 0]
     return [{**gpu_entry(shape, tiles), "chunk": chunk} for chunk in chunks]
 
 

@@ -182,7 +182,7 @@ def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_
         assert np.any(gradient != gradient.astype(BF16).astype(jnp.float32))
 
 
-# --- Hopper: logits in float16, sums over waves and blocks, clusters ---
+# --- Hopper: logits in float16, dy in dW's memory, sums over waves and blocks, clusters ---
 
 
 @needs_interpreter
@@ -196,6 +196,17 @@ def test_a_rare_word_gets_its_gradient_though_logits_are_kept_in_float16(workspa
     rare = ~np.isin(np.arange(V), problem.labels) & (size < 1e-4 * size.max())
     assert rare.sum() > 5
     np.testing.assert_array_less(np.linalg.norm(got - want, axis=1)[rare], 0.05 * size[rare])
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_dy_in_the_memory_of_dw_is_as_accurate_as_full_logits() -> None:
+    """Half of the columns are kept, then comes a chunk whose dy is in dW's last rows, then small chunks to the end."""
+    problem, weights, shape = random_problem((250, 1560, 128), 3.0, BF16), sparse_weights(250), (250, 1560, 128)
+    with gpu_tiles.override(dataclasses.replace(GPU_SIZES, chunk=128)), strict_interpreter():
+        plan = make_plan(inputs_of(shape, BF16), Options(None, jnp.dtype(BF16), 0))
+        assert (plan.layout.columns, plan.idle.columns, plan.idle.chunk) == (768, 256, 256)
+        check_loss(problem, CLIPPED, operands_for(problem, CLIPPED), weights, impl="mosaic_gpu", workspace=0)
 
 
 @needs_interpreter

@@ -119,7 +119,8 @@ def run(
 
         context = (mosaic_engines.GPU if impl == "mosaic_gpu" else mosaic_engines.TPU).strictly()
     elif impl == "mosaic_gpu" and (chunk or not timed):  # several chunks, and waves where there is room for one
-        context = gpu_tiles.override(gpu_tiles.Sizes(gpu_tiles.Tiles(cluster=cluster), chunk or 512, wave_cost=0))
+        sizes = gpu_tiles.Sizes(gpu_tiles.Tiles(cluster=cluster), chunk or 256, chunk or 512, wave_cost=0)
+        context = gpu_tiles.override(sizes)
     with context:
         program = jax.jit(make_kernel(kernel, engine, slopes, softmax, **options)).lower(*arrays).compile()
         found = jax.block_until_ready(program(*arrays))
@@ -166,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--timed", action="store_true", help="time it, and compute no errors")
     add("--workspace", type=int, metavar="BYTES", help="of the loss (default: the head chooses)")
     add("--cluster", type=int, choices=(1, 2), default=2, help="blocks of a GPU's cluster (default 2)")
-    add("--chunk", type=int, metavar="COLUMNS", help="of a GPU's backward (default 512; with --timed the plan's)")
+    add("--chunk", type=int, metavar="COLUMNS", help="of a GPU's backward (default 256; with --timed the plan's)")
     add("--sharded", action="store_true", help="the loss over all devices, an even number of them")
     options = parser.parse_args(arguments)
     if options.kernel in PRODUCTS and not options.impl.startswith("mosaic"):

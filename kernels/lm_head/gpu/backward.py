@@ -7,6 +7,7 @@ Suffixes: M all rows, B of a block of rows, R of a warpgroup; V vocabulary, C co
 tile; D features; W warpgroups' groups of rows, I integers with a bit for each of 32 tiles.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.lm_head.gpu.forward import LOG2E, Chunk, Labels, Logits, is_hit
 from kernels.lm_head.gpu.products import (
+    Folded,
     Operand,
     Place,
     Product,
@@ -36,6 +38,8 @@ from kernels.lm_head.gpu.products import (
     strips_of,
 )
 from kernels.lm_head.gpu.tiles import Tiles, shared_blocks
+
+Dy = Float[Array, "B C"] | Folded
 
 
 class Block(NamedTuple):
@@ -71,14 +75,17 @@ def logit_gradient(
     strip: int,
     softcap: float | None,
     entropy: bool,
-) -> Float[Array, "B C"]:
+    into: Folded | None = None,
+) -> Dy:
     """dy of a block of rows and a chunk, in all tiles with a row and a column that count; 0 at columns that don't.
 
     `in_tile` is `forward.labels_in_tiles(labels)`. dy has the rows and columns `size`, whole tiles, and a strip has
-    `strip` tiles. `entropy` says whether the loss depends on the entropy.
+    `strip` tiles. `entropy` says whether the loss depends on the entropy. `into` is where dy is stored; None: in a new
+    array.
     """
 
-    def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, in_tile: Ref, by_row: Ref, dy: Ref) -> None:
+    def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, in_tile: Ref, by_row: Ref, memory: Ref) -> None:
+        dy = memory if into is None else dataclasses.replace(into, array=memory)
         number, columns = counts[1], counts[4]
         token, first, first_row = _aligned(tiles, counts, 0, 2, 3)
         blocks, used = _blocks(tiles, number), lax.div(columns + (tiles.columns - 1), jnp.int32(tiles.columns))
@@ -90,13 +97,14 @@ def logit_gradient(
             own = Labels(labels, in_tile, first, columns)
             return functools.partial(_logit_gradient_strip, tiles, logits, own, by_row, entropy, token, stages, dy)
 
-        run(tiles, work, Operand(h, False, token), Operand(w, False, first_row), multiplier, [piece_stages(dy.dtype)])
+        run(tiles, work, Operand(h, False, token), Operand(w, False, first_row), multiplier, [piece_stages(h.dtype)])
 
     dy = jax.ShapeDtypeStruct(size, hidden.dtype, manual_axis_type=jax.typeof(hidden).manual_axis_type)
-    call = kernel(body, tiles, "lm_head_slopes", [dy])
+    call = kernel(body, tiles, "lm_head_slopes", [] if into else [dy])
     counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
-    (result,) = call(counts, 1 / temperature[None], hidden, weight, labels, in_tile, jnp.stack(rows))
-    return result
+    memory = [into.array] if into else []
+    found = call(counts, 1 / temperature[None], hidden, weight, labels, in_tile, jnp.stack(rows), *memory)
+    return into or found[0]
 
 
 def _logit_gradient_strip(
@@ -150,26 +158,27 @@ def _corrected(
 
 
 def hidden_gradient(
-    sums: Ref, dy: Float[Array, "B C"], weight: Float[Array, "V D"], block: Block, chunk: Chunk, *, tiles: Tiles
+    sums: Ref, dy: Dy, weight: Float[Array, "V D"], block: Block, chunk: Chunk, *, tiles: Tiles
 ) -> None:
     """Adds dy @ weight[chunk] to the block's rows of `sums`, float32 [M, D], in place."""
 
-    def body(counts: Ref, dy: Ref, w: Ref, sums: Ref) -> None:
+    def body(counts: Ref, memory: Ref, w: Ref, sums: Ref) -> None:
+        own = dataclasses.replace(dy, array=memory) if isinstance(dy, Folded) else memory
         number, columns = counts[1], counts[4]
         token, first_row = _aligned(tiles, counts, 0, 3)
         across = jnp.int32(-(-w.shape[1] // tiles.columns))
         slabs = lax.div(columns + (tiles.depth - 1), jnp.int32(tiles.depth))
         work = Work(*strips_of(_blocks(tiles, number), across, 1), slabs)
         multiplier = functools.partial(_store_strip, tiles, sums, token, None, True)
-        run(tiles, work, Operand(dy, False), Operand(w, True, 0, first_row), multiplier, [piece_stages(jnp.float32)])
+        run(tiles, work, Operand(own, False), Operand(w, True, 0, first_row), multiplier, [piece_stages(jnp.float32)])
 
     counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
-    kernel(body, tiles, "lm_head_hidden")(counts, dy, weight, sums)
+    kernel(body, tiles, "lm_head_hidden")(counts, dy.array if isinstance(dy, Folded) else dy, weight, sums)
 
 
 def weight_gradient(
     out: Ref,
-    dy: Float[Array, "B C"],
+    dy: Dy,
     hidden: Float[Array, "M D"],
     block: Block,
     chunk: Chunk,
@@ -181,21 +190,23 @@ def weight_gradient(
     """Writes dy.T @ hidden[block] to the chunk's rows of `out`, [V, D], in place; or adds it to what is there.
 
     The chunk's columns that count must reach to its end, or to that of `out`. `before` is added before writing.
+    If dy is `Folded`, it is in other rows of `out`.
     """
 
-    def body(counts: Ref, dy: Ref, h: Ref, *refs: Ref) -> None:
-        *before, out = refs
+    def body(counts: Ref, h: Ref, *refs: Ref) -> None:
+        *others, out = refs
+        own = dataclasses.replace(dy, array=out) if isinstance(dy, Folded) else others[0]
         number, columns = counts[1], counts[4]
         token, first = _aligned(tiles, counts, 0, 2)
         across = jnp.int32(-(-h.shape[1] // tiles.columns))
         slabs = lax.div(number + (tiles.depth - 1), jnp.int32(tiles.depth))
         work = Work(*strips_of(_blocks(tiles, columns), across, 1), slabs)
-        multiplier = functools.partial(_store_strip, tiles, out, first, next(iter(before), None), add)
-        run(tiles, work, Operand(dy, True), Operand(h, True, 0, token), multiplier, [piece_stages(out.dtype)])
+        multiplier = functools.partial(_store_strip, tiles, out, first, next(iter(others[1:]), None), add)
+        run(tiles, work, Operand(own, True), Operand(h, True, 0, token), multiplier, [piece_stages(out.dtype)])
 
-    others = () if before is None else (before,)
+    others = [] if isinstance(dy, Folded) else [dy] if before is None else [dy, before]
     counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
-    kernel(body, tiles, "lm_head_weight")(counts, dy, hidden, *others, out)
+    kernel(body, tiles, "lm_head_weight")(counts, hidden, *others, out)
 
 
 def _store_strip(tiles: Tiles, out: Ref, first: Scalar, before: Ref | None, add: bool, stages: Ref) -> Strip:

@@ -27,6 +27,7 @@ from kernels.lm_head.contract import (
     zeros,
 )
 from kernels.lm_head.gpu import passes, tiles
+from kernels.lm_head.gpu.kept_logits import choose_idle
 from kernels.lm_head.gpu.passes import Kept, finish_softmax, gather_rows
 from kernels.lm_head.gpu.plan import Plan, make_plan
 from kernels.lm_head.live_rows import live_rows, write
@@ -65,7 +66,7 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogpro
     softmax, slopes = jax.tree.map(lambda x: x[live.row], (softmax, slopes))
     dw_dtype = gradient_dtypes(inputs, options)[1]
     dw = zeros(inputs, *inputs.weight.shape, dtype=dw_dtype) if options.wants_weight else None
-    plan = Plan(sizes, len(rows.labels))
+    plan = Plan(sizes, len(rows.labels), idle=choose_idle(inputs, options, sizes, len(rows.labels), 0))
     dh, dw = passes.backward(inputs, options, plan, rows, softmax, slopes, Kept(), dw, add=False)
     return None if dh is None else jnp.where(inputs.live[:, None], dh[live.place], 0), dw
 

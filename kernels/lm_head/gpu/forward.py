@@ -10,6 +10,7 @@ of rows, U tiles of the vocabulary, I integers with a bit for each of 32 of them
 that are kept.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -21,9 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from kernels.lm_head.gpu.kept_logits import DwBuffer
 from kernels.lm_head.gpu.products import (
     PIECE,
+    Folded,
     Operand,
     Place,
     Product,
@@ -43,7 +44,7 @@ from kernels.lm_head.gpu.products import (
     vector_stages,
 )
 from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Tiles, shared_blocks
-from kernels.lm_head.softmax import FLOOR, Running, combine, combine_all
+from kernels.lm_head.softmax import FLOOR, Running, combine, combine_all, empty_running
 
 LOG2E = math.log2(math.e)
 _MASKED = -1e30  # below any product, and finite however it is scaled
@@ -120,7 +121,7 @@ def forward(
     strip: int,
     softcap: float | None,
     keep: bool = False,
-    buffer: DwBuffer | None = None,
+    buffer: Folded | None = None,
 ) -> tuple[Running, Float[Array, "G M"] | None, Float[Array, "M K"] | None]:
     """Running statistics of the first `number` rows over a chunk, tiles' maxima, and logits less these maxima.
 
@@ -139,7 +140,7 @@ def forward(
         out.append(typed((rows, column_tiles * width), KEPT_DTYPE))
 
     def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, in_tile: Ref, *refs: Ref) -> None:
-        own_buffer = buffer and buffer._replace(ref=refs[0])
+        own_buffer = buffer and dataclasses.replace(buffer, array=refs[0])
         sums, *kept = refs[1:] if buffer else refs
         number, columns = counts[0], counts[3]
         first, first_row = (pl.multiple_of(counts[i], tiles.columns) for i in (1, 2))
@@ -160,7 +161,7 @@ def forward(
 
     call = kernel(body, tiles, "lm_head_keep" if keep or buffer else "lm_head_forward", out)
     counts = jnp.stack([number, *chunk]).astype(jnp.int32)
-    into = [buffer.ref] if buffer else []
+    into = [buffer.array] if buffer else []
     sums, *kept = call(counts, 1 / temperature[None], hidden, weight, labels, in_tile, *into)
     # Nothing was written for strips beyond the columns that count.
     used = (jnp.arange(strips) * strip * width < chunk.columns)[:, None]
@@ -179,9 +180,9 @@ class _Out(NamedTuple):
     """(row, column of the chunk) -> the ref to which 64 rows of 64 columns are stored."""
 
 
-def _logits_at(labels: Labels, buffer: DwBuffer | None, kept: Ref = None) -> Callable[[Scalar, Scalar], Ref] | None:
+def _logits_at(labels: Labels, buffer: Folded | None, kept: Ref = None) -> Callable[[Scalar, Scalar], Ref] | None:
     if buffer is not None:
-        return lambda row, column: buffer.piece_at(labels.first + column, row)
+        return lambda row, column: buffer.at[pl.ds(row, 64), pl.ds(labels.first + column, PIECE)]
     return None if kept is None else lambda row, column: kept.at[pl.ds(row, 64), pl.ds(column, PIECE)]
 
 
@@ -214,8 +215,7 @@ def _strip(
         in_tile = Running(top * logits.scale, sum_e, sum_e_z * logits.scale, at_label * logits.scale)
         return step, combine(running, in_tile)
 
-    zero = jnp.zeros((tiles.rows_each,), jnp.float32)
-    nothing = Running(zero + FLOOR, zero, zero, zero)
+    nothing = empty_running(jnp.zeros((tiles.rows_each,), jnp.float32))
     step, running = lax.fori_loop(place.tile, place.tile + place.tiles, tile, (step, nothing))
     number = lax.div(place.tile, jnp.int32(length))
     store_vectors(out.vectors, place, running, lambda i: out.sums.at[number, i, rows])

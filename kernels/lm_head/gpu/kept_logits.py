@@ -1,10 +1,11 @@
-"""Logits that forward keeps for backward in the memory of dW, on Hopper.
+"""The memory of dW until dW is written, on Hopper: logits that forward keeps for backward, then dy of large chunks.
 
 As float16 [V, W], the memory holds at its end the maxima of tiles (float32, bit by bit, each tile's maxima in whole
 rows), and before them logits less these maxima, in groups of W columns of the vocabulary; a group takes as many rows of
 the memory as there are rows of hidden states. The logits are those of the vocabulary's first columns: backward reads a
 chunk's logits before it writes the chunk's rows of dW, and these rows end before the logits begin that are still to be
-read.
+read. After them, dy of a chunk (bfloat16 [V, D], in groups of D columns) takes the last rows, as long as the chunk's
+own rows of dW end before it.
 
 Suffixes: V vocabulary, D features, W float16 numbers in a row of dW; R rows of hidden states, U tiles, C columns.
 """
@@ -15,30 +16,30 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, UInt, UInt16
 
 from kernels.lm_head.contract import Inputs, Options, gradient_dtypes
-from kernels.lm_head.gpu.products import PIECE, Ref, Scalar
+from kernels.lm_head.gpu.products import Folded, Ref
 from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes
 from kernels.lm_head.manual_axes import vary, varying_axes
 
+_CLEARLY = 0.99  # share of the time that larger chunks may take at most
 _ALIGNED = 8  # rows: Pallas stores whole tiles of shared memory of 8 rows where it knows that they begin at such a one
 
 
 class Layout(NamedTuple):
-    """Which logits are kept in the memory of dW, and where; known while tracing."""
+    """Columns whose logits, or dy, are in the memory of dW, and where; known while tracing."""
 
-    columns: int = 0  # number of columns whose logits are kept, the vocabulary's first
-    chunk: int = 0  # number of these that backward takes at a time: a multiple or a divisor of W
-    first_row: int = 0  # the row of dW where the logits begin
+    columns: int = 0  # number of columns; those whose logits are kept are the vocabulary's first
+    chunk: int = 0  # number of these that backward takes at a time; of kept logits, a multiple or a divisor of W
+    first_row: int = 0  # the row of dW where they begin
     rows: int = 0  # number of rows of hidden states
 
 
 def choose_layout(inputs: Inputs, options: Options, sizes: Sizes, rows: int) -> Layout:
     """The layout with the most columns that fit, in chunks that take the least time by `Sizes.cost`."""
     vocabulary, features = inputs.weight.shape
-    if not options.wants_weight or inputs.columns is not None:  # rows of padding would not be written
+    if not _is_whole(inputs, options):
         return Layout()
     width, columns = _width(inputs, options), sizes.tiles.columns
 
@@ -63,6 +64,34 @@ def choose_layout(inputs: Inputs, options: Options, sizes: Sizes, rows: int) -> 
     return Layout(kept, chunk, first_row(kept), rows) if kept else Layout()
 
 
+def choose_idle(inputs: Inputs, options: Options, sizes: Sizes, rows: int, first: int) -> Layout:
+    """Columns from `first` on that backward takes in larger chunks, with dy in rows of dW that are written later.
+
+    The chunk is the one that takes the least time by `Sizes.cost`. There are none if weight or dW isn't of dy's dtype,
+    if a group isn't whole tiles wide, if dW is summed over blocks of rows, or if hardly any time is saved.
+    """
+    (vocabulary, features), width = inputs.weight.shape, sizes.tiles.columns
+    none, dtypes = Layout(chunk=sizes.chunk), {inputs.weight.dtype, gradient_dtypes(inputs, options)[1], options.dtype}
+    if len(dtypes) > 1 or features % sizes.tiles.rows or rows > sizes.block(rows) or not _is_whole(inputs, options):
+        return none
+
+    def layout(chunk: int) -> Layout:
+        first_row = (vocabulary - -(-chunk // features) * rows) // _ALIGNED * _ALIGNED
+        return Layout(max(0, first_row - first) // chunk * chunk, chunk, first_row, rows)
+
+    def cost(found: Layout) -> int:
+        others = max(0, vocabulary - first - found.columns)
+        return sizes.cost(rows, features, found.columns, found.chunk) + sizes.cost(rows, features, others, sizes.chunk)
+
+    best = min(map(layout, range(sizes.chunk, sizes.most_chunk + 1, width)), key=cost, default=none)
+    return best if cost(best) < _CLEARLY * cost(none) else none
+
+
+def _is_whole(inputs: Inputs, options: Options) -> bool:
+    """Whether there is a dW, and every row of it is written: rows of padding aren't."""
+    return options.wants_weight and inputs.columns is None
+
+
 def _width(inputs: Inputs, options: Options) -> int:
     return inputs.weight.shape[1] * gradient_dtypes(inputs, options)[1].itemsize // KEPT_DTYPE.itemsize
 
@@ -75,35 +104,21 @@ def _rows_of_tops(rows: int, width: int) -> int:
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
-class DwBuffer(NamedTuple):
-    """The memory of dW, as the forward kernel writes logits to it."""
-
-    ref: Ref  # float16 [V, W]
-    layout: Layout
-
-    def piece_at(self, column: Scalar, row: Scalar) -> Ref:
-        """The ref for logits of 64 rows from `row` on, and of 64 columns of the vocabulary from `column` on."""
-        pieces = jnp.int32(self.ref.shape[1] // PIECE)
-        piece = lax.div(column, jnp.int32(PIECE))
-        first = self.layout.first_row + lax.div(piece, pieces) * self.layout.rows + row
-        return self.ref.at[pl.ds(first, 64), pl.ds(lax.rem(piece, pieces) * PIECE, PIECE)]
-
-
-def allocate(inputs: Inputs, options: Options, layout: Layout) -> DwBuffer | None:
-    """A new buffer, not filled with anything; None if no logits are kept in it."""
+def allocate(inputs: Inputs, options: Options, layout: Layout) -> Folded | None:
+    """Logits less their tiles' maxima, [R, V], in float16 [V, W], not filled with anything; None if none are kept."""
     if not layout.columns:
         return None
     memory_VW = lax.empty((len(inputs.weight), _width(inputs, options)), KEPT_DTYPE)
-    return DwBuffer(jax.new_ref(vary(memory_VW, varying_axes(inputs.hidden))), layout)
+    return Folded(jax.new_ref(vary(memory_VW, varying_axes(inputs.hidden))), layout.first_row, layout.rows)
 
 
-def with_tops(buffer: DwBuffer, top_UR: Float[Array, "U R"]) -> UInt16[Array, "V W"]:
+def with_tops(buffer: Folded, top_UR: Float[Array, "U R"]) -> UInt16[Array, "V W"]:
     """The buffer's contents after the forward kernel, with the maxima of tiles at its end."""
-    width = buffer.ref.shape[1]
+    width = buffer.array.shape[1]
     rows = _rows_of_tops(top_UR.shape[1], width)
     padded = jnp.pad(top_UR, ((0, 0), (0, rows * width // 2 - top_UR.shape[1])))
     tops = lax.bitcast_convert_type(padded, jnp.uint16).reshape(-1, width)
-    memory = lax.bitcast_convert_type(jax.freeze(buffer.ref), jnp.uint16)
+    memory = lax.bitcast_convert_type(jax.freeze(buffer.array), jnp.uint16)
     return lax.dynamic_update_slice_in_dim(memory, tops, len(memory) - len(tops), 0)
 
 

@@ -28,12 +28,13 @@ from kernels.lm_head.gpu import kept_logits
 from kernels.lm_head.gpu.backward import Block, RowFactors, hidden_gradient, logit_gradient, weight_gradient
 from kernels.lm_head.gpu.forward import Chunk, labels_in_tiles
 from kernels.lm_head.gpu.forward import forward as forward_kernel
-from kernels.lm_head.gpu.kept_logits import DwBuffer
 from kernels.lm_head.gpu.plan import Plan
+from kernels.lm_head.gpu.products import Folded
 from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes, Tiles
 from kernels.lm_head.live_rows import round_up
-from kernels.lm_head.softmax import FLOOR, Running, Softmax, combine, finish_live, label_slope
+from kernels.lm_head.softmax import Running, Softmax, combine, empty_running, finish_live, label_slope
 
+_Read = Callable[[Block], tuple[Array, Array]]  # a block -> its kept logits, and their maxima
 _NEVER = 1e30  # log of a sum of exponentials that makes every probability 0
 
 
@@ -96,7 +97,7 @@ def _forward_over(
     last: int,
     chunk: int,
     keep: bool = False,
-    buffer: DwBuffer | None = None,
+    buffer: Folded | None = None,
 ) -> tuple[Running, Float[Array, "U R"] | None, Float[Array, "P R K"] | None]:
     """The forward kernel over columns [first, last); a weight of another dtype is cast chunk by chunk."""
 
@@ -126,8 +127,7 @@ def _forward_over(
         found, *kept = kernel(first + i * chunk, chunk)
         return combine(running, found), kept
 
-    none = zeros(inputs, len(rows.labels))
-    nothing = Running(none + FLOOR, none, none, none)
+    nothing = empty_running(zeros(inputs, len(rows.labels)))
     running, (tops, logits) = lax.scan(part, nothing, jnp.arange(-(-(last - first) // chunk)))
     return running, None if tops is None else tops.reshape(-1, len(rows.labels)), logits
 
@@ -164,8 +164,8 @@ def backward(
         dw = kept_logits.as_dw(kept.in_dw, dw.dtype)
     dw_sum = None if dw is None else jax.new_ref(dw)
 
-    def chunk(first: Array, columns: int, read: Callable[[Block], tuple[Array, Array]] | None = None) -> None:
-        """Adds a chunk's part of the gradients; `read` gives a block's kept logits and their maxima."""
+    def chunk(first: Array, columns: int, read: _Read | None = None, into: Folded | None = None) -> None:
+        """Adds a chunk's part of the gradients; dy is made of what is `read`, or stored `into` another array."""
         weight, chunk = _chunk(inputs, options, first, columns)
 
         def block(i: Array, out: Any, chunk_of_out: Chunk, **how_to_add: Any) -> None:
@@ -185,6 +185,7 @@ def backward(
                     softcap=options.softcap,
                     entropy=options.entropy_slopes,
                     tiles=tiles,
+                    into=into,
                 )
             else:
                 dy = _kept_logit_gradient(inputs, options, tiles, rows, factors, *read(block), block, chunk)
@@ -215,12 +216,18 @@ def backward(
         first = layout.columns + i * plan.workspace_chunk
         chunk(first, plan.workspace_chunk, lambda block: _read_workspace(kept, plan, i, block.first, size))
 
+    def chunk_with_dy_in_dw(i: Array, _: None) -> None:
+        into = Folded(dw_sum, plan.idle.first_row, plan.idle.rows)
+        chunk(kept_columns + i * plan.idle.chunk, plan.idle.chunk, into=into)
+
     kept_columns, other_chunk = layout.columns + plan.workspace_columns, plan.chunk(vocabulary)
-    others = max(0, -(-(vocabulary - kept_columns) // other_chunk))
+    first_other = kept_columns + plan.idle.columns
+    others = max(0, -(-(vocabulary - first_other) // other_chunk))
     for number, body in (
         (layout.columns // max(1, layout.chunk), chunk_in_dw),
         (plan.workspace_columns // max(1, plan.workspace_chunk), chunk_in_workspace),
-        (others, lambda i, _: chunk(kept_columns + i * other_chunk, other_chunk)),
+        (plan.idle.columns // max(1, plan.idle.chunk), chunk_with_dy_in_dw),
+        (others, lambda i, _: chunk(first_other + i * other_chunk, other_chunk)),
     ):
         if number:
             lax.fori_loop(0, number, body, None)

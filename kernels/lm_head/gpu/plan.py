@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kernels.lm_head.contract import Inputs, Options, gradient_dtypes
-from kernels.lm_head.gpu.kept_logits import Layout, choose_layout
+from kernels.lm_head.gpu.kept_logits import Layout, choose_idle, choose_layout
 from kernels.lm_head.gpu.tiles import Sizes, choose, dy_bytes, kept_bytes
 from kernels.lm_head.live_rows import round_up
 
@@ -23,10 +23,11 @@ class Plan(NamedTuple):
     layout: Layout = Layout()  # the vocabulary's first columns, whose logits are kept in the memory of dW
     workspace_columns: int = 0  # number of columns after these whose logits are kept in the workspace
     workspace_chunk: int = 0  # number of these that backward takes at a time
+    idle: Layout = Layout()  # columns after these, whose logits aren't kept, and whose dy is in the memory of dW
 
     def chunk(self, vocabulary: int) -> int:
-        """Number of columns that are taken at a time of those that aren't kept."""
-        others = vocabulary - self.layout.columns - self.workspace_columns
+        """Number of columns that are taken at a time of those that are left."""
+        others = vocabulary - self.layout.columns - self.workspace_columns - self.idle.columns
         return min(self.sizes.chunk, round_up(max(1, others), self.sizes.tiles.columns))
 
 
@@ -54,7 +55,8 @@ def make_plan(inputs: Inputs, options: Options) -> Plan:
                 return found
     found = _keep_columns(inputs, without, columns, spare)
     assert found is not None
-    return found
+    first = found.layout.columns + found.workspace_columns
+    return found._replace(idle=choose_idle(inputs, options, found.sizes, rows, first))
 
 
 def _keep_all_columns(inputs: Inputs, plan: Plan, room: int) -> Plan | None:

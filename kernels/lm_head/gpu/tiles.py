@@ -20,7 +20,6 @@ SHARED_MEMORY = 227 * 1024
 _VECTOR_STAGES = 2048  # bytes of shared memory for vectors that are being stored
 _MOST_STRIP = 32  # tiles
 _DY_AND_DH, _LEAST_DY = 64 * 2**20, 32 * 2**20  # bytes: of dy and one array of hidden's shape together; of dy, at least
-_MOST_TILES = 66  # tiles of a chunk
 _SHARED_ROWS = 16 * 2**20  # bytes of hidden states that clusters share in the L2 cache
 _LAUNCHES = 1700  # a chunk's kernel launches, as depth that could be summed meanwhile: 20 us, an estimate
 _STAGE = 64 * 128  # bytes of a piece of a tile that is being stored: 64 rows of 128 bytes
@@ -60,6 +59,7 @@ class Sizes:
 
     tiles: Tiles
     chunk: int  # columns of the vocabulary that backward takes at a time; whole tiles
+    most_chunk: int = 66 * 256  # columns of a chunk whose dy has room in the memory of dW, at most
     most_rows: int = 8192  # rows that backward takes at a time, at most
     default_rows: int = 1024  # rows whose logits are kept where the caller names no workspace
     wave_cost: int = 900
@@ -121,11 +121,12 @@ def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
     sizes = Sizes(tiles, tiles.columns)
     block = sizes.block(rows)
     room = dy_bytes(block, features) + spare
+    most_chunk = sizes.most_chunk
     if "chunk" in noted:  # smaller than the arithmetic's, and found faster
-        room = min(room, 2 * noted["shape"][0] * noted["chunk"])
-    most = min(room // (2 * block * tiles.columns), _MOST_TILES, -(-vocabulary // tiles.columns))
+        most_chunk = min(most_chunk, noted["shape"][0] * noted["chunk"] // block)
+    most = min(room // (2 * block * tiles.columns), most_chunk // tiles.columns, -(-vocabulary // tiles.columns))
     chunks = [tiles.columns * number for number in range(1, max(most, 1) + 1)]
-    return Sizes(tiles, min(chunks, key=lambda chunk: sizes.cost(rows, features, vocabulary, chunk)))
+    return Sizes(tiles, min(chunks, key=lambda chunk: sizes.cost(rows, features, vocabulary, chunk)), most_chunk)
 
 
 def dy_bytes(block: int, features: int) -> int:
