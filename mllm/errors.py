@@ -31,7 +31,7 @@ class CommonError(UserError):
 
 
 class StepError(CommonError):
-    """All processes alike can't make the next step; what was done before it can be saved."""
+    """No process can make the next step; what was done before it can be saved."""
 
 
 def printable(text: str) -> str:

@@ -210,7 +210,7 @@ class Call:
         """Run the jobs that aren't done. Returns the exit code."""
         before = self.results.get("device", device)
         if before["kind"] != device["kind"]:
-            raise UserError(f"--out: {self.folder} tells of {before['kind']}, and this is {device['kind']}")
+            raise UserError(f"--out: {self.folder} has results of a {before['kind']}, and this is a {device['kind']}")
         self.device, self.jobs = device, jobs
         self.record({"job": "device", "status": "done", **device})
         self.exchange_tiles()

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +141,8 @@ class Generator:
 
     def complete(self, chats: Sequence[Chat], step: int = 0) -> "tuple[Completions, list[str]]":
         """The chats' completions and their texts; UserError where one doesn't fit the model's positions."""
+        from tqdm import tqdm
+
         from mllm.config.grpo import RolloutConfig
         from mllm.model.tokenizer import encode_prompt
         from mllm.rl.rollout import Work
@@ -158,36 +160,27 @@ class Generator:
         settings: dict[str, Any] = {"max_prompt_length": longest, "max_completion_length": limit}
         if options.temperature:
             settings |= {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
-        poll = progress(work, len(prompts))
-        sampler = Sampler(
-            policy.graphdef,
-            policy.tokenizer,
-            policy.stop_ids,
-            RolloutConfig(**settings),
-            options.seed,
-            lambda: options.slots,
-            poll,
-            work,
-        )
-        result = sampler.complete(self.params, prompts, step=step, greedy=not options.temperature)
-        poll(last=True)
+        start = time.monotonic()
+        with tqdm(total=len(prompts), unit=" prompts", leave=False, dynamic_ncols=True, disable=None) as bar:
+
+            def poll() -> None:
+                bar.update(work.completions - bar.n)
+
+            sampler = Sampler(
+                policy.graphdef,
+                policy.tokenizer,
+                policy.stop_ids,
+                RolloutConfig(**settings),
+                options.seed,
+                lambda: options.slots,
+                poll,
+                work,
+            )
+            result = sampler.complete(self.params, prompts, step=step, greedy=not options.temperature)
+        speed = work.tokens / (time.monotonic() - start)
+        done = f"{work.completions} of {len(prompts)} done, {work.tokens} tokens, {speed:.0f} tokens/s"
+        print(done, file=sys.stderr)
         return result
-
-
-def progress(work: Any, count: int) -> Callable[..., None]:
-    """A function that tells on stderr how far the work is: every second on a terminal, and at the end."""
-    start, told = time.monotonic(), [0.0]
-
-    def tell(last: bool = False) -> None:
-        seconds = time.monotonic() - start
-        if not last and (seconds - told[0] < 1 or not sys.stderr.isatty()):
-            return
-        told[0] = seconds
-        done = f"{work.completions} of {count} done, {work.tokens} tokens, {work.tokens / seconds:.0f} tokens/s"
-        left = "" if last or not work.completions else f", {seconds * (count / work.completions - 1):.0f} s left"
-        print(f"\r{done}{left}" + " " * 12, end="\n" if last else "", file=sys.stderr, flush=True)
-
-    return tell
 
 
 def talk(generator: Generator, system: str | None) -> int:

@@ -97,8 +97,8 @@ def fitting(samples: list[Sample], size: int) -> list[Sample]:
     """As many samples as `size` bytes hold, in their order.
 
     Prompts are left out as a whole, in an order that has nothing to do with the steps: groups stay complete, a prompt
-    that comes again can be followed, and all steps lose the same share. The newest prompt is always there, and of the
-    last prompt that fits the newest samples.
+    that comes again can be followed, and all steps lose the same share. The newest prompt is always kept; of the last
+    prompt that fits in part, the newest samples are kept.
     """
     newest = samples[-1].prompt
 

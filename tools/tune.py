@@ -12,8 +12,8 @@ On a TPU an entry is for a chip, a kernel, a dtype and a hidden size, and each k
 GPU an entry is for a device and a hidden size: tiles first, then, with the fastest tiles, chunks of the vocabulary
 smaller than the kernels' rule takes. "no workspace" and "value" together decide.
 
-The trials have a process of their own (tune_child.py), which is started anew after a kernel has spoilt it. Leaves out
-several devices, rows that don't count, and weights of another dtype than the hidden states.
+The trials have a process of their own (tune_child.py), which is started anew after a kernel that crashed or hung. Not
+tried are several devices, rows that don't count, and weights of another dtype than the hidden states.
 
 Exit codes: 0 done, 2 an error that one line explains, such as no TPU or Hopper GPU.
 """
@@ -22,7 +22,6 @@ import argparse
 import json
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from mllm import child_process, errors
 from mllm.errors import UserError
+from tools.bench.head import shape_of
 
 KINDS = {
     "statistics": ("forward", False, False, "value"),
@@ -61,12 +61,12 @@ Trial = dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     deadline = time.monotonic() + (options.limit or math.inf)
-    shape, kinds = list(shape_of(options.shape)), options.kernel or list(KINDS)
+    shape, kinds = list(options.shape), options.kernel or list(KINDS)
     settings = {"shape": shape, "dtype": options.dtype, "kinds": kinds, "most": options.most}
     found = ask({"task": "plan", **settings})
     table = options.table or Path(found["table"])
     noted = read_table(table)
-    print(f"{found['device']}, jax {found['jax']}, {options.dtype}, N,D,V = {options.shape}", flush=True)
+    print(f"{found['device']}, jax {found['jax']}, {options.dtype}, N,D,V = {','.join(map(str, shape))}", flush=True)
     best: list[Trial] = []
     for kind, entries in found["entries"].items():
         trials = timed(settings, kind, entries, deadline)
@@ -88,7 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="8192,2048,151936", metavar="N,D,V", help="tokens, hidden size, vocabulary")
+    shape = "8192,2048,151936"
+    parser.add_argument(
+        "--shape", type=shape_of, default=shape, metavar="N,D,V", help=f"tokens, hidden size, vocabulary ({shape})"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default bfloat16)")
     parser.add_argument("--kernel", nargs="+", choices=KINDS, metavar="X", help=f"on TPUs; of {', '.join(KINDS)}")
     parser.add_argument("--most", type=int, metavar="K", help="tilings to try of each kernel (default 8, on GPUs all)")
@@ -103,13 +106,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.table and not options.table.parent.is_dir():
         raise UserError(f"--table: there is no folder {options.table.parent}")
     return options
-
-
-def shape_of(text: str) -> tuple[int, int, int]:
-    sizes = [int(size) if re.fullmatch("[0-9]{1,10}", size) else 0 for size in text.split(",")]
-    if len(sizes) != 3 or not 1 <= min(sizes) <= max(sizes) < 2**31:
-        raise UserError(f"--shape: {text!r} is not N,D,V: three whole numbers from 1 to 2147483647")
-    return sizes[0], sizes[1], sizes[2]
 
 
 # --- the trials' process, as the command sees it

@@ -58,7 +58,7 @@ class DataConfig(Section):
     prefetch: int = Field(default=2, ge=0)
     """Batches that are made ahead of the step that reads them."""
     validation: ValidationConfig | None = None
-    """The examples that the loss is measured on; None: it is measured on none but those that are trained on."""
+    """The examples that the loss is measured on; None: there is no validation."""
 
     @model_validator(mode="after")
     def check(self) -> Self:

@@ -56,8 +56,8 @@ class ModelConfig(Section):
     source: str | None = None
     """A folder in Hugging Face's layout or the `run_dir` of another run, both also in a bucket, or a hub id."""
     step: int | str | None = None
-    """The checkpoint of the run that is the source: `newest`, `best` (of a run with `checkpoint.keep_best`), or a step,
-    as which it is recorded; None: the newest. Not with init random."""
+    """The checkpoint of the run that is the source: `newest`, `best` (of a run with `checkpoint.keep_best`), or the
+    number of a step; None: the newest. The run's config.yaml records the number. Not with init random."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Whether training begins with the source's parameters or with random ones; `pretrained` needs a source."""
     architecture: dict[str, Any] | None = None

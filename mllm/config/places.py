@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 FILES = ("data.source", "data.validation.source", "task.train", "task.test")
-"""Settings that name a file or a pattern of files, or something else than a file."""
+"""Settings whose value may be a file or a pattern of files."""
 FOLDERS = ("model.source", "model.tokenizer", "task.path")
-"""Settings that name a folder, or something else than a folder."""
+"""Settings whose value may be a folder."""
 WORDS = ("task", "bytes")
 """Values of these settings that never name a file."""
 

@@ -1,4 +1,4 @@
-"""Causal attention over whole sequences, within the documents packed in a row, by kernels that don't make all scores.
+"""Causal attention over whole sequences, within the documents packed in a row, by kernels that never hold all scores.
 
 JAX's splash attention on TPUs, and cuDNN's on NVIDIA GPUs, make a block of them at a time (FlashAttention,
 arXiv:2205.14135, section 3.1). Splash attention knows segments; cuDNN's needs a mask, B T T numbers, for packed rows.

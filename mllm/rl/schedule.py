@@ -27,7 +27,7 @@ class Prompt(NamedTuple):
 
 
 def deal(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[Prompt]]:
-    """The distinct prompts in order of their lengths, with as many sequences for each shard as for the others, less 1.
+    """The distinct prompts in order of their lengths, dealt to the shards: each has at most ceil(B / shards) sequences.
 
     A prompt whose sequences don't fit into one shard's share is given to several.
     """

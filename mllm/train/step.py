@@ -199,7 +199,7 @@ def make_train_step(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """The jitted update; it reuses the state's memory. Comparisons pass a `kind` of forward pass with another head.
 
-    Its third argument are the parameters that are frozen, where there are any; the state has the others.
+    Its third argument has the frozen parameters, where there are any; the state has the others.
 
     If the loss or a gradient is not finite, parameters and optimizer stay as they were and `skipped` is 1. They stay
     as they were, too, without weight decay or momentum, where no token has a weight. The metric `learning_rate` is that
@@ -250,9 +250,10 @@ def make_logprob_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[An
 
 
 def make_validation_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[Any, Batch], Float[Array, "3"]]:
-    """The jitted forward pass of a validation: sums over the tokens with a weight, in nats and in tokens.
+    """The jitted forward pass of a validation, which gives three sums over the tokens with a weight.
 
-    They are of the log-probability of the label, of the tokens than which none is likelier, and of all.
+    They are the sum of the labels' log-probabilities in nats, the number of labels than which the model gives no other
+    token a higher probability, and the number of all labels.
     """
     forward = Forward(graphdef, config, mesh)
 

@@ -23,8 +23,8 @@ def make_validation(
     """The function (parameters, step) -> metrics that validates on the documents, in batches as large as training's.
 
     The metrics are `validation/loss` (the mean negative log-probability of a learned token, in nats),
-    `validation/perplexity` (its exponential) and `validation/token_accuracy` (the share of learned tokens than which no
-    token is likelier). `poll` is called by all processes between two batches; what it raises ends the validation.
+    `validation/perplexity` (its exponential) and `validation/token_accuracy` (the share of learned tokens that are
+    the likeliest at their place). All processes call `poll` between two batches; what it raises ends the validation.
     """
     assert config.data and documents  # noqa: PT018
     data, rows = config.data, RowShare.of_mesh(mesh)

@@ -78,7 +78,7 @@ def test_a_job_that_fails_dies_or_hangs_costs_only_itself_and_the_next_call_trie
     with tarfile.open(out / "device.tar.gz") as archive:
         assert {"dies/log.txt", "good/log.txt", "new/log.txt"} <= {*archive.getnames()}
     assert sorted(os.listdir(out)) == ["device.tar.gz", "results.jsonl", "table.md"]
-    with pytest.raises(UserError, match="tells of cpu, and this is H100"):
+    with pytest.raises(UserError, match="has results of a cpu, and this is a H100"):
         call(out, [], device=DEVICE | {"kind": "H100"})
 
 

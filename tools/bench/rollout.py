@@ -41,14 +41,14 @@ PROMPT = 32
 # --- the methods, each in a process of its own ------------------------------------------------------------------------
 
 
-def hugging_face_config(options: dict[str, int]) -> dict[str, Any]:
-    hidden = options["hidden"]
+def qwen2_config(hidden: int, layers: int, vocabulary: int = VOCABULARY) -> dict[str, Any]:
+    """The keys of config.json of a small Qwen2 model with heads of 64."""
     return {
         "model_type": "qwen2",
-        "vocab_size": VOCABULARY,
+        "vocab_size": vocabulary,
         "hidden_size": hidden,
         "intermediate_size": 4 * hidden,
-        "num_hidden_layers": options["layers"],
+        "num_hidden_layers": layers,
         "num_attention_heads": hidden // 64,
         "num_key_value_heads": max(1, hidden // 128),
         "tie_word_embeddings": True,
@@ -75,7 +75,7 @@ def engine(options: dict[str, int]) -> Callable[[int], Figures]:
     from mllm.model.decoder import Decoder
     from mllm.rl import rollout
 
-    architecture = Architecture.from_hf(hugging_face_config(options), "bench")
+    architecture = Architecture.from_hf(qwen2_config(options["hidden"], options["layers"]), "bench")
     graphdef, params = nnx.split(Decoder(architecture, rngs=nnx.Rngs(0), dtype=jnp.float32))
     limits = {"max_prompt_length": PROMPT, "max_completion_length": options["limit"]}
     config, rows = RolloutConfig.model_validate(limits), prompts(options)
@@ -108,7 +108,7 @@ def transformers_generate(options: dict[str, int]) -> Callable[[int], Figures]:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**hugging_face_config(options))).eval()
+    model = Qwen2ForCausalLM(Qwen2Config(**qwen2_config(options["hidden"], options["layers"]))).eval()
     rows = prompts(options)
     tokens = torch.tensor([[0] * (PROMPT - len(prompt)) + prompt for prompt in rows])
     mask = torch.tensor([[0] * (PROMPT - len(prompt)) + [1] * len(prompt) for prompt in rows])
@@ -130,7 +130,7 @@ def tunix_sampler(options: dict[str, int]) -> Callable[[int], Figures]:
 
     from mllm.model.tokenizer import bytes_tokenizer
 
-    sizes = hugging_face_config(options)
+    sizes = qwen2_config(options["hidden"], options["layers"])
     kv_heads = sizes["num_key_value_heads"]
     config = model.ModelConfig(
         num_layers=sizes["num_hidden_layers"],

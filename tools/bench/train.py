@@ -25,6 +25,7 @@ from unittest import mock
 
 from mllm import errors
 from tools.bench import turns
+from tools.bench.rollout import qwen2_config
 from tools.bench.turns import Figures
 
 WAYS = ("full", "padded", "LoRA")
@@ -34,18 +35,9 @@ PROMPT = 32
 
 def settings(way: str, sizes: dict[str, int], dtype: str) -> dict[str, Any]:
     """The configuration of a way; what the bench does not use is as small as it may be."""
-    hidden, rank = sizes["hidden"], sizes["rank"]
-    architecture = {
-        "model_type": "qwen2",
-        "vocab_size": sizes["vocabulary"],
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "num_hidden_layers": sizes["layers"],
-        "num_attention_heads": max(2, hidden // 64),
-        "num_key_value_heads": max(1, hidden // 128),
-        "tie_word_embeddings": True,
-    }
+    architecture = qwen2_config(sizes["hidden"], sizes["layers"], sizes["vocabulary"])
     model = {"init": "random", "architecture": architecture, "dtype": dtype, "remat": "full"}
+    rank = sizes["rank"]
     return {
         "algorithm": "grpo",
         "run_dir": "unused",
