@@ -16,9 +16,9 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ from jax.errors import JaxRuntimeError
 from tqdm import tqdm
 
 from mllm.config.data import DataConfig
+from mllm.data.blocks import Content, share, stamps_of
 from mllm.data.documents import Documents, Origin, Size
 from mllm.data.records import bad_lines
-from mllm.data.tokenizing import FEW, Document, Encoded, Placed, encode_records
+from mllm.data.tokenizing import FEW, Document, Encoded, encode_blocks
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Tokenizer
 from mllm.parallel.processes import gather_inside
@@ -45,8 +46,6 @@ RECORDS, SIZES, SUMMARY = "documents.arrayrecord", "sizes.int32", "summary"
 LEARNED = np.uint32(1 << 31)
 """A stored token's bit that says that the token after it is learned."""
 MOST_BAD = 10_000
-SHARED = 64
-"""How many records in a row are tokenized by one of several processes, and passed on at a time."""
 
 
 class CachedDocuments(Documents):
@@ -85,18 +84,16 @@ def cached_documents(origin: Origin, config: DataConfig, tokenizer: Tokenizer) -
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "mllm")
     caches = Path(os.path.expanduser(config.cache or default))
     content = origin.content()
-    settings = [VERSION, content[0], tokenizer_digest(tokenizer), config.max_length, config.on_bad_line]
+    settings = [VERSION, content.digest, tokenizer_digest(tokenizer), config.max_length, config.on_bad_line]
     folder = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
     summary = read_summary(folder)
-    others = gather_inside((content[0], summary is not None))
-    if odd := [str(process) for process, (digest, _) in enumerate(others) if digest != others[0][0]]:
-        which = f"process{'es' * (len(odd) > 1)} {', '.join(odd)}"
-        raise UserError(f"{origin.key}: {which} and process 0 have different examples: give all the same data")
-    together = len(others) > 1 and not all(found for _, found in others)
+    found = gather_inside(summary is not None)
+    together = len(found) > 1 and not all(found)
     if summary is None or together:
         try:
             if together:
-                encoded = encode_shares(tokenizer, config.max_length, origin.records())
+                own = origin.blocks(content, share(process_index(), process_count()))
+                encoded = exchange(encode_blocks(tokenizer, config.max_length, own))
                 with locked(folder, wait=False) as locks:
                     if summary is None and locks:
                         summary = make(folder, origin, config, encoded, content)
@@ -106,8 +103,8 @@ def cached_documents(origin: Origin, config: DataConfig, tokenizer: Tokenizer) -
                 summary = summary or read_summary(folder)
             if summary is None:
                 with locked(folder):
-                    encoded = encode_records(tokenizer, config.max_length, origin.records())
-                    summary = read_summary(folder) or make(folder, origin, config, encoded, content)
+                    blocks = encode_blocks(tokenizer, config.max_length, origin.blocks(content, share(0, 1)))
+                    summary = read_summary(folder) or make(folder, origin, config, chain.from_iterable(blocks), content)
         except JaxRuntimeError:  # another process was lost
             raise
         except (OSError, RuntimeError) as error:  # array_record's are RuntimeErrors
@@ -135,20 +132,19 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def make(
-    folder: Path, origin: Origin, config: DataConfig, encoded: Iterator[Encoded], content: tuple[str, int]
+    folder: Path, origin: Origin, config: DataConfig, encoded: Iterator[Encoded], content: Content
 ) -> dict[str, Any]:
     """Write the documents of the source, whose content is given, in place of a damaged cache; returns its summary."""
-    digest, count = content
     if folder.exists():
         log.warning("data.cache: %s is damaged, and made again", folder)
-    if count > FEW:
-        print(f"{origin.key}: tokenizing {count:,} records of {origin.source} into {folder}", file=sys.stderr)
+    if content.records > FEW:
+        print(f"{origin.key}: tokenizing {content.records:,} records of {origin.source} into {folder}", file=sys.stderr)
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left
     unfinished.mkdir()
     try:
-        summary = write_documents(unfinished, origin, config, encoded, count)
-        if origin.content()[0] != digest:
+        summary = write_documents(unfinished, origin, config, encoded, content.records)
+        if stamps_of(origin.paths(), origin.key) != content.stamps:
             raise UserError(f"{origin.key}: {origin.source} has changed while it was read: start again")
         text = json.dumps(summary | {"digests": {name: file_digest(unfinished / name) for name in (RECORDS, SIZES)}})
         (unfinished / SUMMARY).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
@@ -164,7 +160,7 @@ def write_documents(
 ) -> dict[str, Any]:
     """Write documents and sizes. Returns a hash of the documents and how many records were skipped or cut."""
     content, bad, cut = hashlib.sha256(), list[tuple[str, UserError]](), 0
-    bar = tqdm(encoded, "tokenizing", count, unit=" records", dynamic_ncols=True, delay=1, disable=None)
+    bar = tqdm(encoded, "tokenizing", count or None, unit=" records", dynamic_ncols=True, delay=1, disable=None)
     with ExitStack() as stack:
         writer = stack.enter_context(closing(ArrayRecordWriter(str(folder / RECORDS), "group_size:1")))
         sizes = stack.enter_context((folder / SIZES).open("wb"))
@@ -188,14 +184,12 @@ def write_documents(
     return {"content": content.hexdigest(), "skipped": len(bad), "cut": cut}
 
 
-def encode_shares(tokenizer: Tokenizer, max_length: int, records: Iterable[Placed]) -> Iterator[Encoded]:
-    """The documents of all records, in their order. Each process, all of which must call this, encodes every so many.
+def exchange(own: Iterator[list[Encoded]]) -> Iterator[Encoded]:
+    """The documents of all blocks, in their order, of which each process, all of which must call this, encodes its own.
 
     They wait for each other by `gather_inside`.
     """
-    mine = (record for place, record in enumerate(records) if place // SHARED % process_count() == process_index())
-    own = encode_records(tokenizer, max_length, mine)
-    while any(parts := gather_inside(list(islice(own, SHARED)))):
+    while parts := [part for part in gather_inside(next(own, None)) if part is not None]:
         yield from chain.from_iterable(parts)
 
 

@@ -5,7 +5,6 @@ Each record comes with its place (`train.jsonl:17`). Blank lines are no records,
 
 import glob
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -13,6 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,10 @@ from mllm.fetch import fetch_files
 T = TypeVar("T")
 Record = dict[str, Any]
 Records = Iterator[tuple[str, Record | UserError]]
+Placed = tuple[str, bytes | Record]
+"""A record with its place; that of a file of JSON lines may not be parsed yet."""
+Wanted = Iterator[bool]
+"""Says of one block of records after the other whether this process reads it."""
 
 FORMATS = "a file of JSON lines (.jsonl, .jsonl.gz) or .parquet"
 LISTED_PLACES = 20
@@ -30,6 +34,9 @@ LISTED_PLACES = 20
 
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 """The role that a name means; the last two are ShareGPT's."""
+
+ROWS_BYTES, MOST_ROWS = 2**20, 1024
+"""About the uncompressed bytes of a block of a parquet file, and the limit to its rows."""
 
 LONGEST_LINE = 2**23
 """The limit to a line's bytes: about a million tokens, each of which takes a hundred bytes for a moment."""
@@ -74,7 +81,10 @@ def file_records(source: str, key: str) -> Records:
     UserError, which names the setting `key`, is raised where there is no such file, or one can't be read.
     """
     for path in file_paths(source, key):
-        yield from parquet_rows(path, key) if path.suffix == ".parquet" else json_lines(path, key)
+        if path.suffix == ".parquet":
+            yield from chain.from_iterable(parquet_blocks(path, key, repeat(True)))  # type: ignore[misc]
+        else:
+            yield from json_lines(path, key)
 
 
 def file_paths(source: str, key: str) -> list[Path]:
@@ -95,19 +105,6 @@ def check_regular(path: Path, key: str) -> None:
         raise UserError(f"{key}: {path} is no regular file: give {FORMATS}")
 
 
-def file_content(path: Path, key: str) -> tuple[str, int]:
-    """A hash of what is in a file, decompressed, and about how many records that is; UserError as when it is read."""
-    if path.suffix == ".parquet":
-        with open_parquet(path, key) as table, path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest(), table.metadata.num_rows
-    digest, count = hashlib.sha256(), 0
-    with open_lines(path, key) as file:
-        while block := file.read(2**20):
-            digest.update(block)
-            count += block.count(b"\n")
-    return digest.hexdigest(), count
-
-
 @contextmanager
 def open_parquet(path: Path, key: str) -> Iterator[Any]:
     """The parquet file, open; UserError, which names the setting `key`, where it can't be read."""
@@ -124,14 +121,24 @@ def open_parquet(path: Path, key: str) -> Iterator[Any]:
         raise UserError(f"{key}: {path} can't be read ({brief(error)}): give {FORMATS}") from None
 
 
-def parquet_rows(path: Path, key: str) -> Records:
-    """The rows of a parquet file, without what is null in them; the first is number 1."""
-    number = 0
+def parquet_blocks(path: Path, key: str, wanted: Wanted) -> Iterator[list[Placed]]:
+    """The rows of the wanted blocks of a parquet file: its row groups, or parts of large ones. The first is number 1.
+
+    They lack what is null in them. A row group of which no block is wanted is not read.
+    """
+    first = 1
     with open_parquet(path, key) as file:
-        for batch in file.iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}:{number}", without_nulls(row)
+        for group in range(file.num_row_groups):
+            rows, nbytes = file.metadata.row_group(group).num_rows, file.metadata.row_group(group).total_byte_size
+            step = max(1, min(rows, MOST_ROWS, rows * ROWS_BYTES // max(1, nbytes)))
+            mine = [next(wanted) for _ in range(0, rows, step)]
+            for start, own, batch in (
+                zip(*(range(0, rows, step), mine, file.iter_batches(step, [group])), strict=True) if any(mine) else ()
+            ):
+                if own:
+                    numbered = enumerate(batch.to_pylist(), start=first + start)
+                    yield [(f"{path}:{number}", without_nulls(row)) for number, row in numbered]
+            first += rows
 
 
 def without_nulls(row: Record) -> Record:
@@ -140,11 +147,14 @@ def without_nulls(row: Record) -> Record:
 
 
 @contextmanager
-def open_lines(path: Path, key: str) -> Iterator[Any]:
-    """The file, open and decompressed (`.gz`); UserError, which names the setting `key`, where it can't be read."""
+def open_lines(path: Path, key: str, compressed: bool = False) -> Iterator[Any]:
+    """The file, open and decompressed (`.gz`) unless it is to be `compressed`.
+
+    UserError, which names the setting `key`, is raised where it can't be read.
+    """
     check_regular(path, key)
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with gzip.open(path) if path.suffix == ".gz" and not compressed else path.open("rb") as file:
             yield file
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or brief(error)
@@ -186,19 +196,10 @@ def parse(place: str, line: bytes) -> Record:
     return record
 
 
-def hub_rows(source: str, subset: str | None, split: str, key: str) -> Records:
+def hub_rows(source: str, subset: str | None, split: str, key: str) -> Iterator[tuple[str, Record]]:
     """The rows of a split of a hub's data set, without what is null in them; UserError as by `hub_split`."""
     for number, row in enumerate(hub_split(source, subset, split, key)):
         yield f"{source}[{split}][{number}]", without_nulls(row)
-
-
-def hub_content(source: str, subset: str | None, split: str, key: str) -> tuple[str, int]:
-    """A hash of what is in a split of a hub's data set, and the number of its rows; UserError as by `hub_split`."""
-    rows = hub_split(source, subset, split, key)
-    digest = hashlib.sha256(f"{subset} {split}".encode())
-    for file in rows.cache_files:
-        digest.update(file_content(Path(file["filename"]), key)[0].encode())
-    return digest.hexdigest(), len(rows)
 
 
 def hub_split(source: str, subset: str | None, split: str, key: str) -> Any:

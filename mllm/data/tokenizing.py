@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -18,52 +18,50 @@ import numpy as np
 from jaxtyping import Int32
 
 from mllm.data.formats import encode_record
-from mllm.data.records import Record
+from mllm.data.records import Placed, Record, parse
 from mllm.errors import UserError
 from mllm.model.tokenizer import Tokenizer
 
 Document = Int32[np.ndarray, "tokens 3"]
 """An example in tokens. Columns: the token, the next token, and 1 where that is learned, else 0."""
-Placed = tuple[str, Record | UserError]
 Encoded = tuple[str, Document | UserError, bool]
 """The place of a record, its document or what is wrong with it, and whether it had to be cut."""
 
 FEW = 2000
-"""As many records are faster tokenized here than processes start, which import transformers."""
-CHUNK = 128
+"""About as many records are faster tokenized here than processes start, which import transformers."""
 MOST_WORKERS = 16
 
 
-def encode_records(tokenizer: Tokenizer, max_length: int, records: Iterable[Placed]) -> Iterator[Encoded]:
-    """The documents of all records, in their order; no more than some chunks of them are held at a time.
+def encode_blocks(tokenizer: Tokenizer, max_length: int, blocks: Iterable[Sequence[Placed]]) -> Iterator[list[Encoded]]:
+    """The documents of blocks of records, in their order; no more than some blocks of them are held at a time.
 
     UserError is raised if a worker process is killed.
     """
-    encode, left = partial(encode_chunk, tokenizer, max_length), iter(records)
-    yield from encode(islice(left, FEW))
-    chunks = iter(lambda: list(islice(left, CHUNK)), [])
-    if (first := next(chunks, None)) is None:
+    encode, left, few = partial(encode_block, tokenizer, max_length), iter(blocks), FEW
+    while few > 0 and (block := next(left, None)) is not None:
+        few -= len(block)
+        yield encode(block)
+    if (first := next(left, None)) is None:
         return
     workers = min(os.cpu_count() or 1, MOST_WORKERS)
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker, (encode,))
     try:
         pending: deque[Future[list[Encoded]]] = deque([pool.submit(encode_in_worker, first)])
         while pending:
-            pending.extend(pool.submit(encode_in_worker, chunk) for chunk in islice(chunks, 4 * workers - len(pending)))
-            yield from pending.popleft().result()
+            pending.extend(pool.submit(encode_in_worker, block) for block in islice(left, 4 * workers - len(pending)))
+            yield pending.popleft().result()
     except BrokenProcessPool:
         raise UserError("data.source: a process that tokenizes was killed; is there enough memory?") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def encode_chunk(tokenizer: Tokenizer, max_length: int, records: Iterable[Placed]) -> list[Encoded]:
+def encode_block(tokenizer: Tokenizer, max_length: int, records: Iterable[Placed]) -> list[Encoded]:
     encoded: list[Encoded] = []
     for place, record in records:
         try:
-            if isinstance(record, UserError):
-                raise record
-            document, complete = encode_document(tokenizer, max_length, place, record)
+            parsed = parse(place, record) if isinstance(record, bytes) else record
+            document, complete = encode_document(tokenizer, max_length, place, parsed)
             encoded.append((place, document, complete))
         except UserError as error:
             encoded.append((place, error, True))
@@ -80,11 +78,11 @@ def encode_document(tokenizer: Tokenizer, max_length: int, place: str, record: R
     return document, len(ids) <= max_length
 
 
-encode_here: Callable[[Iterable[Placed]], list[Encoded]]
+encode_here: Callable[[Sequence[Placed]], list[Encoded]]
 """A worker's function, which has the tokenizer."""
 
 
-def start_worker(encode: Callable[[Iterable[Placed]], list[Encoded]]) -> None:
+def start_worker(encode: Callable[[Sequence[Placed]], list[Encoded]]) -> None:
     """Prepare a worker process: it leaves Ctrl-C to its parent, and does not outlive it."""
     global encode_here
     encode_here = encode
@@ -99,5 +97,5 @@ def follow_parent() -> None:
     os._exit(1)
 
 
-def encode_in_worker(records: list[Placed]) -> list[Encoded]:
+def encode_in_worker(records: Sequence[Placed]) -> list[Encoded]:
     return encode_here(records)

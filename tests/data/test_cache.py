@@ -2,6 +2,7 @@
 
 import resource
 import threading
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,6 @@ from test_data import BYTES, qa, some, write
 from mllm.config.data import DataConfig
 from mllm.data import cache, tokenizing
 from mllm.data.documents import Origin
-from mllm.data.records import file_records
 from mllm.errors import UserError
 from mllm.model.tokenizer import bytes_tokenizer
 
@@ -107,13 +107,13 @@ def test_a_source_with_bad_lines_leaves_no_cache(tmp_path, opened):
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, opened, monkeypatch):
     open_cache, made = opened
-    source, encode = write(tmp_path, some(20)), tokenizing.encode_records
+    source, encode = write(tmp_path, some(20)), tokenizing.encode_blocks
 
     def changing(*arguments):
         yield from encode(*arguments)
         write(tmp_path, some(21))
 
-    monkeypatch.setattr(cache, "encode_records", changing)
+    monkeypatch.setattr(cache, "encode_blocks", changing)
     with pytest.raises(UserError, match=r"data.source: .* has changed while it was read: start again"):
         open_cache(source)
     monkeypatch.undo()
@@ -147,25 +147,29 @@ def test_a_cache_that_can_not_be_written_is_refused(tmp_path, opened):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def batched(records, size):
+    return [records[start : start + size] for start in range(0, len(records), size)]
+
+
 @pytest.fixture
 def few(monkeypatch):
-    """Small chunks, of which all but the first go to other processes."""
+    """All but the first blocks go to other processes."""
     monkeypatch.setattr(tokenizing, "FEW", 3)
-    monkeypatch.setattr(tokenizing, "CHUNK", 4)
 
 
 def test_worker_processes_give_the_same_in_the_same_order(tmp_path, few):
     source = write(tmp_path, [*some(9), "{", qa("long", "a" * 50), *some(9), {"text": 1}])
-    parallel = list(tokenizing.encode_records(BYTES, 32, file_records(source, "data.source")))
-    alone = tokenizing.encode_chunk(BYTES, 32, file_records(source, "data.source"))
+    lines = [(f"line {i}", line) for i, line in enumerate(Path(source).read_bytes().splitlines())]
+    parallel = list(chain(*tokenizing.encode_blocks(BYTES, 32, batched(lines, 4))))
+    alone = tokenizing.encode_block(BYTES, 32, lines)
     for one, other in zip(parallel, alone, strict=True):
         assert (one[0], str(one[1]), one[2]) == (other[0], str(other[1]), other[2])
 
 
 def test_a_worker_does_not_import_jax_and_its_death_is_an_error(few):
     records = [(f"{i}", {"prompt": "a", "completion": "b"}) for i in range(8)]
-    encoded = [document[0, 0] for _, document, _ in tokenizing.encode_records(ImportsTokenizer(), 32, iter(records))]
-    assert encoded == [2] * 3 + [1] * 5
+    encoded = list(chain(*tokenizing.encode_blocks(ImportsTokenizer(), 32, batched(records, 3))))
+    assert [document[0, 0] for _, document, _ in encoded] == [2] * 3 + [1] * 5
     records.append(("8", {"text": "die"}))
     with pytest.raises(UserError, match=r"data.source: a process that tokenizes was killed"):
-        list(tokenizing.encode_records(ImportsTokenizer(), 32, iter(records)))
+        list(tokenizing.encode_blocks(ImportsTokenizer(), 32, batched(records, 3)))

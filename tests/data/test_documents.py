@@ -64,7 +64,8 @@ def test_a_split_of_a_hub_s_data_set_is_cached_by_its_files_and_read_without_nul
 
     class Split(list):
         def __init__(self, split):
-            (tmp_path / split).write_text(split)
+            if not (tmp_path / split).exists():
+                (tmp_path / split).write_text(split)
             super().__init__({"text": f"{split} {i}", "messages": None} for i in range(3))
             self.cache_files = [{"filename": str(tmp_path / split)}]
 
@@ -79,7 +80,7 @@ def test_a_split_of_a_hub_s_data_set_is_cached_by_its_files_and_read_without_nul
         assert bytes(training[1][:-1, 0].astype(np.uint8)) == b"train 1"
         assert bytes(heldout[2][:-1, 0].astype(np.uint8)) == b"test 2"
     read_again = [("user/set", "main", split) for split in ("train", "test")]
-    assert sorted(loaded) == sorted(read_again * 4)  # thrice for the hash, once for the rows
+    assert sorted(loaded) == sorted(read_again * 4)  # thrice for the files, once for the rows
 
 
 def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 
 import jax
@@ -32,7 +33,7 @@ from tiny import config
 
 from mllm.config.data import DataConfig
 from mllm.config.model import MeshConfig
-from mllm.data import cache, sft_source, tokenizing
+from mllm.data import blocks, cache, sft_source, tokenizing
 from mllm.data.documents import Origin
 from mllm.data.sft_source import SftSource
 from mllm.errors import RESTART, StepError, UserError
@@ -187,8 +188,8 @@ def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_
 # Rows of each process
 
 
-def check_rows_and_reading():
-    """Runs in each of two processes: values are gathered, rows shared, and each reads its part of a checkpoint."""
+def check_rows_and_reading(path):
+    """Runs in each of two processes: values are gathered, rows shared, and each reads its part of data and weights."""
     ProcessGroup.find(None, None, None, os.environ).join(60)
     process = jax.process_index()
     assert gather_objects({"process": process}) == [{"process": 0}, {"process": 1}]
@@ -241,20 +242,23 @@ def check_rows_and_reading():
     with pytest.raises(StepError, match=r"in 1 of 2 groups.* exact_match raised 4 times, first: too many"):
         source.next(np.float32(0), 0, Stopwatch())
 
-    encoded: list[str] = []
+    blocks.BLOCK_BYTES, parsed = 1024, []
 
-    def count(tokenizer, max_length, place, record, original=tokenizing.encode_document):
-        encoded.append(place)
-        return original(tokenizer, max_length, place, record)
+    def count(place, line, original=tokenizing.parse):
+        parsed.append(place)
+        return original(place, line)
 
-    given = [(f"line {i}", {"question": f"{i}", "answer": "a"}) for i in range(3 * cache.SHARED + 5)]
-    given[70] = ("line 70", UserError("line 70: not JSON"))
-    expected = list(tokenizing.encode_records(bytes_tokenizer(), 32, given))
-    tokenizing.encode_document = count
-    shared = list(cache.encode_shares(bytes_tokenizer(), 32, iter(given)))
-    for (place, document, complete), other in zip(shared, expected, strict=True):
+    origin = Origin("data.source", path)
+    content = origin.content()
+    expected = list(chain(*tokenizing.encode_blocks(bytes_tokenizer(), 32, origin.blocks(content, blocks.share(0, 1)))))
+    assert [place for place, *_ in expected] == [f"{path}:{number}" for number in range(1, 200)]
+    tokenizing.parse = count
+    own = tokenizing.encode_blocks(bytes_tokenizer(), 32, origin.blocks(content, blocks.share(process, 2)))
+    for (place, document, complete), other in zip(cache.exchange(own), expected, strict=True):
         assert (place, complete, str(document)) == (other[0], other[2], str(other[1]))
-    assert len(encoded) == (2 * cache.SHARED if process == 0 else cache.SHARED + 4)
+    both = gather_objects(parsed)
+    assert sorted(chain(*both)) == sorted(place for place, *_ in expected)
+    assert min(map(len, both)) > 80
 
     read: list[int] = []
 
@@ -277,8 +281,11 @@ def check_rows_and_reading():
     watch.watch.finish(None)
 
 
-def test_each_process_has_the_rows_of_its_devices_and_reads_its_part_of_a_checkpoint():
-    outputs(start_two(["-c", "import test_processes; test_processes.check_rows_and_reading()"]))
+def test_each_process_has_the_rows_of_its_devices_and_reads_its_part_of_data_and_weights(tmp_path):
+    path = tmp_path / "train.jsonl"
+    good = [json.dumps({"question": f"{i}", "answer": "a" * (i % 60)}) for i in range(1, 200)]
+    path.write_text("\n".join([*good[:70], "{", *good[71:]]))
+    outputs(start_two(["-c", f"import test_processes; test_processes.check_rows_and_reading({str(path)!r})"]))
 
 
 # Errors in one line
