@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: curves.png in the first run")
     options = parser.parse_args(arguments)
     out = options.out or options.runs[0] / "curves.png"
-    if not out.suffix:  # matplotlib would add one, and write another file than is told
+    if not out.suffix:  # matplotlib would add one, and another file would be written than is printed
         raise UserError(f"--out: {out} can't be written without an ending that says what it is; give a .png")
     draw({name(run, options.runs): read_run(run) for run in options.runs}, out)
     print(f"{'curves':<18} {out}")

@@ -193,7 +193,7 @@ def explain(error: ValidationError) -> str:
 
 
 def unknown(location: Sequence[str], value: Any, fields: Mapping[str, Any]) -> str:
-    """What to say of a setting that none of `fields`, by dotted keys, is: what it is called, or where it is, here."""
+    """The message for a setting that is not among `fields`, the known dotted keys: what it is called here, or where."""
     section, name = "".join(f"{part}." for part in location[:-1] if not part.isdigit()), location[-1]
     message = f"{'.'.join(location)}: unknown setting"
     for habit in () if isinstance(value, dict) else (f"{section}{name}".split(".")[-2:], [name]):

@@ -31,7 +31,7 @@ def add_modules(folder: Path) -> None:
 def importable() -> Iterator[None]:
     """Let Python find the modules in `MODULES`, for as long as a user's code runs.
 
-    No longer: libraries try to import each other, and would take a folder `datasets` or `wandb` for such a library.
+    It is not for longer: libraries try to import each other, and would take a folder `datasets` for the library.
     """
     added = [folder for folder in MODULES if folder not in sys.path]
     sys.path += added

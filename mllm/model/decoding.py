@@ -135,8 +135,8 @@ def decode_token(
 ) -> tuple[Float[jax.Array, "B D"], Cache]:
     """Hidden states after the last norm, from which the tokens after `tokens` are drawn, and the cache with `tokens`.
 
-    `lengths` says how many tokens of each row are in the cache already, at the places before `end`, which gets the
-    new one; there must be such a place, which isn't checked.
+    `lengths` says how many tokens of each row are in the cache already, at the places before `end`. The new one
+    goes to place `end`, which must exist; that isn't checked.
     """
     model = merge(graphdef, weights, 0)
     layout, config = model.layout, model.config

@@ -162,7 +162,7 @@ def run_child(
 
 
 def compile_in_child(*arguments: Any) -> dict[str, Any]:
-    """What `main` prints in `run_child`; ValueError with the compiler's reason, and in a note all that was said."""
+    """The answer of `main`, run by `run_child`; ValueError with the compiler's reason, and all of stderr as a note."""
     ended = run_child(*arguments)
     if ended.code or ended.answer is None:
         refusal = ValueError(ended.reason or "the compiler's process gave no answer")

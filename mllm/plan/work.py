@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
 
 def parts(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Part] | None:
-    """The parts of a function, each kernel summed over its calls; None where the work can't be told.
+    """The parts of a function, each kernel summed over its calls; None where the work is not known.
 
     The first of `arguments`, trees of `jax.ShapeDtypeStruct`, has the shape [tokens, features].
     """

@@ -50,7 +50,7 @@ def evaluate(
     rows: RowShare = ALL_ROWS,
     prefix: str = "eval/",
 ) -> dict[str, float]:
-    """Complete each problem greedily and, if `sampled`, once at the rollout's temperature; each process its share.
+    """Complete each problem greedily and, if `sampled`, once at the rollout's temperature; each process does its share.
 
     The metrics are, with the prefix `eval/`: `eval/reward`, the mean over the completions whose rewards did not fail,
     and `eval/rewards/NAME/...` for each function; for the completions at temperature `eval/sampled_reward...`. If all

@@ -23,9 +23,10 @@ from mllm.model.layout import Params
 from mllm.model.load import Policy
 from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import ALL_ROWS, RowShare, is_writer, raise_everywhere
-from mllm.rl import dynamic_sampling, scored
+from mllm.rl import scored
 from mllm.rl.rewards import RewardRunner
 from mllm.rl.sampler import Sampler
+from mllm.rl.schedule import round_size
 from mllm.rl.scored import ScoredCompletions
 from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
@@ -123,7 +124,9 @@ class GrpoSource:
         of_drawn = objectives.advantages(rewards, self.config.reward_scale)
         if of_drawn.equal.all():
             self.warn_without_signal(step)
-        groups = dynamic_sampling.choose_groups(~of_drawn.equal, self.config.groups_per_rollout(self.batch_size))
+        # The first groups with a signal, filled up with the first without, in the order in which they were drawn.
+        wanted = self.config.groups_per_rollout(self.batch_size)
+        groups = np.sort(np.argsort(of_drawn.equal, kind="stable")[:wanted])
         chosen = (groups[:, None] * group + np.arange(group)).reshape(-1)
         advantages = np.full(drawn.lengths.shape, np.nan)
         advantages[chosen] = objectives.advantages(rewards[groups], self.config.reward_scale).values.reshape(-1)
@@ -178,13 +181,14 @@ class GrpoSource:
     ) -> tuple[ScoredCompletions, Float[np.ndarray, "G n"], int]:
         """Completions of all processes and their rewards by groups, and in how many rounds they were drawn.
 
-        With dynamic sampling rounds follow until enough groups have a signal. NaN stands for the rewards of a group
-        that failed.
+        With dynamic sampling (DAPO, Yu et al. 2025, section 3.2), prompts whose completions have equal rewards are
+        replaced by others in further rounds, until enough groups have a signal. DAPO draws whole batches again; here a
+        round draws about as many prompts as are missing. NaN stands for the rewards of a group that failed.
         """
         wanted = missing = self.config.groups_per_rollout(self.batch_size)
         rounds: list[ScoredCompletions] = []
         while True:
-            size = dynamic_sampling.round_size(missing, wanted, self.update_rows.shards)
+            size = round_size(missing, wanted, self.update_rows.shards)
             first = sum(part.lengths.size for part in rounds)
             with raise_everywhere():
                 problems = [next(self.prompts) for _ in range(size)]

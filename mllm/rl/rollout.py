@@ -31,7 +31,7 @@ from mllm.rl.schedule import PREFILLED_BATCHES, WIDTHS, bucket, deal, places_for
 from mllm.rl.slots import CHUNK, Slots, Stream, decode, insert, prefill, repack
 
 CALL_SECONDS = 0.25
-"""About how long a call of the decode program may take, so that a signal is heard soon."""
+"""About how long a call of the decode program may take, so that a signal takes effect soon."""
 
 
 class Completions(NamedTuple):

@@ -65,6 +65,15 @@ def prompts_a_batch(needed: int, width: int) -> int:
     return max(1, min(1 << max(needed - 1, 0).bit_length(), PREFILL_TOKENS // width))
 
 
+def round_size(missing: int, whole: int, shards: int) -> int:
+    """How many prompts a round of dynamic sampling draws, where `missing` of a rollout's `whole` are missing.
+
+    It is the whole, a half or a quarter; the latter two only where the devices' `shards` of rows divide them.
+    """
+    sizes = (-(-whole // parts) for parts in (4, 2))
+    return bucket(missing, [*(size for size in sizes if size % shards == 0), whole])
+
+
 def places_for(end: int, options: RolloutConfig) -> int:
     """The number of places of a cache whose rows end at `end`."""
     most = most_places(options)

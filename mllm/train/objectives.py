@@ -146,7 +146,7 @@ def masked_mean(values: Float[jax.Array, "*S"], mask: Bool[jax.Array, "*S"]) -> 
 def sequence_means(
     values: Float[jax.Array, "B T"], mask: Bool[jax.Array, "B T"], segments: Int[jax.Array, "B T"]
 ) -> tuple[Float[jax.Array, "B T"], Float[jax.Array, "B T"]]:
-    """At each token the mean of the masked values of its sequence, 0 where there are none, and how many these are.
+    """For each token the mean of the masked values of its sequence (0 without any), and the number of these values.
 
     Each row's segments are numbered from 1 on.
     """

@@ -60,5 +60,5 @@ def update_count(opt_state: optax.OptState) -> Int[Array, ""]:
 
 
 def decays(params: Params) -> Params:
-    """True for the parameters to which weight decay applies: all but norms and biases, told by their names."""
+    """True for the parameters to which weight decay applies: all but norms and biases, by their names."""
     return jax.tree_util.tree_map_with_path(lambda path, _: not parameter_name(path).endswith(("norm", "bias")), params)

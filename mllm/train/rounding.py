@@ -45,7 +45,7 @@ def widen(leaf: Any) -> Any:
 
 
 def round_at_random(values: Float32[Array, "*S"], key: Key[Array, ""]) -> BFloat16[Array, "*S"]:
-    """Each number's neighbour below or above in bfloat16, the nearer the likelier; one that bfloat16 has stays."""
+    """Each number's neighbour below or above in bfloat16, the nearer one more likely; what bfloat16 can hold stays."""
     noise = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + noise
     cut = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
@@ -54,6 +54,6 @@ def round_at_random(values: Float32[Array, "*S"], key: Key[Array, ""]) -> BFloat
 
 
 def update_key(seed: int, step: Any) -> Key[Array, ""]:
-    """The random key of an update. It is none of those that tokens are sampled with."""
+    """The random key of an update; no token is sampled with it."""
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), zlib.crc32(b"rounding"))
     return jax.random.fold_in(key, step)

@@ -252,8 +252,8 @@ def make_logprob_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[An
 def make_validation_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[Any, Batch], Float[Array, "3"]]:
     """The jitted forward pass of a validation, which gives three sums over the tokens with a weight.
 
-    They are the sum of the labels' log-probabilities in nats, the number of labels than which the model gives no other
-    token a higher probability, and the number of all labels.
+    They are the sum of the labels' log-probabilities in nats, the number of labels that are the most probable token at
+    their place (ties count), and the number of all labels.
     """
     forward = Forward(graphdef, config, mesh)
 

@@ -6,8 +6,8 @@ from rollouts import GROUP, RandomCompletions, SquareRewards, grpo_source, seque
 from runs import assert_same_end, changed, records, run
 from tiny import config
 
-from mllm.rl.dynamic_sampling import choose_groups, round_size
 from mllm.rl.rewards import Scores
+from mllm.rl.schedule import round_size
 from mllm.stopwatch import Stopwatch
 
 
@@ -90,8 +90,6 @@ def test_prompts_are_each_drawn_once_whatever_the_rounds_and_go_on_from_any_posi
 def test_rounds_are_of_few_sizes_that_the_devices_can_share():
     assert [round_size(missing, 64, 8) for missing in (64, 33, 32, 17, 8, 1)] == [64, 64, 32, 32, 16, 16]
     assert [round_size(missing, 4, 8) for missing in (4, 1)] == [4, 4]
-    assert choose_groups(np.array([False, True, False, True, True]), 2).tolist() == [1, 3]
-    assert choose_groups(np.array([False, True, False, False]), 3).tolist() == [0, 1, 2]
 
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path):

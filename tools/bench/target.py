@@ -12,8 +12,8 @@ and weight, in bfloat16; "value only" gives no gradients. The columns, and how t
     bound ms   sum over kernels and XLA's products of the larger of flops / (rate x MXU) and
                bytes / bandwidth, at the published rates: no run is faster                              [estimate]
 
-The MXU use of each kernel stands below the table. "?" is what can't be told: loops whose length depends on data, or
-kernels that declare nothing; "-" says that no loop has a product. Needs libtpu.
+The MXU use of each kernel stands below the table. "?" stands for what is unknown: loops whose length depends on data,
+or kernels that declare nothing; "-" says that no loop has a product. Needs libtpu.
 """
 
 import importlib.util

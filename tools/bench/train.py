@@ -8,7 +8,7 @@ The updates are those of a GRPO run on a Qwen2 model with random parameters, in 
 Tokens and advantages are random; lengths are geometric, with a quarter of the limit as their mean, and cut off there.
 Each way has a process of its own; all are warmed up, and then timed in turns. Columns behind the first have the median
 ratio to it, and its range. The peak is what a device, or on CPUs the process, held more than before the parameters
-were made; places are the tokens that are computed, and padding is the share of them that is none.
+were made; places are the tokens that are computed, and padding is the share of them without a token.
 """
 
 import argparse
