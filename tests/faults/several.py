@@ -87,7 +87,7 @@ class Group:
     def __init__(self, name: str, count: int, folder: Path, rng: random.Random) -> None:
         self.name, self.count, self.folder, self.rng = name, count, folder / f"{name}_{count}", rng
         self.folder.mkdir()
-        self.runs = 0
+        self.runs = self.launches = 0
         self.trials: list[Trial] = []
         self.open: list[Trial] = []
         """The faults of the run that is under way."""
@@ -115,19 +115,18 @@ class Group:
             given += [f"data.source={self.folder / source}", f"data.cache={cache}"]
         return given
 
-    def launch(self, output: str = "said", bad: int | None = None) -> list[Trainer]:
+    def launch(self, bad: int | None = None) -> list[Trainer]:
         """Start the processes; the data of `bad` has a bad line."""
         from runs import free_address
 
+        self.launches += 1
         address, trainers = free_address(), []
         for process in range(self.count):
             flags = f"--coordinator {address} --processes {self.count} --process {process} --wait 60".split()
             given = self.arguments(process, "bad.jsonl" if process == bad else "data.jsonl")
-            path = self.folder / f"{output}_{process}.txt"
-            path.unlink(missing_ok=True)
             programs = f"{os.environ['JAX_COMPILATION_CACHE_DIR']}_{process}_of_{self.count}"
             variables = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_COMPILATION_CACHE_DIR": programs}
-            trainers.append(Trainer([*given, *flags], path, **variables))
+            trainers.append(Trainer([*given, *flags], self.output(process), **variables))
         return trainers
 
     def finish(self) -> None:
@@ -143,8 +142,12 @@ class Group:
             trial.failure = trial.failure or problem
         self.trials, self.open, self.runs = self.trials + self.open, [], self.runs + 1
 
-    def said(self, process: int, output: str = "said") -> str:
-        return last_line(self.folder / f"{output}_{process}.txt")
+    def output(self, process: int) -> Path:
+        """What a process of the last launch has printed."""
+        return self.folder / f"said_{self.launches}_{process}.txt"
+
+    def said(self, process: int) -> str:
+        return last_line(self.output(process))
 
     def reach_moment(self, trainer: Trainer) -> None:
         """Let the processes run to a random moment of their start or of their next steps."""
@@ -194,9 +197,6 @@ class Group:
             self.check(codes)
             return trial
         self.judge(trial, victim, codes, late)
-        if trial.failure:  # the next start overwrites what was said
-            for i in range(self.count):
-                shutil.copy(self.folder / f"said_{i}.txt", self.folder / f"lost_{len(self.trials + self.open)}_{i}.txt")
         if trial.hit not in ("start", END):
             trial.redone = max(0, last_step(self.run_dir) - max(saved_steps(self.run_dir), default=0))
         return trial
@@ -220,7 +220,7 @@ class Group:
         expected = [-signal.SIGKILL if trial.fault == "kill -9" and i == victim else code for i in range(self.count)]
         others = [i for i in range(self.count) if i != victim]
         lines = {self.said(i) for i in others}
-        output = "".join((self.folder / f"said_{i}.txt").read_text(encoding="utf-8") for i in others)
+        output = "".join(self.output(i).read_text(encoding="utf-8") for i in others)
         if late or trial.seconds["ended"] > LIMIT:
             trial.failure = f"processes {late} had not ended after {LIMIT:.0f} s"
         elif codes != expected:
@@ -232,8 +232,8 @@ class Group:
 
     def start_second(self, trial: Trial) -> None:
         """Another group with the same run_dir must be refused."""
-        codes = [trainer.end() for trainer in self.launch("second")]
-        lines = {self.said(i, "second") for i in range(self.count)}
+        codes = [trainer.end() for trainer in self.launch()]
+        lines = {self.said(i) for i in range(self.count)}
         trial.hit = "refused"
         if {*codes} != {2} or any("is in use by" not in line for line in lines):
             trial.hit, trial.failure = "let in", f"a second group ended with {codes}: {lines}"
