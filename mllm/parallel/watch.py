@@ -6,7 +6,8 @@ machine, network or disk hangs, is silent, which is noticed after SILENCE second
 passes on what has happened; each process prints it and ends at once, because a collective that waits for a lost process
 can't be interrupted.
 
-Left out: a main thread that hangs while its process lives. Nothing tells that from slow work, such as compiling.
+Left out: to end a run whose main thread hangs while its process lives. Nothing tells that from slow work, such as
+compiling; a line says where each process is.
 """
 
 import json
@@ -88,6 +89,8 @@ class Watch:
         self.links = links or {}
         self.publish: Callable[[list[Status]], None] = lambda statuses: None
         """Called every BEAT seconds with what process 0 knows of all processes, and the others of themselves."""
+        self.patience = 600.0
+        """Seconds without a new phase after which a line says where each process is."""
         self.ending = threading.Lock()
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
@@ -138,7 +141,12 @@ class Watch:
         """Send and publish what this process does, and look for processes that are silent."""
         own = self.status._replace(time=time.time())
         others = [] if own.process else [link.status for link in self.links.values()]
-        self.publish(sorted([own, *others]))
+        self.publish(statuses := sorted([own, *others]))
+        stalled = own.time - max(status.since for status in statuses)
+        if own.process == 0 and stalled > self.patience:
+            self.patience = 2 * stalled  # so that long phases are not reported every time
+            where = ", ".join(map(str, statuses))
+            sys.stderr.write(f"warning: no new phase for {stalled / 60:.0f} minutes: {where}\n")
         for link in self.links.values():
             link.send(status=own)
             if time.monotonic() - link.heard > SILENCE:

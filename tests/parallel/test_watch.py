@@ -67,12 +67,14 @@ def test_the_line_is_a_process_s_last_whatever_its_main_thread_does_meanwhile(go
 
 
 def test_a_process_ends_when_another_one_is_silent_and_not_when_it_has_trained_to_its_end():
-    silent, one = begin(0)
+    silent, one = begin(0, "own.patience = 1.0")
     one.sendall(said("data"))
     finished, other = begin(0)
     other.sendall(said("end"))
     other.close()
-    assert b"error: process 1 (after step 3, data) has been silent for 2 s" in silent.communicate(timeout=10)[1]
+    warning, error = silent.communicate(timeout=10)[1].decode().splitlines()
+    assert warning.startswith("warning: no new phase for 0 minutes: process 0 (after step 7, update), process 1 (after")
+    assert error.startswith("error: process 1 (after step 3, data) has been silent for 2 s")
     assert silent.returncode == 75
     assert finished.poll() is None
     finished.kill()
