@@ -36,6 +36,11 @@ ROOT = Path(__file__).parent.parent
 FILES = [path.relative_to(ROOT) for package in ("mllm", "kernels") for path in (ROOT / package).rglob("*.py")]
 MODULES = {".".join(path.with_suffix("").parts) for path in FILES}
 checker = "beartype.beartype" if find_spec("beartype") else None  # a GPU's machine may lack it
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("patient", deadline=None)  # other processes may take the processor
+    settings.load_profile("patient")
 install_import_hook(sorted(name for name in MODULES - UNCHECKED if not name.startswith("mllm.config.")), checker)
 
 

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 FIXTURES = Path(__file__).parent / "fixtures"
-SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 BATCH, TIME = 2, 12
 LIMIT, STOPS = 40, [5, 71]
 
@@ -27,9 +27,9 @@ def make(
     name: str,
     kind: type[PretrainedConfig] = Qwen2Config,
     *,
-    dtype: torch.dtype,
-    max_shard_size: str,
     seed: int,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
     **settings: object,
 ) -> None:
     config = kind(**SIZES, max_position_embeddings=64, **settings)
@@ -96,63 +96,15 @@ def make_adapters(name: str, base: str, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    make(
-        "tied",
-        dtype=torch.float32,
-        max_shard_size="1GB",
-        seed=0,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        tie_word_embeddings=True,
-    )
-    make(
-        "untied_sharded",
-        dtype=torch.float32,
-        max_shard_size="40KB",
-        seed=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-        rms_norm_eps=1e-5,
-    )
-    make(
-        "grouped_bfloat16",
-        dtype=torch.bfloat16,
-        max_shard_size="1GB",
-        seed=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-    )
-    make(
-        "qwen3",
-        Qwen3Config,
-        dtype=torch.float32,
-        max_shard_size="1GB",
-        seed=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
-    make(
-        "llama",
-        LlamaConfig,
-        dtype=torch.float32,
-        max_shard_size="1GB",
-        seed=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=False,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    )
+    tied = {"num_key_value_heads": 4, "tie_word_embeddings": True}
+    untied = {"num_key_value_heads": 4, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}
+    grouped = {"num_key_value_heads": 2, "tie_word_embeddings": True}
+    rotation = {"rope_theta": 500.0, "rope_type": "default"}
+    scaled = rotation | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama = {"head_dim": 32, "rope_parameters": scaled | {"original_max_position_embeddings": 32}}
+    make("tied", seed=0, **tied)
+    make("untied_sharded", seed=1, max_shard_size="40KB", **untied)
+    make("grouped_bfloat16", seed=2, dtype=torch.bfloat16, rope_parameters=rotation, **grouped)
+    make("qwen3", Qwen3Config, seed=3, head_dim=16, **grouped)
+    make("llama", LlamaConfig, seed=4, **(grouped | llama | {"tie_word_embeddings": False}))
     make_adapters("peft", "untied_sharded", seed=5)

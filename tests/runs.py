@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -124,6 +125,16 @@ def checksums(folder: Path) -> dict[str, str]:
     """The checksum of every file, by its path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def killed_after(config: Config, step: int, folder: Path) -> Config:
+    """The configuration of a copy of a finished run, as a kill after the checkpoint of `step` would have left it."""
+    copy = changed(config, run_dir=str(folder))
+    shutil.copytree(config.run_dir, folder)
+    for newer in [number for number in checkpoints(config) if number > step]:
+        shutil.rmtree(folder / "checkpoints" / str(newer))
+    assert checkpoints(copy)[-1] == step
+    return copy
 
 
 def newest(config: Config) -> RunState:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 import jax
@@ -76,14 +77,10 @@ class RunState:
 
     @classmethod
     def from_document(cls, step: int, train: TrainState, document: Mapping[str, Any]) -> "RunState":
-        """The state of a checkpoint, also of one from before the document had a key for each field."""
-        position = dict(document["position"])
-        if "skipped_in_a_row" in document:
-            skipped, pending = document["skipped_in_a_row"], document["pending_evaluation"]
-        else:
-            skipped, pending = position.pop("skipped", 0), position.pop("unjudged", None)
-        gain = {name: document[name] for name in ("lowest_loss", "validations_without_gain") if name in document}
-        return cls(step, train, position, skipped, None if pending is None else PendingEvaluation(**pending), **gain)
+        """The state of a checkpoint; the document may lack what is younger than the checkpoint."""
+        fields = {field.name: document[field.name] for field in dataclass_fields(cls) if field.name in document}
+        pending = fields.pop("pending_evaluation")
+        return cls(step, train, **fields, pending_evaluation=None if pending is None else PendingEvaluation(**pending))
 
 
 def copy_on_device(params: Params) -> Params:

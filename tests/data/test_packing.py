@@ -52,22 +52,6 @@ def test_no_row_is_too_long_and_no_two_would_fit_into_one(lengths, row_length):
     assert len(filled) <= -(-len(lengths) // (row_length // max(lengths)))
 
 
-def fewest_rows(lengths, room=()):
-    """By trying everything: the next sequence goes into one of the rows so far, or into a new one of 12 tokens."""
-    if not lengths:
-        return len(room)
-    first, *rest = lengths
-    fitting = [i for i, left in enumerate(room) if left >= first]
-    ways = [tuple(left - first * (i == j) for j, left in enumerate(room)) for i in fitting]
-    return min(fewest_rows(rest, way) for way in [*ways, (*room, 12 - first)])
-
-
-@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7))
-def test_the_rows_are_at_most_eleven_ninths_of_the_fewest_and_one_more(lengths):
-    rows = len(set(first_fit_decreasing(np.array(lengths), 12)))
-    assert rows <= 11 / 9 * fewest_rows(lengths) + 6 / 9
-
-
 @given(
     work=st.lists(st.integers(1, 1000), min_size=1, max_size=64),
     micro=st.integers(1, 4),

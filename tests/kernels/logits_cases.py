@@ -30,7 +30,6 @@ SMALL = (20, 300)
 ACROSS = (120, 300)  # a TPU has the rows of these in its lanes
 
 every_way = pytest.mark.parametrize("way", WAYS)
-xla_s_ways = pytest.mark.parametrize("way", WAYS[:2])
 every_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 
 

@@ -15,6 +15,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lm_head_cases import assert_near
 
 from kernels.lm_head import HeadSharding, token_logprobs, token_loss, xla
 from kernels.lm_head.tpu import tiles
@@ -89,12 +90,6 @@ def of_one_device(way, **options):
     return differentiated(way, **options)(*ARGUMENTS)
 
 
-def assert_close(got, expected, tolerance=2e-5):
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        assert np.abs(one - other).max() <= tolerance * max(np.abs(other).max(), 1e-6)
-
-
 # --- what comes out ---
 
 SCALED = {"temperature": 0.6, "softcap": 2.0}
@@ -110,7 +105,7 @@ CASES = [
 @pytest.mark.parametrize(("shape", "way", "options"), CASES, ids=str)
 def test_values_and_gradients_are_those_of_one_device(shape, way, options):
     got = differentiated(way, sharding=over(shape), **options)(*ARGUMENTS)
-    assert_close(got, of_one_device(way, **options))
+    assert_near(got, of_one_device(way, **options))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +119,7 @@ def test_values_and_gradients_are_those_of_one_device(shape, way, options):
     ids=str,
 )
 def test_any_axis_may_have_any_part(axes):
-    assert_close(differentiated("in waves", sharding=over(CUBE, **axes))(*ARGUMENTS), of_one_device("in waves"))
+    assert_near(differentiated("in waves", sharding=over(CUBE, **axes))(*ARGUMENTS), of_one_device("in waves"))
 
 
 KERNELS = [
@@ -146,12 +141,12 @@ def test_kernels_for_tpus_give_what_one_device_gives(shape, way, entropy):
         options["labels"] = tuple(LABELS[order])
         arguments = [x[order] if len(np.shape(x)) and len(x) == N else x for x in ARGUMENTS]
     got = differentiated(way, sharding=over(shape), impl="mosaic_tpu", **options)(*arguments)
-    assert_close(got, differentiated(way, impl="xla", **options)(*arguments))
+    assert_near(got, differentiated(way, impl="xla", **options)(*arguments))
 
 
 @pytest.mark.parametrize(("way", "side"), [("general", 0), ("in waves", 1)], ids=["hidden alone", "weight alone"])
 def test_the_other_side_may_be_frozen(way, side):
-    assert_close(differentiated(way, side, sharding=over(CUBE))(*ARGUMENTS)[1], of_one_device(way)[1][side])
+    assert_near(differentiated(way, side, sharding=over(CUBE))(*ARGUMENTS)[1], of_one_device(way)[1][side])
 
 
 @pytest.mark.parametrize(("way", "options"), [("general", {}), ("in waves", SCALED)])
@@ -224,8 +219,16 @@ def refused(message, arguments=ARGUMENTS[:2], **axes):
             token_logprobs(hidden, weight, np.zeros(len(hidden), int), sharding=over(CUBE, **axes), impl=impl)
 
 
-def test_an_axis_that_the_mesh_lacks_is_named():
+def test_a_sharding_that_does_not_fit_mesh_or_arrays_is_refused():
     refused("sharding: 'model' is none of the mesh's axes dp, fsdp, tp", vocabulary="model")
+    for axes in ({"vocabulary": "dp"}, {"features": "tp"}):
+        refused("can't be another's axis as well", **axes)
+    refused("hidden: 78 tokens don't make 4 shards over dp, fsdp", (HIDDEN[:78], WEIGHT))
+    refused("weight: 15 features don't make 2 shards over fsdp", (HIDDEN[:, :15], WEIGHT[:, :15]))
+    for spec in (P(), P("fsdp", "tp")):
+        misplaced = [jax.device_put(x, NamedSharding(over(CUBE).mesh, spec)) for x in (HIDDEN, WEIGHT[:128])]
+        refused("hidden must be laid out as sharding says", (misplaced[0], WEIGHT[:128]))
+        refused("weight must be laid out as sharding says", (HIDDEN, misplaced[1]))
 
 
 @pytest.mark.parametrize("sharding", [None, over(CUBE)], ids=["one device", "a mesh"])
@@ -233,21 +236,3 @@ def test_an_engine_that_is_asked_for_and_can_not_run_says_why(sharding):
     half = [jnp.asarray(x, jnp.float16) for x in ARGUMENTS[:2]]
     with pytest.raises(ValueError, match="impl: mosaic_tpu can't run here: hidden is float16"):
         token_logprobs(*half, LABELS, where=LIVE, impl="mosaic_tpu", sharding=sharding)
-
-
-@pytest.mark.parametrize("axes", [{"vocabulary": "dp"}, {"features": "tp"}], ids=str)
-def test_the_vocabulary_shares_its_axis_with_nothing(axes):
-    refused("can't be another's axis as well", **axes)
-
-
-def test_tokens_and_features_must_be_divisible_by_their_axes():
-    refused("hidden: 78 tokens don't make 4 shards over dp, fsdp", (HIDDEN[:78], WEIGHT))
-    refused("weight: 15 features don't make 2 shards over fsdp", (HIDDEN[:, :15], WEIGHT[:, :15]))
-
-
-@pytest.mark.parametrize("spec", [P(), P("fsdp", "tp")], ids=str)
-def test_arrays_of_another_layout_are_refused(spec):
-    at, weight = over(CUBE), WEIGHT[:128]
-    misplaced = [jax.device_put(x, NamedSharding(at.mesh, spec)) for x in (HIDDEN, weight)]
-    refused("hidden must be laid out as sharding says", (misplaced[0], weight))
-    refused("weight must be laid out as sharding says", (HIDDEN, misplaced[1]))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from lm_head_cases import equations
+from lm_head_cases import assert_near, equations
 
 from kernels.lm_head import token_logprobs, token_loss, xla
 from kernels.lm_head.live_rows import LiveRows
@@ -53,12 +53,6 @@ def small_tiles(monkeypatch, request):
 @pytest.fixture
 def full_size_tiles():
     """The tiles of a real run; only for what is traced or compiled and not run."""
-
-
-def close(got, expected, tolerance=2e-5):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert np.abs(a - b).max() <= tolerance * max(np.abs(b).max(), 1e-6)
 
 
 def products(function, *args) -> int:
@@ -193,13 +187,13 @@ def test_every_workspace_gives_the_loss_and_gradients_of_full_logits():
 
     expected = of("full_logits", None)
     for workspace in (RECOMPUTED, WAVES, None, WAVE_OF_ALL):
-        close(of("xla", workspace), expected)
+        assert_near(of("xla", workspace), expected)
 
 
 # --- over devices ---
 
 
-@pytest.mark.parametrize(("workspace", "checked"), [(RECOMPUTED, True), (None, True), (None, False)])
+@pytest.mark.parametrize(("workspace", "checked"), [(RECOMPUTED, False), (None, True)])
 def test_tokens_over_devices_give_the_gradients_of_one(workspace, checked):
     devices = 5
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
@@ -217,4 +211,4 @@ def test_tokens_over_devices_give_the_gradients_of_one(workspace, checked):
         check_vma=checked,
     )
     args = (HIDDEN, WEIGHT, LABELS, ADVANTAGE, LIVE.astype(np.float32))
-    close(jax.jit(jax.value_and_grad(sharded, (0, 1)))(*args), jax.value_and_grad(plain, (0, 1))(*args))
+    assert_near(jax.jit(jax.value_and_grad(sharded, (0, 1)))(*args), jax.value_and_grad(plain, (0, 1))(*args))

@@ -6,16 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import export
-from lm_head_cases import (
-    OBJECTIVES,
-    SMALL,
-    operands_for,
-    random_problem,
-    sparse_weights,
-)
+from lm_head_cases import OBJECTIVES, SMALL, assert_near, operands_for, random_problem, sparse_weights
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
 
@@ -49,12 +42,6 @@ def gradients_of(scalar: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def jitted(scalar: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(gradients_of(scalar))
-
-
-def assert_near(got: Any, want: Any) -> None:
-    """Asserts agreement within 1 part in 50,000 of an array's largest number: another order of the same sums."""
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.max(np.abs(y), initial=1.0))
 
 
 def in_a_checkpoint(scalar: Callable[..., Any]) -> Any:

@@ -11,18 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from lm_head_cases import random_cotangents
-from logits_cases import (
-    ACROSS,
-    SMALL,
-    every_dtype,
-    every_way,
-    jitted,
-    problem,
-    pulled_back,
-    small_tiles,
-    taking,
-)
+from lm_head_cases import assert_near, random_cotangents
+from logits_cases import ACROSS, SMALL, every_dtype, every_way, jitted, problem, pulled_back, small_tiles, taking
 
 from kernels.lm_head import TokenLogprobs, logits_logprobs
 
@@ -63,10 +53,6 @@ def plainly(way: str, *args: Any) -> Any:
     return transformed(way, lambda _: jitted(value_and_gradient, way), *args)
 
 
-def assert_near(got: Any, want: Any) -> None:
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
-
-
 @every_way
 def test_jit_changes_nothing_and_two_runs_agree_bit_for_bit(way: str) -> None:
     arguments = (*problem(SMALL), WEIGHTS)
@@ -100,8 +86,7 @@ def test_shard_map_over_rows_gives_the_same(way: str) -> None:
     assert_near(got, plainly(way, *arguments))
 
 
-@pytest.mark.parametrize("strictness", [{"cores": 2}, {"copies": "on_wait"}], ids=["two cores", "late copies"])
-@pytest.mark.parametrize("shape", [SMALL, ACROSS], ids=str)
+@pytest.mark.parametrize(("shape", "strictness"), [(SMALL, {"copies": "on_wait"}), (ACROSS, {"cores": 2})], ids=str)
 def test_the_kernels_wait_for_their_copies_and_may_run_on_two_cores(
     shape: tuple[int, int], strictness: dict[str, Any]
 ) -> None:

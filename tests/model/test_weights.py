@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from mllm.errors import UserError
 from mllm.model import weights
@@ -163,6 +163,20 @@ def test_transformers_loads_an_export_and_computes_the_same_logits(
     with torch.no_grad():
         logits = model(tokens, attention_mask=torch.ones_like(tokens), position_ids=positions).logits
     np.testing.assert_allclose(logits.numpy(), expected["logits"], atol=1e-4)
+
+
+def test_links_are_followed_because_the_hub_s_cache_is_made_of_them(sharded: Path, tmp_path: Path) -> None:
+    (tmp_path / "snapshot").mkdir()
+    for path in sharded.iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    assert_same_bits(load(tmp_path / "snapshot"), load(sharded))
+
+
+def test_a_tied_head_that_copies_the_embedding_is_left_out(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "COMPARED", 200)  # seven rows at a time, of 96
+    alone, tensors = load(tied), load_file(tied / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, tied / "model.safetensors")
+    assert_same_bits(load(tied), alone)
 
 
 # Never half a folder

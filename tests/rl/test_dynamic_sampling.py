@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from rollouts import GROUP, RandomCompletions, SquareRewards, grpo_source, sequences
-from runs import assert_same_end, changed, records, run
+from runs import assert_same_end, killed_after, records, run
 from tiny import config
 
 from mllm.rl.rewards import Scores
@@ -92,7 +92,7 @@ def test_rounds_are_of_few_sizes_that_the_devices_can_share():
     assert [round_size(missing, 4, 8) for missing in (4, 1)] == [4, 4]
 
 
-def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path):
+def test_a_killed_run_equals_one_that_was_not(tmp_path):
     whole = config(
         run_dir=str(tmp_path / "whole"),
         steps=8,
@@ -106,10 +106,12 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path):
         model={"param_dtype": "bfloat16"},
         rollout={"top_p": 0.95},
         task={"rewards": [{"name": "user_rewards:seldom"}]},
+        checkpoint={"every": 4},
     )
-    stopped = changed(whole, run_dir=str(tmp_path / "stopped"))
-    assert run(whole) == run(changed(stopped, steps=4)) == run(stopped) == 0
-    assert_same_end(stopped, whole)
+    assert run(whole) == 0
+    killed = killed_after(whole, 4, tmp_path / "killed")
+    assert run(killed) == 0
+    assert_same_end(killed, whole)
     lines = records(whole)
     assert {line["dynamic_sampling/rounds"] for line in lines} == {3}
     assert any(0 < line["dynamic_sampling/frac_groups_kept"] < 0.5 for line in lines)

@@ -81,18 +81,6 @@ EQUAL = {"rewards": [{"name": "exact_match", "weight": 0}]}
 """Rewards that are all 0, so no completion has an advantage."""
 
 
-def test_completions_without_a_gradient_are_left_out_and_such_updates_are_counted():
-    source = grpo_source(task=EQUAL, num_iterations=2)
-    steps = [source.next(np.float32(0), number, Stopwatch()) for number in range(3)]
-    for number, step in enumerate(steps):
-        assert not any(field.any() for field in step.batch[:7])
-        assert step.metrics["frac_without_gradient"] == 1
-        assert step.metrics["updates_without_gradient"] == number + 1
-    other = grpo_source(task=EQUAL, num_iterations=2)
-    other.seek(source.position())
-    assert other.next(np.float32(0), 4, Stopwatch()).metrics["updates_without_gradient"] == 4
-
-
 def test_rollouts_without_a_signal_are_logged_at_powers_of_two(caplog):
     source = grpo_source(task=EQUAL)
     for number in range(5):
@@ -219,15 +207,3 @@ def test_reference_log_probabilities_are_those_of_the_reference():
     source = grpo_source(np.float32(7), beta=0.1, reference="initial")
     batch = source.next(np.float32(3), 0, Stopwatch()).batch
     np.testing.assert_array_equal(batch.reference_logprobs, linear_logprobs(np.float32(7), batch))
-
-
-def test_the_source_continues_from_its_position():
-    source = grpo_source()
-    source.next(np.float32(0), 0, Stopwatch())
-    position = source.position()
-    expected = source.next(np.float32(0), 1, Stopwatch())
-    other = grpo_source()
-    other.seek(position)
-    got = other.next(np.float32(0), 1, Stopwatch())
-    np.testing.assert_array_equal(got.batch.tokens, expected.batch.tokens)
-    assert got.metrics == expected.metrics

@@ -36,9 +36,16 @@ def example(answer: str, form: AnswerForm = "whole") -> Example:
         ("So\n#### 1,234", "1234", "hashes", 1),
         ("#### 1234.", "1234", "hashes", 1),
         ("It is 1234", "1234", "hashes", 0),
-        ("#### 5\n#### 7", "7", "hashes", 1),
+        ("#### 5\nno:\n#### 7", "7", "hashes", 1),
+        ("#### -3", "-3", "hashes", 1),
+        ("####  -3", "-3", "hashes", 0),
         ("<answer> a b </answer>", "a b", "tags", 1),
         ("a b, or not", "a b", "tags", 0),
+        (" 7 ", "7", "tags", 1),
+        ("<answer>1</answer> or <answer> 7\n</answer>", "7", "tags", 1),
+        (r"\boxed{1}, no: $\boxed{\frac{1}{2} }$.", r"\frac{1}{2}", "boxed", 1),
+        (r"\boxed{1}, no: \boxed{7", "7", "boxed", 0),
+        ("7", "7", "boxed", 0),
     ],
 )
 def test_exact_match_requires_the_form_of_the_task(

@@ -84,11 +84,8 @@ def test_a_token_depends_on_seed_step_sequence_and_position():
             assert np.mean(np.equal(one, other)) < 0.3
 
 
-def test_a_token_does_not_depend_on_the_other_sequences():
+def test_a_token_depends_neither_on_the_other_sequences_nor_on_jax_s_default_generator():
     assert draw(sequences=[7, 3]) == [draw()[7], draw()[3]]
-
-
-def test_a_token_does_not_depend_on_jax_s_default_generator():
     with jax.default_prng_impl("rbg"):
         other = draw()
     assert other == draw()

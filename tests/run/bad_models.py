@@ -1,7 +1,5 @@
 """Folders that are no model, with the message that refuses each; and files that are no folder.
 
-Damaged headers of weights are in tests/model/test_weights_refused.py.
-
 In a message `{model}` is the folder, and `{config}`, `{weights}`, `{index}` are its files. Code that a folder smuggles
 in would write the file `mark(folder)`.
 """
@@ -10,7 +8,6 @@ import io
 import json
 import os
 import pickle
-import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -37,23 +34,17 @@ class Bomb:
 
 def archive(kind: str, folder: Path) -> bytes:
     """The content of a file of this kind."""
+    if kind == "bin":
+        return pickle.dumps(Bomb(mark(folder)))
+    if kind == "safetensors":
+        return b"\x02" + bytes(7) + b"{}"
     buffer = io.BytesIO()
-    if kind == "zip":
-        with zipfile.ZipFile(buffer, "w") as file:
-            file.writestr("config.json", "{}")
-    elif kind == "tar":
-        with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-            tar.addfile(tarfile.TarInfo("config.json"))
-    elif kind == "npz":
-        np.savez(buffer, weights=np.array([Bomb(mark(folder))], dtype=object))
-    elif kind == "bin":
-        buffer.write(pickle.dumps(Bomb(mark(folder))))
-    else:
-        buffer.write(b"GGUF\x03\x00\x00\x00" + bytes(100))
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("config.json", "{}")
     return buffer.getvalue()
 
 
-ARCHIVES = ("zip", "tar", "npz", "gguf", "bin", "safetensors", "jsonl")
+ARCHIVES = ("zip", "bin", "safetensors")
 
 Spoil = Callable[[Path], Any]
 """Spoils a folder that holds a whole model."""
@@ -98,6 +89,28 @@ def index(name: Any, *more: str) -> Spoil:
     return spoil
 
 
+def header(text: str, length: int | None = None) -> Spoil:
+    """Weights with this header, whose length they state wrongly on request."""
+    stated = (len(text) if length is None else length).to_bytes(8, "little")
+    return file(WEIGHTS, stated + text.encode() + bytes(128))
+
+
+def head(change: Callable[[np.ndarray], Any]) -> Spoil:
+    return tensors(lambda loaded: loaded.update({"lm_head.weight": change(loaded["model.embed_tokens.weight"])}))
+
+
+def last_row_changed(embed: np.ndarray) -> np.ndarray:
+    return embed + np.eye(*embed.shape, 1 - len(embed)).astype(embed.dtype)
+
+
+def norm(change: Callable[[np.ndarray], Any]) -> Spoil:
+    return tensors(lambda loaded: loaded.update({NORM: change(loaded[NORM])}))
+
+
+def one_more(name: str) -> Spoil:
+    return tensors(lambda loaded: loaded.update({name: np.ones(260, np.float32)}))
+
+
 def both(first: Spoil, second: Spoil) -> Spoil:
     return lambda model: (first(model), second(model))
 
@@ -125,6 +138,8 @@ BROKEN = "{weights}: truncated or not a safetensors file"
 PICKLE = "pytorch_model.bin"
 NOT_HERE = "is not the name of a file in this folder"
 YARN = {"type": "yarn", "factor": 4.0}
+HEADER = json.dumps({NORM: {"dtype": "F32", "shape": [32], "data_offsets": [0, 128]}})
+OTHER_HEAD = "tensor lm_head.weight is not the embedding, but config.json says tie_word_embeddings"
 
 MODELS: dict[str, tuple[Spoil, str]] = {
     "no weights": (no_file(WEIGHTS), "{model}: has neither model.safetensors nor model.safetensors.index.json"),
@@ -138,28 +153,32 @@ MODELS: dict[str, tuple[Spoil, str]] = {
     "an index of missing tensors": (index(SHARD, "no.tensor"), f"tensor no.tensor is missing; {INDEX} says that it is"),
     "a damaged index": (both(index(SHARD), file(INDEX, b"[" * 100_000)), "{index}: not readable as JSON"),
     "a missing shard": (index("b.safetensors"), "{model}/b.safetensors: this shard is missing"),
+    "a shard of a name that is too long": (index("a" * 300 + ".safetensors"), "this shard is missing"),
+    "a shard of a name with a NUL": (index("a\0b.safetensors"), "this shard is missing"),
     "a link to something else": (link, BROKEN),
     "weights that are cut off": (cut, BROKEN),
     "weights of another dtype": (
-        tensors(lambda loaded: loaded.update({NORM: loaded[NORM].astype(np.int32)})),
-        f"tensor {NORM} is stored as I32; only F32, BF16, F16 can be read",
+        norm(lambda x: x.astype(np.int32)),
+        f"{NORM} is stored as I32; only F32, BF16, F16 can",
     ),
     "a missing tensor": (tensors(lambda loaded: loaded.pop(NORM)), f"tensor {NORM} is missing"),
-    "a tensor too many": (
-        tensors(lambda loaded: loaded.update({"lm_head.bias": np.ones(260, np.float32)})),
-        "tensor lm_head.bias is not part of this model",
-    ),
-    "a head that is not the embedding": (
-        tensors(lambda loaded: loaded.update({"lm_head.weight": loaded["model.embed_tokens.weight"] + np.float32(1)})),
-        "tensor lm_head.weight is not the embedding, but config.json says tie_word_embeddings",
-    ),
-    "another family's tensors": (
-        config(model_type="llama"),
-        "tensor model.layers.0.self_attn.k_proj.bias is not part of this model",
-    ),
+    "a tensor too many": (one_more("lm_head.bias"), "tensor lm_head.bias is not part of this model"),
+    "a head whose last row is not the embedding's": (head(last_row_changed), OTHER_HEAD),
+    "a head of another size": (head(lambda embed: embed[:-1].copy()), OTHER_HEAD),
+    "a head of another dtype": (head(lambda embed: embed.astype(np.float16)), OTHER_HEAD),
+    "a head of another rank": (head(np.ravel), OTHER_HEAD),
+    "a name of control characters": (one_more("\x1b[2J\n"), r"tensor \x1b[2J\n is not part of this model"),
+    "a header that is longer than memory": (header("{}", 2**64 - 1), BROKEN),
+    "a header of no text": (file(WEIGHTS, b"\x02" + bytes(7) + b"\xff\xff" + bytes(128)), BROKEN),
+    "a header of deep nesting": (header("[" * 5000), BROKEN),
+    "a header of an unknown dtype": (header(HEADER.replace("F32", "PICKLE")), BROKEN),
+    "a header whose size overflows": (header(HEADER.replace("[32]", f"[{2**40}, {2**40}]")), BROKEN),
+    "a header with a hole": (header(HEADER.replace("[0, 128]", "[64, 192]")), BROKEN),
+    "a header that ends past the file": (header(HEADER.replace("[0, 128]", f"[0, {2**62}]")), BROKEN),
+    "another family's tensors": (config(model_type="llama"), "0.self_attn.k_proj.bias is not part of this model"),
     "a tensor of another shape": (
-        tensors(lambda loaded: loaded.update({NORM: loaded[NORM][:-1].copy()})),
-        f"tensor {NORM} has shape [31]; by config.json it must be [32]",
+        norm(lambda x: x[:-1].copy()),
+        f"{NORM} has shape [31]; by config.json it must be [32]",
     ),
     "a configuration that is a pipe": (pipe, "{config}: missing"),
     "a configuration in Python": (file("config.json", b"{'hidden_size': 32}"), "{config}: not readable as JSON"),
@@ -173,18 +192,22 @@ MODELS: dict[str, tuple[Spoil, str]] = {
             ({"model_type": ["llama"]}, "model_type is ['llama']; supported are"),
             ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is True; this model supports only False"),
             ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor is missing"),
-            ({"hidden_size": None}, "hidden_size is missing"),
             ({"hidden_size": "32"}, "hidden_size must be a positive whole number up to 2147483647, not '32'"),
             ({"hidden_size": -32}, "hidden_size must be a positive whole number up to 2147483647, not -32"),
             ({"num_attention_heads": 0}, "num_attention_heads must be a positive whole number"),
-            (
-                {"num_attention_heads": 5, "head_dim": None},
-                "hidden_size 32 is not divisible by num_attention_heads (5)",
-            ),
+            ({"num_attention_heads": 5, "head_dim": None}, "hidden_size 32 is not divisible by num_attention_heads"),
+            ({"num_key_value_heads": 3}, "num_attention_heads 4 is not divisible by num_key_value_heads"),
+            ({"head_dim": 7}, "head_dim 7 is odd"),
+            ({"vocab_size": 2**31}, "vocab_size must be a positive whole number up to 2147483647, not 2147483648"),
+            ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+            ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+            ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+            ({"rope_parameters": {"rope_theta": None}}, "rope_theta is missing"),
+            ({"rope_parameters": {"rope_theta": 10**400}}, "rope_theta must be a positive number up to 1000000000000"),
+            ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number up to 1000000000000000, not True"),
             ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a positive whole number up to 10000"),
             ({"rope_scaling": YARN}, "rope_parameters.rope_type is 'yarn'"),
             ({"rope_parameters": [1]}, "rope_parameters must be a mapping"),
-            ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
             ({"layer_types": 5}, "layer_types must be a list, not 5"),
             ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, not 'yes'"),
             ({"quantization_config": {"bits": 4}}, "quantization_config is {{'bits': 4}}"),

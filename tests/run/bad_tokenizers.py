@@ -40,20 +40,16 @@ def code_in_place_of_a_tokenizer(model: Path) -> None:
 
 BROKEN = "model.tokenizer: none can be read from {model} ("
 REFUSES = "messages: the tokenizer's chat template refuses them: "
+CHARACTER_MAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+EXPRESSION = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
 TOKENIZERS: dict[str, tuple[Spoil, str]] = {
     "none": (no_tokenizer, BROKEN + "it has no file of one"),
     "its own code": (code_in_place_of_a_tokenizer, BROKEN),
     "half a file": (file("tokenizer.json", b'{"version": "1.0", "model": {'), BROKEN),
     "deep nesting": (file("tokenizer.json", b"[" * 100_000), BROKEN),
     "an unknown kind": (tokenizer(model={"type": "Evil"}), BROKEN),
-    "a character map that is damaged": (
-        tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-        BROKEN,
-    ),
-    "an expression that is damaged": (
-        tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}),
-        BROKEN,
-    ),
+    "a character map that is damaged": (tokenizer(normalizer=CHARACTER_MAP), BROKEN),
+    "an expression that is damaged": (tokenizer(pre_tokenizer=EXPRESSION), BROKEN),
     "an empty vocabulary": (
         tokenizer(model={"type": "BPE", "vocab": {}, "merges": []}),
         "model.tokenizer: it can't write user: its vocabulary is damaged",
@@ -82,10 +78,6 @@ TOKENIZERS: dict[str, tuple[Spoil, str]] = {
     "a template that leaves its sandbox": (
         template("{{ cycler.__init__.__globals__.os.system('touch {mark}') }}"),
         REFUSES + "access to attribute '__init__' of 'type' object is unsafe",
-    ),
-    "a template that leaves its sandbox by a filter": (
-        template("{{ (''|attr('__class__')).__mro__[1].__subclasses__() }}"),
-        REFUSES + "",
     ),
     "an end of sequence that is no token": (
         file("generation_config.json", b'{"eos_token_id": -1}'),

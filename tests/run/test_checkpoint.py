@@ -1,7 +1,6 @@
 """A checkpoint is restored to the bit; damage costs one checkpoint, never the run."""
 
 import gc
-import json
 import logging
 import os
 import re
@@ -25,7 +24,6 @@ from mllm.parallel import watch
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.parallel.processes import ProcessGroup, gather_objects, is_writer
 from mllm.run.checkpoint import Checkpoints
-from mllm.run.checksum import seal
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state, init_state
@@ -149,23 +147,6 @@ def test_a_transfer_without_a_terminal_is_a_line_if_it_is_large(capsys, monkeypa
         with progress.transfer_bar("loading model", size) as bar:
             bar.update(size)
     assert capsys.readouterr().err == "loading model: 3.0 GiB\n"
-
-
-@pytest.mark.parametrize(
-    ("position", "skipped", "pending"),
-    [
-        ({**POSITION, "skipped": 2}, 2, None),
-        ({**POSITION, "skipped": 0, "unjudged": {"metrics": {"loss": 1.0}, "samples": []}}, 0, {"loss": 1.0}),
-    ],
-)
-def test_a_checkpoint_whose_position_holds_other_fields_of_the_state_is_restored(two, position, skipped, pending):
-    path = two / "2" / "document" / "metadata"
-    document = json.loads(path.read_text())
-    for name in ("crc32", "skipped_in_a_row", "pending_evaluation"):
-        del document[name]
-    path.write_text(json.dumps(seal({**document, "position": position})))
-    pending = None if pending is None else PendingEvaluation(pending, [])
-    assert_equal(restored(two), make_state(2, skipped_in_a_row=skipped, pending_evaluation=pending))
 
 
 def test_parameters_are_read_without_the_optimizer(two):

@@ -35,31 +35,6 @@ def test_how_a_run_is_carried_out_may_change(tmp_path, how):
     run_dir.check(tmp_path, changed(config(), **how))
 
 
-@pytest.mark.parametrize(
-    ("what", "key"),
-    [
-        ({"seed": 1}, "seed"),
-        ({"steps": 2}, "steps"),
-        ({"batch_size": 16}, "batch_size"),
-        ({"eval": {"every": 2}}, "eval"),
-        ({"grpo": {"num_generations": 2}}, "grpo.num_generations"),
-        ({"rollout": {"max_prompt_length": 16, "max_completion_length": 8}}, "rollout.max_completion_length"),
-    ],
-    ids=str,
-)
-def test_what_a_run_computes_may_not(tmp_path, what, key):
-    run_dir.write(tmp_path, config())
-    with pytest.raises(UserError, match=f"^{key}: .* belongs to a run with "):
-        run_dir.check(tmp_path, changed(config(), **what))
-
-
-def test_more_steps_make_another_run_where_the_learning_rate_depends_on_them(tmp_path):
-    decaying = config(optimizer={"schedule": "cosine"})
-    run_dir.write(tmp_path, decaying)
-    with pytest.raises(UserError, match=r"^steps: .* belongs to a run with 4, not 8"):
-        run_dir.check(tmp_path, changed(decaying, steps=8))
-
-
 @pytest.mark.parametrize("name", ["residual_dtype", "long_prompts", "scale_rewards", "reward_timeout"])
 def test_a_run_that_is_older_than_a_setting_goes_on_with_a_default_that_changes_nothing(tmp_path, name):
     run_dir.write(tmp_path, config())

@@ -4,10 +4,9 @@ import json
 import logging
 
 import pytest
-from runs import assert_same_end, changed, checkpoints, records, run
+from runs import assert_same_end, changed, checkpoints, killed_after, records, run
 from tiny import config
 
-from mllm.config.schema import CheckpointConfig
 from mllm.train.optimizer import make_schedule
 
 
@@ -19,8 +18,8 @@ def settings(tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = {"source": str(path), "max_length": 16, "packing": False, "validation": {"share": 0.2, "every": 2}}
 
-    def make(name="run", **sections):
-        given = {"run_dir": str(tmp_path / name), "task": None, "rollout": None, "eval": None, "batch_size": 8}
+    def make(**sections):
+        given = {"run_dir": str(tmp_path / "run"), "task": None, "rollout": None, "eval": None, "batch_size": 8}
         return config("sft", **{**given, "data": data, "optimizer": {"schedule": "linear"}, **sections})
 
     return make
@@ -85,21 +84,10 @@ def test_a_run_ends_early_and_keeps_the_best_by_its_validation(settings):
     assert checkpoints(done) == [losses.index(min(losses)), len(losses) - 1]
 
 
-def test_a_killed_run_goes_on_to_the_same_end(settings, monkeypatch):
-    whole, parts = (changed(settings(name), steps=None, data={"epochs": 2, "packing": True}) for name in ("a", "b"))
+def test_a_killed_run_goes_on_to_the_same_end(settings, tmp_path):
+    whole = changed(settings(checkpoint={"every": 1, "keep": 20}), steps=None, data={"epochs": 2, "packing": True})
     assert run(whole) == 0
-    length = records(whole)[-1]["step"]
-    assert length >= 3
-    parts = changed(parts, checkpoint={"every": 1})
-
-    def killed_after_two(self, step):
-        if step > 2:
-            raise KeyboardInterrupt
-        return True
-
-    monkeypatch.setattr(CheckpointConfig, "is_due", killed_after_two)
-    run(parts)
-    assert checkpoints(parts) == [1, 2]
-    monkeypatch.undo()
-    assert run(parts) == 0
-    assert_same_end(whole, parts)
+    assert records(whole)[-1]["step"] >= 3
+    killed = killed_after(whole, 2, tmp_path / "killed")
+    assert run(killed) == 0
+    assert_same_end(whole, killed)

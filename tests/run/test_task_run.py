@@ -2,7 +2,7 @@
 
 import json
 
-from runs import assert_same_end, changed, records, run
+from runs import assert_same_end, changed, killed_after, records, run
 from tiny import config
 
 
@@ -11,9 +11,10 @@ def test_long_prompts_are_counted_exactly_over_a_resume_which_other_problems_ref
     lines = [{"prompt": f"{a}+{a}=" + "?" * 30 * (a % 3 == 0), "answer": 2 * a} for a in range(12)]
     problems.write_text("".join(json.dumps(line) + "\n" for line in lines))
     task = {"name": "jsonl", "train": str(problems), "heldout": None}
-    whole = config(run_dir=str(tmp_path / "whole"), steps=8, task=task)
-    stopped = changed(whole, run_dir=str(tmp_path / "stopped"))
-    assert run(whole) == run(changed(stopped, steps=3)) == run(stopped) == 0
+    whole = config(run_dir=str(tmp_path / "whole"), steps=8, task=task, checkpoint={"every": 3, "keep": 3})
+    assert run(whole) == 0
+    stopped = killed_after(whole, 3, tmp_path / "stopped")
+    assert run(stopped) == 0
     assert_same_end(stopped, whole)
     skipped = [line["prompts_skipped"] for line in records(whole)]
     assert skipped == sorted(skipped)

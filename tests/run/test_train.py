@@ -2,9 +2,7 @@
 
 import json
 import math
-import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -14,17 +12,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from runs import (
-    assert_same_end,
-    changed,
-    checkpoints,
-    checksums,
-    environment,
-    newest,
-    records,
-    run,
-)
-from tensorboardX.proto.event_pb2 import Event
+from runs import assert_same_end, changed, checkpoints, checksums, environment, killed_after, newest, records, run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import config
 
 from mllm import stopwatch
@@ -169,16 +158,9 @@ def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newe
 
 
 def scalars(folder: Path) -> dict[tuple[str, int], float]:
-    """All scalars of a TensorBoard folder, by name and step. A record is its length, 4 bytes, data, 4 bytes."""
-    found = {}
-    for path in folder.iterdir():
-        content, place = path.read_bytes(), 0
-        while place < len(content):
-            (length,) = struct.unpack_from("<Q", content, place)
-            event = Event.FromString(content[place + 12 : place + 12 + length])
-            found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
-            place += 16 + length
-    return found
+    """All scalars of a TensorBoard folder, by name and step."""
+    events = EventAccumulator(str(folder)).Reload()
+    return {(name, event.step): event.value for name in events.Tags()["scalars"] for event in events.Scalars(name)}
 
 
 def test_every_completion_of_a_rollout_is_in_the_samples(undisturbed):
@@ -225,10 +207,7 @@ def test_updates_without_a_gradient_change_nothing_are_counted_and_a_run_resumes
         same = all(map(np.array_equal, params[step - 2], params[step - 1]))
         assert same == (step in empty)
 
-    resumed = changed(settings, run_dir=str(tmp_path / "resumed"))
-    shutil.copytree(settings.run_dir, resumed.run_dir)
-    for step in range(empty[0] + 1, 13):
-        shutil.rmtree(Path(resumed.run_dir, "checkpoints", str(step)))
+    resumed = killed_after(settings, empty[0], tmp_path / "resumed")
     assert run(resumed) == 0
     assert_same_end(resumed, settings)
 

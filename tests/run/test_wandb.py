@@ -12,7 +12,7 @@ from tiny import config
 import train
 from mllm.run.metrics import RunLog
 
-SETTINGS = config("sft", steps=4, checkpoint={"every": 2}, eval={"every": 2}, log={"wandb": "project"})
+SETTINGS = config("sft", steps=6, checkpoint={"every": 2}, eval={"every": 2}, log={"wandb": "project"})
 
 
 def numbers_of(settings):
@@ -56,24 +56,19 @@ def service(monkeypatch):
     return made
 
 
-def test_a_resumed_run_goes_on_there_and_no_step_comes_twice(tmp_path, service):
-    there, settings = service(), changed(SETTINGS, run_dir=str(tmp_path / "mine"))
-    assert run(changed(settings, steps=2)) == 0
-    there.steps[3] = {"loss": 0.5}  # as if the run had been killed after a step that it does again
+def test_a_run_sends_what_it_did_before_too_and_resumed_goes_on_there_and_no_step_comes_twice(tmp_path, service):
+    settings = changed(SETTINGS, run_dir=str(tmp_path / "mine"))
+    assert run(changed(settings, steps=2, log={"wandb": None})) == 0
+    there = service()
+    assert run(changed(settings, steps=4)) == 0
+    assert there.steps == numbers_of(settings)
+    there.steps[5] = {"loss": 0.5}  # as if the run had been killed after a step that it does again
     assert run(settings) == 0
     first, second = there.begun
     assert (first["id"], first["name"], first["project"]) == (second["id"], "mine", "project")
     assert second["config"] == settings.model_dump(mode="json")
-    assert there.steps == {**numbers_of(settings), 3: {"loss": 0.5}}
+    assert there.steps == {**numbers_of(settings), 5: {"loss": 0.5}}
     assert there.ended == 2
-
-
-def test_a_run_that_begins_to_send_sends_what_it_has_done_before(tmp_path, service):
-    settings = changed(SETTINGS, run_dir=str(tmp_path / "mine"))
-    assert run(changed(settings, steps=2, log={"wandb": None})) == 0
-    there = service()
-    assert run(settings) == 0
-    assert there.steps == numbers_of(settings)
 
 
 def test_a_service_that_fails_is_warned_about_once_and_changes_nothing(tmp_path, service, caplog):

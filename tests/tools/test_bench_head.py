@@ -104,19 +104,6 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("code", "timeout", "outcome"),
-    [
-        ("raise ValueError('shapes')", 60.0, Outcome([], "failed", "ValueError: shapes")),
-        ("import os; os.kill(os.getpid(), 11)", 60.0, Outcome([], "failed", "killed by SIGSEGV: it said nothing")),
-        ("import time; time.sleep(60)", 0.2, Outcome([], "failed", "stopped after 0.2 s (--timeout)")),
-    ],
-)
-def test_a_process_that_fails_has_a_status_and_a_reason(monkeypatch, tmp_path, code, timeout, outcome):
-    child(monkeypatch, code)
-    assert head.start({}, timeout, tmp_path) == outcome
-
-
-@pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["--methods", "nonsense"], "--methods: no method has 'nonsense' in its name; there are: "),

@@ -14,18 +14,3 @@ def test_each_setting_has_one_line_with_a_meaning():
     keys = [key for key, _ in fields_of(Config) if key.split(".")[0] != "changes"]
     assert sorted(line[0].strip("| `") for line in lines) == sorted(keys)
     assert [line[0] for line in lines if len(line[-1]) < 10] == []
-
-
-def test_types_and_defaults_are_readable():
-    table = reference()
-    for row in (
-        "| `steps` | int > 0 or `null` | `null` |",
-        "| `optimizer.final_fraction` | float >= 0, <= 1 | `0.0` |",
-        "| `data.validation.share` | float > 0, < 1 or `null` | `null` |",
-        "| `head.impl` | one of `full_logits`, `xla`, `mosaic_tpu`, `mosaic_gpu` or `null` | `null` |",
-        "| `rollout.stop` | list of str | `[]` |",
-        "| `model.step` | int or str or `null` | `null` |",
-        "| `model` | [section](#model) | required |",
-        '| `task.rewards` | [section](#taskrewards) | `[{"name": "exact_match"}]` |',
-    ):
-        assert row in table

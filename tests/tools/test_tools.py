@@ -14,7 +14,7 @@ from tiny import config
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from mllm.model.load import load_policy
-from mllm.model.tokenizer import bytes_tokenizer, load_tokenizer, stop_ids
+from mllm.model.tokenizer import bytes_tokenizer, stop_ids
 from mllm.parallel.mesh import make_mesh
 from tools import export, plot
 
@@ -94,25 +94,6 @@ def test_transformers_reads_the_configuration_and_the_tokenizer(exported):
     assert tokenizer.encode(text) == bytes_tokenizer().encode(text)
     generation = json.loads((folder / "generation_config.json").read_text())
     assert generation["eos_token_id"] == list(stop_ids(bytes_tokenizer()))
-
-
-def test_another_run_begins_where_the_export_ends(exported, tmp_path):
-    folder = exported / "export"
-    assert load_tokenizer(str(folder)).get_vocab() == bytes_tokenizer().get_vocab()
-    source = {"init": "pretrained", "source": str(folder), "architecture": None}
-    second = changed(config("sft", run_dir=str(tmp_path / "second"), steps=1), model=source)
-    assert run(second) == 0
-    first_evaluation, last = (
-        json.loads(Path(path, "metrics.jsonl").read_text().splitlines()[place])
-        for path, place in ((second.run_dir, 0), (exported, -1))
-    )
-    for key in ("eval/greedy_accuracy", "eval/greedy_mean_length"):
-        assert first_evaluation[key] == last[key]
-
-
-def test_a_step_without_checkpoint_is_answered_with_those_that_there_are(copy, capsys):
-    assert "no checkpoint 3; there are [2, 4]" in refused(capsys, export, copy, "--step", 3)
-    assert not (copy / "export").exists()
 
 
 def test_a_damaged_checkpoint_leaves_an_earlier_export_as_it_was(exported, tmp_path, capsys):

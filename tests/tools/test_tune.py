@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.lm_head import Choice, choose_impl, target, timings
+from kernels.lm_head import Choice, choose_impl, target
 from kernels.lm_head.gpu import engine as gpu_engine
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import SHARED_MEMORY, Tiles
@@ -176,15 +176,6 @@ def test_what_is_noted_decides_which_engine_the_head_takes(monkeypatch, kind, pl
     monkeypatch.setattr(tpu_tiles, "chip", lambda: "v7")
     monkeypatch.setattr(target, "device_kind", lambda: "another")
     assert choice(1.0, 3.0).reason == UNKNOWN
-
-
-def test_a_damaged_table_is_named_in_one_line(monkeypatch, tmp_path):
-    timings.read.cache_clear()
-    (tmp_path / "tpu").mkdir()
-    (tmp_path / "tpu" / "tiles.json").write_text('[{"tiles": 1}]')
-    monkeypatch.setattr(timings, "__file__", str(tmp_path / "timings.py"))
-    with pytest.raises(ValueError, match=r"tpu/tiles.json is no table of tiles: restore it"):
-        timings.read("tpu")
 
 
 # --- the trials

@@ -1,6 +1,5 @@
 """Adapters: what they compute, what is trained, sampled and saved, and what a frozen model saves."""
 
-import signal
 from contextlib import closing
 from functools import cache, partial
 from pathlib import Path
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from runs import assert_same_end, checkpoints, newest, records, run, start, wait
+from runs import assert_same_end, killed_after, newest, records, run
 from tiny import ARCHITECTURE, config, random_batch
 
 import tools.export
@@ -41,8 +40,7 @@ def logits(graphdef, params, tokens):
     return model(tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens)) @ model.head_weight.T
 
 
-@pytest.mark.parametrize("name", ["grouped_bfloat16", "llama"])
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize(("name", "rslora"), [("grouped_bfloat16", False), ("llama", True)])
 def test_adapters_add_their_product_and_sampling_merges_them_to_rounding(name, rslora):
     sizes = weights.read_config(FIXTURES / name)
     lora = Lora(rank=3, alpha=6.0, targets=ALL, rslora=rslora)
@@ -183,13 +181,8 @@ def test_the_reference_is_the_frozen_model_of_which_one_copy_is_held(finished):
 
 
 def test_a_killed_run_that_saves_adapters_only_ends_as_one_that_was_not(finished, tmp_path):
-    settings, killed = finished[0], lora_config(run_dir=str(tmp_path / "killed"), **SECTIONS)
-    process = start(killed, REWARD_SECONDS="0.03")
-    wait(process, lambda: checkpoints(killed) and records(killed)[-1]["step"] > checkpoints(killed)[-1])
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert records(killed)[-1]["step"] < killed.steps
+    settings, _ = finished
+    killed = killed_after(settings, 8, tmp_path / "killed")
     assert run(killed) == 0
     assert_same_end(killed, settings)
     assert all(name.endswith(("_a", "_b")) for name in newest(settings).train.params["layers"])
