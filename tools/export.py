@@ -1,9 +1,10 @@
 """Writes a run's newest parameters as a Hugging Face folder: python tools/export.py RUN [--step N] [--dtype bfloat16]
 
-RUN/export then holds config.json, generation_config.json, safetensors and the tokenizer; transformers loads it, and so
-does another run as its `model.source`. The adapters of a run with `model.lora` are merged into the model (--merged, the
-default), or written by themselves (--adapter) as RUN/adapter in PEFT's format, which another run takes as its
-`model.lora.source`. An earlier export is replaced as a whole, or not at all.
+RUN/export, or the folder --out, then holds config.json, generation_config.json, safetensors and the tokenizer;
+transformers loads it, and so does another run as its `model.source`. The adapters of a run with `model.lora` are merged
+into the model (--merged, the default), or written by themselves (--adapter) as RUN/adapter in PEFT's format, which
+another run takes as its `model.lora.source`. An earlier export is replaced as a whole, or not at all. FOLDER
+may be in a bucket; there an export that was cut off lacks config.json, so that nothing takes it for a model.
 """
 
 import argparse
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run_dir")
+    parser.add_argument("run", metavar="RUN", help="a run_dir")
+    parser.add_argument("--out", metavar="FOLDER", help="default: export, or adapter, in the run")
     parser.add_argument("--step", type=int, help="the checkpoint's; default: the newest")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: that of the computation")
     what = parser.add_mutually_exclusive_group()
@@ -33,17 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.adapter and options.dtype:
         raise UserError("--dtype: adapters are exported as they are trained, in float32: leave it out")
+    from mllm.model.exporting import refuse_foreign_files
+
+    out = options.out or f"{options.run.rstrip('/')}/{'adapter' if options.adapter else 'export'}"
+    refuse_foreign_files(out)
     if options.adapter:
-        step, base = export_adapter(options.run, options.step)
-        print(f"step {step} of {options.run} is exported to {options.run / 'adapter'}, adapters of {base}")
+        step, base = export_adapter(options.run, options.step, out)
+        print(f"step {step} of {options.run} is exported to {out}, adapters of {base}")
         return 0
-    step = export(options.run, options.step, options.dtype, merged=options.merged)
-    print(f"step {step} of {options.run} is exported to {options.run / 'export'}")
+    step = export(options.run, options.step, options.dtype, out, merged=options.merged)
+    print(f"step {step} of {options.run} is exported to {out}")
     return 0
 
 
 def restore(
-    run: Path, step: int | None, dtype: str | None = None, lora: str = ""
+    run: str, step: int | None, dtype: str | None = None, lora: str = ""
 ) -> "tuple[Config, Policy, int, Params]":
     """A run's configuration, its policy on one device, and the step and parameters of its newest, or this, checkpoint.
 
@@ -51,7 +57,8 @@ def restore(
     for a run with `model.lora`; with "--adapter" the parameters are its adapters alone.
     UserError is raised if the folder is no run, is none with `model.lora`, or has no such checkpoint.
     """
-    if not os.path.isfile(run / "config.yaml"):
+    folder = Path(run)
+    if not os.path.isfile(folder / "config.yaml"):
         raise UserError(f"{run}: no config.yaml; give a run_dir")
     from mllm.config import load as configs
     from mllm.config.model import MeshConfig
@@ -59,31 +66,32 @@ def restore(
     from mllm.run.source_run import load_policy, reading
 
     changed = [f"model.dtype={dtype}", "model.residual_dtype=float32"] if dtype else []
-    config = configs.load(str(run / "config.yaml"), changed)
+    config = configs.load(str(folder / "config.yaml"), changed)
     if lora and config.model.lora is None:
         raise UserError(f"{lora}: {run} trained the whole model (no model.lora): leave it out")
     policy = load_policy(config, make_mesh(MeshConfig()))
-    with reading(run, config) as checkpoints:
+    with reading(folder, config) as checkpoints:
         step, params = checkpoints.restore_params(policy.trained, step)
     return config, policy, step, params if lora == "--adapter" else policy.complete(params)
 
 
-def export_adapter(run: Path, step: int | None) -> tuple[int, str]:
-    """Write RUN/adapter; returns the step that it holds, and the model without adapters, in words."""
+def export_adapter(run: str, step: int | None, out: str) -> tuple[int, str]:
+    """Write the adapters' folder; returns the step that it holds, and the model without adapters, in words."""
     from mllm.model import peft
     from mllm.run.source_run import source_run
 
     config, policy, step, adapters = restore(run, step, lora="--adapter")
     assert policy.lora is not None
-    base = f"{theirs}/export" if (theirs := source_run(config.model)) else config.model.source
-    peft.save(run / "adapter", policy.lora, adapters, base if config.model.init == "pretrained" else None)
+    theirs = config.model.source if source_run(config.model) else None
+    base = f"{theirs}/export" if theirs else config.model.source
+    peft.save(out, policy.lora, adapters, base if config.model.init == "pretrained" else None)
     if theirs:
         return step, f"{base}, which tools/export.py {theirs} --step {config.model.step} writes"
     return step, str(base) if config.model.init == "pretrained" else "random parameters"
 
 
-def export(run: Path, step: int | None, dtype: str | None, merged: bool = False) -> int:
-    """Write RUN/export; returns the step that it holds."""
+def export(run: str, step: int | None, dtype: str | None, out: str, merged: bool = False) -> int:
+    """Write the model's folder; returns the step that it holds."""
     import jax.numpy as jnp
 
     from mllm.model import weights
@@ -91,7 +99,7 @@ def export(run: Path, step: int | None, dtype: str | None, merged: bool = False)
 
     config, policy, step, params = restore(run, step, lora="--merged" if merged else "")
     weights.save(
-        run / "export",
+        out,
         policy.exported,
         merge_all_adapters(params, policy.lora),
         dtype=jnp.dtype(dtype or config.model.dtype),

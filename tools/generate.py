@@ -126,7 +126,7 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, str | None]":
         model = ModelConfig.model_validate({"source": options.model, "dtype": dtype, "param_dtype": dtype})
         policy = load_model(model, mesh, packed=False)
         return policy, policy.initial_params(), None
-    config, policy, step, params = restore(Path(options.model), None, options.dtype)
+    config, policy, step, params = restore(options.model, None, options.dtype)
     print(f"{options.model}: step {step}", file=sys.stderr)
     return policy, params, None if config.task is None else config.task.system_prompt
 

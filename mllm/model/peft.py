@@ -13,6 +13,7 @@ import numpy as np
 from mllm.config.model import LoraConfig, LoraTarget
 from mllm.errors import UserError
 from mllm.model import weights
+from mllm.model.exporting import replacing
 from mllm.model.json_file import read_json, write_json
 from mllm.model.layout import Params
 from mllm.model.lora import Lora
@@ -96,10 +97,10 @@ def load(folder: Path, abstract: Params) -> Params:
         return weights.read_parameters(tensors, abstract, folder, f"{CONFIG} and the model")
 
 
-def save(folder: Path, lora: Lora, adapters: Params, base: str | None) -> None:
-    """Write a folder that PEFT loads, in float32; `base` is the folder or hub id of the model without adapters.
+def save(place: str | Path, lora: Lora, adapters: Params, base: str | None) -> None:
+    """Write a folder that PEFT loads, also in a bucket, in float32; `base` names the model without adapters.
 
-    An earlier export there is replaced as a whole, or not at all; UserError as for `weights.replacing`.
+    An earlier export there is replaced as a whole, or not at all; UserError as for `replacing`.
     """
     described: dict[str, Any] = {
         "peft_type": "LORA",
@@ -115,6 +116,6 @@ def save(folder: Path, lora: Lora, adapters: Params, base: str | None) -> None:
         "modules_to_save": None,
         "inference_mode": True,
     }
-    with weights.replacing(folder) as unfinished:
+    with replacing(place) as unfinished:
         weights.write_tensors(unfinished, adapters, np.dtype(np.float32), FILE)
         write_json(unfinished / CONFIG, described)

@@ -9,9 +9,8 @@ import gc
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from mllm.config.model import MeshConfig
 from mllm.errors import UserError, brief
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
+from mllm.model.exporting import replacing
 from mllm.model.json_file import read_json, write_json
 from mllm.model.layout import Layout, Params, parameter_name
 from mllm.parallel.mesh import make_mesh, spread
@@ -69,19 +69,11 @@ TENSORS |= {  # those of adapters are PEFT's
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """The dtypes that can be read, with their bytes per number."""
 COMPARED = 2**22
-SHARD_BYTES = 5_000_000_000
+SHARD_BYTES = 2_000_000_000
 """The limit to the tensors in a saved file; one that is larger gets a file of its own."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SECONDS = 5
-EXPORTED = re.compile(
-    r"config\.json|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
-    r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt"
-    r"|chat_template\.jinja|adapter_config\.json|adapter_model\.safetensors"
-)
-"""The files of an export, the tokenizer's included: all that `save` may replace."""
-
-
 SMALL, WEIGHTS = ("*.json", "*.txt", "*.jinja"), ("*.safetensors",)
 """The names of a model's files that are needed to know what it is, and of those with its parameters."""
 
@@ -296,7 +288,7 @@ def check_copy(head: Tensor, embed: Tensor) -> None:
 
 
 def save(
-    folder: Path,
+    place: str | Path,
     config: Architecture,
     params: nnx.State,
     *,
@@ -305,46 +297,18 @@ def save(
     pad_id: int | None = None,
     also: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write a folder that transformers loads; the host holds one shard at a time.
+    """Write a folder, of a disk or a bucket, that transformers loads; the host holds one shard at a time.
 
     An earlier export there is replaced as `replacing` says. `also` writes further files into the folder
     (`tokenizer.save_pretrained`). UserError is raised as by `replacing`.
     """
     generation = {"eos_token_id": list(stop_ids) or None, "pad_token_id": pad_id}
-    with replacing(folder) as unfinished:
+    with replacing(place) as unfinished:
         write_tensors(unfinished, params, np.dtype(dtype))
         write_json(unfinished / "config.json", config.to_hf() | {"torch_dtype": str(np.dtype(dtype))})
         write_json(unfinished / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
         if also is not None:
             also(unfinished)
-
-
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """A new folder, which is renamed to `folder` when the block has ended; one that is there is replaced as a whole.
-
-    If the block is cut off, an earlier export stays as it was. UserError is raised if the folder holds files that no
-    export wrote, or can't be written.
-    """
-    folder = folder.expanduser().resolve()
-    unfinished, previous = (folder.with_name(f".{folder.name}.{state}") for state in ("unfinished", "previous"))
-    try:
-        restore(folder, previous)
-        refuse_foreign_files(folder)
-        for leftover in (unfinished, previous):
-            shutil.rmtree(leftover, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        if folder.exists():
-            folder.rename(previous)
-        unfinished.rename(folder)
-        if previous.exists():
-            shutil.rmtree(previous)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder}: can't be written: {error}") from None
-    finally:
-        restore(folder, previous)
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_tensors(folder: Path, params: nnx.State, dtype: np.dtype, single: str = SINGLE) -> None:
@@ -367,21 +331,6 @@ def write_tensors(folder: Path, params: nnx.State, dtype: np.dtype, single: str 
         save_file(arrays, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-
-
-def refuse_foreign_files(folder: Path) -> None:
-    """Raise UserError where `folder` holds files that no export wrote, which replacing it would lose."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder}: is a file; choose another folder for the export")
-    for path in sorted(folder.iterdir()) if folder.exists() else ():
-        if path.is_dir() or not EXPORTED.fullmatch(path.name):
-            raise UserError(f"{path}: no export wrote this, and it would be lost; choose another folder")
-
-
-def restore(folder: Path, previous: Path) -> None:
-    """Undo the first of the two renames of a save that was cut off before the second."""
-    if previous.exists() and not folder.exists():
-        previous.rename(folder)
 
 
 def tensors_of(params: nnx.State) -> Iterator[tuple[str, tuple[int, ...], Any, Any]]:

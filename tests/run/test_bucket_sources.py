@@ -3,10 +3,11 @@
 import gzip
 import json
 import re
-import shutil
 from pathlib import Path
 from random import Random
 
+import jax
+import numpy as np
 import pyarrow
 import pytest
 from object_store import object_store
@@ -16,9 +17,13 @@ from tiny import config
 
 from mllm import bucket, fetch
 from mllm.bucket import Bucket
+from mllm.config.model import MeshConfig
 from mllm.errors import UserError
-from tools import export
+from mllm.model import weights
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import make_mesh
 
+FIXTURES = Path(__file__).parent.parent / "fixtures"
 LINES = [json.dumps({"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i % 5)}) + "\n" for i in range(40)]
 
 
@@ -30,13 +35,18 @@ def server(request):
 
 @pytest.fixture
 def store(server, tmp_path, monkeypatch):
-    """A server without faults, objects in pieces of a kilobyte, and requests that are repeated after milliseconds."""
+    """A server without faults, and requests that are repeated after milliseconds."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(bucket, "RETRIES", {"max_retries": 8, "initial_delay": "5ms", "max_delay": "20ms"})
-    for module in (bucket, fetch):
-        monkeypatch.setattr(module, "PART_BYTES", 1000)
     server.renew()
     return server
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    """Objects are read in pieces of a kilobyte."""
+    for module in (bucket, fetch):
+        monkeypatch.setattr(module, "PART_BYTES", 1000)
 
 
 @pytest.fixture
@@ -45,6 +55,10 @@ def requests(store):
     paths: list[str] = []
     store.fault = lambda method, path: paths.append(path) if method in ("GET", "HEAD") else None
     return paths
+
+
+def load(folder):
+    return weights.load(folder, weights.read_config(folder))
 
 
 def upload(folder, url):
@@ -58,7 +72,7 @@ def upload(folder, url):
 # Objects
 
 
-def test_an_object_is_fetched_once_whole_and_again_when_it_has_changed(store, requests):
+def test_an_object_is_fetched_once_whole_and_again_when_it_has_changed(store, pieces, requests):
     objects, dice = Bucket(f"{store.url}/data"), Random(0)
     contents = {f"part-{size}.jsonl": dice.randbytes(size) for size in (1, 1000, 1001, 9999)}
     for name, content in (contents | {"part-1.txt": b"?", "old/part-2.jsonl": b"?", ".part-3.jsonl": b"?"}).items():
@@ -76,7 +90,7 @@ def test_an_object_is_fetched_once_whole_and_again_when_it_has_changed(store, re
     assert changing.read_bytes() == b"new"
 
 
-def test_what_was_half_fetched_is_never_taken_for_whole(store, monkeypatch):
+def test_what_was_half_fetched_is_never_taken_for_whole(store, pieces, monkeypatch):
     """The process ends when it has read three of ten pieces."""
     Bucket(store.url).write("train.jsonl", content := Random(0).randbytes(9999))
     read, left = Bucket.read_piece, [None] * 3
@@ -96,7 +110,7 @@ def test_what_was_half_fetched_is_never_taken_for_whole(store, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["429", "503", "reset", "late"])
-def test_requests_that_fail_are_repeated(store, fault):
+def test_requests_that_fail_are_repeated(store, pieces, fault):
     Bucket(store.url).write("train.jsonl", content := Random(0).randbytes(9999))
     dice = Random(0)
     store.fault = lambda method, path: fault if dice.random() < 0.5 else None
@@ -121,22 +135,48 @@ def test_what_cannot_be_had_is_one_line(store, source, answer, message):
     assert f"{store.url}/{source}" in str(error.value)
 
 
+# Exports
+
+
+def test_an_export_to_a_bucket_is_loaded_as_it_was_and_none_when_it_was_cut_off(store, monkeypatch):
+    url, params = f"{store.url}/model", load(FIXTURES / "tied")
+    architecture = weights.read_config(FIXTURES / "tied")
+    monkeypatch.setattr(weights, "SHARD_BYTES", 20_000)
+    weights.save(url, architecture, params, dtype="float32")
+    shards = [name for name in Bucket(url).names() if name.endswith(".safetensors")]
+    assert len(shards) > 1
+    same = load(weights.fetch_folder(url))
+    assert all(map(np.array_equal, jax.tree.leaves(same), jax.tree.leaves(params)))
+
+    monkeypatch.undo()
+    sent = []
+    store.fault = lambda method, path: (
+        sent.append(path) or "403" * (len(sent) > 2) if method in ("PUT", "POST") else None
+    )
+    with pytest.raises(UserError, match="can't be written"):
+        weights.save(url, architecture, params)
+    store.fault = lambda method, path: None
+    assert Bucket(url).names()
+    with pytest.raises(UserError, match=r"config.json: missing"):
+        load(weights.fetch_folder(url))
+    weights.save(url, architecture, params, dtype="float32")
+    assert load(weights.fetch_folder(url))
+    assert not {*shards} & {path.name for path in weights.fetch_folder(url).iterdir()}
+
+    Bucket(url).write("notes.txt", b"mine")
+    with pytest.raises(UserError, match=rf"^{url}/notes.txt: no export wrote this, and it would be lost"):
+        weights.save(url, architecture, params)
+
+
 # Runs
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run on a disk, with checkpoints 2 and 4 and an export."""
-    settings = config("sft", run_dir=str(tmp_path_factory.mktemp("trained") / "run"), checkpoint={"every": 2})
-    assert run(changed(settings, eval=None, rollout=None)) == 0
-    assert export.main([settings.run_dir]) == 0
-    return settings
-
-
 @pytest.mark.slow
-def test_a_model_and_data_in_a_bucket_make_the_run_that_their_files_make(store, requests, trained, tmp_path):
+def test_a_model_and_data_in_a_bucket_make_the_run_that_their_files_make(store, requests, tmp_path):
     files = tmp_path / "files"
-    shutil.copytree(Path(trained.run_dir, "export"), files / "model")
+    policy = load_policy(config("sft"), make_mesh(MeshConfig()))
+    save = policy.tokenizer.save_pretrained
+    weights.save(files / "model", policy.architecture, policy.initial_params(), stop_ids=policy.stop_ids, also=save)
     (files / "train-1.jsonl.gz").write_bytes(gzip.compress("".join(LINES[:20]).encode()))
     (files / "train-2.jsonl").write_text("".join(LINES[20:]))
     parquet.write_table(pyarrow.Table.from_pylist([*map(json.loads, LINES[:9])]), files / "heldout.parquet")
