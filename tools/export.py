@@ -3,18 +3,19 @@
 RUN/export, or the folder --out, then holds config.json, generation_config.json, safetensors and the tokenizer;
 transformers loads it, and so does another run as its `model.source`. The adapters of a run with `model.lora` are merged
 into the model (--merged, the default), or written by themselves (--adapter) as RUN/adapter in PEFT's format, which
-another run takes as its `model.lora.source`. An earlier export is replaced as a whole, or not at all. FOLDER
-may be in a bucket; there an export that was cut off lacks config.json, so that nothing takes it for a model.
+another run takes as its `model.lora.source`. An earlier export is replaced as a whole, or not at all. RUN and FOLDER
+may be in buckets; there an export that was cut off lacks config.json, so that nothing takes it for a model.
 """
 
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mllm import errors
 from mllm.errors import UserError
+from mllm.run.bucket_copy import fetch_items, run_folder
+from mllm.run.storage import saved_steps
 
 if TYPE_CHECKING:
     from mllm.config.schema import Config
@@ -57,7 +58,7 @@ def restore(
     for a run with `model.lora`; with "--adapter" the parameters are its adapters alone.
     UserError is raised if the folder is no run, is none with `model.lora`, or has no such checkpoint.
     """
-    folder = Path(run)
+    folder = run_folder(run)
     if not os.path.isfile(folder / "config.yaml"):
         raise UserError(f"{run}: no config.yaml; give a run_dir")
     from mllm.config import load as configs
@@ -70,6 +71,8 @@ def restore(
     if lora and config.model.lora is None:
         raise UserError(f"{lora}: {run} trained the whole model (no model.lora): leave it out")
     policy = load_policy(config, make_mesh(MeshConfig()))
+    step = step or max(saved_steps(folder / "checkpoints"), default=None)
+    fetch_items(folder, step, "params", "document")
     with reading(folder, config) as checkpoints:
         step, params = checkpoints.restore_params(policy.trained, step)
     return config, policy, step, params if lora == "--adapter" else policy.complete(params)

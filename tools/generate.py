@@ -12,7 +12,6 @@ the `messages`, the `completion`, how many `tokens` it has, and whether it `fini
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -66,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL_OR_RUN", help="a run_dir, a folder, or a hub id")
+    parser.add_argument("model", metavar="MODEL_OR_RUN", help="a run_dir, a folder, both also in a bucket, or a hub id")
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the user's message")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines of prompts")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where JSON lines of completions are written")
@@ -118,10 +117,11 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, str | None]":
     from mllm.config.model import MeshConfig, ModelConfig
     from mllm.model.load import load_model
     from mllm.parallel.mesh import make_mesh
+    from mllm.run.bucket_copy import find_run
     from tools.export import restore
 
     mesh = make_mesh(MeshConfig())
-    if not os.path.isfile(Path(options.model) / "config.yaml"):
+    if find_run(options.model, "MODEL_OR_RUN") is None:
         dtype = options.dtype or "bfloat16"
         model = ModelConfig.model_validate({"source": options.model, "dtype": dtype, "param_dtype": dtype})
         policy = load_model(model, mesh, packed=False)

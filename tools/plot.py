@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from mllm import errors
 from mllm.errors import UserError
+from mllm.run.bucket_copy import run_folder
 
 TOPICS = {
     "Reward": {
@@ -58,13 +59,14 @@ class Series(NamedTuple):
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run_dir")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run_dir")
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: curves.png in the first run")
     options = parser.parse_args(arguments)
-    out = options.out or options.runs[0] / "curves.png"
+    runs = [run_folder(run) for run in options.runs]
+    out = options.out or runs[0] / "curves.png"
     if not out.suffix:  # matplotlib would add one, and another file would be written than is printed
         raise UserError(f"--out: {out} can't be written without an ending that says what it is; give a .png")
-    draw({name(run, options.runs): read_run(run) for run in options.runs}, out)
+    draw({name(run, runs): read_run(run) for run in runs}, out)
     print(f"{'curves':<18} {out}")
     return 0
 

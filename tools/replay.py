@@ -18,6 +18,8 @@ import numpy as np
 
 from mllm import errors
 from mllm.errors import UserError
+from mllm.run.bucket_copy import fetch_items, run_folder
+from mllm.run.storage import saved_steps
 
 if TYPE_CHECKING:
     from mllm.data.batch import Batch
@@ -26,10 +28,11 @@ if TYPE_CHECKING:
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dump", type=Path, metavar="RUN/skipped/step_N.npz", help="the batch of a skipped update")
+    parser.add_argument("dump", metavar="RUN/skipped/step_N.npz", help="the batch of a skipped update")
     parser.add_argument("--checkpoint", type=int, metavar="N", help="take this one's parameters")
     options = parser.parse_args(arguments)
-    return replay(options.dump, options.checkpoint)
+    run, _, name = options.dump.rpartition("/skipped/")
+    return replay(run_folder(run) / "skipped" / name if run else Path(options.dump), options.checkpoint)
 
 
 def replay(path: Path, checkpoint: int | None) -> int:
@@ -56,7 +59,8 @@ def replay(path: Path, checkpoint: int | None) -> int:
     with reading(run, config) as checkpoints:
         updated = {record["step"] for record in read_records(run / "metrics.jsonl") if record.get("skipped") == 0}
         if checkpoint is None:
-            checkpoint = nearest(checkpoints.manager.all_steps(), step, updated)
+            checkpoint = nearest(saved_steps(run / "checkpoints"), step, updated)
+        fetch_items(run, checkpoint, "params", "document")
         checkpoint, params = checkpoints.restore_params(policy.trained, checkpoint)
     params = policy.complete(params)
     between = len(updates_between(checkpoint, step, updated))

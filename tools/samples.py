@@ -15,6 +15,7 @@ from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from mllm import errors
 from mllm.errors import UserError
+from mllm.run.bucket_copy import run_folder
 
 LARGEST = 16 * 2**20
 """The most bytes of samples that a page holds; a browser opens it at once."""
@@ -33,7 +34,7 @@ class Sample(BaseModel):
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run_dir")
+    parser.add_argument("run", metavar="RUN", help="a run_dir")
     parser.add_argument("--print", action="store_true", help="to the terminal, instead of a page")
     parser.add_argument("--step", type=int, help="with --print: only this step's")
     parser.add_argument("--prompt", metavar="TEXT", help="with --print: only prompts that contain the text")
@@ -44,11 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"--{name}: is for --print; the page has filters of its own")
     if options.limit is not None and options.limit < 1:
         raise UserError(f"--limit: {options.limit}: expected 1 or more")
-    samples = read(options.run)
+    run = run_folder(options.run)
+    samples = read(run)
     if options.print:
         print_newest(samples, options.step, options.prompt or "", options.limit or 10)
     else:
-        write_page(samples, options.run)
+        write_page(samples, run)
     return 0
 
 

@@ -1,5 +1,6 @@
 """Where an export is written: a folder of a disk, replaced as a whole or not at all, or one of a bucket."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -82,10 +83,10 @@ def refuse_foreign_files(place: str | Path) -> None:
     """Raise UserError where a folder holds files that no export wrote, which replacing it would lose."""
     if is_bucket(place):
         names = Bucket(str(place)).names()
-    elif Path(place).exists() and not Path(place).is_dir():
+    elif os.path.exists(place) and not os.path.isdir(place):
         raise UserError(f"{place}: is a file; choose another folder for the export")
     else:
-        names = [path.name + "/" * path.is_dir() for path in Path(place).glob("*")]
+        names = [entry.name + "/" * entry.is_dir() for entry in os.scandir(place)] if os.path.isdir(place) else []
     if foreign := [name for name in names if name and not EXPORTED.fullmatch(name)]:
         raise UserError(f"{place}/{min(foreign)}: no export wrote this, and it would be lost; choose another folder")
 

@@ -6,7 +6,7 @@ The adapters of a run that trained some are merged into its model.
 
 import logging
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,9 @@ from mllm.model.layout import Params
 from mllm.model.load import Policy
 from mllm.model.lora import merge_all_adapters
 from mllm.parallel.processes import gather_objects
+from mllm.run.bucket_copy import fetch_items, find_run
 from mllm.run.checkpoint import Checkpoints
-from mllm.run.storage import is_run, saved_steps
+from mllm.run.storage import saved_steps
 
 OWN = ("dtype", "residual_dtype", "param_dtype", "remat", "attention", "lora")
 """Settings of a model that are not taken from the run that is its source."""
@@ -47,10 +48,7 @@ def source_run(model: ModelConfig) -> Path | None:
     """The folder of the run whose parameters the model begins with; None if it begins with others."""
     if not model.source or model.init != "pretrained":
         return None
-    with suppress(OSError, RuntimeError):  # a name that no folder can have: reading the model says so
-        folder = Path(model.source).expanduser()
-        return folder if is_run(folder) else None
-    return None
+    return find_run(model.source, "model.source")
 
 
 def model_of(model: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -89,6 +87,8 @@ def choose_step(run: Path, step: int | str | None) -> int:
         return step if isinstance(step, int) else steps[-1]
     if not config.checkpoint.keep_best:
         raise UserError(f"model.step: {run} has not kept its best checkpoint (checkpoint.keep_best); there are {steps}")
+    for saved in steps:
+        fetch_items(run, saved, "document")
     with reading(run, config) as checkpoints:
         best = checkpoints.best_step(steps)
     if best is None:
@@ -101,6 +101,7 @@ def read_parameters(run: Path, step: int | str | None, like: Params) -> Params:
     step, config = choose_step(run, step), configs.load(str(run / "config.yaml"))
     if len({*gather_objects(step)}) > 1:
         raise UserError(f"model.source: {run} was saving just now: try again")
+    fetch_items(run, step, "params", "document")
     if config.model.lora is not None:
         return merged_parameters(run, step, config, like)
     stored = jax.tree.map(

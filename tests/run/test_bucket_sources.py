@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from object_store import object_store
 from pyarrow import parquet
-from runs import assert_same_end, changed, run
+from runs import assert_same_end, changed, checksums, run
 from tiny import config
 
 from mllm import bucket, fetch
@@ -22,6 +22,9 @@ from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
+from mllm.run.bucket_copy import find_run
+from mllm.run.mirror import working_folder
+from tools import export, generate, plot, samples
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 LINES = [json.dumps({"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i % 5)}) + "\n" for i in range(40)]
@@ -171,6 +174,16 @@ def test_an_export_to_a_bucket_is_loaded_as_it_was_and_none_when_it_was_cut_off(
 # Runs
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on a disk, with checkpoints 2 and 4 and an export."""
+    settings = config("sft", run_dir=str(tmp_path_factory.mktemp("trained") / "run"), checkpoint={"every": 2})
+    settings = changed(settings, eval=None, rollout=None)
+    assert run(settings) == 0
+    assert export.main([settings.run_dir]) == 0
+    return settings
+
+
 @pytest.mark.slow
 def test_a_model_and_data_in_a_bucket_make_the_run_that_their_files_make(store, requests, tmp_path):
     files = tmp_path / "files"
@@ -198,3 +211,39 @@ def test_a_model_and_data_in_a_bucket_make_the_run_that_their_files_make(store, 
     moved = changed(on_disk, steps=6, data={**on_disk.data.model_dump(), "source": in_bucket.data.source})
     assert run(moved) == 0  # a run goes on when its data have moved
     assert len(requests) < 2 * objects
+
+
+@pytest.mark.faults
+def test_grpo_in_a_bucket_begins_with_a_run_there_and_tools_read_it(store, trained, tmp_path, capsys):
+    first = changed(trained, run_dir=f"{store.url}/first")
+    assert run(first) == 0
+    problems = [{"prompt": f"{i}+{i % 5}=", "answer": i + i % 5} for i in range(12)]
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    upload(tmp_path / "task", f"{store.url}/task")
+
+    def settings(run_dir, source, problems, steps=4):
+        model = {"init": "pretrained", "architecture": None, "source": source}
+        task = {"name": "jsonl", "train": str(problems), "heldout": None}
+        return config(run_dir=str(run_dir), steps=steps, model=model, task=task, checkpoint={"every": 2})
+
+    on_disk = settings(tmp_path / "disk", trained.run_dir, tmp_path / "task" / "problems.jsonl")
+    there = f"{store.url}/grpo", first.run_dir, f"{store.url}/task/problems.jsonl"
+    in_bucket = settings(*there)
+    assert run(on_disk) == run(settings(*there, steps=2)) == run(in_bucket) == 0
+    with working_folder(in_bucket, False) as folder:
+        assert_same_end(on_disk, changed(in_bucket, run_dir=str(folder)))
+
+    assert samples.main([in_bucket.run_dir, "--print"]) == plot.main([in_bucket.run_dir, first.run_dir]) == 0
+    assert str(find_run(in_bucket.run_dir, "RUN") / "curves.png") in capsys.readouterr().out
+    for arguments in ([first.run_dir], [first.run_dir, "--out", str(tmp_path / "export")]):
+        assert export.main(arguments) == 0
+    exported = fetch.fetch_folder(f"{first.run_dir}/export", ("*",), "model.source")
+    assert {name: sum_ for name, sum_ in checksums(exported).items() if name[0] != "."} == checksums(
+        tmp_path / "export"
+    )
+    assert checksums(tmp_path / "export") == checksums(Path(trained.run_dir, "export"))
+    answers = [generate.main([place, "1+2=", "--max-tokens", "4"]) for place in (first.run_dir, trained.run_dir)]
+    said = capsys.readouterr().out.splitlines()
+    assert answers == [0, 0]
+    assert said[-1] == said[-2]
