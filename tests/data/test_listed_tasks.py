@@ -53,6 +53,7 @@ def test_a_file_becomes_problems_whose_other_fields_reach_the_rewards(tmp_path: 
         ({"messages": [SYSTEM, ASKED]}, [SYSTEM, ASKED], None),
         ({"messages": [ASKED, SAID]}, [ASKED], "4"),
         ({"prompt": [ASKED, SAID, ASKED]}, [ASKED, SAID, ASKED], None),
+        ({"prompt": [ASKED], "messages": [ASKED, SAID]}, [ASKED], None),
     ],
 )
 def test_messages_are_a_prompt_and_the_last_of_the_assistants_is_the_solution(
@@ -60,12 +61,8 @@ def test_messages_are_a_prompt_and_the_last_of_the_assistants_is_the_solution(
 ) -> None:
     example = first(tmp_path, record)
     assert (example.prompt, example.solution, example.answer) == (prompt, solution, None)
+    assert ("messages" in example.fields) == ({*record} == {"prompt", "messages"})
     assert example.conversational
-
-
-def test_a_prompt_beside_messages_is_the_prompt_and_the_messages_are_a_field(tmp_path: Path) -> None:
-    example = first(tmp_path, {"prompt": "2+2=", "messages": [ASKED, SAID]})
-    assert (example.prompt, example.fields) == ([ASKED], {"messages": [ASKED, SAID]})
 
 
 @pytest.mark.parametrize(
@@ -90,11 +87,6 @@ def test_columns_say_what_the_data_calls_prompt_and_answer_and_keep_those_names_
     given = task(tmp_path, *records, heldout=1, columns={"prompt": "question", "answer": "solution"})
     example = given.train[0]
     assert texts([example]) == [example.answer] == [example.fields["question"]] == [example.fields["solution"]]
-
-
-def test_a_system_prompt_comes_before_the_messages(tmp_path: Path) -> None:
-    for record in ({"prompt": "2+2="}, {"messages": [ASKED]}):
-        assert first(tmp_path, record, system_prompt="Add.").prompt == [SYSTEM, ASKED]
 
 
 def test_held_out_problems_are_a_tenth_and_the_same_in_whatever_order_and_however_often_they_are_listed(
@@ -153,9 +145,11 @@ def test_bad_lines_are_named_all_at_once(tmp_path: Path, line: Any, fault: str) 
     )
 
 
-def test_a_column_that_a_line_lacks_and_two_system_messages_are_bad_lines(tmp_path: Path) -> None:
+def test_a_column_that_a_line_lacks_and_a_system_message_beside_the_system_prompt_are_bad_lines(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train.jsonl:1: question is missing, which task.columns.prompt names"):
         task(tmp_path, {"prompt": "a"}, columns={"prompt": "question"})
+    for record in ({"prompt": "2+2="}, {"messages": [ASKED]}):
+        assert first(tmp_path, record, system_prompt="Add.").prompt == [SYSTEM, ASKED]
     with pytest.raises(UserError, match=r"train.jsonl:1: has a system message, and so has task.system_prompt"):
         task(tmp_path, {"messages": [SYSTEM, ASKED]}, system_prompt="Subtract.")
 

@@ -54,37 +54,34 @@ def test_phases_add_up_and_evaluation_is_not_part_of_the_speed():
     assert set(watch.seconds) == {"rollout", "update", "eval"}
 
 
+def summary_of(folder, *records):
+    log = RunLog(folder, -1, len(records) - 1)
+    for step, record in enumerate(records):
+        log.write(step, record)
+    log.write_timings(1, {"time/update": 0.5, "tokens_per_second": 1234.0, "memory/peak_bytes": 3 * 2**20}, {})
+    log.close()
+    return report.summary(folder)
+
+
 def test_the_summary_shows_accuracy_before_and_after_with_its_interval(tmp_path):
     def accuracy(value):
         return {"eval/greedy_accuracy": value, "eval/greedy_accuracy_low": 0.2, "eval/greedy_accuracy_high": 0.9}
 
-    log = RunLog(tmp_path, -1, 2)
-    log.write(0, accuracy(0.25))
-    log.write(1, {"loss": 2.0})
-    log.write_timings(1, {"time/update": 0.5, "tokens_per_second": 1234.0, "memory/peak_bytes": 3 * 2**20}, {})
-    log.write(2, {"loss": 1.0, **accuracy(0.75)})
-    log.close()
-    text = report.summary(tmp_path)
+    text = summary_of(tmp_path, accuracy(0.25), {"loss": 2.0}, {"loss": 1.0, **accuracy(0.75)})
     shown = ("0.250", "0.750", "+0.500", "0.200 .. 0.900", "1,234", "3 MiB", "update 0.5", f"--logdir {tmp_path}/")
     assert [words for words in shown if words not in text] == []
 
 
 def test_the_summary_shows_the_reward_where_problems_have_no_answers_and_the_test_set(tmp_path):
-    log = RunLog(tmp_path, -1, 2)
-    log.write(0, {"eval/reward": 0.125})
-    log.write(1, {"eval/reward": float("nan")})  # all rewards failed
-    log.write(2, {"eval/reward": 0.5, "test/reward": 0.75})
-    log.close()
-    text = report.summary(tmp_path)
+    failed, last = {"eval/reward": float("nan")}, {"eval/reward": 0.5, "test/reward": 0.75}
+    text = summary_of(tmp_path, {"eval/reward": 0.125}, failed, last)
     assert "held-out reward    0.125 at step 0, 0.500 at step 2" in text
     assert "test reward        0.750" in text
 
 
 def test_the_summary_shows_the_validation_at_its_first_its_lowest_and_its_last_step(tmp_path):
-    log = RunLog(tmp_path, -1, 2)
-    for step, loss in enumerate((5.0, 1.5, 2.25)):
-        log.write(step, {f"validation/{name}": loss for name in ("loss", "perplexity", "token_accuracy")})
-    log.close()
-    lines = report.summary(tmp_path).splitlines()
+    names = ("loss", "perplexity", "token_accuracy")
+    steps = [{f"validation/{name}": loss for name in names} for loss in (5.0, 1.5, 2.25)]
+    lines = summary_of(tmp_path, *steps).splitlines()
     assert " ".join(lines[1].split()) == "validation step 0 lowest at 1 last, at 2"
     assert lines[2].split() == ["loss", "5.000", "1.500", "2.250"]
