@@ -41,6 +41,8 @@ class ObjectStore:
         self.faults: Counter[str] = Counter()
         self.written: list[str] = []
         """The paths of requests that have written an object."""
+        self.read: Counter[str] = Counter()
+        """The bytes that were answered, by the path of the request."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -67,6 +69,8 @@ class ObjectStore:
         found = self.answer_conditions(method, path, headers, body)
         if method in ("POST", "PUT") and found[0] == 200:
             self.written.append(unquote(path))
+        if method == "GET" and found[0] == 200:
+            self.read[unquote(path)] += len(found[2])
         return found
 
     def answer_conditions(

@@ -9,6 +9,7 @@ devices; any mesh of any number of processes can read it.
 import json
 import logging
 import math
+import os
 import shutil
 import sys
 import time
@@ -30,6 +31,7 @@ from mllm.progress import transfer_bar
 from mllm.run.checksum import Damaged, checksums, seal, unseal
 from mllm.run.chunks import CHUNK_BYTES, open_arrays, read_arrays, release_freed_memory
 from mllm.run.quiet_orbax import silence
+from mllm.run.remote import SENDING, RemoteFiles
 from mllm.run.state import RunState
 from mllm.run.storage import find_fault, saved_steps, write_error
 from mllm.train.step import TrainState
@@ -65,8 +67,8 @@ class Checkpoints:
         self.failed = False
         self.write_failed = False
         """Whether a background thread has failed; set by that thread."""
-        self.apart = jax.process_count() > 1 and stands_for_bucket(self.folder)
-        """Whether each process has a folder of its own, and the files of all together are a checkpoint."""
+        self.apart = stands_for_bucket(self.folder)
+        """Whether each process has a folder of its own, and the files of all together are a checkpoint in a bucket."""
         with self.report_faults(self.folder):
             self.manager = self.open_manager()
 
@@ -87,7 +89,7 @@ class Checkpoints:
         unchecked = {"array_metadata_validator": Unchecked()} if self.apart else {}
         # zstd would take a tenth off the size, and every core for several steps, which then wait for theirs.
         handlers: dict[str, ocp.CheckpointHandler] = {
-            # OCDBT's files would have to be merged where all of them are seen.
+            # OCDBT's files would have to be merged where all of them are seen, and to be read whole from a bucket.
             name: ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=not self.apart, **unchecked)
             for name in ARRAYS
         }
@@ -121,8 +123,7 @@ class Checkpoints:
         }
         chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
         arrays = {
-            # Apart, where a chunk is a file, a shard is one.
-            name: ocp.args.PyTreeSave(tree, save_args=None if self.apart else dict.fromkeys(tree, chunked))
+            name: ocp.args.PyTreeSave(tree, save_args=dict.fromkeys(tree, chunked))
             for name, tree in items(state.train).items()
         }
         arguments = ocp.args.Composite(**arrays, **{DOCUMENT: ocp.args.JsonSave(seal(document))})
@@ -133,12 +134,18 @@ class Checkpoints:
                 (folder / "array_metadatas").mkdir(parents=True)
             self.manager.save(state.step, args=arguments)
 
-    def finish_apart(self) -> None:
-        """Rename what this process has written, as Orbax does in the folder of the first one."""
-        if self.apart and not is_writer():
-            for pattern in (f"*/*{UNFINISHED}", f"*{UNFINISHED}"):
+    def finish_apart(self, step: int) -> None:
+        """Let another folder have a checkpoint as well, for the thread that sends it: Orbax may soon remove this one.
+
+        In other processes than the first, what was written has its unfinished name until now.
+        """
+        if self.apart:
+            for pattern in (f"*/*{UNFINISHED}", f"*{UNFINISHED}") if not is_writer() else ():
                 for path in self.folder.glob(pattern):
                     path.rename(path.with_name(path.name.removesuffix(UNFINISHED)))
+            sending = self.folder.with_name(SENDING) / str(step)
+            shutil.copytree(self.folder / sending.name, sending.with_suffix(".tmp"), copy_function=os.link)
+            sending.with_suffix(".tmp").rename(sending)
 
     def restore(self, like: TrainState) -> RunState | None:
         """The state in the newest undamaged checkpoint, or None if there is no checkpoint at all.
@@ -203,12 +210,14 @@ class Checkpoints:
         with transfer_bar(f"checkpoint {step}", nbytes(parts)) as bar:
             stores, wanted = dict[str, Any](), dict[str, Any]()
             with damaged_everywhere():
+                files = RemoteFiles(self.folder / str(step))
+                files.fetch_documents()
                 document = self.read_document(step)
                 for name, like in parts.items():
                     stores |= open_arrays(self.folder / str(step) / name, like)
                     wanted |= like
             with damaged_everywhere():
-                arrays = read_arrays(stores, wanted, bar.update)
+                arrays = read_arrays(stores, wanted, bar.update, files.fetch_chunk)
         found, stored = checksums(arrays), document["arrays"]
         if wrong := [name for name in found if found[name] != stored.get(name)]:
             more = f" and of {len(wrong) - 1} others" if wrong[1:] else ""
@@ -227,7 +236,7 @@ class Checkpoints:
         self.manager.close()
         gather_objects(None)  # all processes have closed it
         with raise_everywhere():
-            if is_writer():
+            if is_writer() or self.apart:
                 path, aside = self.folder / str(step), self.folder / f"damaged_{step}"
                 while aside.exists():
                     aside = aside.with_name(f"{aside.name}_again")
@@ -269,7 +278,7 @@ class Checkpoints:
             step, size = self.saving
             with self.report_faults(self.folder / str(step)):
                 self.manager.wait_until_finished()
-                self.finish_apart()
+                self.finish_apart(step)
             self.saving = None
             release_freed_memory()
             with suppress(OSError, ValueError, KeyError):  # Orbax may not have noted the times
@@ -335,14 +344,20 @@ class KeepNewestAndBest(PreservationPolicy):
 
 @contextmanager
 def damaged_everywhere() -> Iterator[None]:
-    """What one process raises inside, Damaged or anything that a damaged file may cause, is Damaged in all."""
+    """What one process raises inside, Damaged or anything that a damaged file may cause, is Damaged in all.
+
+    A UserError, of a bucket that fails, remains one: the checkpoint may be sound.
+    """
     reason = None
-    try:
-        yield
-    except Damaged as error:
-        reason = str(error)
-    except Exception as error:
-        reason = first_cause(error)
+    with raise_everywhere():
+        try:
+            yield
+        except UserError:
+            raise
+        except Damaged as error:
+            reason = str(error)
+        except Exception as error:
+            reason = first_cause(error)
     if reasons := [reason for reason in gather_objects(reason) if reason is not None]:
         raise Damaged(reasons[0])
 

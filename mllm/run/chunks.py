@@ -1,7 +1,8 @@
 """Reads arrays of a checkpoint so that every stored chunk is read once over all processes.
 
 The devices of one process or of several may need a chunk. One of those processes reads it, in turn, and passes it on to
-the others over the devices' network. The host holds the process's own shards of an array, and some chunks.
+the others over the devices' network. The host holds the process's own shards of an array, and some chunks. Where a
+checkpoint is in a bucket, only who reads a chunk fetches it.
 """
 
 import ctypes
@@ -9,6 +10,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +19,13 @@ import numpy as np
 import tensorstore
 from jax.experimental import multihost_utils
 
+from mllm.bucket import AT_ONCE
+
 CHUNK_BYTES = 2 * 2**20
-"""Arrays are saved in chunks of at most this size, so that processes can share the reading of any of them."""
+"""Arrays are saved in chunks of at most this size, so that processes can share the reading of any of them.
+
+In a bucket each is an object. With 4 MiB a restore holds 70 MiB more: each of the requests under way is held several
+times."""
 PASSED_BYTES = 4 * 2**20
 """The bytes that all processes together pass on at a time; a single chunk of each may be more."""
 AHEAD_BYTES = 16 * 2**20
@@ -35,6 +42,8 @@ class Piece(NamedTuple):
 
     name: str
     box: Box
+    place: str
+    """The numbers of the chunk along the dims, which name its file."""
     nbytes: int
     needed_by: tuple[int, ...]
     """The processes whose devices hold a part of it, ascending."""
@@ -65,26 +74,30 @@ def read_arrays(
     stores: Mapping[str, tensorstore.TensorStore],
     like: Mapping[str, jax.ShapeDtypeStruct],
     done: Callable[[int], object],
+    fetch: Callable[[str, str], object],
 ) -> dict[str, jax.Array]:
     """The arrays with the shardings of `like`; `done` is told the bytes of each one that is complete.
 
-    All processes must call it with the same arrays. An error of reading is raised when all have passed on what they
-    could read; it may be raised in one process only.
+    `fetch` brings a chunk, named by its array and place, before it is read. All processes must call this with the
+    same arrays. An error of reading is raised when all have passed on what they could read; it may be raised in one
+    process only, which reads nothing after it.
     """
     me, arrays, error = jax.process_index(), dict[str, jax.Array](), None
     shards = {name: local_boxes(leaf) for name, leaf in like.items()}
     pieces = list(plan_reads(stores, like))
     left = {name: sum(1 for _ in group) for name, group in itertools.groupby(pieces, key=lambda piece: piece.name)}
     buffers: dict[str, dict[Box, np.ndarray]] = {}
-    reads = read_ahead(stores, [piece for piece in pieces if piece.reader == me])
+    reads = read_ahead(stores, [piece for piece in pieces if piece.reader == me], fetch)
     for batch in batches(pieces):
         own: dict[Piece, np.ndarray] = {}
         for piece in batch:
             if piece.reader == me:
                 try:
-                    own[piece] = next(reads).result()
+                    if error is None:
+                        own[piece] = next(reads).result()
                 except Exception as raised:  # tensorstore raises many kinds; the others wait for this chunk
-                    error = error or raised
+                    error = raised
+                if error is not None:
                     own[piece] = np.zeros([stop - start for start, stop in piece.box], like[piece.name].dtype)
         for piece, chunk in pass_on(batch, own, like):
             if piece.name not in buffers:
@@ -129,8 +142,9 @@ def plan_reads(
                 (start, min(start + step, size)) for start, step, size in zip(corner, chunk, leaf.shape, strict=True)
             )
             needed = sorted(set().union(*(held for part, held in holders.items() if overlap(part, box) is not None)))
+            place = ".".join(str(start // step) for start, step in zip(corner, chunk, strict=True)) or "0"
             nbytes = math.prod(stop - start for start, stop in box) * leaf.dtype.itemsize
-            yield Piece(name, box, nbytes, tuple(needed), needed[turn % len(needed)])
+            yield Piece(name, box, place, nbytes, tuple(needed), needed[turn % len(needed)])
             turn += len(needed) > 1
 
 
@@ -146,15 +160,23 @@ def batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
     yield batch
 
 
-def read_ahead(stores: Mapping[str, tensorstore.TensorStore], pieces: list[Piece]) -> Iterator[Any]:
+def read_ahead(
+    stores: Mapping[str, tensorstore.TensorStore], pieces: list[Piece], fetch: Callable[[str, str], object]
+) -> Iterator[Future[np.ndarray]]:
     """A future of each piece's values, in order; some of those that follow are read meanwhile."""
-    begun: deque[tuple[Any, int]] = deque()
-    for piece in pieces:
-        begun.append((stores[piece.name][tuple(itertools.starmap(slice, piece.box))].read(), piece.nbytes))
-        while sum(nbytes for _, nbytes in begun) > AHEAD_BYTES:
+
+    def read(piece: Piece) -> np.ndarray:
+        fetch(piece.name, piece.place)
+        return stores[piece.name][tuple(itertools.starmap(slice, piece.box))].read().result()
+
+    begun: deque[tuple[Future[np.ndarray], int]] = deque()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for piece in pieces:
+            begun.append((pool.submit(read, piece), piece.nbytes))
+            while sum(nbytes for _, nbytes in begun) > AHEAD_BYTES:
+                yield begun.popleft()[0]
+        while begun:
             yield begun.popleft()[0]
-    while begun:
-        yield begun.popleft()[0]
 
 
 def pass_on(

@@ -1,6 +1,6 @@
 """A run whose run_dir is in a bucket: it works in a folder of this machine, and a thread keeps the bucket up to date.
 
-The bucket is the truth: a start takes the configuration, the logs and the newest sound checkpoint from there, and
+The bucket is the truth: a start takes the configuration, the logs and the lists of checkpoints from there, and
 forgets what the folder held. In the bucket,
 
     lock                          the lease of the processes that write
@@ -9,8 +9,9 @@ forgets what the folder held. In the bucket,
     checkpoints/7.json            the list of a checkpoint's files and parts with checksums, written last:
     checkpoints/7-TOKEN/...       only with it these parts are a checkpoint
 
-Each of several processes sends what it has written, and the first one the list. When a part of a checkpoint is missing
-or has changed the next older checkpoint is taken, and its list becomes checkpoints/damaged_7.json.
+Each of several processes sends what it has written, and the first one the list. A restore fetches the parts that it
+needs by `mllm.run.remote`. When one of them is missing or has changed the next older checkpoint is taken, and the list
+becomes checkpoints/damaged_7.json.
 """
 
 import json
@@ -37,6 +38,7 @@ from mllm.run.folder import check
 from mllm.run.lease import NAME as LOCK
 from mllm.run.lease import Lease
 from mllm.run.metrics import EVENTS, RECORDS
+from mllm.run.remote import SENDING, stand_in
 from mllm.run.storage import saved_steps
 
 SECONDS = 30
@@ -70,7 +72,7 @@ def working_folder(config: Config, change: bool) -> Iterator[Path]:
         with raise_everywhere():
             mirror.fetch_run()
             check(folder, config, change)
-        mirror.fetch_checkpoint()
+            mirror.find_checkpoints()
         mirror.thread.start()
         yield folder
     finally:
@@ -86,8 +88,6 @@ class Mirror:
         """The parts of each log that the bucket has."""
         self.files: dict[str, int] = {}
         """The time of writing of the other files that the bucket has."""
-        self.published: set[int] = set()
-        """The checkpoints that need not be sent."""
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self.run, name="bucket", daemon=True)
 
@@ -114,50 +114,23 @@ class Mirror:
                 end = len(whole)
             (self.folder / name).write_bytes(whole)
 
-    def fetch_checkpoint(self) -> None:
-        """Read the newest checkpoint that is as it was written; UserError where there are some and none is sound."""
-        manifests = self.manifests()
-        damaged: dict[int, str] = {}
-        for step in sorted(manifests, reverse=True):
-            reason = None
-            try:
-                self.fetch_files(step, manifests[step])
-            except Damaged as error:
-                reason = str(error)
-            reasons = [reason for reason in gather_objects(reason) if reason is not None]
-            if not reasons:
-                break
-            damaged[step] = reasons[0]
-            shutil.rmtree(self.folder / CHECKPOINTS / str(step))
-        else:
-            if damaged:
-                raise UserError(
-                    f"{self.bucket.url}/{CHECKPOINTS}: none of its {len(damaged)} checkpoints can be read "
-                    f"({damaged[max(damaged)]}); take another run_dir"
-                )
-        self.published = {*manifests}
+    def find_checkpoints(self) -> None:
+        """Let a folder stand for each checkpoint; what a restore needs of it is read then."""
+        for step, manifest in self.manifests().items():
+            stand_in(self.folder / CHECKPOINTS / str(step), self.bucket.url, manifest)
         if is_writer():
-            for step, reason in damaged.items():
-                name = f"{CHECKPOINTS}/{step}.json"
-                if content := self.bucket.read(name):
-                    self.bucket.write(f"{CHECKPOINTS}/damaged_{step}.json", content)
-                self.bucket.delete([name])
-                self.published.remove(step)
-                url = f"{self.bucket.url}/{CHECKPOINTS}"
-                logger.warning("%s/%d can't be read (%s); put aside as damaged_%d.json", url, step, reason, step)
             self.remove_unlisted()
 
-    def fetch_files(self, step: int, manifest: dict[str, Any]) -> None:
-        """Read a checkpoint; Damaged where a part is missing or has changed."""
-        target = self.folder / CHECKPOINTS / str(step)
-        target.mkdir(parents=True)
-        if not manifest:
-            raise Damaged("the checksum of its list differs")
-        files = {
-            f"{manifest['prefix']}/{process}/{name}": (target / name, [Part(**part) for part in parts])
-            for name, (process, parts) in manifest["files"].items()
-        }
-        self.bucket.fetch_files(files, lambda name: Damaged(f"{name} is missing or has changed"))
+    def put_aside(self, damaged: Path) -> None:
+        """Rename the list of a checkpoint that a restore has put aside, since it is damaged."""
+        step = damaged.name.removeprefix("damaged_")
+        if is_writer():
+            name = f"{CHECKPOINTS}/{step}.json"
+            if content := self.bucket.read(name):
+                self.bucket.write(f"{CHECKPOINTS}/{damaged.name}.json", content)
+            self.bucket.delete([name])
+            logger.warning("%s/%s is put aside as %s.json", self.bucket.url, name, damaged.name)
+        shutil.rmtree(damaged)
 
     def manifests(self) -> dict[int, dict[str, Any]]:
         """The list of each whole checkpoint, by its step; an empty one where it has changed."""
@@ -181,8 +154,7 @@ class Mirror:
         """Send what is new until the run ends. After an error the run is told to save and stop, as by a signal."""
         sent = time.monotonic()
         while not self.closing.wait(0.2):
-            new = {*saved_steps(self.folder / CHECKPOINTS)} - self.published
-            if not new and time.monotonic() - sent < SECONDS:
+            if not saved_steps(self.folder / SENDING) and time.monotonic() - sent < SECONDS:
                 continue
             sent = time.monotonic()
             try:
@@ -195,7 +167,9 @@ class Mirror:
 
     def send(self) -> None:
         """Send everything that is new: logs first, so that no checkpoint is newer than they are."""
-        steps = saved_steps(self.folder / CHECKPOINTS)
+        for path in (self.folder / CHECKPOINTS).glob("damaged_*"):
+            self.put_aside(path)
+        steps = saved_steps(self.folder / SENDING)
         for path in (path for path in [*self.folder.glob("*"), *self.folder.glob("[!cw]*/*")] if path.is_file()):
             name = path.relative_to(self.folder).as_posix()
             if name == LOCK or name.endswith(".tmp"):
@@ -209,8 +183,7 @@ class Mirror:
                     self.bucket.write(name, path.read_bytes())
                     self.files[name] = written
         for step in steps:
-            if step not in self.published:
-                self.send_checkpoint(step)
+            self.send_checkpoint(step)
 
     def send_log(self, name: str, path: Path) -> None:
         """Send the end of a log, and again what has changed since the run was resumed, which cuts its logs."""
@@ -224,25 +197,29 @@ class Mirror:
         parts += self.bucket.send_file(path, name, parts[-1].offset + parts[-1].size if parts else 0)
 
     def send_checkpoint(self, step: int) -> None:
-        """Send a checkpoint's files, and then their list; remove the checkpoints that are no longer kept."""
-        source, held = self.folder / CHECKPOINTS / str(step), self.folder.with_name(f"{self.folder.name}_sending")
-        shutil.rmtree(held, ignore_errors=True)
-        with suppress(FileNotFoundError, shutil.Error):  # the run may remove it meanwhile: a newer one is there
-            shutil.copytree(source, held, copy_function=os.link)
-            prefix, process = f"{CHECKPOINTS}/{step}-{self.token}", jax.process_index()
-            files = {path.relative_to(held).as_posix(): path for path in held.rglob("*") if path.is_file()}
+        """Send a checkpoint's files, and then their list; remove the checkpoints that are no longer kept.
+
+        One that the run itself does not keep any more, because newer ones are there, is left out.
+        """
+        source, prefix, process = (
+            self.folder / SENDING / str(step),
+            f"{CHECKPOINTS}/{step}-{self.token}",
+            jax.process_index(),
+        )
+        kept = saved_steps(self.folder / CHECKPOINTS)
+        if step in kept or not is_writer():
+            files = {path.relative_to(source).as_posix(): path for path in source.rglob("*") if path.is_file()}
             sent = self.bucket.send_files({f"{prefix}/{process}/{name}": path for name, path in files.items()})
             own = {name: [process, [asdict(part) for part in sent[f"{prefix}/{process}/{name}"]]] for name in files}
             if is_writer():
-                best = json.loads((held / "document" / "metadata").read_text()).get("best")
+                best = json.loads((source / "document" / "metadata").read_text()).get("best")
                 self.publish(step, prefix, self.files_of_others(prefix) | own, best)
             else:
                 self.bucket.write(f"{prefix}/{process}.json", json.dumps(own).encode())
-                for old in saved_steps(self.folder / CHECKPOINTS):
+                for old in kept:
                     if old < step:
                         shutil.rmtree(self.folder / CHECKPOINTS / str(old), ignore_errors=True)
-        shutil.rmtree(held, ignore_errors=True)
-        self.published.add(step)
+        shutil.rmtree(source)
 
     def files_of_others(self, prefix: str) -> dict[str, Any]:
         """The files of a checkpoint that the other processes have sent, once all of them have."""

@@ -75,7 +75,7 @@ def test_a_run_that_is_killed_and_has_lost_its_newest_checkpoint_ends_as_one_on_
     process.send_signal(signal.SIGKILL)
     process.communicate()
     *older, newest = sorted(int(name.removesuffix(".json")) for name in lists(objects))
-    [data, *_] = [name for name in objects.names(f"checkpoints/{newest}-") if "/params/d/" in name]
+    [data, *_] = [name for name in objects.names(f"checkpoints/{newest}-") if "/params/params.embed/0" in name]
     objects.write(data, objects.read(data)[:-1] + b"?")
     assert run(settings) == 0
     assert f"put aside as damaged_{newest}.json" in caplog.text or not older

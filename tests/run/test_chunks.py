@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import pytest
 import tensorstore
+from object_store import object_store
 from runs import outputs, start_two
+from tiny import config
 
 from mllm.config.model import MeshConfig, OptimizerConfig
 from mllm.config.schema import CheckpointConfig
@@ -17,6 +19,8 @@ from mllm.parallel import watch
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.parallel.processes import ProcessGroup
 from mllm.run.checkpoint import Checkpoints
+from mllm.run.folder import write
+from mllm.run.mirror import working_folder
 from mllm.run.state import RunState
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state, init_state
@@ -24,8 +28,10 @@ from mllm.train.step import abstract_state, init_state
 MIB = 2**20
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=0.1), 10)
 AXES = {"embed": ("vocab", "embed"), "layers": ("layers", "embed", "mlp"), "norm": ("embed",)}
-SHAPES = {"embed": (3 * 2**13, 1024), "layers": (3, 1024, 1200), "norm": (1024,)}
+SHAPES = {"embed": (int(os.environ.get("ROWS", 3 * 2**13)), 1024), "layers": (3, 1024, 1200), "norm": (1024,)}
 """110 MiB in float32, three times with the optimizer's moments."""
+MESHES = {"replicated": MeshConfig(dp=2, fsdp=2, tp=2), "sharded": MeshConfig(fsdp=8)}
+"""Where two processes have copies of everything, and where they have none."""
 
 
 def params(mesh_config):
@@ -48,14 +54,17 @@ def bytes_read():
     return sum(value["value"] for count in counts for value in count["values"])
 
 
-def restore_and_measure(folder):
-    """In each of two processes: what restores on two meshes read and hold, as a line of JSON."""
+def restore_and_measure(run_dir, *meshes):
+    """In each of two processes: what restores on meshes read and hold, as a line of JSON."""
     ProcessGroup.find(None, None, None, os.environ).join(60)
     measured = []
-    for mesh_config in (MeshConfig(dp=2, fsdp=2, tp=2), MeshConfig(fsdp=8)):
+    for mesh_config in [MESHES[name] for name in meshes]:
         expected = params(mesh_config)
         like = abstract_state(expected, OPTIMIZER)
-        with closing(Checkpoints(Path(folder), CheckpointConfig(), read_only=True)) as checkpoints:
+        with (
+            working_folder(config("sft", run_dir=run_dir), False) as folder,
+            closing(Checkpoints(folder / "checkpoints", CheckpointConfig(), read_only=True)) as checkpoints,
+        ):
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
             memory_before, read_before = memory("VmRSS"), bytes_read()
             state = checkpoints.restore(like)
@@ -73,14 +82,55 @@ def restore_and_measure(folder):
     watch.watch.finish(None)
 
 
+def save(run_dir):
+    """Save a state as eight devices of one process have it; returns its bytes."""
+    train = init_state(params(MeshConfig(fsdp=2, tp=4)), OPTIMIZER)
+    settings = config("sft", run_dir=run_dir)
+    with working_folder(settings, False) as folder:
+        write(folder, settings)
+        with closing(Checkpoints(folder / "checkpoints", CheckpointConfig())) as checkpoints:
+            checkpoints.save(RunState(1, train, {}), "seed: 0\n")
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(train))
+
+
+def restored(run_dir, *meshes):
+    """What `restore_and_measure` prints in two processes, in pairs."""
+    command = f"import test_chunks; test_chunks.restore_and_measure({run_dir!r}, *{meshes})"
+    said = outputs(start_two(["-c", command]))
+    return list(zip(*(json.loads(output.splitlines()[-1]) for output in said), strict=True))
+
+
 @pytest.mark.slow
 def test_two_processes_read_each_byte_once_and_hold_little_beside_their_shards(tmp_path):
-    train = init_state(params(MeshConfig(fsdp=2, tp=4)), OPTIMIZER)
-    with closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
-        checkpoints.save(RunState(1, train, {}), "seed: 0\n")
-    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(train))
-    said = outputs(start_two(["-c", f"import test_chunks; test_chunks.restore_and_measure({str(tmp_path)!r})"]))
-    for one, other in zip(*(json.loads(output.splitlines()[-1]) for output in said), strict=True):
+    stored = save(str(tmp_path / "run"))
+    for one, other in restored(str(tmp_path / "run"), "replicated", "sharded"):
         print(one, other)
         assert stored <= one["read"] + other["read"] < stored + MIB // 2
         assert max(one["above the shards"], other["above the shards"]) < 152 * MIB
+
+
+@pytest.fixture(scope="module")
+def store():
+    with object_store("gs") as store:
+        yield store
+
+
+@pytest.mark.parametrize(
+    ("rows", "mesh"),
+    [
+        pytest.param(2**11, "replicated", marks=pytest.mark.slow),
+        *(pytest.param(3 * 2**13, mesh, marks=pytest.mark.faults) for mesh in MESHES),
+    ],
+)
+def test_two_processes_fetch_each_byte_once_from_a_bucket(store, tmp_path, monkeypatch, rows, mesh):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("ROWS", str(rows))
+    monkeypatch.setitem(SHAPES, "embed", (rows, 1024))
+    store.renew()
+    stored = save(f"{store.url}/run")
+    store.read.clear()
+    ((one, other),) = restored(f"{store.url}/run", mesh)
+    fetched = sum(size for path, size in store.read.items() if "/checkpoints/" in path)
+    print(one, other, fetched)
+    assert stored <= fetched < stored + MIB
+    assert max(one["above the shards"], other["above the shards"]) < 152 * MIB
