@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from mllm import errors
 from mllm.errors import UserError
-from mllm.run.bucket_copy import fetch_items, run_folder
-from mllm.run.storage import saved_steps
+from mllm.run.bucket_copy import run_folder
 
 if TYPE_CHECKING:
     from mllm.config.schema import Config
@@ -71,8 +70,6 @@ def restore(
     if lora and config.model.lora is None:
         raise UserError(f"{lora}: {run} trained the whole model (no model.lora): leave it out")
     policy = load_policy(config, make_mesh(MeshConfig()))
-    step = step or max(saved_steps(folder / "checkpoints"), default=None)
-    fetch_items(folder, step, "params", "document")
     with reading(folder, config) as checkpoints:
         step, params = checkpoints.restore_params(policy.trained, step)
     return config, policy, step, params if lora == "--adapter" else policy.complete(params)

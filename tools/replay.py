@@ -18,8 +18,7 @@ import numpy as np
 
 from mllm import errors
 from mllm.errors import UserError
-from mllm.run.bucket_copy import fetch_items, run_folder
-from mllm.run.storage import saved_steps
+from mllm.run.bucket_copy import run_folder
 
 if TYPE_CHECKING:
     from mllm.data.batch import Batch
@@ -59,8 +58,7 @@ def replay(path: Path, checkpoint: int | None) -> int:
     with reading(run, config) as checkpoints:
         updated = {record["step"] for record in read_records(run / "metrics.jsonl") if record.get("skipped") == 0}
         if checkpoint is None:
-            checkpoint = nearest(saved_steps(run / "checkpoints"), step, updated)
-        fetch_items(run, checkpoint, "params", "document")
+            checkpoint = nearest(checkpoints.manager.all_steps(), step, updated)
         checkpoint, params = checkpoints.restore_params(policy.trained, checkpoint)
     params = policy.complete(params)
     between = len(updates_between(checkpoint, step, updated))

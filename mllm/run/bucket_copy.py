@@ -1,7 +1,7 @@
 """A run in a bucket as a folder of this machine, to be read: by the tools, and as another run's `model.source`.
 
-The folder has the configuration, the logs and the skipped batches. Of the checkpoints only the lists are fetched at
-first; `fetch_items` fetches one that is to be read.
+The folder has the configuration, the logs and the skipped batches. Of the checkpoints only the lists are fetched;
+who reads one fetches what he needs by `mllm.run.remote`.
 """
 
 import json
@@ -10,13 +10,10 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from mllm.bucket import Bucket, Part, is_bucket, local_place, part_name, parts_of
+from mllm.bucket import Bucket, is_bucket, local_place, part_name, parts_of
 from mllm.errors import UserError
 from mllm.fetch import OBJECTS, fetch, locked, naming
 from mllm.run.storage import is_run
-
-LIST = "in_bucket.json"
-"""The list of a checkpoint's files, as the bucket has it, with the bucket's URL."""
 
 
 def run_folder(run: str) -> Path:
@@ -40,6 +37,7 @@ def find_run(run: str, key: str) -> Path | None:
         return None
     from mllm.run.metrics import RECORDS
     from mllm.run.mirror import read_list
+    from mllm.run.remote import LIST, stand_in
 
     bucket = Bucket(run)
     folder = local_place(bucket.url, OBJECTS)
@@ -62,29 +60,9 @@ def find_run(run: str, key: str) -> Path | None:
         for checkpoint in (folder / "checkpoints").glob("*"):
             with suppress(OSError, ValueError, KeyError):
                 if json.loads((checkpoint / LIST).read_text())["prefix"] == lists[int(checkpoint.name)]["prefix"]:
+                    lists.pop(int(checkpoint.name))
                     continue
             shutil.rmtree(checkpoint)
         for step, found in lists.items():
-            path = folder / "checkpoints" / str(step) / LIST
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"url": bucket.url, **found}))
+            stand_in(folder / "checkpoints" / str(step), bucket.url, found)
     return folder
-
-
-def fetch_items(run: Path, step: int | None, *items: str) -> None:
-    """Fetch `items` (params, document) of a checkpoint, if the folder stands for a run in a bucket.
-
-    What is there already stays. UserError is raised where a part is missing or has changed.
-    """
-    folder = run / "checkpoints" / str(step)
-    if not (folder / LIST).exists():
-        return
-    listed = json.loads((folder / LIST).read_text())
-    files = {
-        f"{listed['prefix']}/{process}/{name}": (folder / name, [Part(**part) for part in parts])
-        for name, (process, parts) in listed["files"].items()
-        if name.partition("/")[0] in items
-    }
-    Bucket(listed["url"]).fetch_files(
-        files, lambda name: UserError(f"{listed['url']}/{name}: is missing or has changed: take another step")
-    )

@@ -211,7 +211,6 @@ class Checkpoints:
             stores, wanted = dict[str, Any](), dict[str, Any]()
             with damaged_everywhere():
                 files = RemoteFiles(self.folder / str(step))
-                files.fetch_documents()
                 document = self.read_document(step)
                 for name, like in parts.items():
                     stores |= open_arrays(self.folder / str(step) / name, like)
@@ -226,6 +225,7 @@ class Checkpoints:
 
     def read_document(self, step: int) -> dict[str, Any]:
         """The JSON of a checkpoint. Raises Damaged, or whatever a damaged file makes Orbax raise."""
+        RemoteFiles(self.folder / str(step)).fetch_documents()
         return unseal(ocp.JsonCheckpointHandler().restore(self.folder / str(step) / DOCUMENT))
 
     def put_aside(self, step: int, reason: str) -> None:

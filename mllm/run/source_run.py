@@ -23,7 +23,7 @@ from mllm.model.layout import Params
 from mllm.model.load import Policy
 from mllm.model.lora import merge_all_adapters
 from mllm.parallel.processes import gather_objects
-from mllm.run.bucket_copy import fetch_items, find_run
+from mllm.run.bucket_copy import find_run
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.storage import saved_steps
 
@@ -87,8 +87,6 @@ def choose_step(run: Path, step: int | str | None) -> int:
         return step if isinstance(step, int) else steps[-1]
     if not config.checkpoint.keep_best:
         raise UserError(f"model.step: {run} has not kept its best checkpoint (checkpoint.keep_best); there are {steps}")
-    for saved in steps:
-        fetch_items(run, saved, "document")
     with reading(run, config) as checkpoints:
         best = checkpoints.best_step(steps)
     if best is None:
@@ -101,7 +99,6 @@ def read_parameters(run: Path, step: int | str | None, like: Params) -> Params:
     step, config = choose_step(run, step), configs.load(str(run / "config.yaml"))
     if len({*gather_objects(step)}) > 1:
         raise UserError(f"model.source: {run} was saving just now: try again")
-    fetch_items(run, step, "params", "document")
     if config.model.lora is not None:
         return merged_parameters(run, step, config, like)
     stored = jax.tree.map(
