@@ -22,12 +22,14 @@ carried out, `late`; None: it does not."""
 class ObjectStore:
     """A server's address, what it was asked for, and the faults of its proxy."""
 
+    folders = count()
+    """A folder belongs to one server: clients remember the address of each."""
+
     def __init__(self, scheme: str, backend: tuple[str, int]) -> None:
         self.scheme, self.backend = scheme, backend
         self.generations: dict[str, str] = {}
         """Google's emulator knows no generations in conditions and answers of reads, nor ranges of names in lists, and
         answers ranges of bytes that end too late: the proxy adds and refuses them."""
-        self.folders = count()
         self.renew()
         self.lock = threading.Lock()
         self.proxy = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(self))
