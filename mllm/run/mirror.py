@@ -201,11 +201,8 @@ class Mirror:
 
         One that the run itself does not keep any more, because newer ones are there, is left out.
         """
-        source, prefix, process = (
-            self.folder / SENDING / str(step),
-            f"{CHECKPOINTS}/{step}-{self.token}",
-            jax.process_index(),
-        )
+        source, prefix = self.folder / SENDING / str(step), f"{CHECKPOINTS}/{step}-{self.token}"
+        process = jax.process_index()
         kept = saved_steps(self.folder / CHECKPOINTS)
         if step in kept or not is_writer():
             files = {path.relative_to(source).as_posix(): path for path in source.rglob("*") if path.is_file()}
