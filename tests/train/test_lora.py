@@ -191,7 +191,7 @@ def test_a_killed_run_that_saves_adapters_only_ends_as_one_that_was_not(finished
 def test_its_merged_export_and_the_run_itself_are_a_next_run_s_model(finished):
     settings, _ = finished
     assert tools.export.main([settings.run_dir, "--dtype", "float32"]) == 0
-    _, policy, _, params = restore(Path(settings.run_dir), None)
+    _, policy, _, params = restore(settings.run_dir, None)
     tokens = jnp.arange(20)[None]
     expected = logits(policy.graphdef, params, tokens)
     for source in (f"{settings.run_dir}/export", settings.run_dir):
