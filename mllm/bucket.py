@@ -192,8 +192,12 @@ class Bucket:
         for path, _ in files.values():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
+        pieces = [(name, part) for name, (_, parts) in files.items() for part in parts]
+        if len(pieces) == 1:  # a checkpoint's chunk, in a thread of its own already
+            fetch(pieces[0])
+            return
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(fetch, [(name, part) for name, (_, parts) in files.items() for part in parts]))
+            list(pool.map(fetch, pieces))
 
 
 @cache

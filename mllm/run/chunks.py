@@ -87,31 +87,33 @@ def read_arrays(
     pieces = list(plan_reads(stores, like))
     left = {name: sum(1 for _ in group) for name, group in itertools.groupby(pieces, key=lambda piece: piece.name)}
     buffers: dict[str, dict[Box, np.ndarray]] = {}
-    reads = read_ahead(stores, [piece for piece in pieces if piece.reader == me], fetch)
-    for batch in batches(pieces):
-        own: dict[Piece, np.ndarray] = {}
-        for piece in batch:
-            if piece.reader == me:
-                try:
-                    if error is None:
-                        own[piece] = next(reads).result()
-                except Exception as raised:  # tensorstore raises many kinds; the others wait for this chunk
-                    error = raised
-                if error is not None:
-                    own[piece] = np.zeros([stop - start for start, stop in piece.box], like[piece.name].dtype)
-        for piece, chunk in pass_on(batch, own, like):
-            if piece.name not in buffers:
-                dtype = like[piece.name].dtype
-                buffers[piece.name] = {box: aligned_empty(box, dtype) for box in shards[piece.name]}
-            for box, buffer in buffers[piece.name].items():
-                copy_overlap(buffer, box, chunk, piece.box)
-        for piece in batch:
-            left[piece.name] -= 1
-            if not left[piece.name]:
-                leaf, held = like[piece.name], buffers.pop(piece.name)
-                arrays[piece.name] = place(leaf, held)
-                done(arrays[piece.name].nbytes)
-        release_freed_memory()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        reads = read_ahead(stores, [piece for piece in pieces if piece.reader == me], fetch, pool)
+        for batch in batches(pieces):
+            own: dict[Piece, np.ndarray] = {}
+            for piece in batch:
+                if piece.reader == me:
+                    try:
+                        if error is None:
+                            own[piece] = next(reads).result()
+                    except Exception as raised:  # tensorstore raises many kinds; the others wait for this chunk
+                        error = raised
+                        pool.shutdown(wait=False, cancel_futures=True)
+                    if error is not None:
+                        own[piece] = np.zeros([stop - start for start, stop in piece.box], like[piece.name].dtype)
+            for piece, chunk in pass_on(batch, own, like):
+                if piece.name not in buffers:
+                    dtype = like[piece.name].dtype
+                    buffers[piece.name] = {box: aligned_empty(box, dtype) for box in shards[piece.name]}
+                for box, buffer in buffers[piece.name].items():
+                    copy_overlap(buffer, box, chunk, piece.box)
+            for piece in batch:
+                left[piece.name] -= 1
+                if not left[piece.name]:
+                    leaf, held = like[piece.name], buffers.pop(piece.name)
+                    arrays[piece.name] = place(leaf, held)
+                    done(arrays[piece.name].nbytes)
+            release_freed_memory()
     if error is not None:
         raise error
     return {name: arrays[name] for name in like}
@@ -161,22 +163,28 @@ def batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
 
 
 def read_ahead(
-    stores: Mapping[str, tensorstore.TensorStore], pieces: list[Piece], fetch: Callable[[str, str], object]
+    stores: Mapping[str, tensorstore.TensorStore],
+    pieces: list[Piece],
+    fetch: Callable[[str, str], object],
+    pool: ThreadPoolExecutor,
 ) -> Iterator[Future[np.ndarray]]:
-    """A future of each piece's values, in order; some of those that follow are read meanwhile."""
+    """A future of each piece's values, in order; some of those that follow are read meanwhile, in the pool's threads.
+
+    The pool is the caller's: one of this generator's own would be shut down whenever the generator is collected, which
+    waits for ever if that happens while another pool starts a thread.
+    """
 
     def read(piece: Piece) -> np.ndarray:
         fetch(piece.name, piece.place)
         return stores[piece.name][tuple(itertools.starmap(slice, piece.box))].read().result()
 
     begun: deque[tuple[Future[np.ndarray], int]] = deque()
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for piece in pieces:
-            begun.append((pool.submit(read, piece), piece.nbytes))
-            while sum(nbytes for _, nbytes in begun) > AHEAD_BYTES:
-                yield begun.popleft()[0]
-        while begun:
+    for piece in pieces:
+        begun.append((pool.submit(read, piece), piece.nbytes))
+        while sum(nbytes for _, nbytes in begun) > AHEAD_BYTES:
             yield begun.popleft()[0]
+    while begun:
+        yield begun.popleft()[0]
 
 
 def pass_on(
