@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from mllm.parallel import watch
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.parallel.processes import ProcessGroup
 from mllm.run.checkpoint import Checkpoints
+from mllm.run.chunks import read_arrays
 from mllm.run.folder import write
 from mllm.run.mirror import working_folder
 from mllm.run.state import RunState
@@ -134,3 +136,17 @@ def test_two_processes_fetch_each_byte_once_from_a_bucket(store, tmp_path, monke
     print(one, other, fetched)
     assert stored <= fetched < stored + MIB
     assert max(one["above the shards"], other["above the shards"]) < 152 * MIB
+
+
+def test_no_thread_of_a_restore_that_failed_outlives_it():
+    """If one does, it is waited for when the reader is collected: for ever, where another pool starts a thread then."""
+    spec = {"driver": "zarr", "kvstore": "memory://", "metadata": {"shape": [64], "chunks": [4], "dtype": "<f4"}}
+    like = jax.ShapeDtypeStruct((64,), np.float32, sharding=sharding(make_mesh(MeshConfig()), (None,)))
+    before = threading.enumerate()
+
+    def damaged(array, place):
+        raise ValueError(place)
+
+    with pytest.raises(ValueError, match=r"^0$") as error:  # which holds the reader
+        read_arrays({"a": tensorstore.open(spec, create=True).result()}, {"a": like}, print, damaged)
+    assert [thread for thread in threading.enumerate() if thread not in before] == [], error
