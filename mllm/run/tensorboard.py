@@ -3,6 +3,7 @@
 tensorboardX's own writer has a thread, and the run hangs when that can't write; here the caller gets the error.
 """
 
+import math
 import struct
 import time
 from collections.abc import Mapping
@@ -19,8 +20,9 @@ def header(purge: int) -> bytes:
 
 
 def scalars(step: int, named: Mapping[str, float | int]) -> bytes:
-    """The record of a step's numbers, by name."""
-    values = [value for name, number in named.items() for value in scalar(name, number).value]
+    """The record of a step's numbers, by name, without those that aren't finite, which tensorboardX warns of."""
+    finite = {name: number for name, number in named.items() if math.isfinite(number)}
+    values = [value for name, number in finite.items() for value in scalar(name, number).value]
     return record(Event(step=step, summary=Summary(value=values)))
 
 

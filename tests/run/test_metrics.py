@@ -1,6 +1,9 @@
 """What a run writes of itself can be cut back to any step, and is whole JSON."""
 
+import math
+
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mllm.run import report
 from mllm.run.metrics import RunLog, cut_after
@@ -32,6 +35,15 @@ def test_a_line_that_a_crash_tore_is_cut_off(tmp_path, torn):
     path.write_bytes(b'{"step": 0}\n{"step": 1}\n' + torn)
     cut_after(path, 9)
     assert path.read_bytes() == b'{"step": 0}\n{"step": 1}\n'
+
+
+def test_a_number_that_is_not_finite_is_null_in_the_metrics_and_is_left_out_of_tensorboard(tmp_path, caplog, capsys):
+    log = RunLog(tmp_path, -1, 1)
+    log.write(1, {"loss": math.nan, "kl": math.inf, "reward": 0.5})
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": null, "kl": null, "reward": 0.5}\n'
+    assert EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"] == ["reward"]
+    assert "NaN or Inf" not in caplog.text + "".join(capsys.readouterr())
 
 
 def test_output_that_is_no_terminal_gets_a_line_a_step(tmp_path, capsys):
