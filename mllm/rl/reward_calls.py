@@ -17,11 +17,7 @@ from typing import Any, NamedTuple
 
 from mllm.data.tasks.task import Example, Scorer, Task
 from mllm.errors import UserError
-from mllm.rl.reward_functions import BUILT_IN
-from mllm.rl.reward_url import post
-
-SINGULAR = {"prompt", "completion", "example"}
-PLURAL = {"prompts", "completions", "examples", "answers"}
+from mllm.rl.reward_functions import BUILT_IN, post
 
 
 class Sample(NamedTuple):
@@ -56,91 +52,103 @@ class Available(NamedTuple):
         return cls(tuple(fields), answers, max_completion_length)
 
 
+def batched_prompt(sample: Sample) -> Any:
+    """The messages of a conversational example, else the text."""
+    return sample.example.prompt if sample.example.conversational else sample.example.prompt[-1]["content"]
+
+
+def batched_completion(sample: Sample) -> Any:
+    return [{"role": "assistant", "content": sample.completion}] if sample.example.conversational else sample.completion
+
+
+def data_field(sample: Sample, name: str) -> Any:
+    """A further field of the data: None where this record lacks one that others have."""
+    return sample.example.fields.get(name, sample.example.solution if name == "solution" else None)
+
+
+Reader = Callable[[Sample], Any]
+"""What an argument is for a sample."""
+EITHER: dict[str, Reader] = {
+    "answer": lambda sample: sample.example.answer,
+    "completion_ids": lambda sample: sample.tokens.tolist(),
+    "length": lambda sample: len(sample.tokens),
+    "truncated": lambda sample: sample.truncated,
+}
+SINGLE: dict[str, Reader] = {
+    "prompt": lambda sample: sample.example.prompt[-1]["content"],
+    "completion": lambda sample: sample.completion,
+    "example": lambda sample: sample.example,
+}
+BATCHED: dict[str, Reader] = {
+    "prompts": batched_prompt,
+    "completions": batched_completion,
+    "examples": lambda sample: sample.example,
+    "answers": lambda sample: sample.example.answer,
+}
+"""The arguments of any function, of one that is called for each completion, and of a batched one, by their names."""
+
+
 @dataclass(frozen=True)
 class Reward:
-    """A reward function that is bound to the names of its arguments."""
+    """A reward function that is bound to its arguments."""
 
     function: Callable[..., Any]
     batched: bool
-    names: frozenset[str]
-    """The arguments that each call gets."""
+    readers: Mapping[str, Reader]
     constants: Mapping[str, Any]
     code: str
     """A checksum of the file that a user's function is in; empty for any other function."""
 
     def __call__(self, samples: Sequence[Sample]) -> Any:
         """What the function returns for the samples: for all of them if it is batched, else for the only one."""
-        arguments: Mapping[str, Any] = {name: self.argument(name, samples) for name in self.names}
-        result = self.function(**arguments, **self.constants)
+        values: dict[str, Any] = {name: [read(one) for one in samples] for name, read in self.readers.items()}
+        if not self.batched:
+            values = {name: value for name, (value,) in values.items()}
+        result = self.function(**values, **self.constants)
         return asyncio.run(result) if inspect.iscoroutinefunction(self.function) else result
-
-    def argument(self, name: str, samples: Sequence[Sample]) -> Any:
-        """The argument of this name: a list with an item for each sample, or for a single function its only item."""
-        values = [value(sample, name) for sample in samples]
-        return values if self.batched else values[0]
-
-
-def value(sample: Sample, name: str) -> Any:
-    """What a function's argument `name` is for a sample; the fixed names precede the data's fields."""
-    example = sample.example
-    match name:
-        case "prompt":
-            return example.prompt[-1]["content"]
-        case "prompts":
-            return example.prompt if example.conversational else example.prompt[-1]["content"]
-        case "completions" if example.conversational:
-            return [{"role": "assistant", "content": sample.completion}]
-        case "completion" | "completions":
-            return sample.completion
-        case "example" | "examples":
-            return example
-        case "answer" | "answers":
-            return example.answer
-        case "completion_ids":
-            return sample.tokens.tolist()
-        case "length":
-            return len(sample.tokens)
-        case "truncated":
-            return sample.truncated
-        case "solution":
-            return example.fields.get(name, example.solution)
-        case _:
-            return example.fields.get(name)  # None where this record lacks a field that others have
 
 
 def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, available: Available) -> Reward:
     """The reward function called `name`, its signature checked; UserError if it can't be had or called."""
+    start = f"task.rewards: {name}"
     function = find(name, scorer)
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        raise UserError(f"task.rewards: {name}: Python can't tell the arguments of this function") from None
+        raise UserError(f"{start}: Python can't tell the arguments of this function") from None
     declared = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    batched = bool(declared & PLURAL) or (takes_all and not declared & SINGULAR)
-    fixed = [*sorted(PLURAL if batched else SINGULAR), "answer", "completion_ids", "length", "truncated"]
+    batched = bool(declared & BATCHED.keys()) or (takes_all and not declared & SINGLE.keys())
+    fixed = (BATCHED if batched else SINGLE) | EITHER
     if not available.answers:
-        fixed = [given for given in fixed if given not in ("answer", "answers")]
+        fixed = {given: read for given, read in fixed.items() if given not in ("answer", "answers")}
     constants = {"max_completion_length": available.max_completion_length}
-    names = {*fixed, *available.fields, *constants}
+    readers = {field: partial(data_field, name=field) for field in available.fields} | fixed
+    names = {*readers, *constants}
     for key in args:
         if key in fixed or key in constants:
-            raise UserError(f"task.rewards: {name}: args.{key}: the trainer gives this argument itself: remove it")
+            raise UserError(f"{start}: args.{key}: the trainer gives this argument itself: remove it")
         if key not in declared and not takes_all:
             takes = ", ".join(sorted(declared - names)) or "none"
-            raise UserError(f"task.rewards: {name}: args.{key}: it has no such argument; args may set: {takes}")
+            raise UserError(f"{start}: args.{key}: it has no such argument; args may set: {takes}")
     for parameter in parameters:
         if parameter.kind == parameter.POSITIONAL_ONLY:
-            raise UserError(f"task.rewards: {name} takes {parameter.name} by position: remove the / from its arguments")
-        required = parameter.default is parameter.empty and parameter.name in declared
-        if required and parameter.name not in names | args.keys():
-            raise UserError(f"task.rewards: {name} {missing(parameter.name, fixed, available)}")
-    wanted = names if takes_all else names & declared
-    given = {key: constant for key, constant in constants.items() if key in wanted} | dict(args)
-    code = "" if name in BUILT_IN else checksum(function)
-    reward = Reward(function, batched, frozenset(wanted - given.keys()), given, code)
+            raise UserError(f"{start} takes {parameter.name} by position: remove the / from its arguments")
+        if parameter.default is not parameter.empty or parameter.name not in declared - names - args.keys():
+            continue
+        if parameter.name in ("answer", "answers"):
+            why = "and the problems have none: name it in task.columns.answer, or set task.rewards"
+        else:
+            fields = ", ".join(sorted(available.fields)) or "none"
+            there = f"{', '.join(fixed)}, max_completion_length, and the data's fields ({fields})"
+            why = f"which there isn't; there are {there}; args gives further ones"
+        raise UserError(f"{start} requires {parameter.name}, {why}")
+    wanted = names if takes_all else declared
+    given = {key: value for key, value in constants.items() if key in wanted} | dict(args)
+    readers = {key: read for key, read in readers.items() if key in wanted - given.keys()}
+    reward = Reward(function, batched, readers, given, "" if name in BUILT_IN else checksum(function))
     if name in BUILT_IN:
-        try_out(name, reward)
+        try_out(start, reward)
     return reward
 
 
@@ -152,18 +160,7 @@ def checksum(function: Callable[..., Any]) -> str:
         return ""
 
 
-def missing(argument: str, fixed: Sequence[str], available: Available) -> str:
-    """What is wrong with a function that requires `argument`."""
-    if argument in ("answer", "answers"):
-        return f"requires {argument}, and the problems have none: name it in task.columns.answer, or set task.rewards"
-    fields = ", ".join(sorted(available.fields)) or "none"
-    return (
-        f"requires {argument}, which there isn't; there are {', '.join(fixed)}, max_completion_length, "
-        f"and the data's fields ({fields}); args gives further ones"
-    )
-
-
-def try_out(name: str, reward: Reward) -> None:
+def try_out(start: str, reward: Reward) -> None:
     """Call a built-in function once; UserError where `args` are none that it can work with."""
     example = Example([{"role": "user", "content": "1="}], "1", None)
     try:
@@ -171,7 +168,7 @@ def try_out(name: str, reward: Reward) -> None:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"task.rewards: {name}: {error}") from None
+        raise UserError(f"{start}: {error}") from None
 
 
 def find(name: str, scorer: Scorer | None) -> Callable[..., Any]:
@@ -189,9 +186,8 @@ def find(name: str, scorer: Scorer | None) -> Callable[..., Any]:
         return partial(post, url)
     module, colon, function = name.partition(":")
     if not colon:
-        raise UserError(
-            f"task.rewards: there is no reward {name}: {', '.join(BUILT_IN)}, task, package.module:function, or url:..."
-        )
+        known = f"{', '.join(BUILT_IN)}, task, package.module:function, or url:..."
+        raise UserError(f"task.rewards: there is no reward {name}: {known}")
     try:
         found = getattr(importlib.import_module(module), function)
     except BaseException as error:  # a module may do anything when it's imported, exit too

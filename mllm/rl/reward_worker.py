@@ -48,24 +48,26 @@ os.killpg(int(sys.argv[1]), signal.SIGKILL)
 
 
 class Worker:
-    """The trainer's side of the process; UserError where a function can't be had, or requires what there isn't.
+    """The trainer's side of a process, which starts when it is needed, and again when a function has ended it.
 
     While a method waits, it calls `poll` at least every 0.25 s; what `poll` raises passes through.
     """
 
     batched: list[bool]
-    """For each function whether one call serves all samples."""
+    """For each function whether one call serves all samples; known once the process has started."""
     codes: list[str]
     """For each function `Reward.code`."""
+    process: subprocess.Popen[bytes]
 
     def __init__(
-        self,
-        rewards: Sequence[tuple[str, Mapping[str, Any]]],
-        scorer: Scorer | None,
-        available: Available,
-        poll: Callable[[], None],
+        self, rewards: Sequence[tuple[str, Mapping[str, Any]]], scorer: Scorer | None, available: Available
     ) -> None:
-        """Start the process with the functions of these names and `args`."""
+        """The process will have the functions of these names and `args`."""
+        self.bound = rewards, scorer, available
+        self.alive = False
+
+    def start(self, poll: Callable[[], None]) -> None:
+        """Start the process; UserError where a function can't be had, or requires what there isn't."""
         self.socket, theirs = socket.socketpair()
         self.received = b""
         path = [entry or os.getcwd() for entry in sys.path]
@@ -87,15 +89,32 @@ class Worker:
         )
         self.alive = True
         try:
-            self.send((rewards, scorer, available), START_TIMEOUT, poll)
+            self.send(self.bound, START_TIMEOUT, poll)
             kind, message = self.answer(HANDSHAKE, START_TIMEOUT, poll)
             if kind != "ready":
                 raise UserError(message if kind == "failed" else f"task.rewards: importing them {message}")
-            functions = [word.split(":") for word in message.split()]
-            self.batched, self.codes = [kind == "batched" for kind, _ in functions], [code for _, code in functions]
         except BaseException:
             self.kill()
             raise
+        functions = [word.split(":") for word in message.split()]
+        self.batched, self.codes = [kind == "batched" for kind, _ in functions], [code for _, code in functions]
+
+    def ask(
+        self, function: int, samples: Sequence[Sample], seconds: float, poll: Callable[[], None]
+    ) -> list[tuple[str, float | str]]:
+        """The function's answer for each sample. A batched call may take `seconds` for each of them."""
+        answers: list[tuple[str, float | str]] = []
+        while len(answers) < len(samples):
+            if not self.alive or self.process.poll() is not None:
+                self.kill()
+                self.start(poll)
+            limit = seconds * (len(samples) if self.batched[function] else 1)
+            self.send((function, len(answers), samples[len(answers) :]), limit, poll)
+            while self.alive and len(answers) < len(samples):
+                answers.append(self.answer(len(answers), limit, poll))
+            if self.batched[function]:
+                answers += answers[-1:] * (len(samples) - len(answers))  # the call has failed for the rest
+        return answers
 
     def send(self, message: Any, timeout: float, poll: Callable[[], None]) -> None:
         """Send a pickled message. Where the process has died or reads nothing for `timeout` s, `answer` reports it."""

@@ -5,7 +5,6 @@ A reward that raises, runs over its time or is not a number is counted and left 
 
 import logging
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ from mllm.rl.rollout import Completions
 
 CHUNKS = 4
 """A function's samples are dealt to the workers in so many chunks for each, so that all end at about the same time."""
-Call = tuple[int, range]
-"""A function, and the samples that it is called with."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +62,10 @@ class RewardRunner:
         self.timeout = config.reward_timeout
         self.poll = poll
         rewards = [(reward.name, reward.args) for reward in config.rewards]
-        self.start = rewards, task.scorer, Available.of_task(task, max_completion_length)
-        first = Worker(*self.start, lambda: None)
-        self.workers: list[Worker | None] = [first, *[None] * (config.reward_workers - 1)]  # those start when needed
+        available = Available.of_task(task, max_completion_length)
+        self.workers = [Worker(rewards, task.scorer, available) for _ in range(config.reward_workers)]
+        first = self.workers[0]
+        first.start(lambda: None)  # the others start when they are needed
         self.batched = first.batched
         self.codes = {name: code for name, code in zip(self.names, first.codes, strict=True) if code}
         self.warned: set[tuple[str, str]] = set()
@@ -90,30 +88,26 @@ class RewardRunner:
         ]
         kinds = np.full((len(samples), len(self.names)), "", object)
         results = np.full(kinds.shape, None, object)
-        calls = self.calls(len(samples))
+        calls = iter(self.calls(len(samples)))
         stopped = Event()
 
         def poll() -> None:
             if stopped.is_set():
                 raise Stopped
 
-        def serve(slot: int) -> None:
+        def serve(worker: Worker) -> None:
             try:
-                while calls:
-                    try:
-                        function, part = calls.popleft()
-                    except IndexError:  # another thread was faster
-                        return
-                    answers = self.call(slot, function, samples, part, poll)
+                for function, part in calls:  # each call goes to one thread: they share a list's iterator
+                    answers = worker.ask(function, [samples[i] for i in part], self.timeout, poll)
                     for sample, answer in zip(part, answers, strict=True):
                         kinds[sample, function], results[sample, function] = answer
             except BaseException:
-                self.kill(slot)  # it may be in the middle of a function
+                worker.kill()  # it may be in the middle of a function
                 raise
 
         with ThreadPoolExecutor(len(self.workers)) as pool:
             try:
-                serving = {pool.submit(serve, slot) for slot in range(len(self.workers))}
+                serving = {pool.submit(serve, worker) for worker in self.workers}
                 while serving:
                     self.poll()
                     done, serving = wait(serving, TICK)
@@ -129,41 +123,12 @@ class RewardRunner:
             self.warn(failure)
         return Scores(values, kinds, failures)
 
-    def calls(self, count: int) -> deque[Call]:
-        """The calls for so many samples; those of batched functions, which take longest, come first."""
+    def calls(self, count: int) -> list[tuple[int, range]]:
+        """Each call's function and samples, of so many; those of batched functions, which take longest, come first."""
         size = -(-count // (CHUNKS * len(self.workers))) or 1
         chunks = [range(first, min(first + size, count)) for first in range(0, count, size)]
         whole = [(function, range(count)) for function, batched in enumerate(self.batched) if batched]
-        return deque(whole + [(f, chunk) for f, batched in enumerate(self.batched) if not batched for chunk in chunks])
-
-    def call(
-        self, slot: int, function: int, samples: Sequence[Sample], part: range, poll: Callable[[], None]
-    ) -> Sequence[tuple[str, float | str]]:
-        """The answers of a function for `part` of the samples, by the process of this slot or those that replace it."""
-        answers: list[tuple[str, float | str]] = []
-        batched = self.batched[function]
-        limit = self.timeout * (len(part) if batched else 1)
-        while len(answers) < len(part):
-            worker = self.worker(slot, poll)
-            worker.send((function, len(answers), [samples[sample] for sample in part[len(answers) :]]), limit, poll)
-            while worker.alive and len(answers) < len(part):
-                answers.append(worker.answer(len(answers), limit, poll))
-            if batched:
-                answers += answers[-1:] * (len(part) - len(answers))  # the call has failed for the rest
-        return answers
-
-    def worker(self, slot: int, poll: Callable[[], None]) -> Worker:
-        """The process of this slot; a new one where there is none yet, or none any more."""
-        worker = self.workers[slot]
-        if worker is None or not worker.alive or worker.process.poll() is not None:
-            self.kill(slot)
-            worker = self.workers[slot] = Worker(*self.start, poll)
-        return worker
-
-    def kill(self, slot: int) -> None:
-        worker = self.workers[slot]
-        if worker is not None:
-            worker.kill()
+        return whole + [(f, chunk) for f, batched in enumerate(self.batched) if not batched for chunk in chunks]
 
     def warn(self, failure: Failure) -> None:
         """Log a failure, if it is the first one of this function and kind in the run."""
@@ -177,8 +142,8 @@ class RewardRunner:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for slot in range(len(self.workers)):
-            self.kill(slot)
+        for worker in self.workers:
+            worker.kill()
 
 
 def weighted_sum(

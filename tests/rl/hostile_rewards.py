@@ -1,4 +1,4 @@
-"""A reward function that does what the completion names: whatever a user's function might do."""
+"""A reward function that does what the completion names: whatever a user's function might do, and what is answered."""
 
 import asyncio
 import ctypes
@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +25,8 @@ LEFT = Path("left").absolute()
 
 
 def hostile(completion, answer):
-    """1 for the right answer; any other completion is the name of a function below, which is called."""
-    return 1.0 if completion == answer else FUNCTIONS[completion]()
+    """1 for the right answer; any other completion is a name of the tables below, whose function is called."""
+    return 1.0 if completion == answer else CASES[completion][0]()
 
 
 def busy(completion):
@@ -35,32 +37,69 @@ def busy(completion):
     return 1.0
 
 
-def raise_error():
-    raise ValueError("two\nlines \x1b[31m\ud800")
+def raises(error):
+    def raise_error(*_):
+        raise error
+
+    return raise_error
 
 
-def raise_interrupt():
-    raise KeyboardInterrupt
+def having(**methods):
+    """An object with these special methods."""
+    return type("Special", (), {f"__{name}__": method for name, method in methods.items()})()
+
+
+def sleep(*_):
+    time.sleep(FOREVER)
 
 
 def recurse():
     return recurse()
 
 
-class Unprintable(Exception):
-    def __str__(self):
-        raise self
+def unprintable():
+    raise type("Unprintable", (Exception,), {"__str__": raises(ValueError())})
 
 
-def raise_unprintable():
-    raise Unprintable
+async def coroutine():
+    return 1.0
 
 
-RAISE = {
-    **{function.__name__: function for function in (raise_error, raise_interrupt, recurse, raise_unprintable)},
-    "exit_by_exception": lambda: sys.exit(3),
-    "eat_memory": lambda: bytearray(2**62),
-}
+def in_a_fork(act):
+    """Forks; the child goes on, and `act` is called in it."""
+
+    def fork():
+        if os.fork() == 0:
+            act()
+        return 1.0
+
+    return fork
+
+
+def leave_a_thread():
+    threading.Thread(target=sleep).start()
+    return 1.0
+
+
+def change_everything():
+    os.chdir("/")
+    os.environ.clear()
+    sys.path.clear()
+    return 1.0
+
+
+def leave_an_alarm():
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit("late"))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    return 1.0
+
+
+def print_much():
+    for _ in range(200):
+        print("o" * 10_000)
+        print("e" * 10_000, file=sys.stderr)
+        os.write(1, b"w" * 10_000)
+    return 1.0
 
 
 def write_to_all_sockets(content):
@@ -77,164 +116,7 @@ def write_endless_line():
 
 def close_everything_and_stay():
     os.closerange(0, 4096)
-    time.sleep(FOREVER)
-
-
-END = {
-    "exit_at_once": lambda: os._exit(3),
-    "kill_itself": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "kill_its_group": lambda: os.killpg(0, signal.SIGKILL),
-    "crash": lambda: ctypes.string_at(0),
-    "write_pickle": lambda: write_to_all_sockets(PICKLE),
-    "write_half_a_line": lambda: write_to_all_sockets(b"["),
-    "write_deep_nesting": lambda: write_to_all_sockets(b"[" * 5000 + b"\n"),
-    "write_endless_line": write_endless_line,
-    "answer_for_another": lambda: write_to_all_sockets(b'[2, "value", 5.0]\n'),
-    "answer_infinity": lambda: write_to_all_sockets(b'[1, "value", 1e400]\n'),
-    "close_everything": lambda: os.closerange(0, 4096),
-    "close_everything_and_stay": close_everything_and_stay,
-}
-
-
-def block_signals_and_sleep():
-    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))
-    time.sleep(FOREVER)
-
-
-def catch_everything():
-    while True:
-        try:
-            time.sleep(FOREVER)
-        except BaseException:
-            continue
-
-
-class SlowToConvert:
-    def __float__(self):
-        time.sleep(FOREVER)
-        return 1.0
-
-
-class SlowToPrint:
-    def __repr__(self):
-        time.sleep(FOREVER)
-        return "slow"
-
-
-HANG = {
-    "sleep": lambda: time.sleep(FOREVER),
-    "match_forever": lambda: re.match(r"(a+)+$", "a" * 64 + "b"),
-    "block_signals_and_sleep": block_signals_and_sleep,
-    "catch_everything": catch_everything,
-    "stop_itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "wait_for_a_child": lambda: subprocess.run(["sleep", str(FOREVER)], check=True),
-    "return_slow_to_convert": SlowToConvert,
-    "return_slow_to_print": SlowToPrint,
-}
-
-
-class WrongFloat:
-    def __float__(self):
-        return "1"
-
-
-class RaisingFloat:
-    def __float__(self):
-        raise ValueError("not today")
-
-
-class RaisingRepr:
-    def __repr__(self):
-        raise RuntimeError("no comment")
-
-
-async def coroutine():
-    return 1.0
-
-
-RETURN_NO_NUMBER = {
-    "none": lambda: None,
-    "text": lambda: "1",
-    "nan": lambda: float("nan"),
-    "infinity": lambda: float("-inf"),
-    "decimal_nan": lambda: Decimal("NaN"),
-    "too_large": lambda: 1e30,
-    "too_large_for_a_float": lambda: 10**400,
-    "a_list": lambda: [1.0],
-    "an_array_of_objects": lambda: np.array("1", object),
-    "a_complex": lambda: 1j,
-    "a_function": lambda: lambda: 1.0,
-    "a_coroutine": lambda: coroutine(),
-    "a_wrong_float": WrongFloat,
-    "a_raising_float": RaisingFloat,
-    "a_raising_repr": RaisingRepr,
-}
-
-
-class Unpicklable:
-    def __float__(self):
-        return 1.0
-
-    def __reduce__(self):
-        raise TypeError("stays here")
-
-
-def print_much():
-    for _ in range(200):
-        print("o" * 10_000)
-        print("e" * 10_000, file=sys.stderr)
-        os.write(1, b"w" * 10_000)
-    return 1.0
-
-
-def fork_and_return():
-    os.fork()
-    return 1.0
-
-
-def fork_and_raise():
-    if os.fork() == 0:
-        raise ValueError("raised in the child")
-    return 1.0
-
-
-def leave_a_child():
-    if os.fork() == 0:
-        time.sleep(FOREVER)
-    return 1.0
-
-
-def leave_a_thread():
-    threading.Thread(target=time.sleep, args=(FOREVER,)).start()
-    return 1.0
-
-
-def change_everything():
-    os.chdir("/")
-    os.environ.clear()
-    sys.path.clear()
-    return 1.0
-
-
-RETURN_ONE = {
-    "true": lambda: True,
-    "an_integer": lambda: 1,
-    "a_decimal": lambda: Decimal(1),
-    "a_fraction": lambda: Fraction(1),
-    "a_float32": lambda: np.float32(1),
-    "an_integer_of_numpy": lambda: np.int8(1),
-    "an_array_of_no_dimension": lambda: np.array(1.0),
-    "unpicklable": Unpicklable,
-    "run_a_loop": lambda: asyncio.run(coroutine()),
-    **{function.__name__: function for function in (fork_and_return, fork_and_raise, leave_a_child, leave_a_thread)},
-    "change_everything": change_everything,
-}
-
-
-def leave_an_alarm():
-    signal.signal(signal.SIGALRM, lambda *_: sys.exit("late"))
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    return 1.0
+    sleep()
 
 
 def wait_for_all_children():
@@ -258,19 +140,111 @@ def start_a_session():
 
 def start_a_session_and_sleep():
     start_a_session()
-    time.sleep(FOREVER)
+    sleep()
 
 
 def fork_and_exit():
     child = os.fork()
     if child == 0:
-        time.sleep(FOREVER)
+        sleep()
     note(child)
     os._exit(3)
 
 
-OTHERS = (print_much, leave_an_alarm, wait_for_all_children, start_a_session, start_a_session_and_sleep, fork_and_exit)
-FUNCTIONS = {
-    **(RAISE | END | HANG | RETURN_NO_NUMBER | RETURN_ONE),
-    **{function.__name__: function for function in OTHERS},
+def block_signals_and_sleep():
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))
+    sleep()
+
+
+def catch_everything():
+    while True:
+        try:
+            sleep()
+        except BaseException:
+            continue
+
+
+Case = tuple[Callable[[], Any], str, str]
+"""What the function does, the kind of its answer, and a regular expression for the whole message."""
+
+LASTING: dict[str, Case] = {
+    "raise an error": (raises(ValueError("two\nlines \x1b[31m\ud800")), "raised", r"ValueError: two lines \[31m"),
+    "raise an interrupt": (raises(KeyboardInterrupt()), "raised", "KeyboardInterrupt:"),
+    "recurse": (recurse, "raised", "RecursionError: .*"),
+    "raise what can't be printed": (unprintable, "raised", "an exception that can't be printed"),
+    "exit by an exception": (lambda: sys.exit(3), "raised", "SystemExit: 3"),
+    "eat memory": (lambda: bytearray(2**62), "raised", "MemoryError:"),
+    **{
+        f"return {name}": (returned, "not_a_number", message)
+        for name, returned, message in (
+            ("None", lambda: None, "returned None"),
+            ("text", lambda: "1", "returned '1'"),
+            ("NaN", lambda: float("nan"), "returned nan"),
+            ("infinity", lambda: float("-inf"), "returned -inf"),
+            ("a decimal NaN", lambda: Decimal("NaN"), "returned .*"),
+            ("what is too large", lambda: 1e30, "returned 1e.30"),
+            ("what is too large for a float", lambda: 10**400, "returned a int: OverflowError.*"),
+            ("a list", lambda: [1.0], r"returned \[1.0\]"),
+            ("an array of objects", lambda: np.array("1", object), "returned array.*"),
+            ("a complex number", lambda: 1j, "returned 1j"),
+            ("a function", lambda: lambda: 1.0, "returned <function.*"),
+            ("a coroutine", lambda: coroutine(), "returned <coroutine.*"),
+            ("what is converted to text", lambda: having(float=lambda _: "1"), "returned a Special: TypeError.*"),
+            ("what can't be converted", lambda: having(float=raises(OSError("no"))), "returned a Special: OSError: no"),
+            ("what can't be shown", lambda: having(repr=raises(OSError("no"))), "returned a Special: OSError: no"),
+        )
+    },
+    **{
+        name: (returns_one, "value", "")
+        for name, returns_one in (
+            ("true", lambda: True),
+            ("an integer", lambda: 1),
+            ("a decimal", lambda: Decimal(1)),
+            ("a fraction", lambda: Fraction(1)),
+            ("a float32", lambda: np.float32(1)),
+            ("an integer of numpy", lambda: np.int8(1)),
+            ("an array of no dimension", lambda: np.array(1.0)),
+            ("unpicklable", lambda: having(float=lambda _: 1.0, reduce=raises(TypeError("stays here")))),
+            ("run a loop", lambda: asyncio.run(coroutine())),
+            ("fork and return", in_a_fork(lambda: None)),
+            ("fork and raise", in_a_fork(raises(ValueError("raised in the child")))),
+            ("leave a child", in_a_fork(sleep)),
+            ("leave a thread", leave_a_thread),
+            ("change everything", change_everything),
+        )
+    },
 }
+"""By the completion: what leaves the process alive, and the next sample's answer right."""
+
+KILLED, WROTE = r"had its process killed by signal 9 \(Killed\)", "wrote to its process's connection with the trainer"
+ENDING: dict[str, Case] = {
+    "exit at once": (lambda: os._exit(3), "raised", "ended its process with exit code 3"),
+    "kill itself": (lambda: os.kill(os.getpid(), signal.SIGKILL), "raised", KILLED),
+    "kill its group": (lambda: os.killpg(0, signal.SIGKILL), "raised", KILLED),
+    "crash": (lambda: ctypes.string_at(0), "raised", "had its process killed by signal 11 .*"),
+    "write a pickle": (lambda: write_to_all_sockets(PICKLE), "raised", WROTE),
+    "write half a line": (lambda: write_to_all_sockets(b"["), "raised", WROTE),
+    "write deep nesting": (lambda: write_to_all_sockets(b"[" * 5000 + b"\n"), "raised", WROTE),
+    "write an endless line": (write_endless_line, "raised", WROTE),
+    "answer for another": (lambda: write_to_all_sockets(b'[2, "value", 5.0]\n'), "raised", WROTE),
+    "answer infinity": (lambda: write_to_all_sockets(b'[1, "value", 1e400]\n'), "raised", WROTE),
+    "close everything": (lambda: os.closerange(0, 4096), "raised", "closed its process's .*|ended its process .*"),
+    "close everything and stay": (close_everything_and_stay, "raised", "closed its process's connection .*"),
+}
+"""What loses the process."""
+
+LATE = "took longer than 0.4 s"
+HANGING: dict[str, Case] = {
+    "sleep": (sleep, "timed_out", LATE),
+    "match forever": (lambda: re.match(r"(a+)+$", "a" * 64 + "b"), "timed_out", LATE),
+    "block signals and sleep": (block_signals_and_sleep, "timed_out", LATE),
+    "catch everything": (catch_everything, "timed_out", LATE),
+    "stop itself": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "timed_out", LATE),
+    "wait for a child": (lambda: subprocess.run(["sleep", str(FOREVER)], check=True), "timed_out", LATE),
+    "return what is slow to convert": (lambda: having(float=sleep), "timed_out", LATE),
+    "return what is slow to show": (lambda: having(repr=sleep), "timed_out", LATE),
+}
+"""What is killed at its time limit of 0.4 s."""
+
+OTHERS = (print_much, leave_an_alarm, wait_for_all_children, start_a_session, start_a_session_and_sleep, fork_and_exit)
+CASES = LASTING | ENDING | HANGING | {function.__name__: (function, "", "") for function in OTHERS}

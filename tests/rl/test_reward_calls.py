@@ -2,7 +2,6 @@
 
 from array import array
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -60,8 +59,8 @@ def long_in_tokens(completion_ids, **kwargs):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def own_rewards(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = tmp_path_factory.mktemp("rewards")
+def own_rewards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rewards")
     (folder / "mine.py").write_text(OWN_REWARDS)
     (folder / "broken_rewards.py").write_text("import nothing_of_that_name")
     (folder / "exiting_rewards.py").write_text("raise SystemExit(0)")
@@ -70,22 +69,22 @@ def own_rewards(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
-def sample(completion: str, *, conversational: bool = False, answer: str | None = "7", **fields: Any) -> Sample:
+def sample(completion, *, conversational=False, answer="7", **fields) -> Sample:
     prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+4="}]
     example = Example(prompt, answer, fields=fields, conversational=conversational)
     return Sample(example, completion, array("i", [*completion.encode()]), len(completion) > 3)
 
 
-def bound(name: str, *samples: Sample, **args: Any) -> Reward:
+def bound(name, *samples, **args) -> Reward:
     task = Task("sums", [sample.example for sample in samples], [])
     return bind(name, args, None, Available.of_task(task, 16))
 
 
-def values(name: str, *samples: Sample, **args: Any) -> list[Any]:
+def values(name, *samples, **args):
     return [result for _, result in answers(bound(name, *samples, **args), samples)]
 
 
-def test_a_function_gets_what_it_names() -> None:
+def test_a_function_gets_what_it_names():
     given = sample("long", level=2)
     assert bound("mine:named", given)([given]) == ["3+4=", "long", "7", "7", [108, 111, 110, 103], 4, True, 2]
     assert bound("mine:with_default", given)([given]) == "kg"
@@ -94,7 +93,7 @@ def test_a_function_gets_what_it_names() -> None:
     assert bound("mine:everything", given, more=1)([given]) == sorted([*fixed, "level", "more"])
 
 
-def test_a_batched_function_gets_lists_and_a_record_without_a_field_gives_none() -> None:
+def test_a_batched_function_gets_lists_and_a_record_without_a_field_gives_none():
     given = [sample("a", level=2), sample("b", source="x")]
     rest = bound("mine:batch_of_everything", *given)(given)[0]
     assert rest.pop("examples") == [one.example for one in given]
@@ -111,8 +110,10 @@ def test_a_batched_function_gets_lists_and_a_record_without_a_field_gives_none()
     }
 
 
-def test_functions_for_trl_work_as_they_are() -> None:
+def test_functions_for_trl_work_as_they_are():
     """Conversational data give messages and standard data texts; None says that a function does not apply."""
+    chat = sample("a", conversational=True)
+    assert bound("mine:batch_of_everything", chat)([chat])[0]["prompts"] == [chat.example.prompt]
     thought = "<think>3 and 4</think><answer>7</answer>"
     assert values("mine:format_reward", *[sample(text, conversational=True) for text in (thought, "7")]) == [1, 0]
     boxed = [sample(r"so \boxed{7}", ground_truth="7"), sample(r"so \boxed{7}", ground_truth="8"), sample("7")]
@@ -122,12 +123,7 @@ def test_functions_for_trl_work_as_they_are() -> None:
     assert values("mine:long_in_tokens", sample("abc"), sample("")) == [3, 0]
 
 
-def test_conversational_prompts_are_all_messages() -> None:
-    given = sample("a", conversational=True)
-    assert bound("mine:batch_of_everything", given)([given])[0]["prompts"] == [given.example.prompt]
-
-
-def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monkeypatch):
     folder = Path(__file__).parents[2] / "docs" / "examples"
     monkeypatch.syspath_prepend(str(folder))
     task = configs.load(str(folder / "rewards.yaml")).task
@@ -153,7 +149,7 @@ def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monke
         ("math:missing", {}, "AttributeError"),
         ("mine:number", {}, "is not a function"),
         ("mine:positional", {}, "mine:positional takes completion by position: remove the /"),
-        ("mine:needs_state", {}, "requires trainer_state, which there isn't; there are answers, .*fields .level."),
+        ("mine:needs_state", {}, "requires trainer_state, which there isn't; there are prompts, .*fields .level."),
         ("mine:needs_source", {}, "needs_source requires source, .* prompt, .*fields .level.; args gives"),
         ("mine:with_default", {"units": 1}, "args.units: it has no such argument; args may set: unit$"),
         ("mine:with_default", {"completion": 1}, "args.completion: the trainer gives this argument itself"),
@@ -164,15 +160,13 @@ def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monke
         ("url:ftp://127.0.0.1", {}, "expected url:http://... or url:https://..."),
     ],
 )
-def test_a_function_that_can_not_be_called_is_an_error_of_one_line(
-    name: str, args: dict[str, Any], message: str
-) -> None:
+def test_a_function_that_can_not_be_called_is_an_error_of_one_line(name, args, message):
     with pytest.raises(UserError, match=f"task.rewards: .*{message}") as error:
         bound(name, sample("a", level=1), **args)
     assert "\n" not in str(error.value)
 
 
-def test_a_function_that_needs_answers_is_refused_where_the_problems_have_none() -> None:
+def test_a_function_that_needs_answers_is_refused_where_the_problems_have_none():
     given = sample("a", answer=None)
     with pytest.raises(UserError, match=r"exact_match requires answer, and the problems have none: name it"):
         bound("exact_match", given)

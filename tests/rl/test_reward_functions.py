@@ -1,13 +1,9 @@
 """What each built-in reward function gives."""
 
-from collections.abc import Callable
-from decimal import Decimal
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mllm.config.task import AnswerForm
 from mllm.data.tasks.task import Example
 from mllm.rl.reward_functions import (
     exact_match,
@@ -21,7 +17,7 @@ from mllm.rl.reward_functions import (
 )
 
 
-def example(answer: str, form: AnswerForm = "whole") -> Example:
+def example(answer, form="whole"):
     return Example([{"role": "user", "content": "?"}], answer, answer_form=form)
 
 
@@ -48,9 +44,7 @@ def example(answer: str, form: AnswerForm = "whole") -> Example:
         ("7", "7", "boxed", 0),
     ],
 )
-def test_exact_match_requires_the_form_of_the_task(
-    completion: str, answer: str, form: AnswerForm, reward: float
-) -> None:
+def test_exact_match_requires_the_form_of_the_task(completion, answer, form, reward):
     assert exact_match(completion, answer, example(answer, form)) == reward
 
 
@@ -79,76 +73,63 @@ def test_exact_match_requires_the_form_of_the_task(
         ("3 apples and 4 pears", "4"),
     ],
 )
-def test_flexible_match_reads_the_last_number_however_it_is_written(completion: str, number: str) -> None:
+def test_flexible_match_reads_the_last_number_however_it_is_written(completion, number):
     assert flexible_match(completion, number, example(number)) == 1
     assert flexible_match(completion, number + "1", example(number + "1")) == 0
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=2, min_value=-(10**35), max_value=10**35))
-def test_the_last_number_is_exact_whatever_its_size(number: Decimal) -> None:
+def test_the_last_number_is_exact_whatever_its_size(number):
     assert last_number(f"It costs {number:,}") == number
     assert last_number(f"It costs ${number}.") == number
 
 
-def test_text_without_a_number_matches_none_and_an_answer_without_one_is_matched_exactly() -> None:
+def test_text_without_a_number_matches_none_and_an_answer_without_one_is_matched_exactly():
     assert flexible_match("I do not know", "7", example("7")) == 0
     assert flexible_match("yes", "yes", example("yes")) == 1
     assert flexible_match("yes 1", "yes", example("yes")) == 0
     assert flexible_match("7 - 1", "2 - 1", example("2 - 1")) == 0
 
 
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("<think>a\nb</think><answer>7</answer>", 1),
-        ("<think>\na\n</think>\n<answer>\n7\n</answer>\n", 1),
-        ("<think></think><answer></answer>", 1),
-        ("<answer>7</answer>", 0),
-        ("<think>a</think>7", 0),
-        ("<think>a</think><answer>7</answer> done", 0),
-        ("Well <think>a</think><answer>7</answer>", 0),
-        ("<think>a</think>b<answer>7</answer>", 0),
-        ("<think><think>a</think><answer>7</answer>", 0),
-        ("<think>a</think><answer>7</answer><answer>8</answer>", 0),
-        ("<answer>7</answer><think>a</think>", 0),
-    ],
-)
-def test_format_requires_both_elements_once_in_order_and_nothing_else(completion: str, reward: float) -> None:
-    assert think_answer_format(completion) == reward
+THOUGHT, ANSWER = "<think>a</think>", "<answer>7</answer>"
+GIVEN = {
+    think_answer_format: {
+        "<think>a\nb</think><answer>7</answer>": 1,
+        "<think>\na\n</think>\n<answer>\n7\n</answer>\n": 1,
+        "<think></think><answer></answer>": 1,
+        ANSWER: 0,
+        f"{THOUGHT}7": 0,
+        f"{THOUGHT}{ANSWER} done": 0,
+        f"Well {THOUGHT}{ANSWER}": 0,
+        f"{THOUGHT}b{ANSWER}": 0,
+        f"<think>{THOUGHT}{ANSWER}": 0,
+        f"{THOUGHT}{ANSWER}<answer>8</answer>": 0,
+        f"{ANSWER}{THOUGHT}": 0,
+    },
+    # the share of tags that occur once
+    tag_count: {
+        "": 0,
+        THOUGHT: 0.5,
+        f"{THOUGHT}<answer>7": 0.75,
+        f"<think>{THOUGHT}{ANSWER}": 0.75,
+        THOUGHT + ANSWER: 1,
+    },
+    # DAPO's equation 13 with L_max = 16 and L_cache = 4
+    lambda length: overlong(length, max_completion_length=16, cache=4): {1: 0, 12: 0, 13: -0.25, 15: -0.75, 16: -1},
+    # the share of repeated n-grams of three words: aba bab aba bab, and yes yes yes in any case
+    lambda text: repetition(text, ngram=3, max_penalty=-0.5): {
+        "": 0,
+        "one two": 0,
+        "one two three four": 0,
+        "a b a b a b": -0.5 * 2 / 4,
+        "Yes yes YES yes yes": -0.5 * 2 / 3,
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("completion", "share"),
-    [
-        ("", 0),
-        ("<think>a</think>", 0.5),
-        ("<think>a</think><answer>7", 0.75),
-        ("<think><think>a</think><answer>7</answer>", 0.75),
-        ("<think>a</think><answer>7</answer>", 1),
-    ],
-)
-def test_tag_count_is_the_share_of_tags_that_occur_once(completion: str, share: float) -> None:
-    assert tag_count(completion) == share
-
-
-@pytest.mark.parametrize(("length", "reward"), [(1, 0), (12, 0), (13, -0.25), (15, -0.75), (16, -1)])
-def test_overlong_falls_from_0_to_minus_1_over_the_last_tokens(length: int, reward: float) -> None:
-    """DAPO's equation 13 with L_max = 16 and L_cache = 4."""
-    assert overlong(length, max_completion_length=16, cache=4) == reward
-
-
-@pytest.mark.parametrize(
-    ("completion", "penalty"),
-    [
-        ("", 0),
-        ("one two", 0),
-        ("one two three four", 0),
-        ("a b a b a b", -0.5 * 2 / 4),  # aba bab aba bab
-        ("Yes yes YES yes yes", -0.5 * 2 / 3),
-    ],
-)
-def test_repetition_is_the_share_of_repeated_word_n_grams(completion: str, penalty: float) -> None:
-    assert repetition(completion, ngram=3, max_penalty=-0.5) == pytest.approx(penalty)
+@pytest.mark.parametrize("function", GIVEN, ids=["format", "tag_count", "overlong", "repetition"])
+def test_rewards_of_the_form_are_as_defined(function):
+    assert {completion: function(completion) for completion in GIVEN[function]} == pytest.approx(GIVEN[function])
 
 
 @pytest.mark.parametrize(
@@ -163,13 +144,13 @@ def test_repetition_is_the_share_of_repeated_word_n_grams(completion: str, penal
         ("1" + "*(9^9^9^9^9)" * 9, "4", 0),
     ],
 )
-def test_math_is_equivalence_however_the_two_are_written(completion: str, answer: str, reward: float) -> None:
+def test_math_is_equivalence_however_the_two_are_written(completion, answer, reward):
     pytest.importorskip("math_verify")
     assert math(completion, answer) == reward
 
 
 @pytest.mark.parametrize("function", [exact_match, flexible_match, math])
-def test_a_problem_without_an_answer_is_a_failure_not_a_number(function: Callable[..., float]) -> None:
+def test_a_problem_without_an_answer_is_a_failure_not_a_number(function):
     arguments = {"example": example("")} if function is not math else {}
     with pytest.raises(ValueError, match="this problem has no answer"):
         function(completion="7", answer=None, **arguments)

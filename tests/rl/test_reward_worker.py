@@ -9,49 +9,22 @@ import subprocess
 import sys
 import textwrap
 import time
-from array import array
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hostile_rewards import END, HANG, RAISE, RETURN_NO_NUMBER, RETURN_ONE
+from hostile_rewards import ENDING, HANGING, LASTING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mllm.config.task import RewardConfig, TaskConfig
 from mllm.data.tasks.task import Example, Task
-from mllm.rl.reward_calls import Available, Sample
-from mllm.rl.reward_worker import FAILURES, HANDSHAKE, LARGEST, Worker, judge, parse
+from mllm.rl.reward_worker import FAILURES, HANDSHAKE, LARGEST, judge, parse
 from mllm.rl.rewards import RewardRunner
 from mllm.rl.rollout import Completions
 
 HOSTILE, BUSY = "hostile_rewards:hostile", "hostile_rewards:busy"
 SEVEN = Example([{"role": "user", "content": "?"}], "7")
-AVAILABLE = Available((), True, 4)
-
-# By the function's name in hostile_rewards: what the worker answers
-
-FAILURE = {
-    "raise_error": ("raised", r"^ValueError: two lines \[31m$"),
-    "raise_interrupt": ("raised", "^KeyboardInterrupt"),
-    "exit_by_exception": ("raised", "^SystemExit: 3$"),
-    "recurse": ("raised", "^RecursionError"),
-    "eat_memory": ("raised", "^MemoryError"),
-    "raise_unprintable": ("raised", "^an exception that can't be printed$"),
-    **dict.fromkeys(RETURN_NO_NUMBER, ("not_a_number", "^returned ")),
-    "a_raising_float": ("not_a_number", "^returned a RaisingFloat: ValueError: not today$"),
-    "a_raising_repr": ("not_a_number", "^returned a RaisingRepr: RuntimeError: no comment$"),
-    "none": ("not_a_number", "^returned None$"),
-}
-LOSS = dict.fromkeys(END, "^wrote to its process's connection with the trainer$") | {
-    "exit_at_once": "^ended its process with exit code 3$",
-    "kill_itself": r"^had its process killed by signal 9 \(Killed\)$",
-    "kill_its_group": r"^had its process killed by signal 9 \(Killed\)$",
-    "crash": "^had its process killed by signal 11 ",
-    "close_everything": "^closed its process's connection|^ended its process with exit code",
-    "close_everything_and_stay": "^closed its process's connection",
-}
-"""The process is lost, and the sample counts as raised."""
 
 
 class Stop(Exception):
@@ -73,28 +46,16 @@ def hostile(place):
         yield hostile
 
 
-def runner(*names: str, workers: int = 1) -> RewardRunner:
+def runner(*names: str, workers: int = 1, seconds: float = 60.0) -> RewardRunner:
     rewards = tuple(RewardConfig(name=name) for name in names)
-    task = TaskConfig(name="arithmetic", rewards=rewards, reward_timeout=60.0, reward_workers=workers)
-    return RewardRunner(task, Task("", [SEVEN], []), AVAILABLE.max_completion_length)
+    task = TaskConfig(name="arithmetic", rewards=rewards, reward_timeout=seconds, reward_workers=workers)
+    return RewardRunner(task, Task("", [SEVEN], []), 4)
 
 
 def score(runner, *completions, poll=lambda: None):
     """The scores for SEVEN's completions, each of one token."""
     runner.poll, ones = poll, np.ones(len(completions), np.int32)
     return runner.score([SEVEN] * ones.size, completions, Completions(ones[:, None], None, ones, ones > 0))
-
-
-def answers(completions, timeout=60.0):
-    """A new worker's answers to the completions, and whether it lives on."""
-    worker = Worker([(HOSTILE, {})], None, AVAILABLE, lambda: None)
-    try:
-        samples = [Sample(SEVEN, completion, array("i", [1]), False) for completion in completions]
-        worker.send((0, 0, samples), timeout, lambda: None)
-        found = [worker.answer(number, timeout, lambda: None) for number in range(len(completions))]
-        return found, worker.alive
-    finally:
-        worker.kill()
 
 
 def is_gone(pid: int) -> bool:
@@ -114,54 +75,51 @@ def assert_gone(pid, seconds=10.0):
 # One function
 
 
+def answers(cases, **options):
+    """Each case's kind and message, by one runner whose functions must all come to an end."""
+    with runner(HOSTILE, **options) as opened:
+        scores = score(opened, *cases)
+    messages = iter(failure.message for failure in scores.failures)
+    return {
+        case: (kind, "" if kind == "value" else next(messages))
+        for case, kind in zip(cases, scores.kinds[:, 0], strict=True)
+    }
+
+
 @pytest.fixture(scope="module")
-def shared_answers(place):
-    """One process's answers to all that must leave it alive: after each a good completion, which must not notice."""
-    names = [*RAISE, *RETURN_NO_NUMBER, *RETURN_ONE]
-    found, alive = answers([completion for name in names for completion in (name, "7")])
-    assert alive
-    assert found[1::2] == [("value", 1.0)] * len(names)
-    return dict(zip(names, found[::2], strict=True))
+def found(place):
+    """What is answered to all cases: one process gets those that must leave it alive, each before a good completion."""
+    alive = {}
+    with runner(HOSTILE) as one:
+        score(one, "7")
+        process = one.workers[0].process
+        scores = score(one, *[completion for name in LASTING for completion in (name, "7")])
+        assert one.workers[0].process is process
+    assert (scores.values[1::2] == 1).all()
+    messages = iter(failure.message for failure in scores.failures)
+    for name, kind, value in zip(LASTING, scores.kinds[::2, 0], scores.values[::2, 0], strict=True):
+        assert (value == 1) == (kind == "value")
+        alive[name] = kind, "" if kind == "value" else next(messages)
+    return alive | answers(ENDING, workers=4) | answers(HANGING, workers=8, seconds=0.4)
 
 
-@pytest.mark.parametrize("does", RAISE | RETURN_NO_NUMBER)
-def test_a_failing_function_is_answered_by_its_kind_and_a_message(shared_answers, does):
-    kind, pattern = FAILURE[does]
-    found, message = shared_answers[does]
-    assert found == kind
-    assert re.search(pattern, message)
-    assert message.isprintable()
-    assert len(message) < 400
-
-
-@pytest.mark.parametrize("does", RETURN_ONE)
-def test_a_number_is_answered_once_whatever_else_the_function_does(shared_answers, does):
-    assert shared_answers[does] == ("value", 1.0)
-
-
-@pytest.mark.parametrize("does", END)
-def test_a_function_that_ends_its_process_is_a_failure(place, does):
-    [(kind, message)], alive = answers([does])
-    assert (kind, alive) == ("raised", False)
-    assert re.search(LOSS[does], message)
+@pytest.mark.parametrize("does", LASTING | ENDING | HANGING)
+def test_whatever_a_function_does_is_answered_by_a_number_or_a_failure(found, place, does):
+    _, kind, message = (LASTING | ENDING | HANGING)[does]
+    assert found[does][0] == kind
+    assert re.fullmatch(message, found[does][1])
+    assert found[does][1] == "" or found[does][1].isprintable()
+    assert len(found[does][1]) < 400
     assert not (place / "executed").exists()
 
 
-@pytest.mark.parametrize("does", HANG)
-def test_a_function_that_hangs_is_killed_at_its_time_limit(does):
-    assert answers([does], timeout=0.4) == ([("timed_out", "took longer than 0.4 s")], False)
-
-
 def test_failures_are_counted_by_function_and_kind_and_nothing_else_is_lost(hostile):
-    scores = score(hostile, "7", "exit_at_once", "none", "raise_error", "kill_itself", "wait_for_all_children", "7")
+    does = ("exit at once", "return None", "raise an error", "kill itself", "wait_for_all_children")
+    scores = score(hostile, "7", *does, "7")
     nan = math.nan
     np.testing.assert_array_equal(scores.values.T, [[1, nan, nan, nan, nan, 1, 1], [1, 0, 0, 0, 0, 0, 1]])
     assert {failure.name for failure in scores.failures} == {HOSTILE}
     assert [failure.kind for failure in scores.failures] == ["raised", "not_a_number", "raised", "raised"]
-    assert [failure.message for failure in scores.failures[:2]] == [
-        "ended its process with exit code 3",
-        "returned None",
-    ]
 
 
 def trainer(does):
@@ -171,10 +129,10 @@ def trainer(does):
         from mllm.data.tasks.task import Example
         from mllm.rl.reward_calls import Available, Sample
         from mllm.rl.reward_worker import Worker
-        worker = Worker([({HOSTILE!r}, {{}})], None, Available((), True, 4), lambda: None)
+        worker = Worker([({HOSTILE!r}, {{}})], None, Available((), True, 4))
+        worker.start(lambda: None)
         print(worker.process.pid, flush=True)
-        worker.send((0, 0, [Sample(Example([], "7"), {does!r}, array("i", [1]), False)]), 60, lambda: None)
-        print(worker.answer(0, 60, lambda: None))
+        print(worker.ask(0, [Sample(Example([], "7"), {does!r}, array("i", [1]), False)], 60, lambda: None))
         worker.kill()
     """
     return subprocess.Popen(
@@ -188,7 +146,7 @@ def trainer(does):
 
 def test_what_a_function_prints_never_reaches_the_trainers_stdout():
     output, errors = trainer("print_much").communicate()
-    assert output.splitlines()[1:] == ["('value', 1.0)"]
+    assert output.splitlines()[1:] == ["[('value', 1.0)]"]
     for letter in "oew":
         assert errors.count(letter) >= 200 * 10_000
 
@@ -216,8 +174,7 @@ def test_what_a_function_started_ends_with_a_worker_that_is_killed_and_one_that_
     assert_gone(noted()[1], seconds=2)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_closing_the_runner_leaves_no_process_and_no_file_open(noted, workers):
+def test_closing_the_runner_leaves_no_process_and_no_file_open(noted):
     def held():  # not /proc/self/task/*/children: a child whose thread ends moves to another, perhaps unseen
         status = ["ps", "-o", "pid=", "--ppid", str(os.getpid())]
         with subprocess.Popen(status, stdout=subprocess.PIPE, text=True) as ps:
@@ -225,17 +182,16 @@ def test_closing_the_runner_leaves_no_process_and_no_file_open(noted, workers):
         return children, len(os.listdir("/proc/self/fd"))
 
     before = held()
-    with runner(HOSTILE, workers=workers) as opened:
-        score(opened, "exit_at_once", "start_a_session")
+    with runner(HOSTILE, workers=2) as opened:
+        score(opened, "exit at once", "start_a_session")
         (started,) = noted()
         assert not is_gone(started)
     assert_gone(started, seconds=2)
     assert held() == before
 
 
-@pytest.mark.parametrize("does", ["sleep", "match_forever"])
-def test_a_trainer_that_is_killed_takes_a_hanging_function_with_it(does):
-    killed = trainer(does)
+def test_a_trainer_that_is_killed_takes_a_hanging_function_with_it():
+    killed = trainer("match forever")
     process = int(killed.stdout.readline())
     time.sleep(0.3)
     assert not is_gone(process)
@@ -260,7 +216,7 @@ def test_neither_signals_to_the_job_nor_an_alarm_left_by_another_disturb_a_funct
 # The trainer waits
 
 
-@pytest.mark.parametrize("does", ["sleep", "stop_itself", "match_forever"])
+@pytest.mark.parametrize("does", ["stop itself", "match forever"])
 def test_the_trainer_polls_while_it_waits_and_what_poll_raises_passes_through(hostile, does):
     score(hostile, "7")  # its process runs
     process, calls = hostile.workers[0].process.pid, []
@@ -281,13 +237,13 @@ def test_when_the_trainer_stops_waiting_all_functions_end_and_the_next_step_is_s
     both_run = []
 
     def poll():
-        both_run.extend([time.monotonic()] * all(two.workers))
+        both_run.extend([time.monotonic()] * all(worker.alive for worker in two.workers))
         if both_run and time.monotonic() - both_run[0] > 0.5:
             raise Stop
 
     with runner(HOSTILE, workers=2) as two:
         with pytest.raises(Stop):
-            score(two, "sleep", "match_forever", poll=poll)
+            score(two, "sleep", "match forever", poll=poll)
         assert not any(worker.alive for worker in two.workers)
         np.testing.assert_array_equal(score(two, "7", "7").values, [[1], [1]])
 
@@ -305,26 +261,21 @@ def test_the_trainer_polls_while_a_worker_starts_again(hostile):
 
 # What comes back
 
-
-@given(st.binary())
-def test_no_line_of_bytes_is_an_answer_by_chance(line):
-    assert parse(line, 0) is None
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["value", "raised", "ready"]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=2),
     max_leaves=8,
 )
+NUMBERED = st.tuples(st.sampled_from([HANDSHAKE, 0]), st.sampled_from(["value", *FAILURES, "ready"]), JSON)
 
 
-@settings(max_examples=60)
-@given(JSON | st.tuples(st.sampled_from([HANDSHAKE, 0]), st.sampled_from(["value", *FAILURES, "ready"]), JSON))
-def test_an_answer_is_a_number_within_bounds_or_a_failure_with_a_message(message):
-    answer = parse(json.dumps(message).encode(), 0)
+@settings(max_examples=40)
+@given(st.binary() | (JSON | NUMBERED).map(lambda message: json.dumps(message).encode()))
+def test_an_answer_is_a_number_within_bounds_or_a_failure_with_a_message(line):
+    answer = parse(line, 0)
     if answer is not None:
         kind, result = answer
-        assert message[0] == 0
+        assert json.loads(line)[0] == 0
         if kind == "value":
             assert abs(result) <= LARGEST
         else:

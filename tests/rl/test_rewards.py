@@ -7,12 +7,10 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +18,9 @@ import pytest
 from mllm.config.task import RewardConfig, TaskConfig
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.rl import reward_url
+from mllm.rl import reward_functions
 from mllm.rl.reward_functions import BUILT_IN
-from mllm.rl.rewards import Failure, RewardRunner, Scores, reward_metrics, weighted_sum
+from mllm.rl.rewards import Failure, RewardRunner, reward_metrics, weighted_sum
 from mllm.rl.rollout import Completions
 
 OWN_REWARDS = """
@@ -68,46 +66,14 @@ def half_hanging_batch(completions):
 def none_at_all(completion):
     return None
 """
-
-
-@contextmanager
-def server(*replies: tuple[int, bytes] | float) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The address of a server, and the requests that it got; it gives each reply once, the last one again and again.
-
-    A number means that it says nothing for so many seconds.
-    """
-    requests: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            reply = replies[min(len(requests), len(replies)) - 1]
-            if isinstance(reply, float):
-                time.sleep(reply)
-                return
-            self.send_response(reply[0])
-            self.end_headers()
-            self.wfile.write(reply[1])
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = Thread(target=listening.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"url:http://127.0.0.1:{listening.server_address[1]}/score", requests
-        listening.shutdown()
-        thread.join()
-
-
 NAMES = ("exact_match", "length", "jax_is_imported", "process_id", "alarm")
 SEVEN = Example([{"role": "user", "content": "p"}], "7")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def folder(tmp_path_factory):
     """The working directory, where the functions above are found as a user's."""
-    folder: Path = tmp_path_factory.mktemp("rewards")
+    folder = tmp_path_factory.mktemp("rewards")
     (folder / "own_rewards.py").write_text(OWN_REWARDS)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -115,41 +81,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[RewardRunner]:
+def runner():
     with opened(*NAMES) as runner:
         yield runner
 
 
-def opened(*names: str, **settings: Any) -> RewardRunner:
-    built_in = [*BUILT_IN, *(name for name in names if name.startswith("url:"))]
-    rewards = tuple(RewardConfig(name=name if name in built_in else f"own_rewards:{name}") for name in names)
+def opened(*names, **settings) -> RewardRunner:
+    rewards = tuple(
+        RewardConfig(name=name if name in BUILT_IN or name.startswith("url:") else f"own_rewards:{name}")
+        for name in names
+    )
     task = TaskConfig(name="arithmetic", rewards=rewards, **{"reward_timeout": 60.0, **settings})
     return RewardRunner(task, Task("", [SEVEN], []), 4)
 
 
-def score(runner: RewardRunner, *completions: str) -> Scores:
+def score(runner, *completions):
     ones = np.ones(len(completions), np.int32)
     tokens = Completions(ones[:, None], np.zeros((ones.size, 1), np.float32), ones, ones > 0)
     return runner.score([SEVEN] * ones.size, completions, tokens)
 
 
-def test_the_code_of_a_users_function_is_known_by_the_content_of_its_file(runner: RewardRunner) -> None:
-    code = f"{zlib.crc32(Path('own_rewards.py').read_bytes()):08x}"
-    assert runner.codes == dict.fromkeys([f"own_rewards:{name}" for name in NAMES[1:]], code)
-
-
-def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax(runner: RewardRunner) -> None:
+def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax_and_are_known_by_their_file(runner):
     """Only a main thread may set an alarm, as math-verify does."""
     first, second = score(runner, "7").values[0, 2:], score(runner, "7").values[0, 2:]
     np.testing.assert_array_equal(first, second)
     jax_is_imported, process_id, alarm = first
     assert (jax_is_imported, alarm) == (0, 1)
     assert process_id != os.getpid()
+    code = f"{zlib.crc32(Path('own_rewards.py').read_bytes()):08x}"
+    assert runner.codes == dict.fromkeys([f"own_rewards:{name}" for name in NAMES[1:]], code)
 
 
-def test_a_failure_is_kept_and_only_the_first_of_its_kind_is_logged(
-    runner: RewardRunner, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_is_kept_and_only_the_first_of_its_kind_is_logged(runner, caplog):
     failure = Failure("own_rewards:length", "raised", "ValueError: no p")
     with caplog.at_level(logging.WARNING):
         scores = score(runner, "raise", "7", "raise")
@@ -161,35 +124,47 @@ def test_a_failure_is_kept_and_only_the_first_of_its_kind_is_logged(
     ]
 
 
-MIXED = ["7", "raise", "", "hang", "12345", "7", "four", "raise", "1", "2", "3"]
-"""The completions of one step."""
-
-
-def test_several_processes_overlap_and_give_what_one_gives() -> None:
+def test_several_processes_overlap_and_give_what_one_gives():
+    mixed = ["7", "raise", "", "hang", "12345", "7", "four", "raise", "1", "2", "3"]
     with opened("late", "batch", "exact_match", reward_timeout=1.0) as one:
-        alone = score(one, *MIXED)
+        alone = score(one, *mixed)
     with opened("late", "batch", "exact_match", reward_timeout=1.0, reward_workers=4) as four:
         score(four, *"abcd")  # the processes start
         begin = time.monotonic()
         scores = score(four, *["a"] * 24)
         assert time.monotonic() - begin < 0.5 * 24 * 0.1
         np.testing.assert_array_equal(scores.values.T, [[1] * 24, [1] * 24, [0] * 24])
-        scores = score(four, *MIXED)
+        scores = score(four, *mixed)
     np.testing.assert_array_equal(scores.values, alone.values)
     np.testing.assert_array_equal(scores.kinds, alone.kinds)
     assert scores.failures == alone.failures
-    kinds = [failure.kind for failure in scores.failures]
-    assert kinds == ["raised", "timed_out", "raised"]
+    assert [failure.kind for failure in scores.failures] == ["raised", "timed_out", "raised"]
 
 
-def test_a_batched_functions_none_is_neither_failure_nor_part_of_the_mean() -> None:
-    with opened("batch", "length") as both:
-        scores = score(both, "four", "", "raise")
-    assert scores.kinds.T.tolist() == [["value", "not_applicable", "value"], ["value", "value", "raised"]]
-    weights = np.array([1.0, 0.5])
-    np.testing.assert_array_equal(weighted_sum(scores.values, scores.kinds, weights), [6, 0, math.nan])
-    metrics = reward_metrics(["batch", "length"], scores.values, scores.kinds)
-    assert {name: value for name, value in metrics.items() if value} == {
+def test_a_batched_function_that_fails_fails_for_all_and_one_bad_item_for_itself():
+    names = ("short_list", "no_list", "raising_batch", "half_hanging_batch", "none_at_all", "batch", "length")
+    with opened(*names, reward_timeout=0.3) as runner:
+        scores = score(runner, "four", "", "raise")
+    assert scores.kinds.T.tolist() == [
+        *[["not_a_number"] * 3] * 2,
+        ["raised"] * 3,
+        ["value", "timed_out", "timed_out"],
+        ["not_a_number"] * 3,
+        ["value", "not_applicable", "value"],
+        ["value", "value", "raised"],
+    ]
+    assert {failure.message for failure in scores.failures} == {
+        "returned no list of numbers: ValueError: 1 values for 3 completions",
+        "returned no list of numbers: TypeError: 'float' object is not iterable",
+        "ValueError: no",
+        "ValueError: no p",
+        "took longer than 0.9 s",
+        "returned None",
+    }
+    # A batched function's None is neither a failure nor part of the mean.
+    values, kinds = scores.values[:, -2:], scores.kinds[:, -2:]
+    np.testing.assert_array_equal(weighted_sum(values, kinds, np.array([1.0, 0.5])), [6, 0, math.nan])
+    assert {name: value for name, value in reward_metrics(["batch", "length"], values, kinds).items() if value} == {
         "rewards/batch/mean": 4.5,
         "rewards/batch/std": 0.5,
         "rewards/length/mean": 2,
@@ -198,81 +173,82 @@ def test_a_batched_functions_none_is_neither_failure_nor_part_of_the_mean() -> N
     }
 
 
-def test_a_batched_function_that_fails_fails_for_all_and_one_bad_item_for_itself() -> None:
-    names = ("short_list", "no_list", "raising_batch", "half_hanging_batch", "none_at_all", "batch")
-    with opened(*names, reward_timeout=0.3) as runner:
-        scores = score(runner, "a", "b", "c")
-    assert scores.kinds.T.tolist() == [
-        *[["not_a_number"] * 3] * 2,
-        ["raised"] * 3,
-        ["value", "timed_out", "timed_out"],
-        ["not_a_number"] * 3,
-        ["value"] * 3,
-    ]
-    assert {failure.message for failure in scores.failures} == {
-        "returned no list of numbers: ValueError: 1 values for 3 completions",
-        "returned no list of numbers: TypeError: 'float' object is not iterable",
-        "ValueError: no",
-        "took longer than 0.9 s",
-        "returned None",
-    }
-
-
-def test_more_processes_than_calls_are_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"task.reward_workers: 2 processes for 1 batched function.* more than can work"
-    ):
+def test_more_processes_than_calls_are_refused():
+    with pytest.raises(UserError, match=r"task.reward_workers: 2 processes for 1 batched function.* than can work"):
         opened("batch", reward_workers=2)
 
 
-def test_a_url_gets_the_batch_as_json_and_gives_a_number_for_each() -> None:
-    with (
-        server((503, b""), (429, b""), (200, b'{"rewards": [1, 0.5, null]}')) as (url, requests),
-        opened(url) as runner,
-    ):
-        scores = score(runner, "a", "b", "c")
-    np.testing.assert_array_equal(scores.values.T, [[1, 0.5, math.nan]])
-    assert scores.kinds.T.tolist() == [["value", "value", "not_applicable"]]
-    assert (
-        requests
-        == [
-            {
-                "prompts": ["p"] * 3,
-                "completions": ["a", "b", "c"],
-                "answers": ["7"] * 3,
-                "completion_ids": [[1]] * 3,
-                "length": [1] * 3,
-                "truncated": [False] * 3,
-                "max_completion_length": 4,
-            }
-        ]
-        * 3
-    )
+# Over HTTP
 
 
-@pytest.mark.parametrize(
-    ("reply", "kind", "message"),
-    [
+@contextmanager
+def server(*replies):
+    """The address of a server, and the requests that it got; it gives each reply, a status and a body, once.
+
+    A number means that it says nothing for so many seconds.
+    """
+    requests, left = [], iter(replies)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            reply = next(left)
+            if isinstance(reply, float):
+                time.sleep(reply)
+                return
+            self.send_response(reply[0])
+            self.end_headers()
+            self.wfile.write(reply[1])
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = Thread(target=listening.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"url:http://127.0.0.1:{listening.server_address[1]}/score", requests
+        listening.shutdown()
+        thread.join()
+
+
+BODY = {
+    "prompts": ["p", "p"],
+    "completions": ["a", "b"],
+    "answers": ["7", "7"],
+    "completion_ids": [[1], [1]],
+    "length": [1, 1],
+    "truncated": [False, False],
+    "max_completion_length": 4,
+}
+
+
+def test_a_url_gets_the_batch_as_json_and_gives_a_number_for_each_and_any_other_answer_is_a_failure():
+    """The last reply comes after the time limit of a second."""
+    failures = (
         ((200, b"[1]"), "not_a_number", r"returned no list of numbers: ValueError: 1 values for 2 completions"),
         ((200, b'["1", NaN]'), "not_a_number", r"returned '1'"),
         ((200, b"<html>"), "raised", r"ValueError: expected a JSON list, .* the answer was '<html>'"),
         ((400, b"no field level"), "raised", r"ValueError: HTTP 400 Bad Request: no field level"),
         (1.5, "timed_out", "took longer than 1 s"),
-    ],
-)
-def test_a_url_that_answers_with_anything_else_is_a_failure(
-    reply: tuple[int, bytes] | float, kind: str, message: str
-) -> None:
-    with server(reply) as (url, requests), opened(url, reward_timeout=0.5) as runner:
-        scores = score(runner, "a", "b")
-    assert [failure.kind for failure in scores.failures] == [kind, kind]
-    assert re.fullmatch(message, scores.failures[0].message)
-    assert len(requests) == 1
+    )
+    good = ((503, b""), (200, b'{"rewards": [0.5, null]}'))
+    with server(*good, *(reply for reply, _, _ in failures)) as (url, requests), opened(url, reward_timeout=0.5) as one:
+        scores = score(one, "a", "b")
+        np.testing.assert_array_equal(scores.values.T, [[0.5, math.nan]])
+        assert scores.kinds.T.tolist() == [["value", "not_applicable"]]
+        for _, kind, message in failures:
+            found = score(one, "a", "b").failures
+            assert [failure.kind for failure in found] == [kind, kind]
+            assert re.fullmatch(message, found[0].message)
+    assert requests == [BODY] * (len(good) + len(failures))
 
 
-def test_a_server_that_is_not_there_is_tried_again_for_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
+def test_a_server_that_is_overrun_or_not_there_is_tried_again_for_some_seconds(monkeypatch):
+    waited = []
     monkeypatch.setattr(time, "sleep", waited.append)
+    with server((429, b""), (200, b"[1]")) as (url, _):
+        assert reward_functions.post(url.removeprefix("url:"), completions=["a"]) == [1]
+    assert waited == [0.25]
     with pytest.raises(ConnectionError, match=r"6 tries: URLError: .*refused"):
-        reward_url.post("http://127.0.0.1:9/", completions=["a"])
-    assert waited == [0.25, 0.5, 1, 2, 4]
+        reward_functions.post("http://127.0.0.1:9/", completions=["a"])
+    assert waited[1:] == [0.25, 0.5, 1, 2, 4]
