@@ -55,8 +55,6 @@ class DataConfig(Section):
     on_bad_line: Literal["error", "skip"] = "error"
     """What to do with lines that are no examples: list all in one error, or leave them out and count them. Not with
     source task."""
-    prefetch: int = Field(default=2, ge=0)
-    """Batches that are made ahead of the step that reads them."""
     validation: ValidationConfig | None = None
     """The examples that the loss is measured on; None: there is no validation."""
 

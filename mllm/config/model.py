@@ -26,8 +26,6 @@ class LoraConfig(Section):
     """The scale s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732); None: as the source, or false."""
     targets: tuple[LoraTarget, ...] | None = None
     """The products with an adapter, of q, k, v, o, gate, up, down and head; None: the source's, or all but head."""
-    dropout: float = 0
-    """Only 0: the sampler has no dropout, and its log-probabilities would not be the trainer's."""
 
     @model_validator(mode="before")
     @classmethod
@@ -45,8 +43,6 @@ class LoraConfig(Section):
         for name in ("rank", "alpha"):
             if self.source is None and getattr(self, name) is None:
                 raise impossible(name, "this setting is required, or lora.source")
-        if self.dropout != 0:
-            raise impossible("dropout", "only 0: the trainer's log-probabilities would not be the sampler's")
         return self
 
 
@@ -116,10 +112,8 @@ class HeadConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """How the parameters are updated."""
+    """How the parameters are updated, by AdamW (Loshchilov and Hutter 2019)."""
 
-    name: Literal["adamw", "lion"] = "adamw"
-    """The optimizer; adamw's moments are two numbers a parameter, lion's are one."""
     learning_rate: PositiveFloat
     """The highest learning rate, which the warm-up ends with."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -129,11 +123,11 @@ class OptimizerConfig(Section):
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """The last learning rate over the highest; not with schedule constant."""
     b1: float = Field(default=0.9, ge=0, lt=1)
-    """How much of the mean gradient an update keeps; under lion only for its direction."""
+    """How much of the mean gradient an update keeps."""
     b2: float = Field(default=0.99, ge=0, lt=1)
-    """How much of the mean squared gradient an update keeps, under lion of the mean gradient."""
+    """How much of the mean squared gradient an update keeps."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the mean squared gradient; not with lion."""
+    """Added to the root of the mean squared gradient."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Applies to matrices, never to norms and biases."""
     moment_dtype: Literal["bfloat16"] | None = None
@@ -146,8 +140,6 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def check(self) -> Self:
-        if self.name == "lion":
-            self.reject_unused("by lion", "eps")
         if self.schedule == "constant":
             self.reject_unused("with schedule: constant", "final_fraction")
         return self

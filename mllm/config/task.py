@@ -50,7 +50,7 @@ class ColumnsConfig(Section):
 SOURCES = {
     "arithmetic": ("arithmetic",),
     "gsm8k": ("path",),
-    "reasoning_gym": ("train_examples",),
+    "reasoning_gym": (),
     "jsonl": ("train", "test", "columns", "answer_form"),
     "hub": ("id", "subset", "train", "test", "columns", "answer_form"),
     "function": ("columns", "answer_form"),
@@ -85,8 +85,6 @@ class TaskConfig(Section):
     """arithmetic: the size of its problems."""
     path: str | None = None
     """gsm8k: a folder with train.jsonl and test.jsonl, also in a bucket; None: from the hub."""
-    train_examples: PositiveInt = 10_000
-    """reasoning_gym: how many problems to make for training."""
     heldout: PositiveInt | None = None
     """How many training problems are held out for evaluation, and never trained on; None: 256, or a tenth of all where
     that is less."""
@@ -100,9 +98,6 @@ class TaskConfig(Section):
     """Seconds that a reward function may take for a completion; a batched one has the sum for all of its call."""
     reward_workers: PositiveInt = 1
     """Processes that compute rewards, so that slow ones overlap. What they give does not depend on it."""
-    max_failed_groups: float = Field(default=0.5, ge=0, le=1)
-    """The share of a step's groups that may be left out; a larger one stops the run. A group is left out if a reward
-    with a weight failed for one of its completions."""
 
     @model_validator(mode="after")
     def check(self) -> Self:

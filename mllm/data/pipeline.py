@@ -20,6 +20,8 @@ from mllm.data.documents import Documents
 from mllm.data.iteration import READ_IN_CALLER, DataIterator, example_index, example_indices, process_rows
 from mllm.errors import UserError
 
+PREFETCHED = 2
+"""Batches that are made ahead of the step that reads them."""
 Packs = dict[str, np.ndarray]
 """Grain's packed rows [B, T]: for each place the index of its document, the document's number in the row from 1 (0 is
 padding), and the place within the document."""
@@ -49,7 +51,7 @@ def sft_batches(
             f"data.source: {config.source} has {len(documents)} examples, too few for one batch in {config.epochs} "
             "epochs: lower batch_size, or raise data.epochs"
         )
-    return DataIterator(batches, len(documents), config.epochs, config.prefetch, documents.content)
+    return DataIterator(batches, len(documents), config.epochs, PREFETCHED, documents.content)
 
 
 def count_batches(config: DataConfig, documents: Documents, *, batch_size: int, seed: int, most: int) -> int:

@@ -195,8 +195,7 @@ class GrpoSource:
             self.prompts_skipped = problems[-1].passed - self.prompts.consumed
             rounds.append(self.sample(params, problems, step, first, watch))
             drawn = scored.concatenate(rounds)
-            limit = self.task.max_failed_groups
-            rewards = scored.group_rewards(drawn, self.reward_weights, self.config.num_generations, limit)
+            rewards = scored.group_rewards(drawn, self.reward_weights, self.config.num_generations)
             missing = wanted - int(np.count_nonzero(~objectives.advantages(rewards, "none").equal))
             if missing <= 0 or len(rounds) == self.config.dynamic_sampling:
                 return drawn, rewards, len(rounds)

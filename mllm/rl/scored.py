@@ -11,6 +11,9 @@ from mllm.errors import StepError
 from mllm.rl.rewards import Failure, reward_metrics, weighted_sum
 from mllm.rl.rollout import Completions
 
+MOST_FAILED_GROUPS = 0.5
+"""The share of a step's groups that a failed reward may leave out of the update; a larger one stops the run."""
+
 
 class ScoredCompletions(NamedTuple):
     """The completions that one process sampled and scored, or those of all processes, in arrays that concatenate."""
@@ -53,31 +56,27 @@ def flat(
     return np.concatenate(tokens, dtype=np.int32), completions.logprobs[counts], kept
 
 
-def group_rewards(
-    scored: ScoredCompletions, weights: dict[str, float], group: int, max_failed: float
-) -> Float[np.ndarray, "G n"]:
+def group_rewards(scored: ScoredCompletions, weights: dict[str, float], group: int) -> Float[np.ndarray, "G n"]:
     """The weighted sum of each completion's rewards, by groups; all NaN in a group in which a reward with a weight
     failed, for the completions that were scored have no known mean to be compared with.
 
-    Raises StepError where more than the share `max_failed` of the groups failed.
+    Raises StepError where more than the share `MOST_FAILED_GROUPS` of the groups failed.
     """
     rewards = weighted_sum(scored.rewards, scored.reward_kinds, np.array(list(weights.values()))).reshape(-1, group)
     failed = np.isnan(rewards).any(axis=1)
-    if failed.mean() > max_failed:
-        raise too_many_failures(scored.failures, weights, f"{failed.sum()} of {failed.size}", max_failed)
+    if failed.mean() > MOST_FAILED_GROUPS:
+        raise too_many_failures(scored.failures, weights, f"{failed.sum()} of {failed.size}")
     return np.where(failed[:, None], np.nan, rewards)
 
 
-def too_many_failures(
-    failures: Iterable[Failure], weights: dict[str, float], groups: str, max_failed: float
-) -> StepError:
+def too_many_failures(failures: Iterable[Failure], weights: dict[str, float], groups: str) -> StepError:
     """The error for failures in `groups`; it quotes the most frequent kind among rewards whose weight is not 0."""
     messages = [((f.name, f.kind), f.message) for f in failures if weights[f.name] != 0]
     (name, kind), count = Counter(key for key, _ in messages).most_common(1)[0]
     first = dict(reversed(messages))[name, kind]
     return StepError(
-        f"task.max_failed_groups: a reward failed in {groups} groups, and at most {max_failed:g} "
-        f"of them may; {name} {kind} {count} times, first: {first}; mend the function, or raise the limit"
+        f"task.rewards: a reward failed in {groups} groups, and in at most {MOST_FAILED_GROUPS:.0%} of them it may; "
+        f"{name} {kind} {count} times, first: {first}; correct the function"
     )
 
 

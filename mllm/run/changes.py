@@ -11,8 +11,8 @@ from mllm.errors import UserError
 
 FREE = {
     *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log", "changes"),
-    *("grpo.row_length", "optimizer.max_skipped", "task.max_failed_groups", "task.long_prompts"),
-    *("task.reward_workers", "data.cache", "data.prefetch"),
+    *("grpo.row_length", "optimizer.max_skipped", "task.long_prompts"),
+    *("task.reward_workers", "data.cache"),
 }
 """Sections and settings that say how a run is carried out and when it gives up, not what it computes."""
 
@@ -41,7 +41,6 @@ FIXED = {
     "seed": "every random number is made from it",
     "batch_size": "the position in the data counts batches of that size",
     "model": "the checkpoint holds the parameters of that model, computed with these dtypes",
-    "optimizer.name": "the checkpoint holds the moments of that optimizer",
     "optimizer.moment_dtype": "the checkpoint holds moments of that dtype",
     "optimizer.max_grad_norm": "the optimizer's state differs with clipping and without",
     "data.validation": "the losses would not be comparable",

@@ -1,4 +1,4 @@
-"""The optimizer: clipping, AdamW (Loshchilov and Hutter 2019) or Lion (Chen et al. 2023), and a schedule."""
+"""The optimizer: clipping, AdamW (Loshchilov and Hutter 2019), and a schedule."""
 
 import jax
 import optax
@@ -12,11 +12,7 @@ from mllm.model.layout import Params, parameter_name
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The transformation of gradients to updates in a run of `steps` steps; its `update` needs the parameters, too."""
     schedule = make_schedule(config, steps)
-    decay = {"weight_decay": config.weight_decay, "mask": decays}
-    if config.name == "adamw":
-        update = optax.adamw(schedule, config.b1, config.b2, config.eps, **decay)
-    else:
-        update = optax.lion(schedule, config.b1, config.b2, **decay)
+    update = optax.adamw(schedule, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decays)
     if config.moment_dtype is not None:
         update = narrow_moments(update, config.moment_dtype)
     if config.max_grad_norm is None:

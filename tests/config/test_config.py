@@ -121,7 +121,6 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (SFT, "eval.every=2", "task: eval needs this section"),
         (SFT, "optimizer.final_fraction=0.5", "optimizer.final_fraction: is not used with schedule: constant"),
         (SFT, "optimizer.warmup_steps=5", "optimizer.warmup_steps: longer than the run (4 steps)"),
-        (SFT, "optimizer={name: lion, learning_rate: 1.0, eps: 1.0e-3}", "optimizer.eps: is not used by lion"),
         (SFT, "model.source=a", "model.architecture: init: random takes either a source or an architecture"),
         (SFT.replace("{init", "{param_dtype: bfloat16, init"), "optimizer.moment_dtype=bfloat16", "has no effect with"),
         (SFT.replace("{init", "{dtype: float32, init"), "model.residual_dtype=bfloat16", "bfloat16 would round what"),

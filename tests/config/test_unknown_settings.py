@@ -42,6 +42,7 @@ def refused(tmp_path):
         ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n: unknown setting; here it is grpo.num_gen"),
         ("grpo.kl_loss_coef=0.1", "here it is grpo.beta (with grpo.reference: initial)"),
         ("report_to=wandb", "report_to: unknown setting; here it is log.wandb (the project; Tensor"),
+        ("optim=adamw_torch", "optim: unknown setting; the optimizer is AdamW"),
         ("logging_steps=1", "logging_steps: unknown setting; every step is logged"),
         ("step=4", "it is model.step"),
         ("grpo.nothing_like_it=8", "grpo.nothing_like_it: unknown setting"),

@@ -34,16 +34,15 @@ class Counted(Documents):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_process_reads_only_the_documents_of_its_own_rows(tmp_path, packing):
-    settings = DataConfig(source=write(tmp_path, some(60)), max_length=48, packing=packing, epochs=1, prefetch=0)
+    settings = DataConfig(source=write(tmp_path, some(60)), max_length=48, packing=packing, epochs=1)
     documents, _ = load_documents(settings, BYTES, None)
     shares, given = [Counted(documents) for _ in range(2)], []
     for index, share in enumerate(shares):
         read = sft_batches(settings, share, batch_size=4, seed=0, process_index=index, process_count=2)
-        share.given.clear()  # the first batch is made twice
         given.append(sum(int(batch.segments.max(axis=1).sum()) for batch in read))
-    assert [len(share.given) for share in shares] == given
+    assert [len({*share.given}) for share in shares] == given  # the first batch is made twice
     assert {*shares[0].given}.isdisjoint(shares[1].given)
-    assert len({*shares[0].given, *shares[1].given}) == sum(given) > 50
+    assert sum(given) > 50
 
 
 def test_validation_holds_every_document_once_and_pads_the_last_batch(tmp_path):

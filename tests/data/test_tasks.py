@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mllm.config.task import ArithmeticConfig, TaskConfig
 from mllm.data.permutation import permute_index
+from mllm.data.tasks import gym as gym_module
 from mllm.data.tasks.gym import gym as gym_problems
 from mllm.data.tasks.load import load
 from mllm.data.tasks.task import Example, Task
@@ -149,12 +150,13 @@ def gym(monkeypatch: pytest.MonkeyPatch) -> None:
         return FakeGym(seed, size, {"small": 10, "broken": -1}.get(name, 10**9))
 
     gym_problems.cache_clear()
+    monkeypatch.setattr(gym_module, "TRAIN_EXAMPLES", 20)
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset))
 
 
 @pytest.mark.usefixtures("gym")
 def test_reasoning_gym_holds_the_same_problems_out_of_every_seed() -> None:
-    config = TaskConfig(name="reasoning_gym:sums", heldout=5, train_examples=20)
+    config = TaskConfig(name="reasoning_gym:sums", heldout=5)
     first, second = load(config, seed=0), load(config, seed=1)
     assert first.heldout == second.heldout
     questions = [{question(e) for e in examples} for examples in (first.heldout, first.train, second.train)]
@@ -164,13 +166,13 @@ def test_reasoning_gym_holds_the_same_problems_out_of_every_seed() -> None:
 
 @pytest.mark.usefixtures("gym")
 def test_a_small_generator_that_repeats_itself_still_trains_on_other_questions() -> None:
-    task = load(TaskConfig(name="reasoning_gym:small", heldout=5, train_examples=20), seed=0)
+    task = load(TaskConfig(name="reasoning_gym:small", heldout=5), seed=0)
     assert {question(e) for e in task.train}.isdisjoint(question(e) for e in task.heldout)
 
 
 @pytest.mark.usefixtures("gym")
 def test_reasoning_gyms_scorer_judges_the_tagged_answer_and_travels() -> None:
-    task = load(TaskConfig(name="reasoning_gym:sums", heldout=1, train_examples=1), seed=0)
+    task = load(TaskConfig(name="reasoning_gym:sums", heldout=1), seed=0)
     scorer = pickle.loads(pickle.dumps(task.scorer))
     example = task.train[0]
     assert scorer("", f"It is <answer>{example.answer}</answer>", example) == 1.0

@@ -24,7 +24,7 @@ ONCE = ("start", "restore", "wait")
 
 def rewards(**weights: float) -> dict[str, Any]:
     named = [{"name": f"user_rewards:{name}", "weight": weight} for name, weight in weights.items()]
-    return {"heldout": 8, "rewards": named, "max_failed_groups": 1.0}
+    return {"heldout": 8, "rewards": named}
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -131,7 +131,7 @@ def read_chats(folder: Path, given: tuple[bytes, dict[str, Any], int]) -> None:
     """Batches keep their contract, and go on from a position that was written down."""
     content, options, batch_size = given
     (folder / "chats.jsonl").write_bytes(content)
-    config = DataConfig(source=str(folder / "chats.jsonl"), prefetch=0, **options)
+    config = DataConfig(source=str(folder / "chats.jsonl"), **options)
     batches = sft_batches(config, load_documents(config, BYTES, None)[0], batch_size=batch_size, seed=0)
     first = next(batches)
     assert abs(first.weights.sum() - 1) < 1e-4

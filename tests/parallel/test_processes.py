@@ -52,6 +52,7 @@ from mllm.parallel.processes import (
     local_rows,
     raise_everywhere,
 )
+from mllm.rl import scored
 from mllm.run import folder as run_dir
 from mllm.run.checkpoint import by_name
 from mllm.run.checksum import checksums
@@ -237,7 +238,8 @@ def check_rows_and_reading(path):
     ):
         pass
 
-    source = grpo_source(bad=range(GROUP) if process else (), task={"max_failed_groups": 0.25})
+    scored.MOST_FAILED_GROUPS = 0.25
+    source = grpo_source(bad=range(GROUP) if process else ())
     source.rows = RowShare(process, 2, (0, 1))
     with pytest.raises(StepError, match=r"in 1 of 2 groups.* exact_match raised 4 times, first: too many"):
         source.next(np.float32(0), 0, Stopwatch())

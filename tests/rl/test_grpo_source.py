@@ -9,6 +9,7 @@ from runs import checkpoints, records, run
 from tiny import config
 
 from mllm.errors import UserError
+from mllm.rl import scored
 from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
 
@@ -118,27 +119,27 @@ def test_samples_hold_prompt_completion_and_rewards_and_null_for_a_failed_one():
     assert len({sample["prompt"] for sample in samples[:GROUP]}) == 1
 
 
-@pytest.mark.parametrize(("limit", "bad"), [(0.5, [2]), (1, range(8)), (0, [])])
-def test_groups_up_to_the_limit_may_fail(limit, bad):
-    source = grpo_source(bad=bad, task={"max_failed_groups": limit})
+@pytest.mark.parametrize("limit", [0.5, 1.0])
+def test_a_step_with_failed_groups_up_to_the_limit_is_finite(limit, monkeypatch):
+    monkeypatch.setattr(scored, "MOST_FAILED_GROUPS", limit)
+    source = grpo_source(bad=[2] if limit < 1 else range(8))
     step = source.next(np.float32(0), 0, Stopwatch())
     assert step.metrics["frac_groups_failed"] == limit
     assert all(np.isfinite(field).all() for field in step.batch if field is not None)
 
 
-@pytest.mark.parametrize(("limit", "bad", "groups"), [(0.5, [2, 3, 5], 2), (0.4, [2], 1), (0, [7], 1)])
-def test_more_failed_groups_than_the_limit_stop_the_run_in_one_line(limit, bad, groups):
-    source = grpo_source(bad=bad, task={"max_failed_groups": limit})
+def test_more_failed_groups_than_the_limit_stop_the_run_in_one_line():
+    source = grpo_source(bad=[2, 3, 5])
     with pytest.raises(UserError) as stopped:
         source.next(np.float32(0), 0, Stopwatch())
     assert str(stopped.value) == (
-        f"task.max_failed_groups: a reward failed in {groups} of 2 groups, and at most {limit} of them may; "
-        f"exact_match raised {len(bad)} times, first: too many; mend the function, or raise the limit"
+        "task.rewards: a reward failed in 2 of 2 groups, and in at most 50% of them it may; "
+        "exact_match raised 3 times, first: too many; correct the function"
     )
 
 
 def test_failures_of_a_reward_of_weight_zero_leave_no_group_out_and_stop_nothing():
-    watched = {"rewards": [{"name": "exact_match", "weight": 0}], "max_failed_groups": 0}
+    watched = {"rewards": [{"name": "exact_match", "weight": 0}]}
     step, _, _ = roll_out(bad=range(8), task=watched, entropy_coef=0.01)
     assert step.metrics["frac_groups_failed"] == 0
     assert step.metrics["rewards/exact_match/raised"] == 8
@@ -155,8 +156,8 @@ def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp
     )
     assert run(settings) == 2
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")] == [
-        "error: task.max_failed_groups: a reward failed in 2 of 2 groups, and at most 0.5 of them may; "
-        "user_rewards:tires raised 8 times, first: RuntimeError: so tired; mend the function, or raise the limit "
+        "error: task.rewards: a reward failed in 2 of 2 groups, and in at most 50% of them it may; "
+        "user_rewards:tires raised 8 times, first: RuntimeError: so tired; correct the function "
         "(saved after step 4: the same command resumes)"
     ]
     assert checkpoints(settings) == [4]

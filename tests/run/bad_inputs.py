@@ -97,7 +97,6 @@ OVERRIDES: dict[str, str] = {
     "model={source: '.', init: pretrained, step: best}": "model.step: . is no run_dir: remove it",
     # adapters
     "model.lora={rank: 2}": "model.lora.alpha: this setting is required, or lora.source",
-    "model.lora={rank: 2, alpha: 2, dropout: 0.1}": "model.lora.dropout: only 0: the trainer's log-probabilities would",
     "model.lora={rank: 2, alpha: 2, targets: []}": "model.lora.targets: name at least one product, and each once",
     "model.lora={source: nowhere}": "nowhere: no such folder; give a local folder or a hub id",
     "model.lora={source: '.'}": "adapter_config.json: missing; a folder in PEFT's format has it (",

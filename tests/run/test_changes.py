@@ -70,7 +70,10 @@ def test_a_value_with_which_no_step_was_done_leaves_no_record(tmp_path):
         ({"seed": 1}, "seed: .* with 0, not 1; it can't change .every random number is made from it"),
         ({"batch_size": 16}, "batch_size: .* it can't change .the position in the data counts batches of that size"),
         ({"model": {"param_dtype": "bfloat16"}}, "model.param_dtype: .* it can't change .the checkpoint holds"),
-        ({"optimizer": {"name": "lion"}}, "optimizer.name: .* it can't change .the checkpoint holds the moments"),
+        (
+            {"optimizer": {"moment_dtype": "bfloat16"}},
+            "optimizer.moment_dtype: .* it can't change .the checkpoint holds moments",
+        ),
         ({"optimizer": {"max_grad_norm": None}}, "optimizer.max_grad_norm: .* differs with clipping and without"),
         ({"task": {"heldout": 8}}, "task.heldout: .* it can't change .the position in the data would be"),
         ({"grpo": {"num_generations": 2}}, "grpo.num_generations: .* it can't change .the position in the data counts"),

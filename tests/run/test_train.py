@@ -20,6 +20,7 @@ from mllm import stopwatch
 from mllm.config import load as configs
 from mllm.model.load import Policy, load_policy
 from mllm.parallel.mesh import make_mesh
+from mllm.rl import scored
 from mllm.run.checkpoint import Checkpoints
 
 EVEN = "user_rewards:even_characters"
@@ -212,9 +213,10 @@ def test_updates_without_a_gradient_change_nothing_are_counted_and_a_run_resumes
     assert_same_end(resumed, settings)
 
 
-def test_rewards_that_raise_or_hang_are_counted_and_training_goes_on(tmp_path):
+def test_rewards_that_raise_or_hang_are_counted_and_training_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(scored, "MOST_FAILED_GROUPS", 1.0)
     names = ["user_rewards:fussy", "user_rewards:slow_at_times"]
-    rewards = {"rewards": [{"name": name} for name in names], "reward_timeout": 0.5, "max_failed_groups": 1}
+    rewards = {"rewards": [{"name": name} for name in names], "reward_timeout": 0.5}
     settings = placed("grpo", tmp_path, steps=2, task=rewards, log={"samples": 6})
     assert run(settings) == 0
     first = records(settings)[1]

@@ -17,10 +17,10 @@ from mllm.train.rounding import round_at_random, update_key, updated
 WEIGHTS = 50_000
 
 
-@partial(jax.jit, static_argnames=("dtype", "name", "moment_dtype"))
-def train(dtype, name="adamw", moment_dtype=None):
+@partial(jax.jit, static_argnames=("dtype", "moment_dtype"))
+def train(dtype, moment_dtype=None):
     """Weights of a usual size before and after 100 updates at 1e-6, with gradients that are mostly noise."""
-    optimizer = make_optimizer(OptimizerConfig(name=name, learning_rate=1e-6, b2=0.999, moment_dtype=moment_dtype), 100)
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-6, b2=0.999, moment_dtype=moment_dtype), 100)
     start, mean = 0.02 * jax.random.normal(jax.random.key(0), (2, WEIGHTS)).astype(jnp.bfloat16)
     params = {"w": start.astype(dtype)}
 
@@ -35,9 +35,8 @@ def train(dtype, name="adamw", moment_dtype=None):
     return params["w"].astype(jnp.float32) - start.astype(jnp.float32)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion"])
-def test_the_mean_movement_after_100_updates_is_within_two_percent_of_float32_s(name):
-    exact, got = (np.asarray(train(dtype, name), np.float64) for dtype in (jnp.float32, jnp.bfloat16))
+def test_the_mean_movement_after_100_updates_is_within_two_percent_of_float32_s():
+    exact, got = (np.asarray(train(dtype), np.float64) for dtype in (jnp.float32, jnp.bfloat16))
     assert 1e-5 < np.abs(exact).mean() < 1e-4
     assert got @ exact / (exact @ exact) == pytest.approx(1, abs=0.02)
 
