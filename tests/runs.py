@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -48,8 +49,16 @@ def arguments(config: Config) -> list[str]:
     return ["--config", str(path)]
 
 
+class ExitCode(int):
+    """An exit code that says, in an assertion that fails, which signal it stands for."""
+
+    def __repr__(self) -> str:
+        names = {128 + number: number.name for number in (signal.SIGTERM, signal.SIGINT)}
+        return f"{self:d}" + f" ({names[self]}, from outside unless this test sent it)" * (self in names)
+
+
 def run(config: Config) -> int:
-    return train.main(arguments(config))
+    return ExitCode(train.main(arguments(config)))
 
 
 def environment(**variables: str) -> dict[str, str]:

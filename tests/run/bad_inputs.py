@@ -5,6 +5,9 @@
 
 import gzip
 import json
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 DEEP = "[" * 50 + "]" * 50
@@ -161,7 +164,7 @@ LINES: dict[str, tuple[bytes, str]] = {
 """The second line of a file of data: what it is, its bytes, and the message after `{path}:2: `."""
 
 HALF = gzip.compress(GOOD * 9)[:30]
-FILES: dict[str, tuple[str, bytes | None, str]] = {
+FILES: dict[str, tuple[str, bytes | Callable[[Path], object] | None, str]] = {
     "nothing": ("train.jsonl", None, "data.source: {path} can't be read (No such file or directory)"),
     "an empty file": ("train.jsonl", b"", "data.source: {path}: there is no example in it"),
     "a file of blank lines": ("train.jsonl", b"\n \r\n\n", "data.source: {path}: there is no example in it"),
@@ -176,8 +179,15 @@ FILES: dict[str, tuple[str, bytes | None, str]] = {
     "parquet that is none": ("train.parquet", GOOD, "data.source: {path} can't be read (Parquet"),
     "a path that is too long": ("a" * 300 + ".jsonl", None, "data.source: {path} can't be read (File name too long)"),
     "a hub id that is too long": ("a" * 300, None, "data.source: {path} is no file here"),
+    "a folder": (
+        "data",
+        Path.mkdir,
+        "data.source: {path} is a folder: give a file of JSON lines (.jsonl, .jsonl.gz) or",
+    ),
+    "a pipe": ("data", os.mkfifo, "data.source: {path} is no regular file"),
+    "a pipe by another name": ("data.jsonl", os.mkfifo, "data.source: {path} is no regular file"),
 }
-"""Data sources: what the source is, its name and bytes, and the message."""
+"""Data sources: what the source is, its name, its bytes or how it is made, and the message."""
 
 
 # In a folder with `run`, which has no checkpoint, and `damaged`, whose files are damaged

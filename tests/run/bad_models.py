@@ -1,7 +1,6 @@
-"""Folders that are no model, with the message that refuses each; and files that are no folder.
+"""Folders that are no model, or hold no tokenizer or chat template: how to spoil a whole one, and words of the line.
 
-In a message `{model}` is the folder, and `{config}`, `{weights}`, `{index}` are its files. Code that a folder smuggles
-in would write the file `mark(folder)`.
+Code that a folder smuggles in would write the file `mark(folder)`.
 """
 
 import io
@@ -15,6 +14,11 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
+
+Spoil = Callable[[Path], Any]
+"""Spoils a folder that holds a whole model."""
+WEIGHTS, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-00001-of-00001.safetensors"
+NORM, PICKLE = "model.norm.weight", "pytorch_model.bin"
 
 
 def mark(folder: Path) -> Path:
@@ -44,29 +48,29 @@ def archive(kind: str, folder: Path) -> bytes:
     return buffer.getvalue()
 
 
-ARCHIVES = ("zip", "bin", "safetensors")
-
-Spoil = Callable[[Path], Any]
-"""Spoils a folder that holds a whole model."""
-WEIGHTS, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-00001-of-00001.safetensors"
-
-
-def edit(path: Path, **changes: Any) -> None:
+def edit(name: str, **changes: Any) -> Spoil:
     """Change settings in a JSON file; those that are None are removed."""
-    settings = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+
+    def spoil(model: Path) -> None:
+        settings = json.loads((model / name).read_text()) | changes
+        (model / name).write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+
+    return spoil
 
 
-def config(**changes: Any) -> Spoil:
-    return lambda model: edit(model / "config.json", **changes)
+def file(name: str, content: bytes | str) -> Spoil:
+    """Write a file; in a text, `{mark}` becomes the mark's path."""
+    return lambda model: (model / name).write_bytes(
+        content if isinstance(content, bytes) else content.replace("{mark}", str(mark(model))).encode()
+    )
 
 
-def file(name: str, content: bytes) -> Spoil:
-    return lambda model: (model / name).write_bytes(content)
+def without(pattern: str) -> Spoil:
+    return lambda model: [path.unlink() for path in model.glob(pattern)]
 
 
-def no_file(name: str) -> Spoil:
-    return lambda model: (model / name).unlink()
+def each(*spoils: Spoil) -> Spoil:
+    return lambda model: [spoil(model) for spoil in spoils]
 
 
 def tensors(change: Callable[[dict[str, np.ndarray]], Any]) -> Spoil:
@@ -76,6 +80,22 @@ def tensors(change: Callable[[dict[str, np.ndarray]], Any]) -> Spoil:
         save_file(loaded, model / WEIGHTS)
 
     return spoil
+
+
+def norm(change: Callable[[np.ndarray], Any]) -> Spoil:
+    return tensors(lambda loaded: loaded.update({NORM: change(loaded[NORM])}))
+
+
+def head(change: Callable[[np.ndarray], Any]) -> Spoil:
+    return tensors(lambda loaded: loaded.update({"lm_head.weight": change(loaded["model.embed_tokens.weight"])}))
+
+
+def last_row_changed(embed: np.ndarray) -> np.ndarray:
+    return embed + np.eye(*embed.shape, 1 - len(embed)).astype(embed.dtype)
+
+
+def one_more(name: str) -> Spoil:
+    return tensors(lambda loaded: loaded.update({name: np.ones(260, np.float32)}))
 
 
 def index(name: Any, *more: str) -> Spoil:
@@ -95,72 +115,58 @@ def header(text: str, length: int | None = None) -> Spoil:
     return file(WEIGHTS, stated + text.encode() + bytes(128))
 
 
-def head(change: Callable[[np.ndarray], Any]) -> Spoil:
-    return tensors(lambda loaded: loaded.update({"lm_head.weight": change(loaded["model.embed_tokens.weight"])}))
-
-
-def last_row_changed(embed: np.ndarray) -> np.ndarray:
-    return embed + np.eye(*embed.shape, 1 - len(embed)).astype(embed.dtype)
-
-
-def norm(change: Callable[[np.ndarray], Any]) -> Spoil:
-    return tensors(lambda loaded: loaded.update({NORM: change(loaded[NORM])}))
-
-
-def one_more(name: str) -> Spoil:
-    return tensors(lambda loaded: loaded.update({name: np.ones(260, np.float32)}))
-
-
-def both(first: Spoil, second: Spoil) -> Spoil:
-    return lambda model: (first(model), second(model))
-
-
 def pickled(name: str) -> Spoil:
     return lambda model: (model / name).write_bytes(archive("bin", model))
-
-
-def link(model: Path) -> None:
-    (model / WEIGHTS).unlink()
-    (model / WEIGHTS).symlink_to("/etc/passwd")
-
-
-def pipe(model: Path) -> None:
-    (model / "config.json").unlink()
-    os.mkfifo(model / "config.json")
 
 
 def cut(model: Path) -> None:
     (model / WEIGHTS).write_bytes((model / WEIGHTS).read_bytes()[:-100])
 
 
-NORM = "model.norm.weight"
-BROKEN = "{weights}: truncated or not a safetensors file"
-PICKLE = "pytorch_model.bin"
-NOT_HERE = "is not the name of a file in this folder"
-YARN = {"type": "yarn", "factor": 4.0}
+def template(text: str) -> Spoil:
+    return file("chat_template.jinja", text)
+
+
+AUTO_MAP = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil"}
+EVIL = "open('{mark}', 'w')\nclass Evil: pass\n"
+OWN_CODE = each(
+    without("tokenizer*"),
+    file("vocab.json", "{}"),
+    file("merges.txt", ""),
+    file("evil.py", EVIL),
+    file("tokenizer_config.json", json.dumps({"tokenizer_class": "Evil", "auto_map": AUTO_MAP})),
+    edit("config.json", auto_map=AUTO_MAP),
+)
+"""A folder that asks for its own code to be run, as folders do that want trust_remote_code."""
+CONFIG, BROKEN = "config.json", "model.safetensors: truncated or not a safetensors file"
+NOT_HERE, MISSING = "is not the name of a file in this folder", "safetensors: this shard is missing"
 HEADER = json.dumps({NORM: {"dtype": "F32", "shape": [32], "data_offsets": [0, 128]}})
 OTHER_HEAD = "tensor lm_head.weight is not the embedding, but config.json says tie_word_embeddings"
+NO_TOKENIZER = "model.tokenizer: none can be read from {model} ("
+REFUSES = "messages: the tokenizer's chat template refuses them: "
+NEVER_ENDS = "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"
+LEAVES = "{{ cycler.__init__.__globals__.os.system('touch {mark}') }}"
 
 MODELS: dict[str, tuple[Spoil, str]] = {
-    "no weights": (no_file(WEIGHTS), "{model}: has neither model.safetensors nor model.safetensors.index.json"),
-    "no configuration": (no_file("config.json"), "{config}: missing"),
-    "pickled weights alone": (both(no_file(WEIGHTS), pickled(PICKLE)), f"{{model}}: only pickled weights ({PICKLE})"),
+    "no weights": (without(WEIGHTS), "{model}: has neither model.safetensors nor model.safetensors.index.json"),
+    "no configuration": (without(CONFIG), "config.json: missing"),
+    "pickled weights": (each(without(WEIGHTS), pickled(PICKLE)), f"{{model}}: only pickled weights ({PICKLE})"),
     "a pickle named as safetensors": (pickled(WEIGHTS), BROKEN),
-    "a pickle in the index": (both(pickled(PICKLE), index(PICKLE)), f"{{index}}: '{PICKLE}' is no safetensors file"),
-    "an index that leaves the folder": (index(f"../whole/{WEIGHTS}"), f"{{index}}: '../whole/{WEIGHTS}' {NOT_HERE}"),
-    "an index of absolute paths": (index("/etc/passwd"), f"{{index}}: '/etc/passwd' {NOT_HERE}"),
-    "an index of numbers": (index(1), "{index}: weight_map is missing or not a mapping of tensors to files"),
+    "a pickle in the index": (each(pickled(PICKLE), index(PICKLE)), f"index.json: '{PICKLE}' is no safetensors file"),
+    "an index that leaves the folder": (index(f"../whole/{WEIGHTS}"), f"index.json: '../whole/{WEIGHTS}' {NOT_HERE}"),
+    "an index of absolute paths": (index("/etc/passwd"), f"index.json: '/etc/passwd' {NOT_HERE}"),
+    "an index of numbers": (index(1), "index.json: weight_map is missing or not a mapping of tensors to files"),
     "an index of missing tensors": (index(SHARD, "no.tensor"), f"tensor no.tensor is missing; {INDEX} says that it is"),
-    "a damaged index": (both(index(SHARD), file(INDEX, b"[" * 100_000)), "{index}: not readable as JSON"),
-    "a missing shard": (index("b.safetensors"), "{model}/b.safetensors: this shard is missing"),
-    "a shard of a name that is too long": (index("a" * 300 + ".safetensors"), "this shard is missing"),
-    "a shard of a name with a NUL": (index("a\0b.safetensors"), "this shard is missing"),
-    "a link to something else": (link, BROKEN),
-    "weights that are cut off": (cut, BROKEN),
-    "weights of another dtype": (
-        norm(lambda x: x.astype(np.int32)),
-        f"{NORM} is stored as I32; only F32, BF16, F16 can",
+    "a damaged index": (each(index(SHARD), file(INDEX, "[" * 100_000)), "index.json: not readable as JSON"),
+    "a missing shard": (index("b.safetensors"), f"/b.{MISSING}"),
+    "a shard of a name that is too long": (index("a" * 300 + ".safetensors"), f"a.{MISSING}"),
+    "a shard of a name with a NUL": (index("a\0b.safetensors"), MISSING),
+    "a link to something else": (
+        each(without(WEIGHTS), lambda model: (model / WEIGHTS).symlink_to("/etc/passwd")),
+        BROKEN,
     ),
+    "weights that are cut off": (cut, BROKEN),
+    "weights of another dtype": (norm(lambda x: x.astype(np.int32)), f"{NORM} is stored as I32; only F32, BF16, F16"),
     "a missing tensor": (tensors(lambda loaded: loaded.pop(NORM)), f"tensor {NORM} is missing"),
     "a tensor too many": (one_more("lm_head.bias"), "tensor lm_head.bias is not part of this model"),
     "a head whose last row is not the embedding's": (head(last_row_changed), OTHER_HEAD),
@@ -175,49 +181,92 @@ MODELS: dict[str, tuple[Spoil, str]] = {
     "a header whose size overflows": (header(HEADER.replace("[32]", f"[{2**40}, {2**40}]")), BROKEN),
     "a header with a hole": (header(HEADER.replace("[0, 128]", "[64, 192]")), BROKEN),
     "a header that ends past the file": (header(HEADER.replace("[0, 128]", f"[0, {2**62}]")), BROKEN),
-    "another family's tensors": (config(model_type="llama"), "0.self_attn.k_proj.bias is not part of this model"),
-    "a tensor of another shape": (
-        norm(lambda x: x[:-1].copy()),
-        f"{NORM} has shape [31]; by config.json it must be [32]",
+    "another family's tensors": (edit(CONFIG, model_type="llama"), "0.self_attn.k_proj.bias is not part of this model"),
+    "a tensor of another shape": (norm(lambda x: x[:-1].copy()), f"{NORM} has shape [31]; by config.json it must be"),
+    "a configuration that is a pipe": (
+        each(without(CONFIG), lambda model: os.mkfifo(model / CONFIG)),
+        "config.json: missing",
     ),
-    "a configuration that is a pipe": (pipe, "{config}: missing"),
-    "a configuration in Python": (file("config.json", b"{'hidden_size': 32}"), "{config}: not readable as JSON"),
-    "a configuration of deep nesting": (file("config.json", b"[" * 100_000), "{config}: not readable as JSON: "),
-    "a configuration in UTF-16": (file("config.json", b"\xff\xfe{}"), "{config}: not readable as JSON: 'utf-8' codec"),
-    "a configuration that is a list": (file("config.json", b"[]"), "{config}: expected a JSON object"),
-    **{
-        f"the setting {changes}": (config(**changes), f"{{config}}: {message}")
-        for changes, message in (
-            ({"model_type": "gemma3"}, "model_type is 'gemma3'; supported are qwen2, qwen3, llama"),
-            ({"model_type": ["llama"]}, "model_type is ['llama']; supported are"),
-            ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is True; this model supports only False"),
-            ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor is missing"),
-            ({"hidden_size": "32"}, "hidden_size must be a positive whole number up to 2147483647, not '32'"),
-            ({"hidden_size": -32}, "hidden_size must be a positive whole number up to 2147483647, not -32"),
-            ({"num_attention_heads": 0}, "num_attention_heads must be a positive whole number"),
-            ({"num_attention_heads": 5, "head_dim": None}, "hidden_size 32 is not divisible by num_attention_heads"),
-            ({"num_key_value_heads": 3}, "num_attention_heads 4 is not divisible by num_key_value_heads"),
-            ({"head_dim": 7}, "head_dim 7 is odd"),
-            ({"vocab_size": 2**31}, "vocab_size must be a positive whole number up to 2147483647, not 2147483648"),
-            ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-            ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-            ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-            ({"rope_parameters": {"rope_theta": None}}, "rope_theta is missing"),
-            ({"rope_parameters": {"rope_theta": 10**400}}, "rope_theta must be a positive number up to 1000000000000"),
-            ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number up to 1000000000000000, not True"),
-            ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a positive whole number up to 10000"),
-            ({"rope_scaling": YARN}, "rope_parameters.rope_type is 'yarn'"),
-            ({"rope_parameters": [1]}, "rope_parameters must be a mapping"),
-            ({"layer_types": 5}, "layer_types must be a list, not 5"),
-            ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, not 'yes'"),
-            ({"quantization_config": {"bits": 4}}, "quantization_config is {{'bits': 4}}"),
-            ({"use_sliding_window": True}, "use_sliding_window is True"),
-        )
-    },
+    "a configuration in Python": (file(CONFIG, "{'hidden_size': 32}"), "config.json: not readable as JSON"),
+    "a configuration of deep nesting": (file(CONFIG, "[" * 100_000), "config.json: not readable as JSON: "),
+    "a configuration in UTF-16": (file(CONFIG, b"\xff\xfe{}"), "config.json: not readable as JSON: 'utf-8' codec"),
+    "a configuration that is a list": (file(CONFIG, "[]"), "config.json: expected a JSON object"),
+    "no tokenizer": (without("tokenizer*"), f"{NO_TOKENIZER}it has no file of one"),
+    "its own code as a tokenizer": (OWN_CODE, NO_TOKENIZER),
+    "half a tokenizer": (file("tokenizer.json", '{"version": "1.0", "model": {'), NO_TOKENIZER),
+    "a tokenizer of deep nesting": (file("tokenizer.json", "[" * 100_000), NO_TOKENIZER),
+    "a tokenizer of an unknown kind": (edit("tokenizer.json", model={"type": "Evil"}), NO_TOKENIZER),
+    "a character map that is damaged": (
+        edit("tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        NO_TOKENIZER,
+    ),
+    "an expression that is damaged": (
+        edit(
+            "tokenizer.json",
+            pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False},
+        ),
+        NO_TOKENIZER,
+    ),
+    "an empty vocabulary": (
+        edit("tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []}),
+        "model.tokenizer: it can't write user: its vocabulary is damaged",
+    ),
+    "more tokens than the model": (
+        file("tokenizer_config.json", '{"eos_token": "<|one more|>"}'),
+        "model.tokenizer: its token '<|one more|>' has id 260, but the embedding has 260 rows",
+    ),
+    "a tokenizer's settings that are a list": (file("tokenizer_config.json", "[]"), NO_TOKENIZER),
+    "an end token that is a number": (file("tokenizer_config.json", '{"eos_token": 5}'), NO_TOKENIZER),
+    "an end of sequence that is no token": (
+        file("generation_config.json", '{"eos_token_id": -1}'),
+        "generation_config.json: eos_token_id: -1 is no id of the tokenizer",
+    ),
+    "no template": (without("chat_template.jinja"), "model.tokenizer: it has no chat template"),
+    "a template that is damaged": (template("{% for"), REFUSES + "unexpected 'end of template'"),
+    "a template that refuses": (template("{{ raise_exception('only tools') }}"), REFUSES + "only tools"),
+    "a template that fails": (template("{{ 1 / 0 }}"), REFUSES + "division by zero"),
+    "a template that calls itself": (template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), REFUSES + "maximum"),
+    "a template that never ends": (template(NEVER_ENDS), "its chat template took longer than 0.1 s"),
+    "a template of a huge power": (template("{{ 9**9**9**9 }}"), "model.tokenizer: its chat template takes a power"),
+    "a template of two megabytes": (template("x" * 2**21), "model.tokenizer: its chat template is no text of up to"),
+    "a template that reads files": (
+        template("{% include '/etc/passwd' %}"),
+        REFUSES + "no loader for this environment",
+    ),
+    "a template that leaves its sandbox": (
+        template(LEAVES),
+        REFUSES + "access to attribute '__init__' of 'type' object",
+    ),
 }
-"""By what is wrong with the folder: how to spoil a whole one, and the message."""
+"""By what is wrong with the folder."""
 
-
-def message(text: str, model: Path) -> str:
-    """A message of the tables, with the names of the folder's files."""
-    return text.format(model=model, config=model / "config.json", weights=model / WEIGHTS, index=model / INDEX)
+WHOLE, NUMBER = "must be a positive whole number up to", "must be a positive number up to 1000000000000"
+MODELS |= {
+    f"the setting {changes}": (edit(CONFIG, **changes), f"config.json: {words}")
+    for changes, words in (
+        ({"model_type": "gemma3"}, "model_type is 'gemma3'; supported are qwen2, qwen3, llama"),
+        ({"model_type": ["llama"]}, "model_type is ['llama']; supported are"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is True; this model supports only False"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor is missing"),
+        ({"hidden_size": "32"}, f"hidden_size {WHOLE} 2147483647, not '32'"),
+        ({"hidden_size": -32}, f"hidden_size {WHOLE} 2147483647, not -32"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a positive whole number"),
+        ({"num_attention_heads": 5, "head_dim": None}, "hidden_size 32 is not divisible by num_attention_heads"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not divisible by num_key_value_heads"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"vocab_size": 2**31}, f"vocab_size {WHOLE} 2147483647, not 2147483648"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_theta is missing"),
+        ({"rope_parameters": {"rope_theta": 10**400}}, f"rope_theta {NUMBER}"),
+        ({"rms_norm_eps": True}, f"rms_norm_eps {NUMBER}000, not True"),
+        ({"num_hidden_layers": 10**9}, f"num_hidden_layers {WHOLE} 10000"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_parameters.rope_type is 'yarn'"),
+        ({"rope_parameters": [1]}, "rope_parameters must be a mapping"),
+        ({"layer_types": 5}, "layer_types must be a list, not 5"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, not 'yes'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is {{'bits': 4}}"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+    )
+}

@@ -1,10 +1,9 @@
 """Bad input is refused in one line with exit code 2, before anything is compiled, written, or run as code.
 
-The tables are in bad_inputs.py, bad_models.py and bad_tokenizers.py.
+The tables are in bad_inputs.py and bad_models.py.
 """
 
 import importlib
-import json
 import os
 import shlex
 import shutil
@@ -16,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from bad_inputs import CONFIGS, FILES, GOOD, LINES, OVERRIDES, TOOLS
-from bad_models import ARCHIVES, MODELS, archive, mark, message
-from bad_tokenizers import TOKENIZERS
+from bad_models import AUTO_MAP, EVIL, MODELS, archive, edit, file, mark
 from runs import ROOT, arguments, checksums
 from tiny import config
 
@@ -117,23 +115,16 @@ def test_an_impossible_setting_is_named(override, tmp_path, refused):
 
 
 @pytest.mark.parametrize("what", MODELS)
-def test_a_bad_model_is_refused_by_its_file(what, tmp_path, model, refused, monkeypatch):
+def test_a_bad_model_or_tokenizer_is_refused_by_its_file(what, tmp_path, model, refused, monkeypatch):
     monkeypatch.setattr(weights, "COMPARED", 2000)  # fifteen of the embedding's rows at a time
-    spoil, text = MODELS[what]
-    spoil(model)
-    assert message(text, model) in refused(train, *arguments(pretrained(tmp_path, model)))
-
-
-@pytest.mark.parametrize("what", TOKENIZERS)
-def test_a_bad_tokenizer_is_refused(what, tmp_path, model, refused, monkeypatch):
     monkeypatch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.1)
-    spoil, text = TOKENIZERS[what]
+    spoil, words = MODELS[what]
     spoil(model)
-    assert text.format(model=model) in refused(train, *arguments(pretrained(tmp_path, model)))
+    assert words.format(model=model) in refused(train, *arguments(pretrained(tmp_path, model)))
     assert not mark(model).exists()
 
 
-@pytest.mark.parametrize("kind", ARCHIVES)
+@pytest.mark.parametrize("kind", ["zip", "bin", "safetensors"])
 def test_an_archive_is_no_model_no_tokenizer_and_no_data(kind, tmp_path, refused, monkeypatch):
     (tmp_path / "files").mkdir()
     path = tmp_path / "files" / f"model.{kind}"
@@ -151,11 +142,9 @@ def test_an_archive_is_no_model_no_tokenizer_and_no_data(kind, tmp_path, refused
 def test_code_in_a_models_folder_is_not_run(tmp_path, model):
     """The folder asks for its own code to be run, as folders do that want trust_remote_code, but is whole without."""
     for name in ("config.json", "tokenizer_config.json"):
-        settings = json.loads((model / name).read_text())
-        settings["auto_map"] = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil"}
-        (model / name).write_text(json.dumps(settings))
+        edit(name, auto_map=AUTO_MAP)(model)
     for name in ("evil.py", "__init__.py", "conftest.py", "sitecustomize.py"):
-        (model / name).write_text(f"open({str(mark(model))!r}, 'w')\nclass Evil: pass\n")
+        file(name, EVIL)(model)
     (model / "pytorch_model.bin").write_bytes(archive("bin", model))
     settings = pretrained(tmp_path, model)
     load_policy(settings, make_mesh(settings.mesh)).initial_params()
@@ -175,55 +164,33 @@ def test_a_bad_line_of_data_is_refused(what, tmp_path, refused):
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_a_bad_data_source_is_refused(what, tmp_path, refused):
-    name, content, text = FILES[what]
+def test_a_bad_data_source_is_refused_and_not_waited_for(what, tmp_path, refused):
+    name, make, text = FILES[what]
     path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
+    if callable(make):
+        make(path)
+    elif make is not None:
+        path.write_bytes(make)
     assert text.format(path=path)[:1000] in refused(train, *arguments(finetuned(tmp_path, path)))
-
-
-@pytest.mark.parametrize(
-    ("name", "make", "text"),
-    [
-        ("data", Path.mkdir, "is a folder: give a file of JSON lines (.jsonl, .jsonl.gz) or .parquet, or a hub id"),
-        ("data", os.mkfifo, "is no regular file"),
-        ("data.jsonl", os.mkfifo, "is no regular file"),
-    ],
-)
-def test_a_folder_or_pipe_is_no_data_and_is_not_waited_for(name, make, text, tmp_path, refused):
-    make(tmp_path / name)
-    said = refused(train, *arguments(finetuned(tmp_path, tmp_path / name)))
-    assert f"data.source: {tmp_path}/{name} {text}" in said
 
 
 # The run's folder
 
 
-def make_run(tmp_path):
-    """Make a folder that looks like a run's; returns the run's configuration."""
-    settings = settings_in(tmp_path)
-    folder = Path(settings.run_dir)
-    (folder / "checkpoints" / "4").mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump(settings))
-    (folder / "metrics.jsonl").write_text('{"step": 4, "loss": 2}\n')
-    return settings
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path, refused):
-    folder = tmp_path / "thesis"
-    folder.mkdir()
-    (folder / "chapter1.tex").write_text("It was a dark and stormy night.")
-    said = refused(train, *arguments(settings_in(tmp_path)), f"run_dir={folder}")
-    assert f"run_dir: {folder} holds other files" in said
-
-
-@pytest.mark.parametrize("below", ["", "/run"])
-def test_a_run_dir_that_is_or_lies_in_a_file_is_refused(tmp_path, refused, below):
-    path = tmp_path / "notes.txt"
-    path.write_text("to do")
-    said = refused(train, *arguments(settings_in(tmp_path)), f"run_dir={path}{below}")
-    assert f"run_dir: {path} is a file" in said
+@pytest.mark.parametrize(
+    ("run_dir", "text"),
+    [
+        ("thesis", "run_dir: {path}/thesis holds other files"),
+        ("notes.txt", "run_dir: {path}/notes.txt is a file"),
+        ("notes.txt/run", "run_dir: {path}/notes.txt is a file"),
+    ],
+)
+def test_a_folder_of_something_else_is_left_alone(run_dir, text, tmp_path, refused):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("It was a dark and stormy night.")
+    (tmp_path / "notes.txt").write_text("to do")
+    said = refused(train, *arguments(settings_in(tmp_path)), f"run_dir={tmp_path}/{run_dir}")
+    assert text.format(path=tmp_path) in said
 
 
 # The tools
@@ -231,12 +198,17 @@ def test_a_run_dir_that_is_or_lies_in_a_file_is_refused(tmp_path, refused, below
 
 @pytest.mark.parametrize(("tool", "command", "text"), TOOLS, ids=[f"{tool} {line:.40}" for tool, line, _ in TOOLS])
 def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused, monkeypatch):
-    make_run(tmp_path)
-    (tmp_path / "run" / "checkpoints" / "4").rmdir()
+    files = {
+        "run/config.yaml": dump(settings_in(tmp_path)),
+        "run/metrics.jsonl": '{"step": 4, "loss": 2}\n',
+        "damaged/config.yaml": "steps: &a [*a]\n",
+        "damaged/metrics.jsonl": '{"step": 1, "loss": 2}\n[1]\n',
+        "damaged/samples.jsonl": '{"step": 1}\n',
+    }
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "config.yaml").write_text("steps: &a [*a]\n")
-    (tmp_path / "damaged" / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n[1]\n')
-    (tmp_path / "damaged" / "samples.jsonl").write_text('{"step": 1}\n')
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     assert text in refused(importlib.import_module(f"tools.{tool}"), *shlex.split(command))
 
@@ -245,7 +217,7 @@ def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused, monk
 
 
 def test_the_line_comes_after_what_a_library_in_rust_prints_of_its_panic(tmp_path, model, capfd):
-    spoil, text = TOKENIZERS["a character map that is damaged"]
+    spoil, text = MODELS["a character map that is damaged"]
     spoil(model)
     assert train.main(arguments(pretrained(tmp_path, model))) == 2
     assert capfd.readouterr().err.splitlines()[-1].startswith(f"error: {text.format(model=model)}")
