@@ -1,106 +1,231 @@
-"""The faults: each function disturbs a series' run once; the next trainer must go on from what is left.
+"""The table of faults. Each disturbs a series' run once; the next trainers must go on from what is left.
 
-A trainer is disturbed in each phase in its turn, at a random moment of the phase's usual time.
+A process, one of several, is disturbed in each phase in its turn, at a random moment of the phase's usual time. All
+must end within a minute with the documented exit codes, and the others with the same line, which names the process.
 """
 
 import os
 import random
+import resource
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from series import ONCE, Series, Trial, checkpoints, difference, last_line
+from series import LIMIT, ONCE, Series, Trial, checkpoints, difference, files_of, last_line
 from trainer import END, Trainer
 
+from mllm.errors import RESTART
+
 NOTICED = 1.0
-"""Seconds within which a signal must be noticed in the phases of `PROMPT`, and a second signal anywhere."""
+"""Seconds within which one process must notice a signal in the phases of `PROMPT`, and a second signal anywhere."""
 PROMPT = ("rollout", "reward", "eval")
+LOGS = ("metrics.jsonl", "samples.jsonl", "timings.jsonl")
 DISK_MIB = 16
+KILLED = frozenset([-signal.SIGKILL])
+LOST = frozenset([RESTART])
+FAILED = frozenset([2])
 
 
-def kill(series: Series, phases: Collection[str] = ()) -> None:
-    """kill -9, of the trainer alone or with all that it started."""
+def strike(
+    series: Series,
+    fault: str,
+    act: Callable[[Trainer], None],
+    own: Collection[int],
+    others: Collection[int],
+    phases: Collection[str] = (),
+    *,
+    prepare: Callable[[Trainer], None] = lambda trainer: None,
+    again: bool = True,
+    compiled: bool = False,
+) -> tuple[Trial, Trainer, float]:
+    """Let `act` happen to one process at a random moment of a phase, and judge how all of them end.
+
+    Args:
+        own, others: the exit codes that are right for this process, and for the others.
+        prepare: what happens to it shortly before.
+        again: try again where the run came to its end all the same; else such a trial had no effect.
+        compiled: not in a phase's first time, which compiles.
+
+    Returns:
+        The trial, the process, and the moment of the act.
+    """
     while True:
-        phase, count, delay = series.aim("kill -9", phases or series.durations)
-        everything = series.rng.random() < 0.5
-        trainer = series.reach(phase, count)
+        victim = series.rng.randrange(series.processes)
+        phase, count, delay = series.aim(fault, phases or series.durations)
+        trainer = series.reach(phase, count + (compiled and phase not in ONCE), victim)[victim]
+        prepare(trainer)
         pause(delay)
-        if series.kill(trainer, everything=everything):
-            return series.record(Trial("kill -9", hit=trainer.phase, aimed=phase), trainer)
+        begin = time.monotonic()
+        act(trainer)
+        codes, late, ended = series.end(begin, trainer if fault == "SIGSTOP" else None)
+        if any(codes) or not again:
+            break
+        series.check()
+    marks = [phase for seconds, phase in trainer.marks if seconds <= begin or codes[victim] == -signal.SIGKILL]
+    trial = series.record(Trial(fault, hit=marks[-1] if marks else "start", aimed=phase), trainer)
+    trial.seconds["ended"] = ended
+    if any(codes):
+        trial.failure = trial.failure or misjudged(series, victim, codes, late, own, others)
+    else:
+        trial.hit, trial.aimed, trial.redone, trial.seconds = "no effect", "", 0, {}
+        series.check()
+    return trial, trainer, begin
+
+
+def misjudged(
+    series: Series, victim: int, codes: list[int], late: list[int], own: Collection[int], others: Collection[int]
+) -> str:
+    """What is wrong with the way in which the processes ended; empty if nothing is."""
+    rest = [i for i in range(series.processes) if i != victim]
+    lines = [last_line(series.output(i)) for i in rest if codes[i] in (2, RESTART)]
+    if late:
+        return f"processes {late} had not ended after {LIMIT:.0f} s"
+    if codes[victim] not in own or not {codes[i] for i in rest} <= {*others}:
+        return f"exit codes {codes}: {lines or last_line(series.output(victim))}"
+    for i in range(series.processes):
+        said = series.output(i).read_text(encoding="utf-8", errors="replace") if i != victim or codes[i] == 2 else ""
+        if said.count("error: ") != (codes[i] in (2, RESTART) and bool(said)) or "Traceback" in said:
+            return f"process {i} said more or less than one line: {said[-400:]!r}"
+    if len({*lines}) > 1 or not all(f"process {victim}" in line for line in lines):
+        return f"process {victim} is not named by all: {lines}"
+    return ""
+
+
+def kill(series: Series, phases: Collection[str] = ()) -> Trainer:
+    """kill -9 a process, alone or with all that it started."""
+    everything = series.rng.random() < 0.5
+    return strike(series, "kill -9", lambda one: one.kill(everything=everything), KILLED, LOST, phases)[1]
+
+
+def cut_power(series: Series) -> None:
+    """kill -9, after which the logs have what had been synced of them."""
+    trainer = kill(series)
+    series.trials[-1].fault = "power cut"
+    for name in LOGS:
+        path = series.run_dir / name
+        kept = trainer.synced.get(str(path), series.sizes.get(name, 0))
+        if path.exists() and path.stat().st_size > kept:
+            os.truncate(path, kept)
 
 
 def interrupt(series: Series, phases: Collection[str] = ()) -> None:
-    """SIGTERM or SIGINT."""
+    """SIGTERM or SIGINT; the other processes stop at the same step, or lose this one if it had nothing to save."""
     number = series.rng.choice([signal.SIGTERM, signal.SIGINT])
     phases = phases or [phase for phase in series.durations if phase != "wait"]
-    while True:
-        phase, count, delay = series.aim("a signal", phases)
-        trainer = series.reach(phase, count + (phase not in ONCE))  # a phase's first time compiles
-        pause(delay)
-        if send(series, trainer, number, Trial("a signal", aimed=phase)):
-            return
+    codes = {128 + number, -number}
+    trial, trainer, sent = strike(
+        series, "a signal", lambda one: one.signal(number), codes, {*codes, RESTART}, phases, compiled=True
+    )
+    saved = (seconds for seconds, phase in trainer.marks if seconds > sent and phase in ("save", "wait", END))
+    trial.seconds["noticed"] = next(saved, sent + trial.seconds["ended"]) - sent
+    if series.processes == 1 and trial.hit in PROMPT and trial.seconds["noticed"] > NOTICED:
+        trial.failure = trial.failure or f"{number.name} in {trial.hit}: noticed late, {trial.seconds}"
 
 
 def interrupt_twice(series: Series) -> None:
     """SIGTERM or SIGINT, and again while the trainer saves what the first asked it to."""
     number = series.rng.choice([signal.SIGTERM, signal.SIGINT])
-    while True:
-        trainer = series.reach("update", series.rng.randint(2, 4))
+
+    def first(trainer: Trainer) -> None:
         trainer.signal(number)
         if trainer.follow("save", "wait"):
             pause(series.rng.uniform(0, series.duration("save")))
-        if send(series, trainer, number, Trial("a second signal")):
-            return
+
+    def second(trainer: Trainer) -> None:
+        trainer.signal(number)
+
+    codes = {128 + number, -number}
+    trial, _, _ = strike(series, "two signals", second, codes, {*codes, RESTART}, ["update"], prepare=first)
+    trial.aimed = ""
+    if (
+        series.processes == 1 and trial.hit != END and trial.seconds["ended"] > NOTICED
+    ):  # at its end it has all but left
+        trial.failure = trial.failure or f"a second {number.name} in {trial.hit}: {trial.seconds}"
 
 
-def send(series: Series, trainer: Trainer, number: signal.Signals, trial: Trial) -> bool:
-    """Send the signal and record what follows; False if the run came to its end anyhow, and was checked."""
-    sent = time.monotonic()
-    trainer.signal(number)
-    code = trainer.end()
-    gone = time.monotonic()
-    if code == 0:
-        series.check(trainer)
-        return False
-    trial.hit = next((phase for seconds, phase in reversed(trainer.marks) if seconds <= sent), "start")
-    saved = (seconds for seconds, phase in trainer.marks if seconds > sent and phase in ("save", "wait", END))
-    trial.seconds |= {"noticed": next(saved, gone) - sent, "ended": gone - sent}
-    series.record(trial, trainer)
-    second = not trial.aimed and trial.hit != END  # at its end it has all but left
-    late = trial.seconds["ended" if second else "noticed"] > NOTICED and (second or trial.hit in PROMPT)
-    if code not in (128 + number, -number):
-        trial.failure = f"exit code {code} after {number.name} in {trial.hit}: {last_line(series.output)}"
-    elif late:
-        trial.failure = f"{number.name} in {trial.hit}: noticed late, {trial.seconds}"
-    return True
+def stop(series: Series) -> None:
+    """SIGSTOP, until the others have ended."""
+    strike(series, "SIGSTOP", lambda one: one.signal(signal.SIGSTOP), LOST, LOST)
+
+
+def use_up_memory(series: Series) -> None:
+    strike(series, "no memory", lambda one: one.signal(signal.SIGUSR1), FAILED, FAILED, again=False)
+
+
+def refuse_to_write(series: Series) -> None:
+    """No file of the process may grow any more."""
+    limit = (series.rng.randrange(2000),) * 2
+
+    def act(trainer: Trainer) -> None:
+        with suppress(ProcessLookupError):
+            resource.prlimit(trainer.process.pid, resource.RLIMIT_FSIZE, limit)
+
+    strike(series, "can't write", act, FAILED, FAILED, again=False)
+
+
+def damage_cache(series: Series) -> None:
+    """Zeros in a process's cache of the data."""
+
+    def act(trainer: Trainer) -> None:
+        for path in series.cache(series.running.index(trainer)).rglob("*.arrayrecord"):
+            path.write_bytes(b"\0" * path.stat().st_size)
+
+    strike(series, "damaged cache", act, FAILED, FAILED, again=False)
+
+
+def give_bad_data(series: Series) -> None:
+    """The data of one process have a bad line."""
+    victim, begin = series.rng.randrange(series.processes), time.monotonic()
+    trainer = series.launch(bad=victim)[victim]
+    codes, late, seconds = series.end(begin)
+    trial = series.record(Trial("bad line", hit="start", seconds={"ended": seconds}), trainer)
+    trial.failure = trial.failure or misjudged(series, victim, codes, late, FAILED, FAILED)
+
+
+def start_twice(series: Series) -> None:
+    """Run the same command while the first still runs: it must be refused."""
+    first = series.reach("update")
+    trial = Trial("second start", hit="refused", column=series.column)
+    series.trials.append(trial)
+    codes = [trainer.end() for trainer in series.launch()]
+    said = [series.output(i).read_text(encoding="utf-8").splitlines() for i in range(series.processes)]
+    refused = [[line for line in lines if line.startswith("error: run_dir")] == lines[-1:] for lines in said]
+    if {*codes} != {2} or not all(refused):
+        trial.hit, trial.failure = "let in", f"a second start on {series.run_dir} ended with {codes}: {said}"
+    series.running = first
+    series.kill()
+
+
+# What lies on the disk
 
 
 def damage(series: Series, kind: str) -> None:
-    """Damage the newest of two or more checkpoints, and see whether the next trainer notices."""
+    """Damage the newest of two or more checkpoints, and see whether the next trainers notice."""
     if len(checkpoints(series.run_dir)) < 2:
         series.run_until(lambda: len(checkpoints(series.run_dir)) > 1)
-    folder = series.run_dir / "checkpoints"
     newest = checkpoints(series.run_dir)[-1]
-    spoil(folder / str(newest), kind, series.rng)
-    trial = Trial("newest checkpoint", hit=kind, workload=series.name)
+    spoil(files_of(series.run_dir, newest), kind, series.rng)
+    trial = Trial("newest checkpoint", hit=kind, column=series.column)
     series.trials.append(trial)
     restored = []
     if series.rng.random() < 0.5:  # a kill while the damaged one is read or put aside
-        trainer = series.launch()
+        (trainer, *_) = series.launch()
         pause(series.rng.uniform(0, series.duration("start") + series.duration("restore")))
-        trainer.kill(everything=True)
+        series.kill()
         restored.append(trainer.restored)
-    trainer = series.launch()
+    (trainer, *_) = series.launch()
     trainer.follow("metrics")
     restored.append(trainer.restored)
     first = next((step for step in restored if step is not None), newest)
     if first != newest:
         trial.remarks.append("noticed")
         trial.redone = newest - first
-    series.kill(trainer)
+    series.kill()
 
 
 def truncate(content: bytes, rng: random.Random) -> bytes:
@@ -126,12 +251,11 @@ DAMAGES: dict[str, Callable[[bytes, random.Random], bytes] | None] = {
 """What happens to a file of the checkpoint; None: half of the files are deleted."""
 
 
-def spoil(folder: Path, kind: str, rng: random.Random) -> None:
+def spoil(files: list[Path], kind: str, rng: random.Random) -> None:
     """Damage a checkpoint; where one file is damaged, half of the time the largest, which holds the arrays."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
     change = DAMAGES[kind]
     if change is None:
-        for path in rng.sample(files, len(files) // 2):
+        for path in rng.sample(files, -(-len(files) // 2)):
             path.unlink()
         return
     largest = max(files, key=lambda path: path.stat().st_size)
@@ -143,25 +267,10 @@ def tear_log(series: Series) -> None:
     """Let a log end in half a line or in zeros, as a machine's crash leaves it."""
     if not (series.run_dir / "metrics.jsonl").exists():
         series.run_until(lambda: True)
-    name = series.rng.choice(["metrics.jsonl", "samples.jsonl", "timings.jsonl"])
     tail = series.rng.choice([b'{"step": 1', b'{"step": 99, "lo', b"\0" * 512, b"\n"])
-    with (series.run_dir / name).open("ab") as file:
+    with (series.run_dir / series.rng.choice(LOGS)).open("ab") as file:
         file.write(tail)
-    series.trials.append(Trial("log", hit="torn", workload=series.name))
-
-
-def start_twice(series: Series) -> None:
-    """Run the same command while the first still runs: it must be refused."""
-    trainer = series.reach("update")
-    trial = Trial("second process", hit="refused", workload=series.name)
-    series.trials.append(trial)
-    output = series.output.with_suffix(".second.txt")
-    code = Trainer(series.arguments(series.run_dir), output).end()
-    said = output.read_text(encoding="utf-8")
-    if code != 2 or said.count("\n") != 1 or not said.startswith("error: run_dir"):
-        trial.hit, trial.failure = "let in", f"a second process on {series.run_dir} ended with {code}: {said[-300:]!r}"
-    output.unlink()
-    series.check(trainer)
+    series.trials.append(Trial("log", hit="torn", column=series.column))
 
 
 class Unavailable(Exception):
@@ -194,29 +303,26 @@ def fill_disk(series: Series) -> None:
     """The disk fills up while a checkpoint is written, and is emptied again."""
     folder = series.folder / "disk"
     folder.mkdir(exist_ok=True)
-    trial = Trial("disk full", workload=series.name)
+    trial = Trial("disk full", column=series.column)
     series.finished.append(trial)
-    output = folder.with_suffix(".txt")
-    arguments = series.arguments(folder / "run")
     try:
         with small_disk(folder) as (holder, outside):
-            trainer = Trainer(arguments, output, holder)
+            (trainer,) = series.launch(run_dir=folder / "run", namespace=holder)
             trainer.follow("save", count=3)
             with (outside / "filler").open("wb", buffering=0) as file, suppress(OSError):
                 while file.write(bytes(4096)):
                     pass
             os.truncate(outside / "filler", (outside / "filler").stat().st_size - 4096 * series.rng.randrange(16))
-            code = trainer.end()
-            said = last_line(output)
+            code, said = trainer.end(), last_line(series.output())
             trial.hit, trial.remarks = f"exit code {code}", [said.replace(str(folder), "...")]
             (outside / "filler").unlink()
-            again = Trainer(arguments, output, holder).end()
+            (trainer,) = series.launch(run_dir=folder / "run", namespace=holder)
+            if again := trainer.end():
+                trial.failure = f"exit code {again} when the disk had room again: {last_line(series.output())}"
+            elif problem := difference(series.name, outside / "run", series.folder / "0"):
+                trial.failure = f"after a full disk: {problem}"
             if code not in (0, 2):
                 trial.failure = f"exit code {code} on a full disk: {said}"
-            elif again:
-                trial.failure = f"exit code {again} when the disk had room again: {last_line(output)}"
-            elif problem := difference(series.name, outside / "run", series.undisturbed):
-                trial.failure = f"after a full disk: {problem}"
     except Unavailable as error:
         trial.hit, trial.remarks = "not tried", [f"no small file system can be had here ({error})"]
 
@@ -228,3 +334,34 @@ def pause(seconds: float) -> None:
         time.sleep(seconds - 0.002)
     while time.perf_counter() < until:
         pass
+
+
+class Fault(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    share: float
+    """How many of them there are for each kill; one at least."""
+    act: Callable[[Series], object]
+    workloads: tuple[str, ...] = ("sft", "grpo")
+    processes: str = "any number"
+    """Or `one`, or `several`."""
+
+
+FAULTS = (
+    Fault("kill -9", 1, kill),
+    Fault("a signal", 1 / 4, interrupt),
+    Fault("two signals", 1 / 10, interrupt_twice),
+    *(Fault(f"checkpoint {kind}", 1 / 16, partial(damage, kind=kind)) for kind in DAMAGES),
+    Fault("a torn log", 1 / 10, tear_log),
+    Fault("a second start", 1 / 60, start_twice),
+    Fault("a power cut", 1 / 10, cut_power, processes="one"),
+    Fault("a full disk", 1 / 30, fill_disk, processes="one"),
+    Fault("a signal in slow work", 1 / 15, partial(interrupt, phases=PROMPT), ("slow",), "one"),
+    Fault("kill -9 of a hanging reward", 1 / 20, partial(kill, phases=["reward"]), ("hanging",), "one"),
+    Fault("SIGSTOP", 1 / 3, stop, processes="several"),
+    Fault("no more writing", 1 / 3, refuse_to_write, processes="several"),
+    Fault("no memory", 1 / 3, use_up_memory, processes="several"),
+    Fault("a damaged cache", 1 / 5, damage_cache, ("sft",), "several"),
+    Fault("a bad line", 1 / 5, give_bad_data, ("sft",), "several"),
+)

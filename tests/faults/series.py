@@ -1,11 +1,15 @@
-"""Runs of one small workload: one that nothing disturbs, and others that are disturbed and must end like it."""
+"""Runs of one small workload: one that nothing disturbs, and others that are disturbed and must end like it.
+
+How a run's folder is laid out is known here alone, in `checkpoints`, `files_of`, `is_half_written` and `difference`.
+"""
 
 import json
+import os
 import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -20,6 +24,8 @@ from mllm.errors import UserError
 
 ONCE = ("start", "restore", "wait")
 """Phases that a process goes through once."""
+LIMIT = 60.0
+"""Seconds within which all processes must have ended after a fault."""
 
 
 def rewards(**weights: float) -> dict[str, Any]:
@@ -62,7 +68,8 @@ class Trial:
     """The phase in which it fell, or what it damaged."""
     aimed: str = ""
     """The phase that was meant."""
-    workload: str = ""
+    column: str = ""
+    """The workload and its number of processes, as in the table."""
     redone: int = 0
     """Steps that had been logged and are done again because of it."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -73,69 +80,84 @@ class Trial:
 
 
 class Series:
-    """The runs of one workload, one after the other."""
+    """The runs of one workload by one process or several, one run after the other."""
 
-    def __init__(self, name: str, folder: Path, rng: random.Random) -> None:
-        self.name, self.folder, self.rng = name, folder, rng
+    def __init__(self, name: str, processes: int, folder: Path, rng: random.Random) -> None:
+        self.name, self.processes, self.rng = name, processes, rng
+        self.folder = folder / f"{name}_{processes}"
+        self.folder.mkdir()
+        algorithm = "SFT" if name == "sft" else "GRPO"
+        self.column = f"{algorithm} x{processes}" if processes > 1 else algorithm
         self.durations: dict[str, list[float]] = {}
         """Seconds of each phase, each time that the undisturbed run went through it."""
-        self.writing = 0.0
-        """Seconds from the beginning of a save until the checkpoint was written in the background."""
         self.turns: dict[str, list[str]] = {}
         """By fault: the phases in which it is still to be tried before the next turn begins."""
-        self.runs = 0
+        self.runs = self.launches = 0
+        self.running: list[Trainer] = []
+        self.sizes: dict[str, int] = {}
+        """Of the logs, when what runs was launched."""
         self.trials: list[Trial] = []
         """The faults of the run that is under way."""
         self.finished: list[Trial] = []
+        for source, last in (("data.jsonl", []), ("bad.jsonl", ["no JSON"])):
+            lines = [json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}) for i in range(64)]
+            (self.folder / source).write_text("\n".join(lines + last) + "\n", encoding="utf-8")
+        self.config = self.folder / "config.yaml"
+        self.config.write_text(dump(workload(name, self.run_dir)), encoding="utf-8")
 
     @property
     def run_dir(self) -> Path:
-        return self.folder / f"{self.name}_{self.runs}"
+        return self.folder / str(self.runs)
 
-    @property
-    def output(self) -> Path:
-        """The file with all that the run's processes printed."""
-        return self.run_dir.with_suffix(".txt")
+    def output(self, process: int = 0) -> Path:
+        """The file with what a process of the last launch has printed."""
+        return self.folder / f"said_{self.launches}_{process}.txt"
 
-    @property
-    def undisturbed(self) -> Path:
-        return self.folder / f"{self.name}_0"
+    def launch(
+        self, bad: int | None = None, run_dir: Path | None = None, namespace: int | None = None
+    ) -> list[Trainer]:
+        """Start the processes; the data of `bad` has a bad line."""
+        from runs import free_address
 
-    def arguments(self, run_dir: Path) -> list[str]:
-        path = self.folder / f"{self.name}.yaml"
-        path.write_text(dump(workload(self.name, self.undisturbed)), encoding="utf-8")
-        return ["--config", str(path), f"run_dir={run_dir}"]
+        self.launches += 1
+        self.sizes = {path.name: path.stat().st_size for path in self.run_dir.glob("*.jsonl")}
+        address, trainers = free_address(), []
+        for process in range(self.processes):
+            given = ["--config", str(self.config), f"run_dir={run_dir or self.run_dir}"]
+            if self.name == "sft":  # each process has a cache of its own, as if each were on its own machine
+                source = self.folder / ("bad.jsonl" if process == bad else "data.jsonl")
+                given += [f"data.source={source}", f"data.cache={self.cache(process)}"]
+            variables = {}
+            if self.processes > 1:
+                given += [f"mesh.dp={2 * self.processes}", "--coordinator", address, "--wait", "60"]
+                given += ["--processes", str(self.processes), "--process", str(process)]
+                programs = f"{os.environ['JAX_COMPILATION_CACHE_DIR']}_{process}_of_{self.processes}"
+                flags = "--xla_force_host_platform_device_count=2"
+                variables = {"XLA_FLAGS": flags, "JAX_COMPILATION_CACHE_DIR": programs}
+            trainers.append(Trainer(given, self.output(process), namespace, **variables))
+        self.running = trainers
+        return trainers
 
-    def launch(self) -> Trainer:
-        return Trainer(self.arguments(self.run_dir), self.output)
+    def cache(self, process: int) -> Path:
+        return self.folder / f"cache_{process}"
 
     def run_undisturbed(self) -> None:
-        """Make the run that the others are compared with, and learn how long each phase takes.
-
-        Raises:
-            UserError: it fails, or its metrics.jsonl has not every step once.
-        """
-        trainer = self.launch()
-        if trainer.end() != 0:
-            raise UserError(f"a run of {self.name} that nothing disturbed failed: {last_line(self.output)}")
-        phases = [next(marks) for _, marks in groupby(trainer.marks, lambda mark: mark[1])]
+        """The first run, which all others must end like; phases are timed in it."""
+        trainers = self.launch()
+        codes = [trainer.end() for trainer in trainers]
+        if any(codes):
+            raise UserError(f"a run of {self.column} that nothing disturbed failed: {last_line(self.output())}")
+        marks = trainers[0].marks
+        phases = [next(group) for _, group in groupby(marks, lambda mark: mark[1])]
         for (begin, phase), (end, _) in pairwise(phases):
             if phase != BETWEEN:
                 self.durations.setdefault(phase, []).append(end - begin)
-        clock = time.time() - time.monotonic()
-        for step in checkpoints(self.run_dir):  # a checkpoint's folder changes last when it gets its name
-            written = (self.run_dir / "checkpoints" / str(step)).stat().st_ctime - clock
-            begun = max(seconds for seconds, phase in trainer.marks if phase == "save" and seconds < written)
-            self.writing = max(self.writing, written - begun)
-        lines = (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        config, steps = workload(self.name, self.run_dir), [json.loads(line)["step"] for line in lines]
-        if steps != list(range(0 if config.eval else 1, config.steps + 1)):
-            raise UserError(f"metrics.jsonl of a run of {self.name} that nothing disturbed has the steps {steps}")
         self.runs = 1
 
     def duration(self, phase: str) -> float:
-        """The usual seconds of a phase; those of a save end when the checkpoint is written."""
-        return self.writing if phase == "save" else median(self.durations[phase])
+        """The usual seconds of a phase; a save goes on in the background, about as long as the next steps take."""
+        others = sum(median(self.durations[name]) for name in self.durations if phase == "save" and name not in ONCE)
+        return median(self.durations[phase]) + others
 
     def aim(self, fault: str, phases: Collection[str]) -> tuple[str, int, float]:
         """A phase for the fault, each in its turn; which of its beginnings; a delay in seconds."""
@@ -148,76 +170,98 @@ class Series:
         count = 1 if phase in ONCE else self.rng.randint(1, 2 if phase == "save" else 4)
         return phase, count, self.rng.uniform(0, self.duration(phase))
 
-    def reach(self, phase: str, count: int = 1) -> Trainer:
-        """A trainer that has begun `phase` for the `count`th time, or an earlier time if runs are too short.
+    def reach(self, phase: str, count: int = 1, process: int = 0) -> list[Trainer]:
+        """Trainers of which one has begun `phase` for the `count`th time, or an earlier time if runs are too short.
 
         A run that ends before is checked, and a new one begun.
         """
         while True:
-            trainer = self.launch()
-            if trainer.follow(phase, count=count):
-                return trainer
-            self.check(trainer)
+            trainers = self.launch()
+            if trainers[process].follow(phase, count=count):
+                return trainers
+            self.check()
             count = max(1, count - 1)
 
-    def run_until(self, enough: Callable[[], bool]) -> None:
+    def run_until(self, enough: Callable[[], bool]) -> list[Trainer]:
         """Let the run go on, step by step, until `enough()` holds, and kill it there."""
         while True:
-            trainer = self.launch()
-            while trainer.follow("metrics") and not enough():
+            trainers = self.launch()
+            while trainers[0].follow("metrics") and not enough():
                 pass
-            if self.kill(trainer):
-                return
+            if self.kill():
+                return trainers
 
-    def kill(self, trainer: Trainer, *, everything: bool = True) -> bool:
-        """Kill a trainer; False if it had already come to its end, and its run was checked."""
-        trainer.kill(everything=everything)
-        if trainer.end() == -signal.SIGKILL:
+    def kill(self) -> bool:
+        """Kill what runs; False if it had already come to its end, and was checked."""
+        for trainer in self.running:
+            trainer.kill(everything=True)
+        if any(trainer.end() for trainer in self.running):
             return True
-        self.check(trainer)
+        self.check()
         return False
 
-    def record(self, trial: Trial, trainer: Trainer) -> None:
-        """Add the trial of a fault that ended the trainer."""
-        trial.workload = self.name
-        newest = max(checkpoints(self.run_dir), default=0)
-        if trainer.begun("metrics"):  # else the log's later lines are another trial's loss
-            trial.redone = max(0, last_step(self.run_dir) - newest)
-        if any((self.run_dir / "checkpoints").glob("[0-9]*.*")):
-            trial.remarks.append("beside a half-written checkpoint")
-        trial.seconds["all processes gone"], orphans = trainer.orphans()
-        if orphans:
-            trial.failure = f"in {trial.hit}: it left processes behind, {orphans}"
-        self.trials.append(trial)
+    def end(self, begin: float, stopped: Trainer | None = None) -> tuple[list[int], list[int], float]:
+        """The exit codes, the processes that had to be killed LIMIT seconds after `begin`, and the seconds until then.
 
-    def check(self, trainer: Trainer) -> None:
-        """The trainer's run is over: compare it with the undisturbed one, and begin the next run."""
-        code = trainer.end()
-        problem = difference(self.name, self.run_dir, self.undisturbed) if code == 0 else last_line(self.output)
-        self.close(f"{self.run_dir}: exit code {code}, {problem}" if code or problem else "")
+        A process that is stopped goes on when the others have ended, and is not timed.
+        """
+        others = [trainer for trainer in self.running if trainer is not stopped]
+        for trainer in others:
+            trainer.process.join(max(0.0, begin + LIMIT - time.monotonic()))
+        late = [i for i, trainer in enumerate(self.running) if trainer in others and trainer.process.is_alive()]
+        for i in late:
+            self.running[i].kill(everything=True)
+        ended = time.monotonic() - begin
+        if stopped:
+            stopped.signal(signal.SIGCONT)
+        return [trainer.end() for trainer in self.running], late, ended
+
+    def record(self, trial: Trial, trainer: Trainer) -> Trial:
+        """Add the trial of a fault that ended this trainer, and all others."""
+        trial.column = self.column
+        if trainer.begun("metrics"):  # else the log's later lines are another trial's loss
+            trial.redone = max(0, last_step(self.run_dir) - max(checkpoints(self.run_dir), default=0))
+        if is_half_written(self.run_dir):
+            trial.remarks.append("beside a half-written checkpoint")
+        for one in self.running:
+            seconds, orphans = one.orphans()
+            trial.seconds["all processes gone"] = max(seconds, trial.seconds.get("all processes gone", 0.0))
+            if orphans:
+                trial.failure = f"in {trial.hit}: it left processes behind, {orphans}"
+        self.trials.append(trial)
+        return trial
+
+    def check(self) -> None:
+        """The run is over: compare it with the undisturbed one, and begin the next run."""
+        codes = [trainer.end() for trainer in self.running]
+        problem = last_line(self.output()) if any(codes) else difference(self.name, self.run_dir, self.folder / "0")
+        self.close(f"{self.run_dir}: exit codes {codes}, {problem}" if any(codes) or problem else "")
 
     def close(self, problem: str) -> None:
         """The run is over; a problem, if there is one, is the failure of all of its trials."""
         if problem and not self.trials:
-            self.trials.append(Trial("none", workload=self.name))
+            self.trials.append(Trial("none", column=self.column))
         for trial in self.trials:
             trial.failure = trial.failure or problem
         if not problem:
             shutil.rmtree(self.run_dir)
-            self.output.unlink()
+            for path in self.folder.glob("said_*.txt"):
+                path.unlink()
         self.finished += self.trials
         self.trials = []
         self.runs += 1
 
+    def abandon(self, problem: str) -> None:
+        """Kill what runs, and give its run up."""
+        for trainer in self.running:
+            trainer.kill(everything=True)
+        self.close(f"{self.run_dir}: {problem}")
+
     def finish(self) -> None:
         """Let the run that is under way come to its end."""
         if self.trials:
-            self.check(self.launch())
-
-
-def checkpoints(run_dir: Path) -> list[int]:
-    """The steps of the checkpoints that are complete by their names, in order."""
-    return sorted(int(path.name) for path in (run_dir / "checkpoints").glob("*") if path.name.isdigit())
+            self.launch()
+            self.check()
 
 
 def last_line(path: Path) -> str:
@@ -229,6 +273,25 @@ def last_step(run_dir: Path) -> int:
     """The last step in metrics.jsonl; 0 if there is none."""
     lines = (run_dir / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
     return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+# How a run is laid out
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    """The steps of the checkpoints that are complete by their names, in order."""
+    return sorted(int(path.name) for path in (run_dir / "checkpoints").glob("*") if path.name.isdigit())
+
+
+def files_of(run_dir: Path, step: int) -> Sequence[Path]:
+    """The files of a checkpoint that hold anything, in a fixed order."""
+    folder = run_dir / "checkpoints" / str(step)
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+def is_half_written(run_dir: Path) -> bool:
+    """Whether something lies there of a checkpoint that is none yet."""
+    return any((run_dir / "checkpoints").glob("[0-9]*.*"))
 
 
 def difference(name: str, run_dir: Path, undisturbed: Path) -> str:

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 from runs import ROOT
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="the campaigns need Linux's /proc")
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.timeout(0),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="the campaigns need Linux's /proc"),
+]
 
 
-@pytest.mark.faults
-def test_a_short_kill_campaign_loses_nothing(tmp_path):
+def test_a_short_campaign_tries_each_fault_and_loses_nothing(tmp_path):
     done = subprocess.run(
-        [sys.executable, "tests/faults/chaos.py", "--short"],
+        [sys.executable, "tests/faults/campaign.py", "--short"],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         capture_output=True,
@@ -25,14 +28,15 @@ def test_a_short_kill_campaign_loses_nothing(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.endswith("\nnothing lost\n")
     rows = [re.split(r"\s{2,}", line) for line in done.stdout.splitlines()]
-    assert sum(int(row[2]) + int(row[3]) for row in rows if row[0] == "kill -9") == 6
-    assert {"newest checkpoint", "second process"} <= {row[0] for row in rows}
-    assert list(tmp_path.glob("chaos_*")) == []
+    assert sum(int(row[2]) + int(row[3]) for row in rows if row[0] == "kill -9") == 7
+    assert {"newest checkpoint", "second start", "power cut", "two signals"} <= {row[0] for row in rows}
+    assert list(tmp_path.glob("campaign_*")) == []
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("campaign", ["chaos.py", "several.py", "endurance.py"])
+@pytest.mark.parametrize("campaign", ["campaign.py", "campaign.py --processes 2 4 --kills 10", "endurance.py"])
 def test_a_whole_campaign_loses_nothing(campaign, capfd):
     with capfd.disabled():  # shows the progress and the table
-        assert subprocess.run([sys.executable, f"tests/faults/{campaign}"], cwd=ROOT, check=False).returncode == 0
+        script, *options = campaign.split()
+        assert (
+            subprocess.run([sys.executable, f"tests/faults/{script}", *options], cwd=ROOT, check=False).returncode == 0
+        )

@@ -4,11 +4,14 @@
 makes the inputs, shows the smallest that fails, and tries it again in the next run. Left out: coverage as a guide.
 """
 
+import copy
 import json
+import math
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -16,7 +19,6 @@ import numpy as np
 import pytest
 import yaml
 from flax import nnx
-from fuzz_inputs import as_json, changed, in_utf8, json_lines, spliced, texts, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -55,9 +57,101 @@ def processor_time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
+# Inputs that are near to valid ones: trees and texts with a few changes
+
+TRAPS = (
+    *("", " ", "\n", "null", "~", "true", "no", "=", "<<", "1e5", ".inf", "-.nan", "0x", "1:30", "010", "2024-01-01"),
+    *("\x00", "\ud800", "\x85", "\u2028", "\ufeff", "\x1b[2J", "日本", "e\u0301", "{{ 9**9 }}", "%s", "${HOME}"),
+    *("a" * 300, "..", "../x.safetensors", "/dev/zero", "~nobody/x", "a/b", "x.jsonl", "x.zip", "pytorch_model.bin"),
+    *("!!python/object/apply:os.abort []", "&a [*a]", "task", "bytes", "gsm8k", "reasoning_gym:x", "os:abort"),
+    *("<|im_end|>", "<answer>", "#### 7", "#### ,", "#### -", "system", "assistant", "user"),
+)
+"""Texts that a reader might take for something else."""
+
+texts = st.one_of(st.sampled_from(TRAPS), st.text(st.characters(), max_size=8))
+numbers = st.one_of(
+    st.integers(-2, 9),
+    st.sampled_from([16, 31, 32, 2**15, 2**31 - 1, 2**31, 2**63, -(2**63), 10**30, 10**400]),
+    st.floats(),
+)
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), numbers, texts),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)),
+    max_leaves=5,
+)
+
+
+@st.composite
+def changed(draw: st.DrawFn, valid: Sequence[Any]) -> Any:
+    """One of `valid`, trees of lists and mappings, with up to three places replaced, removed, moved or renamed."""
+    tree = copy.deepcopy(draw(st.sampled_from(valid)))
+    for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
+        if not (there := places(tree)):
+            break
+        node, key = draw(st.sampled_from(there))
+        change = draw(st.sampled_from(["replace", "replace", "copy", "remove", "rename"]))
+        if change == "replace":
+            node[key] = draw(values)
+        elif change == "copy":
+            other, name = draw(st.sampled_from(there))
+            node[key] = copy.deepcopy(other[name])
+        elif isinstance(node, list):
+            node.insert(0, node.pop(key))
+        else:
+            value = node.pop(key)
+            if change == "rename":
+                node[draw(st.one_of(texts, st.just(key[:-1]), st.just(key + "s")))] = value
+    return tree
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """Every container of the tree, with each of its keys."""
+    keys = list(tree) if isinstance(tree, dict) else list(range(len(tree))) if isinstance(tree, list) else []
+    return [(tree, key) for key in keys] + [place for key in keys for place in places(tree[key])]
+
+
+@st.composite
+def spliced(draw: st.DrawFn, valid: Sequence[str], pieces: Sequence[str]) -> str:
+    """One of `valid` with up to four pieces put in, taken out or doubled."""
+    text = draw(st.sampled_from(valid))
+    for _ in range(draw(st.integers(0, 4))):
+        start = draw(st.integers(0, len(text)))
+        stop = min(len(text), start + draw(st.integers(0, 40)))
+        piece = draw(st.one_of(st.sampled_from(pieces), texts, st.just(text[start:stop] * 2), st.just("")))
+        text = text[:start] + piece + text[stop:]
+    return text
+
+
+def in_utf8(text: str) -> bytes:
+    """UTF-8, which halves of surrogate pairs make invalid."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def as_json(tree: Any) -> bytes:
+    """JSON as a careless program would write it: with NaN, and with halves of surrogate pairs."""
+    return json.dumps(tree).encode()
+
+
+@st.composite
+def json_lines(draw: st.DrawFn, valid: Sequence[Any]) -> bytes:
+    """A file of JSON lines, up to two of which are wrong in some way."""
+    wrong = st.one_of(
+        changed(valid).map(as_json),
+        changed(valid).map(lambda tree: in_utf8(json.dumps(tree, ensure_ascii=False))),
+        spliced([json.dumps(tree) for tree in valid], ["{", "}", '"', "\\", ",", "[" * 2000, "\\ud800"]).map(in_utf8),
+        st.binary(max_size=8),
+    )
+    lines = draw(st.lists(st.sampled_from(valid).map(as_json), max_size=5))
+    for line in draw(st.lists(wrong, max_size=2)):
+        lines.insert(draw(st.integers(0, len(lines))), line)
+    start = draw(st.sampled_from([b"", b"", b"\xef\xbb\xbf"]))
+    return start + draw(st.sampled_from([b"\n", b"\r\n", b"\n\n"])).join(lines)
+
+
 # Configurations
 
 CONFIGS = [path.read_text() for path in sorted(config_file.CONFIGS.glob("*.yaml")) if not path.stem.startswith("grad")]
+CONFIG = CONFIGS[-1].encode()
 SETTINGS = [yaml.safe_load(text) for text in CONFIGS]
 YAML_PIECES = (
     *("{", "}", "[", "]", ": ", "- ", "\n", "\n  ", "#", "'", '"', "|\n", ">-\n", "---\n", "...\n", "? ", "%TAG ! x\n"),
@@ -88,10 +182,6 @@ def read_config(folder: Path, content: bytes, given: list[str] | None = None) ->
     assert config_file.load(str(folder / "again.yaml")) == config
 
 
-def read_overrides(folder: Path, given: list[str]) -> None:
-    read_config(folder, CONFIGS[-1].encode(), given)
-
-
 # Data
 
 BYTES = tokenizer.bytes_tokenizer()
@@ -116,15 +206,9 @@ PROBLEMS = [
     {"question": "What is 1,000 + 234.5?", "answer": "#### 1,234.5"},
     {"question": "And 2 - 5?", "answer": "Less than none.\n#### -3"},
 ]
-data_settings = st.fixed_dictionaries(
-    {
-        "max_length": st.sampled_from([1, 8, 32, 64]),
-        "packing": st.booleans(),
-        "shuffle": st.booleans(),
-        "epochs": st.sampled_from([1, 3]),
-        "on_bad_line": st.sampled_from(["error", "skip", "skip"]),
-    }
-)
+OPTIONS = {"packing": [True, False], "shuffle": [True, False], "epochs": [1, 3], "max_length": [1, 8, 32, 64]}
+OPTIONS["on_bad_line"] = ["error", "skip", "skip"]
+data_settings = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in OPTIONS.items()})
 
 
 def read_chats(folder: Path, given: tuple[bytes, dict[str, Any], int]) -> None:
@@ -136,15 +220,13 @@ def read_chats(folder: Path, given: tuple[bytes, dict[str, Any], int]) -> None:
     first = next(batches)
     assert abs(first.weights.sum() - 1) < 1e-4
     assert first.tokens.shape[0] == batch_size
-    assert ((first.tokens >= 0) & (first.tokens < 260)).all()
+    assert 0 <= first.tokens.min() <= first.tokens.max() < 260
     assert not first.weights[first.segments == 0].any()
     position = json.loads(json.dumps(batches.get_state()))
     second = next(batches, None)
     batches.set_state(position)
     again = next(batches, None)
-    assert (second is None) == (again is None)
-    if second is not None and again is not None:
-        np.testing.assert_array_equal(second.tokens, again.tokens)
+    np.testing.assert_array_equal(*(None if batch is None else batch.tokens for batch in (second, again)))
 
 
 def read_gsm8k(folder: Path, files: tuple[bytes, bytes]) -> None:
@@ -215,18 +297,13 @@ SIZES = Architecture(
 SHAPES = {name: shape for name, shape, _, _ in weights.tensors_of(nnx.state(Decoder.abstract(SIZES)))}
 
 
-def safetensors_header() -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file with the model's tensors in float32, and the bytes that they take."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in SHAPES.items():
-        size = 4 * int(np.prod(shape))
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + size]}
-        end += size
-    return header, end
-
-
-HEADER, DATA_BYTES = safetensors_header()
+ENDS = dict(zip(SHAPES, accumulate(4 * math.prod(shape) for shape in SHAPES.values()), strict=True))
+DATA_BYTES = max(ENDS.values())
+HEADER: dict[str, Any] = {"__metadata__": {"format": "pt"}} | {
+    name: {"dtype": "F32", "shape": [*shape], "data_offsets": [ENDS[name] - 4 * math.prod(shape), ENDS[name]]}
+    for name, shape in SHAPES.items()
+}
+"""The header of a safetensors file with the model's tensors in float32."""
 INDEX = {"metadata": {"total_size": DATA_BYTES}, "weight_map": dict.fromkeys(SHAPES, "a.safetensors")}
 
 
@@ -280,7 +357,7 @@ READERS = {
         read_config,
     ),
     "the settings of a configuration": (changed(SETTINGS).map(yaml.safe_dump).map(in_utf8), read_config),
-    "overrides": (st.lists(overrides, max_size=3), read_overrides),
+    "overrides": (st.lists(overrides, max_size=3), lambda folder, given: read_config(folder, CONFIG, given)),
     "chats": (st.tuples(json_lines(CHATS), data_settings, st.integers(1, 3)), read_chats),
     "the problems of gsm8k": (st.tuples(json_lines(PROBLEMS), json_lines(PROBLEMS)), read_gsm8k),
     "a task's file": (st.tuples(json_lines(LISTED), st.sampled_from(get_args(AnswerForm))), read_listed),

@@ -41,15 +41,19 @@ class Trainer:
     Args:
         namespace: a process in whose user and mount namespaces the trainer runs.
         variables: further ones of its environment.
+
+    Attributes:
+        token: in the environment of every process that the trainer starts.
+        marks: each phase's beginning, by `time.monotonic`, which is the same in all processes, and its name.
+        restored: the step of the checkpoint that it has restored.
+        synced: the bytes of each log, by its path, that survive a crash of the machine.
     """
 
     def __init__(self, arguments: Sequence[str], output: Path, namespace: int | None = None, **variables: str) -> None:
         self.token = uuid4().hex
-        """In the environment of every process that the trainer starts."""
         self.marks: list[tuple[float, str]] = []
-        """Each phase's beginning, by `time.monotonic`, which is the same in all processes, and its name."""
         self.restored: int | None = None
-        """The step of the checkpoint that it has restored."""
+        self.synced: dict[str, int] = {}
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(["__main__", *PRELOADED])
         self.pipe, theirs = server.Pipe(duplex=False)
@@ -75,6 +79,9 @@ class Trainer:
                 return False
             if isinstance(mark, int):
                 self.restored = mark
+                continue
+            if isinstance(mark, dict):
+                self.synced |= mark
                 continue
             self.marks.append(mark)
             if mark[1] in phases and count in (None, self.begun(mark[1])):
@@ -187,17 +194,20 @@ def run(
         @functools.wraps(original)
         def wrapped(*args: Any, **options: Any) -> Any:
             with phase(name if open_phases[-1] == BETWEEN else open_phases[-1]):
-                return original(*args, **options)
+                result = original(*args, **options)
+            if name == "restore" and result is not None:
+                pipe.send(result.step)
+            return result
 
         setattr(owner, method, wrapped)
 
-    restore = Checkpoints.restore
+    sync = os.fsync
 
-    @functools.wraps(restore)
-    def restored(*args: Any) -> Any:
-        if result := restore(*args):
-            pipe.send(result.step)
-        return result
+    def synced(handle: int) -> None:
+        size, path = os.fstat(handle).st_size, os.readlink(f"/proc/self/fd/{handle}")
+        sync(handle)
+        if path.endswith(".jsonl"):
+            pipe.send({path: size})
 
     timed = Stopwatch.phase
 
@@ -208,7 +218,7 @@ def run(
 
     tell("start")
     Stopwatch.phase = timed_phase
-    Checkpoints.restore = restored
+    os.fsync = synced
     for owner, method, name in (
         (Checkpoints, "restore", "restore"),
         (Checkpoints, "save", "save"),
