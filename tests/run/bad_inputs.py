@@ -73,6 +73,7 @@ OVERRIDES: dict[str, str] = {
     "rollout.stop=['two tokens']": "rollout.stop: 'two tokens' is 10 tokens",
     "task.heldout=60": "task.heldout: 60 of arithmetic's 100 problems",
     "task.system_prompt='<|im_end|>'": "arithmetic[0]: messages: <|im_end|> is a control token",
+    "eval={test: true}": "eval.test: task arithmetic has no test set",
     "task.rewards=[{name: exact}]": "task.rewards: there is no reward exact:",
     "task.rewards=[{name: 'no_such_module:f'}]": "task.rewards: no_such_module:f can't be imported",
     "task.rewards=[{name: overlong}]": "task.rewards: overlong requires cache, which there isn't; there are",

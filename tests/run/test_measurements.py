@@ -120,8 +120,3 @@ def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off
     assert [line["step"] for line in lines if "test/reward" in line] == [4]
     assert [line["step"] for line in lines if "eval/reward" in line] == [0, 2, 4]
     assert f"test accuracy      {lines[-1]['test/greedy_accuracy']:.3f} (" in capsys.readouterr().out
-
-
-def test_a_task_without_a_test_set_has_none_to_measure(tmp_path, capsys):
-    assert run(config(run_dir=str(tmp_path / "run"), eval={"test": True})) == 2
-    assert "eval.test: task arithmetic has no test set" in capsys.readouterr().err
