@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ from mllm.errors import ArgumentParser, UserError, command, run_main
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.metrics import RunLog
 
+COMPILED, SLOW = "/jax/core/compile/backend_compile_duration", ("time/eval", "time/save")
 FEWEST, ENOUGH = 40, 500
 """Steps that a run needs at least; and steps after the warm-up with which memory and speed have settled."""
 
@@ -66,12 +68,7 @@ def run(steps: int) -> dict[str, np.ndarray]:
     import runs
 
     samples = {name: np.full(steps, np.nan) for name in LIMITS}  # allocated beforehand, so that sampling adds nothing
-    compiled = 0
-
-    def count(event: str, seconds: float, **_: str | int) -> None:
-        nonlocal compiled
-        compiled += event == "/jax/core/compile/backend_compile_duration"
-
+    compiled: Counter[str] = Counter()
     write, save = RunLog.write_timings, Checkpoints.save
 
     def save_and_wait(self: Checkpoints, *args: Any, **options: Any) -> None:
@@ -80,20 +77,21 @@ def run(steps: int) -> dict[str, np.ndarray]:
 
     def sample(self: RunLog, step: int, timings: Mapping[str, float], *args: Any) -> None:
         write(self, step, timings, *args)
-        phases = {name: value for name, value in timings.items() if name.startswith("time/")}
-        seconds = sum(phases.values()) - phases.get("time/eval", 0) - phases.get("time/save", 0)
-        process = {**process_quantities(), "live arrays": len(jax.live_arrays()), "compilations": compiled}
-        for name, value in {**process, "seconds of a step": seconds}.items():
+        seconds = sum(timings[name] for name in timings if name.startswith("time/") and name not in SLOW)
+        counts = {
+            "live arrays": len(jax.live_arrays()),
+            "compilations": compiled[COMPILED],
+            "seconds of a step": seconds,
+        }
+        for name, value in {**process_quantities(), **counts}.items():
             samples[name][step - 1] = value
 
-    jax.monitoring.register_event_duration_secs_listener(count)
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.update([event]))
     RunLog.write_timings, Checkpoints.save = sample, save_and_wait  # type: ignore[assignment,method-assign]
-    with tempfile.TemporaryDirectory(prefix="endurance_") as folder:
-        every = max(4, steps // 10 // 2 * 2)  # a rollout has two updates
-        eval_, checkpoint = {"every": every, "prompts": 8, "sampled": True}, {"every": every, "keep": 3}
-        config = workload("grpo", Path(folder, "run"))
-        with redirect_stdout(sys.stderr):
-            code = runs.run(runs.changed(config, steps=steps, eval=eval_, checkpoint=checkpoint))
+    every = max(4, steps // 10 // 2 * 2)  # a rollout has two updates
+    sections = {"eval": {"every": every, "prompts": 8, "sampled": True}, "checkpoint": {"every": every, "keep": 3}}
+    with tempfile.TemporaryDirectory(prefix="endurance_") as folder, redirect_stdout(sys.stderr):
+        code = runs.run(runs.changed(workload("grpo", Path(folder, "run")), steps=steps, **sections))
     if code:
         raise UserError(f"the run ended with exit code {code}")
     return samples

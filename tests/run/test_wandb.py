@@ -1,8 +1,6 @@
 """Weights & Biases gets the numbers that TensorBoard gets, and a run does not depend on it."""
 
-import struct
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +8,6 @@ from runs import arguments, changed, records, run
 from tiny import config
 
 import train
-from mllm.run.metrics import RunLog
 
 SETTINGS = config("sft", steps=6, checkpoint={"every": 2}, eval=None, rollout=None, log={"wandb": "project"})
 
@@ -84,41 +81,3 @@ def test_without_the_package_nothing_starts(tmp_path, monkeypatch, capsys):
     assert train.main(arguments(changed(SETTINGS, run_dir=str(tmp_path / "mine")))) == 2
     assert capsys.readouterr().err.startswith("error: log.wandb: the package is missing: pip install wandb")
     assert not (tmp_path / "mine").exists()
-
-
-def test_the_package_itself_writes_the_same_numbers_when_it_is_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    settings = changed(SETTINGS, run_dir=str(tmp_path / "mine"))
-    for last in (2, 4):
-        log = RunLog(tmp_path / "mine", last - 2, 4, settings)
-        for step in (last - 1, last):
-            log.write(step, {"loss": 1 / step, "reward": float("nan")})
-            log.write_timings(step, {"tokens_per_second": 5.0}, {})
-        log.close()
-        time.sleep(1)  # the package names a start's folder by the second
-    files = sorted(tmp_path.glob("mine/wandb/offline-run-*/*.wandb"))
-    assert len({path.name for path in files}) == 1  # one id
-    sent: dict[int, dict[str, str]] = {}
-    for data in leveldb_records(files[-1].read_bytes()):
-        if items := {"".join([i.key, *i.nested_key]): i.value_json for i in Record.FromString(data).history.item}:
-            sent[int(items["_step"])] = items
-    assert {step: float(items["loss"]) for step, items in sent.items()} == {s: 1 / s for s in (1, 2, 3, 4)}
-    assert {items["tokens_per_second"] for items in sent.values()} == {"5"}
-
-
-def leveldb_records(content: bytes):
-    """The records of a file in the format of LevelDB's log, after a header of 7 bytes."""
-    place, data = 7, b""
-    while place + 7 <= len(content):
-        if (rest := 32768 - place % 32768) < 7:
-            place += rest
-            continue
-        length, kind = struct.unpack_from("<HB", content, place + 4)
-        data += content[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield data
-            data = b""
