@@ -65,12 +65,12 @@ def make_parser() -> ArgumentParser:
 
 def train(config: Config, change: bool = False) -> int:
     """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
-    from mllm.data.sft_source import SftSource, make_sft_source
+    from mllm.data.sft_source import make_sft_source
     from mllm.data.source import Source
     from mllm.data.tasks.load import load as load_task
     from mllm.parallel.mesh import make_mesh, shard_batch
     from mllm.parallel.processes import RowShare, check_same, is_writer, raise_everywhere
-    from mllm.rl.grpo_source import GrpoSource, make_grpo_source
+    from mllm.rl.grpo_source import make_grpo_source
     from mllm.rl.rewards import RewardRunner
     from mllm.rl.sampler import make_sampler
     from mllm.run import folder as run_dir
@@ -87,7 +87,7 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.run.storage import saved_steps
     from mllm.stopwatch import Stopwatch
     from mllm.train.optimizer import make_optimizer, make_schedule
-    from mllm.train.step import abstract_state, choose_head, make_train_step
+    from mllm.train.step import Forward, abstract_state, choose_head, make_train_step
 
     with ExitStack() as stack, Heartbeat() as heartbeat:
         # Load and check everything before anything is written.
@@ -103,21 +103,61 @@ def train(config: Config, change: bool = False) -> int:
                 rewards = RewardRunner(config.task, task, config.rollout.max_completion_length, interrupt.poll_alone)
                 stack.enter_context(rewards)
             policy = load_policy(config, mesh)
-            sampler = make_sampler(config, policy, interrupt.poll)
-            if task and sampler and rewards and config.algorithm == "grpo":
-                source: Source = make_grpo_source(config, policy, mesh, task, sampler, rewards)
+            forward = Forward(policy.graphdef, mesh, config.head, config.rows, config.grpo, config.rollout)
+            sampler = None
+            if config.rollout:
+                sampler = make_sampler(
+                    policy,
+                    config.rollout,
+                    config.optimizer,
+                    needs_reference=config.grpo is not None and config.grpo.beta > 0,
+                    seed=config.seed,
+                    poll=interrupt.poll,
+                )
+            if config.grpo and config.task and task and sampler and rewards:
+                source: Source = make_grpo_source(
+                    config.grpo,
+                    config.task,
+                    batch_size=config.batch_size,
+                    steps=config.steps or 0,
+                    seed=config.seed,
+                    task=task,
+                    sampler=sampler,
+                    rewards=rewards,
+                    forward=forward,
+                    logged_samples=config.log.samples,
+                )
             else:
-                source = make_sft_source(config, policy, mesh, task)
-            steps = source.steps if isinstance(source, SftSource) else config.steps or 0
+                assert config.data is not None
+                source = make_sft_source(
+                    config.data,
+                    batch_size=config.batch_size,
+                    steps=config.steps,
+                    warmup_steps=config.optimizer.warmup_steps,
+                    seed=config.seed,
+                    tokenizer=policy.tokenizer,
+                    mesh=mesh,
+                    task=task,
+                )
+            steps = source.steps
             optimizer, schedule = make_optimizer(config.optimizer, steps), make_schedule(config.optimizer, steps)
-            train_step = make_train_step(policy.graphdef, optimizer, schedule, config, mesh)
-            measurements = make_measurements(config, policy, mesh, source, interrupt.poll, task, sampler, rewards)
-            keeps_reference = config.grpo is not None and config.grpo.beta > 0
-            needed = keeps_reference or policy.lora is not None or not saved_steps(folder / "checkpoints")
+            train_step = make_train_step(forward, optimizer, schedule, config.seed)
+            measurements = make_measurements(
+                config.eval,
+                config.task,
+                config.data,
+                config.batch_size,
+                task=task,
+                sampler=sampler,
+                rewards=rewards,
+                source=source,
+                forward=forward,
+                poll=interrupt.poll,
+            )
+            needed = source.needs_reference or policy.lora is not None or not saved_steps(folder / "checkpoints")
             trained, frozen = policy.split(initial := policy.initial_params() if needed else None)
-            whole, fixed = partial(policy.join, frozen=frozen), initial if keeps_reference else frozen
-            if isinstance(source, GrpoSource) and keeps_reference:
-                source.reference = initial
+            reference = initial if source.needs_reference else None
+            whole, fixed = partial(policy.join, frozen=frozen), reference or frozen
         check_same(source.position(), "data: the processes have different examples: give all the same data")
         with raise_everywhere():
             run_dir.write(folder, config)
@@ -128,10 +168,10 @@ def train(config: Config, change: bool = False) -> int:
             source.seek(state.position)
         else:
             position, evaluates = source.position(), measurements.are_due(0, final=False)
-            state = RunState.begin(trained, optimizer, position, keeps_reference, evaluates)
+            state = RunState.begin(trained, optimizer, position, source.needs_reference, evaluates)
         del initial, trained, fixed
         if is_writer():
-            head = choose_head(config, policy.architecture, mesh)
+            head = choose_head(config.head, config.model, config.rows, policy.architecture, mesh)
             print(report.start_line(mesh, policy.params, head, policy.attention, state.step), file=sys.stderr)
         log = stack.enter_context(closing(RunLog(folder, state.logged_step, steps, config)))
 
@@ -147,7 +187,7 @@ def train(config: Config, change: bool = False) -> int:
             while not (finished or stopping or fatal_error):
                 watch = Stopwatch(partial(heartbeat.mark, state.step))
                 try:
-                    data = source.next(whole(state.train.params), state.step, watch)
+                    data = source.next(whole(state.train.params), state.step, watch, reference)
                 except StopIteration:
                     break
                 except StepError as error:

@@ -68,7 +68,7 @@ def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0):
     return result
 
 
-def grpo_source(reference_params=None, samples=None, bad=(), task=None, sampler=RandomCompletions, **grpo):
+def grpo_source(samples=None, bad=(), task=None, sampler=RandomCompletions, **grpo):
     """The source with SquareRewards(bad); `grpo` are settings of that section."""
     settings = config(grpo={"num_generations": GROUP, **grpo}, task=task or {})
     problems = load_task(settings.task, seed=0)
@@ -82,6 +82,6 @@ def grpo_source(reference_params=None, samples=None, bad=(), task=None, sampler=
         SquareRewards(bad),
         linear_logprobs,
         settings.rows,
-        reference_params,
+        settings.steps,
         samples,
     )

@@ -4,6 +4,10 @@ import numpy as np
 
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import make_mesh
+from mllm.train.optimizer import make_optimizer, make_schedule
+from mllm.train.step import Forward, make_train_step
 
 ARCHITECTURE = {
     "model_type": "qwen2",
@@ -37,6 +41,20 @@ def config(algorithm: str = "grpo", **sections) -> Config:
     for name, value in sections.items():
         settings[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value
     return Config.model_validate(settings)
+
+
+def make_forward(settings: Config, graphdef, mesh) -> Forward:
+    return Forward(graphdef, mesh, settings.head, settings.rows, settings.grpo, settings.rollout)
+
+
+def make_trainer(settings: Config, mesh=None):
+    """Policy, optimizer and jitted update of a run."""
+    mesh = mesh or make_mesh(settings.mesh)
+    policy = load_policy(settings, mesh)
+    optimizer = make_optimizer(settings.optimizer, settings.steps)
+    schedule = make_schedule(settings.optimizer, settings.steps)
+    forward = make_forward(settings, policy.graphdef, mesh)
+    return policy, optimizer, make_train_step(forward, optimizer, schedule, settings.seed)
 
 
 def random_batch(rows: int, length: int, seed: int = 0) -> Batch:

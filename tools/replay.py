@@ -65,7 +65,7 @@ def replay(path: Path, checkpoint: int | None) -> int:
     when = f"{between} updates {'earlier' if checkpoint < step else 'later'}" if between else "as they were then"
     print(f"step {step} of {run}, parameters of checkpoint {checkpoint}: {when}")
 
-    forward = Forward(policy.graphdef, config, mesh)
+    forward = Forward(policy.graphdef, mesh, config.head, config.rows, config.grpo, config.rollout)
 
     @jax.jit
     def examine(params: Any, row: "Batch") -> tuple[Any, Any, Any]:

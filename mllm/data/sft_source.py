@@ -8,7 +8,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mllm.config.data import DataConfig
-from mllm.config.schema import Config
 from mllm.config.section import LARGEST_NUMBER
 from mllm.data.batch import Batch
 from mllm.data.cache import cached_documents
@@ -19,7 +18,6 @@ from mllm.data.source import Step
 from mllm.data.tasks.task import Task
 from mllm.errors import UserError
 from mllm.model.layout import Params
-from mllm.model.load import Policy
 from mllm.model.tokenizer import Tokenizer
 from mllm.parallel.processes import ALL_ROWS, RowShare, raise_everywhere
 from mllm.stopwatch import Stopwatch
@@ -27,40 +25,45 @@ from mllm.stopwatch import Stopwatch
 log = logging.getLogger(__name__)
 
 
-def make_sft_source(config: Config, policy: Policy, mesh: Mesh, task: Task | None) -> "SftSource":
+def make_sft_source(
+    config: DataConfig,
+    *,
+    batch_size: int,
+    steps: int | None,
+    warmup_steps: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    task: Task | None,
+) -> "SftSource":
     """The source of a configuration's data; UserError where there is too little of it, or it is bad."""
-    assert config.data is not None
     rows = RowShare.of_mesh(mesh)
-    training, validation = load_documents(config.data, policy.tokenizer, task)
+    training, validation = load_documents(config, tokenizer, task)
     batches = sft_batches(
-        config.data,
-        training,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        process_index=rows.index,
-        process_count=rows.count,
+        config, training, batch_size=batch_size, seed=seed, process_index=rows.index, process_count=rows.count
     )
-    return SftSource(batches, rows, validation, count_steps(config, training))
+    last = count_steps(config, training, batch_size=batch_size, steps=steps, warmup_steps=warmup_steps, seed=seed)
+    return SftSource(batches, rows, validation, last)
 
 
-def count_steps(config: Config, documents: Documents) -> int:
+def count_steps(
+    config: DataConfig, documents: Documents, *, batch_size: int, steps: int | None, warmup_steps: int, seed: int
+) -> int:
     """The number of steps of a run: `steps`, or fewer, with a warning, where the data ends before.
 
     So the schedule of the learning rate always comes to its end. UserError is raised if it is shorter than the warm-up.
     """
-    assert config.data is not None
-    if config.steps is None and documents.content is None and len(documents) * (config.data.epochs or 1) > 2**24:
+    if steps is None and documents.content is None and len(documents) * (config.epochs or 1) > 2**24:
         raise UserError(f"steps: set them: the task has {len(documents)} problems, too many to count the batches of")
-    most, warmup = config.steps or LARGEST_NUMBER, config.optimizer.warmup_steps
-    steps = count_batches(config.data, documents, batch_size=config.batch_size, seed=config.seed, most=most)
-    passes = f"data.epochs: {config.data.epochs} passes over the {len(documents)} examples are {steps} batches"
-    if warmup > steps:
+    counted = count_batches(config, documents, batch_size=batch_size, seed=seed, most=steps or LARGEST_NUMBER)
+    passes = f"data.epochs: {config.epochs} passes over the {len(documents)} examples are {counted} batches"
+    if warmup_steps > counted:
         raise UserError(
-            f"optimizer.warmup_steps: {warmup} are more than the run has ({passes}): set fewer, or more epochs"
+            f"optimizer.warmup_steps: {warmup_steps} are more than the run has ({passes}): set fewer, or more epochs"
         )
-    if config.steps is not None and steps < config.steps:
-        log.warning("%s: the run and its schedule end at step %d instead of %d", passes, steps, config.steps)
-    return steps
+    if steps is not None and counted < steps:
+        log.warning("%s: the run and its schedule end at step %d instead of %d", passes, counted, steps)
+    return counted
 
 
 def load_documents(config: DataConfig, tokenizer: Tokenizer, task: Task | None) -> tuple[Documents, Documents | None]:
@@ -91,6 +94,8 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, task: Task | None) 
 class SftSource:
     """A `mllm.data.source.Source` over the batches of `mllm.data.pipeline.sft_batches`."""
 
+    needs_reference = False
+
     def __init__(
         self,
         data: DataIterator[Batch],
@@ -106,7 +111,7 @@ class SftSource:
         self.after = data.get_state()
         self.upcoming: Batch | None = None
 
-    def next(self, params: Params, step: int, watch: Stopwatch) -> Step:
+    def next(self, params: Params, step: int, watch: Stopwatch, reference: Params | None = None) -> Step:
         with watch.phase("data"), raise_everywhere():
             batch = next(self.data) if self.upcoming is None else self.upcoming
             self.after = self.data.get_state()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from mllm.data.batch import Batch
+from mllm.data.documents import Documents
 from mllm.model.layout import Params
 from mllm.stopwatch import Stopwatch
 
@@ -30,8 +31,22 @@ class Step:
 
 @runtime_checkable
 class Source(Protocol):
-    def next(self, params: Params, step: int, watch: Stopwatch) -> Step:
-        """The data of update `step`, counted from 0. Raises StopIteration where the data ends."""
+    steps: int
+    """The number of updates of the run: `steps` of the configuration, or fewer where the data ends before."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `next` compares the policy with a reference."""
+
+    @property
+    def validation(self) -> Documents | None:
+        """The documents that SFT's validation measures; None: there are none."""
+
+    def next(self, params: Params, step: int, watch: Stopwatch, reference: Params | None = None) -> Step:
+        """The data of update `step`, counted from 0. Raises StopIteration where the data ends.
+
+        `params` are those of the policy, `reference` those that the run began with, where they are needed.
+        """
 
     def position(self) -> dict[str, Any]:
         """The position after the last step, from which `seek` continues: JSON."""

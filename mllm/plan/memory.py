@@ -178,7 +178,8 @@ def with_slots(config: Config, policy: Policy, memory: int) -> Config:
     """The configuration with the number of slots that a run would choose, where a device has so many bytes."""
     if config.rollout is None or config.rollout.max_slots is not None:
         return config
-    slots = slots_that_fit(config, policy, memory)
+    needs_reference = config.grpo is not None and config.grpo.beta > 0
+    slots = slots_that_fit(policy, config.rollout, config.optimizer, needs_reference=needs_reference, memory=memory)
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_slots": slots})})
 
 

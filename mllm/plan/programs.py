@@ -43,13 +43,13 @@ class Programs:
     def __init__(self, config: Config, mesh: Mesh, kind: type[Forward] = Forward) -> None:
         self.config = config
         self.mesh = mesh
-        self.kind = kind
         self.policy = load_policy(without_files(config), mesh)
         self.optimizer = make_optimizer(config.optimizer, config.steps or 1)
         self.state = abstract_state(self.policy.trained, self.optimizer)
         self.model = nnx.merge(self.policy.graphdef, self.policy.params)
         self.layout = self.model.layout
         self.rows = config.rows
+        self.forward = kind(self.policy.graphdef, mesh, config.head, self.rows, config.grpo, config.rollout)
 
     # --- the programs -------------------------------------------------------------------------------------------------
 
@@ -76,25 +76,24 @@ class Programs:
 
     def logprob(self) -> Program:
         """The log-prob pass over a rollout."""
-        function = make_logprob_pass(self.policy.graphdef, self.config, self.mesh)
+        function = make_logprob_pass(self.forward)
         return function, (self.policy.params, self.batch(self.rows.total, policies=False))
 
     def update(self) -> Program:
         """The train step."""
         schedule = make_schedule(self.config.optimizer, self.config.steps or 1)
-        function = make_train_step(self.policy.graphdef, self.optimizer, schedule, self.config, self.mesh, self.kind)
+        function = make_train_step(self.forward, self.optimizer, schedule, self.config.seed)
         return function, (self.state, self.batch(self.rows.total), self.policy.split(self.policy.params)[1])
 
     def head_of_logprob(self) -> Program:
         """The head alone, on a micro-batch of the log-prob pass."""
-        forward = Forward(self.policy.graphdef, self.config, self.mesh)
-        return forward.head_logprobs, (*self.head_operands(), self.batch(self.rows.micro, policies=False))
+        return self.forward.head_logprobs, (*self.head_operands(), self.batch(self.rows.micro, policies=False))
 
     def head_of_update(self) -> Program:
         """The head alone with its gradients, on a micro-batch of the update; a frozen matrix has none."""
-        forward, lora = self.kind(self.policy.graphdef, self.config, self.mesh), self.policy.lora
+        lora = self.policy.lora
         trained = (0, 1) if lora is None or "head" in lora.targets else 0
-        function = jax.value_and_grad(forward.head_loss, trained, has_aux=True)
+        function = jax.value_and_grad(self.forward.head_loss, trained, has_aux=True)
         return function, (*self.head_operands(), self.batch(self.rows.micro))
 
     # --- their shapes -------------------------------------------------------------------------------------------------

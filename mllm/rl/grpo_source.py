@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from mllm.config.grpo import GrpoConfig
-from mllm.config.schema import Config, Rows
+from mllm.config.schema import Rows
 from mllm.config.task import TaskConfig
 from mllm.data.batch import Batch
 from mllm.data.iteration import DataIterator, process_rows
@@ -20,7 +19,6 @@ from mllm.data.prompts import TrainingPrompt, training_prompts
 from mllm.data.source import Step
 from mllm.data.tasks.task import Task
 from mllm.model.layout import Params
-from mllm.model.load import Policy
 from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import ALL_ROWS, RowShare, is_writer, raise_everywhere
 from mllm.rl import scored
@@ -30,44 +28,48 @@ from mllm.rl.schedule import round_size
 from mllm.rl.scored import ScoredCompletions
 from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
-from mllm.train.step import make_logprob_pass
+from mllm.train.step import Forward, make_logprob_pass
 
 log = logging.getLogger(__name__)
 
 
 def make_grpo_source(
-    config: Config,
-    policy: Policy,
-    mesh: Mesh,
+    config: GrpoConfig,
+    task_config: TaskConfig,
+    *,
+    batch_size: int,
+    steps: int,
+    seed: int,
     task: Task,
     sampler: Sampler,
     rewards: RewardRunner,
+    forward: Forward,
+    logged_samples: int | None,
 ) -> "GrpoSource":
-    """The source of a run, without the parameters of a reference; UserError as for `training_prompts`."""
-    assert config.grpo is not None
-    assert config.task is not None
-    rows, groups = RowShare.of_mesh(mesh), config.grpo.groups_per_rollout(config.batch_size)
+    """The source of a run; UserError as for `training_prompts`."""
+    rows, groups = RowShare.of_mesh(forward.mesh), config.groups_per_rollout(batch_size)
     process_rows(groups, rows.index, rows.count, "grpo.steps_per_generation * batch_size / grpo.num_generations")
     prompts = training_prompts(
         task,
-        policy.tokenizer,
+        sampler.tokenizer,
         max_prompt_length=sampler.options.max_prompt_length,
-        long_prompts=config.task.long_prompts,
-        seed=config.seed,
+        long_prompts=task_config.long_prompts,
+        seed=seed,
         prefetch=2 * groups,
     )
-    logprob_pass = make_logprob_pass(policy.graphdef, config, mesh)
+    logprob_pass = make_logprob_pass(forward)
     return GrpoSource(
-        config.grpo,
-        config.task,
-        config.batch_size,
+        config,
+        task_config,
+        batch_size,
         prompts,
         sampler,
         rewards,
-        lambda params, batch: logprob_pass(params, shard_batch(mesh, batch)),
-        config.rows,
-        logged_samples=config.log.samples,
-        rows=rows,
+        lambda params, batch: logprob_pass(params, shard_batch(forward.mesh, batch)),
+        forward.rows,
+        steps,
+        logged_samples,
+        rows,
     )
 
 
@@ -90,7 +92,7 @@ class GrpoSource:
     rewards: RewardRunner
     logprob_pass: Callable[[Params, Batch], Float[Array, "B T"]]
     update_rows: Rows
-    reference: Params | None = None
+    steps: int
     logged_samples: int | None = None
     rows: RowShare = ALL_ROWS
     num_tokens: int = 0
@@ -101,35 +103,40 @@ class GrpoSource:
     """Since the process began: for warnings only."""
     parts: list[Step] = field(default_factory=list)
     """The data of the updates that share the current rollout."""
+    validation: None = None
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.config.beta > 0
 
     @property
     def reward_weights(self) -> dict[str, float]:
         return {reward.name: reward.weight for reward in self.task.rewards}
 
-    def next(self, params: Params, step: int, watch: Stopwatch) -> Step:
+    def next(self, params: Params, step: int, watch: Stopwatch, reference: Params | None = None) -> Step:
         """The data of update `step`. Raises StepError where rewards failed in too many groups."""
         update = step % self.config.updates_per_rollout
         first = update == 0 or not self.parts
         if first:
-            self.parts = self.roll_out(params, step, watch)
+            self.parts = self.roll_out(params, reference, step, watch)
         part = self.parts[update % len(self.parts)]
         self.updates_without_gradient += part.metrics["frac_without_gradient"] == 1
         metrics = part.metrics | {"updates_without_gradient": self.updates_without_gradient}
         return replace(part, metrics=metrics, samples=part.samples if first else [])
 
-    def roll_out(self, params: Params, step: int, watch: Stopwatch) -> list[Step]:
+    def roll_out(self, params: Params, reference: Params | None, step: int, watch: Stopwatch) -> list[Step]:
         """Sample and score completions, and make the batches of all updates that share them."""
         group = self.config.num_generations
         drawn, rewards, rounds = self.draw(params, step, watch)
-        of_drawn = objectives.advantages(rewards, self.config.reward_scale)
-        if of_drawn.equal.all():
+        equal = objectives.equal_rewards(rewards)
+        if equal.all():
             self.warn_without_signal(step)
         # The first groups with a signal, filled up with the first without, in the order in which they were drawn.
         wanted = self.config.groups_per_rollout(self.batch_size)
-        groups = np.sort(np.argsort(of_drawn.equal, kind="stable")[:wanted])
+        groups = np.sort(np.argsort(equal, kind="stable")[:wanted])
         chosen = (groups[:, None] * group + np.arange(group)).reshape(-1)
         advantages = np.full(drawn.lengths.shape, np.nan)
-        advantages[chosen] = objectives.advantages(rewards[groups], self.config.reward_scale).values.reshape(-1)
+        advantages[chosen] = objectives.advantages(rewards[groups], self.config.reward_scale).reshape(-1)
         advantages[np.isnan(rewards).reshape(-1)] = np.nan
         counts = ~np.isnan(advantages)
         if self.config.mask_truncated_completions:
@@ -138,16 +145,14 @@ class GrpoSource:
         lengths = drawn.prompt_lengths + drawn.lengths
         self.num_tokens += int(lengths.sum())
         metrics: dict[str, Any] = {
-            "reward": of_drawn.reward,
-            "reward_std": of_drawn.reward_std,
-            "frac_reward_zero_std": float(of_drawn.equal.mean()),
+            **objectives.reward_metrics(rewards),
             "frac_groups_failed": float(np.isnan(rewards).all(axis=1).mean()),
             **scored.completion_metrics(drawn, list(self.reward_weights)),
             "num_tokens": self.num_tokens,
             "prompts_skipped": self.prompts_skipped,
         }
         if self.config.dynamic_sampling > 1:
-            kept = np.count_nonzero(~of_drawn.equal[groups]) / of_drawn.equal.size
+            kept = np.count_nonzero(~equal[groups]) / equal.size
             metrics |= {"dynamic_sampling/rounds": rounds, "dynamic_sampling/frac_groups_kept": kept}
         samples = scored.sample_lines(drawn, list(self.reward_weights), chosen[: self.logged_samples], advantages)
         (tokens, logprobs), parts = drawn.sequences(), []
@@ -159,7 +164,7 @@ class GrpoSource:
                 if weight > 0 and (advantages[i] != 0 or self.config.beta > 0 or self.config.entropy_coef != 0)
             ]
             with watch.phase("logprob"):
-                batch = self.add_policy_logprobs(params, self.make_batch(learned))
+                batch = self.add_policy_logprobs(self.make_batch(learned), params, reference)
             without = {"frac_without_gradient": 1 - len(learned) / members.size}
             parts.append(Step(batch, metrics | without, samples, int(lengths[members].sum())))
         return parts
@@ -196,7 +201,7 @@ class GrpoSource:
             rounds.append(self.sample(params, problems, step, first, watch))
             drawn = scored.concatenate(rounds)
             rewards = scored.group_rewards(drawn, self.reward_weights, self.config.num_generations)
-            missing = wanted - int(np.count_nonzero(~objectives.advantages(rewards, "none").equal))
+            missing = wanted - int(np.count_nonzero(~objectives.equal_rewards(rewards)))
             if missing <= 0 or len(rounds) == self.config.dynamic_sampling:
                 return drawn, rewards, len(rounds)
 
@@ -241,12 +246,12 @@ class GrpoSource:
         mine = slice(self.rows.index * share, (self.rows.index + 1) * share)
         return jax.tree.map(lambda array: array[mine], pack(sequences, self.update_rows))
 
-    def add_policy_logprobs(self, params: Params, batch: Batch) -> Batch:
+    def add_policy_logprobs(self, batch: Batch, params: Params, reference: Params | None) -> Batch:
         """The batch with the log-probabilities under other policies that the objective needs."""
         if self.config.needs_old_logprobs:
             batch = batch._replace(old_logprobs=self.logprob_pass(params, batch))
-        if self.reference is not None:
-            batch = batch._replace(reference_logprobs=self.logprob_pass(self.reference, batch))
+        if self.needs_reference:
+            batch = batch._replace(reference_logprobs=self.logprob_pass(reference, batch))
         return jax.block_until_ready(batch)
 
     def position(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from mllm.config.grpo import RolloutConfig
-from mllm.config.schema import Config
+from mllm.config.model import OptimizerConfig
 from mllm.model.layout import Params
 from mllm.model.load import Policy
 from mllm.model.tokenizer import Tokenizer
@@ -64,14 +64,19 @@ class Sampler:
         return completions, self.tokenizer.batch_decode(tokens)
 
 
-def make_sampler(config: Config, policy: Policy, poll: Callable[[], None]) -> Sampler | None:
-    """The sampler of a run; None if the run samples nothing."""
-    if config.rollout is None:
-        return None
+def make_sampler(
+    policy: Policy,
+    rollout: RolloutConfig,
+    optimizer: OptimizerConfig,
+    *,
+    needs_reference: bool,
+    seed: int,
+    poll: Callable[[], None],
+) -> Sampler:
+    """The sampler of a run, whose slots take what training leaves of the memory."""
 
     @cache
     def slots() -> int:  # not before it is needed, because other mistakes in the configuration come first
-        assert config.rollout is not None
-        return config.rollout.max_slots or slots_that_fit(config, policy)
+        return rollout.max_slots or slots_that_fit(policy, rollout, optimizer, needs_reference=needs_reference)
 
-    return Sampler(policy.graphdef, policy.tokenizer, policy.stop_ids, config.rollout, config.seed, slots, poll)
+    return Sampler(policy.graphdef, policy.tokenizer, policy.stop_ids, rollout, seed, slots, poll)

@@ -6,20 +6,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
-
-from mllm.config.schema import Config
-from mllm.data.sft_source import SftSource
+from mllm.config.data import DataConfig
+from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.source import Source
 from mllm.data.tasks.task import Task
 from mllm.errors import UserError
 from mllm.model.layout import Params
-from mllm.model.load import Policy
 from mllm.parallel.processes import RowShare
 from mllm.rl.evaluation import make_evaluation
 from mllm.rl.rewards import RewardRunner
 from mllm.rl.sampler import Sampler
 from mllm.run.state import RunState
+from mllm.train.step import Forward
 from mllm.train.validation import make_validation
 
 Measure = Callable[[Params, int], dict[str, float]]
@@ -95,14 +93,17 @@ class Measurements:
 
 
 def make_measurements(
-    config: Config,
-    policy: Policy,
-    mesh: Mesh,
-    source: Source,
-    poll: Callable[[], None],
+    evaluation: EvalConfig | None,
+    task_options: TaskConfig | None,
+    data: DataConfig | None,
+    batch_size: int,
+    *,
     task: Task | None,
     sampler: Sampler | None,
     rewards: RewardRunner | None,
+    source: Source,
+    forward: Forward,
+    poll: Callable[[], None],
 ) -> Measurements:
     """The evaluation on held-out problems, SFT's validation and the test set, as far as the run has them.
 
@@ -110,17 +111,18 @@ def make_measurements(
     """
     repeated: list[Measurement] = []
     at_end: list[Measure] = []
-    rows = RowShare.of_mesh(mesh)
-    if config.eval and config.task and task and sampler and rewards:
-        evaluation = partial(make_evaluation, config.eval, config.task, sampler=sampler, rewards=rewards, rows=rows)
-        if (config.eval.prompts or 0) > len(task.heldout):
+    if evaluation and task_options and task and sampler and rewards:
+        rows = RowShare.of_mesh(forward.mesh)
+        make = partial(make_evaluation, evaluation, task_options, sampler=sampler, rewards=rewards, rows=rows)
+        if (evaluation.prompts or 0) > len(task.heldout):
             raise UserError(f"eval.prompts: only {len(task.heldout)} problems are held out (task.heldout)")
-        repeated.append(Measurement(evaluation(task.heldout[: config.eval.prompts]), config.eval.every))
-        if config.eval.test:
+        repeated.append(Measurement(make(task.heldout[: evaluation.prompts]), evaluation.every))
+        if evaluation.test:
             if task.test is None:
                 raise UserError(f"eval.test: task {task.name} has no test set: remove it, or give the task one")
-            at_end.append(evaluation(task.test, prefix="test/"))
-    validation = config.data and config.data.validation
-    if validation and isinstance(source, SftSource):
-        repeated.append(Measurement(make_validation(config, policy, mesh, source.validation, poll), validation.every))
-    return Measurements(repeated, at_end, bool(validation), validation.patience if validation else None)
+            at_end.append(make(task.test, prefix="test/"))
+    validation = data.validation if data else None
+    if data and validation and source.validation:
+        validate = make_validation(data, batch_size, source.validation, forward, poll)
+        repeated.append(Measurement(validate, validation.every))
+    return Measurements(repeated, at_end, validation is not None, validation.patience if validation else None)

@@ -11,7 +11,6 @@ importance weights (TIS): Yao et al. 2025, Your efficient RL framework secretly 
 Espeholt et al. 2018, IMPALA, section 4.1. Masked ones (MIS): Liu et al. 2025, When speed kills stability.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from mllm.config.grpo import GrpoConfig, LossType
+from mllm.data.batch import Batch
 
 STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divided by
 MAX_LOG_RATIO = 20.0  # as verl's: exp(20) = 5e8, nothing is learnt beyond, and exp(89) is infinite in float32
@@ -30,101 +30,97 @@ def sft(logprob: Float[jax.Array, "*S"], entropy: Float[jax.Array, "*S"]) -> Flo
     return -logprob
 
 
-@dataclass(frozen=True)
-class GrpoObjective:
-    """PPO's clipped ratio with truncated importance weights, KL penalty and entropy bonus, token by token.
+class TokenInputs(NamedTuple):
+    """What an objective is given for each token beside its log-probability and entropy: float32 [*S], in nats.
 
-    Called as `objective(logprob, entropy, *operands)` with the arrays that `operands` names, in that order; all of
-    one shape, float32, nats. With `gspo` each sequence's ratio is clipped, not each token's. `sequence_weights` has the
-    rest of the loss type.
+    An array that the settings don't need is None.
     """
 
-    config: GrpoConfig
+    advantages: Float[Any, "*S"]
+    old_logprobs: Float[Any, "*S"] | None = None
+    """Under the policy before the rollout's first update; None: that is the current policy."""
+    sampler_logprobs: Float[Any, "*S"] | None = None
+    """For the importance weight of each token; None: there is no such weight."""
+    importance_weights: Float[Any, "*S"] | None = None
+    """The importance weight of the token's whole sequence; None: there is no such weight."""
+    reference_logprobs: Float[Any, "*S"] | None = None
+    """Under the reference policy; None: there is no KL penalty."""
 
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """The names of the operands that the settings need: the batch's fields, and `importance_weights`.
 
-        With one update to a rollout, the old policy is the current one, and needs no operand.
-        """
-        weighted, by_sequence = self.config.importance_cap is not None, self.masks_sequences
-        needed = {
-            "advantages": True,
-            "old_logprobs": self.config.updates_per_rollout > 1,
-            "sampler_logprobs": weighted and not by_sequence,
-            "importance_weights": by_sequence,
-            "reference_logprobs": self.config.beta > 0,
-        }
-        return tuple(name for name in needed if needed[name])
+def token_inputs(config: GrpoConfig, batch: Batch) -> TokenInputs:
+    """The arrays of a batch that the settings need.
 
-    @property
-    def masks_sequences(self) -> bool:
-        return self.config.importance_sampling == "sequence_mask"
+    With one update to a rollout, the old policy is the current one.
+    """
+    weighted, by_sequence = config.importance_cap is not None, config.importance_sampling == "sequence_mask"
+    return TokenInputs(
+        batch.advantages,
+        batch.old_logprobs if config.updates_per_rollout > 1 else None,
+        batch.sampler_logprobs if weighted and not by_sequence else None,
+        sequence_importance_weights(config, batch) if by_sequence else None,
+        batch.reference_logprobs if config.beta > 0 else None,
+    )
 
-    def __call__(
-        self,
-        logprob: Float[jax.Array, "*S"],
-        entropy: Float[jax.Array, "*S"],
-        *operands: Float[jax.Array, "*S"],
-    ) -> Float[jax.Array, "*S"]:
-        """Each token's loss, with the ratio of its own probabilities (PPO, GRPO)."""
-        given = self.unpack(logprob, operands)
-        return self.loss(logprob - given["old_logprobs"], logprob, entropy, given)
 
-    def unpack(
-        self, logprob: Float[jax.Array, "*S"], operands: tuple[Float[jax.Array, "*S"], ...]
-    ) -> dict[str, Float[jax.Array, "*S"]]:
-        """The operands by name, `old_logprobs` always among them. Raises ValueError for a wrong number of them."""
-        given = dict(zip(self.operands, operands, strict=True))
-        return {"old_logprobs": jax.lax.stop_gradient(logprob), **given}
+def grpo(
+    config: GrpoConfig, logprob: Float[jax.Array, "*S"], entropy: Float[jax.Array, "*S"], inputs: TokenInputs
+) -> Float[jax.Array, "*S"]:
+    """Each token's loss with the ratio of its own probabilities: `grpo`, `dapo`, `prompt_mean` and `dr_grpo`.
 
-    def loss(
-        self,
-        log_ratio: Float[jax.Array, "*R"],
-        logprob: Float[jax.Array, "*S"],
-        entropy: Float[jax.Array, "*S"],
-        given: dict[str, Float[jax.Array, "*S"]],
-    ) -> Float[jax.Array, "*S"]:
-        """Each token's loss, where `log_ratio` (the token's or its sequence's) says how far the policy has moved.
-
-        As in TRL, the importance weight multiplies the clipped ratio, not the penalty and the bonus.
-        """
-        config, advantage = self.config, given["advantages"]
-        ratio = bounded_exp(log_ratio)
-        gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, *config.clip_range) * advantage)
-        if config.dual_clip is not None:
-            gain = jnp.where(advantage < 0, jnp.maximum(gain, config.dual_clip * advantage), gain)
-        # The importance weight is constant: neither policy is the current one.
-        if self.masks_sequences:
-            gain *= given["importance_weights"]
-        elif config.importance_cap is not None:
-            gain *= jnp.minimum(bounded_exp(given["old_logprobs"] - given["sampler_logprobs"]), config.importance_cap)
-        loss = -gain
-        if config.beta > 0:
-            loss += config.beta * k3(logprob, given["reference_logprobs"])
-        if config.entropy_coef:
-            loss -= config.entropy_coef * entropy
-        return loss
+    These loss types differ in their means, which `sequence_weights` has.
+    """
+    return clipped_loss(config, logprob - old_logprobs(inputs, logprob), logprob, entropy, inputs)
 
 
 def gspo(
-    objective: GrpoObjective,
+    config: GrpoConfig,
     logprob: Float[jax.Array, "B T"],
     entropy: Float[jax.Array, "B T"],
-    weights: Float[jax.Array, "B T"],
+    inputs: TokenInputs,
+    mask: Bool[jax.Array, "B T"],
     segments: Int[jax.Array, "B T"],
-    *operands: Float[jax.Array, "B T"],
-) -> Float[jax.Array, ""]:
-    """GSPO's loss for some rows: one clipped ratio for each sequence, exp(mean_t(logprob - old)).
+) -> Float[jax.Array, "B T"]:
+    """Each token's loss with the ratio of its sequence: exp(mean_t(logprob - old)) over the tokens in `mask`.
 
-    `weights` come from `sequence_weights` over the whole batch. The gradient flows through the ratio to all tokens of
-    the sequence. Importance weight, KL and entropy stay per token, as with TRL's
-    `importance_sampling_level="sequence"`.
+    The gradient flows through the ratio to all tokens of the sequence. Importance weight, KL and entropy stay per
+    token, as with TRL's `importance_sampling_level="sequence"`.
     """
-    given = objective.unpack(logprob, operands)
-    active = weights > 0
-    log_ratio, _ = sequence_means(logprob - given["old_logprobs"], active, segments)
-    return jnp.sum(jnp.where(active, weights * objective.loss(log_ratio, logprob, entropy, given), 0.0))
+    log_ratio, _ = sequence_means(logprob - old_logprobs(inputs, logprob), mask, segments)
+    return clipped_loss(config, log_ratio, logprob, entropy, inputs)
+
+
+def clipped_loss(
+    config: GrpoConfig,
+    log_ratio: Float[jax.Array, "*R"],
+    logprob: Float[jax.Array, "*S"],
+    entropy: Float[jax.Array, "*S"],
+    inputs: TokenInputs,
+) -> Float[jax.Array, "*S"]:
+    """PPO's clipped ratio with an importance weight, KL penalty and entropy bonus; `log_ratio` says which ratio.
+
+    As in TRL, the importance weight multiplies the clipped ratio, not the penalty and the bonus. It is constant:
+    neither of its policies is the current one.
+    """
+    advantage, ratio = inputs.advantages, bounded_exp(log_ratio)
+    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, *config.clip_range) * advantage)
+    if config.dual_clip is not None:
+        gain = jnp.where(advantage < 0, jnp.maximum(gain, config.dual_clip * advantage), gain)
+    if inputs.importance_weights is not None:
+        gain *= inputs.importance_weights
+    elif inputs.sampler_logprobs is not None and config.importance_cap is not None:
+        ratio = bounded_exp(old_logprobs(inputs, logprob) - inputs.sampler_logprobs)
+        gain *= jnp.minimum(ratio, config.importance_cap)
+    loss = -gain
+    if inputs.reference_logprobs is not None:
+        loss += config.beta * k3(logprob, inputs.reference_logprobs)
+    if config.entropy_coef:
+        loss -= config.entropy_coef * entropy
+    return loss
+
+
+def old_logprobs(inputs: TokenInputs, logprob: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
+    """Log-probabilities under the old policy; the current policy's, as constants, where there are none."""
+    return jax.lax.stop_gradient(logprob) if inputs.old_logprobs is None else inputs.old_logprobs
 
 
 def k3(logprob: Float[jax.Array, "*S"], reference: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
@@ -158,20 +154,17 @@ def sequence_means(
     return jax.vmap(sum_segments)(jnp.where(mask, values, 0.0), segments) / jnp.maximum(counts, 1), counts
 
 
-def sequence_importance_weights(
-    trainer: Float[jax.Array, "B T"],
-    sampler: Float[jax.Array, "B T"],
-    mask: Bool[jax.Array, "B T"],
-    segments: Int[jax.Array, "B T"],
-    cap: float,
-) -> Float[jax.Array, "B T"]:
-    """At each token its completion's probability under the trainer over that under the sampler; 0 if above `cap`.
+def sequence_importance_weights(config: GrpoConfig, batch: Batch) -> Float[jax.Array, "B T"]:
+    """At each token its completion's probability under the trainer over that under the sampler; 0 above the limit.
 
-    As in TRL's `sequence_mask`: the product over the tokens that count (`mask`), not their geometric mean.
+    As in TRL's `sequence_mask`: the product over the tokens that count, not their geometric mean.
     """
-    mean, tokens = sequence_means(trainer - sampler, mask, segments)
+    assert batch.old_logprobs is not None
+    assert batch.sampler_logprobs is not None
+    assert config.importance_cap is not None
+    mean, tokens = sequence_means(batch.old_logprobs - batch.sampler_logprobs, batch.weights > 0, batch.segments)
     weight = bounded_exp(mean * tokens)
-    return jnp.where(weight <= cap, weight, 0.0)
+    return jnp.where(weight <= config.importance_cap, weight, 0.0)
 
 
 def sequence_weights(
@@ -208,48 +201,55 @@ def sequence_weights(
     return np.where(tokens > 0, 1.0 / np.maximum(denominator, 1), 0.0).astype(np.float32)
 
 
-class Advantages(NamedTuple):
-    """The advantages of groups of completions, and metrics of their rewards."""
-
-    values: Float[np.ndarray, "G n"]
-    reward: float
-    """The mean reward; NaN if all failed."""
-    reward_std: float
-    """The mean of the groups' standard deviations."""
-    equal: Bool[np.ndarray, "G"]
-    """Which groups have no advantages, because their rewards are all equal (or fewer than two)."""
+def equal_rewards(rewards: Float[np.ndarray, "G n"]) -> Bool[np.ndarray, "G"]:
+    """Which groups have no two different rewards, NaN aside, so that no advantage can be learned from."""
+    highest = np.where(np.isnan(rewards), -np.inf, rewards).max(-1)
+    lowest = np.where(np.isnan(rewards), np.inf, rewards).min(-1)
+    return highest <= lowest  # also in a group without any reward: -inf <= inf
 
 
-def advantages(rewards: Float[np.ndarray, "G n"], scale: Literal["group", "batch", "none"]) -> Advantages:
+def group_deviations(
+    rewards: Float[np.ndarray, "G n"],
+) -> tuple[Float[np.ndarray, "G n"], Float[np.ndarray, "G 1"]]:
+    """Each reward's distance to the mean of its group, and the group's standard deviation (of the sample, n - 1).
+
+    Rewards that failed are NaN: they enter neither, and have distance 0. Both are exactly 0 in a group of equal
+    rewards, whose mean may be off by a rounding.
+    """
+    present, equal = ~np.isnan(rewards), equal_rewards(rewards)[:, None]
+    count = np.maximum(present.sum(-1, keepdims=True), 1)
+    mean = np.where(present, rewards, 0.0).sum(-1, keepdims=True) / count
+    deviation = np.where(present & ~equal, rewards - mean, 0.0)
+    return deviation, sample_std(np.sum(deviation**2, -1, keepdims=True), count)
+
+
+def advantages(rewards: Float[np.ndarray, "G n"], scale: Literal["group", "batch", "none"]) -> Float[np.ndarray, "G n"]:
     """How much better each completion is than the mean of its group, for G prompts with n completions each.
 
     `scale` divides it by the standard deviation (of the sample, n - 1, plus 1e-4, as TRL) of the `group` (DeepSeekMath,
-    section 4.1.2) or of the whole `batch`, or by nothing (`none`, Dr. GRPO). Rewards that failed are NaN: they enter
-    neither mean nor deviation, and get 0. A group of equal rewards gets exactly 0.
+    section 4.1.2) or of the whole `batch`, or by nothing (`none`, Dr. GRPO). A reward that failed is NaN and gets 0; so
+    does, exactly, a group of equal rewards.
     """
-    present = ~np.isnan(rewards)
-    count = np.maximum(present.sum(-1, keepdims=True), 1)
-    mean = np.where(present, rewards, 0.0).sum(-1, keepdims=True) / count
-    deviation = np.where(present, rewards - mean, 0.0)
-    std = sample_std(np.sum(deviation**2, -1, keepdims=True), count)
-    # Compared, not std == 0: the mean of equal numbers may be off by a rounding, which 1e-4 would blow up.
-    highest = np.where(present, rewards, -np.inf).max(-1, keepdims=True)
-    lowest = np.where(present, rewards, np.inf).min(-1, keepdims=True)
-    equal = highest <= lowest  # also in a group without any reward: -inf <= inf
-    whole = rewards[present].mean() if present.any() else np.nan
+    deviation, std = group_deviations(rewards)
     match scale:
         case "group":
-            divisor = std + STD_EPSILON
+            return deviation / (std + STD_EPSILON)
         case "batch":
-            divisor = sample_std(np.sum((rewards[present] - whole) ** 2), present.sum()) + STD_EPSILON
+            present = rewards[~np.isnan(rewards)]
+            mean = present.mean() if present.size else np.nan
+            return deviation / (sample_std(np.sum((present - mean) ** 2), np.asarray(present.size)) + STD_EPSILON)
         case "none":
-            divisor = np.ones(())
-    return Advantages(
-        values=np.where(equal, 0.0, deviation / divisor),
-        reward=float(whole),
-        reward_std=float(np.where(equal, 0.0, std).mean()),
-        equal=equal[:, 0],
-    )
+            return deviation
+
+
+def reward_metrics(rewards: Float[np.ndarray, "G n"]) -> dict[str, float]:
+    """The mean reward (NaN if all failed), the mean of the groups' deviations, and the share of groups without one."""
+    present, (_, std) = rewards[~np.isnan(rewards)], group_deviations(rewards)
+    return {
+        "reward": float(present.mean()) if present.size else float("nan"),
+        "reward_std": float(std.mean()),
+        "frac_reward_zero_std": float(equal_rewards(rewards).mean()),
+    }
 
 
 def sample_std(squares: Float[Any, "*S"], count: Int[Any, "*S"]) -> Float[Any, "*S"]:
@@ -258,22 +258,19 @@ def sample_std(squares: Float[Any, "*S"], count: Int[Any, "*S"]) -> Float[Any, "
 
 
 def policy_metrics(
-    objective: GrpoObjective,
-    logprob: Float[jax.Array, "B T"],
-    entropy: Float[jax.Array, "B T"],
-    mask: Bool[jax.Array, "B T"],
-    segments: Int[jax.Array, "B T"],
-    *operands: Float[jax.Array, "B T"],
+    config: GrpoConfig, logprob: Float[jax.Array, "B T"], entropy: Float[jax.Array, "B T"], batch: Batch
 ) -> dict[str, Float[jax.Array, ""]]:
-    """Means over the masked tokens of a whole batch, under TRL's names; 0 if there are none.
+    """Means over the tokens of a whole batch that have a weight, under TRL's names; 0 if there are none.
 
     `clip_ratio/low_mean` is the share of tokens (under GSPO, of sequences) that the lower clip keeps from becoming
     less likely still, `high_mean` the upper clip's share, `dual_mean` that of the dual clip. `masked_sequences` is the
-    share of sequences whose importance weight is above the limit.
+    share of sequences whose importance weight is above the limit. The other `sampling` metrics compare the policy
+    before the rollout's first update with the sampler, and don't truncate the ratio.
     """
-    given = objective.unpack(logprob, operands)
-    log_ratio, share, advantage = logprob - given["old_logprobs"], mask.astype(jnp.float32), given["advantages"]
-    config, (mean, tokens) = objective.config, sequence_means(log_ratio, mask, segments)
+    inputs, mask = token_inputs(config, batch), batch.weights > 0
+    log_ratio, share = logprob - old_logprobs(inputs, logprob), mask.astype(jnp.float32)
+    advantage = inputs.advantages
+    mean, tokens = sequence_means(log_ratio, mask, batch.segments)
     by_sequence = share / jnp.maximum(tokens, 1)  # a sequence's tokens together count as one
     if config.loss_type == "gspo":
         log_ratio, share = mean, by_sequence
@@ -289,21 +286,16 @@ def policy_metrics(
     }
     if config.dual_clip is not None:
         metrics["clip_ratio/dual_mean"] = share.sum(where=(ratio > config.dual_clip) & (advantage < 0))
-    if objective.masks_sequences:
-        masked = by_sequence.sum(where=given["importance_weights"] == 0)
+    if inputs.importance_weights is not None:
+        masked = by_sequence.sum(where=inputs.importance_weights == 0)
         metrics["sampling/masked_sequences"] = masked / jnp.maximum(by_sequence.sum(), 1)
-    if config.beta > 0:
-        metrics["kl"] = masked_mean(k3(logprob, given["reference_logprobs"]), mask)
-    return metrics
-
-
-def sampling_metrics(
-    trainer: Float[jax.Array, "B T"], sampler: Float[jax.Array, "B T"], mask: Bool[jax.Array, "B T"]
-) -> dict[str, Float[jax.Array, ""]]:
-    """How far the trainer's log-probabilities of sampled tokens are from the sampler's; the ratio is not truncated."""
-    difference = jnp.where(mask, jnp.abs(trainer - sampler), 0.0)
-    return {
+    if inputs.reference_logprobs is not None:
+        metrics["kl"] = masked_mean(k3(logprob, inputs.reference_logprobs), mask)
+    assert batch.sampler_logprobs is not None
+    trainer = logprob if batch.old_logprobs is None else batch.old_logprobs
+    difference = jnp.where(mask, jnp.abs(trainer - batch.sampler_logprobs), 0.0)
+    return metrics | {
         "sampling/sampling_logp_difference/mean": masked_mean(difference, mask),
         "sampling/sampling_logp_difference/max": difference.max(),
-        "sampling/importance_sampling_ratio/mean": masked_mean(bounded_exp(trainer - sampler), mask),
+        "sampling/importance_sampling_ratio/mean": masked_mean(bounded_exp(trainer - batch.sampler_logprobs), mask),
     }

@@ -23,7 +23,9 @@ from kernels.lm_head import (
     token_logprobs,
     token_loss,
 )
-from mllm.config.schema import Config
+from mllm.config.grpo import GrpoConfig, RolloutConfig
+from mllm.config.model import HeadConfig, ModelConfig
+from mllm.config.schema import Rows
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
@@ -72,8 +74,17 @@ def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> T
 class Forward:
     """Model and head as functions of the parameters and a batch; UserError if `head.impl` is for other devices."""
 
-    def __init__(self, graphdef: Any, config: Config, mesh: Mesh) -> None:
-        impl, kind = config.head.impl or "", mesh.devices.flat[0].platform
+    def __init__(
+        self,
+        graphdef: Any,
+        mesh: Mesh,
+        head: HeadConfig,
+        rows: Rows,
+        grpo: GrpoConfig | None = None,
+        rollout: RolloutConfig | None = None,
+    ) -> None:
+        """`grpo` None: SFT, which does not look at `rollout`."""
+        impl, kind = head.impl or "", mesh.devices.flat[0].platform
         needed = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}.get(impl, kind)
         if needed != kind:
             needs = f"{impl} needs a {needed.upper()}"
@@ -84,16 +95,13 @@ class Forward:
             except ValueError as error:
                 raise UserError(str(error)) from None
         self.graphdef = graphdef
+        self.mesh = mesh
         self.sharding = head_sharding(mesh)
-        self.dtype = jnp.dtype(config.model.dtype)
-        self.head = config.head
-        self.rows = config.rows.micro
-        self.temperature = 1.0
-        self.objective: objectives.GrpoObjective | None = None
-        if config.grpo is not None and config.rollout is not None:
-            # The policy is the distribution that is sampled from: its temperature is part of it.
-            self.temperature = config.rollout.temperature
-            self.objective = objectives.GrpoObjective(config.grpo)
+        self.head = head
+        self.rows = rows
+        self.grpo = grpo
+        # The policy is the distribution that is sampled from: its temperature is part of it.
+        self.temperature = rollout.temperature if grpo and rollout else 1.0
 
     def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
         """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
@@ -107,7 +115,7 @@ class Forward:
             batch.labels,
             where=batch.weights > 0,
             temperature=self.temperature,
-            dtype=self.dtype,
+            dtype=hidden.dtype,
             impl=self.head.impl,
             sharding=self.sharding,
         )
@@ -120,22 +128,31 @@ class Forward:
         self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch
     ) -> tuple[Float[Array, ""], TokenLogprobs]:
         """The same from hidden states and the vocabulary matrix."""
-        if self.objective is not None and self.objective.config.loss_type == "gspo":
-            outputs = self.head_logprobs(hidden, weight, batch)
-            given = batch.weights, batch.segments, *self.operands(batch)
-            loss = objectives.gspo(self.objective, outputs.logprob, outputs.entropy, *given)
-            return loss, jax.lax.stop_gradient(outputs)
+        config, objective = self.grpo, objectives.sft
+        operands: list[Array] = []
+        if config is not None and config.loss_type == "gspo":
+            # The ratio of a sequence needs the log-probabilities of all its tokens before any loss is known.
+            outputs, counts = self.head_logprobs(hidden, weight, batch), batch.weights > 0
+            inputs = objectives.token_inputs(config, batch)
+            losses = objectives.gspo(config, outputs.logprob, outputs.entropy, inputs, counts, batch.segments)
+            return jnp.sum(jnp.where(counts, batch.weights * losses, 0.0)), jax.lax.stop_gradient(outputs)
+        if config is not None:
+            operands, structure = jax.tree.flatten(objectives.token_inputs(config, batch))
+
+            def objective(logprob: Array, entropy: Array, *operands: Array) -> Array:
+                return objectives.grpo(config, logprob, entropy, jax.tree.unflatten(structure, operands))
+
         workspace = self.head.workspace_mib
         return token_loss(
             hidden,
             weight,
             batch.labels,
-            self.objective or objectives.sft,
-            *self.operands(batch),
+            objective,
+            *operands,
             weights=batch.weights,
             temperature=self.temperature,
             workspace=None if workspace is None else workspace * 2**20,
-            dtype=self.dtype,
+            dtype=hidden.dtype,
             impl=self.head.impl,
             sharding=self.sharding,
         )
@@ -148,27 +165,12 @@ class Forward:
             model = nnx.merge(self.graphdef, map_parameters(model.layout.constrain, params))
         return model(batch.tokens, batch.positions, batch.segments), model.head_weight
 
-    def operands(self, batch: Batch) -> list[Float[Array, "B T"]]:
-        """The arrays that the objective takes, in its order."""
-        if self.objective is None:
-            return []
-        given = batch._asdict()
-        cap = self.objective.config.importance_cap
-        if self.objective.masks_sequences and cap is not None:
-            policies, mask = (given["old_logprobs"], given["sampler_logprobs"]), batch.weights > 0
-            given["importance_weights"] = objectives.sequence_importance_weights(*policies, mask, batch.segments, cap)
-        return [given[name] for name in self.objective.operands]
-
     def metrics(self, batch: Batch, outputs: TokenLogprobs) -> Metrics:
         """The metrics of a whole batch, over the tokens with a weight, under TRL's names; NaN where there are none."""
         mask = batch.weights > 0
-        if self.objective is None:
+        if self.grpo is None:
             return {"entropy": objectives.masked_mean(outputs.entropy, mask)}
-        given = mask, batch.segments, *self.operands(batch)
-        metrics = objectives.policy_metrics(self.objective, outputs.logprob, outputs.entropy, *given)
-        trainer = outputs.logprob if batch.old_logprobs is None else batch.old_logprobs
-        assert batch.sampler_logprobs is not None
-        metrics |= objectives.sampling_metrics(trainer, batch.sampler_logprobs, mask)
+        metrics = objectives.policy_metrics(self.grpo, outputs.logprob, outputs.entropy, batch)
         return {name: jnp.where(mask.any(), value, jnp.nan) for name, value in metrics.items()}
 
 
@@ -179,25 +181,20 @@ def head_sharding(mesh: Mesh) -> HeadSharding:
     return HeadSharding(mesh, tokens, vocabulary, features)
 
 
-def choose_head(config: Config, architecture: Architecture, mesh: Mesh) -> Choice:
+def choose_head(head: HeadConfig, model: ModelConfig, rows: Rows, architecture: Architecture, mesh: Mesh) -> Choice:
     """The implementation of the head that the train step uses, and the reason why it is not a faster one."""
-    if config.head.impl is not None:
-        return Choice(config.head.impl, "head.impl asks for it")
-    rows, dtype = config.rows, jnp.dtype(config.model.dtype)
+    if head.impl is not None:
+        return Choice(head.impl, "head.impl asks for it")
+    dtype = jnp.dtype(model.dtype)
     hidden = jax.ShapeDtypeStruct((rows.micro, rows.length, architecture.hidden_size), dtype)
-    weight = jax.ShapeDtypeStruct((architecture.vocab_size, architecture.hidden_size), config.model.param_dtype)
+    weight = jax.ShapeDtypeStruct((architecture.vocab_size, architecture.hidden_size), model.param_dtype)
     return choose_impl(hidden, weight, dtype=dtype, sharding=head_sharding(mesh))
 
 
 def make_train_step(
-    graphdef: Any,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
-    config: Config,
-    mesh: Mesh,
-    kind: type[Forward] = Forward,
+    forward: Forward, optimizer: optax.GradientTransformation, schedule: optax.Schedule, seed: int
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """The jitted update; it reuses the state's memory. Comparisons pass a `kind` of forward pass with another head.
+    """The jitted update; it reuses the state's memory.
 
     Its third argument has the frozen parameters, where there are any; the state has the others.
 
@@ -205,19 +202,18 @@ def make_train_step(
     as they were, too, without weight decay or momentum, where no token has a weight. The metric `learning_rate` is that
     of the update which was made, or skipped: a skipped update does not move the schedule on.
     """
-    forward = kind(graphdef, config, mesh)
 
     @jax.jit(donate_argnums=0)
     def train_step(state: TrainState, batch: Batch, frozen: Params = NONE_FROZEN) -> tuple[TrainState, Metrics]:
         def loss_of(trained: Params, micro: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
             return forward.loss(nnx.merge_state(trained, frozen), micro)
 
-        loss, outputs, gradients = accumulate(loss_of, state.params, batch, forward.rows)
+        loss, outputs, gradients = accumulate(loss_of, state.params, batch, forward.rows.micro)
         norm = optax.tree.norm(gradients)
         sound = jnp.isfinite(loss) & jnp.isfinite(norm)
         made = sound & (batch.weights > 0).any()
 
-        key = rounding.update_key(config.seed, state.step)
+        key = rounding.update_key(seed, state.step)
         updated = rounding.updated(optimizer, gradients, state.params, state.opt_state, key)
         # No `cond`: XLA for GPUs holds its results beside the state, and on every device the whole of them.
         params, opt_state = jax.tree.map(
@@ -235,29 +231,27 @@ def make_train_step(
     return train_step
 
 
-def make_logprob_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[Any, Batch], Float[Array, "B T"]]:
+def make_logprob_pass(forward: Forward) -> Callable[[Any, Batch], Float[Array, "B T"]]:
     """The jitted forward pass: log-probabilities of a batch's labels under any parameters, in nats."""
-    forward = Forward(graphdef, config, mesh)
 
-    @jax.jit(in_shardings=(None, sharding(mesh, ("batch",))))
+    @jax.jit(in_shardings=(None, sharding(forward.mesh, ("batch",))))
     def logprob_pass(params: Params, batch: Batch) -> Float[Array, "B T"]:
         def logprobs(_: None, micro: Batch) -> tuple[None, Float[Array, "B T"]]:
             return None, forward.logprobs(params, micro).logprob
 
-        return loop(logprobs, None, jnp.zeros(batch.tokens.shape), batch, forward.rows)[1]
+        return loop(logprobs, None, jnp.zeros(batch.tokens.shape), batch, forward.rows.micro)[1]
 
     return logprob_pass
 
 
-def make_validation_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[[Any, Batch], Float[Array, "3"]]:
+def make_validation_pass(forward: Forward) -> Callable[[Any, Batch], Float[Array, "3"]]:
     """The jitted forward pass of a validation, which gives three sums over the tokens with a weight.
 
     They are the sum of the labels' log-probabilities in nats, the number of labels that are the most probable token at
     their place (ties count), and the number of all labels.
     """
-    forward = Forward(graphdef, config, mesh)
 
-    @jax.jit(in_shardings=(None, sharding(mesh, ("batch",))))
+    @jax.jit(in_shardings=(None, sharding(forward.mesh, ("batch",))))
     def validation_pass(params: Params, batch: Batch) -> Float[Array, "3"]:
         def measure(_: None, micro: Batch) -> tuple[None, list[Float[Array, "B T"]]]:
             hidden, weight = forward.hidden(params, micro)
@@ -266,13 +260,13 @@ def make_validation_pass(graphdef: Any, config: Config, mesh: Mesh) -> Callable[
                 weight,
                 micro.labels,
                 where=micro.weights > 0,
-                dtype=forward.dtype,
+                dtype=hidden.dtype,
                 sharding=forward.sharding,
             )
             return None, [forward.head_logprobs(hidden, weight, micro).logprob, likeliest.astype(jnp.float32)]
 
         zeros = jnp.zeros(batch.tokens.shape)
-        outputs = loop(measure, None, [zeros, zeros], batch, forward.rows)[1]
+        outputs = loop(measure, None, [zeros, zeros], batch, forward.rows.micro)[1]
         return jnp.stack([*map(jnp.sum, outputs), (batch.weights > 0).sum(dtype=jnp.float32)])
 
     return validation_pass

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo
-from tiny import ARCHITECTURE, config
+from tiny import ARCHITECTURE, config, make_forward
 
 from mllm.config.model import MeshConfig
 from mllm.data.batch import Batch
@@ -26,7 +26,6 @@ from mllm.model.load import load_policy
 from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.plan import targets
-from mllm.train.step import Forward
 
 ONE = MeshConfig()
 EIGHT = MeshConfig(dp=2, fsdp=2, tp=2)
@@ -134,7 +133,7 @@ def test_a_model_has_the_same_gradient_with_either_attention():
         architecture = Architecture.from_hf(LLAMA, "test")
         options = {"dtype": jnp.float32, "remat": "full", "attention": attention}
         graphdef, params = nnx.split(Decoder(architecture, rngs=nnx.Rngs(0), **options))
-        forward = Forward(graphdef, settings, make_mesh(ONE))
+        forward = make_forward(settings, graphdef, make_mesh(ONE))
         return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0]))(params, batch)
 
     leaves = (jax.tree.leaves(gradient(attention)) for attention in (None, Attention("splash", make_mesh(EIGHT))))
@@ -147,7 +146,7 @@ def train_gradient(mesh, data=None, **model):
     model = {"architecture": HEADS_OF_64, "dtype": "bfloat16", "remat": "full", **model}
     settings = config("sft", model=model, **({} if data is None else {"data": data}))
     policy = load_policy(settings, mesh)
-    forward = Forward(policy.graphdef, settings, mesh)
+    forward = make_forward(settings, policy.graphdef, mesh)
     layout = sharding(mesh, ("batch", "time"))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), batch_of(8, 128))
     return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0])), (policy.params, batch)

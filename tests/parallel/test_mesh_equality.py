@@ -9,12 +9,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from tiny import ARCHITECTURE, config, random_batch
+from tiny import ARCHITECTURE, config, make_forward, random_batch
 
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.rl.rollout import Completions, generate
-from mllm.train.step import Forward, accumulate, make_logprob_pass
+from mllm.train.step import accumulate, make_logprob_pass
 
 MESHES = {"qwen3": (2, 2, 2), "llama": (1, 8, 1), "qwen2": (1, 1, 8)}
 """All axes at once; fsdp and tp as far as they go. dp alone exchanges nothing else than in the first."""
@@ -58,7 +58,7 @@ def compute_results(family, shape=(1, 1, 1)):
     mesh = make_mesh(grpo.mesh)
     policy = load_policy(grpo, mesh)
     params = jax.device_put(initial(family), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
-    forwards = Forward(policy.graphdef, sft, mesh), Forward(policy.graphdef, grpo, mesh)
+    forwards = [make_forward(settings, policy.graphdef, mesh) for settings in (sft, grpo)]
 
     @jax.jit
     def gradients(params, batch):
@@ -67,7 +67,7 @@ def compute_results(family, shape=(1, 1, 1)):
         return (loss, first), (other_loss, second)
 
     batch = random_batch(ROWS, LENGTH)
-    logprobs = make_logprob_pass(policy.graphdef, grpo, mesh)(params, batch)
+    logprobs = make_logprob_pass(forwards[1])(params, batch)
     options = {"options": grpo.rollout, "stop_ids": STOPS, "pad_id": 0, "seed": 1, "step": 2}
     sampled = generate(policy.graphdef, params, PROMPTS, **options)
     return jax.device_get(Results(*gradients(params, shard_batch(mesh, batch)), logprobs, sampled))

@@ -9,7 +9,7 @@ import pytest
 from compiled_program import arrays, exchanged, text
 from flax import nnx
 from runs import changed
-from tiny import ARCHITECTURE, config, random_batch
+from tiny import ARCHITECTURE, config, make_forward, random_batch
 
 from kernels.lm_head import xla
 from mllm.model.decoding import gather_layer
@@ -97,9 +97,13 @@ def test_a_chunk_s_cache_takes_the_place_of_the_one_before(programs):
     assert programs.decode.memory_analysis().alias_size_in_bytes == carried
 
 
+def fitting_slots(policy, memory=None):
+    return slots_that_fit(policy, SETTINGS.rollout, SETTINGS.optimizer, needs_reference=True, memory=memory)
+
+
 def test_the_slots_that_fit_take_what_training_leaves_of_the_memory(policy):
     """Evaluation alone may need more slots than there is room for, so they never depend on the number of prompts."""
-    least, most = (slots_that_fit(SETTINGS, policy, memory) for memory in (2**20, 2**30))
+    least, most = (fitting_slots(policy, memory) for memory in (2**20, 2**30))
     assert least == 4  # one for each device that has rows of its own
     shapes = Programs(changed(SETTINGS, rollout={"max_slots": most}, eval={"prompts": 16}), make_mesh(SETTINGS.mesh))
     assert shapes.slots == 16
@@ -109,7 +113,7 @@ def test_the_slots_that_fit_take_what_training_leaves_of_the_memory(policy):
 
 def test_processes_agree_on_the_slots_of_the_smallest_memory(policy, monkeypatch):
     monkeypatch.setattr(capacity, "gather_objects", lambda own: [own, 2**28, 2**30])
-    assert slots_that_fit(SETTINGS, policy) == slots_that_fit(SETTINGS, policy, 2**28)
+    assert fitting_slots(policy) == fitting_slots(policy, 2**28)
 
 
 def test_the_log_prob_pass_splits_the_rows_and_calls_the_head_s_forward_pass_only(policy, monkeypatch):
@@ -118,7 +122,7 @@ def test_the_log_prob_pass_splits_the_rows_and_calls_the_head_s_forward_pass_onl
         own = getattr(xla, name)
         monkeypatch.setattr(xla, name, lambda *given, name=name, own=own: called.append(name) or own(*given))
     mesh = make_mesh(SETTINGS.mesh)
-    logprob_pass = make_logprob_pass(policy.graphdef, SETTINGS, mesh)
+    logprob_pass = make_logprob_pass(make_forward(SETTINGS, policy.graphdef, mesh))
     program = logprob_pass.lower(policy.params, random_batch(ROWS, PROMPT)).compile()
     assert called == ["statistics"]
     shapes = {array.shape for array in arrays(text(program))}

@@ -28,7 +28,7 @@ def test_every_token_stands_where_the_batch_says():
     step, prompts, completions = roll_out()
     batch = step.batch
     rewards = np.arange(8.0).reshape(2, GROUP) ** 2
-    advantages = objectives.advantages(rewards, "group").values.astype(np.float32).reshape(-1)
+    advantages = objectives.advantages(rewards, "group").astype(np.float32).reshape(-1)
     found = sequences(batch)
     assert len(found) == 2 * GROUP
     for number, prompt in enumerate(prompts):
@@ -93,7 +93,7 @@ def test_rollouts_without_a_signal_are_logged_at_powers_of_two(caplog):
 
 @pytest.mark.parametrize("penalty", [{"beta": 0.1, "reference": "initial"}, {"entropy_coef": 0.01}])
 def test_with_a_penalty_completions_without_an_advantage_have_a_gradient(penalty):
-    step = grpo_source(np.float32(7), task=EQUAL, **penalty).next(np.float32(0), 0, Stopwatch())
+    step = grpo_source(task=EQUAL, **penalty).next(np.float32(0), 0, Stopwatch(), np.float32(7))
     assert len(sequences(step.batch)) == 2 * GROUP
     assert not step.batch.advantages.any()
 
@@ -205,6 +205,6 @@ def test_a_rollout_is_split_by_groups_into_updates_with_denominators_of_their_ow
 
 
 def test_reference_log_probabilities_are_those_of_the_reference():
-    source = grpo_source(np.float32(7), beta=0.1, reference="initial")
-    batch = source.next(np.float32(3), 0, Stopwatch()).batch
+    source = grpo_source(beta=0.1, reference="initial")
+    batch = source.next(np.float32(3), 0, Stopwatch(), np.float32(7)).batch
     np.testing.assert_array_equal(batch.reference_logprobs, linear_logprobs(np.float32(7), batch))

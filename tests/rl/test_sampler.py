@@ -4,13 +4,12 @@ import jax
 import numpy as np
 import pytest
 from rollouts import grpo_source
-from tiny import ARCHITECTURE, config
+from tiny import ARCHITECTURE, config, make_forward
 
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.rl.sampler import Sampler
 from mllm.stopwatch import Stopwatch
-from mllm.train.step import Forward
 
 SETTINGS = config(
     rollout={"temperature": 0.7},
@@ -64,7 +63,7 @@ def test_the_text_of_a_completion_has_all_tokens_but_the_stop_token(policy, batc
 def test_the_sampler_s_log_probabilities_are_those_of_the_log_prob_pass_and_of_the_update(policy, params, batch):
     """At a temperature other than 1, which is a part of the policy in all three."""
     mesh, counts = make_mesh(SETTINGS.mesh), batch.weights > 0
-    forward = Forward(policy.graphdef, SETTINGS, mesh)
+    forward = make_forward(SETTINGS, policy.graphdef, mesh)
 
     @jax.jit(compiler_options={"xla_backend_optimization_level": 0})  # compiled in half the time
     def logprobs(params, batch):

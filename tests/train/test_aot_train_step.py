@@ -13,15 +13,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compiled_program import arrays, exchanged, kernels, text
+from tiny import make_trainer
 
 from mllm.config import load as configs
 from mllm.data.batch import Batch
-from mllm.model.load import load_policy
 from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import sharding
 from mllm.plan import targets
-from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.step import abstract_state, make_train_step
+from mllm.train.step import abstract_state
 
 pytestmark = [
     pytest.mark.aot,
@@ -61,10 +60,7 @@ def weight(sizes):
 @pytest.fixture(scope="module")
 def program(settings):
     mesh = targets.mesh("v6e:2x4", tuple(SHAPE.values()), tuple(SHAPE))
-    policy = load_policy(settings, mesh)
-    optimizer = make_optimizer(settings.optimizer, settings.steps)
-    schedule = make_schedule(settings.optimizer, settings.steps)
-    train_step = make_train_step(policy.graphdef, optimizer, schedule, settings, mesh)
+    policy, optimizer, train_step = make_trainer(settings, mesh)
 
     def array(dtype):
         rows = (settings.batch_size, LENGTH)

@@ -12,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rollouts import RandomCompletions, grpo_source, sequences
-from tiny import config
+from tiny import config, make_trainer
 
 from mllm.model.layout import parameter_name
-from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.rl import sampling
 from mllm.stopwatch import Stopwatch
-from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.step import init_state, make_train_step
+from mllm.train.step import init_state
 
 OPTIMIZER = {"learning_rate": 1e-2, "weight_decay": 0.1}
 EVERYTHING = {"num_iterations": 2, "beta": 0.1, "reference": "initial", "entropy_coef": 0.01, "epsilon_high": 0.3}
@@ -49,8 +47,8 @@ class FixedLengths(RandomCompletions):
 @cache
 def make_batch(loss_type):
     """A batch with completions without a token, of one token and of the greatest length."""
-    source = grpo_source(np.float32(5), sampler=FixedLengths, **EVERYTHING, loss_type=loss_type)
-    return source.next(np.float32(5), 0, Stopwatch()).batch
+    source = grpo_source(sampler=FixedLengths, **EVERYTHING, loss_type=loss_type)
+    return source.next(np.float32(5), 0, Stopwatch(), np.float32(5)).batch
 
 
 def batch_for(name):
@@ -62,10 +60,7 @@ def trainer(name):
     """A function that makes the first state, whose memory an update takes, and the update."""
     settings = SETTINGS[name]
     mesh = make_mesh(settings.mesh)
-    policy = load_policy(settings, mesh)
-    optimizer = make_optimizer(settings.optimizer, settings.steps)
-    schedule = make_schedule(settings.optimizer, settings.steps)
-    train_step = make_train_step(policy.graphdef, optimizer, schedule, settings, mesh)
+    policy, optimizer, train_step = make_trainer(settings, mesh)
     first = init_state(policy.initial_params(), optimizer)
     shardings, values = jax.tree.map(lambda leaf: leaf.sharding, first), jax.device_get(first)
 

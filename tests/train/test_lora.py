@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from runs import assert_same_end, killed_after, newest, records, run
-from tiny import ARCHITECTURE, config, random_batch
+from tiny import ARCHITECTURE, config, make_trainer, random_batch
 
 import tools.export
 import train
@@ -27,8 +27,7 @@ from mllm.rl.grpo_source import GrpoSource
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.source_run import load_policy
 from mllm.run.state import RunState
-from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.step import init_state, make_train_step
+from mllm.train.step import init_state
 from tools.export import restore
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down", "head")
@@ -97,9 +96,7 @@ def lora_config(algorithm="grpo", **sections):
 def compiled_update(lora: bool, **mesh: int):
     settings = lora_config(mesh=mesh) if lora else config()
     mesh = make_mesh(settings.mesh)
-    policy = load_policy(settings, mesh)
-    optimizer = make_optimizer(settings.optimizer, 4)
-    step = make_train_step(policy.graphdef, optimizer, make_schedule(settings.optimizer, 4), settings, mesh)
+    policy, optimizer, step = make_trainer(settings, mesh)
     trained, frozen = policy.split(policy.initial_params())
     state, batch = init_state(trained, optimizer), shard_batch(mesh, random_batch(8, 20))
     return step, state, batch, frozen

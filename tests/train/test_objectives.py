@@ -8,24 +8,20 @@ import numpy as np
 import pytest
 
 from mllm.config.grpo import GrpoConfig
+from mllm.data.batch import Batch
 from mllm.rl.reward_worker import LARGEST
 from mllm.train import objectives
-from mllm.train.objectives import (
-    GrpoObjective,
-    advantages,
-    gspo,
-    policy_metrics,
-    sampling_metrics,
-    sequence_importance_weights,
-    sequence_weights,
-)
+from mllm.train.objectives import TokenInputs, advantages, policy_metrics, reward_metrics, sequence_weights
 
 GROUPS, GROUP, LENGTH = 3, 4, 6
 ROWS = GROUPS * GROUP
+IN_ROW = 3
+"""Sequences that a row of the batch holds."""
 LONGEST = 8  # max_completion_length
 LOSS_TYPES = ("grpo", "dapo", "prompt_mean", "dr_grpo")
 OFF_POLICY = {"steps_per_generation": 2}
 KL = {"beta": 0.1, "reference": "initial"}
+MASKED = {"importance_sampling": "sequence_mask"}
 EVERYTHING = {
     **OFF_POLICY,
     **KL,
@@ -37,21 +33,17 @@ EVERYTHING = {
 }
 
 
-def objective(**settings):
-    return GrpoObjective(GrpoConfig(**settings))
-
-
-def make_batch(seed=0):
-    """Rows of different lengths, one of them empty, and policies far enough apart that both clips apply."""
+def make_sequences(seed=0):
+    """Sequences of different lengths, one of them empty, and policies far enough apart that both clips apply."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, LENGTH + 1, ROWS)
     lengths[2] = 0
     mask = np.arange(LENGTH) < lengths[:, None]
     logprob = rng.uniform(-3, -0.1, mask.shape)
-    per_row = np.broadcast_to(rng.normal(size=(ROWS, 1)), mask.shape)
+    advantage = np.broadcast_to(rng.normal(size=(ROWS, 1)), mask.shape)
     old, sampler, reference = (logprob + rng.normal(scale=0.4, size=mask.shape) for _ in range(3))
     entropy = rng.uniform(0, 2, mask.shape)
-    return mask, logprob, entropy, (per_row, old, sampler, reference)
+    return mask, logprob, entropy, (advantage, old, sampler, reference)
 
 
 def reference_token(weight, log_ratio, logprob, entropy, advantage, old, sampler, reference):
@@ -68,7 +60,12 @@ def reference_token(weight, log_ratio, logprob, entropy, advantage, old, sampler
     return -surrogate + 0.1 * k3 - 0.05 * entropy
 
 
-def reference_loss(loss_type, mask, logprob, entropy, operands, sequence_mask=False):
+def sequence_importance_weight(old, sampler, active):
+    product = np.exp((old - sampler)[active].sum())
+    return product if product <= 1.2 else 0
+
+
+def reference_loss(loss_type, sequence_mask, mask, logprob, entropy, operands):
     """The papers' means, as loops over groups, completions and tokens."""
     _, old, sampler, _ = operands
     losses = []  # [group][completion][token]
@@ -79,8 +76,7 @@ def reference_loss(loss_type, mask, logprob, entropy, operands, sequence_mask=Fa
             log_ratios = (logprob - old)[row, active]
             if loss_type == "gspo" and active.size:
                 log_ratios = np.full(active.size, log_ratios.mean())
-            product = np.exp((old - sampler)[row, active].sum())
-            weight = (product if product <= 1.2 else 0) if sequence_mask else None
+            weight = sequence_importance_weight(old[row], sampler[row], active) if sequence_mask else None
             completions.append(
                 [
                     reference_token(weight, x, logprob[row, t], entropy[row, t], *(each[row, t] for each in operands))
@@ -104,25 +100,26 @@ def token_weights(loss_type, mask, group=GROUP):
     return sequence_weights(loss_type, mask.sum(-1), group, LONGEST)[:, None] * mask
 
 
-def packed(array, per_row):
-    """The sequences with `per_row` of them in a row."""
-    return array.reshape(-1, per_row * LENGTH)
+def packed(array):
+    """The sequences with several of them in a row, in the dtypes of a batch."""
+    array = np.asarray(array)
+    return jnp.asarray(array, jnp.int32 if array.dtype == int else jnp.float32).reshape(-1, IN_ROW * LENGTH)
 
 
-def segments(sequences, per_row):
-    return packed(np.tile(np.repeat(np.arange(per_row) + 1, LENGTH), sequences // per_row), per_row)
+def pack(weights, advantage, old, sampler, reference):
+    """The batch of the sequences, as far as objectives look at it."""
+    segments = packed(np.tile(np.repeat(np.arange(IN_ROW) + 1, LENGTH), ROWS // IN_ROW))
+    arrays = map(packed, (weights, advantage, sampler, old, reference))
+    return Batch(segments, segments, segments, segments, *arrays)
 
 
-def our_loss(loss_type, per_row, *arrays, sequence_mask=False):
-    weights, logprob, entropy, *operands = (packed(array, per_row) for array in arrays)
-    place, settings = jnp.asarray(segments(len(arrays[0]), per_row)), {**EVERYTHING, "loss_type": loss_type}
-    if sequence_mask:
-        settings["importance_sampling"] = "sequence_mask"
-        operands[2] = sequence_importance_weights(operands[1], operands[2], weights > 0, place, cap=1.2)
-        assert 0 < np.mean(np.asarray(operands[2])[np.asarray(weights > 0)] == 0) < 1
-    if loss_type == "gspo":
-        return gspo(objective(**settings), logprob, entropy, weights, place, *operands)
-    return jnp.sum(weights * objective(**settings)(logprob, entropy, *operands))
+def our_loss(config, batch, logprob, entropy):
+    inputs = objectives.token_inputs(config, batch)
+    if config.loss_type == "gspo":
+        losses = objectives.gspo(config, logprob, entropy, inputs, batch.weights > 0, batch.segments)
+    else:
+        losses = objectives.grpo(config, logprob, entropy, inputs)
+    return jnp.sum(batch.weights * losses)
 
 
 def numerical_gradient(f, x, step=1e-6):
@@ -135,86 +132,78 @@ def numerical_gradient(f, x, step=1e-6):
     return gradient
 
 
-def as_float32(*arrays):
-    return [jnp.asarray(array, jnp.float32) for array in arrays]
-
-
 def test_sft_is_cross_entropy():
     assert objectives.sft(jnp.array([-2.0]), jnp.array([1.0])) == 2.0
 
 
-@pytest.mark.parametrize("sequence_mask", [False, True], ids=["token_truncate", "sequence_mask"])
-@pytest.mark.parametrize("per_row", [1, 3])
+@pytest.mark.parametrize("sampling", [{}, MASKED], ids=["token_truncate", "sequence_mask"])
 @pytest.mark.parametrize("loss_type", [*LOSS_TYPES, "gspo"])
-def test_loss_and_gradients_are_those_of_the_paper(loss_type, per_row, sequence_mask):
-    mask, logprob, entropy, operands = make_batch()
-    arrays = as_float32(token_weights(loss_type, mask), logprob, entropy, *operands)
-    ours = partial(our_loss, sequence_mask=sequence_mask)
-    loss, (by_logprob, by_entropy) = jax.value_and_grad(ours, argnums=(3, 4))(loss_type, per_row, *arrays)
-
-    def paper(logprob, entropy):
-        return reference_loss(loss_type, mask, logprob, entropy, operands, sequence_mask)
-
-    assert loss == pytest.approx(paper(logprob, entropy), rel=1e-5)
-    expected = numerical_gradient(lambda x: paper(x, entropy), logprob)
-    np.testing.assert_allclose(by_logprob, expected, rtol=1e-4, atol=1e-6)
-    expected = numerical_gradient(lambda x: paper(logprob, x), entropy)
-    np.testing.assert_allclose(by_entropy, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("settings", "operands"),
-    [
-        ({"importance_cap": None}, ()),
-        ({"importance_cap": None, "num_iterations": 2}, ("old_logprobs",)),
-        ({}, ("sampler_logprobs",)),
-        ({"importance_sampling": "sequence_mask"}, ("importance_weights",)),
-        ({"importance_cap": None, **KL}, ("reference_logprobs",)),
-        ({**KL, **OFF_POLICY}, ("old_logprobs", "sampler_logprobs", "reference_logprobs")),
-    ],
-)
-def test_the_settings_determine_the_operands_of_an_objective(settings, operands):
-    of_settings = objective(**settings)
-    assert of_settings.operands == ("advantages", *operands)
-    arrays = [jnp.full(3, -1.0)] * len(of_settings.operands)
-    assert of_settings(jnp.full(3, -1.0), jnp.ones(3), *arrays).shape == (3,)
-    with pytest.raises(ValueError, match="argument 2 is longer"):
-        of_settings(jnp.full(3, -1.0), jnp.ones(3), *arrays, jnp.ones(3))
+def test_loss_and_gradients_are_those_of_the_paper(loss_type, sampling):
+    mask, logprob, entropy, operands = make_sequences()
+    config = GrpoConfig(**EVERYTHING, **sampling, loss_type=loss_type)
+    ours = partial(our_loss, config, pack(token_weights(loss_type, mask), *operands))
+    loss, gradients = jax.value_and_grad(ours, argnums=(0, 1))(packed(logprob), packed(entropy))
+    paper = partial(reference_loss, loss_type, sampling == MASKED, mask)
+    assert loss == pytest.approx(paper(logprob, entropy, operands), rel=1e-5)
+    for gradient, expected in zip(
+        gradients,
+        (
+            numerical_gradient(lambda x: paper(x, entropy, operands), logprob),
+            numerical_gradient(lambda x: paper(logprob, x, operands), entropy),
+        ),
+        strict=True,
+    ):
+        np.testing.assert_allclose(gradient, packed(expected), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("settings", "clip_range"),
+    ("settings", "needed"),
     [
-        ({}, (0.8, 1.2)),
-        ({"epsilon_high": 0.28}, (0.8, 1.28)),
-        ({"epsilon": 0.1}, (0.9, 1.1)),
-        ({"loss_type": "gspo"}, (1 - 3e-4, 1 + 4e-4)),
-        ({"loss_type": "gspo", "epsilon": 1e-3}, (1 - 1e-3, 1 + 1e-3)),
-        ({"loss_type": "gspo", "epsilon_high": 1e-3}, (1 - 3e-4, 1 + 1e-3)),
+        ({"importance_cap": None}, set()),
+        ({"importance_cap": None, "num_iterations": 2}, {"old_logprobs"}),
+        ({}, {"sampler_logprobs"}),
+        (MASKED, {"importance_weights"}),
+        ({"importance_cap": None, **KL}, {"reference_logprobs"}),
+        ({**KL, **OFF_POLICY}, {"old_logprobs", "sampler_logprobs", "reference_logprobs"}),
     ],
 )
-def test_the_clip_range_s_default_is_that_of_the_loss_type(settings, clip_range):
-    assert GrpoConfig(**settings, **OFF_POLICY).clip_range == pytest.approx(clip_range, abs=1e-9)
+def test_the_settings_determine_what_an_objective_is_given(settings, needed):
+    mask, _, _, operands = make_sequences()
+    inputs = objectives.token_inputs(GrpoConfig(**settings), pack(mask, *operands))
+    assert {name for name, array in inputs._asdict().items() if array is not None} == {"advantages", *needed}
 
 
-def test_dr_grpo_s_advantages_are_not_scaled_unless_that_is_set():
-    scales = [GrpoConfig(loss_type=loss).reward_scale for loss in LOSS_TYPES]
-    assert scales == ["group", "group", "group", "none"]
-    assert GrpoConfig(loss_type="dr_grpo", scale_rewards="batch").reward_scale == "batch"
+@pytest.mark.parametrize(
+    ("settings", "low", "high", "scale"),
+    [
+        ({}, 0.8, 1.2, "group"),
+        ({"epsilon_high": 0.28}, 0.8, 1.28, "group"),
+        ({"epsilon": 0.1, "scale_rewards": "none"}, 0.9, 1.1, "none"),
+        ({"loss_type": "dr_grpo"}, 0.8, 1.2, "none"),
+        ({"loss_type": "dr_grpo", "scale_rewards": "batch"}, 0.8, 1.2, "batch"),
+        ({"loss_type": "gspo"}, 1 - 3e-4, 1 + 4e-4, "group"),
+        ({"loss_type": "gspo", "epsilon": 1e-3}, 1 - 1e-3, 1 + 1e-3, "group"),
+        ({"loss_type": "gspo", "epsilon_high": 1e-3}, 1 - 3e-4, 1 + 1e-3, "group"),
+    ],
+)
+def test_the_defaults_of_clipping_and_scaling_are_those_of_the_loss_type(settings, low, high, scale):
+    config = GrpoConfig(**settings, **OFF_POLICY)
+    assert config.clip_range == pytest.approx((low, high), abs=1e-9)
+    assert config.reward_scale == scale
 
 
-def gradient(objective, logprob, *operands):
-    return float(jax.grad(lambda x: objective(x, jnp.zeros(()), *map(jnp.asarray, operands)))(jnp.asarray(logprob)))
-
-
-def test_without_old_logprobs_the_gradient_is_the_policy_gradient():
-    assert gradient(objective(importance_cap=None), -1.7, 0.6) == pytest.approx(-0.6)
-
-
-def test_the_importance_weight_is_truncated_and_has_no_gradient():
-    truncated = objective(importance_cap=2.0)
-    assert gradient(truncated, -1.0, 1.0, -1.0 + np.log(2)) == pytest.approx(-0.5, rel=1e-5)
-    assert gradient(truncated, -1.0, 1.0, -1.0 - np.log(8)) == pytest.approx(-2.0, rel=1e-5)
+@pytest.mark.parametrize(
+    ("cap", "sampler", "expected"),
+    [(None, None, -0.6), (2.0, -1.0 + np.log(2), -0.3), (2.0, -1.0 - np.log(8), -1.2)],
+    ids=["no importance weight", "a half", "truncated from 8 to 2"],
+)
+def test_without_old_logprobs_the_gradient_is_the_policy_gradient_times_a_constant_importance_weight(
+    cap, sampler, expected
+):
+    config = GrpoConfig(importance_cap=cap)
+    inputs = TokenInputs(jnp.asarray(0.6), sampler_logprobs=None if sampler is None else jnp.asarray(sampler))
+    gradient = jax.grad(lambda x: objectives.grpo(config, x, jnp.zeros(()), inputs))(jnp.asarray(-1.0))
+    assert float(gradient) == pytest.approx(expected, rel=1e-5)
 
 
 def test_masked_completions_and_groups_still_count_in_the_means_and_nothing_that_counts_is_no_division_by_zero():
@@ -245,54 +234,42 @@ def reference_advantages(rewards, scale):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_advantages_are_distances_to_the_mean_of_the_group(scale):
-    rewards = np.random.default_rng(0).normal(size=(5, 4))
-    rewards[1, 2] = rewards[2, :3] = np.nan
-    result = advantages(rewards, scale)
-    np.testing.assert_allclose(result.values, reference_advantages(rewards, scale), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_equal_failed_and_extreme_rewards_have_finite_advantages_and_the_first_two_none(scale):
-    equal = np.array([[0.1] * 7, [0, 0, 0, 1, 1, 1, 1.0]])  # the mean of seven 0.1 is not 0.1
-    result = advantages(equal, scale)
-    assert not result.values[0].any()
-    assert result.values[1].all()
-    failed = advantages(np.full((2, 3), np.nan), scale)
-    assert not failed.values.any()
-    assert failed.equal.all()
-    extreme = advantages(np.array([[LARGEST, -LARGEST, LARGEST, 0.0], [0.0, 1.0, 2.0, 3.0]]), scale).values
+def test_advantages_are_distances_to_the_mean_of_the_group_and_exactly_zero_where_rewards_are_equal_or_failed(scale):
+    rewards = np.random.default_rng(0).normal(size=(5, 7))
+    rewards[1, 2] = rewards[2, :6] = rewards[4] = np.nan
+    rewards[3] = 0.1  # the mean of seven 0.1 is not 0.1
+    found = advantages(rewards, scale)
+    np.testing.assert_allclose(found, reference_advantages(rewards, scale), rtol=1e-4, atol=1e-6)
+    assert not found[2:].any()
+    assert not advantages(np.full((2, 3), np.nan), scale).any()
+    extreme = advantages(np.array([[LARGEST, -LARGEST, LARGEST, 0.0], [0.0, 1.0, 2.0, 3.0]]), scale)
     assert np.isfinite(extreme).all()
     assert extreme[0, 0] > 0 > extreme[0, 1]
 
 
-def test_group_statistics_leave_failed_rewards_out():
+def test_statistics_of_rewards_leave_failed_ones_out():
     rewards = np.array([[0.0, 1.0, np.nan], [1.0, 1.0, 1.0], [np.nan] * 3, [np.nan, np.nan, 0.5]])
-    result = advantages(rewards, "group")
-    assert result.reward == pytest.approx(4.5 / 6)
-    assert result.reward_std == pytest.approx(np.std([0, 1], ddof=1) / 4)
-    assert result.equal.tolist() == [False, True, True, True]
+    assert objectives.equal_rewards(rewards).tolist() == [False, True, True, True]
+    expected = {"reward": 4.5 / 6, "reward_std": np.std([0, 1], ddof=1) / 4, "frac_reward_zero_std": 3 / 4}
+    assert reward_metrics(rewards) == pytest.approx(expected)
+    assert np.isnan(reward_metrics(np.full((2, 3), np.nan))["reward"])
 
 
-@pytest.mark.parametrize("in_row", [1, 3])
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
-def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_type, in_row):
-    mask, logprob, entropy, operands = make_batch()
-    per_row, old, _, reference = operands
+def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_type):
+    mask, logprob, entropy, operands = make_sequences()
+    advantage, old, sampler, reference = operands
+    config = GrpoConfig(**EVERYTHING, **MASKED, loss_type=loss_type)
+    metrics = policy_metrics(config, packed(logprob), packed(entropy), pack(mask, *operands))
     sequences = [row for row in range(ROWS) if mask[row].any()]
-    settings = {**EVERYTHING, "loss_type": loss_type, "importance_sampling": "sequence_mask"}
-    weights = np.where(np.arange(ROWS) % 3 == 0, 0.0, 0.9)
-    by_token = np.broadcast_to(weights[:, None], mask.shape)
-    arrays = [*as_float32(logprob, entropy), jnp.asarray(mask), *as_float32(per_row, old, by_token, reference)]
-    arrays = [packed(array, in_row) for array in arrays]
-    metrics = policy_metrics(objective(**settings), *arrays[:3], jnp.asarray(segments(ROWS, in_row)), *arrays[3:])
-    ratio, advantage = np.exp(logprob - old)[mask], per_row[mask]
+    ratio, sign = np.exp(logprob - old)[mask], advantage[mask]
     if loss_type == "gspo":
         ratio = np.exp([(logprob - old)[row, mask[row]].mean() for row in sequences])
-        advantage = per_row[sequences, 0]
-    low = np.mean((ratio < 0.8) & (advantage < 0))
-    high = np.mean((ratio > 1.3) & (advantage > 0))
-    difference = (reference - logprob)[mask]
+        sign = advantage[sequences, 0]
+    low = np.mean((ratio < 0.8) & (sign < 0))
+    high = np.mean((ratio > 1.3) & (sign > 0))
+    importance = [sequence_importance_weight(old[row], sampler[row], mask[row]) for row in sequences]
+    difference, mismatch = (reference - logprob)[mask], (old - sampler)[mask]
     assert low > 0
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
         {
@@ -301,22 +278,20 @@ def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_t
             "clip_ratio/low_mean": low,
             "clip_ratio/high_mean": high,
             "clip_ratio/region_mean": low + high,
-            "clip_ratio/dual_mean": np.mean((ratio > 1.4) & (advantage < 0)),
-            "sampling/masked_sequences": np.mean(weights[sequences] == 0),
+            "clip_ratio/dual_mean": np.mean((ratio > 1.4) & (sign < 0)),
+            "sampling/masked_sequences": np.mean(np.equal(importance, 0)),
+            # The policy before the rollout's first update is compared with the sampler, not the current one.
+            "sampling/sampling_logp_difference/mean": np.abs(mismatch).mean(),
+            "sampling/sampling_logp_difference/max": np.abs(mismatch).max(),
+            "sampling/importance_sampling_ratio/mean": np.exp(mismatch).mean(),
         },
         rel=1e-5,
     )
 
 
-def test_sampling_metrics_measure_how_far_trainer_and_sampler_are_apart():
-    mask, trainer, _, (_, _, sampler, _) = make_batch()
-    metrics = sampling_metrics(*as_float32(trainer, sampler), jnp.asarray(mask))
-    difference = (trainer - sampler)[mask]
-    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
-        {
-            "sampling/sampling_logp_difference/mean": np.abs(difference).mean(),
-            "sampling/sampling_logp_difference/max": np.abs(difference).max(),
-            "sampling/importance_sampling_ratio/mean": np.exp(difference).mean(),
-        },
-        rel=1e-5,
-    )
+def test_with_one_update_to_a_rollout_the_current_policy_is_compared_with_the_sampler():
+    mask, logprob, entropy, operands = make_sequences()
+    batch = pack(mask, *operands)._replace(old_logprobs=None)
+    metrics = policy_metrics(GrpoConfig(), packed(logprob), packed(entropy), batch)
+    expected = np.abs(logprob - operands[2])[mask].mean()
+    assert float(metrics["sampling/sampling_logp_difference/mean"]) == pytest.approx(expected, rel=1e-5)

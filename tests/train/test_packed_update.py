@@ -5,14 +5,14 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from tiny import config
+from tiny import config, make_forward
 
 from mllm.data.batch import Batch
 from mllm.data.packing import Sequence, pack
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.train.objectives import sequence_weights
-from mllm.train.step import Forward, accumulate
+from mllm.train.step import accumulate
 
 SEQUENCES, GROUP, PROMPT, COMPLETION = 40, 4, 8, 16
 LOSS_TYPES = ("grpo", "dapo", "prompt_mean", "dr_grpo", "gspo")
@@ -91,7 +91,7 @@ def program(sequence_ratios, penalties, shape, whole):
     rows = SEQUENCES if whole else settings.rows.micro
     mesh = make_mesh(settings.mesh)
     policy = load_policy(settings, mesh)
-    forward = Forward(policy.graphdef, settings, mesh)
+    forward = make_forward(settings, policy.graphdef, mesh)
     params = jax.device_put(initial(), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
     compute = jax.jit(lambda params, batch: accumulate(forward.loss, params, batch, rows)[::2])
     return lambda batch: jax.device_get(compute(params, shard_batch(mesh, batch)))

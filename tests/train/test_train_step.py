@@ -11,14 +11,14 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from runs import changed
-from tiny import config, random_batch
+from tiny import config, make_forward, make_trainer, random_batch
 
 from kernels.lm_head import timings
 from mllm.errors import UserError
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
-from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.step import Forward, abstract_state, accumulate, init_state, make_logprob_pass, make_train_step
+from mllm.train.optimizer import make_optimizer
+from mllm.train.step import abstract_state, accumulate, init_state, make_logprob_pass
 
 ROWS, LENGTH = 8, 16
 BATCH = random_batch(ROWS, LENGTH)
@@ -42,15 +42,6 @@ def initial_params():
     """The parameters that every configuration here begins with; on the host, since an update takes their memory."""
     settings = SETTINGS["sft"]
     return jax.device_get(load_policy(settings, make_mesh(settings.mesh)).initial_params())
-
-
-def make_trainer(settings):
-    """Policy, optimizer and jitted update."""
-    mesh = make_mesh(settings.mesh)
-    policy = load_policy(settings, mesh)
-    optimizer = make_optimizer(settings.optimizer, settings.steps)
-    schedule = make_schedule(settings.optimizer, settings.steps)
-    return policy, optimizer, make_train_step(policy.graphdef, optimizer, schedule, settings, mesh)
 
 
 @cache
@@ -77,7 +68,7 @@ def update(batch):
 def gradient(settings, padding=0):
     """Metrics and gradients of one step, before the optimizer hides their scale."""
     mesh = make_mesh(settings.mesh)
-    forward = Forward(load_policy(settings, mesh).graphdef, settings, mesh)
+    forward = make_forward(settings, load_policy(settings, mesh).graphdef, mesh)
     batch = jax.tree.map(lambda x: np.pad(x, [(0, 0), (0, padding)]), BATCH)
 
     @jax.jit(compiler_options=QUICKLY)
@@ -150,7 +141,8 @@ def test_an_update_without_gradient_or_not_finite_moves_neither_parameters_nor_o
 def test_the_log_prob_pass_gives_the_log_probabilities_that_the_update_sees():
     settings = changed(SETTINGS["grpo"], micro_batch_size=4)
     mesh = make_mesh(settings.mesh)
-    logprobs = make_logprob_pass(load_policy(settings, mesh).graphdef, settings, mesh)(initial_params(), BATCH)
+    logprobs = make_logprob_pass(make_forward(settings, load_policy(settings, mesh).graphdef, mesh))
+    logprobs = logprobs(initial_params(), BATCH)
     assert logprobs.shape == (ROWS, LENGTH)
     assert np.all((np.asarray(logprobs) < 0) == (BATCH.weights > 0))
     # With the old policy's log-probabilities equal to the current ones nothing is clipped, and the ratio is 1. Both
@@ -211,4 +203,4 @@ def test_a_damaged_table_of_timings_is_an_error_before_anything_is_compiled(monk
     monkeypatch.setattr(timings, "__file__", str(tmp_path / "timings.py"))
     mesh = mock.Mock(spec=Mesh, devices=SimpleNamespace(flat=[SimpleNamespace(platform="tpu")]))
     with pytest.raises(UserError, match=r"tpu/tiles.json is no table of tiles: restore it"):
-        Forward(None, SETTINGS["sft"], mesh)
+        make_forward(SETTINGS["sft"], None, mesh)

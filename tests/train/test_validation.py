@@ -3,13 +3,13 @@
 import jax
 import numpy as np
 import pytest
-from tiny import ARCHITECTURE, config
+from tiny import ARCHITECTURE, config, make_forward
 
 from mllm.data.batch import Batch
 from mllm.data.documents import Documents, Size
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
-from mllm.train.step import Forward, make_validation_pass
+from mllm.train.step import make_validation_pass
 from mllm.train.validation import make_validation
 
 COUNT = 21
@@ -42,7 +42,7 @@ def expected():
     one = settings()
     mesh = make_mesh(one.mesh)
     policy = load_policy(one, mesh)
-    params, hidden_of = policy.initial_params(), jax.jit(Forward(policy.graphdef, one, mesh).hidden)
+    params, hidden_of = policy.initial_params(), jax.jit(make_forward(one, policy.graphdef, mesh).hidden)
     documents, logprobs, correct = [], [], []
     for _ in range(COUNT):
         length = int(RNG.integers(2, 20))
@@ -71,7 +71,9 @@ def test_it_is_the_mean_over_the_learned_tokens_of_all_documents(expected, secti
     policy = load_policy(one, mesh)
     params = jax.device_put(policy.initial_params(), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
     polls = []
-    validate = make_validation(one, policy, mesh, documents, lambda: polls.append(1))
+    validate = make_validation(
+        one.data, one.batch_size, documents, make_forward(one, policy.graphdef, mesh), lambda: polls.append(1)
+    )
     measured = validate(params, 0)
     assert measured.keys() == metrics.keys()
     for name, value in measured.items():
@@ -87,5 +89,6 @@ def test_no_array_of_all_logits_exists():
     mesh = make_mesh(one.mesh)
     policy = load_policy(one, mesh)
     shapes = [jax.ShapeDtypeStruct((8, 128), t) for t in (*("int32",) * 4, "float32")]
-    compiled = make_validation_pass(policy.graphdef, one, mesh).lower(policy.params, Batch(*shapes)).compile()
+    compiled = make_validation_pass(make_forward(one, policy.graphdef, mesh))
+    compiled = compiled.lower(policy.params, Batch(*shapes)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * 8 * 128 * 200_000 / 10
