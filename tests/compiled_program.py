@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 
-from mllm.plan import listing
+from tools.bench import listing
 
 
 class Stored(NamedTuple):

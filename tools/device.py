@@ -6,8 +6,7 @@ hangs costs only itself. The same command goes on where it stopped: what is done
 again after the rest. On a CPU sizes are small and interpreters run the kernels: a rehearsal.
 
 FOLDER gets results.jsonl (a line as soon as a job ends) and, at the end, also on SIGTERM: table.md, device.tar.gz (logs
-and figures), curves.png, and tiles.json, the measured tiles and times. Tuning also notes these in kernels/lm_head, and
-so does a later call with this FOLDER: by them `impl=None` takes the faster engine.
+and figures) and curves.png.
 
 Exit codes: 0 all is done or left out, 1 something failed or is to come, 2 an error in one line, 143 after SIGTERM.
 """
@@ -32,7 +31,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script sees only its own folder
 from mllm import child_process, errors
 from mllm.errors import UserError
-from tools import tune
 
 ROOT = Path(__file__).resolve().parent.parent
 Record = dict[str, Any]
@@ -75,7 +73,8 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
         for kernel in engines[kind]:
             for cluster in ("2", "1") if kind == "gpu" and not cpu else ("2",):
                 name = f"{kind} {kernel}" + f", cluster of {cluster}" * (kind == "gpu")
-                yield Job(name, [*about, "--kernel", kernel, "--cluster", cluster], obstacle=old)
+                blocks = ["--tiles", f"cluster={cluster}"] if kind == "gpu" and not cpu else []
+                yield Job(name, [*about, "--kernel", kernel, *blocks], obstacle=old)
         # Room in dW's own memory alone; for some columns; for some rows and a float32 sum of dW; for the default.
         for workspace in ("0",) if cpu else ("0", "700000", "7000000", ""):
             size = ["--kernel", "loss", *["--workspace", workspace] * bool(workspace)]
@@ -85,7 +84,7 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     for kernel in () if cpu else engines[platform]:
         yield Job(f"time of {kernel}", [*timed, "--kernel", kernel], 120)
     for chunk, cluster in (("2048", "2"), ("8448", "2"), ("2048", "1"), ("8448", "1")) if platform == "gpu" else ():
-        sizes = ["--kernel", "loss", "--workspace", "0", "--chunk", chunk, "--cluster", cluster]
+        sizes = ["--kernel", "loss", "--workspace", "0", "--tiles", f"chunk={chunk},cluster={cluster}"]
         yield Job(f"time of loss, chunk of {chunk}, cluster of {cluster}", [*timed, *sizes], 120)
 
     def bench(name: str, *methods: str, needs: Sequence[str] = ()) -> Job:
@@ -96,8 +95,8 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     limits = ["-n", "1", "--max-worker-restart=99", "--timeout=120", "--timeout-method=thread"]
     pytest, needs = ["-m", "pytest", "-m", platform, *limits, "-rfE", "tests"], ["xdist", "pytest_timeout", "jaxtyping"]
     yield Job("tests", pytest, 550, needs, "^(FAILED|ERROR)|passed|failed|crashed", none)
-    yield Job("tune", ["tools/tune.py", "--shape", large, "--write", "--limit", "380"], 400, shows="  ", obstacle=none)
-    yield bench("peers in JAX, and the head as tuned", f"{engine}, workspace", "scan", "tokamax", "tunix", "optax")
+    yield Job("tune", ["tools/tune.py", "--shape", large, "--limit", "380"], 400, shows="  ", obstacle=none)
+    yield bench("peers in JAX", "scan", "tokamax", "tunix", "optax")
     yield bench("peers in torch", "Liger", "cut-cross", "torch", needs=["torch"])
 
     tiny, half, four, three = (
@@ -213,7 +212,6 @@ class Call:
             raise UserError(f"--out: {self.folder} has results of a {before['kind']}, and this is a {device['kind']}")
         self.device, self.jobs = device, jobs
         self.record({"job": "device", "status": "done", **device})
-        self.exchange_tiles()
         for job in sorted(jobs, key=lambda job: self.status(job) == "failed"):
             if self.status(job) != "done":
                 self.run(job)
@@ -247,7 +245,6 @@ class Call:
             shown = [line for line in said.splitlines() if line and re.search(job.shows, line)]
             record |= {"reason": ended.reason, "answer": ended.answer, "shown": shown}
             record["seconds"] = round(time.monotonic() - start, 1)
-            self.exchange_tiles()
         self.record(record)
         print(f"{job.name}: {cell(record)}", flush=True)
 
@@ -263,13 +260,6 @@ class Call:
         self.results[record["job"]] = record
         with (self.folder / "results.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
-
-    def exchange_tiles(self) -> None:
-        """Both tables of tiles, the folder's and the kernels', get all entries of both; the kernels' are the newer."""
-        tables = [self.folder / "tiles.json", ROOT / "kernels" / "lm_head" / self.device["platform"] / "tiles.json"]
-        if self.device["platform"] != "cpu" and (entries := tune.merged(*map(tune.read_table, tables))):
-            for path in tables:
-                tune.write_table(path, entries)
 
     def table(self) -> str:
         """All jobs and what came of them as Markdown, and below it what they have printed."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mllm.plan import gpus, targets
-from mllm.plan.traffic import Module
 
 TPU_FILES = (".after_optimizations", ".after_optimizations_after_buffer_assignment.txt")
 GPU_FILES = (".*_gpu_after_optimizations", ".0.ir-no-opt.ll")
@@ -31,8 +30,6 @@ class Account(NamedTuple):
     arguments: int
     temporaries: int
     peak: int
-    turn: int = 0
-    """The bytes that a turn of the program's largest loop moves; not known for the devices at hand."""
 
 
 def read(target: str, program: str, axes: Mapping[str, int], **arguments: Any) -> Account:
@@ -67,11 +64,9 @@ def _read(target: str, program: str, arguments: Mapping[str, Any], files: tuple[
         report, assignment = (
             next(folder.glob(f"*{begin}-{file}.txt"), None) for file in ("memory-usage-report", "buffer-assignment")
         )
-        module = next(folder.glob(f"*{begin}.txt"), None)
-        if report is None or assignment is None or module is None:
+        if report is None or assignment is None:
             raise ValueError(f"{program} on {target}: {ended.reason or 'the compiler left no report'}")
-        turn = Module(module.read_text()).largest_loop()
-        return account(report.read_text(), assignment.read_text())._replace(turn=turn)
+        return account(report.read_text(), assignment.read_text())
 
 
 def account(report: str, assignment: str) -> Account:

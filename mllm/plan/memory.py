@@ -95,7 +95,6 @@ class Planner:
         self.programs = Programs(config, devices.mesh)
         self.config = self.programs.config = with_slots(config, self.programs.policy, devices.memory)
         self.slots = 0 if config.rollout is None else self.programs.slots
-        self.turn = 0
         beta = 0 if config.grpo is None else config.grpo.beta
         self.reference = bytes_on_device(self.programs.policy.trained) if beta > 0 else 0
 
@@ -119,7 +118,6 @@ class Planner:
             others = kept - bytes_on_device(shapes.policy.params) + copied + cache + (PREFILLED_BATCHES - 1) * prompts
             found.append(phase("prefill", account.peak + others, known, 0))
             account = self.compile("decode", "decode")
-            self.turn = account.turn
             logits = bytes_on_device(shapes.logits())
             found.append(phase("decode", account.peak + kept - shared + PREFILLED_BATCHES * prompts, known, logits))
         if config.grpo is not None:
@@ -131,16 +129,11 @@ class Planner:
         return found
 
     def tell_decoding(self) -> None:
-        """Tell the number of slots and, for a target, what a decode step moves and how long a step may take."""
+        """Tell the number of slots and, for a target, how long a step may take."""
         if not self.slots:
             return
         shapes, target = self.programs, self.devices.target
-        said = f"rollout: {self.slots} slots, {self.slots // shapes.layout.row_shards} a device"
-        if target:
-            least = bytes_on_device((shapes.decoding_weights(), shapes.cache()))
-            moved = f"{size(self.turn)}, {self.turn / least:.2f} of the least possible"
-            said += f"; a decode step with a full cache moves {moved}"
-        self.tell(said)
+        self.tell(f"rollout: {self.slots} slots, {self.slots // shapes.layout.row_shards} a device")
         if target and self.config.grpo:
             rates = targets.RATES[target.partition(":")[0]]
             found = estimate(shapes, *(rate / 2 if target.startswith("tpu7x") else rate for rate in rates))

@@ -25,7 +25,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, Mesh
 
 from mllm import child_process
-from mllm.plan import gpus, work
+from mllm.plan import gpus
 
 ROOT = Path(__file__).parent.parent.parent
 # libtpu reads these as it is loaded: there is no TPU to ask for its metadata, nor one to keep other programs from.
@@ -161,26 +161,13 @@ def run_child(
     return child_process.run(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, until=until)
 
 
-def compile_in_child(*arguments: Any) -> dict[str, Any]:
-    """The answer of `main`, run by `run_child`; ValueError with the compiler's reason, and all of stderr as a note."""
-    ended = run_child(*arguments)
-    if ended.code or ended.answer is None:
-        refusal = ValueError(ended.reason or "the compiler's process gave no answer")
-        refusal.add_note(ended.stderr)
-        raise refusal
-    return ended.answer
-
-
 def main(target: str, name: str, arguments: str) -> None:
-    """Compile a program and print its memory in bytes and its parts (see `work.py`) as a line of JSON."""
+    """Compile a program and print its memory, as `memory` gives it, as a line of JSON."""
     given = json.loads(arguments)
     axes = given.pop("mesh", {"chip": 1})
     make = program(name)
     on_target = mesh(target, tuple(axes.values()), tuple(axes))
-    function, shapes = make(on_target, **given)
-    executable = compiled(function, shapes, on_target)
-    with jax.sharding.use_abstract_mesh(on_target.abstract_mesh):
-        child_process.answer(memory(executable) | {"parts": work.parts(function, shapes)})
+    child_process.answer(memory(compiled(*make(on_target, **given), on_target)))
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ import importlib.util
 import math
 from typing import Any, NamedTuple
 
+import head_programs as head
 import jax
 import pytest
 from compiled_program import exchanged, kernels
 from jax.sharding import Mesh
 
-from mllm.plan import head_programs as head
-from mllm.plan import targets, work
+from mllm.plan import targets
+from tools.bench import work
 
 pytestmark = [
     pytest.mark.aot,

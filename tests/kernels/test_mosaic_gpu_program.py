@@ -7,9 +7,9 @@ test_mosaic_loss.py; no GPU has run the programs.
 import importlib.util
 import math
 import shutil
-from pathlib import Path
 from typing import Any
 
+import head_programs as head
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +23,8 @@ from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.forward import Labels, is_hit, labels_in_tiles
 from kernels.lm_head.gpu.products import Place
 from kernels.lm_head.gpu.tiles import Tiles
-from mllm.plan import gpus, resources, targets
-from mllm.plan import head_programs as head
+from mllm.plan import gpus, targets
+from tools.bench import listing
 
 MIB = 2**20
 PROBLEM = random_problem((200, 296, 128), scale=2.0, dtype=jnp.bfloat16)
@@ -184,7 +184,7 @@ def test_without_a_workspace_no_array_is_larger_than_the_weight_and_none_so_larg
     ],
 )
 def test_every_kernel_fits_a_multiprocessor_and_spills_nothing(options: dict[str, Any]) -> None:
-    _, kernels = resources.read(f"{Path(__file__).with_name('gpu_programs.py')}:variant", **options)
+    _, kernels = listing.read("h100", f"{head.__file__}:gpu_loss", **options)
     assert len(kernels) >= 4
     for kernel in kernels:
         assert kernel.spilled == 0
@@ -198,6 +198,6 @@ def test_every_kernel_fits_a_multiprocessor_and_spills_nothing(options: dict[str
 @needs_plugin
 @needs_ptxas
 def test_blocks_without_a_cluster_share_no_loads() -> None:
-    _, kernels = resources.read(f"{Path(__file__).with_name('gpu_programs.py')}:variant", cluster=1)
+    _, kernels = listing.read("h100", f"{head.__file__}:gpu_loss", cluster=1)
     assert {kernel.multicast for kernel in kernels} == {0}
     assert not any(kernel.spilled for kernel in kernels)

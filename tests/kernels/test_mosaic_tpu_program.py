@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import head_programs as head
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +25,6 @@ from strict_tpu import strict_interpreter
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
 from kernels.lm_head.tpu import tiles
-from mllm.plan import head_programs as head
 
 OBJECTIVE = OBJECTIVES["clipped ratio"]
 PROBLEM = random_problem((200, 300, 64), scale=2.0)

@@ -6,6 +6,7 @@ bfloat16 is one pass: Mosaic refuses more.
 
 from typing import Any
 
+import head_programs as head
 import jax
 import pytest
 from jax import lax
@@ -15,7 +16,6 @@ from tiny import ARCHITECTURE, config
 from mllm.config.model import MeshConfig
 from mllm.model import attention
 from mllm.parallel.mesh import make_mesh
-from mllm.plan import head_programs as head
 from mllm.plan.programs import Program, Programs
 
 

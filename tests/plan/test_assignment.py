@@ -2,6 +2,7 @@
 
 import importlib.util
 
+import head_programs as head
 import jax
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ import pytest
 from mllm.config import load as configs
 from mllm.parallel.mesh import AXES
 from mllm.plan import assignment, memory, targets
-from mllm.plan import head_programs as head
 
 REPORT = """Memory Space: default (color=0)
 Total bytes: 1000 (1000B)
@@ -30,12 +30,23 @@ def test_the_account_has_arguments_temporaries_and_the_peak_in_hbm():
     assert assignment.account(REPORT, ASSIGNMENT) == assignment.Account(arguments=400, temporaries=600, peak=1000)
 
 
+@pytest.mark.parametrize(("target", "shape"), [("v6e", (1, 1)), ("v6e:2x4", (2, 4)), ("tpu7x", (1, 1, 1))])
+def test_a_target_is_a_chip_or_a_slice(target, shape):
+    assert targets.split(target) == (target.partition(":")[0], shape)
+
+
+@pytest.mark.parametrize("target", ["v9", "v6e:2", "v6e:2x2x2", "v5p:2x2", "v6e:0x1", "v6e:axb", ""])
+def test_another_target_is_refused(target):
+    with pytest.raises(ValueError, match="target"):
+        targets.split(target)
+
+
 @pytest.mark.aot
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
 class TestByTheTpuCompiler:
     def test_the_account_is_what_the_compiled_program_says(self):
         sizes = {"tokens": 1024, "features": 256, "vocabulary": 4096}
-        found = assignment.read("v6e", "mllm.plan.head_programs:loss", {"chip": 1}, **sizes)
+        found = assignment.read("v6e", f"{head.__file__}:loss", {"chip": 1}, **sizes)
         mesh = targets.mesh("v6e")
         whole = targets.memory(targets.compiled(*head.loss(mesh, **sizes), mesh))
         assert found.arguments == whole["argument"]
@@ -44,7 +55,7 @@ class TestByTheTpuCompiler:
     @pytest.mark.slow
     def test_a_program_that_is_too_large_has_an_account_too(self):
         sizes = {"tokens": 2**16, "features": 512, "vocabulary": 151936, "impl": "full_logits"}
-        found = assignment.read("v6e", "mllm.plan.head_programs:loss", {"chip": 1}, **sizes)
+        found = assignment.read("v6e", f"{head.__file__}:loss", {"chip": 1}, **sizes)
         assert found.temporaries > 4 * 2**16 * 151936 > targets.HBM["v6e"]
 
     @pytest.mark.parametrize("chip", targets.HBM)

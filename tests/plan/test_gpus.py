@@ -6,13 +6,13 @@ The compiler's account of the head is held against arithmetic. No GPU has ever c
 import importlib.util
 import os
 
+import head_programs as head
 import pytest
 import tiny
 
 from mllm.config.model import MeshConfig
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan import assignment, gpus, memory, targets
-from mllm.plan import head_programs as head
 from mllm.plan.assignment import Account
 from mllm.plan.programs import Programs
 
@@ -75,7 +75,7 @@ class TestTheAccount:
     SIZES = {"tokens": TOKENS, "features": FEATURES, "vocabulary": VOCABULARY}  # noqa: RUF012
 
     def test_has_the_arguments_to_the_byte(self):
-        found = assignment.read("h100", "mllm.plan.head_programs:value", ONE, **self.SIZES)
+        found = assignment.read("h100", f"{head.__file__}:value", ONE, **self.SIZES)
         # Hidden states and weight in bfloat16, labels, and the one of the four numbers a token that is used.
         assert found.arguments == 2 * (self.TOKENS + self.VOCABULARY) * self.FEATURES + 8 * self.TOKENS
 
@@ -84,12 +84,12 @@ class TestTheAccount:
     ):
         mesh, logits = targets.mesh("h100"), 4 * self.TOKENS * self.VOCABULARY
         whole = targets.memory(targets.compiled(*head.loss(mesh, **self.SIZES), mesh))
-        fused = assignment.read("h100", "mllm.plan.head_programs:loss", ONE, **self.SIZES)
+        fused = assignment.read("h100", f"{head.__file__}:loss", ONE, **self.SIZES)
         assert fused.arguments == whole["argument"]
         # With the fused head both compilations hold the same, but for cuBLAS's workspace.
         assert fused.peak == pytest.approx(whole["peak"], abs=8 * MIB)
         assert fused.temporaries < logits / 4
-        full = assignment.read("h100", "mllm.plan.head_programs:loss", ONE, impl="full_logits", **self.SIZES)
+        full = assignment.read("h100", f"{head.__file__}:loss", ONE, impl="full_logits", **self.SIZES)
         assert 1.5 * logits < full.temporaries < 2 * logits  # the gradient is bfloat16
 
     def test_of_several_gpus_has_what_one_of_them_holds(self):

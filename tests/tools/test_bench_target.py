@@ -1,81 +1,222 @@
-"""The head's benchmark for a TPU that isn't there: its arithmetic, and its table. Needs no compiler."""
+"""The head compiled for devices that aren't there: its table, and the readers of what compilers report of kernels.
 
+The listings are in the TPU compiler's notation: a bundle a line, `>` for each loop around it, `LB` at a loop's header.
+A branch and the four bundles behind it belong together.
+"""
+
+import importlib.util
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from mllm.plan import targets, work
-from mllm.plan.listing import Kernel
-from mllm.plan.work import Part
-from tools.bench import target
-from tools.bench.target import row, show
+from mllm.plan import targets
+from tools.bench import __main__ as bench
+from tools.bench import listing, target, work
+from tools.bench.listing import GpuKernel, TpuKernel
+from tools.bench.target import row
+from tools.bench.work import Part
 
 SHAPE = (512, 256, 1000)
 PRODUCT = 2 * 512 * 256 * 1000
 ACCOUNT = {"temp": 3 * 2**20, "peak": 2**30}
 RATE, BANDWIDTH = targets.RATES["v6e"]
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs"
+)
 
 
-def kernel(name: str, mxu: float) -> Kernel:
-    return Kernel(name, bundles=100, vmatmuls=10, mxu=mxu, spills=0)
+def kernel(name: str, mxu: float) -> TpuKernel:
+    return TpuKernel(name, bundles=100, vmatmuls=10, mxu=mxu, spills=0)
 
 
-def test_the_bound_sums_each_kernel_s_mxu_time_or_traffic() -> None:
+# --- the table
+
+
+def test_the_bound_sums_each_kernel_s_mxu_time_or_traffic():
     parts = [Part("busy", 3 * PRODUCT, 10), Part("starved", PRODUCT, 10**12), Part("XLA", PRODUCT, 10)]
     found = row("any", "v6e", SHAPE, ACCOUNT, parts, [kernel("busy", 0.5), kernel("starved", 0.5)])
     assert (found["products"], found["moved GB"]) == (5, (10**12 + 20) / 1e9)
     assert found["bound ms"] == pytest.approx(1e3 * (3 * PRODUCT / (0.5 * RATE) + 10**12 / BANDWIDTH + PRODUCT / RATE))
 
 
-def test_the_mxu_s_use_weighs_kernels_by_their_flops_and_xla_s_products_alike() -> None:
+def test_the_mxu_s_use_weighs_kernels_by_their_flops_and_xla_s_products_alike():
     parts = [Part("slow", PRODUCT, 0), Part("fast", 3 * PRODUCT, 0), Part("XLA", PRODUCT, 0)]
     found = row("any", "v6e", SHAPE, ACCOUNT, parts, [kernel("slow", 0.5), kernel("fast", 1.0)])
     assert found["MXU"] == pytest.approx(4 / (1 / 0.5 + 3 / 1.0))
     found = row("any", "v6e", SHAPE, ACCOUNT, [Part("XLA", 2 * PRODUCT, 0)], [], [kernel("a", 0.5), kernel("b", 1.0)])
     assert found["bound ms"] == pytest.approx(1e3 * (PRODUCT / (0.5 * RATE) + PRODUCT / RATE))
-    assert (found["MXU"], found["kernels"]) == (pytest.approx(2 / 3), {})
+    assert (found["MXU"], found["kernels"]) == (pytest.approx(2 / 3), [])
 
 
-def test_the_table_names_each_column_s_source_and_marks_what_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [
-        row("known", "v6e", SHAPE, ACCOUNT, [Part("XLA", 4 * PRODUCT, 10**9)], []),
-        row("unknown", "v6e", SHAPE, ACCOUNT, None, [kernel("dW", 0.9), kernel("forward", 0.75)]),
-        {"method": "large", "refused": "RESOURCE_EXHAUSTED: no room"},
-    ]
-    show(rows)
-    columns, sources, known, unknown, large, kernels = capsys.readouterr().out.splitlines()
+def test_the_command_s_table_names_sources_and_what_is_not_known_or_refused_and_a_line_for_each_kernel(
+    monkeypatch, capsys
+):
+    def read(*_, method, **__):
+        if "scan" in method:
+            raise ValueError("RESOURCE_EXHAUSTED: no room")
+        gpu = GpuKernel("dW", 168, 0, 200_000, {"m64n256k16": 4}, 1, 2)
+        return ACCOUNT, [kernel("dW", 0.9), gpu] if method == "fused, workspace 0" else []
+
+    mesh = jax.make_mesh((1,), ("chip",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    monkeypatch.setattr(targets, "mesh", lambda name: mesh)
+    monkeypatch.setattr(listing, "read", read)
+    monkeypatch.setattr(target, "parts", lambda call, _: None if call is None else [Part("XLA", 4 * PRODUCT, 10**9)])
+    known = target.program
+    monkeypatch.setattr(target, "program", lambda *x, **y: (None, 0) if "value" in y["method"] else known(*x, **y))
+    assert bench.main(["head", "--target", "v6e", "--shape", "512,256,1000"]) == 0
+    _, _, _, columns, sources, full, _, scan, *_, value, tpu, gpu = capsys.readouterr().out.splitlines()
     assert columns.split() == ["products", "moved", "GB", "temp", "MiB", "peak", "MiB", "MXU", "bound", "ms"]
     assert sources.split() == ["[arithmetic]"] * 2 + ["[compiler]"] * 2 + ["[listing]", "[estimate]"]
-    assert known.split() == ["known", "4.00", "1.0", "3.0", "1024", "-", "0.6"]
-    assert unknown.split() == ["unknown", "?", "?", "3.0", "1024", "?", "?"]
-    assert large.split() == ["large", "refused:", "RESOURCE_EXHAUSTED:", "no", "room"]
-    assert kernels == "unknown: dW 90.0%, forward 75.0%"
+    assert full.split() == ["full", "logits", "4.00", "1.0", "3.0", "1024", "-", "0.6"]
+    assert scan == "scan over 256 tokens, recomputed  refused: RESOURCE_EXHAUSTED: no room"
+    assert value.split() == ["fused,", "value", "only", "?", "?", "3.0", "1024", "?", "?"]
+    assert tpu == "fused, workspace 0: dW, bundles 100, vmatmuls 10, mxu 90.0%, spills 0"
+    assert gpu.startswith("fused, workspace 0: dW, registers 168, spilled 0, shared 200000, wgmma {'m64n256k16': 4}, ")
 
 
-@pytest.mark.parametrize(("method", "products"), [("full logits", 3), ("scan over 256 tokens, recomputed", 4)])
-def test_products_of_plain_jax_are_counted_in_the_traced_program(method: str, products: int) -> None:
-    mesh = jax.make_mesh((1,), ("chip",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    tokens, features, vocabulary = SHAPE
-    function, arguments = target.program(mesh, method=method, tokens=tokens, features=features, vocabulary=vocabulary)
-    parts = work.parts(function, arguments)
-    assert parts is not None
-    assert [(part.name, part.flops) for part in parts] == [("XLA", products * PRODUCT)]
+@pytest.mark.parametrize(("name", "reason"), [("v9", "there are v5e, "), ("v6e:2x4", "compiles for one device")])
+def test_another_target_is_refused_in_one_line(capsys, name, reason):
+    assert bench.main(["head", "--target", name]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: --target: ")
+    assert reason in said.err
+    assert (said.err.count("\n"), said.out) == (1, "")
 
 
-def test_the_process_that_compiles_finds_the_programs_from_any_folder(tmp_path) -> None:
+def test_the_process_that_compiles_finds_the_programs_from_any_folder(tmp_path):
     program = f"from mllm.plan import targets; targets.program({target.__file__ + ':program'!r})"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_reason_of_a_refusal_stands_in_the_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: object, method: str, **__: object) -> None:
-        raise ValueError(f"RESOURCE_EXHAUSTED: no room for {method}")
+# --- work
 
-    monkeypatch.setattr(target.listing, "read", refuse)
-    show(target.table("v6e", SHAPE))
-    assert "refused: RESOURCE_EXHAUSTED: no room for full logits\n" in capsys.readouterr().out
+
+@pytest.mark.parametrize(("method", "products"), [("full logits", 3), ("scan over 256 tokens, recomputed", 4)])
+def test_products_of_plain_jax_are_counted_in_the_traced_program(method, products):
+    mesh = jax.make_mesh((1,), ("chip",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    parts = work.parts(*target.program(mesh, method=method, shape=SHAPE))
+    assert parts is not None
+    assert [(part.name, part.flops) for part in parts] == [("XLA", products * PRODUCT)]
+
+
+def test_products_in_a_loop_count_as_often_as_it_runs_and_are_unknown_where_that_depends_on_data():
+    def scanned(h, w):
+        return jax.lax.scan(lambda total, h: (total + h @ w.T, None), jnp.zeros((4, 7)), h.reshape(5, 4, 3))[0]
+
+    def looped(h, w):
+        return jax.lax.while_loop(lambda h: h[0, 0] < 1, lambda h: h @ w.T @ w, h)
+
+    shapes = jax.ShapeDtypeStruct((20, 3), jnp.float32), jax.ShapeDtypeStruct((7, 3), jnp.float32)
+    assert work.parts(scanned, shapes) == [Part("XLA", 5 * 2 * 4 * 7 * 3, 5 * 4 * (4 * 3 + 7 * 3 + 4 * 7))]
+    assert work.parts(looped, shapes) is None
+
+
+# --- the TPU compiler's listing
+
+MATMUL = "%{0} = vmatmul.mubr.bf16.gmra.mxu{1} %v1"
+IDLE = "%9 = vadd.f32 %v1, %v2"
+OUTSIDE = ("", 0, IDLE, "")
+
+
+def text(*bundles):
+    """A listing of bundles (label, depth, operations, comment)."""
+    lines = (
+        f" {address:#6x} {label:2}: {'>' * depth} {{ {operations} }} /* {comment} */"
+        for address, (label, depth, operations, comment) in enumerate(bundles)
+    )
+    return "\n".join(["LB: loop body", "", *lines])
+
+
+def body(*operations, depth=1, region=1):
+    """A loop of bundles with these operations; its branch back is in the fifth from its end."""
+    rows = [["", depth, operation, ""] for operation in operations]
+    rows[0][0], rows[0][3] = "LB", f"Start region {region}"
+    rows[-5][2] += f" ;; %7 = sbr.rel (!%p1) target = $region{region}"
+    return [tuple(row) for row in rows]
+
+
+def matmuls(count, every, mxus=(0, 1), kind="bf16"):
+    """`count` times a vmatmul on each MXU, in the first of every so many bundles."""
+    both = " ;; ".join(MATMUL.format(10 + mxu, mxu).replace("bf16", kind) for mxu in mxus)
+    return ([both] + [IDLE] * (every - 1)) * count
+
+
+def skipped(*operations, region=50):
+    """Bundles at depth 1 that a branch in front of them can skip."""
+    start = [("", 1, f"%5 = sbr.rel (%p9) target = $region{region}", "")] + [("", 1, "", "")] * 4
+    return [*start, *(("", 1, operation, "") for operation in operations), ("PF", 1, IDLE, f"Start region {region}")]
+
+
+@pytest.mark.parametrize(
+    ("operations", "use"),
+    [
+        (matmuls(20, 8), 1.0),
+        (matmuls(20, 10), 0.8),
+        (matmuls(20, 16), 0.5),
+        (matmuls(20, 8, mxus=(0,)), 0.5),  # a unit without work
+        (matmuls(20, 8, kind="f32"), 0.5),  # float32 keeps a unit half as long
+        (matmuls(20, 4), 0.985),  # never above 1
+        # Work for 80 cycles in 40 bundles, so the 40 bundles behind it come 40 cycles late.
+        (matmuls(10, 4) + [IDLE] * 40, 80 / 120),
+    ],
+)
+def test_mxu_use_is_the_share_of_cycles_in_which_the_units_are_busy(operations, use):
+    found = listing.read_tpu_kernel("k", text(OUTSIDE, *body(*operations), OUTSIDE), "v6e")
+    vmatmuls = sum(operation.count("vmatmul") for operation in operations)
+    assert (found.bundles, found.vmatmuls) == (len(operations), vmatmuls)
+    assert found.mxu == pytest.approx(use, abs=0.03 if use in (0.985, 80 / 120) else 1e-9)
+    assert found.mxu <= 1
+
+
+def test_the_hot_loop_is_the_innermost_with_products_and_its_spills_are_those_of_vector_registers():
+    before, after = body(*[IDLE] * 20)[:10], body(*[IDLE] * 20)[10:]
+    spill, scalar = "%1 = vst [vmem:[#allocation7_spill] sm:$0xff] %v1", "%1 = sst [smem:[#allocation7_spill]] %s1"
+    inner = body(spill, spill, scalar, *matmuls(5, 8), depth=2, region=2)
+    found = listing.read_tpu_kernel("k", text(("", 0, spill, ""), *before, *inner, *after), "v6e")
+    assert (found.bundles, found.vmatmuls, found.spills) == (43, 10, 2)
+    assert listing.read_tpu_kernel("k", text(*before, *after), "v6e") is None
+    assert listing.read_tpu_kernel("k", text(OUTSIDE, ("", 0, matmuls(1, 1)[0], "")), "v6e") is None
+
+
+def test_bundles_that_a_branch_can_skip_are_left_out_unless_they_hold_products():
+    rows = body(*matmuls(10, 8))
+    with_idle = listing.read_tpu_kernel("k", text(*rows[:40], *skipped(*[IDLE] * 30), *rows[40:]), "v6e")
+    assert with_idle.bundles == 80 + 6
+    with_products = listing.read_tpu_kernel("k", text(*rows[:40], *skipped(*matmuls(4, 8)), *rows[40:]), "v6e")
+    assert (with_products.bundles, with_products.vmatmuls) == (80 + 6 + 32, 28)
+
+
+def test_a_folder_holds_pallas_kernels_and_xla_s_own(tmp_path):
+    (tmp_path / "1-TLP-hlo.txt").write_text('  %head.3 = bf16[8] custom-call(), custom_call_target="tpu_custom_call"\n')
+    for name in ("2-head.3-01", "3-fusion-01"):
+        (tmp_path / f"{name}-final_bundles.txt").write_text(text(*body(*matmuls(2, 8))))
+    assert [kernel.name for kernel in listing.read_tpu_folder(tmp_path, "v6e")] == ["head"]
+    assert [kernel.name for kernel in listing.read_tpu_folder(tmp_path, "v6e", xla=True)] == ["fusion"]
+
+
+def square(mesh, size=2048):
+    """A program of one product, by XLA."""
+    return jnp.matmul, (jax.ShapeDtypeStruct((size, size), jnp.bfloat16),) * 2
+
+
+@pytest.mark.aot
+@needs_libtpu
+@pytest.mark.parametrize(
+    "chip", ["v6e", *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("v5e", "v5p", "tpu7x"))]
+)
+def test_xla_s_own_large_product_keeps_the_matrix_units_busy(chip, tmp_path):
+    listing.read(chip, f"{__file__}:square", tmp_path)
+    assert max(kernel.mxu for kernel in listing.read_tpu_folder(tmp_path, chip, xla=True)) > 0.93
+
+
+@pytest.mark.aot
+@needs_libtpu
+def test_a_program_that_does_not_exist_is_refused_in_one_line_with_a_note_of_all_that_was_said():
+    with pytest.raises(ValueError, match="no_such_thing") as refusal:
+        listing.read("v6e", "math:no_such_thing")
+    assert str(refusal.value) == "AttributeError: module 'math' has no attribute 'no_such_thing'"
+    assert "Traceback" in refusal.value.__notes__[0]

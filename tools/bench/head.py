@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from mllm import child_process, errors
 from mllm.errors import UserError
 from tools import figures
-from tools.bench.report import Outcome, Shape
+from tools.bench.report import Outcome, Shape, shape_of
 
 if TYPE_CHECKING:
     from tools.bench.methods import Method
@@ -107,17 +107,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             raise UserError(f"--{name}: has no meaning with --target, which times nothing")
     figures.check(options.json)
     return options
-
-
-def shape_of(text: str) -> Shape:
-    """For argparse: N,D,V as numbers."""
-    try:
-        tokens, features, vocabulary = map(int, text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not N,D,V: three whole numbers") from None
-    if not 1 <= min(tokens, features, vocabulary) <= max(tokens, features, vocabulary) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} has a size that isn't from 1 to {2**31 - 1}")
-    return tokens, features, vocabulary
 
 
 def chosen_methods(texts: Sequence[str] | None, known: Sequence["Method"]) -> list["Method"]:

@@ -14,7 +14,7 @@ import functools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ from kernels.lm_head.gpu.forward import Chunk
 from kernels.lm_head.live_rows import round_up
 from kernels.lm_head.softmax import Softmax
 from kernels.lm_head.tpu import engine as tpu_engine
+from kernels.lm_head.tpu import tiles as tpu_tiles
 from mllm import child_process, errors
 from tools.bench import measure
-from tools.bench.head import shape_of
-from tools.bench.report import Shape
+from tools.bench.report import Shape, shape_of
 
 PRODUCTS = {"statistics": "hW", "mean": "hW gW", "slopes": "hW", "dh": "hW gW", "dW": "hW gh", "kept": "hW gW gh"}
 """The bare products that each has to make; a loss without a workspace, all and the first one twice."""
@@ -88,8 +88,7 @@ def run(
     shape: Shape,
     impl: str,
     timed: bool,
-    cluster: int,
-    chunk: int | None,
+    tiles: dict[str, int],
     workspace: int | None,
     sharded: bool,
 ) -> dict[str, float]:
@@ -112,16 +111,20 @@ def run(
         mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("dp", "tp"))
         options["sharding"] = HeadSharding(mesh, ("dp",), "tp", None)
     engine = gpu_engine if impl == "mosaic_gpu" else tpu_engine
-    context: AbstractContextManager[Any] = nullcontext()
-    if jax.default_backend() == "cpu" and impl.startswith("mosaic"):
-        sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests" / "kernels"))
-        import mosaic_engines  # type: ignore[import-not-found]
+    with ExitStack() as stack:
+        if interpreted := jax.default_backend() == "cpu" and impl.startswith("mosaic"):
+            sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests" / "kernels"))
+            import mosaic_engines  # type: ignore[import-not-found]
 
-        context = (mosaic_engines.GPU if impl == "mosaic_gpu" else mosaic_engines.TPU).strictly()
-    elif impl == "mosaic_gpu" and (chunk or not timed):  # several chunks, and waves where there is room for one
-        sizes = gpu_tiles.Sizes(gpu_tiles.Tiles(cluster=cluster), chunk or 256, chunk or 512, wave_cost=0)
-        context = gpu_tiles.override(sizes)
-    with context:
+            stack.enter_context((mosaic_engines.GPU if impl == "mosaic_gpu" else mosaic_engines.TPU).strictly())
+        if impl == "mosaic_tpu" and tiles:
+            stack.enter_context(tpu_tiles.override(**tiles))
+        elif impl == "mosaic_gpu" and (tiles or not timed) and not interpreted:
+            chunk = tiles.pop("chunk", 2048)
+            if not timed:  # several chunks, and waves where there is room for one
+                chunk = 256
+            sizes = gpu_tiles.Sizes(gpu_tiles.Tiles(**tiles), chunk, wave_cost=0)
+            stack.enter_context(gpu_tiles.override(sizes))
         program = jax.jit(make_kernel(kernel, engine, slopes, softmax, **options)).lower(*arrays).compile()
         found = jax.block_until_ready(program(*arrays))
     if exact is None:
@@ -154,6 +157,14 @@ def copy() -> dict[str, float]:
     return {"GB/s, read and written": 2 * array.nbytes / statistics.median(rounds["copy"]) / 1e9}
 
 
+def sizes_of(text: str) -> dict[str, int]:
+    """For argparse: sizes by name."""
+    try:
+        return {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SIZE,NAME=SIZE") from None
+
+
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(
@@ -166,8 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--shape", type=shape_of, default="512,256,1496", metavar="N,D,V", help="(default 512,256,1496)")
     add("--timed", action="store_true", help="time it, and compute no errors")
     add("--workspace", type=int, metavar="BYTES", help="of the loss (default: the head chooses)")
-    add("--cluster", type=int, choices=(1, 2), default=2, help="blocks of a GPU's cluster (default 2)")
-    add("--chunk", type=int, metavar="COLUMNS", help="of a GPU's backward (default 256; with --timed the plan's)")
+    tiles = "as in rows=512,columns=512,step=256 (TPU) or columns=256,slots=4,cluster=2,chunk=2048 (GPU)"
+    add("--tiles", type=sizes_of, default={}, metavar="NAME=SIZE,...", help=f"{tiles}; default: the engine's own")
     add("--sharded", action="store_true", help="the loss over all devices, an even number of them")
     options = parser.parse_args(arguments)
     if options.kernel in PRODUCTS and not options.impl.startswith("mosaic"):

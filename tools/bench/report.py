@@ -5,6 +5,7 @@ and a busy machine cancel: three are h Wᵀ, g W and gᵀ h, four have h Wᵀ tw
 the rows that count.
 """
 
+import argparse
 import math
 import statistics
 from collections.abc import Sequence
@@ -25,6 +26,17 @@ class Outcome(NamedTuple):
     status: str = "measured"
     """Or "skipped", "failed"."""
     reason: str = ""
+
+
+def shape_of(text: str) -> Shape:
+    """For argparse: N,D,V as numbers."""
+    try:
+        tokens, features, vocabulary = map(int, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not N,D,V: three whole numbers") from None
+    if not 1 <= min(tokens, features, vocabulary) <= max(tokens, features, vocabulary) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} has a size that isn't from 1 to {2**31 - 1}")
+    return tokens, features, vocabulary
 
 
 def title(shape: Sequence[int]) -> str:

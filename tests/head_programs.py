@@ -1,4 +1,4 @@
-"""Programs of the head for `targets.py`, `listing.py` and `resources.py`, sharded on meshes with dp, fsdp and tp."""
+"""Programs of the head to compile, here or, by this file's path, in another process, on meshes with dp, fsdp and tp."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from kernels.lm_head import HeadSharding, token_logprobs, token_loss
+from kernels.lm_head.gpu import tiles as gpu_tiles
+from kernels.lm_head.gpu.tiles import Sizes, Tiles
 
 Program = tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]
 
@@ -55,6 +57,34 @@ def loss(mesh: Mesh, *, workspace: int | None = None, entropy: bool = False, **s
             return token_loss(hidden, weight, labels, objective, *per_token, **given)
 
         return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
+
+    return step, arguments
+
+
+def gpu_loss(
+    mesh: Mesh,
+    *,
+    softcap: float | None = None,
+    cluster: int | None = None,
+    entropy: bool = False,
+    workspace: int = 0,
+    **sizes: Any,
+) -> Program:
+    """A cross-entropy on a Hopper GPU and its gradients; with a cluster's size given, of tiles that go with it."""
+    same, arguments = options_and_shapes(mesh, impl="mosaic_gpu", **sizes)
+    options = same | {"workspace": workspace, "softcap": softcap}
+
+    def objective(logprob: Array, tokens_entropy: Array) -> Array:
+        return -logprob - 0.01 * tokens_entropy if entropy else -logprob
+
+    def step(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Any:
+        run = jax.value_and_grad(
+            lambda h, w: token_loss(h, w, labels, objective, weights=weights, **options), (0, 1), has_aux=True
+        )
+        if cluster is None:
+            return run(hidden, weight)
+        with gpu_tiles.override(Sizes(Tiles(cluster=cluster), chunk=2048)):
+            return run(hidden, weight)
 
     return step, arguments
 

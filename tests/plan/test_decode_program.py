@@ -1,0 +1,66 @@
+"""The compilers' decode steps for v6e and H100: no loop copies a weight or a layer's cache."""
+
+import importlib.util
+import math
+import re
+
+import jax
+import pytest
+
+from mllm.config import load as configs
+from mllm.model.decoding import abstract_cache
+from mllm.parallel.mesh import AXES
+from mllm.plan import gpus, targets
+from mllm.plan.programs import Programs
+
+QWEN2, QWEN3, LLAMA = "Qwen/Qwen2.5-3B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"  # Llama's heads have 64
+IN_PLACE = {"dynamic-update-slice", "get-tuple-element", "parameter", "bitcast", "tuple", "while"}
+INTO_VMEM = ("-start", "-done")  # a TPU's copies there, and back after an update
+
+
+def copied(program, elements):
+    """The kinds of instructions that write new arrays of so many elements to a device's memory, or their fusion's."""
+    text = re.sub(r"/\*.*?\*/", "", program.as_text())
+    bodies = dict(re.findall(r"^(?:ENTRY )?%?(\S+) \([^\n]*\) -> [^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+    kinds = {name: re.search(r"ROOT \S+ = .*? ([a-z][\w\-]*)\(", body)[1] for name, body in bodies.items()}
+    fused = set(re.findall(r"\bfusion\(.*calls=%?([\w.\-]+)", text))
+    found = []
+    for body in (body for name, body in bodies.items() if name not in fused):
+        for result, kind, rest in re.findall(r"^.*? = (.*?) ([a-z][\w\-]*)\((.*)$", body, re.MULTILINE):
+            sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"\[([\d,]+)\]", result)]
+            called = re.search(r"calls=%?([\w.\-]+)", rest)
+            kind = kinds[called[1]] if called else kind
+            if elements & set(sizes) and "S(1)" not in result and kind not in IN_PLACE and not kind.endswith(INTO_VMEM):
+                found.append((kind, result))
+    return found
+
+
+def decode_program(target, source, slots, shape):
+    """A model's compiled decode step with a cache half as long as the longest, and what copies cache or weights."""
+    axes = dict(zip(AXES, shape, strict=True))
+    settings = [f"rollout.max_slots={slots}", *(f"mesh.{axis}={count}" for axis, count in axes.items())]
+    mesh = targets.mesh(target, shape, AXES)
+    shapes = Programs(configs.load("qwen25_3b_grpo.yaml", [f"model.source={source}", *settings]), mesh)
+    shapes.cache = lambda: abstract_cache(shapes.model, slots, 768)
+    arrays = jax.tree.leaves((shapes.decoding_weights(), shapes.cache()))
+    elements = {math.prod(x.sharding.shard_shape(x.shape)) for x in arrays}
+    program = targets.compiled(*shapes.decode(), mesh)
+    return program, copied(program, {n for n in elements if n >= 2**20})
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
+@pytest.mark.parametrize("source", [QWEN2, *(pytest.param(name, marks=pytest.mark.slow) for name in (QWEN3, LLAMA))])
+def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache(source):
+    program, copies = decode_program("v6e:2x4", source, 320, (1, 8, 1))
+    assert copies == []
+    assert program.memory_analysis().temp_size_in_bytes <= 64 * 2**20
+
+
+@pytest.mark.aot_gpu
+@pytest.mark.skipif(not gpus.FOLDER.exists(), reason="needs XLA's plugin for CUDA, which make aot-gpu installs")
+@pytest.mark.parametrize(("source", "slots"), [(QWEN2, 320), (QWEN3, 80), (LLAMA, 80)])
+def test_a_decode_step_on_an_h100_copies_neither_weights_nor_cache(source, slots):
+    program, copies = decode_program("h100", source, slots, (1, 1, 1))
+    assert copies == []
+    assert program.memory_analysis().temp_size_in_bytes <= 128 * 2**20

@@ -1,0 +1,213 @@
+"""Reads what compilers report of each Pallas kernel in a program: how busy a TPU's MXUs are, what a GPU's blocks take.
+
+For a TPU, from libtpu's listing of bundles, of which a TensorCore issues one in a cycle. The hot loop is the one whose
+own bundles (outside inner loops) hold the most `vmatmul`s. One `vmatmul` takes 16 rows of bfloat16 (8 of float32)
+through an MXU; how many cycles that keeps the MXU busy, `CYCLES`, follows from the published rate and the clock. Left
+out are HBM that doesn't keep up, queues that hide a stall, and the loop's first and last turns.
+
+For an H100, from ptxas's report, the PTX and the log of Mosaic's passes; ptxas has to be on the PATH. Left out are
+times, and whether any of it runs.
+"""
+
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mllm.plan import gpus, targets
+
+CYCLES = {"v5e": 16, "v5p": 16, "v6e": 8, "tpu7x": 8}
+"""Cycles that 16 rows of bfloat16 keep an MXU busy, = 16 / (rate / (2 · MXUs · side² · clock)).
+
+v5e: 197 TFLOP/s, 4 MXUs of 128², 1.5 GHz; v5p (a core): 229.5, 4 of 128², 1.75 GHz; v6e: 918, 2 of 256², 1.75 GHz;
+tpu7x (a core): 1153, 2 of 256², 2.2 GHz. The clocks are inferred; on v6e XLA's own matrix product confirms it, with a
+vmatmul on each MXU in every 8 bundles.
+"""
+MXUS = {"v5e": 4, "v5p": 4, "v6e": 2, "tpu7x": 2}
+DELAY_SLOTS = 4
+
+
+@dataclass(frozen=True)
+class TpuKernel:
+    """A kernel's figures, all of them static."""
+
+    name: str
+    bundles: int
+    """Bundles of a turn of the hot loop, without those that a branch can skip and that hold no vmatmul: first and last
+    visits, DMAs that are not always started."""
+    vmatmuls: int
+    """Products in a turn, over all MXUs."""
+    mxu: float
+    """Busy cycles over cycles, where a bundle that finds its MXU busy waits for it (so never above 1)."""
+    spills: int
+    """Stores of vector registers to VMEM in the hot loop."""
+
+
+@dataclass(frozen=True)
+class GpuKernel:
+    """A kernel's figures, all of them static."""
+
+    name: str
+    registers: int
+    """Registers of a thread, before warpgroups hand them to each other (`setmaxnreg`)."""
+    spilled: int
+    """Bytes that ptxas stores to and loads from local memory, and bytes of stack."""
+    shared: int
+    """Bytes of shared memory that a block asks for as it starts."""
+    wgmma: dict[str, int]
+    """Instructions in the text, by their shape; a loop over slabs holds 4, for 64 of depth."""
+    multicast: int
+    """TMA loads that go to all blocks of a cluster."""
+    setmaxnreg: int
+    """Instructions in the text."""
+
+
+def read(
+    target: str, program: str, folder: Path | None = None, **arguments: Any
+) -> tuple[dict[str, int], Sequence[TpuKernel | GpuKernel]]:
+    """Compiles a program for a device in a process of its own; its account of memory, and its Pallas kernels' figures.
+
+    The compiler's files stay in `folder`, which must be empty, if one is given.
+
+    Raises:
+        ValueError: there is no such target, or the compiler refuses; what the process said on stderr is a note.
+        ModuleNotFoundError: the compiler, or ptxas, isn't installed.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        dump = folder or Path(temporary)
+        if gpus.is_gpu(target):
+            if shutil.which("ptxas") is None:
+                raise ModuleNotFoundError("ptxas, of the CUDA toolkit, isn't on the PATH")
+            flags = {"MOSAIC_GPU_DUMP_TO": str(dump), "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+            return compile_in_child(target, program, arguments, flags, dump), read_gpu_folder(dump)
+        chip, _ = targets.split(target)
+        options = (
+            f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+        )
+        account = compile_in_child(target, program, arguments, {"LIBTPU_INIT_ARGS": options}, dump)
+        return account, read_tpu_folder(dump, chip)
+
+
+def compile_in_child(
+    target: str, program: str, arguments: Mapping[str, Any], environment: Mapping[str, str], folder: Path
+) -> dict[str, int]:
+    """The memory of a program by the compiler, as `targets.memory` gives it; ValueError as `read`."""
+    ended = targets.run_child(target, program, arguments, environment, folder)
+    if ended.code or ended.answer is None:
+        refusal = ValueError(ended.reason or "the compiler's process gave no answer")
+        refusal.add_note(ended.stderr)
+        raise refusal
+    return ended.answer
+
+
+# --- TPUs
+
+
+_BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: >* ?\{", re.MULTILINE)
+_MATMUL = re.compile(r"vmatmul\.\S*?(bf16|f32)\S*?mxu(\d)")
+_BRANCH = re.compile(r"sbr\.rel \(\S+\) target = \$region(\d+)")
+_REGION = re.compile(r"(?:Start|Start/End empty) region (\d+)")
+_SPILL = re.compile(r"= vst \[vmem:\[#allocation\d+_spill\]")
+
+
+def read_tpu_folder(folder: Path, chip: str, *, xla: bool = False) -> list[TpuKernel]:
+    """The Pallas kernels with products in a folder of listings; with `xla`, XLA's own kernels with products instead."""
+    pallas: set[str] = set()
+    for path in folder.glob("*-TLP-hlo.txt"):
+        pallas.update(re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", path.read_text()))
+    result = []
+    for path in sorted(folder.glob("*-final_bundles.txt")):
+        match = re.fullmatch(r"\d+-(.+)-\d\d-final_bundles\.txt", path.name)
+        if match and (match[1] in pallas) != xla:
+            kernel = read_tpu_kernel(own_name(match[1]), path.read_text(), chip)
+            result += [kernel] if kernel else []
+    return result
+
+
+def own_name(name: str) -> str:
+    """A kernel's name from that in a program, where XLA numbers it and JAX marks what it differentiates."""
+    return re.sub(r"^(?:transpose_|jvp_)*(.*?)_*(?:\.\d+)*$", r"\1", name)
+
+
+def read_tpu_kernel(name: str, listing: str, chip: str) -> TpuKernel | None:
+    """The figures of one kernel from its `final_bundles` file; None if no loop of it holds a `vmatmul`."""
+    code = _BUNDLE.split(listing)[1:]  # in the order of their addresses
+    jumps = branches(code)
+    loops = [range(to, min(i + 1 + DELAY_SLOTS, len(code))) for i, to in jumps if to <= i]
+    count = [len(_MATMUL.findall(bundle)) for bundle in code]
+    body = max((outside_inner(loop, loops) for loop in loops), key=lambda body: sum(count[i] for i in body), default=[])
+    if not sum(count[i] for i in body):
+        return None
+    blocks = [range(branch + 1 + DELAY_SLOTS, to) for branch, to in jumps if to > branch]
+    skipped = {i for block in blocks if not any(count[i] for i in block) for i in block}
+    taken = [code[i] for i in body if i not in skipped]
+    return TpuKernel(
+        name=name,
+        bundles=len(taken),
+        vmatmuls=sum(count[i] for i in body),
+        mxu=mxu_use(taken, chip),
+        spills=len(_SPILL.findall("".join(taken))),
+    )
+
+
+def branches(code: Sequence[str]) -> list[tuple[int, int]]:
+    """Pairs of bundles: where a conditional branch is, and where it leads."""
+    regions = {int(region): i for i, bundle in enumerate(code) for region in _REGION.findall(bundle)}
+    found = ((i, int(region)) for i, bundle in enumerate(code) for region in _BRANCH.findall(bundle))
+    return [(i, regions[region]) for i, region in found if region in regions]
+
+
+def outside_inner(loop: range, loops: Sequence[range]) -> list[int]:
+    """The bundles of a loop that are in no loop inside it."""
+    inner = [other for other in loops if other != loop and loop.start <= other.start and other.stop <= loop.stop]
+    return [i for i in loop if not any(i in other for other in inner)]
+
+
+def mxu_use(code: Sequence[str], chip: str) -> float:
+    """The share of cycles in which the MXUs are busy, their mean, while a loop of these bundles runs."""
+    free: dict[str, float] = {}
+    now = total = 0.0
+    for bundle in code:
+        now += 1
+        for kind, unit in _MATMUL.findall(bundle):
+            time = CYCLES[chip] * (0.5 if kind == "f32" else 1.0)
+            now = max(now, free.get(unit, 0.0))
+            free[unit] = now + time
+            total += time
+    # The next turn begins where this one ends, and waits for MXUs that are still busy.
+    return total / MXUS[chip] / max(now, total / MXUS[chip])
+
+
+# --- GPUs
+
+
+def read_gpu_folder(folder: Path) -> list[GpuKernel]:
+    """The kernels with reports in a folder, in the order of their compilation."""
+    result = []
+    for path in sorted(folder.glob("*.ptxas"), key=lambda path: int(path.stem.rpartition("_")[2])):
+        report, ptx, passes = (path.with_suffix(end).read_text() for end in (".ptxas", ".ptx", ".mlir-passes.log"))
+        name = re.search(r"Compiling entry function '(\w+?)(?:_mosaic_gpu)?(?:_kernel)?'", report)
+        result.append(read_gpu_kernel(name[1] if name else path.stem, report, ptx, passes))
+    return result
+
+
+def read_gpu_kernel(name: str, report: str, ptx: str, passes: str) -> GpuKernel:
+    """The figures of one kernel, from ptxas's report, the PTX, and the log of Mosaic's passes."""
+    spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    registers, shared = re.search(r"Used (\d+) registers", report), re.search(r", (\d+) bytes smem", report)
+    dynamic = [int(size) for size in re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)]
+    if spilled is None or registers is None or not dynamic:
+        raise ValueError(f"{name}: no resources in the compiler's report")
+    shapes = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)", ptx)
+    return GpuKernel(
+        name=name,
+        registers=int(registers[1]),
+        spilled=sum(map(int, spilled.groups())),
+        shared=max(dynamic) + (int(shared[1]) if shared else 0),
+        wgmma={shape: shapes.count(shape) for shape in sorted(set(shapes))},
+        multicast=len(re.findall(r"cp\.async\.bulk\.tensor\S*\.multicast::cluster", ptx)),
+        setmaxnreg=len(re.findall(r"setmaxnreg\.\w+", ptx)),
+    )
