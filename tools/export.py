@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.adapter and options.dtype:
         raise UserError("--dtype: adapters are exported as they are trained, in float32: leave it out")
-    from mllm.model.exporting import refuse_foreign_files
+    from mllm.model.folder import refuse_foreign_files
 
     out = options.out or f"{options.run.rstrip('/')}/{'adapter' if options.adapter else 'export'}"
     refuse_foreign_files(out)

@@ -1,8 +1,11 @@
-"""A decoder's family and sizes, from and to config.json; what the decoder does not compute is refused by name."""
+"""A decoder's family and sizes, from and to config.json; what the decoder does not compute is refused by name.
+
+`PRESETS` has the sizes of published checkpoints, as in their own config.json.
+"""
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from mllm.errors import UserError
@@ -93,10 +96,10 @@ class Architecture:
         # 10,000 is transformers' default.
         values = {**settings, **rope, "rope_theta": rope.get("rope_theta", settings.get("rope_theta", 10_000.0))}
 
-        def positive(key: str, kind: type[int] | type[float], default: int | float | None = None) -> Any:
+        def positive(key: str, kind: Any, default: Any = MISSING) -> Any:
             value = values.get(key)
             value = default if value is None else value
-            if value is None:
+            if value is None or value is MISSING:
                 raise UserError(f"{where}: {key} is missing")
             largest = LARGEST.get(key, LARGEST_SIZE if kind is int else LARGEST_FLOAT)
             # Not `value <= 0 or value > largest`: JSON as Python reads it has NaN.
@@ -115,28 +118,14 @@ class Architecture:
             raise UserError(f"{where}: hidden_size {hidden} is not divisible by num_attention_heads ({heads})")
         scaling = None
         if kind == "llama3":
-            scaling = RopeScaling(
-                factor=positive("factor", float),
-                low_freq_factor=positive("low_freq_factor", float),
-                high_freq_factor=positive("high_freq_factor", float),
-                original_max_position_embeddings=positive("original_max_position_embeddings", int),
-            )
-        config = cls(
-            vocab_size=positive("vocab_size", int),
-            hidden_size=hidden,
-            intermediate_size=positive("intermediate_size", int),
-            num_hidden_layers=positive("num_hidden_layers", int),
-            num_attention_heads=heads,
-            num_key_value_heads=positive("num_key_value_heads", int, heads),
-            head_dim=head_dim,
-            tie_word_embeddings=tied,
-            rope_theta=positive("rope_theta", float),
-            rms_norm_eps=positive("rms_norm_eps", float, 1e-6),
-            max_position_embeddings=positive("max_position_embeddings", int, 32_768),
-            initializer_range=positive("initializer_range", float, 0.02),
-            model_type=family,
-            rope_scaling=scaling,
-        )
+            scaling = RopeScaling(*(positive(key, to) for key, to in RopeScaling.__annotations__.items()))
+        defaults = {"num_key_value_heads": heads, "head_dim": head_dim, "rope_theta": None}
+        numbers = {
+            field.name: positive(field.name, field.type, defaults.get(field.name, field.default))
+            for field in fields(cls)
+            if field.type in (int, float)
+        }
+        config = cls(**numbers, tie_word_embeddings=tied, model_type=family, rope_scaling=scaling)
         if heads % config.num_key_value_heads:
             raise UserError(
                 f"{where}: num_attention_heads {heads} is not divisible by num_key_value_heads "
@@ -193,3 +182,52 @@ def check_supported(settings: Mapping[str, Any], rope_type: Any, where: str) -> 
             choices = " or ".join(map(repr, supported))
             raise UserError(f"{where}: {key} is {value!r}; this model supports only {choices}")
     return family
+
+
+def published(
+    shared: dict[str, Any], hidden: int, mlp: int, layers: int, heads: int, kv_heads: int = 8
+) -> Architecture:
+    """The sizes of a checkpoint; `shared` are those that it has in common with others of its family."""
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "tie_word_embeddings": hidden < 3_584,
+    }
+    return Architecture(**sizes | shared)
+
+
+QWEN25, QWEN25_FROM_7B, LONG = {"vocab_size": 151_936}, {"vocab_size": 152_064}, {"max_position_embeddings": 131_072}
+QWEN25_BASE_FROM_14B = {**QWEN25_FROM_7B, **LONG, "rms_norm_eps": 1e-5}
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960}
+LLAMA31 = {"model_type": "llama", "vocab_size": 128_256, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5, **LONG}
+LLAMA31 |= {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8_192)}
+LLAMA32 = {**LLAMA31, "rope_scaling": RopeScaling(32.0, 1.0, 4.0, 8_192)}
+BOTH = ("", "-Instruct")
+PRESETS: dict[str, Architecture] = {
+    **{f"Qwen/Qwen2.5-0.5B{kind}": published(QWEN25, 896, 4_864, 24, 14, 2) for kind in BOTH},
+    "Qwen/Qwen2.5-1.5B": published(QWEN25 | LONG, 1_536, 8_960, 28, 12, 2),
+    "Qwen/Qwen2.5-1.5B-Instruct": published(QWEN25, 1_536, 8_960, 28, 12, 2),
+    **{f"Qwen/Qwen2.5-3B{kind}": published(QWEN25, 2_048, 11_008, 36, 16, 2) for kind in BOTH},
+    "Qwen/Qwen2.5-7B": published(QWEN25_FROM_7B | LONG, 3_584, 18_944, 28, 28, 4),
+    "Qwen/Qwen2.5-7B-Instruct": published(QWEN25_FROM_7B, 3_584, 18_944, 28, 28, 4),
+    "Qwen/Qwen2.5-14B": published(QWEN25_BASE_FROM_14B, 5_120, 13_824, 48, 40),
+    "Qwen/Qwen2.5-14B-Instruct": published(QWEN25_FROM_7B, 5_120, 13_824, 48, 40),
+    "Qwen/Qwen2.5-32B": published(QWEN25_BASE_FROM_14B, 5_120, 27_648, 64, 40),
+    "Qwen/Qwen2.5-32B-Instruct": published(QWEN25_FROM_7B, 5_120, 27_648, 64, 40),
+    "Qwen/Qwen2.5-72B": published(QWEN25_BASE_FROM_14B, 8_192, 29_568, 80, 64),
+    "Qwen/Qwen2.5-72B-Instruct": published(QWEN25_FROM_7B, 8_192, 29_568, 80, 64),
+    "Qwen/Qwen3-0.6B": published(QWEN3, 1_024, 3_072, 28, 16),
+    "Qwen/Qwen3-1.7B": published(QWEN3, 2_048, 6_144, 28, 16),
+    "Qwen/Qwen3-4B": published(QWEN3, 2_560, 9_728, 36, 32),
+    "Qwen/Qwen3-8B": published(QWEN3, 4_096, 12_288, 36, 32),
+    "Qwen/Qwen3-14B": published(QWEN3, 5_120, 17_408, 40, 40),
+    "Qwen/Qwen3-32B": published(QWEN3, 5_120, 25_600, 64, 64),
+    **{f"meta-llama/Llama-3.2-1B{kind}": published(LLAMA32, 2_048, 8_192, 16, 32) for kind in BOTH},
+    **{f"meta-llama/Llama-3.2-3B{kind}": published(LLAMA32, 3_072, 8_192, 28, 24) for kind in BOTH},
+    **{f"meta-llama/Llama-3.1-8B{kind}": published(LLAMA31, 4_096, 14_336, 32, 32) for kind in BOTH},
+}
+"""The sizes of published checkpoints, by their hub ids."""

@@ -23,7 +23,7 @@ from mllm.model.architecture import Architecture
 from mllm.model.layout import KEYS, QUERIES
 from mllm.parallel.mesh import RULES, sharding
 
-Kernel = Literal["splash", "cudnn"]
+AttentionKernel = Literal["splash", "cudnn"]
 
 HEAD_DIMS = (64, 128)
 
@@ -41,7 +41,7 @@ AMPERE = 8.0
 class Attention:
     """A kernel that computes attention, bound to a mesh, which must divide the rows and both kinds of heads."""
 
-    kernel: Kernel
+    kernel: AttentionKernel
     mesh: Mesh
     packed: bool = True
     """Whether a row may hold several documents. If False, a row must begin with its only document."""
@@ -172,7 +172,7 @@ def choose(
         return AttentionChoice("xla", "model.attention asks for it", None)
     if setting is None and not (on_tpu(mesh) or on_gpu(mesh)):
         return AttentionChoice("xla", f"no kernel for {mesh.devices.flat[0].platform} devices", None)
-    kernel: Kernel = setting or ("splash" if on_tpu(mesh) else "cudnn")
+    kernel: AttentionKernel = setting or ("splash" if on_tpu(mesh) else "cudnn")
     reason = obstacle(kernel, config, mesh, dtype)
     if reason is None:
         return AttentionChoice(kernel, "", Attention(kernel, mesh, packed))
@@ -181,7 +181,7 @@ def choose(
     return AttentionChoice("xla", f"{kernel} can't be used: {reason}", None)
 
 
-def obstacle(kernel: Kernel, config: Architecture, mesh: Mesh, dtype: DTypeLike) -> str | None:
+def obstacle(kernel: AttentionKernel, config: Architecture, mesh: Mesh, dtype: DTypeLike) -> str | None:
     """Why the kernel can't run, in a clause; None where it can."""
     here, device = (on_tpu(mesh), "a TPU") if kernel == "splash" else (on_gpu(mesh), "an NVIDIA GPU")
     if not here:

@@ -20,7 +20,17 @@ from jaxtyping import Bool, Float, Int
 
 from kernels.precision import precision_of
 from mllm.model.decoder import Decoder, rotary
-from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, QUERIES, Layout, Params, constrain, gather_parameters
+from mllm.model.layout import (
+    CACHED_KEYS,
+    HIDDEN_STATES,
+    KEYS,
+    QUERIES,
+    Layout,
+    Params,
+    constrain,
+    gather_parameters,
+    split_layers,
+)
 from mllm.model.lora import Lora, merge_adapters
 
 
@@ -105,11 +115,6 @@ def shared_parameters(model: Decoder, outer: Params) -> dict[str, Any]:
         return stored.dtype == read.dtype and stored.sharding.is_equivalent_to(read.sharding, len(read.shape))
 
     return {name: outer[name] for name in outer if is_gathered(name)}
-
-
-def split_layers(params: Params) -> tuple[Params, Params]:
-    """The parameters that no layer has, and those of the layers."""
-    return nnx.State({name: value for name, value in params.items() if name != "layers"}), params["layers"]
 
 
 @partial(jax.jit, static_argnames=("dtype", "layout", "lora"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import DictKey, KeyPath
 from jax.typing import DTypeLike
@@ -40,29 +41,18 @@ LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "layers.down_weight": ("layers", "embed", "mlp"),
     "norm": ("embed",),
     "head": ("vocab", "embed"),
-    # Adapters: a is [rank, in], b is [out, rank].
-    "layers.q_a": ("layers", "rank", "embed"),
-    "layers.q_b": ("layers", "heads", "rank"),
-    "layers.k_a": ("layers", "rank", "embed"),
-    "layers.k_b": ("layers", "kv_heads", "rank"),
-    "layers.v_a": ("layers", "rank", "embed"),
-    "layers.v_b": ("layers", "kv_heads", "rank"),
-    "layers.o_a": ("layers", "rank", "heads"),
-    "layers.o_b": ("layers", "embed", "rank"),
-    "layers.gate_a": ("layers", "rank", "embed"),
-    "layers.gate_b": ("layers", "mlp", "rank"),
-    "layers.up_a": ("layers", "rank", "embed"),
-    "layers.up_b": ("layers", "mlp", "rank"),
-    "layers.down_a": ("layers", "rank", "mlp"),
-    "layers.down_b": ("layers", "embed", "rank"),
-    "head_a": ("rank", "embed"),
-    "head_b": ("vocab", "rank"),
 }
 """The logical axes of each parameter, by its name: its path in `nnx.split(model)[1]`, joined with dots.
 
 `heads` and `kv_heads` are N*H and K*H long, the H rows of a head together. Norms and biases, which weight decay leaves
 alone, have at most one axis beside `layers`.
 """
+
+MATRICES = {name.removesuffix("_weight"): name for name in LOGICAL_AXES if name == "head" or name.endswith("_weight")}
+"""The parameters that can have adapters, by what the names of those begin with."""
+for matrix, name in MATRICES.items():
+    *layers, rows, columns = LOGICAL_AXES[name]
+    LOGICAL_AXES |= {f"{matrix}_a": (*layers, "rank", columns), f"{matrix}_b": (*layers, rows, "rank")}
 
 HIDDEN_STATES = ("batch", "time", "hidden")
 QUERIES = ("batch", "time", "heads", "head_dim")
@@ -85,9 +75,17 @@ def map_parameters(function: Callable[[Any, tuple[str, ...]], Any], params: Para
     return jax.tree_util.tree_map_with_path(apply, params)
 
 
-def gathered_axes(axes: tuple[str, ...]) -> Axes:
-    """The logical axes of a parameter while products read it: the dim that fsdp shards is whole."""
-    return tuple(None if axis == "embed" else axis for axis in axes)
+def split_layers(params: Params) -> tuple[Params, Params]:
+    """The parameters that no layer has, and those of the layers."""
+    return nnx.State({name: value for name, value in params.items() if name != "layers"}), params["layers"]
+
+
+def gathered_axes(axes: tuple[str, ...], dims: int) -> Axes:
+    """The logical axes of a parameter while products read it: the dim that fsdp shards is whole.
+
+    Where it has fewer `dims` than `axes`, it is one layer's, without the axis of layers.
+    """
+    return tuple(None if axis == "embed" else axis for axis in axes[-dims:])
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class Layout:
 
     @property
     def row_shards(self) -> int:
-        """Parts that the rows of a batch are divided into; their number must be divisible by it."""
+        """The number of shards that hold different rows of a batch; it divides the number of rows."""
         return math.prod(self.mesh.shape[axis] for axis in RULES["batch"] or ())
 
     def sharding(self, axes: Axes) -> NamedSharding:
@@ -131,11 +129,9 @@ class Layout:
 
     def abstract_gathered(self, params: Params, dtype: DTypeLike, prefix: str = "") -> Params:
         """The shape, dtype and sharding of each parameter as `gather_parameters` gives it."""
-
-        def gathered(parameter: Any, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-            return self.abstract(parameter.shape, dtype, gathered_axes(axes[-len(parameter.shape) :]))
-
-        return map_parameters(gathered, params, prefix)
+        return map_parameters(
+            lambda x, axes: self.abstract(x.shape, dtype, gathered_axes(axes, x.ndim)), params, prefix
+        )
 
 
 def constrain(layout: Layout | None, array: Shaped[Array, "..."], axes: Axes) -> Shaped[Array, "..."]:
@@ -148,11 +144,9 @@ def gather_parameters(params: Params, dtype: DTypeLike, layout: Layout | None, p
 
     With `prefix` "layers." they are one layer's, without the axis of layers.
     """
-
-    def gather(parameter: Shaped[Array, "..."], axes: tuple[str, ...]) -> Shaped[Array, "..."]:
-        return constrain(layout, parameter.astype(dtype), gathered_axes(axes[-parameter.ndim :]))
-
-    return map_parameters(gather, params, prefix)
+    return map_parameters(
+        lambda x, axes: constrain(layout, x.astype(dtype), gathered_axes(axes, x.ndim)), params, prefix
+    )
 
 
 def gather_layer_float32(params: Params, dtype: DTypeLike, layout: Layout | None) -> Params:
@@ -171,7 +165,7 @@ def round_and_gather(
     dtype: DTypeLike, layout: Layout | None, axes: tuple[str, ...], parameter: Float32[Array, "..."]
 ) -> Float32[Array, "..."]:
     """A parameter with these axes, rounded to `dtype` and then gathered over fsdp."""
-    return constrain(layout, parameter.astype(dtype), gathered_axes(axes)).astype(jnp.float32)
+    return constrain(layout, parameter.astype(dtype), gathered_axes(axes, parameter.ndim)).astype(jnp.float32)
 
 
 gather_float32 = jax.custom_vjp(round_and_gather, nondiff_argnums=(0, 1, 2))

@@ -16,12 +16,12 @@ from mllm.config.model import ModelConfig
 from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.model import peft, weights
-from mllm.model.architecture import Architecture
+from mllm.model.architecture import PRESETS, Architecture
 from mllm.model.attention import AttentionChoice, choose
 from mllm.model.decoder import Decoder
+from mllm.model.folder import SMALL, local_folder
 from mllm.model.layout import Layout, Params
 from mllm.model.lora import Lora, initial_adapters, split_adapters
-from mllm.model.presets import PRESETS
 from mllm.model.tokenizer import Tokenizer, check_fits, load_tokenizer, stop_ids
 
 MOST_PARAMETERS = 10**13
@@ -93,7 +93,7 @@ class Policy:
         if self.read is not None:
             return self.read()
         if self.source is not None:
-            return weights.load(weights.fetch_folder(self.source), self.architecture, self.stored)
+            return weights.load(local_folder(self.source), self.architecture, self.stored)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.stored)
         dtype = jax.tree.leaves(self.stored)[0].dtype
 
@@ -170,7 +170,7 @@ def model_folder(config: ModelConfig) -> Path | None:
             f"model.source: {config.source} is neither a folder nor one of the architectures known by name "
             f"({', '.join(PRESETS)})"
         )
-    return weights.fetch_folder(config.source, patterns=weights.SMALL)
+    return local_folder(config.source, SMALL)
 
 
 def read_architecture(config: ModelConfig, folder: Path | None) -> Architecture:

@@ -5,7 +5,6 @@ A matrix [out, in] has the adapter a [rank, in] and b [out, rank]; parameters na
 
 import math
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, Float32
 
 from kernels.precision import precision_of
-from mllm.model.layout import Params, parameter_name
+from mllm.model.layout import Params, parameter_name, split_layers
 
 
 @dataclass(frozen=True)
@@ -83,22 +82,18 @@ def merge_adapters(params: Params, lora: Lora | None) -> Params:
     if lora is None:
         return params
     merged: dict[str, Any] = {name: value for name, value in params.items() if not is_adapter(str(name))}
-    for name, a, b in adapters_in(params):
-        matrix = "head" if name == "head" else f"{name}_weight"
+    for name in params:
+        if not str(name).endswith("_a"):
+            continue
+        product = str(name).removesuffix("_a")
+        matrix = "head" if product == "head" else f"{product}_weight"
         weight = merged.get(matrix, merged.get("embed"))
+        a, b = params[name], params[f"{product}_b"]
         merged[matrix] = jax.tree.map(lambda w, a, b: add_adapter(w, a, b, lora.scale), weight, a, b)
     return nnx.State(merged)
 
 
 def merge_all_adapters(params: Params, lora: Lora | None) -> Params:
     """All parameters of a model, with each adapter added to its matrix, in float32."""
-    outer = merge_adapters(nnx.State({name: value for name, value in params.items() if name != "layers"}), lora)
-    return nnx.State({**outer, "layers": dict(merge_adapters(params["layers"], lora))})
-
-
-def adapters_in(params: Params) -> Iterator[tuple[str, Any, Any]]:
-    """The name of each matrix that has an adapter, with its a and b."""
-    for name in params:
-        if str(name).endswith("_a"):
-            matrix = str(name).removesuffix("_a")
-            yield matrix, params[name], params[f"{matrix}_b"]
+    outer, layers = (merge_adapters(part, lora) for part in split_layers(params))
+    return nnx.State({**outer, "layers": dict(layers)})

@@ -13,15 +13,14 @@ import numpy as np
 from mllm.config.model import LoraConfig, LoraTarget
 from mllm.errors import UserError
 from mllm.model import weights
-from mllm.model.exporting import replacing
-from mllm.model.json_file import read_json, write_json
-from mllm.model.layout import Params
+from mllm.model.folder import local_folder, read_json, replacing, write_json
+from mllm.model.layout import MATRICES, Params
 from mllm.model.lora import Lora
 from mllm.model.weights import TENSORS
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 MODULES: dict[str, str] = {
-    target: TENSORS["head" if target == "head" else f"layers.{target}_weight"].split(".")[-2]
+    target: TENSORS[MATRICES["head" if target == "head" else f"layers.{target}"]].split(".")[-2]
     for target in get_args(LoraTarget)
 }
 """The name of the module of each product, as `target_modules` has it."""
@@ -43,7 +42,7 @@ def resolve(config: LoraConfig) -> tuple[Lora, Path | None]:
     if config.source is None:
         assert config.rank and config.alpha and config.targets  # noqa: PT018
         return Lora(config.rank, config.alpha, config.targets, bool(config.rslora)), None
-    folder = weights.fetch_folder(config.source, "leave model.lora.source out", "model.lora.source")
+    folder = local_folder(config.source, key="model.lora.source", last_resort="leave model.lora.source out")
     stored = read_config(folder)
     for name in ("rank", "alpha", "rslora", "targets"):
         wanted, found = getattr(config, name), getattr(stored, name)

@@ -5,19 +5,19 @@ confines to its messages, and that is stopped after `TEMPLATE_SECONDS`. Its memo
 content that isn't plain text are left out.
 """
 
-import os
+import ctypes
 import re
-from collections.abc import Sequence
-from functools import lru_cache
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock, Thread, get_ident
 from typing import TYPE_CHECKING, Any, cast
 
-from mllm.bucket import is_bucket
 from mllm.errors import UserError, brief
-from mllm.fetch import fetch_folder
-from mllm.model.json_file import read_json
-from mllm.model.time_limit import time_limit
+from mllm.model.folder import SMALL, local_folder, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -37,6 +37,10 @@ LARGEST_TEMPLATE = 2**20
 DATE = "26 Jul 2024"
 """The date that Llama 3's templates write where the system has no clock."""
 TEMPLATE_SECONDS = 10.0
+CHECK_SECONDS = 0.5
+LOCK = Lock()
+DEADLINES: dict[int, float] = {}
+"""The end of the time of each thread's limited code, by the thread's identifier."""
 
 
 def load_tokenizer(source: str) -> Tokenizer:
@@ -47,25 +51,17 @@ def load_tokenizer(source: str) -> Tokenizer:
     """
     if source == "bytes":
         return bytes_tokenizer()
-    from huggingface_hub import snapshot_download
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    patterns = ("*.json", "*.jinja", "merges.txt")
-    if is_bucket(source):
-        source = str(fetch_folder(source, patterns, "model.tokenizer"))
+    folder = local_folder(source, SMALL, "model.tokenizer", "bytes")
     try:
-        folder = Path(os.path.expanduser(source))
-        if not os.path.isdir(folder):
-            if os.path.lexists(folder):
-                raise NotADirectoryError("it is not a folder")
-            folder = Path(snapshot_download(source, allow_patterns=[*patterns]))
         if (folder / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(str(folder))
         if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):
             raise FileNotFoundError("it has no file of one")  # AutoTokenizer would make one without a vocabulary
         # Without `trust_remote_code` it would ask at the terminal whether to run the folder's code.
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except BaseException as error:  # the Rust library and the hub's client raise many kinds
+    except BaseException as error:  # the Rust library raises many kinds
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(
@@ -267,3 +263,36 @@ def control_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
     """A pattern that matches the text of any control token."""
     names = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(names) or r"(?!)")
+
+
+@contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Raise UserError in the body once it has taken longer; `what` begins the message. Limits can't be nested.
+
+    Whichever thread runs the body, another one raises an exception in it, again and again until the body ends, since a
+    `__del__` may swallow one. A single instruction in C is not limited.
+    """
+    start_checking()
+    with LOCK:
+        DEADLINES[get_ident()] = time.monotonic() + seconds
+    try:
+        yield
+    except TimeoutError:
+        raise UserError(f"{what} took longer than {seconds:g} s") from None
+    finally:
+        with LOCK:
+            DEADLINES.pop(get_ident(), None)
+
+
+@cache
+def start_checking() -> None:
+    """Start the thread that checks, once in a process."""
+    Thread(target=check_deadlines, name="time limit", daemon=True).start()
+
+
+def check_deadlines() -> None:
+    while True:
+        time.sleep(CHECK_SECONDS)
+        with LOCK:
+            for thread in (thread for thread, deadline in DEADLINES.items() if time.monotonic() > deadline):
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))

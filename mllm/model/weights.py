@@ -8,7 +8,6 @@ saving from several processes, are left out.
 import gc
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,15 +26,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from mllm import fetch
-from mllm.bucket import is_bucket
 from mllm.config.model import MeshConfig
-from mllm.errors import UserError, brief
+from mllm.errors import UserError
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
-from mllm.model.exporting import replacing
-from mllm.model.json_file import read_json, write_json
-from mllm.model.layout import Layout, Params, parameter_name
+from mllm.model.folder import read_json, replacing, write_json
+from mllm.model.layout import MATRICES, Layout, Params, parameter_name
 from mllm.parallel.mesh import make_mesh, spread
 from mllm.progress import transfer_bar
 
@@ -60,9 +56,8 @@ TENSORS: dict[str, str] = {
 }
 """The name of a parameter's tensor, by the parameter's (`parameter_name`); `{}` is the number of the layer."""
 TENSORS |= {  # those of adapters are PEFT's
-    name.removesuffix("_weight") + end: f"base_model.model.{tensor.removesuffix('weight')}{module}.weight"
-    for name, tensor in TENSORS.items()
-    if name.endswith("_weight") or name == "head"
+    matrix + end: f"base_model.model.{TENSORS[name].removesuffix('weight')}{module}.weight"
+    for matrix, name in MATRICES.items()
     for end, module in (("_a", "lora_A"), ("_b", "lora_B"))
 }
 
@@ -72,49 +67,6 @@ COMPARED = 2**22
 SHARD_BYTES = 2_000_000_000
 """The limit to the tensors in a saved file; one that is larger gets a file of its own."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_SECONDS = 5
-SMALL, WEIGHTS = ("*.json", "*.txt", "*.jinja"), ("*.safetensors",)
-"""The names of a model's files that are needed to know what it is, and of those with its parameters."""
-
-
-def fetch_folder(
-    source: str,
-    last_resort: str = "set model.init=random",
-    key: str = "model.source",
-    patterns: Sequence[str] = (*SMALL, *WEIGHTS),
-) -> Path:
-    """The folder that `source` names: local, or that of a hub id or a bucket in the local cache, fetched if need be.
-
-    Of the last two only the files whose names match `patterns` are fetched.
-
-    UserError, which names the `last_resort` too, is raised where it is neither a folder nor an id that the hub, or
-    its local cache, gives; that of a bucket names the setting `key`.
-    """
-    if is_bucket(source):
-        return fetch.fetch_folder(source, patterns, key)
-    folder = Path(os.path.expanduser(source))
-    if os.path.isdir(folder):
-        return folder
-    way_out = f"give a local folder or a hub id that can be reached, or {last_resort}"
-    if os.path.lexists(folder):
-        raise UserError(f"{source}: is not a folder (archives and single files are never opened); {way_out}")
-    if not HUB_ID.fullmatch(source):
-        raise UserError(f"{source}: no such folder; {way_out}")
-    from huggingface_hub import HfApi, snapshot_download
-
-    unreachable = None
-    # The hub's client raises its own errors, its HTTP library's and OSError; each means that the hub doesn't give it.
-    try:
-        # This request comes first, because the download would wait for ever on a hub that never answers.
-        HfApi().model_info(source, timeout=HUB_SECONDS)
-    except Exception as error:
-        unreachable = error
-    try:
-        return Path(snapshot_download(source, allow_patterns=[*patterns], local_files_only=unreachable is not None))
-    except Exception as error:
-        reason = brief(unreachable or error)
-        raise UserError(f"{source}: no such folder, and the hub did not give it ({reason}); {way_out}") from None
 
 
 def read_config(folder: Path) -> Architecture:

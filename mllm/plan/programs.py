@@ -16,9 +16,9 @@ from jaxtyping import Float
 
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
+from mllm.model.architecture import PRESETS
 from mllm.model.decoding import Cache, DecodingWeights, abstract_cache, abstract_decoding_weights, decoding_graphdef
 from mllm.model.layout import Params
-from mllm.model.presets import PRESETS
 from mllm.rl import slots
 from mllm.rl.schedule import most_places, prompts_a_batch
 from mllm.run.source_run import load_policy

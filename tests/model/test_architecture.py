@@ -7,9 +7,8 @@ import pytest
 from flax import nnx
 from tiny import ARCHITECTURE
 
-from mllm.model.architecture import Architecture
+from mllm.model.architecture import PRESETS, Architecture
 from mllm.model.decoder import Decoder
-from mllm.model.presets import PRESETS
 
 SMALL = {key: value for key, value in ARCHITECTURE.items() if key != "rope_theta"}
 

@@ -19,11 +19,10 @@ from mllm.config.model import MeshConfig
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model import attention
-from mllm.model.architecture import Architecture
+from mllm.model.architecture import PRESETS, Architecture
 from mllm.model.attention import Attention, AttentionChoice, choose
 from mllm.model.decoder import Decoder, attention_mask
 from mllm.model.load import load_policy
-from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.plan import targets
 
@@ -70,28 +69,25 @@ def one_document_of(rows, time):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "mesh", "rows", "time", "heads", "kv_heads", "head_dim", "dtype", "tolerance"),
+    ("kernel", "mesh", "packed", "sizes", "tolerance"),
     [
-        ("splash", ONE, 2, 200, 2, 1, 128, jnp.bfloat16, 1e-2),  # two blocks, and a length that none divides
-        ("splash", EIGHT, 8, 128, 4, 2, 64, jnp.float32, 1e-5),
-        ("cudnn", ONE, 2, 101, 4, 2, 64, jnp.bfloat16, 2e-2),
-        ("cudnn", EIGHT, 8, 128, 4, 2, 64, jnp.float32, 1e-5),
+        ("splash", ONE, True, (2, 200, 2, 1, 128, jnp.bfloat16), 1e-2),  # two blocks, and a length that none divides
+        ("splash", EIGHT, True, (8, 128, 4, 2, 64, jnp.float32), 1e-5),
+        ("cudnn", ONE, True, (2, 101, 4, 2, 64, jnp.bfloat16), 2e-2),
+        ("cudnn", EIGHT, True, (8, 128, 4, 2, 64, jnp.float32), 1e-5),
+        ("cudnn", ONE, False, (3, 100, 4, 2, 64, jnp.float32), 1e-5),  # no mask: one document, and padding behind it
     ],
 )
 def test_a_kernel_s_conventions_give_the_outputs_and_gradients_of_masked_attention(
-    kernel, mesh, rows, time, heads, kv_heads, head_dim, dtype, tolerance, monkeypatch
+    kernel, mesh, packed, sizes, tolerance, monkeypatch
 ):
     monkeypatch.setattr(attention, "BLOCKS", (128,))
-    sizes = (rows, time, heads, kv_heads, head_dim, dtype)
-    check_against_masked(Attention(kernel, make_mesh(mesh)), segments_of(rows, time), sizes, tolerance)
+    check_against_masked(Attention(kernel, make_mesh(mesh), packed), sizes, tolerance)
 
 
-def test_cudnn_needs_no_mask_for_rows_of_one_document_with_padding_behind_it():
-    attend = Attention("cudnn", make_mesh(ONE), packed=False)
-    check_against_masked(attend, one_document_of(3, 100), (3, 100, 4, 2, 64, jnp.float32), 1e-5)
-
-
-def check_against_masked(attend, segments, sizes, tolerance):
+def check_against_masked(attend, sizes, tolerance):
+    """`sizes`: rows, time, heads, heads of keys and values, their size, dtype."""
+    segments = (segments_of if attend.packed else one_document_of)(*sizes[:2])
     mask = attention_mask(segments)
     *inputs, weights = inputs_of(*sizes)
     weights *= (segments != 0)[:, :, None, None]  # the outputs of padding are never used
@@ -214,13 +210,7 @@ def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(platform, kernel,
     [
         ("splash", {}, {"head_dim": 32}, {}, "it needs heads of size 64 or 128, and the model's have 32"),
         ("splash", {}, {}, {"mesh": FOUR}, "mesh.tp = 4 does not divide the model's 14 heads"),
-        (
-            "splash",
-            {},
-            {"num_attention_heads": 16},
-            {"mesh": FOUR},
-            "mesh.tp = 4 does not divide the model's 2 kv_heads",
-        ),
+        ("splash", {}, {"num_attention_heads": 16}, {"mesh": FOUR}, "mesh.tp = 4 does not divide the model's 2 kv_"),
         ("cudnn", {"cudnn": False}, {}, {}, "JAX says: cuDNN is not detected"),
         ("cudnn", {"capability": 7.5}, {}, {}, "it needs a GPU of compute capability 8.0, and this one has 7.5"),
         ("cudnn", {}, {}, {"dtype": "float32"}, "it computes in bfloat16, and model.dtype is float32"),
@@ -289,6 +279,4 @@ def test_lowered_for_gpus_the_update_calls_cudnn_with_a_mask_only_where_rows_are
 @pytest.mark.parametrize("time", [100, 192, 256])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
 def test_on_gpus_cudnn_gives_the_outputs_and_gradients_of_masked_attention(packed, time):
-    attend = chosen("cudnn", packed=packed).attention
-    segments = segments_of(2, time) if packed else one_document_of(2, time)
-    check_against_masked(attend, segments, (2, time, 14, 2, 64, jnp.bfloat16), 2e-2)
+    check_against_masked(chosen("cudnn", packed=packed).attention, (2, time, 14, 2, 64, jnp.bfloat16), 2e-2)

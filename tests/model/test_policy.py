@@ -1,5 +1,7 @@
 """The model that a configuration asks for: where its parts come from, and that only the seed decides what is random."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -8,50 +10,27 @@ from tiny import ARCHITECTURE, config
 
 from mllm.config import load as configs
 from mllm.config.model import ModelConfig
-from mllm.config.schema import Config
 from mllm.errors import UserError
-from mllm.model import weights
-from mllm.model.load import load_policy, model_folder
-from mllm.model.presets import PRESETS
+from mllm.model.architecture import PRESETS
+from mllm.model.load import load_policy, model_folder, read_architecture
 from mllm.parallel.mesh import make_mesh
+
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
 
 
 def policy_of(settings):
     return load_policy(settings, make_mesh(settings.mesh))
 
 
-@pytest.fixture(scope="module")
-def scratch():
-    """The policy of the tiny configuration, and its first parameters."""
-    policy = policy_of(config())
-    return policy, policy.initial_params()
-
-
-@pytest.fixture(scope="module")
-def folder(scratch, tmp_path_factory):
-    policy, params = scratch
-    path = tmp_path_factory.mktemp("model") / "export"
-    weights.save(path, policy.architecture, params, dtype="float32", also=policy.tokenizer.save_pretrained)
-    return path
-
-
 def leaves(params):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
 
 
-def test_a_folder_gives_architecture_tokenizer_and_parameters(folder, scratch):
-    policy = policy_of(Config.model_validate({**config().model_dump(), "model": {"source": str(folder)}}))
-    assert policy.architecture == scratch[0].architecture
-    assert policy.tokenizer.get_vocab() == scratch[0].tokenizer.get_vocab()
-    for got, expected in zip(leaves(policy.initial_params()), leaves(scratch[1]), strict=True):
-        np.testing.assert_array_equal(got, expected)
-
-
-def test_a_random_model_may_take_its_sizes_from_a_folder_without_its_parameters(folder):
-    model = ModelConfig(init="random", source=str(folder))
-    policy = policy_of(config(model=model.model_dump() | {"architecture": None}))
-    assert model_folder(model) == folder
-    assert policy.source is None
+def test_a_random_model_may_take_its_sizes_from_a_folder_without_its_parameters():
+    """tests/tools/test_tools.py loads what a folder holds."""
+    model = ModelConfig(init="random", source=str(FIXTURE), tokenizer="bytes")
+    assert model_folder(model) == FIXTURE
+    assert read_architecture(model, FIXTURE).vocab_size == 96
 
 
 def test_the_dtypes_are_those_of_the_configuration():
@@ -67,12 +46,12 @@ def test_a_random_model_of_an_unknown_name_is_refused():
         model_folder(ModelConfig(init="random", source="Qwen/Qwen9"))
 
 
-def test_the_seed_alone_decides_the_first_parameters_whatever_the_mesh(scratch):
-    again = policy_of(config(mesh={"dp": 2, "fsdp": 2, "tp": 2})).initial_params()
-    for got, expected in zip(leaves(again), leaves(scratch[1]), strict=True):
+def test_the_seed_alone_decides_the_first_parameters_whatever_the_mesh():
+    settings = config(), config(mesh={"dp": 2, "fsdp": 2, "tp": 2}), config(seed=1)
+    first, again, other = (policy_of(one).initial_params() for one in settings)
+    for got, expected in zip(leaves(again), leaves(first), strict=True):
         np.testing.assert_array_equal(got, expected)
-    other = policy_of(config(seed=1)).initial_params()
-    assert not np.array_equal(other["embed"][...], scratch[1]["embed"][...])
+    assert not np.array_equal(other["embed"][...], first["embed"][...])
 
 
 def test_a_published_architecture_is_laid_out_over_the_mesh_without_making_a_parameter():

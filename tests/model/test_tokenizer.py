@@ -1,6 +1,7 @@
 """Tokenizers: the byte tokenizer is lossless, and the chat template decides which tokens are the assistant's."""
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mllm.model.tokenizer import (
     encode_prompt,
     load_tokenizer,
     stop_ids,
+    time_limit,
 )
 
 BYTES = bytes_tokenizer()
@@ -181,6 +183,30 @@ def test_a_template_that_never_ends_is_stopped_in_any_thread(monkeypatch: pytest
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match=r"its chat template took longer than 0\.1 s"):
         pool.submit(encode_prompt, with_template(loop), CHAT[:1]).result()  # as Grain's threads render prompts
+
+
+class SlowToDelete:
+    """Its `__del__` takes until an exception ends it, which Python reports and then forgets."""
+
+    def __del__(self) -> None:
+        spin(10)
+
+
+def spin(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_exception_that_a_destructor_swallows_does_not_let_the_code_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mllm.model.tokenizer.CHECK_SECONDS", 0.05)
+    begin = time.monotonic()
+    expected = pytest.raises(UserError, match=r"^the template took longer than 0.1 s$")
+    with expected, time_limit(0.1, "the template"):
+        SlowToDelete()
+        spin(10)
+    assert time.monotonic() - begin < 5
 
 
 def test_a_template_that_renders_nothing_is_refused() -> None:

@@ -105,8 +105,8 @@ OVERRIDES: dict[str, str] = {
     "model.lora={source: nowhere}": "nowhere: no such folder; give a local folder or a hub id",
     "model.lora={source: '.'}": "adapter_config.json: missing; a folder in PEFT's format has it (",
     # files that are none
-    "model.tokenizer=nowhere": "model.tokenizer: none can be read from nowhere",
-    f"model.tokenizer={'a' * 300}": "model.tokenizer: none can be read from aaa",
+    "model.tokenizer=nowhere": "model.tokenizer: nowhere: no such folder",
+    f"model.tokenizer={'a' * 300}": "model.tokenizer: aaa",
     f"model={{source: {'a' * 300}, init: pretrained}}": "aaa: no such folder",
     "model={source: '~nobody-here/model', init: pretrained}": "~nobody-here/model: no such folder",
 }

@@ -134,7 +134,7 @@ def test_an_archive_is_no_model_no_tokenizer_and_no_data(kind, tmp_path, refused
         said = refused(train, *arguments(pretrained(tmp_path, source)))
         assert f"{source}: is not a folder (archives and single files are never opened)" in said
     settings = settings_in(tmp_path, model={"tokenizer": str(path)})
-    assert f"model.tokenizer: none can be read from {path} (it is not a folder)" in refused(train, *arguments(settings))
+    assert f"model.tokenizer: {path}: is not a folder" in refused(train, *arguments(settings))
     assert f"{path}:1: not JSON in UTF-8" in refused(train, *arguments(finetuned(tmp_path, path)))
     assert not mark(tmp_path).exists()
 
@@ -234,7 +234,7 @@ def test_without_weights_a_shipped_configuration_ends_in_a_process_with_one_line
         timeout=120,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: Qwen/Qwen2.5-3B-Instruct: no such folder")
+    assert done.stderr.startswith("error: model.source: Qwen/Qwen2.5-3B-Instruct: no such folder")
     assert done.stderr.count("\n") == 1
     for way in ("a local folder", "a hub id", "model.init=random"):
         assert way in done.stderr

@@ -20,6 +20,7 @@ from mllm.bucket import Bucket
 from mllm.config.model import MeshConfig
 from mllm.errors import UserError
 from mllm.model import weights
+from mllm.model.folder import local_folder
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 from mllm.run.bucket_copy import find_run
@@ -148,7 +149,7 @@ def test_an_export_to_a_bucket_is_loaded_as_it_was_and_none_when_it_was_cut_off(
     weights.save(url, architecture, params, dtype="float32")
     shards = [name for name in Bucket(url).names() if name.endswith(".safetensors")]
     assert len(shards) > 1
-    same = load(weights.fetch_folder(url))
+    same = load(local_folder(url))
     assert all(map(np.array_equal, jax.tree.leaves(same), jax.tree.leaves(params)))
 
     monkeypatch.undo()
@@ -161,10 +162,10 @@ def test_an_export_to_a_bucket_is_loaded_as_it_was_and_none_when_it_was_cut_off(
     store.fault = lambda method, path: None
     assert Bucket(url).names()
     with pytest.raises(UserError, match=r"config.json: missing"):
-        load(weights.fetch_folder(url))
+        load(local_folder(url))
     weights.save(url, architecture, params, dtype="float32")
-    assert load(weights.fetch_folder(url))
-    assert not {*shards} & {path.name for path in weights.fetch_folder(url).iterdir()}
+    assert load(local_folder(url))
+    assert not {*shards} & {path.name for path in local_folder(url).iterdir()}
 
     Bucket(url).write("notes.txt", b"mine")
     with pytest.raises(UserError, match=rf"^{url}/notes.txt: no export wrote this, and it would be lost"):

@@ -4,9 +4,6 @@ import json
 import re
 from html.parser import HTMLParser
 
-from runs import run
-from tiny import config
-
 from tools import samples
 
 HOSTILE = '</script><script>0</script> <!-- <img src=x onerror=alert(2)> \x1b[31m\x07\x00 \u202eabc\u2028 漢字 "\\'
@@ -42,15 +39,11 @@ class Page(HTMLParser):
 
 
 def test_the_page_of_a_run_holds_its_samples(tmp_path, capsys):
-    settings = config("grpo", run_dir=str(tmp_path / "run"), steps=2)
-    assert run(settings) == 0
-    capsys.readouterr()
-    assert samples.main([settings.run_dir]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    said = f"{'samples':<18} {settings.run_dir}/samples.html ({len(lines)} completions)\n"
-    assert capsys.readouterr().out == said
-    assert lines[-1]["step"] == 2
-    assert Page(tmp_path / "run").data == {"run": settings.run_dir, "left_out": 0, "samples": lines}
+    """tests/run/test_train.py has the samples that a run writes."""
+    write(tmp_path, lines := [sample(1), sample(1, completion="3", reward=0.0, advantage=-0.5), sample(2)])
+    assert samples.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{'samples':<18} {tmp_path}/samples.html (3 completions)\n"
+    assert Page(tmp_path).data == {"run": str(tmp_path), "left_out": 0, "samples": lines}
 
 
 def test_hostile_text_stays_text(tmp_path, capsys):

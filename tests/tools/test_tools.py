@@ -1,5 +1,6 @@
-"""Tools on a run: an export that other programs load, and a picture of its curves; and every tool's --help."""
+"""Tools on a run: an export that other programs load, completions of both, a picture of its curves; every --help."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -9,24 +10,37 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from runs import changed, checksums, newest, run
-from tiny import config
+from tiny import ARCHITECTURE, config
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from mllm.model.load import load_policy
 from mllm.model.tokenizer import bytes_tokenizer, stop_ids
 from mllm.parallel.mesh import make_mesh
-from tools import export, plot
+from tools import export, generate, plot
 
 ROOT = Path(__file__).parent.parent.parent
+PROMPTS = [
+    {"question": "1+2="},
+    {"messages": [{"role": "user", "content": "7+7="}, {"role": "assistant", "content": "14"}]},
+    {"messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2="}]},
+]
 TOOLS = ("bench", "device.py", "export.py", "generate.py", "memory.py", "plot.py", "replay.py", "samples.py", "tune.py")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The configuration of a short run with checkpoints 2 and 4."""
-    folder = tmp_path_factory.mktemp("runs")
-    settings = config("sft", run_dir=str(folder / "trained"), checkpoint={"every": 2})
+    settings = config(
+        "sft",
+        run_dir=str(tmp_path_factory.mktemp("runs") / "trained"),
+        checkpoint={"every": 2},
+        model={"architecture": {**ARCHITECTURE, "initializer_range": 0.3}},  # else every completion is empty
+        optimizer={"learning_rate": 1e-3},
+        task={"system_prompt": "Sum."},
+        rollout={"stop": ["~"]},
+    )
     assert run(settings) == 0
     return settings
 
@@ -93,7 +107,7 @@ def test_transformers_reads_the_configuration_and_the_tokenizer(exported):
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(text) == bytes_tokenizer().encode(text)
     generation = json.loads((folder / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == list(stop_ids(bytes_tokenizer()))
+    assert generation["eos_token_id"] == list(stop_ids(bytes_tokenizer(), stop=("~",)))
 
 
 def test_a_damaged_checkpoint_leaves_an_earlier_export_as_it_was(exported, tmp_path, capsys):
@@ -105,6 +119,101 @@ def test_a_damaged_checkpoint_leaves_an_earlier_export_as_it_was(exported, tmp_p
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert f"{copy / 'checkpoints' / '4'}: can't be read" in refused(capsys, export, copy)
     assert checksums(copy / "export") == before
+
+
+# tools/generate.py
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    return path
+
+
+def lines(model, prompts, out, *options):
+    """What the tool writes for a file of prompts."""
+    given = [str(model), "--prompts", str(prompts), "--out", str(out), "--max-tokens", "8", *options]
+    assert generate.main(given) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_a_run_and_its_export_complete_a_file_of_prompts_alike(exported, prompts, tmp_path, capsys):
+    of_run = lines(exported, prompts, tmp_path / "run.jsonl")
+    said = capsys.readouterr().err
+    of_export = lines(exported / "export", prompts, tmp_path / "export.jsonl", "--system", "Sum.", "--dtype", "float32")
+    assert of_run == of_export
+    assert [line["messages"][0]["content"] for line in of_run] == ["Sum.", "Sum.", "Add."]
+    assert [line["messages"][-1] for line in of_run][1] == {"role": "user", "content": "7+7="}
+    assert all(line["tokens"] == 8 or line["finished"] for line in of_run)
+    assert all(line["completion"] for line in of_run)
+    assert f"3 of 3 done, {sum(line['tokens'] for line in of_run)} tokens" in said
+
+
+def test_one_prompt_is_printed_and_the_seed_chooses_what_is_sampled(exported, capsys):
+    def printed(*options):
+        assert generate.main([str(exported), "1+2=", "--max-tokens", "8", *options]) == 0
+        return capsys.readouterr().out
+
+    assert printed() == printed()
+    hot = ("--temperature", "1")
+    assert printed(*hot) == printed(*hot) != printed(*hot, "--seed", "1")
+
+
+def test_another_dtype_changes_nothing_else_of_a_run_s_model(exported):
+    own, other = (
+        generate.load(generate.parse([str(exported), "hi", *dtype])) for dtype in ([], ["--dtype", "bfloat16"])
+    )
+    assert own[0].stop_ids == other[0].stop_ids
+    assert own[0].tokenizer.convert_tokens_to_ids("~") in other[0].stop_ids
+    assert own[2] == other[2] == "Sum."
+    models = [nnx.merge(policy.graphdef, policy.params) for policy in (own[0], other[0])]
+    assert [(model.dtype, model.residual_dtype) for model in models] == [
+        ("float32", "float32"),
+        ("bfloat16", "float32"),
+    ]
+
+
+def test_a_chat_goes_on_until_an_empty_line_begins_a_new_one_and_the_input_ends(exported, monkeypatch, capsys):
+    asked, complete = [], generate.Generator.complete
+
+    def recorded(self, chats, step):
+        asked.extend(chats)
+        return complete(self, chats, step)
+
+    monkeypatch.setattr(generate.Generator, "complete", recorded)
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+2=\nand now?\n\n1+2=\n"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert generate.main([str(exported), "--max-tokens", "8"]) == 0
+    roles = [[message["role"] for message in chat] for chat in asked]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
+    assert asked[1][2]["content"] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "error: PROMPT: give a prompt, or --prompts FILE, or start a chat on a terminal"),
+        (["hi", "--max-tokens", "0"], "error: --max-tokens: 0: expected 1 or more"),
+        (["hi", "--max-tokens", "50000"], "error: --max-tokens: 50000 after a prompt of"),
+        (["hi", "--top-p", "0"], "error: --top-p: 0.0: expected more than 0, and 1 at most"),
+        (["hi", "--prompts", "p.jsonl"], "error: --prompts: is instead of PROMPT: give one of them"),
+        (["hi", "--out", "o.jsonl"], "error: --out: is for --prompts; other completions are printed"),
+        (["--prompts", "missing.jsonl"], "error: --prompts: missing.jsonl can't be read"),
+    ],
+)
+def test_what_can_t_be_done_is_one_line(exported, options, message, capsys):
+    assert generate.main([str(exported), *options]) == 2
+    output, said = capsys.readouterr()
+    assert said.splitlines()[-1].startswith(message)
+    assert output == ""
+
+
+def test_an_earlier_output_is_not_overwritten(exported, prompts, tmp_path, capsys):
+    (tmp_path / "out.jsonl").write_text("precious")
+    assert generate.main([str(exported), "--prompts", str(prompts), "--out", str(tmp_path / "out.jsonl")]) == 2
+    assert (tmp_path / "out.jsonl").read_text() == "precious"
+    assert "exists, and would be overwritten" in capsys.readouterr().err
 
 
 # tools/plot.py
@@ -150,11 +259,6 @@ def test_accuracies_and_lengths_have_bands():
     series = plot.panels({"run": records})
     assert series["Accuracy"] == [plot.Series("run", "held-out", [0], [0.5], ([0.4], [0.7]))]
     assert series["Completion length (tokens)"] == [plot.Series("run", "training", [1], [5.0], ([2], [9]))]
-
-
-def test_seconds_add_up_over_the_steps_from_the_one_before_the_first():
-    records = [{"step": 0}, {"step": 1, "time/update": 3.0}, {"step": 2, "time/update": 1.0, "time/eval": 0.5}]
-    assert plot.seconds_by_phase(records) == ([0, 1, 2], {"update": [0, 3.0, 4.0], "eval": [0, 0, 0.5]})
 
 
 def test_two_runs_of_one_step_with_every_topic_and_one_folder_name_are_drawn(tmp_path, capsys):

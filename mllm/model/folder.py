@@ -1,19 +1,30 @@
-"""Where an export is written: a folder of a disk, replaced as a whole or not at all, or one of a bucket."""
+"""The folder of a model, on a disk, in a bucket or on the hub: how it is found, read, and replaced as a whole.
 
+It may be a stranger's. Each file of JSON is read completely, or refused in one line.
+"""
+
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from safetensors import SafetensorError
 
 from mllm.bucket import Bucket, cache_folder, is_bucket
-from mllm.errors import UserError
+from mllm.errors import UserError, brief
+from mllm.fetch import fetch_folder
 from mllm.progress import transfer_bar
 
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_SECONDS = 5
+SMALL, WEIGHTS = ("*.json", "*.txt", "*.jinja"), ("*.safetensors",)
+"""The names of a model's files that are needed to know what it is, and of those with its parameters."""
+LARGEST_JSON = 2**26
 EXPORTED = re.compile(
     r"config\.json|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
     r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt"
@@ -22,6 +33,60 @@ EXPORTED = re.compile(
 """The files of an export, the tokenizer's included: all that may be replaced."""
 LAST = ("config.json", "adapter_config.json")
 """The file without which a folder holds no model, and no adapters."""
+
+
+def local_folder(
+    source: str,
+    patterns: Sequence[str] = (*SMALL, *WEIGHTS),
+    key: str = "model.source",
+    last_resort: str = "set model.init=random",
+) -> Path:
+    """The folder that `source` names: local, or that of a hub id or a bucket in the local cache, fetched if need be.
+
+    Of the last two only the files whose names match `patterns` are fetched. UserError, which names the setting `key`
+    and the `last_resort`, is raised where it is neither a folder nor an id that the hub, or its local cache, gives.
+    """
+    if is_bucket(source):
+        return fetch_folder(source, patterns, key)
+    folder = Path(os.path.expanduser(source))
+    if os.path.isdir(folder):
+        return folder
+    way_out = f"give a local folder or a hub id that can be reached, or {last_resort}"
+    if os.path.lexists(folder):
+        raise UserError(f"{key}: {source}: is not a folder (archives and single files are never opened); {way_out}")
+    if not HUB_ID.fullmatch(source):
+        raise UserError(f"{key}: {source}: no such folder; {way_out}")
+    from huggingface_hub import HfApi, snapshot_download
+
+    unreachable = None
+    # The hub's client raises its own errors, its HTTP library's and OSError; each means that the hub doesn't give it.
+    try:
+        # This request comes first, because the download would wait for ever on a hub that never answers.
+        HfApi().model_info(source, timeout=HUB_SECONDS)
+    except Exception as error:
+        unreachable = error
+    try:
+        return Path(snapshot_download(source, allow_patterns=[*patterns], local_files_only=unreachable is not None))
+    except Exception as error:
+        reason = f"no such folder, and the hub did not give it ({brief(unreachable or error)})"
+        raise UserError(f"{key}: {source}: {reason}; {way_out}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; UserError where there is no such file, or something else in it."""
+    try:
+        if path.stat().st_size > LARGEST_JSON:
+            raise UserError(f"{path}: larger than {LARGEST_JSON >> 20} MiB; a model's settings are not")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise UserError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object")
+    return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
