@@ -1,4 +1,4 @@
-"""Where the seconds of a step go."""
+"""The seconds of a step by phase, and its memory."""
 
 import contextlib
 import resource

@@ -1,9 +1,16 @@
 """The smallest run that has every part: configurations and data that tests share."""
 
-import numpy as np
+from pathlib import Path
 
+import numpy as np
+from flax import nnx
+
+from mllm.config.model import MeshConfig
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
+from mllm.model import weights
+from mllm.model.decoder import Decoder
+from mllm.model.layout import Layout
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 from mllm.train.optimizer import make_optimizer, make_schedule
@@ -76,3 +83,10 @@ def random_batch(rows: int, length: int, seed: int = 0) -> Batch:
         old_logprobs=-5.5 + 0.1 * numbers[2],
         reference_logprobs=-5.5 + 0.1 * numbers[3],
     )
+
+
+def load_weights(folder: Path) -> nnx.State:
+    """The parameters in a model's folder, float32 on one device."""
+    sizes = weights.read_config(folder)
+    layout = Layout.of(make_mesh(MeshConfig()), sizes)
+    return weights.load(folder, layout.abstract_parameters(nnx.state(Decoder.abstract(sizes))))

@@ -169,7 +169,7 @@ def check_supported(settings: Mapping[str, Any], rope_type: Any, where: str) -> 
     layers = settings.get("layer_types") or []
     if not isinstance(layers, list | tuple):
         raise UserError(f"{where}: layer_types must be a list, not {layers!r}")
-    settled: list[tuple[str, Any, list[Any]]] = [
+    fixed: list[tuple[str, Any, list[Any]]] = [
         ("hidden_act", settings.get("hidden_act", "silu"), ["silu"]),
         ("layer_types", [kind for kind in layers if kind != "full_attention"], [[]]),
         ("rope_parameters.rope_type", rope_type, ["default", "llama3"]),
@@ -177,7 +177,7 @@ def check_supported(settings: Mapping[str, Any], rope_type: Any, where: str) -> 
         ("quantization_config", settings.get("quantization_config"), [None]),
         *((key, settings.get(key, value), [value]) for key, value in FAMILIES[family].unused.items()),
     ]
-    for key, value, supported in settled:
+    for key, value, supported in fixed:
         if value not in supported:
             choices = " or ".join(map(repr, supported))
             raise UserError(f"{where}: {key} is {value!r}; this model supports only {choices}")

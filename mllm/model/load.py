@@ -43,8 +43,7 @@ class Policy:
     """Where the pretrained parameters are, which are fetched when they are read; None: they are random."""
     seed: int
     read: Callable[[], Params] | None = None
-    """Reads the parameters from elsewhere."""
-
+    """Reads the parameters of a run that is the source; None: they are read as `source` says."""
     lora: Lora | None = None
     adapters: Path | None = None
     """The folder with the adapters that training begins with; None: they begin as no change."""
@@ -68,20 +67,19 @@ class Policy:
 
     @property
     def exported(self) -> Architecture:
-        """The sizes of the model with its adapters merged: an adapter of the head parts it from the embedding."""
-        parted = self.lora is not None and "head" in self.lora.targets
-        return replace(self.architecture, tie_word_embeddings=False) if parted else self.architecture
+        """The sizes of the model with its adapters merged: a head with an adapter is not the embedding any more."""
+        untied = self.lora is not None and "head" in self.lora.targets
+        return replace(self.architecture, tie_word_embeddings=False) if untied else self.architecture
 
     def initial_params(self) -> Params:
         """The parameters that a run begins with, sharded as `params`; UserError where the folder's don't fit."""
         if self.lora is None:
             return self.stored_params()
-        known = (
-            initial_adapters(self.trained, self.seed)
-            if self.adapters is None
-            else peft.load(self.adapters, self.trained)
-        )
-        return self.join(known, self.stored_params())
+        if self.adapters is None:
+            adapters = initial_adapters(self.trained, self.seed)
+        else:
+            adapters = peft.load(self.adapters, self.trained)
+        return self.join(adapters, self.stored_params())
 
     @property
     def stored(self) -> Params:
@@ -93,7 +91,7 @@ class Policy:
         if self.read is not None:
             return self.read()
         if self.source is not None:
-            return weights.load(local_folder(self.source), self.architecture, self.stored)
+            return weights.load(local_folder(self.source), self.stored)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.stored)
         dtype = jax.tree.leaves(self.stored)[0].dtype
 
@@ -111,8 +109,8 @@ def load_policy(config: Config, mesh: Mesh, stop: Sequence[str] = ()) -> Policy:
     row may be longer than the model's positions.
     """
     packed = config.data is None or config.data.packing
-    own = () if config.rollout is None else config.rollout.stop
-    policy = load_model(config.model, mesh, packed=packed, stop=(*stop, *own), seed=config.seed)
+    configured = () if config.rollout is None else config.rollout.stop
+    policy = load_model(config.model, mesh, packed=packed, stop=(*stop, *configured), seed=config.seed)
     check_lengths(config, policy.architecture)
     return policy
 

@@ -26,13 +26,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from mllm.config.model import MeshConfig
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
-from mllm.model.decoder import Decoder
 from mllm.model.folder import read_json, replacing, write_json
-from mllm.model.layout import MATRICES, Layout, Params, parameter_name
-from mllm.parallel.mesh import make_mesh, spread
+from mllm.model.layout import MATRICES, Params, parameter_name
+from mllm.parallel.mesh import spread
 from mllm.progress import transfer_bar
 
 TENSORS: dict[str, str] = {
@@ -77,16 +75,13 @@ def read_config(folder: Path) -> Architecture:
     return Architecture.from_hf(read_json(path), where=str(path))
 
 
-def load(folder: Path, config: Architecture, abstract: Params | None = None) -> nnx.State:
+def load(folder: Path, abstract: Params) -> nnx.State:
     """The parameters, in the tree of `nnx.split(model)[1]`; all names and shapes are checked before any is read.
 
-    They get the dtypes and mesh shardings of `abstract`, that tree with `jax.ShapeDtypeStruct`s; None: float32 on
-    one device. UserError is raised for a file that is missing, damaged or outside the folder, and for a tensor that
-    is missing, surplus, of the wrong shape, or quantized. A tied model's head is surplus unless it equals the
-    embedding.
+    They get the dtypes and mesh shardings of `abstract`, that tree with `jax.ShapeDtypeStruct`s. UserError is raised
+    for a file that is missing, damaged or outside the folder, and for a tensor that is missing, surplus, of the
+    wrong shape, or quantized. A tied model's head is surplus unless it equals the embedding.
     """
-    if abstract is None:
-        abstract = Layout.of(make_mesh(MeshConfig()), config).abstract_parameters(nnx.state(Decoder.abstract(config)))
     with ExitStack() as files:
         tensors = open_tensors(folder, files)
         return read_parameters(tensors, abstract, folder)

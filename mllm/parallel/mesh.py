@@ -62,9 +62,10 @@ def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
 
 
 def spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """The sharding with the mesh's other axes as well, where they divide a dim, so that no two processes read the same.
+    """The sharding with which a tensor of this shape is read, so that no two processes read the same part of it.
 
-    The devices pass on what they have got. A process that loads alone has nothing to share.
+    It has the mesh's other axes, too, where they divide a dim; the devices exchange the parts afterwards. A process
+    that loads alone keeps the sharding as it is.
     """
     if jax.process_count() == 1:
         return sharding

@@ -231,7 +231,7 @@ ALL_ROWS = RowShare(0, 1, (0,))
 
 
 def local_rows(tree: Any) -> Any:
-    """The rows of arrays [B, ...] that this process's devices hold, as NumPy arrays, which pass as they are."""
+    """The rows of arrays [B, ...] that this process's devices hold, as NumPy arrays; these are returned as they are."""
 
     def rows(array: Any) -> np.ndarray:
         if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:

@@ -81,7 +81,7 @@ class Link:
 
 
 class Watch:
-    """This process's side of it; a process that trains alone has no links."""
+    """What this process tells the others, and hears of them; a process that trains alone has no links."""
 
     def __init__(self, process: int = 0, links: dict[int, Link] | None = None) -> None:
         now = time.time()
@@ -124,7 +124,7 @@ class Watch:
                     self.beat()
 
     def listen(self, number: int, selector: selectors.BaseSelector) -> None:
-        """Take what another process has sent; its end is this process's end, unless it was the run's."""
+        """Read another process's messages; if its connection closes before the run has ended, end this process, too."""
         link = self.links[number]
         messages = link.receive()
         if messages is None:

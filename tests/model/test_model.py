@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny import load_weights
 
 from mllm.model import weights
 from mllm.model.architecture import Architecture
@@ -37,7 +38,7 @@ def fixture(name: str) -> Fixture:
     expected = np.load(FIXTURES / name / "expected.npz")
     return Fixture(
         config,
-        weights.load(FIXTURES / name, config),
+        load_weights(FIXTURES / name),
         jnp.asarray(expected["tokens"]),
         jnp.asarray(expected["positions"]),
         expected["logits"],

@@ -50,7 +50,7 @@ def test_adapters_that_peft_wrote_give_the_logits_that_peft_computes(mesh: dict[
     lora, folder = peft.resolve(LoraConfig(source=str(PEFT)))
     assert (lora, folder) == (Lora(rank=3, alpha=6.0, targets=ALL), PEFT)
     graphdef, adapters, frozen = abstract_model(BASE, lora, **mesh)
-    stored = weights.load(FIXTURES / BASE, weights.read_config(FIXTURES / BASE), frozen)
+    stored = weights.load(FIXTURES / BASE, frozen)
     whole = nnx.merge_state(stored, peft.load(PEFT, adapters))
     expected = np.load(PEFT / "expected.npz")["logits"]
     assert np.abs(expected - np.load(FIXTURES / BASE / "expected.npz")["logits"]).max() > 1
@@ -88,7 +88,7 @@ def test_peft_computes_the_same_logits_with_our_adapters(base: str, rslora: bool
     drawn = [0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
     adapters = jax.tree.unflatten(tree, drawn)
     peft.save(tmp_path / "adapter", lora, adapters, base)
-    stored = weights.load(FIXTURES / base, weights.read_config(FIXTURES / base), frozen)
+    stored = weights.load(FIXTURES / base, frozen)
 
     model = AutoModelForCausalLM.from_pretrained(FIXTURES / base, dtype=torch.float32, attn_implementation="eager")
     model = their_peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()

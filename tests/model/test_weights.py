@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from tiny import load_weights
 from transformers import AutoConfig
 
 from mllm.errors import UserError
@@ -23,10 +24,6 @@ from mllm.model.decoder import Decoder
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama")
-
-
-def load(folder: Path) -> nnx.State:
-    return weights.load(folder, weights.read_config(folder))
 
 
 def assert_same_bits(left: Any, right: Any) -> None:
@@ -66,7 +63,7 @@ def sharded(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_of_transformers(name: str, tmp_path: Path) -> None:
-    params, config = load(FIXTURES / name), weights.read_config(FIXTURES / name)
+    params, config = load_weights(FIXTURES / name), weights.read_config(FIXTURES / name)
     weights.save(tmp_path, config, params, dtype=jnp.bfloat16 if "bfloat16" in name else jnp.float32)
     assert tensors_in(tmp_path) == tensors_in(FIXTURES / name)
     theirs: dict[str, np.ndarray] = {}
@@ -77,7 +74,7 @@ def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_of_transformers(nam
     assert weights.read_config(tmp_path) == config
     ours, published = (AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path, FIXTURES / name))
     assert all(ours[key] == published[key] for key in KNOWN_KEYS & published.keys()), (ours, published)
-    assert_same_bits(load(tmp_path), params)
+    assert_same_bits(load_weights(tmp_path), params)
 
 
 def on_eight_devices(config: Architecture) -> Any:
@@ -97,11 +94,13 @@ def test_parameters_have_the_dtypes_and_shardings_that_are_asked_for() -> None:
     folder = FIXTURES / "grouped_bfloat16"
     config = weights.read_config(folder)
     abstract = on_eight_devices(config)
-    params = weights.load(folder, config, abstract)
+    params = weights.load(folder, abstract)
     for expected, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(params), strict=True):
         assert leaf.dtype == jnp.bfloat16
         assert leaf.sharding == expected.sharding
-    assert_same_bits(jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params), jax.device_get(load(folder)))
+    assert_same_bits(
+        jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params), jax.device_get(load_weights(folder))
+    )
 
 
 def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +112,10 @@ def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path, mo
     params = jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))()
     monkeypatch.setattr(weights, "SHARD_BYTES", 4_000_000)
     weights.save(tmp_path, config, params, dtype=jnp.bfloat16)
-    load(tmp_path)  # once, so that compiling and importing isn't counted
+    load_weights(tmp_path)  # once, so that compiling and importing isn't counted
     # The parameters themselves are XLA's memory, which is not traced.
     tracemalloc.start()
-    loaded = load(tmp_path)
+    loaded = load_weights(tmp_path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     file = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
@@ -127,7 +126,7 @@ def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path, mo
 @pytest.mark.parametrize("limit", [30_000, 1], ids=["several tensors a file", "a tensor larger than a file"])
 def test_saving_holds_one_shard_in_host_memory(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = weights.read_config(FIXTURES / "untied_sharded")
-    params = load(FIXTURES / "untied_sharded")
+    params = load_weights(FIXTURES / "untied_sharded")
     saved: list[list[int]] = []
     save_tensors = weights.save_file
 
@@ -144,21 +143,21 @@ def test_saving_holds_one_shard_in_host_memory(limit: int, tmp_path: Path, monke
     assert sum(map(sum, saved)) == index["metadata"]["total_size"]
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert generation == {"eos_token_id": [7, 9], "pad_token_id": 3}
-    assert_same_bits(load(tmp_path), params)
+    assert_same_bits(load_weights(tmp_path), params)
 
 
 def test_links_are_followed_because_the_hub_s_cache_is_made_of_them(sharded: Path, tmp_path: Path) -> None:
     (tmp_path / "snapshot").mkdir()
     for path in sharded.iterdir():
         (tmp_path / "snapshot" / path.name).symlink_to(path)
-    assert_same_bits(load(tmp_path / "snapshot"), load(sharded))
+    assert_same_bits(load_weights(tmp_path / "snapshot"), load_weights(sharded))
 
 
 def test_a_tied_head_that_copies_the_embedding_is_left_out(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "COMPARED", 200)  # seven rows at a time, of 96
-    alone, tensors = load(tied), load_file(tied / "model.safetensors")
+    alone, tensors = load_weights(tied), load_file(tied / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, tied / "model.safetensors")
-    assert_same_bits(load(tied), alone)
+    assert_same_bits(load_weights(tied), alone)
 
 
 # Never half a folder
@@ -168,7 +167,9 @@ def test_saving_over_an_export_replaces_it_with_nothing_left_behind(sharded: Pat
     config = weights.read_config(FIXTURES / "tied")
     (sharded / "expected.npz").unlink()
     (sharded / "tokenizer.json").write_text("{}")
-    weights.save(sharded, config, load(FIXTURES / "tied"), also=lambda folder: (folder / "vocab.json").write_text("{}"))
+    weights.save(
+        sharded, config, load_weights(FIXTURES / "tied"), also=lambda folder: (folder / "vocab.json").write_text("{}")
+    )
     assert set(bytes_in(sharded)) == {"config.json", "generation_config.json", "model.safetensors", "vocab.json"}
     assert list(sharded.parent.iterdir()) == [sharded]
 
@@ -177,7 +178,7 @@ def test_saving_over_an_export_replaces_it_with_nothing_left_behind(sharded: Pat
 def test_a_save_that_is_interrupted_leaves_the_earlier_export_as_it_was(
     stage: str, sharded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, params = weights.read_config(sharded), load(sharded)
+    config, params = weights.read_config(sharded), load_weights(sharded)
     (sharded / "expected.npz").unlink()
     before = bytes_in(sharded)
     save_tensors = weights.save_file
@@ -206,7 +207,7 @@ def test_a_save_that_is_interrupted_leaves_the_earlier_export_as_it_was(
 
 
 def test_a_folder_with_files_that_no_export_wrote_is_left_alone(tied: Path) -> None:
-    config, params = weights.read_config(tied), load(tied)
+    config, params = weights.read_config(tied), load_weights(tied)
     before = bytes_in(tied)
     with pytest.raises(UserError, match=r"expected\.npz: no export wrote this"):
         weights.save(tied, config, params)
@@ -215,5 +216,5 @@ def test_a_folder_with_files_that_no_export_wrote_is_left_alone(tied: Path) -> N
 
 def test_a_place_that_cannot_be_written_is_an_error_of_one_line(tied: Path) -> None:
     with pytest.raises(UserError, match="can't be written") as error:
-        weights.save(tied / "config.json" / "export", weights.read_config(tied), load(tied))
+        weights.save(tied / "config.json" / "export", weights.read_config(tied), load_weights(tied))
     assert "\n" not in str(error.value)

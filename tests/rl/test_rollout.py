@@ -11,7 +11,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from rollouts import sampling_logprobs
-from tiny import ARCHITECTURE, config
+from tiny import ARCHITECTURE, config, load_weights
 
 from mllm.config.grpo import RolloutConfig
 from mllm.model import weights
@@ -188,7 +188,7 @@ def test_greedy_completions_are_those_of_transformers(name):
     prompts = [[token for token in row.tolist() if token >= 0] for row in expected["prompts"]]
     options = RolloutConfig(max_prompt_length=9, max_completion_length=expected["completions"].shape[1])
     arguments = {"options": options, "stop_ids": (5, 71), "pad_id": -1, "seed": 0, "step": 0}
-    params = weights.load(folder, architecture)
+    params = load_weights(folder)
     result = generate(graphdef, params, prompts, **arguments, greedy=True, max_slots=4)
     np.testing.assert_array_equal(result.tokens, expected["completions"])
     assert not result.logprobs.any()  # each token was certain

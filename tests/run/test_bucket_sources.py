@@ -13,7 +13,7 @@ import pytest
 from object_store import object_store
 from pyarrow import parquet
 from runs import assert_same_end, changed, checksums, run
-from tiny import config
+from tiny import config, load_weights
 
 from mllm import bucket, fetch
 from mllm.bucket import Bucket
@@ -59,10 +59,6 @@ def requests(store):
     paths: list[str] = []
     store.fault = lambda method, path: paths.append(path) if method in ("GET", "HEAD") else None
     return paths
-
-
-def load(folder):
-    return weights.load(folder, weights.read_config(folder))
 
 
 def upload(folder, url):
@@ -143,13 +139,13 @@ def test_what_cannot_be_had_is_one_line(store, source, answer, message):
 
 
 def test_an_export_to_a_bucket_is_loaded_as_it_was_and_none_when_it_was_cut_off(store, monkeypatch):
-    url, params = f"{store.url}/model", load(FIXTURES / "tied")
+    url, params = f"{store.url}/model", load_weights(FIXTURES / "tied")
     architecture = weights.read_config(FIXTURES / "tied")
     monkeypatch.setattr(weights, "SHARD_BYTES", 20_000)
     weights.save(url, architecture, params, dtype="float32")
     shards = [name for name in Bucket(url).names() if name.endswith(".safetensors")]
     assert len(shards) > 1
-    same = load(local_folder(url))
+    same = load_weights(local_folder(url))
     assert all(map(np.array_equal, jax.tree.leaves(same), jax.tree.leaves(params)))
 
     monkeypatch.undo()
@@ -162,9 +158,9 @@ def test_an_export_to_a_bucket_is_loaded_as_it_was_and_none_when_it_was_cut_off(
     store.fault = lambda method, path: None
     assert Bucket(url).names()
     with pytest.raises(UserError, match=r"config.json: missing"):
-        load(local_folder(url))
+        load_weights(local_folder(url))
     weights.save(url, architecture, params, dtype="float32")
-    assert load(local_folder(url))
+    assert load_weights(local_folder(url))
     assert not {*shards} & {path.name for path in local_folder(url).iterdir()}
 
     Bucket(url).write("notes.txt", b"mine")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from runs import assert_same_end, killed_after, newest, records, run
-from tiny import ARCHITECTURE, config, make_trainer, random_batch
+from tiny import ARCHITECTURE, config, load_weights, make_trainer, random_batch
 
 import tools.export
 import train
@@ -47,7 +47,7 @@ def test_adapters_add_their_product_and_sampling_merges_them_to_rounding(name, r
     adapters, _ = split_adapters(abstract)
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(adapters))))
     adapters = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(next(keys), leaf.shape), adapters)
-    stored = weights.load(FIXTURES / name, sizes)
+    stored = load_weights(FIXTURES / name)
     whole = nnx.merge_state(stored, adapters)
     tokens = jnp.arange(24)[None] % sizes.vocab_size
 
