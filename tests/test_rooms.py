@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -26,9 +27,15 @@ KNOWN_CIRCLES = {
 HEADLESS = re.compile(r"(Of|Those|That of) ")
 
 
-def imported(tree: ast.Module) -> Iterator[str]:
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All that a file says, in no order."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def imported(path: Path) -> Iterator[str]:
     """The modules that a file imports, anywhere in it."""
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -47,13 +54,13 @@ def floor(module: str) -> int:
 def test_imports_run_one_way() -> None:
     for path in FILES:
         own = floor(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        assert [name for name in imported(ast.parse(path.read_text())) if floor(name) > own] == [], path
+        assert [name for name in imported(path) if floor(name) > own] == [], path
 
 
 def imported_files(module: str) -> set[str]:
     """The modules of the house that one imports, with the packages around them that it is not inside of itself."""
     found = set()
-    for name in imported(ast.parse(MODULES[module].read_text())):
+    for name in imported(MODULES[module]):
         while name:
             if name in MODULES and not f"{module}.".startswith(f"{name}."):
                 found.add(name)
@@ -81,9 +88,5 @@ def test_files_are_read_in_one_sitting() -> None:
 
 def test_docstrings_are_sentences() -> None:
     for path in (*FILES, *(ROOT / "tests").rglob("*.py")):
-        nodes = [
-            n
-            for n in ast.walk(ast.parse(path.read_text()))
-            if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)
-        ]
+        nodes = [n for n in nodes_of(path) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
         assert [text for node in nodes if HEADLESS.match(text := ast.get_docstring(node) or "")] == [], path
