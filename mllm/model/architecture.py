@@ -96,17 +96,17 @@ class Architecture:
         # 10,000 is transformers' default.
         values = {**settings, **rope, "rope_theta": rope.get("rope_theta", settings.get("rope_theta", 10_000.0))}
 
-        def positive(key: str, kind: Any, default: Any = MISSING) -> Any:
+        def positive(key: str, number_type: Any, default: Any = MISSING) -> Any:
             value = values.get(key)
             value = default if value is None else value
             if value is None or value is MISSING:
                 raise UserError(f"{where}: {key} is missing")
-            largest = LARGEST.get(key, LARGEST_SIZE if kind is int else LARGEST_FLOAT)
+            largest = LARGEST.get(key, LARGEST_SIZE if number_type is int else LARGEST_FLOAT)
             # Not `value <= 0 or value > largest`: JSON as Python reads it has NaN.
-            if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 < value <= largest:
-                noun = "whole number" if kind is int else "number"
+            if isinstance(value, bool) or not isinstance(value, (int, number_type)) or not 0 < value <= largest:
+                noun = "whole number" if number_type is int else "number"
                 raise UserError(f"{where}: {key} must be a positive {noun} up to {largest}, not {value!r}")
-            return kind(value)
+            return number_type(value)
 
         tied = settings.get("tie_word_embeddings", False)
         if not isinstance(tied, bool):
@@ -118,7 +118,9 @@ class Architecture:
             raise UserError(f"{where}: hidden_size {hidden} is not divisible by num_attention_heads ({heads})")
         scaling = None
         if kind == "llama3":
-            scaling = RopeScaling(*(positive(key, to) for key, to in RopeScaling.__annotations__.items()))
+            scaling = RopeScaling(
+                *(positive(key, number_type) for key, number_type in RopeScaling.__annotations__.items())
+            )
         defaults = {"num_key_value_heads": heads, "head_dim": head_dim, "rope_theta": None}
         numbers = {
             field.name: positive(field.name, field.type, defaults.get(field.name, field.default))
