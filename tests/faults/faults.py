@@ -194,7 +194,7 @@ def start_twice(series: Series) -> None:
     series.trials.append(trial)
     codes = [trainer.end() for trainer in series.launch()]
     said = [series.output(i).read_text(encoding="utf-8").splitlines() for i in range(series.processes)]
-    refused = [[line for line in lines if line.startswith("error: run_dir")] == lines[-1:] for lines in said]
+    refused = ["run_dir: " in lines[-1] and "is in use by" in lines[-1] for lines in said]
     if {*codes} != {2} or not all(refused):
         trial.hit, trial.failure = "let in", f"a second start on {series.run_dir} ended with {codes}: {said}"
     series.running = first

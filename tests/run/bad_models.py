@@ -18,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 Spoil = Callable[[Path], Any]
 """Spoils a folder that holds a whole model."""
 WEIGHTS, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-00001-of-00001.safetensors"
-NORM, PICKLE = "model.norm.weight", "pytorch_model.bin"
+NORM, PICKLE, CONFIG = "model.norm.weight", "pytorch_model.bin", "config.json"
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 
 def mark(folder: Path) -> Path:
@@ -67,6 +68,11 @@ def file(name: str, content: bytes | str) -> Spoil:
 
 def without(pattern: str) -> Spoil:
     return lambda model: [path.unlink() for path in model.glob(pattern)]
+
+
+def instead(name: str, make: Callable[[Path], Any]) -> Spoil:
+    """Put something else in a file's place."""
+    return each(without(name), lambda model: make(model / name))
 
 
 def each(*spoils: Spoil) -> Spoil:
@@ -134,16 +140,20 @@ OWN_CODE = each(
     file("vocab.json", "{}"),
     file("merges.txt", ""),
     file("evil.py", EVIL),
-    file("tokenizer_config.json", json.dumps({"tokenizer_class": "Evil", "auto_map": AUTO_MAP})),
+    file(SETTINGS, json.dumps({"tokenizer_class": "Evil", "auto_map": AUTO_MAP})),
     edit("config.json", auto_map=AUTO_MAP),
 )
 """A folder that asks for its own code to be run, as folders do that want trust_remote_code."""
-CONFIG, BROKEN = "config.json", "model.safetensors: truncated or not a safetensors file"
+BROKEN = "model.safetensors: truncated or not a safetensors file"
 NOT_HERE, MISSING = "is not the name of a file in this folder", "safetensors: this shard is missing"
 HEADER = json.dumps({NORM: {"dtype": "F32", "shape": [32], "data_offsets": [0, 128]}})
 OTHER_HEAD = "tensor lm_head.weight is not the embedding, but config.json says tie_word_embeddings"
+NO_END = "generation_config.json: eos_token_id: -1 is no id of the tokenizer"
 NO_TOKENIZER = "model.tokenizer: none can be read from {model} ("
 REFUSES = "messages: the tokenizer's chat template refuses them: "
+CHARACTER_MAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+EXPRESSION = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
+EMPTY = {"type": "BPE", "vocab": {}, "merges": []}
 NEVER_ENDS = "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"
 LEAVES = "{{ cycler.__init__.__globals__.os.system('touch {mark}') }}"
 
@@ -161,10 +171,7 @@ MODELS: dict[str, tuple[Spoil, str]] = {
     "a missing shard": (index("b.safetensors"), f"/b.{MISSING}"),
     "a shard of a name that is too long": (index("a" * 300 + ".safetensors"), f"a.{MISSING}"),
     "a shard of a name with a NUL": (index("a\0b.safetensors"), MISSING),
-    "a link to something else": (
-        each(without(WEIGHTS), lambda model: (model / WEIGHTS).symlink_to("/etc/passwd")),
-        BROKEN,
-    ),
+    "a link to something else": (instead(WEIGHTS, lambda path: path.symlink_to("/etc/passwd")), BROKEN),
     "weights that are cut off": (cut, BROKEN),
     "weights of another dtype": (norm(lambda x: x.astype(np.int32)), f"{NORM} is stored as I32; only F32, BF16, F16"),
     "a missing tensor": (tensors(lambda loaded: loaded.pop(NORM)), f"tensor {NORM} is missing"),
@@ -183,44 +190,26 @@ MODELS: dict[str, tuple[Spoil, str]] = {
     "a header that ends past the file": (header(HEADER.replace("[0, 128]", f"[0, {2**62}]")), BROKEN),
     "another family's tensors": (edit(CONFIG, model_type="llama"), "0.self_attn.k_proj.bias is not part of this model"),
     "a tensor of another shape": (norm(lambda x: x[:-1].copy()), f"{NORM} has shape [31]; by config.json it must be"),
-    "a configuration that is a pipe": (
-        each(without(CONFIG), lambda model: os.mkfifo(model / CONFIG)),
-        "config.json: missing",
-    ),
+    "a configuration that is a pipe": (instead(CONFIG, os.mkfifo), "config.json: missing"),
     "a configuration in Python": (file(CONFIG, "{'hidden_size': 32}"), "config.json: not readable as JSON"),
     "a configuration of deep nesting": (file(CONFIG, "[" * 100_000), "config.json: not readable as JSON: "),
     "a configuration in UTF-16": (file(CONFIG, b"\xff\xfe{}"), "config.json: not readable as JSON: 'utf-8' codec"),
     "a configuration that is a list": (file(CONFIG, "[]"), "config.json: expected a JSON object"),
     "no tokenizer": (without("tokenizer*"), f"{NO_TOKENIZER}it has no file of one"),
     "its own code as a tokenizer": (OWN_CODE, NO_TOKENIZER),
-    "half a tokenizer": (file("tokenizer.json", '{"version": "1.0", "model": {'), NO_TOKENIZER),
-    "a tokenizer of deep nesting": (file("tokenizer.json", "[" * 100_000), NO_TOKENIZER),
-    "a tokenizer of an unknown kind": (edit("tokenizer.json", model={"type": "Evil"}), NO_TOKENIZER),
-    "a character map that is damaged": (
-        edit("tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-        NO_TOKENIZER,
-    ),
-    "an expression that is damaged": (
-        edit(
-            "tokenizer.json",
-            pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False},
-        ),
-        NO_TOKENIZER,
-    ),
-    "an empty vocabulary": (
-        edit("tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []}),
-        "model.tokenizer: it can't write user: its vocabulary is damaged",
-    ),
+    "half a tokenizer": (file(TOKENIZER, '{"version": "1.0", "model": {'), NO_TOKENIZER),
+    "a tokenizer of deep nesting": (file(TOKENIZER, "[" * 100_000), NO_TOKENIZER),
+    "a tokenizer of an unknown kind": (edit(TOKENIZER, model={"type": "Evil"}), NO_TOKENIZER),
+    "a character map that is damaged": (edit(TOKENIZER, normalizer=CHARACTER_MAP), NO_TOKENIZER),
+    "an expression that is damaged": (edit(TOKENIZER, pre_tokenizer=EXPRESSION), NO_TOKENIZER),
+    "an empty vocabulary": (edit(TOKENIZER, model=EMPTY), "model.tokenizer: it can't write user: its vocabulary is"),
     "more tokens than the model": (
-        file("tokenizer_config.json", '{"eos_token": "<|one more|>"}'),
-        "model.tokenizer: its token '<|one more|>' has id 260, but the embedding has 260 rows",
+        file(SETTINGS, '{"eos_token": "<|one more|>"}'),
+        "'<|one more|>' has id 260, but the",
     ),
-    "a tokenizer's settings that are a list": (file("tokenizer_config.json", "[]"), NO_TOKENIZER),
-    "an end token that is a number": (file("tokenizer_config.json", '{"eos_token": 5}'), NO_TOKENIZER),
-    "an end of sequence that is no token": (
-        file("generation_config.json", '{"eos_token_id": -1}'),
-        "generation_config.json: eos_token_id: -1 is no id of the tokenizer",
-    ),
+    "a tokenizer's settings that are a list": (file(SETTINGS, "[]"), NO_TOKENIZER),
+    "an end token that is a number": (file(SETTINGS, '{"eos_token": 5}'), NO_TOKENIZER),
+    "an end of sequence that is no token": (file("generation_config.json", '{"eos_token_id": -1}'), NO_END),
     "no template": (without("chat_template.jinja"), "model.tokenizer: it has no chat template"),
     "a template that is damaged": (template("{% for"), REFUSES + "unexpected 'end of template'"),
     "a template that refuses": (template("{{ raise_exception('only tools') }}"), REFUSES + "only tools"),
@@ -229,14 +218,8 @@ MODELS: dict[str, tuple[Spoil, str]] = {
     "a template that never ends": (template(NEVER_ENDS), "its chat template took longer than 0.1 s"),
     "a template of a huge power": (template("{{ 9**9**9**9 }}"), "model.tokenizer: its chat template takes a power"),
     "a template of two megabytes": (template("x" * 2**21), "model.tokenizer: its chat template is no text of up to"),
-    "a template that reads files": (
-        template("{% include '/etc/passwd' %}"),
-        REFUSES + "no loader for this environment",
-    ),
-    "a template that leaves its sandbox": (
-        template(LEAVES),
-        REFUSES + "access to attribute '__init__' of 'type' object",
-    ),
+    "a template that reads files": (template("{% include '/etc/passwd' %}"), REFUSES + "no loader for this"),
+    "a template that leaves its sandbox": (template(LEAVES), REFUSES + "access to attribute '__init__' of 'type'"),
 }
 """By what is wrong with the folder."""
 
