@@ -19,15 +19,12 @@ from kernels.lm_head.arguments import (
     checked_temperature,
     product_dtype,
 )
-from kernels.lm_head.autodiff import Engine
-from kernels.lm_head.contract import Inputs, Objective, Options, Terms, TokenLogprobs
-from kernels.lm_head.explicit_axes import run_on_mesh
+from kernels.lm_head.contract import Engine, Inputs, Objective, Options, Terms
 from kernels.lm_head.gpu import engine as mosaic_gpu
-from kernels.lm_head.gpu import tiles as gpu_tiles
-from kernels.lm_head.manual_axes import same_varying, varying_axes
-from kernels.lm_head.sharded import HeadSharding, Sharded
+from kernels.lm_head.sharded import HeadSharding, Sharded, run_on_mesh
+from kernels.lm_head.softmax import TokenLogprobs
+from kernels.lm_head.target import same_varying, varying_axes
 from kernels.lm_head.tpu import engine as mosaic_tpu
-from kernels.lm_head.tpu import tiles as tpu_tiles
 
 Impl = Literal["full_logits", "xla", "mosaic_tpu", "mosaic_gpu"]
 
@@ -37,6 +34,12 @@ _ENGINES: Mapping[str, Engine] = {
     "mosaic_tpu": mosaic_tpu,
     "mosaic_gpu": mosaic_gpu,
 }
+_DEFAULTS: Mapping[str, tuple[Impl, str]] = {
+    "tpu": ("mosaic_tpu", "the faster one by the compiler's schedule; not timed on a device"),
+    "gpu": ("xla", "mosaic_gpu has not been timed on a device; impl takes its name"),
+    "cpu": ("xla", "no TPU or Hopper GPU here"),
+}
+"""The engine that `impl=None` takes on a kind of device where it can run, and why (docs/head.md: at length)."""
 
 
 def token_logprobs(
@@ -149,8 +152,35 @@ def token_loss(
     return run_on_mesh(run, sharding, (*arrays, *closed.shared), lambda tokens: (jax.sharding.PartitionSpec(), tokens))
 
 
+def label_is_likeliest(
+    hidden: Float[Array, "*N D"],
+    weight: Float[Array, "V D"],
+    labels: Integer[Array, "*N"],
+    *,
+    where: Bool[Array, "*N"],
+    dtype: Any = None,
+    sharding: HeadSharding | None = None,
+) -> Bool[Array, "*N"]:
+    """True where no token has a larger logit `hidden @ weight.T` than the label has, ties included; 1 matrix product.
+
+    It is False where `where` is. The arguments are those of `token_logprobs`; ValueError names the one at fault. A
+    temperature or softcap would change nothing. It is not differentiable, and plain XLA on every device: the maximum
+    must be over the very numbers that the label's logit is one of, and the kernels compute that logit apart.
+    """
+    _check_sides(hidden, weight)
+    check_tokens(hidden.shape[:-1], "hidden", {"labels": labels, "where": where})
+    check_labels(labels, where, vocabulary=len(weight))
+    inputs = _flat_inputs(hidden, weight, labels, where, jnp.ones(()))
+    if sharding is not None:
+        sharding.check(inputs.hidden, weight)
+    # The label's logit less the maximum; XLA drops the sums that nothing else uses.
+    options = Options(None, product_dtype(dtype, hidden, weight))
+    below = _placed("xla", sharding).statistics(inputs, options).label
+    return ((below >= 0) & inputs.live).reshape(labels.shape)
+
+
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class EngineChoice:
     """The implementation that `impl=None` means, and a short clause: why this one, and why not a faster one."""
 
     impl: str
@@ -164,11 +194,8 @@ def choose_impl(
     dtype: Any = None,
     softcap: float | None = None,
     sharding: HeadSharding | None = None,
-) -> Choice:
-    """The fastest implementation for these arguments that runs here and makes no full logits, and the reason.
-
-    On a TPU or Hopper GPU it is the faster one by the times that tools/tune.py has noted in this package's tables for
-    this kind of device; without any, the kernels on a TPU and xla on a GPU. ValueError: a table can't be read.
+) -> EngineChoice:
+    """The implementation that these arguments get here without an `impl`, never one with full logits, and the reason.
 
     "Here" is the mesh of `sharding`, else the mesh that is set, else JAX's default device. Arrays may be shapes and
     dtypes alone.
@@ -185,22 +212,11 @@ def choose_impl(
     return _choose(inputs, Options(checked_softcap(softcap), product_dtype(dtype, hidden, weight)), sharding)
 
 
-def _choose(inputs: Inputs, options: Options, sharding: HeadSharding | None) -> Choice:
+def _choose(inputs: Inputs, options: Options, sharding: HeadSharding | None) -> EngineChoice:
     platform = target.platform(None if sharding is None else sharding.mesh)
-    if platform == "cpu":
-        return Choice("xla", "no TPU or Hopper GPU here")
-    kernels = "mosaic_tpu" if platform == "tpu" else "mosaic_gpu"
-    why_not = _placed(kernels, sharding).obstacle(inputs, options)
-    if why_not is not None:
-        return Choice("xla", f"{kernels} can't run: {why_not}")
-    features = inputs.weight.shape[1]
-    found = tpu_tiles.measured(features, options.dtype) if platform == "tpu" else gpu_tiles.measured(features)
-    if found is None:
-        return Choice("mosaic_tpu" if platform == "tpu" else "xla", "not measured on this device; tools/tune.py does")
-    ratio = found["seconds"] / found["xla_seconds"]
-    if ratio < 1:
-        return Choice(kernels, f"measured: {ratio:.2f} of xla's time")
-    return Choice("xla", f"measured: {kernels} takes {ratio:.2f} of its time")
+    impl, reason = _DEFAULTS.get(platform, _DEFAULTS["cpu"])
+    why_not = _placed(impl, sharding).obstacle(inputs, options)
+    return EngineChoice(impl, reason) if why_not is None else EngineChoice("xla", f"{impl} can't run: {why_not}")
 
 
 def _engine(impl: str | None, inputs: Inputs, options: Options, sharding: HeadSharding | None) -> Engine:

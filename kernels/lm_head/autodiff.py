@@ -7,7 +7,7 @@ differentiated is left out (`symbolic_zeros`). JAX differentiates nothing in an 
 import dataclasses
 import functools
 from collections.abc import Sequence, Set
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,33 +15,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float
 
-from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms, TokenLogprobs, weighted_sum
-from kernels.lm_head.manual_axes import vary
-from kernels.lm_head.softmax import Softmax
-
-
-@runtime_checkable
-class Engine(Protocol):
-    """An implementation of the head. Rows that don't count are 0 in all that it returns."""
-
-    def statistics(self, inputs: Inputs, options: Options) -> Softmax:
-        """The tokens' statistics."""
-
-    def forward(self, inputs: Inputs, options: Options) -> tuple[Softmax, Any]:
-        """The statistics, and what `gradients` needs again: a tree of arrays [N, ...], one row a token, or None."""
-
-    def gradients(
-        self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, options: Options
-    ) -> Gradients:
-        """The wanted gradients of a scalar with derivatives `slopes`; dh is the part of this vocabulary shard."""
-
-    def loss_and_gradients(
-        self, inputs: Inputs, objective: Objective, terms: Terms, options: Options
-    ) -> tuple[Softmax, Gradients]:
-        """The statistics, and the gradients of `weighted_sum`."""
-
-    def obstacle(self, inputs: Inputs, options: Options) -> str | None:
-        """The reason why it can't run, or None. `inputs` may be shapes and dtypes alone."""
+from kernels.lm_head.contract import Engine, Gradients, Inputs, Objective, Options, Terms, weighted_sum
+from kernels.lm_head.softmax import TokenLogprobs
+from kernels.lm_head.target import vary
 
 
 class ClosedObjective(NamedTuple):

@@ -1,15 +1,16 @@
-"""The types that every engine of the head takes and returns, and the one definition of the loss."""
+"""What an engine of the head is, the types that it takes and returns, and the one definition of the loss."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
-from kernels.lm_head.manual_axes import vary, varying_axes
+from kernels.lm_head.softmax import Softmax, TokenLogprobs
+from kernels.lm_head.target import vary, varying_axes
 from kernels.precision import precision_of
 
 Objective = Callable[..., jax.Array]
@@ -44,6 +45,47 @@ class Options:
     token_axes: tuple[str, ...] = ()  # inside `shard_map`, the mesh axes over which tokens are spread
     gradient_dtypes: tuple[jnp.dtype, jnp.dtype] | None = None  # dtypes of dh and dW; None: the inputs'
 
+    @property
+    def in_step(self) -> tuple[str, ...]:
+        """The mesh axes along which devices must run a loop over blocks of tokens equally often."""
+        return self.token_axes if self.vocabulary_axis else ()
+
+
+class Terms(NamedTuple):
+    """The arguments of a loss beside the tokens' statistics."""
+
+    weights: Float[Array, "N"]
+    operands: tuple[Shaped[Array, "N"], ...]
+    shared: tuple[Array, ...] = ()  # more arguments of the objective, the same for every row
+
+    def of_rows(self, row: Integer[Array, "R"]) -> "Terms":
+        """The terms of these rows alone."""
+        return Terms(self.weights[row], tuple(x[row] for x in self.operands), self.shared)
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """An implementation of the head. Rows that don't count are 0 in all that it returns."""
+
+    def statistics(self, inputs: Inputs, options: Options) -> Softmax:
+        """The tokens' statistics."""
+
+    def forward(self, inputs: Inputs, options: Options) -> tuple[Softmax, Any]:
+        """The statistics, and what `gradients` needs again: a tree of arrays [N, ...], one row a token, or None."""
+
+    def gradients(
+        self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, options: Options
+    ) -> Gradients:
+        """The wanted gradients of a scalar with derivatives `slopes`; dh is the part of this vocabulary shard."""
+
+    def loss_and_gradients(
+        self, inputs: Inputs, objective: Objective, terms: Terms, options: Options
+    ) -> tuple[Softmax, Gradients]:
+        """The statistics, and the gradients of `weighted_sum`."""
+
+    def obstacle(self, inputs: Inputs, options: Options) -> str | None:
+        """The reason why it can't run, or None. `inputs` may be shapes and dtypes alone."""
+
 
 def number_of_columns(inputs: Inputs) -> Int[Array, ""]:
     """The number of rows of the weight that belong to the vocabulary."""
@@ -76,22 +118,6 @@ def logits_of(inputs: Inputs, options: Options, y: Float[Array, "R T"]) -> Float
     """The logits of products y = hidden @ weight.T: softcap and temperature applied."""
     capped = y if options.softcap is None else options.softcap * jnp.tanh(y / options.softcap)
     return capped / inputs.temperature
-
-
-class TokenLogprobs(NamedTuple):
-    """Statistics of each token's `p = softmax(z)` over the vocabulary; float32, nats; 0 at rows that don't count."""
-
-    logprob: Float[Array, "*N"]  # `log p[label]`
-    lse: Float[Array, "*N"]  # `log sum exp z`, the normaliser
-    entropy: Float[Array, "*N"]  # `-sum p log p`
-
-
-class Terms(NamedTuple):
-    """The arguments of a loss beside the tokens' statistics."""
-
-    weights: Float[Array, "N"]
-    operands: tuple[Shaped[Array, "N"], ...]
-    shared: tuple[Array, ...] = ()  # more arguments of the objective, the same for every row
 
 
 def weighted_sum(

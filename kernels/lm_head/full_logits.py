@@ -19,7 +19,6 @@ from kernels.lm_head.contract import (
     Objective,
     Options,
     Terms,
-    TokenLogprobs,
     dot,
     gradient_dtypes,
     local_labels,
@@ -27,7 +26,7 @@ from kernels.lm_head.contract import (
     loss_slopes,
     number_of_columns,
 )
-from kernels.lm_head.softmax import FLOOR, MASKED, Running, Softmax, finish_live
+from kernels.lm_head.softmax import FLOOR, MASKED, Running, Softmax, TokenLogprobs, finish_live
 
 
 def obstacle(inputs: Inputs, options: Options) -> None:

@@ -3,11 +3,16 @@
 An engine's pass runs inside `jax.shard_map`, on a device's own tokens and its rows of W; docs/head.md says what devices
 exchange. Where gradients are bfloat16, XLA for TPUs rounds dh, and dW after its first sum, ahead of adding them up.
 JAX differentiates nothing in here. Hidden states whose features are spread are not supported.
+
+On a mesh with Explicit axes, array types say how arrays are laid out. The head's loops and gathers don't say how
+results are laid out, as Explicit axes demand. So the head runs with all axes in Auto mode (`jax.sharding.auto_axes`),
+and takes the layout from the types where no `HeadSharding` is given.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +21,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from kernels.lm_head.autodiff import Engine
-from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms, TokenLogprobs
-from kernels.lm_head.softmax import Softmax
+from kernels.lm_head.contract import Engine, Gradients, Inputs, Objective, Options, Terms
+from kernels.lm_head.softmax import Softmax, TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,3 +210,54 @@ class Sharded:
         dw = lax.psum_scatter(dw, at.features, scatter_dimension=0, tiled=True)
         dw = (lax.psum(dw, others) if others else dw).astype(dtype)
         return lax.all_to_all(dw, at.features, split_axis=1, concat_axis=0, tiled=True)[:rows]
+
+
+# --- meshes with Explicit axes ----------------------------------------------------------------------------------------
+
+
+def run_on_mesh(
+    function: Callable[..., Any],
+    sharding: HeadSharding | None,
+    arrays: Sequence[Array],
+    out_specs: Callable[[PartitionSpec], Any],
+) -> Any:
+    """`function(sharding, *arrays)`, in Auto mode if a mesh with Explicit axes is set or is in the arrays' types.
+
+    `arrays` begins with hidden [*N, D] and weight [V, D]. `out_specs` takes the spec of an array [*N] to a prefix of
+    the tree of results. Without a sharding, `function` gets the one that the types have.
+    """
+    meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays))
+    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    if mesh is None:
+        return function(None if sharding is None else sharding.in_auto_mode(), *arrays)
+    if sharding is None:
+        hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in arrays[:2])
+        sharding = _sharding_of(mesh, hidden_spec, weight_spec, arrays[1].shape[1])
+        tokens = PartitionSpec(*hidden_spec[:-1])
+    elif sharding.mesh.shape != mesh.shape:
+        raise ValueError(f"sharding: its mesh {dict(sharding.mesh.shape)} is not the arguments' {dict(mesh.shape)}")
+    else:
+        tokens = PartitionSpec(sharding.tokens, *[None] * (arrays[0].ndim - 2))
+    run = jax.sharding.auto_axes(
+        functools.partial(function, sharding.in_auto_mode()), axes=mesh.explicit_axes, out_sharding=out_specs(tokens)
+    )
+    # Outside of `jit`, JAX would not change the axes' mode.
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(run)(*arrays)
+
+
+def _sharding_of(mesh: AbstractMesh, hidden: PartitionSpec, weight: PartitionSpec, width: int) -> HeadSharding:
+    """The layout that the types of hidden [*N, D] and weight [V, D] say; `width` is D.
+
+    Where the vocabulary is spread over an axis of the tokens, the weight's features are, if they can be, instead.
+    """
+    tokens = tuple(axis for entry in hidden[:-1] for axis in _axes(entry))
+    vocabulary, features = (next(iter(_axes(entry)), None) for entry in weight)
+    if vocabulary in tokens:
+        vocabulary, features = None, vocabulary if width % mesh.shape[vocabulary] == 0 else None
+    return HeadSharding(mesh, tokens, vocabulary, features)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one dim of a spec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

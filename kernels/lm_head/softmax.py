@@ -5,14 +5,22 @@ docs/head.md has the formulas and their sources. Suffixes: R rows, T columns of 
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from kernels.lm_head.contract import TokenLogprobs
-
-FLOOR = -1e38  # below any logit, yet differences to it are finite
+FLOOR = -1e30  # below any logit, yet differences to it, and a vocabulary's worth of them, are finite
 MASKED = 2 * FLOOR  # so far below the floor that a tile of nothing else adds nothing
+_NEVER = 1e30  # a maximum that makes every probability 0
+
+
+class TokenLogprobs(NamedTuple):
+    """Statistics of each token's `p = softmax(z)` over the vocabulary; float32, nats; 0 at rows that don't count."""
+
+    logprob: Float[Array, "*N"]  # `log p[label]`
+    lse: Float[Array, "*N"]  # `log sum exp z`, the normaliser
+    entropy: Float[Array, "*N"]  # `-sum p log p`
 
 
 class Columns(NamedTuple):
@@ -132,3 +140,32 @@ def label_slope(
         y = (softmax.label + softmax.top) * temperature
         slope *= 1 - (y / softcap) ** 2
     return slope / temperature
+
+
+class RowFactors(NamedTuple):
+    """Each row's numbers from which a kernel makes dy, the derivatives by its products y = h·W, float32.
+
+    dy is `at_label` in the label's column, and elsewhere `p (at_p + at_p_log_p log p) dcap/dy`. The last three include
+    1 / temperature, and `at_label` the cap's derivative at the label.
+    """
+
+    top: Float[Array, "R"]  # the maximum over the whole vocabulary, in the kernel's units
+    log_sum_e: Float[Array, "R"]
+    at_p: Float[Array, "R"]
+    at_p_log_p: Float[Array, "R"]  # 0 where the loss doesn't depend on the entropy
+    at_label: Float[Array, "R"]
+
+    def where(self, live: Bool[Array, "R"]) -> "RowFactors":
+        """The same, but 0 at rows that don't count, with a maximum that makes every probability 0 there."""
+        zeroed = jax.tree.map(lambda x: jnp.where(live, x, 0), self)
+        return zeroed._replace(top=jnp.where(live, self.top, _NEVER))
+
+
+def row_factors(
+    softmax: Softmax, top: Float[Array, "R"], slopes: TokenLogprobs, temperature: Array, softcap: float | None
+) -> RowFactors:
+    """The factors for the derivatives `slopes` by the rows' statistics."""
+    scale = 1 / temperature
+    by_p = slopes.lse - slopes.logprob - slopes.entropy * softmax.entropy
+    at_label = label_slope(softmax, slopes, temperature, softcap)
+    return RowFactors(top, softmax.log_sum_e, by_p * scale, -slopes.entropy * scale, at_label)

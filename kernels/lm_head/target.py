@@ -1,6 +1,14 @@
-"""The device that a program is traced for, which need not be in the machine that traces it."""
+"""What a program is traced for: the device, which need not be in the machine that traces it, and the axes of a mesh.
+
+Inside `jax.shard_map`, types say over which mesh axes a value differs from device to device. Arguments of a custom
+derivative must agree in that, cotangents with their primals, a loop's first carry with its last.
+"""
+
+from collections.abc import Set
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 
@@ -38,3 +46,20 @@ def why_not_hopper() -> str | None:
     if any(name in device.device_kind for name in ("H100", "H200", "H800", "H20")):
         return None
     return f"it needs a Hopper GPU, and this is {device.device_kind}"
+
+
+def varying_axes(*arrays: Any) -> Set[str]:
+    """The axes over which one of the arrays varies."""
+    return frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def vary(x: Any, axes: Set[str]) -> jax.Array:
+    """`x` as a value that may differ over `axes` too. Transposed, this is a sum over the axes that were added."""
+    added = tuple(axes - varying_axes(x))
+    return jax.lax.pcast(x, added, to="varying") if added else jnp.asarray(x)
+
+
+def same_varying(arrays: Any) -> Any:
+    """A tree of arrays, each of which may vary over every axis that one of them varies over (see `vary`)."""
+    axes = varying_axes(*jax.tree.leaves(arrays))
+    return jax.tree.map(lambda x: vary(x, axes), arrays)

@@ -22,7 +22,6 @@ from kernels.lm_head.contract import (
     Objective,
     Options,
     Terms,
-    TokenLogprobs,
     dot,
     gradient_dtypes,
     logits_of,
@@ -34,6 +33,7 @@ from kernels.lm_head.softmax import (
     Columns,
     Running,
     Softmax,
+    TokenLogprobs,
     empty_running,
     finish_live,
     include_tile,
@@ -150,8 +150,7 @@ def _waves(
 
         running, y_CRT = lax.fori_loop(0, plan.tiles, forward, (empty_running(zeros(inputs, plan.block)), y_CRT))
         softmax_R = finish_live(running, live_R, options.vocabulary_axis)
-        terms_R = Terms(terms.weights[row_R], tuple(x[row_R] for x in terms.operands), terms.shared)
-        slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms_R)
+        slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms.of_rows(row_R))
 
         def backward(c: Array, carry: Any) -> Any:
             w_TD, columns = _tile(plan, inputs, c, labels_R)
@@ -176,8 +175,7 @@ def _waves(
     dh_MD = zeros(inputs, len(live.row), features, dtype=dh_dtype) if options.wants_hidden else None
     dw_VD = zeros(inputs, vocabulary, features, dtype=sum_dtype) if options.wants_weight else None
     y_CRT = zeros(inputs, plan.tiles, plan.block, plan.tile)
-    in_step = options.token_axes if options.vocabulary_axis else ()
-    all_M, dh_MD, dw_VD, _ = live.over_blocks(plan.block, wave, (all_M, dh_MD, dw_VD, y_CRT), in_step)
+    all_M, dh_MD, dw_VD, _ = live.over_blocks(plan.block, wave, (all_M, dh_MD, dw_VD, y_CRT), options.in_step)
     dh = None if dh_MD is None else dh_MD[live.place]
     dw = None if dw_VD is None else dw_VD.astype(dw_dtype)
     return jax.tree.map(lambda x: x[live.place], all_M), (dh, dw)

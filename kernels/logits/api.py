@@ -15,9 +15,8 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from kernels.lm_head import target
 from kernels.lm_head.arguments import check_floating, check_labels, check_tokens, checked_temperature
-from kernels.lm_head.contract import TokenLogprobs
-from kernels.lm_head.manual_axes import same_varying
-from kernels.lm_head.softmax import Softmax, finish
+from kernels.lm_head.softmax import Softmax, TokenLogprobs, finish
+from kernels.lm_head.target import same_varying
 from kernels.logits import tpu as logits_tpu
 from kernels.logits import xla as logits_xla
 

@@ -25,10 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Integer
 
-from kernels.lm_head.contract import TokenLogprobs
 from kernels.lm_head.live_rows import round_up
-from kernels.lm_head.softmax import Running, Softmax
-from kernels.logits.xla import FLOOR, p_term, row_factors
+from kernels.lm_head.softmax import FLOOR, Running, Softmax, TokenLogprobs
+from kernels.logits.xla import p_term, row_factors
 
 _LANES = 128
 _PIECE = {2: (16, _LANES), 1: (_LANES, 16)}  # rows and columns, by the axis of the columns; bfloat16 has 16 sublanes

@@ -6,18 +6,24 @@ a CPU such a reduction takes 13 times as long as the loop over tiles that is use
 Suffixes: N rows, R of a block; V vocabulary, T columns of a tile.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
 from kernels.lm_head import target
-from kernels.lm_head.contract import TokenLogprobs
-from kernels.lm_head.live_rows import live_rows
-from kernels.lm_head.manual_axes import vary, varying_axes
-from kernels.lm_head.softmax import Running, Softmax, combine
-
-FLOOR = -1e30  # below any logit that counts, yet differences to it, and a vocabulary's worth of them, are finite
+from kernels.lm_head.live_rows import live_rows, write
+from kernels.lm_head.softmax import (
+    FLOOR,
+    MASKED,
+    Columns,
+    Running,
+    Softmax,
+    TokenLogprobs,
+    combine,
+    empty_running,
+    include_tile,
+)
+from kernels.lm_head.target import vary, varying_axes
 
 _ROWS, _COLUMNS = 8, 4096  # of a tile on a CPU: 128 KiB in float32
 
@@ -32,7 +38,7 @@ def sums(
     z = scale * logits.astype(jnp.float32)
     hit = labels[..., None] == jnp.arange(logits.shape[-1])
     # The label's z is one more sum: a gather makes XLA copy logits that lie in some other order.
-    columns = (jnp.maximum(z, 2 * FLOOR), jnp.ones_like(z), jnp.zeros_like(z), jnp.where(hit, z, 0))
+    columns = (jnp.maximum(z, MASKED), jnp.ones_like(z), jnp.zeros_like(z), jnp.where(hit, z, 0))
     nothing = tuple(map(jnp.float32, (FLOOR, 0, 0, 0)))
     return Running(*lax.reduce(columns, nothing, lambda a, b: tuple(combine(Running(*a), Running(*b))), (z.ndim - 1,)))
 
@@ -86,16 +92,13 @@ def _tile_by_tile(
             z_RT = scale * lax.dynamic_slice(array, start, (rows, columns)).astype(jnp.float32)
             column_T = column + jnp.arange(columns)
             fresh_T = column_T >= c * columns
-            label_R = jnp.where(fresh_T & (column_T == labels_R[:, None]), z_RT, 0).sum(axis=1)
-            z_RT = jnp.where(fresh_T, jnp.maximum(z_RT, 2 * FLOOR), 2 * FLOOR)
-            top_R = jnp.maximum(z_RT.max(axis=1), FLOOR)
-            below_RT = z_RT - top_R[:, None]
-            e_RT = jnp.exp(below_RT)
-            return combine(running, Running(top_R, e_RT.sum(axis=1), (e_RT * below_RT).sum(axis=1), label_R))
+            hit_RT = fresh_T & (column_T == labels_R[:, None])
+            # The label's may be -inf; what is summed may not.
+            label_R = running.label + jnp.where(hit_RT, z_RT, 0).sum(axis=1)
+            return include_tile(running, jnp.maximum(z_RT, MASKED), Columns(fresh_T, hit_RT))._replace(label=label_R)
 
-        zeros_R = vary(jnp.zeros(rows), axes)
-        running = lax.fori_loop(0, tiles, tile, Running(zeros_R + FLOOR, zeros_R, zeros_R, zeros_R))
-        return jax.tree.map(lambda x_N, x_R: lax.dynamic_update_slice(x_N, x_R, (row,)), all_N, running)
+        running = lax.fori_loop(0, tiles, tile, empty_running(vary(jnp.zeros(rows), axes)))
+        return write(all_N, running, row)
 
     zeros_N = vary(jnp.zeros(number), axes)
     return live_blocks.over_blocks(1, block, Running(zeros_N, zeros_N, zeros_N, zeros_N))

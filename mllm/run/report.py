@@ -10,13 +10,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from kernels.lm_head import Choice
+from kernels.lm_head import EngineChoice
 from mllm.model.attention import AttentionChoice
 from mllm.model.layout import Params
 from mllm.run.metrics import read_records
 
 
-def start_line(mesh: Mesh, params: Params, head: Choice, attention: AttentionChoice, step: int) -> str:
+def start_line(mesh: Mesh, params: Params, head: EngineChoice, attention: AttentionChoice, step: int) -> str:
     """Devices, mesh, parameters, the head and attention that were picked and why, and where the run begins."""
     leaves = jax.tree.leaves(params)
     count = sum(math.prod(leaf.shape) for leaf in leaves)

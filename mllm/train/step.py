@@ -14,12 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels.lm_head import (
-    Choice,
+    EngineChoice,
     HeadSharding,
     TokenLogprobs,
     choose_impl,
     label_is_likeliest,
-    timings,
     token_logprobs,
     token_loss,
 )
@@ -89,11 +88,6 @@ class Forward:
         if needed != kind:
             needs = f"{impl} needs a {needed.upper()}"
             raise UserError(f"head.impl: {needs}, and the devices here are of the kind {kind}: remove it")
-        if kind in ("tpu", "gpu"):
-            try:
-                timings.read(kind)
-            except ValueError as error:
-                raise UserError(str(error)) from None
         self.graphdef = graphdef
         self.mesh = mesh
         self.sharding = head_sharding(mesh)
@@ -181,10 +175,12 @@ def head_sharding(mesh: Mesh) -> HeadSharding:
     return HeadSharding(mesh, tokens, vocabulary, features)
 
 
-def choose_head(head: HeadConfig, model: ModelConfig, rows: Rows, architecture: Architecture, mesh: Mesh) -> Choice:
+def choose_head(
+    head: HeadConfig, model: ModelConfig, rows: Rows, architecture: Architecture, mesh: Mesh
+) -> EngineChoice:
     """The implementation of the head that the train step uses, and the reason why it is not a faster one."""
     if head.impl is not None:
-        return Choice(head.impl, "head.impl asks for it")
+        return EngineChoice(head.impl, "head.impl asks for it")
     dtype = jnp.dtype(model.dtype)
     hidden = jax.ShapeDtypeStruct((rows.micro, rows.length, architecture.hidden_size), dtype)
     weight = jax.ShapeDtypeStruct((architecture.vocab_size, architecture.hidden_size), model.param_dtype)

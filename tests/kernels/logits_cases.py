@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from lm_head_cases import Plain, assert_as_accurate_as_plain, plain_values_and_gradients, random_cotangents
+from oracle import exact
 from strict_tpu import strict_interpreter
 
-from kernels.lm_head import TokenLogprobs, logits_logprobs
-from kernels.lm_head.reference import exact
+from kernels.lm_head import TokenLogprobs
+from kernels.logits import logits_logprobs
 from kernels.logits import tpu as logits_tpu
 from kernels.logits import xla as logits_xla
 

@@ -36,9 +36,9 @@ from lm_head_cases import (
     tied_problem,
     values_and_gradients,
 )
+from oracle import exact
 
 from kernels.lm_head import TokenLogprobs, token_logprobs
-from kernels.lm_head.reference import exact
 
 
 @every_impl

@@ -26,9 +26,9 @@ from lm_head_cases import (
     sparse_weights,
     values_and_gradients,
 )
+from oracle import exact
 
 from kernels.lm_head import TokenLogprobs, token_loss
-from kernels.lm_head.reference import exact
 
 
 @every_impl

@@ -3,10 +3,9 @@
 import functools
 
 import numpy as np
+import oracle
 import pytest
-
-from kernels.lm_head import reference
-from kernels.lm_head.reference import exact
+from oracle import exact
 
 
 @pytest.mark.parametrize(("temperature", "softcap"), [(0.7, None), (1.3, 2.0)])
@@ -43,7 +42,7 @@ def test_the_oracle_does_not_depend_on_the_blocks_of_tokens(monkeypatch: pytest.
     hidden, weight, cotangents = rng.normal(size=(24, 16)), rng.normal(size=(131, 16)), rng.normal(size=(3, 24))
     run = functools.partial(exact, hidden, weight, rng.integers(0, 131, 24), lambda *_: cotangents, softcap=20.0)
     at_once = run()
-    monkeypatch.setattr(reference, "LOGITS", 5 * 131)
-    monkeypatch.setattr(reference, "TILE", 50)
+    monkeypatch.setattr(oracle, "LOGITS", 5 * 131)
+    monkeypatch.setattr(oracle, "TILE", 50)
     for got, right in zip(run()[:5], at_once[:5], strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-10, atol=1e-13)

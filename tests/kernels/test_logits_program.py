@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from lm_head_cases import assert_near, random_cotangents
 from logits_cases import ACROSS, SMALL, every_dtype, every_way, jitted, problem, pulled_back, small_tiles, taking
 
-from kernels.lm_head import TokenLogprobs, logits_logprobs
+from kernels.lm_head import TokenLogprobs
+from kernels.logits import logits_logprobs
 
 V6E = AbstractMesh(
     (1,), ("chip",), (AxisType.Auto,), abstract_device=AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")

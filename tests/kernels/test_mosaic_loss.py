@@ -27,6 +27,7 @@ from lm_head_cases import (
     sparse_weights,
 )
 from mosaic_engines import GPU, GPU_SIZES, TPU, TPU_F32, Engine, every_engine
+from oracle import Objective, exact_loss
 from strict_gpu import needs_interpreter, strict_interpreter
 
 from kernels.lm_head import token_loss
@@ -34,7 +35,6 @@ from kernels.lm_head.contract import Inputs, Options
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.plan import make_plan
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
-from kernels.lm_head.reference import Objective, exact_loss
 from kernels.lm_head.tpu import engine as mosaic_tpu
 
 BF16 = jnp.bfloat16
@@ -84,7 +84,7 @@ def test_workspaces_on_hopper_are_so_many_rows_and_columns(
 ) -> None:
     with gpu_tiles.override(GPU_SIZES):
         plan = make_plan(inputs_of((n, V, D), dtype), Options(None, jnp.dtype(BF16), workspace))
-    assert (plan.rows, plan.layout.columns, min(plan.workspace_columns, V - in_dw)) == (rows, in_dw, columns)
+    assert (plan.rows, plan.in_dw.columns, min(plan.workspace_columns, V - in_dw)) == (rows, in_dw, columns)
 
 
 def assert_accurate(engine: Engine, problem: Problem, objective: Objective, weights: jax.Array, **options: Any) -> Loss:
@@ -186,7 +186,7 @@ def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_
         assert np.any(gradient != gradient.astype(BF16).astype(jnp.float32))
 
 
-# --- Hopper: logits in float16, dy in dW's memory, sums over waves and blocks, clusters ---
+# --- Hopper: logits in float16, sums over waves and blocks, clusters ---
 
 
 @needs_interpreter
@@ -200,17 +200,6 @@ def test_a_rare_word_gets_its_gradient_though_logits_are_kept_in_float16(workspa
     rare = ~np.isin(np.arange(V), problem.labels) & (size < 1e-4 * size.max())
     assert rare.sum() > 5
     np.testing.assert_array_less(np.linalg.norm(got - want, axis=1)[rare], 0.05 * size[rare])
-
-
-@needs_interpreter
-@pytest.mark.slow
-def test_dy_in_the_memory_of_dw_is_as_accurate_as_full_logits() -> None:
-    """Half of the columns are kept, then comes a chunk whose dy is in dW's last rows, then small chunks to the end."""
-    problem, weights, shape = random_problem((250, 1560, 128), 3.0, BF16), sparse_weights(250), (250, 1560, 128)
-    with gpu_tiles.override(dataclasses.replace(GPU_SIZES, chunk=128)), strict_interpreter():
-        plan = make_plan(inputs_of(shape, BF16), Options(None, jnp.dtype(BF16), 0))
-        assert (plan.layout.columns, plan.idle.columns, plan.idle.chunk) == (768, 256, 256)
-        check_loss(problem, CLIPPED, operands_for(problem, CLIPPED), weights, impl="mosaic_gpu", workspace=0)
 
 
 @needs_interpreter

@@ -90,7 +90,7 @@ def test_a_cpu_without_the_interpreter_is_refused() -> None:
 
 
 def test_features_that_fit_no_tile_are_refused_and_the_largest_term_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_override", None)
+    monkeypatch.setattr(tiles, "_override", {})
     arguments = [jax.ShapeDtypeStruct((n, 1 << 22), jnp.float32) for n in (8, 256)]
     with jax.sharding.use_abstract_mesh(V6E), pytest.raises(ValueError, match=r"MiB of VMEM, \d+ of them for its \w+"):
         jax.eval_shape(outputs_of, *arguments)
@@ -193,8 +193,8 @@ def test_a_chip_with_two_cores_has_blocks_for_both_in_every_call(
     function: str, options: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first dim of a grid is the one that cores share: blocks of rows, or for dW tiles of the weight."""
-    for name in ("_override", "_call_rows"):
-        monkeypatch.setattr(tiles, name, None)
+    monkeypatch.setattr(tiles, "_override", {})
+    monkeypatch.setattr(tiles, "_call_rows", None)
     v5p = V6E.update(abstract_device=AbstractDevice("TPU v5", num_cores=2, platform="tpu"))
     sizes = {"tokens": tokens, "vocabulary": 32000, "features": 3584, "impl": "mosaic_tpu"}
     run, arguments = getattr(head, function)(Mesh(np.array(jax.devices()[:1]), ("chip",)), **sizes, **options)

@@ -27,12 +27,12 @@ from lm_head_cases import (
     values_and_gradients,
 )
 from mosaic_engines import GPU, GPU_SIZES, TPU, TPU_F32, Engine, every_engine, every_engine_and_dtype
+from oracle import SLACK, exact
 from strict_gpu import needs_interpreter, strict_interpreter
 
 from kernels.lm_head import TokenLogprobs, token_logprobs
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
-from kernels.lm_head.reference import SLACK, exact
 
 
 def run(engine: Engine, problem: Problem, cotangents: TokenLogprobs, **options: Any) -> Plain:

@@ -1,19 +1,15 @@
 """An update is the same however it is computed: by which head, in which micro-batches, with how much padding."""
 
 from functools import cache
-from types import SimpleNamespace
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
 from runs import changed
 from tiny import config, make_forward, make_trainer, random_batch
 
-from kernels.lm_head import timings
 from mllm.errors import UserError
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
@@ -194,13 +190,3 @@ def test_a_head_for_tpus_is_refused_on_other_devices():
     settings = changed(SETTINGS["sft"], head={"impl": "mosaic_tpu"})
     with pytest.raises(UserError, match=r"head.impl: mosaic_tpu needs a TPU, and the devices here are of the kind cpu"):
         make_trainer(settings)
-
-
-def test_a_damaged_table_of_timings_is_an_error_before_anything_is_compiled(monkeypatch, tmp_path):
-    timings.read.cache_clear()
-    (tmp_path / "tpu").mkdir()
-    (tmp_path / "tpu" / "tiles.json").write_text('[{"tiles": 1}]')
-    monkeypatch.setattr(timings, "__file__", str(tmp_path / "timings.py"))
-    mesh = mock.Mock(spec=Mesh, devices=SimpleNamespace(flat=[SimpleNamespace(platform="tpu")]))
-    with pytest.raises(UserError, match=r"tpu/tiles.json is no table of tiles: restore it"):
-        make_forward(SETTINGS["sft"], None, mesh)

@@ -23,18 +23,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kernels.lm_head import HeadSharding, reference, token_loss
-from kernels.lm_head.contract import Inputs, Options, Terms, TokenLogprobs
+from kernels.lm_head import HeadSharding, TokenLogprobs, token_loss
+from kernels.lm_head.contract import Inputs, Options, Terms
 from kernels.lm_head.gpu import engine as gpu_engine
 from kernels.lm_head.gpu import passes
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.backward import Block, logit_gradient
 from kernels.lm_head.gpu.forward import Chunk
 from kernels.lm_head.live_rows import round_up
-from kernels.lm_head.softmax import Softmax
+from kernels.lm_head.softmax import Softmax, row_factors
 from kernels.lm_head.tpu import engine as tpu_engine
 from kernels.lm_head.tpu import tiles as tpu_tiles
 from mllm import child_process, errors
+from tests.kernels import oracle
 from tools.bench import measure
 from tools.bench.report import Shape, shape_of
 
@@ -65,12 +66,14 @@ def make_kernel(name: str, engine: Any, slopes: TokenLogprobs, softmax: Softmax,
         if name == "slopes":
             sizes = gpu_tiles.choose(count, vocabulary, hidden.shape[1])
             rows = passes.gather_rows(inputs, how, sizes, jnp.arange(count), jnp.int32(count))
-            factors, size = passes.row_factors(inputs, how, rows, softmax, slopes), (count, round_up(vocabulary, 256))
+            factors, size = (
+                row_factors(softmax, softmax.top, slopes, jnp.ones(()), None),
+                (count, round_up(vocabulary, 256)),
+            )
             zero = jnp.int32(0)
             places = Block(zero, rows.number), Chunk(zero, zero, jnp.int32(vocabulary)), inputs.temperature
-            tiling: Any = {"size": size, "tiles": sizes.tiles, "strip": sizes.strip(*size)}
-            arguments = (weight, rows.labels, rows.in_tile, factors, *places)
-            return {"dy": logit_gradient(rows.hidden, *arguments, **tiling, softcap=None, entropy=True)}
+            tiling: Any = {"size": size, "sizes": sizes}
+            return {"dy": logit_gradient(rows, weight, factors, *places, **tiling, softcap=None, entropy=True)}
         if name == "kept":
             terms = Terms(slopes.logprob, ())
             dh, dw = engine.loss_and_gradients(inputs, lambda logprob, _: logprob, terms, how)[1]
@@ -88,7 +91,7 @@ def run(
     shape: Shape,
     impl: str,
     timed: bool,
-    tiles: dict[str, int],
+    tiles: dict[str, Any],
     workspace: int | None,
     sharded: bool,
 ) -> dict[str, float]:
@@ -102,7 +105,7 @@ def run(
     by_entropy *= kernel not in ("mean", "kept")
     zero, lse = np.zeros(tokens), np.full(tokens, np.log(vocabulary))
     # A large problem is timed: there any numbers do.
-    exact = None if timed else reference.exact(*arrays, lambda *_: (by_logprob, zero, by_entropy))
+    exact = None if timed else oracle.exact(*arrays, lambda *_: (by_logprob, zero, by_entropy))
     logprob, lse, entropy = exact[:3] if exact else (-lse, lse, lse)
     slopes = TokenLogprobs(*(jnp.asarray(x, jnp.float32) for x in (by_logprob, zero, by_entropy)))
     softmax = Softmax(*(jnp.asarray(x, jnp.float32) for x in (lse, zero, logprob, entropy)))

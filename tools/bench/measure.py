@@ -90,7 +90,7 @@ def live_rows(tokens: int, live: float) -> int:
 
 
 def _reference(weight: Array, hidden: Array, labels: Array, by_logprob: Array, by_lse: Array) -> Any:
-    """logprob and lse [2, R] of some rows, and their gradients; kernels/lm_head/reference.py would take hours."""
+    """logprob and lse [2, R] of some rows, and their gradients; tests/kernels/oracle.py would take hours."""
     with jax.enable_x64(jax.default_backend() != "tpu"):
         return _reference_program(weight, hidden.astype(jnp.float32), labels, by_logprob, by_lse)
 

@@ -7,7 +7,6 @@ Suffixes: M all rows, B of a block of rows, R of a warpgroup; V vocabulary, C co
 tile; D features; W warpgroups' groups of rows, I integers with a bit for each of 32 tiles.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -17,9 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from kernels.lm_head.gpu.forward import LOG2E, Chunk, Labels, Logits, is_hit
+from kernels.lm_head.gpu.forward import LOG2E, Chunk, Labels, Logits, Rows, is_hit
 from kernels.lm_head.gpu.products import (
-    Folded,
     Operand,
     Place,
     Product,
@@ -37,9 +35,8 @@ from kernels.lm_head.gpu.products import (
     store_piece,
     strips_of,
 )
-from kernels.lm_head.gpu.tiles import Tiles, shared_blocks
-
-Dy = Float[Array, "B C"] | Folded
+from kernels.lm_head.gpu.tiles import Sizes, Tiles, shared_blocks
+from kernels.lm_head.softmax import RowFactors
 
 
 class Block(NamedTuple):
@@ -49,43 +46,26 @@ class Block(NamedTuple):
     number: Scalar  # how many of the block's rows count; they are its first
 
 
-class RowFactors(NamedTuple):
-    """Each row's numbers that make dy of its logits, float32: dy is `label` in the label's column, and elsewhere
-    p (by_p - entropy log p) dcap/dy. The last three include 1 / temperature."""
-
-    top: Float[Array, "M"]
-    log_sum_e: Float[Array, "M"]
-    by_p: Float[Array, "M"]
-    entropy: Float[Array, "M"]
-    label: Float[Array, "M"]
-
-
 def logit_gradient(
-    hidden: Float[Array, "M D"],
+    rows: Rows,
     weight: Float[Array, "V D"],
-    labels: Int[Array, "M"],
-    in_tile: Int[Array, "W I"],
-    rows: RowFactors,
+    factors: RowFactors,
     block: Block,
     chunk: Chunk,
     temperature: Float[Array, ""],
     *,
     size: tuple[int, int],
-    tiles: Tiles,
-    strip: int,
+    sizes: Sizes,
     softcap: float | None,
     entropy: bool,
-    into: Folded | None = None,
-) -> Dy:
+) -> Float[Array, "B C"]:
     """dy of a block of rows and a chunk, in all tiles with a row and a column that count; 0 at columns that don't.
 
-    `in_tile` is `forward.labels_in_tiles(labels)`. dy has the rows and columns `size`, whole tiles, and a strip has
-    `strip` tiles. `entropy` says whether the loss depends on the entropy. `into` is where dy is stored; None: in a new
-    array.
+    dy has the rows and columns `size`, whole tiles. `entropy` says whether the loss depends on the entropy.
     """
+    tiles, strip = sizes.tiles, sizes.strip(*size)
 
-    def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, in_tile: Ref, by_row: Ref, memory: Ref) -> None:
-        dy = memory if into is None else dataclasses.replace(into, array=memory)
+    def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, in_tile: Ref, by_row: Ref, dy: Ref) -> None:
         number, columns = counts[1], counts[4]
         token, first, first_row = _aligned(tiles, counts, 0, 2, 3)
         blocks, used = _blocks(tiles, number), lax.div(columns + (tiles.columns - 1), jnp.int32(tiles.columns))
@@ -99,12 +79,10 @@ def logit_gradient(
 
         run(tiles, work, Operand(h, False, token), Operand(w, False, first_row), multiplier, [piece_stages(h.dtype)])
 
-    dy = jax.ShapeDtypeStruct(size, hidden.dtype, manual_axis_type=jax.typeof(hidden).manual_axis_type)
-    call = kernel(body, tiles, "lm_head_slopes", [] if into else [dy])
+    out = jax.ShapeDtypeStruct(size, rows.hidden.dtype, manual_axis_type=jax.typeof(rows.hidden).manual_axis_type)
     counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
-    memory = [into.array] if into else []
-    found = call(counts, 1 / temperature[None], hidden, weight, labels, in_tile, jnp.stack(rows), *memory)
-    return into or found[0]
+    arguments = (counts, 1 / temperature[None], rows.hidden, weight, rows.labels, rows.in_tile, jnp.stack(factors))
+    return kernel(body, tiles, "lm_head_slopes", [out])(*arguments)[0]
 
 
 def _logit_gradient_strip(
@@ -123,7 +101,7 @@ def _logit_gradient_strip(
     in_all = place._replace(row=token + place.row)
     row = RowFactors(*(load_vector(by_row, in_all, i) for i in range(len(RowFactors._fields))))
     label = load_vector(labels.of_row, in_all) - labels.first
-    top, log_sum_e, by_log2_p = row.top * LOG2E, row.log_sum_e * LOG2E, row.entropy / LOG2E
+    top, log_sum_e, at_p_log2_p = row.top * LOG2E, row.log_sum_e * LOG2E, row.at_p_log_p / LOG2E
     hits = labels.in_strip(in_all, tiles)
 
     def tile(t: Scalar, step: Scalar) -> Scalar:
@@ -135,11 +113,11 @@ def _logit_gradient_strip(
             wide = functools.partial(lax.broadcast_in_dim, shape=piece.shape, broadcast_dimensions=(0,))
             capped = logits.capped(piece)
             log2_p = (capped * (logits.scale * LOG2E) - wide(top)) - wide(log_sum_e)
-            by_z = wide(row.by_p) - wide(by_log2_p) * log2_p if entropy else wide(row.by_p)
+            by_z = wide(row.at_p) + wide(at_p_log2_p) * log2_p if entropy else wide(row.at_p)
             by_y = jnp.exp2(log2_p) * by_z
             if logits.softcap is not None:
                 by_y *= logits.slope(capped)
-            corrected = functools.partial(_corrected, i, label - start, row.label, left)
+            corrected = functools.partial(_corrected, i, label - start, row.at_label, left)
             by_y = lax.cond(hit | (left < tiles.columns), corrected, lambda x: x, by_y)
             to = dy.at[pl.ds(place.row, tiles.rows_each), pl.ds(start + i * piece.shape[1], piece.shape[1])]
             store_piece(stages, place, i, by_y, to)
@@ -158,27 +136,26 @@ def _corrected(
 
 
 def hidden_gradient(
-    sums: Ref, dy: Dy, weight: Float[Array, "V D"], block: Block, chunk: Chunk, *, tiles: Tiles
+    sums: Ref, dy: Float[Array, "B C"], weight: Float[Array, "V D"], block: Block, chunk: Chunk, *, tiles: Tiles
 ) -> None:
     """Adds dy @ weight[chunk] to the block's rows of `sums`, float32 [M, D], in place."""
 
-    def body(counts: Ref, memory: Ref, w: Ref, sums: Ref) -> None:
-        own = dataclasses.replace(dy, array=memory) if isinstance(dy, Folded) else memory
+    def body(counts: Ref, dy: Ref, w: Ref, sums: Ref) -> None:
         number, columns = counts[1], counts[4]
         token, first_row = _aligned(tiles, counts, 0, 3)
         across = jnp.int32(-(-w.shape[1] // tiles.columns))
         slabs = lax.div(columns + (tiles.depth - 1), jnp.int32(tiles.depth))
         work = Work(*strips_of(_blocks(tiles, number), across, 1), slabs)
         multiplier = functools.partial(_store_strip, tiles, sums, token, None, True)
-        run(tiles, work, Operand(own, False), Operand(w, True, 0, first_row), multiplier, [piece_stages(jnp.float32)])
+        run(tiles, work, Operand(dy, False), Operand(w, True, 0, first_row), multiplier, [piece_stages(jnp.float32)])
 
     counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
-    kernel(body, tiles, "lm_head_hidden")(counts, dy.array if isinstance(dy, Folded) else dy, weight, sums)
+    kernel(body, tiles, "lm_head_hidden")(counts, dy, weight, sums)
 
 
 def weight_gradient(
     out: Ref,
-    dy: Dy,
+    dy: Float[Array, "B C"],
     hidden: Float[Array, "M D"],
     block: Block,
     chunk: Chunk,
@@ -190,23 +167,20 @@ def weight_gradient(
     """Writes dy.T @ hidden[block] to the chunk's rows of `out`, [V, D], in place; or adds it to what is there.
 
     The chunk's columns that count must reach to its end, or to that of `out`. `before` is added before writing.
-    If dy is `Folded`, it is in other rows of `out`.
     """
 
-    def body(counts: Ref, h: Ref, *refs: Ref) -> None:
-        *others, out = refs
-        own = dataclasses.replace(dy, array=out) if isinstance(dy, Folded) else others[0]
+    def body(counts: Ref, h: Ref, dy: Ref, *refs: Ref) -> None:
+        *before, out = refs
         number, columns = counts[1], counts[4]
         token, first = _aligned(tiles, counts, 0, 2)
         across = jnp.int32(-(-h.shape[1] // tiles.columns))
         slabs = lax.div(number + (tiles.depth - 1), jnp.int32(tiles.depth))
         work = Work(*strips_of(_blocks(tiles, columns), across, 1), slabs)
-        multiplier = functools.partial(_store_strip, tiles, out, first, next(iter(others[1:]), None), add)
-        run(tiles, work, Operand(own, True), Operand(h, True, 0, token), multiplier, [piece_stages(out.dtype)])
+        multiplier = functools.partial(_store_strip, tiles, out, first, next(iter(before), None), add)
+        run(tiles, work, Operand(dy, True), Operand(h, True, 0, token), multiplier, [piece_stages(out.dtype)])
 
-    others = [] if isinstance(dy, Folded) else [dy] if before is None else [dy, before]
     counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
-    kernel(body, tiles, "lm_head_weight")(counts, hidden, *others, out)
+    kernel(body, tiles, "lm_head_weight")(counts, hidden, dy, *([] if before is None else [before]), out)
 
 
 def _store_strip(tiles: Tiles, out: Ref, first: Scalar, before: Ref | None, add: bool, stages: Ref) -> Strip:

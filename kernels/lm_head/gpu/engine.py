@@ -21,17 +21,15 @@ from kernels.lm_head.contract import (
     Objective,
     Options,
     Terms,
-    TokenLogprobs,
     gradient_dtypes,
     loss_slopes,
     zeros,
 )
 from kernels.lm_head.gpu import passes, tiles
-from kernels.lm_head.gpu.kept_logits import choose_idle
 from kernels.lm_head.gpu.passes import Kept, finish_softmax, gather_rows
 from kernels.lm_head.gpu.plan import Plan, make_plan
 from kernels.lm_head.live_rows import live_rows, write
-from kernels.lm_head.softmax import Softmax
+from kernels.lm_head.softmax import Softmax, TokenLogprobs
 
 
 def obstacle(inputs: Inputs, options: Options) -> str | None:
@@ -66,7 +64,7 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogpro
     softmax, slopes = jax.tree.map(lambda x: x[live.row], (softmax, slopes))
     dw_dtype = gradient_dtypes(inputs, options)[1]
     dw = zeros(inputs, *inputs.weight.shape, dtype=dw_dtype) if options.wants_weight else None
-    plan = Plan(sizes, len(rows.labels), idle=choose_idle(inputs, options, sizes, len(rows.labels), 0))
+    plan = Plan(sizes, len(rows.labels))
     dh, dw = passes.backward(inputs, options, plan, rows, softmax, slopes, Kept(), dw, add=False)
     return None if dh is None else jnp.where(inputs.live[:, None], dh[live.place], 0), dw
 
@@ -88,8 +86,7 @@ def loss_and_gradients(
         rows = gather_rows(inputs, options, sizes, row_R, jnp.clip(live.number - i * plan.rows, 0, plan.rows))
         running, kept = passes.forward(inputs, options, plan, rows)
         softmax_R = finish_softmax(options, running, live_R)
-        terms_R = Terms(terms.weights[row_R], tuple(x[row_R] for x in terms.operands), terms.shared)
-        slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms_R)
+        slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms.of_rows(row_R))
         dh_RD, dw_VD = passes.backward(inputs, options, plan, rows, softmax_R, slopes_R, kept, dw_VD, add=not one_wave)
         if dh_RD is not None:
             dh_MD = write(dh_MD, dh_RD, i * plan.rows)
@@ -100,10 +97,9 @@ def loss_and_gradients(
         zeros(inputs, count, features, dtype=dh_dtype) if options.wants_hidden else None,
         zeros(inputs, *inputs.weight.shape, dtype=sum_dtype) if options.wants_weight else None,
     )
-    in_step = options.token_axes if options.vocabulary_axis else ()
     # The host would have to wait for the device before each step of a loop whose length is found there.
     one = wave(jnp.int32(0), carry) if one_wave else None
-    softmax_M, dh_MD, dw = one or live.over_blocks(plan.rows, wave, carry, in_step)
+    softmax_M, dh_MD, dw = one or live.over_blocks(plan.rows, wave, carry, options.in_step)
     dh = None if dh_MD is None else jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
     softmax = jax.tree.map(lambda x: x[live.place], softmax_M)
     return softmax, (dh, None if dw is None else dw.astype(dw_dtype))

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from kernels.lm_head.gpu.kept_logits import Folded
 from kernels.lm_head.gpu.products import (
     PIECE,
-    Folded,
     Operand,
     Place,
     Product,
@@ -43,11 +43,20 @@ from kernels.lm_head.gpu.products import (
     strips_of,
     vector_stages,
 )
-from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Tiles, shared_blocks
+from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes, Tiles, shared_blocks
 from kernels.lm_head.softmax import FLOOR, Running, combine, combine_all, empty_running
 
 LOG2E = math.log2(math.e)
-_MASKED = -1e30  # below any product, and finite however it is scaled
+
+
+class Rows(NamedTuple):
+    """Rows in the kernels' order, the first `number` of which count."""
+
+    hidden: Float[Array, "M D"]
+    labels: Int[Array, "M"]
+    in_tile: Int[Array, "W I"]  # `labels_in_tiles(labels)`
+    live: Bool[Array, "M"]
+    number: Int[Array, ""]
 
 
 class Chunk(NamedTuple):
@@ -108,36 +117,33 @@ def labels_in_tiles(labels: Int[Array, "M"], vocabulary: int, tiles: Tiles) -> I
 
 
 def forward(
-    hidden: Float[Array, "M D"],
+    rows: Rows,
     weight: Float[Array, "V D"],
-    labels: Int[Array, "M"],
-    in_tile: Int[Array, "W I"],
-    number: Scalar,
     chunk: Chunk,
     temperature: Float[Array, ""],
     *,
     size: int,
-    tiles: Tiles,
-    strip: int,
+    sizes: Sizes,
     softcap: float | None,
     keep: bool = False,
     buffer: Folded | None = None,
 ) -> tuple[Running, Float[Array, "G M"] | None, Float[Array, "M K"] | None]:
-    """Running statistics of the first `number` rows over a chunk, tiles' maxima, and logits less these maxima.
+    """Running statistics of the rows that count over a chunk, tiles' maxima, and logits less these maxima.
 
     Maxima and logits (before the temperature, float16) are computed for all blocks with a row that counts; None
-    without `keep` or `buffer`, and with `buffer` the logits are stored there. `hidden` and `weight` have one dtype of 2
-    bytes, and M is a multiple of a cluster's rows. `size` is the columns that the chunk may have.
+    without `keep` or `buffer`, and with `buffer` the logits are stored there. Hidden states and `weight` have one dtype
+    of 2 bytes, and M is a multiple of a cluster's rows. `size` is the columns that the chunk may have.
     """
-    rows, width = len(hidden), tiles.columns
+    tiles, count = sizes.tiles, len(rows.labels)
+    width, strip = tiles.columns, sizes.strip(count, size)
     column_tiles = -(-size // width)
     strips = -(-column_tiles // strip)
-    typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
-    out = [typed((strips, 4, rows), jnp.float32)]
+    typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(rows.hidden).manual_axis_type)
+    out = [typed((strips, 4, count), jnp.float32)]
     if keep or buffer:
-        out.append(typed((column_tiles, rows), jnp.float32))
+        out.append(typed((column_tiles, count), jnp.float32))
     if keep:
-        out.append(typed((rows, column_tiles * width), KEPT_DTYPE))
+        out.append(typed((count, column_tiles * width), KEPT_DTYPE))
 
     def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, in_tile: Ref, *refs: Ref) -> None:
         own_buffer = buffer and dataclasses.replace(buffer, array=refs[0])
@@ -160,9 +166,9 @@ def forward(
         run(tiles, work, Operand(h, False), Operand(w, False, first_row), multiplier, scratch)
 
     call = kernel(body, tiles, "lm_head_keep" if keep or buffer else "lm_head_forward", out)
-    counts = jnp.stack([number, *chunk]).astype(jnp.int32)
+    counts = jnp.stack([rows.number, *chunk]).astype(jnp.int32)
     into = [buffer.array] if buffer else []
-    sums, *kept = call(counts, 1 / temperature[None], hidden, weight, labels, in_tile, *into)
+    sums, *kept = call(counts, 1 / temperature[None], rows.hidden, weight, rows.labels, rows.in_tile, *into)
     # Nothing was written for strips beyond the columns that count.
     used = (jnp.arange(strips) * strip * width < chunk.columns)[:, None]
     top, sum_e, sum_e_z, label = (jnp.where(used, sums[:, i], 0) for i in range(4))
@@ -182,7 +188,7 @@ class _Out(NamedTuple):
 
 def _logits_at(labels: Labels, buffer: Folded | None, kept: Ref = None) -> Callable[[Scalar, Scalar], Ref] | None:
     if buffer is not None:
-        return lambda row, column: buffer.at[pl.ds(row, 64), pl.ds(labels.first + column, PIECE)]
+        return lambda row, column: buffer.piece(row, labels.first + column)
     return None if kept is None else lambda row, column: kept.at[pl.ds(row, 64), pl.ds(column, PIECE)]
 
 
@@ -224,7 +230,7 @@ def _strip(
 
 def _masked(left: Scalar, *pieces: Float[Array, "R P"]) -> tuple[Float[Array, "R P"], ...]:
     """Pieces of a tile, with a floor where columns are past the `left` first ones."""
-    return tuple(jnp.where(column_index(piece, i) < left, piece, _MASKED) for i, piece in enumerate(pieces))
+    return tuple(jnp.where(column_index(piece, i) < left, piece, FLOOR) for i, piece in enumerate(pieces))
 
 
 def _at(own_column: Int[Array, "R"], *pieces: Float[Array, "R P"]) -> Float[Array, "R"]:

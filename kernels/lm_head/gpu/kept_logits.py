@@ -1,46 +1,61 @@
-"""The memory of dW until dW is written, on Hopper: logits that forward keeps for backward, then dy of large chunks.
+"""Logits that forward keeps for backward in the memory of dW, until dW is written there, on Hopper.
 
 As float16 [V, W], the memory holds at its end the maxima of tiles (float32, bit by bit, each tile's maxima in whole
 rows), and before them logits less these maxima, in groups of W columns of the vocabulary; a group takes as many rows of
 the memory as there are rows of hidden states. The logits are those of the vocabulary's first columns: backward reads a
 chunk's logits before it writes the chunk's rows of dW, and these rows end before the logits begin that are still to be
-read. After them, dy of a chunk (bfloat16 [V, D], in groups of D columns) takes the last rows, as long as the chunk's
-own rows of dW end before it.
+read.
 
 Suffixes: V vocabulary, D features, W float16 numbers in a row of dW; R rows of hidden states, U tiles, C columns.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, UInt, UInt16
 
 from kernels.lm_head.contract import Inputs, Options, gradient_dtypes
-from kernels.lm_head.gpu.products import Folded, Ref
+from kernels.lm_head.gpu.products import PIECE, Ref, Scalar
 from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes
-from kernels.lm_head.manual_axes import vary, varying_axes
+from kernels.lm_head.target import vary, varying_axes
 
-_CLEARLY = 0.99  # share of the time that larger chunks may take at most
 _ALIGNED = 8  # rows: Pallas stores whole tiles of shared memory of 8 rows where it knows that they begin at such a one
 
 
-class Layout(NamedTuple):
-    """Columns whose logits, or dy, are in the memory of dW, and where; known while tracing."""
+class KeptColumns(NamedTuple):
+    """The vocabulary's first columns, whose logits are in the memory of dW, and where; known while tracing."""
 
-    columns: int = 0  # number of columns; those whose logits are kept are the vocabulary's first
-    chunk: int = 0  # number of these that backward takes at a time; of kept logits, a multiple or a divisor of W
-    first_row: int = 0  # the row of dW where they begin
+    columns: int = 0
+    chunk: int = 0  # number of these columns that backward takes at a time, a multiple or a divisor of W
+    first_row: int = 0  # the row of dW where the logits begin
     rows: int = 0  # number of rows of hidden states
 
 
-def choose_layout(inputs: Inputs, options: Options, sizes: Sizes, rows: int) -> Layout:
-    """The layout with the most columns that fit, in chunks that take the least time by `Sizes.cost`."""
+@dataclasses.dataclass(frozen=True)
+class Folded:
+    """A matrix in the memory of a narrower array: groups of as many columns as that has, one group below the other."""
+
+    array: Ref
+    first_row: int  # the array's row where the first group begins
+    rows: int  # rows of the matrix
+
+    def piece(self, row: Scalar, column: Scalar) -> Ref:
+        """The ref of 64 rows from `row` on and of PIECE columns from `column` on, a multiple of PIECE."""
+        piece, pieces = lax.div(column, jnp.int32(PIECE)), jnp.int32(self.array.shape[1] // PIECE)
+        first = self.first_row + lax.div(piece, pieces) * self.rows + row
+        return self.array.at[pl.ds(first, 64), pl.ds(lax.rem(piece, pieces) * PIECE, PIECE)]
+
+
+def keep_in_dw(inputs: Inputs, options: Options, sizes: Sizes, rows: int) -> KeptColumns:
+    """The most columns that fit into the memory of dW, in chunks that take the least time by `Sizes.cost`."""
     vocabulary, features = inputs.weight.shape
-    if not _is_whole(inputs, options):
-        return Layout()
+    if not options.wants_weight or inputs.columns is not None:  # rows of padding are not written
+        return KeptColumns()
     width, columns = _width(inputs, options), sizes.tiles.columns
 
     def first_row(kept: int) -> int:
@@ -61,35 +76,7 @@ def choose_layout(inputs: Inputs, options: Options, sizes: Sizes, rows: int) -> 
 
     chunks = (chunk for chunk in range(columns, sizes.chunk + 1, columns) if not chunk % width or not width % chunk)
     kept, chunk = min(((most(chunk), chunk) for chunk in chunks), key=lambda found: cost(*found), default=(0, 0))
-    return Layout(kept, chunk, first_row(kept), rows) if kept else Layout()
-
-
-def choose_idle(inputs: Inputs, options: Options, sizes: Sizes, rows: int, first: int) -> Layout:
-    """Columns from `first` on that backward takes in larger chunks, with dy in rows of dW that are written later.
-
-    The chunk is the one that takes the least time by `Sizes.cost`. There are none if weight or dW isn't of dy's dtype,
-    if a group isn't whole tiles wide, if dW is summed over blocks of rows, or if hardly any time is saved.
-    """
-    (vocabulary, features), width = inputs.weight.shape, sizes.tiles.columns
-    none, dtypes = Layout(chunk=sizes.chunk), {inputs.weight.dtype, gradient_dtypes(inputs, options)[1], options.dtype}
-    if len(dtypes) > 1 or features % sizes.tiles.rows or rows > sizes.block(rows) or not _is_whole(inputs, options):
-        return none
-
-    def layout(chunk: int) -> Layout:
-        first_row = (vocabulary - -(-chunk // features) * rows) // _ALIGNED * _ALIGNED
-        return Layout(max(0, first_row - first) // chunk * chunk, chunk, first_row, rows)
-
-    def cost(found: Layout) -> int:
-        others = max(0, vocabulary - first - found.columns)
-        return sizes.cost(rows, features, found.columns, found.chunk) + sizes.cost(rows, features, others, sizes.chunk)
-
-    best = min(map(layout, range(sizes.chunk, sizes.most_chunk + 1, width)), key=cost, default=none)
-    return best if cost(best) < _CLEARLY * cost(none) else none
-
-
-def _is_whole(inputs: Inputs, options: Options) -> bool:
-    """Whether there is a dW, and every row of it is written: rows of padding aren't."""
-    return options.wants_weight and inputs.columns is None
+    return KeptColumns(kept, chunk, first_row(kept), rows) if kept else KeptColumns()
 
 
 def _width(inputs: Inputs, options: Options) -> int:
@@ -104,12 +91,12 @@ def _rows_of_tops(rows: int, width: int) -> int:
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
-def allocate(inputs: Inputs, options: Options, layout: Layout) -> Folded | None:
+def allocate(inputs: Inputs, options: Options, kept: KeptColumns) -> Folded | None:
     """Logits less their tiles' maxima, [R, V], in float16 [V, W], not filled with anything; None if none are kept."""
-    if not layout.columns:
+    if not kept.columns:
         return None
     memory_VW = lax.empty((len(inputs.weight), _width(inputs, options)), KEPT_DTYPE)
-    return Folded(jax.new_ref(vary(memory_VW, varying_axes(inputs.hidden))), layout.first_row, layout.rows)
+    return Folded(jax.new_ref(vary(memory_VW, varying_axes(inputs.hidden))), kept.first_row, kept.rows)
 
 
 def with_tops(buffer: Folded, top_UR: Float[Array, "U R"]) -> UInt16[Array, "V W"]:
@@ -131,31 +118,31 @@ def as_dw(memory: UInt16[Array, "V W"], dtype: jnp.dtype) -> Float[Array, "V D"]
     return lax.bitcast_convert_type(memory if together == 1 else memory.reshape(len(memory), -1, together), dtype)
 
 
-def read_logits(dw: Ref, layout: Layout, first: Array, row: Array, rows: int) -> Float[Array, "R C"]:
+def read_logits(dw: Ref, kept: KeptColumns, first: Array, row: Array, rows: int) -> Float[Array, "R C"]:
     """Logits less their tile's maximum, of `rows` rows from `row` on, and of the chunk from column `first` on."""
     bits, together = _bits(dw)
     width = dw.shape[1] * together
-    columns = min(layout.chunk, width)
-    start, column = layout.first_row + first // width * layout.rows + row, first % width // together
+    columns = min(kept.chunk, width)
+    start, column = kept.first_row + first // width * kept.rows + row, first % width // together
 
     def group(number: int) -> Float[Array, "R C"]:
-        place = start + number * layout.rows, column
+        place = start + number * kept.rows, column
         found_RC = lax.dynamic_slice(bits, place, (rows, columns // together))
         if together == 2:  # by shifts, which XLA fuses with what follows; a cast would need an array of its own
             shifts_C = 16 * (jnp.arange(columns, dtype=bits.dtype) % 2)
             found_RC = (jnp.repeat(found_RC, 2, axis=1) >> shifts_C).astype(jnp.uint16)
         return lax.bitcast_convert_type(found_RC, KEPT_DTYPE)
 
-    return jnp.concatenate([group(number) for number in range(layout.chunk // columns)], axis=1)
+    return jnp.concatenate([group(number) for number in range(kept.chunk // columns)], axis=1)
 
 
-def read_tops(dw: Ref, layout: Layout, first: Array, width: int) -> Float[Array, "U R"]:
+def read_tops(dw: Ref, kept: KeptColumns, first: Array, width: int) -> Float[Array, "U R"]:
     """Maxima of the tiles, of `width` columns each, of the chunk from column `first` on."""
     bits, together = _bits(dw)
-    rows, tiles = _rows_of_tops(layout.rows, dw.shape[1] * together), layout.chunk // width
-    found = lax.dynamic_slice_in_dim(bits, len(bits) - (layout.columns - first) // width * rows, tiles * rows)
+    rows, tiles = _rows_of_tops(kept.rows, dw.shape[1] * together), kept.chunk // width
+    found = lax.dynamic_slice_in_dim(bits, len(bits) - (kept.columns - first) // width * rows, tiles * rows)
     numbers = found.reshape(tiles, -1) if together == 2 else found.reshape(tiles, -1, 2)
-    return lax.bitcast_convert_type(numbers, jnp.float32)[:, : layout.rows]
+    return lax.bitcast_convert_type(numbers, jnp.float32)[:, : kept.rows]
 
 
 def _bits(dw: Ref) -> tuple[UInt[Array, "V D"], int]:

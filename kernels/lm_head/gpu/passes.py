@@ -18,34 +18,31 @@ from kernels.lm_head.contract import (
     Gradients,
     Inputs,
     Options,
-    TokenLogprobs,
     gradient_dtypes,
     local_labels,
     number_of_columns,
     zeros,
 )
 from kernels.lm_head.gpu import kept_logits
-from kernels.lm_head.gpu.backward import Block, RowFactors, hidden_gradient, logit_gradient, weight_gradient
-from kernels.lm_head.gpu.forward import Chunk, labels_in_tiles
+from kernels.lm_head.gpu.backward import Block, hidden_gradient, logit_gradient, weight_gradient
+from kernels.lm_head.gpu.forward import Chunk, Rows, labels_in_tiles
 from kernels.lm_head.gpu.forward import forward as forward_kernel
+from kernels.lm_head.gpu.kept_logits import Folded
 from kernels.lm_head.gpu.plan import Plan
-from kernels.lm_head.gpu.products import Folded
 from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes, Tiles
 from kernels.lm_head.live_rows import round_up
-from kernels.lm_head.softmax import Running, Softmax, combine, empty_running, finish_live, label_slope
+from kernels.lm_head.softmax import (
+    RowFactors,
+    Running,
+    Softmax,
+    TokenLogprobs,
+    combine,
+    empty_running,
+    finish_live,
+    row_factors,
+)
 
 _Read = Callable[[Block], tuple[Array, Array]]  # a block -> its kept logits, and their maxima
-_NEVER = 1e30  # log of a sum of exponentials that makes every probability 0
-
-
-class Rows(NamedTuple):
-    """Rows in the kernels' order, the first `number` of which count."""
-
-    hidden: Float[Array, "R D"]
-    labels: Int[Array, "R"]
-    in_tile: Int[Array, "W I"]  # `labels_in_tiles(labels)`
-    live: Bool[Array, "R"]
-    number: Int[Array, ""]
 
 
 class Kept(NamedTuple):
@@ -68,23 +65,22 @@ def gather_rows(inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, 
 
 def forward(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> tuple[Running, Kept]:
     """Running statistics over the whole vocabulary, and the logits that the plan says to keep."""
-    buffer = kept_logits.allocate(inputs, options, plan.layout)
-    vocabulary, in_dw = len(inputs.weight), plan.layout.columns
-    kept_columns = in_dw + plan.workspace_columns
+    buffer = kept_logits.allocate(inputs, options, plan.in_dw)
+    vocabulary, in_dw = len(inputs.weight), plan.in_dw.columns
     over = functools.partial(_forward_over, inputs, options, plan.sizes, rows)
     parts: list[Running] = []
     kept = Kept()
     if buffer is not None:
-        running, tops, _ = over(0, in_dw, plan.layout.chunk, buffer=buffer)
+        running, tops, _ = over(0, in_dw, plan.in_dw.chunk, buffer=buffer)
         parts.append(running)
         assert tops is not None
         kept = kept._replace(in_dw=kept_logits.with_tops(buffer, tops))
     if plan.workspace_columns:
-        running, tops, logits = over(in_dw, kept_columns, plan.workspace_chunk, keep=True)
+        running, tops, logits = over(in_dw, plan.kept_columns, plan.workspace_chunk, keep=True)
         parts.append(running)
         kept = kept._replace(in_workspace=logits, tops=tops)
-    if kept_columns < vocabulary:
-        parts.append(over(kept_columns, vocabulary, plan.chunk(vocabulary))[0])
+    if plan.kept_columns < vocabulary:
+        parts.append(over(plan.kept_columns, vocabulary, plan.chunk(vocabulary))[0])
     return functools.reduce(combine, parts), kept
 
 
@@ -103,21 +99,8 @@ def _forward_over(
 
     def kernel(first: Array, size: int) -> Any:
         weight, columns = _chunk(inputs, options, first, size)
-        return forward_kernel(
-            rows.hidden,
-            weight,
-            rows.labels,
-            rows.in_tile,
-            rows.number,
-            columns,
-            inputs.temperature,
-            size=size,
-            tiles=sizes.tiles,
-            strip=sizes.strip(len(rows.labels), size),
-            softcap=options.softcap,
-            keep=keep,
-            buffer=buffer,
-        )
+        how: Any = {"size": size, "sizes": sizes, "softcap": options.softcap, "keep": keep, "buffer": buffer}
+        return forward_kernel(rows, weight, columns, inputs.temperature, **how)
 
     if inputs.weight.dtype == options.dtype:
         running, tops, logits = kernel(jnp.int32(first), last - first)
@@ -154,39 +137,26 @@ def backward(
     add: bool,
 ) -> Gradients:
     """dh, and dW written or added to `dw`, or written to the memory of dW where logits are kept there."""
-    sizes, layout = plan.sizes, plan.layout
+    sizes, in_dw = plan.sizes, plan.in_dw
     tiles, size = sizes.tiles, sizes.block(len(rows.labels))
     blocks, vocabulary = len(rows.labels) // size, len(inputs.weight)
-    factors = row_factors(inputs, options, rows, softmax, slopes)
+    factors = row_factors(softmax, softmax.top, slopes, inputs.temperature, options.softcap).where(rows.live)
     dh_sum = jax.new_ref(zeros(inputs, *rows.hidden.shape)) if options.wants_hidden else None
     if kept.in_dw is not None:
         assert dw is not None
         dw = kept_logits.as_dw(kept.in_dw, dw.dtype)
     dw_sum = None if dw is None else jax.new_ref(dw)
 
-    def chunk(first: Array, columns: int, read: _Read | None = None, into: Folded | None = None) -> None:
-        """Adds a chunk's part of the gradients; dy is made of what is `read`, or stored `into` another array."""
+    def chunk(first: Array, columns: int, read: _Read | None = None) -> None:
+        """Adds a chunk's part of the gradients; dy is made of logits that are `read`, or computed again."""
         weight, chunk = _chunk(inputs, options, first, columns)
 
         def block(i: Array, out: Any, chunk_of_out: Chunk, **how_to_add: Any) -> None:
             block = Block(i * size, jnp.clip(rows.number - i * size, 0, size))
             if read is None:
-                dy = logit_gradient(
-                    rows.hidden,
-                    weight,
-                    rows.labels,
-                    rows.in_tile,
-                    factors,
-                    block,
-                    chunk,
-                    inputs.temperature,
-                    size=(size, columns),
-                    strip=sizes.strip(size, columns),
-                    softcap=options.softcap,
-                    entropy=options.entropy_slopes,
-                    tiles=tiles,
-                    into=into,
-                )
+                how: Any = {"softcap": options.softcap, "entropy": options.entropy_slopes}
+                places = block, chunk, inputs.temperature
+                dy = logit_gradient(rows, weight, factors, *places, size=(size, columns), sizes=sizes, **how)
             else:
                 dy = _kept_logit_gradient(inputs, options, tiles, rows, factors, *read(block), block, chunk)
             if dh_sum is not None:
@@ -207,27 +177,23 @@ def backward(
 
     def chunk_in_dw(i: Array, _: None) -> None:
         def read(block: Block) -> tuple[Array, Array]:
-            logits = kept_logits.read_logits(dw_sum, layout, i * layout.chunk, block.first, size)
-            return logits, kept_logits.read_tops(dw_sum, layout, i * layout.chunk, tiles.columns)
+            logits = kept_logits.read_logits(dw_sum, in_dw, i * in_dw.chunk, block.first, size)
+            return logits, kept_logits.read_tops(dw_sum, in_dw, i * in_dw.chunk, tiles.columns)
 
-        chunk(i * layout.chunk, layout.chunk, read)
+        chunk(i * in_dw.chunk, in_dw.chunk, read)
 
     def chunk_in_workspace(i: Array, _: None) -> None:
-        first = layout.columns + i * plan.workspace_chunk
+        first = in_dw.columns + i * plan.workspace_chunk
         chunk(first, plan.workspace_chunk, lambda block: _read_workspace(kept, plan, i, block.first, size))
 
-    def chunk_with_dy_in_dw(i: Array, _: None) -> None:
-        into = Folded(dw_sum, plan.idle.first_row, plan.idle.rows)
-        chunk(kept_columns + i * plan.idle.chunk, plan.idle.chunk, into=into)
-
-    kept_columns, other_chunk = layout.columns + plan.workspace_columns, plan.chunk(vocabulary)
-    first_other = kept_columns + plan.idle.columns
-    others = max(0, -(-(vocabulary - first_other) // other_chunk))
+    other_chunk = plan.chunk(vocabulary)
     for number, body in (
-        (layout.columns // max(1, layout.chunk), chunk_in_dw),
+        (in_dw.columns // max(1, in_dw.chunk), chunk_in_dw),
         (plan.workspace_columns // max(1, plan.workspace_chunk), chunk_in_workspace),
-        (plan.idle.columns // max(1, plan.idle.chunk), chunk_with_dy_in_dw),
-        (others, lambda i, _: chunk(first_other + i * other_chunk, other_chunk)),
+        (
+            -(-max(0, vocabulary - plan.kept_columns) // other_chunk),
+            lambda i, _: chunk(plan.kept_columns + i * other_chunk, other_chunk),
+        ),
     ):
         if number:
             lax.fori_loop(0, number, body, None)
@@ -242,15 +208,6 @@ def _chunk(inputs: Inputs, options: Options, first: Array, size: int) -> tuple[F
         return inputs.weight, Chunk(first, first, columns)
     row = jnp.minimum(first + jnp.arange(size), len(inputs.weight) - 1)
     return inputs.weight[row].astype(options.dtype), Chunk(first, jnp.int32(0), columns)
-
-
-def row_factors(inputs: Inputs, options: Options, rows: Rows, softmax: Softmax, slopes: TokenLogprobs) -> RowFactors:
-    scale = 1 / inputs.temperature
-    by_p = slopes.lse - slopes.logprob - slopes.entropy * softmax.entropy
-    label = label_slope(softmax, slopes, inputs.temperature, options.softcap)
-    found = RowFactors(softmax.top, softmax.log_sum_e, by_p * scale, slopes.entropy * scale, label)
-    found = jax.tree.map(lambda x: jnp.where(rows.live, x, 0), found)
-    return found._replace(log_sum_e=jnp.where(rows.live, found.log_sum_e, _NEVER))
 
 
 def _read_workspace(
@@ -287,13 +244,13 @@ def _kept_logit_gradient(
     # Where no float16 is so low, and where there is no column: a probability of 0, and finite.
     below_BUT = jnp.maximum(below_BUT, -float(jnp.finfo(KEPT_DTYPE).max)) / inputs.temperature
     log_p_BUT = below_BUT + (top_UB - factors.top - factors.log_sum_e).T[:, :, None]
-    by_p_BUT = factors.by_p[:, None, None]
+    by_p_BUT = factors.at_p[:, None, None]
     if options.entropy_slopes:
-        by_p_BUT -= factors.entropy[:, None, None] * log_p_BUT
+        by_p_BUT += factors.at_p_log_p[:, None, None] * log_p_BUT
     if options.softcap is not None:
         z_BUT = below_BUT + top_UB.T[:, :, None]
         by_p_BUT *= 1 - (z_BUT * inputs.temperature / options.softcap) ** 2
     column_C = jnp.arange(size[1])
     hit_BC = column_C == (labels - chunk.first)[:, None]
-    dy_BC = jnp.where(hit_BC, factors.label[:, None], (jnp.exp(log_p_BUT) * by_p_BUT).reshape(size))
+    dy_BC = jnp.where(hit_BC, factors.at_label[:, None], (jnp.exp(log_p_BUT) * by_p_BUT).reshape(size))
     return jnp.where(live[:, None] & (column_C < chunk.columns), dy_BC, 0).astype(options.dtype)

@@ -13,7 +13,6 @@ The design is CUTLASS's cooperative persistent kernel. The hardware's part: PTX 
 Suffixes: R rows of a warpgroup's half of a tile, C columns of a tile, P columns of a piece of it.
 """
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -35,30 +34,10 @@ Scalar = Int[Array, ""]
 Ref = Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Folded:
-    """A matrix in the memory of a narrower array: groups of as many columns as that has, one group below the other."""
-
-    array: Ref
-    first_row: int  # the array's row where the first group begins
-    rows: int  # rows of the matrix
-
-    @property
-    def at(self) -> "Folded":
-        return self
-
-    def __getitem__(self, slices: tuple[Any, Any]) -> Ref:
-        """The ref of a slice of rows and columns that is within a group and begins at a multiple of PIECE columns."""
-        row, column = slices
-        piece, pieces = lax.div(column.start, jnp.int32(PIECE)), jnp.int32(self.array.shape[1] // PIECE)
-        first = self.first_row + lax.div(piece, pieces) * self.rows + row.start
-        return self.array.at[pl.ds(first, row.size), pl.ds(lax.rem(piece, pieces) * PIECE, column.size)]
-
-
 class Operand(NamedTuple):
     """A factor of the product in GPU memory: the result's rows (or columns) by the depth over which it is summed."""
 
-    ref: Ref  # or a `Folded`
+    ref: Ref
     depth_first: bool  # whether the array is [depth, rows or columns] instead of [rows or columns, depth]
     first: Scalar | int = 0  # the array's index of the first row (or column)
     first_depth: Scalar | int = 0

@@ -1,8 +1,4 @@
-"""Sizes of the Hopper kernels' tiles, chunks and strips.
-
-`tools/tune.py` writes measured sizes to `tiles.json`; other sizes follow from the number of multiprocessors and from
-bounds on memory.
-"""
+"""Sizes of the Hopper kernels' tiles, chunks and strips: by the number of multiprocessors and bounds on memory."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,7 +6,7 @@ from contextlib import contextmanager
 
 import jax.numpy as jnp
 
-from kernels.lm_head import target, timings
+from kernels.lm_head import target
 from kernels.lm_head.live_rows import round_up
 
 KEPT_DTYPE = jnp.dtype(jnp.float16)  # dtype of the logits that forward keeps
@@ -24,8 +20,8 @@ _SHARED_ROWS = 16 * 2**20  # bytes of hidden states that clusters share in the L
 _LAUNCHES = 1700  # a chunk's kernel launches, as depth that could be summed meanwhile: 20 us, an estimate
 _STAGE = 64 * 128  # bytes of a piece of a tile that is being stored: 64 rows of 128 bytes
 STAGES = 2  # number of pieces that a warpgroup stores at a time
+_MOST_CHUNK = 66 * 256  # columns
 _override: "Sizes | None" = None
-_TABLE: list[timings.Entry] | None = None  # in place of tiles.json, for trials of tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +55,6 @@ class Sizes:
 
     tiles: Tiles
     chunk: int  # columns of the vocabulary that backward takes at a time; whole tiles
-    most_chunk: int = 66 * 256  # columns of a chunk whose dy has room in the memory of dW, at most
     most_rows: int = 8192  # rows that backward takes at a time, at most
     default_rows: int = 1024  # rows whose logits are kept where the caller names no workspace
     wave_cost: int = 900
@@ -116,17 +111,12 @@ def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
     """The sizes for so many rows at a time; dy of a chunk may take `spare` bytes beyond `dy_bytes`."""
     if _override is not None:
         return _override
-    noted = measured(features) or {}
-    tiles = Tiles(**noted.get("tiles", {}))
+    tiles = Tiles()
     sizes = Sizes(tiles, tiles.columns)
     block = sizes.block(rows)
-    room = dy_bytes(block, features) + spare
-    most_chunk = sizes.most_chunk
-    if "chunk" in noted:  # smaller than the arithmetic's, and found faster
-        most_chunk = min(most_chunk, noted["shape"][0] * noted["chunk"] // block)
-    most = min(room // (2 * block * tiles.columns), most_chunk // tiles.columns, -(-vocabulary // tiles.columns))
-    chunks = [tiles.columns * number for number in range(1, max(most, 1) + 1)]
-    return Sizes(tiles, min(chunks, key=lambda chunk: sizes.cost(rows, features, vocabulary, chunk)), most_chunk)
+    most = min((dy_bytes(block, features) + spare) // (2 * block), _MOST_CHUNK, round_up(vocabulary, tiles.columns))
+    chunks = range(tiles.columns, max(most, tiles.columns) + 1, tiles.columns)
+    return Sizes(tiles, min(chunks, key=lambda chunk: sizes.cost(rows, features, vocabulary, chunk)))
 
 
 def dy_bytes(block: int, features: int) -> int:
@@ -138,12 +128,6 @@ def dy_bytes(block: int, features: int) -> int:
 def shared_blocks(tiles: Tiles, features: int) -> int:
     """Number of blocks of a cluster's rows whose strips are interleaved, so that the L2 cache holds all of them."""
     return max(1, _SHARED_ROWS // (2 * features * tiles.cluster_rows))
-
-
-def measured(features: int) -> timings.Entry | None:
-    """The entry that `tools/tune.py` noted on this kind of GPU, for the hidden size nearest in proportion."""
-    table, kind = timings.read("gpu") if _TABLE is None else _TABLE, target.device_kind()
-    return timings.nearest((x for x in table if x["engine"] == "mosaic_gpu" and x["device"] == kind), features)
 
 
 def overridden() -> bool:

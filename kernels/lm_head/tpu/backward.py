@@ -4,15 +4,13 @@
 transposed, W hᵀ, so that dW = dyᵀ h needs no transpose. `hidden_gradient` mirrors the forward kernel.
 `kept_weight_gradient` is the third product of the single pass.
 
-Suffixes as in `forward.py`. With p = exp(log p), log p = (y - top) / temperature - log_sum_e, all kernels compute
-
-    dy = dcap * p * (at_p + at_p_log_p * log p), but `at_label` in the label's column
-
-where dcap is the cap's derivative and the factors include 1 / temperature.
+Suffixes as in `forward.py`. With p = exp(log p), log p = (y - top) / temperature - log_sum_e, all kernels compute dy as
+`RowFactors` says; `top` is the maximum of y over the whole vocabulary.
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,63 +20,43 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Integer
 
 from kernels.lm_head import target
-from kernels.lm_head.contract import dot
+from kernels.lm_head.contract import Inputs, Options, dot, gradient_dtypes
+from kernels.lm_head.softmax import FLOOR, RowFactors, Softmax, TokenLogprobs, label_slope
 from kernels.lm_head.tpu.forward import (
     LOG2E,
     SUBLANES,
     Kept,
     cap_slope,
     kernel_call,
+    label_rows,
     lanes,
     live_block,
     live_tile,
     operands,
+    scalars,
     to_lanes,
     zero_tail,
 )
-from kernels.lm_head.tpu.others import FLOOR
-from kernels.lm_head.tpu.tiles import LANES, Case, Kernel, Tiles
+from kernels.lm_head.tpu.tiles import LANES, Tiles, case_of
 
-
-class RowFactors(NamedTuple):
-    """Each row's numbers that make dy of its logits. The last three include the factor 1 / temperature."""
-
-    top: Float[Array, "M"]  # the maximum of y over the whole vocabulary
-    log_sum_e: Float[Array, "M"]
-    at_p: Float[Array, "M"]
-    at_p_log_p: Float[Array, "M"] | None  # None: the loss doesn't depend on the entropy
-    at_label: Float[Array, "M"]  # includes the cap's derivative at the label
-
-    def packed(self) -> Float[Array, "8 M"]:
-        rows = [jnp.zeros_like(self.top) if x is None else x for x in self]
-        return jnp.stack(rows + [jnp.zeros_like(self.top)] * (SUBLANES - len(rows)))
+_FACTORS = len(RowFactors._fields)
 
 
 def weight_gradient(
-    hidden: Float[Array, "M D"],
-    weight: Float[Array, "V D"],
-    labels: Integer[Array, "M"],
-    number: Integer[Array, ""],
-    temperature: Float[Array, ""],
-    factors: RowFactors,
-    *,
-    tile: Tiles,
-    softcap: float | None,
-    dtype: jnp.dtype,
-    gradient: jnp.dtype,
+    inputs: Inputs, number: Integer[Array, ""], factors: RowFactors, options: Options, tile: Tiles
 ) -> Float[Array, "V D"]:
-    """dW from the rows [0, number); in later rows of their last block, factors must be 0 and log_sum_e large."""
-    case, typed = _prepared("weight", hidden, weight, weight.shape[0], dtype, gradient)
+    """dW from the rows [0, number); in later rows of their last block, factors must make every probability 0."""
+    hidden, weight, dtype = inputs.hidden, inputs.weight, options.dtype
     blocks, features = len(hidden) // tile.rows, hidden.shape[1]
     row_block = live_block(tile)
     return kernel_call(
         functools.partial(
-            _weight_kernel, tile=tile, softcap=softcap, dtype=dtype, entropy=factors.at_p_log_p is not None
+            _weight_kernel, tile=tile, softcap=options.softcap, dtype=dtype, entropy=options.entropy_slopes
         ),
-        case,
+        case_of(inputs, options, "weight"),
         tile,
         "head_weight_gradient",
-        out_shape=typed(weight.shape, gradient),
+        out_shape=_typed(inputs, weight.shape, gradient_dtypes(inputs, options)[1]),
         grid=(pl.cdiv(len(weight), tile.columns), blocks),
         in_specs=[
             pl.BlockSpec((tile.rows, features), lambda j, i, ints, _: (row_block(i, ints), 0)),
@@ -89,7 +67,7 @@ def weight_gradient(
         out_specs=pl.BlockSpec((tile.columns, features), lambda j, i, *_: (j, 0)),
         scratch={"sum": pltpu.VMEM((tile.columns, features), jnp.float32)}
         | operands(tile, features, hidden.dtype, weight.dtype, dtype),
-    )(number[None], (1 / temperature)[None], hidden, weight, labels[None], factors.packed())
+    )(*scalars(inputs, number), hidden, weight, inputs.labels[None], _packed(factors))
 
 
 def _weight_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype, entropy: bool) -> None:
@@ -108,7 +86,7 @@ def _weight_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
         h_RD, w_TD = scratch.get("hidden", hidden), scratch.get("weight", weight)
         if "hidden" in scratch:
             h_RD[...] = hidden[...].astype(dtype)
-        factors_1R = RowFactors(*(factors[pl.ds(n, 1), :] for n in range(5)))
+        factors_1R = RowFactors(*(factors[pl.ds(n, 1), :] for n in range(_FACTORS)))
 
         def products(s: int) -> Float[Array, "S R"]:
             return dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1), dtype)
@@ -130,32 +108,21 @@ def _weight_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
 
 
 def hidden_gradient(
-    hidden: Float[Array, "M D"],
-    weight: Float[Array, "V D"],
-    labels: Integer[Array, "M"],
-    number: Integer[Array, ""],
-    columns: Integer[Array, ""],
-    temperature: Float[Array, ""],
-    factors: RowFactors,
-    *,
-    tile: Tiles,
-    softcap: float | None,
-    dtype: jnp.dtype,
-    gradient: jnp.dtype,
+    inputs: Inputs, number: Integer[Array, ""], factors: RowFactors, options: Options, tile: Tiles
 ) -> Float[Array, "M D"]:
-    """dh of rows [0, number) from columns [0, columns); undefined in other rows."""
-    case, typed = _prepared("hidden", hidden, weight, weight.shape[0], dtype, gradient)
+    """dh of rows [0, number) from the columns of the vocabulary; undefined in other rows."""
+    hidden, weight, dtype = inputs.hidden, inputs.weight, options.dtype
     features = hidden.shape[1]
     tiles_of_weight = pl.cdiv(len(weight), tile.columns)
     row_block = live_block(tile)
     return kernel_call(
         functools.partial(
-            _hidden_kernel, tile=tile, softcap=softcap, dtype=dtype, entropy=factors.at_p_log_p is not None
+            _hidden_kernel, tile=tile, softcap=options.softcap, dtype=dtype, entropy=options.entropy_slopes
         ),
-        case,
+        case_of(inputs, options, "hidden"),
         tile,
         "head_hidden_gradient",
-        out_shape=typed(hidden.shape, gradient),
+        out_shape=_typed(inputs, hidden.shape, gradient_dtypes(inputs, options)[0]),
         grid=(len(hidden) // tile.rows, tiles_of_weight),
         in_specs=[
             pl.BlockSpec((tile.rows, features), lambda i, j, ints, _: (row_block(i, ints), 0)),
@@ -167,10 +134,10 @@ def hidden_gradient(
         scratch={
             "sum": pltpu.VMEM((tile.rows, features), jnp.float32),
             "label": pltpu.VMEM((tile.rows, LANES), jnp.int32),
-            "factors": pltpu.VMEM((5, tile.rows, LANES), jnp.float32),
+            "factors": pltpu.VMEM((_FACTORS, tile.rows, LANES), jnp.float32),
         }
         | operands(tile, features, hidden.dtype, weight.dtype, dtype),
-    )(jnp.stack([number, columns]), (1 / temperature)[None], hidden, weight, labels[None], factors.packed())
+    )(*scalars(inputs, number), hidden, weight, inputs.labels[None], _packed(factors))
 
 
 def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype, entropy: bool) -> None:
@@ -185,7 +152,7 @@ def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
         def _() -> None:
             scratch["sum"][...] = jnp.zeros(scratch["sum"].shape, jnp.float32)
             scratch["label"][...] = to_lanes(labels[...])
-            for n in range(5):
+            for n in range(_FACTORS):
                 scratch["factors"][n] = to_lanes(factors[pl.ds(n, 1), :])
             if "hidden" in scratch:
                 scratch["hidden"][...] = hidden[...].astype(dtype)
@@ -208,7 +175,7 @@ def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
             column_RS = lax.broadcasted_iota(jnp.int32, y_RS.shape, 1)
             y_RS = jnp.where(column_RS < ints[1] - first, y_RS, FLOOR)
             hit_RS = column_RS == lanes(scratch["label"][...] - first, step)
-            factors_RS = RowFactors(*(lanes(scratch["factors"][n], step) for n in range(5)))
+            factors_RS = RowFactors(*(lanes(scratch["factors"][n], step) for n in range(_FACTORS)))
             dy_RS = _dy(y_RS, hit_RS, scales[0], softcap, factors_RS, entropy)
             scratch["sum"][...] += dot(dy_RS.astype(dtype), w_TD[pl.ds(s * step, step), :], (1, 0), dtype)
 
@@ -218,7 +185,6 @@ def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
 
 
 def _dy(y: Array, hit: Array, scale: Array, softcap: float | None, factors: RowFactors, entropy: bool) -> Array:
-    assert factors.at_p_log_p is not None  # packed, it is zeros
     if entropy:
         log_p = (y - factors.top) * scale - factors.log_sum_e
         dy = jnp.exp2(log_p * LOG2E) * (factors.at_p + factors.at_p_log_p * log_p)
@@ -230,29 +196,24 @@ def _dy(y: Array, hit: Array, scale: Array, softcap: float | None, factors: RowF
 
 
 def kept_weight_gradient(
-    hidden: Float[Array, "M D"],
-    kept: Kept,
-    labels: Integer[Array, "M"],
+    inputs: Inputs,
     number: Integer[Array, ""],
-    temperature: Float[Array, ""],
     factors: RowFactors,
+    options: Options,
+    kept: Kept,
     so_far: Float[Array, "V D"] | None,
-    *,
-    vocabulary: int,
-    gradient: jnp.dtype,
 ) -> Float[Array, "V D"]:
-    """`so_far` (float32; None: 0), in its memory, plus dW of a wave's rows [0, number) from kept exponentials."""
-    dtype = kept.exponential.dtype
-    case, typed = _prepared("kept", hidden, kept.exponential, vocabulary, dtype, gradient)
-    features, tile = hidden.shape[1], kept.tile
-    columns, row_block = tile.columns, live_block(tile)
+    """dW of a wave's rows [0, number) from kept exponentials; or that plus `so_far` (float32), in its memory."""
+    hidden, dtype, tile = inputs.hidden, kept.exponential.dtype, kept.tile
+    features, columns, row_block = hidden.shape[1], tile.columns, live_block(tile)
+    dw_dtype = gradient_dtypes(inputs, options)[1] if so_far is None else so_far.dtype
     dw_tile = pl.BlockSpec((columns, features), lambda j, i, *_: (j, 0))
     return kernel_call(
         functools.partial(_kept_kernel, tile=tile, dtype=dtype),
-        case,
+        dataclasses.replace(case_of(inputs, options, "kept"), gradient=jnp.dtype(dw_dtype)),
         tile,
         "head_kept_weight_gradient",
-        out_shape=typed((vocabulary, features), gradient),
+        out_shape=_typed(inputs, inputs.weight.shape, dw_dtype),
         grid=(kept.exponential.shape[0] // columns, len(hidden) // tile.rows),
         in_specs=[
             pl.BlockSpec((tile.rows, features), lambda j, i, ints, _: (row_block(i, ints), 0)),
@@ -268,13 +229,12 @@ def kept_weight_gradient(
         # The interpreter, off the TPU, returns an aliased output with the last tile's padding.
         aliases={7: 0} if so_far is not None and target.platform() == "tpu" else {},
     )(
-        number[None],
-        (1 / temperature)[None],
+        *scalars(inputs, number),
         hidden,
         kept.exponential,
         kept.top,
-        labels[None],
-        factors.packed(),
+        inputs.labels[None],
+        _packed(factors),
         *([] if so_far is None else [so_far]),
     )
 
@@ -294,7 +254,7 @@ def _kept_kernel(*refs: Any, tile: Tiles, dtype: jnp.dtype) -> None:
         h_RD = scratch.get("hidden", hidden)
         if "hidden" in scratch:
             h_RD[...] = hidden[...].astype(dtype)
-        top_1R, log_sum_e_1R, at_p_1R, _, at_label_1R = (factors[pl.ds(n, 1), :] for n in range(5))
+        top_1R, log_sum_e_1R, at_p_1R, _, at_label_1R = (factors[pl.ds(n, 1), :] for n in range(_FACTORS))
         for s in range(columns // step):
             then_1R = kept_top[pl.ds(s, 1), :]
             factor_1R = at_p_1R * jnp.exp2(((then_1R - top_1R) * scales[0] - log_sum_e_1R) * LOG2E)
@@ -309,9 +269,27 @@ def _kept_kernel(*refs: Any, tile: Tiles, dtype: jnp.dtype) -> None:
         out[...] = scratch["sum"][...].astype(out.dtype)
 
 
-def _prepared(
-    kernel: Kernel, hidden: Array, other: Array, vocabulary: int, dtype: jnp.dtype, gradient: jnp.dtype
-) -> tuple[Case, Any]:
-    case = Case(kernel, len(hidden), vocabulary, hidden.shape[1], hidden.dtype, other.dtype, dtype, gradient)
-    typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
-    return case, typed
+def _typed(inputs: Inputs, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(inputs.hidden).manual_axis_type)
+
+
+def _packed(factors: RowFactors) -> Float[Array, "8 M"]:
+    """The factors as rows of one array, padded to whole sublanes."""
+    return jnp.stack([*factors, *[jnp.zeros_like(factors.top)] * (SUBLANES - _FACTORS)])
+
+
+def hidden_gradient_from_mean(
+    inputs: Inputs,
+    options: Options,
+    softmax: Softmax,
+    slopes: TokenLogprobs,
+    share: Float[Array, "N"],
+    mean: Float[Array, "N D"],
+) -> Float[Array, "N D"]:
+    """dh, float32, where the loss doesn't depend on the entropy, from E_q[W] and the probability of its columns.
+
+    The labels of `inputs` are negative where they are another shard's.
+    """
+    own = jnp.where(inputs.labels >= 0, label_slope(softmax, slopes, inputs.temperature, options.softcap), 0)
+    at_mean = share * (slopes.lse - slopes.logprob) / inputs.temperature
+    return at_mean[:, None] * mean + own[:, None] * label_rows(inputs.weight, inputs.labels, options.dtype)

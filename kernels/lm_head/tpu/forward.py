@@ -2,12 +2,13 @@
 
 A block of R rows of hidden states stays on the chip while the weight passes by in tiles. The kernel takes S columns of
 a tile at a time, transposed as in dW's kernel, so that a row's sums lie along lanes and cost no reduction across them:
-y = W hᵀ, then the running sums of `others.py`, then the sum of e W, where e = exp(z - maximum so far), rescaled when
+y = W hᵀ, then the running sums of `Others`, then the sum of e W, where e = exp(z - maximum so far), rescaled when
 the maximum rises, as in FlashAttention (arXiv:2205.14135, section 3.1). The MXU computes the next S columns of y
 meanwhile. Where there is no second product, a tile's last columns wait for the next tile's products.
 
-The label's column is left out of all sums; its logit is a product with the gathered row of W. So 1 - p of a label with
-p near 1 loses nothing to rounding. Blocks of rows past `number` cost nothing.
+The label's column is left out of all sums; its logit is a product with the gathered row of W. Where the label's p is
+near 1, the sum of the others' exponentials has all of its digits, which a sum that includes the label's has lost. So
+1 - p, and what follows from it, is as exact as the logits are. Blocks of rows past `number` cost nothing.
 
 Suffixes: R rows of a block, T columns of a tile, S columns of a step, C groups of 8 columns, 8 or 1 sublanes, L the 128
 lanes; M all rows, D features, V vocabulary. A row's sums are repeated in all sublanes or spread over them, and added up
@@ -27,13 +28,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Integer
 
-from kernels.lm_head.contract import dot
+from kernels.lm_head.contract import Inputs, Options, dot, number_of_columns
+from kernels.lm_head.softmax import FLOOR, Softmax
 from kernels.lm_head.tpu import tiles
-from kernels.lm_head.tpu.others import FLOOR, Others
-from kernels.lm_head.tpu.tiles import LANES, Case, Tiles
+from kernels.lm_head.tpu.tiles import LANES, Case, Tiles, case_of
 
 SUBLANES = 8
 LOG2E = math.log2(math.e)
+
+
+class Others(NamedTuple):
+    """Sums over all columns but the label's, in units of y, with e = exp((y - top) / temperature)."""
+
+    top: Float[Array, "R"]  # the maximum of y; FLOOR where there is no such column, and the sums then mean nothing
+    sum_e: Float[Array, "R"]
+    sum_e_y: Float[Array, "R"]  # the sum of e (y - top)
+    label: Float[Array, "R"]  # the label's y; FLOOR where the label is in none of these columns
 
 
 class Kept(NamedTuple):
@@ -47,27 +57,21 @@ class Kept(NamedTuple):
 
 
 def forward(
-    hidden: Float[Array, "M D"],
-    weight: Float[Array, "V D"],
-    labels: Integer[Array, "M"],
+    inputs: Inputs,
     number: Integer[Array, ""],
-    columns: Integer[Array, ""],
-    temperature: Float[Array, ""],
+    options: Options,
     *,
     tile: Tiles,
-    softcap: float | None,
-    dtype: jnp.dtype,
-    mean: jnp.dtype | None = None,
+    mean: Any = None,
     keep: bool = False,
 ) -> tuple[Others, Float[Array, "M D"] | None, Kept | None]:
-    """Sums of rows [0, number) over columns [0, columns), E_q[W], and with `keep` exponentials.
+    """Sums of rows [0, number) over the vocabulary, E_q[W], and with `keep` exponentials.
 
     The results of other rows are undefined. `mean` is the dtype of E_q[W], the sum of q W over these columns, times the
     cap's slope, if any; None: it isn't computed. A label outside of these columns must be negative.
     """
+    hidden, weight, labels, dtype, softcap = inputs.hidden, inputs.weight, inputs.labels, options.dtype, options.softcap
     rows, features = hidden.shape
-    gradient, sizes = jnp.dtype(mean or hidden.dtype), (rows, len(weight), features)
-    case = Case("forward", *sizes, hidden.dtype, weight.dtype, dtype, gradient, mean is not None, keep)
     blocks, tiles_of_weight = pl.cdiv(rows, tile.rows), pl.cdiv(len(weight), tile.columns)
     typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
     row_block = live_block(tile)
@@ -95,7 +99,7 @@ def forward(
     scratch |= operands(tile, features, hidden.dtype, weight.dtype, dtype)
     out = kernel_call(
         functools.partial(_kernel, tile=tile, softcap=softcap, dtype=dtype),
-        case,
+        case_of(inputs, options, "forward", mean, keep),
         tile,
         "head_forward" + ("_mean" if mean is not None else "") + ("_keep" if keep else ""),
         out_shape={name: shape for name, (shape, _) in outputs.items()},
@@ -107,12 +111,33 @@ def forward(
         ],
         out_specs={name: spec for name, (_, spec) in outputs.items()},
         scratch=scratch,
-    )(jnp.stack([number, columns]), (1 / temperature)[None], hidden, weight, labels[None])
+    )(*scalars(inputs, number), hidden, weight, labels[None])
     kept = Kept(out["kept"], out["kept_top"], tile) if keep else None
     y = (as_operand(hidden, dtype) * label_rows(weight, labels, dtype)).sum(axis=1)
     y = y if softcap is None else softcap * jnp.tanh(y / softcap)
     top, sum_e, sum_e_y = out["sums"][:3]
     return Others(top, sum_e, sum_e_y, jnp.where(labels >= 0, y, FLOOR)), out.get("mean"), kept
+
+
+def finish(others: Others, inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "R"], Float[Array, "R"]]:
+    """The softmax over the columns of all shards of the vocabulary; its maximum in units of y; this device's share.
+
+    The share is the probability of this device's columns but the label's. All are 0 at rows that don't count. Devices
+    exchange two maxima and two sums a row.
+    """
+    scale, axis = 1 / inputs.temperature, options.vocabulary_axis
+    top, label = (others.top, others.label) if axis is None else lax.pmax((others.top, others.label), axis)
+    highest = jnp.maximum(top, label)
+    shift, label_z = (others.top - highest) * scale, (label - highest) * scale
+    sum_e = own = jnp.exp(shift) * others.sum_e
+    sum_e_z = jnp.exp(shift) * (others.sum_e_y * scale + shift * others.sum_e)
+    if axis is not None:
+        sum_e, sum_e_z = lax.psum((sum_e, sum_e_z), axis)
+    # Where the label is the maximum, this is log(1 + sum_e), and expm1 is 0.
+    log_sum_e = jnp.log1p(sum_e + jnp.expm1(label_z))
+    entropy = log_sum_e - (sum_e_z + jnp.exp(label_z) * label_z) * jnp.exp(-log_sum_e)
+    softmax = Softmax(highest * scale, log_sum_e, jnp.where(label == FLOOR, -highest * scale, label_z), entropy)
+    return jax.tree.map(lambda x: jnp.where(inputs.live, x, 0), (softmax, highest, own * jnp.exp(-log_sum_e)))
 
 
 def label_rows(weight: Float[Array, "V D"], labels: Integer[Array, "M"], dtype: jnp.dtype) -> Float[Array, "M D"]:
@@ -221,6 +246,11 @@ def _kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype) ->
 
 
 # --- shared with the backward kernels -----------------------------------------------------------------------------
+
+
+def scalars(inputs: Inputs, number: Integer[Array, ""]) -> tuple[Integer[Array, "2"], Float[Array, "1"]]:
+    """The scalars of a kernel: how many rows and how many columns count, and 1 / temperature."""
+    return jnp.stack([number, number_of_columns(inputs)]), (1 / inputs.temperature)[None]
 
 
 def kernel_call(

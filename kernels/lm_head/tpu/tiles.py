@@ -1,20 +1,20 @@
 """Tile sizes of the TPU kernels: the on-chip memory (VMEM) that each takes, term by term, and the best that fit.
 
 A block of hidden states meets a tile of the weight; within a tile, the softmax takes `step` columns at a time.
-`tools/tune.py` writes measured sizes to `tiles.json`; other sizes follow from the arithmetic below.
 """
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.lm_head import timings
+from kernels.lm_head.contract import Inputs, Options, gradient_dtypes
+from kernels.lm_head.live_rows import round_up
 
-Kernel = Literal["forward", "hidden", "weight", "kept"]
+KernelName = Literal["forward", "hidden", "weight", "kept"]
 """forward: statistics, with or without E_q[W]; hidden: dh; weight: dW; kept: dW from exponentials that were kept."""
 
 LANES = 128
@@ -42,7 +42,7 @@ class Tiles:
 class Case:
     """A kernel, and the sizes and dtypes of its arguments: the choice of tiles depends on these."""
 
-    kernel: Kernel
+    kernel: KernelName
     tokens: int
     vocabulary: int
     features: int
@@ -54,17 +54,27 @@ class Case:
     keep: bool = False  # forward: whether it keeps exponentials
 
 
-_override: Tiles | None = None
+def case_of(inputs: Inputs, options: Options, kernel: KernelName, mean: Any = None, keep: bool = False) -> Case:
+    """The case of a kernel that is given these arguments; `mean` is the dtype of E_q[W], None where there is none."""
+    dh, dw = gradient_dtypes(inputs, options)
+    gradient = {"forward": jnp.dtype(mean or dh), "hidden": dh}.get(kernel, dw)
+    tokens, (vocabulary, features) = len(inputs.labels), inputs.weight.shape
+    hidden, weight = jnp.dtype(inputs.hidden.dtype), jnp.dtype(inputs.weight.dtype)
+    return Case(kernel, tokens, vocabulary, features, hidden, weight, options.dtype, gradient, mean is not None, keep)
+
+
+_override: dict[KernelName | None, Tiles] = {}  # by kernel; None: for every kernel
 _call_rows: int | None = None
-_TABLE: list[timings.Entry] | None = None  # in place of tiles.json, for trials of tiles
 
 
 @contextlib.contextmanager
-def override(*, rows: int, columns: int, step: int | None = None, call: int | None = None) -> Iterator[None]:
-    """Within the context, every kernel is traced with these tiles, `call` rows a call: for tests and trying sizes."""
+def override(
+    *, rows: int, columns: int, step: int | None = None, call: int | None = None, kernel: KernelName | None = None
+) -> Iterator[None]:
+    """Within the context, one kernel or all are traced with these tiles, `call` rows a call: for tests and trials."""
     global _override, _call_rows
     previous = _override, _call_rows
-    _override, _call_rows = Tiles(rows, columns, step or columns), call
+    _override, _call_rows = {kernel: Tiles(rows, columns, step or columns)}, call
     try:
         yield
     finally:
@@ -73,7 +83,7 @@ def override(*, rows: int, columns: int, step: int | None = None, call: int | No
 
 def terms(case: Case, tiles: Tiles) -> dict[str, int]:
     """Bytes of VMEM that a kernel takes, by purpose. Blocks that stream in or out have two buffers."""
-    rows, columns, features = tiles.rows, tiles.columns, padded(case.features)
+    rows, columns, features = tiles.rows, tiles.columns, round_up(case.features, LANES)
     row_vector, logits = 4 * 8 * rows, 4 * rows * tiles.step
     wide = 4 * rows * features
     found = {"hidden block": 2 * case.hidden.itemsize * rows * features, "labels and row vectors": 4 * row_vector}
@@ -136,9 +146,9 @@ def products(case: Case) -> int:
 
 def choose(case: Case) -> Tiles:
     """The tiles for a kernel on the TPU that is traced for; a ValueError names the largest term where none fit."""
-    if _override is not None:
-        return _override
-    found = _listed(case) or best(case, vmem())
+    if found := _override.get(case.kernel) or _override.get(None):
+        return found
+    found = best(case, vmem())
     if found is None:
         smallest = terms(case, Tiles(_ROWS[-1], _COLUMNS[-1], _COLUMNS[-1]))
         name = max(smallest, key=lambda term: smallest[term])
@@ -194,8 +204,8 @@ def _overlap(tiles: Tiles) -> tuple[int, ...]:
 def candidates(case: Case, capacity: int) -> list[Tiles]:
     """All tilings that fit, none larger than the case itself."""
     # Cores share out the blocks of rows, in the kernels of dW the tiles of columns.
-    rows_needed = padded(-(-case.tokens // cores()) if case.kernel in ("forward", "hidden") else case.tokens)
-    columns_needed = padded(case.vocabulary)
+    rows_needed = round_up(-(-case.tokens // cores()) if case.kernel in ("forward", "hidden") else case.tokens, LANES)
+    columns_needed = round_up(case.vocabulary, LANES)
     fit = []
     for rows in _ROWS:
         for columns in _COLUMNS:
@@ -222,49 +232,19 @@ def limit(case: Case, tiles: Tiles) -> int:
 
 def vmem() -> int:
     """Bytes of VMEM of the TPU that is being traced for; where that isn't known, those of the smallest TPU."""
-    return 64 * _MIB if chip() is None else pltpu.get_tpu_info().vmem_capacity_bytes
+    found = _info()
+    return 64 * _MIB if found is None else found.vmem_capacity_bytes
 
 
 def cores() -> int:
     """Number of cores of the TPU that is being traced for, as JAX counts devices: a v4 and a v5p have two."""
-    return 1 if chip() is None else pltpu.get_tpu_info().num_cores
+    found = _info()
+    return 1 if found is None else found.num_cores
 
 
-def chip() -> str | None:
+def _info() -> Any:
     """The TPU that is being traced for: the mesh's, else the machine's own; None if JAX doesn't know it."""
     try:
-        return str(pltpu.get_tpu_info().chip_version)
+        return pltpu.get_tpu_info()
     except ValueError:
         return None
-
-
-def padded(n: int) -> int:
-    return -(-n // LANES) * LANES
-
-
-def table() -> list[timings.Entry]:
-    """What `tools/tune.py` noted, for all chips."""
-    return timings.read("tpu") if _TABLE is None else _TABLE
-
-
-def measured(features: int, product: jnp.dtype) -> timings.Entry | None:
-    """The entry on this kind of TPU that times a loss and its gradients, for the nearest hidden size."""
-    known = {"device": chip(), "dtype": str(product)}
-    entries = (x for x in table() if known.items() <= x.items() and "no workspace" in x.get("each", ()))
-    return timings.nearest(entries, features)
-
-
-def _listed(case: Case) -> Tiles | None:
-    key = {
-        "device": chip(),
-        "kernel": case.kernel,
-        "mean": case.mean,
-        "keep": case.keep,
-        "dtype": str(case.product),
-        "features": case.features,
-    }
-    for entry in table():
-        tiles = Tiles(**entry["tiles"])
-        if all(entry.get(name) == value for name, value in key.items()) and _fits(case, tiles, vmem()):
-            return tiles
-    return None
