@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from mllm import errors
-from mllm.data import records
+from mllm.data.formats import messages_of
+from mllm.data.records import file_records
 from mllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -98,10 +99,10 @@ def read_prompts(options: argparse.Namespace) -> list[Chat]:
     if options.prompt is not None:
         return [[{"role": "user", "content": options.prompt}]]
     chats = []
-    for place, record in records.json_lines(options.prompts, "--prompts") if options.prompts else ():
+    for place, record in file_records(options.prompts, "--prompts") if options.prompts else ():
         if isinstance(record, UserError):
             raise record
-        chat = records.messages_of(place, record, needs_answer=False)
+        chat = messages_of(place, record, needs_answer=False)
         while chat and chat[-1]["role"] == "assistant":
             chat.pop()
         if not chat:

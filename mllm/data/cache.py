@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,8 @@ from jax.errors import JaxRuntimeError
 from tqdm import tqdm
 
 from mllm.config.data import DataConfig
-from mllm.data.blocks import Content, share, stamps_of
-from mllm.data.documents import Documents, Origin, Size
-from mllm.data.records import bad_lines
+from mllm.data.documents import Documents, Size
+from mllm.data.records import Content, Origin, bad_lines
 from mllm.data.tokenizing import FEW, Document, Encoded, encode_blocks
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Tokenizer
@@ -79,32 +78,22 @@ class CachedDocuments(Documents):
 def cached_documents(origin: Origin, config: DataConfig, tokenizer: Tokenizer) -> CachedDocuments:
     """All examples of files or a hub id; a warning counts those that were skipped or cut.
 
-    UserError is raised if the source can't be read, has no example, or a line of it is bad and not to be skipped.
+    All processes must call it inside of `raise_everywhere`. UserError is raised if the source can't be read or differs
+    between processes, has no example, or a line of it is bad and not to be skipped.
     """
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "mllm")
     caches = Path(os.path.expanduser(config.cache or default))
     content = origin.content()
+    contents = gather_inside(content)
+    if odd := [process for process, other in enumerate(contents) if other != contents[0]]:
+        which = f"process {odd[0]} and process 0 have different examples"
+        raise UserError(f"{origin.key}: {which}: give all the same data")
     settings = [VERSION, content.digest, tokenizer_digest(tokenizer), config.max_length, config.on_bad_line]
     folder = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
     summary = read_summary(folder)
-    found = gather_inside(summary is not None)
-    together = len(found) > 1 and not all(found)
-    if summary is None or together:
+    while not all(gather_inside(summary is not None)):
         try:
-            if together:
-                own = origin.blocks(content, share(process_index(), process_count()))
-                encoded = exchange(encode_blocks(tokenizer, config.max_length, own))
-                with locked(folder, wait=False) as locks:
-                    if summary is None and locks:
-                        summary = make(folder, origin, config, encoded, content)
-                    else:
-                        deque(encoded, maxlen=0)
-                gather_inside(None)  # all caches are made
-                summary = summary or read_summary(folder)
-            if summary is None:
-                with locked(folder):
-                    blocks = encode_blocks(tokenizer, config.max_length, origin.blocks(content, share(0, 1)))
-                    summary = read_summary(folder) or make(folder, origin, config, chain.from_iterable(blocks), content)
+            make_together(folder, origin, config, tokenizer, content)
         except JaxRuntimeError:  # another process was lost
             raise
         except (OSError, RuntimeError) as error:  # array_record's are RuntimeErrors
@@ -112,10 +101,30 @@ def cached_documents(origin: Origin, config: DataConfig, tokenizer: Tokenizer) -
             raise UserError(
                 f"data.cache: {caches} can't be written ({reason}): make room, or set data.cache to another folder"
             ) from None
+        summary = read_summary(folder)
+    assert summary is not None
     for name, what in (("skipped", "bad lines were skipped"), ("cut", "examples were cut at data.max_length")):
         if summary[name]:
             log.warning("%s: %s: %d %s", origin.key, origin.source, summary[name], what)
     return CachedDocuments(folder, summary)
+
+
+def make_together(folder: Path, origin: Origin, config: DataConfig, tokenizer: Tokenizer, content: Content) -> None:
+    """Make the cache that some process lacks, each process a share of it, or wait for another run that makes it.
+
+    One process of each machine writes it.
+    """
+    own = islice(origin.blocks(), process_index(), None, process_count())
+    encoded = exchange(encode_blocks(tokenizer, config.max_length, own))
+    with locked(folder, wait=False) as has_lock:
+        if has_lock and read_summary(folder) is None:
+            make(folder, origin, config, encoded, content)
+        elif process_count() > 1:
+            deque(encoded, maxlen=0)
+    gather_inside(None)  # the caches of this run are made
+    if not has_lock:
+        with locked(folder, wait=True):
+            pass
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
@@ -131,20 +140,18 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def make(
-    folder: Path, origin: Origin, config: DataConfig, encoded: Iterator[Encoded], content: Content
-) -> dict[str, Any]:
-    """Write the documents of the source, whose content is given, in place of a damaged cache; returns its summary."""
+def make(folder: Path, origin: Origin, config: DataConfig, encoded: Iterator[Encoded], content: Content) -> None:
+    """Write the cache of a source with this content, in place of a damaged one."""
     if folder.exists():
         log.warning("data.cache: %s is damaged, and made again", folder)
-    if content.records > FEW:
-        print(f"{origin.key}: tokenizing {content.records:,} records of {origin.source} into {folder}", file=sys.stderr)
+    if content.lines > FEW:
+        print(f"{origin.key}: tokenizing {content.lines:,} lines of {origin.source} into {folder}", file=sys.stderr)
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left
     unfinished.mkdir()
     try:
-        summary = write_documents(unfinished, origin, config, encoded, content.records)
-        if stamps_of(origin.paths(), origin.key) != content.stamps:
+        summary = write_documents(unfinished, origin, config, encoded, content.lines)
+        if origin.content() != content:
             raise UserError(f"{origin.key}: {origin.source} has changed while it was read: start again")
         text = json.dumps(summary | {"digests": {name: file_digest(unfinished / name) for name in (RECORDS, SIZES)}})
         (unfinished / SUMMARY).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
@@ -152,15 +159,14 @@ def make(
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return summary
 
 
 def write_documents(
-    folder: Path, origin: Origin, config: DataConfig, encoded: Iterator[Encoded], count: int
+    folder: Path, origin: Origin, config: DataConfig, encoded: Iterator[Encoded], lines: int
 ) -> dict[str, Any]:
     """Write documents and sizes. Returns a hash of the documents and how many records were skipped or cut."""
     content, bad, cut = hashlib.sha256(), list[tuple[str, UserError]](), 0
-    bar = tqdm(encoded, "tokenizing", count or None, unit=" records", dynamic_ncols=True, delay=1, disable=None)
+    bar = tqdm(encoded, "tokenizing", lines or None, unit=" records", dynamic_ncols=True, delay=1, disable=None)
     with ExitStack() as stack:
         writer = stack.enter_context(closing(ArrayRecordWriter(str(folder / RECORDS), "group_size:1")))
         sizes = stack.enter_context((folder / SIZES).open("wb"))
@@ -194,10 +200,10 @@ def exchange(own: Iterator[list[Encoded]]) -> Iterator[Encoded]:
 
 
 @contextmanager
-def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
+def locked(folder: Path, wait: bool) -> Iterator[bool]:
     """Hold the cache's lock, which the system releases when the process ends, however it ends.
 
-    Unless it is to `wait`, it may not get the lock: it says whether it has.
+    Unless it is to `wait`, it may not get the lock: the value says whether it has.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as file:

@@ -1,20 +1,15 @@
 """SFT's examples in tokens: what a batch is planned from, their sizes, apart from what only its own process reads."""
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from mllm.config.data import names_files
-from mllm.data.blocks import Content, file_blocks, read_content, runs
 from mllm.data.iteration import CACHED_EXAMPLES
 from mllm.data.permutation import permute_index
-from mllm.data.records import FORMATS, Placed, Wanted, file_paths, hub_rows, hub_split
 from mllm.data.tasks.task import Task
 from mllm.data.tokenizing import Document, encode_document
 from mllm.errors import UserError
@@ -100,42 +95,6 @@ class Part(Documents):
 
     def read(self, indices: Sequence[int]) -> list[Document]:
         return self.documents.read([int(self.indices[index]) for index in indices])
-
-
-class Origin(NamedTuple):
-    """Where records come from, and the setting that says so."""
-
-    key: str
-    source: str
-    subset: str | None = None
-    split: str = "train"
-
-    def is_files(self) -> bool:
-        """Whether files are meant, and no hub id; UserError where it is a folder."""
-        if os.path.isdir(self.source):
-            raise UserError(f"{self.key}: {self.source} is a folder: give {FORMATS}, or a hub id")
-        return names_files(self.source) or os.path.exists(self.source)
-
-    def rows(self) -> Any:
-        """The rows of the hub id's split."""
-        return hub_split(self.source, self.subset, self.split, self.key)
-
-    def paths(self) -> list[Path]:
-        """The files that hold the records."""
-        if self.is_files():
-            return file_paths(self.source, self.key)
-        return [Path(file["filename"]) for file in self.rows().cache_files]
-
-    def content(self) -> Content:
-        """What is in the files; UserError as by `read_content`, whose digest is extended by what was chosen of them."""
-        found = read_content(self.paths(), self.key)
-        return found if self.is_files() else found._replace(digest=f"{self.subset} {self.split} {found.digest}")
-
-    def blocks(self, content: Content, wanted: Wanted) -> Iterator[list[Placed]]:
-        """The records of the wanted blocks; UserError where they can't be read."""
-        if self.is_files():
-            return file_blocks(self.paths(), content.newlines, self.key, wanted)
-        return runs(hub_rows(self.source, self.subset, self.split, self.key), wanted)
 
 
 def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:

@@ -1,37 +1,56 @@
-"""The formats of SFT's records, and the tokens that each makes; TRL's dataset formats, ShareGPT's, and plain questions.
+"""What a record may hold: texts, and chats in TRL's form, ShareGPT's or as a question with its answer."""
 
-A chat is rendered by the tokenizer's template; texts are taken as they are, with an end of sequence.
-"""
+import re
 
-from typing import Any
-
-from mllm.data.records import Record, messages_of, text, turns
+from mllm.data.records import Record
 from mllm.errors import UserError
-from mllm.model.tokenizer import Tokenizer, encode_example, encode_text
+
+ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
+"""The role that a name means; the last two are ShareGPT's."""
 
 
-def encode_record(tokenizer: Tokenizer, place: str, record: Record) -> tuple[list[int], list[bool]]:
-    """The ids of a record, and which of them are learned; UserError, which names the place, where it is in no format.
+def text(place: str, record: Record, key: str) -> str:
+    """`record[key]`; UserError unless it is a string that isn't blank."""
+    if key not in record:
+        raise UserError(f"{place}: {key} is missing")
+    value = record[key]
+    if not isinstance(value, str):
+        raise UserError(f"{place}: {key} must be a string, got {type(value).__name__}")
+    if not value.strip():
+        raise UserError(f"{place}: {key} is empty")
+    if half := re.search("[\ud800-\udfff]", value):
+        raise UserError(f"{place}: {key} holds {half.group()!r}, which is half a character")
+    return value
 
-    `messages`, `conversations`, `question` and `answer`: the assistant's turns are learned. `prompt` and `completion`:
-    the completion is, be they texts or lists of messages. `text`: every token is. The first of these that a record has
-    counts.
+
+def messages_of(place: str, record: Record, needs_answer: bool = True) -> list[dict[str, str]]:
+    """The chat in a record: `messages`, `conversations` (ShareGPT's), or `question` and `answer`; else UserError.
+
+    If it `needs_answer`, the assistant must have a message, else there may be none, nor an `answer`.
     """
-    if not {"messages", "conversations", "question"}.isdisjoint(record):
-        pieces: tuple[Any, ...] = (encode_example, messages_of(place, record))
-    elif isinstance(record.get("prompt"), list):
-        prompt = turns(place, record, "prompt")
-        completion = messages_of(place, {"messages": record.get("completion", [])})
-        pieces = (encode_example, prompt + completion, len(prompt))
-    elif "completion" in record:
-        pieces = (encode_text, text(place, record, "prompt"), text(place, record, "completion"))
-    elif "text" in record:
-        pieces = (encode_text, "", text(place, record, "text"))
-    else:
-        known = "messages, conversations, question and answer, prompt and completion, text"
-        raise UserError(f"{place}: none of {known} is there")
-    encode, *arguments = pieces
-    try:
-        return encode(tokenizer, *arguments)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
+    if "messages" in record or "conversations" in record:
+        chat = turns(place, record, "messages" if "messages" in record else "conversations")
+        if needs_answer and all(message["role"] != "assistant" for message in chat):
+            raise UserError(f"{place}: no message is the assistant's, so there is nothing to learn")
+        return chat
+    if "question" not in record:
+        raise UserError(f"{place}: neither messages nor question{' and answer' * needs_answer} are there")
+    chat = [{"role": "user", "content": text(place, record, "question")}]
+    if needs_answer or "answer" in record:
+        chat.append({"role": "assistant", "content": text(place, record, "answer")})
+    return chat
+
+
+def turns(place: str, record: Record, key: str) -> list[dict[str, str]]:
+    """The messages in `record[key]`, objects with role and content, or with ShareGPT's from and value."""
+    messages = record[key]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise UserError(f"{place}: {key} must be a list of objects with role and content")
+    chat = []
+    for message in messages:
+        names = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
+        role, content = (text(place, message, name) for name in names)
+        if (known := ROLES.get(role)) is None:
+            raise UserError(f"{place}: role {role!r} is none of system, user and assistant")
+        chat.append({"role": known, "content": content})
+    return chat

@@ -1,52 +1,112 @@
-"""Records of text data: lines and rows of files, rows of a data set on the hub, and the chats in them.
+"""Records of text data: lines and rows of files, and rows of a data set on the hub, each with its place.
 
-Each record comes with its place (`train.jsonl:17`). Blank lines are no records, but count in the lines' numbers.
+Several processes share the work by blocks of records: each reads all of the files, which is fast, and parses and
+tokenizes its own blocks, which is slow. Blank lines are no records, but count in the lines' numbers.
 """
 
 import glob
 import gzip
-import io
+import hashlib
 import json
 import os
-import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain, repeat
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mllm.bucket import is_bucket
+from mllm.config.data import names_files
 from mllm.errors import UserError, brief
 from mllm.fetch import fetch_files
 
 T = TypeVar("T")
 Record = dict[str, Any]
 Records = Iterator[tuple[str, Record | UserError]]
-Placed = tuple[str, bytes | Record]
-"""A record with its place; that of a file of JSON lines may not be parsed yet."""
-Wanted = Iterator[bool]
-"""Says of one block of records after the other whether this process reads it."""
+"""Records with their places, `train.jsonl:17`, or what is wrong with them."""
 
 FORMATS = "a file of JSON lines (.jsonl, .jsonl.gz) or .parquet"
 LISTED_PLACES = 20
 """How many bad lines an error lists."""
-
-ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
-"""The role that a name means; the last two are ShareGPT's."""
-
-ROWS_BYTES, MOST_ROWS = 2**20, 1024
-"""About the uncompressed bytes of a block of a parquet file, and the limit to its rows."""
-
+BLOCK_BYTES, BLOCK_ROWS = 2**16, 64
+"""About the bytes of a block of lines, and the rows of a block of a table."""
 LONGEST_LINE = 2**23
 """The limit to a line's bytes: about a million tokens, each of which takes a hundred bytes for a moment."""
 
 
-def sound_records(
-    records: Iterable[tuple[str, Record | UserError]],
-    key: str,
-    read: Callable[[str, Record], T] = lambda place, record: (place, record),  # type: ignore[assignment,return-value]
-) -> Iterator[T]:
+class Block(NamedTuple):
+    """Records that follow each other in a file or a data set, and that one process parses."""
+
+    source: str
+    first: int
+    """The number of the first line or row."""
+    rows: Any
+    """Lines in bytes, or rows: a list, or pyarrow's RecordBatch."""
+
+    def records(self) -> Records:
+        """The records; rows lack what is null in them, where every column of a table has a value or null."""
+        rows = self.rows if isinstance(self.rows, list) else self.rows.to_pylist()
+        for number, row in enumerate(rows, self.first):
+            place = f"{self.source}:{number}"
+            if not isinstance(row, bytes):
+                yield place, {name: value for name, value in row.items() if value is not None}
+            elif row.strip():
+                yield place, parse(place, row)
+
+
+class Content(NamedTuple):
+    """What is in some files."""
+
+    digest: str
+    lines: int
+    """The number of line ends; 0 where lines are no records."""
+
+
+class Origin(NamedTuple):
+    """Where records come from, and the setting that says so."""
+
+    key: str
+    source: str
+    subset: str | None = None
+    split: str = "train"
+
+    def is_files(self) -> bool:
+        """Whether files are meant, and no hub id; UserError where it is a folder."""
+        if os.path.isdir(self.source):
+            raise UserError(f"{self.key}: {self.source} is a folder: give {FORMATS}, or a hub id")
+        return names_files(self.source) or os.path.exists(self.source)
+
+    def content(self) -> Content:
+        """What is in the files, and what is chosen of them; UserError where they can't be had or read."""
+        if self.is_files():
+            return content_of(file_paths(self.source, self.key), self.key)
+        files = hub_split(self.source, self.subset, self.split, self.key).cache_files
+        found = content_of([Path(file["filename"]) for file in files], self.key)
+        return Content(f"{self.subset} {self.split} {found.digest}", 0)
+
+    def blocks(self) -> Iterator[Block]:
+        """All blocks; UserError where they can't be had or read."""
+        if self.is_files():
+            return file_blocks(self.source, self.key)
+        return hub_blocks(self.source, self.subset, self.split, self.key)
+
+
+def content_of(paths: list[Path], key: str) -> Content:
+    """The content of files; UserError, which names the setting `key`, where one can't be read."""
+    digest, lines = hashlib.sha256(), 0
+    for path in paths:
+        kind = path.suffix if path.suffix in (".gz", ".parquet") else ""  # the same bytes, read in another way
+        found = hashlib.sha256(kind.encode())
+        with open_file(path, key, compressed=True) as file:
+            while piece := file.read(2**20):
+                found.update(piece)
+                lines += 0 if kind else piece.count(b"\n")
+        digest.update(found.digest())
+    return Content(digest.hexdigest(), lines)
+
+
+def sound_records(records: Records, key: str, read: Callable[[str, Record], T]) -> Iterator[T]:
     """`read(place, record)` for each record, without those that are bad or that `read` raises a UserError for.
 
     After the last one all bad lines are raised as one UserError, which names the setting `key` and lists their places.
@@ -76,15 +136,21 @@ def bad_lines(bad: list[tuple[str, UserError]], key: str) -> UserError:
 
 
 def file_records(source: str, key: str) -> Records:
-    """The records of a file or of all files that a pattern matches, in the order of their names.
+    """The records of a file or of all files that a pattern matches; UserError as by `file_blocks`."""
+    return chain.from_iterable(block.records() for block in file_blocks(source, key))
 
-    UserError, which names the setting `key`, is raised where there is no such file, or one can't be read.
+
+def file_blocks(source: str, key: str) -> Iterator[Block]:
+    """The blocks of a file or of all files that a pattern matches, in the order of their names.
+
+    The first line or row is number 1. UserError, which names the setting `key`, is raised where there is no such file,
+    or one can't be read.
     """
     for path in file_paths(source, key):
-        if path.suffix == ".parquet":
-            yield from chain.from_iterable(parquet_blocks(path, key, repeat(True)))  # type: ignore[misc]
-        else:
-            yield from json_lines(path, key)
+        first = 1
+        for rows in row_blocks(path, key) if path.suffix == ".parquet" else line_blocks(path, key):
+            yield Block(str(path), first, rows)
+            first += len(rows)
 
 
 def file_paths(source: str, key: str) -> list[Path]:
@@ -99,60 +165,14 @@ def file_paths(source: str, key: str) -> list[Path]:
     return [Path(path) for path in paths]
 
 
-def check_regular(path: Path, key: str) -> None:
-    """Raise UserError for what exists and is no file."""
-    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe may never return
-        raise UserError(f"{key}: {path} is no regular file: give {FORMATS}")
-
-
 @contextmanager
-def open_parquet(path: Path, key: str) -> Iterator[Any]:
-    """The parquet file, open; UserError, which names the setting `key`, where it can't be read."""
-    check_regular(path, key)
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise UserError(f"{key}: {path} needs the package pyarrow: pip install -e '.[parquet]'") from None
-    try:
-        with ParquetFile(path) as file:
-            yield file
-    except (ArrowException, OSError) as error:
-        raise UserError(f"{key}: {path} can't be read ({brief(error)}): give {FORMATS}") from None
-
-
-def parquet_blocks(path: Path, key: str, wanted: Wanted) -> Iterator[list[Placed]]:
-    """The rows of the wanted blocks of a parquet file: its row groups, or parts of large ones. The first is number 1.
-
-    They lack what is null in them. A row group of which no block is wanted is not read.
-    """
-    first = 1
-    with open_parquet(path, key) as file:
-        for group in range(file.num_row_groups):
-            rows, nbytes = file.metadata.row_group(group).num_rows, file.metadata.row_group(group).total_byte_size
-            step = max(1, min(rows, MOST_ROWS, rows * ROWS_BYTES // max(1, nbytes)))
-            mine = [next(wanted) for _ in range(0, rows, step)]
-            for start, own, batch in (
-                zip(*(range(0, rows, step), mine, file.iter_batches(step, [group])), strict=True) if any(mine) else ()
-            ):
-                if own:
-                    numbered = enumerate(batch.to_pylist(), start=first + start)
-                    yield [(f"{path}:{number}", without_nulls(row)) for number, row in numbered]
-            first += rows
-
-
-def without_nulls(row: Record) -> Record:
-    """A row of a table, in which every column has a value or null, as a record that lacks the null ones."""
-    return {name: value for name, value in row.items() if value is not None}
-
-
-@contextmanager
-def open_lines(path: Path, key: str, compressed: bool = False) -> Iterator[Any]:
+def open_file(path: Path, key: str, compressed: bool = False) -> Iterator[Any]:
     """The file, open and decompressed (`.gz`) unless it is to be `compressed`.
 
     UserError, which names the setting `key`, is raised where it can't be read.
     """
-    check_regular(path, key)
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe may never return
+        raise UserError(f"{key}: {path} is no regular file: give {FORMATS}")
     try:
         with gzip.open(path) if path.suffix == ".gz" and not compressed else path.open("rb") as file:
             yield file
@@ -161,45 +181,61 @@ def open_lines(path: Path, key: str, compressed: bool = False) -> Iterator[Any]:
         raise UserError(f"{key}: {path} can't be read ({reason}): give {FORMATS}") from None
 
 
-def json_lines(path: Path, key: str) -> Records:
-    """The records of a file of JSON lines; UserError, which names the setting `key`, where it can't be read."""
-    with open_lines(path, key) as file:
-        for number, line in enumerate(lines(file), start=1):
-            if not line.strip():
-                continue
-            place = f"{path}:{number}"
-            try:
-                yield place, parse(place, line)
-            except UserError as error:
-                yield place, error
+def row_blocks(path: Path, key: str) -> Iterator[Any]:
+    """A parquet file's rows in RecordBatches; UserError, which names the setting `key`, where it can't be read."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UserError(f"{key}: {path} needs the package pyarrow: pip install -e '.[parquet]'") from None
+    try:
+        with open_file(path, key), ParquetFile(path) as table:
+            yield from table.iter_batches(BLOCK_ROWS)
+    except ArrowException as error:
+        raise UserError(f"{key}: {path} can't be read ({brief(error)}): give {FORMATS}") from None
 
 
-def lines(file: io.BufferedIOBase) -> Iterator[bytes]:
-    """The lines of a file; a line beyond `LONGEST_LINE` is cut, one byte after the limit."""
-    while line := file.readline(LONGEST_LINE + 1):
-        rest = line
-        while not rest.endswith(b"\n") and (rest := file.readline(LONGEST_LINE)):
-            pass
-        yield line
+def line_blocks(path: Path, key: str) -> Iterator[list[bytes]]:
+    """The lines of a file; one beyond `LONGEST_LINE` is cut, one byte after the limit. UserError as by `open_file`."""
+    block, size = list[bytes](), 0
+    with open_file(path, key) as file:
+        while line := file.readline(LONGEST_LINE + 1):
+            rest = line
+            while not rest.endswith(b"\n") and (rest := file.readline(LONGEST_LINE)):
+                pass
+            block.append(line)
+            size += len(line)
+            if size >= BLOCK_BYTES:
+                yield block
+                block, size = [], 0
+    if block:
+        yield block
 
 
-def parse(place: str, line: bytes) -> Record:
-    """The JSON object in a line; UserError where there is none."""
+def parse(place: str, line: bytes) -> Record | UserError:
+    """The JSON object in a line, or what is wrong with it."""
     if len(line) > LONGEST_LINE:
-        raise UserError(f"{place}: longer than {LONGEST_LINE >> 20} MiB: is it a file of JSON lines?")
+        return UserError(f"{place}: longer than {LONGEST_LINE >> 20} MiB: is it a file of JSON lines?")
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: not JSON in UTF-8 ({error})") from None
+        return UserError(f"{place}: not JSON in UTF-8 ({error})")
     if not isinstance(record, dict):
-        raise UserError(f"{place}: expected a JSON object, got {type(record).__name__}")
+        return UserError(f"{place}: expected a JSON object, got {type(record).__name__}")
     return record
 
 
-def hub_rows(source: str, subset: str | None, split: str, key: str) -> Iterator[tuple[str, Record]]:
-    """The rows of a split of a hub's data set, without what is null in them; UserError as by `hub_split`."""
-    for number, row in enumerate(hub_split(source, subset, split, key)):
-        yield f"{source}[{split}][{number}]", without_nulls(row)
+def hub_records(source: str, subset: str | None, split: str, key: str) -> Records:
+    """The rows of a split of a hub's data set; UserError as by `hub_split`."""
+    return chain.from_iterable(block.records() for block in hub_blocks(source, subset, split, key))
+
+
+def hub_blocks(source: str, subset: str | None, split: str, key: str) -> Iterator[Block]:
+    """The blocks of a split of a hub's data set, whose first row is number 0; UserError as by `hub_split`."""
+    rows, first = iter(hub_split(source, subset, split, key)), 0
+    while block := list(islice(rows, BLOCK_ROWS)):
+        yield Block(f"{source}[{split}]", first, block)
+        first += len(block)
 
 
 def hub_split(source: str, subset: str | None, split: str, key: str) -> Any:
@@ -215,50 +251,3 @@ def hub_split(source: str, subset: str | None, split: str, key: str) -> Any:
         return datasets.load_dataset(source, subset, split=split)
     except Exception as error:  # many kinds: no network, no such data set, a damaged cache
         raise UserError(f"{key}: {source} can't be had from the hub ({brief(error)}): give a local path") from None
-
-
-def text(place: str, record: Record, key: str) -> str:
-    """`record[key]`; UserError unless it is a string that isn't blank."""
-    if key not in record:
-        raise UserError(f"{place}: {key} is missing")
-    value = record[key]
-    if not isinstance(value, str):
-        raise UserError(f"{place}: {key} must be a string, got {type(value).__name__}")
-    if not value.strip():
-        raise UserError(f"{place}: {key} is empty")
-    if half := re.search("[\ud800-\udfff]", value):
-        raise UserError(f"{place}: {key} holds {half.group()!r}, which is half a character")
-    return value
-
-
-def messages_of(place: str, record: Record, needs_answer: bool = True) -> list[dict[str, str]]:
-    """The chat in a record: `messages`, `conversations` (ShareGPT's), or `question` and `answer`; else UserError.
-
-    If it `needs_answer`, the assistant must have a message, else there may be none, nor an `answer`.
-    """
-    if "messages" in record or "conversations" in record:
-        chat = turns(place, record, "messages" if "messages" in record else "conversations")
-        if needs_answer and all(message["role"] != "assistant" for message in chat):
-            raise UserError(f"{place}: no message is the assistant's, so there is nothing to learn")
-        return chat
-    if "question" not in record:
-        raise UserError(f"{place}: neither messages nor question{' and answer' * needs_answer} are there")
-    chat = [{"role": "user", "content": text(place, record, "question")}]
-    if needs_answer or "answer" in record:
-        chat.append({"role": "assistant", "content": text(place, record, "answer")})
-    return chat
-
-
-def turns(place: str, record: Record, key: str) -> list[dict[str, str]]:
-    """The messages in `record[key]`, objects with role and content, or with ShareGPT's from and value."""
-    messages = record[key]
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise UserError(f"{place}: {key} must be a list of objects with role and content")
-    chat = []
-    for message in messages:
-        names = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
-        role, content = (text(place, message, name) for name in names)
-        if (known := ROLES.get(role)) is None:
-            raise UserError(f"{place}: role {role!r} is none of system, user and assistant")
-        chat.append({"role": known, "content": content})
-    return chat

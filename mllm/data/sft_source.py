@@ -11,9 +11,10 @@ from mllm.config.data import DataConfig
 from mllm.config.section import LARGEST_NUMBER
 from mllm.data.batch import Batch
 from mllm.data.cache import cached_documents
-from mllm.data.documents import Documents, Origin, TaskDocuments, hold_out
+from mllm.data.documents import Documents, TaskDocuments, hold_out
 from mllm.data.iteration import WAY_OUT, DataIterator
 from mllm.data.pipeline import count_batches, sft_batches
+from mllm.data.records import Origin
 from mllm.data.source import Step
 from mllm.data.tasks.task import Task
 from mllm.errors import UserError

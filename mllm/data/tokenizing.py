@@ -8,19 +8,20 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 
-from mllm.data.formats import encode_record
-from mllm.data.records import Placed, Record, parse
+from mllm.data.formats import messages_of, text, turns
+from mllm.data.records import Block, Record
 from mllm.errors import UserError
-from mllm.model.tokenizer import Tokenizer
+from mllm.model.tokenizer import Tokenizer, encode_example, encode_text
 
 Document = Int32[np.ndarray, "tokens 3"]
 """An example in tokens. Columns: the token, the next token, and 1 where that is learned, else 0."""
@@ -32,14 +33,14 @@ FEW = 2000
 MOST_WORKERS = 16
 
 
-def encode_blocks(tokenizer: Tokenizer, max_length: int, blocks: Iterable[Sequence[Placed]]) -> Iterator[list[Encoded]]:
+def encode_blocks(tokenizer: Tokenizer, max_length: int, blocks: Iterable[Block]) -> Iterator[list[Encoded]]:
     """The documents of blocks of records, in their order; no more than some blocks of them are held at a time.
 
     UserError is raised if a worker process is killed.
     """
     encode, left, few = partial(encode_block, tokenizer, max_length), iter(blocks), FEW
     while few > 0 and (block := next(left, None)) is not None:
-        few -= len(block)
+        few -= len(block.rows)
         yield encode(block)
     if (first := next(left, None)) is None:
         return
@@ -56,13 +57,13 @@ def encode_blocks(tokenizer: Tokenizer, max_length: int, blocks: Iterable[Sequen
         pool.shutdown(cancel_futures=True)
 
 
-def encode_block(tokenizer: Tokenizer, max_length: int, records: Iterable[Placed]) -> list[Encoded]:
+def encode_block(tokenizer: Tokenizer, max_length: int, block: Block) -> list[Encoded]:
     encoded: list[Encoded] = []
-    for place, record in records:
+    for place, record in block.records():
         try:
-            parsed = parse(place, record) if isinstance(record, bytes) else record
-            document, complete = encode_document(tokenizer, max_length, place, parsed)
-            encoded.append((place, document, complete))
+            if isinstance(record, UserError):
+                raise record
+            encoded.append((place, *encode_document(tokenizer, max_length, place, record)))
         except UserError as error:
             encoded.append((place, error, True))
     return encoded
@@ -78,11 +79,38 @@ def encode_document(tokenizer: Tokenizer, max_length: int, place: str, record: R
     return document, len(ids) <= max_length
 
 
-encode_here: Callable[[Sequence[Placed]], list[Encoded]]
+def encode_record(tokenizer: Tokenizer, place: str, record: Record) -> tuple[list[int], list[bool]]:
+    """The ids of a record, and which of them are learned; UserError, which names the place, where it is in no format.
+
+    `messages`, `conversations`, `question` and `answer`: the assistant's turns are learned. `prompt` and `completion`:
+    the completion is, be they texts or lists of messages. `text`: every token is. The first of these that a record has
+    counts.
+    """
+    if not {"messages", "conversations", "question"}.isdisjoint(record):
+        pieces: tuple[Any, ...] = (encode_example, messages_of(place, record))
+    elif isinstance(record.get("prompt"), list):
+        prompt = turns(place, record, "prompt")
+        completion = messages_of(place, {"messages": record.get("completion", [])})
+        pieces = (encode_example, prompt + completion, len(prompt))
+    elif "completion" in record:
+        pieces = (encode_text, text(place, record, "prompt"), text(place, record, "completion"))
+    elif "text" in record:
+        pieces = (encode_text, "", text(place, record, "text"))
+    else:
+        known = "messages, conversations, question and answer, prompt and completion, text"
+        raise UserError(f"{place}: none of {known} is there")
+    encode, *arguments = pieces
+    try:
+        return encode(tokenizer, *arguments)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+
+
+encode_here: Callable[[Block], list[Encoded]]
 """A worker's function, which has the tokenizer."""
 
 
-def start_worker(encode: Callable[[Sequence[Placed]], list[Encoded]]) -> None:
+def start_worker(encode: Callable[[Block], list[Encoded]]) -> None:
     """Prepare a worker process: it leaves Ctrl-C to its parent, and does not outlive it."""
     global encode_here
     encode_here = encode
@@ -97,5 +125,5 @@ def follow_parent() -> None:
     os._exit(1)
 
 
-def encode_in_worker(records: Sequence[Placed]) -> list[Encoded]:
-    return encode_here(records)
+def encode_in_worker(block: Block) -> list[Encoded]:
+    return encode_here(block)

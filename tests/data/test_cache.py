@@ -12,7 +12,7 @@ from test_data import BYTES, qa, some, write
 
 from mllm.config.data import DataConfig
 from mllm.data import cache, tokenizing
-from mllm.data.documents import Origin
+from mllm.data.records import Block, Origin
 from mllm.errors import UserError
 from mllm.model.tokenizer import bytes_tokenizer
 
@@ -147,8 +147,8 @@ def test_a_cache_that_can_not_be_written_is_refused(tmp_path, opened):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def batched(records, size):
-    return [records[start : start + size] for start in range(0, len(records), size)]
+def blocks_of(rows, size):
+    return [Block("data", start, rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
 @pytest.fixture
@@ -159,17 +159,17 @@ def few(monkeypatch):
 
 def test_worker_processes_give_the_same_in_the_same_order(tmp_path, few):
     source = write(tmp_path, [*some(9), "{", qa("long", "a" * 50), *some(9), {"text": 1}])
-    lines = [(f"line {i}", line) for i, line in enumerate(Path(source).read_bytes().splitlines())]
-    parallel = list(chain(*tokenizing.encode_blocks(BYTES, 32, batched(lines, 4))))
-    alone = tokenizing.encode_block(BYTES, 32, lines)
+    lines = Path(source).read_bytes().splitlines()
+    parallel = list(chain(*tokenizing.encode_blocks(BYTES, 32, blocks_of(lines, 4))))
+    alone = tokenizing.encode_block(BYTES, 32, Block("data", 0, lines))
     for one, other in zip(parallel, alone, strict=True):
         assert (one[0], str(one[1]), one[2]) == (other[0], str(other[1]), other[2])
 
 
 def test_a_worker_does_not_import_jax_and_its_death_is_an_error(few):
-    records = [(f"{i}", {"prompt": "a", "completion": "b"}) for i in range(8)]
-    encoded = list(chain(*tokenizing.encode_blocks(ImportsTokenizer(), 32, batched(records, 3))))
+    rows = [{"prompt": "a", "completion": "b"}] * 8
+    encoded = list(chain(*tokenizing.encode_blocks(ImportsTokenizer(), 32, blocks_of(rows, 3))))
     assert [document[0, 0] for _, document, _ in encoded] == [2] * 3 + [1] * 5
-    records.append(("8", {"text": "die"}))
+    rows.append({"text": "die"})
     with pytest.raises(UserError, match=r"data.source: a process that tokenizes was killed"):
-        list(tokenizing.encode_blocks(ImportsTokenizer(), 32, batched(records, 3)))
+        list(tokenizing.encode_blocks(ImportsTokenizer(), 32, blocks_of(rows, 3)))

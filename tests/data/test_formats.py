@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from itertools import zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from mllm.data import blocks, records
-from mllm.data.blocks import file_blocks, read_content, share
-from mllm.data.formats import encode_record
-from mllm.data.records import file_records, parse, sound_records, text
+from mllm.data import records
+from mllm.data.formats import text
+from mllm.data.records import file_blocks, file_records, sound_records
+from mllm.data.tokenizing import encode_record
 from mllm.errors import UserError
 from mllm.model.tokenizer import bytes_tokenizer
 
@@ -86,17 +86,8 @@ def test_files_of_every_kind_have_the_same_records(tmp_path: Path) -> None:
     for name in ("a.parquet", "b.jsonl", "c.jsonl.gz"):
         path = f"{tmp_path}/{name}"
         assert list(file_records(path, "data.source")) == [(f"{path}:{i + 1}", row) for i, row in enumerate(rows)]
-        assert records_of_shares(1, Path(path)) == list(file_records(path, "data.source"))
     places = [place for place, _ in file_records(f"{tmp_path}/*", "data.source")]
     assert places == [f"{tmp_path}/{name}:{i}" for name in ("a.parquet", "b.jsonl", "c.jsonl.gz") for i in (1, 2)]
-
-
-def records_of_shares(count: int, *paths: Path) -> list[tuple[str, Any]]:
-    """What so many processes read of files, each its blocks, one block of each in turn."""
-    newlines = read_content([*paths], "data.source").newlines
-    shares = [file_blocks([*paths], newlines, "data.source", share(index, count)) for index in range(count)]
-    found = [record for turn in zip_longest(*shares, fillvalue=()) for read in turn for record in read]
-    return [(place, parse(place, record) if isinstance(record, bytes) else record) for place, record in found]
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
@@ -104,8 +95,8 @@ def records_of_shares(count: int, *paths: Path) -> list[tuple[str, Any]]:
 def test_processes_read_every_line_and_row_once_in_order_with_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, end: str
 ) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 16)
-    monkeypatch.setattr(records, "MOST_ROWS", 3)
+    monkeypatch.setattr(records, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(records, "BLOCK_ROWS", 3)
     rng = Random(0)
     rows = [{"n": "x" * rng.choice([0, 2, 7, 8, 9, 40])} for _ in range(200)]  # {"n": ""} and its end are 10 bytes
     lines = "\n".join(json.dumps(row) + "\n" * rng.choice([0, 0, 0, 1, 20]) for row in rows) + end
@@ -116,9 +107,15 @@ def test_processes_read_every_line_and_row_once_in_order_with_its_number(
     files[2].write_text("")
     for file, size in zip(files[3:], (20, 2), strict=True):
         pa.parquet.write_table(pa.Table.from_pylist(rows), file, row_group_size=size)
-    expected = [record for path in files for record in file_records(str(path), "data.source")]
-    assert records_of_shares(count, *files) == expected
-    assert len(expected) == 4 * len(rows)
+    expected = [
+        (f"{path}:{number}", json.loads(line))
+        for path in files[:2]
+        for number, line in enumerate(lines.splitlines(), start=1)
+        if line
+    ] + [(f"{path}:{number}", row) for path in files[3:] for number, row in enumerate(rows, start=1)]
+    shares = [islice(file_blocks(f"{tmp_path}/*", "data.source"), index, None, count) for index in range(count)]
+    turns = chain.from_iterable(zip_longest(*shares))
+    assert [record for block in turns if block for record in block.records()] == expected
 
 
 def test_parquet_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

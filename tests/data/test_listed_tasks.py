@@ -184,7 +184,7 @@ def test_a_data_set_of_the_hub_becomes_problems() -> None:
     given = load(TaskConfig(name="hub", id="us/sums", subset="small", test="dev", columns=COLUMNS), seed=0)
     assert given.test is not None
     assert (len(given.train), len(given.heldout), len(given.test)) == (85, 10, 5)
-    assert given.train[0].place.startswith("us/sums[train][")
+    assert given.train[0].place.startswith("us/sums[train]:")
 
 
 @pytest.mark.usefixtures("hub")

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 from collections import defaultdict
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import jax
@@ -33,8 +33,8 @@ from tiny import config
 
 from mllm.config.data import DataConfig
 from mllm.config.model import MeshConfig
-from mllm.data import blocks, cache, sft_source, tokenizing
-from mllm.data.documents import Origin
+from mllm.data import cache, sft_source, tokenizing
+from mllm.data import records as data_records
 from mllm.data.sft_source import SftSource
 from mllm.errors import RESTART, StepError, UserError
 from mllm.model import weights
@@ -227,7 +227,7 @@ def check_rows_and_reading(path):
     settings = DataConfig(source=source, max_length=32)
     differ = r"^data\.source: process 1 and process 0 have different examples"
     with pytest.raises(UserError, match=differ), raise_everywhere():
-        cache.cached_documents(Origin("data.source", source), settings, bytes_tokenizer())
+        cache.cached_documents(data_records.Origin("data.source", source), settings, bytes_tokenizer())
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -244,18 +244,17 @@ def check_rows_and_reading(path):
     with pytest.raises(StepError, match=r"in 1 of 2 groups.* exact_match raised 4 times, first: too many"):
         source.next(np.float32(0), 0, Stopwatch())
 
-    blocks.BLOCK_BYTES, parsed = 1024, []
+    data_records.BLOCK_BYTES, parsed = 1024, []
 
-    def count(place, line, original=tokenizing.parse):
+    def count(place, line, original=data_records.parse):
         parsed.append(place)
         return original(place, line)
 
-    origin = Origin("data.source", path)
-    content = origin.content()
-    expected = list(chain(*tokenizing.encode_blocks(bytes_tokenizer(), 32, origin.blocks(content, blocks.share(0, 1)))))
+    origin = data_records.Origin("data.source", path)
+    expected = list(chain(*tokenizing.encode_blocks(bytes_tokenizer(), 32, origin.blocks())))
     assert [place for place, *_ in expected] == [f"{path}:{number}" for number in range(1, 200)]
-    tokenizing.parse = count
-    own = tokenizing.encode_blocks(bytes_tokenizer(), 32, origin.blocks(content, blocks.share(process, 2)))
+    data_records.parse = count
+    own = tokenizing.encode_blocks(bytes_tokenizer(), 32, islice(origin.blocks(), process, None, 2))
     for (place, document, complete), other in zip(cache.exchange(own), expected, strict=True):
         assert (place, complete, str(document)) == (other[0], other[2], str(other[1]))
     both = gather_objects(parsed)

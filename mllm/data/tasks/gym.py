@@ -14,13 +14,13 @@ TRAIN_EXAMPLES = 10_000
 INSTRUCTION = "Give the final answer, and nothing else, between <answer> and </answer>."
 
 
-def reasoning_gym(config: TaskConfig, name: str, seed: int) -> Task:
+def reasoning_gym(config: TaskConfig, seed: int) -> Task:
     """Problem i is made from the random number seed + i, so disjoint ranges of that sum are disjoint problems.
 
     The held-out problems come first; the `TRAIN_EXAMPLES` of each seed follow. Where a small generator repeats a
     held-out question, its next problem is taken instead.
     """
-    count = TRAIN_EXAMPLES
+    name, count = config.name.partition(":")[2], TRAIN_EXAMPLES
     heldout_count = config.heldout_of(count)
     heldout_problems = gym(name, 0, heldout_count)
     heldout = [gym_example(config, heldout_problems, index) for index in range(heldout_count)]
