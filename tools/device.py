@@ -6,7 +6,7 @@ hangs costs only itself. The same command goes on where it stopped: what is done
 again after the rest. On a CPU sizes are small and interpreters run the kernels: a rehearsal.
 
 FOLDER gets results.jsonl (a line as soon as a job ends) and, at the end, also on SIGTERM: table.md, device.tar.gz (logs
-and figures) and curves.png.
+and figures) and curves.png. What jobs write stays in FOLDER/jobs.
 
 Exit codes: 0 all is done or left out, 1 something failed or is to come, 2 an error in one line, 143 after SIGTERM.
 """
@@ -21,7 +21,6 @@ import shutil
 import signal
 import sys
 import tarfile
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +65,7 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     platform, cpu = device["platform"], device["platform"] == "cpu"
     shape, large = ("256,128,296", "256,128,1000") if cpu else ("1024,128,6000", "8192,2048,151936")
     none = "it is for TPUs and GPUs" if cpu else ""
-    engines = {"tpu": ("statistics", "mean", "dh", "dW", "kept"), "gpu": ("statistics", "slopes", "dh", "dW", "kept")}
+    engines = {"tpu": ("statistics", "mean", "dh", "dW", "kept"), "gpu": ("statistics", "dh", "dW", "kept")}
     for kind in engines if cpu else (platform,):
         old = "jax before 0.12 can't interpret it" if cpu and kind == "gpu" and device["jax"] < "0.12" else ""
         about = ["tools/bench", "kernels", "--impl", f"mosaic_{kind}", "--shape", shape]
@@ -88,8 +87,8 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
         yield Job(f"time of loss, chunk of {chunk}, cluster of {cluster}", [*timed, *sizes], 120)
 
     def bench(name: str, *methods: str, needs: Sequence[str] = ()) -> Job:
-        command = ["tools/bench", "head", "--shape", large, "--live", "1", "--json", "{own}/bench.json"]
-        return Job(name, [*command, "--methods", *methods], 400, ["tqdm", *needs], "  |skipped|failed")
+        command = ["tools/bench", "head", "--shape", large, "--live", "1"]
+        return Job(name, [*command, "--methods", *methods], 400, needs, r"^\||skipped|failed")
 
     yield bench("head", engine, "full logits")
     limits = ["-n", "1", "--max-worker-restart=99", "--timeout=120", "--timeout-method=thread"]
@@ -159,121 +158,126 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"--minutes: {options.minutes:g} is not a number above 0")
     if missing := [name for name in ("jax", "numpy") if importlib.util.find_spec(name) is None]:
         raise UserError(f"{' and '.join(missing)}: not installed for {sys.executable}, and nothing here runs without")
-    with Call(options.out, options.minutes) as call:
-        ended = call.start(["tools/bench", "kernels", "--kernel", "device"], 120.0)
-        if ended.code or ended.answer is None:
-            raise UserError(f"JAX finds no device: {ended.reason}")
-        return call.measure(ended.answer, list(make_jobs(ended.answer)))
+    deadline = time.monotonic() + 60 * options.minutes - MARGIN
+    results = read_results(options.out)
+    ended = start(["tools/bench", "kernels", "--kernel", "device"], 120.0, options.out)
+    if ended.code or ended.answer is None:
+        raise UserError(f"JAX finds no device: {ended.reason}")
+    return measure(options.out, ended.answer, list(make_jobs(ended.answer)), results, deadline)
 
 
-class Call:
-    """A call of the command: the folder, the time that it has, and what came of each job so far."""
+def read_results(folder: Path) -> dict[str, Record]:
+    """What came of each job in earlier calls, by its name; UserError where the folder can't be gone on with."""
+    try:
+        (folder / "jobs").mkdir(parents=True, exist_ok=True)
+        path = folder / "results.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {record["job"]: record for record in map(json.loads, lines)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--out: {folder} can't be gone on with ({error}): give another folder") from None
 
-    def __init__(self, folder: Path, minutes: float) -> None:
-        self.folder, self.deadline = folder, time.monotonic() + 60 * minutes - MARGIN
-        self.device: Record = {}
-        self.results: dict[str, Record] = {}
-        self.jobs: Sequence[Job] = ()
 
-    def __enter__(self) -> "Call":
-        self.work = Path(tempfile.mkdtemp())
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if (path := self.folder / "results.jsonl").exists():
-                self.results = {record["job"]: record for record in map(json.loads, path.read_text().splitlines())}
-            if (path := self.folder / "device.tar.gz").exists():
-                with tarfile.open(path) as archive:
-                    archive.extractall(self.work, filter="data")
-        except (OSError, ValueError, KeyError, TypeError, tarfile.TarError) as error:
-            raise UserError(f"--out: {self.folder} can't be gone on with ({error}): give another folder") from None
-        if importlib.util.find_spec("jaxtyping") is None:
-            (self.work / "jaxtyping.py").write_text(SHAPES)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job is killed on the way out
-        return self
+def measure(
+    folder: Path, device: Record, jobs: Sequence[Job], results: dict[str, Record], deadline: float = math.inf
+) -> int:
+    """Run the jobs that `results` doesn't have as done; then, and on SIGTERM, write the table and the archive.
 
-    def __exit__(self, *_: object) -> None:
+    Returns the exit code.
+    """
+    before = results.get("device", device)
+    if before["kind"] != device["kind"]:
+        raise UserError(f"--out: {folder} has results of a {before['kind']}, and this is a {device['kind']}")
+
+    def record(found: Record) -> None:
+        results[found["job"]] = found
+        with (folder / "results.jsonl").open("a") as file:
+            file.write(json.dumps(found) + "\n")
+
+    def status(job: Job) -> str:
+        return results.get(job.name, {}).get("status", "to come")
+
+    record({"job": "device", "status": "done", **device})
+    ended_before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job ends with it
+    try:
+        for job in sorted(jobs, key=lambda job: status(job) == "failed"):
+            if status(job) != "done" and (found := run(job, folder, device["platform"], deadline)):
+                record(found)
+                print(f"{job.name}: {cell(found)}", flush=True)
+    finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if self.device:
-            (self.folder / "table.md").write_text(self.table())
-            with tarfile.open(self.folder / "device.tar.gz", "w:gz") as archive:
-                for path in sorted(self.work.rglob("*")):
-                    if path.suffix in KEPT and path.is_file() and path.stat().st_size <= LARGEST:
-                        archive.add(path, path.relative_to(self.work))
-            for picture in self.work.glob("curves/curves.png"):
-                shutil.copyfile(picture, self.folder / picture.name)
-            print(f"{self.folder}: {', '.join(sorted(os.listdir(self.folder)))}")
-        shutil.rmtree(self.work, ignore_errors=True)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        report = [results.get(job.name, {"job": job.name, "status": "to come", "seconds": 0}) for job in jobs]
+        write_report(folder, device, report)
+        signal.signal(signal.SIGTERM, ended_before)
+    return int(not {status(job) for job in jobs} <= {"done", "left out"})
 
-    def measure(self, device: Record, jobs: Sequence[Job]) -> int:
-        """Run the jobs that aren't done. Returns the exit code."""
-        before = self.results.get("device", device)
-        if before["kind"] != device["kind"]:
-            raise UserError(f"--out: {self.folder} has results of a {before['kind']}, and this is a {device['kind']}")
-        self.device, self.jobs = device, jobs
-        self.record({"job": "device", "status": "done", **device})
-        for job in sorted(jobs, key=lambda job: self.status(job) == "failed"):
-            if self.status(job) != "done":
-                self.run(job)
-        return int(not {self.status(job) for job in jobs} <= {"done", "left out"})
 
-    def status(self, job: Job) -> str:
-        return self.results.get(job.name, {}).get("status", "to come")
+def run(job: Job, folder: Path, platform: str, deadline: float) -> Record | None:
+    """Run a job, and return what came of it; None where there is too little time, so that it is to come."""
+    begin = time.monotonic()
+    left = deadline - begin
+    absent = ", ".join(name for name in job.needs if importlib.util.find_spec(name) is None)
+    if reason := job.obstacle or (absent and f"{absent}: not installed"):
+        return {"job": job.name, "status": "left out", "seconds": 0.0, "reason": reason}
+    if left < min(LEAST, job.seconds):
+        return None
+    print(f"{job.name} ...", flush=True)
+    own = folder / "jobs" / re.sub(r"\W", "_", job.name)
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir()
+    places = {"{own}": str(own.absolute()), "{all}": str(own.parent.absolute())}
+    command = [re.sub(r"\{own\}|\{all\}", lambda found: places[found[0]], part) for part in job.command]
+    ended = start(command, float(min(job.seconds, left)), folder, platform)
+    for path in own.rglob("checkpoints"):
+        shutil.rmtree(path)
+    said = ended.stdout[-LARGEST // 3 :]
+    (own / "log.txt").write_text(f"{said}\n--- stderr\n{ended.stderr[-LARGEST // 3 :]}")
+    cut_off = ended.late and left < job.seconds
+    return {
+        "job": job.name,
+        "status": "done" if ended.code == 0 else "to come" if cut_off else "failed",
+        "seconds": round(time.monotonic() - begin, 1),
+        "reason": ended.reason,
+        "answer": ended.answer,
+        "shown": [line for line in said.splitlines() if line and re.search(job.shows, line)],
+    }
 
-    def run(self, job: Job) -> None:
-        """Run a job and record what came of it; a job for which there is too little time is left to come."""
-        start = time.monotonic()
-        left = self.deadline - start
-        absent = ", ".join(name for name in job.needs if importlib.util.find_spec(name) is None)
-        reason = job.obstacle or (absent and f"{absent}: not installed")
-        record: Record = {"job": job.name, "status": "left out", "seconds": 0.0, "reason": reason}
-        if not reason:
-            if left < min(LEAST, job.seconds):
-                return
-            print(f"{job.name} ...", flush=True)
-            own = self.work / re.sub(r"\W", "_", job.name)
-            shutil.rmtree(own, ignore_errors=True)
-            own.mkdir()
-            command = [part.replace("{own}", str(own)).replace("{all}", str(self.work)) for part in job.command]
-            ended = self.start(command, float(min(job.seconds, left)))
-            for path in own.rglob("checkpoints"):
-                shutil.rmtree(path)
-            said = ended.stdout[-LARGEST // 3 :]
-            (own / "log.txt").write_text(f"{said}\n--- stderr\n{ended.stderr[-LARGEST // 3 :]}")
-            failed = "to come" if ended.late and left < job.seconds else "failed"
-            record["status"] = failed if ended.code != 0 else "done"
-            shown = [line for line in said.splitlines() if line and re.search(job.shows, line)]
-            record |= {"reason": ended.reason, "answer": ended.answer, "shown": shown}
-            record["seconds"] = round(time.monotonic() - start, 1)
-        self.record(record)
-        print(f"{job.name}: {cell(record)}", flush=True)
 
-    def start(self, command: Sequence[str], seconds: float) -> child_process.Ended:
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", ""), str(self.work)])
-        own = {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str(self.work / "cache")}
-        own |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
-        if self.device:  # the tests' default is a CPU
-            own["JAX_PLATFORMS"] = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(self.device["platform"], "cpu")
-        return child_process.run([sys.executable, *command], seconds=seconds, env=os.environ | own, cwd=ROOT)
+def start(command: Sequence[str], seconds: float, folder: Path, platform: str | None = None) -> child_process.Ended:
+    """Run a job's command, on the platform that was found; the tests' default is a CPU."""
+    work = (folder / "jobs").absolute()
+    if importlib.util.find_spec("jaxtyping") is None:
+        (work / "jaxtyping.py").write_text(SHAPES)
+    own = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", ""), str(work)]),
+        "JAX_COMPILATION_CACHE_DIR": str(work / "cache"),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
+    }
+    if platform:
+        own["JAX_PLATFORMS"] = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(platform, "cpu")
+    return child_process.run([sys.executable, *command], seconds=seconds, env=os.environ | own, cwd=ROOT)
 
-    def record(self, record: Record) -> None:
-        self.results[record["job"]] = record
-        with (self.folder / "results.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
 
-    def table(self) -> str:
-        """All jobs and what came of them as Markdown, and below it what they have printed."""
-        found = [(job.name, self.results.get(job.name, {"status": "to come", "seconds": 0})) for job in self.jobs]
-        about = ", ".join(f"{name} {value}" for name, value in self.device.items())
-        lines = [f"{about}\n", "| job | s | result |", "| --- | ---: | --- |"]
-        lines += [f"| {name} | {record['seconds']:.0f} | {cell(record)} |" for name, record in found]
-        lines += [
-            line
-            for name, record in found
-            if record.get("shown")
-            for line in [f"\n{name}\n```", *record["shown"], "```"]
-        ]
-        return "\n".join(lines) + "\n"
+# --- the report
+
+
+def write_report(folder: Path, device: Record, found: Sequence[Record]) -> None:
+    """Write the table of all jobs, with what they have printed below it, and the archive of logs and figures."""
+    about = ", ".join(f"{name} {value}" for name, value in device.items())
+    lines = [f"{about}\n", "| job | s | result |", "| --- | ---: | --- |"]
+    lines += [f"| {record['job']} | {record['seconds']:.0f} | {cell(record)} |" for record in found]
+    for record in found:
+        if record.get("shown"):
+            lines += [f"\n{record['job']}\n```", *record["shown"], "```"]
+    (folder / "table.md").write_text("\n".join(lines) + "\n")
+    jobs = folder / "jobs"
+    with tarfile.open(folder / "device.tar.gz", "w:gz") as archive:
+        for path in sorted(jobs.rglob("*")):
+            if path.suffix in KEPT and path.is_file() and path.stat().st_size <= LARGEST:
+                archive.add(path, path.relative_to(jobs))
+    for picture in jobs.glob("curves/curves.png"):
+        shutil.copyfile(picture, folder / picture.name)
+    print(f"{folder}: {', '.join(sorted(os.listdir(folder)))}")
 
 
 def cell(record: Record) -> str:
@@ -281,9 +285,8 @@ def cell(record: Record) -> str:
     if record["status"] != "done":
         return ": ".join(filter(None, (record["status"], record.get("reason", "").replace("|", "/"))))
     answer = record["answer"] if isinstance(record["answer"], dict) else {}
-    return (
-        ", ".join(f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in answer.items()) or "done"
-    )
+    figures = (f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in answer.items())
+    return ", ".join(figures) or "done"
 
 
 if __name__ == "__main__":

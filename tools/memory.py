@@ -17,22 +17,32 @@ nothing runs. --out FILE writes FILE.json and FILE.png.
 """
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
+from kernels.lm_head import TokenLogprobs
 from mllm import errors
+from mllm.config import load as configs
+from mllm.config.model import LoraConfig, ModelConfig
+from mllm.config.schema import Config
+from mllm.data.batch import Batch
 from mllm.errors import UserError
-from tools import figures
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from mllm.config.schema import Config
-    from mllm.plan.assignment import Account
-    from mllm.plan.memory import Devices
+from mllm.parallel.mesh import bytes_on_device
+from mllm.plan import memory as plan
+from mllm.plan.assignment import Account
+from mllm.plan.memory import Devices
+from mllm.plan.programs import Program, Programs
+from mllm.train.step import Forward
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 HEADS = ("full_logits", "fused", "lora")
@@ -46,9 +56,6 @@ COLORS = ("#4c72b0", "#8172b3", "#55a868", "#ccb974", "#c44e52")
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    from mllm.config import load as configs
-    from mllm.plan import memory as plan
-
     config = configs.load(options.config, options.overrides)
     devices = plan.find_devices(config.mesh, options.target)
     sizes = sorted(set(options.micro_batches))
@@ -85,20 +92,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.out is not None and not options.out.name:
         raise UserError(f"--out: {options.out} names no file")
     for ending in (".json", ".png") if options.out else ():
-        figures.check(options.out.with_suffix(ending), "--out")
+        if not os.path.isdir(options.out.parent):
+            raise UserError(f"--out: there is no folder {options.out.parent}")
+        if os.path.isdir(options.out.with_suffix(ending)):
+            raise UserError(f"--out: {options.out.with_suffix(ending)} is a folder; give a file")
     return options
 
 
-def row(config: "Config", devices: "Devices", head: str, micro: int, bare: int) -> dict[str, Any]:
+def row(config: Config, devices: Devices, head: str, micro: int, bare: int) -> dict[str, Any]:
     """One bar of the picture: the head's name, sequences a shard, the peak and its parts in bytes a device.
 
     Args:
         bare: the peak without a head.
     """
-    from mllm.parallel.mesh import bytes_on_device
-    from mllm.plan import memory as plan
-    from mllm.plan.programs import Programs
-
     config = with_head(config, head, micro, devices.mesh)
     shapes = Programs(config, devices.mesh)
     known = {
@@ -119,10 +125,25 @@ def row(config: "Config", devices: "Devices", head: str, micro: int, bare: int) 
     }
 
 
-def with_head(config: "Config", head: str, micro: int, mesh: "Mesh") -> "Config":
-    """The configuration with this column's head and adapters, this micro-batch, and several of them in a batch."""
-    from mllm.config.model import LoraConfig, ModelConfig
+class NoHead(Forward):
+    """A loss that costs nothing, to see what everything else takes."""
 
+    def head_loss(
+        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch
+    ) -> tuple[Float[Array, ""], TokenLogprobs]:
+        sums = jnp.sum(hidden, axis=-1, dtype=jnp.float32)
+        none = jnp.zeros_like(sums)
+        return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none)
+
+
+def program(mesh: Mesh, *, config: dict[str, Any], head: str, name: str) -> Program:
+    """The program of `Programs` with this name; the head "none" is `NoHead`, any other one the configuration's."""
+    kind = NoHead if head == "none" else Forward
+    return getattr(Programs(Config.model_validate(config), mesh, kind), name)()
+
+
+def with_head(config: Config, head: str, micro: int, mesh: Mesh) -> Config:
+    """The configuration with this column's head and adapters, this micro-batch, and several of them in a batch."""
     shards = mesh.shape["dp"] * mesh.shape["fsdp"]
     group = 2 if config.grpo is None else config.grpo.num_generations
     changes: dict[str, Any] = {"micro_batch_size": micro * shards, "batch_size": micro * shards * group}
@@ -134,18 +155,14 @@ def with_head(config: "Config", head: str, micro: int, mesh: "Mesh") -> "Config"
     return config.model_copy(update=changes)
 
 
-def account(config: "Config", devices: "Devices", head: str, name: str) -> "Account":
-    """The memory of a program of tools/memory_programs.py."""
-    from mllm.plan import memory as plan
-
+def account(config: Config, devices: Devices, head: str, name: str) -> Account:
+    """The memory of a program."""
     settings = {"config": config.model_dump(mode="json"), "head": head, "name": name}
-    return plan.account_of("tools.memory_programs:program", devices, **settings)
+    return plan.account_of("tools.memory:program", devices, **settings)
 
 
 def table(rows: Sequence[dict[str, Any]], memory: int) -> str:
     """Peaks by micro-batch and head, as Markdown; in brackets what exceeds `memory` bytes."""
-    from mllm.plan import memory as plan
-
     lines = [
         f"| sequences a shard | {' | '.join(HEADS)} | {' | '.join(f'{head}, head alone' for head in HEADS)} |",
         "| ---: |" + " ---: |" * (2 * len(HEADS)),
@@ -158,9 +175,7 @@ def table(rows: Sequence[dict[str, Any]], memory: int) -> str:
     return "\n".join(lines)
 
 
-def write(rows: Sequence[dict[str, Any]], devices: "Devices", options: argparse.Namespace) -> None:
-    import jax
-
+def write(rows: Sequence[dict[str, Any]], devices: Devices, options: argparse.Namespace) -> None:
     content = {
         "config": options.config,
         "overrides": options.overrides,
@@ -171,8 +186,8 @@ def write(rows: Sequence[dict[str, Any]], devices: "Devices", options: argparse.
         **({"caveat": devices.caveat} if devices.caveat else {}),
         "rows": list(rows),
     }
-    figures.write(options.out.with_suffix(".json"), content, "--out")
     try:
+        options.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         draw(rows, devices.name, devices.memory, options.out.with_suffix(".png"))
     except OSError as error:
         raise UserError(f"--out: {options.out} can't be written: {error}") from None

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script sees only its own folder
 from mllm import child_process, errors
 from mllm.errors import UserError
-from tools.bench.report import Shape, shape_of
+from tools.bench.frame import Shape, shape_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TPU_KERNELS: dict[str, tuple[Any, bool, bool]] = {

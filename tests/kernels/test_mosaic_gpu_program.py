@@ -13,6 +13,7 @@ import head_programs as head
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ptxas_report
 import pytest
 from compiled_program import arrays
 from lm_head_cases import OBJECTIVES, random_problem
@@ -24,7 +25,6 @@ from kernels.lm_head.gpu.forward import Labels, is_hit, labels_in_tiles
 from kernels.lm_head.gpu.products import Place
 from kernels.lm_head.gpu.tiles import Tiles
 from mllm.plan import gpus, targets
-from tools.bench import listing
 
 MIB = 2**20
 PROBLEM = random_problem((200, 296, 128), scale=2.0, dtype=jnp.bfloat16)
@@ -184,7 +184,7 @@ def test_without_a_workspace_no_array_is_larger_than_the_weight_and_none_so_larg
     ],
 )
 def test_every_kernel_fits_a_multiprocessor_and_spills_nothing(options: dict[str, Any]) -> None:
-    _, kernels = listing.read("h100", f"{head.__file__}:gpu_loss", **options)
+    kernels = ptxas_report.read(f"{head.__file__}:gpu_loss", **options)
     assert len(kernels) >= 4
     for kernel in kernels:
         assert kernel.spilled == 0
@@ -198,6 +198,6 @@ def test_every_kernel_fits_a_multiprocessor_and_spills_nothing(options: dict[str
 @needs_plugin
 @needs_ptxas
 def test_blocks_without_a_cluster_share_no_loads() -> None:
-    _, kernels = listing.read("h100", f"{head.__file__}:gpu_loss", cluster=1)
+    kernels = ptxas_report.read(f"{head.__file__}:gpu_loss", cluster=1)
     assert {kernel.multicast for kernel in kernels} == {0}
     assert not any(kernel.spilled for kernel in kernels)

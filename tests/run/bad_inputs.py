@@ -212,8 +212,6 @@ TOOLS: tuple[tuple[str, str, str], ...] = (
     ("bench.head", "--shape 9999999999,1,1", "has a size that isn't from 1 to 2147483647"),
     ("bench.head", "--repeats 0", "--repeats: 0 is not a number above 0"),
     ("bench.head", "--seed -1", "--seed: -1 is below 0"),
-    ("bench.head", "--json nowhere/figures.json", "--json: there is no folder nowhere"),
-    ("bench.head", "--json run", "--json: run is a folder; give a file"),
     ("bench.head", "--target v9", "--target: target 'v9': there are v5e"),
     ("bench.kernels", "--kernel dh", "--impl: xla has no kernel dh; it is for --kernel loss"),
     ("tune", "", "there is no TPU or Hopper GPU here"),

@@ -15,15 +15,16 @@ import pytest
 
 from mllm.config import load as configs
 from mllm.errors import UserError
+from tools import device
 from tools.bench import kernels
-from tools.device import Call, Job, make_jobs
+from tools.device import Job, make_jobs
 
 DEVICE = {"platform": "cpu", "kind": "cpu", "devices": 1, "jax": "0.12.0"}
 
 
 def python(name, code, **more):
     """A job that runs `code`, and notes in the file `ran` that it did."""
-    return Job(name, ["-c", f"import os, sys, time\nprint({name!r}, file=open('{{all}}/../ran', 'a'))\n{code}"], **more)
+    return Job(name, ["-c", f"import os, sys, time\nprint({name!r}, file=open('{{all}}/ran', 'a'))\n{code}"], **more)
 
 
 GOOD = "print('{\"ms\": 1.5}'); print('| a table')"
@@ -38,16 +39,14 @@ JOBS = [
 ]
 
 
-@pytest.fixture
-def ran(tmp_path, monkeypatch):
-    """The names of the jobs that ran, and how often."""
-    monkeypatch.setattr("tempfile.mkdtemp", lambda: str((tmp_path / "work").mkdir() or tmp_path / "work"))
-    return lambda: (tmp_path / "ran").read_text().split("\n")[:-1]
+def call(folder, jobs, minutes=9.0, kind="cpu"):
+    deadline = time.monotonic() + 60 * minutes
+    return device.measure(folder, DEVICE | {"kind": kind}, jobs, device.read_results(folder), deadline)
 
 
-def call(folder, jobs, minutes=9.0, device=DEVICE):
-    with Call(folder, minutes) as opened:
-        return opened.measure(device, jobs)
+def ran(folder):
+    """The names of the jobs that ran, in order."""
+    return (folder / "jobs" / "ran").read_text().split("\n")[:-1]
 
 
 def statuses(folder):
@@ -55,7 +54,7 @@ def statuses(folder):
     return {record["job"]: (record["status"], record.get("reason", "")) for record in records}
 
 
-def test_a_job_that_fails_dies_or_hangs_costs_only_itself_and_the_next_call_tries_it_last(tmp_path, ran, capsys):
+def test_a_job_that_fails_dies_or_hangs_costs_only_itself_and_the_next_call_tries_it_last(tmp_path):
     out = tmp_path / "out"
     assert call(out, JOBS) == 1
     assert statuses(out) == {
@@ -74,28 +73,28 @@ def test_a_job_that_fails_dies_or_hangs_costs_only_itself_and_the_next_call_trie
     assert "good\n```\n| a table\n```" in table
     mended = [python("wrong", GOOD), *JOBS[3:], python("new", GOOD)]
     assert call(out, mended) == 0
-    assert ran() == ["wrong", "dies", "hangs", "good", "new", "wrong"]
+    assert ran(out) == ["wrong", "dies", "hangs", "good", "new", "wrong"]
     with tarfile.open(out / "device.tar.gz") as archive:
         assert {"dies/log.txt", "good/log.txt", "new/log.txt"} <= {*archive.getnames()}
-    assert sorted(os.listdir(out)) == ["device.tar.gz", "results.jsonl", "table.md"]
+    assert sorted(os.listdir(out)) == ["device.tar.gz", "jobs", "results.jsonl", "table.md"]
     with pytest.raises(UserError, match="has results of a cpu, and this is a H100"):
-        call(out, [], device=DEVICE | {"kind": "H100"})
+        call(out, [], kind="H100")
 
 
-def test_a_job_that_the_call_has_too_little_time_for_is_to_come(tmp_path, ran, monkeypatch):
-    monkeypatch.setattr("tools.device.MARGIN", 0)
+def test_a_job_that_the_call_has_too_little_time_for_is_to_come(tmp_path, monkeypatch):
     monkeypatch.setattr("tools.device.LEAST", 1)
     out = tmp_path / "out"
     assert call(out, [python("long", "time.sleep(99)"), python("next", GOOD)], minutes=0.03) == 1
     assert statuses(out) == {"device": ("done", ""), "long": ("to come", "the time limit was reached")}
-    assert ran() == ["long"]
+    assert ran(out) == ["long"]
     assert "| next | 0 | to come |" in (out / "table.md").read_text()
 
 
 def test_at_sigterm_the_job_ends_and_the_table_and_the_archive_are_written(tmp_path):
     code = f"""from tools.device import *
-with Call(Path({str(tmp_path)!r}), 9) as call:
-    call.measure({DEVICE}, [Job("good", ["-c", {GOOD!r}]), Job("hangs", ["-c", {HANGS.replace("97", "98")!r}])])"""
+folder = Path({str(tmp_path)!r})
+jobs = [Job("good", ["-c", {GOOD!r}]), Job("hangs", ["-c", {HANGS.replace("97", "98")!r}])]
+measure(folder, {DEVICE}, jobs, read_results(folder))"""
     runner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert runner.stdout is not None
     for line in runner.stdout:
@@ -104,7 +103,7 @@ with Call(Path({str(tmp_path)!r}), 9) as call:
     time.sleep(0.5)
     runner.send_signal(signal.SIGTERM)
     assert runner.wait(20) == 143
-    assert sorted(os.listdir(tmp_path)) == ["device.tar.gz", "results.jsonl", "table.md"]
+    assert sorted(os.listdir(tmp_path)) == ["device.tar.gz", "jobs", "results.jsonl", "table.md"]
     assert statuses(tmp_path) == {"device": ("done", ""), "good": ("done", "")}
     assert subprocess.run(["pgrep", "-f", "sleep 98.531"], check=False).returncode == 1
 

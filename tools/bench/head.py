@@ -20,40 +20,34 @@ Leaves out several devices. Exit codes: 0 done, 2 an error that one line explain
 
 import argparse
 import importlib.metadata
-import json
 import math
-import os
-import shlex
-import shutil
-import subprocess
+import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mllm import child_process, errors
+from mllm import errors
 from mllm.errors import UserError
-from tools import figures
-from tools.bench.report import Outcome, Shape, shape_of
+from tools.bench.frame import Figures, Outcome, Shape, parser, shape_of, start, table, title
 
 if TYPE_CHECKING:
     from tools.bench.methods import Method
 
-ROOT = Path(__file__).parent.parent.parent
-COMMAND = (sys.executable, "-m", "tools.bench.measure")
+CHILD = "tools.bench.measure"
 LEAST = 0.05
 """Seconds of a turn, so that the clock and the start of the calls don't count."""
 PACKAGES = (
     *("jax", "jaxlib", "numpy", "optax", "tokamax", "google-tunix"),
     *("torch", "triton", "liger-kernel", "cut-cross-entropy"),
 )
-"""The packages whose versions are written beside the figures, where they are installed."""
-
+"""The packages whose versions are printed, where they are installed."""
 LARGE: Shape = (8192, 2048, 151936)
 """The head of Qwen2.5-3B."""
 SMALL: Shape = (1024, 256, 16384)
+COLUMNS = ("method", "ms", "/three", "/four", "TFLOP/s", "peak MiB", "temp MiB", "loss", "dh", "dW")
 
 
 @errors.command
@@ -62,20 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.target:
         from tools.bench import target
 
-        target.run(options.target, options.shape or [LARGE], options.json)
+        target.run(options.target, options.shape or [LARGE])
     else:
         run(options)
     return 0
 
 
-# --- the command line
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = errors.ArgumentParser(
-        prog="python tools/bench head", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    known = parser("head", __doc__)
+    add = known.add_argument
     add(
         "--shape",
         type=shape_of,
@@ -88,11 +77,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--live", type=float, nargs="+", metavar="SHARE", help="shares of rows that count (default 1 0.5 0.25, CPU: 1)")
     add("--methods", nargs="+", metavar="TEXT", help="only those whose name has one of these in it")
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one method, all shares (default 300)")
-    add("--target", metavar="CHIP", help="compile for this TPU, as in v6e, and time nothing (make aot installs libtpu)")
+    add("--target", metavar="CHIP", help="compile for this TPU, as in v6e, and time nothing")
     add("--repeats", type=int, help="rounds timed, after one that is not (default on a CPU 5, else 10)")
     add("--seed", type=int, default=0, help="seed of the random inputs (default 0)")
-    add("--json", type=Path, metavar="FILE", help="write the figures there too, as they become known")
-    options = parser.parse_args(arguments)
+    options = known.parse_args(arguments)
     for share in options.live or []:
         if not 0 < share <= 1:
             raise UserError(f"--live: {share:g} is not a number above 0, at most 1")
@@ -105,8 +93,44 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("methods", "live", "dtype", "repeats"):
         if options.target and getattr(options, name) is not None:
             raise UserError(f"--{name}: has no meaning with --target, which times nothing")
-    figures.check(options.json)
     return options
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, and print each table as it becomes known; UserError where there is no device, or nothing is measured."""
+    from tools.bench.methods import methods as known_methods
+
+    with tempfile.TemporaryDirectory() as folder:
+        probe = start(CHILD, {}, options.timeout, cache := Path(folder))
+        if probe.status != "measured":
+            raise UserError(f"JAX finds no device to measure on: {probe.reason}")
+        device = probe.found[0]
+        cpu = device["platform"] == "cpu"
+        methods = chosen_methods(options.methods, known_methods(device["platform"]))
+        lives = sorted(set(options.live or ([1.0] if cpu else [1.0, 0.5, 0.25])), reverse=True)
+        dtype, rounds = options.dtype or ("float32" if cpu else "bfloat16"), options.repeats or (5 if cpu else 10)
+        versions = ", ".join(f"{package} {found}" for package in PACKAGES if (found := version(package)))
+        about = f"{device['platform']} {device['kind']}, {versions}; {dtype}"
+        print(f"{about}, {datetime.now(UTC):%Y-%m-%d}, {rounds} rounds")
+        everything: list[tuple[str, Outcome]] = []
+        for shape in options.shape or [SMALL if cpu else LARGE]:
+            problem = {**dict(zip(("tokens", "features", "vocabulary"), shape, strict=True)), "dtype": dtype}
+            task = {"problem": {**problem, "seed": options.seed}, "lives": lives, "rounds": rounds, "least": LEAST}
+            outcomes: dict[str, Outcome] = {}
+            for method in methods:
+                print(f"{title(shape)}: {method.name}", file=sys.stderr)
+                obstacle = method.obstacle(device["platform"])
+                outcome = Outcome([], "skipped", obstacle or "")
+                if not obstacle:
+                    outcome = start(CHILD, {**task, "method": method.name}, options.timeout, cache)
+                outcomes[method.name] = outcome
+            for live in lives:
+                print(f"\n{title(shape)}, {dtype}, {live:.0%} of the rows count", flush=True)
+                print(text(shape, live, {method.name: method.products for method in methods}, outcomes), flush=True)
+            everything += outcomes.items()
+    if not any(outcome.found for _, outcome in everything):
+        name, outcome = next((each for each in everything if each[1].status == "failed"), everything[0])
+        raise UserError(f"--shape, --methods: nothing could be measured; {name}: {outcome.reason}")
 
 
 def chosen_methods(texts: Sequence[str] | None, known: Sequence["Method"]) -> list["Method"]:
@@ -117,90 +141,6 @@ def chosen_methods(texts: Sequence[str] | None, known: Sequence["Method"]) -> li
     return [method for method in known if not texts or any(text.lower() in method.name.lower() for text in texts)]
 
 
-# --- the measurements
-
-
-def start(task: dict[str, Any], timeout: float, cache: Path) -> Outcome:
-    """Run a task in a process of its own; all of them share the folder of compiled programs, `cache`."""
-    # A process gets three quarters of a GPU unless it is told otherwise.
-    defaults = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
-    defaults |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    environment = {**defaults, **os.environ}
-    ended = child_process.run([*COMMAND, json.dumps(task)], seconds=timeout, env=environment, cwd=ROOT)
-    skipped = next((answer["skipped"] for answer in ended.answers if "skipped" in answer), None)
-    if skipped is not None:
-        return Outcome([], "skipped", skipped)
-    if ended.code == 0:
-        return Outcome(ended.answers)
-    if ended.late:
-        return Outcome(ended.answers, "failed", f"stopped after {timeout:g} s (--timeout)")
-    return Outcome(ended.answers, "failed", ended.reason)
-
-
-def run(options: argparse.Namespace) -> None:
-    """Measure, and print each table as it becomes known.
-
-    Raises:
-        UserError: there is no device, or nothing could be measured.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        probe = start({"task": "device"}, options.timeout, Path(folder))
-        if probe.status != "measured":
-            raise UserError(f"JAX finds no device to measure on: {probe.reason}")
-        measure(options, Path(folder), probe.found[0])
-
-
-def measure(options: argparse.Namespace, cache: Path, device: dict[str, Any]) -> None:
-    from tqdm import tqdm
-
-    from tools.bench import report
-    from tools.bench.methods import methods as known_methods
-
-    platform = device["platform"]
-    cpu = platform == "cpu"
-    methods = chosen_methods(options.methods, known_methods(platform))
-    lives = sorted(set(options.live or ([1.0] if cpu else [1.0, 0.5, 0.25])), reverse=True)
-    dtype = options.dtype or ("float32" if cpu else "bfloat16")
-    task = {"task": "measure", "platform": platform, "lives": lives, "least": LEAST}
-    task["rounds"] = options.repeats or (5 if cpu else 10)
-    versions = {package: found for package in PACKAGES if (found := version(package))}
-    content: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device | {"driver": driver()},
-        "versions": versions,
-        "dtype": dtype,
-        "rounds": task["rounds"],
-        "seed": options.seed,
-        "results": [],
-    }
-    about = f"{platform} {device['kind']}, jax {versions['jax']}, {dtype}"
-    print(f"{about}, {content['date'][:10]}, {task['rounds']} rounds")
-    shapes = options.shape or [SMALL if cpu else LARGE]
-    with tqdm(total=len(shapes) * len(methods), unit="method", dynamic_ncols=True, disable=None) as bar:
-        for shape in shapes:
-            sizes = dict(zip(("tokens", "features", "vocabulary"), shape, strict=True))
-            problem = {**sizes, "dtype": dtype, "seed": options.seed}
-            tables = [report.empty_table(shape, dtype, live) for live in lives]
-            content["results"] += tables
-            for method in methods:
-                bar.set_description(f"{report.title(shape)}: {method.name}")
-                obstacle = method.obstacle(platform)
-                if obstacle is None:
-                    outcome = start({**task, "method": method.name, "problem": problem}, options.timeout, cache)
-                else:
-                    outcome = Outcome([], "skipped", obstacle)
-                for table in tables:
-                    table["methods"].append(report.row(method, table, outcome))
-                bar.update()
-                figures.write(options.json, content)
-            print("".join("\n" + "\n".join(report.lines(table)) + "\n" for table in tables), end="", flush=True)
-    rows = [row for table in content["results"] for row in table["methods"]]
-    if all(row["status"] != "measured" for row in rows):
-        row = next((row for row in rows if row["status"] != "skipped"), rows[0])
-        raise UserError(f"--shape, --methods: nothing could be measured; {row['method']}: {row['reason']}")
-
-
 def version(package: str) -> str | None:
     """The version of a package; None where it isn't installed."""
     try:
@@ -209,13 +149,49 @@ def version(package: str) -> str | None:
         return None
 
 
-def driver() -> str | None:
-    """An NVIDIA GPU's driver, highest clock, memory and power limit, if nvidia-smi tells them."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=driver_version,clocks.max.sm,memory.total,power.limit", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.partition("\n")[0] or None
+# --- the table
+
+
+def text(shape: Shape, live: float, products: Mapping[str, int], outcomes: Mapping[str, Outcome]) -> str:
+    """The table at a share of rows that count; below it stands what wasn't measured, with the reason.
+
+    `products` has the number that each method has to make.
+    """
+    flops = 2 * max(1, round(live * shape[0])) * shape[1] * shape[2]  # of one product
+    rows, bare, reasons = [], dict[str, list[tuple[float, float]]](), dict[str, list[str]]()
+    for name, outcome in outcomes.items():
+        found = next((found for found in outcome.found if found["live"] == live), None)
+        if found is None:
+            reasons.setdefault(f"{outcome.status}: {outcome.reason}", []).append(name)
+            continue
+        own, *each = (found["rounds"][product] for product in ("method", "hW", "gW", "gh"))
+        three = [sum(parts) for parts in zip(*each, strict=True)]
+        four = [a + b for a, b in zip(three, each[0], strict=True)]
+        bare.setdefault(found["through"], []).append((statistics.median(three), statistics.median(four)))
+        ratios = (statistics.median(a / b for a, b in zip(own, other, strict=True)) for other in (three, four))
+        rows.append(cells(name, statistics.median(own), ratios, products[name] * flops, found))
+    for through, medians in bare.items():
+        for number, seconds in zip((4, 3), reversed([*zip(*medians, strict=True)]), strict=True):
+            middle = statistics.median(seconds)  # over the processes that measured them with this library
+            figures = f"{1e3 * middle:.2f}", "", "", f"{number * flops / middle / 1e12:.3g}"
+            rows.insert(0, [f"{number} bare products, {through}", *figures, *[""] * 5])
+    return "\n".join([table(COLUMNS, rows)] * bool(rows) + [f"{why}: {'; '.join(x)}" for why, x in reasons.items()])
+
+
+def cells(name: str, seconds: float, ratios: Iterable[float], flops: int, found: Figures) -> list[str]:
+    """A method's line of the table."""
+    peak, temporaries = found["peak_bytes"], found["temp_bytes"]
+    errors = [format(x, ".1e") for x in found["errors"].values()]
+    return [
+        name,
+        f"{1e3 * seconds:.2f}",
+        *(f"{ratio:.2f}" for ratio in ratios),
+        f"{flops / seconds / 1e12:.3g}",
+        "-" if peak is None else f"{peak / 2**20:.0f}",
+        "-" if temporaries is None else f"{temporaries / 2**20:.1f}",
+        *errors,
+        *[""] * (3 - len(errors)),
+    ]
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ A kernel is given what others would hand it, computed in float64, and its result
 printed as JSON; an error past 0.01 is an exit code of 1. With --timed it is the time beside that of the bare products
 that the kernel has to make. On a CPU the tests' interpreters run the kernels. bfloat16. Kernels:
 
-    statistics   the forward kernel       mean   a TPU's dh from E_q[W]      slopes   a GPU's derivatives by the logits
-    dh, dW       of a GPU after slopes    kept   a loss that keeps logits    loss     a loss with --workspace bytes
-    copy         of a GiB within the device's memory                         device   what JAX runs on
+    statistics   the forward kernel                   mean     a TPU's dh from E_q[W]
+    dh, dW       a GPU's after slopes by the logits   kept     a loss that keeps logits
+    loss         with --workspace bytes               copy     a GiB within the device's memory
+    device       what JAX runs on
 """
 
 import argparse
@@ -26,20 +27,16 @@ from jax.sharding import Mesh
 from kernels.lm_head import HeadSharding, TokenLogprobs, token_loss
 from kernels.lm_head.contract import Inputs, Options, Terms
 from kernels.lm_head.gpu import engine as gpu_engine
-from kernels.lm_head.gpu import passes
 from kernels.lm_head.gpu import tiles as gpu_tiles
-from kernels.lm_head.gpu.backward import Block, logit_gradient
-from kernels.lm_head.gpu.forward import Chunk
-from kernels.lm_head.live_rows import round_up
-from kernels.lm_head.softmax import Softmax, row_factors
+from kernels.lm_head.softmax import Softmax
 from kernels.lm_head.tpu import engine as tpu_engine
 from kernels.lm_head.tpu import tiles as tpu_tiles
 from mllm import child_process, errors
 from tests.kernels import oracle
 from tools.bench import measure
-from tools.bench.report import Shape, shape_of
+from tools.bench.frame import Shape, in_turns, parser, shape_of
 
-PRODUCTS = {"statistics": "hW", "mean": "hW gW", "slopes": "hW", "dh": "hW gW", "dW": "hW gh", "kept": "hW gW gh"}
+PRODUCTS = {"statistics": "hW", "mean": "hW gW", "dh": "hW gW", "dW": "hW gh", "kept": "hW gW gh"}
 """The bare products that each has to make; a loss without a workspace, all and the first one twice."""
 ALLOWED = 0.01
 """The norm of the difference over that of the exact result; rounding to bfloat16 makes it about 0.003."""
@@ -49,31 +46,20 @@ def make_kernel(name: str, engine: Any, slopes: TokenLogprobs, softmax: Softmax,
     """(hidden, weight, labels) -> results by name, with these slopes and this softmax."""
 
     def call(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> dict[str, Any]:
-        count, vocabulary = len(hidden), len(weight)
+        count = len(hidden)
         if name == "loss":
-            objective, given = (
-                lambda logprob, entropy, a, b: a * logprob + b * entropy,
-                (slopes.logprob, slopes.entropy),
-            )
-            run = jax.grad(lambda h, w: token_loss(h, w, labels, objective, *given, **options), (0, 1), has_aux=True)
-            (dh, dw), tokens = run(hidden, weight)
+
+            def loss(hidden: jax.Array, weight: jax.Array) -> Any:
+                by = slopes.logprob, slopes.entropy
+                return token_loss(hidden, weight, labels, lambda x, h, a, b: a * x + b * h, *by, **options)
+
+            (dh, dw), tokens = jax.grad(loss, (0, 1), has_aux=True)(hidden, weight)
             return {**tokens._asdict(), "dh": dh, "dW": dw}
         inputs = Inputs(hidden, weight, labels, jnp.ones(count, bool), jnp.float32(1))
         wants = name != "dW", name not in ("dh", "mean"), name not in ("mean", "kept")
         how = Options(None, hidden.dtype, 1 << 40, *wants)  # dh, dW, and slopes by the entropy
         if name == "statistics":
             return engine.statistics(inputs, how).outputs()._asdict()
-        if name == "slopes":
-            sizes = gpu_tiles.choose(count, vocabulary, hidden.shape[1])
-            rows = passes.gather_rows(inputs, how, sizes, jnp.arange(count), jnp.int32(count))
-            factors, size = (
-                row_factors(softmax, softmax.top, slopes, jnp.ones(()), None),
-                (count, round_up(vocabulary, 256)),
-            )
-            zero = jnp.int32(0)
-            places = Block(zero, rows.number), Chunk(zero, zero, jnp.int32(vocabulary)), inputs.temperature
-            tiling: Any = {"size": size, "sizes": sizes}
-            return {"dy": logit_gradient(rows, weight, factors, *places, **tiling, softcap=None, entropy=True)}
         if name == "kept":
             terms = Terms(slopes.logprob, ())
             dh, dw = engine.loss_and_gradients(inputs, lambda logprob, _: logprob, terms, how)[1]
@@ -133,21 +119,14 @@ def run(
     if exact is None:
         return time(functools.partial(program, *arrays), arrays, PRODUCTS.get(kernel, "hW hW gW gh").split())
     wanted = {**exact._asdict(), "dh": exact.hidden, "dW": exact.weight}
-    if kernel == "slopes":
-        log_p = np.asarray(arrays[0], np.float64) @ np.asarray(arrays[1], np.float64).T - lse[:, None]
-        dy = -np.exp(log_p) * (by_logprob[:, None] + by_entropy[:, None] * (log_p + entropy[:, None]))
-        dy[np.arange(tokens), labels] += by_logprob
-        wanted["dy"] = dy
-    # Columns beyond the vocabulary are padding.
-    differences = {name: x[..., : wanted[name].shape[-1]] - wanted[name] for name, x in found.items()}
-    return {name: float(np.linalg.norm(x) / np.linalg.norm(wanted[name])) for name, x in differences.items()}
+    return {name: float(np.linalg.norm(x - wanted[name]) / np.linalg.norm(wanted[name])) for name, x in found.items()}
 
 
 def time(call: Callable[[], Any], arrays: Sequence[jax.Array], names: Sequence[str]) -> dict[str, float]:
     """Milliseconds, their ratio to those of the bare products of these names, and TFLOP/s."""
     bare = measure.bare_products(*arrays[:2])
     calls = {"kernel": call, **{name: bare[name] for name in names}}
-    rounds = measure.in_turns(calls, jax.block_until_ready, rounds=5, least=0.05, queue=2)
+    rounds = in_turns(calls, jax.block_until_ready, rounds=5, least=0.05, queue=2)
     seconds = {name: statistics.median(each) for name, each in rounds.items()}
     own, products = seconds["kernel"], sum(seconds[name] for name in names)
     flops = 2 * len(names) * arrays[0].size * len(arrays[1])
@@ -156,7 +135,7 @@ def time(call: Callable[[], Any], arrays: Sequence[jax.Array], names: Sequence[s
 
 def copy() -> dict[str, float]:
     array, double = jnp.ones(2**26, jnp.float32), jax.jit(lambda x: 2 * x)
-    rounds = measure.in_turns({"copy": lambda: double(array)}, jax.block_until_ready, rounds=5, least=0.1, queue=2)
+    rounds = in_turns({"copy": lambda: double(array)}, jax.block_until_ready, rounds=5, least=0.1, queue=2)
     return {"GB/s, read and written": 2 * array.nbytes / statistics.median(rounds["copy"]) / 1e9}
 
 
@@ -170,10 +149,8 @@ def sizes_of(text: str) -> dict[str, int]:
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = errors.ArgumentParser(
-        prog="python tools/bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    known = parser("kernels", __doc__)
+    add = known.add_argument
     add("--kernel", required=True, choices=(*PRODUCTS, "loss", "copy", "device"), metavar="X", help="which one")
     engines = ("mosaic_tpu", "mosaic_gpu", "xla", "full_logits")
     add("--impl", choices=engines, default="xla", help="the engine that it is of (default xla)")
@@ -183,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tiles = "as in rows=512,columns=512,step=256 (TPU) or columns=256,slots=4,cluster=2,chunk=2048 (GPU)"
     add("--tiles", type=sizes_of, default={}, metavar="NAME=SIZE,...", help=f"{tiles}; default: the engine's own")
     add("--sharded", action="store_true", help="the loss over all devices, an even number of them")
-    options = parser.parse_args(arguments)
+    options = known.parse_args(arguments)
     if options.kernel in PRODUCTS and not options.impl.startswith("mosaic"):
         raise errors.UserError(f"--impl: {options.impl} has no kernel {options.kernel}; it is for --kernel loss")
     if options.kernel == "device":

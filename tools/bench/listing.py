@@ -1,23 +1,19 @@
-"""Reads what compilers report of each Pallas kernel in a program: how busy a TPU's MXUs are, what a GPU's blocks take.
+"""Reads the TPU compiler's listing of each Pallas kernel in a program: how busy are the MXUs in its hot loop?
 
-For a TPU, from libtpu's listing of bundles, of which a TensorCore issues one in a cycle. The hot loop is the one whose
+It lists bundles, of which a TensorCore issues one in a cycle. The hot loop is the one whose
 own bundles (outside inner loops) hold the most `vmatmul`s. One `vmatmul` takes 16 rows of bfloat16 (8 of float32)
 through an MXU; how many cycles that keeps the MXU busy, `CYCLES`, follows from the published rate and the clock. Left
 out are HBM that doesn't keep up, queues that hide a stall, and the loop's first and last turns.
-
-For an H100, from ptxas's report, the PTX and the log of Mosaic's passes; ptxas has to be on the PATH. Left out are
-times, and whether any of it runs.
 """
 
 import re
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mllm.plan import gpus, targets
+from mllm.plan import targets
 
 CYCLES = {"v5e": 16, "v5p": 16, "v6e": 8, "tpu7x": 8}
 """Cycles that 16 rows of bfloat16 keep an MXU busy, = 16 / (rate / (2 · MXUs · side² · clock)).
@@ -31,7 +27,7 @@ DELAY_SLOTS = 4
 
 
 @dataclass(frozen=True)
-class TpuKernel:
+class ListedKernel:
     """A kernel's figures, all of them static."""
 
     name: str
@@ -46,49 +42,24 @@ class TpuKernel:
     """Stores of vector registers to VMEM in the hot loop."""
 
 
-@dataclass(frozen=True)
-class GpuKernel:
-    """A kernel's figures, all of them static."""
-
-    name: str
-    registers: int
-    """Registers of a thread, before warpgroups hand them to each other (`setmaxnreg`)."""
-    spilled: int
-    """Bytes that ptxas stores to and loads from local memory, and bytes of stack."""
-    shared: int
-    """Bytes of shared memory that a block asks for as it starts."""
-    wgmma: dict[str, int]
-    """Instructions in the text, by their shape; a loop over slabs holds 4, for 64 of depth."""
-    multicast: int
-    """TMA loads that go to all blocks of a cluster."""
-    setmaxnreg: int
-    """Instructions in the text."""
-
-
 def read(
     target: str, program: str, folder: Path | None = None, **arguments: Any
-) -> tuple[dict[str, int], Sequence[TpuKernel | GpuKernel]]:
-    """Compiles a program for a device in a process of its own; its account of memory, and its Pallas kernels' figures.
+) -> tuple[dict[str, int], list[ListedKernel]]:
+    """Compiles a program for a chip in a process of its own; its account of memory, and its Pallas kernels' figures.
 
     The compiler's files stay in `folder`, which must be empty, if one is given.
 
     Raises:
         ValueError: there is no such target, or the compiler refuses; what the process said on stderr is a note.
-        ModuleNotFoundError: the compiler, or ptxas, isn't installed.
     """
     with tempfile.TemporaryDirectory() as temporary:
         dump = folder or Path(temporary)
-        if gpus.is_gpu(target):
-            if shutil.which("ptxas") is None:
-                raise ModuleNotFoundError("ptxas, of the CUDA toolkit, isn't on the PATH")
-            flags = {"MOSAIC_GPU_DUMP_TO": str(dump), "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-            return compile_in_child(target, program, arguments, flags, dump), read_gpu_folder(dump)
         chip, _ = targets.split(target)
         options = (
             f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
         )
         account = compile_in_child(target, program, arguments, {"LIBTPU_INIT_ARGS": options}, dump)
-        return account, read_tpu_folder(dump, chip)
+        return account, read_folder(dump, chip)
 
 
 def compile_in_child(
@@ -103,7 +74,7 @@ def compile_in_child(
     return ended.answer
 
 
-# --- TPUs
+# --- the listing
 
 
 _BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: >* ?\{", re.MULTILINE)
@@ -113,7 +84,7 @@ _REGION = re.compile(r"(?:Start|Start/End empty) region (\d+)")
 _SPILL = re.compile(r"= vst \[vmem:\[#allocation\d+_spill\]")
 
 
-def read_tpu_folder(folder: Path, chip: str, *, xla: bool = False) -> list[TpuKernel]:
+def read_folder(folder: Path, chip: str, *, xla: bool = False) -> list[ListedKernel]:
     """The Pallas kernels with products in a folder of listings; with `xla`, XLA's own kernels with products instead."""
     pallas: set[str] = set()
     for path in folder.glob("*-TLP-hlo.txt"):
@@ -122,7 +93,7 @@ def read_tpu_folder(folder: Path, chip: str, *, xla: bool = False) -> list[TpuKe
     for path in sorted(folder.glob("*-final_bundles.txt")):
         match = re.fullmatch(r"\d+-(.+)-\d\d-final_bundles\.txt", path.name)
         if match and (match[1] in pallas) != xla:
-            kernel = read_tpu_kernel(own_name(match[1]), path.read_text(), chip)
+            kernel = read_kernel(own_name(match[1]), path.read_text(), chip)
             result += [kernel] if kernel else []
     return result
 
@@ -132,7 +103,7 @@ def own_name(name: str) -> str:
     return re.sub(r"^(?:transpose_|jvp_)*(.*?)_*(?:\.\d+)*$", r"\1", name)
 
 
-def read_tpu_kernel(name: str, listing: str, chip: str) -> TpuKernel | None:
+def read_kernel(name: str, listing: str, chip: str) -> ListedKernel | None:
     """The figures of one kernel from its `final_bundles` file; None if no loop of it holds a `vmatmul`."""
     code = _BUNDLE.split(listing)[1:]  # in the order of their addresses
     jumps = branches(code)
@@ -144,7 +115,7 @@ def read_tpu_kernel(name: str, listing: str, chip: str) -> TpuKernel | None:
     blocks = [range(branch + 1 + DELAY_SLOTS, to) for branch, to in jumps if to > branch]
     skipped = {i for block in blocks if not any(count[i] for i in block) for i in block}
     taken = [code[i] for i in body if i not in skipped]
-    return TpuKernel(
+    return ListedKernel(
         name=name,
         bundles=len(taken),
         vmatmuls=sum(count[i] for i in body),
@@ -179,35 +150,3 @@ def mxu_use(code: Sequence[str], chip: str) -> float:
             total += time
     # The next turn begins where this one ends, and waits for MXUs that are still busy.
     return total / MXUS[chip] / max(now, total / MXUS[chip])
-
-
-# --- GPUs
-
-
-def read_gpu_folder(folder: Path) -> list[GpuKernel]:
-    """The kernels with reports in a folder, in the order of their compilation."""
-    result = []
-    for path in sorted(folder.glob("*.ptxas"), key=lambda path: int(path.stem.rpartition("_")[2])):
-        report, ptx, passes = (path.with_suffix(end).read_text() for end in (".ptxas", ".ptx", ".mlir-passes.log"))
-        name = re.search(r"Compiling entry function '(\w+?)(?:_mosaic_gpu)?(?:_kernel)?'", report)
-        result.append(read_gpu_kernel(name[1] if name else path.stem, report, ptx, passes))
-    return result
-
-
-def read_gpu_kernel(name: str, report: str, ptx: str, passes: str) -> GpuKernel:
-    """The figures of one kernel, from ptxas's report, the PTX, and the log of Mosaic's passes."""
-    spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    registers, shared = re.search(r"Used (\d+) registers", report), re.search(r", (\d+) bytes smem", report)
-    dynamic = [int(size) for size in re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)]
-    if spilled is None or registers is None or not dynamic:
-        raise ValueError(f"{name}: no resources in the compiler's report")
-    shapes = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)", ptx)
-    return GpuKernel(
-        name=name,
-        registers=int(registers[1]),
-        spilled=sum(map(int, spilled.groups())),
-        shared=max(dynamic) + (int(shared[1]) if shared else 0),
-        wgmma={shape: shapes.count(shape) for shape in sorted(set(shapes))},
-        multicast=len(re.findall(r"cp\.async\.bulk\.tensor\S*\.multicast::cluster", ptx)),
-        setmaxnreg=len(re.findall(r"setmaxnreg\.\w+", ptx)),
-    )

@@ -23,6 +23,8 @@ from kernels.lm_head import token_logprobs, token_loss
 Call = Callable[..., tuple[Any, ...]]
 """(hidden, weight, labels, weights, by_logprob, by_lse) -> (value,) or (value, dh, dW)."""
 Loss = Callable[[Float[Array, "N D"], Float[Array, "V D"], Int[Array, "N"], Float[Array, "N"]], Float[Array, ""]]
+TorchLoss = Callable[[], Callable[..., Any]]
+"""A function that imports what it needs, and returns (hidden, weight, labels) -> the sum of cross-entropies."""
 WORKSPACE = 640 << 20
 IGNORED = -100
 """The label of a row that doesn't count, for losses through torch."""
@@ -34,10 +36,10 @@ class Method:
     products: int
     """Matrix products of 2 N V D flops that it has to make with the memory it is given; it may make more."""
     call: Call | None = None
-    """None: it runs through torch, by `torch_loss`."""
-    gradients: bool = True
+    torch: TorchLoss | None = None
+    """Instead of `call`, for a method that runs through torch."""
     general: bool = False
-    """The value is logprob and lse of each token, and the gradients belong to random cotangents."""
+    """The value is the sum of logprob and lse times random cotangents; the gradients belong to these."""
     transposed: bool = False
     """The weight is [D, V]."""
     needs: tuple[str, ...] = ()
@@ -65,28 +67,29 @@ def methods(platform: str) -> list[Method]:
         *engine_methods(kernels, kernels.removeprefix("mosaic_")),
         Method("full logits", 3, value_and_gradients(full_logits)),
         *(Method(f"scan over {n} tokens, recomputed", 4, value_and_gradients(chunked(n))) for n in chunks),
-        Method("Liger, fused linear", 3, needs=("torch", "liger_kernel"), platform="gpu"),
-        Method("cut-cross-entropy, exact", 4, needs=("torch", "cut_cross_entropy"), platform="gpu"),
+        Method("Liger, fused linear", 3, torch=liger, needs=("torch", "liger_kernel"), platform="gpu"),
+        Method("cut-cross-entropy, exact", 4, torch=cce, needs=("torch", "cut_cross_entropy"), platform="gpu"),
         Method("tokamax, its choice", 3, tokamax(None), transposed=True, needs=("tokamax",)),
         Method("tokamax, chunked_xla", 4, tokamax("chunked_xla"), transposed=True, needs=("tokamax",)),
         Method("google-tunix, default loss", 3, tunix, needs=("tunix",)),
         *engine_methods("xla", None),
         Method("optax on full logits", 3, value_and_gradients(optax_on_logits)),
-        Method("full logits, value only", 1, value_only(full_logits), gradients=False),
-        Method("full logits in torch", 3, needs=("torch",)),
+        Method("full logits, value only", 1, value_only(full_logits)),
+        Method("full logits in torch", 3, torch=full_logits_in_torch, needs=("torch",)),
     ]
 
 
 def engine_methods(impl: str, platform: str | None) -> list[Method]:
-    def method(what: str, products: int, call: Call, **options: Any) -> Method:
-        return Method(f"{impl}, {what}", products, call, platform=platform, **options)
-
+    known: dict[str, tuple[int, Call]] = {
+        "workspace 640 MiB": (3, value_and_gradients(fused(impl=impl, workspace=WORKSPACE))),
+        "workspace 0": (4, value_and_gradients(fused(impl=impl, workspace=0))),
+        "default workspace": (3, value_and_gradients(fused(impl=impl))),
+        "value only": (1, value_only(fused(impl=impl))),
+        "general backward": (4, general_backward(impl=impl)),
+    }
     return [
-        method("workspace 640 MiB", 3, value_and_gradients(fused(impl=impl, workspace=WORKSPACE))),
-        method("workspace 0", 4, value_and_gradients(fused(impl=impl, workspace=0))),
-        method("default workspace", 3, value_and_gradients(fused(impl=impl))),
-        method("value only", 1, value_only(fused(impl=impl)), gradients=False),
-        method("general backward", 4, general_backward(impl=impl), general=True),
+        Method(f"{impl}, {name}", products, call, general=name == "general backward", platform=platform)
+        for name, (products, call) in known.items()
     ]
 
 
@@ -150,17 +153,17 @@ def value_only(loss: Loss) -> Call:
 
 
 def general_backward(**options: Any) -> Call:
-    """Logprob and lse by `token_logprobs`, and the gradients under any cotangents of them."""
+    """The sum of logprob and lse by `token_logprobs`, each times a cotangent, and its gradients."""
 
     def call(
         hidden: Array, weight: Array, labels: Array, weights: Array, by_logprob: Array, by_lse: Array
     ) -> tuple[Any, ...]:
-        def outputs(hidden: Array, weight: Array) -> tuple[Array, Array]:
+        def weighed(hidden: Array, weight: Array) -> Array:
             found = token_logprobs(hidden, weight, labels, where=weights != 0, **options)
-            return found.logprob, found.lse
+            return jnp.sum(by_logprob * found.logprob + by_lse * found.lse)
 
-        values, pull = jax.vjp(outputs, hidden, weight)
-        return jnp.stack(values), *pull((by_logprob, by_lse))
+        value, gradients = jax.value_and_grad(weighed, (0, 1))(hidden, weight)
+        return value, *gradients
 
     return call
 
@@ -204,18 +207,24 @@ def tunix(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array
     return value, dh, dw
 
 
-def torch_loss(name: str) -> Callable[..., Any]:
-    """The loss of a method through torch: (hidden, weight, labels) -> the sum of cross-entropies."""
-    if name.startswith("Liger"):
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
+# --- losses through torch
 
-        liger = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED, reduction="sum")
-        return lambda hidden, weight, labels: liger(weight, hidden, labels)
-    if name.startswith("cut-cross-entropy"):
-        from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
 
-        options = {"ignore_index": IGNORED, "reduction": "sum", "filter_eps": None}  # None: nothing is left out
-        return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, **options)
+def liger() -> Callable[..., Any]:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
+
+    loss = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED, reduction="sum")
+    return lambda hidden, weight, labels: loss(weight, hidden, labels)
+
+
+def cce() -> Callable[..., Any]:
+    from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
+
+    options = {"ignore_index": IGNORED, "reduction": "sum", "filter_eps": None}  # None: nothing is left out
+    return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, **options)
+
+
+def full_logits_in_torch() -> Callable[..., Any]:
     from torch.nn import functional  # type: ignore[import-not-found]
 
     return lambda hidden, weight, labels: functional.cross_entropy(

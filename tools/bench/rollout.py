@@ -2,11 +2,10 @@
 
 A Qwen2 model with random parameters so small that every token is about as likely as any other. Three of the tokens are
 stop tokens, so that lengths are about geometric, with a quarter of the limit as their mean. A method's useful tokens
-are those up to the first stop token. Each method runs in a process of its own; all are warmed up, and then timed in
-turns. The columns:
+are those up to the first stop token. The methods take turns, each in a process of its own that is warmed up. Columns:
 
     tokens/s   useful tokens a second, the median over the turns
-    time       seconds of a rollout as a ratio to the engine's, by the median of the turns
+    seconds    of a rollout, with their ratio to the engine's: the median over the turns, and the range
     useful     useful tokens over slot-steps: what was computed a token for
     GB/s       bytes that decode steps move, over the seconds of the whole rollout; bench kernels --kernel copy says
                what the device can move
@@ -17,10 +16,8 @@ Methods, where their packages are installed: the engine; `generate` of transform
 google-tunix.
 """
 
-import argparse
 import importlib.util
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,8 +26,7 @@ from typing import Any
 import numpy as np
 
 from mllm import errors
-from tools.bench import turns
-from tools.bench.turns import Figures
+from tools.bench.frame import Figures, answer, compare, compared, numbers, turn
 
 STOPS = (3, 130, 259)
 VOCABULARY, DEVIATION = 260, 1e-3
@@ -58,14 +54,14 @@ def qwen2_config(hidden: int, layers: int, vocabulary: int = VOCABULARY) -> dict
     }
 
 
-def prompts(options: dict[str, int]) -> list[list[int]]:
+def prompts(options: Figures) -> list[list[int]]:
     """Groups of eight sequences of a prompt."""
     rng = np.random.default_rng(0)
     groups = [rng.integers(4, 128, rng.integers(PROMPT // 4, PROMPT + 1)).tolist() for _ in range(options["rows"] // 8)]
     return [prompt for prompt in groups for _ in range(8)]
 
 
-def engine(options: dict[str, int]) -> Callable[[int], Figures]:
+def engine(options: Figures) -> Callable[[int], Figures]:
     """A function that makes a rollout with this seed."""
     import jax.numpy as jnp
     from flax import nnx
@@ -90,7 +86,7 @@ def engine(options: dict[str, int]) -> Callable[[int], Figures]:
     return roll_out
 
 
-def shares(work: Any, lengths: np.ndarray, architecture: Any, params: Any, options: dict[str, int]) -> Figures:
+def shares(work: Any, lengths: np.ndarray, architecture: Any, params: Any, options: Figures) -> Figures:
     """The useful share of slot-steps, and moved over least bytes."""
     import jax
 
@@ -103,7 +99,7 @@ def shares(work: Any, lengths: np.ndarray, architecture: Any, params: Any, optio
     return {"useful": work.tokens / work.slot_steps, "bytes": moved / least, "moved": moved}
 
 
-def transformers_generate(options: dict[str, int]) -> Callable[[int], Figures]:
+def transformers_generate(options: Figures) -> Callable[[int], Figures]:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -122,7 +118,7 @@ def transformers_generate(options: dict[str, int]) -> Callable[[int], Figures]:
     return roll_out
 
 
-def tunix_sampler(options: dict[str, int]) -> Callable[[int], Figures]:
+def tunix_sampler(options: Figures) -> Callable[[int], Figures]:
     import jax
     from flax import nnx
     from tunix.generate import sampler
@@ -173,23 +169,32 @@ def useful(rows: Sequence[Sequence[int]]) -> float:
     return float(count)
 
 
-METHODS: dict[str, Callable[[dict[str, int]], Callable[[int], Figures]]] = {
-    "engine": engine,
-    "transformers": transformers_generate,
-    "google-tunix": tunix_sampler,
+METHODS: dict[str, tuple[str, Callable[[Figures], Callable[[int], Figures]]]] = {
+    "engine": ("jax", engine),
+    "transformers": ("torch", transformers_generate),
+    "google-tunix": ("tunix", tunix_sampler),
+}
+"""The package that a method needs, and the function that makes it."""
+COLUMNS = {
+    "tokens/s": ("tokens/s", 1, ".0f"),
+    "seconds": ("seconds", 1, ".2fx"),
+    "useful": ("useful", 1, ".2f"),
+    "GB/s": ("GB/s", 1, ".2f"),
+    "bytes": ("bytes", 1, ".2f"),
+    "tokens": ("tokens", 1, ".0f"),
 }
 
 
-def make_measure(name: str, options: dict[str, int]) -> Callable[[int], Figures]:
+def make_measure(name: str, options: Figures) -> Callable[[int], Figures]:
     """A function that makes a rollout of this method, and says what it took."""
-    roll_out = METHODS[name](options)
+    roll_out = METHODS[name][1](options)
 
     def measure(seed: int) -> Figures:
         start = time.perf_counter()
         found = roll_out(seed)
         seconds = time.perf_counter() - start
         rate = {"GB/s": found["moved"] / seconds / 1e9} if "moved" in found else {}
-        return {**found, **rate, "seconds": seconds}
+        return {**found, **rate, "seconds": seconds, "tokens/s": found["tokens"] / seconds}
 
     return measure
 
@@ -199,37 +204,21 @@ def make_measure(name: str, options: dict[str, int]) -> Callable[[int], Figures]
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = errors.ArgumentParser(
-        prog="python tools/bench rollout", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    sizes = numbers(
+        "rollout",
+        __doc__,
+        arguments,
+        rows=(64, "sequences, eight for each prompt"),
+        slots=(64, "slots of the engine"),
+        limit=(384, "tokens of the longest completion"),
+        hidden=(256, "hidden size"),
+        layers=(4, "layers"),
+        repeats=(3, "turns"),
     )
-    parser.add_argument("--rows", type=int, default=64, help="sequences, eight for each prompt (default 64)")
-    parser.add_argument("--slots", type=int, default=64, help="of the engine (default 64)")
-    parser.add_argument("--limit", type=int, default=384, help="tokens of the longest completion (default 384)")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size (default 256)")
-    parser.add_argument("--layers", type=int, default=4, help="(default 4)")
-    parser.add_argument("--repeats", type=int, default=3, help="turns (default 3)")
-    sizes = vars(parser.parse_args(arguments))
-    repeats = sizes.pop("repeats")
-    packages = {"engine": "jax", "transformers": "torch", "google-tunix": "tunix"}
-    installed = [name for name, package in packages.items() if importlib.util.find_spec(package)]
-    methods = {name: [name, json.dumps(sizes)] for name in installed}
-    print(table(turns.compare("tools.bench.rollout", methods, repeats)))
+    installed = [name for name, (package, _) in METHODS.items() if importlib.util.find_spec(package)]
+    print(compared(compare("tools.bench.rollout", installed, sizes, sizes.pop("repeats")), COLUMNS))
     return 0
 
 
-def table(found: dict[str, list[Figures]]) -> str:
-    """The figures of each method, as Markdown."""
-    lines = ["| method | tokens/s | time | useful | GB/s | bytes | tokens |", "| --- |" + " ---: |" * 6]
-    for name, results in found.items():
-        speed = statistics.median(result["tokens"] / result["seconds"] for result in results)
-        ratio = statistics.median(turns.ratios(results, found["engine"], "seconds"))
-        figures = [f"{speed:.0f}", f"{ratio:.2f}"]
-        for column in ("useful", "GB/s", "bytes"):
-            figures.append(f"{turns.median(results, column):.2f}" if column in results[0] else "-")
-        figures.append(f"{turns.median(results, 'tokens'):.0f}")
-        lines.append(f"| {name} | {' | '.join(figures)} |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    turns.serve(make_measure(sys.argv[1], json.loads(sys.argv[2])))
+    answer(turn, make_measure, json.loads(sys.argv[1]))

@@ -6,16 +6,14 @@
 
 The updates are those of a GRPO run on a Qwen2 model with random parameters, in float32 on CPUs and bfloat16 elsewhere.
 Tokens and advantages are random; lengths are geometric, with a quarter of the limit as their mean, and cut off there.
-Each way has a process of its own; all are warmed up, and then timed in turns. Columns behind the first have the median
-ratio to it, and its range. The peak is what a device, or on CPUs the process, held more than before the parameters
-were made; places are the tokens that are computed, and padding is the share of them without a token.
+The ways take turns, each in a process of its own that is warmed up. Seconds and peaks have their median ratio to the
+first way's, and its range. The peak is what a device, or on CPUs the process, held more than before the parameters were
+made; places are the tokens that are computed, and padding is the share of them without a token.
 """
 
-import argparse
 import ctypes
 import json
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,11 +22,16 @@ from typing import Any
 from unittest import mock
 
 from mllm import errors
-from tools.bench import turns
+from tools.bench.frame import Figures, answer, compare, compared, numbers, turn
 from tools.bench.rollout import qwen2_config
-from tools.bench.turns import Figures
 
 WAYS = ("full", "padded", "LoRA")
+COLUMNS = {
+    "seconds": ("seconds", 1, ".3fx"),
+    "peak": ("peak MiB", 2**20, ".0fx"),
+    "places": ("places", 1, ".0f"),
+    "padding": ("padding", 1, ".2f"),
+}
 PROMPT = 32
 """The tokens of a prompt."""
 
@@ -120,37 +123,21 @@ def resident(name: str) -> int:
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = errors.ArgumentParser(
-        prog="python tools/bench train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    sizes = numbers(
+        "train",
+        __doc__,
+        arguments,
+        sequences=(16, "sequences of an update, an even number"),
+        limit=(128, "tokens of the longest sequence"),
+        hidden=(512, "hidden size"),
+        layers=(8, "layers"),
+        vocabulary=(32_768, "words"),
+        rank=(32, "rank of the adapters"),
+        repeats=(5, "turns, each with other sequences"),
     )
-    parser.add_argument("--sequences", type=int, default=16, help="of an update, an even number (default 16)")
-    parser.add_argument("--limit", type=int, default=128, help="tokens of the longest sequence (default 128)")
-    parser.add_argument("--hidden", type=int, default=512, help="hidden size (default 512)")
-    parser.add_argument("--layers", type=int, default=8, help="(default 8)")
-    parser.add_argument("--vocabulary", type=int, default=32_768, help="its words (default 32,768)")
-    parser.add_argument("--rank", type=int, default=32, help="of the adapters (default 32)")
-    parser.add_argument("--repeats", type=int, default=5, help="turns, each with other sequences (default 5)")
-    sizes = vars(parser.parse_args(arguments))
-    repeats = sizes.pop("repeats")
-    ways = {way: [way, json.dumps(sizes)] for way in WAYS}
-    print(table(turns.compare("tools.bench.train", ways, repeats)))
+    print(compared(compare("tools.bench.train", WAYS, sizes, sizes.pop("repeats")), COLUMNS))
     return 0
 
 
-def table(found: dict[str, list[Figures]]) -> str:
-    """Medians, and the ratios to the first way, as Markdown."""
-    lines = [f"| | {' | '.join(found)} |", "| --- |" + " ---: |" * len(found)]
-    first = next(iter(found.values()))
-    units = {"seconds": (1, ".3f"), "peak": (2**20, ".0f"), "places": (1, ".0f"), "padding": (1, ".2f")}
-    for key, (unit, form) in units.items():
-        cells = [format(turns.median(own, key) / unit, form) for own in found.values()]
-        for place, own in enumerate(found.values()):
-            if place and key in ("seconds", "peak"):
-                ratios = turns.ratios(own, first, key)
-                cells[place] += f", {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        lines.append(f"| {'peak, MiB' if unit > 1 else key} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    turns.serve(make_measure(sys.argv[1], json.loads(sys.argv[2])))
+    answer(turn, make_measure, json.loads(sys.argv[1]))
