@@ -1,4 +1,7 @@
-"""The one table of the logical axes of every parameter, activation and cache; all shardings are derived from it."""
+"""The one table of the parameters, with their logical axes and their tensors' names, and the axes of activations.
+
+All shardings are derived from these axes.
+"""
 
 import math
 from collections.abc import Callable
@@ -23,36 +26,42 @@ Params = Any
 Axes = tuple[str | None, ...]
 """The logical name of each dim of an array; a dim named None is never sharded."""
 
-LOGICAL_AXES: dict[str, tuple[str, ...]] = {
-    "embed": ("vocab", "embed"),
-    "layers.attention_norm": ("layers", "embed"),
-    "layers.q_weight": ("layers", "heads", "embed"),
-    "layers.q_bias": ("layers", "heads"),
-    "layers.k_weight": ("layers", "kv_heads", "embed"),
-    "layers.k_bias": ("layers", "kv_heads"),
-    "layers.v_weight": ("layers", "kv_heads", "embed"),
-    "layers.v_bias": ("layers", "kv_heads"),
-    "layers.q_norm": ("layers", "head_dim"),
-    "layers.k_norm": ("layers", "head_dim"),
-    "layers.o_weight": ("layers", "embed", "heads"),
-    "layers.mlp_norm": ("layers", "embed"),
-    "layers.gate_weight": ("layers", "mlp", "embed"),
-    "layers.up_weight": ("layers", "mlp", "embed"),
-    "layers.down_weight": ("layers", "embed", "mlp"),
-    "norm": ("embed",),
-    "head": ("vocab", "embed"),
+PARAMETERS: dict[str, tuple[tuple[str, ...], str]] = {
+    "embed": (("vocab", "embed"), "model.embed_tokens.weight"),
+    "layers.attention_norm": (("layers", "embed"), "model.layers.{}.input_layernorm.weight"),
+    "layers.q_weight": (("layers", "heads", "embed"), "model.layers.{}.self_attn.q_proj.weight"),
+    "layers.q_bias": (("layers", "heads"), "model.layers.{}.self_attn.q_proj.bias"),
+    "layers.k_weight": (("layers", "kv_heads", "embed"), "model.layers.{}.self_attn.k_proj.weight"),
+    "layers.k_bias": (("layers", "kv_heads"), "model.layers.{}.self_attn.k_proj.bias"),
+    "layers.v_weight": (("layers", "kv_heads", "embed"), "model.layers.{}.self_attn.v_proj.weight"),
+    "layers.v_bias": (("layers", "kv_heads"), "model.layers.{}.self_attn.v_proj.bias"),
+    "layers.q_norm": (("layers", "head_dim"), "model.layers.{}.self_attn.q_norm.weight"),
+    "layers.k_norm": (("layers", "head_dim"), "model.layers.{}.self_attn.k_norm.weight"),
+    "layers.o_weight": (("layers", "embed", "heads"), "model.layers.{}.self_attn.o_proj.weight"),
+    "layers.mlp_norm": (("layers", "embed"), "model.layers.{}.post_attention_layernorm.weight"),
+    "layers.gate_weight": (("layers", "mlp", "embed"), "model.layers.{}.mlp.gate_proj.weight"),
+    "layers.up_weight": (("layers", "mlp", "embed"), "model.layers.{}.mlp.up_proj.weight"),
+    "layers.down_weight": (("layers", "embed", "mlp"), "model.layers.{}.mlp.down_proj.weight"),
+    "norm": (("embed",), "model.norm.weight"),
+    "head": (("vocab", "embed"), "lm_head.weight"),
 }
-"""The logical axes of each parameter, by its name: its path in `nnx.split(model)[1]`, joined with dots.
+"""The logical axes of each parameter, and its tensor's name in Hugging Face's files; `{}` is the number of the layer.
 
-`heads` and `kv_heads` are N*H and K*H long, the H rows of a head together. Norms and biases, which weight decay leaves
-alone, have at most one axis beside `layers`.
+A parameter's name is its path in `nnx.split(model)[1]`, joined with dots. `heads` and `kv_heads` are N*H and K*H long,
+the H rows of a head together. Norms and biases, which weight decay leaves alone, have at most one axis beside `layers`.
+Adapters follow from their matrices: a is [rank, in], b is [out, rank], and the names of their tensors are PEFT's.
 """
-
-MATRICES = {name.removesuffix("_weight"): name for name in LOGICAL_AXES if name == "head" or name.endswith("_weight")}
+MATRICES = {name.removesuffix("_weight"): name for name in PARAMETERS if name == "head" or name.endswith("_weight")}
 """The parameters that can have adapters, by what the names of those begin with."""
 for matrix, name in MATRICES.items():
-    *layers, rows, columns = LOGICAL_AXES[name]
-    LOGICAL_AXES |= {f"{matrix}_a": (*layers, "rank", columns), f"{matrix}_b": (*layers, rows, "rank")}
+    (*layers, rows, columns), tensor = PARAMETERS[name]
+    module = f"base_model.model.{tensor.removesuffix('weight')}"
+    PARAMETERS |= {
+        f"{matrix}_a": ((*layers, "rank", columns), f"{module}lora_A.weight"),
+        f"{matrix}_b": ((*layers, rows, "rank"), f"{module}lora_B.weight"),
+    }
+LOGICAL_AXES = {name: axes for name, (axes, _) in PARAMETERS.items()}
+TENSORS = {name: tensor for name, (_, tensor) in PARAMETERS.items()}
 
 HIDDEN_STATES = ("batch", "time", "hidden")
 QUERIES = ("batch", "time", "heads", "head_dim")

@@ -14,9 +14,8 @@ from mllm.config.model import LoraConfig, LoraTarget
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.folder import local_folder, read_json, replacing, write_json
-from mllm.model.layout import MATRICES, Params
+from mllm.model.layout import MATRICES, TENSORS, Params
 from mllm.model.lora import Lora
-from mllm.model.weights import TENSORS
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 MODULES: dict[str, str] = {

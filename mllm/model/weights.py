@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face's safetensors through one table of names, without torch.
+"""Reads and writes Hugging Face's safetensors by the table of parameters in layout.py, without torch.
 
 Each process reads only what its devices need, and a share of what several need. Pickled checkpoints (.bin, .pt) are
 never opened, because loading one can run any code, and code in the folder is never run. Quantized checkpoints, and
@@ -29,35 +29,9 @@ from tqdm import tqdm
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
 from mllm.model.folder import read_json, replacing, write_json
-from mllm.model.layout import MATRICES, Params, parameter_name
+from mllm.model.layout import TENSORS, Params, parameter_name
 from mllm.parallel.mesh import spread
 from mllm.progress import transfer_bar
-
-TENSORS: dict[str, str] = {
-    "embed": "model.embed_tokens.weight",
-    "layers.attention_norm": "model.layers.{}.input_layernorm.weight",
-    "layers.q_weight": "model.layers.{}.self_attn.q_proj.weight",
-    "layers.q_bias": "model.layers.{}.self_attn.q_proj.bias",
-    "layers.k_weight": "model.layers.{}.self_attn.k_proj.weight",
-    "layers.k_bias": "model.layers.{}.self_attn.k_proj.bias",
-    "layers.v_weight": "model.layers.{}.self_attn.v_proj.weight",
-    "layers.v_bias": "model.layers.{}.self_attn.v_proj.bias",
-    "layers.q_norm": "model.layers.{}.self_attn.q_norm.weight",
-    "layers.k_norm": "model.layers.{}.self_attn.k_norm.weight",
-    "layers.o_weight": "model.layers.{}.self_attn.o_proj.weight",
-    "layers.mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
-    "layers.gate_weight": "model.layers.{}.mlp.gate_proj.weight",
-    "layers.up_weight": "model.layers.{}.mlp.up_proj.weight",
-    "layers.down_weight": "model.layers.{}.mlp.down_proj.weight",
-    "norm": "model.norm.weight",
-    "head": "lm_head.weight",
-}
-"""The name of a parameter's tensor, by the parameter's (`parameter_name`); `{}` is the number of the layer."""
-TENSORS |= {  # those of adapters are PEFT's
-    matrix + end: f"base_model.model.{TENSORS[name].removesuffix('weight')}{module}.weight"
-    for matrix, name in MATRICES.items()
-    for end, module in (("_a", "lora_A"), ("_b", "lora_B"))
-}
 
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """The dtypes that can be read, with their bytes per number."""

@@ -11,16 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tiny import load_weights
 from transformers import AutoConfig
 
+from mllm.config.model import MeshConfig
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.architecture import KNOWN_KEYS, Architecture
 from mllm.model.decoder import Decoder
+from mllm.model.layout import Layout
+from mllm.parallel.mesh import make_mesh
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama")
@@ -77,30 +79,17 @@ def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_of_transformers(nam
     assert_same_bits(load_weights(tmp_path), params)
 
 
-def on_eight_devices(config: Architecture) -> Any:
-    """The shapes of the parameters in bfloat16, of which each device holds a part."""
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-
-    def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-        axes = [None] * (leaf.ndim - 1) + ["b"]
-        if leaf.ndim == 2:
-            axes[0] = "a"
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
-
-    return jax.tree.map(abstract, nnx.state(Decoder.abstract(config, param_dtype=jnp.bfloat16)))
-
-
 def test_parameters_have_the_dtypes_and_shardings_that_are_asked_for() -> None:
     folder = FIXTURES / "grouped_bfloat16"
     config = weights.read_config(folder)
-    abstract = on_eight_devices(config)
+    layout = Layout.of(make_mesh(MeshConfig(fsdp=4, tp=2)), config)
+    abstract = layout.abstract_parameters(nnx.state(Decoder.abstract(config, param_dtype=jnp.bfloat16)))
     params = weights.load(folder, abstract)
     for expected, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(params), strict=True):
         assert leaf.dtype == jnp.bfloat16
         assert leaf.sharding == expected.sharding
-    assert_same_bits(
-        jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params), jax.device_get(load_weights(folder))
-    )
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params)
+    assert_same_bits(wide, jax.device_get(load_weights(folder)))
 
 
 def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
