@@ -64,30 +64,24 @@ def run(
     seconds: float | None = None,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    tell: Callable[[Any], None] | None = None,
     until: Callable[[], bool] | None = None,
 ) -> Ended:
     """Run a command to its end or its time limit, then kill whatever it started and left running.
 
-    `tell` is called with each answer as it comes, from another thread; the child is killed once `until` returns
-    True.
+    The child is killed, too, once `until` returns True.
     """
     deadline = math.inf if seconds is None else time.monotonic() + seconds
-    answers: list[Any] = []
-    said: list[bytes] = []
-    late = False
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
             command,
             cwd=cwd,
             env=env,
             stdin=subprocess.PIPE,  # closes when the parent ends, however it ends: see `end_with_parent`
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=stderr,
             start_new_session=True,
         )
-        reader = threading.Thread(target=_read_answers, args=(process.stdout, said, answers, tell), daemon=True)
-        reader.start()
+        late = False
         try:
             while process.poll() is None and not late and not (until and until()):
                 with suppress(subprocess.TimeoutExpired):
@@ -96,11 +90,21 @@ def run(
         finally:
             code = process.returncode
             kill_session(process)
-            reader.join(timeout=5)  # a process that left the session may hold the pipe
         assert process.stdin is not None
         process.stdin.close()
+        stdout.seek(0)
         stderr.seek(0)
-        return Ended(code, late, answers, stderr.read(), b"".join(said).decode(errors="replace"))
+        said, errors = (file.read().decode(errors="replace") for file in (stdout, stderr))
+        return Ended(code, late, answers_among(said.splitlines()), errors, said)
+
+
+def answers_among(lines: Sequence[str]) -> list[Any]:
+    """The JSON objects and arrays among lines; the others are whatever else a library prints."""
+    found = []
+    for line in lines:
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [value for value in found if isinstance(value, dict | list)]
 
 
 def kill_session(process: subprocess.Popen[Any]) -> None:
@@ -157,17 +161,3 @@ def end_with_parent(clean_up: Callable[[], None] | None = None) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def _read_answers(stdout: Any, said: list[bytes], answers: list[Any], tell: Callable[[Any], None] | None) -> None:
-    with stdout:
-        for line in stdout:
-            said.append(line)
-            try:
-                value = json.loads(line)
-            except ValueError:  # whatever else a library prints
-                continue
-            if isinstance(value, dict | list):
-                answers.append(value)
-                if tell is not None:
-                    tell(value)

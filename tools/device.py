@@ -82,9 +82,6 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     timed = ["tools/bench", "kernels", "--impl", engine, "--shape", large, "--timed"]
     for kernel in () if cpu else engines[platform]:
         yield Job(f"time of {kernel}", [*timed, "--kernel", kernel], 120)
-    for chunk, cluster in (("2048", "2"), ("8448", "2"), ("2048", "1"), ("8448", "1")) if platform == "gpu" else ():
-        sizes = ["--kernel", "loss", "--workspace", "0", "--tiles", f"chunk={chunk},cluster={cluster}"]
-        yield Job(f"time of loss, chunk of {chunk}, cluster of {cluster}", [*timed, *sizes], 120)
 
     def bench(name: str, *methods: str, needs: Sequence[str] = ()) -> Job:
         command = ["tools/bench", "head", "--shape", large, "--live", "1"]
@@ -121,7 +118,7 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     yield Job("its plan", [*trainer.command, "--plan"], 300, TRAINER, "^(MiB|prefill |decode |log-prob |update |fits)")
     yield Job("copy", ["tools/bench", "kernels", "--kernel", "copy"])
     rows = ["--limit", "64"] if cpu else ["--hidden", "1024", "--layers", "16", "--rows", "256", "--slots", "256"]
-    yield Job("decode", ["tools/bench", "rollout", *rows], 300, TRAINER, r"^\|")
+    yield Job("decode", ["tools/bench", "rollout", *rows], 400, TRAINER, r"^\|")
     sft = {"steps": 20 if cpu else 100, "optimizer.warmup_steps": 10, "task.heldout": 64, "batch_size": 256}
     yield train("full logits", "tiny_sft.yaml", four, {**sft, "head.impl": "full_logits"})
     yield train("fused head", "tiny_sft.yaml", four, sft)

@@ -31,13 +31,11 @@ def assert_ends(pid: int) -> None:
 
 
 def test_answers_are_the_json_lines_of_stdout_whatever_else_is_printed():
-    told = []
     ended = child_process.run(
-        python("print('noise'); child_process.answer({'a': 1}); print(7); child_process.answer([2]); print('end')"),
-        tell=told.append,
+        python("print('noise'); child_process.answer({'a': 1}); print(7); child_process.answer([2]); print('end')")
     )
     assert (ended.code, ended.late, ended.reason) == (0, False, "")
-    assert ended.answers == told == [{"a": 1}, [2]]
+    assert ended.answers == [{"a": 1}, [2]]
     assert ended.answer == [2]
 
 
@@ -63,14 +61,14 @@ def test_the_reason_is_the_exception_not_the_remarks_after_it():
 
 
 @pytest.mark.parametrize("end", ["late", "until", "exit"])
-def test_what_the_child_started_ends_with_it(end):
+def test_what_the_child_started_ends_with_it(end, tmp_path):
     """A grandchild that holds the pipes neither survives nor delays the answer."""
     code = "import subprocess\nchild_process.answer({'pid': subprocess.Popen(['sleep', '60']).pid})\n"
-    code += "sys.exit() if sys.argv[1] == 'exit' else time.sleep(60)"
-    told = []
-    limit = {"late": {"seconds": 1.5}, "until": {"until": lambda: bool(told)}, "exit": {}}[end]
+    code += "open(sys.argv[2], 'w').close()\nsys.exit() if sys.argv[1] == 'exit' else time.sleep(60)"
+    started = tmp_path / "started"
+    limit = {"late": {"seconds": 1.5}, "until": {"until": started.exists}, "exit": {}}[end]
     start = time.monotonic()
-    ended = child_process.run(python(code, end), tell=told.append, **limit)
+    ended = child_process.run(python(code, end, str(started)), **limit)
     assert time.monotonic() - start < 20
     assert (ended.code, ended.late) == (0 if end == "exit" else None, end == "late")
     if end == "late":
@@ -78,13 +76,14 @@ def test_what_the_child_started_ends_with_it(end):
     assert_ends(ended.answer["pid"])
 
 
-def test_a_child_that_asks_for_it_dies_with_a_killed_parent():
-    child = "child_process.end_with_parent(); child_process.answer({'pid': os.getpid()}); time.sleep(60)"
-    parent = f"child_process.run({python(child)!r}, tell=lambda told: print(told['pid'], flush=True))"
-    process = subprocess.Popen(python(parent), stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    pid = int(process.stdout.readline())
+def test_a_child_that_asks_for_it_dies_with_a_killed_parent(tmp_path):
+    place = tmp_path / "pid"
+    child = f"child_process.end_with_parent(); print(os.getpid(), file=open({str(place)!r}, 'w'), flush=True)"
+    parent = f"child_process.run({python(child + '; time.sleep(60)')!r})"
+    process = subprocess.Popen(python(parent))
+    while not (place.exists() and place.read_text()):
+        time.sleep(0.05)
     process.kill()
     process.wait()
     with suppress(ProcessLookupError):
-        assert_ends(pid)
+        assert_ends(int(place.read_text()))
