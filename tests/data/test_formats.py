@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from random import Random
@@ -11,9 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from mllm.config.task import TaskConfig
 from mllm.data import records
 from mllm.data.formats import text
-from mllm.data.records import file_blocks, file_records, sound_records
+from mllm.data.records import Origin, file_blocks, file_records, sound_records
+from mllm.data.tasks.gym import gym
+from mllm.data.tasks.load import load
 from mllm.data.tokenizing import encode_record
 from mllm.errors import UserError
 from mllm.model.tokenizer import bytes_tokenizer
@@ -73,21 +77,13 @@ def test_text_needs_an_end_of_sequence() -> None:
         encode_record(tokenizer, "place", {"text": "a"})
 
 
-def test_files_of_every_kind_have_the_same_records(tmp_path: Path) -> None:
+def test_rows_of_a_table_lack_what_is_null_in_them(tmp_path: Path) -> None:
     rows = [{"messages": SAID, "n": 1}, {"question": "a", "answer": "b"}]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "b.jsonl").write_text(lines)
-    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
-        file.write(lines)
-    pa.parquet.write_table(pa.Table.from_pylist(rows, pa.schema([
-        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("question", pa.string()), ("answer", pa.string()), ("n", pa.int64()),
-    ])), tmp_path / "a.parquet")  # fmt: skip
-    for name in ("a.parquet", "b.jsonl", "c.jsonl.gz"):
-        path = f"{tmp_path}/{name}"
-        assert list(file_records(path, "data.source")) == [(f"{path}:{i + 1}", row) for i, row in enumerate(rows)]
-    places = [place for place, _ in file_records(f"{tmp_path}/*", "data.source")]
-    assert places == [f"{tmp_path}/{name}:{i}" for name in ("a.parquet", "b.jsonl", "c.jsonl.gz") for i in (1, 2)]
+    chat = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    kinds = {"messages": chat, "question": pa.string(), "answer": pa.string(), "n": pa.int64()}
+    path = f"{tmp_path}/a.parquet"
+    pa.parquet.write_table(pa.Table.from_pylist(rows, pa.schema([*kinds.items()])), path)
+    assert list(file_records(path, "data.source")) == [(f"{path}:1", rows[0]), (f"{path}:2", rows[1])]
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
@@ -107,21 +103,12 @@ def test_processes_read_every_line_and_row_once_in_order_with_its_number(
     files[2].write_text("")
     for file, size in zip(files[3:], (20, 2), strict=True):
         pa.parquet.write_table(pa.Table.from_pylist(rows), file, row_group_size=size)
-    expected = [
-        (f"{path}:{number}", json.loads(line))
-        for path in files[:2]
-        for number, line in enumerate(lines.splitlines(), start=1)
-        if line
-    ] + [(f"{path}:{number}", row) for path in files[3:] for number, row in enumerate(rows, start=1)]
+    numbered = [(number, json.loads(line)) for number, line in enumerate(lines.splitlines(), start=1) if line]
+    expected = [(f"{path}:{number}", row) for path in files[:2] for number, row in numbered]
+    expected += [(f"{path}:{number}", row) for path in files[3:] for number, row in enumerate(rows, start=1)]
     shares = [islice(file_blocks(f"{tmp_path}/*", "data.source"), index, None, count) for index in range(count)]
     turns = chain.from_iterable(zip_longest(*shares))
     assert [record for block in turns if block for record in block.records()] == expected
-
-
-def test_parquet_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"data.source: a.parquet needs the package pyarrow: .*\.\[parquet\]"):
-        next(file_records("a.parquet", "data.source"))
 
 
 def test_all_bad_lines_are_one_error_after_the_good_ones(tmp_path: Path) -> None:
@@ -135,3 +122,21 @@ def test_all_bad_lines_are_one_error_after_the_good_ones(tmp_path: Path) -> None
     assert said.startswith(f"task.train: 31 lines are bad ({path}:2, {path}:3, ")
     assert f"{path}:21 and 11 more), the first: {path}:2: not JSON" in said
     assert f"{path}:22" not in said
+
+
+@pytest.mark.parametrize(
+    ("package", "use", "words"),
+    [
+        ("pyarrow", lambda: next(file_records("a.parquet", "data.source")), r"data.source: a.parquet needs .*\.\[parq"),
+        ("datasets", lambda: Origin("data.source", "some/data").content(), r"data.source: some/data is no .*\.\[hub\]"),
+        ("datasets", lambda: load(TaskConfig(name="gsm8k"), seed=0), r"task.path: .*\.\[hub\]"),
+        ("reasoning_gym", lambda: gym("sums", 0, 1), r"task.name: reasoning_gym:sums needs .*\.\[reasoning\]"),
+    ],
+)
+def test_what_needs_a_package_that_is_not_there_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, package: str, use: Any, words: str
+) -> None:
+    gym.cache_clear()
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=words):
+        use()

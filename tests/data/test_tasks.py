@@ -51,10 +51,9 @@ def test_more_problems_than_could_be_listed_are_still_split() -> None:
     assert some.isdisjoint(question(e) for e in task.heldout)
 
 
-def test_the_split_does_not_depend_on_the_seed_and_a_system_prompt_comes_first() -> None:
-    config = TaskConfig(name="arithmetic", heldout=8, system_prompt="Be brief.")
+def test_the_split_does_not_depend_on_the_seed() -> None:
+    config = TaskConfig(name="arithmetic", heldout=8)
     assert list(load(config, seed=1).heldout) == list(load(config, seed=2).heldout)
-    assert [message["role"] for message in load(config, 0).train[0].prompt] == ["system", "user"]
 
 
 def test_holding_out_more_than_half_is_refused_with_the_bound() -> None:
@@ -98,31 +97,10 @@ def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_se
     assert '"####"' in question(task.train[0])
 
 
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("{", "not JSON"),
-        ('{"question": " ", "answer": "#### 7"}', "question is empty"),
-        ('{"question": "a", "answer": "7"}', "answer has no line '#### N'"),
-    ],
-)
-def test_a_bad_line_of_gsm8k_is_named(tmp_path: Path, line: str, fault: str) -> None:
-    folder = gsm8k_folder(tmp_path, [row(1)], [row(2)])
-    (folder / "train.jsonl").write_text(json.dumps(row(1)) + "\n" + line + "\n")
-    with pytest.raises(UserError, match=f"train.jsonl:2: {fault}"):
+def test_a_line_of_gsm8k_without_a_result_is_named(tmp_path: Path) -> None:
+    folder = gsm8k_folder(tmp_path, [row(1), {"question": "a", "answer": "7"}], [row(2)])
+    with pytest.raises(UserError, match=r"train.jsonl:2: answer has no line '#### N'"):
         load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
-
-
-def test_gsm8k_with_too_few_problems_to_hold_out_is_refused(tmp_path: Path) -> None:
-    folder = gsm8k_folder(tmp_path, [row(1)], [row(2)])
-    with pytest.raises(UserError, match=r"task.heldout: 2 of task gsm8k's 1 problems that are not in"):
-        load(TaskConfig(name="gsm8k", path=str(folder), heldout=2), seed=0)
-
-
-def test_a_hub_task_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(UserError, match=r"task.path: .*\.\[hub\]"):
-        load(TaskConfig(name="gsm8k"), seed=0)
 
 
 class FakeGym:
@@ -180,19 +158,13 @@ def test_reasoning_gyms_scorer_judges_the_tagged_answer_and_travels() -> None:
 
 
 @pytest.mark.usefixtures("gym")
-def test_a_problem_that_a_generator_fails_to_make_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"reasoning_gym:broken\[0\]: can't be made: ZeroDivisionError: no such sum"):
-        load(TaskConfig(name="reasoning_gym:broken", heldout=1), seed=0)
-
-
-@pytest.mark.usefixtures("gym")
-def test_an_unknown_generator_is_named() -> None:
-    with pytest.raises(UserError, match=r"task.name: reasoning_gym:missing"):
-        load(TaskConfig(name="reasoning_gym:missing"), seed=0)
-
-
-def test_reasoning_gym_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    gym_problems.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
-    with pytest.raises(UserError, match=r"\.\[reasoning\]"):
-        load(TaskConfig(name="reasoning_gym:sums"), seed=0)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("broken", r"broken\[0\]: can't be made: ZeroDivisionError: no such sum"),
+        ("missing", "missing: Dataset 'missing'"),
+    ],
+)
+def test_a_generator_that_fails_or_is_unknown_is_one_line(name: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"reasoning_gym:{words}"):
+        load(TaskConfig(name=f"reasoning_gym:{name}", heldout=1), seed=0)
