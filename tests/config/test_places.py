@@ -5,21 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_config import GRPO
 
 from mllm.config import load as configs
 from mllm.config import places
 
-RUN = """
-algorithm: grpo
-run_dir: runs/x
-steps: 4
-batch_size: 8
-model: {source: model}
-optimizer: {learning_rate: 1e-3}
-task: {name: jsonl, train: train.jsonl}
-rollout: {max_prompt_length: 8, max_completion_length: 8}
-grpo: {num_generations: 4}
-"""
+RUN = GRPO.replace("source: somewhere", "source: model").replace("name: arithmetic", "name: jsonl, train: train.jsonl")
 
 
 @pytest.fixture
@@ -57,14 +48,13 @@ def test_what_the_command_line_names_is_found_in_the_current_folder_first(here: 
         (folder / "other.jsonl").touch()
         (folder / "part-0.jsonl").touch()
     (here / "ours" / "theirs.jsonl").touch()
-    found = {name: configs.load("ours/run.yaml", [f"task.train={name}"]).task.train for name in
-             ("other.jsonl", "part-*.jsonl", "theirs.jsonl", "nowhere.jsonl")}  # fmt: skip
-    assert found == {
-        "other.jsonl": "other.jsonl",
-        "part-*.jsonl": "part-*.jsonl",
-        "theirs.jsonl": "ours/theirs.jsonl",
-        "nowhere.jsonl": "nowhere.jsonl",
-    }
+    for typed, meant in (
+        ("other.jsonl", "other.jsonl"),
+        ("part-*.jsonl", "part-*.jsonl"),
+        ("theirs.jsonl", "ours/theirs.jsonl"),
+        ("nowhere.jsonl", "nowhere.jsonl"),
+    ):
+        assert configs.load("ours/run.yaml", [f"task.train={typed}"]).task.train == meant
 
 
 def test_a_resolved_configuration_names_the_same_files_from_the_folder_of_its_run(here: Path) -> None:

@@ -31,12 +31,9 @@ def refused(tmp_path):
     ("typed", "answer"),
     [
         ("optimizer.lr=1", "optimizer.lr: unknown setting; here it is optimizer.learning_rate"),
-        ("lr=1", "lr: unknown setting; here it is optimizer.learning_rate"),
         ("learning_rate=1", "learning_rate: unknown setting; it is optimizer.learning_rate"),
         ("warmup_ratio=0.1", "warmup_ratio: unknown setting; here it is optimizer.warmup_steps (a number of updates)"),
-        ("lr_scheduler_type=cosine", "here it is optimizer.schedule"),
         ("gradient_accumulation_steps=4", "here it is micro_batch_size (as many passes follow each other as make up"),
-        ("lora_r=8", "here it is model.lora.rank"),
         ("model={source: x, lora: {r: 8, alpha: 1}}", "model.lora.r: unknown setting"),
         ("rollout.n=8", "rollout.n: unknown setting; here it is grpo.num_generations"),
         ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n: unknown setting; here it is grpo.num_gen"),
@@ -66,7 +63,6 @@ def test_the_settings_that_habits_are_answered_with_exist_and_the_habits_do_not(
     ("text", "overrides", "blamed"),
     [
         (SFT + "seed: -1\n", (), "FILE: seed: "),
-        (SFT + "seed: -1\n", ("steps=5",), "FILE: seed: "),
         (SFT, ("steps=5", "seed=-1"), "on the command line: seed=-1: seed: "),
         (SFT, ("optimizer={learning_rate: -1}",), "on the command line: optimizer={learning_rate: -1}: optimizer.lea"),
         (SFT.replace("4", "0"), ("seed=-1", "run_dir=x"), "on the command line: seed=-1: seed: "),
