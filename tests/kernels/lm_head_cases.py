@@ -11,26 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Bool, Float, Int
 from oracle import HAIR, SLACK, Exact, Objective, exact, exact_loss
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
 
-IMPLS = ("full_logits", "xla")
-DTYPES = (jnp.float32, jnp.bfloat16)
 SCALES = {"near-uniform": 1.0, "peaked": 30.0, "saturated": 1000.0}
-
-UNALIGNED = (252, 507, 123)
 SMALL = (24, 131, 16)
-ONE_TOKEN = (1, 131, 16)
-TWO_WORDS = (24, 2, 16)
-MANY_WORDS = (5, 20011, 8)
-MANY_TOKENS = (5003, 37, 8)
-
-every_impl = pytest.mark.parametrize("impl", IMPLS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.dtype.name)
 
 
 class Plain(NamedTuple):
@@ -127,7 +115,7 @@ def random_problem(shape: tuple[int, int, int], scale: float = 3.0, dtype: Any =
     return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
 
 
-def planted_problem(dtype: Any, largest: float, shape: tuple[int, int, int] = UNALIGNED) -> Problem:
+def planted_problem(dtype: Any, largest: float, shape: tuple[int, int, int]) -> Problem:
     """Two rows of three are weight rows scaled up to a logit of `largest`, with and without its label."""
     hidden, weight, labels = (np.array(x, np.float64) for x in random_problem(shape))
     labels = labels.astype(int)
@@ -139,7 +127,7 @@ def planted_problem(dtype: Any, largest: float, shape: tuple[int, int, int] = UN
     return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
 
 
-def tied_problem(dtype: Any, largest: float, shape: tuple[int, int, int] = UNALIGNED) -> Problem:
+def tied_problem(dtype: Any, largest: float, shape: tuple[int, int, int]) -> Problem:
     """The first, fourth and last rows of weight are the same, and every third hidden row points at them."""
     hidden, weight, labels = (np.array(x) for x in random_problem(shape))
     weight[0] = weight[-1] = weight[3]
@@ -186,7 +174,6 @@ OBJECTIVES = {
         operands=1,
     ),
 }
-every_objective = pytest.mark.parametrize("name", OBJECTIVES)
 
 
 def operands_for(problem: Problem, objective: Objective, seed: int = 3) -> list[jax.Array]:
@@ -289,15 +276,6 @@ def check_loss(
     assert abs(float(got.loss) - truth.loss) <= allowed
     assert_as_accurate_as_plain(got.rows, yardstick.rows, truth.rows, largest=largest)
     return got
-
-
-MASKS = {
-    "every row": np.ones(24, bool),
-    "scattered rows": np.random.default_rng(5).random(24) < 0.4,
-    "one row": np.arange(24) == 17,
-    "no row": np.zeros(24, bool),
-}
-every_mask = pytest.mark.parametrize("mask", MASKS)
 
 
 def poisoned(problem: Problem, dead: np.ndarray) -> Problem:

@@ -1,6 +1,6 @@
 """impl="full_logits" is a strong baseline, without a second softmax; and which engine is chosen for which reason.
 
-Its values and gradients are held against float64 with those of the other engines, in test_lm_head.py.
+Its values and gradients are held against float64 with those of the other engines, in test_head_values.py.
 """
 
 import re

@@ -1,6 +1,6 @@
 """The memory of dW as a place for logits, on Hopper: whatever is written there can be read until its chunk is done.
 
-No kernel runs here: pieces are written as a kernel would. Kernels that do are in test_mosaic_loss.py.
+No kernel runs here: pieces are written as a kernel would. Kernels that do are in test_head_losses.py.
 """
 
 from itertools import product

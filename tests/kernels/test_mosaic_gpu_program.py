@@ -1,7 +1,7 @@
 """Programs with the Hopper kernels: refusals, and what XLA compiles for an H100.
 
-Compiling takes XLA's plugin for CUDA and no GPU (`make aot-gpu`). Values are in test_mosaic_values.py and
-test_mosaic_loss.py; no GPU has run the programs.
+Compiling takes XLA's plugin for CUDA and no GPU (`make aot-gpu`). Values are in test_head_values.py and
+test_head_losses.py; no GPU has run the programs.
 """
 
 import importlib.util
@@ -16,8 +16,8 @@ import numpy as np
 import ptxas_report
 import pytest
 from compiled_program import arrays
+from engines import GPU_SIZES
 from lm_head_cases import OBJECTIVES, random_problem
-from mosaic_engines import GPU_SIZES
 
 from kernels.lm_head import token_logprobs, token_loss
 from kernels.lm_head.gpu import tiles as gpu_tiles

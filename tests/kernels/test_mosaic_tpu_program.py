@@ -1,7 +1,7 @@
 """Programs with the TPU kernels: refusals, work and memory, JAX's transformations, lowering for TPUs.
 
 Work is counted in the jaxpr, in products of N x V x D, over every step of every kernel's grid. What the compiler makes
-of the programs is tested in test_aot_head.py, values in test_mosaic_values.py and test_mosaic_loss.py.
+of the programs is tested in test_aot_head.py, values in test_head_values.py and test_head_losses.py.
 """
 
 import functools

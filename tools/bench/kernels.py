@@ -103,9 +103,9 @@ def run(
     with ExitStack() as stack:
         if interpreted := jax.default_backend() == "cpu" and impl.startswith("mosaic"):
             sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests" / "kernels"))
-            import mosaic_engines  # type: ignore[import-not-found]
+            import engines  # type: ignore[import-not-found]
 
-            stack.enter_context((mosaic_engines.GPU if impl == "mosaic_gpu" else mosaic_engines.TPU).strictly())
+            stack.enter_context((engines.GPU if impl == "mosaic_gpu" else engines.TPU).strictly())
         if impl == "mosaic_tpu" and tiles:
             stack.enter_context(tpu_tiles.override(**tiles))
         elif impl == "mosaic_gpu" and (tiles or not timed) and not interpreted:

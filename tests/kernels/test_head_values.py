@@ -1,7 +1,7 @@
-"""`token_logprobs` by the Pallas engines against float64, under strict interpreters: values, gradients and rows.
+"""`token_logprobs` by every engine against float64: values, gradients, labels and rows that don't count.
 
 What is right, and how near is near enough, is said in lm_head_cases.py; what is strict in strict_tpu.py and
-strict_gpu.py; what is off which tile in mosaic_engines.py. Losses are in test_mosaic_loss.py.
+strict_gpu.py; what is off which tile in engines.py. Losses are in test_head_losses.py.
 """
 
 import sys
@@ -11,22 +11,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engines import BF16, EVERY, F32, FULL, FULL_BF16, GPU, GPU_SIZES, TPU, TPU_F32, XLA, XLA_BF16, Engine, engines
 from lm_head_cases import (
+    OBJECTIVES,
     SCALES,
     Plain,
     Problem,
     assert_as_accurate_as_plain,
     check,
     largest_magnitude,
+    loss_and_gradients,
     plain_values_and_gradients,
     planted_problem,
     poisoned,
     random_cotangents,
+    random_problem,
     root_mean_square,
     tied_problem,
     values_and_gradients,
 )
-from mosaic_engines import GPU, GPU_SIZES, TPU, TPU_F32, Engine, every_engine, every_engine_and_dtype
 from oracle import SLACK, exact
 from strict_gpu import needs_interpreter, strict_interpreter
 
@@ -56,6 +59,10 @@ def assert_accurate(engine: Engine, problem: Problem, cotangents: TokenLogprobs 
 @pytest.mark.parametrize(
     ("engine", "shape"),
     [
+        pytest.param(XLA_BF16, (1, 131, 16), id="xla, one token"),
+        pytest.param(XLA_BF16, (24, 2, 16), id="xla, two words"),
+        pytest.param(XLA_BF16, (5, 2011, 8), id="xla, many words"),
+        pytest.param(XLA_BF16, (5003, 37, 8), id="xla, many tokens"),
         pytest.param(TPU_F32, (1, 385, 64), id="tpu, one token, and a last step of one column"),
         pytest.param(TPU, (40, 326, 200), id="tpu, a last step without columns"),
         pytest.param(TPU, (129, 2, 128), id="tpu, two words"),
@@ -68,19 +75,25 @@ def test_any_size_is_as_accurate_as_full_logits(engine: Engine, shape: tuple[int
     assert_accurate(engine, engine.problem(shape=shape))
 
 
-@every_engine_and_dtype
+@engines(*EVERY)
 @pytest.mark.parametrize("softmax", SCALES)
 def test_any_softmax_is_as_accurate_as_full_logits(engine: Engine, softmax: str) -> None:
     assert_accurate(engine, engine.problem(SCALES[softmax]))
 
 
-@every_engine_and_dtype
+@engines()
+@pytest.mark.parametrize("output", TokenLogprobs._fields)
+def test_a_cotangent_of_one_output_alone_has_gradients_as_accurate(engine: Engine, output: str) -> None:
+    assert_accurate(engine, engine.problem(SCALES["peaked"]), random_cotangents(engine.shape[0], output))
+
+
+@engines(*EVERY)
 @pytest.mark.parametrize("make", [planted_problem, tied_problem])
 def test_exact_matches_and_ties_at_10000_are_as_accurate_as_full_logits(engine: Engine, make: Any) -> None:
     assert_accurate(engine, make(engine.dtype, 1e4, engine.shape))
 
 
-@every_engine
+@engines()
 def test_logits_that_rise_and_fall_from_tile_to_tile_are_as_accurate_as_full_logits(engine: Engine) -> None:
     """The running maximum is raised in every tile, or in the first alone, or in the last and partial one."""
     (n, v, _), (hidden, weight, labels) = engine.shape, engine.problem(1.0)
@@ -91,14 +104,14 @@ def test_logits_that_rise_and_fall_from_tile_to_tile_are_as_accurate_as_full_log
     assert_accurate(engine, Problem(hidden, weight, labels))
 
 
-@every_engine
+@engines()
 def test_logits_far_below_zero_are_as_accurate_as_full_logits(engine: Engine) -> None:
     """A column past the vocabulary, whose product is 0, would have the largest of all logits."""
     hidden, weight, labels = engine.problem()
     assert_accurate(engine, Problem(hidden.at[:, 0].set(30), weight.at[:, 0].set(-10), labels))
 
 
-@every_engine
+@engines()
 def test_the_outputs_alone_are_as_accurate_as_full_logits(engine: Engine) -> None:
     """On a TPU they are another kernel's, with one product."""
     live, problem = engine.live("scattered, of several blocks"), engine.problem()
@@ -110,7 +123,7 @@ def test_the_outputs_alone_are_as_accurate_as_full_logits(engine: Engine) -> Non
         assert not np.any(np.asarray(x)[~live])
 
 
-@every_engine
+@engines()
 def test_the_softcap_comes_first_then_a_temperature_that_may_be_traced(engine: Engine) -> None:
     problem, cotangents = engine.problem(30.0), random_cotangents(engine.shape[0])
 
@@ -133,7 +146,20 @@ def test_the_softcap_comes_first_then_a_temperature_that_may_be_traced(engine: E
 # --- labels ---
 
 
-@every_engine
+@engines(FULL, XLA)
+def test_a_certain_label_has_logprob_and_entropy_zero_and_no_gradient(engine: Engine) -> None:
+    eye = jnp.eye(16, dtype=F32)
+    labels = jnp.arange(90, dtype=jnp.int32) % 16
+    problem = Problem(1e4 * eye[labels], jnp.zeros((301, 16)).at[:16].set(eye), labels)
+    ones = jnp.ones(90)
+    got = assert_accurate(engine, problem, TokenLogprobs(ones, 0 * ones, ones))
+    assert not np.any([got.logprob, got.entropy])
+    np.testing.assert_array_equal(got.lse, 1e4)
+    assert not np.any(got.hidden)
+    assert not np.any(got.weight)
+
+
+@engines()
 def test_a_traced_label_outside_of_the_vocabulary_hits_nothing(engine: Engine) -> None:
     """Nor the padding of the last tile. Its logprob is -lse, and its gradient that of the normaliser alone."""
     n, v, _ = engine.shape
@@ -150,10 +176,19 @@ def test_a_traced_label_outside_of_the_vocabulary_hits_nothing(engine: Engine) -
         np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=0, atol=2**-7 * np.abs(y).max())
 
 
-# --- rows that don't count ---
+@engines(FULL, XLA)
+def test_labels_may_be_narrow_unsigned_integers(engine: Engine) -> None:
+    problem = random_problem((5, 20011, 8))
+    narrow = problem.labels.astype(jnp.uint16)
+    got = jax.jit(lambda *x: token_logprobs(*x, impl=engine.impl))(problem.hidden, problem.weight, narrow)
+    want = exact(*problem, lambda *_: np.zeros((3, 5)))
+    np.testing.assert_allclose(got.logprob, want.logprob, rtol=1e-5)
 
 
-@every_engine
+# --- rows that don't count, shapes and dtypes ---
+
+
+@engines()
 @pytest.mark.parametrize(
     ("rows", "softmax"),
     [
@@ -174,6 +209,32 @@ def test_rows_left_out_give_zeros_and_leak_nothing(engine: Engine, rows: str, so
     assert_as_accurate_as_plain(got, yardstick, exact(*problem, lambda *_: cotangents, where=live))
     assert not np.any([np.asarray(x)[~live] for x in got[:3]])
     assert not np.any(np.asarray(got.hidden, np.float32)[~live])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("leading", [(24, 1), (), (0,)], ids=str)
+def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(
+    dtype: Any, leading: tuple[int, ...]
+) -> None:
+    hidden, weight = jnp.zeros((*leading, 16), dtype), jnp.zeros((131, 16))
+    problem, row = Problem(hidden, weight, jnp.zeros(leading, int)), jnp.zeros(leading)
+    want = [((*leading,), jnp.float32)] * 3 + [(hidden.shape, dtype), (weight.shape, jnp.float32)]
+    rows = values_and_gradients.eval_shape(*problem, TokenLogprobs(row, row, row))
+    assert [(x.shape, x.dtype) for x in rows] == want
+    loss, rows = loss_and_gradients.eval_shape(problem, OBJECTIVES["cross-entropy"], (), row)
+    assert [(x.shape, x.dtype) for x in rows] == want
+    assert (loss.shape, loss.dtype) == ((), jnp.float32)
+
+
+@engines(FULL_BF16, XLA_BF16)
+def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_once(engine: Engine) -> None:
+    """They are as exact as those of bfloat16 inputs, but not rounded to bfloat16 at the end."""
+    masters, narrow, cotangents = engine._replace(dtype=F32).problem(), engine.problem(), random_cotangents(90)
+    got = run(engine, masters, cotangents, dtype=BF16)
+    yardstick = plain_values_and_gradients(*narrow, cotangents)
+    assert_as_accurate_as_plain(got, yardstick, exact(*narrow, lambda *_: cotangents))
+    for gradient in (got.hidden, got.weight):
+        assert np.any(gradient != gradient.astype(BF16).astype(F32))
 
 
 # --- TPUs: dh from the expectation of W, where the entropy has no cotangent ---
@@ -224,8 +285,8 @@ def test_a_label_with_all_but_1e_5_of_the_probability_keeps_its_gradient_on_tpus
 ) -> None:
     """dh is (1 - p) (W[label] - the others' mean of W); a 1 - p from a rounded sum has an error of 1e-2."""
     hidden, weight, labels = engine.problem(1.0)
-    at_label = weight[labels].astype(jnp.float32)
-    lse = jax.nn.logsumexp(hidden.astype(jnp.float32) @ weight.T.astype(jnp.float32), axis=1)
+    at_label = weight[labels].astype(F32)
+    lse = jax.nn.logsumexp(hidden.astype(F32) @ weight.T.astype(F32), axis=1)
     wanted = (lse + np.log(1e6))[:, None] * at_label / (at_label**2).sum(axis=1, keepdims=True)
     problem = Problem((hidden + wanted).astype(engine.dtype), weight, labels)
     cotangents = TokenLogprobs(jnp.ones(300), jnp.zeros(300), jnp.zeros(300))

@@ -1,0 +1,98 @@
+"""The head's engines as tests run them on a CPU: small tiles, strict interpreters, and shapes off every tile.
+
+Tiles of the Pallas kernels are the smallest that the hardware takes. On a TPU 300 rows make three blocks, two of them
+in one call of a kernel and one in the next, and 499 columns two tiles of two steps each, the last not full. On a Hopper
+GPU 200 rows make two blocks, 296 columns three tiles in two chunks, of each the last not full, and 128 features two
+slabs. In plain XLA 90 rows make six blocks, and 301 columns three tiles, the last of which overlaps the one before.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import strict_gpu
+import strict_tpu
+from lm_head_cases import Problem, random_problem
+
+from kernels.lm_head import xla
+from kernels.lm_head.gpu import tiles as gpu_tiles
+from kernels.lm_head.gpu.tiles import Sizes, Tiles
+from kernels.lm_head.tpu import tiles as tpu_tiles
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+GPU_SIZES = Sizes(Tiles(columns=128, slots=2, cluster=1), chunk=256, wave_cost=0, cast_cost=0)
+XLA_SIZES = {"_CPU_BLOCK": 16, "_BLOCK": 16, "_TILE": 128, "_LEAST_WAVE": 8}
+
+
+class Engine(NamedTuple):
+    """An engine with a dtype of its inputs."""
+
+    impl: str
+    dtype: Any
+    shape: tuple[int, int, int]
+    """N, V and D."""
+    waves: int = 0
+    """Bytes of a workspace that is room for some of the rows or columns."""
+    tile_columns: int = 128
+
+    @contextlib.contextmanager
+    def strictly(self) -> Iterator[None]:
+        """What is traced and run in this context has small tiles, and kernels are interpreted."""
+        if self.impl == "mosaic_tpu":
+            with tpu_tiles.override(rows=128, columns=256, step=128, call=256), strict_tpu.strict_interpreter():
+                yield
+        elif self.impl == "mosaic_gpu":
+            with gpu_tiles.override(GPU_SIZES), strict_gpu.strict_interpreter():
+                yield
+        else:
+            with mock.patch.multiple(xla, **XLA_SIZES):
+                yield
+
+    def problem(self, scale: float = 3.0, shape: tuple[int, int, int] | None = None) -> Problem:
+        return random_problem(shape or self.shape, scale, self.dtype)
+
+    def live(self, which: str) -> np.ndarray:
+        """A mask [N] of rows that count."""
+        row = np.arange(self.shape[0])
+        block = {"mosaic_tpu": 256, "mosaic_gpu": 128}.get(self.impl, 16)
+        return {
+            "none": row < 0,
+            "the last": row == row[-1],
+            "scattered, less than a block": np.random.default_rng(5).random(len(row)) < min(0.3, block / len(row) / 2),
+            "scattered, of several blocks": np.random.default_rng(5).random(len(row)) < 0.8,
+            "a block": row % 2 * (row < 256) == 1 if self.impl == "mosaic_tpu" else row < block,
+            "a block and one": row < min(block, 128) + 1,
+            "every": row >= 0,
+        }[which]
+
+    def bytes_of(self, workspace: str) -> int:
+        return {"none": 0, "some": self.waves, "all": 1 << 30}[workspace]
+
+
+XLA = Engine("xla", F32, (90, 301, 16), 40 * 384 * 4)
+FULL = XLA._replace(impl="full_logits")
+XLA_BF16, FULL_BF16 = XLA._replace(dtype=BF16, waves=XLA.waves + 4 * 301 * 16), FULL._replace(dtype=BF16)
+TPU_F32 = Engine("mosaic_tpu", F32, (300, 499, 64), 200_000 + 4 * 499 * 64, 256)
+TPU = TPU_F32._replace(dtype=BF16)
+"""Its `waves`: exponentials of 128 rows, and a float32 sum of dW."""
+GPU = Engine("mosaic_gpu", BF16, (200, 296, 128), 77_000)
+"""Its `waves`: logits of a tile of columns."""
+
+
+def parameter(engine: Engine, *others: str) -> Any:
+    """The engine, and other arguments, as one case of a test."""
+    marks = [strict_gpu.needs_interpreter] if engine.impl == "mosaic_gpu" else []
+    name = f"{engine.impl} {jnp.dtype(engine.dtype).name}"
+    return pytest.param(engine, *others, id=", ".join([name, *others]), marks=marks)
+
+
+EVERY = (FULL, FULL_BF16, XLA, XLA_BF16, TPU_F32, TPU, GPU)
+
+
+def engines(*chosen: Engine) -> Any:
+    """The decorator of a test that takes an `engine`: for each of these, by default one of each kind."""
+    return pytest.mark.parametrize("engine", list(map(parameter, chosen or (FULL, XLA, TPU, GPU))))
