@@ -19,7 +19,7 @@ SHAPE = (24, 16, 130)
 LIVES = [1.0, 0.5]
 ROUNDS = {"method": [9.0, 2.0, 3.0], "hW": [1.0, 1.0, 1.0], "gW": [2.0, 2.0, 2.0], "gh": [3.0, 3.0, 3.0]}
 FIGURES = {"live": 0.5, "through": "XLA", "errors": {"value": 0.0}, "rounds": ROUNDS, "peak_bytes": None}
-FIGURES |= {"temp_bytes": 2**20}
+FIGURES |= {"temp_bytes": 2**20, "peak_is_bound": False}
 METHOD = Method("any", 3, value_and_gradients(fused(impl="full_logits")))
 
 
@@ -124,13 +124,13 @@ def test_what_came_of_a_process(tmp_path, monkeypatch, code, outcome):
 
 def test_ratios_compare_with_three_or_four_products_in_the_same_round_and_what_is_not_finite_shows():
     errors = {"value": 1e-3, "dh": math.nan, "dW": math.inf}
-    outcome = Outcome([{**FIGURES, "errors": errors, "peak_bytes": 1700 << 20}])
+    outcome = Outcome([{**FIGURES, "errors": errors, "peak_bytes": 1700 << 20, "peak_is_bound": True}])
     *_, three, four, row = head.text(SHAPE, 0.5, {"any": 3}, {"any": outcome}).splitlines()
     flops = 2 * 12 * 16 * 130
     assert cells(three)[:5] == ["3 bare products, XLA", "6000.00", "", "", f"{3 * flops / 6e12:.3g}"]
     assert cells(four)[:5] == ["4 bare products, XLA", "7000.00", "", "", f"{4 * flops / 7e12:.3g}"]
     times = ["3000.00", f"{3 / 6:.2f}", f"{3 / 7:.2f}", f"{3 * flops / 3e12:.3g}"]
-    assert cells(row) == ["any", *times, "1700", "1.0", "1.0e-03", "nan", "inf"]
+    assert cells(row) == ["any", *times, "≤1700", "1.0", "1.0e-03", "nan", "inf"]
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
@@ -198,6 +198,12 @@ def test_an_installed_library_agrees_with_the_reference(module, name):
     [method] = [method for method in methods.methods("cpu") if method.name == name]
     for figures in measure.measure(method, PROBLEM, LIVES, rounds=1, least=0.0):
         assert max(figures["errors"].values()) < 1e-5
+
+
+@pytest.mark.parametrize(("before", "is_bound"), [(900, False), (1700, True)])
+def test_the_device_s_own_count_is_a_bound_where_the_compiler_took_as_much(before, is_bound):
+    found = measure.memory_of([jnp.zeros(100)], [jnp.zeros(50)], 1700, 10, before)
+    assert found == {"peak_bytes": 1700, "temp_bytes": 1100, "peak_is_bound": is_bound}
 
 
 @pytest.mark.parametrize("queue", [1, 2])

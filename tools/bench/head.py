@@ -8,7 +8,7 @@ name says otherwise, each in a process of its own. What isn't installed or can't
                methods through torch) multiplies them in the same round, at the rows that count
     /four      the same with h Wᵀ twice, which is what a method without a workspace has to do
     TFLOP/s    of the products that a method has to make with the memory it is given: 3, 4, or 1
-    peak MiB   the most that the device held                     [its own count; - where it has none]
+    peak MiB   the most that the device held, ≤ where compiling held as much   [its own count; - where it has none]
     temp MiB   the peak without arguments and results; on a CPU the compiler's temporaries
     loss ...   the largest difference to plain JAX in float64 (on TPUs float32 at the highest precision), relative to
                the largest magnitude there; for the general backward, "loss" compares logprob and lse
@@ -187,7 +187,7 @@ def cells(name: str, seconds: float, ratios: Iterable[float], flops: int, found:
         f"{1e3 * seconds:.2f}",
         *(f"{ratio:.2f}" for ratio in ratios),
         f"{flops / seconds / 1e12:.3g}",
-        "-" if peak is None else f"{peak / 2**20:.0f}",
+        "-" if peak is None else f"{'≤' * found['peak_is_bound']}{peak / 2**20:.0f}",
         "-" if temporaries is None else f"{temporaries / 2**20:.1f}",
         *errors,
         *[""] * (3 - len(errors)),
