@@ -2,7 +2,6 @@
 
 import sys
 
-import jax
 from tqdm import tqdm
 
 SECONDS = 1.0
@@ -14,6 +13,8 @@ def transfer_bar(what: str, total: int) -> tqdm:
 
     Where stderr is no terminal, there is a line about a large transfer instead.
     """
+    import jax  # here, since processes that only tokenize import this file
+
     hidden = jax.process_index() != 0 or not sys.stderr.isatty()
     if jax.process_index() == 0 and hidden and total >= LARGE:
         print(f"{what}: {total / 2**30:.1f} GiB", file=sys.stderr, flush=True)
