@@ -117,11 +117,11 @@ def train(config: Config, change: bool = False) -> int:
             if config.grpo and config.task and task and sampler and rewards:
                 source: Source = make_grpo_source(
                     config.grpo,
-                    config.task,
+                    task,
+                    long_prompts=config.task.long_prompts,
                     batch_size=config.batch_size,
                     steps=config.steps or 0,
                     seed=config.seed,
-                    task=task,
                     sampler=sampler,
                     rewards=rewards,
                     forward=forward,
@@ -182,7 +182,7 @@ def train(config: Config, change: bool = False) -> int:
         interrupt.hold()
         try:
             if pending:
-                state, metrics, finished = measurements.take(state, whole(state.train.params), finished)
+                state, metrics, finished = measurements.measure_pending(state, whole(state.train.params), finished)
                 log.write(state.step, metrics, pending.samples)
             while not (finished or stopping or fatal_error):
                 watch = Stopwatch(partial(heartbeat.mark, state.step))
@@ -208,7 +208,9 @@ def train(config: Config, change: bool = False) -> int:
                 if measurements.are_due(step, finished):
                     state = replace(state, pending_evaluation=PendingEvaluation(metrics, data.samples, data.last))
                     with watch.phase("eval"):
-                        state, metrics, finished = measurements.take(state, whole(state.train.params), finished)
+                        state, metrics, finished = measurements.measure_pending(
+                            state, whole(state.train.params), finished
+                        )
                 log.write(step, metrics, data.samples)
                 if finished or stopping or config.checkpoint.is_due(step):
                     with watch.phase("save"):

@@ -33,7 +33,8 @@ class SquareRewards(RewardRunner):
 
     codes: ClassVar = {}
 
-    def __init__(self, bad):
+    def __init__(self, bad=(), weight=1.0):
+        self.names, self.weights = ["exact_match"], np.array([weight])
         self.bad = {str(number) for number in bad}
 
     def score(self, examples, texts, completions):
@@ -68,19 +69,16 @@ def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0):
     return result
 
 
-def grpo_source(samples=None, bad=(), task=None, sampler=RandomCompletions, **grpo):
-    """The source with SquareRewards(bad); `grpo` are settings of that section."""
-    settings = config(grpo={"num_generations": GROUP, **grpo}, task=task or {})
-    problems = load_task(settings.task, seed=0)
-    prompts = training_prompts(problems, BYTES, max_prompt_length=16, seed=0)
+def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, **grpo):
+    """The source with SquareRewards, unless others are given; `grpo` are settings of that section."""
+    settings = config(grpo={"num_generations": GROUP, **grpo})
     return GrpoSource(
         settings.grpo,
-        settings.task,
-        settings.batch_size,
-        prompts,
+        training_prompts(load_task(settings.task, seed=0), BYTES, max_prompt_length=16, seed=0),
         sampler(None, BYTES, (258,), settings.rollout, 0),
-        SquareRewards(bad),
+        rewards or SquareRewards(),
         linear_logprobs,
+        settings.batch_size,
         settings.rows,
         settings.steps,
         samples,

@@ -1,15 +1,38 @@
-"""The record that a source of data gives to the train step: arrays with a row for each sequence.
+"""What is learned from: trajectories, as they were sampled, and the batch that the train step takes.
 
-Position t of a row predicts `labels[t]`, the token at t + 1; that token's other numbers are at t, too.
+Position t of a batch's row predicts `labels[t]`, the token at t + 1; that token's other numbers are at t, too.
 """
 
 from typing import Any, NamedTuple
 
-from jaxtyping import Float, Int
+import numpy as np
+from jaxtyping import Bool, Float, Float32, Int, Int32
 
 # Any: numpy's arrays from a source, JAX's within the step.
 Ints = Int[Any, "B T"]
 Floats = Float[Any, "B T"]
+
+
+class Trajectory(NamedTuple):
+    """Token ids, which of them the policy sampled, and what became of them."""
+
+    tokens: Int32[np.ndarray, " T"]
+    sampled: Bool[np.ndarray, " T"]
+    """Which tokens were sampled: these are learned. The others were given, as a prompt's are; the first always is."""
+    logprobs: Float32[np.ndarray, " sampled"]
+    """The sampler's, of the sampled tokens, in nats: under the distribution before top-k and top-p."""
+    kept: Float32[np.ndarray, " sampled"] | None = None
+    """The probability that top-k and top-p kept at each sampled token; None with neither of them."""
+    finished: bool = True
+    """Whether a stop token ended it; False if it was cut off."""
+    prompt: str = ""
+    """The text of the prompt's last message."""
+    text: str = ""
+    """The text of the completion."""
+    rewards: Float[np.ndarray, " R"] | tuple[()] = ()
+    """What each reward function gave, float64; NaN where it failed or does not apply."""
+    reward_kinds: tuple[str, ...] = ()
+    """As in `mllm.rl.rewards.Scores`."""
 
 
 class Batch(NamedTuple):

@@ -79,10 +79,10 @@ class TaskDocuments(Documents):
         return encode_document(self.tokenizer, self.max_length, place, {"messages": messages})[0]
 
 
-class Part(Documents):
+class ChosenDocuments(Documents):
     """Some of the documents, in another order."""
 
-    def __init__(self, documents: Documents, indices: Int[np.ndarray, " part"]) -> None:
+    def __init__(self, documents: Documents, indices: Int[np.ndarray, " chosen"]) -> None:
         self.documents = documents
         self.indices = indices
         self.content = documents.content and f"{documents.content} {len(indices)}"
@@ -103,7 +103,8 @@ def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:
     if count >= len(documents):
         raise UserError(f"data.validation.share: {share} of {len(documents)} examples leaves none to train on")
     heldout = np.sort([permute_index(i, len(documents), key="validation") for i in range(count)])
-    return Part(documents, np.delete(np.arange(len(documents)), heldout)), Part(documents, heldout)
+    trained = np.delete(np.arange(len(documents)), heldout)
+    return ChosenDocuments(documents, trained), ChosenDocuments(documents, heldout)
 
 
 def size_of(document: Document) -> Size:

@@ -1,73 +1,93 @@
-"""What the pipelines of SFT and GRPO share: the order of examples, and an iterator whose position is a little JSON."""
+"""What the data of SFT and GRPO share: the order of examples, and an iterator whose position is a little JSON."""
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-import grain
-from grain.experimental import ThreadPrefetchIterDataset
+from grain.experimental import ThreadPrefetchDatasetIterator
 
 from mllm.data.permutation import permute_index
-from mllm.data.tasks.task import MAX_LENGTH
 from mllm.errors import StepError, UserError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Read = Callable[[int], tuple[T, int]]
+"""The item that begins at a position in the order of examples, and the position behind it. StopIteration at the end."""
 
 CACHED_EXAMPLES = 2**16
 
 WAY_OUT = "restore the data, or begin a new run_dir (model.source can be this run)"
 
-READ_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+
+class Reader(Generic[T]):
+    """Items that are read one after the other, as Grain's prefetching takes them; the state is a position."""
+
+    def __init__(self, read: Read[T]) -> None:
+        self.read = read
+        self.position = 0
+
+    def __next__(self) -> T:
+        item, self.position = self.read(self.position)
+        return item
+
+    def get_state(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
 
 
 class DataIterator(Generic[T]):
-    """Batches, and a position from which another iterator continues exactly, with prefetching or without."""
+    """Items that a thread reads ahead, and a position from which another iterator continues exactly."""
 
     def __init__(
-        self,
-        dataset: grain.IterDataset[tuple[T, int]],
-        examples: int,
-        epochs: int | None,
-        prefetch: int,
-        content: str | None = None,
+        self, read: Read[T], examples: int, epochs: int | None, prefetch: int, content: str | None = None
     ) -> None:
-        """`dataset` gives batches, each with its number of examples; an epoch has `examples` of them.
+        """An epoch has `examples` positions, and at most `prefetch` items are read ahead.
 
-        `content` is a hash of the examples, where it is known.
+        `content` is a hash of the examples, where it is known. UserError is raised where there is no example.
         """
+        if examples == 0:
+            raise UserError("task: there is no example in it")
         self.examples = examples
         self.content = content
         self.epochs = epochs
-        self.consumed = 0
-        self.batches = iter(ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=prefetch))
+        self.given = 0
+        """How many items were given since training began."""
+        self.items = ThreadPrefetchDatasetIterator(Reader(read), prefetch)
         # Otherwise the garbage collector may close it in the very thread that closing joins.
-        weakref.finalize(self, self.batches.close)
+        weakref.finalize(self, self.items.close)
 
     def __iter__(self) -> "DataIterator[T]":
         return self
 
     def __next__(self) -> T:
-        """The next batch; StopIteration after the last epoch, with a warning where examples don't fill a last batch.
+        """The next item; StopIteration after the last epoch, with a warning where examples are left out at the end.
 
         StepError is raised where an example can't be made or read; a process that isn't alone must tell the others.
         """
         try:
-            batch, examples = next(self.batches)
+            item = next(self.items)
         except UserError as error:
             raise StepError(str(error)) from None
         except StopIteration:
-            left = self.examples * (self.epochs or 0) - self.consumed
+            left = self.examples * (self.epochs or 0) - self.position
             if left > 0:
                 log.warning("data.epochs: the last %d examples did not fill a batch and were left out", left)
             raise
-        self.consumed += examples
-        return batch
+        self.given += 1
+        return item
+
+    @property
+    def position(self) -> int:
+        """How many examples training has come to since it began, in the order of `example_index`."""
+        return self.items.get_state()["position"]
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the batches so far: JSON."""
-        state = {"examples": self.examples, "given": self.consumed, "pipeline": self.batches.get_state()}
+        """The position after the items so far: JSON."""
+        state = {"examples": self.examples, "given": self.given, "position": self.position}
         return state if self.content is None else state | {"content": self.content}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -78,28 +98,14 @@ class DataIterator(Generic[T]):
             )
         if state.get("content", self.content) != self.content:
             raise UserError(f"data: the run began with other examples: {WAY_OUT}")
-        self.consumed = state["given"]
-        try:
-            self.batches.set_state(state["pipeline"])
-        except IndexError:
-            raise UserError(
-                f"data.epochs: {self.epochs}: the run has gone through more of its data: raise it"
-            ) from None
-
-
-def example_indices(count: int, epochs: int | None, seed: int | None) -> grain.MapDataset[int]:
-    """The indices of `count` examples, `epochs` times over, in a new order each epoch; seed None: always ascending.
-
-    Grain's `shuffle` takes 0.7 ms an index, holds at most 2^32, and makes seed 0's second epoch seed 1's first.
-    """
-    if count == 0:
-        raise UserError("task: there is no example in it")
-    length = min(count * epochs, MAX_LENGTH) if epochs else MAX_LENGTH
-    return grain.MapDataset.range(length).map(lambda position: example_index(int(position), count, seed))
+        if self.epochs is not None and state["position"] > self.examples * self.epochs:
+            raise UserError(f"data.epochs: {self.epochs}: the run has gone through more of its data: raise it")
+        self.given = state["given"]
+        self.items.set_state({"position": state["position"]})
 
 
 def example_index(position: int, count: int, seed: int | None) -> int:
-    """The index of the example at a position of `example_indices`."""
+    """The index of the example at a position, of `count`: a new order each epoch; seed None: always ascending."""
     epoch, index = divmod(position, count)
     return index if seed is None else permute_index(index, count, key=f"{seed} {epoch}")
 

@@ -5,13 +5,12 @@ the model's template takes, is left out like a long one.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 from mllm.config.task import LongPrompts
-from mllm.data.iteration import CACHED_EXAMPLES, READ_IN_CALLER, DataIterator, example_indices
+from mllm.data.iteration import CACHED_EXAMPLES, DataIterator, example_index
 from mllm.data.records import bad_lines
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
@@ -27,6 +26,8 @@ OR_SKIP = ": set task.long_prompts=skip to leave such prompts out"
 
 
 class Prompt(NamedTuple):
+    """A problem and the token ids of its prompt."""
+
     example: Example
     tokens: list[int]
 
@@ -39,13 +40,6 @@ class LongPrompt(UserError):
         self.tokens = tokens
 
 
-class TrainingPrompt(NamedTuple):
-    example: Example
-    tokens: list[int]
-    passed: int
-    """How many prompts, those that were left out included, training has come to since it began."""
-
-
 def training_prompts(
     task: Task,
     tokenizer: Tokenizer,
@@ -54,45 +48,33 @@ def training_prompts(
     long_prompts: LongPrompts = "skip",
     seed: int,
     prefetch: int = 2,
-) -> DataIterator[TrainingPrompt]:
+) -> DataIterator[Prompt]:
     """The task's prompts, for ever: each once in an epoch, in another order in each.
 
     All prompts of a list, and the first hundred of problems that are made on demand, are checked at once: UserError
-    as for `usable_prompts`. Of the others, one that can't be used is left out or raises, as `long_prompts` says.
+    as for `usable_prompts`. Of the others, one that can't be used is left out or raises, as `long_prompts` says. The
+    iterator's position counts those that are left out, too.
     """
+    count, name = len(task.train), task.name
     read = lru_cache(CACHED_EXAMPLES)(partial(read_prompt, task.train, tokenizer, max_prompt_length))
-    checked = len(task.train) if isinstance(task.train, list) else min(len(task.train), CHECKED)
-    usable = select(map(read, range(checked)), f"training prompts of task {task.name}", long_prompts)
-    choose = Choice(read, task.name, long_prompts, warned=len(usable) < checked)
-    prompts = example_indices(len(task.train), None, seed).map_with_index(choose).to_iter_dataset(READ_IN_CALLER)
-    return DataIterator(prompts, len(task.train), None, prefetch, task.content)
+    checked = count if isinstance(task.train, list) else min(count, CHECKED)
+    usable = select(map(read, range(checked)), f"training prompts of task {name}", long_prompts)
+    warned = len(usable) < checked
 
+    def next_usable(position: int) -> tuple[Prompt, int]:
+        nonlocal warned
+        for place in range(position, position + MOST_SKIPPED):
+            prompt = read(example_index(place, count, seed))
+            if isinstance(prompt, Prompt):
+                return prompt, place + 1
+            if long_prompts == "error":
+                raise UserError(f"{prompt}{OR_SKIP}")
+            if not warned:
+                log.warning("a prompt of task %s is left out: %s (prompts_skipped counts them)", name, prompt)
+                warned = True
+        raise UserError(f"task {name}: {MOST_SKIPPED} prompts in a row can't be used, the last: {prompt}")
 
-@dataclass
-class Choice:
-    """Says of each prompt in training's order whether it is used."""
-
-    read: Callable[[int], Prompt | UserError]
-    task: str
-    long_prompts: LongPrompts
-    warned: bool
-    left_out_in_a_row: int = 0
-
-    def __call__(self, position: int, index: int) -> tuple[TrainingPrompt, int] | None:
-        """The prompt, and that it is one example; None, which Grain drops, for one that is left out."""
-        prompt = self.read(index)
-        if isinstance(prompt, Prompt):
-            self.left_out_in_a_row = 0
-            return TrainingPrompt(*prompt, position + 1), 1
-        self.left_out_in_a_row += 1
-        if self.long_prompts == "error":
-            raise UserError(f"{prompt}{OR_SKIP}")
-        if self.left_out_in_a_row == MOST_SKIPPED:
-            raise UserError(f"task {self.task}: {MOST_SKIPPED} prompts in a row can't be used, the last: {prompt}")
-        if not self.warned:
-            log.warning("a prompt of task %s is left out: %s (prompts_skipped counts them)", self.task, prompt)
-            self.warned = True
-        return None
+    return DataIterator(next_usable, count, None, prefetch, task.content)
 
 
 def usable_prompts(

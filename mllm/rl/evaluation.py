@@ -10,10 +10,12 @@ from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.prompts import Prompt, usable_prompts
 from mllm.data.tasks.task import Example
 from mllm.model.layout import Params
-from mllm.parallel.processes import ALL_ROWS, RowShare, raise_everywhere
+from mllm.parallel.processes import ALL_ROWS, RowShare
 from mllm.rl.reward_functions import exact_match, flexible_match
 from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
 from mllm.rl.sampler import Sampler
+from mllm.rl.trajectories import reward_arrays, sample_trajectories
+from mllm.stopwatch import Stopwatch
 
 FIRST_SEQUENCE = 2**30
 Z = 1.959963984540054
@@ -58,33 +60,33 @@ def evaluate(
     and `_high` of its 95 % interval and `eval/greedy_flexible_accuracy` (the last number counts), too; and the mean
     length in tokens.
     """
-    share = -(-len(problems) // rows.count)
-    mine = problems[rows.index * share :][:share]
-    # Every process completes as many prompts. The repeated problem that fills a share up is dropped below.
-    mine = [*mine, *[problems[0]] * (share - len(mine))]
-    examples, prompts = [prompt.example for prompt in mine], [prompt.tokens for prompt in mine]
-    first = FIRST_SEQUENCE + rows.index * share
-    answered = all(prompt.example.answer is not None for prompt in problems)
+    answered = all(problem.example.answer is not None for problem in problems)
     metrics: dict[str, float] = {}
     for mode in ("greedy", "sampled") if sampled else ("greedy",):
-        completions, texts = sampler.complete(params, prompts, step=step, first_sequence=first, greedy=mode == "greedy")
-        with raise_everywhere():
-            scores = rewards.score(examples, texts, completions)
-        matches = np.zeros((share, 2))  # exact and flexible
-        if answered:
-            known = [(text, example.answer, example) for text, example in zip(texts, examples, strict=True)]
-            matches = np.array([(exact_match(*one), flexible_match(*one)) for one in known])
-        gathered = rows.gather((scores.values, scores.kinds, matches, completions.lengths))
-        parts = [np.concatenate(part)[: len(problems)] for part in zip(*gathered, strict=True)]
-        values, kinds, matches, lengths = parts
-        total = weighted_sum(values, kinds, rewards.weights)
+        trajectories, _ = sample_trajectories(
+            sampler,
+            rewards,
+            problems,
+            params,
+            step=step,
+            first_sequence=FIRST_SEQUENCE,
+            rows=rows,
+            watch=Stopwatch(),
+            greedy=mode == "greedy",
+        )
+        scores = reward_arrays(trajectories)
+        total = weighted_sum(*scores, rewards.weights)
         total = total[~np.isnan(total)]
         start = prefix if mode == "greedy" else f"{prefix}sampled_"
         metrics[f"{start}reward"] = float(total.mean()) if total.size else float("nan")
-        metrics |= {f"{start}{name}": value for name, value in reward_metrics(rewards.names, values, kinds).items()}
-        metrics[f"{prefix}{mode}_mean_length"] = float(lengths.mean())
+        metrics |= {f"{start}{name}": value for name, value in reward_metrics(rewards.names, *scores).items()}
+        metrics[f"{prefix}{mode}_mean_length"] = float(np.mean([len(one.logprobs) for one in trajectories]))
         if answered:
-            correct, flexible = map(int, matches.sum(axis=0))
+            texts = [(one.text, problem.example) for one, problem in zip(trajectories, problems, strict=True)]
+            correct, flexible = (
+                int(sum(match(text, example.answer, example) for text, example in texts))
+                for match in (exact_match, flexible_match)
+            )
             low, high = wilson(correct, len(problems))
             metrics |= {
                 f"{prefix}{mode}_accuracy": correct / len(problems),

@@ -1,13 +1,13 @@
 """Completions of prompts: the rollout engine, for training, evaluation and tools/generate.py.
 
 A distinct prompt is prefilled once, attending to itself alone, and serves all of its sequences. Sequences are decoded
-in slots; every `CHUNK` tokens, or as soon as enough have ended, those that ended leave, waiting ones take their slots,
-and where none wait the batch shrinks to fewer slots. The tokens of all rows end at the same place of the cache; when
-that is full, or larger than it need be, the live rows are repacked into one with the number of places that they need.
-Numbers of slots and of places are among few (buckets), so that little is compiled.
+in slots. After every chunk (`CHUNK` tokens, or fewer where an eighth of the sequences has ended), waiting sequences
+take the slots of those that ended; where none wait, the batch shrinks to fewer slots. The tokens of all rows end at the
+same place of the cache; when the cache is full, or larger than it need be, the live rows are repacked into one with the
+number of places that they need. Numbers of slots and of places are among few (buckets), so that little is compiled.
 
-What happens when depends on counted tokens only, never on time; who else is decoded changes a token only by rounding.
-On a mesh each device has its own share of prompts and slots.
+The order of refills and repacking depends on counted tokens only, never on time; the other sequences of a batch change
+a token only by rounding. On a mesh each device has its own prompts and slots.
 """
 
 import time
@@ -27,7 +27,15 @@ from mllm.model.decoding import Cache, LayerCache, abstract_cache, decoding_grap
 from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import RowShare, gather_objects, local_rows
-from mllm.rl.schedule import PREFILLED_BATCHES, WIDTHS, bucket, deal, places_for, prompts_a_batch, slot_buckets
+from mllm.rl.schedule import (
+    PREFILLED_BATCHES,
+    WIDTHS,
+    assign_prompts,
+    bucket,
+    places_for,
+    prompts_a_batch,
+    slot_buckets,
+)
 from mllm.rl.slots import CHUNK, Slots, Stream, decode, insert, prefill, repack
 
 CALL_SECONDS = 0.25
@@ -76,7 +84,7 @@ class PrefilledBatch:
 
 
 class Candidate(NamedTuple):
-    """A sequence whose prompt is prefilled."""
+    """A sequence whose prompt is prefilled, and which waits for a slot."""
 
     sequence: int
     batch: PrefilledBatch
@@ -112,7 +120,9 @@ def generate(
     lengths, limit = sorted({*map(len, prompts)}), options.max_prompt_length
     if not lengths or lengths[0] == 0 or lengths[-1] > limit:
         raise ValueError(f"prompts: expected 1 to {limit} tokens each (rollout.max_prompt_length), got {lengths}")
-    engine = Engine(graphdef, params, prompts, options, max_slots, first_sequence, pad_id, greedy, poll, work or Work())
+    engine = RolloutEngine(
+        graphdef, params, prompts, options, max_slots, first_sequence, pad_id, greedy, poll, work or Work()
+    )
     stream = Stream(np.asarray(stop_ids, np.int32), np.int32(seed), np.int32(step))
     while engine.admit():
         engine.decode_chunk(stream)
@@ -120,7 +130,7 @@ def generate(
 
 
 @dataclass
-class Engine:
+class RolloutEngine:
     """The state of one rollout on the host. Arrays [X, B] have the slots of each of this process's row shards."""
 
     graphdef: nnx.GraphDef
@@ -145,7 +155,7 @@ class Engine:
         shares = 1 if self.layout is None else RowShare.of_mesh(self.layout.mesh).count
         self.all_shards = 1 if self.layout is None else self.layout.row_shards
         self.shards = self.all_shards // shares
-        self.queues = deal(self.prompts, self.shards)
+        self.queues = assign_prompts(self.prompts, self.shards)
         most = max(gather_objects(max(sum(len(p.sequences) for p in queue) for queue in self.queues)))
         self.most_slots = most if self.max_slots is None else max(1, min(most, self.max_slots // self.all_shards))
         self.candidates: list[deque[Candidate]] = [deque() for _ in range(self.shards)]
@@ -189,7 +199,7 @@ class Engine:
         full = self.end + CHUNK > self.places or self.end < end
         if slots != self.sequences.shape[1] or full or places < self.places:
             self.repack(slots, places, end)
-        self.enter(entering)
+        self.fill_slots(entering)
         return True
 
     def wants_prompts(self) -> bool:
@@ -247,7 +257,7 @@ class Engine:
         self.sequences, self.last_tokens = moved(self.sequences, -1), moved(self.last_tokens, 0)
         self.lengths = moved(self.lengths, 0)
 
-    def enter(self, entering: Sequence[Sequence[Candidate]]) -> None:
+    def fill_slots(self, entering: Sequence[Sequence[Candidate]]) -> None:
         """Put these sequences of each shard into free slots."""
         sources = {id(batch): np.full(self.sequences.shape, -1, np.int32) for batch in self.batches}
         for shard, candidates in enumerate(entering):
@@ -272,21 +282,21 @@ class Engine:
     # --- decoding -----------------------------------------------------------------------------------------------------
 
     def decode_chunk(self, stream: Stream) -> None:
-        """Decode until `CHUNK` tokens are made or enough sequences have ended, in calls that don't take long."""
+        """Decode until `CHUNK` tokens are made or `stop_after` sequences have ended, in calls that don't take long."""
         left, live = CHUNK, sum(gather_objects(int((self.sequences >= 0).sum())))
-        enough = self.enough(live)
-        while left and live and enough > 0:
+        stop_after = self.stop_after(live)
+        while left and live and stop_after > 0:
             start, steps = time.perf_counter(), min(left, self.steps_a_call)
-            chunk = self.call(stream, steps, enough)
-            made, ended = int(chunk.steps), self.take(chunk, stream.stop_ids)
+            chunk = self.run_decode(stream, steps, stop_after)
+            made, ended = int(chunk.steps), self.record(chunk, stream.stop_ids)
             seconds, ended = np.array(gather_objects((time.perf_counter() - start, ended))).T
             self.poll()
-            left, live, enough = left - made, live - int(ended.sum()), enough - int(ended.sum())
+            left, live, stop_after = left - made, live - int(ended.sum()), stop_after - int(ended.sum())
             # The first call compiles and says little: the fall is unbounded, the growth is not.
             speed = int(made * CALL_SECONDS / max(seconds.max(), 1e-9))
             self.steps_a_call = max(1, min(2 * steps, speed, CHUNK))
 
-    def enough(self, live: int) -> int:
+    def stop_after(self, live: int) -> int:
         """How many of the `live` sequences have to end before a chunk ends early."""
         waiting = any(gather_objects(bool(self.batches) or any(self.queues)))
         if waiting:
@@ -295,7 +305,7 @@ class Engine:
         smaller = max((size for size in slot_buckets(self.most_slots) if size < slots), default=0)
         return max(1, live - smaller * self.all_shards)
 
-    def call(self, stream: Stream, steps: int, enough: int) -> Any:
+    def run_decode(self, stream: Stream, steps: int, stop_after: int) -> Any:
         """Call the decode program; the result's arrays are numpy's, and hold this process's rows."""
         live = self.sequences >= 0
         counts = np.where(live, self.completions.lengths[self.sequences], 0)
@@ -308,14 +318,14 @@ class Engine:
             stream,
             np.int32(self.end),
             np.int32(steps),
-            np.int32(enough),
+            np.int32(stop_after),
             options=self.options,
             greedy=self.greedy,
         )
         self.cache = list(cache)
         return local_rows(chunk)
 
-    def take(self, chunk: Any, stop_ids: Int[np.ndarray, "S"]) -> int:
+    def record(self, chunk: Any, stop_ids: Int[np.ndarray, "S"]) -> int:
         """Add the chunk's tokens to their completions and free the slots of those that ended; returns their number."""
         steps, tokens = int(chunk.steps), chunk.tokens.reshape(*self.sequences.shape, -1)
         results, ended = self.completions, 0

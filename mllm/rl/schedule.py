@@ -1,4 +1,4 @@
-"""Who is decoded where, and the few numbers of slots, places and prompts for which programs are compiled."""
+"""How prompts are assigned to devices, and the few sizes of batches and caches for which programs are compiled."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -19,29 +19,30 @@ WIDTHS = [8, *PLACES]
 """Widths of batches of prompts."""
 
 
-class Prompt(NamedTuple):
-    """A prompt and which sequences complete it, by their places in the result."""
+class WaitingPrompt(NamedTuple):
+    """A prompt that is not prefilled yet, and which sequences complete it, by their places in the result."""
 
     tokens: Sequence[int]
     sequences: list[int]
 
 
-def deal(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[Prompt]]:
-    """The distinct prompts in order of their lengths, dealt to the shards: each has at most ceil(B / shards) sequences.
+def assign_prompts(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[WaitingPrompt]]:
+    """Each shard's distinct prompts, in order of their lengths: at most ceil(B / shards) sequences each.
 
-    A prompt whose sequences don't fit into one shard's share is given to several.
+    A prompt whose sequences don't fit into one shard is assigned to several.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for sequence, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt), []).append(sequence)
-    share, queues = -(-len(prompts) // shards), [deque[Prompt]() for _ in range(shards)]
+    most, queues = -(-len(prompts) // shards), [deque[WaitingPrompt]() for _ in range(shards)]
     loads = [0] * shards
     for tokens, sequences in sorted(groups.items(), key=lambda group: len(group[0])):
         while sequences:
             shard = loads.index(min(loads))
-            part, sequences = sequences[: share - loads[shard]], sequences[share - loads[shard] :]
-            queues[shard].append(Prompt(tokens, part))
-            loads[shard] += len(part)
+            room = most - loads[shard]
+            assigned, sequences = sequences[:room], sequences[room:]
+            queues[shard].append(WaitingPrompt(tokens, assigned))
+            loads[shard] += len(assigned)
     return queues
 
 

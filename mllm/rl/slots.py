@@ -142,14 +142,14 @@ def decode(
     stream: Stream,
     end: Int[jax.Array, ""],
     steps: Int[jax.Array, ""],
-    enough: Int[jax.Array, ""],
+    stop_after: Int[jax.Array, ""],
     *,
     options: RolloutConfig,
     greedy: bool,
 ) -> tuple[Chunk, Cache]:
     """At most `steps` tokens of each slot, and the cache with their predecessors from place `end` on.
 
-    Fewer steps are made where `enough` sequences have ended, or all. It reuses the memory of `cache`.
+    It stops early after `stop_after` sequences have ended, or all. It reuses the memory of `cache`.
     """
     model = merge(graphdef, weights, 0)
     keys = sampling.sequence_keys(stream.seed, stream.step, slots.sequences)
@@ -168,7 +168,7 @@ def decode(
     def unfinished(carry: tuple) -> Bool[jax.Array, ""]:
         chunk, _, _, live = carry
         left = live.sum()
-        return (chunk.steps < steps) & (left > 0) & (alive - left < enough)
+        return (chunk.steps < steps) & (left > 0) & (alive - left < stop_after)
 
     def decode_step(carry: tuple) -> tuple:
         chunk, cache, tokens, live = carry

@@ -52,7 +52,7 @@ class Measurements:
             return bool(self.repeated or self.at_end)
         return any(measurement.is_due(step) for measurement in self.repeated)
 
-    def take(self, state: RunState, params: Params, final: bool) -> tuple[RunState, dict[str, Any], bool]:
+    def measure_pending(self, state: RunState, params: Params, final: bool) -> tuple[RunState, dict[str, Any], bool]:
         """Measure what is due at the state's pending step; `params` are all of its parameters.
 
         Returns the state with nothing pending, the step's metrics, and whether the run ends with this step: because it

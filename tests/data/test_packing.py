@@ -6,39 +6,42 @@ from hypothesis import strategies as st
 from rollouts import sequences
 
 from mllm.config.schema import Rows
-from mllm.data.packing import Sequence, deal, first_fit_decreasing, pack
+from mllm.data.batch import Trajectory
+from mllm.data.packing import first_fit_decreasing, pack, spread_rows
 
 
-def random_sequences(lengths, seed=0):
-    """Sequences of these numbers of tokens, prompts of all lengths but the last token's among them."""
+def random_trajectories(lengths, seed=0):
+    """Trajectories of these numbers of tokens, of which any but the first may be sampled, and at least one is."""
     rng = np.random.default_rng(seed)
     made = []
     for length in lengths:
         tokens = rng.integers(1, 2**31, length).astype(np.int32)
-        logprobs = rng.normal(size=rng.integers(1, length)).astype(np.float32)
-        made.append(Sequence(tokens, logprobs, rng.random(), rng.normal()))
-    return made
+        sampled = rng.random(length) < rng.random()
+        sampled[0], sampled[rng.integers(1, length)] = False, True
+        made.append(Trajectory(tokens, sampled, rng.normal(size=np.count_nonzero(sampled)).astype(np.float32)))
+    return made, rng.random(len(lengths)), rng.normal(size=len(lengths))
 
 
 @given(lengths=st.lists(st.integers(2, 21), max_size=40), micro=st.integers(1, 5), shards=st.sampled_from([1, 2, 8]))
 def test_each_sequence_stands_in_one_row_with_all_that_belongs_to_it(lengths, micro, shards):
     micro *= shards
     rows = Rows(length=20, micro=micro, total=-(-len(lengths) // micro) * micro or micro, shards=shards)
-    given = random_sequences(lengths)
-    batch = pack(given, rows)
+    given = random_trajectories(lengths)
+    batch = pack(*given, rows)
     assert {field.shape for field in batch[:7]} == {(rows.total, rows.length)}
     found = sequences(batch)
-    assert len(found) == len(given)
-    for tokens, logprobs, weight, advantage in given:
-        _, positions, _, labels, weights, advantages, sampled = found[tuple(tokens.tolist())]
-        learned = slice(len(tokens) - 1 - len(logprobs), None)
+    assert len(found) == len(lengths)
+    for (tokens, sampled, logprobs, *_), weight, advantage in zip(*given, strict=True):
+        expected = np.where(sampled, tokens, 0)[1:]  # position t predicts token t + 1
+        fields = found[*tokens[:-1].tolist(), int(expected[-1])]
+        _, positions, _, labels, weights, advantages, sampler = fields
+        learned = sampled[1:]
         assert positions.tolist() == list(range(len(tokens) - 1))
-        np.testing.assert_array_equal(labels[learned], tokens[-len(logprobs) :])
-        np.testing.assert_array_equal(sampled[learned], logprobs)
-        assert set(weights[learned]) == {np.float32(weight)}
-        assert set(advantages[learned]) == {np.float32(advantage)}
+        np.testing.assert_array_equal(labels, expected)
+        np.testing.assert_array_equal(sampler[learned], logprobs)
+        np.testing.assert_array_equal(weights, learned * np.float32(weight))
+        np.testing.assert_array_equal(advantages, learned * np.float32(advantage))
     assert np.count_nonzero(batch.segments) == sum(lengths) - len(lengths)
-    assert np.count_nonzero(batch.weights) == sum(len(sequence.logprobs) for sequence in given)
 
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), row_length=st.integers(50, 120))
@@ -60,7 +63,7 @@ def test_no_row_is_too_long_and_no_two_would_fit_into_one(lengths, row_length):
 def test_the_devices_have_equal_shares_of_every_micro_batch(work, micro, shards):
     micro *= shards
     rows = Rows(1000, micro, -(-len(work) // micro) * micro, shards)
-    places = deal(np.array(work), rows)
+    places = spread_rows(np.array(work), rows)
     assert len({*places}) == len(work)
     batch = np.zeros(rows.total)
     batch[places] = work

@@ -1,7 +1,6 @@
 """Prompts come in a random order that is resumed exactly, without those that can't be used, which are counted."""
 
 import json
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from mllm.config.task import TaskConfig
 from mllm.data import prompts as data
-from mllm.data.iteration import DataIterator, example_indices
+from mllm.data.iteration import DataIterator, example_index
 from mllm.data.prompts import training_prompts, usable_prompts
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Problems, Task
@@ -62,36 +61,45 @@ def prompts_of(task: Task, **settings: Any) -> DataIterator[Any]:
     return training_prompts(task, BYTES, max_prompt_length=16, seed=0, **settings)
 
 
+def test_long_prompts_are_left_out_of_every_epoch_and_of_evaluation_and_warnings_count_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    task = listed("a", "b" * 30, "c", "d" * 40)
+    drawn = texts(prompts_of(task), 10)
+    assert [sorted(drawn[i : i + 2]) for i in range(0, 10, 2)] == [["a", "c"]] * 5
+    usable = usable_prompts(task.train, BYTES, 16, "held-out prompts")
+    assert [prompt.example.prompt[0]["content"] for prompt in usable] == ["a", "c"]
+    for name in ("training prompts of task listed", "held-out prompts"):
+        assert f"2 of 4 {name} are longer than rollout.max_prompt_length and are left out" in caplog.text
+
+
+BAD = "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("problems", "settings", "said"),
+    [
+        (["a", "a", "a" * 30], {"long_prompts": "error"}, "rollout.max_prompt_length: data:2 has 33 tokens, and the"),
+        (["a" * 30, "a" * 20], {}, "all of the 2 training prompts .* the shortest has 23 tokens"),
+        (["a", BAD, "b", BAD], {}, r"2 lines are bad \(data:1, data:3\), the first: data:1: messages: <.*> is"),
+        ([], {}, "no example"),
+    ],
+    ids=["a long prompt", "long prompts alone", "no chats", "no problems"],
+)
+def test_what_is_wrong_anywhere_in_a_list_is_an_error_at_once(
+    problems: list[str], settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        prompts_of(listed(*problems), **settings)
+
+
 def test_going_on_with_other_problems_is_refused() -> None:
     state = prompts_of(replace(listed("a", "b"), content="one")).get_state()
     with pytest.raises(UserError, match="the run began with other examples"):
         prompts_of(replace(listed("a", "c"), content="another")).set_state(state)
 
 
-def test_long_prompts_are_left_out_of_every_epoch_and_a_warning_counts_them(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        drawn = texts(prompts_of(listed("a", "b" * 30, "c", "d" * 40)), 10)
-    assert [sorted(drawn[i : i + 2]) for i in range(0, 10, 2)] == [["a", "c"]] * 5
-    assert "2 of 4 training prompts of task listed are longer than rollout.max_prompt_length" in caplog.text
-
-
-def test_a_long_prompt_anywhere_in_a_list_is_an_error_at_once_on_request() -> None:
-    with pytest.raises(UserError, match=r"rollout.max_prompt_length: data:2 has 33 tokens, and the limit is 16"):
-        prompts_of(listed("a", "a", "a" * 30), long_prompts="error")
-
-
-def test_a_task_of_long_prompts_is_an_error_that_says_how_long_they_are() -> None:
-    with pytest.raises(UserError, match=r"all of the 2 training prompts .* the shortest has 23 tokens"):
-        prompts_of(listed("a" * 30, "a" * 20))
-
-
-def test_prompts_that_are_no_chat_are_listed_with_their_places_at_once() -> None:
-    bad = "<|im_end|>"
-    with pytest.raises(UserError, match=r"2 lines are bad \(data:1, data:3\), the first: data:1: messages: <.*> is"):
-        prompts_of(listed("a", bad, "b", bad))
-
-
-@pytest.mark.parametrize("text", ["a" * 30, "<|im_end|>"])
+@pytest.mark.parametrize("text", ["a" * 30, BAD])
 def test_problems_made_on_demand_are_left_out_and_counted_exactly_and_resume_too(
     text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -101,34 +109,24 @@ def test_problems_made_on_demand_are_left_out_and_counted_exactly_and_resume_too
     assert "a prompt of task made is left out: " in caplog.text
     resumed.set_state(json.loads(json.dumps(prompts.get_state())))
     for _ in range(300):
-        prompt = next(prompts)
-        assert next(resumed) == prompt
-        assert prompts.consumed == resumed.consumed
-    order = example_indices(400, epochs=None, seed=0)
-    assert prompt.passed - prompts.consumed == sum(order[position] in bad for position in range(prompt.passed)) > 100
+        assert next(resumed) == next(prompts)
+        assert prompts.get_state() == resumed.get_state()
+    left_out = [place for place in range(prompts.position) if example_index(place, 400, seed=0) in bad]
+    assert prompts.position - prompts.given == len(left_out) > 100
     assert sorted(texts(resumed, 300)) == sorted(texts(prompts, 300))
 
 
-def test_the_first_bad_problem_that_is_made_on_demand_ends_the_run_on_request_so_that_it_can_be_saved() -> None:
-    prompts = prompts_of(on_demand(300, {200}), long_prompts="error")
-    with pytest.raises(StepError, match="data:200 has 33 tokens"):
-        texts(prompts, 300)
-
-
-def test_too_many_bad_prompts_in_a_row_end_the_run_so_that_it_can_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("bad", "settings", "said"),
+    [
+        ({200}, {"long_prompts": "error"}, "data:200 has 33 tokens"),
+        ({*range(100, 1000)}, {}, r"task made: 5 prompts in a row can't be used, the last: .* has 33 tokens"),
+    ],
+    ids=["the first on request", "too many in a row"],
+)
+def test_bad_problems_that_are_made_on_demand_end_the_run_so_that_it_can_be_saved(
+    bad: set[int], settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(data, "MOST_SKIPPED", 5)
-    prompts = prompts_of(on_demand(1000, set(range(100, 1000))))
-    with pytest.raises(StepError, match=r"task made: 5 prompts in a row can't be used, the last: .* has 33 tokens"):
-        texts(prompts, 500)
-
-
-def test_prompts_to_evaluate_on_are_filtered_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    problems = listed("a", "b" * 30, "c").train
-    usable = usable_prompts(problems, BYTES, 16, "held-out prompts")
-    assert [prompt.example.prompt[0]["content"] for prompt in usable] == ["a", "c"]
-    assert "1 of 3 held-out prompts are longer" in caplog.text
-
-
-def test_a_task_without_problems_is_an_error() -> None:
-    with pytest.raises(UserError, match="no example"):
-        training_prompts(Task("empty", [], []), BYTES, max_prompt_length=16, seed=0)
+    with pytest.raises(StepError, match=said):
+        texts(prompts_of(on_demand(1000, bad), **settings), 1000)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from rollouts import GROUP, grpo_source
+from rollouts import GROUP, SquareRewards, grpo_source
 from runs import (
     arguments,
     changed,
@@ -52,7 +52,7 @@ from mllm.parallel.processes import (
     local_rows,
     raise_everywhere,
 )
-from mllm.rl import scored
+from mllm.rl import trajectories
 from mllm.run import folder as run_dir
 from mllm.run.checkpoint import by_name
 from mllm.run.checksum import checksums
@@ -238,8 +238,8 @@ def check_rows_and_reading(path):
     ):
         pass
 
-    scored.MOST_FAILED_GROUPS = 0.25
-    source = grpo_source(bad=range(GROUP) if process else ())
+    trajectories.MOST_FAILED_GROUPS = 0.25
+    source = grpo_source(rewards=SquareRewards(range(GROUP) if process else ()))
     source.rows = RowShare(process, 2, (0, 1))
     with pytest.raises(StepError, match=r"in 1 of 2 groups.* exact_match raised 4 times, first: too many"):
         source.next(np.float32(0), 0, Stopwatch())

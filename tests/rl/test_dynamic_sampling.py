@@ -15,6 +15,7 @@ class SomeRewards(SquareRewards):
     """The n-th group that is drawn has unequal rewards if n is in `unequal`."""
 
     def __init__(self, unequal):
+        super().__init__()
         self.unequal = unequal
         self.drawn = []
 
@@ -34,9 +35,7 @@ class Recorded(RandomCompletions):
 
 
 def make_source(unequal, **settings):
-    source = grpo_source(sampler=Recorded, **settings)
-    source.rewards = SomeRewards(unequal)
-    return source
+    return grpo_source(rewards=SomeRewards(unequal), sampler=Recorded, **settings)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +69,15 @@ def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full_or_the_
     if limit > 1:
         assert metrics["dynamic_sampling/rounds"] == rounds
         assert metrics["dynamic_sampling/frac_groups_kept"] == len(learned) / drawn
+
+
+def test_advantages_are_scaled_by_the_rewards_of_the_groups_that_are_learned_from():
+    """Six groups are drawn, two of them of equal rewards, which would lower the deviation."""
+    source = make_source([0, 3, 4, 5], dynamic_sampling=3, steps_per_generation=2, scale_rewards="batch")
+    steps = [source.next(np.float32(0), number, Stopwatch()) for number in range(2)]
+    found = [fields[5, -1] for step in steps for fields in sequences(step.batch).values()]
+    rewards = np.tile(np.arange(float(GROUP)), 4)
+    assert sorted(found) == pytest.approx(sorted((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)))
 
 
 def test_prompts_are_each_drawn_once_whatever_the_rounds_and_go_on_from_any_position():

@@ -98,19 +98,14 @@ def test_problems_that_fill_up_a_process_s_share_are_not_counted(sampler):
     assert CALLS[2:] == [([TOKENS[2], TOKENS[0]], 3, 2**30 + 2, greedy) for greedy in (True, False)]
 
 
-def test_where_a_problem_has_no_answer_there_are_rewards_and_no_accuracy(sampler):
-    problems = [EXAMPLES[0], replace(EXAMPLES[1], answer=None)]
+def test_where_a_problem_has_no_answer_there_are_rewards_and_no_accuracy_and_long_prompts_are_left_out(sampler, caplog):
+    long = replace(EXAMPLES[2], prompt=[{"role": "user", "content": "a long question"}])
+    problems = [EXAMPLES[0], replace(EXAMPLES[1], answer=None), long]
     metrics = make_evaluation(EvalConfig(), TASK, problems, sampler, Lengths(), ALL_ROWS, "test/")(None, 0)
     assert metrics["test/reward"] == (2 * 6 + 1) / 2
     assert metrics["test/greedy_mean_length"] == 1.5
     assert [name for name in metrics if "accuracy" in name] == []
-
-
-def test_prompts_that_are_too_long_are_left_out_and_counted(sampler, caplog):
-    long = replace(EXAMPLES[1], prompt=[{"role": "user", "content": "a long question"}])
-    evaluation = make_evaluation(EvalConfig(), TASK, [EXAMPLES[0], long], sampler, Lengths(), ALL_ROWS)
-    assert evaluation(None, 0)["eval/greedy_accuracy"] == 1
-    assert "1 of 2 eval prompts of task arithmetic are longer than rollout.max_prompt_length" in caplog.text
+    assert "1 of 3 test prompts of task arithmetic are longer than rollout.max_prompt_length" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,24 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from rollouts import GROUP, grpo_source, linear_logprobs, sequences
+from rollouts import GROUP, SquareRewards, grpo_source, linear_logprobs, sequences
 from runs import checkpoints, records, run
 from tiny import config
 
 from mllm.errors import UserError
-from mllm.rl import scored
 from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
 
+REFERENCE = np.float32(7)
 
-def roll_out(**options):
+
+def roll_out(bad=(), weight=1.0, **options):
     """The first step's data, and the prompts and completions that it was made of."""
-    source = grpo_source(**options)
+    source = grpo_source(rewards=SquareRewards(bad, weight), **options)
     position = source.position()
-    step = source.next(np.float32(0), 0, Stopwatch())
+    step = source.next(np.float32(0), 0, Stopwatch(), REFERENCE)
     source.seek(position)
-    prompts = [problem.tokens for problem in islice(source.prompts, 2) for _ in range(GROUP)]
+    prompts = [prompt.tokens for prompt in islice(source.prompts, 2) for _ in range(GROUP)]
     return step, prompts, source.sampler.complete(None, prompts, step=0)[0]
 
 
@@ -63,27 +64,22 @@ def test_truncated_completions_that_are_masked_are_left_out_and_so_are_failed_gr
     assert step.metrics["frac_without_gradient"] == 1 - counts.mean()
 
 
-def test_a_group_in_which_a_reward_failed_is_left_out_and_changes_no_bit_of_the_others():
-    for loss_type in ("grpo", "dapo", "dr_grpo", "prompt_mean"):
-        sound, _, completions = roll_out(loss_type=loss_type)
-        step, _, _ = roll_out(loss_type=loss_type, bad=[2])
-        others = sequences(sound.batch)
-        left = sequences(step.batch)
-        assert len(left) == GROUP
-        for tokens, fields in left.items():
-            expected = others[tokens]
-            expected[2] = fields[2]  # other neighbours in the row
-            if loss_type == "dapo":  # the mean over the tokens that are left
-                expected[4] = (expected[4] > 0) * np.float32(1 / completions.lengths[GROUP:].sum())
-            np.testing.assert_array_equal(fields, expected, err_msg=loss_type)
-
-
-EQUAL = {"rewards": [{"name": "exact_match", "weight": 0}]}
-"""Rewards that are all 0, so no completion has an advantage."""
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "prompt_mean"])
+def test_a_group_in_which_a_reward_failed_is_left_out_and_changes_no_bit_of_the_others(loss_type):
+    sound, _, completions = roll_out(loss_type=loss_type)
+    step, _, _ = roll_out(loss_type=loss_type, bad=[2])
+    others, left = sequences(sound.batch), sequences(step.batch)
+    assert len(left) == GROUP
+    for tokens, fields in left.items():
+        expected = others[tokens]
+        expected[2] = fields[2]  # other neighbours in the row
+        if loss_type == "dapo":  # the mean over the tokens that are left
+            expected[4] = (expected[4] > 0) * np.float32(1 / completions.lengths[GROUP:].sum())
+        np.testing.assert_array_equal(fields, expected)
 
 
 def test_rollouts_without_a_signal_are_logged_at_powers_of_two(caplog):
-    source = grpo_source(task=EQUAL)
+    source = grpo_source(rewards=SquareRewards(weight=0.0))
     for number in range(5):
         source.next(np.float32(0), number, Stopwatch())
     logged = [record.getMessage() for record in caplog.records]
@@ -93,14 +89,17 @@ def test_rollouts_without_a_signal_are_logged_at_powers_of_two(caplog):
 
 @pytest.mark.parametrize("penalty", [{"beta": 0.1, "reference": "initial"}, {"entropy_coef": 0.01}])
 def test_with_a_penalty_completions_without_an_advantage_have_a_gradient(penalty):
-    step = grpo_source(task=EQUAL, **penalty).next(np.float32(0), 0, Stopwatch(), np.float32(7))
+    step, _, _ = roll_out(weight=0.0, **penalty)
     assert len(sequences(step.batch)) == 2 * GROUP
     assert not step.batch.advantages.any()
+    assert (step.batch.reference_logprobs is None) == ("beta" not in penalty)
+    if "beta" in penalty:
+        np.testing.assert_array_equal(step.batch.reference_logprobs, linear_logprobs(REFERENCE, step.batch))
 
 
-def test_failed_rewards_are_counted_and_their_groups_left_out_of_the_means():
+def test_failed_rewards_are_counted_and_null_in_samples_and_their_groups_left_out_of_the_means():
     sound, _, _ = roll_out()
-    step, _, completions = roll_out(bad=[2])
+    step, _, completions = roll_out(bad=[2], samples=5)
     assert step.metrics.keys() == sound.metrics.keys()
     assert step.metrics["reward"] == pytest.approx(np.mean([i**2 for i in range(4, 8)]))
     assert step.metrics["rewards/exact_match/mean"] == pytest.approx(np.mean([i**2 for i in range(8) if i != 2]))
@@ -108,28 +107,16 @@ def test_failed_rewards_are_counted_and_their_groups_left_out_of_the_means():
     assert (sound.metrics["frac_groups_failed"], step.metrics["frac_groups_failed"]) == (0, 0.5)
     assert step.metrics["completions/clipped_ratio"] == pytest.approx(1 - completions.finished.mean())
     assert step.metrics["num_tokens"] == step.tokens
-
-
-def test_samples_hold_prompt_completion_and_rewards_and_null_for_a_failed_one():
-    samples = grpo_source(samples=5, bad=[2]).next(np.float32(0), 0, Stopwatch()).samples
-    assert [sample["completion"] for sample in samples] == ["0", "1", "2", "3", "4"]
-    assert [sample["rewards"]["exact_match"] for sample in samples] == [0, 1, None, 9, 16]
-    assert [sample["advantage"] for sample in samples[:GROUP]] == [None] * GROUP
-    assert samples[GROUP]["advantage"] < 0
-    assert len({sample["prompt"] for sample in samples[:GROUP]}) == 1
-
-
-@pytest.mark.parametrize("limit", [0.5, 1.0])
-def test_a_step_with_failed_groups_up_to_the_limit_is_finite(limit, monkeypatch):
-    monkeypatch.setattr(scored, "MOST_FAILED_GROUPS", limit)
-    source = grpo_source(bad=[2] if limit < 1 else range(8))
-    step = source.next(np.float32(0), 0, Stopwatch())
-    assert step.metrics["frac_groups_failed"] == limit
     assert all(np.isfinite(field).all() for field in step.batch if field is not None)
+    assert [sample["completion"] for sample in step.samples] == ["0", "1", "2", "3", "4"]
+    assert [sample["rewards"]["exact_match"] for sample in step.samples] == [0, 1, None, 9, 16]
+    assert [sample["advantage"] for sample in step.samples[:GROUP]] == [None] * GROUP
+    assert step.samples[GROUP]["advantage"] < 0
+    assert len({sample["prompt"] for sample in step.samples[:GROUP]}) == 1
 
 
 def test_more_failed_groups_than_the_limit_stop_the_run_in_one_line():
-    source = grpo_source(bad=[2, 3, 5])
+    source = grpo_source(rewards=SquareRewards(bad=[2, 3, 5]))
     with pytest.raises(UserError) as stopped:
         source.next(np.float32(0), 0, Stopwatch())
     assert str(stopped.value) == (
@@ -139,8 +126,7 @@ def test_more_failed_groups_than_the_limit_stop_the_run_in_one_line():
 
 
 def test_failures_of_a_reward_of_weight_zero_leave_no_group_out_and_stop_nothing():
-    watched = {"rewards": [{"name": "exact_match", "weight": 0}]}
-    step, _, _ = roll_out(bad=range(8), task=watched, entropy_coef=0.01)
+    step, _, _ = roll_out(bad=range(8), weight=0.0, entropy_coef=0.01)
     assert step.metrics["frac_groups_failed"] == 0
     assert step.metrics["rewards/exact_match/raised"] == 8
     assert len(sequences(step.batch)) == 2 * GROUP
@@ -202,9 +188,3 @@ def test_a_rollout_is_split_by_groups_into_updates_with_denominators_of_their_ow
         assert part.tokens == sum(fields.shape[1] + 1 for fields in found)
     assert parts[0].metrics.keys() == parts[1].metrics.keys()
     assert parts[0].metrics["num_tokens"] == parts[0].tokens + parts[1].tokens
-
-
-def test_reference_log_probabilities_are_those_of_the_reference():
-    source = grpo_source(beta=0.1, reference="initial")
-    batch = source.next(np.float32(3), 0, Stopwatch(), np.float32(7)).batch
-    np.testing.assert_array_equal(batch.reference_logprobs, linear_logprobs(np.float32(7), batch))

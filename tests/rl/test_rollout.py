@@ -21,7 +21,7 @@ from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 from mllm.rl import rollout, sampling
 from mllm.rl.rollout import Work, generate
-from mllm.rl.schedule import deal
+from mllm.rl.schedule import assign_prompts
 
 VOCABULARY, PAD, STOPS = 40, 39, (3, 11, 12, 20, 33)
 NO_STOPS = (-1,) * len(STOPS)  # as many as STOPS, so that the same programs serve
@@ -120,7 +120,9 @@ def test_seed_and_step_choose_the_completions_and_need_no_further_program(model,
     assert not traces
 
 
-def test_the_clock_cuts_chunks_into_calls_and_changes_no_bit(model, prompts, completions, monkeypatch):
+def test_the_clock_cuts_chunks_into_calls_that_poll_may_end_and_changes_no_bit(
+    model, prompts, completions, monkeypatch
+):
     polls = []
     monkeypatch.setattr(rollout, "CALL_SECONDS", 0.0)  # a step in each call
     work = Work()
@@ -128,8 +130,6 @@ def test_the_clock_cuts_chunks_into_calls_and_changes_no_bit(model, prompts, com
     jax.tree.map(np.testing.assert_array_equal, again, completions)
     assert len(polls) == work.steps
 
-
-def test_what_poll_raises_ends_the_rollout(model, prompts):
     def interrupt():
         raise StopIteration("stop")
 
@@ -146,7 +146,10 @@ def sample_groups(mesh, slots):
     policy = load_policy(settings, make_mesh(settings.mesh))
     options = RolloutConfig(max_prompt_length=20, max_completion_length=40)
     arguments = {"options": options, "stop_ids": range(0, 260, 20), "pad_id": 0, "seed": 1, "step": 2}
-    return generate(policy.graphdef, policy.initial_params(), GROUPS, **arguments, max_slots=slots)
+    work = Work()
+    result = generate(policy.graphdef, policy.initial_params(), GROUPS, **arguments, max_slots=slots, work=work)
+    assert work.slot_steps <= slots * work.steps  # over all devices
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +200,7 @@ def test_greedy_completions_are_those_of_transformers(name):
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20), st.integers(1, 8))
 def test_prompts_are_dealt_so_that_every_shard_has_as_many_sequences(groups, shards):
     prompts = [[number] * length for number, (length, count) in enumerate(groups) for _ in range(count)]
-    queues = deal(prompts, shards)
+    queues = assign_prompts(prompts, shards)
     dealt = [sequence for queue in queues for prompt in queue for sequence in prompt.sequences]
     assert sorted(dealt) == list(range(len(prompts)))
     loads = [sum(len(prompt.sequences) for prompt in queue) for queue in queues]

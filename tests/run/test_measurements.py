@@ -5,14 +5,18 @@ import signal
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from runs import records, run
 from tiny import config
 
 import mllm.rl.evaluation
+from mllm.data.tasks.task import Example, Task
+from mllm.parallel.mesh import make_mesh
 from mllm.rl.evaluation import evaluate
-from mllm.run.measurements import Measurement, Measurements
+from mllm.run import measurements as module
+from mllm.run.measurements import Measurement, Measurements, make_measurements
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.train.step import TrainState
 
@@ -32,6 +36,33 @@ def measurements() -> Measurements:
     return Measurements([OFTEN, ENDS], [lambda params, step: {"test": step}])
 
 
+def test_problems_that_training_never_sees_are_measured_in_a_run_and_the_test_set_at_its_end(monkeypatch):
+    def example(name: str) -> Example:
+        return Example([{"role": "user", "content": name}], None)
+
+    measured = []
+    monkeypatch.setattr(
+        module, "make_evaluation", lambda _, __, problems, prefix="eval/", **others: measured.append((prefix, problems))
+    )
+    settings, parts = config(eval={"prompts": 2, "every": 3, "test": True}), ("train", "heldout", "test")
+    task = Task("sums", *([example(f"{part} {i}") for i in range(4)] for part in parts))
+    built = make_measurements(
+        settings.eval,
+        settings.task,
+        None,
+        settings.batch_size,
+        task=task,
+        sampler=mock.Mock(),
+        rewards=mock.Mock(),
+        source=mock.Mock(),
+        forward=mock.Mock(mesh=make_mesh(settings.mesh)),
+        poll=lambda: None,
+    )
+    assert measured == [("eval/", task.heldout[:2]), ("test/", task.test)]
+    assert [measurement.every for measurement in built.repeated] == [3]
+    assert len(built.at_end) == 1
+
+
 @pytest.mark.parametrize(
     ("step", "final", "taken"),
     [
@@ -44,7 +75,7 @@ def measurements() -> Measurements:
 )
 def test_repeated_measurements_are_due_at_their_steps_and_the_test_set_at_the_end(measurements, step, final, taken):
     assert measurements.are_due(step, final) == bool(taken)
-    after, metrics, ended = measurements.take(state(step), {}, final)
+    after, metrics, ended = measurements.measure_pending(state(step), {}, final)
     assert metrics == {"loss": 1.0} | dict.fromkeys(taken, step)
     assert after.pending_evaluation is None
     assert ended == final
@@ -71,7 +102,7 @@ def test_a_run_ends_when_the_loss_has_not_fallen_for_as_long_as_its_patience(los
         now = replace(now, step=step, pending_evaluation=PendingEvaluation({}, []))
         # As a checkpoint would keep it: the count survives that the run is killed.
         now = RunState.from_document(step, now.train, now.document())
-        now, metrics, final = measurements.take(now, {}, False)
+        now, metrics, final = measurements.measure_pending(now, {}, False)
         assert measurements.end_early(now) == final == ("test" in metrics)
         ended += [step] * final
     assert ended[:1] == ([] if end is None else [end])
@@ -79,7 +110,7 @@ def test_a_run_ends_when_the_loss_has_not_fallen_for_as_long_as_its_patience(los
 
 def test_an_early_end_measures_what_was_not_due():
     measurements = Measurements([*validating([1.0, 2.0], 1).repeated, OFTEN, ENDS], [], True, 1)
-    _, metrics, final = measurements.take(state(1, lowest_loss=1.0), {}, False)
+    _, metrics, final = measurements.measure_pending(state(1, lowest_loss=1.0), {}, False)
     assert final
     assert {"often", "ends"} <= metrics.keys()
 

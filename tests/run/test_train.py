@@ -21,7 +21,7 @@ from mllm import stopwatch
 from mllm.config import load as configs
 from mllm.model.load import Policy, load_policy
 from mllm.parallel.mesh import make_mesh
-from mllm.rl import scored
+from mllm.rl import trajectories
 from mllm.run.checkpoint import Checkpoints
 
 EVEN = "user_rewards:even_characters"
@@ -231,7 +231,7 @@ def test_updates_without_a_gradient_change_nothing_are_counted_and_a_run_resumes
 
 
 def test_rewards_that_raise_or_hang_are_counted_and_training_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(scored, "MOST_FAILED_GROUPS", 1.0)
+    monkeypatch.setattr(trajectories, "MOST_FAILED_GROUPS", 1.0)
     names = ["user_rewards:fussy", "user_rewards:slow_at_times"]
     rewards = {"rewards": [{"name": name} for name in names], "reward_timeout": 0.3}
     settings = placed("grpo", tmp_path, steps=2, eval=None, task=rewards, log={"samples": 6})

@@ -24,7 +24,6 @@ OPTIMIZER = {"learning_rate": 1e-2, "weight_decay": 0.1}
 EVERYTHING = {"num_iterations": 2, "beta": 0.1, "reference": "initial", "entropy_coef": 0.01, "epsilon_high": 0.3}
 GRPO = ("grpo", "dapo", "prompt_mean", "dr_grpo", "gspo")
 SETTINGS = {
-    "sft": config("sft", optimizer=OPTIMIZER),
     "sft in bfloat16": config("sft", optimizer=OPTIMIZER, model={"dtype": "bfloat16"}),
     **{loss: config(optimizer=OPTIMIZER, grpo={**EVERYTHING, "loss_type": loss}) for loss in ("grpo", "gspo")},
 }

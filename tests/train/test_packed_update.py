@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tiny import config, make_forward
 
-from mllm.data.batch import Batch
-from mllm.data.packing import Sequence, pack
+from mllm.data.batch import Batch, Trajectory
+from mllm.data.packing import pack
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.train.objectives import sequence_weights
@@ -40,38 +40,40 @@ def make_settings(loss_type, penalties, mesh=ONE_DEVICE):
     )
 
 
-def make_sequences(loss_type):
-    """Sequences of many lengths; those of the second group have no advantage, and two don't count at all."""
+def make_trajectories(loss_type):
+    """Trajectories of many lengths, with their weights and advantages, some with a given token among the sampled ones.
+
+    Those of the second group have no advantage, and two don't count at all.
+    """
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.geometric(1 / 5, SEQUENCES), COMPLETION)
-    counted = np.where(np.isin(np.arange(SEQUENCES), (3, 17)), 0, lengths)
-    weights = sequence_weights(loss_type, counted, GROUP, COMPLETION)
+    trajectories = []
+    for length in lengths:
+        prompt = rng.integers(2, PROMPT + 1)
+        sampled = np.arange(prompt + length) >= prompt
+        sampled[prompt + 2 : prompt + 3] = length < 4
+        tokens = rng.integers(1, 260, sampled.size).astype(np.int32)
+        trajectories.append(Trajectory(tokens, sampled, rng.normal(-5, 0.3, sampled.sum()).astype(np.float32)))
+    counted = np.array([0 if i in (3, 17) else len(one.logprobs) for i, one in enumerate(trajectories)])
     advantages = rng.normal(size=SEQUENCES)
     advantages[GROUP : 2 * GROUP] = 0
-    return [
-        Sequence(
-            rng.integers(1, 260, rng.integers(2, PROMPT + 1) + length).astype(np.int32),
-            rng.normal(-5, 0.3, length).astype(np.float32),
-            *of_sequence,
-        )
-        for length, *of_sequence in zip(lengths, weights, advantages, strict=True)
-    ]
+    return trajectories, sequence_weights(loss_type, counted, GROUP, COMPLETION), advantages
 
 
-def one_a_row(sequences):
-    """The batch with a row for each sequence, padded behind."""
+def one_a_row(trajectories, weights, advantages):
+    """The batch with a row for each trajectory, padded behind."""
     batch = Batch(*np.zeros((4, SEQUENCES, 24), np.int32), *np.zeros((3, SEQUENCES, 24), np.float32))
-    for row, (tokens, logprobs, weight, advantage) in enumerate(sequences):
+    for row, (tokens, sampled, logprobs, *_) in enumerate(trajectories):
+        remaining = iter(logprobs)
         for place in range(len(tokens) - 1):
             batch.tokens[row, place] = tokens[place]
             batch.positions[row, place] = place
             batch.segments[row, place] = 1
-            sampled = place + 1 - (len(tokens) - len(logprobs))
-            if sampled >= 0 and weight > 0:
+            if sampled[place + 1] and weights[row] > 0:
                 batch.labels[row, place] = tokens[place + 1]
-                batch.weights[row, place] = weight
-                batch.advantages[row, place] = advantage
-                batch.sampler_logprobs[row, place] = logprobs[sampled]
+                batch.weights[row, place] = weights[row]
+                batch.advantages[row, place] = advantages[row]
+                batch.sampler_logprobs[row, place] = next(remaining)
     return batch
 
 
@@ -105,7 +107,7 @@ def initial():
 
 @cache
 def expected(loss_type, penalties):
-    batch = with_policies(one_a_row(make_sequences(loss_type)))
+    batch = with_policies(one_a_row(*make_trajectories(loss_type)))
     return program(loss_type == "gspo", penalties, ONE_DEVICE, whole=True)(batch)
 
 
@@ -122,9 +124,10 @@ def errors(got, exact):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_packed_rows_give_the_gradients_of_a_row_for_each_sequence(loss_type, penalties, mesh):
     rows = make_settings(loss_type, penalties, mesh).rows
-    learned = [s for s in make_sequences(loss_type) if s.weight > 0 and (penalties or s.advantage != 0)]
+    trajectories, weights, advantages = make_trajectories(loss_type)
+    learned = np.flatnonzero((weights > 0) & (penalties | (advantages != 0)))
     assert len(learned) == SEQUENCES - (2 if penalties else 2 + GROUP)
-    batch = pack(learned, rows)
+    batch = pack([trajectories[i] for i in learned], weights[learned], advantages[learned], rows)
     assert rows.micro < np.count_nonzero(batch.segments.any(axis=1)) < 0.6 * len(learned)
     got = program(loss_type == "gspo", penalties, mesh, whole=False)(with_policies(batch))
     for error in errors(got[1], expected(loss_type, penalties)[1]):

@@ -176,14 +176,19 @@ def test_an_update_keeps_the_dtypes_of_bfloat16_parameters_and_moments(micro_bat
     assert [leaf.dtype for leaf in jax.tree.leaves(after)] == [leaf.dtype for leaf in jax.tree.leaves(before)]
 
 
-def test_each_step_rounds_bfloat16_parameters_in_its_own_way_and_always_in_the_same():
-    policy, optimizer, train_step = make_trainer(config("sft", model={"param_dtype": "bfloat16"}))
+def test_each_step_and_seed_round_bfloat16_parameters_in_their_own_way_and_always_in_the_same():
+    settings = config("sft", model={"param_dtype": "bfloat16"})
+    policy, optimizer, train_step = make_trainer(settings)
     first = jax.device_get(init_state(policy.initial_params(), optimizer))
-    program = train_step.lower(first, BATCH).compile(QUICKLY)
-    states = [program(first._replace(step=np.int32(n)), BATCH)[0] for n in (0, 0, 1)]
-    one, same, other = (np.asarray(jax.tree.leaves(state.params)[0]) for state in states)
+    reseeded = make_trainer(changed(settings, seed=1))[2]
+    program, reseeded = (step.lower(first, BATCH).compile(QUICKLY) for step in (train_step, reseeded))
+    one, same, other, seeded = (
+        np.asarray(jax.tree.leaves(compiled(first._replace(step=np.int32(step)), BATCH)[0].params)[0])
+        for compiled, step in ((program, 0), (program, 0), (program, 1), (reseeded, 0))
+    )
     np.testing.assert_array_equal(one, same)
-    assert 0.001 < np.mean(one != other) < 0.5
+    for different in (other, seeded):
+        assert 0.001 < np.mean(one != different) < 0.5
 
 
 def test_a_head_for_tpus_is_refused_on_other_devices():

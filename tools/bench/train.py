@@ -61,6 +61,7 @@ def make_measure(way: str, sizes: dict[str, int]) -> Callable[[int], Figures]:
 
     from mllm.config.schema import Config
     from mllm.data import packing
+    from mllm.data.batch import Batch, Trajectory
     from mllm.parallel.mesh import make_mesh, shard_batch
     from mllm.plan.programs import Programs
     from mllm.train.step import init_state
@@ -80,18 +81,20 @@ def make_measure(way: str, sizes: dict[str, int]) -> Callable[[int], Figures]:
     state = init_state(trained, programs.optimizer)
     del trained  # the update reuses their memory
 
-    def sequences(seed: int) -> list[packing.Sequence]:
+    def make_batch(seed: int) -> Batch:
         rng = np.random.default_rng(seed)
         limit, vocabulary = sizes["limit"] - PROMPT, sizes["vocabulary"]
         lengths = np.minimum(rng.geometric(4 / limit, sizes["sequences"]), limit)
-        tokens = (rng.integers(0, vocabulary, PROMPT + length, np.int32) for length in lengths)
+        tokens = [rng.integers(0, vocabulary, PROMPT + length, np.int32) for length in lengths]
         logprobs = (-rng.random(length, np.float32) for length in lengths)
         weights, advantages = 1 / lengths / len(lengths), rng.standard_normal(len(lengths))
-        return [packing.Sequence(*one) for one in zip(tokens, logprobs, weights, advantages, strict=True)]
+        sampled = (np.arange(PROMPT + length) >= PROMPT for length in lengths)
+        trajectories = [Trajectory(*one) for one in zip(tokens, sampled, logprobs, strict=True)]
+        return packing.pack(trajectories, weights, advantages, rows)
 
     def measure(seed: int) -> Figures:
         nonlocal state
-        batch = packing.pack(sequences(seed), rows)
+        batch = make_batch(seed)
         placed = shard_batch(mesh, batch)
         start = time.perf_counter()
         state, _ = jax.block_until_ready(compiled(state, placed, frozen))

@@ -16,7 +16,7 @@ from mllm.errors import UserError
 log = logging.getLogger(__name__)
 
 MAX_LENGTH = 2**62
-"""The length of the longest sequence: `len()` is limited to sys.maxsize, and Grain counts batches in floating point."""
+"""The length of the longest sequence: `len()` is limited to sys.maxsize."""
 
 
 @dataclass(frozen=True)
