@@ -14,7 +14,7 @@ from mllm.data.iteration import CACHED_EXAMPLES, DataIterator, example_index
 from mllm.data.records import bad_lines
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.model.tokenizer import Tokenizer, encode_prompt
+from mllm.model.tokenizer import MessagesError, Tokenizer, encode_prompt
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +127,6 @@ def read_prompt(examples: Sequence[Example], tokenizer: Tokenizer, max_length: i
         return UserError(str(error))  # without a traceback, which would keep the frames that it came through
     try:
         tokens = encode_prompt(tokenizer, example.prompt)
-    except UserError as error:
-        if not str(error).startswith("messages: "):
-            raise
+    except MessagesError as error:
         return UserError(f"{example.place}: {error}")
     return LongPrompt(example.place, len(tokens), max_length) if len(tokens) > max_length else Prompt(example, tokens)

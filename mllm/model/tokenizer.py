@@ -43,6 +43,10 @@ DEADLINES: dict[int, float] = {}
 """The end of the time of each thread's limited code, by the thread's identifier."""
 
 
+class MessagesError(UserError):
+    """The messages are no chat that the tokenizer's template takes; it is not the tokenizer that is at fault."""
+
+
 def load_tokenizer(source: str) -> Tokenizer:
     """The tokenizer of a folder or hub id, or `bytes`; UserError where there is none or it can't be read.
 
@@ -142,7 +146,7 @@ def encode_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int
     """The ids of a chat up to where the assistant begins to speak; UserError where there are none."""
     ids = encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
     if not ids:
-        raise UserError("messages: the tokenizer's chat template makes nothing of them")
+        raise MessagesError("messages: the tokenizer's chat template makes nothing of them")
     return ids
 
 
@@ -197,7 +201,7 @@ def assistant_span(tokenizer: Tokenizer, messages: Sequence[Message], turn: int,
     Text after that token, such as Qwen's newline, does not belong to the turn: sampling stops before it.
     """
     if turn == 0:
-        raise UserError("messages: the first is the assistant's, so it answers nothing: begin with the user's")
+        raise MessagesError("messages: the first is the assistant's, so it answers nothing: begin with the user's")
     before = render(tokenizer, messages[:turn], add_generation_prompt=True)
     through = render(tokenizer, messages[: turn + 1])
     if text.startswith(through) and through.startswith(before):
@@ -222,7 +226,7 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_
         raise UserError("model.tokenizer: it has no chat template: use an instruction-tuned checkpoint's tokenizer")
     for message in messages:
         if found := control_tokens(tokenizer).search(message["content"]):
-            raise UserError(f"messages: {found.group()} is a control token, which only the chat template may write")
+            raise MessagesError(f"messages: {found.group()} is a control token, which only the chat template may write")
     return cast(str, apply_template(tokenizer, messages, add_generation_prompt=add_generation_prompt, tokenize=False))
 
 
@@ -239,7 +243,7 @@ def apply_template(tokenizer: Tokenizer, messages: Sequence[Message], **options:
     except UserError:
         raise
     except Exception as error:  # the template is a program, which may fail in any way
-        raise UserError(f"messages: the tokenizer's chat template refuses them: {brief(error)}") from None
+        raise MessagesError(f"messages: the tokenizer's chat template refuses them: {brief(error)}") from None
 
 
 @lru_cache
