@@ -70,7 +70,7 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.data.tasks.load import load as load_task
     from mllm.parallel.mesh import make_mesh, shard_batch
     from mllm.parallel.processes import RowShare, check_same, is_writer, raise_everywhere
-    from mllm.rl.grpo_source import make_grpo_source
+    from mllm.rl.grpo_source import GrpoSource
     from mllm.rl.rewards import RewardRunner
     from mllm.rl.sampler import make_sampler
     from mllm.run import folder as run_dir
@@ -115,16 +115,16 @@ def train(config: Config, change: bool = False) -> int:
                     poll=interrupt.poll,
                 )
             if config.grpo and config.task and task and sampler and rewards:
-                source: Source = make_grpo_source(
+                source: Source = GrpoSource(
                     config.grpo,
                     task,
+                    sampler,
+                    rewards,
+                    forward,
                     long_prompts=config.task.long_prompts,
                     batch_size=config.batch_size,
                     steps=config.steps or 0,
                     seed=config.seed,
-                    sampler=sampler,
-                    rewards=rewards,
-                    forward=forward,
                     logged_samples=config.log.samples,
                 )
             else:

@@ -3,11 +3,11 @@
 from typing import ClassVar
 
 import numpy as np
-from tiny import config
+from tiny import config, make_forward
 
-from mllm.data.prompts import training_prompts
 from mllm.data.tasks.load import load as load_task
 from mllm.model import tokenizer as tokenizers
+from mllm.parallel.mesh import make_mesh
 from mllm.rl.grpo_source import GrpoSource
 from mllm.rl.rewards import Failure, RewardRunner, Scores
 from mllm.rl.rollout import Completions
@@ -72,14 +72,17 @@ def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0):
 def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, **grpo):
     """The source with SquareRewards, unless others are given; `grpo` are settings of that section."""
     settings = config(grpo={"num_generations": GROUP, **grpo})
-    return GrpoSource(
+    source = GrpoSource(
         settings.grpo,
-        training_prompts(load_task(settings.task, seed=0), BYTES, max_prompt_length=16, seed=0),
+        load_task(settings.task, seed=0),
         sampler(None, BYTES, (258,), settings.rollout, 0),
         rewards or SquareRewards(),
-        linear_logprobs,
-        settings.batch_size,
-        settings.rows,
-        settings.steps,
-        samples,
+        make_forward(settings, None, make_mesh(settings.mesh)),
+        long_prompts="skip",
+        batch_size=settings.batch_size,
+        steps=settings.steps,
+        seed=0,
+        logged_samples=samples,
     )
+    source.logprob_pass = linear_logprobs
+    return source

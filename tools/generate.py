@@ -146,10 +146,10 @@ class Generator:
 
         from mllm.config.grpo import RolloutConfig
         from mllm.model.tokenizer import encode_prompt
-        from mllm.rl.rollout import Work
+        from mllm.rl.rollout import RolloutWork
         from mllm.rl.sampler import Sampler
 
-        policy, options, work = self.policy, self.options, Work()
+        policy, options, work = self.policy, self.options, RolloutWork()
         prompts = [encode_prompt(policy.tokenizer, chat) for chat in chats]
         longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
         limit = options.max_tokens or max(1, min(MOST_TOKENS, most - longest))

@@ -23,7 +23,7 @@ PREFETCHED = 2
 """Batches that are made ahead of the step that reads them."""
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """The documents of a batch, in their order, and the row that each is in."""
 
     documents: list[int]
@@ -48,7 +48,7 @@ def sft_batches(
     rows = process_rows(batch_size, process_index, process_count, "batch_size")
 
     def read(position: int) -> tuple[Batch, int]:
-        plan = next(plans(config, documents, batch_size, seed, position))
+        plan = next(batch_plans(config, documents, batch_size, seed, position))
         return make_batch(config, documents, batch_size, rows, plan), position + len(plan.documents)
 
     batches = DataIterator(read, len(documents), config.epochs, PREFETCHED, documents.content)
@@ -76,7 +76,7 @@ def count_batches(config: DataConfig, documents: Documents, *, batch_size: int, 
         return most
     batches = 0
     with tqdm(desc="counting batches", total=examples, unit=" examples", delay=2, disable=None) as bar:
-        for plan in plans(config, documents, batch_size, seed):
+        for plan in batch_plans(config, documents, batch_size, seed):
             batches += 1
             if batches == most:
                 break
@@ -96,7 +96,9 @@ def validation_batches(
         yield make_batch(config, documents, batch_size, rows, plan)
 
 
-def plans(config: DataConfig, documents: Documents, batch_size: int, seed: int, position: int = 0) -> Iterator[Plan]:
+def batch_plans(
+    config: DataConfig, documents: Documents, batch_size: int, seed: int, position: int = 0
+) -> Iterator[BatchPlan]:
     """The plans of training's full batches from a position on."""
     end, order = None if config.epochs is None else len(documents) * config.epochs, seed if config.shuffle else None
     while True:
@@ -109,7 +111,7 @@ def plans(config: DataConfig, documents: Documents, batch_size: int, seed: int, 
         position += len(plan.documents)
 
 
-def plan_batch(config: DataConfig, documents: Documents, batch_size: int, indices: Iterable[int]) -> Plan:
+def plan_batch(config: DataConfig, documents: Documents, batch_size: int, indices: Iterable[int]) -> BatchPlan:
     """The batch of the first of these documents, as many as fit; without packing each fills a row."""
     chosen: list[int] = []
 
@@ -119,10 +121,10 @@ def plan_batch(config: DataConfig, documents: Documents, batch_size: int, indice
             yield documents.size(index).tokens if config.packing else config.max_length
 
     rows = first_fit(lengths(), config.max_length, batch_size)
-    return Plan(chosen[: len(rows)], rows)
+    return BatchPlan(chosen[: len(rows)], rows)
 
 
-def make_batch(config: DataConfig, documents: Documents, batch_size: int, rows: slice, plan: Plan) -> Batch:
+def make_batch(config: DataConfig, documents: Documents, batch_size: int, rows: slice, plan: BatchPlan) -> Batch:
     """This process's rows, as long as all processes' longest, padded; rows without a document are padding."""
     sizes = [documents.size(index) for index in plan.documents]
     learned_tokens = sum(size.learned for size in sizes)

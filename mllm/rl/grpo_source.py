@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -11,17 +11,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mllm.config.grpo import GrpoConfig
-from mllm.config.schema import Rows
 from mllm.config.task import LongPrompts
 from mllm.data.batch import Batch, Trajectory
-from mllm.data.iteration import DataIterator, process_rows
+from mllm.data.iteration import process_rows
 from mllm.data.packing import pack
-from mllm.data.prompts import Prompt, training_prompts
+from mllm.data.prompts import training_prompts
 from mllm.data.source import Step
 from mllm.data.tasks.task import Task
 from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch
-from mllm.parallel.processes import ALL_ROWS, RowShare, is_writer, raise_everywhere
+from mllm.parallel.processes import RowShare, is_writer, raise_everywhere
 from mllm.rl import trajectories
 from mllm.rl.rewards import Failure, RewardRunner
 from mllm.rl.sampler import Sampler
@@ -33,46 +32,6 @@ from mllm.train.step import Forward, make_logprob_pass
 log = logging.getLogger(__name__)
 
 
-def make_grpo_source(
-    config: GrpoConfig,
-    task: Task,
-    *,
-    long_prompts: LongPrompts,
-    batch_size: int,
-    steps: int,
-    seed: int,
-    sampler: Sampler,
-    rewards: RewardRunner,
-    forward: Forward,
-    logged_samples: int | None,
-) -> "GrpoSource":
-    """The source of a run; UserError as for `training_prompts`."""
-    rows, groups = RowShare.of_mesh(forward.mesh), config.groups_per_rollout(batch_size)
-    process_rows(groups, rows.index, rows.count, "grpo.steps_per_generation * batch_size / grpo.num_generations")
-    prompts = training_prompts(
-        task,
-        sampler.tokenizer,
-        max_prompt_length=sampler.options.max_prompt_length,
-        long_prompts=long_prompts,
-        seed=seed,
-        prefetch=2 * groups,
-    )
-    logprob_pass = make_logprob_pass(forward)
-    return GrpoSource(
-        config,
-        prompts,
-        sampler,
-        rewards,
-        lambda params, batch: logprob_pass(params, shard_batch(forward.mesh, batch)),
-        batch_size,
-        forward.rows,
-        steps,
-        logged_samples,
-        rows,
-    )
-
-
-@dataclass
 class GrpoSource:
     """Samples completions, scores them, and gives the batches that the updates learn from.
 
@@ -83,23 +42,47 @@ class GrpoSource:
     of the whole batch.
     """
 
-    config: GrpoConfig
-    prompts: DataIterator[Prompt]
-    sampler: Sampler
-    rewards: RewardRunner
-    logprob_pass: Callable[[Params, Batch], Float[Array, "B T"]]
-    batch_size: int
-    update_rows: Rows
-    steps: int
-    logged_samples: int | None = None
-    rows: RowShare = ALL_ROWS
-    num_tokens: int = 0
-    updates_without_gradient: int = 0
-    rollouts_without_signal: int = 0
-    """Since the process began: for warnings only."""
-    parts: list[Step] = field(default_factory=list)
-    """The data of the updates that share the current rollout."""
-    validation: None = None
+    validation = None
+
+    def __init__(
+        self,
+        config: GrpoConfig,
+        task: Task,
+        sampler: Sampler,
+        rewards: RewardRunner,
+        forward: Forward,
+        *,
+        long_prompts: LongPrompts,
+        batch_size: int,
+        steps: int,
+        seed: int,
+        logged_samples: int | None = None,
+    ) -> None:
+        """`logged_samples` None: all. UserError is raised as by `training_prompts`."""
+        self.config = config
+        self.sampler = sampler
+        self.rewards = rewards
+        self.batch_size = batch_size
+        self.steps = steps
+        self.logged_samples = logged_samples
+        self.update_rows = forward.rows
+        self.rows, groups = RowShare.of_mesh(forward.mesh), config.groups_per_rollout(batch_size)
+        setting = "grpo.steps_per_generation * batch_size / grpo.num_generations"
+        process_rows(groups, self.rows.index, self.rows.count, setting)
+        limit = sampler.options.max_prompt_length
+        self.prompts = training_prompts(
+            task, sampler.tokenizer, max_prompt_length=limit, long_prompts=long_prompts, seed=seed, prefetch=2 * groups
+        )
+        logprob_pass = make_logprob_pass(forward)
+        self.logprob_pass: Callable[[Params, Batch], Float[Array, "B T"]] = lambda params, batch: logprob_pass(
+            params, shard_batch(forward.mesh, batch)
+        )
+        self.num_tokens = 0
+        self.updates_without_gradient = 0
+        self.rollouts_without_signal = 0
+        """Since the process began: for warnings only."""
+        self.parts: list[Step] = []
+        """The data of the updates that share the current rollout."""
 
     @property
     def needs_reference(self) -> bool:
@@ -133,7 +116,7 @@ class GrpoSource:
 
         self.num_tokens += sum(len(trajectory.tokens) for trajectory in drawn)
         metrics: dict[str, Any] = {
-            **objectives.reward_metrics(rewards),
+            **objectives.group_metrics(rewards),
             "frac_groups_failed": float(np.isnan(rewards).all(axis=1).mean()),
             **trajectories.completion_metrics(drawn, names),
             "num_tokens": self.num_tokens,

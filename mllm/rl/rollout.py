@@ -58,7 +58,7 @@ class Completions(NamedTuple):
 
 
 @dataclass
-class Work:
+class RolloutWork:
     """What a rollout did, in counts; the same whenever the same tokens are sampled."""
 
     completions: int = 0
@@ -107,7 +107,7 @@ def generate(
     greedy: bool = False,
     max_slots: int | None = None,
     poll: Callable[[], None] = lambda: None,
-    work: Work | None = None,
+    work: RolloutWork | None = None,
 ) -> Completions:
     """Complete each prompt, at most `max_slots` at a time over all devices (None: all), at least one on each.
 
@@ -121,7 +121,7 @@ def generate(
     if not lengths or lengths[0] == 0 or lengths[-1] > limit:
         raise ValueError(f"prompts: expected 1 to {limit} tokens each (rollout.max_prompt_length), got {lengths}")
     engine = RolloutEngine(
-        graphdef, params, prompts, options, max_slots, first_sequence, pad_id, greedy, poll, work or Work()
+        graphdef, params, prompts, options, max_slots, first_sequence, pad_id, greedy, poll, work or RolloutWork()
     )
     stream = Stream(np.asarray(stop_ids, np.int32), np.int32(seed), np.int32(step))
     while engine.admit():
@@ -142,7 +142,7 @@ class RolloutEngine:
     pad_id: int
     greedy: bool
     poll: Callable[[], None]
-    work: Work
+    work: RolloutWork
     batches: list[PrefilledBatch] = field(default_factory=list)
     cache: list[LayerCache] = field(default_factory=list)
     end: int = 0

@@ -11,7 +11,7 @@ from mllm.model.layout import Params
 from mllm.model.load import Policy
 from mllm.model.tokenizer import Tokenizer
 from mllm.rl.capacity import slots_that_fit
-from mllm.rl.rollout import Completions, Work, generate
+from mllm.rl.rollout import Completions, RolloutWork, generate
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Sampler:
     """Returns the most sequences that are decoded at a time; None: all."""
     poll: Callable[[], None] = lambda: None
     """Called during rollouts by all processes alike: see `generate`."""
-    work: Work = field(default_factory=Work)
+    work: RolloutWork = field(default_factory=RolloutWork)
     """What all rollouts so far did."""
 
     def complete(

@@ -242,7 +242,7 @@ def advantages(rewards: Float[np.ndarray, "G n"], scale: Literal["group", "batch
             return deviation
 
 
-def reward_metrics(rewards: Float[np.ndarray, "G n"]) -> dict[str, float]:
+def group_metrics(rewards: Float[np.ndarray, "G n"]) -> dict[str, float]:
     """The mean reward (NaN if all failed), the mean of the groups' deviations, and the share of groups without one."""
     present, (_, std) = rewards[~np.isnan(rewards)], group_deviations(rewards)
     return {

@@ -20,7 +20,7 @@ from mllm.model.decoder import Decoder
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 from mllm.rl import rollout, sampling
-from mllm.rl.rollout import Work, generate
+from mllm.rl.rollout import RolloutWork, generate
 from mllm.rl.schedule import assign_prompts
 
 VOCABULARY, PAD, STOPS = 40, 39, (3, 11, 12, 20, 33)
@@ -78,6 +78,16 @@ def gumbel_noise(keys):
     return jax.vmap(lambda key: jax.vmap(partial(at, key))(jnp.arange(LIMIT)))(keys)
 
 
+def test_in_bfloat16_the_log_probabilities_are_those_of_the_model_without_a_cache(prompts):
+    model = make_model(tied=False, dtype=jnp.bfloat16)
+    completions = complete(model, prompts, RolloutConfig(max_prompt_length=12, max_completion_length=LIMIT))
+    for row, prompt in enumerate(prompts):
+        tokens = completions.tokens[row, : completions.lengths[row]].tolist()
+        logits = completion_logits(model, prompt, tokens)
+        expected = [sampling_logprobs(z)[token] for z, token in zip(logits, tokens, strict=True)]
+        np.testing.assert_allclose(completions.logprobs[row, : len(tokens)], expected, atol=0.05)
+
+
 def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cache(model, prompts):
     completions = complete(model, prompts, seed=4, step=9, first_sequence=100)
     noise = np.float64(gumbel_noise(sampling.sequence_keys(4, 9, 100 + jnp.arange(len(prompts)))))
@@ -125,7 +135,7 @@ def test_the_clock_cuts_chunks_into_calls_that_poll_may_end_and_changes_no_bit(
 ):
     polls = []
     monkeypatch.setattr(rollout, "CALL_SECONDS", 0.0)  # a step in each call
-    work = Work()
+    work = RolloutWork()
     again = complete(model, prompts, poll=lambda: polls.append(1), work=work)
     jax.tree.map(np.testing.assert_array_equal, again, completions)
     assert len(polls) == work.steps
@@ -146,7 +156,7 @@ def sample_groups(mesh, slots):
     policy = load_policy(settings, make_mesh(settings.mesh))
     options = RolloutConfig(max_prompt_length=20, max_completion_length=40)
     arguments = {"options": options, "stop_ids": range(0, 260, 20), "pad_id": 0, "seed": 1, "step": 2}
-    work = Work()
+    work = RolloutWork()
     result = generate(policy.graphdef, policy.initial_params(), GROUPS, **arguments, max_slots=slots, work=work)
     assert work.slot_steps <= slots * work.steps  # over all devices
     return result
@@ -167,7 +177,7 @@ def test_neither_slots_nor_devices_change_a_token(one_at_a_time, mesh, slots):
 
 
 def test_a_distinct_prompt_is_prefilled_once(model, prompts):
-    alone, groups = Work(), Work()
+    alone, groups = RolloutWork(), RolloutWork()
     complete(model, prompts, work=alone)
     complete(model, [prompt for prompt in prompts for _ in range(3)], work=groups)
     assert groups.prefilled == alone.prefilled
@@ -176,7 +186,7 @@ def test_a_distinct_prompt_is_prefilled_once(model, prompts):
 
 def test_few_slot_steps_are_useless_where_four_times_as_many_sequences_as_slots_wait(model, prompts):
     """Lengths are about geometric, with a mean of a quarter of the limit."""
-    work, options = Work(), RolloutConfig(max_prompt_length=12, max_completion_length=160)
+    work, options = RolloutWork(), RolloutConfig(max_prompt_length=12, max_completion_length=160)
     complete(model, prompts[:8] * 8, options, stop_ids=(3,), max_slots=16, work=work)
     assert 20 < work.tokens / 64 < 60
     assert work.tokens / work.slot_steps >= 0.85
@@ -208,17 +218,6 @@ def test_prompts_are_dealt_so_that_every_shard_has_as_many_sequences(groups, sha
     for queue in queues:
         assert [len(prompt.tokens) for prompt in queue] == sorted(len(prompt.tokens) for prompt in queue)
         assert all(prompts[sequence] == list(prompt.tokens) for prompt in queue for sequence in prompt.sequences)
-
-
-def test_in_bfloat16_the_log_probabilities_are_those_of_the_model_without_a_cache(prompts):
-    model = make_model(tied=False, dtype=jnp.bfloat16)
-    options = RolloutConfig(max_prompt_length=12, max_completion_length=LIMIT)
-    completions = complete(model, prompts, options)
-    for row, prompt in enumerate(prompts):
-        tokens = completions.tokens[row, : completions.lengths[row]].tolist()
-        logits = completion_logits(model, prompt, tokens)
-        expected = [sampling_logprobs(z)[token] for z, token in zip(logits, tokens, strict=True)]
-        np.testing.assert_allclose(completions.logprobs[row, : len(tokens)], expected, atol=0.05)
 
 
 @pytest.mark.parametrize("lengths", [[], [1, 0], [13, 1]])

@@ -15,10 +15,12 @@ import mllm.rl.evaluation
 from mllm.data.tasks.task import Example, Task
 from mllm.parallel.mesh import make_mesh
 from mllm.rl.evaluation import evaluate
+from mllm.rl.rewards import RewardRunner
+from mllm.rl.sampler import Sampler
 from mllm.run import measurements as module
 from mllm.run.measurements import Measurement, Measurements, make_measurements
 from mllm.run.state import PendingEvaluation, RunState
-from mllm.train.step import TrainState
+from mllm.train.step import Forward, TrainState
 
 
 def state(step: int, **fields: Any) -> RunState:
@@ -40,10 +42,10 @@ def test_problems_that_training_never_sees_are_measured_in_a_run_and_the_test_se
     def example(name: str) -> Example:
         return Example([{"role": "user", "content": name}], None)
 
-    measured = []
-    monkeypatch.setattr(
-        module, "make_evaluation", lambda _, __, problems, prefix="eval/", **others: measured.append((prefix, problems))
-    )
+    def make(evaluation, task, problems, *, prefix="eval/", **others):
+        return lambda params, step: {prefix: [problem.prompt[0]["content"] for problem in problems]}
+
+    monkeypatch.setattr(module, "make_evaluation", make)
     settings, parts = config(eval={"prompts": 2, "every": 3, "test": True}), ("train", "heldout", "test")
     task = Task("sums", *([example(f"{part} {i}") for i in range(4)] for part in parts))
     built = make_measurements(
@@ -52,15 +54,14 @@ def test_problems_that_training_never_sees_are_measured_in_a_run_and_the_test_se
         None,
         settings.batch_size,
         task=task,
-        sampler=mock.Mock(),
-        rewards=mock.Mock(),
+        sampler=mock.Mock(spec=Sampler),
+        rewards=mock.Mock(spec=RewardRunner),
         source=mock.Mock(),
-        forward=mock.Mock(mesh=make_mesh(settings.mesh)),
+        forward=mock.Mock(spec=Forward, mesh=make_mesh(settings.mesh)),
         poll=lambda: None,
     )
-    assert measured == [("eval/", task.heldout[:2]), ("test/", task.test)]
-    assert [measurement.every for measurement in built.repeated] == [3]
-    assert len(built.at_end) == 1
+    assert [(one.measure(None, 0), one.every) for one in built.repeated] == [({"eval/": ["heldout 0", "heldout 1"]}, 3)]
+    assert [measure(None, 0) for measure in built.at_end] == [{"test/": [f"test {i}" for i in range(4)]}]
 
 
 @pytest.mark.parametrize(

@@ -138,17 +138,3 @@ def test_completions_without_a_token_and_of_the_greatest_length_give_an_update(n
     _, state, metrics = update(name, batch)
     assert_sound(state, metrics)
     assert metrics["grad_norm"] > 0
-
-
-def without_weights(batch):
-    """The same rows, in which no token counts."""
-    return batch._replace(weights=np.zeros_like(batch.weights), labels=np.zeros_like(batch.labels))
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_batch_in_which_nothing_counts_changes_nothing(name):
-    for batch in (without_weights(batch_for(name)), jax.tree.map(np.zeros_like, batch_for(name))):
-        for factors in ({}, {"norm": 1e12}):
-            before, state, metrics = update(name, batch, **factors)
-            assert metrics["loss"] == metrics["grad_norm"] == metrics["skipped"] == 0
-            jax.tree.map(np.testing.assert_array_equal, state.params, before)

@@ -11,7 +11,7 @@ from mllm.config.grpo import GrpoConfig
 from mllm.data.batch import Batch
 from mllm.rl.reward_worker import LARGEST
 from mllm.train import objectives
-from mllm.train.objectives import TokenInputs, advantages, policy_metrics, reward_metrics, sequence_weights
+from mllm.train.objectives import TokenInputs, advantages, group_metrics, policy_metrics, sequence_weights
 
 GROUPS, GROUP, LENGTH = 3, 4, 6
 ROWS = GROUPS * GROUP
@@ -251,8 +251,8 @@ def test_statistics_of_rewards_leave_failed_ones_out():
     rewards = np.array([[0.0, 1.0, np.nan], [1.0, 1.0, 1.0], [np.nan] * 3, [np.nan, np.nan, 0.5]])
     assert objectives.equal_rewards(rewards).tolist() == [False, True, True, True]
     expected = {"reward": 4.5 / 6, "reward_std": np.std([0, 1], ddof=1) / 4, "frac_reward_zero_std": 3 / 4}
-    assert reward_metrics(rewards) == pytest.approx(expected)
-    assert np.isnan(reward_metrics(np.full((2, 3), np.nan))["reward"])
+    assert group_metrics(rewards) == pytest.approx(expected)
+    assert np.isnan(group_metrics(np.full((2, 3), np.nan))["reward"])
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo"])

@@ -15,7 +15,7 @@ from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.model.lora import Lora
-from mllm.train.optimizer import decays, make_optimizer, make_schedule, update_count
+from mllm.train.optimizer import decays, make_optimizer, make_schedule
 
 
 def config(**settings):
@@ -68,13 +68,3 @@ def test_gradients_are_clipped_by_their_global_norm(norm, clipped):
     _, state = optimizer.update(gradients, optimizer.init(params), params)
     share = 0.1  # of a gradient in the first moment
     np.testing.assert_allclose(optax.tree.norm(optax.tree.get(state, "mu")), share * clipped, rtol=1e-5)
-
-
-def test_updates_are_counted_whatever_the_chain():
-    for settings in ({}, {"max_grad_norm": None}):
-        optimizer = make_optimizer(config(**settings), 10)
-        params = {"w": jnp.ones(4)}
-        state = optimizer.init(params)
-        assert update_count(state) == 0
-        _, state = optimizer.update(params, state, params)
-        assert update_count(state) == 1

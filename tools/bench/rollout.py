@@ -78,7 +78,7 @@ def engine(options: Figures) -> Callable[[int], Figures]:
     stream: dict[str, Any] = {"options": config, "stop_ids": STOPS, "pad_id": 0, "step": 0}
 
     def roll_out(seed: int) -> Figures:
-        work = rollout.Work()
+        work = rollout.RolloutWork()
         result = rollout.generate(graphdef, params, rows, seed=seed, max_slots=options["slots"], work=work, **stream)
         found = shares(work, result.lengths, architecture, params, options)
         return {"tokens": float(result.lengths.sum()), **found}
