@@ -177,7 +177,7 @@ def train(config: Config, change: bool = False) -> int:
 
         # The loop. Signals are noticed between two steps, and in the middle of rollouts and evaluations.
         pending = state.pending_evaluation
-        finished = state.step == steps or measurements.end_early(state) or bool(pending and pending.data_ended)
+        finished = state.step == steps or measurements.end_early(state)
         saved_step, stopping, fatal_error = state.step, False, ""
         interrupt.hold()
         try:
@@ -188,8 +188,6 @@ def train(config: Config, change: bool = False) -> int:
                 watch = Stopwatch(partial(heartbeat.mark, state.step))
                 try:
                     data = source.next(whole(state.train.params), state.step, watch, reference)
-                except StopIteration:
-                    break
                 except StepError as error:
                     fatal_error = str(error)
                     break
@@ -203,10 +201,10 @@ def train(config: Config, change: bool = False) -> int:
                     path = save_batch(folder, data.batch, RowShare.of_mesh(mesh), step=step, seed=config.seed)
                 if skipped > config.optimizer.max_skipped:
                     fatal_error = too_many_skipped(skipped, path)
-                finished = data.last or step == steps
+                finished = step == steps
                 stopping = interrupt.agree() and source.resumable(step)
                 if measurements.are_due(step, finished):
-                    state = replace(state, pending_evaluation=PendingEvaluation(metrics, data.samples, data.last))
+                    state = replace(state, pending_evaluation=PendingEvaluation(metrics, data.samples))
                     with watch.phase("eval"):
                         state, metrics, finished = measurements.measure_pending(
                             state, whole(state.train.params), finished

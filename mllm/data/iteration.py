@@ -1,6 +1,5 @@
 """What the data of SFT and GRPO share: the order of examples, and an iterator whose position is a little JSON."""
 
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -9,8 +8,6 @@ from grain.experimental import ThreadPrefetchDatasetIterator
 
 from mllm.data.permutation import permute_index
 from mllm.errors import StepError, UserError
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Read = Callable[[int], tuple[T, int]]
@@ -64,7 +61,7 @@ class DataIterator(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """The next item; StopIteration after the last epoch, with a warning where examples are left out at the end.
+        """The next item; StopIteration after the last epoch.
 
         StepError is raised where an example can't be made or read; a process that isn't alone must tell the others.
         """
@@ -72,11 +69,6 @@ class DataIterator(Generic[T]):
             item = next(self.items)
         except UserError as error:
             raise StepError(str(error)) from None
-        except StopIteration:
-            left = self.examples * (self.epochs or 0) - self.position
-            if left > 0:
-                log.warning("data.epochs: the last %d examples did not fill a batch and were left out", left)
-            raise
         self.given += 1
         return item
 

@@ -5,8 +5,9 @@ of the data doesn't depend on the number of processes; but it reads only the doc
 first-fit: an example that fits in none of a batch's rows opens the next batch. Mixtures are left out.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,8 @@ from mllm.data.documents import Documents
 from mllm.data.iteration import DataIterator, example_index, process_rows
 from mllm.data.packing import first_fit
 from mllm.errors import UserError
+
+log = logging.getLogger(__name__)
 
 PREFETCHED = 2
 """Batches that are made ahead of the step that reads them."""
@@ -65,22 +68,25 @@ def sft_batches(
 def count_batches(config: DataConfig, documents: Documents, *, batch_size: int, seed: int, most: int) -> int:
     """The number of batches that `data.epochs` passes over the documents have, at most `most`; none is read.
 
-    With packing they are planned, half a minute for a million documents, unless there are tokens enough.
+    With packing they are planned, half a minute for a million documents, unless there are tokens enough. A warning
+    says how many examples don't fill a last batch.
     """
     if config.epochs is None:
         return most
     examples = len(documents) * config.epochs
-    if not config.packing:
-        return min(examples // batch_size, most)
-    if documents.tokens() * config.epochs >= (most + 1) * batch_size * config.max_length:
+    if config.packing and documents.tokens() * config.epochs >= (most + 1) * batch_size * config.max_length:
         return most
-    batches = 0
-    with tqdm(desc="counting batches", total=examples, unit=" examples", delay=2, disable=None) as bar:
-        for plan in batch_plans(config, documents, batch_size, seed):
-            batches += 1
-            if batches == most:
-                break
-            bar.update(len(plan.documents))
+    if not config.packing:
+        batches = min(examples // batch_size, most)
+        planned = batches * batch_size
+    else:
+        batches = planned = 0
+        with tqdm(desc="counting batches", total=examples, unit=" examples", delay=2, disable=None) as bar:
+            for plan in islice(batch_plans(config, documents, batch_size, seed), most):
+                batches, planned = batches + 1, planned + len(plan.documents)
+                bar.update(len(plan.documents))
+    if batches < most and planned < examples:
+        log.warning("data.epochs: the last %d examples do not fill a batch and are left out", examples - planned)
     return batches
 
 

@@ -1,4 +1,4 @@
-"""SFT's source of data: the batches of the pipeline, read one ahead to know which is the last."""
+"""SFT's source of data: which documents there are, how many steps they last, and their batches."""
 
 import logging
 from collections.abc import Mapping
@@ -109,20 +109,16 @@ class SftSource:
         self.validation = validation
         self.steps = steps
         self.num_tokens = 0
-        self.after = data.get_state()
-        self.upcoming: Batch | None = None
 
     def next(self, params: Params, step: int, watch: Stopwatch, reference: Params | None = None) -> Step:
         with watch.phase("data"), raise_everywhere():
-            batch = next(self.data) if self.upcoming is None else self.upcoming
-            self.after = self.data.get_state()
-            self.upcoming = next(self.data, None)
+            batch = next(self.data)
         tokens = sum(self.rows.gather(int(np.count_nonzero(batch.segments))))
         self.num_tokens += tokens
-        return Step(batch, {"num_tokens": self.num_tokens}, [], tokens, last=self.upcoming is None)
+        return Step(batch, {"num_tokens": self.num_tokens}, [], tokens)
 
     def position(self) -> dict[str, Any]:
-        position = {"data": self.after, "num_tokens": self.num_tokens}
+        position = {"data": self.data.get_state(), "num_tokens": self.num_tokens}
         return position if self.validation is None else position | {"validation": self.validation.content}
 
     def seek(self, position: Mapping[str, Any]) -> None:
@@ -130,7 +126,6 @@ class SftSource:
         if self.validation and position.get("validation", self.validation.content) != self.validation.content:
             raise UserError(f"data.validation: the run began with other examples: {WAY_OUT}")
         self.num_tokens = position["num_tokens"]
-        self.after, self.upcoming = position["data"], None
 
     def resumable(self, step: int) -> bool:
         return True

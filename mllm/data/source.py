@@ -25,8 +25,6 @@ class Step:
     """Lines of samples.jsonl (prompt, completion, rewards), from all processes, as the metrics are."""
     tokens: int
     """Tokens in the whole batch, prompts included."""
-    last: bool = False
-    """Whether the data ends with this batch."""
 
 
 @runtime_checkable
@@ -43,7 +41,7 @@ class Source(Protocol):
         """The documents that SFT's validation measures; None: there are none."""
 
     def next(self, params: Params, step: int, watch: Stopwatch, reference: Params | None = None) -> Step:
-        """The data of update `step`, counted from 0. Raises StopIteration where the data ends.
+        """The data of update `step`, counted from 0 and below `steps`.
 
         `params` are those of the policy, `reference` those that the run began with, where they are needed.
         """

@@ -19,8 +19,6 @@ class PendingEvaluation:
 
     metrics: Mapping[str, float | int]
     samples: Sequence[Mapping[str, Any]]
-    data_ended: bool = False
-    """Whether this was the last step because the data ended."""
 
 
 @dataclass(frozen=True)

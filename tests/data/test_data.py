@@ -16,7 +16,7 @@ from mllm.data import records
 from mllm.data.batch import Batch
 from mllm.data.documents import TaskDocuments
 from mllm.data.iteration import DataIterator
-from mllm.data.pipeline import sft_batches
+from mllm.data.pipeline import count_batches, sft_batches
 from mllm.data.sft_source import load_documents
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task

@@ -1,12 +1,13 @@
 """Sequences packed into rows: nothing is lost, no row is too long, few rows are taken, and devices have equal work."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollouts import sequences
 
 from mllm.config.schema import Rows
-from mllm.data.batch import Trajectory
+from mllm.data.batch import Trajectory, padded_length
 from mllm.data.packing import first_fit_decreasing, pack, spread_rows
 
 
@@ -80,3 +81,11 @@ def test_rows_are_nearly_full_for_lengths_as_a_policy_s():
     lengths = np.minimum(np.random.default_rng(0).geometric(1 / 256, 320), 1024) + 100
     filled = np.bincount(first_fit_decreasing(lengths, 1536), lengths)
     assert filled.mean() > 0.97 * 1536
+
+
+@pytest.mark.parametrize(
+    ("length", "longest", "padded"),
+    [*((n, 2048, m) for n, m in ((1, 16), (16, 16), (17, 24), (25, 32), (33, 48), (1025, 1536))), (1100, 1200, 1200)],
+)
+def test_rows_are_padded_to_a_power_of_two_or_half_as_much_again_but_not_beyond_the_longest(length, longest, padded):
+    assert padded_length(length, longest) == padded
