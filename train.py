@@ -65,7 +65,7 @@ def make_parser() -> ArgumentParser:
 
 def train(config: Config, change: bool = False) -> int:
     """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
-    from mllm.data.sft_source import make_sft_source
+    from mllm.data.sft_source import SftSource
     from mllm.data.source import Source
     from mllm.data.tasks.load import load as load_task
     from mllm.parallel.mesh import make_mesh, shard_batch
@@ -129,15 +129,15 @@ def train(config: Config, change: bool = False) -> int:
                 )
             else:
                 assert config.data is not None
-                source = make_sft_source(
+                source = SftSource(
                     config.data,
+                    task,
+                    policy.tokenizer,
+                    mesh,
                     batch_size=config.batch_size,
                     steps=config.steps,
                     warmup_steps=config.optimizer.warmup_steps,
                     seed=config.seed,
-                    tokenizer=policy.tokenizer,
-                    mesh=mesh,
-                    task=task,
                 )
             steps = source.steps
             optimizer, schedule = make_optimizer(config.optimizer, steps), make_schedule(config.optimizer, steps)
