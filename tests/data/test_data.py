@@ -16,7 +16,7 @@ from mllm.data import records
 from mllm.data.batch import Batch
 from mllm.data.documents import TaskDocuments
 from mllm.data.iteration import DataIterator
-from mllm.data.pipeline import count_batches, sft_batches
+from mllm.data.pipeline import sft_batches
 from mllm.data.sft_source import load_documents
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
@@ -90,7 +90,7 @@ def test_rows_are_padded_to_the_longest_row_of_the_whole_batch(tmp_path: Path) -
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_an_epoch_has_each_example_once_and_uncut_but_for_a_last_batch_that_is_not_full(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, packing: bool
+    tmp_path: Path, packing: bool
 ) -> None:
     examples = some(47)
     read = list(batches_of(write(tmp_path, examples), batch_size=3, epochs=1, packing=packing))
@@ -101,7 +101,6 @@ def test_an_epoch_has_each_example_once_and_uncut_but_for_a_last_batch_that_is_n
     assert len(set(seen)) == len(seen)
     assert all(tokens == whole[q] for b in read for q, tokens in zip(questions(b), documents(b), strict=True))
     assert len(seen) == 45 if not packing else len(seen) > 40
-    assert f"the last {47 - len(seen)} examples did not fill a batch" in caplog.text
 
 
 def test_packing_fills_rows_with_documents_that_do_not_touch(tmp_path: Path) -> None:

@@ -97,15 +97,19 @@ def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):
 
 @pytest.mark.parametrize("settings", [{}, {"packing": False}, {"shuffle": False}, {"epochs": 3}, {"max_length": 32}])
 @pytest.mark.parametrize("batch_size", [1, 3, 7])
-def test_batches_are_counted_from_sizes_alone(tmp_path, settings, batch_size):
+def test_batches_are_counted_from_sizes_alone_and_examples_that_fill_none_too(tmp_path, settings, batch_size, caplog):
     data = DataConfig(**{"source": write(tmp_path, some(41)), "max_length": 64, "epochs": 1, **settings})
     documents = Counted(load_documents(data, BYTES, None)[0])
-    expected = sum(1 for _ in sft_batches(data, documents, batch_size=batch_size, seed=3))
+    examples = [
+        int(batch.segments.max(1).sum()) for batch in sft_batches(data, documents, batch_size=batch_size, seed=3)
+    ]
+    expected, left = len(examples), 41 * data.epochs - sum(examples)
     documents.given.clear()
     for most in (expected - 1, expected, expected + 1, 10**6):
         counted = count_batches(data, documents, batch_size=batch_size, seed=3, most=most)
         assert counted == min(expected, most)
     assert documents.given == []
+    assert (f"the last {left} examples do not fill a batch" in caplog.text) == (left > 0)
 
 
 def test_without_epochs_the_data_never_ends_and_enough_tokens_need_no_counting(tmp_path):
