@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels.lm_head import token_logprobs, token_loss
+from kernels.lm_head import label_is_likeliest, token_logprobs, token_loss
 
 GOOD = {
     "hidden": jnp.zeros((4, 3)),
@@ -25,6 +25,10 @@ def call_token_loss(
     hidden: Any, weight: Any, labels: Any, operands: Any = (), objective: Any = cross_entropy, **options: Any
 ) -> Any:
     return token_loss(hidden, weight, labels, objective, *operands, **options)
+
+
+def call_label_is_likeliest(hidden: Any, weight: Any, labels: Any) -> Any:
+    return label_is_likeliest(hidden, weight, labels, where=jnp.ones(4, bool))
 
 
 SHAPES_AND_DTYPES = {
@@ -51,6 +55,7 @@ OF_TOKEN_LOSS = {
 FAULTS = {
     token_logprobs: SHAPES_AND_DTYPES | VALUES | {"where of another shape": ("where", {"where": jnp.ones(3, bool)})},
     call_token_loss: SHAPES_AND_DTYPES | VALUES | OF_TOKEN_LOSS,
+    call_label_is_likeliest: SHAPES_AND_DTYPES | {"a label below zero": VALUES["a label below zero"]},
 }
 both = pytest.mark.parametrize("call", [token_logprobs, call_token_loss])
 

@@ -1,7 +1,9 @@
-"""The xla engine's cost: sizes of values, matrix products, blocks visited.
+"""What the xla engine and full logits cost: sizes of values, matrix products, blocks visited; and which one is chosen.
 
 Tiles are made small here, so that a few rows already make several blocks and the last tile overlaps the one before.
 """
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from lm_head_cases import assert_near, equations
 
-from kernels.lm_head import token_logprobs, token_loss, xla
+from kernels.lm_head import choose_impl, target, token_logprobs, token_loss, xla
 from kernels.lm_head.live_rows import LiveRows
 
 N, D, V = 90, 16, 301
@@ -72,14 +74,9 @@ def loss_with(workspace):
     return lambda h, w, y, mask: token_loss(h, w, y, cross_entropy, weights=mask, workspace=workspace)[0]
 
 
-def shapes_of(rows, vocabulary, features):
-    f32 = jnp.float32
-    return (
-        jax.ShapeDtypeStruct((rows, features), f32),
-        jax.ShapeDtypeStruct((vocabulary, features), f32),
-        jax.ShapeDtypeStruct((rows,), jnp.int32),
-        jax.ShapeDtypeStruct((rows,), f32),
-    )
+def shapes_of(rows, vocabulary, features, dtype=jnp.float32):
+    shapes = ((rows, features), dtype), ((vocabulary, features), dtype), ((rows,), jnp.int32), ((rows,), jnp.float32)
+    return tuple(jax.ShapeDtypeStruct(*x) for x in shapes)
 
 
 @pytest.mark.usefixtures("full_size_tiles")
@@ -173,33 +170,16 @@ def test_blocks_visited_follow_the_rows_that_count(live, monkeypatch):
     assert len(visits) == blocks + tiles * blocks
 
 
-# --- several blocks and an overlapping last tile ---
-
-
-def test_every_workspace_gives_the_loss_and_gradients_of_full_logits():
-    def of(impl, workspace):
-        def f(h, w, advantage, weights):
-            options = {"weights": weights, "workspace": workspace, "temperature": 0.7, "softcap": 2.0}
-            return token_loss(h, w, LABELS, objective, advantage, impl=impl, **options)
-
-        grad = jax.jit(jax.value_and_grad(f, (0, 1, 2, 3), has_aux=True))
-        return grad(HIDDEN, WEIGHT, ADVANTAGE, WEIGHTS)
-
-    expected = of("full_logits", None)
-    for workspace in (RECOMPUTED, WAVES, None, WAVE_OF_ALL):
-        assert_near(of("xla", workspace), expected)
-
-
 # --- over devices ---
 
 
-@pytest.mark.parametrize(("workspace", "checked"), [(RECOMPUTED, False), (None, True)])
-def test_tokens_over_devices_give_the_gradients_of_one(workspace, checked):
+def test_tokens_over_devices_give_the_gradients_of_one():
+    """In the caller's own `jax.shard_map`, which checks over which axes a value varies."""
     devices = 5
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
     def plain(h, w, y, a, m):
-        value = token_loss(h, w, y, objective, a, weights=m, workspace=workspace)[0]
+        value = token_loss(h, w, y, objective, a, weights=m)[0]
         return value + token_logprobs(h, w, y, where=m != 0).lse.sum()
 
     rows = P("data")
@@ -208,7 +188,52 @@ def test_tokens_over_devices_give_the_gradients_of_one(workspace, checked):
         mesh=mesh,
         in_specs=(rows, P(), rows, rows, rows),
         out_specs=P(),
-        check_vma=checked,
     )
     args = (HIDDEN, WEIGHT, LABELS, ADVANTAGE, LIVE.astype(np.float32))
     assert_near(jax.jit(jax.value_and_grad(sharded, (0, 1)))(*args), jax.value_and_grad(plain, (0, 1))(*args))
+
+
+# --- full logits, the baseline ---
+
+FULL_LOGITS = (64, 4096, 16)  # N, V and D
+
+
+def compiled_with_full_logits(dtype=jnp.float32):
+    def loss(hidden, weight, labels):
+        return token_loss(hidden, weight, labels, cross_entropy, impl="full_logits")[0]
+
+    hidden, weight, labels, _ = shapes_of(*FULL_LOGITS, dtype)
+    return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(hidden, weight, labels).compile()
+
+
+def test_a_loss_by_full_logits_takes_two_exponentials_and_two_reductions():
+    n, v, _ = FULL_LOGITS
+    text = compiled_with_full_logits().as_text()
+    assert len(re.findall(rf"\w+\[{n},{v}\]\S* exponential\(", text)) == 2, "forward's and backward's"
+    assert not re.findall(rf"\w+\[{n},{v}\]\S* log\(", text)
+    assert len(re.findall(rf"\w+\[{n}\]\S* reduce\(", text)) == 2, "the maximum, and the sum of exponentials"
+
+
+@pytest.mark.parametrize(("dtype", "arrays"), [(jnp.float32, 2.1), (jnp.bfloat16, 2.6)])
+def test_temporaries_of_full_logits_are_the_logits_and_their_derivative(dtype, arrays):
+    n, v, _ = FULL_LOGITS
+    assert compiled_with_full_logits(dtype).memory_analysis().temp_size_in_bytes <= arrays * 4 * n * v
+
+
+# --- the choice ---
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "impl", "reason"),
+    [
+        ("cpu", "float32", "xla", "no TPU or Hopper GPU here"),
+        ("tpu", "bfloat16", "mosaic_tpu", "the faster one by the compiler's schedule"),
+        ("tpu", "float16", "xla", "mosaic_tpu can't run: hidden is float16"),
+        ("gpu", "bfloat16", "xla", "mosaic_gpu has not been timed on a device"),
+    ],
+)
+def test_the_choice_of_an_engine_comes_with_its_reason(platform, dtype, impl, reason, monkeypatch):
+    monkeypatch.setattr(target, "platform", lambda mesh=None: platform)
+    choice = choose_impl(jax.ShapeDtypeStruct((2, 32, 256), dtype), jax.ShapeDtypeStruct((1024, 256), dtype))
+    assert choice.impl == impl
+    assert choice.reason.startswith(reason)
