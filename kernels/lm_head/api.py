@@ -35,7 +35,7 @@ _ENGINES: Mapping[str, Engine] = {
     "mosaic_gpu": mosaic_gpu,
 }
 _DEFAULTS: Mapping[str, tuple[Impl, str]] = {
-    "tpu": ("mosaic_tpu", "the faster one by the compiler's schedule; not timed on a device"),
+    "tpu": ("mosaic_tpu", "by its compiler's schedule; not timed on a device"),
     "gpu": ("xla", "mosaic_gpu has not been timed on a device; impl takes its name"),
     "cpu": ("xla", "no TPU or Hopper GPU here"),
 }

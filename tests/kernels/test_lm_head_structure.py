@@ -227,7 +227,7 @@ def test_temporaries_of_full_logits_are_the_logits_and_their_derivative(dtype, a
     ("platform", "dtype", "impl", "reason"),
     [
         ("cpu", "float32", "xla", "no TPU or Hopper GPU here"),
-        ("tpu", "bfloat16", "mosaic_tpu", "the faster one by the compiler's schedule"),
+        ("tpu", "bfloat16", "mosaic_tpu", "by its compiler's schedule"),
         ("tpu", "float16", "xla", "mosaic_tpu can't run: hidden is float16"),
         ("gpu", "bfloat16", "xla", "mosaic_gpu has not been timed on a device"),
     ],

@@ -25,7 +25,7 @@ from kernels.lm_head.softmax import FLOOR, RowFactors, Softmax, TokenLogprobs, l
 from kernels.lm_head.tpu.forward import (
     LOG2E,
     SUBLANES,
-    Kept,
+    KeptExponentials,
     cap_slope,
     kernel_call,
     label_rows,
@@ -200,7 +200,7 @@ def kept_weight_gradient(
     number: Integer[Array, ""],
     factors: RowFactors,
     options: Options,
-    kept: Kept,
+    kept: KeptExponentials,
     so_far: Float[Array, "V D"] | None,
 ) -> Float[Array, "V D"]:
     """dW of a wave's rows [0, number) from kept exponentials; or that plus `so_far` (float32), in its memory."""

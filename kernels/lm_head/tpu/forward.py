@@ -46,7 +46,7 @@ class Others(NamedTuple):
     label: Float[Array, "R"]  # the label's y; FLOOR where the label is in none of these columns
 
 
-class Kept(NamedTuple):
+class KeptExponentials(NamedTuple):
     """Exponentials of a wave's rows, as backward takes them."""
 
     exponential: Float[Array, "V M"]
@@ -64,7 +64,7 @@ def forward(
     tile: Tiles,
     mean: Any = None,
     keep: bool = False,
-) -> tuple[Others, Float[Array, "M D"] | None, Kept | None]:
+) -> tuple[Others, Float[Array, "M D"] | None, KeptExponentials | None]:
     """Sums of rows [0, number) over the vocabulary, E_q[W], and with `keep` exponentials.
 
     The results of other rows are undefined. `mean` is the dtype of E_q[W], the sum of q W over these columns, times the
@@ -112,7 +112,7 @@ def forward(
         out_specs={name: spec for name, (_, spec) in outputs.items()},
         scratch=scratch,
     )(*scalars(inputs, number), hidden, weight, labels[None])
-    kept = Kept(out["kept"], out["kept_top"], tile) if keep else None
+    kept = KeptExponentials(out["kept"], out["kept_top"], tile) if keep else None
     y = (as_operand(hidden, dtype) * label_rows(weight, labels, dtype)).sum(axis=1)
     y = y if softcap is None else softcap * jnp.tanh(y / softcap)
     top, sum_e, sum_e_y = out["sums"][:3]
