@@ -79,12 +79,10 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.run.heartbeat import Heartbeat
     from mllm.run.measurements import make_measurements
     from mllm.run.metrics import RunLog
-    from mllm.run.mirror import working_folder
     from mllm.run.signals import Interrupt, Interrupted
     from mllm.run.skipped import save_batch, too_many_skipped
     from mllm.run.source_run import load_policy
     from mllm.run.state import PendingEvaluation, RunState
-    from mllm.run.storage import saved_steps
     from mllm.stopwatch import Stopwatch
     from mllm.train.optimizer import make_optimizer, make_schedule
     from mllm.train.step import Forward, abstract_state, choose_head, make_train_step
@@ -93,10 +91,9 @@ def train(config: Config, change: bool = False) -> int:
         # Load and check everything before anything is written.
         interrupt = stack.enter_context(Interrupt())
         mesh = make_mesh(config.mesh)
-        folder = heartbeat.folder = stack.enter_context(working_folder(config, change))
+        store, config = stack.enter_context(run_dir.claim(config, change))
         with raise_everywhere():
             wandb.check(config.log)
-            config = stack.enter_context(run_dir.claim(folder, config, change))
             task = None if config.task is None else load_task(config.task, config.seed)
             rewards = None
             if task and config.task and config.rollout:
@@ -154,16 +151,17 @@ def train(config: Config, change: bool = False) -> int:
                 forward=forward,
                 poll=interrupt.poll,
             )
-            needed = source.needs_reference or policy.lora is not None or not saved_steps(folder / "checkpoints")
+            needed = source.needs_reference or policy.lora is not None or not store.steps()
             trained, frozen = policy.split(initial := policy.initial_params() if needed else None)
             reference = initial if source.needs_reference else None
             whole, fixed = partial(policy.join, frozen=frozen), reference or frozen
         check_same(source.position(), "data: the processes have different examples: give all the same data")
         with raise_everywhere():
-            run_dir.write(folder, config)
+            run_dir.write(store, config)
+        heartbeat.store = store
 
         # Resume or begin.
-        checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints", config.checkpoint, fixed)))
+        checkpoints = stack.enter_context(closing(Checkpoints(store, config.checkpoint, fixed)))
         if state := checkpoints.restore(abstract_state(policy.trained, optimizer)):
             source.seek(state.position)
         else:
@@ -173,7 +171,7 @@ def train(config: Config, change: bool = False) -> int:
         if is_writer():
             head = choose_head(config.head, config.model, config.rows, policy.architecture, mesh)
             print(report.start_line(mesh, policy.params, head, policy.attention, state.step), file=sys.stderr)
-        log = stack.enter_context(closing(RunLog(folder, state.logged_step, steps, config)))
+        log = stack.enter_context(closing(RunLog(store, state.logged_step, steps, config)))
 
         # The loop. Signals are noticed between two steps, and in the middle of rollouts and evaluations.
         pending = state.pending_evaluation
@@ -198,7 +196,7 @@ def train(config: Config, change: bool = False) -> int:
                 state = state.after_update(train_state, source.position(), metrics["skipped"] > 0)
                 step, skipped = state.step, state.skipped_in_a_row
                 if skipped:
-                    path = save_batch(folder, data.batch, RowShare.of_mesh(mesh), step=step, seed=config.seed)
+                    path = save_batch(store, data.batch, RowShare.of_mesh(mesh), step=step, seed=config.seed)
                 if skipped > config.optimizer.max_skipped:
                     fatal_error = too_many_skipped(skipped, path)
                 finished = step == steps
@@ -212,7 +210,6 @@ def train(config: Config, change: bool = False) -> int:
                 log.write(step, metrics, data.samples)
                 if finished or stopping or config.checkpoint.is_due(step):
                     with watch.phase("save"):
-                        log.sync()
                         checkpoints.save(state, configs.dump(config), measurements.score(metrics))
                     saved_step = step
                 log.write_timings(step, watch.timings() | checkpoints.timings(), metrics)
@@ -221,7 +218,6 @@ def train(config: Config, change: bool = False) -> int:
         # With keep_best a step whose evaluation is pending is not saved: nothing could compare it with the others.
         comparable = state.pending_evaluation is None or not config.checkpoint.keep_best
         if (stopping or fatal_error) and state.step > saved_step and source.resumable(state.step) and comparable:
-            log.sync()
             checkpoints.save(state, configs.dump(config), measurements.score(metrics))
             saved_step = state.step
         checkpoints.wait()
@@ -232,7 +228,7 @@ def train(config: Config, change: bool = False) -> int:
         print(f"stopped by a signal after step {saved_step}; saved: the same command resumes", file=sys.stderr)
         return interrupt.exit_code
     if is_writer():
-        print(report.summary(folder))
+        print(report.summary(store))
     return 0
 
 

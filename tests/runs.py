@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import train
-from mllm.bucket import is_bucket, local_place
 from mllm.config.load import dump
 from mllm.config.schema import Config
 from mllm.parallel.mesh import make_mesh
@@ -24,11 +23,13 @@ from mllm.run.checkpoint import Checkpoints
 from mllm.run.metrics import read_records
 from mllm.run.source_run import load_policy
 from mllm.run.state import RunState
+from mllm.store.bucket import is_bucket, local_place
+from mllm.store.run_store import RunStore
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state
 
 ROOT = Path(__file__).parent.parent
-TESTS = [str(path) for path in (ROOT, ROOT / "tests", ROOT / "tests" / "run", ROOT / "tests" / "parallel")]
+TESTS = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "run", "store", "parallel"))]
 """Where processes that tests start find modules."""
 
 
@@ -122,12 +123,11 @@ def wait(process: subprocess.Popen, reached, seconds: float = 120) -> None:
 
 def checkpoints(config: Config) -> list[int]:
     """The steps of the run's checkpoints."""
-    folder = Path(config.run_dir, "checkpoints")
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.exists() else []
+    return RunStore(config.run_dir).steps()
 
 
 def records(config: Config, name: str = "metrics.jsonl") -> list[dict]:
-    return read_records(Path(config.run_dir, name))
+    return read_records(RunStore(config.run_dir), name)
 
 
 def checksums(folder: Path) -> dict[str, str]:
@@ -141,7 +141,7 @@ def killed_after(config: Config, step: int, folder: Path) -> Config:
     copy = changed(config, run_dir=str(folder))
     shutil.copytree(config.run_dir, folder)
     for newer in [number for number in checkpoints(config) if number > step]:
-        shutil.rmtree(folder / "checkpoints" / str(newer))
+        (folder / "checkpoints" / f"{newer}.json").unlink()
     assert checkpoints(copy)[-1] == step
     return copy
 
@@ -151,9 +151,7 @@ def newest(config: Config) -> RunState:
     policy = load_policy(config, make_mesh(config.mesh))
     like = abstract_state(policy.trained, make_optimizer(config.optimizer, config.steps or 1))
     frozen = policy.split(policy.initial_params())[1] if policy.lora else None
-    manager = Checkpoints(Path(config.run_dir, "checkpoints"), config.checkpoint, frozen, read_only=True)
-    state = manager.restore(like)
-    manager.close()
+    state = Checkpoints(RunStore(config.run_dir), config.checkpoint, frozen, read_only=True).restore(like)
     assert state is not None
     return state
 
@@ -167,4 +165,4 @@ def assert_same_end(one: Config, other: Config) -> None:
     for (path, leaf), same in zip(leaves, jax.tree.leaves(yours.train), strict=True):
         assert np.asarray(leaf).tobytes() == np.asarray(same).tobytes(), jax.tree_util.keystr(path)
     for name in ("metrics.jsonl", "samples.jsonl"):
-        assert Path(one.run_dir, name).read_bytes() == Path(other.run_dir, name).read_bytes(), name
+        assert RunStore(one.run_dir).read_log(name) == RunStore(other.run_dir).read_log(name), name

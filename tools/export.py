@@ -8,13 +8,12 @@ may be in buckets; there an export that was cut off lacks config.json, so that n
 """
 
 import argparse
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mllm import errors
 from mllm.errors import UserError
-from mllm.run.bucket_copy import run_folder
+from mllm.store.run_store import CONFIG, find_run
 
 if TYPE_CHECKING:
     from mllm.config.schema import Config
@@ -57,32 +56,32 @@ def restore(
     for a run with `model.lora`; with "--adapter" the parameters are its adapters alone.
     UserError is raised if the folder is no run, is none with `model.lora`, or has no such checkpoint.
     """
-    folder = run_folder(run)
-    if not os.path.isfile(folder / "config.yaml"):
+    if (store := find_run(run, "RUN")) is None:
         raise UserError(f"{run}: no config.yaml; give a run_dir")
     from mllm.config import load as configs
     from mllm.config.model import MeshConfig
     from mllm.parallel.mesh import make_mesh
-    from mllm.run.source_run import load_policy, reading
+    from mllm.run.checkpoint import Checkpoints
+    from mllm.run.source_run import load_policy
 
     changed = [f"model.dtype={dtype}", "model.residual_dtype=float32"] if dtype else []
-    config = configs.load(str(folder / "config.yaml"), changed)
+    config = configs.load(str(store.local(CONFIG)), changed)
     if lora and config.model.lora is None:
         raise UserError(f"{lora}: {run} trained the whole model (no model.lora): leave it out")
     policy = load_policy(config, make_mesh(MeshConfig()))
-    with reading(folder, config) as checkpoints:
-        step, params = checkpoints.restore_params(policy.trained, step)
+    checkpoints = Checkpoints(store, config.checkpoint, read_only=True)
+    step, params = checkpoints.restore_params(policy.trained, step)
     return config, policy, step, params if lora == "--adapter" else policy.complete(params)
 
 
 def export_adapter(run: str, step: int | None, out: str) -> tuple[int, str]:
     """Write the adapters' folder; returns the step that it holds, and the model without adapters, in words."""
     from mllm.model import peft
-    from mllm.run.source_run import source_run
+    from mllm.run.source_run import SourceRun
 
     config, policy, step, adapters = restore(run, step, lora="--adapter")
     assert policy.lora is not None
-    theirs = config.model.source if source_run(config.model) else None
+    theirs = config.model.source if SourceRun.open(config.model) else None
     base = f"{theirs}/export" if theirs else config.model.source
     peft.save(out, policy.lora, adapters, base if config.model.init == "pretrained" else None)
     if theirs:

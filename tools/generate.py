@@ -118,7 +118,7 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, str | None]":
     from mllm.config.model import MeshConfig, ModelConfig
     from mllm.model.load import load_model
     from mllm.parallel.mesh import make_mesh
-    from mllm.run.bucket_copy import find_run
+    from mllm.store.run_store import find_run
     from tools.export import restore
 
     mesh = make_mesh(MeshConfig())

@@ -6,7 +6,6 @@ phase. Without --out the picture goes to the first run's curves.png.
 """
 
 import argparse
-import os
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mllm import errors
 from mllm.errors import UserError
-from mllm.run.bucket_copy import run_folder
+from mllm.store.run_store import RunStore, tool_run
 
 TOPICS = {
     "Reward": {
@@ -62,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run_dir")
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: curves.png in the first run")
     options = parser.parse_args(arguments)
-    runs = [run_folder(run) for run in options.runs]
-    out = options.out or runs[0] / "curves.png"
+    runs = [tool_run(run) for run in options.runs]
+    out = options.out or runs[0].local_folder / "curves.png"
     if not out.suffix:  # matplotlib would add one, and another file would be written than is printed
         raise UserError(f"--out: {out} can't be written without an ending that says what it is; give a .png")
     draw({name(run, runs): read_run(run) for run in runs}, out)
@@ -71,21 +70,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def name(run: Path, runs: Sequence[Path]) -> str:
+def name(run: RunStore, runs: Sequence[RunStore]) -> str:
     """The folder's name, or the whole path where two runs share it."""
-    return run.name if sum(other.name == run.name for other in runs) == 1 else str(run)
+    names = [Path(other.url).name for other in runs]
+    return Path(run.url).name if names.count(Path(run.url).name) == 1 else str(run)
 
 
-def read_run(run: Path) -> Records:
+def read_run(run: RunStore) -> Records:
     """A record for each step: its metrics and its timings."""
-    metrics = read_metrics(run / "metrics.jsonl")
+    metrics = read_metrics(run, "metrics.jsonl")
     if not metrics:
         raise UserError(f"{run}: no metrics.jsonl with a line in it; give a run_dir")
-    timings = {record["step"]: record for record in read_metrics(run / "timings.jsonl")}
+    timings = {record["step"]: record for record in read_metrics(run, "timings.jsonl")}
     return [{**timings.get(record["step"], {}), **record} for record in metrics]
 
 
-def read_metrics(path: Path) -> Records:
+def read_metrics(run: RunStore, log: str) -> Records:
     """The numbers in each record of a file.
 
     Raises:
@@ -94,13 +94,12 @@ def read_metrics(path: Path) -> Records:
     from mllm.run.metrics import read_records
 
     try:
-        records = read_records(path) if os.path.lexists(path) else []
         return [
             {key: x for key, x in record.items() if isinstance(x, int | float)} | {"step": int(record["step"])}
-            for record in records
+            for record in read_records(run, log)
         ]
-    except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError) as error:
-        raise UserError(f"{path}: damaged: a line is no record of a step ({error})") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(f"{run}/{log}: damaged: a line is no record of a step ({error})") from None
 
 
 def panels(runs: dict[str, Records]) -> dict[str, list[Series]]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from mllm import errors
 from mllm.errors import UserError
-from mllm.run.bucket_copy import run_folder
+from mllm.store.run_store import CONFIG, RunStore, tool_run
 
 if TYPE_CHECKING:
     from mllm.data.batch import Batch
@@ -31,14 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", type=int, metavar="N", help="take this one's parameters")
     options = parser.parse_args(arguments)
     run, _, name = options.dump.rpartition("/skipped/")
-    return replay(run_folder(run) / "skipped" / name if run else Path(options.dump), options.checkpoint)
+    dump = Path(options.dump)
+    return replay(tool_run(run or str(dump.parent.parent)), name if run else dump.name, options.checkpoint)
 
 
-def replay(path: Path, checkpoint: int | None) -> int:
-    """Compute the batch again and print what isn't finite. Returns the exit code."""
-    batch, step = read(path)
-    run = path.parent.parent
-    if not (run / "config.yaml").is_file():
+def replay(run: RunStore, dump: str, checkpoint: int | None) -> int:
+    """Compute the batch `dump` of a run again and print what isn't finite. Returns the exit code."""
+    batch, step = read(run.local(f"skipped/{dump}"))
+    if not run.is_run():
         raise UserError(f"{run}: no config.yaml; a dump stands in the folder skipped of a run_dir")
     import jax
     import jax.numpy as jnp
@@ -47,19 +47,19 @@ def replay(path: Path, checkpoint: int | None) -> int:
     from mllm.config import load as configs
     from mllm.config.model import MeshConfig
     from mllm.parallel.mesh import make_mesh
-    from mllm.run.checkpoint import by_name
+    from mllm.run.checkpoint import Checkpoints, by_name
     from mllm.run.metrics import read_records
-    from mllm.run.source_run import load_policy, reading
+    from mllm.run.source_run import load_policy
     from mllm.train.step import Forward
 
-    config = configs.load(str(run / "config.yaml"))
+    config = configs.load(str(run.local(CONFIG)))
     mesh = make_mesh(MeshConfig())
     policy = load_policy(config, mesh)
-    with reading(run, config) as checkpoints:
-        updated = {record["step"] for record in read_records(run / "metrics.jsonl") if record.get("skipped") == 0}
-        if checkpoint is None:
-            checkpoint = nearest(checkpoints.manager.all_steps(), step, updated)
-        checkpoint, params = checkpoints.restore_params(policy.trained, checkpoint)
+    updated = {record["step"] for record in read_records(run, "metrics.jsonl") if record.get("skipped") == 0}
+    if checkpoint is None:
+        checkpoint = nearest(run.steps(), step, updated)
+    checkpoints = Checkpoints(run, config.checkpoint, read_only=True)
+    checkpoint, params = checkpoints.restore_params(policy.trained, checkpoint)
     params = policy.complete(params)
     between = len(updates_between(checkpoint, step, updated))
     when = f"{between} updates {'earlier' if checkpoint < step else 'later'}" if between else "as they were then"

@@ -15,7 +15,7 @@ from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from mllm import errors
 from mllm.errors import UserError
-from mllm.run.bucket_copy import run_folder
+from mllm.store.run_store import RunStore, tool_run
 
 LARGEST = 16 * 2**20
 """The most bytes of samples that a page holds; a browser opens it at once."""
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"--{name}: is for --print; the page has filters of its own")
     if options.limit is not None and options.limit < 1:
         raise UserError(f"--limit: {options.limit}: expected 1 or more")
-    run = run_folder(options.run)
+    run = tool_run(options.run)
     samples = read(run)
     if options.print:
         print_newest(samples, options.step, options.prompt or "", options.limit or 10)
@@ -54,14 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read(run: Path) -> list[Sample]:
+def read(run: RunStore) -> list[Sample]:
     """The complete lines of a run's samples.jsonl; UserError where there are none, or one is damaged."""
-    path = run / "samples.jsonl"
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except OSError:
-        lines = []
-    if not lines:
+    if not (lines := run.read_log("samples.jsonl").split(b"\n")[:-1]):
         raise UserError(
             f"{run}: no samples.jsonl with a line in it; give the run_dir of a GRPO run whose log.samples is not 0"
         )
@@ -72,17 +67,19 @@ def read(run: Path) -> list[Sample]:
         except ValidationError as error:
             reason = error.errors()[0]
             where = ".".join(map(str, reason["loc"]))
-            raise UserError(f"{path}: damaged: line {number}: {where}{': ' * bool(where)}{reason['msg']}") from None
+            raise UserError(
+                f"{run}/samples.jsonl: damaged: line {number}: {where}{': ' * bool(where)}{reason['msg']}"
+            ) from None
     return samples
 
 
-def write_page(samples: list[Sample], run: Path) -> None:
+def write_page(samples: list[Sample], run: RunStore) -> None:
     """Write RUN/samples.html, and say on the terminal where it is and what it leaves out."""
     held = fitting(samples, LARGEST)
     left_out = len(samples) - len(held)
     data = {"run": str(run), "left_out": left_out, "samples": [sample.model_dump() for sample in held]}
     page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8").replace("DATA", embedded(data))
-    path = run / "samples.html"
+    path = run.local_folder / "samples.html"
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:

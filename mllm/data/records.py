@@ -16,10 +16,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from mllm.bucket import is_bucket
 from mllm.config.data import names_files
 from mllm.errors import UserError, brief
-from mllm.fetch import fetch_files
+from mllm.store.bucket import is_bucket
+from mllm.store.fetch import fetch_files
 
 T = TypeVar("T")
 Record = dict[str, Any]

@@ -15,10 +15,10 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from mllm.bucket import Bucket, cache_folder, is_bucket
 from mllm.errors import UserError, brief
-from mllm.fetch import fetch_folder
 from mllm.progress import transfer_bar
+from mllm.store.bucket import Bucket, cache_folder, is_bucket
+from mllm.store.fetch import fetch_folder
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SECONDS = 5

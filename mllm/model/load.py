@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from mllm.bucket import is_bucket
 from mllm.config.model import ModelConfig
 from mllm.config.schema import Config
 from mllm.errors import UserError
@@ -23,6 +22,7 @@ from mllm.model.folder import SMALL, local_folder
 from mllm.model.layout import Layout, Params
 from mllm.model.lora import Lora, initial_adapters, split_adapters
 from mllm.model.tokenizer import Tokenizer, check_fits, load_tokenizer, stop_ids
+from mllm.store.bucket import is_bucket
 
 MOST_PARAMETERS = 10**13
 

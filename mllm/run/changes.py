@@ -1,10 +1,7 @@
 """Which of a run's settings may differ when it goes on: always, with `--change`, or never, and why."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from mllm.config.schema import Change, Config
 from mllm.errors import UserError
@@ -32,9 +29,6 @@ CHANGEABLE = {
 }
 """What a step computes from its parameters, moments and position alone: these stay what they were."""
 
-DEFAULTS_DIFFER = {"model.residual_dtype": ("sft", "grpo"), "task.long_prompts": ("grpo",)}
-"""Settings that are younger than some runs, with the algorithms whose runs computed something else than the default."""
-
 SAME_EXAMPLES = "the position in the data would be that of other examples"
 FIXED = {
     "algorithm": "the source of the data is another",
@@ -54,53 +48,39 @@ FIXED = {
 """Why a section or a setting may never change; of several that apply the first."""
 
 
-def check_changes(folder: Path, old: dict[str, Any], config: Config, newest: int, permitted: bool) -> Config:
+def check_changes(run: object, old: dict[str, Any], config: Config, newest: int, permitted: bool) -> Config:
     """The configuration with the record of all of the run's changes, those from its `old` settings among them.
 
     Args:
-        folder: the run's, for messages.
+        run: its name, for messages.
         newest: the step of its newest checkpoint, after which changes take effect.
         permitted: whether `CHANGEABLE` settings may differ.
 
     UserError is raised for a setting that may not differ.
     """
-    old = completed(old)
     step = (old.get("model") or {}).get("step")
     if config.model.step in (None, "newest", "best"):  # the run began with the one that has this number
         config = config.model_copy(update={"model": config.model.model_copy(update={"step": step})})
     recorded = [Change.model_validate(change) for change in old.get("changes") or ()]
     for key, before, after in differences(old, config.model_dump(mode="json")):
         moved = key in PLACES and None not in (before, after) and before != "task"
-        if (moved or {key, key.split(".")[0]} & FREE) and not (key in DEFAULTS_DIFFER and before is None):
+        if moved or {key, key.split(".")[0]} & FREE:
             continue
         if key == "steps" and not permitted and is_extension(config, before):
             continue
-        problem = f"{key}: {folder} belongs to a run with {before!r}, not {after!r}"
+        problem = f"{key}: {run} belongs to a run with {before!r}, not {after!r}"
         fixed = why_fixed(key, before, after)
         if fixed or not permitted:
             way_out = f"it can't change ({fixed})" if fixed else "--change goes on with the new value"
             raise UserError(f"{problem}; {way_out}; else give another run_dir, or the old value")
         if key == "steps" and config.steps is not None and config.steps <= newest:
-            raise UserError(f"steps: {folder} has done {newest} already; give more, or another run_dir")
+            raise UserError(f"steps: {run} has done {newest} already; give more, or another run_dir")
         for earlier in [change for change in recorded if (change.step, change.key) == (newest, key)]:
             recorded.remove(earlier)  # no step was done with its value
             before = earlier.old
         if before != after:
             recorded.append(Change(step=newest, key=key, old=before, new=after))
     return config.model_copy(update={"changes": tuple(recorded)})
-
-
-def completed(old: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run with the defaults of those that are younger than it; None for `DEFAULTS_DIFFER`."""
-    try:
-        found = Config.model_validate(old).model_dump(mode="json")
-    except ValidationError:  # it has settings that are no more
-        return old
-    for key, algorithms in DEFAULTS_DIFFER.items():
-        section, name = key.split(".")
-        if found["algorithm"] in algorithms and isinstance(old.get(section), dict) and name not in old[section]:
-            found[section][name] = None
-    return found
 
 
 def why_fixed(key: str, old: Any, new: Any) -> str | None:

@@ -5,17 +5,15 @@ was, and so does `since` of one that makes no progress; where the disk hangs, th
 """
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 
 from mllm.parallel import watch
 from mllm.parallel.processes import is_writer
 from mllm.parallel.watch import Status, Watch
-from mllm.run.storage import is_run
+from mllm.store.run_store import RunStore
 
 NAME = "heartbeat.json"
 
@@ -24,8 +22,8 @@ class Heartbeat:
     """Writes the file while it is entered, and lets the processes of a run end together: see `Watch.finish`."""
 
     def __init__(self) -> None:
-        self.folder: Path | None = None
-        """Where the file is written; None: nowhere yet."""
+        self.store: RunStore | None = None
+        """Where the file is written; None as long as the run has not begun."""
         self.writes = is_writer()
         self.alone = watch.watch is None
 
@@ -45,13 +43,11 @@ class Heartbeat:
 
     def publish(self, statuses: Sequence[Status]) -> None:
         """Replace the file; processes that don't write look for it, so that a disk that hangs silences them, too."""
-        if self.folder is None or not is_run(self.folder):
+        if self.store is None:
             return
         with suppress(OSError):
-            if not self.writes:
-                (self.folder / NAME).open().close()
-                return
-            content = {"time": time.time(), "processes": [status._asdict() for status in statuses]}
-            unfinished = self.folder / f"{NAME}.tmp"
-            unfinished.write_text(json.dumps(content) + "\n", encoding="utf-8")
-            os.replace(unfinished, self.folder / NAME)
+            if self.writes:
+                content = {"time": time.time(), "processes": [status._asdict() for status in statuses]}
+                self.store.replace(NAME, (json.dumps(content) + "\n").encode())
+            elif self.store.folder:
+                (self.store.folder / NAME).open().close()

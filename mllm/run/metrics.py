@@ -11,7 +11,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from tqdm import tqdm
 from mllm.config.schema import Config
 from mllm.parallel.processes import is_writer
 from mllm.run import tensorboard
-from mllm.run.storage import LogFile, writing
 from mllm.run.wandb import Wandb
+from mllm.store.log import Log
+from mllm.store.run_store import RunStore
 
 RECORDS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 EVENTS = "tensorboard"
@@ -31,7 +33,7 @@ Scalars = Mapping[str, float | int]
 class RunLog:
     """The files of a run that grow by a line a step. In all processes but the first there are none."""
 
-    def __init__(self, run_dir: Path, last_step: int, steps: int, config: Config | None = None) -> None:
+    def __init__(self, store: RunStore, last_step: int, steps: int, config: Config | None = None) -> None:
         """Open the files, and cut off the lines after `last_step`, which is -1 for a run that begins.
 
         `steps` is the number of the last one. The first line of metrics.jsonl after one of the configuration's
@@ -40,23 +42,21 @@ class RunLog:
         self.changes: dict[int, dict[str, Any]] = {}
         for change in config.changes if config else ():
             self.changes.setdefault(change.step + 1, {})[change.key] = change.new
-        self.files: dict[str, LogFile] = {}
+        self.files: dict[str, Log] = {}
         if is_writer():
-            checkpoints = run_dir / "checkpoints"
-            for name in RECORDS:
-                with writing(run_dir / name, checkpoints):
-                    cut_after(run_dir / name, last_step)
-            events = f"tensorboard/events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-            for name, path in [*((name, name) for name in RECORDS), (EVENTS, events)]:
-                self.files[name] = LogFile(run_dir / path, checkpoints)
+            events = f"{EVENTS}/events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+            self.files = {name: store.open_log(name, partial(size_until, last_step)) for name in RECORDS}
+            self.files[EVENTS] = store.open_log(events)
             self.files[EVENTS].append(tensorboard.header(last_step + 1))
         self.wandb, self.steps = None, steps
         if self.files and config and config.log.wandb:
-            done = [record for name in RECORDS[:2] for record in read_records(run_dir / name)]
-            self.wandb = Wandb(run_dir, config, done)
+            done = [record for name in RECORDS[:2] for record in read_records(store, name)]
+            self.wandb = Wandb(store, config, done)
         # None: where stderr is no terminal, there is no bar, but a line a step.
         begin, hidden = max(last_step, 0), None if self.files else True
-        self.bar = tqdm(total=steps, initial=begin, desc=run_dir.name, unit="step", dynamic_ncols=True, disable=hidden)
+        self.bar = tqdm(
+            total=steps, initial=begin, desc=Path(store.url).name, unit="step", dynamic_ncols=True, disable=hidden
+        )
         self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -98,40 +98,30 @@ class RunLog:
             if self.wandb:
                 self.wandb.send(step, numbers)
 
-    def sync(self) -> None:
-        """Wait until everything written so far survives a crash of the machine; a checkpoint must not be newer."""
-        for file in self.files.values():
-            file.sync()
-
     def close(self) -> None:
         self.bar.close()
-        self.sync()
         for file in self.files.values():
+            file.sync()
             file.close()
         if self.wandb:
             self.wandb.close()
 
 
-def cut_after(path: Path, step: int) -> None:
-    """Remove the lines of later steps from a file of JSON lines, and a last line that a crash left incomplete."""
-    if not path.exists():
-        return
+def size_until(step: int, lines: Iterable[bytes]) -> int:
+    """The bytes of JSON lines that stay: those before the first of a later step, or that a crash left incomplete."""
     end = 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
+    for line in lines:
+        if not line.endswith(b"\n"):
+            break
+        try:
+            if json.loads(line)["step"] > step:
                 break
-            try:
-                if json.loads(line)["step"] > step:
-                    break
-            except (ValueError, KeyError, TypeError):
-                break
-            end += len(line)
-    os.truncate(path, end)
+        except (ValueError, KeyError, TypeError):
+            break
+        end += len(line)
+    return end
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(store: RunStore, name: str) -> list[dict[str, Any]]:
     """The complete lines of a file of JSON lines, to which a run may be appending."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    return [json.loads(line) for line in store.read_log(name).decode().split("\n")[:-1]]

@@ -3,7 +3,6 @@
 import math
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -14,6 +13,7 @@ from kernels.lm_head import EngineChoice
 from mllm.model.attention import AttentionChoice
 from mllm.model.layout import Params
 from mllm.run.metrics import read_records
+from mllm.store.run_store import RunStore
 
 
 def start_line(mesh: Mesh, params: Params, head: EngineChoice, attention: AttentionChoice, step: int) -> str:
@@ -34,10 +34,10 @@ def start_line(mesh: Mesh, params: Params, head: EngineChoice, attention: Attent
     )
 
 
-def summary(run_dir: Path) -> str:
+def summary(store: RunStore) -> str:
     """The table of a run, read from its metrics.jsonl and timings.jsonl."""
-    metrics = read_records(run_dir / "metrics.jsonl")
-    timings = read_records(run_dir / "timings.jsonl")
+    metrics = read_records(store, "metrics.jsonl")
+    timings = read_records(store, "timings.jsonl")
     lines = [
         *accuracy_table(metrics),
         *reward_line(metrics),
@@ -46,7 +46,7 @@ def summary(run_dir: Path) -> str:
         *progress_line(metrics),
         *speed_lines(timings),
         "",
-        *places(run_dir),
+        *places(store),
     ]
     return "\n".join(["", *lines])
 
@@ -124,9 +124,11 @@ def present(records: list[dict[str, Any]], key: str) -> list[float | int]:
     return [record[key] for record in records if record.get(key) is not None]
 
 
-def places(run_dir: Path) -> Iterator[str]:
+def places(store: RunStore) -> Iterator[str]:
+    entries = store.entries()
     for name in ("tensorboard", "samples.jsonl", "metrics.jsonl", "checkpoints", "curves.png"):
-        path = run_dir / name
-        if path.exists() and (path.is_dir() or path.stat().st_size):
-            opened_by = f"tensorboard --logdir {shlex.quote(str(path))}"
-            yield f"{path.stem:<18} {opened_by if name == 'tensorboard' else path}"
+        there = name in entries and not (store.folder and (store.folder / name).stat().st_size == 0)
+        if there or any(entry.startswith(f"{name}.") for entry in entries):
+            path = f"{store}/{name}"
+            opened_by = f"tensorboard --logdir {shlex.quote(path)}"
+            yield f"{name.partition('.')[0]:<18} {opened_by if name == 'tensorboard' else path}"

@@ -1,8 +1,7 @@
 """The state of a run: everything that it needs to go on, and all that a checkpoint holds of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from dataclasses import fields as dataclass_fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -63,22 +62,16 @@ class RunState:
         return replace(self, step=self.step + 1, train=train, position=position, skipped_in_a_row=in_a_row)
 
     def document(self) -> dict[str, Any]:
-        """The part of the state that isn't arrays, as JSON. `from_document` reads it."""
-        pending = self.pending_evaluation
-        return {
-            "position": self.position,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "pending_evaluation": None if pending is None else asdict(pending),
-            "lowest_loss": self.lowest_loss,
-            "validations_without_gain": self.validations_without_gain,
-        }
+        """The part of the state that isn't arrays, as JSON, except for the step. `from_document` reads it."""
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("step", "train")}
+        return found | {"pending_evaluation": self.pending_evaluation and asdict(self.pending_evaluation)}
 
     @classmethod
     def from_document(cls, step: int, train: TrainState, document: Mapping[str, Any]) -> "RunState":
-        """The state of a checkpoint; the document may lack what is younger than the checkpoint."""
-        fields = {field.name: document[field.name] for field in dataclass_fields(cls) if field.name in document}
-        pending = fields.pop("pending_evaluation")
-        return cls(step, train, **fields, pending_evaluation=None if pending is None else PendingEvaluation(**pending))
+        """The state of a checkpoint, of its document, in which other things may stand, too."""
+        found = {field.name: document[field.name] for field in fields(cls) if field.name not in ("step", "train")}
+        pending = found.pop("pending_evaluation")
+        return cls(step, train, **found, pending_evaluation=pending and PendingEvaluation(**pending))
 
 
 def copy_on_device(params: Params) -> Params:

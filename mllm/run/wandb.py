@@ -10,9 +10,12 @@ from typing import Any
 from mllm.config.schema import Config, LogConfig
 from mllm.errors import UserError, brief
 from mllm.parallel.processes import is_writer
+from mllm.store.run_store import RunStore
 
 SECONDS = 60
 """How long a run waits at most: for an answer when it begins, and for the upload when it ends."""
+ID = "wandb/id"
+"""The file of a run with its identity there."""
 logger = logging.getLogger(__name__)
 
 
@@ -29,21 +32,19 @@ def check(log: LogConfig) -> None:
 class Wandb:
     """One run there for a run_dir, which resumes with it. After the first error, a warning, nothing more is sent."""
 
-    def __init__(self, run_dir: Path, config: Config, records: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, store: RunStore, config: Config, records: Sequence[Mapping[str, Any]]) -> None:
         """Begin or resume the run, and send those of the run's `records` so far that it does not have."""
         self.run: Any = None
         with self.optional():
             import wandb
 
-            stored = run_dir / "wandb" / "id"  # not made from the folder's name, which a new run may get one day
-            if not stored.exists():
-                stored.parent.mkdir(exist_ok=True)
-                stored.write_text(secrets.token_hex(8))
+            if (number := store.read(ID)) is None:  # not made from the folder's name, which a new run may get one day
+                store.write(ID, number := secrets.token_hex(8).encode())
             self.run = wandb.init(
                 project=config.log.wandb,
-                id=stored.read_text(),
-                name=run_dir.absolute().name,
-                dir=str(run_dir),
+                id=number.decode(),
+                name=Path(store.url).absolute().name,
+                dir=str(store.local_folder),
                 resume="allow",
                 config=config.model_dump(mode="json"),
                 allow_val_change=True,

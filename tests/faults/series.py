@@ -21,6 +21,7 @@ from trainer import BETWEEN, Trainer
 from mllm.config.load import dump
 from mllm.config.schema import Config
 from mllm.errors import UserError
+from mllm.store.run_store import RunStore
 
 ONCE = ("start", "restore", "wait")
 """Phases that a process goes through once."""
@@ -280,18 +281,20 @@ def last_step(run_dir: Path) -> int:
 
 def checkpoints(run_dir: Path) -> list[int]:
     """The steps of the checkpoints that are complete by their names, in order."""
-    return sorted(int(path.name) for path in (run_dir / "checkpoints").glob("*") if path.name.isdigit())
+    return RunStore(run_dir).steps()
 
 
 def files_of(run_dir: Path, step: int) -> Sequence[Path]:
     """The files of a checkpoint that hold anything, in a fixed order."""
-    folder = run_dir / "checkpoints" / str(step)
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    folder = run_dir / str(RunStore(run_dir).folder_of(step))
+    return [run_dir / "checkpoints" / f"{step}.json", *sorted(path for path in folder.rglob("*") if path.is_file())]
 
 
 def is_half_written(run_dir: Path) -> bool:
     """Whether something lies there of a checkpoint that is none yet."""
-    return any((run_dir / "checkpoints").glob("[0-9]*.*"))
+    store = RunStore(run_dir)
+    whole = {store.folder_of(step) for step in store.steps()}
+    return any(f"checkpoints/{path.name}" not in whole for path in (run_dir / "checkpoints").glob("[0-9]*-*"))
 
 
 def difference(name: str, run_dir: Path, undisturbed: Path) -> str:

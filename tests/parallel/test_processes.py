@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 from collections import defaultdict
+from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
 
@@ -53,10 +54,11 @@ from mllm.parallel.processes import (
     raise_everywhere,
 )
 from mllm.rl import trajectories
-from mllm.run import folder as run_dir
 from mllm.run.checkpoint import by_name
-from mllm.run.checksum import checksums
 from mllm.stopwatch import Stopwatch
+from mllm.store.checksum import checksums
+from mllm.store.lock import hold, lock
+from mllm.store.run_store import RunStore
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
@@ -231,10 +233,9 @@ def check_rows_and_reading(path):
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        run_dir.lock(Path(folder)),
+        lock(RunStore(folder)) if process == 0 else nullcontext(),
         pytest.raises(UserError, match=r"^process 0: run_dir: .* is in use by process \d+ on .*; wait for it"),
-        raise_everywhere(),
-        run_dir.claim(Path(folder), config()),
+        hold(RunStore(folder)),
     ):
         pass
 

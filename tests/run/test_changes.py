@@ -11,6 +11,7 @@ import train
 from mllm.errors import UserError
 from mllm.run import folder as run_dir
 from mllm.run.metrics import RunLog
+from mllm.store.run_store import RunStore
 
 DECAYING = {"optimizer": {"learning_rate": 1e-2, "schedule": "linear", "warmup_steps": 2}}
 
@@ -18,9 +19,44 @@ DECAYING = {"optimizer": {"learning_rate": 1e-2, "schedule": "linear", "warmup_s
 def begun(folder, step=4, **sections):
     """A run's folder with a checkpoint after `step`, and its configuration."""
     settings = config(run_dir=str(folder), **sections)
-    run_dir.write(folder, settings)
-    (folder / "checkpoints" / str(step)).mkdir(parents=True)
+    run_dir.write(RunStore(folder), settings)
+    RunStore(folder).write(f"checkpoints/{step}.json", b"")
     return settings
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"mesh": {"dp": 2}},
+        {"micro_batch_size": 2},
+        {"head": {"impl": "full_logits"}},
+        {"checkpoint": {"every": 2, "keep": 5}},
+        {"log": {"samples": 1}},
+        {"run_dir": "elsewhere"},
+        {"optimizer": {"max_skipped": 1}},
+        {"steps": 8},
+    ],
+    ids=str,
+)
+def test_how_a_run_is_carried_out_may_change(tmp_path, how):
+    run_dir.write(RunStore(tmp_path), config())
+    run_dir.check(RunStore(tmp_path), changed(config(), **how))
+
+
+def test_a_run_that_lacks_a_setting_is_refused_by_its_name(tmp_path):
+    run_dir.write(RunStore(tmp_path), config())
+    path = tmp_path / "config.yaml"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "  long_prompts:" not in line))
+    run_dir.check(RunStore(tmp_path), config())
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "  residual_dtype:" not in line))
+    with pytest.raises(UserError, match=r"^model\.residual_dtype: .* belongs to a run with None, not '"):
+        run_dir.check(RunStore(tmp_path), config())
+
+
+def test_a_configuration_that_can_not_be_read_is_no_invitation(tmp_path):
+    (tmp_path / "config.yaml").write_text("steps: [")
+    with pytest.raises(UserError, match=r"config\.yaml: not readable as YAML"):
+        run_dir.check(RunStore(tmp_path), config())
 
 
 @pytest.mark.parametrize(
@@ -43,23 +79,23 @@ def test_what_a_step_computes_may_change_with_the_flag(tmp_path, how):
     settings = begun(tmp_path, 4, steps=6, **DECAYING)
     other = changed(settings, **how)
     with pytest.raises(UserError, match=r"belongs to a run with .*; --change goes on with the new value; else give"):
-        run_dir.check(tmp_path, other)
-    found = run_dir.check(tmp_path, other, change=True)
+        run_dir.check(RunStore(tmp_path), other)
+    found = run_dir.check(RunStore(tmp_path), other, change=True)
     ((section, values),) = how.items()
     expected = {section} if section == "steps" else {f"{section}.{name}" for name in values}
     assert {change.key for change in found.changes} == expected
     assert {change.step for change in found.changes} == {4}
-    run_dir.write(tmp_path, found)
+    run_dir.write(RunStore(tmp_path), found)
     for again in (False, True):  # the same command, with the flag and without, and neither loses the record
-        assert run_dir.check(tmp_path, other, change=again) == found
+        assert run_dir.check(RunStore(tmp_path), other, change=again) == found
 
 
 def test_a_value_with_which_no_step_was_done_leaves_no_record(tmp_path):
     settings = begun(tmp_path, 4)
     for steps, recorded in ((8, [(4, 8)]), (6, [(4, 6)])):
-        found = run_dir.check(tmp_path, changed(settings, steps=steps), change=True)
+        found = run_dir.check(RunStore(tmp_path), changed(settings, steps=steps), change=True)
         assert [(change.old, change.new) for change in found.changes] == recorded
-        run_dir.write(tmp_path, found)
+        run_dir.write(RunStore(tmp_path), found)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +119,7 @@ def test_a_value_with_which_no_step_was_done_leaves_no_record(tmp_path):
 def test_what_the_steps_so_far_depend_on_may_not_and_the_error_says_why(tmp_path, what, message):
     settings = begun(tmp_path, 4, steps=6)
     with pytest.raises(UserError, match=f"^{message}"):
-        run_dir.check(tmp_path, changed(settings, **what), change=True)
+        run_dir.check(RunStore(tmp_path), changed(settings, **what), change=True)
 
 
 def test_data_may_be_elsewhere_but_other_data_are_refused(tmp_path, capsys):
@@ -110,7 +146,7 @@ def test_data_may_be_elsewhere_but_other_data_are_refused(tmp_path, capsys):
 
 def test_the_flag_is_refused_where_there_is_no_run(tmp_path):
     with pytest.raises(UserError, match=r"^--change: .*nowhere holds no run; leave it out to begin one"):
-        run_dir.check(tmp_path / "nowhere", config(), change=True)
+        run_dir.check(RunStore(tmp_path / "nowhere"), config(), change=True)
 
 
 def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_show_in_the_end(tmp_path, monkeypatch):

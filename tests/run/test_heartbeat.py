@@ -5,16 +5,16 @@ import time
 
 from mllm.parallel import watch
 from mllm.run.heartbeat import NAME, Heartbeat
+from mllm.store.run_store import RunStore
 
 
 def test_the_file_is_replaced_while_the_run_lives_and_not_before_it_has_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "BEAT", 0.02)
     path = tmp_path / NAME
     with Heartbeat() as heartbeat:
-        heartbeat.folder = tmp_path
         time.sleep(0.1)
         assert not path.exists()
-        (tmp_path / "config.yaml").touch()
+        heartbeat.store = RunStore(tmp_path)
         heartbeat.mark(7, "update")
         seen = set()
         for _ in range(500):

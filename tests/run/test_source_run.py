@@ -15,7 +15,8 @@ from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh
 from mllm.run import folder as run_dir
 from mllm.run.measurements import Measurements
-from mllm.run.source_run import load_policy, pin_step, read_parameters
+from mllm.run.source_run import load_policy, pin_step
+from mllm.store.run_store import RunStore
 from tools import export, generate
 
 STOP = "+"
@@ -73,11 +74,11 @@ def test_other_parameters_dtype_and_mesh_are_this_runs_own(first, tmp_path):
 def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp_path, step):
     source = Path(shutil.copytree(first.run_dir, tmp_path / "source"))
     settings = changed(following(first, tmp_path / "run", step=step), model={"source": str(source)})
-    with run_dir.claim(tmp_path / "run", settings) as begun:
-        run_dir.write(tmp_path / "run", begun)
+    with run_dir.claim(settings) as (store, begun):
+        run_dir.write(store, begun)
     assert begun.model.step == {"newest": 6, "best": 2, 4: 4}[step]
-    shutil.copytree(source / "checkpoints" / "6", source / "checkpoints" / "8")
-    with run_dir.claim(tmp_path / "run", settings) as resumed:
+    shutil.copy(source / "checkpoints" / "6.json", source / "checkpoints" / "8.json")
+    with run_dir.claim(settings) as (_, resumed):
         assert resumed == begun
 
 
@@ -107,13 +108,13 @@ def test_a_run_begins_where_its_source_ends_and_is_exported_and_sampled_from_lik
 )
 def test_a_step_that_is_not_there_is_one_line(first, tmp_path, monkeypatch, model, message):
     monkeypatch.chdir(tmp_path)
-    run_dir.write(Path("empty"), config(run_dir="empty"))
+    run_dir.write(RunStore("empty"), config(run_dir="empty"))
     with pytest.raises(UserError, match=f"^{message}"):
         pin_step(following(first, tmp_path / "run", **model))
 
 
 def test_the_best_of_a_run_that_keeps_none_is_refused(first, tmp_path):
     source = shutil.copytree(first.run_dir, tmp_path / "source")
-    run_dir.write(Path(source), changed(first, checkpoint={"keep_best": False}))
+    run_dir.write(RunStore(source), changed(first, checkpoint={"keep_best": False}))
     with pytest.raises(UserError, match=r"^model.step: .*source has not kept its best checkpoint"):
-        read_parameters(Path(source), "best", None)
+        pin_step(changed(following(first, tmp_path, step="best"), model={"source": str(source)}))

@@ -1,6 +1,5 @@
 """The trainer end to end: what stops a run changes nothing of its end, and its folder holds all of its results."""
 
-import json
 import math
 import os
 import signal
@@ -23,6 +22,7 @@ from mllm.model.load import Policy, load_policy
 from mllm.parallel.mesh import make_mesh
 from mllm.rl import trajectories
 from mllm.run.checkpoint import Checkpoints
+from mllm.store.run_store import RunStore
 
 EVEN = "user_rewards:even_characters"
 SETTINGS = {
@@ -170,8 +170,7 @@ def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newe
                 assert drawn[key, line["step"]] == pytest.approx(line[key])
     assert ("time/update", settings.steps) in drawn
     assert checkpoints(settings) == [settings.steps - settings.checkpoint.every, settings.steps]
-    document = Path(settings.run_dir, "checkpoints", str(settings.steps), "document", "metadata")
-    assert json.loads(document.read_text())["best"] == lines[-1]["eval/greedy_accuracy"]
+    assert RunStore(settings.run_dir).score(settings.steps) == lines[-1]["eval/greedy_accuracy"]
     assert name == "grpo" or lines[-1]["loss"] < lines[1]["loss"] * 0.8
 
 
@@ -217,10 +216,9 @@ def test_updates_without_a_gradient_change_nothing_are_counted_and_a_run_resumes
         assert (line["grad_norm"] == 0) == (line["entropy"] is None) == (line["step"] in empty)
         assert line["learning_rate"] == pytest.approx(1e-2 * (1 + made) / 8)
         made += line["step"] not in empty
-    reader = Checkpoints(Path(settings.run_dir, "checkpoints"), settings.checkpoint, read_only=True)
+    reader = Checkpoints(RunStore(settings.run_dir), settings.checkpoint, read_only=True)
     like = load_policy(settings, make_mesh(settings.mesh)).params
     params = [jax.tree.leaves(reader.restore_params(like, step)[1]) for step in range(1, 9)]
-    reader.close()
     for step in range(2, 9):
         same = all(map(np.array_equal, params[step - 2], params[step - 1]))
         assert same == (step in empty)

@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from mllm.model.load import load_policy
 from mllm.model.tokenizer import bytes_tokenizer, stop_ids
 from mllm.parallel.mesh import make_mesh
+from mllm.store.run_store import RunStore
 from tools import export, generate, plot
 
 ROOT = Path(__file__).parent.parent.parent
@@ -115,9 +116,8 @@ def test_a_damaged_checkpoint_leaves_an_earlier_export_as_it_was(exported, tmp_p
     copy = tmp_path / "run"
     shutil.copytree(exported, copy)
     before = checksums(copy / "export")
-    for path in (copy / "checkpoints" / "4" / "params").rglob("*"):
-        if path.is_file():
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    for path in copy.glob("checkpoints/4-*/params.*/*"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert f"{copy / 'checkpoints' / '4'}: can't be read" in refused(capsys, export, copy)
     assert checksums(copy / "export") == before
 
@@ -226,11 +226,11 @@ def test_the_curves_of_a_run_are_drawn_into_its_folder_and_named_in_its_summary(
         file.write('{"step": 5, "lo')
     assert plot.main([str(copy)]) == 0
     assert str(copy / "curves.png") in capsys.readouterr().out
-    assert list(drawn(run=plot.read_run(copy))) == [
+    assert list(drawn(run=plot.read_run(RunStore(copy)))) == [
         *("Reward", "Accuracy", "Loss (nats)", "Entropy (nats)", "Tokens per second")
     ]
     timings = [json.loads(line) for line in (copy / "timings.jsonl").read_text().splitlines()]
-    _, seconds = plot.seconds_by_phase(plot.read_run(copy))
+    _, seconds = plot.seconds_by_phase(plot.read_run(RunStore(copy)))
     assert sum(sums[-1] for sums in seconds.values()) == pytest.approx(
         sum(second for record in timings for key, second in record.items() if key.startswith("time/"))
     )
@@ -270,7 +270,8 @@ def test_two_runs_of_one_step_with_every_topic_and_one_folder_name_are_drawn(tmp
     assert plot.main([*map(str, folders), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"curves             {out}\n"
     assert out.stat().st_size
-    assert [plot.name(folder, folders) for folder in folders] == [str(folder) for folder in folders]
+    stores = [*map(RunStore, folders)]
+    assert [plot.name(store, stores) for store in stores] == [str(folder) for folder in folders]
 
 
 def test_a_run_without_a_step_is_not_drawn(tmp_path, capsys):

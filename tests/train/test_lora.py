@@ -27,6 +27,7 @@ from mllm.rl.grpo_source import GrpoSource
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.source_run import load_policy
 from mllm.run.state import RunState
+from mllm.store.run_store import RunStore
 from mllm.train.step import init_state
 from tools.export import restore
 
@@ -234,9 +235,9 @@ def test_adapters_of_another_model_or_with_another_reference_are_refused(tmp_pat
         (reference, nnx.merge_state(frozen, change(state.params)), False),
     ):
         folder = tmp_path / str(len([*tmp_path.iterdir()]))
-        with closing(Checkpoints(folder, CheckpointConfig(), saved)) as checkpoints:
+        with closing(Checkpoints(RunStore(folder), CheckpointConfig(), saved)) as checkpoints:
             checkpoints.save(RunState(1, state, {}), "")
-        with closing(Checkpoints(folder, CheckpointConfig(), then)) as checkpoints:
+        with closing(Checkpoints(RunStore(folder), CheckpointConfig(), then)) as checkpoints:
             if same:
                 assert checkpoints.restore(like).step == 1
             else:

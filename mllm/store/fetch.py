@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mllm.bucket import AT_ONCE, PART_BYTES, Bucket, local_place
 from mllm.errors import UserError
+from mllm.store.bucket import AT_ONCE, PART_BYTES, Bucket, local_place
 
 OBJECTS = "objects"
 """The folder of `local_place` for objects."""
@@ -98,7 +98,7 @@ def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
         for name, _, last in tqdm(pieces, f"fetching {bucket.url}", unit=" pieces", delay=1, disable=None):
             next(done)
             if last:
-                finish(folder / name, generations[name])
+                complete(folder / name, generations[name])
     return [folder / name for name in names]
 
 
@@ -132,8 +132,8 @@ def mark(path: Path) -> Path:
     return path.with_name(f".{path.name}.generation")
 
 
-def finish(path: Path, generation: bytes) -> None:
-    """Give a file that is whole its name."""
+def complete(path: Path, generation: bytes) -> None:
+    """Give a file that is whole its name, and note its generation."""
     mark(path).unlink(missing_ok=True)
     unfinished(path).replace(path)
     mark(path).write_text(f"{generation.hex()} {path.stat().st_size}")

@@ -1,4 +1,4 @@
-"""Checksums of arrays and documents that find damage which no storage format finds.
+"""Checksums of arrays, which find damage that no storage format finds.
 
 An array's bits are taken as 32 bit words. Every word is multiplied by an odd weight made from its index, and the
 products are summed modulo 2^32; twice, with different weights. Integer sums are exact in any order, so every mesh finds
@@ -6,8 +6,6 @@ the same. One changed word always changes both sums, since an odd weight has an 
 probability of 2^-64. Somebody who also corrects the sums is not found out.
 """
 
-import json
-import zlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -20,10 +18,6 @@ from jaxtyping import Array, Shaped, UInt32
 
 FACTORS = ((0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F), (0x165667B1, 0xD3A2646D, 0xFD7046C5, 0xB55A4F09))
 """For each of the two sums, the odd factors of the index along each dimension; a fifth dimension uses the first."""
-
-
-class Damaged(Exception):
-    """The data that was read is not what was written."""
 
 
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
@@ -73,23 +67,3 @@ def mix(numbers: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     numbers = (numbers ^ (numbers >> 16)) * jnp.uint32(0x85EBCA6B)
     numbers = (numbers ^ (numbers >> 13)) * jnp.uint32(0xC2B2AE35)
     return numbers ^ (numbers >> 16)
-
-
-def seal(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the document, which must be JSON, with its checksum under one more key."""
-    copy = json.loads(json.dumps(document))
-    return {**copy, "crc32": crc32(copy)}
-
-
-def unseal(sealed: Any) -> dict[str, Any]:
-    """The document that `seal` was given; Damaged where it has changed since then."""
-    if not isinstance(sealed, dict):
-        raise Damaged("the document is no JSON object")
-    document = {key: value for key, value in sealed.items() if key != "crc32"}
-    if sealed.get("crc32") != crc32(document):
-        raise Damaged("the document's checksum differs")
-    return document
-
-
-def crc32(document: Mapping[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(document, sort_keys=True).encode()):08x}"

@@ -6,21 +6,21 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 import pytest
 from runs import ROOT, arguments, assert_same_end, changed, checkpoints, environment, killed_after, run
-from test_checkpoint import like, make_state, opened, restored, save, steps_in
+from test_checkpoint import like, make_state, opened, restored, save
 from tiny import config
 
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.metrics import RunLog
-from mllm.run.storage import LogFile, find_fault, write_error
+from mllm.store.folder import Folder, find_fault
+from mllm.store.run_store import RunStore
 
 SETTINGS = config("sft", steps=4, checkpoint={"every": 2}, eval=None, task={"heldout": 16}, rollout=None)
 
@@ -47,7 +47,7 @@ MESSAGES = {
     errno.EFBIG: "(File too large); allow larger files there, and",
     errno.EACCES: "(Permission denied); allow access there, and",
     errno.EROFS: "(Read-only file system); allow writing there, and",
-    errno.EIO: "(Input/output error); mend that, and",
+    errno.EIO: "(Input/output error); check the disk, and",
 }
 
 
@@ -68,15 +68,18 @@ def wrapped_error(number):
 @pytest.mark.parametrize("error", [python_error, tensorstore_error, wrapped_error])
 @pytest.mark.parametrize("number", MESSAGES, ids=errno.errorcode.get)
 def test_the_message_names_the_remedy_and_the_checkpoint_from_which_the_run_resumes(tmp_path, error, number):
-    for name in ("8", "10", "12.orbax-checkpoint-tmp", "damaged_14"):
-        (tmp_path / name).mkdir()
-    message = str(write_error(Path("run/12"), find_fault(error(number)), tmp_path))
-    assert message == f"run/12: can't be written {MESSAGES[number]} the same command goes on from checkpoint 10"
+    store = RunStore(tmp_path)
+    for name in ("8.json", "10.json", "12-0123abcd.0/a/0", "damaged_14.json"):
+        store.write(f"checkpoints/{name}", b"")
+    failure = store.with_resumption(store.place.failure(error(number), "checkpoints/12", "written"))
+    place = f"{tmp_path}/checkpoints/12"
+    assert str(failure) == f"{place}: can't be written {MESSAGES[number]} the same command goes on from checkpoint 10"
 
 
 def test_other_errors_are_not_taken_for_faults_of_the_disk():
     assert find_fault(ValueError("INVALID_ARGUMENT: shape")) is None
     assert find_fault(None) is None
+    assert Folder(Path()).failure(ValueError("shape"), "a", "read") is None
 
 
 # Checkpoints
@@ -85,41 +88,42 @@ def test_other_errors_are_not_taken_for_faults_of_the_disk():
 @pytest.mark.parametrize("size", [0, 200])
 @pytest.mark.parametrize("method", ["save", "timings", "wait", "close"])
 def test_the_next_call_reports_that_a_checkpoint_did_not_fit_and_closing_is_silent_then(tmp_path, method, size):
-    save(tmp_path, 1)
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    store = RunStore(tmp_path)
+    save(store, 1)
+    checkpoints = Checkpoints(store, CheckpointConfig())
     with limited_files(size):
         checkpoints.save(make_state(2), "")
-        while checkpoints.manager.is_saving_in_progress():
-            time.sleep(0.01)
+        checkpoints.saving.thread.join()
     with pytest.raises(UserError, match=r"2: can't be written \(File too large\).* goes on from checkpoint 1$"):
         getattr(checkpoints, method)(*((make_state(3), "") if method == "save" else ()))
     checkpoints.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert [name.partition("-")[0] for name in store.entries("checkpoints")] == ["1", "1.json"]
 
 
-def use_forbidden_folders(folder):
+def use_forbidden_folders(path):
     """Run in a process that isn't root, or doesn't have root's rights over files."""
-    save(folder, 1, 2, 3)
+    store, folder = RunStore(path), path / "checkpoints"
+    save(store, 1, 2, 3, keep=2)
     folder.chmod(0o555)
     with pytest.raises(UserError, match=r"4: can't be written \(Permission denied\); .* goes on from checkpoint 3$"):
-        save(folder, 4)
+        save(store, 4)
 
-    (folder / "3" / "params").chmod(0)
-    with opened(folder) as checkpoints:
-        with pytest.raises(
-            UserError, match=r"3: can't be read \(.*\), nor put aside as damaged_3 \(Permission denied\)"
-        ):
+    newest, older = (path / store.folder_of(step) for step in (3, 2))
+    newest.chmod(0)
+    with opened(store) as checkpoints:
+        message = r"3.json: can't be read \(.*\), nor put aside as damaged_3.json \(Permission denied\)"
+        with pytest.raises(UserError, match=message):
             checkpoints.restore(like())
-        assert steps_in(folder) == [2, 3]
+        assert store.steps() == [2, 3]
         folder.chmod(0o755)
         assert checkpoints.restore(like()).step == 2
-    assert (folder / "damaged_3").exists()
+    assert (folder / "damaged_3.json").exists()
 
-    (folder / "2").chmod(0)
+    older.chmod(0)
     with pytest.raises(UserError, match=r"none of its 1 checkpoints can be read .*Permission denied"):
-        restored(folder)
-    assert steps_in(folder) == [2]
-    for closed in (folder / "2", folder / "damaged_3" / "params"):
+        restored(store)
+    assert store.steps() == [2]
+    for closed in (newest, older):
         closed.chmod(0o755)
 
 
@@ -131,7 +135,7 @@ def test_what_may_not_be_read_is_put_aside_and_what_may_not_be_written_is_an_err
         prefix = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
     program = "import sys, pathlib, test_storage; test_storage.use_forbidden_folders(pathlib.Path(sys.argv[1]))"
     process = subprocess.run(
-        [*prefix, sys.executable, "-c", program, str(tmp_path / "checkpoints")],
+        [*prefix, sys.executable, "-c", program, str(tmp_path)],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -145,8 +149,8 @@ def test_what_may_not_be_read_is_put_aside_and_what_may_not_be_written_is_an_err
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "timings.jsonl", "tensorboard"])
 def test_a_record_that_does_not_fit_is_an_error(tmp_path, capfd, name):
-    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
-    log = RunLog(tmp_path, -1, 1)
+    RunStore(tmp_path).write("checkpoints/3.json", b"")
+    log = RunLog(RunStore(tmp_path), -1, 1)
     file = log.files[name]
     with open("/dev/full", "wb") as full:
         os.dup2(full.fileno(), file.file.fileno())
@@ -162,7 +166,7 @@ def test_a_record_that_does_not_fit_is_an_error(tmp_path, capfd, name):
 
 
 def test_a_record_of_which_only_a_part_fits_is_an_error(tmp_path):
-    file = LogFile(tmp_path / "metrics.jsonl", tmp_path)
+    file = RunStore(tmp_path).open_log("metrics.jsonl")
     with limited_files(20), pytest.raises(UserError, match=r"can't be written \(File too large\)"):
         file.append(b"x" * 30)
     file.close()

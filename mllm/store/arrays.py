@@ -1,25 +1,28 @@
-"""Reads arrays of a checkpoint so that every stored chunk is read once over all processes.
+"""Writes and reads arrays in chunks, in their place on a disk or in a bucket.
 
-The devices of one process or of several may need a chunk. One of those processes reads it, in turn, and passes it on to
-the others over the devices' network. The host holds the process's own shards of an array, and some chunks. Where a
-checkpoint is in a bucket, only who reads a chunk fetches it.
+Orbax writes, and each shard is written once. On reading, every chunk is read once over all processes, too: the devices
+of one process or of several may need it; one of those processes reads it, in turn, and passes it on to the others over
+the devices' network. The host holds the process's own shards of an array, and some chunks.
 """
 
+import asyncio
 import ctypes
 import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from jax.experimental import multihost_utils
+from orbax.checkpoint.serialization import async_serialize
 
-from mllm.bucket import AT_ONCE
+from mllm.store.bucket import AT_ONCE, Bucket
+from mllm.store.folder import Folder
 
 CHUNK_BYTES = 2 * 2**20
 """Arrays are saved in chunks of at most this size, so that processes can share the reading of any of them.
@@ -42,26 +45,82 @@ class Piece(NamedTuple):
 
     name: str
     box: Box
-    place: str
-    """The numbers of the chunk along the dims, which name its file."""
     nbytes: int
     needed_by: tuple[int, ...]
     """The processes whose devices hold a part of it, ascending."""
     reader: int
 
 
-def open_arrays(folder: Path, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tensorstore.TensorStore]:
+def write_arrays(
+    place: Bucket | Folder,
+    folder: str,
+    arrays: Mapping[str, jax.Array],
+    copied: Callable[[], object],
+    done: Callable[[int], object],
+) -> None:
+    """Write what this process holds of arrays, by name, each in a folder of its own below `folder`.
+
+    `copied` is called as soon as the arrays may be overwritten: their values are on the host. `done` is told the bytes
+    of each array that this process has written. All processes must call this with the same arrays.
+    """
+
+    async def write(name: str, leaf: jax.Array, turn: int) -> None:
+        replicas = 1 + max(shard.replica_id for shard in leaf.global_shards)
+        spec = zarr_spec(place.array_spec(f"{folder}/{name}"), leaf)
+        # Processes with the same shards take turns, an array each.
+        await async_serialize(leaf, spec, context=place.context, replica_id=turn % replicas, use_replica_parallel=False)
+        done(leaf.nbytes)
+
+    async def write_all() -> None:
+        tasks = [asyncio.create_task(write(*item, turn)) for turn, item in enumerate(arrays.items())]
+        await asyncio.sleep(0)  # meanwhile each of them takes its first step, in which it copies its array to the host
+        copied()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        for error in found:
+            if error is not None:
+                raise error
+
+    asyncio.run(write_all())
+
+
+def zarr_spec(kvstore: Mapping[str, str], leaf: jax.Array) -> dict[str, Any]:
+    """tensorstore's specification of an array that is written, uncompressed, zeros too.
+
+    zstd would take a tenth off the size, and every core for several steps, which then wait for theirs.
+    """
+    return {
+        "driver": "zarr",
+        "kvstore": dict(kvstore),
+        "dtype": jnp.dtype(leaf.dtype).name,
+        "metadata": {"shape": leaf.shape, "chunks": chunk_shape(leaf), "compressor": None},
+        "store_data_equal_to_fill_value": True,
+    }
+
+
+def chunk_shape(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[int]:
+    """The shape of an array's chunks: a shard's, divided by small numbers until it has at most `CHUNK_BYTES`.
+
+    No chunk is a part of two shards, which two processes may write.
+    """
+    shape = [*leaf.sharding.shard_shape(leaf.shape)]
+    while math.prod(shape) * leaf.dtype.itemsize > CHUNK_BYTES:
+        factors = {dim: smallest_factor(size) for dim, size in enumerate(shape) if size > 1}
+        dim = min(factors, key=lambda dim: (factors[dim], -shape[dim]))
+        shape[dim] //= factors[dim]
+    return shape
+
+
+def smallest_factor(number: int) -> int:
+    """The smallest prime that divides a number."""
+    return next((factor for factor in range(2, math.isqrt(number) + 1) if number % factor == 0), number)
+
+
+def open_arrays(
+    place: Bucket | Folder, folder: str, like: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, tensorstore.TensorStore]:
     """The stored arrays, by name; only metadata is read. ValueError where one is missing, or unlike `like`."""
-    base = {"driver": "file", "path": f"{folder}/"}
-    # Processes without a common disk write each chunk as a file.
-    merged = (folder / "manifest.ocdbt").exists()
-
-    def place(name: str) -> dict[str, Any]:
-        if merged:
-            return {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-        return {"driver": "file", "path": f"{folder}/{name}/"}
-
-    opened = {name: tensorstore.open({"driver": "zarr", "kvstore": place(name)}, read=True, open=True) for name in like}
+    specs = {name: {"driver": "zarr", "kvstore": place.array_spec(f"{folder}/{name}")} for name in like}
+    opened = {name: tensorstore.open(spec, read=True, open=True, context=place.context) for name, spec in specs.items()}
     stores = {name: store.result() for name, store in opened.items()}
     for name, store in stores.items():
         stored, wanted = (store.shape, store.dtype.numpy_dtype), (like[name].shape, like[name].dtype)
@@ -74,13 +133,11 @@ def read_arrays(
     stores: Mapping[str, tensorstore.TensorStore],
     like: Mapping[str, jax.ShapeDtypeStruct],
     done: Callable[[int], object],
-    fetch: Callable[[str, str], object],
 ) -> dict[str, jax.Array]:
     """The arrays with the shardings of `like`; `done` is told the bytes of each one that is complete.
 
-    `fetch` brings a chunk, named by its array and place, before it is read. All processes must call this with the
-    same arrays. An error of reading is raised when all have passed on what they could read; it may be raised in one
-    process only, which reads nothing after it.
+    All processes must call this with the same arrays. An error of reading is raised when all have passed on what they
+    could read; it may be raised in one process only, which reads nothing after it.
     """
     me, arrays, error = jax.process_index(), dict[str, jax.Array](), None
     shards = {name: local_boxes(leaf) for name, leaf in like.items()}
@@ -88,7 +145,7 @@ def read_arrays(
     left = {name: sum(1 for _ in group) for name, group in itertools.groupby(pieces, key=lambda piece: piece.name)}
     buffers: dict[str, dict[Box, np.ndarray]] = {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        reads = read_ahead(stores, [piece for piece in pieces if piece.reader == me], fetch, pool)
+        reads = read_ahead(stores, [piece for piece in pieces if piece.reader == me], pool)
         for batch in batches(pieces):
             own: dict[Piece, np.ndarray] = {}
             for piece in batch:
@@ -111,7 +168,7 @@ def read_arrays(
                 left[piece.name] -= 1
                 if not left[piece.name]:
                     leaf, held = like[piece.name], buffers.pop(piece.name)
-                    arrays[piece.name] = place(leaf, held)
+                    arrays[piece.name] = on_devices(leaf, held)
                     done(arrays[piece.name].nbytes)
             release_freed_memory()
     if error is not None:
@@ -119,7 +176,7 @@ def read_arrays(
     return {name: arrays[name] for name in like}
 
 
-def place(leaf: jax.ShapeDtypeStruct, parts: Mapping[Box, np.ndarray]) -> jax.Array:
+def on_devices(leaf: jax.ShapeDtypeStruct, parts: Mapping[Box, np.ndarray]) -> jax.Array:
     """The array on its devices, of the parts that this process's devices hold."""
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -144,9 +201,8 @@ def plan_reads(
                 (start, min(start + step, size)) for start, step, size in zip(corner, chunk, leaf.shape, strict=True)
             )
             needed = sorted(set().union(*(held for part, held in holders.items() if overlap(part, box) is not None)))
-            place = ".".join(str(start // step) for start, step in zip(corner, chunk, strict=True)) or "0"
             nbytes = math.prod(stop - start for start, stop in box) * leaf.dtype.itemsize
-            yield Piece(name, box, place, nbytes, tuple(needed), needed[turn % len(needed)])
+            yield Piece(name, box, nbytes, tuple(needed), needed[turn % len(needed)])
             turn += len(needed) > 1
 
 
@@ -165,7 +221,6 @@ def batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
 def read_ahead(
     stores: Mapping[str, tensorstore.TensorStore],
     pieces: list[Piece],
-    fetch: Callable[[str, str], object],
     pool: ThreadPoolExecutor,
 ) -> Iterator[Future[np.ndarray]]:
     """A future of each piece's values, in order; some of those that follow are read meanwhile, in the pool's threads.
@@ -175,7 +230,6 @@ def read_ahead(
     """
 
     def read(piece: Piece) -> np.ndarray:
-        fetch(piece.name, piece.place)
         return stores[piece.name][tuple(itertools.starmap(slice, piece.box))].read().result()
 
     begun: deque[tuple[Future[np.ndarray], int]] = deque()

@@ -1,0 +1,192 @@
+"""Objects in buckets, gs://bucket/path and s3://bucket/path, through tensorstore's drivers and their own credentials.
+
+A bucket has no rename, append or lock, but an object is written as a whole or not at all, and can be replaced on the
+condition that nobody else has done so before. Requests that fail with 429, 5xx, a reset or silence are repeated for
+about a minute.
+"""
+
+import hashlib
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mllm.errors import UserError
+
+SCHEMES = {"gs": "gcs", "s3": "s3"}
+"""tensorstore's driver of each scheme."""
+RETRIES = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s"}
+SILENCE = {"TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "20", "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30"}
+"""Seconds after which a server that does not answer has failed; tensorstore itself would wait for ever."""
+PART_BYTES = 2**25
+"""The most bytes of a file in one request, so that a failed one is soon repeated and memory stays bounded."""
+AT_ONCE = 8
+"""Requests at a time when several objects are read or deleted."""
+CONTENT = ("NOT_FOUND", "OUT_OF_RANGE", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "DATA_LOSS")
+"""tensorstore's errors about what an object holds; after all others the bucket itself has failed."""
+
+
+def is_bucket(place: object) -> bool:
+    """Whether a path of a configuration names something in a bucket."""
+    return isinstance(place, str) and place.partition("://")[0] in SCHEMES and "://" in place
+
+
+def status(error: BaseException | None) -> str:
+    """The status of a tensorstore error, such as NOT_FOUND, which only the beginning of its text tells."""
+    return str(error).partition(":")[0]
+
+
+class Bucket:
+    """The objects whose names begin with a URL's path; every method raises UserError when its retries are spent."""
+
+    def __init__(self, url: str) -> None:
+        """Opens nothing."""
+        scheme, _, rest = url.partition("://")
+        rest = rest.strip("/")
+        self.url = f"{scheme}://{rest}"
+        name, _, path = rest.partition("/")
+        self.spec = {"driver": SCHEMES[scheme], "bucket": name, "path": f"{path}/" if path else ""}
+        if scheme == "s3" and "AWS_ENDPOINT_URL" in os.environ:  # which tensorstore does not read
+            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+            self.spec |= {"endpoint": os.environ["AWS_ENDPOINT_URL"], "aws_region": region}
+
+    @property
+    def objects(self) -> Any:
+        """tensorstore's KvStore; UserError where the URL names no bucket."""
+        try:
+            if self.spec["bucket"]:
+                return open_objects(tuple(self.spec.items()), self.context)
+        except ValueError:
+            pass
+        scheme = self.url.partition("://")[0]
+        raise UserError(f"{self.url}: is no place in a bucket: give {scheme}://bucket/path")
+
+    @property
+    def context(self) -> Any:
+        """tensorstore's Context, with the retries, that all stores of this driver share."""
+        return make_context(self.spec["driver"], tuple(RETRIES.items()))
+
+    def array_spec(self, name: str) -> dict[str, str]:
+        """tensorstore's specification of a folder with an array's chunks."""
+        return {**self.spec, "path": f"{self.spec['path']}{name}/"}
+
+    def failure(self, error: BaseException, name: str, use: str) -> UserError | None:
+        """What the user is told of a tensorstore error; None if it is about an object's content."""
+        if status(error) in CONTENT:
+            return None
+        return self.can_not_be(error, name, use)
+
+    def can_not_be(self, error: BaseException, name: str, use: str) -> UserError:
+        reason = re.sub(r"^[A-Z_]+: | \[[a-z_]+=.*", "", str(error).partition("\n")[0])
+        return UserError(
+            f"{self.url}/{name}: can't be {use} ({reason}); check the bucket and its credentials, and start again"
+        )
+
+    def result(self, future: Any, name: str, use: str) -> Any:
+        """The result of a request; UserError where it failed."""
+        try:
+            return future.result()
+        except ValueError as error:  # tensorstore has no errors of its own
+            raise self.can_not_be(error, name, use) from None
+
+    def read(self, name: str) -> bytes | None:
+        """An object's content; None where there is no such object."""
+        return self.read_generation(name)[0]
+
+    def read_generation(self, name: str) -> tuple[bytes | None, bytes]:
+        """An object's content, None where there is no such object, and what `replace` takes as its generation."""
+        found = self.result(self.objects.read(name), name, "read")
+        return found.value if found.state == "value" else None, found.stamp.generation
+
+    def generation(self, name: str) -> bytes:
+        """What differs whenever an object has been written anew; empty where there is no such object."""
+        found = self.result(self.objects.read(name, byte_range=slice(0, 0)), name, "read")
+        return found.stamp.generation if found.state == "value" else b""
+
+    def pieces(self, name: str) -> int:
+        """The number of pieces of `PART_BYTES` in an object, the last of which may be shorter; at least 1.
+
+        The store's clients tell no sizes: whether there is a byte at the beginning of a piece is tried instead.
+        """
+
+        def ends_before(piece: int) -> bool:
+            first = piece * PART_BYTES
+            future = self.objects.read(name, byte_range=slice(first, first + 1))
+            return status(future.exception()) == "OUT_OF_RANGE" or not self.result(future, name, "read").value
+
+        most = 1
+        while not ends_before(most):
+            most *= 2
+        return bisect_left(range(most), True, lo=most // 2 + 1, key=ends_before)
+
+    def read_piece(self, name: str, piece: int, last: bool) -> tuple[bytes, bytes]:
+        """A piece of an object, and the object's generation."""
+        end = None if last else (piece + 1) * PART_BYTES
+        found = self.result(self.objects.read(name, byte_range=slice(piece * PART_BYTES, end)), name, "read")
+        return found.value, found.stamp.generation
+
+    def write(self, name: str, data: bytes) -> None:
+        self.result(self.objects.write(name, data), name, "written")
+
+    def replace(self, name: str, data: bytes, generation: bytes) -> bytes | None:
+        """Write an object if it is still of this generation; returns its new one, None if another process was first."""
+        stamp = self.result(self.objects.write(name, data, if_equal=generation), name, "written")
+        if stamp.generation:
+            return stamp.generation
+        # A request whose answer was lost has been repeated, and then finds its own work.
+        content, new = self.read_generation(name)
+        return new if content == data else None
+
+    def rename(self, old: str, new: str) -> None:
+        """Copy an object, which must be small, and remove the old one."""
+        self.write(new, self.read(old) or b"")
+        self.delete([old])
+
+    def names(self, prefix: str = "") -> list[str]:
+        """The names of all objects that begin with `prefix`, in order."""
+        import tensorstore
+
+        every = tensorstore.KvStore.KeyRange(prefix, prefix + "\U0010ffff")
+        return sorted(name.decode() for name in self.result(self.objects.list(every), prefix, "listed"))
+
+    def entries(self, folder: str = "") -> list[str]:
+        """The names of the objects and folders just below a folder."""
+        prefix = f"{folder}/" if folder else ""
+        return sorted({name.removeprefix(prefix).partition("/")[0] for name in self.names(prefix)})
+
+    def delete(self, names: Iterable[str]) -> None:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(lambda name: self.result(self.objects.write(name, None), name, "deleted"), names))
+
+    def delete_folder(self, folder: str) -> None:
+        self.delete(self.names(f"{folder}/"))
+
+
+@cache
+def make_context(driver: str, retries: tuple[tuple[str, object], ...]) -> Any:
+    for name, value in SILENCE.items():
+        os.environ.setdefault(name, value)
+    import tensorstore
+
+    return tensorstore.Context({f"{driver}_request_retries": dict(retries)})
+
+
+@cache
+def open_objects(spec: tuple[tuple[str, str], ...], context: Any) -> Any:
+    import tensorstore
+
+    return tensorstore.KvStore.open(dict(spec), context=context).result()
+
+
+def local_place(url: str, root: str) -> Path:
+    """The folder of this machine for what belongs to a URL: `root` in mllm's own in $XDG_CACHE_HOME or ~/.cache."""
+    scheme, _, rest = url.rstrip("/").partition("://")
+    return cache_folder() / root / f"{scheme}-{hashlib.sha256(url.encode()).hexdigest()[:8]}" / rest
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "mllm"

@@ -1,0 +1,156 @@
+"""Saves arrays and a document as a checkpoint while training goes on, and loads them; all processes take part.
+
+Each process writes and reads what lies on its devices; any mesh of any number of processes can load a checkpoint.
+"""
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from mllm.errors import UserError
+from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
+from mllm.progress import transfer_bar
+from mllm.store.arrays import open_arrays, read_arrays, release_freed_memory, write_arrays
+from mllm.store.checksum import checksums
+from mllm.store.folder import find_fault
+from mllm.store.run_store import CHECKPOINTS, RunStore
+from mllm.store.seal import Damaged
+
+PATIENCE = 600
+"""Seconds that a process waits for the others to write their parts; one that fails ends the others long before."""
+NUMBERS = itertools.count()
+"""The saves of this process are numbered, so that none writes into the folder of a checkpoint that was put aside."""
+
+
+class Saving:
+    """A checkpoint that is being saved by a thread of each process."""
+
+    def __init__(
+        self,
+        store: RunStore,
+        step: int,
+        arrays: Mapping[str, jax.Array],
+        document: Mapping[str, Any],
+        *,
+        keep: int,
+        keep_best: bool,
+    ) -> None:
+        """Begin to save; returns as soon as the arrays may be overwritten.
+
+        The checkpoint is that of `step`, with the arrays and a JSON document. When it is published all others but the
+        newest `keep` ones are removed; with `keep_best` that whose document has the highest `best` stays, too.
+        """
+        self.store, self.step = store, step
+        self.nbytes, self.written = nbytes(arrays), 0
+        self.seconds = 0.0
+        self.error: BaseException | None = None
+        folder = f"{step}-{store.token}.{next(NUMBERS)}"
+        sealed = {**document, "arrays": checksums(arrays), "folder": folder}
+        copied = threading.Event()
+
+        def save() -> None:
+            begun = time.monotonic()
+            try:
+                write_arrays(store.place, f"{CHECKPOINTS}/{folder}", arrays, copied.set, self.count)
+                wait_for_processes(store, folder)
+                if is_writer():
+                    store.publish(step, sealed, keep, keep_best)
+            except BaseException as error:  # raised by `wait`
+                self.error = error
+                if store.folder and is_writer():  # there may be no room for anything else
+                    store.place.delete_folder(f"{CHECKPOINTS}/{folder}")
+            finally:
+                copied.set()
+                self.seconds = time.monotonic() - begun
+
+        self.thread = threading.Thread(target=save, name=f"saving {step}", daemon=True)
+        self.thread.start()
+        copied.wait()
+
+    def count(self, nbytes: int) -> None:
+        self.written += nbytes
+
+    @property
+    def done(self) -> bool:
+        return not self.thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is published; UserError where it can't be written."""
+        self.thread.join()
+        release_freed_memory()
+        if self.error is not None:
+            with self.store.writing(f"{CHECKPOINTS}/{self.step}"):
+                raise self.error
+
+
+def wait_for_processes(store: RunStore, folder: str) -> None:
+    """Wait until all processes have written their parts of a checkpoint."""
+    if jax.process_count() > 1:
+        try:
+            ocp.multihost.get_barrier_sync_fn()(key=folder, timeout_ms=PATIENCE * 1000)
+        except jax.errors.JaxRuntimeError:
+            raise UserError(
+                f"{store.url}/{CHECKPOINTS}/{folder}: not all processes have written their parts within {PATIENCE} s; "
+                "the same command goes on from the checkpoint before"
+            ) from None
+
+
+def load(
+    store: RunStore, step: int, like: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """Some arrays of a checkpoint, by name, with the shardings of `like`, and its document.
+
+    All processes must call this. Damaged is raised in all of them alike, and UserError where a bucket fails.
+    """
+    with transfer_bar(f"checkpoint {step}", nbytes(like)) as bar:
+        with damaged_everywhere(store, step):
+            document = store.manifest(step)
+            stores = open_arrays(store.place, f"{CHECKPOINTS}/{document['folder']}", like)
+        with damaged_everywhere(store, step):
+            arrays = read_arrays(stores, like, bar.update)
+    found, stored = checksums(arrays), document["arrays"]
+    if wrong := [name for name in found if found[name] != stored.get(name)]:
+        more = f" and of {len(wrong) - 1} others" if wrong[1:] else ""
+        raise Damaged(f"the checksum of {wrong[0]}{more} differs")
+    return arrays, document
+
+
+@contextmanager
+def damaged_everywhere(store: RunStore, step: int) -> Iterator[None]:
+    """What one process raises inside, Damaged or anything that a damaged file may cause, is Damaged in all.
+
+    Where a bucket fails it is a UserError: the checkpoint may be sound.
+    """
+    reason = None
+    with raise_everywhere():
+        try:
+            yield
+        except UserError:
+            raise
+        except Damaged as error:
+            reason = str(error)
+        except Exception as error:
+            if store.folder is None and (failure := store.place.failure(error, f"{CHECKPOINTS}/{step}", "read")):
+                raise failure from None
+            fault = find_fault(error)
+            reason = fault.strerror if fault else first_cause(error)
+    if reasons := [reason for reason in gather_objects(reason) if reason is not None]:
+        raise Damaged(reasons[0])
+
+
+def first_cause(error: BaseException) -> str:
+    """The error that all others came from, on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+
+
+def nbytes(arrays: Mapping[str, Any]) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays.values())

@@ -1,0 +1,227 @@
+"""A run belongs to one run of processes at a time: a file's lock on a disk, a lease in a bucket.
+
+A file system without locks leaves it to the user that no two runs write the same folder. A bucket has no locks at all:
+its lock is an object that the holder rewrites every few seconds, and expires.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from mllm.errors import UserError
+from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
+from mllm.store.bucket import Bucket
+from mllm.store.run_store import LOCK, RunStore
+
+SECONDS = 60
+"""How long a lease lasts that nobody renews; hosts' clocks are not compared."""
+RENEWALS = 6
+"""Renewals in that time."""
+SENDING_SECONDS = 30
+"""The time after which a bucket gets the new lines of logs; a checkpoint sends them at once."""
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def hold(store: RunStore) -> Iterator[None]:
+    """Hold a run for this run of processes, all of which must enter this: no other one writes it meanwhile.
+
+    At the end a bucket has everything, or UserError is raised. It is also raised if another run holds it, or it can't
+    be written.
+    """
+    with ExitStack() as stack:
+        with raise_everywhere():
+            if is_writer():
+                stack.enter_context(lock(store))
+        store.token = gather_objects(store.token)[0]
+        yield
+
+
+def lock(store: RunStore) -> AbstractContextManager[None]:
+    """Hold a run for this process alone; UserError as `hold`."""
+    if isinstance(store.place, Bucket):
+        return hold_bucket(store, store.place)
+    return hold_folder(store, store.place.path)
+
+
+# A folder
+
+
+@contextmanager
+def hold_folder(store: RunStore, folder: Path) -> Iterator[None]:
+    """Lock a folder, which is made if it is missing; one in which no run has begun is left as it was found.
+
+    The operating system releases the lock when the process ends, however it ends.
+    """
+    with store.writing(""):
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        file = open_locked(folder)
+    try:
+        yield
+    finally:
+        # Not the file itself: a process that has opened it already would lock a file that is no longer there.
+        with suppress(OSError):
+            file.truncate(0)
+        with suppress(OSError, UserError):
+            if not store.is_run():
+                (folder / LOCK).unlink()
+                for path in made:
+                    path.rmdir()
+        file.close()
+
+
+def open_locked(folder: Path) -> TextIO:
+    """The folder's lock file, open and locked, with this process's name in it."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise UserError(f"run_dir: {folder} is in use by {holder}; wait for it, or give another folder") from None
+        except OSError as error:
+            logger.warning("%s can't be locked (%s): let no other run write it", folder, error.strerror)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
+                break
+        file.close()  # another process removed it before this one had locked it
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
+
+
+# A bucket
+
+
+@contextmanager
+def hold_bucket(store: RunStore, bucket: Bucket) -> Iterator[None]:
+    """Hold a lease, and send the logs every `SENDING_SECONDS`; when that fails, the store's next use says so."""
+    lease = Lease(bucket, store.token)
+    store.check = lease.check
+
+    def send() -> None:
+        while not lease.ended.wait(SENDING_SECONDS):
+            try:
+                store.sync()
+            except UserError as error:
+                lease.failure = error
+
+    sender = threading.Thread(target=send, name="sender", daemon=True)
+    sender.start()
+    try:
+        yield
+    finally:
+        lease.ended.set()
+        sender.join()
+        store.sync()  # after an error the lease expires
+        lease.release()
+
+
+class LeaseLost(UserError):
+    """Another process has taken the lease."""
+
+
+class Lease:
+    """An object that its holder rewrites every few seconds; who sees it unchanged for `SECONDS` may take it."""
+
+    def __init__(self, bucket: Bucket, token: str) -> None:
+        """Take the lease; UserError where another process holds it, or the bucket can't be written.
+
+        The lease of a process of this host that is dead is taken at once. That of another host is waited for.
+        """
+        self.bucket, self.token = bucket, token
+        self.renewed = time.monotonic()
+        self.failure: UserError | None = None
+        self.ended = threading.Event()
+        self.generation = self.write(self.wait_for_end())
+        self.thread = threading.Thread(target=self.renew, name="lease", daemon=True)
+        self.thread.start()
+
+    def wait_for_end(self) -> bytes:
+        """Wait until the lease that is there has ended; returns the generation of what may be replaced."""
+        content, generation = self.bucket.read_generation(LOCK)
+        holder = read_holder(content or b"")
+        if content is None or is_dead(holder):
+            return generation
+        name = f"process {holder.get('process')} on {holder.get('host')}"
+        print(f"{self.bucket.url}: {name} held it; waiting {SECONDS} s for a sign of its life", file=sys.stderr)
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(SECONDS / RENEWALS)
+            content, now = self.bucket.read_generation(LOCK)
+            if content is None:
+                return now
+            if now != generation:
+                raise UserError(f"run_dir: {self.bucket.url} is in use by {name}; wait for it, or give another folder")
+        return generation
+
+    def write(self, generation: bytes) -> bytes:
+        """Write the lease in place of the one of this generation, and return the new one's."""
+        holder = {"token": self.token, "host": socket.gethostname(), "process": os.getpid(), "time": time.time()}
+        begun = time.monotonic()
+        new = self.bucket.replace(LOCK, json.dumps(holder).encode(), generation)
+        if new is None:
+            raise LeaseLost(f"run_dir: {self.bucket.url} was taken by another process; give another folder")
+        self.renewed = begun
+        return new
+
+    def renew(self) -> None:
+        while not self.ended.wait(SECONDS / RENEWALS):
+            try:
+                self.generation = self.write(self.generation)
+            except LeaseLost as error:
+                self.failure = error
+                return
+            except UserError as error:
+                logger.warning("the lease is not renewed: %s", error)
+
+    def check(self) -> None:
+        """Raise UserError if another process may have taken the run: nothing more may be published."""
+        if self.failure:
+            raise self.failure
+        if time.monotonic() - self.renewed > SECONDS * 0.9:
+            raise UserError(f"run_dir: the lease of {self.bucket.url} could not be renewed; the same command resumes")
+
+    def release(self) -> None:
+        """Let another process take the run, if this one still holds it."""
+        self.ended.set()
+        self.thread.join()
+        self.check()
+        self.bucket.delete([LOCK])
+
+
+def read_holder(content: bytes) -> dict[str, Any]:
+    try:
+        holder = json.loads(content)
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def is_dead(holder: dict[str, Any]) -> bool:
+    """Whether a holder was a process of this host that is no more."""
+    if holder.get("host") != socket.gethostname():
+        return False
+    process = holder.get("process")
+    if process == os.getpid():  # in a container processes have the same numbers again
+        return True
+    try:
+        os.kill(int(process or 0), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError):
+        pass
+    return False

@@ -1,0 +1,258 @@
+"""A run's files, logs and checkpoints in one layout, whether they are on a disk or in a bucket.
+
+    config.yaml                   a run has begun where this is
+    lock                          who writes the run
+    heartbeat.json, skipped/...   files as they are
+    metrics.jsonl                 a log; in a bucket a row of parts, metrics.jsonl.000000000000000 and so on
+    checkpoints/7.json            the sealed manifest of a checkpoint, written last: only it makes a checkpoint
+    checkpoints/7-TOKEN/a/0.1     a chunk of the array `a`; TOKEN is the holder's, so that a process which has lost the
+                                  run never writes into its successor's checkpoints
+    checkpoints/damaged_7.json    the manifest of a checkpoint that was found damaged; its chunks stay
+
+Here nothing knows JAX: `mllm.store.checkpoints` writes and reads the arrays, and `mllm.store.lock` holds a run.
+"""
+
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from mllm.errors import UserError
+from mllm.store.bucket import Bucket, is_bucket, local_place
+from mllm.store.fetch import OBJECTS, fetch
+from mllm.store.folder import UNFINISHED, Folder, sync
+from mllm.store.log import Cut, FileLog, Log, PartsLog, read_parts
+from mllm.store.seal import Damaged, seal, unseal
+
+CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
+MANIFEST = re.compile(r"(\d+)\.json")
+ASIDE = re.compile(r"damaged_(\d+)(_again)*\.json")
+CHUNKS = re.compile(r"(\d+)-[0-9a-f]{8}\.\d+")
+"""The folder of a checkpoint's arrays."""
+logger = logging.getLogger(__name__)
+
+
+class RunStore:
+    """The place of one run: a folder, gs://bucket/path or s3://bucket/path."""
+
+    def __init__(self, url: str | Path) -> None:
+        """Opens nothing."""
+        self.place: Bucket | Folder = Bucket(str(url)) if is_bucket(url) else Folder(Path(url))
+        self.folder = self.place.path if isinstance(self.place, Folder) else None
+        """The folder on a disk; None in a bucket."""
+        self.url = self.place.url if isinstance(self.place, Bucket) else str(self.folder)
+        self.token = secrets.token_hex(4)
+        """The holder's, in the names of what it writes; the same in all of several processes."""
+        self.check: Callable[[], None] = lambda: None
+        """Raises UserError where this process may not write any more, or could not send."""
+        self.logs: dict[str, Log] = {}
+        self.replaced: dict[str, bytes] = {}
+        """Files that are replaced all the time, until a bucket has them."""
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def local_folder(self) -> Path:
+        """The folder on a disk; for a run in a bucket one of this machine, for what does not leave it."""
+        folder = self.folder or local_place(self.url, OBJECTS)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def local(self, name: str) -> Path:
+        """A file as one of this machine, fetched if it is in a bucket, where it must be."""
+        return self.folder / name if self.folder else fetch(self.url, [name], "run_dir")[0]
+
+    # Files
+
+    def is_run(self) -> bool:
+        """Whether a run has begun there."""
+        return CONFIG in self.entries()
+
+    def read(self, name: str) -> bytes | None:
+        """A file's content; None where there is no such file."""
+        with self.reading(name):
+            return self.place.read(name)
+
+    def entries(self, folder: str = "") -> list[str]:
+        """The names of the files and folders just below a folder, in order."""
+        with self.reading(folder):
+            return self.place.entries(folder)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file as a whole or not at all; it has survived a crash of the machine from then on."""
+        with self.writing(name):
+            self.place.write(name, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file that is replaced all the time: in a bucket only when the logs are sent. Raises OSError."""
+        if isinstance(self.place, Folder):
+            self.place.write(name, data, durable=False)
+        else:
+            self.replaced[name] = data
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Turn the errors of a disk into a UserError."""
+        try:
+            yield
+        except OSError as error:
+            raise self.place.failure(error, name, "read") or error from None
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[None]:
+        """Turn the errors of a disk or a bucket into a UserError, which says from where the run goes on."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if (failure := self.place.failure(error, name, "written")) is None:
+                raise
+            raise self.with_resumption(failure) from None
+
+    def with_resumption(self, failure: UserError) -> UserError:
+        """A disk's failure with the checkpoint from which the same command goes on."""
+        if self.folder is None:
+            return failure
+        try:
+            steps = self.steps()
+            resumes = f"goes on from checkpoint {steps[-1]}" if steps else "begins again: there is no checkpoint yet"
+        except UserError:
+            resumes = "resumes"
+        return UserError(f"{failure}, and the same command {resumes}")
+
+    # Logs
+
+    def read_log(self, name: str) -> bytes:
+        """A log's content; empty where there is none."""
+        if isinstance(self.place, Bucket):
+            return read_parts(self.place, name)
+        return self.read(name) or b""
+
+    def open_log(self, name: str, cut: Cut | None = None) -> Log:
+        """A log to append to, after it has been cut."""
+        if isinstance(self.place, Bucket):
+            self.logs[name] = PartsLog(self.place, name, cut, self.check)
+        else:
+            self.logs[name] = FileLog(self.place.path / name, cut, lambda: self.writing(name))
+        return self.logs[name]
+
+    def sync(self) -> None:
+        """Wait until the logs, and what is replaced all the time, survive a crash of the machine."""
+        self.check()
+        for log in list(self.logs.values()):
+            log.sync()
+        while self.replaced:
+            self.place.write(*self.replaced.popitem())
+
+    # Checkpoints
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, ascending."""
+        return sorted(int(found[1]) for name in self.entries(CHECKPOINTS) if (found := MANIFEST.fullmatch(name)))
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """The document of a checkpoint. Raises Damaged where it is missing, has changed, or can't be read on a disk."""
+        return self.read_manifest(f"{step}.json")
+
+    def read_manifest(self, name: str) -> dict[str, Any]:
+        try:
+            document = unseal(json.loads(self.place.read(f"{CHECKPOINTS}/{name}") or b"null"))
+        except (ValueError, OSError) as error:
+            raise Damaged(f"{type(error).__name__}: {error}"[:200]) from None
+        if not CHUNKS.fullmatch(str(document.get("folder"))):
+            raise Damaged("an earlier version of this program wrote it")
+        return document
+
+    def score(self, step: int) -> float | None:
+        """What a checkpoint is compared by; None if it has no score, or is damaged."""
+        with suppress(Damaged):
+            return self.manifest(step).get("best")
+        return None
+
+    def best_step(self, steps: list[int]) -> int | None:
+        """The step of the best of these checkpoints; None if none has a score."""
+        scores = {step: score for step in steps if (score := self.score(step)) is not None}
+        return max(scores, key=lambda step: (scores[step], step), default=None)
+
+    def publish(self, step: int, document: Mapping[str, Any], keep: int, keep_best: bool) -> None:
+        """Make a checkpoint of arrays that are written, then remove all but the newest `keep` ones and the best.
+
+        No checkpoint is newer than the logs: they are sent first.
+        """
+        self.sync()
+        with self.writing(f"{CHECKPOINTS}/{step}"):
+            if self.folder:
+                sync(self.folder / CHECKPOINTS / document["folder"])  # tensorstore has synced what is below
+            self.place.write(f"{CHECKPOINTS}/{step}.json", json.dumps(seal(document)).encode())
+            steps = self.steps()
+            kept = {*steps[-keep:], *([self.best_step(steps)] if keep_best else [])}
+            for old in (old for old in steps if old not in kept):
+                folder = self.folder_of(old)
+                self.place.delete([f"{CHECKPOINTS}/{old}.json"])
+                if folder:
+                    self.place.delete_folder(folder)
+
+    def folder_of(self, step: int) -> str | None:
+        """The folder of a checkpoint's arrays; None if its manifest does not say it any more."""
+        with suppress(Damaged):
+            return f"{CHECKPOINTS}/{self.manifest(step)['folder']}"
+        return None
+
+    def put_aside(self, step: int, reason: str) -> None:
+        """Rename the manifest of a damaged checkpoint, so that nothing takes it for one again; nothing is deleted."""
+        aside, others = f"damaged_{step}", self.entries(CHECKPOINTS)
+        while f"{aside}.json" in others:
+            aside += "_again"
+        try:
+            self.place.rename(f"{CHECKPOINTS}/{step}.json", f"{CHECKPOINTS}/{aside}.json")
+        except OSError as error:
+            raise UserError(
+                f"{self.url}/{CHECKPOINTS}/{step}.json: can't be read ({reason}), nor put aside as {aside}.json "
+                f"({error.strerror}); rename or remove it"
+            ) from None
+        logger.warning("checkpoint %d can't be read (%s); put aside as %s/%s.json", step, reason, CHECKPOINTS, aside)
+
+    def remove_unpublished(self) -> None:
+        """Remove what is no checkpoint's: of saves that were cut off. Only the run's holder may do that."""
+        entries = self.entries(CHECKPOINTS)
+        listed = set[str]()
+        for name in entries:
+            if found := ASIDE.fullmatch(name) or MANIFEST.fullmatch(name):
+                try:
+                    listed.add(self.read_manifest(name)["folder"])
+                except Damaged:  # any of its step's folders may be the one
+                    listed |= {other for other in entries if other.startswith(f"{found[1]}-")}
+        with self.writing(CHECKPOINTS):
+            self.place.delete(f"{CHECKPOINTS}/{name}" for name in entries if name.endswith(f".json{UNFINISHED}"))
+            for name in entries:
+                if CHUNKS.fullmatch(name) and name not in listed:
+                    self.place.delete_folder(f"{CHECKPOINTS}/{name}")
+
+
+def find_run(run: str, key: str) -> RunStore | None:
+    """The store of a run; None where no run is there.
+
+    UserError, which names the setting or argument `key`, is raised where a bucket can't be read.
+    """
+    store = RunStore(run if is_bucket(run) else os.path.expanduser(run))
+    try:
+        return store if store.is_run() else None
+    except ValueError:  # a name that no folder can have
+        return None
+    except UserError as error:
+        if store.folder:  # nor this one
+            return None
+        raise UserError(f"{key}: {error}") from None
+
+
+def tool_run(run: str) -> RunStore:
+    """The store of a tool's argument; UserError where a bucket has no run there."""
+    found = find_run(run, "RUN")
+    if found is None and is_bucket(run):
+        raise UserError(f"{run}: no config.yaml; give a run_dir")
+    return found or RunStore(os.path.expanduser(run))

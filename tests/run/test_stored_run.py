@@ -1,0 +1,208 @@
+"""A run in a bucket ends as one on a disk does, and survives the same; models, data and other runs are read there."""
+
+import gzip
+import json
+import re
+import signal
+from pathlib import Path
+
+import pyarrow
+import pytest
+from object_store import object_store
+from pyarrow import parquet
+from runs import arguments, assert_same_end, changed, checksums, outputs, run, start, start_group, wait
+from tiny import config
+
+from mllm.config.model import MeshConfig
+from mllm.model import weights
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import make_mesh
+from mllm.store import bucket, fetch
+from mllm.store.bucket import Bucket
+from mllm.store.run_store import RunStore
+from tools import export, generate, plot, samples
+
+SETTINGS = {"steps": 24, "checkpoint": {"every": 2}, "eval": {"every": 12}}
+LINES = [json.dumps({"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i % 5)}) + "\n" for i in range(40)]
+
+
+@pytest.fixture(scope="module", params=["gs", pytest.param("s3", marks=pytest.mark.faults)])
+def server(request):
+    with object_store(request.param) as server:
+        yield server
+
+
+@pytest.fixture
+def store(server, tmp_path, monkeypatch):
+    """A server without faults, and with an empty folder `url`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    server.renew()
+    return server
+
+
+google = pytest.mark.parametrize("server", ["gs"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory):
+    settings = config("sft", run_dir=str(tmp_path_factory.mktemp("disk") / "run"), **SETTINGS)
+    assert run(settings) == 0
+    return settings
+
+
+def in_bucket(store, **sections):
+    return config("sft", run_dir=f"{store.url}/run", **{**SETTINGS, **sections})
+
+
+def published(store):
+    """How many checkpoints have been made whole."""
+    return sum(bool(re.search(r"checkpoints/\d+\.json", path)) for path in store.written)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_and_has_lost_its_newest_checkpoint_ends_as_one_on_a_disk(store, on_disk, caplog):
+    settings = in_bucket(store)
+    place = RunStore(settings.run_dir)
+    process = start(settings)
+    wait(process, lambda: published(store) >= 2)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    *older, newest = place.steps()
+    chunk = f"{place.folder_of(newest)}/params.embed/0.0"
+    place.write(chunk, place.read(chunk)[:-1] + b"?")
+    assert run(settings) == 0
+    assert f"put aside as checkpoints/damaged_{newest}.json" in caplog.text or not older
+    assert_same_end(on_disk, settings)
+    assert place.steps() == [22, 24]
+    assert (f"damaged_{newest}.json" in place.entries("checkpoints")) == bool(older)
+    assert "lock" not in place.entries()
+
+
+@pytest.mark.faults
+@google
+def test_a_bucket_that_fails_for_good_ends_the_run_with_one_line_and_it_resumes(store, on_disk, monkeypatch, capfd):
+    monkeypatch.setattr(bucket, "RETRIES", {"max_retries": 8, "initial_delay": "5ms", "max_delay": "20ms"})
+    settings = in_bucket(store)
+
+    def fault(method, path):
+        return "503" if published(store) else None
+
+    store.fault = fault
+    assert run(settings) == 2
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert re.match(
+        rf"error: {settings.run_dir}/\S+: can't be \w+ \(All 8 retry attempts failed: .*\); check the bucket", errors[0]
+    )
+    store.fault = lambda method, path: None
+    assert run(settings) == 0
+    assert_same_end(on_disk, settings)
+
+
+@pytest.mark.faults
+@google
+def test_two_processes_that_share_no_disk_are_killed_and_end_as_two_that_share_one(store, tmp_path):
+    sections = {"mesh": {"fsdp": 2}, "steps": 6, "eval": None, "rollout": None}
+    shared = config("sft", run_dir=str(tmp_path / "shared"), checkpoint={"every": 2}, **sections)
+    outputs(start_group(["train.py", *arguments(shared)], 2, 1))
+    apart = in_bucket(store, **sections)
+    processes = start_group(["train.py", *arguments(apart)], 2, 1)
+    wait(processes[0], lambda: published(store) >= 1, seconds=300)
+    for process in processes:
+        process.kill()  # the second may have ended before, because the first did
+    for process in processes:
+        process.communicate()
+    outputs(start_group(["train.py", *arguments(apart)], 2, 1))
+    assert_same_end(shared, apart)
+
+
+# What a run reads, and what reads it
+
+
+@pytest.fixture
+def requests(store):
+    """The paths that objects have been asked for, each as often as it was."""
+    paths: list[str] = []
+    store.fault = lambda method, path: paths.append(path) if method in ("GET", "HEAD") else None
+    return paths
+
+
+def upload(folder, url):
+    """Write a folder's files as objects."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            Bucket(url).write(path.relative_to(folder).as_posix(), path.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on a disk, with checkpoints 2 and 4 and an export."""
+    settings = config("sft", run_dir=str(tmp_path_factory.mktemp("trained") / "run"), checkpoint={"every": 2})
+    settings = changed(settings, eval=None, rollout=None)
+    assert run(settings) == 0
+    assert export.main([settings.run_dir]) == 0
+    return settings
+
+
+@pytest.mark.slow
+def test_a_model_and_data_in_a_bucket_make_the_run_that_their_files_make(store, requests, tmp_path):
+    files = tmp_path / "files"
+    policy = load_policy(config("sft"), make_mesh(MeshConfig()))
+    save = policy.tokenizer.save_pretrained
+    weights.save(files / "model", policy.architecture, policy.initial_params(), stop_ids=policy.stop_ids, also=save)
+    (files / "train-1.jsonl.gz").write_bytes(gzip.compress("".join(LINES[:20]).encode()))
+    (files / "train-2.jsonl").write_text("".join(LINES[20:]))
+    parquet.write_table(pyarrow.Table.from_pylist([*map(json.loads, LINES[:9])]), files / "heldout.parquet")
+    upload(files, store.url)
+
+    def settings(place, run_dir):
+        model = {"init": "pretrained", "architecture": None, "source": f"{place}/model"}
+        data = {"source": f"{place}/train-*.jsonl*", "validation": {"source": f"{place}/heldout.parquet"}}
+        parts = {"model": model, "data": data, "task": None, "rollout": None, "eval": None}
+        return config("sft", run_dir=str(tmp_path / run_dir), **parts)
+
+    on_disk, in_bucket = settings(files, "disk"), settings(store.url, "bucket")
+    assert run(on_disk) == run(in_bucket) == 0
+    assert_same_end(on_disk, in_bucket)
+    assert len([*bucket.cache_folder().glob("*/summary")]) == 2  # the documents are found again
+
+    objects = sum(path.is_file() for path in files.rglob("*"))
+    requests.clear()
+    moved = changed(on_disk, steps=6, data={**on_disk.data.model_dump(), "source": in_bucket.data.source})
+    assert run(moved) == 0  # a run goes on when its data have moved
+    assert len(requests) < 2 * objects
+
+
+@pytest.mark.faults
+def test_grpo_in_a_bucket_begins_with_a_run_there_and_tools_read_it(store, trained, tmp_path, capsys):
+    first = changed(trained, run_dir=f"{store.url}/first")
+    assert run(first) == 0
+    problems = [{"prompt": f"{i}+{i % 5}=", "answer": i + i % 5} for i in range(12)]
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    upload(tmp_path / "task", f"{store.url}/task")
+
+    def settings(run_dir, source, problems, steps=4):
+        model = {"init": "pretrained", "architecture": None, "source": source}
+        task = {"name": "jsonl", "train": str(problems), "heldout": None}
+        return config(run_dir=str(run_dir), steps=steps, model=model, task=task, checkpoint={"every": 2})
+
+    on_disk = settings(tmp_path / "disk", trained.run_dir, tmp_path / "task" / "problems.jsonl")
+    there = f"{store.url}/grpo", first.run_dir, f"{store.url}/task/problems.jsonl"
+    in_bucket = settings(*there)
+    assert run(on_disk) == run(settings(*there, steps=2)) == run(in_bucket) == 0
+    assert_same_end(on_disk, in_bucket)
+
+    assert samples.main([in_bucket.run_dir, "--print"]) == plot.main([in_bucket.run_dir, first.run_dir]) == 0
+    assert str(RunStore(in_bucket.run_dir).local_folder / "curves.png") in capsys.readouterr().out
+    for options in ([first.run_dir], [first.run_dir, "--out", str(tmp_path / "export")]):
+        assert export.main(options) == 0
+    exported = fetch.fetch_folder(f"{first.run_dir}/export", ("*",), "model.source")
+    assert {name: sum_ for name, sum_ in checksums(exported).items() if name[0] != "."} == checksums(
+        tmp_path / "export"
+    )
+    assert checksums(tmp_path / "export") == checksums(Path(trained.run_dir, "export"))
+    answers = [generate.main([place, "1+2=", "--max-tokens", "4"]) for place in (first.run_dir, trained.run_dir)]
+    said = capsys.readouterr().out.splitlines()
+    assert answers == [0, 0]
+    assert said[-1] == said[-2]

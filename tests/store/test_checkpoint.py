@@ -1,0 +1,395 @@
+"""A checkpoint is restored to the bit; damage costs one checkpoint, never the run, on a disk as in a bucket."""
+
+import json
+import logging
+import os
+import re
+import sys
+from contextlib import closing, contextmanager
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import outputs, spawn, start_two
+
+from mllm import progress
+from mllm.config.model import MeshConfig, OptimizerConfig
+from mllm.config.schema import CheckpointConfig
+from mllm.errors import UserError
+from mllm.parallel import watch
+from mllm.parallel.mesh import make_mesh, sharding
+from mllm.parallel.processes import ProcessGroup, gather_objects, is_writer
+from mllm.run.checkpoint import Checkpoints
+from mllm.run.state import PendingEvaluation, RunState
+from mllm.store import arrays
+from mllm.store.lock import hold
+from mllm.store.run_store import RunStore
+from mllm.store.seal import seal
+from mllm.train.optimizer import make_optimizer
+from mllm.train.step import abstract_state, init_state
+
+disk = pytest.mark.parametrize("url", ["disk"], indirect=True)
+google = pytest.mark.parametrize("url", ["gs"], indirect=True)
+POSITION = {"data": {"next_index": 3}, "num_tokens": 12}
+OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=0.1), 10)
+
+
+@cache
+def first_state(mesh_config=MeshConfig()):  # noqa: B008
+    """Parameters and optimizer of a model of two parameters; all arrays differ."""
+    mesh = make_mesh(mesh_config)
+    layout = {"embed": ("vocab", "embed"), "norm": ("embed",)}
+    params = {
+        name: jax.device_put(jnp.arange(64.0 ** len(axes)).reshape((64,) * len(axes)), sharding(mesh, axes))
+        for name, axes in layout.items()
+    }
+    return jax.tree.map(lambda leaf: leaf + 1 if leaf.ndim else leaf, init_state(params, OPTIMIZER))
+
+
+def make_state(step, mesh_config=MeshConfig(), value=None, **fields):  # noqa: B008
+    """The state of a run after `step` updates; `value` (by default the step) makes its arrays different."""
+    value = step if value is None else value
+    return RunState(step, jax.tree.map(lambda leaf: leaf + value, first_state(mesh_config)), POSITION, **fields)
+
+
+def like(mesh_config=MeshConfig()):  # noqa: B008
+    return abstract_state(first_state(mesh_config).params, OPTIMIZER)
+
+
+def opened(store, **settings):
+    return closing(Checkpoints(store, CheckpointConfig(**settings)))
+
+
+def save(store, *states, accuracies=None, **settings):
+    """Save states, or the states of steps, with the accuracies of steps."""
+    with opened(store, **settings) as checkpoints:
+        for state in states:
+            state = make_state(state) if isinstance(state, int) else state
+            checkpoints.save(state, "seed: 0\n", (accuracies or {}).get(state.step))
+        checkpoints.wait()
+
+
+def assert_equal(state, other):
+    """The same arrays to the bit, and the same everything else."""
+    for mine, yours in zip(jax.tree.leaves(state.train), jax.tree.leaves(other.train), strict=True):
+        np.testing.assert_array_equal(mine, yours)
+    assert (state.step, state.document()) == (other.step, other.document())
+
+
+def restored(store):
+    with opened(store) as checkpoints:
+        return checkpoints.restore(like())
+
+
+# What comes back
+
+
+def test_every_field_of_a_state_is_restored_also_by_another_mesh(store):
+    pending = PendingEvaluation({"loss": 0.5}, [{"completion": "7", "rewards": {"exact_match": 1.0}}])
+    state = make_state(2, skipped_in_a_row=3, pending_evaluation=pending)
+    save(store, make_state(1), state)
+    assert_equal(found := restored(store), state)
+    assert (found.position, found.skipped_in_a_row, found.pending_evaluation) == (POSITION, 3, pending)
+    assert found.logged_step == 1
+    with opened(store) as checkpoints:
+        found = checkpoints.restore(like(mesh := MeshConfig(fsdp=2, tp=4)))
+    assert_equal(found, state)
+    assert found.train.params["embed"].sharding == like(mesh).params["embed"].sharding
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"), [((1024, 1024), 2**21), ((151936, 896), 2**21), ((7, 3, 64), 2**10), ((), 4)]
+)
+def test_chunks_are_parts_of_shards_and_neither_too_large_nor_too_small(monkeypatch, shape, size):
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", size)
+    leaf = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding(make_mesh(MeshConfig()), (None,) * len(shape)))
+    chunk = arrays.chunk_shape(leaf)
+    assert all(total % part == 0 for total, part in zip(shape, chunk, strict=True))
+    assert size / 8 < 4 * np.prod(chunk) <= size
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(store, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    params = {"embed": jnp.arange(2.0**21).reshape(2**12, 2**9), "norm": jnp.ones(8)}
+    params = jax.device_put(params, sharding(make_mesh(MeshConfig()), ()))
+    train = init_state(params, OPTIMIZER)
+    with opened(store) as checkpoints:
+        assert checkpoints.timings() == {}
+        checkpoints.save(RunState(1, train, POSITION), "seed: 0\n")
+        assert store.steps() == []
+        for leaf in jax.tree.leaves(train):
+            leaf.delete()  # as the next update does
+        checkpoints.wait()
+        assert store.steps() == [1]
+        assert 0 < checkpoints.timings()["save/gb_per_second"] < 100
+        assert checkpoints.timings() == {}
+        found = checkpoints.restore(abstract_state(params, OPTIMIZER))
+    np.testing.assert_array_equal(found.train.params["embed"].ravel(), np.arange(2.0**21))
+    bars = capsys.readouterr().err
+    assert re.search(r"saving checkpoint 1: .*B/s\]", bars)
+    assert re.search(r"checkpoint 1: 100%.* 25.2M/25.2M .*B/s\]", bars)
+
+
+def test_a_transfer_without_a_terminal_is_a_line_if_it_is_large(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0)
+    for size in (2**30 - 1, 3 * 2**30):
+        with progress.transfer_bar("loading model", size) as bar:
+            bar.update(size)
+    assert capsys.readouterr().err == "loading model: 3.0 GiB\n"
+
+
+def test_parameters_are_read_without_the_optimizer(store):
+    save(store, 1, 2)
+    for name in arrays_of(store, 1):
+        if not name.startswith("params."):
+            store.place.delete_folder(f"{store.folder_of(1)}/{name}")
+    checkpoints = Checkpoints(store, CheckpointConfig(), read_only=True)
+    assert checkpoints.restore_params(like().params, None)[0] == 2
+    step, params = checkpoints.restore_params(like().params, 1)
+    with pytest.raises(UserError, match=r"no checkpoint 3; there are \[1, 2\]"):
+        checkpoints.restore_params(like().params, 3)
+    assert step == 1
+    jax.tree.map(np.testing.assert_array_equal, params, make_state(1).train.params)
+
+
+def memory_of_saves(folder):
+    """Saves a state of 96 MiB twelve times; prints how far memory stays above that after the second, in MiB."""
+    params = {f"layer_{rows}": jnp.ones((rows, 512)) for rows in (1024, 2048, 3072, 3073, 3074, 4096)}
+    train = init_state(jax.device_put(params, sharding(make_mesh(MeshConfig()), ())), OPTIMIZER)
+    noise = jax.jit(lambda train: jax.tree.map(lambda leaf: leaf * 3 + 1, train), donate_argnums=0)
+    resident = []
+    with opened(RunStore(folder), keep=1) as checkpoints:
+        for step in range(1, 13):
+            checkpoints.save(RunState(step, train, POSITION), "")
+            for _ in range(3):
+                train = jax.block_until_ready(noise(train))
+            checkpoints.wait()
+            resident.append(int(re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) / 2**10)
+    print(*map(int, resident), file=sys.stderr)
+    print(min(resident[4:]) - resident[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_memory_does_not_grow_with_the_number_of_saves(tmp_path):
+    """In a process of its own. What grows stays grown, so the least counts: a late thread may hold a copy once."""
+    call = "test_checkpoint.memory_of_saves(pathlib.Path(sys.argv[1]))"
+    process = spawn(["-c", f"import sys, pathlib, test_checkpoint; {call}", str(tmp_path)], None)
+    assert float(outputs([process])[0]) < 48
+
+
+# Which checkpoints are kept
+
+
+@pytest.mark.parametrize(("settings", "kept"), [({"keep": 2}, [4, 5]), ({"keep": 2, "keep_best": True}, [2, 4, 5])])
+def test_the_newest_are_kept_and_the_best_beside_them_also_after_a_resume(store, settings, kept):
+    accuracies = {1: 0.1, 2: 0.9, 3: 0.2, 5: 0.3}
+    for steps in ((1, 2, 3), (4,), (5,)):
+        save(store, *steps, accuracies=accuracies, **settings)
+    assert store.steps() == kept
+    assert len(store.entries("checkpoints")) == 2 * len(kept)
+
+
+@pytest.mark.parametrize("settings", [{"keep": 1}, {"keep": 2}, {"keep": 1, "keep_best": True}], ids=str)
+def test_the_last_undamaged_checkpoint_stays_until_a_newer_one_is_complete(store, settings):
+    save(store, 1, 2, 3, accuracies={1: 0.3, 2: 0.1, 3: 0.1}, keep=3)
+    for step in (2, 3):
+        flip_bits(store, step)
+    with opened(store, **settings) as checkpoints:
+        assert checkpoints.restore(like()).step == 1
+        checkpoints.save(make_state(2), "", 0.2)
+        assert 1 in store.steps()
+        checkpoints.wait()
+        assert checkpoints.restore(like()).step == 2
+    assert store.steps() == ([2] if settings == {"keep": 1} else [1, 2])
+    assert {"damaged_2.json", "damaged_3.json"} < {*store.entries("checkpoints")}
+
+
+def test_what_a_save_has_left_that_was_cut_off_is_removed_at_the_next_start(store):
+    save(store, 1, 2)
+    flip_bits(store, 2)
+    restored(store)
+    before = store.entries("checkpoints")
+    left = ["3-0123abcd.0/params.norm/0", "2-0123abcd.1/params.norm/0"]
+    for name in left:
+        store.write(f"checkpoints/{name}", b"?")
+    store.write("checkpoints/notes.txt", b"mine")
+    restored(store)
+    assert store.entries("checkpoints") == sorted([*before, "notes.txt"])
+    store.write("checkpoints/1.json", b"?")
+    store.write("checkpoints/1-0123abcd.2/params.norm/0", b"?")  # which of the two it was, nobody knows
+    with opened(store):
+        assert len([name for name in store.entries("checkpoints") if name.startswith("1-")]) == 2
+
+
+# Damage
+
+
+def arrays_of(store, step):
+    """The names of the arrays in a checkpoint."""
+    return store.entries(store.folder_of(step))
+
+
+def chunks(store, step, prefix=""):
+    """The files of a checkpoint's arrays that hold their bytes."""
+    folder = store.folder_of(step)
+    names = [name for name in arrays_of(store, step) if name.startswith(prefix)]
+    return [
+        f"{folder}/{name}/{place}" for name in names for place in store.entries(f"{folder}/{name}") if place[0] != "."
+    ]
+
+
+def truncate(store, step, prefix=""):
+    for name in chunks(store, step, prefix):
+        content = store.read(name)
+        store.write(name, content[: len(content) // 2])
+
+
+def flip_bits(store, step, prefix=""):
+    for name in chunks(store, step, prefix):
+        store.write(name, flipped(content := store.read(name), len(content) // 2))
+
+
+def flipped(content, place, bit=0):
+    content = bytearray(content)
+    content[place] ^= 1 << bit
+    return bytes(content)
+
+
+def delete(store, step, prefix=""):
+    store.place.delete(chunks(store, step, prefix))
+
+
+def exchange_params(store, step):
+    for mine, yours in zip(chunks(store, step, "params"), chunks(store, 1, "params"), strict=True):
+        store.write(mine, store.read(yours))
+
+
+def edit_position(store, step):
+    text = store.read(f"checkpoints/{step}.json")
+    assert b'"next_index": 3' in text
+    store.write(f"checkpoints/{step}.json", text.replace(b'"next_index": 3', b'"next_index": 4'))
+
+
+DAMAGE = {
+    "a chunk is deleted": delete,
+    "arrays are deleted": lambda store, step: store.place.delete_folder(store.folder_of(step)),
+    "the manifest is cut": lambda store, step: store.write(f"checkpoints/{step}.json", b"{"),
+    "chunks are truncated": truncate,
+    "the parameters are another checkpoint's": exchange_params,
+    "the position is another": edit_position,
+    "a bit is flipped": flip_bits,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(store, caplog, capfd, name):
+    save(store, 1, 2)
+    DAMAGE[name](store, 2)
+    with caplog.at_level(logging.WARNING), opened(store) as checkpoints:
+        assert_equal(checkpoints.restore(like()), make_state(1))
+        checkpoints.save(make_state(2, value=7), "")
+        checkpoints.wait()
+        assert_equal(checkpoints.restore(like()), make_state(2, value=7))
+    assert "checkpoint 2 can't be read" in caplog.text
+    assert {record.name for record in caplog.records} == {"mllm.store.run_store"}
+    assert "Traceback" not in capfd.readouterr().err
+    assert "damaged_2.json" in store.entries("checkpoints")
+    if name == "the parameters are another checkpoint's":
+        assert "(the checksum of params.embed and of 1 others differs)" in caplog.text
+
+
+@disk
+def test_a_flipped_bit_is_found_or_changes_nothing(store):
+    save(store, 1, 2)
+    found = set()
+    names = ["checkpoints/2.json", *(f"{store.folder_of(2)}/{name}/.zarray" for name in arrays_of(store, 2))]
+    for name in [*names, *chunks(store, 2)]:
+        content = store.read(name)
+        for place in sorted({0, len(content) // 2, len(content) - 1}):
+            store.write(name, flipped(content, place, bit=place % 8))
+            state = restored(store)
+            assert_equal(state, make_state(state.step))
+            if state.step == 1:
+                found.add(name)
+                store.place.rename("checkpoints/damaged_2.json", "checkpoints/2.json")
+        store.write(name, content)
+    assert {"checkpoints/2.json", *chunks(store, 2)} <= found
+
+
+@google
+def test_a_bucket_that_fails_damages_no_checkpoint(store, server):
+    save(store, 1, 2)
+    with opened(store) as checkpoints:
+        server.fault = lambda method, path: "503" if "params.embed" in path else None
+        with pytest.raises(UserError, match=r"checkpoints/2: can't be read \(.*\); check the bucket"):
+            checkpoints.restore(like())
+    server.fault = lambda method, path: None
+    assert store.steps() == [1, 2]
+    assert restored(store).step == 2
+
+
+@contextmanager
+def one_of_two(url):
+    """In each of two processes: hold a run."""
+    ProcessGroup.find(None, None, None, os.environ).join(60)
+    with hold(store := RunStore(url)):
+        yield store
+    watch.watch.finish(None)
+
+
+def damage_the_second_process_s_part(url):
+    """In each of two processes: the second one's part of 3 can't be read, and its part of 2 is another one."""
+    mesh = MeshConfig(dp=2, fsdp=4)
+    with one_of_two(url) as store, opened(store, keep=3) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(make_state(step, mesh), "")
+            checkpoints.wait()
+        assert_equal(checkpoints.restore(like(mesh)), make_state(3, mesh))
+        if is_writer():
+            for step, damage in ((3, truncate), (2, flip_bits)):
+                damage(store, step, "params.norm")
+        gather_objects(None)
+        assert checkpoints.restore(like(mesh)).step == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("url", ["disk", "gs"], indirect=True)
+def test_both_processes_put_a_checkpoint_aside_that_only_one_finds_damaged(store, url):
+    call = f"test_checkpoint.damage_the_second_process_s_part({url!r})"
+    said = outputs(start_two(["-c", f"import test_checkpoint; {call}"]))
+    assert ["put aside as" in output for output in said] == [True, False]
+    manifests = [name for name in store.entries("checkpoints") if name.endswith(".json")]
+    assert manifests == ["1.json", "damaged_2.json", "damaged_3.json"]
+
+
+def test_a_reader_puts_nothing_aside_and_takes_no_parameters_from_a_damaged_checkpoint(store, caplog):
+    save(store, 1, 2)
+    flip_bits(store, 2)
+    checkpoints = Checkpoints(store, CheckpointConfig(), read_only=True)
+    assert checkpoints.restore(like()).step == 1
+    with pytest.raises(UserError, match=r"2: can't be read \(.*\); take an older step"):
+        checkpoints.restore_params(like().params, None)
+    assert checkpoints.restore_params(like().params, 1)[0] == 1
+    assert "checkpoint 2 can't be read" in caplog.text
+    assert store.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("damage", [delete, edit_position])
+def test_a_run_whose_checkpoints_can_all_not_be_read_does_not_begin_anew(store, damage):
+    save(store, 1, 2)
+    for step in (1, 2):
+        damage(store, step)
+    for _ in range(2):  # nor at a second attempt
+        with pytest.raises(UserError, match="none of its 2 checkpoints can be read"):
+            restored(store)
+        assert store.steps() == [1, 2]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(store):
+    store.write("checkpoints/7.json", json.dumps(seal({"prefix": "x", "files": {}})).encode())
+    with pytest.raises(UserError, match=r"none of its 1 checkpoints can be read \(an earlier version of this program"):
+        restored(store)

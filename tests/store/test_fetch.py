@@ -1,0 +1,133 @@
+"""Models and data are read from a bucket as from a disk, fetched once, and exports are written there."""
+
+import re
+from pathlib import Path
+from random import Random
+
+import jax
+import numpy as np
+import pytest
+from tiny import load_weights
+
+from mllm.errors import UserError
+from mllm.model import weights
+from mllm.model.folder import local_folder
+from mllm.store import bucket, fetch
+from mllm.store.bucket import Bucket
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+pytestmark = pytest.mark.parametrize("url", ["gs", pytest.param("s3", marks=pytest.mark.faults)], indirect=True)
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    """Objects are read in pieces of a kilobyte."""
+    for module in (bucket, fetch):
+        monkeypatch.setattr(module, "PART_BYTES", 1000)
+
+
+@pytest.fixture
+def requests(server):
+    """The paths that objects have been asked for, each as often as it was."""
+    paths: list[str] = []
+    server.fault = lambda method, path: paths.append(path) if method in ("GET", "HEAD") else None
+    return paths
+
+
+# Objects
+
+
+def test_an_object_is_fetched_once_whole_and_again_when_it_has_changed(server, url, pieces, requests):
+    objects, dice = Bucket(f"{url}/data"), Random(0)
+    contents = {f"part-{size}.jsonl": dice.randbytes(size) for size in (1, 1000, 1001, 9999)}
+    for name, content in (contents | {"part-1.txt": b"?", "old/part-2.jsonl": b"?", ".part-3.jsonl": b"?"}).items():
+        objects.write(name, content)
+    fetched = fetch.fetch_files(f"{url}/data/part-*.jsonl", "data.source")
+    assert {path.name: path.read_bytes() for path in fetched} == contents
+    assert fetched == sorted(fetched)
+    assert len(fetch.fetch_files(f"{url}/data/**/part-[12].jsonl", "data.source")) == 2
+
+    once, changing = len(requests), fetched[-1]
+    assert fetch.fetch_files(f"{url}/data/{changing.name}", "data.source") == [changing]
+    assert len(requests) == once + 1  # whether it has changed
+    objects.write(changing.name, b"new")
+    fetch.fetch_files(f"{url}/data/{changing.name}", "data.source")
+    assert changing.read_bytes() == b"new"
+
+
+def test_what_was_half_fetched_is_never_taken_for_whole(server, url, pieces, monkeypatch):
+    """The process ends when it has read three of ten pieces."""
+    Bucket(url).write("train.jsonl", content := Random(0).randbytes(9999))
+    read, left = Bucket.read_piece, [None] * 3
+
+    def killed(self, *piece):
+        left.pop()
+        return read(self, *piece)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "read_piece", killed)
+        with pytest.raises(IndexError):
+            fetch.fetch_files(f"{url}/train.jsonl", "data.source")
+    [folder] = {path.parent for path in Path(bucket.cache_folder()).rglob("*.unfinished")}
+    assert not (folder / "train.jsonl").exists()
+    [path] = fetch.fetch_files(f"{url}/train.jsonl", "data.source")
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("fault", ["429", "503", "reset", "late"])
+def test_requests_that_fail_are_repeated(server, url, pieces, fault):
+    Bucket(url).write("train.jsonl", content := Random(0).randbytes(9999))
+    dice = Random(0)
+    server.fault = lambda method, path: fault if dice.random() < 0.5 else None
+    [path] = fetch.fetch_files(f"{url}/train.jsonl", "data.source")
+    assert path.read_bytes() == content
+    assert server.faults[fault] >= 3
+
+
+@pytest.mark.parametrize(
+    ("source", "answer", "message"),
+    [
+        ("nowhere.jsonl", None, "there is no such object: correct the URL"),
+        ("nowhere-*.jsonl", None, "no object matches"),
+        ("train.jsonl", "403", "check the bucket and its credentials"),
+        ("train.jsonl", "503", "All 8 retry attempts failed"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(server, url, source, answer, message):
+    server.fault = lambda method, path: answer
+    with pytest.raises(UserError, match=rf"^data.source: .*{re.escape(message)}") as error:
+        fetch.fetch_files(f"{url}/{source}", "data.source")
+    assert f"{url}/{source}" in str(error.value)
+
+
+# Exports
+
+
+def test_an_export_to_a_bucket_is_loaded_as_it_was_and_none_when_it_was_cut_off(server, url, monkeypatch):
+    url, params = f"{url}/model", load_weights(FIXTURES / "tied")
+    architecture = weights.read_config(FIXTURES / "tied")
+    monkeypatch.setattr(weights, "SHARD_BYTES", 20_000)
+    weights.save(url, architecture, params, dtype="float32")
+    shards = [name for name in Bucket(url).names() if name.endswith(".safetensors")]
+    assert len(shards) > 1
+    same = load_weights(local_folder(url))
+    assert all(map(np.array_equal, jax.tree.leaves(same), jax.tree.leaves(params)))
+
+    monkeypatch.undo()
+    sent = []
+    server.fault = lambda method, path: (
+        sent.append(path) or "403" * (len(sent) > 2) if method in ("PUT", "POST") else None
+    )
+    with pytest.raises(UserError, match="can't be written"):
+        weights.save(url, architecture, params)
+    server.fault = lambda method, path: None
+    assert Bucket(url).names()
+    with pytest.raises(UserError, match=r"config.json: missing"):
+        load_weights(local_folder(url))
+    weights.save(url, architecture, params, dtype="float32")
+    assert load_weights(local_folder(url))
+    assert not {*shards} & {path.name for path in local_folder(url).iterdir()}
+
+    Bucket(url).write("notes.txt", b"mine")
+    with pytest.raises(UserError, match=rf"^{url}/notes.txt: no export wrote this, and it would be lost"):
+        weights.save(url, architecture, params)

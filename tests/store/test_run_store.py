@@ -1,0 +1,223 @@
+"""A run's files, logs and lock are the same on a disk and in a bucket."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from runs import ROOT, environment
+
+from mllm.errors import UserError
+from mllm.store import lock
+from mllm.store.lock import Lease, LeaseLost, hold, is_dead
+from mllm.store.run_store import CONFIG, LOCK, RunStore
+
+disk = pytest.mark.parametrize("url", ["disk"], indirect=True)
+buckets = pytest.mark.parametrize("url", ["gs", "s3"], indirect=True)
+google = pytest.mark.parametrize("url", ["gs"], indirect=True)
+
+# Files
+
+
+def test_files_are_written_whole_listed_and_removed(store):
+    assert (store.read(CONFIG), store.entries(), store.is_run()) == (None, [], False)
+    for name in (CONFIG, "skipped/step_2.npz", "checkpoints/7-x/a/0.1"):
+        store.write(name, name.encode())
+        store.write(name, name.encode() * 2)
+    assert store.read("skipped/step_2.npz") == b"skipped/step_2.npz" * 2
+    assert store.local(CONFIG).read_bytes() == CONFIG.encode() * 2
+    assert (store.entries(), store.is_run()) == (["checkpoints", CONFIG, "skipped"], True)
+    assert (store.entries("skipped"), store.entries("nowhere")) == (["step_2.npz"], [])
+    store.place.rename(CONFIG, "other.yaml")
+    store.place.delete_folder("checkpoints")
+    store.place.delete(["skipped/step_2.npz", "nothing"])
+    assert [name for name in store.entries() if store.entries(name) or name != "skipped"] == ["other.yaml"]
+
+
+@disk
+def test_a_file_that_can_not_be_written_is_one_line_that_names_the_checkpoint(store):
+    store.write("checkpoints/10.json", b"{}")
+    with pytest.raises(UserError, match=r"run/checkpoints/10.json/config: can't be written \(Not a directory\); check"):
+        store.write("checkpoints/10.json/config", b"")
+    with pytest.raises(UserError, match=r"goes on from checkpoint 10$"):
+        store.write("checkpoints", b"")
+
+
+# Logs
+
+
+def after(store, *records, lines=None):
+    """The log when it has been cut to some lines, and records were appended, each of which was sent."""
+    log = store.open_log("metrics.jsonl", None if lines is None else lambda all: sum(map(len, list(all)[:lines])))
+    for record in records:
+        log.append(record)
+        log.sync()
+    log.close()
+    return store.read_log("metrics.jsonl")
+
+
+def test_a_log_grows_and_is_cut_anywhere(store):
+    assert store.read_log("metrics.jsonl") == b""
+    assert after(store, b"1\n", b"2\n3\n", b"4\n") == b"1\n2\n3\n4\n"
+    assert after(store, b"5\n") == b"1\n2\n3\n4\n5\n"
+    assert after(store, b"x\n", lines=2) == b"1\n2\nx\n"  # in the midst of a part
+    assert after(store, lines=1) == b"1\n"
+    assert after(store, b"y\n", b"z\n", lines=0) == b"y\nz\n"
+
+
+@google
+def test_parts_that_a_lost_holder_has_left_are_no_part_of_a_log(store):
+    after(store, b"1\n", b"2\n")
+    store.write("metrics.jsonl.000000000000003", b"?\n")
+    store.write("metrics.jsonl.000000000000009", b"?\n")
+    assert store.read_log("metrics.jsonl") == b"1\n2\n"
+    assert after(store, b"3\n") == b"1\n2\n3\n"
+    assert store.entries() == [f"metrics.jsonl.{offset:015}" for offset in (0, 4)]
+
+
+@google
+def test_a_bucket_has_what_was_appended_and_replaced_when_the_run_is_let_go(store, server):
+    with hold(store):
+        store.write(CONFIG, b"{}")
+        store.open_log("metrics.jsonl").append(b"1\n")
+        store.replace("heartbeat.json", b"{}")
+        assert store.entries() == [CONFIG, LOCK]
+    assert store.entries() == [CONFIG, "heartbeat.json", "metrics.jsonl.000000000000000"]
+
+
+@google
+def test_a_thread_sends_logs_and_its_error_is_raised_where_more_is_appended(store, server, monkeypatch):
+    monkeypatch.setattr(lock, "SENDING_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "SECONDS", 60)
+    with pytest.raises(UserError, match=r"can't be written \(.*\); check the bucket"), hold(store):  # noqa: PT012
+        log = store.open_log("metrics.jsonl")
+        log.append(b"1\n")
+        for _ in range(200):
+            if server.written and "metrics" in server.written[-1]:
+                break
+            time.sleep(0.05)
+        server.fault = lambda method, path: "503"
+        for _ in range(200):
+            log.append(b"2\n")
+            time.sleep(0.05)
+        pytest.fail("the thread says nothing")
+
+
+# The lock
+
+
+def holding(url):
+    """Another process that holds a run."""
+    program = (
+        "import sys; from mllm.store.lock import hold; from mllm.store.run_store import RunStore\n"
+        "with hold(RunStore(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, url]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=pipe, stdout=pipe, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_run_that_a_process_holds_is_refused_to_others_until_it_is_killed(store, url, monkeypatch):
+    monkeypatch.setattr(lock, "SECONDS", 15)
+    store.write(CONFIG, b"{}")
+    process = holding(url)
+    try:
+        for _ in range(2):  # a refusal leaves the holder's lock as it was
+            with pytest.raises(UserError, match=rf"^run_dir: .* is in use by process {process.pid} on .*; wait for it"):
+                hold(store).__enter__()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert str(process.pid) in store.read(LOCK).decode()
+    begun = time.monotonic()
+    with hold(store):
+        assert str(os.getpid()) in store.read(LOCK).decode()
+    assert time.monotonic() - begun < 5
+    assert not store.read(LOCK)
+
+
+@pytest.mark.parametrize("there", [".", "there", "there/is/no/folder"])
+def test_a_run_that_did_not_begin_leaves_the_folder_as_it_found_it(tmp_path, there):
+    (tmp_path / "there").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with hold(RunStore(tmp_path / there)):
+        assert (tmp_path / there).is_dir()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@disk
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_file_system_without_locks_is_warned_of_and_written(store, monkeypatch, caplog, number):
+    def refuse(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with caplog.at_level(logging.WARNING), hold(store):
+        store.write(CONFIG, b"{}")
+    assert f"can't be locked ({os.strerror(number)}): let no other run write it" in caplog.text
+
+
+@disk
+def test_a_lock_file_that_another_process_removes_before_it_is_locked_is_no_lock(store, monkeypatch):
+    removed = []
+    flock = fcntl.flock
+
+    def remove_first(file, operation):
+        if not removed:
+            removed.append((store.folder / LOCK).unlink())
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with hold(store), pytest.raises(UserError, match="in use by"), hold(store):
+        pass
+
+
+# The lease
+
+
+def taken_by(store, monkeypatch, host="another"):
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: host)
+        return Lease(store.place, store.token)
+
+
+@buckets
+def test_a_lease_whose_holder_is_gone_is_taken_and_the_holder_finds_out(store, monkeypatch):
+    first = taken_by(store, monkeypatch)
+    first.ended.set()  # as if killed
+    second = Lease(store.place, "new")
+    second.check()
+    with pytest.raises(LeaseLost, match="taken by another process"):
+        first.write(first.generation)
+    second.release()
+    assert store.entries() == []
+
+
+@google
+def test_who_has_lost_the_lease_or_could_not_renew_it_writes_nothing_more(store, server, monkeypatch):
+    with pytest.raises(UserError, match=r"could not be renewed|taken by another"), hold(store):  # noqa: PT012
+        server.fault = lambda method, path: "503"
+        time.sleep(1)
+        server.fault = lambda method, path: None
+        store.write(LOCK, b"{}")
+        with pytest.raises(UserError, match=r"could not be renewed|taken by another"):
+            store.publish(7, {}, 1, False)
+        assert store.steps() == []
+
+
+def test_a_process_of_this_host_is_dead_or_alive():
+    host = socket.gethostname()
+    assert is_dead({"host": host, "process": 2**22 + 1})
+    assert is_dead({"host": host, "process": os.getpid()})
+    assert not is_dead({"host": host, "process": 1})
+    assert not is_dead({"host": "another", "process": 2**22 + 1})
+    assert not is_dead(json.loads("{}"))
