@@ -70,7 +70,9 @@ def strike(
     trial = series.record(Trial(fault, hit=marks[-1] if marks else "start", aimed=phase), trainer)
     trial.seconds["ended"] = ended
     if any(codes):
-        trial.failure = trial.failure or misjudged(series, victim, codes, late, own, others)
+        # At the end all is saved: the others have ended already, or JAX ends those that wait for this one.
+        ended_too = {0, -signal.SIGABRT} if trial.hit == END else set()
+        trial.failure = trial.failure or misjudged(series, victim, codes, late, own, {*others} | ended_too)
     else:
         trial.hit, trial.aimed, trial.redone, trial.seconds = "no effect", "", 0, {}
         series.check()
@@ -88,8 +90,10 @@ def misjudged(
     if codes[victim] not in own or not {codes[i] for i in rest} <= {*others}:
         return f"exit codes {codes}: {lines or last_line(series.output(victim))}"
     for i in range(series.processes):
-        said = series.output(i).read_text(encoding="utf-8", errors="replace") if i != victim or codes[i] == 2 else ""
-        if said.count("error: ") != (codes[i] in (2, RESTART) and bool(said)) or "Traceback" in said:
+        if i == victim and rest:
+            continue  # its line may be what it could not write
+        said = series.output(i).read_text(encoding="utf-8", errors="replace")
+        if said.count("error: ") != (codes[i] in (2, RESTART)) or "Traceback" in said:
             return f"process {i} said more or less than one line: {said[-400:]!r}"
     if len({*lines}) > 1 or not all(f"process {victim}" in line for line in lines):
         return f"process {victim} is not named by all: {lines}"
