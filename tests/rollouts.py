@@ -2,12 +2,14 @@
 
 from typing import ClassVar
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 from tiny import config, make_forward
 
 from mllm.data.tasks.load import load as load_task
 from mllm.model import tokenizer as tokenizers
-from mllm.parallel.mesh import make_mesh
+from mllm.parallel.mesh import AXES
 from mllm.rl.grpo_source import GrpoSource
 from mllm.rl.rewards import Failure, RewardRunner, Scores
 from mllm.rl.rollout import Completions
@@ -72,12 +74,13 @@ def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0):
 def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, **grpo):
     """The source with SquareRewards, unless others are given; `grpo` are settings of that section."""
     settings = config(grpo={"num_generations": GROUP, **grpo})
+    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), AXES)  # also where there are several processes
     source = GrpoSource(
         settings.grpo,
         load_task(settings.task, seed=0),
         sampler(None, BYTES, (258,), settings.rollout, 0),
         rewards or SquareRewards(),
-        make_forward(settings, None, make_mesh(settings.mesh)),
+        make_forward(settings, None, mesh),
         long_prompts="skip",
         batch_size=settings.batch_size,
         steps=settings.steps,
