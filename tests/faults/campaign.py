@@ -1,17 +1,18 @@
 """Kill, stop and damage training runs, and see whether anything is lost: python tests/faults/campaign.py [--short]
 
-Small SFT and GRPO runs, by one process or several that train together, are killed with -9 at random moments of each
-of their phases, stopped by signals, cut off from power, started twice on one run_dir; their newest checkpoint is
-damaged, their logs are torn, their disk is full, their rewards hang: the table is in faults.py. After each fault the
-same command runs again. At the end parameters, optimizer, position of the data, metrics.jsonl and samples.jsonl must
-equal those of a run that nothing disturbed, bit for bit. Only work may be lost: steps that are done again.
+Small SFT and GRPO runs, by one process or several that train together, on a disk or in a bucket, are killed with -9 at
+random moments of each of their phases, stopped by signals, cut off from power, started twice on one run_dir; their
+newest checkpoint is damaged, their logs are torn, their disk is full, requests to their bucket fail, their rewards
+hang. The table of faults is in faults.py. After each the same command runs again. At the end parameters, optimizer,
+position of the data, metrics.jsonl and samples.jsonl must equal those of a run on a disk that nothing disturbed, bit
+for bit. Only work may be lost: steps that are done again.
 
 A fault is aimed at a phase and counted for the phase in which it fell, by the trainer's own last mark (see trainer.py).
 The seed decides every aim; what the machine makes of it differs from run to run.
 
 Exit codes: 0 nothing was lost, 1 something was, 2 bad arguments. The default takes about a quarter of an hour on two
 cores, --short three minutes; a fault of several processes about half a minute. Linux only. Left out: several machines,
-their network; what a file system makes of data that was never synced.
+their network; what a power cut makes of files but logs.
 """
 
 import argparse
@@ -25,7 +26,10 @@ import signal
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 from faults import FAULTS, Fault
@@ -44,9 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[1], help="that train together (default 1)")
     parser.add_argument("--workloads", nargs="+", default=["sft", "grpo"], choices=["sft", "grpo"], help="default both")
+    parser.add_argument(
+        "--buckets", nargs="+", default=[""], choices=["gs", "s3"], help="where runs lie; default a disk"
+    )
     parser.add_argument("--kills", type=int, default=KILLS, help=f"of each (default {KILLS}); others in proportion")
     parser.add_argument("--short", action="store_const", dest="kills", const=SHORT, help=f"the same as --kills {SHORT}")
-    parser.add_argument("--faults", nargs="+", default=[], metavar="WORD", help="only those that are named so")
+    parser.add_argument("--faults", nargs="+", default=[""], metavar="WORD", help="only those that are named so")
     parser.add_argument("--seed", type=int, default=0, help="decides what is aimed at (default 0)")
     parser.add_argument("--keep", action="store_true", help="keep the runs' folder; after a loss it is kept anyway")
     options = parser.parse_args(arguments)
@@ -54,18 +61,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError("--kills and --processes: give numbers from 1")
     if not Path("/proc/self/environ").exists():
         raise UserError("tests/faults/campaign.py: needs Linux's /proc")
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax's remarks on read-only managers
+    for library in ("absl", "werkzeug"):  # Orbax's remarks, and the requests to a bucket
+        logging.getLogger(library).setLevel(logging.ERROR)
     begin, rng = time.monotonic(), random.Random(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="campaign_"))
     prepare_environment(folder)
-    chosen = [fault for fault in FAULTS if any(word in fault.name for word in options.faults or [""])]
-    planned: dict[Series, list[Fault]] = {}
-    for processes in options.processes:
-        for name in ("sft", "grpo", "slow", "hanging"):
-            wanted = name in options.workloads or (name in ("slow", "hanging") and "grpo" in options.workloads)
-            if wanted and (faults := plan(chosen, options.kills, name, processes, rng)):
-                planned[Series(name, processes, folder, rng)] = faults
-    trials = campaign(planned, folder, options.keep)
+    from object_store import object_store
+
+    with ExitStack() as stack:
+        stores = {scheme: stack.enter_context(object_store(scheme)) for scheme in options.buckets if scheme}
+        for store in stores.values():
+            store.proxy.handle_error = lambda *_: None  # clients are killed in the middle of answers
+        planned: dict[Series, list[Fault]] = {}
+        workloads = [*options.workloads, *(["slow", "hanging"] if "grpo" in options.workloads else [])]
+        for processes, place, name in product(options.processes, options.buckets, workloads):
+            if faults := plan(options, name, processes, "bucket" if place else "disk", rng):
+                planned[Series(name, processes, folder, rng, stores.get(place))] = faults
+        trials = campaign(planned, folder, options.keep)
     print(f"seed {options.seed}: {len(trials)} faults in {time.monotonic() - begin:.0f} s\n")
     print("\n".join(table(trials)))
     lost = sum(bool(trial.failure) for trial in trials)
@@ -73,11 +85,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if lost else 0
 
 
-def plan(faults: Sequence[Fault], kills: int, workload: str, processes: int, rng: random.Random) -> list[Fault]:
-    """The faults of a workload in the order in which they are tried."""
+def plan(options: Namespace, workload: str, processes: int, place: str, rng: random.Random) -> list[Fault]:
+    """The faults of a workload on a `disk` or in a `bucket`, in the order in which they are tried."""
     number = "one" if processes == 1 else "several"
-    possible = [fault for fault in faults if workload in fault.workloads and fault.processes in (number, "any number")]
-    planned = [fault for fault in possible for _ in range(math.ceil(kills * fault.share))]
+    planned = [
+        fault
+        for fault in FAULTS
+        if workload in fault.workloads
+        and fault.processes in (number, "any number")
+        and fault.place in (place, "any place")
+        if any(word in fault.name for word in options.faults)
+        for _ in range(math.ceil(options.kills * fault.share))
+    ]
     return rng.sample(planned, len(planned))
 
 
@@ -134,11 +153,12 @@ def table(trials: Sequence[Trial]) -> Iterator[str]:
     rows: dict[tuple[str, str], list[Trial]] = {}
     for trial in sorted(trials, key=lambda trial: (trial.fault != "kill -9", trial.fault, trial.hit)):
         rows.setdefault((trial.fault, trial.hit), []).append(trial)
-    heads = "".join(f"{column:>8}" for column in columns)
+    width = max(map(len, columns)) + 2
+    heads = "".join(f"{column:>{width}}" for column in columns)
     yield f"{'fault':<18} {'in':<14}{heads} {'survived':>9} {'noticed in':>11} {'ended in':>9}   steps done again"
-    yield f"{'':<33}{'':>{8 * len(columns)}} {'':>31}   {'mean':>6} {'most':>5}"
+    yield f"{'':<33}{'':>{width * len(columns)}} {'':>31}   {'mean':>6} {'most':>5}"
     for (fault, hit), tried in [*rows.items(), (("all", ""), list(trials))]:
-        counts = "".join(f"{sum(trial.column == column for trial in tried):>8}" for column in columns)
+        counts = "".join(f"{sum(trial.column == column for trial in tried):>{width}}" for column in columns)
         times = [max(trial.seconds.get(name, 0.0) for trial in tried) for name in ("noticed", "ended")]
         noticed, ended = (f"{seconds:.2f} s" if seconds else "" for seconds in times)
         redone = [trial.redone for trial in tried]

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from series import LIMIT, ONCE, Series, Trial, checkpoints, difference, files_of, last_line
+from series import LIMIT, ONCE, Series, Trial, last_line
 from trainer import END, Trainer
 
 from mllm.errors import RESTART
@@ -111,7 +111,7 @@ def cut_power(series: Series) -> None:
     trainer = kill(series)
     series.trials[-1].fault = "power cut"
     for name in LOGS:
-        path = series.run_dir / name
+        path = Path(series.run_dir, name)
         kept = trainer.synced.get(str(path), series.sizes.get(name, 0))
         if path.exists() and path.stat().st_size > kept:
             os.truncate(path, kept)
@@ -198,7 +198,9 @@ def start_twice(series: Series) -> None:
     series.trials.append(trial)
     codes = [trainer.end() for trainer in series.launch()]
     said = [series.output(i).read_text(encoding="utf-8").splitlines() for i in range(series.processes)]
-    refused = ["run_dir: " in lines[-1] and "is in use by" in lines[-1] for lines in said]
+    refused = [
+        [line for line in lines if "error: " in line] == lines[-1:] and "in use by" in lines[-1] for lines in said
+    ]
     if {*codes} != {2} or not all(refused):
         trial.hit, trial.failure = "let in", f"a second start on {series.run_dir} ended with {codes}: {said}"
     series.running = first
@@ -210,10 +212,10 @@ def start_twice(series: Series) -> None:
 
 def damage(series: Series, kind: str) -> None:
     """Damage the newest of two or more checkpoints, and see whether the next trainers notice."""
-    if len(checkpoints(series.run_dir)) < 2:
-        series.run_until(lambda: len(checkpoints(series.run_dir)) > 1)
-    newest = checkpoints(series.run_dir)[-1]
-    spoil(files_of(series.run_dir, newest), kind, series.rng)
+    if len(series.steps) < 2:
+        series.run_until(lambda: len(series.steps) > 1)
+    newest = series.steps[-1]
+    spoil(series, newest, kind)
     trial = Trial("newest checkpoint", hit=kind, column=series.column)
     series.trials.append(trial)
     restored = []
@@ -255,24 +257,23 @@ DAMAGES: dict[str, Callable[[bytes, random.Random], bytes] | None] = {
 """What happens to a file of the checkpoint; None: half of the files are deleted."""
 
 
-def spoil(files: list[Path], kind: str, rng: random.Random) -> None:
-    """Damage a checkpoint; where one file is damaged, half of the time the largest, which holds the arrays."""
-    change = DAMAGES[kind]
+def spoil(series: Series, step: int, kind: str) -> None:
+    """Damage a checkpoint; where one file is damaged, half of the time the largest."""
+    files, change, rng = series.files_of(step), DAMAGES[kind], series.rng
     if change is None:
-        for path in rng.sample(files, -(-len(files) // 2)):
-            path.unlink()
+        series.store.place.delete(rng.sample(sorted(files), -(-len(files) // 2)))
         return
-    largest = max(files, key=lambda path: path.stat().st_size)
-    path = largest if rng.random() < 0.5 else rng.choice(files)
-    path.write_bytes(change(path.read_bytes(), rng))
+    largest = max(files, key=lambda name: len(files[name]))
+    name = largest if rng.random() < 0.5 else rng.choice(sorted(files))
+    series.store.place.write(name, change(files[name], rng))
 
 
 def tear_log(series: Series) -> None:
     """Let a log end in half a line or in zeros, as a machine's crash leaves it."""
-    if not (series.run_dir / "metrics.jsonl").exists():
+    if not Path(series.run_dir, "metrics.jsonl").exists():
         series.run_until(lambda: True)
     tail = series.rng.choice([b'{"step": 1', b'{"step": 99, "lo', b"\0" * 512, b"\n"])
-    with (series.run_dir / series.rng.choice(LOGS)).open("ab") as file:
+    with Path(series.run_dir, series.rng.choice(LOGS)).open("ab") as file:
         file.write(tail)
     series.trials.append(Trial("log", hit="torn", column=series.column))
 
@@ -311,7 +312,7 @@ def fill_disk(series: Series) -> None:
     series.finished.append(trial)
     try:
         with small_disk(folder) as (holder, outside):
-            (trainer,) = series.launch(run_dir=folder / "run", namespace=holder)
+            (trainer,) = series.launch(run_dir=f"{folder}/run", namespace=holder)
             trainer.follow("save", count=3)
             with (outside / "filler").open("wb", buffering=0) as file, suppress(OSError):
                 while file.write(bytes(4096)):
@@ -320,15 +321,40 @@ def fill_disk(series: Series) -> None:
             code, said = trainer.end(), last_line(series.output())
             trial.hit, trial.remarks = f"exit code {code}", [said.replace(str(folder), "...")]
             (outside / "filler").unlink()
-            (trainer,) = series.launch(run_dir=folder / "run", namespace=holder)
+            (trainer,) = series.launch(run_dir=f"{folder}/run", namespace=holder)
             if again := trainer.end():
                 trial.failure = f"exit code {again} when the disk had room again: {last_line(series.output())}"
-            elif problem := difference(series.name, outside / "run", series.folder / "0"):
+            elif problem := series.difference(f"{outside}/run"):
                 trial.failure = f"after a full disk: {problem}"
             if code not in (0, 2):
                 trial.failure = f"exit code {code} on a full disk: {said}"
     except Unavailable as error:
         trial.hit, trial.remarks = "not tried", [f"no small file system can be had here ({error})"]
+
+
+REQUESTS = ("429", "503", "reset", "lost", "late")
+"""How a request to a bucket fails: `lost` after it was carried out, `late` by 0.3 s."""
+
+
+def fail_requests(series: Series) -> None:
+    """A fifth of all requests to the bucket fail while the run goes on to its end."""
+    trial = Trial("requests", hit="a fifth fails", column=series.column)
+    series.trials.append(trial)
+    before = series.bucket.faults.total()
+    series.bucket.fault = lambda *_: series.rng.choice(REQUESTS) if series.rng.random() < 0.2 else None
+    series.launch()
+    series.check()
+    trial.remarks.append(f"{series.bucket.faults.total() - before} failed")
+
+
+def refuse_requests(series: Series) -> None:
+    """All requests to the bucket fail until the run has given up."""
+
+    def act(trainer: Trainer) -> None:
+        series.bucket.fault = lambda *_: "503"  # until the processes have ended
+
+    strike(series, "requests", act, FAILED, FAILED)
+    series.trials[-1].remarks.append("all fail")
 
 
 def pause(seconds: float) -> None:
@@ -350,6 +376,8 @@ class Fault(NamedTuple):
     workloads: tuple[str, ...] = ("sft", "grpo")
     processes: str = "any number"
     """Or `one`, or `several`."""
+    place: str = "any place"
+    """Or `disk`, or `bucket`."""
 
 
 FAULTS = (
@@ -357,14 +385,16 @@ FAULTS = (
     Fault("a signal", 1 / 4, interrupt),
     Fault("two signals", 1 / 10, interrupt_twice),
     *(Fault(f"checkpoint {kind}", 1 / 16, partial(damage, kind=kind)) for kind in DAMAGES),
-    Fault("a torn log", 1 / 10, tear_log),
+    Fault("a torn log", 1 / 10, tear_log, place="disk"),
     Fault("a second start", 1 / 60, start_twice),
-    Fault("a power cut", 1 / 10, cut_power, processes="one"),
-    Fault("a full disk", 1 / 30, fill_disk, processes="one"),
+    Fault("a power cut", 1 / 10, cut_power, processes="one", place="disk"),
+    Fault("a full disk", 1 / 30, fill_disk, processes="one", place="disk"),
+    Fault("failing requests", 1 / 10, fail_requests, place="bucket"),
+    Fault("no requests", 1 / 10, refuse_requests, processes="one", place="bucket"),
     Fault("a signal in slow work", 1 / 15, partial(interrupt, phases=PROMPT), ("slow",), "one"),
     Fault("kill -9 of a hanging reward", 1 / 20, partial(kill, phases=["reward"]), ("hanging",), "one"),
     Fault("SIGSTOP", 1 / 3, stop, processes="several"),
-    Fault("no more writing", 1 / 3, refuse_to_write, processes="several"),
+    Fault("no more writing", 1 / 3, refuse_to_write, processes="several", place="disk"),
     Fault("no memory", 1 / 3, use_up_memory, processes="several"),
     Fault("a damaged cache", 1 / 5, damage_cache, ("sft",), "several"),
     Fault("a bad line", 1 / 5, give_bad_data, ("sft",), "several"),

@@ -1,15 +1,16 @@
 """Runs of one small workload: one that nothing disturbs, and others that are disturbed and must end like it.
 
-How a run's folder is laid out is known here alone, in `checkpoints`, `files_of`, `is_half_written` and `difference`.
+How checkpoints lie in a run's folder or bucket is known here alone, in `Series.files_of` and `is_half_written`.
 """
 
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -54,10 +55,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """By the workload's name: as small as it can be with every part in it; `hanging` and `slow` have long phases."""
 
 
-def workload(name: str, run_dir: Path) -> Config:
+def workload(name: str, run_dir: str) -> Config:
     from tiny import config
 
-    return config("sft" if name == "sft" else "grpo", run_dir=str(run_dir), **SETTINGS[name])
+    return config("sft" if name == "sft" else "grpo", run_dir=run_dir, **SETTINGS[name])
 
 
 @dataclass
@@ -81,14 +82,15 @@ class Trial:
 
 
 class Series:
-    """The runs of one workload by one process or several, one run after the other."""
+    """The runs of one workload by one process or several, one run after the other; the first is always on the disk."""
 
-    def __init__(self, name: str, processes: int, folder: Path, rng: random.Random) -> None:
-        self.name, self.processes, self.rng = name, processes, rng
-        self.folder = folder / f"{name}_{processes}"
+    def __init__(self, name: str, processes: int, folder: Path, rng: random.Random, bucket: Any = None) -> None:
+        self.name, self.processes, self.rng, self.bucket = name, processes, rng, bucket
+        place = f" {bucket.scheme}" if bucket else ""
+        self.folder = folder / f"{name}_{processes}{place.replace(' ', '_')}"
         self.folder.mkdir()
         algorithm = "SFT" if name == "sft" else "GRPO"
-        self.column = f"{algorithm} x{processes}" if processes > 1 else algorithm
+        self.column = (f"{algorithm} x{processes}" if processes > 1 else algorithm) + place
         self.durations: dict[str, list[float]] = {}
         """Seconds of each phase, each time that the undisturbed run went through it."""
         self.turns: dict[str, list[str]] = {}
@@ -107,21 +109,49 @@ class Series:
         self.config.write_text(dump(workload(name, self.run_dir)), encoding="utf-8")
 
     @property
-    def run_dir(self) -> Path:
-        return self.folder / str(self.runs)
+    def run_dir(self) -> str:
+        place = f"{self.bucket.url}/{self.folder.name}" if self.bucket and self.runs else self.folder
+        return f"{place}/{self.runs}"
+
+    @property
+    def store(self) -> RunStore:
+        return RunStore(self.run_dir)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, in order."""
+        return self.store.steps()
+
+    @property
+    def last_step(self) -> int:
+        """The last step in metrics.jsonl; 0 if there is none."""
+        lines = self.store.read_log("metrics.jsonl").split(b"\n")[:-1]
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+
+    def files_of(self, step: int) -> dict[str, bytes]:
+        """The files of a checkpoint that hold anything, by name: its manifest and its chunks."""
+        folder = self.store.folder_of(step)
+        arrays = [f"{folder}/{array}" for array in self.store.entries(folder)]
+        chunks = [f"{array}/{name}" for array in arrays for name in self.store.entries(array)]
+        files = {name: self.store.read(name) for name in (f"checkpoints/{step}.json", *chunks)}
+        return {name: content for name, content in files.items() if content}
+
+    def is_half_written(self) -> bool:
+        """Whether something lies there of a checkpoint that is none yet."""
+        entries = self.store.entries("checkpoints")
+        known = {step for name in entries if name.endswith(".json") for step in re.findall(r"\d+", name)}
+        return any("-" in name and name.partition("-")[0] not in known for name in entries)
 
     def output(self, process: int = 0) -> Path:
         """The file with what a process of the last launch has printed."""
         return self.folder / f"said_{self.launches}_{process}.txt"
 
-    def launch(
-        self, bad: int | None = None, run_dir: Path | None = None, namespace: int | None = None
-    ) -> list[Trainer]:
+    def launch(self, bad: int | None = None, run_dir: str = "", namespace: int | None = None) -> list[Trainer]:
         """Start the processes; the data of `bad` has a bad line."""
         from runs import free_address
 
         self.launches += 1
-        self.sizes = {path.name: path.stat().st_size for path in self.run_dir.glob("*.jsonl")}
+        self.sizes = {path.name: path.stat().st_size for path in Path(self.run_dir).glob("*.jsonl")}
         address, trainers = free_address(), []
         for process in range(self.processes):
             given = ["--config", str(self.config), f"run_dir={run_dir or self.run_dir}"]
@@ -162,7 +192,7 @@ class Series:
 
     def aim(self, fault: str, phases: Collection[str]) -> tuple[str, int, float]:
         """A phase for the fault, each in its turn; which of its beginnings; a delay in seconds."""
-        possible = [name for name in phases if name != "restore" or checkpoints(self.run_dir)]
+        possible = [name for name in phases if name != "restore" or self.steps]
         turn = self.turns.setdefault(fault, [])
         if not {*possible} & {*turn}:
             turn += self.rng.sample(possible, len(possible))
@@ -215,14 +245,21 @@ class Series:
         ended = time.monotonic() - begin
         if stopped:
             stopped.signal(signal.SIGCONT)
-        return [trainer.end() for trainer in self.running], late, ended
+        return self.codes(), late, ended
+
+    def codes(self) -> list[int]:
+        """The exit codes, once all have ended; from then on no request to the bucket fails."""
+        codes = [trainer.end() for trainer in self.running]
+        if self.bucket:
+            self.bucket.fault = lambda *_: None
+        return codes
 
     def record(self, trial: Trial, trainer: Trainer) -> Trial:
         """Add the trial of a fault that ended this trainer, and all others."""
         trial.column = self.column
         if trainer.begun("metrics"):  # else the log's later lines are another trial's loss
-            trial.redone = max(0, last_step(self.run_dir) - max(checkpoints(self.run_dir), default=0))
-        if is_half_written(self.run_dir):
+            trial.redone = max(0, self.last_step - max(self.steps, default=0))
+        if self.is_half_written():
             trial.remarks.append("beside a half-written checkpoint")
         for one in self.running:
             seconds, orphans = one.orphans()
@@ -234,9 +271,19 @@ class Series:
 
     def check(self) -> None:
         """The run is over: compare it with the undisturbed one, and begin the next run."""
-        codes = [trainer.end() for trainer in self.running]
-        problem = last_line(self.output()) if any(codes) else difference(self.name, self.run_dir, self.folder / "0")
+        codes = self.codes()
+        problem = last_line(self.output()) if any(codes) else self.difference(self.run_dir)
         self.close(f"{self.run_dir}: exit codes {codes}, {problem}" if any(codes) or problem else "")
+
+    def difference(self, run_dir: str) -> str:
+        """How a finished run's end differs from the undisturbed run's; empty if it is the same to the bit."""
+        from runs import assert_same_end
+
+        try:
+            assert_same_end(workload(self.name, run_dir), workload(self.name, f"{self.folder}/0"))
+        except AssertionError as error:
+            return f"it ends otherwise: {error}"
+        return ""
 
     def close(self, problem: str) -> None:
         """The run is over; a problem, if there is one, is the failure of all of its trials."""
@@ -245,7 +292,7 @@ class Series:
         for trial in self.trials:
             trial.failure = trial.failure or problem
         if not problem:
-            shutil.rmtree(self.run_dir)
+            shutil.rmtree(self.run_dir, ignore_errors=True)  # what is in a bucket goes with it
             for path in self.folder.glob("said_*.txt"):
                 path.unlink()
         self.finished += self.trials
@@ -268,41 +315,3 @@ class Series:
 def last_line(path: Path) -> str:
     """The last line that a process printed."""
     return next(reversed(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]), "")
-
-
-def last_step(run_dir: Path) -> int:
-    """The last step in metrics.jsonl; 0 if there is none."""
-    lines = (run_dir / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
-    return int(json.loads(lines[-1])["step"]) if lines else 0
-
-
-# How a run is laid out
-
-
-def checkpoints(run_dir: Path) -> list[int]:
-    """The steps of the checkpoints that are complete by their names, in order."""
-    return RunStore(run_dir).steps()
-
-
-def files_of(run_dir: Path, step: int) -> Sequence[Path]:
-    """The files of a checkpoint that hold anything, in a fixed order."""
-    folder = run_dir / str(RunStore(run_dir).folder_of(step))
-    return [run_dir / "checkpoints" / f"{step}.json", *sorted(path for path in folder.rglob("*") if path.is_file())]
-
-
-def is_half_written(run_dir: Path) -> bool:
-    """Whether something lies there of a checkpoint that is none yet."""
-    store = RunStore(run_dir)
-    whole = {store.folder_of(step) for step in store.steps()}
-    return any(f"checkpoints/{path.name}" not in whole for path in (run_dir / "checkpoints").glob("[0-9]*-*"))
-
-
-def difference(name: str, run_dir: Path, undisturbed: Path) -> str:
-    """How a finished run's end differs from the undisturbed run's; empty if it is the same to the bit."""
-    from runs import assert_same_end
-
-    try:
-        assert_same_end(workload(name, run_dir), workload(name, undisturbed))
-    except AssertionError as error:
-        return f"it ends otherwise: {error}"
-    return ""

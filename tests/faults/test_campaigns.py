@@ -33,7 +33,15 @@ def test_a_short_campaign_tries_each_fault_and_loses_nothing(tmp_path):
     assert list(tmp_path.glob("campaign_*")) == []
 
 
-@pytest.mark.parametrize("campaign", ["campaign.py", "campaign.py --processes 2 4 --kills 10", "endurance.py"])
+@pytest.mark.parametrize(
+    "campaign",
+    [
+        "campaign.py",
+        "campaign.py --processes 2 4 --kills 10",
+        "campaign.py --processes 1 2 --buckets gs s3 --kills 3",
+        "endurance.py",
+    ],
+)
 def test_a_whole_campaign_loses_nothing(campaign, capfd):
     with capfd.disabled():  # shows the progress and the table
         script, *options = campaign.split()
