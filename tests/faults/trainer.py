@@ -157,7 +157,7 @@ def run(
     from jax._src import compiler
 
     import train
-    from mllm.rl import evaluation, scored
+    from mllm.rl import evaluation, trajectories
     from mllm.run.checkpoint import Checkpoints
     from mllm.run.metrics import RunLog
     from mllm.stopwatch import Stopwatch
@@ -166,7 +166,7 @@ def run(
     def use_up_memory(*_: Any) -> None:
         raise MemoryError
 
-    scored.MOST_FAILED_GROUPS = 1.0  # those of the rewards that fail on purpose
+    trajectories.MOST_FAILED_GROUPS = 1.0  # those of the rewards that fail on purpose
     signal.signal(signal.SIGUSR1, use_up_memory)
     bucket.RETRIES.update(max_retries=12, initial_delay="5ms", max_delay="50ms")
     os.environ |= {**variables, "FAULTS_TOKEN": token}
