@@ -26,9 +26,8 @@ NOTICED = 1.0
 PROMPT = ("rollout", "reward", "eval")
 LOGS = ("metrics.jsonl", "samples.jsonl", "timings.jsonl")
 DISK_MIB = 16
-KILLED = frozenset([-signal.SIGKILL])
-LOST = frozenset([RESTART])
-FAILED = frozenset([2])
+KILLED, LOST, FAILED = {-signal.SIGKILL}, {RESTART}, {2}
+"""Exit codes."""
 
 
 def strike(
