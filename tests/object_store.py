@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from mllm.store.bucket import make_context, open_objects
+
 BUCKET = "test-runs"
 Fault = Callable[[str, str], str | None]
 """Given a request's method and path, how it fails: a status such as 503, `reset` before or `lost` after it was
@@ -163,6 +165,8 @@ def object_store(scheme: str) -> Iterator[ObjectStore]:
         store.forward("PUT", f"/{BUCKET}", {"Host": "localhost"}, b"")
     before = {name: os.environ.get(name) for name in store.environment}
     os.environ |= store.environment
+    for remembers in (make_context, open_objects):  # where an earlier server was
+        remembers.cache_clear()
     try:
         yield store
     finally:

@@ -33,6 +33,8 @@ from mllm.train.step import abstract_state, init_state
 
 disk = pytest.mark.parametrize("url", ["disk"], indirect=True)
 google = pytest.mark.parametrize("url", ["gs"], indirect=True)
+both = pytest.mark.parametrize("url", ["disk", "gs"], indirect=True)
+"""What a checkpoint's life does not depend on: which bucket it is."""
 POSITION = {"data": {"next_index": 3}, "num_tokens": 12}
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=0.1), 10)
 
@@ -142,6 +144,7 @@ def test_a_transfer_without_a_terminal_is_a_line_if_it_is_large(capsys, monkeypa
     assert capsys.readouterr().err == "loading model: 3.0 GiB\n"
 
 
+@both
 def test_parameters_are_read_without_the_optimizer(store):
     save(store, 1, 2)
     for name in arrays_of(store, 1):
@@ -184,6 +187,7 @@ def test_memory_does_not_grow_with_the_number_of_saves(tmp_path):
 # Which checkpoints are kept
 
 
+@both
 @pytest.mark.parametrize(("settings", "kept"), [({"keep": 2}, [4, 5]), ({"keep": 2, "keep_best": True}, [2, 4, 5])])
 def test_the_newest_are_kept_and_the_best_beside_them_also_after_a_resume(store, settings, kept):
     accuracies = {1: 0.1, 2: 0.9, 3: 0.2, 5: 0.3}
@@ -193,6 +197,7 @@ def test_the_newest_are_kept_and_the_best_beside_them_also_after_a_resume(store,
     assert len(store.entries("checkpoints")) == 2 * len(kept)
 
 
+@both
 @pytest.mark.parametrize("settings", [{"keep": 1}, {"keep": 2}, {"keep": 1, "keep_best": True}], ids=str)
 def test_the_last_undamaged_checkpoint_stays_until_a_newer_one_is_complete(store, settings):
     save(store, 1, 2, 3, accuracies={1: 0.3, 2: 0.1, 3: 0.1}, keep=3)
@@ -208,6 +213,7 @@ def test_the_last_undamaged_checkpoint_stays_until_a_newer_one_is_complete(store
     assert {"damaged_2.json", "damaged_3.json"} < {*store.entries("checkpoints")}
 
 
+@both
 def test_what_a_save_has_left_that_was_cut_off_is_removed_at_the_next_start(store):
     save(store, 1, 2)
     flip_bits(store, 2)
@@ -285,6 +291,7 @@ DAMAGE = {
 }
 
 
+@both
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(store, caplog, capfd, name):
     save(store, 1, 2)
@@ -295,7 +302,7 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(st
         checkpoints.wait()
         assert_equal(checkpoints.restore(like()), make_state(2, value=7))
     assert "checkpoint 2 can't be read" in caplog.text
-    assert {record.name for record in caplog.records} == {"mllm.store.run_store"}
+    assert {record.name for record in caplog.records} - {"werkzeug"} == {"mllm.store.run_store"}
     assert "Traceback" not in capfd.readouterr().err
     assert "damaged_2.json" in store.entries("checkpoints")
     if name == "the parameters are another checkpoint's":
@@ -357,7 +364,7 @@ def damage_the_second_process_s_part(url):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("url", ["disk", "gs"], indirect=True)
+@both
 def test_both_processes_put_a_checkpoint_aside_that_only_one_finds_damaged(store, url):
     call = f"test_checkpoint.damage_the_second_process_s_part({url!r})"
     said = outputs(start_two(["-c", f"import test_checkpoint; {call}"]))
@@ -366,6 +373,7 @@ def test_both_processes_put_a_checkpoint_aside_that_only_one_finds_damaged(store
     assert manifests == ["1.json", "damaged_2.json", "damaged_3.json"]
 
 
+@both
 def test_a_reader_puts_nothing_aside_and_takes_no_parameters_from_a_damaged_checkpoint(store, caplog):
     save(store, 1, 2)
     flip_bits(store, 2)
@@ -378,6 +386,7 @@ def test_a_reader_puts_nothing_aside_and_takes_no_parameters_from_a_damaged_chec
     assert store.steps() == [1, 2]
 
 
+@both
 @pytest.mark.parametrize("damage", [delete, edit_position])
 def test_a_run_whose_checkpoints_can_all_not_be_read_does_not_begin_anew(store, damage):
     save(store, 1, 2)
@@ -389,6 +398,7 @@ def test_a_run_whose_checkpoints_can_all_not_be_read_does_not_begin_anew(store, 
         assert store.steps() == [1, 2]
 
 
+@both
 def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(store):
     store.write("checkpoints/7.json", json.dumps(seal({"prefix": "x", "files": {}})).encode())
     with pytest.raises(UserError, match=r"none of its 1 checkpoints can be read \(an earlier version of this program"):
