@@ -116,8 +116,8 @@ def test_a_thread_sends_logs_and_its_error_is_raised_where_more_is_appended(stor
 def holding(url):
     """Another process that holds a run."""
     program = (
-        "import sys; from mllm.store.lock import hold; from mllm.store.run_store import RunStore\n"
-        "with hold(RunStore(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+        "import sys; from mllm.store import lock; from mllm.store.run_store import RunStore; lock.SECONDS = 6\n"
+        "with lock.hold(RunStore(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, url]
     pipe = subprocess.PIPE
@@ -127,7 +127,7 @@ def holding(url):
 
 
 def test_a_run_that_a_process_holds_is_refused_to_others_until_it_is_killed(store, url, monkeypatch):
-    monkeypatch.setattr(lock, "SECONDS", 15)
+    monkeypatch.setattr(lock, "SECONDS", 6)
     store.write(CONFIG, b"{}")
     process = holding(url)
     try:
