@@ -1,0 +1,176 @@
+"""A run's parts, made of its configuration and checked before anything is written.
+
+A run starts in one of these ways, which `Run.start` tells apart:
+
+    new        run_dir is empty: with parameters of `model.source` (a folder, a hub id or another run), or random ones
+    resumed    run_dir has checkpoints: with the newest one that isn't damaged; --change permits other settings
+    pending    that checkpoint's step still lacks its evaluation, which comes before the next step
+    finished   all steps are done: nothing is trained, and the summary is printed again
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+from mllm.config.schema import Config
+from mllm.data.sft_source import SftSource
+from mllm.data.source import Source
+from mllm.data.tasks.load import load as load_task
+from mllm.data.tasks.task import Task
+from mllm.model.load import Policy
+from mllm.parallel.mesh import make_mesh
+from mllm.parallel.processes import check_same, is_writer, raise_everywhere
+from mllm.rl.grpo_source import GrpoSource
+from mllm.rl.rewards import RewardRunner
+from mllm.rl.sampler import Sampler, make_sampler
+from mllm.run import folder, report, wandb
+from mllm.run.checkpoint import Checkpoints
+from mllm.run.heartbeat import Heartbeat
+from mllm.run.measurements import make_measurements
+from mllm.run.metrics import RunLog
+from mllm.run.signals import Interrupt
+from mllm.run.source_run import load_policy
+from mllm.run.state import RunState
+from mllm.train.optimizer import make_optimizer, make_schedule
+from mllm.train.step import Forward, abstract_state, choose_head, make_train_step
+
+
+class Run:
+    """Everything that the training loop needs, loaded and checked."""
+
+    @classmethod
+    @contextmanager
+    def build(cls, config: Config, change: bool = False) -> Iterator["Run"]:
+        """The run of a configuration, whose place is held until the end; UserError where something can't work.
+
+        All processes must enter this. `change` permits other settings than the run has had.
+        """
+        with ExitStack() as stack, Heartbeat() as heartbeat:
+            yield cls(config, change, stack, heartbeat)
+
+    def __init__(self, config: Config, change: bool, stack: ExitStack, heartbeat: Heartbeat) -> None:
+        """Load all parts, and write config.yaml last. `stack` is what lets them go when the run ends."""
+        self.stack, self.heartbeat = stack, heartbeat
+        self.interrupt = stack.enter_context(Interrupt())
+        self.mesh = make_mesh(config.mesh)
+        self.store, config = stack.enter_context(folder.claim(config, change))
+        self.config = config
+        with raise_everywhere():
+            wandb.check(config.log)
+            task, rewards = load_rewarded_task(config, stack, self.interrupt)
+            self.policy = policy = load_policy(config, self.mesh)
+            forward = Forward(policy.graphdef, self.mesh, config.head, config.rows, config.grpo, config.rollout)
+            sampler = load_sampler(config, policy, self.interrupt)
+            self.source = make_source(config, policy, forward, task, sampler, rewards)
+            self.optimizer = make_optimizer(config.optimizer, self.source.steps)
+            schedule = make_schedule(config.optimizer, self.source.steps)
+            self.train_step = make_train_step(forward, self.optimizer, schedule, config.seed)
+            self.measurements = make_measurements(
+                config.eval,
+                config.task,
+                config.data,
+                config.batch_size,
+                task=task,
+                sampler=sampler,
+                rewards=rewards,
+                source=self.source,
+                forward=forward,
+                poll=self.interrupt.poll,
+            )
+            # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
+            needed = self.source.needs_reference or policy.lora is not None or not self.store.steps()
+            initial = policy.initial_params() if needed else None
+            self.trained, self.frozen = policy.split(initial)
+            """The parameters that updates change, until `start` has taken them; and those that none changes."""
+            self.reference = initial if self.source.needs_reference else None
+            """The parameters that the policy is compared with, where the objective does that."""
+        check_same(self.source.position(), "data: the processes have different examples: give all the same data")
+        with raise_everywhere():
+            folder.write(self.store, config)
+        heartbeat.store = self.store
+        fixed = self.reference or self.frozen
+        self.checkpoints = stack.enter_context(closing(Checkpoints(self.store, config.checkpoint, fixed)))
+
+    def start(self) -> RunState:
+        """The state from which the run goes on: that of the newest checkpoint, or of a new run without any.
+
+        The source is at its position then, and the log ends with its last line.
+        """
+        trained, self.trained = self.trained, None
+        state = self.checkpoints.restore(abstract_state(self.policy.trained, self.optimizer))
+        if state is not None:
+            self.source.seek(state.position)
+        else:
+            assert trained is not None
+            evaluates = self.measurements.are_due(0, final=False)
+            keeps_params = self.source.needs_reference
+            state = RunState.begin(trained, self.optimizer, self.source.position(), keeps_params, evaluates)
+        if is_writer():
+            config, policy = self.config, self.policy
+            head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)
+            print(report.start_line(self.mesh, policy.params, head, policy.attention, state.step), file=sys.stderr)
+        log = RunLog(self.store, state.logged_step, self.source.steps, self.config)
+        self.log = self.stack.enter_context(closing(log))
+        return state
+
+
+def load_rewarded_task(
+    config: Config, stack: ExitStack, interrupt: Interrupt
+) -> tuple[Task | None, RewardRunner | None]:
+    """The problems of a configuration, and what computes the rewards of their completions, as far as it has them."""
+    if config.task is None:
+        return None, None
+    task = load_task(config.task, config.seed)
+    if config.rollout is None:
+        return task, None
+    longest = config.rollout.max_completion_length
+    return task, stack.enter_context(RewardRunner(config.task, task, longest, interrupt.poll_alone))
+
+
+def load_sampler(config: Config, policy: Policy, interrupt: Interrupt) -> Sampler | None:
+    """What samples completions; None where nothing does."""
+    if config.rollout is None:
+        return None
+    return make_sampler(
+        policy,
+        config.rollout,
+        config.optimizer,
+        needs_reference=config.grpo is not None and config.grpo.beta > 0,
+        seed=config.seed,
+        poll=interrupt.poll,
+    )
+
+
+def make_source(
+    config: Config,
+    policy: Policy,
+    forward: Forward,
+    task: Task | None,
+    sampler: Sampler | None,
+    rewards: RewardRunner | None,
+) -> Source:
+    """The source of the algorithm's batches."""
+    if config.grpo and config.task and task and sampler and rewards:
+        return GrpoSource(
+            config.grpo,
+            task,
+            sampler,
+            rewards,
+            forward,
+            long_prompts=config.task.long_prompts,
+            batch_size=config.batch_size,
+            steps=config.steps or 0,
+            seed=config.seed,
+            logged_samples=config.log.samples,
+        )
+    assert config.data is not None
+    return SftSource(
+        config.data,
+        task,
+        policy.tokenizer,
+        forward.mesh,
+        batch_size=config.batch_size,
+        steps=config.steps,
+        warmup_steps=config.optimizer.warmup_steps,
+        seed=config.seed,
+    )
