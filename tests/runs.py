@@ -55,7 +55,7 @@ class ExitCode(int):
 
     def __repr__(self) -> str:
         names = {128 + number: number.name for number in (signal.SIGTERM, signal.SIGINT)}
-        return f"{self:d}" + f" ({names[self]}, from outside unless this test sent it)" * (self in names)
+        return f"{self:d} ({names[self]}, from outside unless this test sent it)" if self in names else f"{self:d}"
 
 
 def run(config: Config) -> int:
