@@ -97,8 +97,8 @@ def _tile_by_tile(
             label_R = running.label + jnp.where(hit_RT, z_RT, 0).sum(axis=1)
             return include_tile(running, jnp.maximum(z_RT, MASKED), Columns(fresh_T, hit_RT))._replace(label=label_R)
 
-        running = lax.fori_loop(0, tiles, tile, empty_running(vary(jnp.zeros(rows), axes)))
+        running = lax.fori_loop(0, tiles, tile, empty_running(vary(jnp.zeros(rows, jnp.float32), axes)))
         return write(all_N, running, row)
 
-    zeros_N = vary(jnp.zeros(number), axes)
+    zeros_N = vary(jnp.zeros(number, jnp.float32), axes)
     return live_blocks.over_blocks(1, block, Running(zeros_N, zeros_N, zeros_N, zeros_N))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import strict_gpu
 import strict_tpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from lm_head_cases import Problem, random_problem
 
 from kernels.lm_head import xla
@@ -24,6 +25,11 @@ from kernels.lm_head.gpu.tiles import Sizes, Tiles
 from kernels.lm_head.tpu import tiles as tpu_tiles
 
 BF16, F32 = jnp.bfloat16, jnp.float32
+V6E = AbstractMesh(
+    (1,), ("chip",), (AxisType.Auto,), abstract_device=AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
+)
+"""For tracing: what is traced under this mesh is for a TPU."""
+TPU_TILES = {"rows": 128, "columns": 256, "step": 128, "call": 256}
 GPU_SIZES = Sizes(Tiles(columns=128, slots=2, cluster=1), chunk=256, wave_cost=0, cast_cost=0)
 XLA_SIZES = {"_CPU_BLOCK": 16, "_BLOCK": 16, "_TILE": 128, "_LEAST_WAVE": 8}
 
@@ -40,13 +46,13 @@ class Engine(NamedTuple):
     tile_columns: int = 128
 
     @contextlib.contextmanager
-    def strictly(self) -> Iterator[None]:
-        """What is traced and run in this context has small tiles, and kernels are interpreted."""
+    def strictly(self, **strictness: Any) -> Iterator[None]:
+        """What is traced and run in this context has small tiles, and kernels are interpreted, so strictly."""
         if self.impl == "mosaic_tpu":
-            with tpu_tiles.override(rows=128, columns=256, step=128, call=256), strict_tpu.strict_interpreter():
+            with tpu_tiles.override(**TPU_TILES), strict_tpu.strict_interpreter(**strictness):
                 yield
         elif self.impl == "mosaic_gpu":
-            with gpu_tiles.override(GPU_SIZES), strict_gpu.strict_interpreter():
+            with gpu_tiles.override(GPU_SIZES), strict_gpu.strict_interpreter(**strictness):
                 yield
         else:
             with mock.patch.multiple(xla, **XLA_SIZES):

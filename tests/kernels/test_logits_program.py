@@ -7,93 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
-from jax.sharding import PartitionSpec as P
-from lm_head_cases import assert_near, random_cotangents
-from logits_cases import ACROSS, SMALL, every_dtype, every_way, jitted, problem, pulled_back, small_tiles, taking
+from engines import V6E
+from lm_head_cases import random_cotangents
+from logits_cases import every_dtype, problem, pulled_back, small_tiles
 
 from kernels.lm_head import TokenLogprobs
 from kernels.logits import logits_logprobs
-
-V6E = AbstractMesh(
-    (1,), ("chip",), (AxisType.Auto,), abstract_device=AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
-)
 
 
 @pytest.fixture(autouse=True)
 def tiles_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     small_tiles(monkeypatch)
-
-
-# --- transformations ---
-
-WEIGHTS = np.where(np.arange(20) % 3 == 0, 0, np.linspace(-1, 1, 20)).astype(np.float32)
-
-
-def scalar(logits: jax.Array, labels: jax.Array, weights: jax.Array, *, impl: str) -> jax.Array:
-    outputs = logits_logprobs(logits, labels, where=weights != 0, impl=impl)
-    return jnp.vdot(weights, outputs.logprob * outputs.entropy + jnp.sin(outputs.lse))
-
-
-def gradient_of(function: Callable[..., jax.Array], impl: str) -> Callable[..., Any]:
-    return jax.value_and_grad(functools.partial(function, impl=impl))
-
-
-def transformed(way: str, transformation: Callable[[str], Callable[..., Any]], *args: Any, **strictness: Any) -> Any:
-    with taking(way, **strictness) as impl:
-        return jax.block_until_ready(transformation(impl)(*args))
-
-
-def value_and_gradient(*args: Any, impl: str) -> Any:
-    return gradient_of(scalar, impl)(*args)
-
-
-def plainly(way: str, *args: Any) -> Any:
-    return transformed(way, lambda _: jitted(value_and_gradient, way), *args)
-
-
-@every_way
-def test_jit_changes_nothing_and_two_runs_agree_bit_for_bit(way: str) -> None:
-    arguments = (*problem(SMALL), WEIGHTS)
-    once, again = plainly(way, *arguments), plainly(way, *arguments)
-    jax.tree.map(np.testing.assert_array_equal, once, again)
-    assert_near(transformed(way, lambda impl: gradient_of(scalar, impl), *arguments), once)
-
-
-@every_way
-def test_vmap_is_a_python_loop(way: str) -> None:
-    logits, labels = problem(SMALL)
-    alone = [(logits, labels, WEIGHTS), (-logits, 299 - labels, 1 - WEIGHTS)]
-    stacks = map(jnp.stack, zip(*alone, strict=True))
-    got = transformed(way, lambda impl: jax.jit(jax.vmap(gradient_of(scalar, impl))), *stacks)
-    for i, arguments in enumerate(alone):
-        assert_near([x[i] for x in got], list(plainly(way, *arguments)))
-
-
-@every_way
-def test_shard_map_over_rows_gives_the_same(way: str) -> None:
-    mesh = Mesh(np.array(jax.devices()[:2]), ("dp",))
-
-    def sharded(*args: jax.Array, impl: str) -> jax.Array:
-        def shard(*args: jax.Array) -> jax.Array:
-            return jax.lax.psum(scalar(*args, impl=impl), "dp")
-
-        return jax.shard_map(shard, mesh=mesh, in_specs=(P("dp"),) * 3, out_specs=P())(*args)
-
-    arguments = (*problem(SMALL), jnp.asarray(WEIGHTS))
-    got = transformed(way, lambda impl: jax.jit(gradient_of(sharded, impl)), *arguments)
-    assert_near(got, plainly(way, *arguments))
-
-
-@pytest.mark.parametrize(("shape", "strictness"), [(SMALL, {"copies": "on_wait"}), (ACROSS, {"cores": 2})], ids=str)
-def test_the_kernels_wait_for_their_copies_and_may_run_on_two_cores(
-    shape: tuple[int, int], strictness: dict[str, Any]
-) -> None:
-    arguments = (*problem(shape), jnp.resize(WEIGHTS, shape[0]))
-    got = transformed("kernels", lambda impl: jax.jit(gradient_of(scalar, impl)), *arguments, **strictness)
-    assert_near(got, plainly("kernels", *arguments))
 
 
 # --- which implementation, and refusals ---

@@ -1,11 +1,9 @@
-"""Programs with the TPU kernels: refusals, work and memory, JAX's transformations, lowering for TPUs.
+"""Programs with the TPU kernels: what they read, lowering for TPUs, grids and tiles of chips that aren't there.
 
-Work is counted in the jaxpr, in products of N x V x D, over every step of every kernel's grid. What the compiler makes
-of the programs is tested in test_aot_head.py, values in test_head_values.py and test_head_losses.py.
+What the compiler makes of the programs is tested in test_aot_head.py, products and sizes in test_head_work.py.
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -15,12 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engines import V6E
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from jax.experimental import pallas as pl
-from jax.extend.core import Jaxpr
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
-from jax.sharding import PartitionSpec as P
-from lm_head_cases import OBJECTIVES, equations, jaxprs_of, operands_for, random_problem, sparse_weights
+from jax.sharding import AbstractDevice, Mesh
+from lm_head_cases import OBJECTIVES, equations, operands_for, random_problem, sparse_weights
 from strict_tpu import strict_interpreter
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
@@ -31,9 +27,6 @@ PROBLEM = random_problem((200, 300, 64), scale=2.0)
 OPERANDS = operands_for(PROBLEM, OBJECTIVE)
 ARGUMENTS = (*PROBLEM, sparse_weights(200))
 ONE_WAVE = 1 << 30
-V6E = AbstractMesh(
-    (1,), ("chip",), (AxisType.Auto,), abstract_device=AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
-)
 
 
 def token_logprobs_of(hidden: Any, weight: Any, labels: Any, weights: Any) -> tuple[jax.Array, TokenLogprobs]:
@@ -59,22 +52,6 @@ def small_tiles() -> Iterator[None]:
 def gradients_of(scalar: Callable[..., Any]) -> Callable[..., Any]:
     """(hidden, weight, labels, weights) to ((scalar, outputs), gradients in hidden and weight)."""
     return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)
-
-
-def strictly(function: Callable[..., Any], *args: Any) -> Any:
-    with strict_interpreter():
-        return jax.block_until_ready(jax.jit(function)(*args))
-
-
-@functools.cache
-def plainly(scalar: Callable[..., Any]) -> Any:
-    return strictly(gradients_of(scalar), *ARGUMENTS)
-
-
-def assert_near(got: Any, want: Any) -> None:
-    """Asserts that arrays differ by at most 1 part in 50,000 of the largest number: another order of the same sums."""
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.max(np.abs(y), initial=1.0))
 
 
 # --- refusals ---
@@ -130,46 +107,7 @@ def test_blocks_of_rows_that_do_not_count_are_neither_read_nor_fetched(scalar: C
         assert of_two[kind] == of_one[kind] > weight.size
 
 
-# --- transformations ---
-
-
-def test_vmap_is_a_python_loop() -> None:
-    hidden, weight, labels, weights = ARGUMENTS
-    others = (hidden[::-1], -weight, 299 - labels, weights[::-1])
-    lenient = functools.partial(pl.pallas_call, interpret=True)  # the strict one's callbacks don't allow `vmap`
-    with mock.patch.object(pl, "pallas_call", lenient):
-        got = jax.jit(jax.vmap(gradients_of(token_loss_of)))(*map(jnp.stack, zip(ARGUMENTS, others, strict=True)))
-    for i, want in enumerate((plainly(token_loss_of), strictly(gradients_of(token_loss_of), *others))):
-        assert_near([x[i] for x in jax.tree.leaves(got)], want)
-
-
-def test_shard_map_over_tokens_gives_the_same() -> None:
-    """The scalars of two shards are summed; the weight and its gradient are replicated; varying axes are checked."""
-    tokens, everywhere = P("dp"), P()
-
-    @functools.partial(
-        jax.shard_map,
-        mesh=Mesh(np.array(jax.devices()[:2]), ("dp",)),
-        in_specs=(tokens, everywhere, tokens, tokens),
-        out_specs=(everywhere, tokens),
-    )
-    def sharded(*args: jax.Array) -> tuple[jax.Array, TokenLogprobs]:
-        value, outputs = token_logprobs_of(*args)
-        return jax.lax.psum(value, "dp"), outputs
-
-    assert_near(
-        strictly(jax.value_and_grad(sharded, argnums=(0, 1), has_aux=True), *ARGUMENTS), plainly(token_logprobs_of)
-    )
-
-
-@every_entry_point
-@pytest.mark.parametrize("strictness", [{"cores": 2}, {"copies": "on_wait"}], ids=["two cores", "late copies"])
-def test_the_kernels_wait_for_their_copies_and_may_run_on_two_cores(
-    scalar: Callable[..., Any], strictness: dict[str, Any]
-) -> None:
-    with strict_interpreter(**strictness):
-        got = jax.block_until_ready(jax.jit(gradients_of(scalar))(*ARGUMENTS))
-    assert_near(got, plainly(scalar))
+# --- programs for TPUs ---
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -214,104 +152,3 @@ def test_no_size_of_hidden_states_has_steps_that_keep_half_of_a_matrix_unit_idle
         found = tiles.best(case, mib << 20)
         assert found is not None
         assert found.step >= 256
-
-
-def test_a_tile_s_steps_fit_the_sublanes_that_keep_their_maxima() -> None:
-    with pytest.raises(AssertionError):
-        tiles.Tiles(rows=128, columns=2048, step=128)
-
-
-# --- work and memory ---
-
-N, V, D = 256, 512, 128  # whole tiles
-ALIGNED = (
-    jax.ShapeDtypeStruct((N, D), jnp.float32),
-    jax.ShapeDtypeStruct((V, D), jnp.float32),
-    jax.ShapeDtypeStruct((N,), jnp.int32),
-    jax.ShapeDtypeStruct((N,), jnp.float32),
-)
-
-
-def multiplications(jaxpr: Jaxpr) -> int:
-    """In matrix products; of a condition's branches the dearest counts, and a while loop's body once."""
-    total = 0
-    for equation in jaxpr.eqns:
-        inner = [multiplications(x) for x in jaxprs_of(equation)]
-        match equation.primitive.name:
-            case "dot_general":
-                (lhs, rhs), ((contracted, _), _) = equation.invars, equation.params["dimension_numbers"]
-                shared = math.prod(lhs.aval.shape[i] for i in contracted)
-                total += lhs.aval.size * rhs.aval.size // shared
-            case "cond":
-                total += max(inner)
-            case "scan":
-                total += equation.params["length"] * sum(inner)
-            case "pallas_call":
-                total += math.prod(equation.params["grid_mapping"].grid) * sum(inner)
-            case _:
-                total += sum(inner)
-    return total
-
-
-def products(function: Callable[..., Any], *args: Any) -> float:
-    with strict_interpreter():
-        return multiplications(jax.make_jaxpr(function)(*args).jaxpr) / (N * V * D)
-
-
-def likelihood(hidden: Any, weight: Any, labels: Any, weights: Any) -> jax.Array:
-    outputs = token_logprobs(hidden, weight, labels, where=weights != 0, impl="mosaic_tpu")
-    return jnp.sum(weights * (outputs.logprob + outputs.lse))
-
-
-def likelihood_and_entropy(hidden: Any, weight: Any, labels: Any, weights: Any) -> jax.Array:
-    outputs = token_logprobs(hidden, weight, labels, where=weights != 0, impl="mosaic_tpu")
-    return jnp.sum(weights * (outputs.logprob + outputs.lse + outputs.entropy))
-
-
-def loss_of(name: str, workspace: int = 0) -> Callable[..., jax.Array]:
-    def loss(hidden: Any, weight: Any, labels: Any, weights: Any) -> jax.Array:
-        options: dict[str, Any] = {"weights": weights, "workspace": workspace, "impl": "mosaic_tpu"}
-        return token_loss(hidden, weight, labels, OBJECTIVES[name].in_jax, **options)[0]
-
-    return loss
-
-
-PLAIN, SINGLE_PASS, WITH_ENTROPY = (
-    loss_of("cross-entropy"),
-    loss_of("cross-entropy", ONE_WAVE),
-    loss_of("entropy bonus"),
-)
-
-
-@pytest.mark.parametrize(
-    ("function", "both", "hidden_alone", "weight_alone"),
-    [
-        pytest.param(likelihood, 4, 2, 3, id="token_logprobs"),
-        pytest.param(likelihood_and_entropy, 6, 4, 3, id="token_logprobs, entropy"),
-        pytest.param(PLAIN, 4, 2, 3, id="token_loss"),
-        pytest.param(WITH_ENTROPY, 5, 3, 3, id="token_loss, entropy"),
-        pytest.param(SINGLE_PASS, 3, 2, 2, id="token_loss with a workspace"),
-    ],
-)
-def test_gradients_take_so_many_products(
-    function: Callable[..., Any], both: int, hidden_alone: int, weight_alone: int
-) -> None:
-    """The values' own among them. The expectation of W, which dh is made of, comes with the values for one more."""
-    taken = [products(jax.value_and_grad(function, sides), *ALIGNED) for sides in ((0, 1), 0, 1)]
-    assert taken == [both, hidden_alone, weight_alone]
-    assert products(function, *ALIGNED) == 1, "the value alone"
-
-
-@pytest.mark.parametrize("function", [likelihood_and_entropy, PLAIN])
-def test_without_a_workspace_no_value_has_rows_and_vocabulary(function: Callable[..., Any]) -> None:
-    rows, vocabulary, features = 40_009, 151_936, 896
-    shapes = [(rows, features), (vocabulary, features), (rows,), (rows,)]
-    dtypes = [jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.float32]
-    arguments = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, dtypes, strict=True)]
-    with jax.sharding.use_abstract_mesh(V6E):
-        jaxpr = jax.make_jaxpr(jax.value_and_grad(function, (0, 1)))(*arguments).jaxpr
-    seen = [x.aval.shape for equation in equations(jaxpr) for x in equation.outvars if hasattr(x.aval, "shape")]
-    assert any(equation.primitive.name == "pallas_call" for equation in equations(jaxpr))
-    assert max(math.prod(shape) for shape in seen) <= vocabulary * features
-    for shape in seen:
-        assert not (any(n >= rows for n in shape[:-1]) and shape[-1] >= vocabulary), shape

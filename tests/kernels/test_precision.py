@@ -9,6 +9,7 @@ from typing import Any
 import head_programs as head
 import jax
 import pytest
+from engines import V6E
 from jax import lax
 from lm_head_cases import equations
 from tiny import ARCHITECTURE, config
@@ -59,8 +60,6 @@ def test_sampler_and_trainer_multiply_at_the_same_precision(
 def test_the_head_multiplies_at_the_precision_of_its_operands(impl: str, dtype: str) -> None:
     sizes = {"tokens": 256, "vocabulary": 512, "features": 128, "hidden": dtype, "weight": dtype, "impl": impl}
     mesh = make_mesh(MeshConfig())
-    chip = jax.sharding.AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
-    on_chip = jax.sharding.AbstractMesh((1,), ("chip",), (jax.sharding.AxisType.Auto,), abstract_device=chip)
     for program in (head.general(mesh, entropy=True, **sizes), head.loss(mesh, workspace=1 << 30, **sizes)):
-        with jax.default_matmul_precision(OTHER), jax.sharding.use_abstract_mesh(on_chip):
+        with jax.default_matmul_precision(OTHER), jax.sharding.use_abstract_mesh(V6E):
             assert precisions(program) <= allowed(dtype)
