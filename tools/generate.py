@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL_OR_RUN", help="a run_dir, a folder, both also in a bucket, or a hub id")
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the user's message")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines of prompts")
+    parser.add_argument("--prompts", metavar="FILE", help="JSON lines of prompts")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where JSON lines of completions are written")
     parser.add_argument("--system", metavar="TEXT", help="the system's message; default: that of the run's task")
     parser.add_argument(

@@ -30,9 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("dump", metavar="RUN/skipped/step_N.npz", help="the batch of a skipped update")
     parser.add_argument("--checkpoint", type=int, metavar="N", help="take this one's parameters")
     options = parser.parse_args(arguments)
-    run, _, name = options.dump.rpartition("/skipped/")
-    dump = Path(options.dump)
-    return replay(tool_run(run or str(dump.parent.parent)), name if run else dump.name, options.checkpoint)
+    run, skipped, name = options.dump.rpartition("skipped/")
+    if not skipped:
+        raise UserError(f"{options.dump}: not a batch that a run has kept; those are run_dir/skipped/step_N.npz")
+    return replay(tool_run(run.rstrip("/") or "."), name, options.checkpoint)
 
 
 def replay(run: RunStore, dump: str, checkpoint: int | None) -> int:

@@ -201,12 +201,13 @@ def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused, monk
     files = {
         "run/config.yaml": dump(settings_in(tmp_path)),
         "run/metrics.jsonl": '{"step": 4, "loss": 2}\n',
+        "begun/metrics.jsonl": '{"step": 0}\n',
         "damaged/config.yaml": "steps: &a [*a]\n",
         "damaged/metrics.jsonl": '{"step": 1, "loss": 2}\n[1]\n',
         "damaged/samples.jsonl": '{"step": 1}\n',
     }
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "damaged").mkdir()
+    for folder in ("run/checkpoints", "begun", "damaged"):
+        (tmp_path / folder).mkdir(parents=True)
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)

@@ -1,26 +1,21 @@
 """What is measured when, which checkpoint is the best by it, and when a run ends early."""
 
 import json
+import re
 import signal
 import time
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 from runs import records, run
 from tiny import config
 
 import mllm.rl.evaluation
-from mllm.data.tasks.task import Example, Task
-from mllm.parallel.mesh import make_mesh
 from mllm.rl.evaluation import evaluate
-from mllm.rl.rewards import RewardRunner
-from mllm.rl.sampler import Sampler
-from mllm.run import measurements as module
-from mllm.run.measurements import Measurement, Measurements, make_measurements
+from mllm.run.measurements import Measurement, Measurements
 from mllm.run.state import PendingEvaluation, RunState
-from mllm.train.step import Forward, TrainState
+from mllm.train.step import TrainState
 
 
 def state(step: int, **fields: Any) -> RunState:
@@ -36,32 +31,6 @@ ENDS = Measurement(lambda params, step: {"ends": step}, None)
 @pytest.fixture
 def measurements() -> Measurements:
     return Measurements([OFTEN, ENDS], [lambda params, step: {"test": step}])
-
-
-def test_problems_that_training_never_sees_are_measured_in_a_run_and_the_test_set_at_its_end(monkeypatch):
-    def example(name: str) -> Example:
-        return Example([{"role": "user", "content": name}], None)
-
-    def make(evaluation, task, problems, *, prefix="eval/", **others):
-        return lambda params, step: {prefix: [problem.prompt[0]["content"] for problem in problems]}
-
-    monkeypatch.setattr(module, "make_evaluation", make)
-    settings, parts = config(eval={"prompts": 2, "every": 3, "test": True}), ("train", "heldout", "test")
-    task = Task("sums", *([example(f"{part} {i}") for i in range(4)] for part in parts))
-    built = make_measurements(
-        settings.eval,
-        settings.task,
-        None,
-        settings.batch_size,
-        task=task,
-        sampler=mock.Mock(spec=Sampler),
-        rewards=mock.Mock(spec=RewardRunner),
-        source=mock.Mock(),
-        forward=mock.Mock(spec=Forward, mesh=make_mesh(settings.mesh)),
-        poll=lambda: None,
-    )
-    assert [(one.measure(None, 0), one.every) for one in built.repeated] == [({"eval/": ["heldout 0", "heldout 1"]}, 3)]
-    assert [measure(None, 0) for measure in built.at_end] == [{"test/": [f"test {i}" for i in range(4)]}]
 
 
 @pytest.mark.parametrize(
@@ -133,21 +102,27 @@ def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off
     settings = config(
         run_dir=str(tmp_path / "run"),
         task={"name": "jsonl", **files, "heldout": 4},
-        eval={"every": 2, "test": True},
+        eval={"every": 2, "prompts": 3, "test": True},
     )
-    tested = []
+    tested, seen = [], {}
 
-    def measure_or_stop(*arguments, prefix="eval/", **options):
+    def measure_or_stop(sampler, rewards, problems, *arguments, prefix="eval/", **options):
         tested.append(prefix)
+        seen[prefix] = {problem.example.answer for problem in problems}
         if tested.count("test/") == 1 and prefix == "test/":
             signal.raise_signal(signal.SIGTERM)
             time.sleep(0.1)  # for the thread that hears it
-        return evaluate(*arguments, prefix=prefix, **options)
+        return evaluate(sampler, rewards, problems, *arguments, prefix=prefix, **options)
 
     monkeypatch.setattr(mllm.rl.evaluation, "evaluate", measure_or_stop)
     assert run(settings) == 143
     assert run(settings) == 0
     assert tested == ["eval/"] * 3 + ["test/"] + ["eval/", "test/"]
+    prompts = (line["prompt"] for line in records(settings, "samples.jsonl"))
+    trained = {str(int(re.search(r"(\d+)\+1=", prompt)[1]) + 1) for prompt in prompts}
+    assert len(seen["eval/"]) == 3
+    assert not seen["eval/"] & trained
+    assert seen["test/"] == {str(answer) for answer in range(41, 61)}
     lines = records(settings)
     assert [line["step"] for line in lines if "test/reward" in line] == [4]
     assert [line["step"] for line in lines if "eval/reward" in line] == [0, 2, 4]

@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from object_store import object_store
 from pyarrow import parquet
-from runs import arguments, assert_same_end, changed, checksums, outputs, run, start, start_group, wait
+from runs import assert_same_end, changed, checksums, run, start, wait
 from tiny import config
 
 from mllm.config.model import MeshConfig
@@ -78,44 +78,6 @@ def test_a_run_that_is_killed_and_has_lost_its_newest_checkpoint_ends_as_one_on_
     assert "lock" not in place.entries()
 
 
-@pytest.mark.faults
-@google
-def test_a_bucket_that_fails_for_good_ends_the_run_with_one_line_and_it_resumes(store, on_disk, monkeypatch, capfd):
-    monkeypatch.setattr(bucket, "RETRIES", {"max_retries": 8, "initial_delay": "5ms", "max_delay": "20ms"})
-    settings = in_bucket(store)
-
-    def fault(method, path):
-        return "503" if published(store) else None
-
-    store.fault = fault
-    assert run(settings) == 2
-    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1
-    assert re.match(
-        rf"error: {settings.run_dir}/\S+: can't be \w+ \(All 8 retry attempts failed: .*\); check the bucket", errors[0]
-    )
-    store.fault = lambda method, path: None
-    assert run(settings) == 0
-    assert_same_end(on_disk, settings)
-
-
-@pytest.mark.faults
-@google
-def test_two_processes_that_share_no_disk_are_killed_and_end_as_two_that_share_one(store, tmp_path):
-    sections = {"mesh": {"fsdp": 2}, "steps": 6, "eval": None, "rollout": None}
-    shared = config("sft", run_dir=str(tmp_path / "shared"), checkpoint={"every": 2}, **sections)
-    outputs(start_group(["train.py", *arguments(shared)], 2, 1))
-    apart = in_bucket(store, **sections)
-    processes = start_group(["train.py", *arguments(apart)], 2, 1)
-    wait(processes[0], lambda: published(store) >= 1, seconds=300)
-    for process in processes:
-        process.kill()  # the second may have ended before, because the first did
-    for process in processes:
-        process.communicate()
-    outputs(start_group(["train.py", *arguments(apart)], 2, 1))
-    assert_same_end(shared, apart)
-
-
 # What a run reads, and what reads it
 
 
@@ -174,6 +136,7 @@ def test_a_model_and_data_in_a_bucket_make_the_run_that_their_files_make(store, 
 
 
 @pytest.mark.faults
+@google
 def test_grpo_in_a_bucket_begins_with_a_run_there_and_tools_read_it(store, trained, tmp_path, capsys):
     first = changed(trained, run_dir=f"{store.url}/first")
     assert run(first) == 0

@@ -78,15 +78,6 @@ def test_the_command_s_table_names_sources_and_what_is_not_known_or_refused_and_
     assert kernels == "fused, workspace 0: dW, bundles 100, vmatmuls 10, mxu 90.0%, spills 0"
 
 
-@pytest.mark.parametrize(("name", "reason"), [("v9", "there are v5e, "), ("v6e:2x4", "there are v5e, ")])
-def test_another_target_is_refused_in_one_line(capsys, name, reason):
-    assert bench.main(["head", "--target", name]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("error: --target: ")
-    assert reason in said.err
-    assert (said.err.count("\n"), said.out) == (1, "")
-
-
 def test_the_process_that_compiles_finds_the_programs_from_any_folder(tmp_path):
     program = f"from mllm.plan import targets; targets.program({target.__file__ + ':program'!r})"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -157,6 +157,8 @@ def test_one_prompt_is_printed_and_the_seed_chooses_what_is_sampled(exported, ca
         return capsys.readouterr().out
 
     assert printed() == printed() != printed("--seed", "1")
+    assert generate.main([str(exported), "hi", "--max-tokens", "50000"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: --max-tokens: 50000 after a prompt of")
 
 
 def test_another_dtype_changes_nothing_else_of_a_run_s_model(exported):
@@ -185,25 +187,6 @@ def test_a_chat_goes_on_until_an_empty_line_begins_a_new_one_and_the_input_ends(
     roles = [[message["role"] for message in chat] for chat in asked]
     assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
     assert asked[1][2]["content"] in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "error: PROMPT: give a prompt, or --prompts FILE, or start a chat on a terminal"),
-        (["hi", "--max-tokens", "0"], "error: --max-tokens: 0: expected 1 or more"),
-        (["hi", "--max-tokens", "50000"], "error: --max-tokens: 50000 after a prompt of"),
-        (["hi", "--top-p", "0"], "error: --top-p: 0.0: expected more than 0, and 1 at most"),
-        (["hi", "--prompts", "p.jsonl"], "error: --prompts: is instead of PROMPT: give one of them"),
-        (["hi", "--out", "o.jsonl"], "error: --out: is for --prompts; other completions are printed"),
-        (["--prompts", "missing.jsonl"], "error: --prompts: missing.jsonl can't be read"),
-    ],
-)
-def test_what_can_t_be_done_is_one_line(exported, options, message, capsys):
-    assert generate.main([str(exported), *options]) == 2
-    output, said = capsys.readouterr()
-    assert said.splitlines()[-1].startswith(message)
-    assert output == ""
 
 
 def test_an_earlier_output_is_not_overwritten(exported, prompts, tmp_path, capsys):
@@ -272,12 +255,6 @@ def test_two_runs_of_one_step_with_every_topic_and_one_folder_name_are_drawn(tmp
     assert out.stat().st_size
     stores = [*map(RunStore, folders)]
     assert [plot.name(store, stores) for store in stores] == [str(folder) for folder in folders]
-
-
-def test_a_run_without_a_step_is_not_drawn(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    assert "metrics.jsonl has nothing to draw yet" in refused(capsys, plot, tmp_path)
-    assert not (tmp_path / "curves.png").exists()
 
 
 HELP = """

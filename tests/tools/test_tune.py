@@ -3,7 +3,6 @@
 import json
 
 import jax
-import pytest
 
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.tpu import tiles as tpu_tiles
@@ -71,14 +70,6 @@ def test_a_limit_leaves_tilings_out(monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("refused: no\n--limit: 1 tilings were left out\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"), [(["--most", "0"], "--most: 0 is not"), ([], "there is no TPU or Hopper")]
-)
-def test_what_is_impossible_is_refused_in_a_line(arguments, said, capsys):
-    assert tune.main([*arguments, "--list"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {said}")
-
-
 def test_every_tiling_fits_the_device_and_the_engine_s_own_choice_is_the_first(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     found = tune.tilings(SHAPE, [], 8)["loss"]
@@ -105,4 +96,3 @@ def test_a_kernel_runs_with_the_tiles_that_are_named(monkeypatch, capsys):
     assert kernels.main(["--kernel", "dh", "--impl", "mosaic_tpu", "--shape", "256,128,296", *tiles]) == 0
     assert ("hidden", tpu_tiles.Tiles(128, 256, 128)) in seen
     assert 0 < json.loads(capsys.readouterr().out)["dh"] < 0.005
-    assert kernels.main(["--kernel", "dh", "--impl", "mosaic_tpu", "--tiles", "rows"]) == 2
