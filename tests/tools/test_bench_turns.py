@@ -28,7 +28,8 @@ def test_a_rollout_s_table_has_speed_useful_share_and_bytes(monkeypatch, capsys)
 
 def test_a_table_of_updates_has_seconds_peaks_and_places(monkeypatch, capsys):
     monkeypatch.setattr(train, "WAYS", ("padded", "LoRA"))  # "full" is LoRA's rows and padded's parameters
-    assert train.main(["--hidden", "64", "--layers", "1", "--vocabulary", "16384", "--repeats", "1", "--rank", "4"]) == 0
+    small = ["--hidden", "64", "--layers", "1", "--vocabulary", "16384"]
+    assert train.main([*small, "--repeats", "1", "--rank", "4"]) == 0
     found = rows(capsys)
     padded, lora = found["padded"], found["LoRA"]
     assert min(way["seconds"] for way in found.values()) > 0
