@@ -4,19 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engines import XLA
 from jax.sharding import AxisType, Mesh
 
-from kernels.lm_head import HeadSharding, label_is_likeliest, xla
+from kernels.lm_head import HeadSharding, label_is_likeliest
 
 RNG = np.random.default_rng(0)
 N, D, V = 80, 16, 301
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
-    """Several blocks of rows, and several tiles of the vocabulary, of which the last overlaps the one before."""
-    monkeypatch.setattr(xla, "_CPU_BLOCK", 16)
-    monkeypatch.setattr(xla, "_TILE", 128)
+def small_tiles():
+    with XLA.strictly():
+        yield
 
 
 def problem(dtype=np.float32):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engines import XLA
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -37,10 +38,9 @@ CUBE = (2, 2, 2)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(xla, "_CPU_BLOCK", 16)
-    monkeypatch.setattr(xla, "_TILE", 128)
-    monkeypatch.setattr(xla, "_LEAST_WAVE", 8)
     monkeypatch.setattr(xla, "_MOST_WAVE", 8)
+    with XLA.strictly():
+        yield
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def over(shape, **axes):
 def general(hidden, weight, operand, weights, scale, labels=LABELS, entropy=True, **options):
     """A function of log-probability, normaliser and, with `entropy`, the entropy."""
     live = weights != 0
-    tokens = token_logprobs(hidden, weight, np.asarray(labels), where=live, **options)
+    tokens = token_logprobs(hidden, weight, jnp.asarray(labels), where=live, **options)
     product = tokens.logprob * (tokens.entropy if entropy else 1)
     return jnp.sum(weights * (jnp.where(live, operand, 0) * product + jnp.sin(scale * tokens.lse))), tokens
 
@@ -74,8 +74,17 @@ def loss(hidden, weight, operand, weights, scale, labels=LABELS, entropy=True, *
     return token_loss(hidden, weight, labels, objective, operand, weights=weights, **options)
 
 
-WAYS = {"general": (general, {}), "recomputed": (loss, {"workspace": 0}), "in waves": (loss, {"workspace": 2**20})}
-every_way = pytest.mark.parametrize("way", WAYS)
+def both(*arguments, **options):
+    value, tokens = loss(*arguments, **options)
+    return value + general(*arguments, **options)[0], tokens
+
+
+WAYS = {
+    "general": (general, {}),
+    "recomputed": (loss, {"workspace": 0}),
+    "in waves": (loss, {"workspace": 2**20}),
+    "both": (both, {}),
+}
 
 
 @functools.cache
@@ -195,7 +204,7 @@ def axes_of(groups):
     return ", ".join(names) or next(axes for axes, start in GROUPS.items() if start in groups)
 
 
-@every_way
+@pytest.mark.parametrize("way", EXCHANGED)
 def test_devices_exchange_weights_once_a_pass_a_few_numbers_a_token_and_sums_of_gradients(way):
     collective = r'"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)"'
     operands = r".*?replica_groups = (.*?)(?:use_global|split_count).*?\) -> tensor<(.*?)>"
@@ -207,6 +216,59 @@ def test_a_mesh_of_one_device_needs_no_map_over_devices():
     text = str(jax.make_jaxpr(differentiated("general", sharding=over((1, 1, 1))))(*ARGUMENTS))
     assert "while" in text
     assert "shard_map" not in text
+
+
+# --- JAX's default mesh, whose axes are Explicit: the layout comes from types, or from `HeadSharding` ---
+
+EXPLICIT = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+IN_ROWS = (
+    *(HIDDEN.reshape(8, 10, D), WEIGHT[:128], OPERAND.reshape(8, 10), WEIGHTS.reshape(8, 10), ARGUMENTS[-1]),
+    LABELS.reshape(8, 10) % 128,
+)
+
+
+def laid_out(tokens, weight):
+    specs = (tokens, weight, tokens, tokens, P(), tokens)
+    return [jax.device_put(x, NamedSharding(EXPLICIT, spec)) for x, spec in zip(IN_ROWS, specs, strict=True)]
+
+
+@functools.cache
+def on_one_device():
+    return differentiated("both")(*IN_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "weight"),
+    [
+        pytest.param(P("data"), P("model"), id="vocabulary"),
+        pytest.param(P("data"), P("data"), id="vocabulary over the tokens' axis"),
+        pytest.param(P("data"), P("model", "data"), id="vocabulary and features"),
+        pytest.param(P("data", "model"), P(), id="rows and columns of tokens"),
+        pytest.param(P(), P(), id="replicated"),
+    ],
+)
+def test_results_are_those_of_one_device_laid_out_like_the_arguments(tokens, weight):
+    arguments = laid_out(tokens, weight)
+    got = differentiated("both")(*arguments)
+    assert_near(got, on_one_device())
+    (_, outputs), gradients = got
+    assert all(x.sharding.is_equivalent_to(arguments[5].sharding, 2) for x in outputs)
+    for gradient, argument in zip(gradients, arguments[:5], strict=True):
+        assert gradient.sharding.is_equivalent_to(argument.sharding, gradient.ndim)
+
+
+@pytest.mark.parametrize("impl", [None, "full_logits"])
+def test_the_mesh_may_be_set_and_a_sharding_may_name_its_axes(impl):
+    sharding = HeadSharding(EXPLICIT, tokens=("data",), vocabulary="model")
+    with jax.set_mesh(EXPLICIT):
+        assert_near(differentiated("both", impl=impl)(*laid_out(P("data"), P("model"))), on_one_device())
+        assert_near(differentiated("both", impl=impl, sharding=sharding)(*IN_ROWS), on_one_device())
+
+
+def test_a_device_multiplies_its_own_tokens_with_its_own_rows_of_the_weight():
+    text = differentiated("both", impl="full_logits").lower(*laid_out(P("data"), P("model"))).as_text()
+    assert "tensor<40x64xf32>" in text
+    assert "tensor<80x128xf32>" not in text
 
 
 # --- what is refused ---
@@ -231,8 +293,7 @@ def test_a_sharding_that_does_not_fit_mesh_or_arrays_is_refused():
         refused("weight must be laid out as sharding says", (HIDDEN, misplaced[1]))
 
 
-@pytest.mark.parametrize("sharding", [None, over(CUBE)], ids=["one device", "a mesh"])
-def test_an_engine_that_is_asked_for_and_can_not_run_says_why(sharding):
-    half = [jnp.asarray(x, jnp.float16) for x in ARGUMENTS[:2]]
-    with pytest.raises(ValueError, match="impl: mosaic_tpu can't run here: hidden is float16"):
-        token_logprobs(*half, LABELS, where=LIVE, impl="mosaic_tpu", sharding=sharding)
+def test_a_sharding_on_another_mesh_than_the_arguments_is_refused():
+    other = HeadSharding(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), tokens=("data",))
+    with pytest.raises(ValueError, match=r"sharding: its mesh .* is not the arguments'"):
+        differentiated("both", sharding=other)(*laid_out(P("data"), P("model")))

@@ -1,4 +1,4 @@
-"""Programs with the Hopper kernels: refusals, and what XLA compiles for an H100.
+"""Programs with the Hopper kernels, as XLA compiles them for an H100.
 
 Compiling takes XLA's plugin for CUDA and no GPU (`make aot-gpu`). Values are in test_head_values.py and
 test_head_losses.py; no GPU has run the programs.
@@ -16,10 +16,9 @@ import numpy as np
 import ptxas_report
 import pytest
 from compiled_program import arrays
-from engines import GPU_SIZES
-from lm_head_cases import OBJECTIVES, random_problem
+from lm_head_cases import OBJECTIVES
 
-from kernels.lm_head import token_logprobs, token_loss
+from kernels.lm_head import token_loss
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.forward import Labels, is_hit, labels_in_tiles
 from kernels.lm_head.gpu.products import Place
@@ -27,41 +26,6 @@ from kernels.lm_head.gpu.tiles import Tiles
 from mllm.plan import gpus, targets
 
 MIB = 2**20
-PROBLEM = random_problem((200, 296, 128), scale=2.0, dtype=jnp.bfloat16)
-
-
-# --- refusals ---
-
-
-@pytest.mark.parametrize(
-    ("reason", "words", "features", "dtypes", "options"),
-    [
-        ("dtype is float32", 256, 64, ("float32", "bfloat16"), {}),
-        ("dtype is float32", 256, 64, ("bfloat16", "bfloat16"), {"dtype": jnp.float32}),
-        ("hidden is float16", 256, 64, ("float16", "bfloat16"), {"dtype": jnp.bfloat16}),
-        ("weight is float16", 256, 64, ("bfloat16", "float16"), {"dtype": jnp.bfloat16}),
-        ("weight is 256 x 72.* multiples of", 256, 72, ("bfloat16", "bfloat16"), {}),
-        ("weight is 257 x 64.* multiples of", 257, 64, ("bfloat16", "bfloat16"), {}),
-    ],
-)
-def test_products_dtypes_and_sizes_that_the_kernels_lack_are_refused(
-    reason: str, words: int, features: int, dtypes: tuple[str, str], options: dict[str, Any]
-) -> None:
-    arrays = [jax.ShapeDtypeStruct((n, features), dtype) for n, dtype in zip((8, words), dtypes, strict=True)]
-    with gpu_tiles.override(GPU_SIZES), pytest.raises(ValueError, match=f"impl: mosaic_gpu .* {reason}"):
-        jax.eval_shape(lambda h, w: token_logprobs(h, w, np.zeros(8, int), impl="mosaic_gpu", **options), *arrays)
-
-
-def test_a_cpu_without_the_interpreter_is_refused_in_one_line_that_names_it() -> None:
-    with pytest.raises(ValueError, match=r"impl: mosaic_gpu can't run here: .*(CPU|Hopper)") as refusal:
-        token_logprobs(*PROBLEM, impl="mosaic_gpu")
-    assert "\n" not in str(refusal.value)
-
-
-def test_without_an_impl_a_cpu_takes_the_xla_engine() -> None:
-    own, xla = (str(jax.make_jaxpr(lambda *x, i=impl: token_logprobs(*x, impl=i))(*PROBLEM)) for impl in (None, "xla"))
-    assert "pallas" not in own
-    assert own == xla
 
 
 def test_a_strip_s_bits_say_which_of_its_tiles_have_a_label() -> None:
@@ -141,16 +105,6 @@ def test_it_compiles_over_a_mesh(program: str) -> None:
     mesh = targets.mesh("h100:8", (2, 2, 2), ("dp", "fsdp", "tp"))
     program = targets.compiled(*getattr(head, program)(mesh, impl="mosaic_gpu", features=512), mesh)
     assert "mosaic_gpu" in (program.as_text() or "")
-
-
-@pytest.mark.aot_gpu
-@needs_plugin
-def test_under_vmap_jax_compiles_no_such_kernel() -> None:
-    shapes = (((2, 512, 512), jnp.bfloat16), ((2, 1024, 512), jnp.bfloat16), ((2, 512), jnp.int32))
-    arguments = [jax.ShapeDtypeStruct(*x) for x in shapes]
-    run = jax.vmap(lambda *x: token_logprobs(*x, impl="mosaic_gpu").logprob)
-    with pytest.raises(NotImplementedError, match="only supports batching with a batch dimension of 1"):
-        targets.compiled(run, arguments, targets.mesh("h100"))
 
 
 @pytest.mark.aot_gpu

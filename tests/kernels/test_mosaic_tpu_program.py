@@ -54,25 +54,6 @@ def gradients_of(scalar: Callable[..., Any]) -> Callable[..., Any]:
     return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)
 
 
-# --- refusals ---
-
-
-def outputs_of(hidden: Any, weight: Any) -> TokenLogprobs:
-    return token_logprobs(hidden, weight, np.zeros(8, int), impl="mosaic_tpu")
-
-
-def test_a_cpu_without_the_interpreter_is_refused() -> None:
-    with pytest.raises(ValueError, match="CPU"):
-        outputs_of(jnp.zeros((8, 128)), jnp.zeros((256, 128)))
-
-
-def test_features_that_fit_no_tile_are_refused_and_the_largest_term_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_override", {})
-    arguments = [jax.ShapeDtypeStruct((n, 1 << 22), jnp.float32) for n in (8, 256)]
-    with jax.sharding.use_abstract_mesh(V6E), pytest.raises(ValueError, match=r"MiB of VMEM, \d+ of them for its \w+"):
-        jax.eval_shape(outputs_of, *arguments)
-
-
 # --- rows that count ---
 
 

@@ -1,0 +1,131 @@
+"""Arguments that the head and `logits_logprobs` refuse: a ValueError names the one at fault.
+
+An engine that is named and can't run says why. Both come before anything is compiled.
+"""
+
+import contextlib
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import GPU_SIZES, V6E
+
+from kernels.lm_head import HeadSharding, label_is_likeliest, token_logprobs, token_loss
+from kernels.lm_head.gpu import tiles as gpu_tiles
+from kernels.logits import logits_logprobs
+
+FOUR_LABELS = jnp.array([0, 1, 2, 4])
+GOOD = {"hidden": jnp.zeros((4, 3)), "weight": jnp.zeros((5, 3)), "labels": FOUR_LABELS}
+GOOD_LOGITS = {"logits": jnp.zeros((4, 5)), "labels": FOUR_LABELS}
+
+
+def cross_entropy(logprob: jax.Array, entropy: jax.Array, *operands: jax.Array) -> jax.Array:
+    return -logprob
+
+
+def call_token_loss(
+    hidden: Any, weight: Any, labels: Any, operands: Any = (), objective: Any = cross_entropy, **options: Any
+) -> Any:
+    return token_loss(hidden, weight, labels, objective, *operands, **options)
+
+
+def call_label_is_likeliest(hidden: Any, weight: Any, labels: Any) -> Any:
+    return label_is_likeliest(hidden, weight, labels, where=jnp.ones(4, bool))
+
+
+SHAPES_AND_DTYPES = {
+    "labels of another rank": ("labels", {"labels": jnp.zeros((4, 1), int)}),
+    "labels that are no integers": ("labels", {"labels": jnp.zeros(4)}),
+    "a weight of another hidden size": ("weight", {"weight": jnp.zeros((5, 4))}),
+    "a weight that is no matrix": ("weight", {"weight": jnp.zeros((1, 5, 3))}),
+    "hidden that is no floating point": ("hidden", {"hidden": jnp.zeros((4, 3), int)}),
+    "a label below zero": ("labels", {"labels": jnp.array([0, 1, -1, 2])}),
+}
+VALUES = {
+    "a label beyond the vocabulary": ("labels", {"labels": jnp.array([0, 1, 5, 2])}),
+    "a temperature that is no number": ("temperature", {"temperature": math.nan}),
+    "a softcap of zero": ("softcap", {"softcap": 0.0}),
+    "a dtype of integers": ("dtype", {"dtype": jnp.int8}),
+    "an unknown implementation": ("one of full_logits, xla, mosaic_tpu, mosaic_gpu", {"impl": "warp"}),
+}
+OF_TOKEN_LOSS = {
+    "weights of another rank": ("weights", {"weights": jnp.ones((4, 1))}),
+    "an operand of another shape": ("operand", {"operands": (jnp.ones(4), jnp.ones(5))}),
+    "an objective of two numbers": ("objective", {"objective": lambda *scalars: jnp.stack(scalars)}),
+    "a workspace below zero": ("workspace", {"workspace": -1}),
+}
+OF_LOGITS = {
+    "logits that are no floating point": ("logits", {"logits": jnp.zeros((4, 5), int)}),
+    "logits without columns": ("logits", {"logits": jnp.zeros((4, 0))}),
+    "labels for other rows": ("labels", {"labels": jnp.zeros(3, int)}),
+    "a label beyond the vocabulary": VALUES["a label beyond the vocabulary"],
+    "where that is not boolean": ("where", {"where": jnp.ones(4)}),
+    "a temperature a row": ("temperature", {"temperature": jnp.ones(4)}),
+    "an unknown implementation": ("impl", {"impl": "warp"}),
+    "float16 for the kernels": ("float16", {"impl": "mosaic_tpu", "logits": jnp.zeros((4, 5), jnp.float16)}),
+    "one row for the kernels": ("rows", {"impl": "mosaic_tpu", "logits": jnp.zeros(5), "labels": jnp.array(0)}),
+}
+FAULTS = {
+    token_logprobs: SHAPES_AND_DTYPES | VALUES | {"where of another shape": ("where", {"where": jnp.ones(3, bool)})},
+    call_token_loss: SHAPES_AND_DTYPES | VALUES | OF_TOKEN_LOSS,
+    call_label_is_likeliest: SHAPES_AND_DTYPES,
+    logits_logprobs: OF_LOGITS,
+}
+
+
+@pytest.mark.parametrize(("call", "fault"), [(call, fault) for call, faults in FAULTS.items() for fault in faults])
+def test_the_argument_at_fault_is_named(call: Any, fault: str) -> None:
+    good = GOOD_LOGITS if call is logits_logprobs else GOOD
+    jax.eval_shape(functools.partial(call, **good))
+    argument, faults = FAULTS[call][fault]
+    with pytest.raises(ValueError, match=argument):
+        call(**(good | faults))
+
+
+@pytest.mark.parametrize("call", [token_logprobs, call_token_loss])
+def test_a_label_out_of_range_is_refused_in_a_jitted_function_that_closes_over_it(call: Any) -> None:
+    bad = GOOD | {"labels": jnp.array([0, 1, 5, 2])}
+    with pytest.raises(ValueError, match="labels"):
+        jax.jit(lambda hidden: call(**(bad | {"hidden": hidden})))(GOOD["hidden"])
+
+
+# --- engines that are named and can't run ---
+
+BF16 = "bfloat16"
+MESH = jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+ON_A_MESH = HeadSharding(MESH, tokens=("dp",))
+
+
+@pytest.mark.parametrize(
+    ("impl", "reason", "words", "features", "dtypes", "options"),
+    [
+        ("mosaic_gpu", "dtype is float32", 256, 64, ("float32", BF16), {}),
+        ("mosaic_gpu", "dtype is float32", 256, 64, (BF16, BF16), {"dtype": jnp.float32}),
+        ("mosaic_gpu", "hidden is float16", 256, 64, ("float16", BF16), {"dtype": jnp.bfloat16}),
+        ("mosaic_gpu", "weight is float16", 256, 64, (BF16, "float16"), {"dtype": jnp.bfloat16}),
+        ("mosaic_gpu", "weight is 256 x 72.* multiples of", 256, 72, (BF16, BF16), {}),
+        ("mosaic_gpu", "weight is 257 x 64.* multiples of", 257, 64, (BF16, BF16), {}),
+        ("mosaic_gpu", "(CPU|Hopper)", 256, 64, (BF16, BF16), {}),
+        ("mosaic_tpu", "hidden is float16", 256, 128, ("float16", "float16"), {}),
+        ("mosaic_tpu", "hidden is float16", 256, 128, ("float16", "float16"), {"sharding": ON_A_MESH}),
+        ("mosaic_tpu", r"MiB of VMEM, \d+ of them for its \w+", 256, 1 << 22, ("float32", "float32"), {}),
+    ],
+)
+def test_an_engine_that_is_named_and_can_not_run_says_why_in_one_line(
+    impl: Any, reason: str, words: int, features: int, dtypes: tuple[str, str], options: dict[str, Any]
+) -> None:
+    arrays = [jax.ShapeDtypeStruct((n, features), dtype) for n, dtype in zip((8, words), dtypes, strict=True)]
+    device: Any = jax.sharding.use_abstract_mesh(V6E) if "VMEM" in reason else contextlib.nullcontext()
+    sizes: Any = gpu_tiles.override(GPU_SIZES) if "Hopper" not in reason else contextlib.nullcontext()
+    with device, sizes, pytest.raises(ValueError, match=f"impl: {impl} can't run here: .*{reason}") as refusal:
+        jax.eval_shape(lambda h, w: token_logprobs(h, w, np.zeros(8, int), impl=impl, **options), *arrays)
+    assert "\n" not in str(refusal.value)
+
+
+def test_kernels_for_tpus_are_refused_on_a_cpu() -> None:
+    with pytest.raises(ValueError, match="CPU"):
+        token_logprobs(jnp.zeros((8, 128)), jnp.zeros((256, 128)), np.zeros(8, int), impl="mosaic_tpu")
