@@ -1,14 +1,12 @@
-"""Decode steps against one pass over whole sequences, and what a loop of them holds in memory."""
+"""What decoding holds in memory; tests/rl/test_rollout.py has what decode steps compute."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
-from test_model import fixture, logits_alone
+from test_model import fixture
 from tiny import config as tiny_config
 
 from mllm.model.decoder import Decoder
@@ -16,31 +14,9 @@ from mllm.model.decoding import abstract_cache, abstract_decoding_weights, decod
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 
-NAME = "grouped_bfloat16"
-
-
-def test_decode_steps_of_rows_that_begin_at_different_places_match_one_pass():
-    """For the other families, tests/rl/test_rollout.py compares greedy completions with transformers'."""
-    config, params, tokens, _, _ = fixture(NAME)
-    graphdef, _ = nnx.split(Decoder.abstract(config, dtype=jnp.float32))
-    batch, time = tokens.shape
-    weights = decoding_weights(graphdef, params)
-    cache = jax.tree.map(lambda x: jnp.full(x.shape, 9.0), abstract_cache(nnx.merge(graphdef, params), batch, time + 3))
-    step = jax.jit(partial(decode_token, graphdef))
-    lengths, pieces = np.array([0, -3]), []  # row 1 begins three places later
-    for place in range(time):
-        now = np.where(lengths >= 0, tokens[np.arange(batch), np.maximum(lengths, 0)], 1)
-        hidden, cache = step(weights, cache, now, np.maximum(lengths, 0), np.int32(place))
-        pieces.append(hidden @ nnx.merge(graphdef, params).head_weight.T)
-        lengths += 1
-    decoded = np.stack(pieces, axis=1)
-    first, second = logits_alone(NAME, tokens[0], tokens[1, :-3])
-    np.testing.assert_allclose(decoded[0], first, atol=1e-5, rtol=0)
-    np.testing.assert_allclose(decoded[1, 3:], second, atol=1e-5, rtol=0)
-
 
 def test_a_loop_of_decode_steps_does_not_copy_the_cache():
-    config = dataclasses.replace(fixture(NAME).config, num_hidden_layers=8)
+    config = dataclasses.replace(fixture("grouped_bfloat16").config, num_hidden_layers=8)
     model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
     graphdef, params = nnx.split(model)
     cache, weights = abstract_cache(model, 2, 4096), decoding_weights(graphdef, params)

@@ -205,6 +205,7 @@ LASTING: dict[str, Case] = {
             ("an integer of numpy", lambda: np.int8(1)),
             ("an array of no dimension", lambda: np.array(1.0)),
             ("unpicklable", lambda: having(float=lambda _: 1.0, reduce=raises(TypeError("stays here")))),
+            ("wait for all children", wait_for_all_children),
             ("run a loop", lambda: asyncio.run(coroutine())),
             ("fork and return", in_a_fork(lambda: None)),
             ("fork and raise", in_a_fork(raises(ValueError("raised in the child")))),
@@ -246,5 +247,5 @@ HANGING: dict[str, Case] = {
 }
 """What is killed at its time limit of 0.4 s."""
 
-OTHERS = (print_much, leave_an_alarm, wait_for_all_children, start_a_session, start_a_session_and_sleep, fork_and_exit)
+OTHERS = (print_much, leave_an_alarm, start_a_session, start_a_session_and_sleep, fork_and_exit)
 CASES = LASTING | ENDING | HANGING | {function.__name__: (function, "", "") for function in OTHERS}

@@ -112,7 +112,7 @@ def test_a_killed_run_equals_one_that_was_not(tmp_path):
             "dual_clip": 3.0,
         },
         model={"param_dtype": "bfloat16"},
-        rollout={"top_p": 0.95},
+        rollout={"top_p": 0.95, "temperature": 0.7},
         task={"rewards": [{"name": "user_rewards:seldom"}]},
         checkpoint={"every": 4},
     )
@@ -121,7 +121,7 @@ def test_a_killed_run_equals_one_that_was_not(tmp_path):
     assert run(killed) == 0
     assert_same_end(killed, whole)
     lines = records(whole)
-    assert {line["dynamic_sampling/rounds"] for line in lines} == {3}
+    assert max(line["dynamic_sampling/rounds"] for line in lines) == 3
     assert any(0 < line["dynamic_sampling/frac_groups_kept"] < 0.5 for line in lines)
     assert all(0.5 < line["sampling/kept_probability/mean"] < 1 for line in lines)
     # What top-p cuts away is no difference between sampler and trainer, which compute in float32 here.

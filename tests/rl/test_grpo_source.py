@@ -8,7 +8,6 @@ from rollouts import GROUP, SquareRewards, grpo_source, linear_logprobs, sequenc
 from runs import checkpoints, records, run
 from tiny import config
 
-from mllm.errors import UserError
 from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
 
@@ -113,16 +112,6 @@ def test_failed_rewards_are_counted_and_null_in_samples_and_their_groups_left_ou
     assert [sample["advantage"] for sample in step.samples[:GROUP]] == [None] * GROUP
     assert step.samples[GROUP]["advantage"] < 0
     assert len({sample["prompt"] for sample in step.samples[:GROUP]}) == 1
-
-
-def test_more_failed_groups_than_the_limit_stop_the_run_in_one_line():
-    source = grpo_source(rewards=SquareRewards(bad=[2, 3, 5]))
-    with pytest.raises(UserError) as stopped:
-        source.next(np.float32(0), 0, Stopwatch())
-    assert str(stopped.value) == (
-        "task.rewards: a reward failed in 2 of 2 groups, and in at most 50% of them it may; "
-        "exact_match raised 3 times, first: too many; correct the function"
-    )
 
 
 def test_failures_of_a_reward_of_weight_zero_leave_no_group_out_and_stop_nothing():

@@ -68,6 +68,16 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens_and_at_least_one(probabilitie
     assert np.flatnonzero(np.isfinite(logits[0])).tolist() == kept
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 0.9), (0, 0.9)])
+@pytest.mark.parametrize("scale", [1e4, 1e11])
+def test_a_token_drawn_from_a_certain_softmax_is_the_likeliest_and_certain(scale, top_k, top_p):
+    logits = scale * jax.random.normal(jax.random.key(0), (4, 260))
+    keys, first = sequence_keys(0, 0, jnp.arange(4)), jnp.zeros(4, jnp.int32)
+    tokens, logprobs, _ = sample(logits, keys, first, temperature=0.5, top_k=top_k, top_p=top_p)
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    np.testing.assert_array_equal(logprobs, 0)
+
+
 def draw(seed=0, step=0, sequences=range(30), position=0):
     sequences = jnp.array(sequences)
     keys = sequence_keys(seed, step, sequences)

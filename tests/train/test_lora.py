@@ -212,7 +212,7 @@ def test_its_exported_adapters_are_a_next_run_s_beginning_also_under_sft(finishe
     assert newest(following).train.params["layers"].keys() == ended["layers"].keys()
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_the_demo_learns_with_adapters(tmp_path):
     """From the half-trained model that tiny_sft.yaml leaves with seed 0."""
     settings = config(run_dir=str(tmp_path / "run"))

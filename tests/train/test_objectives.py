@@ -156,6 +156,24 @@ def test_loss_and_gradients_are_those_of_the_paper(loss_type, sampling):
         np.testing.assert_allclose(gradient, packed(expected), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
+def test_policies_that_are_far_apart_give_finite_losses_gradients_and_metrics(loss_type):
+    """Trainer, sampler, old and reference policy differ by up to 1e12 nats; exp overflows float32 from 89 on."""
+    mask, _, entropy, (advantage, *_) = make_sequences()
+    config, rng = GrpoConfig(**EVERYTHING, **MASKED, loss_type=loss_type), np.random.default_rng(0)
+    compute = jax.jit(jax.value_and_grad(partial(our_loss, config), argnums=(1, 2)))
+    distances = np.array([0, 30, 89, 1e4, 1e12])
+    for _ in range(20):
+        old, sampler, reference = rng.choice([*distances, *-distances], (3, *mask.shape)) - 5.5
+        if loss_type == "gspo":
+            old[:] = old[:, :1]  # for a sequence's mean to be as far away
+        batch = pack(token_weights(loss_type, mask), advantage, old, sampler, reference)
+        for logprob in (-5.5, 0.0, -1e12):
+            current = jnp.full(batch.weights.shape, logprob)
+            results = compute(batch, current, packed(entropy)), policy_metrics(config, current, packed(entropy), batch)
+            assert all(np.isfinite(result).all() for result in jax.tree.leaves(results))
+
+
 @pytest.mark.parametrize(
     ("settings", "needed"),
     [

@@ -15,7 +15,8 @@ from mllm.train.objectives import sequence_weights
 from mllm.train.step import accumulate
 
 SEQUENCES, GROUP, PROMPT, COMPLETION = 40, 4, 8, 16
-LOSS_TYPES = ("grpo", "dapo", "prompt_mean", "dr_grpo", "gspo")
+LOSS_TYPES = ("dapo", "gspo")
+"""The others differ from dapo in the weights of tokens alone (test_objectives)."""
 PENALTIES = {
     "beta": 0.1,
     "reference": "initial",
@@ -23,7 +24,7 @@ PENALTIES = {
     "dual_clip": 1.2,
     "importance_sampling": "sequence_mask",
 }
-MESHES = {(1, 1, 1): (3, None), (1, 8, 1): (8, None), (2, 2, 2): (4, 61)}
+MESHES = {(1, 1, 1): (3, None), (2, 2, 2): (4, 61)}
 """The mesh's shape: micro-batch and row length, by default the longest sequence's."""
 ONE_DEVICE = (1, 1, 1)
 
@@ -83,13 +84,9 @@ def with_policies(batch):
     return batch._replace(old_logprobs=old, reference_logprobs=reference)
 
 
-@cache
-def program(sequence_ratios, penalties, shape, whole):
-    """A function from a batch to loss and gradients, in micro-batches or of the whole batch at once.
-
-    Loss types whose weights alone differ share it.
-    """
-    settings = make_settings("gspo" if sequence_ratios else "grpo", penalties, shape)
+def program(loss_type, penalties, shape, whole):
+    """A function from a batch to loss and gradients, in micro-batches or of the whole batch at once."""
+    settings = make_settings(loss_type, penalties, shape)
     rows = SEQUENCES if whole else settings.rows.micro
     mesh = make_mesh(settings.mesh)
     policy = load_policy(settings, mesh)
@@ -105,12 +102,6 @@ def initial():
     return jax.device_get(load_policy(settings, make_mesh(settings.mesh)).initial_params())
 
 
-@cache
-def expected(loss_type, penalties):
-    batch = with_policies(one_a_row(*make_trajectories(loss_type)))
-    return program(loss_type == "gspo", penalties, ONE_DEVICE, whole=True)(batch)
-
-
 def errors(got, exact):
     """The norm of each parameter's difference, relative to the norm of its gradient."""
     norms = [np.linalg.norm(np.float64(leaf)) for leaf in jax.tree.leaves(exact)]
@@ -118,9 +109,7 @@ def errors(got, exact):
     return [np.linalg.norm(np.float64(one) - other) / norm for one, other, norm in leaves]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "penalties"), [((1, 1, 1), False), ((1, 1, 1), True), ((1, 8, 1), True), ((2, 2, 2), False)], ids=str
-)
+@pytest.mark.parametrize(("mesh", "penalties"), [((1, 1, 1), False), ((2, 2, 2), True)], ids=str)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_packed_rows_give_the_gradients_of_a_row_for_each_sequence(loss_type, penalties, mesh):
     rows = make_settings(loss_type, penalties, mesh).rows
@@ -129,7 +118,8 @@ def test_packed_rows_give_the_gradients_of_a_row_for_each_sequence(loss_type, pe
     assert len(learned) == SEQUENCES - (2 if penalties else 2 + GROUP)
     batch = pack([trajectories[i] for i in learned], weights[learned], advantages[learned], rows)
     assert rows.micro < np.count_nonzero(batch.segments.any(axis=1)) < 0.6 * len(learned)
-    got = program(loss_type == "gspo", penalties, mesh, whole=False)(with_policies(batch))
-    for error in errors(got[1], expected(loss_type, penalties)[1]):
-        assert error < 1e-6
-    np.testing.assert_allclose(got[0], expected(loss_type, penalties)[0], rtol=0, atol=1e-6)
+    got = program(loss_type, penalties, mesh, whole=False)(with_policies(batch))
+    alone = with_policies(one_a_row(trajectories, weights, advantages))
+    expected = program(loss_type, penalties, ONE_DEVICE, whole=True)(alone)
+    assert max(errors(got[1], expected[1])) < 1e-6
+    np.testing.assert_allclose(got[0], expected[0], rtol=0, atol=1e-6)
