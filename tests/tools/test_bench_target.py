@@ -14,97 +14,45 @@ import pytest
 
 from mllm.plan import targets
 from tools.bench import __main__ as bench
-from tools.bench import listing, target, work
+from tools.bench import listing, target
 from tools.bench.listing import ListedKernel
-from tools.bench.target import row
-from tools.bench.work import Part
 
-SHAPE = (512, 256, 1000)
-PRODUCT = 2 * 512 * 256 * 1000
-ACCOUNT = {"temp": 3 * 2**20, "peak": 2**30}
-RATE, BANDWIDTH = targets.RATES["v6e"]
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs"
 )
 
 
-def kernel(name: str, mxu: float) -> ListedKernel:
-    return ListedKernel(name, bundles=100, vmatmuls=10, mxu=mxu, spills=0)
-
-
-# --- the table
-
-
-def test_the_bound_sums_each_kernel_s_mxu_time_or_traffic():
-    parts = [Part("busy", 3 * PRODUCT, 10), Part("starved", PRODUCT, 10**12), Part("XLA", PRODUCT, 10)]
-    found = row("any", "v6e", SHAPE, ACCOUNT, parts, [kernel("busy", 0.5), kernel("starved", 0.5)])
-    assert (found["products"], found["moved GB"]) == (5, (10**12 + 20) / 1e9)
-    assert found["bound ms"] == pytest.approx(1e3 * (3 * PRODUCT / (0.5 * RATE) + 10**12 / BANDWIDTH + PRODUCT / RATE))
-
-
-def test_the_mxu_s_use_weighs_kernels_by_their_flops_and_xla_s_products_alike():
-    parts = [Part("slow", PRODUCT, 0), Part("fast", 3 * PRODUCT, 0), Part("XLA", PRODUCT, 0)]
-    found = row("any", "v6e", SHAPE, ACCOUNT, parts, [kernel("slow", 0.5), kernel("fast", 1.0)])
-    assert found["MXU"] == pytest.approx(4 / (1 / 0.5 + 3 / 1.0))
-    found = row("any", "v6e", SHAPE, ACCOUNT, [Part("XLA", 2 * PRODUCT, 0)], [], [kernel("a", 0.5), kernel("b", 1.0)])
-    assert found["bound ms"] == pytest.approx(1e3 * (PRODUCT / (0.5 * RATE) + PRODUCT / RATE))
-    assert (found["MXU"], found["kernels"]) == (pytest.approx(2 / 3), [])
-
-
-def test_the_command_s_table_names_sources_and_what_is_not_known_or_refused_and_a_line_for_each_kernel(
+def test_the_command_s_table_has_the_compiler_s_account_and_below_it_refusals_and_a_line_for_each_kernel(
     monkeypatch, capsys
 ):
-    def read(*_, method, **__):
+    def read(target, program, folder, *, method, shape):
         if "scan" in method:
             raise ValueError("RESOURCE_EXHAUSTED: no room")
-        return ACCOUNT, [kernel("dW", 0.9)] if method == "fused, workspace 0" else []
+        return {"temp": 3 * 2**20, "peak": 2**30}, [ListedKernel("dW", 100, 10, 0.9, 0)] if "mosaic" in method else []
 
-    mesh = jax.make_mesh((1,), ("chip",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    monkeypatch.setattr(targets, "mesh", lambda name: mesh)
+    monkeypatch.setattr(targets, "mesh", lambda name: None)
     monkeypatch.setattr(listing, "read", read)
-    monkeypatch.setattr(target, "parts", lambda call, _: None if call is None else [Part("XLA", 4 * PRODUCT, 10**9)])
-    known = target.program
-    monkeypatch.setattr(target, "program", lambda *x, **y: (None, 0) if "value" in y["method"] else known(*x, **y))
-    assert bench.main(["head", "--target", "v6e", "--shape", "512,256,1000"]) == 0
-    _, _, _, columns, _, full, _, fused, _, _, value, refused, kernels = capsys.readouterr().out.splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (columns, full, fused, value)]
-    titles = ["products", "moved GB", "temp MiB", "peak MiB", "MXU", "bound ms"]
-    sources = ["arithmetic", "arithmetic", "compiler", "compiler", "listing", "estimate"]
-    assert cells[0] == ["method", *(f"{title} [{source}]" for title, source in zip(titles, sources, strict=True))]
-    assert cells[1] == ["full logits", "4.00", "1.0", "3.0", "1024", "-", "0.6"]
-    assert cells[2][0] == "fused, workspace 0"
-    assert cells[3] == ["fused, value only", "?", "?", "3.0", "1024", "?", "?"]
-    assert refused == "scan over 256 tokens, recomputed: refused: RESOURCE_EXHAUSTED: no room"
-    assert kernels == "fused, workspace 0: dW, bundles 100, vmatmuls 10, mxu 90.0%, spills 0"
+    chosen = ["workspace 0", "scan over 1024", "optax", "liger"]
+    assert bench.main(["head", "--target", "v6e", "--shape", "512,256,1000", "--methods", *chosen]) == 0
+    _, _, title, columns, _, *lines = capsys.readouterr().out.splitlines()
+    assert title == "N=512, D=256, V=1000"
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (columns, *lines[:3])]
+    assert cells == [
+        ["method", "products", "temp MiB", "peak MiB"],
+        ["mosaic_tpu, workspace 0", "4", "3.0", "1024.0"],
+        ["xla, workspace 0", "4", "3.0", "1024.0"],
+        ["optax on full logits", "3", "3.0", "1024.0"],
+    ]
+    assert lines[3:] == [
+        "mosaic_tpu, workspace 0: dW, bundles 100, vmatmuls 10, mxu 90.0%, spills 0",
+        "scan over 1024 tokens, recomputed: refused: RESOURCE_EXHAUSTED: no room",
+    ]
 
 
 def test_the_process_that_compiles_finds_the_programs_from_any_folder(tmp_path):
     program = f"from mllm.plan import targets; targets.program({target.__file__ + ':program'!r})"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-# --- work
-
-
-@pytest.mark.parametrize(("method", "products"), [("full logits", 3), ("scan over 256 tokens, recomputed", 4)])
-def test_products_of_plain_jax_are_counted_in_the_traced_program(method, products):
-    mesh = jax.make_mesh((1,), ("chip",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    parts = work.parts(*target.program(mesh, method=method, shape=SHAPE))
-    assert parts is not None
-    assert [(part.name, part.flops) for part in parts] == [("XLA", products * PRODUCT)]
-
-
-def test_products_in_a_loop_count_as_often_as_it_runs_and_are_unknown_where_that_depends_on_data():
-    def scanned(h, w):
-        return jax.lax.scan(lambda total, h: (total + h @ w.T, None), jnp.zeros((4, 7)), h.reshape(5, 4, 3))[0]
-
-    def looped(h, w):
-        return jax.lax.while_loop(lambda h: h[0, 0] < 1, lambda h: h @ w.T @ w, h)
-
-    shapes = jax.ShapeDtypeStruct((20, 3), jnp.float32), jax.ShapeDtypeStruct((7, 3), jnp.float32)
-    assert work.parts(scanned, shapes) == [Part("XLA", 5 * 2 * 4 * 7 * 3, 5 * 4 * (4 * 3 + 7 * 3 + 4 * 7))]
-    assert work.parts(looped, shapes) is None
 
 
 # --- the TPU compiler's listing

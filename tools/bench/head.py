@@ -54,9 +54,10 @@ COLUMNS = ("method", "ms", "/three", "/four", "TFLOP/s", "peak MiB", "temp MiB",
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.target:
-        from tools.bench import target
+        from tools.bench import methods, target
 
-        target.run(options.target, options.shape or [LARGE])
+        chosen = chosen_methods(options.methods, methods.methods("tpu"))
+        target.run(options.target, options.shape or [LARGE], chosen)
     else:
         run(options)
     return 0
@@ -90,7 +91,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             raise UserError(f"--{name}: {value:g} is not a number above 0")
     if options.seed < 0:
         raise UserError(f"--seed: {options.seed} is below 0")
-    for name in ("methods", "live", "dtype", "repeats"):
+    for name in ("live", "dtype", "repeats"):
         if options.target and getattr(options, name) is not None:
             raise UserError(f"--{name}: has no meaning with --target, which times nothing")
     return options
