@@ -6,7 +6,7 @@ call it inside `jax.shard_map` on rows that have all their columns.
 
 import functools
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from kernels.lm_head.softmax import Softmax, TokenLogprobs, finish
 from kernels.lm_head.target import same_varying
 from kernels.logits import tpu as logits_tpu
 from kernels.logits import xla as logits_xla
+from kernels.logits.xla import Given
 
 Impl = Literal["xla", "mosaic_tpu"]
 
@@ -61,15 +62,6 @@ def logits_logprobs(
     return _logprobs(_passes(impl, given.logits), same_varying(given))
 
 
-class Given(NamedTuple):
-    """The arguments of the passes."""
-
-    logits: Float[Array, "*N V"]
-    labels: Integer[Array, "*N"]
-    live: Bool[Array, "*N"]
-    scale: Float[Array, ""]  # z is so many times the logits
-
-
 def _passes(impl: str | None, logits: Float[Array, "*N V"]) -> ModuleType:
     if impl not in (None, *_PASSES):
         raise ValueError(f"impl must be None or one of {', '.join(_PASSES)}, not {impl!r}")
@@ -91,14 +83,14 @@ def _logprobs(passes: ModuleType, given: Given) -> TokenLogprobs:
 
 
 def _forward(passes: ModuleType, given: Given) -> tuple[TokenLogprobs, tuple[Given, Softmax]]:
-    softmax = finish(passes.sums(*given))
+    softmax = finish(passes.sums(given))
     tokens = TokenLogprobs(*(jnp.where(given.live, x, 0) for x in softmax.outputs()))
     return tokens, (given, softmax)
 
 
 def _backward(passes: ModuleType, saved: tuple[Given, Softmax], slopes: TokenLogprobs) -> tuple[Given]:
     given, softmax = saved
-    gradient = passes.gradient(*given, softmax, slopes)
+    gradient = passes.gradient(given, softmax, slopes)
     return (Given(gradient, None, None, None),)  # type: ignore[arg-type]  # None: no cotangent
 
 

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from kernels.lm_head.live_rows import round_up
 from kernels.lm_head.softmax import FLOOR, Running, Softmax, TokenLogprobs
-from kernels.logits.xla import p_term, row_factors
+from kernels.logits.xla import Given, p_term, row_factors
 
 _LANES = 128
 _PIECE = {2: (16, _LANES), 1: (_LANES, 16)}  # rows and columns, by the axis of the columns; bfloat16 has 16 sublanes
@@ -64,10 +64,9 @@ def memory_order(logits: Float[Array, "*N V"]) -> tuple[int, ...]:
     return min(itertools.permutations(range(logits.ndim)), key=size)
 
 
-def sums(
-    logits: Float[Array, "*N V"], labels: Integer[Array, "*N"], live: Bool[Array, "*N"], scale: Float[Array, ""]
-) -> Running:
-    """The softmax's sums over all columns of `z = scale * logits`; rows that don't count may hold anything."""
+def sums(given: Given) -> Running:
+    """The softmax's sums over all columns of `z = scale * logits`."""
+    logits, labels, live, scale = given
     plan, y = _laid_out(logits)
     vocabulary = logits.shape[-1]
     out = pl.pallas_call(
@@ -92,15 +91,9 @@ def sums(
     return Running(scale * top, sum_e, scale * sum_e_z, jnp.where(inside, scale * label, 0))
 
 
-def gradient(
-    logits: Float[Array, "*N V"],
-    labels: Integer[Array, "*N"],
-    live: Bool[Array, "*N"],
-    scale: Float[Array, ""],
-    softmax: Softmax,
-    slopes: TokenLogprobs,
-) -> Float[Array, "*N V"]:
+def gradient(given: Given, softmax: Softmax, slopes: TokenLogprobs) -> Float[Array, "*N V"]:
     """The derivatives by the logits of a scalar with derivatives `slopes` by the statistics, in the logits' memory."""
+    logits, labels, live, scale = given
     plan, y = _laid_out(logits)
     factors = (*row_factors(softmax, slopes, scale), live.astype(jnp.float32))
     rows = (len(y), logits.shape[-2])

@@ -6,6 +6,8 @@ a CPU such a reduction takes 13 times as long as the loop over tiles that is use
 Suffixes: N rows, R of a block; V vocabulary, T columns of a tile.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
@@ -28,10 +30,18 @@ from kernels.lm_head.target import vary, varying_axes
 _ROWS, _COLUMNS = 8, 4096  # of a tile on a CPU: 128 KiB in float32
 
 
-def sums(
-    logits: Float[Array, "*N V"], labels: Integer[Array, "*N"], live: Bool[Array, "*N"], scale: Float[Array, ""]
-) -> Running:
-    """The softmax's sums over all columns of `z = scale * logits` above the floor; rows not live hold anything."""
+class Given(NamedTuple):
+    """The arguments of both passes. Rows that don't count may hold anything."""
+
+    logits: Float[Array, "*N V"]
+    labels: Integer[Array, "*N"]
+    live: Bool[Array, "*N"]
+    scale: Float[Array, ""]  # z is so many times the logits
+
+
+def sums(given: Given) -> Running:
+    """The softmax's sums over all columns of `z = scale * logits` above the floor."""
+    logits, labels, live, scale = given
     if target.platform() == "cpu" and live.size:
         by_row = _tile_by_tile(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), live.reshape(-1), scale)
         return Running(*(x.reshape(live.shape) for x in by_row))
@@ -43,15 +53,9 @@ def sums(
     return Running(*lax.reduce(columns, nothing, lambda a, b: tuple(combine(Running(*a), Running(*b))), (z.ndim - 1,)))
 
 
-def gradient(
-    logits: Float[Array, "*N V"],
-    labels: Integer[Array, "*N"],
-    live: Bool[Array, "*N"],
-    scale: Float[Array, ""],
-    softmax: Softmax,
-    slopes: TokenLogprobs,
-) -> Float[Array, "*N V"]:
+def gradient(given: Given, softmax: Softmax, slopes: TokenLogprobs) -> Float[Array, "*N V"]:
     """The derivatives by the logits of a scalar with derivatives `slopes` by the statistics; elementwise."""
+    logits, labels, live, scale = given
     factors = row_factors(softmax, slopes, scale)
     top, log_sum_e, at_p, at_p_log_p, at_label = (x[..., None] for x in factors)
     log_p = (scale * logits.astype(jnp.float32) - top) - log_sum_e

@@ -5,7 +5,7 @@ devices. By default each size of hidden states is compiled once; `-m "aot and sl
 call the head. That a program compiles shows that its tiles fit the chip. Temporaries are by the compiler's account of
 HBM.
 
-Left out: results, which strict interpreters check on CPUs; matrix products, which test_mosaic_tpu_program.py counts in
+Left out: results, which strict interpreters check on CPUs; matrix products, which test_head_work.py counts in
 the traced programs; and times, which only a TPU can tell.
 """
 

@@ -202,6 +202,7 @@ def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine,
     [
         pytest.param(FULL_BF16, 0, id="full_logits"),
         pytest.param(XLA_BF16, XLA.waves, id="xla, waves"),
+        pytest.param(XLA_BF16, 0, id="xla, recomputed"),
         pytest.param(TPU, TPU.waves, id="tpu, waves"),
         pytest.param(GPU, SOME_ROWS, id="gpu, waves", marks=needs_interpreter),
         pytest.param(GPU, 0, id="gpu, blocks of rows", marks=[needs_interpreter, pytest.mark.slow]),

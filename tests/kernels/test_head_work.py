@@ -10,17 +10,23 @@ import math
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import head_programs as head
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import TPU_F32, V6E, XLA
+from engines import TPU_F32, TPU_TILES, V6E, XLA
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.extend.core import Jaxpr
-from lm_head_cases import OBJECTIVES, equations, jaxprs_of
+from jax.sharding import AbstractDevice, Mesh
+from lm_head_cases import OBJECTIVES, equations, jaxprs_of, random_problem
+from strict_tpu import strict_interpreter
 
 from kernels.lm_head import choose_impl, target, token_logprobs, token_loss
 from kernels.lm_head.live_rows import LiveRows
+from kernels.lm_head.tpu import tiles
 
 N, V, D = XLA.shape
 NO_WORKSPACE, ONE_WAVE = 0, 10**9
@@ -51,7 +57,7 @@ def loss_of(objective: str, workspace: int | None) -> Callable[..., jax.Array]:
     return loss
 
 
-# --- matrix products ---
+# --- matrix products, blocks visited ---
 
 
 def multiplications(jaxpr: Jaxpr) -> int:
@@ -146,13 +152,50 @@ def test_blocks_visited_follow_the_rows_that_count(live: int, monkeypatch: pytes
     monkeypatch.setattr(LiveRows, "block", counted)
     mask = np.zeros(N, np.float32)
     mask[np.random.default_rng(0).permutation(N)[:live]] = 1
-    blocks, tiles = -(-live // 16), -(-V // 128)
-    for workspace, expected in ((None, blocks), (NO_WORKSPACE, blocks + tiles * blocks)):
+    blocks, columns = -(-live // 16), -(-V // 128)
+    for workspace, expected in ((None, blocks), (NO_WORKSPACE, blocks + columns * blocks)):
         visits.clear()
         with XLA.strictly():
             jax.block_until_ready(jax.grad(loss_of("cross-entropy", workspace), (0, 1))(*XLA.problem(), mask))
         jax.effects_barrier()
         assert len(visits) == expected
+
+
+ENTRIES = {"token_logprobs": likelihood_and_entropy, "token_loss": loss_of("cross-entropy", ONE_WAVE)}
+every_entry = pytest.mark.parametrize("function", ENTRIES.values(), ids=list(ENTRIES))
+
+
+def traffic(function: Callable[..., Any], *args: Any) -> dict[str, int]:
+    """Numbers that kernels read on the chip, and that are copied to and from there, when the function is run."""
+    found = {"read": 0, "fetched": 0, "written back": 0}
+    with strict_interpreter():
+        get = interpreter.get
+
+        @functools.wraps(get)
+        def counting(*place: Any, **reader: Any) -> Any:
+            token, value = get(*place, **reader)
+            kind = "fetched" if "input_name" in reader else "read" if "source_info" in reader else "written back"
+            found[kind] += value.size if value.size > 1 else 0
+            return token, value
+
+        with mock.patch.object(interpreter, "get", counting):
+            jax.block_until_ready(jax.jit(lambda *args: function(*args))(*args))  # a new one, so traced anew
+            jax.effects_barrier()
+    return found
+
+
+@every_entry
+def test_blocks_of_rows_that_do_not_count_are_neither_read_nor_fetched_on_tpus(function: Callable[..., Any]) -> None:
+    """128 of 200 rows, in a call of two blocks, against the same 128 rows in a call of one."""
+    gradients = jax.value_and_grad(functools.partial(function, impl="mosaic_tpu"), (0, 1))
+    hidden, weight, labels = random_problem((200, 300, 64), 2.0)
+    some = jnp.where(jnp.arange(200) < 128, 0.5, 0)
+    with tiles.override(**TPU_TILES):
+        of_two = traffic(gradients, hidden, weight, labels, some)
+    with tiles.override(**TPU_TILES | {"call": 128}):
+        of_one = traffic(gradients, hidden[:128], weight, labels[:128], some[:128])
+    for kind in ("read", "fetched"):
+        assert of_two[kind] == of_one[kind] > weight.size
 
 
 # --- sizes, with the tiles of a real run ---
@@ -192,6 +235,48 @@ def test_temporaries_stay_within_the_workspace_and_a_few_tiles(workspace: int) -
     gradients = jax.jit(jax.grad(loss_of("cross-entropy", workspace), (0, 1)))
     memory = gradients.lower(*shapes_of(rows, vocabulary, features)).compile().memory_analysis()
     assert memory.temp_size_in_bytes <= workspace + 64 * 2**20 + 4 * rows * features
+
+
+# --- programs for TPUs ---
+
+
+@every_entry
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_program_for_tpus_can_be_exported_without_one(function: Callable[..., Any], dtype: Any) -> None:
+    gradients = jax.jit(jax.value_and_grad(functools.partial(function, impl="mosaic_tpu"), (0, 1)))
+    with jax.sharding.use_abstract_mesh(V6E):
+        text = jax.export.export(gradients, platforms=["tpu"])(*shapes_of(200, 300, 64, dtype)).mlir_module()
+    assert "tpu_custom_call" in text
+    assert "dot_general" not in text
+
+
+@pytest.mark.parametrize("tokens", [300, 8192])
+@pytest.mark.parametrize(
+    ("function", "options"), [("general", {"entropy": True}), ("loss", {"workspace": 600 * 2 * 32000})]
+)
+def test_a_chip_with_two_cores_has_blocks_for_both_in_every_call(
+    function: str, options: dict[str, Any], tokens: int
+) -> None:
+    """The first dim of a grid is the one that cores share: blocks of rows, or for dW tiles of the weight."""
+    v5p = V6E.update(abstract_device=AbstractDevice("TPU v5", num_cores=2, platform="tpu"))
+    sizes = {"tokens": tokens, "vocabulary": 32000, "features": 3584, "impl": "mosaic_tpu"}
+    run, arguments = getattr(head, function)(Mesh(np.array(jax.devices()[:1]), ("chip",)), **sizes, **options)
+    with jax.sharding.use_abstract_mesh(v5p):
+        jaxpr = jax.make_jaxpr(run)(*arguments).jaxpr
+    grids = [e.params["grid_mapping"].grid for e in equations(jaxpr) if e.primitive.name == "pallas_call"]
+    assert grids
+    assert min(grid[0] for grid in grids) >= 2
+
+
+@pytest.mark.parametrize("mib", [64, 128])
+@pytest.mark.parametrize("kernel", ["forward", "hidden", "weight", "kept"])
+def test_no_size_of_hidden_states_has_steps_that_keep_half_of_a_matrix_unit_idle(kernel: Any, mib: int) -> None:
+    narrow, sums = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+    for features in (576, 896, 1536, 2048, 2560, 3584, 4096, 5120, 8192):
+        case = tiles.Case(kernel, 8192, 151936, features, narrow, narrow, narrow, sums, kernel == "forward")
+        found = tiles.best(case, mib << 20)
+        assert found is not None
+        assert found.step >= 256
 
 
 # --- full logits, the baseline ---
