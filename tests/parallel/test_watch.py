@@ -1,4 +1,7 @@
-"""A process ends, with one line and an exit code, when another one is lost, silent, or says that it has failed."""
+"""A process ends, with one line and an exit code, when another one is lost, silent, or says that it has failed.
+
+A run's heartbeat.json says what its processes do, and when they last said so.
+"""
 
 import json
 import socket
@@ -11,7 +14,10 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 import pytest
 from runs import ROOT, environment, free_address
 
+from mllm.parallel import watch
 from mllm.parallel.watch import forward, receive, visit
+from mllm.run.heartbeat import NAME, Heartbeat
+from mllm.store.run_store import RunStore
 
 PROCESS = """
 import socket, sys, time
@@ -140,3 +146,28 @@ def test_a_relay_keeps_the_connection_open_when_the_other_side_closes_its():
         near.recv(1)
     for end in (here, there, near):
         end.close()
+
+
+def test_the_heartbeat_is_replaced_while_the_run_lives_and_not_before_it_has_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "BEAT", 0.02)
+    path = tmp_path / NAME
+    with Heartbeat() as heartbeat:
+        time.sleep(0.1)
+        assert not path.exists()
+        heartbeat.store = RunStore(tmp_path)
+        heartbeat.mark(7, "update")
+        seen = set()
+        for _ in range(500):
+            if path.exists():
+                (process,) = json.loads(path.read_text())["processes"]
+                assert (process["process"], process["step"], process["phase"]) == (0, 7, "update")
+                assert process["since"] <= process["time"] <= time.time()
+                seen.add((process["time"], process["since"]))
+            time.sleep(0.01)
+            if len(seen) > 2:
+                break
+        assert len(seen) > 2
+        assert len({since for _, since in seen}) == 1
+    left = path.read_text()
+    time.sleep(0.1)
+    assert path.read_text() == left

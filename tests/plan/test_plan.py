@@ -1,4 +1,4 @@
-"""The plan of a run's memory: what it counts, what it finds to fit, and what it says where nothing fits."""
+"""The plan of a run's memory, what it finds to fit, and what it says where nothing fits; its estimate of seconds."""
 
 import importlib.util
 import math
@@ -9,11 +9,14 @@ import tiny
 from runs import arguments, changed
 
 import train
+from mllm.config import load as configs
+from mllm.config.grpo import RolloutConfig
 from mllm.config.model import MeshConfig
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.parallel.mesh import bytes_on_device, make_mesh
 from mllm.plan import assignment, gpus, memory, targets
 from mllm.plan.programs import Programs
+from mllm.plan.seconds import BANDWIDTH, FLOPS, decode_steps, estimate, geometric_lengths
 from mllm.rl import rollout
 
 MIB = 2**20
@@ -194,3 +197,76 @@ def test_a_plan_for_gpus_says_that_it_was_never_held_against_one(monkeypatch):
     memory.plan(tiny.config(mesh={"fsdp": 2}), "h100:2", told.append)
     assert told[0].startswith("h100:2: mesh dp 1, fsdp 2, tp 1, 2 of 2 devices, ")
     assert "never held against one" in told[1]
+
+
+# What LoRA saves, by Qwen2.5's GRPO recipes: rank 32, 320 rows of 512 + 1024 tokens, one device
+
+
+def recipe(name, *overrides):
+    return configs.load(f"qwen25_{name}_grpo.yaml", ["mesh.fsdp=1", *overrides])
+
+
+@pytest.mark.parametrize(("size", "gigabytes", "in_full"), [("7b", 16.2, 121.8), ("3b", 6.9, 49.4)])
+def test_parameters_moments_and_gradients_take_a_seventh_of_those_of_full_training(size, gigabytes, in_full):
+    """In GB: a frozen base in bfloat16, and 12 bytes for each number of an adapter; in full 16 for each parameter."""
+    for name, expected in ((f"{size}_lora", gigabytes), (size, in_full)):
+        config = recipe(name)
+        shapes = Programs(config, make_mesh(config.mesh))
+        states = shapes.policy.params, shapes.state.opt_state, shapes.gradients()
+        assert sum(map(bytes_on_device, states)) / 1e9 == pytest.approx(expected, abs=0.05)
+
+
+def assert_fits(config, target):
+    devices = memory.find_devices(config.mesh, target)
+    phases = memory.Planner(config, devices, lambda line: None).phases()
+    assert {phase.name: phase.peak for phase in phases if phase.peak > devices.memory} == {}
+
+
+@pytest.mark.aot_gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not gpus.FOLDER.exists(), reason="needs XLA's plugin for CUDA, which make aot-gpu installs")
+def test_7b_fits_an_80_gb_gpu_with_all_320_rows_in_slots():
+    assert_fits(recipe("7b_lora", "rollout.max_slots=320"), "h100")
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
+def test_3b_fits_a_v6e_chip():
+    assert_fits(recipe("3b_lora"), "v6e")
+
+
+# The estimate of a step's seconds, against numbers worked out by hand
+
+OPTIONS = RolloutConfig(max_prompt_length=512, max_completion_length=1024)
+
+
+def test_lengths_are_geometric_with_a_quarter_of_the_limit_as_their_mean():
+    lengths = geometric_lengths(1000, 1024)
+    assert 0.23 < sum(lengths) / len(lengths) / 1024 < 0.26
+    assert 0.01 < sum(length == 1024 for length in lengths) / len(lengths) < 0.03
+
+
+def test_decode_steps_follow_the_engine_s_slots_and_places():
+    """Two slots for three rows: the third enters after the first; the end is decoded in one slot."""
+    steps = decode_steps([16, 64, 48], slots=2, prompt=100, options=OPTIONS)
+    assert sum(count for count, _, _ in steps) == 64
+    assert [slots for _, slots, _ in steps] == [2, 2, 2, 2]
+    assert decode_steps([16, 32], 2, 100, OPTIONS) == [(16, 2, 192), (16, 1, 192)]
+
+
+def test_an_update_takes_four_forward_passes_of_the_tokens_with_full_remat_and_memory_bounds_the_rollout():
+    config = tiny.config(model={"remat": "full"}, rollout={"max_prompt_length": 16, "max_completion_length": 64})
+    shapes = Programs(config, make_mesh(config.mesh))
+    tokens = 8 * 4 + sum(geometric_lengths(8, 64))
+    parameters = sum(leaf.size for leaf in shapes.policy.params.values() if hasattr(leaf, "size")) + sum(
+        leaf.size for leaf in shapes.policy.params["layers"].values()
+    )
+    four = tiny.config(grpo={"steps_per_generation": 2, "num_iterations": 2}, model={"remat": "full"})
+    rollout_of_four = estimate(Programs(four, make_mesh(four.mesh)), 1e9, 1e30)
+    assert rollout_of_four.update == 8 * rollout_of_four.logprob > 0  # two mini-batches, gone through twice
+    assert Programs(four, make_mesh(four.mesh)).slots == 16
+    fast_memory, slow_memory = estimate(shapes, 1e9, 1e30), estimate(shapes, 1e30, 1e9)
+    assert abs(fast_memory.update / (4 * 2 * parameters * tokens / (FLOPS * 1e9)) - 1) < 1e-6
+    assert fast_memory.logprob == 0
+    assert slow_memory.rollout * BANDWIDTH * 1e9 > 4 * parameters * slow_memory.steps

@@ -7,8 +7,7 @@ out are HBM that doesn't keep up, queues that hide a stall, and the loop's first
 """
 
 import re
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,36 +41,21 @@ class ListedKernel:
     """Stores of vector registers to VMEM in the hot loop."""
 
 
-def read(
-    target: str, program: str, folder: Path | None = None, **arguments: Any
-) -> tuple[dict[str, int], list[ListedKernel]]:
+def read(chip: str, program: str, folder: Path, **arguments: Any) -> tuple[dict[str, int], list[ListedKernel]]:
     """Compiles a program for a chip in a process of its own; its account of memory, and its Pallas kernels' figures.
 
-    The compiler's files stay in `folder`, which must be empty, if one is given.
+    The compiler's files stay in `folder`, which must be empty.
 
     Raises:
-        ValueError: there is no such target, or the compiler refuses; what the process said on stderr is a note.
+        ValueError: there is no such chip, or the compiler refuses; what the process said on stderr is a note.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        dump = folder or Path(temporary)
-        chip, _ = targets.split(target)
-        options = (
-            f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
-        )
-        account = compile_in_child(target, program, arguments, {"LIBTPU_INIT_ARGS": options}, dump)
-        return account, read_folder(dump, chip)
-
-
-def compile_in_child(
-    target: str, program: str, arguments: Mapping[str, Any], environment: Mapping[str, str], folder: Path
-) -> dict[str, int]:
-    """The memory of a program by the compiler, as `targets.memory` gives it; ValueError as `read`."""
-    ended = targets.run_child(target, program, arguments, environment, folder)
+    options = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+    ended = targets.run_child(chip, program, arguments, {"LIBTPU_INIT_ARGS": options}, folder)
     if ended.code or ended.answer is None:
         refusal = ValueError(ended.reason or "the compiler's process gave no answer")
         refusal.add_note(ended.stderr)
         raise refusal
-    return ended.answer
+    return ended.answer, read_folder(folder, chip)
 
 
 # --- the listing
