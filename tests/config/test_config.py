@@ -91,7 +91,6 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (GRPO, "grpo.num_iterations=3", "steps: 4 is not divisible by grpo.steps_per_generation * num_iterations (3)"),
         (GRPO, "data={source: x.jsonl, max_length: 8}", "data: is not used by algorithm: grpo"),
         (GRPO, "rollout=null", "rollout: algorithm: grpo needs this section"),
-        (GRPO, "rollout.temperature=0", "rollout.temperature: Input should be greater than 0"),
         (GRPO.replace("4}", TWO), "checkpoint.every=3", "checkpoint.every: 3 is not divisible by grpo."),
         (GRPO.replace("4}", GSPO), "head.workspace_mib=4", "with grpo.loss_type: gspo"),
         (GRPO, "grpo.loss_type=gspo", "grpo.loss_type: gspo is grpo with one update per rollout"),

@@ -1,6 +1,5 @@
 """Tasks: held-out problems stay held out, and every answer is right."""
 
-import json
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_data import write
 
 from mllm.config.task import ArithmeticConfig, TaskConfig
 from mllm.data.permutation import permute_index
@@ -77,7 +77,7 @@ def test_a_permutation_reaches_every_index_once(size: int, key: str) -> None:
 
 def gsm8k_folder(folder: Path, train: list[dict[str, str]], test: list[dict[str, str]]) -> Path:
     for name, rows in (("train", train), ("test", test)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(folder, rows, f"{name}.jsonl")
     return folder
 
 

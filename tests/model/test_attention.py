@@ -159,20 +159,12 @@ def test_lowered_for_tpus_the_update_calls_splash_attention_unless_xla_is_asked_
 
 @pytest.mark.aot
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
-@pytest.mark.parametrize(
-    ("architecture", "shape", "dtype", "configured"),
-    [
-        (HEADS_OF_64, (1, 1, 1), "bfloat16", "highest"),
-        (LLAMA, (1, 1, 1), "float32", None),
-        (QWEN3, (2, 2, 2), "bfloat16", None),
-    ],
-    ids=["qwen2", "llama", "qwen3"],
-)
-def test_the_update_compiles_for_tpus(architecture, shape, dtype, configured):
-    """At any `jax_default_matmul_precision`."""
-    mesh = targets.mesh("v5e:2x4", shape, ("dp", "fsdp", "tp"))
+@pytest.mark.parametrize(("dtype", "configured"), [("bfloat16", "highest"), ("float32", None)])
+def test_the_update_compiles_for_tpus_in_any_dtype_and_at_any_default_matmul_precision(dtype, configured):
+    """tests/train/test_aot_train_step.py compiles it for all families, on a mesh."""
+    mesh = targets.mesh("v5e:2x4", (1, 1, 1), ("dp", "fsdp", "tp"))
     with jax.default_matmul_precision(configured):
-        program = targets.compiled(*train_gradient(mesh, architecture=architecture, dtype=dtype), mesh)
+        program = targets.compiled(*train_gradient(mesh, dtype=dtype), mesh)
     assert "splash_mha_dkv_segmented" in program.as_text()
 
 

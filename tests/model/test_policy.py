@@ -8,10 +8,8 @@ import pytest
 from flax import nnx
 from tiny import ARCHITECTURE, config
 
-from mllm.config import load as configs
 from mllm.config.model import ModelConfig
 from mllm.errors import UserError
-from mllm.model.architecture import PRESETS
 from mllm.model.load import load_policy, model_folder, read_architecture
 from mllm.parallel.mesh import make_mesh
 
@@ -52,16 +50,6 @@ def test_the_seed_alone_decides_the_first_parameters_whatever_the_mesh():
     for got, expected in zip(leaves(again), leaves(first), strict=True):
         np.testing.assert_array_equal(got, expected)
     assert not np.array_equal(other["embed"][...], first["embed"][...])
-
-
-def test_a_published_architecture_is_laid_out_over_the_mesh_without_making_a_parameter():
-    settings = configs.load("qwen25_3b_grpo.yaml", ["model.init=random", "mesh={fsdp: 4, tp: 2}"])
-    before = len(jax.live_arrays())
-    policy = policy_of(settings)
-    assert len(jax.live_arrays()) == before
-    assert policy.architecture == PRESETS[settings.model.source]
-    embed = policy.params["embed"]
-    assert embed.sharding.shard_shape(embed.shape) == (151_936 // 2, 2_048 // 4)
 
 
 @pytest.mark.parametrize("section", [{"data": {"max_length": 49}}, {"rollout": {"max_prompt_length": 45}}], ids=str)
