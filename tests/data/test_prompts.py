@@ -34,16 +34,6 @@ def test_prompts_are_drawn_without_replacement_and_anew_in_each_epoch_and_by_the
     assert drawn[:68] != texts(arithmetic(seed=1), 68)
 
 
-@pytest.mark.parametrize("count", [0, 1, 100])
-def test_restored_prompts_continue_exactly(count: int) -> None:
-    unbroken, restored = arithmetic(), arithmetic()
-    for _ in range(count):
-        next(unbroken)
-    restored.set_state(json.loads(json.dumps(unbroken.get_state())))
-    for _ in range(100):
-        assert next(restored) == next(unbroken)
-
-
 def problem(text: str, number: int = 0) -> Example:
     return Example([{"role": "user", "content": text}], None, place=f"data:{number}")
 
