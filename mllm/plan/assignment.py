@@ -4,6 +4,10 @@ XLA assigns every buffer its place before it generates instructions. So the comp
 (`targets.py`), writes its account of the assignment into a folder (`--xla_dump_to`), and is stopped there. Its total is
 what the compiler holds against a TPU's HBM; `memory_analysis()` adds up more temporaries where there are collectives. A
 program that is too large has an account, too.
+
+Without a GPU nothing can be timed, so XLA keeps its first choice for each matrix product, a Triton kernel. With one, it
+may find cuBLAS faster, and then the operations before a product are stored first. `GPU_FLAGS` make either choice for
+all products, and the larger account counts. What the libraries hold outside XLA's share of the memory is left out.
 """
 
 import os
@@ -13,21 +17,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mllm.plan import gpus, targets
+from mllm.plan import targets
 
 TPU_FILES = (".after_optimizations", ".after_optimizations_after_buffer_assignment.txt")
 GPU_FILES = (".*_gpu_after_optimizations", ".0.ir-no-opt.ll")
 """How the names of the two files with the account begin, behind the module's name; and the file that is written after
 them (on GPUs the first kernel's code), unless a program is too large for a TPU: then the compiler ends by itself."""
+GPU_FLAGS = ("--xla_gpu_enable_triton_gemm=true", "--xla_gpu_enable_triton_gemm=false")
 _TOTAL = re.compile(r"\(color=0\)\nTotal bytes: (\d+)")
-_ARGUMENT = re.compile(r"^allocation \d+: size (\d+), .*\bparameter \d+", re.MULTILINE)
 _TEMPORARY = re.compile(r"^allocation \d+: size (\d+), (?!color).*preallocated-temp", re.MULTILINE)
 
 
 class Account(NamedTuple):
-    """Memory in bytes a device. Results that take an argument's place are among the arguments."""
+    """Memory in bytes a device; the peak has arguments and results, too."""
 
-    arguments: int
     temporaries: int
     peak: int
 
@@ -38,10 +41,10 @@ def read(target: str, program: str, axes: Mapping[str, int], **arguments: Any) -
     ValueError, which says why in one line, is raised if it can't be compiled. A program that is too large can.
     """
     given = {**arguments, "mesh": dict(axes)}
-    if not gpus.is_gpu(target):
+    if targets.split(target)[0] in targets.TPUS:
         return _read(target, program, given, TPU_FILES)
     found, refusals = [], []
-    for flag in gpus.FLAGS:
+    for flag in GPU_FLAGS:
         try:
             found.append(_read(target, program, given, GPU_FILES, flag))
         except ValueError as error:  # a product may suit only one of them
@@ -74,5 +77,4 @@ def account(report: str, assignment: str) -> Account:
     total = _TOTAL.search(report)
     if total is None:
         raise ValueError("the compiler's report has another form; is the compiler that of make aot or make aot-gpu?")
-    arguments, temporaries = (sum(map(int, kind.findall(assignment))) for kind in (_ARGUMENT, _TEMPORARY))
-    return Account(arguments, temporaries, int(total[1]))
+    return Account(sum(map(int, _TEMPORARY.findall(assignment))), int(total[1]))

@@ -16,12 +16,12 @@ import jax
 from jax.sharding import Mesh
 
 from mllm.config.model import MeshConfig
-from mllm.config.schema import Config
+from mllm.config.schema import Config, Rows
 from mllm.errors import UserError
 from mllm.model.decoding import abstract_decoding_weights
 from mllm.model.load import Policy
 from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
-from mllm.plan import assignment, gpus, targets
+from mllm.plan import assignment, targets
 from mllm.plan.assignment import Account
 from mllm.plan.programs import Programs
 from mllm.plan.seconds import ASSUMED, estimate
@@ -29,6 +29,7 @@ from mllm.rl.capacity import slots_that_fit
 from mllm.rl.schedule import PREFILLED_BATCHES
 
 COLUMNS = ("parameters", "optimizer", "gradients", "KV cache", "head", "activations")
+GPU_CAVEAT = "by XLA's compiler without a GPU, and never held against one; the larger of two compilations (docs/log.md)"
 Tell = Callable[[str], None]
 
 
@@ -45,7 +46,7 @@ class Devices:
 
     @property
     def caveat(self) -> str | None:
-        return gpus.CAVEAT if self.target and gpus.is_gpu(self.target) else None
+        return GPU_CAVEAT if self.target and targets.split(self.target)[0] not in targets.TPUS else None
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Phase:
 
 
 def plan(config: Config, target: str | None, tell: Tell = print) -> None:
-    """Print what each phase takes, whether all phases fit, and the largest micro-batch that fits.
+    """Print what each phase takes, whether all phases fit, and about how large a micro-batch would.
 
     UserError is raised if a phase does not fit (the message names the nearest setting that does), or target or mesh
     are impossible.
@@ -72,99 +73,66 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     tell(f"{devices.name}: mesh {shape}, {devices.mesh.size} of {devices.available} devices, {memory} each")
     if devices.caveat:
         tell(f"{devices.name}: {devices.caveat}")
-    planner = Planner(config, devices, tell)
-    phases = planner.phases()
-    tell(table(phases, devices.memory))
-    largest = max(phases, key=lambda phase: phase.peak)
+    shapes = Programs(config, devices.mesh)
+    shapes.config = with_slots(config, shapes.policy, devices.memory)
+    found = phases(shapes, devices, tell)
+    tell(table(found, devices.memory))
+    largest = max(found, key=lambda phase: phase.peak)
     if largest.peak <= devices.memory:
         tell(f"fits: {largest.name} takes most, and leaves {size(devices.memory - largest.peak)} of {memory}")
-    planner.tell_decoding()
-    rows, peak = planner.largest_micro_batch(phases[-1])
-    if rows is not None:
-        tell(f"micro_batch_size: {rows} is the largest that fits ({size(peak)}), of those that divide batch and mesh")
+    if config.rollout is not None:
+        tell(f"rollout: {shapes.slots} slots, {shapes.slots // shapes.layout.row_shards} a device")
+    if target and config.grpo:
+        step = estimate(shapes, *targets.chip(target).rates)
+        parts = f"rollout {step.rollout:.1f} s ({step.steps} decode steps), log-prob {step.logprob:.1f} s"
+        tell(f"estimate of a step, never measured: {parts}, update {step.update:.1f} s ({ASSUMED})")
+    rows = largest_micro_batch(found[-1], config.rows, devices.memory)
+    if rows:
+        tell(f"micro_batch_size: about {rows} would fit, of those that divide batch and mesh")
     if largest.peak > devices.memory:
-        raise UserError(remedy(config, phases, devices, rows, planner.slots))
+        raise UserError(remedy(shapes, found, devices.memory, rows))
 
 
-class Planner:
-    """Compiles a configuration's programs, and tells of each when it is compiled."""
+def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
+    """The phases prefill, decode and log-prob, where the run has them, and the update, which comes last.
 
-    def __init__(self, config: Config, devices: Devices, tell: Tell) -> None:
-        self.devices = devices
-        self.tell = tell
-        self.programs = Programs(config, devices.mesh)
-        self.config = self.programs.config = with_slots(config, self.programs.policy, devices.memory)
-        self.slots = 0 if config.rollout is None else self.programs.slots
-        beta = 0 if config.grpo is None else config.grpo.beta
-        self.reference = bytes_on_device(self.programs.policy.trained) if beta > 0 else 0
+    Each program is told of when it is compiled.
+    """
+    config = shapes.config
 
-    def phases(self) -> list[Phase]:
-        """The phases prefill, decode and log-prob, where the run has them; the update comes last."""
-        config, shapes, reference = self.config, self.programs, self.reference
-        optimizer = bytes_on_device(shapes.state.opt_state)
-        held = {"parameters": bytes_on_device(shapes.policy.params) + reference, "optimizer": optimizer}
-        found = []
-        if config.rollout is not None:
-            # While tokens are sampled, the parameters and the optimizer's moments stay in memory.
-            weights, shared = map(bytes_on_device, abstract_decoding_weights(shapes.model, shapes.policy.params))
-            copied, cache, prompts = weights - shared, *map(bytes_on_device, (shapes.cache(), shapes.prefilled()))
-            known = {
-                **held,
-                "parameters": held["parameters"] + copied,
-                "KV cache": cache + PREFILLED_BATCHES * prompts,
-            }
-            kept = held["parameters"] + optimizer
-            account = self.compile("prefill", "prefill")
-            others = kept - bytes_on_device(shapes.policy.params) + copied + cache + (PREFILLED_BATCHES - 1) * prompts
-            found.append(phase("prefill", account.peak + others, known, 0))
-            account = self.compile("decode", "decode")
-            logits = bytes_on_device(shapes.logits())
-            found.append(phase("decode", account.peak + kept - shared + PREFILLED_BATCHES * prompts, known, logits))
-        if config.grpo is not None:
-            account, head = self.compile("log-prob", "logprob"), self.compile("log-prob, head", "head_of_logprob")
-            found.append(phase("log-prob", account.peak + reference + optimizer, held, head.temporaries))
-        known = {**held, "gradients": bytes_on_device(shapes.gradients())}
-        account, head = self.compile("update", "update"), self.compile("update, head", "head_of_update")
-        found.append(phase("update", account.peak + reference, known, head.temporaries))
-        return found
-
-    def tell_decoding(self) -> None:
-        """Tell the number of slots and, for a target, how long a step may take."""
-        if not self.slots:
-            return
-        shapes, target = self.programs, self.devices.target
-        self.tell(f"rollout: {self.slots} slots, {self.slots // shapes.layout.row_shards} a device")
-        if target and self.config.grpo:
-            rates = targets.RATES[target.partition(":")[0]]
-            found = estimate(shapes, *(rate / 2 if target.startswith("tpu7x") else rate for rate in rates))
-            phases = f"rollout {found.rollout:.1f} s ({found.steps} decode steps), log-prob {found.logprob:.1f} s"
-            self.tell(f"estimate of a step, never measured: {phases}, update {found.update:.1f} s ({ASSUMED})")
-
-    def compile(self, title: str, name: str, config: Config | None = None) -> Account:
-        """The account of one program, compiled in this process or, for a target, in a process of its own."""
+    def compiled(title: str, name: str) -> Account:
         start = time.perf_counter()
-        config = config or self.config
         settings = {"config": config.model_dump(mode="json"), "name": name}
-        account = account_of("mllm.plan.programs:program", self.devices, **settings)
-        self.tell(f"{title + ':':16} {size(account.peak):>10}, compiled in {time.perf_counter() - start:.0f} s")
+        account = account_of("mllm.plan.programs:program", devices, **settings)
+        tell(f"{title + ':':16} {size(account.peak):>10}, compiled in {time.perf_counter() - start:.0f} s")
         return account
 
-    def largest_micro_batch(self, update: Phase) -> tuple[int | None, int]:
-        """The rows of the largest micro-batch whose update fits, or None, and the peak of that update in bytes."""
-        known = self.programs.rows
-        peaks = {known.micro: update.peak}
-
-        def fits(rows: int) -> bool:
-            if rows not in peaks:
-                config = self.config.model_copy(update={"micro_batch_size": rows})
-                peaks[rows] = self.compile(f"micro-batch {rows}", "update", config).peak + self.reference
-            return peaks[rows] <= self.devices.memory
-
-        if update.parts["parameters"] + update.parts["optimizer"] > self.devices.memory:
-            return None, update.peak
-        candidates = sorted({known.micro, *micro_batches(known.total, known.shards)})
-        found = largest(candidates, fits, known.micro)
-        return found, peaks[candidates[0] if found is None else found]
+    parameters, optimizer = map(bytes_on_device, (shapes.policy.params, shapes.state.opt_state))
+    needs_reference = config.grpo is not None and config.grpo.beta > 0
+    reference = bytes_on_device(shapes.policy.trained) if needs_reference else 0
+    held = {"parameters": parameters + reference, "optimizer": optimizer}
+    found = []
+    if config.rollout is not None:
+        # While tokens are sampled, the parameters and the optimizer's moments stay in memory.
+        weights, shared = map(bytes_on_device, abstract_decoding_weights(shapes.model, shapes.policy.params))
+        copied, cache, prompts = weights - shared, *map(bytes_on_device, (shapes.cache(), shapes.prefilled()))
+        known = {
+            **held,
+            "parameters": held["parameters"] + copied,
+            "KV cache": cache + PREFILLED_BATCHES * prompts,
+        }
+        others = reference + optimizer + copied + cache + (PREFILLED_BATCHES - 1) * prompts
+        found.append(phase("prefill", compiled("prefill", "prefill").peak + others, known, 0))
+        others = sum(held.values()) - shared + PREFILLED_BATCHES * prompts
+        logits = bytes_on_device(shapes.logits())
+        found.append(phase("decode", compiled("decode", "decode").peak + others, known, logits))
+    if config.grpo is not None:
+        account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
+        found.append(phase("log-prob", account.peak + reference + optimizer, held, head.temporaries))
+    known = {**held, "gradients": bytes_on_device(shapes.gradients())}
+    account, head = compiled("update", "update"), compiled("update, head", "head_of_update")
+    found.append(phase("update", account.peak + reference, known, head.temporaries))
+    return found
 
 
 def with_slots(config: Config, policy: Policy, memory: int) -> Config:
@@ -184,7 +152,7 @@ def find_devices(config: MeshConfig, target: str | None) -> Devices:
         return Devices(f"{kind} at hand", mesh, jax.device_count(), device_memory(mesh), None)
     try:
         mesh = targets.mesh(target, [getattr(config, axis) for axis in AXES], AXES)
-        return Devices(target, mesh, len(targets.devices(target)), targets.memory_limit(target), target)
+        return Devices(target, mesh, len(targets.devices(target)), targets.chip(target).memory, target)
     except (ValueError, ModuleNotFoundError) as error:
         raise UserError(f"--target: {error}") from None
 
@@ -198,7 +166,7 @@ def account_of(program: str, devices: Devices, **settings: Any) -> Account:
         function, arguments = targets.program(program)(devices.mesh, **settings)
         jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
         memory = targets.memory(jitted.trace(*arguments).lower().compile())
-        return Account(memory["argument"], memory["temp"], memory["peak"])
+        return Account(memory["temp"], memory["peak"])
     try:
         return assignment.read(devices.target, program, devices.mesh.shape, **settings)
     except ValueError as error:
@@ -212,38 +180,38 @@ def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
     return Phase(name, {**dict.fromkeys(COLUMNS, 0), **known, "head": head, "activations": rest - head})
 
 
-def micro_batches(batch: int, shards: int) -> list[int]:
-    """The numbers of rows that a micro-batch may have."""
-    return [rows for rows in range(shards, batch + 1, shards) if batch % rows == 0]
+def largest_micro_batch(update: Phase, rows: Rows, memory: int) -> int:
+    """About how many rows of a micro-batch fit, of those that divide batch and mesh; 0: none.
+
+    Activations are taken to be proportional to the rows, and the head where it would have more of them.
+    """
+    scaled = {name: update.parts[name] / rows.micro for name in ("head", "activations")}
+    fixed = update.peak - update.parts["head"] - update.parts["activations"]
+
+    def fits(count: int) -> bool:
+        head = max(update.parts["head"], scaled["head"] * count)
+        return fixed + head + scaled["activations"] * count <= memory
+
+    divisors = (count for count in range(rows.shards, rows.total + 1, rows.shards) if rows.total % count == 0)
+    return max(filter(fits, divisors), default=0)
 
 
-def largest(candidates: Sequence[int], fits: Callable[[int], bool], known: int) -> int | None:
-    """The largest candidate that fits, by bisection that starts at `known`: where one fits, all smaller ones do."""
-    place = candidates.index(known)
-    low, high = (place + 1, len(candidates)) if fits(known) else (0, place)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if fits(candidates[middle]) else (low, middle)
-    return candidates[low - 1] if low else None
-
-
-def remedy(config: Config, phases: Sequence[Phase], devices: Devices, rows: int | None, slots: int) -> str:
-    """One line: what does not fit, by how much, and the nearest setting that does."""
-    worst = max(phases, key=lambda phase: phase.peak)
-    missing = f"{size(worst.peak - devices.memory)} too much in {worst.name}"
-    state = phases[-1].parts["parameters"] + phases[-1].parts["optimizer"]
-    if state > devices.memory:
-        fsdp = config.mesh.fsdp * 2 ** math.ceil(math.log2(state / devices.memory))
+def remedy(shapes: Programs, found: Sequence[Phase], memory: int, rows: int) -> str:
+    """One line: what does not fit, by how much, and the nearest setting that does; `rows` is `largest_micro_batch`."""
+    worst, mesh = max(found, key=lambda phase: phase.peak), shapes.config.mesh
+    missing = f"{size(worst.peak - memory)} too much in {worst.name}"
+    state = found[-1].parts["parameters"] + found[-1].parts["optimizer"]
+    if state > memory:
+        fsdp = mesh.fsdp * 2 ** math.ceil(math.log2(state / memory))
         return f"mesh: parameters and optimizer take {size(state)} a device ({missing}); mesh.fsdp={fsdp} spreads them"
     if worst.name in ("prefill", "decode"):
-        assert config.rollout is not None
-        shards, fixed = config.mesh.dp * config.mesh.fsdp, worst.peak - worst.parts["KV cache"] - worst.parts["head"]
-        fitting = int(slots * (devices.memory - fixed) / (worst.peak - fixed)) // shards * shards
-        if fitting < shards or slots == shards:
+        shards, fixed = mesh.dp * mesh.fsdp, worst.peak - worst.parts["KV cache"] - worst.parts["head"]
+        fitting = int(shapes.slots * (memory - fixed) / (worst.peak - fixed)) // shards * shards
+        if fitting < shards or shapes.slots == shards:
             return f"rollout: the copy of the parameters for decoding leaves no room ({missing}); raise mesh.tp"
-        return f"rollout.max_slots: {slots} do not fit ({missing}); about {fitting} would"
-    way_out = ", nor does a smaller one; raise mesh.fsdp" if rows is None else f"; set it to {rows}"
-    return f"micro_batch_size: {config.rows.micro} does not fit ({missing}){way_out}"
+        return f"rollout.max_slots: {shapes.slots} do not fit ({missing}); about {fitting} would"
+    way_out = f"; about {rows} would" if rows else ", nor does a smaller one; raise mesh.fsdp"
+    return f"micro_batch_size: {shapes.rows.micro} does not fit ({missing}){way_out}"
 
 
 def table(phases: Sequence[Phase], memory: int) -> str:

@@ -1,9 +1,12 @@
-"""Compiles JAX programs for TPUs that this machine doesn't have, by libtpu, the real compiler (`make aot` installs it).
+"""Compiles JAX programs for devices that this machine doesn't have, by the real compilers.
 
-A target is a chip, as in `v6e`, or a slice of them, as in `v6e:2x4`; or GPUs, see `gpus.py`. A program is named
-`package.module:function` or `file.py:function`; its function takes the target's mesh and keyword arguments, and returns
-the function to compile and its arguments, trees of `jax.ShapeDtypeStruct`. XLA reads many options only as it starts, so
-`run_child` starts this file as a process of its own.
+A target is a TPU, as in `v6e`, or a slice of them, as in `v6e:2x4`, compiled for by libtpu (`make aot` installs it); or
+the H100s of a host, as in `h100` and `h100:8`, compiled for by XLA's CUDA plugin (`make aot-gpu`). That is installed in
+a folder of its own: if JAX found it without a driver, every program would complain.
+
+A program is named `package.module:function` or `file.py:function`; its function takes the target's mesh and keyword
+arguments, and returns the function to compile and its arguments, trees of `jax.ShapeDtypeStruct`. XLA reads many
+options only as it starts, so `run_child` starts this file as a process of its own.
 """
 
 import importlib
@@ -14,9 +17,10 @@ import os
 import runpy
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,7 +29,6 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, Mesh
 
 from mllm import child_process
-from mllm.plan import gpus
 
 ROOT = Path(__file__).parent.parent.parent
 # libtpu reads these as it is loaded: there is no TPU to ask for its metadata, nor one to keep other programs from.
@@ -37,32 +40,48 @@ ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-CHIPS = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
-"""The chips known here, and how many dims their slices have."""
-HBM = {chip: int(gib * 2**30) for chip, gib in {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}.items()}
-"""Bytes of a device's HBM that a program may have, by libtpu 0.0.42's refusals; a device of tpu7x is half a chip."""
 
-RATES = {
-    "v5e": (197e12, 819e9),
-    "v5p": (459e12, 2765e9),
-    "v6e": (918e12, 1640e9),
-    "tpu7x": (1153.5e12, 3690e9),
-    "h100": (989e12, 3350e9),
+
+class Chip(NamedTuple):
+    """A kind of device, as programs see it: a TensorCore of tpu7x, of which a chip has two, a chip elsewhere."""
+
+    dims: int
+    """The number of dims of a slice's shape."""
+    memory: int
+    """Bytes that a program may have, by the refusals of libtpu 0.0.42; of a GPU three quarters, JAX's default."""
+    rates: tuple[float, float]
+    """bfloat16 flop/s and the memory's byte/s."""
+
+
+# Rates: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, https://resources.nvidia.com/en-us-tensor-core
+# (SXM, without sparsity).
+TPUS = {
+    "v5e": Chip(2, int(15.75 * 2**30), (197e12, 819e9)),
+    "v5p": Chip(3, int(95.74 * 2**30), (459e12, 2765e9)),
+    "v6e": Chip(2, int(31.25 * 2**30), (918e12, 1640e9)),
+    "tpu7x": Chip(3, int(94.75 * 2**30), (576.75e12, 1845e9)),
 }
-"""bfloat16 flop/s and HBM's byte/s of each device, https://cloud.google.com/tpu/docs/system-architecture-tpu-vm and
-https://resources.nvidia.com/en-us-tensor-core (SXM, without sparsity). A core of tpu7x has half of its chip's."""
+CHIPS = {**TPUS, "h100": Chip(1, 84_942_979_072 * 3 // 4, (989e12, 3350e9))}
+GPUS_OF_A_HOST = 8
+GPU_PLUGIN = Path(sys.prefix) / "aot-gpu"
+
+
+def chip(target: str) -> Chip:
+    """The kind of the target's devices."""
+    return CHIPS[split(target)[0]]
 
 
 def split(target: str) -> tuple[str, tuple[int, ...]]:
     """The chip and the slice's shape, all ones for a bare chip; ValueError where one of them is unknown."""
-    chip, _, shape = target.partition(":")
-    if chip not in CHIPS:
-        known = f"{', '.join(CHIPS)} and their slices, as in v6e:2x4"
-        raise ValueError(f"target {target!r}: there are {known}; for plans of memory h100, too, as in h100:8")
-    sizes = tuple(int(size) if size.isdecimal() else 0 for size in shape.split("x")) if shape else (1,) * CHIPS[chip]
-    if len(sizes) != CHIPS[chip] or min(sizes) < 1:
-        raise ValueError(f"target {target!r}: a slice of {chip} has {CHIPS[chip]} dimensions, as in {chip}:2x2")
-    return chip, sizes
+    name, colon, shape = target.partition(":")
+    if name not in CHIPS:
+        raise ValueError(f"target {target!r}: there are {', '.join(TPUS)} and their slices, as in v6e:2x4, and h100:8")
+    dims = CHIPS[name].dims
+    sizes = tuple(int(size) if size.isdecimal() else 0 for size in shape.split("x")) if colon else (1,) * dims
+    if len(sizes) != dims or min(sizes) < 1 or (name not in TPUS and sizes[0] > GPUS_OF_A_HOST):
+        known = "a host has 1 to 8, as in h100:8" if dims == 1 else f"a slice has {dims} dimensions, as in {name}:2x2"
+        raise ValueError(f"target {target!r}: {known}")
+    return name, sizes
 
 
 def devices(target: str) -> Sequence[jax.Device]:
@@ -71,9 +90,9 @@ def devices(target: str) -> Sequence[jax.Device]:
     ValueError is raised if the chip has no such slice. ModuleNotFoundError is raised if libtpu isn't installed, or
     for GPUs the plugin.
     """
-    if gpus.is_gpu(target):
-        return gpus.devices(target)
     chip, sizes = split(target)
+    if chip not in TPUS:
+        return gpus(*sizes)
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError("libtpu, the TPU compiler, isn't installed; make aot does")
     for key, value in ENVIRONMENT.items():
@@ -86,9 +105,44 @@ def devices(target: str) -> Sequence[jax.Device]:
         raise ValueError(f"target {target!r}: {chip} has no such slice") from None
 
 
-def memory_limit(target: str) -> int:
-    """Bytes that a program may have on each device of the target."""
-    return gpus.memory() if gpus.is_gpu(target) else HBM[split(target)[0]]
+def gpus(count: int) -> Sequence[jax.Device]:
+    """So many H100s of a host; ModuleNotFoundError where the plugin isn't installed."""
+    description = Path(__file__).with_name("h100.txtpb").read_text()
+    # Partitions, hosts of each, GPUs of each.
+    shape = {"topology": f"1x1x{count}", "target_config": description}
+    # JAX would ask for the CUDA libraries that a GPU needs.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    with silent_stderr():
+        try:
+            return topologies.get_topology_desc("h100", "cuda", **shape).devices
+        except NotImplementedError:  # JAX knows the plugin only where it is installed beside JAX
+            register_gpu_plugin()
+            return topologies.get_topology_desc("h100", "cuda", **shape).devices
+
+
+def register_gpu_plugin() -> None:
+    """Make the plugin in `GPU_PLUGIN` known to JAX."""
+    modules = sorted(path.name for path in GPU_PLUGIN.glob("jax_plugins/xla_cuda*"))
+    if not modules:
+        raise ModuleNotFoundError("XLA's plugin for CUDA, which compiles for GPUs, isn't installed; make aot-gpu does")
+    sys.path.append(str(GPU_PLUGIN))
+    # Pallas has looked for it beside the plugin, if it was imported before.
+    runtime = next(GPU_PLUGIN.glob("jax_cuda*_plugin/libmosaic_gpu_runtime.so"))
+    os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(runtime))
+    importlib.import_module(f"jax_plugins.{modules[-1]}").initialize()
+
+
+@contextmanager
+def silent_stderr() -> Iterator[None]:
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip",)) -> Mesh:

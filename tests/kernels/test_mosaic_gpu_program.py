@@ -23,7 +23,7 @@ from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.forward import Labels, is_hit, labels_in_tiles
 from kernels.lm_head.gpu.products import Place
 from kernels.lm_head.gpu.tiles import Tiles
-from mllm.plan import gpus, targets
+from mllm.plan import targets
 
 MIB = 2**20
 
@@ -44,7 +44,7 @@ def test_a_strip_s_bits_say_which_of_its_tiles_have_a_label() -> None:
 # --- for an H100 that isn't there ---
 
 needs_plugin = pytest.mark.skipif(
-    not gpus.FOLDER.is_dir() and importlib.util.find_spec("jax_plugins") is None,
+    not targets.GPU_PLUGIN.is_dir() and importlib.util.find_spec("jax_plugins") is None,
     reason="needs XLA's plugin for CUDA, which make aot-gpu installs",
 )
 needs_ptxas = pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas, of the CUDA toolkit")

@@ -10,7 +10,7 @@ import pytest
 from mllm.config import load as configs
 from mllm.model.decoding import abstract_cache
 from mllm.parallel.mesh import AXES
-from mllm.plan import gpus, targets
+from mllm.plan import targets
 from mllm.plan.programs import Programs
 
 QWEN2, QWEN3, LLAMA = "Qwen/Qwen2.5-3B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"  # Llama's heads have 64
@@ -58,7 +58,7 @@ def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache(source):
 
 
 @pytest.mark.aot_gpu
-@pytest.mark.skipif(not gpus.FOLDER.exists(), reason="needs XLA's plugin for CUDA, which make aot-gpu installs")
+@pytest.mark.skipif(not targets.GPU_PLUGIN.exists(), reason="needs XLA's plugin for CUDA, which make aot-gpu installs")
 @pytest.mark.parametrize(("source", "slots"), [(QWEN2, 320), (QWEN3, 80), (LLAMA, 80)])
 def test_a_decode_step_on_an_h100_copies_neither_weights_nor_cache(source, slots):
     program, copies = decode_program("h100", source, slots, (1, 1, 1))

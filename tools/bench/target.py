@@ -35,8 +35,8 @@ def run(target: str, shapes: Sequence[Shape], chosen: Sequence[Method]) -> None:
     Raises:
         UserError: there is no such chip, or libtpu isn't installed.
     """
-    if target not in targets.CHIPS:
-        raise UserError(f"--target: target {target!r}: there are {', '.join(targets.CHIPS)}")
+    if target not in targets.TPUS:
+        raise UserError(f"--target: target {target!r}: there are {', '.join(targets.TPUS)}")
     try:
         targets.mesh(target)
     except ModuleNotFoundError as error:
