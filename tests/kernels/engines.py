@@ -1,9 +1,10 @@
-"""The head's engines as tests run them on a CPU: small tiles, strict interpreters, and shapes off every tile.
+"""The ways of taking a token's statistics, as tests run them on a CPU: small tiles, strict interpreters, odd shapes.
 
 Tiles of the Pallas kernels are the smallest that the hardware takes. On a TPU 300 rows make three blocks, two of them
 in one call of a kernel and one in the next, and 499 columns two tiles of two steps each, the last not full. On a Hopper
 GPU 200 rows make two blocks, 296 columns three tiles in two chunks, of each the last not full, and 128 features two
-slabs. In plain XLA 90 rows make six blocks, and 301 columns three tiles, the last of which overlaps the one before.
+slabs. In plain XLA 90 rows make six blocks, and 301 columns three tiles, the last of which overlaps the one before. Of
+logits that exist, 300 columns make three tiles.
 """
 
 import contextlib
@@ -11,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import strict_gpu
 import strict_tpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from lm_head_cases import Problem, random_problem
@@ -23,6 +24,8 @@ from kernels.lm_head import xla
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
 from kernels.lm_head.tpu import tiles as tpu_tiles
+from kernels.logits import tpu as logits_tpu
+from kernels.logits import xla as logits_xla
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 V6E = AbstractMesh(
@@ -32,10 +35,14 @@ V6E = AbstractMesh(
 TPU_TILES = {"rows": 128, "columns": 256, "step": 128, "call": 256}
 GPU_SIZES = Sizes(Tiles(columns=128, slots=2, cluster=1), chunk=256, wave_cost=0, cast_cost=0)
 XLA_SIZES = {"_CPU_BLOCK": 16, "_BLOCK": 16, "_TILE": 128, "_LEAST_WAVE": 8}
+LOGITS_SIZES = {"_TILE": {2: (16, 1024), 1: (128, 512)}, "_AT_A_TIME": 1, "_IN_A_TURN": 2}
+needs_interpreter = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="jax before 0.12 has no interpreter for these kernels"
+)
 
 
 class Engine(NamedTuple):
-    """An engine with a dtype of its inputs."""
+    """An engine of the head, or of logits that exist, with a dtype of its inputs."""
 
     impl: str
     dtype: Any
@@ -48,29 +55,37 @@ class Engine(NamedTuple):
     @contextlib.contextmanager
     def strictly(self, **strictness: Any) -> Iterator[None]:
         """What is traced and run in this context has small tiles, and kernels are interpreted, so strictly."""
-        if self.impl == "mosaic_tpu":
-            with tpu_tiles.override(**TPU_TILES), strict_tpu.strict_interpreter(**strictness):
-                yield
-        elif self.impl == "mosaic_gpu":
-            with gpu_tiles.override(GPU_SIZES), strict_gpu.strict_interpreter(**strictness):
-                yield
-        else:
-            with mock.patch.multiple(xla, **XLA_SIZES):
-                yield
+        with contextlib.ExitStack() as stack:
+            if self.impl == "mosaic_gpu":
+                from strict_gpu import strict_interpreter
 
-    def problem(self, scale: float = 3.0, shape: tuple[int, int, int] | None = None) -> Problem:
-        return random_problem(shape or self.shape, scale, self.dtype)
+                stack.enter_context(gpu_tiles.override(GPU_SIZES))
+                stack.enter_context(strict_interpreter(**strictness))
+            elif self.impl.endswith("mosaic_tpu"):
+                stack.enter_context(tpu_tiles.override(**TPU_TILES))
+                stack.enter_context(mock.patch.multiple(logits_tpu, **LOGITS_SIZES))
+                stack.enter_context(strict_tpu.strict_interpreter(**strictness))
+            else:
+                stack.enter_context(mock.patch.multiple(xla, **XLA_SIZES))
+                stack.enter_context(mock.patch.object(logits_xla, "_COLUMNS", 128))
+            if self.impl == "logits, as a GPU reduces them":
+                stack.enter_context(mock.patch.object(logits_xla.target, "platform", return_value="gpu"))
+            yield
+
+    def problem(self, scale: float = 3.0) -> Problem:
+        """Logits with a standard deviation of `scale`."""
+        return random_problem(self.shape, scale, self.dtype, of_logits=self.impl.startswith("logits"))
 
     def live(self, which: str) -> np.ndarray:
         """A mask [N] of rows that count."""
         row = np.arange(self.shape[0])
         block = {"mosaic_tpu": 256, "mosaic_gpu": 128}.get(self.impl, 16)
+        random = np.random.default_rng(5).random(len(row))
         return {
             "none": row < 0,
             "the last": row == row[-1],
-            "scattered, less than a block": np.random.default_rng(5).random(len(row)) < min(0.3, block / len(row) / 2),
-            "scattered, of several blocks": np.random.default_rng(5).random(len(row)) < 0.8,
-            "a block": row % 2 * (row < 256) == 1 if self.impl == "mosaic_tpu" else row < block,
+            "few": random < min(0.3, block / len(row) / 2),
+            "most": random < 0.8,
             "a block and one": row < min(block, 128) + 1,
             "every": row >= 0,
         }[which]
@@ -87,18 +102,20 @@ TPU = TPU_F32._replace(dtype=BF16)
 """Its `waves`: exponentials of 128 rows, and a float32 sum of dW."""
 GPU = Engine("mosaic_gpu", BF16, (200, 296, 128), 77_000)
 """Its `waves`: logits of a tile of columns."""
+LOGITS = Engine("logits", F32, (20, 300, 300))
+LOGITS_ON_GPU = LOGITS._replace(impl="logits, as a GPU reduces them")
+LOGITS_TPU = LOGITS._replace(impl="logits, mosaic_tpu")
+OF_LOGITS = (LOGITS, LOGITS_ON_GPU, LOGITS_TPU)
+EVERY = (FULL, FULL_BF16, XLA, XLA_BF16, TPU_F32, TPU, GPU, *OF_LOGITS, *(x._replace(dtype=BF16) for x in OF_LOGITS))
 
 
-def parameter(engine: Engine, *others: str) -> Any:
+def parameter(engine: Engine, *others: Any, slow: bool = False) -> Any:
     """The engine, and other arguments, as one case of a test."""
-    marks = [strict_gpu.needs_interpreter] if engine.impl == "mosaic_gpu" else []
+    marks = [needs_interpreter] * (engine.impl == "mosaic_gpu") + [pytest.mark.slow] * slow
     name = f"{engine.impl} {jnp.dtype(engine.dtype).name}"
-    return pytest.param(engine, *others, id=", ".join([name, *others]), marks=marks)
-
-
-EVERY = (FULL, FULL_BF16, XLA, XLA_BF16, TPU_F32, TPU, GPU)
+    return pytest.param(engine, *others, id=", ".join([name, *map(str, others)]), marks=marks)
 
 
 def engines(*chosen: Engine) -> Any:
-    """The decorator of a test that takes an `engine`: for each of these, by default one of each kind."""
+    """The decorator of a test that takes an `engine`: for each of these, by default one of each kind of the head's."""
     return pytest.mark.parametrize("engine", list(map(parameter, chosen or (FULL, XLA, TPU, GPU))))

@@ -1,4 +1,4 @@
-"""The LM head's test cases: problems, masks, objectives, and checks of token_logprobs and token_loss.
+"""Problems, masks and objectives, and checks of token_logprobs, token_loss and logits_logprobs.
 
 Shapes are few, and subject and yardstick are compiled once a shape. `plain`, the ordinary JAX program with full logits,
 is the yardstick of accuracy: `assert_as_accurate_as_plain` says how near to the oracle an answer has to come.
@@ -16,9 +16,9 @@ from jaxtyping import Bool, Float, Int
 from oracle import HAIR, SLACK, Exact, Objective, exact, exact_loss
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
+from kernels.logits import logits_logprobs
 
 SCALES = {"near-uniform": 1.0, "peaked": 30.0, "saturated": 1000.0}
-SMALL = (24, 131, 16)
 
 
 class Plain(NamedTuple):
@@ -105,39 +105,24 @@ class Problem(NamedTuple):
     labels: jax.Array
 
 
-def random_problem(shape: tuple[int, int, int], scale: float = 3.0, dtype: Any = jnp.float32, seed: int = 0) -> Problem:
-    """Logits with a standard deviation of `scale`; the first label is 0 and the last V-1."""
+def random_problem(
+    shape: tuple[int, int, int], scale: float = 3.0, dtype: Any = jnp.float32, of_logits: bool = False
+) -> Problem:
+    """Logits with a standard deviation of `scale`; the first label is 0 and the last V-1.
+
+    With `of_logits`, the weight is the identity, and hidden states are the logits.
+    """
     n, v, d = shape
-    rng = np.random.default_rng(seed)
-    hidden, weight = rng.normal(size=(n, d)) * scale / np.sqrt(d), rng.normal(size=(v, d))
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(n, d)) * scale / (1 if of_logits else np.sqrt(d))
+    weight = np.eye(v) if of_logits else rng.normal(size=(v, d))
     labels = rng.integers(0, v, n)
     labels[0], labels[-1] = 0, v - 1
     return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
 
 
-def planted_problem(dtype: Any, largest: float, shape: tuple[int, int, int]) -> Problem:
-    """Two rows of three are weight rows scaled up to a logit of `largest`, with and without its label."""
-    hidden, weight, labels = (np.array(x, np.float64) for x in random_problem(shape))
-    labels = labels.astype(int)
-    match = np.random.default_rng(1).integers(0, len(weight), len(hidden))
-    planted = np.arange(len(hidden)) % 3 > 0
-    scaled = weight[match] * (largest / (weight[match] ** 2).sum(axis=1, keepdims=True))
-    hidden = np.where(planted[:, None], scaled, hidden)
-    labels = np.where(planted & (np.arange(len(hidden)) % 2 == 0), match, labels)
-    return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
-
-
-def tied_problem(dtype: Any, largest: float, shape: tuple[int, int, int]) -> Problem:
-    """The first, fourth and last rows of weight are the same, and every third hidden row points at them."""
-    hidden, weight, labels = (np.array(x) for x in random_problem(shape))
-    weight[0] = weight[-1] = weight[3]
-    hidden[::3] = weight[3] * (largest / (weight[3] ** 2).sum())
-    labels[::6] = 3
-    return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels))
-
-
-def random_cotangents(n: int, names: str = "logprob lse entropy", seed: int = 2) -> TokenLogprobs:
-    rng = np.random.default_rng(seed)
+def random_cotangents(n: int, names: str = "logprob lse entropy") -> TokenLogprobs:
+    rng = np.random.default_rng(2)
     fields = TokenLogprobs._fields
     return TokenLogprobs(*(jnp.asarray(rng.normal(size=n) * (name in names.split()), jnp.float32) for name in fields))
 
@@ -176,31 +161,39 @@ OBJECTIVES = {
 }
 
 
-def operands_for(problem: Problem, objective: Objective, seed: int = 3) -> list[jax.Array]:
+def operands_for(problem: Problem, objective: Objective) -> list[jax.Array]:
     """The first operand is near the true logprob, as an old policy's would be; the second an advantage."""
     n = len(problem.labels)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(3)
     logprob = exact(*problem, lambda *_: np.zeros((3, n))).logprob
     operands = [logprob + 0.3 * rng.normal(size=n), rng.normal(size=n)]
     return [jnp.asarray(x, jnp.float32) for x in operands[: objective.operands]]
 
 
-def sparse_weights(n: int, seed: int = 4) -> jax.Array:
+def sparse_weights(n: int) -> jax.Array:
     """Weights of either sign, zero in three rows of five; two rows count always."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(4)
     weights = rng.normal(size=n) * (rng.random(n) < 0.4)
     weights[n // 2], weights[-1] = 0.7, -0.3
     return jnp.asarray(weights, jnp.float32)
 
 
+def outputs_of(hidden: jax.Array, weight: jax.Array, labels: jax.Array, impl: Any, **options: Any) -> TokenLogprobs:
+    """The statistics by an engine of engines.py."""
+    if impl is not None and impl.startswith("logits"):
+        impl = "mosaic_tpu" if impl.endswith("mosaic_tpu") else "xla"
+        return logits_logprobs(hidden, labels, impl=impl, **options)
+    return token_logprobs(hidden, weight, labels, impl=impl, **options)
+
+
 def pulled_back(
-    hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: TokenLogprobs, **options: Any
+    hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: TokenLogprobs, impl: Any = None, **options: Any
 ) -> Plain:
-    outputs, pull_back = jax.vjp(lambda h, w: token_logprobs(h, w, labels, **options), hidden, weight)
+    outputs, pull_back = jax.vjp(lambda h, w: outputs_of(h, w, labels, impl, **options), hidden, weight)
     return Plain(*outputs, *pull_back(cotangents))
 
 
-values_and_gradients = jax.jit(pulled_back, static_argnames=("impl", "temperature", "softcap", "dtype"))
+values_and_gradients = jax.jit(pulled_back, static_argnames=("impl", "softcap", "dtype"))
 
 
 @functools.partial(jax.jit, static_argnames="softcap")
@@ -218,7 +211,7 @@ class Loss(NamedTuple):
     rows: Plain
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "impl", "workspace", "temperature", "softcap", "dtype"))
+@functools.partial(jax.jit, static_argnames=("objective", "impl", "workspace", "softcap", "dtype"))
 def loss_and_gradients(
     problem: Problem,
     objective: Objective,
@@ -247,34 +240,36 @@ def plain_loss_and_gradients(
     return Loss(total(rows.logprob, rows.lse, rows.entropy), rows)
 
 
-def check(problem: Problem, cotangents: TokenLogprobs, *, impl: str, where: Any = None, **options: Any) -> Plain:
-    """Checks token_logprobs on one problem; returns its results."""
-    where = jnp.ones(problem.labels.shape, bool) if where is None else where
-    got = values_and_gradients(*problem, cotangents, impl=impl, where=where, **options)
-    yardstick = plain_values_and_gradients(*problem, cotangents, where=where, **options)
-    truth = exact(*problem, lambda *_: cotangents, where=where, **options)
+def check(
+    problem: Problem, cotangents: TokenLogprobs, *, impl: str, live: np.ndarray | None = None, **options: Any
+) -> Plain:
+    """Checks the statistics and their gradients; returns these. Rows that don't count hold poison, and give zeros."""
+    live = np.ones(problem.labels.shape, bool) if live is None else live
+    given = TokenLogprobs(*(jnp.where(live, x, jnp.nan) for x in cotangents))
+    got = values_and_gradients(*poisoned(problem, ~live), given, impl=impl, where=jnp.asarray(live), **options)
+    yardstick = plain_values_and_gradients(*problem, cotangents, where=jnp.asarray(live), **options)
+    truth = exact(*problem, lambda *_: cotangents, where=live, **options)
+    if impl.startswith("logits"):  # they have no weight
+        got, yardstick, truth = (x._replace(weight=np.zeros(1)) for x in (got, yardstick, truth))
     assert_as_accurate_as_plain(got, yardstick, truth)
+    assert_nothing_at(got, ~live)
     return got
 
 
 def check_loss(
-    problem: Problem,
-    objective: Objective,
-    operands: Sequence[jax.Array],
-    weights: jax.Array,
-    *,
-    impl: str,
-    largest: bool = True,
-    **options: Any,
+    problem: Problem, objective: Objective, weights: jax.Array, *, impl: str, largest: bool = True, **options: Any
 ) -> Loss:
-    """Checks token_loss on one problem; returns its results."""
-    got = loss_and_gradients(problem, objective, operands, weights, impl=impl, **options)
+    """Checks token_loss; returns its results. Rows of weight zero hold poison, and give zeros."""
+    operands, live = operands_for(problem, objective), np.asarray(weights) != 0
+    given = [jnp.where(live, x, jnp.nan) for x in operands]
+    got = loss_and_gradients(poisoned(problem, ~live), objective, given, weights, impl=impl, **options)
     options.pop("workspace", None)
     yardstick = plain_loss_and_gradients(problem, objective, operands, weights, **options)
     truth = exact_loss(*problem, objective, *operands, weights=weights, **options)
     allowed = SLACK * abs(float(yardstick.loss) - truth.loss) + HAIR * truth.resolution
     assert abs(float(got.loss) - truth.loss) <= allowed
     assert_as_accurate_as_plain(got.rows, yardstick.rows, truth.rows, largest=largest)
+    assert_nothing_at(got.rows, ~live)
     return got
 
 
@@ -283,6 +278,11 @@ def poisoned(problem: Problem, dead: np.ndarray) -> Problem:
     poison = np.resize([np.nan, np.inf, -np.inf], problem.hidden.shape)
     hidden = jnp.where(dead[:, None], jnp.asarray(poison, problem.hidden.dtype), problem.hidden)
     return problem._replace(hidden=hidden, labels=jnp.where(dead, -100, problem.labels))
+
+
+def assert_nothing_at(got: Plain, dead: np.ndarray) -> None:
+    for x in got[:4]:
+        assert not np.any(np.asarray(x, np.float32)[dead])
 
 
 def jaxprs_of(equation: JaxprEqn) -> list[Jaxpr]:

@@ -9,6 +9,7 @@ JAX's interpreter (`jax._src.pallas.mosaic.interpret`) by itself is less strict 
 - At a race, jax 0.10.2 prints a message and goes on; 0.12 raises. At a copy that nobody waits for, both only print.
 - Its clocks distinguish only two copies by default.
 - It keeps the contents of an output's window when the window moves to the next block; a TPU switches to another buffer.
+- It pads an operand to whole blocks, and forgets that where a result takes the operand's place.
 
 Left out: blocks that a TPU fetches too early. Here an input's block is fetched as its step begins.
 """
@@ -47,10 +48,11 @@ def strict_interpreter(cores: int = 1, copies: Literal["eager", "on_wait"] = "ea
     )
     printed = io.StringIO()
     one_buffer = mock.patch.object(interpreter, "get", _get_and_clear)
+    unpadded = mock.patch.object(interpreter, "interpret_pallas_call", _interpret_unpadded)
     unoptimised = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time
     try:
-        with one_buffer, contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(strict):
+        with one_buffer, unpadded, contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(strict):
             yield
             jax.effects_barrier()
     except jax.errors.JaxRuntimeError as error:
@@ -61,7 +63,12 @@ def strict_interpreter(cores: int = 1, copies: Literal["eager", "on_wait"] = "ea
     assert not printed.getvalue(), printed.getvalue()
 
 
-_get = interpreter.get
+_get, _interpret = interpreter.get, interpreter.interpret_pallas_call
+
+
+def _interpret_unpadded(*args: Any, out_avals: Any, **options: Any) -> list[jax.Array]:
+    results = _interpret(*args, out_avals=out_avals, **options)
+    return [x[tuple(map(slice, aval.shape))] for x, aval in zip(results, out_avals, strict=True)]
 
 
 @functools.wraps(_get.__wrapped__)  # which is what a copy calls

@@ -6,7 +6,7 @@
 `make device` runs them. Two minutes by estimate, most of it compiling; no device has run them.
 
 Shapes are off every tile. What only a device can show is a race: so the same call must give the same bits again and
-again. Left out: what tests on a CPU compile or interpret (test_mosaic_*.py).
+again. Left out: what tests on a CPU compile or interpret.
 """
 
 import functools
@@ -14,27 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import lm_head_cases as cases
 import numpy as np
 import pytest
-from jax.sharding import Mesh
-from lm_head_cases import (
-    OBJECTIVES,
-    SCALES,
-    Problem,
-    check,
-    check_loss,
-    loss_and_gradients,
-    poisoned,
-    random_cotangents,
-    random_problem,
-    sparse_weights,
-    values_and_gradients,
-)
 
 from kernels.lm_head import target, token_loss  # noqa: F401  target: in the condition below
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
-from kernels.lm_head.sharded import HeadSharding
 from kernels.lm_head.tpu import tiles as tpu_tiles
 
 pytestmark = [
@@ -44,11 +30,7 @@ pytestmark = [
         "jax.default_backend() != 'tpu' and target.why_not_hopper() is not None", reason="needs a TPU or a Hopper GPU"
     ),
 ]
-
-OFF_TILES = (300, 712, 192)
-"""N, V and D."""
-RACES = (4096, 32768, 1024)
-CALLS = 20
+BONUS, CROSS_ENTROPY = cases.OBJECTIVES["entropy bonus"], cases.OBJECTIVES["cross-entropy"]
 
 
 def kernels() -> str:
@@ -56,64 +38,25 @@ def kernels() -> str:
     return f"mosaic_{jax.default_backend()}"
 
 
-def bfloat16_problem(shape: tuple[int, int, int], scale: float = 3.0) -> Problem:
-    return random_problem(shape, scale, jnp.bfloat16)
-
-
-# --- values and gradients
-
-
-@pytest.mark.parametrize("softmax", SCALES)
-def test_values_and_gradients_are_as_accurate_as_full_logits(softmax: str) -> None:
-    check(bfloat16_problem(OFF_TILES, SCALES[softmax]), random_cotangents(300), impl=kernels())
-
-
-def test_rows_that_do_not_count_are_never_read() -> None:
-    problem, live = bfloat16_problem(OFF_TILES), np.random.default_rng(5).random(300) < 0.3
-    dead = poisoned(problem, ~live)
-    got = values_and_gradients(*dead, random_cotangents(300), impl=kernels(), where=jnp.asarray(live))
-    want = check(problem, random_cotangents(300), impl=kernels(), where=jnp.asarray(live))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-# --- losses
+@pytest.mark.parametrize("softmax", cases.SCALES)
+@pytest.mark.parametrize("impl", ["the kernels", "xla"])
+def test_values_and_gradients_are_as_accurate_as_full_logits(impl: str, softmax: str) -> None:
+    impl, live = kernels() if impl == "the kernels" else impl, np.random.default_rng(5).random(300) < 0.3
+    problem = cases.random_problem((300, 712, 192), cases.SCALES[softmax], jnp.bfloat16)
+    with jax.default_matmul_precision("highest"):  # the yardstick's, which would be narrower than float32
+        cases.check(problem, cases.random_cotangents(300), impl=impl, live=live)
+        cases.check_loss(problem, BONUS, cases.sparse_weights(300), impl=impl, workspace=0)
 
 
 @pytest.mark.parametrize("workspace", [0, 1_000_000, 2_000_000, None], ids=["none", "columns", "waves", "all"])
 def test_every_workspace_is_as_accurate_as_full_logits(workspace: int | None) -> None:
     """Room for nothing, for some columns, for some rows and a float32 sum of dW, and for all."""
-    problem, objective = bfloat16_problem((600, 1400, 192)), OBJECTIVES["entropy bonus"]
+    problem = cases.random_problem((600, 1400, 192), dtype=jnp.bfloat16)
     small: Any = tpu_tiles.override(rows=128, columns=256, step=128)
     if jax.default_backend() == "gpu":
         small = gpu_tiles.override(Sizes(Tiles(), 512, wave_cost=0))
     with small:
-        check_loss(problem, objective, [], sparse_weights(600), impl=kernels(), workspace=workspace)
-
-
-def test_on_a_mesh_of_one_device_the_loss_has_the_same_bits() -> None:
-    problem = bfloat16_problem(OFF_TILES)
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("dp", "fsdp", "tp"))
-
-    def run(sharding: HeadSharding | None) -> Any:
-        def loss(hidden: jax.Array, weight: jax.Array) -> Any:
-            negative = OBJECTIVES["cross-entropy"].in_jax
-            return token_loss(hidden, weight, problem.labels, negative, impl=kernels(), sharding=sharding)
-
-        run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
-        return jax.block_until_ready(run(problem.hidden, problem.weight))
-
-    jax.tree.map(np.testing.assert_array_equal, run(None), run(HeadSharding(mesh, ("dp", "fsdp"), "tp", "fsdp")))
-
-
-# --- the xla engine
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.dtype.name)
-def test_the_xla_engine_is_as_accurate_as_full_logits(dtype: Any) -> None:
-    problem = random_problem(OFF_TILES, 3.0, dtype)
-    with jax.default_matmul_precision("highest"):  # the yardstick's, which would be narrower than float32
-        check(problem, random_cotangents(300), impl="xla")
-        check_loss(problem, OBJECTIVES["entropy bonus"], [], sparse_weights(300), impl="xla", workspace=0)
+        cases.check_loss(problem, CROSS_ENTROPY, cases.sparse_weights(600), impl=kernels(), workspace=workspace)
 
 
 # --- races, and the size that counts
@@ -121,13 +64,12 @@ def test_the_xla_engine_is_as_accurate_as_full_logits(dtype: Any) -> None:
 
 @pytest.mark.parametrize("workspace", [0, 640 << 20], ids=["no workspace", "workspace"])
 def test_the_same_call_gives_the_same_bits_again_and_again(workspace: int) -> None:
-    problem, objective = bfloat16_problem(RACES), OBJECTIVES["cross-entropy"]
-    call = functools.partial(
-        loss_and_gradients, problem, objective, weights=sparse_weights(RACES[0]), impl=kernels(), workspace=workspace
-    )
+    problem = cases.random_problem((4096, 32768, 1024), dtype=jnp.bfloat16)
+    options: dict[str, Any] = {"weights": cases.sparse_weights(4096), "impl": kernels(), "workspace": workspace}
+    call = functools.partial(cases.loss_and_gradients, problem, CROSS_ENTROPY, **options)
     first = call()
     assert np.isfinite(first.loss)
-    for _ in range(CALLS):
+    for _ in range(20):
         jax.tree.map(np.testing.assert_array_equal, first, call())
 
 

@@ -1,6 +1,5 @@
-"""The head and `logits_logprobs`, in every way, under JAX's transformations: each gives what a plain call gives."""
+"""The head and `logits_logprobs`, by every engine, under JAX's transformations: each gives what a plain call gives."""
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,84 +9,66 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import TPU_F32, TPU_TILES, XLA, Engine
+from engines import LOGITS, LOGITS_ON_GPU, LOGITS_TPU, TPU_F32, TPU_TILES, XLA, Engine
 from jax import export
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from lm_head_cases import OBJECTIVES, assert_near, operands_for, sparse_weights
-from logits_cases import ACROSS, SMALL, problem, small_tiles, taking
+from lm_head_cases import OBJECTIVES, assert_near, operands_for, outputs_of, sparse_weights
 
-from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
+from kernels.lm_head import TokenLogprobs, token_loss
 from kernels.lm_head.tpu import tiles as tpu_tiles
-from kernels.logits import logits_logprobs
 
 OBJECTIVE = OBJECTIVES["clipped ratio"]
 
 
 class Subject(NamedTuple):
-    """A function whose arguments have a row a token, the last of them the weights, and the second may be W."""
+    """A function of hidden states, W, labels, two operands and weights, and an engine for it."""
 
+    engine: Engine
     scalar: Callable[..., tuple[jax.Array, TokenLogprobs]]
-    arguments: tuple[jax.Array, ...]
-    way: Callable[..., contextlib.AbstractContextManager[Any]]
-    sides: tuple[int, ...]
-    """Arguments by which it is differentiated: hidden and W, or logits."""
+
+    @property
+    def arguments(self) -> tuple[jax.Array, ...]:
+        given = self.engine.problem(2.0)
+        return (*given, *operands_for(given, OBJECTIVE), sparse_weights(len(given.labels)))
 
     def differentiated(self) -> Callable[..., Any]:
         """(arguments) to ((scalar, outputs), gradients)."""
-        return jax.value_and_grad(self.scalar, self.sides, has_aux=True)
+        return jax.value_and_grad(self.scalar, (0, 1), has_aux=True)
 
     def run(self, function: Callable[..., Any], *arguments: Any, **strictness: Any) -> Any:
-        with self.way(**strictness):
+        with self.engine.strictly(**strictness):
             return jax.block_until_ready(jax.jit(function)(*(arguments or self.arguments)))
 
 
-def scalar_of(outputs: TokenLogprobs, weights: jax.Array) -> tuple[jax.Array, TokenLogprobs]:
-    return jnp.vdot(weights, outputs.logprob * outputs.entropy + jnp.sin(outputs.lse)), outputs
+def of_statistics(engine: Engine) -> Subject:
+    def scalar(hidden: Any, weight: Any, labels: Any, _old: Any, _advantage: Any, weights: Any) -> Any:
+        outputs = outputs_of(hidden, weight, labels, engine.impl, where=weights != 0)
+        return jnp.vdot(weights, outputs.logprob * outputs.entropy + jnp.sin(outputs.lse)), outputs
+
+    return Subject(engine, scalar)
 
 
-def of_head(engine: Engine, entry: Callable[..., Any], shape: tuple[int, int, int]) -> Subject:
-    def likelihood(hidden: Any, weight: Any, labels: Any, _old: Any, _advantage: Any, weights: Any) -> Any:
-        return scalar_of(token_logprobs(hidden, weight, labels, where=weights != 0, impl=engine.impl), weights)
+def of_loss(engine: Engine) -> Subject:
+    def scalar(hidden: Any, weight: Any, labels: Any, old: Any, advantage: Any, weights: Any) -> Any:
+        options: dict[str, Any] = {"weights": weights, "impl": engine.impl}
+        return token_loss(hidden, weight, labels, OBJECTIVE.in_jax, old, advantage, **options)
 
-    def loss(hidden: Any, weight: Any, labels: Any, old: Any, advantage: Any, weights: Any) -> Any:
-        operands = (old, advantage)
-        return token_loss(hidden, weight, labels, OBJECTIVE.in_jax, *operands, weights=weights, impl=engine.impl)
-
-    given = engine.problem(2.0, shape)
-    arguments = (*given, *operands_for(given, OBJECTIVE), sparse_weights(shape[0]))
-    return Subject(likelihood if entry is token_logprobs else loss, arguments, engine.strictly, (0, 1))
+    return Subject(engine, scalar)
 
 
-def of_logits(way: str, shape: tuple[int, int]) -> Subject:
-    def scalar(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[jax.Array, TokenLogprobs]:
-        impl: Any = "mosaic_tpu" if way == "kernels" else "xla"
-        return scalar_of(logits_logprobs(logits, labels, where=weights != 0, impl=impl), weights)
-
-    weights = jnp.where(jnp.arange(shape[0]) % 3 == 0, 0, jnp.linspace(-1, 1, shape[0]))
-    return Subject(scalar, (*problem(shape), weights), functools.partial(taking, way), (0,))
-
-
+ON_TPU = TPU_F32._replace(shape=(200, 300, 64))
 SUBJECTS = {
-    "token_logprobs, xla": of_head(XLA, token_logprobs, (90, 301, 16)),
-    "token_loss, xla": of_head(XLA, token_loss, (90, 301, 16)),
-    "token_logprobs, mosaic_tpu": of_head(TPU_F32, token_logprobs, (200, 300, 64)),
-    "token_loss, mosaic_tpu": of_head(TPU_F32, token_loss, (200, 300, 64)),
-    "logits, tiles": of_logits("tiles", SMALL),
-    "logits, reduction": of_logits("reduction", SMALL),
-    "logits, kernels": of_logits("kernels", SMALL),
-    "many logits, kernels": of_logits("kernels", ACROSS),
+    "token_logprobs, xla": of_statistics(XLA),
+    "token_loss, xla": of_loss(XLA),
+    "token_logprobs, mosaic_tpu": of_statistics(ON_TPU),
+    "token_loss, mosaic_tpu": of_loss(ON_TPU),
+    "logits, tiles": of_statistics(LOGITS),
+    "logits, reduction": of_statistics(LOGITS_ON_GPU),
+    "logits, kernels": of_statistics(LOGITS_TPU),
+    "many logits, kernels": of_statistics(LOGITS_TPU._replace(shape=(120, 300, 300))),
 }
-
-
-def subjects(*names: str) -> Any:
-    return pytest.mark.parametrize("name", names)
-
-
-@pytest.fixture(autouse=True)
-def tiles_of_logits_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_tiles(monkeypatch)
 
 
 @functools.cache
@@ -101,7 +82,7 @@ def in_a_checkpoint(subject: Subject) -> Any:
 
 def exported(subject: Subject) -> Any:
     program = export.export(jax.jit(lambda *args: jax.tree.leaves(subject.differentiated()(*args))))
-    with subject.way():
+    with subject.engine.strictly():
         return program(*subject.arguments).call(*subject.arguments)
 
 
@@ -112,13 +93,29 @@ def with_64_bit_types(subject: Subject) -> Any:
     return got
 
 
-@subjects("token_logprobs, xla", "token_loss, xla", "logits, tiles", "logits, reduction")
-@pytest.mark.parametrize("transformed", [in_a_checkpoint, exported, with_64_bit_types])
+def in_leading_dims(subject: Subject) -> Any:
+    hidden, weight, *others = subject.arguments
+    fold = lambda x: x.reshape(2, -1, 5, *x.shape[1:])  # noqa: E731
+    (value, outputs), (dh, dw) = subject.run(subject.differentiated(), fold(hidden), weight, *map(fold, others))
+    assert all(x.shape == (2, len(hidden) // 10, 5) for x in outputs)
+    return (value, TokenLogprobs(*(x.reshape(-1) for x in outputs))), (dh.reshape(hidden.shape), dw)
+
+
+EVERYWHERE = ["token_logprobs, xla", "token_loss, xla", "logits, tiles"]
+
+
+@pytest.mark.parametrize(
+    ("transformed", "name"),
+    [
+        *((t, name) for t in (in_a_checkpoint, exported, with_64_bit_types, in_leading_dims) for name in EVERYWHERE),
+        *((in_leading_dims, name) for name in ("logits, reduction", "logits, kernels")),
+    ],
+)
 def test_results_and_gradients_are_the_same(transformed: Callable[..., Any], name: str) -> None:
-    assert_near(transformed(SUBJECTS[name]), plainly(name))
+    assert_near(jax.tree.leaves(transformed(SUBJECTS[name])), jax.tree.leaves(plainly(name)))
 
 
-@subjects(*(name for name in SUBJECTS if name not in ("token_logprobs, mosaic_tpu", "many logits, kernels")))
+@pytest.mark.parametrize("name", [*EVERYWHERE, "token_loss, mosaic_tpu", "logits, kernels"])
 def test_vmap_is_a_python_loop(name: str) -> None:
     """The second of the two has few rows that count."""
     subject = SUBJECTS[name]
@@ -136,12 +133,11 @@ def test_vmap_is_a_python_loop(name: str) -> None:
         assert_near([x[i] for x in jax.tree.leaves(got)], jax.tree.leaves(want))
 
 
-@subjects(*(name for name in SUBJECTS if name not in ("token_loss, mosaic_tpu", "many logits, kernels")))
+@pytest.mark.parametrize("name", [*EVERYWHERE, "token_logprobs, mosaic_tpu", "logits, kernels"])
 def test_shard_map_over_tokens_gives_the_same(name: str) -> None:
     """The scalars of two shards are summed; W and its gradient are replicated; varying axes are checked."""
     subject = SUBJECTS[name]
-    rows = len(subject.arguments[0])
-    specs = tuple(P("dp") if len(x) == rows else P() for x in subject.arguments)
+    specs = (P("dp"), P(), *[P("dp")] * 4)
 
     @functools.partial(
         jax.shard_map, mesh=Mesh(np.array(jax.devices()[:2]), ("dp",)), in_specs=specs, out_specs=(P(), P("dp"))
@@ -153,18 +149,7 @@ def test_shard_map_over_tokens_gives_the_same(name: str) -> None:
     assert_near(subject.run(subject._replace(scalar=sharded).differentiated()), plainly(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "strictness"),
-    [
-        ("token_logprobs, mosaic_tpu", {"cores": 2}),
-        ("token_logprobs, mosaic_tpu", {"copies": "on_wait"}),
-        ("token_loss, mosaic_tpu", {"cores": 2}),
-        ("token_loss, mosaic_tpu", {"copies": "on_wait"}),
-        ("logits, kernels", {"copies": "on_wait"}),
-        ("many logits, kernels", {"cores": 2}),
-    ],
-    ids=str,
-)
-def test_kernels_wait_for_their_copies_and_may_run_on_two_cores(name: str, strictness: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", [name for name in SUBJECTS if name.endswith(("mosaic_tpu", "kernels"))])
+def test_kernels_wait_for_their_copies_and_may_run_on_two_cores(name: str) -> None:
     subject = SUBJECTS[name]
-    assert_near(subject.run(subject.differentiated(), **strictness), plainly(name))
+    assert_near(subject.run(subject.differentiated(), cores=2, copies="on_wait"), plainly(name))
