@@ -52,7 +52,7 @@ def restore(
 ) -> "tuple[Config, Policy, int, Params]":
     """A run's configuration, its policy on one device, and the step and parameters of its newest, or this, checkpoint.
 
-    With a `dtype` the policy computes in this one, and its residual stream in float32. `lora` is the option that asks
+    With a `dtype` the policy computes in this one. `lora` is the option that asks
     for a run with `model.lora`; with "--adapter" the parameters are its adapters alone.
     UserError is raised if the folder is no run, is none with `model.lora`, or has no such checkpoint.
     """
@@ -64,7 +64,7 @@ def restore(
     from mllm.run.checkpoint import Checkpoints
     from mllm.run.source_run import load_policy
 
-    changed = [f"model.dtype={dtype}", "model.residual_dtype=float32"] if dtype else []
+    changed = [f"model.dtype={dtype}"] if dtype else []
     config = configs.load(str(store.local(CONFIG)), changed)
     if lora and config.model.lora is None:
         raise UserError(f"{lora}: {run} trained the whole model (no model.lora): leave it out")

@@ -62,17 +62,14 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """A folder, also in a bucket, or hub id, or `bytes`; by default the source's, or bytes for an `architecture`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """The dtype of activations and of the products' operands."""
-    residual_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the residual stream, which the layers add to; bfloat16 rounds each sum, and is
-    not for dtype float32."""
+    """The dtype of activations and of the products' operands; the residual stream, which layers add to, is float32."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters that the optimizer updates; not with `lora`, whose adapters are float32."""
     remat: Literal["none", "dots", "full"] = "full"
     """What the backward pass recomputes in each layer: nothing, all but the matrix products, or everything."""
     lora: LoraConfig | None = None
     """Train adapters instead of the model's own parameters, which are frozen and held in `dtype`."""
-    attention: Literal["xla", "splash", "cudnn"] | None = None
+    attention: Literal["xla"] | None = None
     """The attention over whole sequences; None: splash attention on TPUs and cuDNN's on NVIDIA GPUs where these can
     run (see mllm/model/attention.py), else XLA's."""
 
@@ -90,8 +87,6 @@ class ModelConfig(Section):
             raise impossible("step", f"{self.step!r} is none of newest, best and the number of a step")
         if self.lora is not None:
             self.reject_unused("with lora (adapters are float32)", "param_dtype")
-        if (self.dtype, self.residual_dtype) == ("float32", "bfloat16"):
-            raise impossible("residual_dtype", "bfloat16 would round what dtype: float32 computes: remove it")
         return self
 
 

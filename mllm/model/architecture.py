@@ -203,7 +203,6 @@ def published(
 
 
 QWEN25, QWEN25_FROM_7B, LONG = {"vocab_size": 151_936}, {"vocab_size": 152_064}, {"max_position_embeddings": 131_072}
-QWEN25_BASE_FROM_14B = {**QWEN25_FROM_7B, **LONG, "rms_norm_eps": 1e-5}
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960}
 LLAMA31 = {"model_type": "llama", "vocab_size": 128_256, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5, **LONG}
 LLAMA31 |= {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8_192)}
@@ -216,20 +215,12 @@ PRESETS: dict[str, Architecture] = {
     **{f"Qwen/Qwen2.5-3B{kind}": published(QWEN25, 2_048, 11_008, 36, 16, 2) for kind in BOTH},
     "Qwen/Qwen2.5-7B": published(QWEN25_FROM_7B | LONG, 3_584, 18_944, 28, 28, 4),
     "Qwen/Qwen2.5-7B-Instruct": published(QWEN25_FROM_7B, 3_584, 18_944, 28, 28, 4),
-    "Qwen/Qwen2.5-14B": published(QWEN25_BASE_FROM_14B, 5_120, 13_824, 48, 40),
-    "Qwen/Qwen2.5-14B-Instruct": published(QWEN25_FROM_7B, 5_120, 13_824, 48, 40),
-    "Qwen/Qwen2.5-32B": published(QWEN25_BASE_FROM_14B, 5_120, 27_648, 64, 40),
-    "Qwen/Qwen2.5-32B-Instruct": published(QWEN25_FROM_7B, 5_120, 27_648, 64, 40),
-    "Qwen/Qwen2.5-72B": published(QWEN25_BASE_FROM_14B, 8_192, 29_568, 80, 64),
-    "Qwen/Qwen2.5-72B-Instruct": published(QWEN25_FROM_7B, 8_192, 29_568, 80, 64),
     "Qwen/Qwen3-0.6B": published(QWEN3, 1_024, 3_072, 28, 16),
     "Qwen/Qwen3-1.7B": published(QWEN3, 2_048, 6_144, 28, 16),
     "Qwen/Qwen3-4B": published(QWEN3, 2_560, 9_728, 36, 32),
     "Qwen/Qwen3-8B": published(QWEN3, 4_096, 12_288, 36, 32),
-    "Qwen/Qwen3-14B": published(QWEN3, 5_120, 17_408, 40, 40),
-    "Qwen/Qwen3-32B": published(QWEN3, 5_120, 25_600, 64, 64),
     **{f"meta-llama/Llama-3.2-1B{kind}": published(LLAMA32, 2_048, 8_192, 16, 32) for kind in BOTH},
     **{f"meta-llama/Llama-3.2-3B{kind}": published(LLAMA32, 3_072, 8_192, 28, 24) for kind in BOTH},
     **{f"meta-llama/Llama-3.1-8B{kind}": published(LLAMA31, 4_096, 14_336, 32, 32) for kind in BOTH},
 }
-"""The sizes of published checkpoints, by their hub ids."""
+"""The sizes of published checkpoints, by their hub ids: of others the hub has them."""

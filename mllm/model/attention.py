@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from kernels.precision import precision_of
-from mllm.errors import UserError
 from mllm.model.architecture import Architecture
 from mllm.model.layout import KEYS, QUERIES
 from mllm.parallel.mesh import RULES, sharding
@@ -161,44 +160,38 @@ class AttentionChoice:
 
 
 def choose(
-    setting: Literal["xla", "splash", "cudnn"] | None, config: Architecture, mesh: Mesh, dtype: DTypeLike, packed: bool
+    setting: Literal["xla"] | None, config: Architecture, mesh: Mesh, dtype: DTypeLike, packed: bool
 ) -> AttentionChoice:
-    """The attention for these devices, sizes and dtype: the kernel that `setting` names, else the fastest that can run.
+    """The fastest attention that can run on these devices, for these sizes and this dtype, or XLA's by the `setting`.
 
-    `packed` says whether a row may hold several documents. UserError is raised if `setting` names a kernel that
-    can't run.
+    `packed` says whether a row may hold several documents.
     """
+    kernel: AttentionKernel | None = "splash" if on_tpu(mesh) else "cudnn" if on_gpu(mesh) else None
     if setting == "xla":
-        return AttentionChoice("xla", "model.attention asks for it", None)
-    if setting is None and not (on_tpu(mesh) or on_gpu(mesh)):
-        return AttentionChoice("xla", f"no kernel for {mesh.devices.flat[0].platform} devices", None)
-    kernel: AttentionKernel = setting or ("splash" if on_tpu(mesh) else "cudnn")
-    reason = obstacle(kernel, config, mesh, dtype)
-    if reason is None:
+        reason = "model.attention asks for it"
+    elif kernel is None:
+        reason = f"no kernel for {mesh.devices.flat[0].platform} devices"
+    elif obstacle := find_obstacle(kernel, config, mesh, dtype):
+        reason = f"{kernel} can't be used: {obstacle}"
+    else:
         return AttentionChoice(kernel, "", Attention(kernel, mesh, packed))
-    if setting is not None:
-        raise UserError(f"model.attention: {kernel} can't be used: {reason}; remove the setting, or set it to xla")
-    return AttentionChoice("xla", f"{kernel} can't be used: {reason}", None)
+    return AttentionChoice("xla", reason, None)
 
 
-def obstacle(kernel: AttentionKernel, config: Architecture, mesh: Mesh, dtype: DTypeLike) -> str | None:
-    """Why the kernel can't run, in a clause; None where it can."""
-    here, device = (on_tpu(mesh), "a TPU") if kernel == "splash" else (on_gpu(mesh), "an NVIDIA GPU")
-    if not here:
-        return f"it needs {device}, and the devices here are of the kind {mesh.devices.flat[0].platform}"
-    if kernel == "splash" and config.head_dim not in HEAD_DIMS:
+def find_obstacle(kernel: AttentionKernel, config: Architecture, mesh: Mesh, dtype: DTypeLike) -> str | None:
+    """Why the kernel can't run on its devices, in a clause; None where it can."""
+    axis, kv_heads = RULES["kv_heads"], config.num_key_value_heads
+    if kv_heads % mesh.shape[axis]:
+        return f"mesh.{axis} = {mesh.shape[axis]} does not divide the model's {kv_heads} kv_heads"
+    if kernel == "cudnn":
+        return cudnn_obstacle(config, mesh, dtype)
+    if config.head_dim not in HEAD_DIMS:
         return f"it needs heads of size {' or '.join(map(str, HEAD_DIMS))}, and the model's have {config.head_dim}"
-    if kernel == "cudnn" and (reason := cudnn_obstacle(config, mesh, dtype)):
-        return reason
-    for axis, heads in (("heads", config.num_attention_heads), ("kv_heads", config.num_key_value_heads)):
-        name = RULES[axis]
-        if heads % mesh.shape[name]:
-            return f"mesh.{name} = {mesh.shape[name]} does not divide the model's {heads} {axis}"
     return None
 
 
 def cudnn_obstacle(config: Architecture, mesh: Mesh, dtype: DTypeLike) -> str | None:
-    if mesh.devices.flat[0] not in jax.devices():  # so --plan for GPUs that aren't there assumes XLA's attention
+    if not is_here(mesh):  # so --plan for GPUs that aren't there assumes XLA's attention
         return "cuDNN picks its kernel on the GPU, which is not here"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16, and model.dtype is {jnp.dtype(dtype)}"
@@ -223,6 +216,10 @@ def on_tpu(mesh: Mesh) -> bool:
 
 def on_gpu(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform in ("gpu", "cuda")
+
+
+def is_here(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0] in jax.devices()
 
 
 def capability(mesh: Mesh) -> float:

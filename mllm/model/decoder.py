@@ -44,7 +44,6 @@ class Decoder(nnx.Module):
         *,
         rngs: nnx.Rngs,
         dtype: DTypeLike = jnp.bfloat16,
-        residual_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         remat: Literal["none", "dots", "full"] = "none",
         attention: Attention | None = None,
@@ -53,15 +52,13 @@ class Decoder(nnx.Module):
     ) -> None:
         """Make random parameters: matrices normal with deviation `initializer_range`, biases 0, norms 1.
 
-        Activations and the products' operands have `dtype`; norms, rotary positions and softmax are float32. The
-        residual stream, which the layers add to, has `residual_dtype`, without one `dtype`.
-        `remat` says what the backward pass computes again in each layer: nothing, all but the products with
-        parameters, or everything. Without `attention` XLA computes it; without `layout` there is one device, or
-        XLA decides. With `lora` the products that it names have adapters, float32, which are made as zeros.
+        Activations and the products' operands have `dtype`; norms, rotary positions, softmax and the residual stream,
+        which the layers add to, are float32. `remat` says what the backward pass computes again in each layer: nothing,
+        all but the products with parameters, or everything. Without `attention` XLA computes it; without `layout` there
+        is one device, or XLA decides. With `lora` the products that it names have adapters, float32, made as zeros.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
-        self.residual_dtype = jnp.dtype(residual_dtype or dtype)
         self.remat = remat
         self.attention = attention
         self.layout = layout
@@ -151,9 +148,9 @@ class Decoder(nnx.Module):
         )
 
     def look_up(self, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "B T D"]:
-        """The tokens' rows of the embedding, rounded to the compute dtype, in the residual stream's dtype."""
+        """The tokens' rows of the embedding, rounded to the compute dtype, as the float32 residual stream begins."""
         hidden = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
-        return hidden.astype(self.dtype).astype(self.residual_dtype)
+        return hidden.astype(self.dtype).astype(jnp.float32)
 
     def last_norm(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
         """Hidden states in the compute dtype: the norm of the residual stream after the last layer."""

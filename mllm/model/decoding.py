@@ -69,7 +69,7 @@ def decoding_graphdef(model: Decoder) -> nnx.GraphDef:
     config = model.config
     if "head" in model.lora.targets:  # merged, the head is a matrix of its own
         config = replace(config, tie_word_embeddings=False)
-    options = {name: getattr(model, name) for name in ("dtype", "residual_dtype", "remat", "attention", "layout")}
+    options = {name: getattr(model, name) for name in ("dtype", "remat", "attention", "layout")}
     return nnx.split(Decoder.abstract(config, **options))[0]
 
 

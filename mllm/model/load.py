@@ -118,15 +118,14 @@ def load_policy(config: Config, mesh: Mesh, stop: Sequence[str] = ()) -> Policy:
 def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[str] = (), seed: int = 0) -> Policy:
     """The policy of a model; `packed` says whether rows hold several documents, `stop` adds tokens to the model's own.
 
-    UserError is raised if files of the model or tokenizer are missing, unreadable or don't fit, the mesh doesn't
-    divide the model, or the attention that is asked for can't run.
+    UserError is raised if files of the model or tokenizer are missing, unreadable or don't fit, or the mesh doesn't
+    divide the model.
     """
-    folder = model_folder(model)
-    architecture = read_architecture(model, folder)
+    folder, architecture = find_model(model)
     layout = Layout.of(mesh, architecture)
     attention = choose(model.attention, architecture, mesh, model.dtype, packed)
     lora, adapters = (None, None) if model.lora is None else peft.resolve(model.lora)
-    dtypes = {name: jnp.dtype(getattr(model, name)) for name in ("dtype", "residual_dtype", "param_dtype")}
+    dtypes = {name: jnp.dtype(getattr(model, name)) for name in ("dtype", "param_dtype")}
     if lora is not None:
         dtypes["param_dtype"] = dtypes["dtype"]
     options = {"remat": model.remat, "attention": attention.attention, "layout": layout, "lora": lora}
@@ -154,31 +153,22 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     )
 
 
-def model_folder(config: ModelConfig) -> Path | None:
-    """The folder with the model's files, fetched if need be; None where random parameters need no files.
+def find_model(config: ModelConfig) -> tuple[Path | None, Architecture]:
+    """The folder with the model's files, fetched if need be, and its sizes; None where random parameters need no files.
 
-    Parameters on the hub or in a bucket are not among them yet: an error in anything else comes first.
+    Parameters on the hub or in a bucket are not among the files yet: an error in anything else comes first.
     """
-    if config.source is None:
-        return None
-    if config.init == "random" and not (is_bucket(config.source) or os.path.isdir(os.path.expanduser(config.source))):
-        if config.source in PRESETS:
-            return None
-        raise UserError(
-            f"model.source: {config.source} is neither a folder nor one of the architectures known by name "
-            f"({', '.join(PRESETS)})"
-        )
-    return local_folder(config.source, SMALL)
-
-
-def read_architecture(config: ModelConfig, folder: Path | None) -> Architecture:
-    """The model's sizes: from the folder's config.json, from `model.architecture`, or known by name."""
-    if folder is not None:
-        return weights.read_config(folder)
     if config.architecture is not None:
-        return Architecture.from_hf(config.architecture, "model.architecture", closed=True)
-    assert config.source is not None
-    return PRESETS[config.source]
+        return None, Architecture.from_hf(config.architecture, "model.architecture", closed=True)
+    source = config.source
+    assert source is not None
+    if config.init == "random" and not (is_bucket(source) or os.path.isdir(os.path.expanduser(source))):
+        if source not in PRESETS:
+            known = f"the architectures known by name ({', '.join(PRESETS)})"
+            raise UserError(f"model.source: {source} is neither a folder nor one of {known}")
+        return None, PRESETS[source]
+    folder = local_folder(source, SMALL)
+    return folder, weights.read_config(folder)
 
 
 def check_lengths(config: Config, architecture: Architecture) -> None:

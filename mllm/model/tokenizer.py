@@ -50,21 +50,18 @@ class MessagesError(UserError):
 def load_tokenizer(source: str) -> Tokenizer:
     """The tokenizer of a folder or hub id, or `bytes`; UserError where there is none or it can't be read.
 
-    `AutoTokenizer` replaces the normalizer and pre-tokenizer of a tokenizer.json beside a Qwen2 config.json by
-    Qwen's, so the base class reads that file; without it `AutoTokenizer` reads the other formats.
+    Only tokenizer.json is read. `AutoTokenizer`, which reads older formats, too, may run a folder's code, and replaces
+    the normalizer and pre-tokenizer of a tokenizer.json beside a Qwen2 config.json by Qwen's.
     """
     if source == "bytes":
         return bytes_tokenizer()
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     folder = local_folder(source, SMALL, "model.tokenizer", "bytes")
     try:
-        if (folder / "tokenizer.json").is_file():
-            return PreTrainedTokenizerFast.from_pretrained(str(folder))
-        if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):
-            raise FileNotFoundError("it has no file of one")  # AutoTokenizer would make one without a vocabulary
-        # Without `trust_remote_code` it would ask at the terminal whether to run the folder's code.
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        if not (folder / "tokenizer.json").is_file():
+            raise FileNotFoundError("it has no tokenizer.json")
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
     except BaseException as error:  # the Rust library raises many kinds
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -291,12 +288,12 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
 @cache
 def start_checking() -> None:
     """Start the thread that checks, once in a process."""
-    Thread(target=check_deadlines, name="time limit", daemon=True).start()
 
+    def check() -> None:
+        while True:
+            time.sleep(CHECK_SECONDS)
+            with LOCK:
+                for thread in (thread for thread, deadline in DEADLINES.items() if time.monotonic() > deadline):
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
 
-def check_deadlines() -> None:
-    while True:
-        time.sleep(CHECK_SECONDS)
-        with LOCK:
-            for thread in (thread for thread, deadline in DEADLINES.items() if time.monotonic() > deadline):
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
+    Thread(target=check, name="time limit", daemon=True).start()

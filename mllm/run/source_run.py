@@ -22,7 +22,7 @@ from mllm.parallel.processes import gather_objects
 from mllm.run.checkpoint import Checkpoints
 from mllm.store.run_store import CONFIG, RunStore, find_run
 
-OWN = ("dtype", "residual_dtype", "param_dtype", "remat", "attention", "lora")
+OWN = ("dtype", "param_dtype", "remat", "attention", "lora")
 """Settings of a model that are not taken from the run that is its source."""
 
 

@@ -48,7 +48,7 @@ def test_sampler_and_trainer_multiply_at_the_same_precision(
     if kernel == "splash":
         monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
     architecture = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = {"architecture": architecture, "dtype": dtype, "attention": kernel}
+    model = {"architecture": architecture, "dtype": dtype}
     programs = Programs(config(model=model), make_mesh(MeshConfig()))
     with jax.default_matmul_precision(OTHER):
         for name in ("update", "logprob", "prefill", "decode"):

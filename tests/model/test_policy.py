@@ -5,12 +5,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from tiny import ARCHITECTURE, config
 
 from mllm.config.model import ModelConfig
 from mllm.errors import UserError
-from mllm.model.load import load_policy, model_folder, read_architecture
+from mllm.model.load import find_model, load_policy
 from mllm.parallel.mesh import make_mesh
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
@@ -27,21 +26,13 @@ def leaves(params):
 def test_a_random_model_may_take_its_sizes_from_a_folder_without_its_parameters():
     """tests/tools/test_tools.py loads what a folder holds."""
     model = ModelConfig(init="random", source=str(FIXTURE), tokenizer="bytes")
-    assert model_folder(model) == FIXTURE
-    assert read_architecture(model, FIXTURE).vocab_size == 96
-
-
-def test_the_dtypes_are_those_of_the_configuration():
-    for model in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "residual_dtype": "bfloat16"}, {}):
-        settings = config(model=model).model
-        policy = policy_of(config(model=model))
-        made = nnx.merge(policy.graphdef, policy.params)
-        assert (made.dtype, made.residual_dtype) == (settings.dtype, settings.residual_dtype)
+    folder, sizes = find_model(model)
+    assert (folder, sizes.vocab_size) == (FIXTURE, 96)
 
 
 def test_a_random_model_of_an_unknown_name_is_refused():
     with pytest.raises(UserError, match=r"model.source: Qwen/Qwen9 is neither a folder nor one of"):
-        model_folder(ModelConfig(init="random", source="Qwen/Qwen9"))
+        find_model(ModelConfig(init="random", source="Qwen/Qwen9"))
 
 
 def test_the_seed_alone_decides_the_first_parameters_whatever_the_mesh():

@@ -188,7 +188,7 @@ MODELS: dict[str, tuple[Spoil, str]] = {
     "a configuration in Python": (file(CONFIG, "{'hidden_size': 32}"), "config.json: not readable as JSON"),
     "a configuration in UTF-16": (file(CONFIG, b"\xff\xfe{}"), "config.json: not readable as JSON: 'utf-8' codec"),
     "a configuration that is a list": (file(CONFIG, "[]"), "config.json: expected a JSON object"),
-    "no tokenizer": (without("tokenizer*"), f"{NO_TOKENIZER}it has no file of one"),
+    "no tokenizer": (without("tokenizer*"), f"{NO_TOKENIZER}it has no tokenizer.json"),
     "its own code as a tokenizer": (OWN_CODE, NO_TOKENIZER),
     "half a tokenizer": (file(TOKENIZER, '{"version": "1.0", "model": {'), NO_TOKENIZER),
     "a tokenizer of an unknown kind": (edit(TOKENIZER, model={"type": "Evil"}), NO_TOKENIZER),

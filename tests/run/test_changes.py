@@ -44,8 +44,8 @@ def test_a_run_that_lacks_a_setting_is_refused_by_its_name(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("".join(line for line in path.read_text().splitlines(True) if "  long_prompts:" not in line))
     run_dir.check(RunStore(tmp_path), config())
-    path.write_text("".join(line for line in path.read_text().splitlines(True) if "  residual_dtype:" not in line))
-    with pytest.raises(UserError, match=r"^model\.residual_dtype: .* belongs to a run with None, not '"):
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "  param_dtype:" not in line))
+    with pytest.raises(UserError, match=r"^model\.param_dtype: .* belongs to a run with None, not '"):
         run_dir.check(RunStore(tmp_path), config())
 
 

@@ -170,7 +170,6 @@ def test_another_dtype_changes_nothing_else_of_a_run_s_model(exported):
     assert own[2] == other[2] == "Sum."
     models = [nnx.merge(policy.graphdef, policy.params) for policy in (own[0], other[0])]
     assert [model.dtype for model in models] == ["float32", "bfloat16"]
-    assert [model.residual_dtype for model in models] == ["float32", "float32"]
 
 
 def test_a_chat_goes_on_until_an_empty_line_begins_a_new_one_and_the_input_ends(exported, monkeypatch, capsys):
