@@ -10,8 +10,7 @@ import ctypes
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ import tensorstore
 from jax.experimental import multihost_utils
 from orbax.checkpoint.serialization import async_serialize
 
-from mllm.store.bucket import AT_ONCE, Bucket
+from mllm.store.bucket import Bucket
 from mllm.store.folder import Folder
 
 CHUNK_BYTES = 2 * 2**20
@@ -29,8 +28,6 @@ CHUNK_BYTES = 2 * 2**20
 
 In a bucket each is an object. With 4 MiB a restore holds 70 MiB more: each of the requests under way is held several
 times."""
-PASSED_BYTES = 4 * 2**20
-"""The bytes that all processes together pass on at a time; a single chunk of each may be more."""
 AHEAD_BYTES = 16 * 2**20
 """The bytes that a process reads ahead."""
 ALIGNMENT = 64
@@ -41,11 +38,9 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Piece(NamedTuple):
-    """A stored chunk, cut at the array's end."""
+    """A stored chunk of an array, cut at the array's end."""
 
-    name: str
     box: Box
-    nbytes: int
     needed_by: tuple[int, ...]
     """The processes whose devices hold a part of it, ascending."""
     reader: int
@@ -140,40 +135,30 @@ def read_arrays(
     could read; it may be raised in one process only, which reads nothing after it.
     """
     me, arrays, error = jax.process_index(), dict[str, jax.Array](), None
-    shards = {name: local_boxes(leaf) for name, leaf in like.items()}
-    pieces = list(plan_reads(stores, like))
-    left = {name: sum(1 for _ in group) for name, group in itertools.groupby(pieces, key=lambda piece: piece.name)}
-    buffers: dict[str, dict[Box, np.ndarray]] = {}
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        reads = read_ahead(stores, [piece for piece in pieces if piece.reader == me], pool)
-        for batch in batches(pieces):
-            own: dict[Piece, np.ndarray] = {}
-            for piece in batch:
-                if piece.reader == me:
-                    try:
-                        if error is None:
-                            own[piece] = next(reads).result()
-                    except Exception as raised:  # tensorstore raises many kinds; the others wait for this chunk
-                        error = raised
-                        pool.shutdown(wait=False, cancel_futures=True)
-                    if error is not None:
-                        own[piece] = np.zeros([stop - start for start, stop in piece.box], like[piece.name].dtype)
-            for piece, chunk in pass_on(batch, own, like):
-                if piece.name not in buffers:
-                    dtype = like[piece.name].dtype
-                    buffers[piece.name] = {box: aligned_empty(box, dtype) for box in shards[piece.name]}
-                for box, buffer in buffers[piece.name].items():
-                    copy_overlap(buffer, box, chunk, piece.box)
-            for piece in batch:
-                left[piece.name] -= 1
-                if not left[piece.name]:
-                    leaf, held = like[piece.name], buffers.pop(piece.name)
-                    arrays[piece.name] = on_devices(leaf, held)
-                    done(arrays[piece.name].nbytes)
+    turns = itertools.count()
+    pieces = {name: list(plan_reads(stores[name], leaf, turns)) for name, leaf in like.items()}
+    reads = read_ahead((stores[name], piece) for name in like for piece in pieces[name] if piece.reader == me)
+    for name, leaf in like.items():
+        parts = {box: aligned_empty(box, leaf.dtype) for box in local_boxes(leaf)}
+        for batch in batches(pieces[name]):
+            own = None
+            if me in batch:
+                try:
+                    if error is None:
+                        own = next(reads).result()
+                except Exception as raised:  # tensorstore raises many kinds; the others wait for this chunk
+                    error = raised
+                if error is not None:
+                    own = np.zeros([stop - start for start, stop in batch[me].box], leaf.dtype)
+            for piece, chunk in pass_on(batch, own, leaf.dtype):
+                for box, part in parts.items():
+                    copy_overlap(part, box, chunk, piece.box)
             release_freed_memory()
+        arrays[name] = on_devices(leaf, parts)
+        done(arrays[name].nbytes)
     if error is not None:
         raise error
-    return {name: arrays[name] for name in like}
+    return arrays
 
 
 def on_devices(leaf: jax.ShapeDtypeStruct, parts: Mapping[Box, np.ndarray]) -> jax.Array:
@@ -185,79 +170,59 @@ def on_devices(leaf: jax.ShapeDtypeStruct, parts: Mapping[Box, np.ndarray]) -> j
     return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, leaf.sharding, part))
 
 
-def plan_reads(
-    stores: Mapping[str, tensorstore.TensorStore], like: Mapping[str, jax.ShapeDtypeStruct]
-) -> Iterator[Piece]:
-    """All chunks in the order of the arrays, each with its reader; the same in all processes."""
-    turn = 0
-    for name, leaf in like.items():
-        assert leaf.sharding is not None
-        holders: dict[Box, set[int]] = {}
-        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-            holders.setdefault(box_of(index, leaf.shape), set()).add(device.process_index)
-        chunk = [size or 1 for size in stores[name].chunk_layout.read_chunk.shape or ()]
-        for corner in itertools.product(*map(range, [0] * len(chunk), leaf.shape, chunk)):
-            box = tuple(
-                (start, min(start + step, size)) for start, step, size in zip(corner, chunk, leaf.shape, strict=True)
-            )
-            needed = sorted(set().union(*(held for part, held in holders.items() if overlap(part, box) is not None)))
-            nbytes = math.prod(stop - start for start, stop in box) * leaf.dtype.itemsize
-            yield Piece(name, box, nbytes, tuple(needed), needed[turn % len(needed)])
-            turn += len(needed) > 1
+def plan_reads(store: tensorstore.TensorStore, leaf: jax.ShapeDtypeStruct, turns: Iterator[int]) -> Iterator[Piece]:
+    """All chunks of an array, each with its reader; the same in all processes. Those that share chunks take turns."""
+    assert leaf.sharding is not None
+    holders: dict[Box, set[int]] = {}
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        holders.setdefault(box_of(index, leaf.shape), set()).add(device.process_index)
+    chunk = [size or 1 for size in store.chunk_layout.read_chunk.shape or ()]
+    for corner in itertools.product(*map(range, [0] * len(chunk), leaf.shape, chunk)):
+        box = tuple(
+            (start, min(start + step, size)) for start, step, size in zip(corner, chunk, leaf.shape, strict=True)
+        )
+        needed = sorted(set().union(*(held for part, held in holders.items() if overlap(part, box) is not None)))
+        yield Piece(box, tuple(needed), needed[next(turns) % len(needed)] if needed[1:] else needed[0])
 
 
-def batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """The pieces in their order, so many at a time that passing them on takes no more than `PASSED_BYTES`."""
-    batch, load = list[Piece](), dict[int, int]()
+def batches(pieces: list[Piece]) -> Iterator[dict[int, Piece]]:
+    """The pieces in their order, at most one for each process that reads, by its number."""
+    batch: dict[int, Piece] = {}
     for piece in pieces:
-        if batch and (load.get(piece.reader, 0) + piece.nbytes) * jax.process_count() > PASSED_BYTES:
+        if piece.reader in batch:
             yield batch
-            batch, load = [], {}
-        batch.append(piece)
-        load[piece.reader] = load.get(piece.reader, 0) + piece.nbytes
+            batch = {}
+        batch[piece.reader] = piece
     yield batch
 
 
-def read_ahead(
-    stores: Mapping[str, tensorstore.TensorStore],
-    pieces: list[Piece],
-    pool: ThreadPoolExecutor,
-) -> Iterator[Future[np.ndarray]]:
-    """A future of each piece's values, in order; some of those that follow are read meanwhile, in the pool's threads.
-
-    The pool is the caller's: one of this generator's own would be shut down whenever the generator is collected, which
-    waits for ever if that happens while another pool starts a thread.
-    """
-
-    def read(piece: Piece) -> np.ndarray:
-        return stores[piece.name][tuple(itertools.starmap(slice, piece.box))].read().result()
-
-    begun: deque[tuple[Future[np.ndarray], int]] = deque()
-    for piece in pieces:
-        begun.append((pool.submit(read, piece), piece.nbytes))
+def read_ahead(pieces: Iterable[tuple[tensorstore.TensorStore, Piece]]) -> Iterator[tensorstore.Future[np.ndarray]]:
+    """A future of each piece's values, in order; those that follow are read meanwhile, `AHEAD_BYTES` of them."""
+    begun: deque[tuple[tensorstore.Future[np.ndarray], int]] = deque()
+    for store, piece in pieces:
+        values = store[tuple(itertools.starmap(slice, piece.box))]
+        begun.append((values.read(), values.size * values.dtype.numpy_dtype.itemsize))
         while sum(nbytes for _, nbytes in begun) > AHEAD_BYTES:
             yield begun.popleft()[0]
     while begun:
         yield begun.popleft()[0]
 
 
-def pass_on(
-    batch: list[Piece], own: Mapping[Piece, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
-) -> Iterator[tuple[Piece, np.ndarray]]:
+def pass_on(batch: Mapping[int, Piece], own: np.ndarray | None, dtype: np.dtype) -> Iterator[tuple[Piece, np.ndarray]]:
     """The chunks that this process needs: what it has read for itself, and what any process has read for several."""
-    yield from own.items()
-    shared = [piece for piece in batch if len(piece.needed_by) > 1]
+    me = jax.process_index()
+    if own is not None:
+        yield batch[me], own
+    shared = {reader: piece for reader, piece in batch.items() if len(piece.needed_by) > 1}
     if not shared:
         return
-    message = b"".join(own[piece].tobytes() for piece in shared if piece in own)
-    sizes = [sum(p.nbytes for p in shared if p.reader == reader) for reader in range(jax.process_count())]
-    length = 1 << (max(sizes) - 1).bit_length()  # JAX compiles a program for each length
+    sizes = {reader: math.prod(stop - start for start, stop in piece.box) for reader, piece in shared.items()}
+    length = 1 << (max(sizes.values()) * dtype.itemsize - 1).bit_length()  # JAX compiles a program for each length
+    message = own.tobytes() if own is not None and me in shared else b""
     received = multihost_utils.process_allgather(np.frombuffer(message.ljust(length, b"\0"), np.uint8))
-    places = [0] * jax.process_count()
-    for piece in shared:
-        place, places[piece.reader] = places[piece.reader], places[piece.reader] + piece.nbytes
-        if piece not in own and jax.process_index() in piece.needed_by:
-            values = received[piece.reader, place : place + piece.nbytes].view(like[piece.name].dtype)
+    for reader, piece in shared.items():
+        if reader != me and me in piece.needed_by:
+            values = received[reader, : sizes[reader] * dtype.itemsize].view(dtype)
             yield piece, values.reshape([stop - start for start, stop in piece.box])
 
 
