@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from mllm.store.bucket import make_context, open_objects
+from mllm.store.bucket import make_context
 
 BUCKET = "test-runs"
 Fault = Callable[[str, str], str | None]
@@ -148,6 +148,7 @@ def make_handler(store: ObjectStore) -> type[BaseHTTPRequestHandler]:
 def object_store(scheme: str) -> Iterator[ObjectStore]:
     """A server for gs or s3 with an empty bucket; this process's clients find it, too."""
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
+    BaseHTTPRequestHandler.disable_nagle_algorithm = True  # else each answer waits for 40 ms
     if scheme == "gs":
         from gcp_storage_emulator.server import create_server
 
@@ -165,8 +166,7 @@ def object_store(scheme: str) -> Iterator[ObjectStore]:
         store.forward("PUT", f"/{BUCKET}", {"Host": "localhost"}, b"")
     before = {name: os.environ.get(name) for name in store.environment}
     os.environ |= store.environment
-    for remembers in (make_context, open_objects):  # where an earlier server was
-        remembers.cache_clear()
+    make_context.cache_clear()  # it remembers where an earlier server was
     try:
         yield store
     finally:

@@ -6,12 +6,11 @@ about a minute.
 """
 
 import hashlib
+import itertools
 import os
 import re
-from bisect import bisect_left
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from collections.abc import Iterable, Iterator
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ SILENCE = {"TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "20", "TENSORSTORE_CURL_L
 """Seconds after which a server that does not answer has failed; tensorstore itself would wait for ever."""
 PART_BYTES = 2**25
 """The most bytes of a file in one request, so that a failed one is soon repeated and memory stays bounded."""
-AT_ONCE = 8
-"""Requests at a time when several objects are read or deleted."""
 CONTENT = ("NOT_FOUND", "OUT_OF_RANGE", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "DATA_LOSS")
 """tensorstore's errors about what an object holds; after all others the bucket itself has failed."""
 
@@ -54,12 +51,14 @@ class Bucket:
             region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
             self.spec |= {"endpoint": os.environ["AWS_ENDPOINT_URL"], "aws_region": region}
 
-    @property
+    @cached_property
     def objects(self) -> Any:
         """tensorstore's KvStore; UserError where the URL names no bucket."""
+        import tensorstore
+
         try:
             if self.spec["bucket"]:
-                return open_objects(tuple(self.spec.items()), self.context)
+                return tensorstore.KvStore.open(self.spec, context=self.context).result()
         except ValueError:
             pass
         scheme = self.url.partition("://")[0]
@@ -67,20 +66,15 @@ class Bucket:
 
     @property
     def context(self) -> Any:
-        """tensorstore's Context, with the retries, that all stores of this driver share."""
-        return make_context(self.spec["driver"], tuple(RETRIES.items()))
+        """What tensorstore opens arrays with."""
+        return make_context()
 
     def array_spec(self, name: str) -> dict[str, str]:
         """tensorstore's specification of a folder with an array's chunks."""
         return {**self.spec, "path": f"{self.spec['path']}{name}/"}
 
-    def failure(self, error: BaseException, name: str, use: str) -> UserError | None:
-        """What the user is told of a tensorstore error; None if it is about an object's content."""
-        if status(error) in CONTENT:
-            return None
-        return self.can_not_be(error, name, use)
-
-    def can_not_be(self, error: BaseException, name: str, use: str) -> UserError:
+    def failure(self, error: BaseException, name: str, use: str) -> UserError:
+        """What the user is told of a tensorstore error."""
         reason = re.sub(r"^[A-Z_]+: | \[[a-z_]+=.*", "", str(error).partition("\n")[0])
         return UserError(
             f"{self.url}/{name}: can't be {use} ({reason}); check the bucket and its credentials, and start again"
@@ -91,7 +85,7 @@ class Bucket:
         try:
             return future.result()
         except ValueError as error:  # tensorstore has no errors of its own
-            raise self.can_not_be(error, name, use) from None
+            raise self.failure(error, name, use) from None
 
     def read(self, name: str) -> bytes | None:
         """An object's content; None where there is no such object."""
@@ -107,27 +101,20 @@ class Bucket:
         found = self.result(self.objects.read(name, byte_range=slice(0, 0)), name, "read")
         return found.stamp.generation if found.state == "value" else b""
 
-    def pieces(self, name: str) -> int:
-        """The number of pieces of `PART_BYTES` in an object, the last of which may be shorter; at least 1.
+    def read_parts(self, name: str) -> Iterator[tuple[bytes, bytes]]:
+        """An object's content in parts of at most `PART_BYTES`, in order, each with the object's generation.
 
-        The store's clients tell no sizes: whether there is a byte at the beginning of a piece is tried instead.
+        The store's clients tell no sizes: they refuse a range that ends behind the object's end, and the rest is read.
         """
-
-        def ends_before(piece: int) -> bool:
-            first = piece * PART_BYTES
-            future = self.objects.read(name, byte_range=slice(first, first + 1))
-            return status(future.exception()) == "OUT_OF_RANGE" or not self.result(future, name, "read").value
-
-        most = 1
-        while not ends_before(most):
-            most *= 2
-        return bisect_left(range(most), True, lo=most // 2 + 1, key=ends_before)
-
-    def read_piece(self, name: str, piece: int, last: bool) -> tuple[bytes, bytes]:
-        """A piece of an object, and the object's generation."""
-        end = None if last else (piece + 1) * PART_BYTES
-        found = self.result(self.objects.read(name, byte_range=slice(piece * PART_BYTES, end)), name, "read")
-        return found.value, found.stamp.generation
+        for first in itertools.count(step=PART_BYTES):
+            for part in (slice(first, first + PART_BYTES), slice(first, None), slice(0, 0)):
+                future = self.objects.read(name, byte_range=part)
+                if status(future.exception()) != "OUT_OF_RANGE":
+                    break
+            found = self.result(future, name, "read")
+            yield found.value, found.stamp.generation
+            if part.stop != first + PART_BYTES:
+                return
 
     def write(self, name: str, data: bytes) -> None:
         self.result(self.objects.write(name, data), name, "written")
@@ -159,27 +146,22 @@ class Bucket:
         return sorted({name.removeprefix(prefix).partition("/")[0] for name in self.names(prefix)})
 
     def delete(self, names: Iterable[str]) -> None:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(lambda name: self.result(self.objects.write(name, None), name, "deleted"), names))
+        begun = [(name, self.objects.write(name, None)) for name in names]
+        for name, future in begun:
+            self.result(future, name, "deleted")
 
     def delete_folder(self, folder: str) -> None:
         self.delete(self.names(f"{folder}/"))
 
 
 @cache
-def make_context(driver: str, retries: tuple[tuple[str, object], ...]) -> Any:
+def make_context() -> Any:
+    """tensorstore's Context, with the retries; buckets share connections and credentials through it."""
     for name, value in SILENCE.items():
         os.environ.setdefault(name, value)
     import tensorstore
 
-    return tensorstore.Context({f"{driver}_request_retries": dict(retries)})
-
-
-@cache
-def open_objects(spec: tuple[tuple[str, str], ...], context: Any) -> Any:
-    import tensorstore
-
-    return tensorstore.KvStore.open(dict(spec), context=context).result()
+    return tensorstore.Context({f"{driver}_request_retries": RETRIES for driver in SCHEMES.values()})
 
 
 def local_place(url: str, root: str) -> Path:

@@ -18,6 +18,7 @@ from mllm.errors import UserError
 from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
 from mllm.progress import transfer_bar
 from mllm.store.arrays import open_arrays, read_arrays, release_freed_memory, write_arrays
+from mllm.store.bucket import CONTENT, Bucket, status
 from mllm.store.checksum import checksums
 from mllm.store.folder import find_fault
 from mllm.store.run_store import CHECKPOINTS, RunStore
@@ -137,8 +138,8 @@ def damaged_everywhere(store: RunStore, step: int) -> Iterator[None]:
         except Damaged as error:
             reason = str(error)
         except Exception as error:
-            if store.folder is None and (failure := store.place.failure(error, f"{CHECKPOINTS}/{step}", "read")):
-                raise failure from None
+            if isinstance(store.place, Bucket) and status(error) not in CONTENT:
+                raise store.place.failure(error, f"{CHECKPOINTS}/{step}", "read") from None
             fault = find_fault(error)
             reason = fault.strerror if fault else first_cause(error)
     if reasons := [reason for reason in gather_objects(reason) if reason is not None]:

@@ -1,6 +1,6 @@
 """Objects of a bucket as files of this machine: models and data, which all other code reads from disk.
 
-An object is fetched once, in pieces, and again when its generation or entity tag says that it has changed. A file has
+An object is fetched once, and again when its generation or entity tag says that it has changed. A file has
 its name only when it is whole. The folders below `local_place` may be deleted whenever nothing uses them.
 """
 
@@ -14,8 +14,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mllm.errors import UserError
-from mllm.store.bucket import AT_ONCE, PART_BYTES, Bucket, local_place
+from mllm.store.bucket import Bucket, local_place
 
+AT_ONCE = 8
+"""Objects that are read at a time."""
 OBJECTS = "objects"
 """The folder of `local_place` for objects."""
 WILDCARDS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
@@ -70,36 +72,25 @@ def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
     """Objects below a URL as files; UserError as `fetch_files`. One process of a machine fetches, and others wait."""
     bucket = Bucket(url)
     folder = local_place(bucket.url, OBJECTS)
-    with naming(key), locked(folder), ThreadPoolExecutor(AT_ONCE) as pool:
-        generations = dict(zip(names, pool.map(bucket.generation, names), strict=True))
-        for name, generation in generations.items():
-            if not generation or UNFIT.search(name):
-                raise UserError(f"{bucket.url}/{name}: there is no such object: correct the URL")
-        stale = [name for name, generation in generations.items() if not is_current(folder / name, generation)]
-        pieces = [
-            (name, number, number == count - 1)
-            for name, count in zip(stale, pool.map(bucket.pieces, stale), strict=True)
-            for number in range(count)
-        ]
 
-        def get(piece: tuple[str, int, bool]) -> None:
-            name, number, last = piece
-            data, found = bucket.read_piece(name, number, last)
-            if found != generations[name]:
-                raise UserError(f"{bucket.url}/{name}: has changed while it was read: start again")
-            with unfinished(folder / name).open("r+b") as file:
-                file.seek(number * PART_BYTES)
-                file.write(data)
+    def get(name: str) -> Path:
+        path, generation = folder / name, bucket.generation(name)
+        if not generation or UNFIT.search(name):
+            raise UserError(f"{bucket.url}/{name}: there is no such object: correct the URL")
+        if not is_current(path, generation):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished(path).open("wb") as file:
+                for data, found in bucket.read_parts(name):
+                    if found != generation:
+                        raise UserError(f"{bucket.url}/{name}: has changed while it was read: start again")
+                    file.write(data)
+                    bar.update(len(data))
+            complete(path, generation)
+        return path
 
-        for name in stale:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            unfinished(folder / name).write_bytes(b"")
-        done = pool.map(get, pieces)
-        for name, _, last in tqdm(pieces, f"fetching {bucket.url}", unit=" pieces", delay=1, disable=None):
-            next(done)
-            if last:
-                complete(folder / name, generations[name])
-    return [folder / name for name in names]
+    bar = tqdm(desc=f"fetching {bucket.url}", unit="B", unit_scale=True, delay=1, disable=None)
+    with naming(key), locked(folder), bar, ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(get, names))
 
 
 @contextmanager

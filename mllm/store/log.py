@@ -8,11 +8,10 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from mllm.store.bucket import AT_ONCE, PART_BYTES, Bucket
+from mllm.store.bucket import PART_BYTES, Bucket
 
 Cut = Callable[[Iterable[bytes]], int]
 """Given a log's lines, how many of its bytes stay."""
@@ -95,11 +94,10 @@ def part_offsets(bucket: Bucket, name: str) -> list[int]:
 
 def read_parts(bucket: Bucket, name: str) -> bytes:
     """A log's content, without parts that do not follow the one before: those are a holder's that lost the run."""
-    offsets = part_offsets(bucket, name)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        parts = list(pool.map(lambda offset: bucket.read(part_name(name, offset)) or b"", offsets))
+    begun = {offset: bucket.objects.read(part_name(name, offset)) for offset in part_offsets(bucket, name)}
     content = bytearray()
-    for offset, part in zip(offsets, parts, strict=True):
+    for offset, future in begun.items():
+        part = bucket.result(future, part_name(name, offset), "read").value
         if offset == len(content):
             content += part
     return bytes(content)

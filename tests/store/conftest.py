@@ -29,6 +29,7 @@ def url(request, servers, tmp_path, monkeypatch):
     if request.param == "disk":
         return str(tmp_path / "run")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    bucket.make_context.cache_clear()
     monkeypatch.setattr(bucket, "RETRIES", {"max_retries": 8, "initial_delay": "5ms", "max_delay": "20ms"})
     monkeypatch.setattr(lock, "SECONDS", 1)
     server = servers(request.param)
