@@ -19,8 +19,7 @@ from mllm.progress import transfer_bar
 from mllm.run.state import RunState
 from mllm.store.checkpoints import Saving, load
 from mllm.store.checksum import checksums
-from mllm.store.run_store import CHECKPOINTS, RunStore
-from mllm.store.seal import Damaged
+from mllm.store.run_store import CHECKPOINTS, Damaged, RunStore
 from mllm.train.step import TrainState
 
 logger = logging.getLogger(__name__)

@@ -139,7 +139,9 @@ def read_arrays(
     pieces = {name: list(plan_reads(stores[name], leaf, turns)) for name, leaf in like.items()}
     reads = read_ahead((stores[name], piece) for name in like for piece in pieces[name] if piece.reader == me)
     for name, leaf in like.items():
-        parts = {box: aligned_empty(box, leaf.dtype) for box in local_boxes(leaf)}
+        assert leaf.sharding is not None
+        held = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        parts = {box: aligned_empty(box, leaf.dtype) for box in {box_of(index, leaf.shape) for index in held}}
         for batch in batches(pieces[name]):
             own = None
             if me in batch:
@@ -224,12 +226,6 @@ def pass_on(batch: Mapping[int, Piece], own: np.ndarray | None, dtype: np.dtype)
         if reader != me and me in piece.needed_by:
             values = received[reader, : sizes[reader] * dtype.itemsize].view(dtype)
             yield piece, values.reshape([stop - start for start, stop in piece.box])
-
-
-def local_boxes(leaf: jax.ShapeDtypeStruct) -> set[Box]:
-    """The parts of an array that this process's devices hold."""
-    assert leaf.sharding is not None
-    return {box_of(index, leaf.shape) for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
 
 
 def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:

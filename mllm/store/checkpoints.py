@@ -14,15 +14,14 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from mllm.errors import UserError
+from mllm.errors import UserError, brief
 from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
 from mllm.progress import transfer_bar
 from mllm.store.arrays import open_arrays, read_arrays, release_freed_memory, write_arrays
 from mllm.store.bucket import CONTENT, Bucket, status
 from mllm.store.checksum import checksums
 from mllm.store.folder import find_fault
-from mllm.store.run_store import CHECKPOINTS, RunStore
-from mllm.store.seal import Damaged
+from mllm.store.run_store import CHECKPOINTS, Damaged, RunStore
 
 PATIENCE = 600
 """Seconds that a process waits for the others to write their parts; one that fails ends the others long before."""
@@ -87,7 +86,7 @@ class Saving:
         self.thread.join()
         release_freed_memory()
         if self.error is not None:
-            with self.store.writing(f"{CHECKPOINTS}/{self.step}"):
+            with self.store.failing(f"{CHECKPOINTS}/{self.step}", "written"):
                 raise self.error
 
 
@@ -141,16 +140,9 @@ def damaged_everywhere(store: RunStore, step: int) -> Iterator[None]:
             if isinstance(store.place, Bucket) and status(error) not in CONTENT:
                 raise store.place.failure(error, f"{CHECKPOINTS}/{step}", "read") from None
             fault = find_fault(error)
-            reason = fault.strerror if fault else first_cause(error)
+            reason = fault.strerror if fault else f"{type(error).__name__}: {brief(error)[:200]}"
     if reasons := [reason for reason in gather_objects(reason) if reason is not None]:
         raise Damaged(reasons[0])
-
-
-def first_cause(error: BaseException) -> str:
-    """The error that all others came from, on one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
 
 
 def nbytes(arrays: Mapping[str, Any]) -> int:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tqdm import tqdm
@@ -20,7 +21,6 @@ AT_ONCE = 8
 """Objects that are read at a time."""
 OBJECTS = "objects"
 """The folder of `local_place` for objects."""
-WILDCARDS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 UNFIT = re.compile(r"(^|/)(\.|/|$)")
 """Names that no file gets: hidden ones, and those that would lead out of their folder."""
 
@@ -58,14 +58,13 @@ def fetch_folder(url: str, patterns: Sequence[str], key: str) -> Path:
 
 
 def matching(names: Sequence[str], pattern: str) -> list[str]:
-    """The names that match a pattern as `glob` reads it: `*` stays within a folder, and `**` does not."""
-
-    def translate(found: re.Match[str]) -> str:
-        token = found[0]
-        return WILDCARDS.get(token) or (token.replace("[!", "[^") if token[1:] else re.escape(token))
-
-    known = re.compile(re.sub(r"\*\*/|\*\*|\[[^]]+\]|.", translate, pattern))
-    return [name for name in names if known.fullmatch(name) and not UNFIT.search(name)]
+    """The names that match a pattern; wildcards stay within a folder."""
+    return [
+        name
+        for name in names
+        if name.count("/") == pattern.count("/") and not UNFIT.search(name)
+        if all(map(fnmatchcase, name.split("/"), pattern.split("/")))
+    ]
 
 
 def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:

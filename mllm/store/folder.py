@@ -35,11 +35,6 @@ def find_fault(error: BaseException | None) -> OSError | None:
     return None
 
 
-def remedy(number: int | None) -> str:
-    """What the user does about an error of the operating system."""
-    return REMEDY.get(number or 0, "check the disk")
-
-
 class Folder:
     """The files below a folder; methods raise OSError where the system refuses."""
 
@@ -59,7 +54,8 @@ class Folder:
         if (fault := find_fault(error)) is None:
             return None
         reason = fault.strerror or str(fault) or type(fault).__name__
-        return UserError(f"{self.path / name}: can't be {use} ({reason}); {remedy(fault.errno)}")
+        remedy = REMEDY.get(fault.errno or 0, "check the disk")
+        return UserError(f"{self.path / name}: can't be {use} ({reason}); {remedy}")
 
     def read(self, name: str) -> bytes | None:
         """A file's content; None where there is no such file."""

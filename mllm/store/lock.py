@@ -62,7 +62,7 @@ def hold_folder(store: RunStore, folder: Path) -> Iterator[None]:
 
     The operating system releases the lock when the process ends, however it ends.
     """
-    with store.writing(""):
+    with store.failing("", "written"):
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         file = open_locked(folder)
     try:
@@ -153,7 +153,9 @@ class Lease:
     def wait_for_end(self) -> bytes:
         """Wait until the lease that is there has ended; returns the generation of what may be replaced."""
         content, generation = self.bucket.read_generation(LOCK)
-        holder = read_holder(content or b"")
+        holder: dict[str, Any] = {}
+        with suppress(ValueError, TypeError):  # another one's object
+            holder.update(json.loads(content or b"{}"))
         if content is None or is_dead(holder):
             return generation
         name = f"process {holder.get('process')} on {holder.get('host')}"
@@ -201,14 +203,6 @@ class Lease:
         self.thread.join()
         self.check()
         self.bucket.delete([LOCK])
-
-
-def read_holder(content: bytes) -> dict[str, Any]:
-    try:
-        holder = json.loads(content)
-    except ValueError:
-        return {}
-    return holder if isinstance(holder, dict) else {}
 
 
 def is_dead(holder: dict[str, Any]) -> bool:

@@ -20,10 +20,10 @@ Cut = Callable[[Iterable[bytes]], int]
 class FileLog:
     """A log on a disk, without a buffer here."""
 
-    def __init__(self, path: Path, cut: Cut | None, writing: Callable[[], AbstractContextManager[None]]) -> None:
-        """`writing` makes UserErrors of the system's errors."""
-        self.writing = writing
-        with writing():
+    def __init__(self, path: Path, cut: Cut | None, failing: Callable[[], AbstractContextManager[None]]) -> None:
+        """`failing` makes UserErrors of the system's errors."""
+        self.failing = failing
+        with failing():
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = path.open("ab", buffering=0)
             if cut:
@@ -32,18 +32,18 @@ class FileLog:
                 self.file.truncate(size)
 
     def append(self, record: bytes) -> None:
-        with self.writing():
+        with self.failing():
             while record:
                 record = record[self.file.write(record) :]
 
     def sync(self) -> None:
         """Wait until all of the log survives a crash of the machine; nothing happens when it is closed."""
-        with self.writing():
+        with self.failing():
             if not self.file.closed:  # a checkpoint may be published after that
                 os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        with self.writing():
+        with self.failing():
             self.file.close()
 
 

@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import secrets
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,7 +28,6 @@ from mllm.store.bucket import Bucket, is_bucket, local_place
 from mllm.store.fetch import OBJECTS, fetch
 from mllm.store.folder import UNFINISHED, Folder, sync
 from mllm.store.log import Cut, FileLog, Log, PartsLog, read_parts
-from mllm.store.seal import Damaged, seal, unseal
 
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
 MANIFEST = re.compile(r"(\d+)\.json")
@@ -35,6 +35,10 @@ ASIDE = re.compile(r"damaged_(\d+)(_again)*\.json")
 CHUNKS = re.compile(r"(\d+)-[0-9a-f]{8}\.\d+")
 """The folder of a checkpoint's arrays."""
 logger = logging.getLogger(__name__)
+
+
+class Damaged(Exception):
+    """The data that was read is not what was written."""
 
 
 class RunStore:
@@ -76,17 +80,17 @@ class RunStore:
 
     def read(self, name: str) -> bytes | None:
         """A file's content; None where there is no such file."""
-        with self.reading(name):
+        with self.failing(name, "read"):
             return self.place.read(name)
 
     def entries(self, folder: str = "") -> list[str]:
         """The names of the files and folders just below a folder, in order."""
-        with self.reading(folder):
+        with self.failing(folder, "read"):
             return self.place.entries(folder)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file as a whole or not at all; it has survived a crash of the machine from then on."""
-        with self.writing(name):
+        with self.failing(name, "written"):
             self.place.write(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
@@ -97,33 +101,26 @@ class RunStore:
             self.replaced[name] = data
 
     @contextmanager
-    def reading(self, name: str) -> Iterator[None]:
-        """Turn the errors of a disk into a UserError."""
-        try:
-            yield
-        except OSError as error:
-            raise self.place.failure(error, name, "read") or error from None
+    def failing(self, name: str, use: str) -> Iterator[None]:
+        """Turn errors of a disk or bucket into a UserError: `name` can't be `use`, `read` or `written`.
 
-    @contextmanager
-    def writing(self, name: str) -> Iterator[None]:
-        """Turn the errors of a disk or a bucket into a UserError, which says from where the run goes on."""
+        Where a disk does not take what is written it says from which checkpoint the same command goes on.
+        """
         try:
             yield
         except (OSError, ValueError) as error:
-            if (failure := self.place.failure(error, name, "written")) is None:
+            if (failure := self.place.failure(error, name, use)) is None:
                 raise
-            raise self.with_resumption(failure) from None
+            resumes = f", and the same command {self.resumption()}" if self.folder and use == "written" else ""
+            raise UserError(f"{failure}{resumes}") from None
 
-    def with_resumption(self, failure: UserError) -> UserError:
-        """A disk's failure with the checkpoint from which the same command goes on."""
-        if self.folder is None:
-            return failure
+    def resumption(self) -> str:
+        """What the same command does next."""
         try:
             steps = self.steps()
-            resumes = f"goes on from checkpoint {steps[-1]}" if steps else "begins again: there is no checkpoint yet"
         except UserError:
-            resumes = "resumes"
-        return UserError(f"{failure}, and the same command {resumes}")
+            return "resumes"
+        return f"goes on from checkpoint {steps[-1]}" if steps else "begins again: there is no checkpoint yet"
 
     # Logs
 
@@ -138,7 +135,7 @@ class RunStore:
         if isinstance(self.place, Bucket):
             self.logs[name] = PartsLog(self.place, name, cut, self.check)
         else:
-            self.logs[name] = FileLog(self.place.path / name, cut, lambda: self.writing(name))
+            self.logs[name] = FileLog(self.place.path / name, cut, lambda: self.failing(name, "written"))
         return self.logs[name]
 
     def sync(self) -> None:
@@ -168,15 +165,19 @@ class RunStore:
             raise Damaged("an earlier version of this program wrote it")
         return document
 
-    def score(self, step: int) -> float | None:
-        """What a checkpoint is compared by; None if it has no score, or is damaged."""
+    def field(self, step: int, name: str) -> Any:
+        """What the document of a checkpoint has under a name; None if it has nothing there, or is damaged."""
         with suppress(Damaged):
-            return self.manifest(step).get("best")
+            return self.manifest(step).get(name)
         return None
+
+    def folder_of(self, step: int) -> str | None:
+        """The folder of a checkpoint's arrays; None if its manifest does not say it any more."""
+        return (folder := self.field(step, "folder")) and f"{CHECKPOINTS}/{folder}"
 
     def best_step(self, steps: list[int]) -> int | None:
         """The step of the best of these checkpoints; None if none has a score."""
-        scores = {step: score for step in steps if (score := self.score(step)) is not None}
+        scores = {step: score for step in steps if (score := self.field(step, "best")) is not None}
         return max(scores, key=lambda step: (scores[step], step), default=None)
 
     def publish(self, step: int, document: Mapping[str, Any], keep: int, keep_best: bool) -> None:
@@ -185,7 +186,7 @@ class RunStore:
         No checkpoint is newer than the logs: they are sent first.
         """
         self.sync()
-        with self.writing(f"{CHECKPOINTS}/{step}"):
+        with self.failing(f"{CHECKPOINTS}/{step}", "written"):
             if self.folder:
                 sync(self.folder / CHECKPOINTS / document["folder"])  # tensorstore has synced what is below
             self.place.write(f"{CHECKPOINTS}/{step}.json", json.dumps(seal(document)).encode())
@@ -196,12 +197,6 @@ class RunStore:
                 self.place.delete([f"{CHECKPOINTS}/{old}.json"])
                 if folder:
                     self.place.delete_folder(folder)
-
-    def folder_of(self, step: int) -> str | None:
-        """The folder of a checkpoint's arrays; None if its manifest does not say it any more."""
-        with suppress(Damaged):
-            return f"{CHECKPOINTS}/{self.manifest(step)['folder']}"
-        return None
 
     def put_aside(self, step: int, reason: str) -> None:
         """Rename the manifest of a damaged checkpoint, so that nothing takes it for one again; nothing is deleted."""
@@ -227,7 +222,7 @@ class RunStore:
                     listed.add(self.read_manifest(name)["folder"])
                 except Damaged:  # any of its step's folders may be the one
                     listed |= {other for other in entries if other.startswith(f"{found[1]}-")}
-        with self.writing(CHECKPOINTS):
+        with self.failing(CHECKPOINTS, "written"):
             self.place.delete(f"{CHECKPOINTS}/{name}" for name in entries if name.endswith(f".json{UNFINISHED}"))
             for name in entries:
                 if CHUNKS.fullmatch(name) and name not in listed:
@@ -240,13 +235,11 @@ def find_run(run: str, key: str) -> RunStore | None:
     UserError, which names the setting or argument `key`, is raised where a bucket can't be read.
     """
     store = RunStore(run if is_bucket(run) else os.path.expanduser(run))
+    if store.folder:
+        return store if os.path.isfile(store.folder / CONFIG) else None
     try:
         return store if store.is_run() else None
-    except ValueError:  # a name that no folder can have
-        return None
     except UserError as error:
-        if store.folder:  # nor this one
-            return None
         raise UserError(f"{key}: {error}") from None
 
 
@@ -256,3 +249,23 @@ def tool_run(run: str) -> RunStore:
     if found is None and is_bucket(run):
         raise UserError(f"{run}: no config.yaml; give a run_dir")
     return found or RunStore(os.path.expanduser(run))
+
+
+def seal(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the document, which must be JSON, with its checksum under one more key."""
+    copy = json.loads(json.dumps(document))
+    return {**copy, "crc32": crc32(copy)}
+
+
+def unseal(sealed: Any) -> dict[str, Any]:
+    """The document that `seal` was given; Damaged where it has changed since then."""
+    if not isinstance(sealed, dict):
+        raise Damaged("the document is no JSON object")
+    document = {key: value for key, value in sealed.items() if key != "crc32"}
+    if sealed.get("crc32") != crc32(document):
+        raise Damaged("the document's checksum differs")
+    return document
+
+
+def crc32(document: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(document, sort_keys=True).encode()):08x}"

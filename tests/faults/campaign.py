@@ -55,7 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--short", action="store_const", dest="kills", const=SHORT, help=f"the same as --kills {SHORT}")
     parser.add_argument("--faults", nargs="+", default=[""], metavar="WORD", help="only those that are named so")
     parser.add_argument("--seed", type=int, default=0, help="decides what is aimed at (default 0)")
-    parser.add_argument("--keep", action="store_true", help="keep the runs' folder; after a loss it is kept anyway")
     options = parser.parse_args(arguments)
     if min(options.kills, *options.processes) < 1:
         raise UserError("--kills and --processes: give numbers from 1")
@@ -77,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for processes, place, name in product(options.processes, options.buckets, workloads):
             if faults := plan(options, name, processes, "bucket" if place else "disk", rng):
                 planned[Series(name, processes, folder, rng, stores.get(place))] = faults
-        trials = campaign(planned, folder, options.keep)
+        trials = campaign(planned, folder)
     print(f"seed {options.seed}: {len(trials)} faults in {time.monotonic() - begin:.0f} s\n")
     print("\n".join(table(trials)))
     lost = sum(bool(trial.failure) for trial in trials)
@@ -114,33 +113,27 @@ def prepare_environment(folder: Path) -> None:
     sys.path += PATHS
 
 
-def campaign(planned: dict[Series, list[Fault]], folder: Path, keep: bool) -> list[Trial]:
-    """Try the planned faults and let every run come to its end; returns all trials."""
+def campaign(planned: dict[Series, list[Fault]], folder: Path) -> list[Trial]:
+    """Try the planned faults and let every run come to its end; returns all trials. After a loss the folder is kept."""
     for stop in (signal.SIGTERM, signal.SIGINT):
         signal.signal(stop, lambda number, frame: sys.exit(128 + number))
     lost = True
-    often = 0.1 if sys.stderr.isatty() else 60  # seconds
-    bar = tqdm(total=sum(map(len, planned.values())), unit="fault", smoothing=0.05, mininterval=often)
     try:
         for series, faults in planned.items():
-            bar.set_description(f"{series.column}, undisturbed", refresh=False)
             series.run_undisturbed()
-            for fault in faults:
-                bar.set_description(f"{series.column}, {fault.name}", refresh=sys.stderr.isatty())
+            for fault in tqdm(faults, series.column, unit="fault", mininterval=0.1 if sys.stderr.isatty() else 60):
                 try:
                     fault.act(series)
                 except TimeoutError as error:
-                    series.trials.append(Trial(fault.name, hit="hung", column=series.column))
+                    series.add(fault.name, "hung")
                     series.abandon(str(error))
-                bar.update()
             series.finish()
         trials = [trial for series in planned for trial in series.finished]
         lost = any(trial.failure for trial in trials)
     finally:
-        bar.close()
         for running in multiprocessing.active_children():  # none, unless the campaign is broken off
             running.kill()
-        if keep or lost:
+        if lost:
             print(f"kept: {folder}", file=sys.stderr)
         else:
             shutil.rmtree(folder)

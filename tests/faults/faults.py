@@ -5,19 +5,20 @@ must end within a minute with the documented exit codes, and the others with the
 """
 
 import os
-import random
+import re
 import resource
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from series import LIMIT, ONCE, Series, Trial, last_line
-from trainer import END, Trainer
+from trainer import END, ROOT, Trainer
 
 from mllm.errors import RESTART
 
@@ -25,7 +26,6 @@ NOTICED = 1.0
 """Seconds within which one process must notice a signal in the phases of `PROMPT`, and a second signal anywhere."""
 PROMPT = ("rollout", "reward", "eval")
 LOGS = ("metrics.jsonl", "samples.jsonl", "timings.jsonl")
-DISK_MIB = 16
 KILLED, LOST, FAILED = {-signal.SIGKILL}, {RESTART}, {2}
 """Exit codes."""
 
@@ -38,7 +38,6 @@ def strike(
     others: Collection[int],
     phases: Collection[str] = (),
     *,
-    prepare: Callable[[Trainer], None] = lambda trainer: None,
     again: bool = True,
     compiled: bool = False,
 ) -> tuple[Trial, Trainer, float]:
@@ -46,7 +45,6 @@ def strike(
 
     Args:
         own, others: the exit codes that are right for this process, and for the others.
-        prepare: what happens to it shortly before.
         again: try again where the run came to its end all the same; else such a trial had no effect.
         compiled: not in a phase's first time, which compiles.
 
@@ -57,16 +55,16 @@ def strike(
         victim = series.rng.randrange(series.processes)
         phase, count, delay = series.aim(fault, phases or series.durations)
         trainer = series.reach(phase, count + (compiled and phase not in ONCE), victim)[victim]
-        prepare(trainer)
         pause(delay)
-        begin = time.monotonic()
         act(trainer)
+        begin = time.monotonic()
         codes, late, ended = series.end(begin, trainer if fault == "SIGSTOP" else None)
         if any(codes) or not again:
             break
         series.check()
     marks = [phase for seconds, phase in trainer.marks if seconds <= begin or codes[victim] == -signal.SIGKILL]
-    trial = series.record(Trial(fault, hit=marks[-1] if marks else "start", aimed=phase), trainer)
+    trial = series.add(fault, marks[-1] if marks else "start", phase)
+    series.record(trial, trainer)
     trial.seconds["ended"] = ended
     if any(codes):
         # At the end all is saved: the others have ended already, or JAX ends those that wait for this one.
@@ -134,30 +132,18 @@ def interrupt_twice(series: Series) -> None:
     """SIGTERM or SIGINT, and again while the trainer saves what the first asked it to."""
     number = series.rng.choice([signal.SIGTERM, signal.SIGINT])
 
-    def first(trainer: Trainer) -> None:
+    def act(trainer: Trainer) -> None:
         trainer.signal(number)
         if trainer.follow("save", "wait"):
             pause(series.rng.uniform(0, series.duration("save")))
-
-    def second(trainer: Trainer) -> None:
         trainer.signal(number)
 
     codes = {128 + number, -number}
-    trial, _, _ = strike(series, "two signals", second, codes, {*codes, RESTART}, ["update"], prepare=first)
+    trial, _, _ = strike(series, "two signals", act, codes, {*codes, RESTART}, ["update"])
     trial.aimed = ""
-    if (
-        series.processes == 1 and trial.hit != END and trial.seconds["ended"] > NOTICED
-    ):  # at its end it has all but left
+    # At its end it has all but left.
+    if series.processes == 1 and trial.hit != END and trial.seconds["ended"] > NOTICED:
         trial.failure = trial.failure or f"a second {number.name} in {trial.hit}: {trial.seconds}"
-
-
-def stop(series: Series) -> None:
-    """SIGSTOP, until the others have ended."""
-    strike(series, "SIGSTOP", lambda one: one.signal(signal.SIGSTOP), LOST, LOST)
-
-
-def use_up_memory(series: Series) -> None:
-    strike(series, "no memory", lambda one: one.signal(signal.SIGUSR1), FAILED, FAILED, again=False)
 
 
 def refuse_to_write(series: Series) -> None:
@@ -185,16 +171,17 @@ def give_bad_data(series: Series) -> None:
     """The data of one process have a bad line."""
     victim, begin = series.rng.randrange(series.processes), time.monotonic()
     trainer = series.launch(bad=victim)[victim]
-    codes, late, seconds = series.end(begin)
-    trial = series.record(Trial("bad line", hit="start", seconds={"ended": seconds}), trainer)
+    codes, late, ended = series.end(begin)
+    trial = series.add("bad line", "start")
+    series.record(trial, trainer)
+    trial.seconds["ended"] = ended
     trial.failure = trial.failure or misjudged(series, victim, codes, late, FAILED, FAILED)
 
 
 def start_twice(series: Series) -> None:
     """Run the same command while the first still runs: it must be refused."""
     first = series.reach("update")
-    trial = Trial("second start", hit="refused", column=series.column)
-    series.trials.append(trial)
+    trial = series.add("second start", "refused")
     codes = [trainer.end() for trainer in series.launch()]
     said = [series.output(i).read_text(encoding="utf-8").splitlines() for i in range(series.processes)]
     refused = [
@@ -211,12 +198,10 @@ def start_twice(series: Series) -> None:
 
 def damage(series: Series, kind: str) -> None:
     """Damage the newest of two or more checkpoints, and see whether the next trainers notice."""
-    if len(series.steps) < 2:
-        series.run_until(lambda: len(series.steps) > 1)
+    series.run_until(lambda: len(series.steps) > 1)
     newest = series.steps[-1]
     spoil(series, newest, kind)
-    trial = Trial("newest checkpoint", hit=kind, column=series.column)
-    series.trials.append(trial)
+    trial = series.add("newest checkpoint", kind)
     restored = []
     if series.rng.random() < 0.5:  # a kill while the damaged one is read or put aside
         (trainer, *_) = series.launch()
@@ -233,24 +218,12 @@ def damage(series: Series, kind: str) -> None:
     series.kill()
 
 
-def truncate(content: bytes, rng: random.Random) -> bytes:
-    return content[: rng.randrange(len(content))]
-
-
-def flip_a_bit(content: bytes, rng: random.Random) -> bytes:
-    place = rng.randrange(len(content))
-    return content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
-
-
-def zero_the_end(content: bytes, rng: random.Random) -> bytes:
-    """Write zeros over the end, as a power cut leaves them on some file systems."""
-    return truncate(content, rng).ljust(len(content), b"\0")
-
-
-DAMAGES: dict[str, Callable[[bytes, random.Random], bytes] | None] = {
-    "truncated": truncate,
-    "a bit flipped": flip_a_bit,
-    "zeroed": zero_the_end,
+DAMAGES: dict[str, Callable[[bytes, int, int], bytes] | None] = {
+    "truncated": lambda content, place, bit: content[:place],
+    "a bit flipped": lambda content, place, bit: (
+        content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
+    ),
+    "zeroed": lambda content, place, bit: content[:place].ljust(len(content), b"\0"),
     "half deleted": None,
 }
 """What happens to a file of the checkpoint; None: half of the files are deleted."""
@@ -264,71 +237,43 @@ def spoil(series: Series, step: int, kind: str) -> None:
         return
     largest = max(files, key=lambda name: len(files[name]))
     name = largest if rng.random() < 0.5 else rng.choice(sorted(files))
-    series.store.place.write(name, change(files[name], rng))
+    series.store.place.write(name, change(files[name], rng.randrange(len(files[name])), rng.randrange(8)))
 
 
 def tear_log(series: Series) -> None:
     """Let a log end in half a line or in zeros, as a machine's crash leaves it."""
-    if not Path(series.run_dir, "metrics.jsonl").exists():
-        series.run_until(lambda: True)
+    series.run_until(lambda: Path(series.run_dir, "metrics.jsonl").exists())
     tail = series.rng.choice([b'{"step": 1', b'{"step": 99, "lo', b"\0" * 512, b"\n"])
     with Path(series.run_dir, series.rng.choice(LOGS)).open("ab") as file:
         file.write(tail)
-    series.trials.append(Trial("log", hit="torn", column=series.column))
+    series.add("log", "torn")
 
 
-class Unavailable(Exception):
-    """This machine grants no file system of one's own."""
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Mount a small tmpfs at `folder` in a namespace of its own: (a process in it, the folder's path from outside).
-
-    Raises:
-        Unavailable: there are no user namespaces here.
-    """
-    mount = f'mount -t tmpfs -o size={DISK_MIB}m faults "$0" && echo mounted && exec sleep 86400'
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(folder)]
-    try:
-        holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    except FileNotFoundError:
-        raise Unavailable("there is no command unshare") from None
-    try:
-        if holder.stdout is None or holder.stdout.readline() != "mounted\n":
-            raise Unavailable(" ".join(holder.communicate()[1].split()))
-        yield holder.pid, Path(f"/proc/{holder.pid}/root", *folder.parts[1:])
-    finally:
-        holder.kill()
-        holder.communicate()
+DISK = """mount -t tmpfs -o size=$1 faults "$2" || exit; disk=$2; shift 2
+"$@"; echo "ended $?"
+mount -o remount,size=64m "$disk" && "$@"; echo "ended $?"
+cp -r "$disk/run" "$disk.end"
+"""
+"""Run a command on a disk of a size in bytes at a folder, twice: the second time there is room. Keep what it wrote."""
 
 
 def fill_disk(series: Series) -> None:
-    """The disk fills up while a checkpoint is written, and is emptied again."""
+    """A disk, which only processes in a namespace of their own see, has no room for all of a run."""
     folder = series.folder / "disk"
     folder.mkdir(exist_ok=True)
-    trial = Trial("disk full", column=series.column)
-    series.finished.append(trial)
-    try:
-        with small_disk(folder) as (holder, outside):
-            (trainer,) = series.launch(run_dir=f"{folder}/run", namespace=holder)
-            trainer.follow("save", count=3)
-            with (outside / "filler").open("wb", buffering=0) as file, suppress(OSError):
-                while file.write(bytes(4096)):
-                    pass
-            os.truncate(outside / "filler", (outside / "filler").stat().st_size - 4096 * series.rng.randrange(16))
-            code, said = trainer.end(), last_line(series.output())
-            trial.hit, trial.remarks = f"exit code {code}", [said.replace(str(folder), "...")]
-            (outside / "filler").unlink()
-            (trainer,) = series.launch(run_dir=f"{folder}/run", namespace=holder)
-            if again := trainer.end():
-                trial.failure = f"exit code {again} when the disk had room again: {last_line(series.output())}"
-            elif problem := series.difference(f"{outside}/run"):
-                trial.failure = f"after a full disk: {problem}"
-            if code not in (0, 2):
-                trial.failure = f"exit code {code} on a full disk: {said}"
-    except Unavailable as error:
-        trial.hit, trial.remarks = "not tried", [f"no small file system can be had here ({error})"]
+    undisturbed = [path.stat().st_size for path in (series.folder / "0").rglob("*") if path.is_file()]
+    pages = sum(-(-size // 4096) for size in undisturbed) * series.rng.uniform(0.3, 0.9)
+    command = [sys.executable, "train.py", *series.arguments(f"{folder}/run")]
+    namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", DISK, "sh", f"{int(pages) * 4096}"]
+    done = subprocess.run([*namespace, folder, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    codes = re.findall(r"^ended (\d+)$", done.stdout, re.MULTILINE)
+    lines = [line for line in done.stderr.splitlines() if "error: " in line]
+    trial = series.add("disk full", f"exit code {codes[0]}" if codes else "not tried")
+    trial.remarks = [line.replace(str(folder), "...") for line in lines] if codes else done.stderr.splitlines()[-1:]
+    if codes and (codes != ["2", "0"] or len(lines) != 1 or "Traceback" in done.stderr):
+        trial.failure = f"exit codes {codes} on a full disk and with room again: {lines}"
+    elif codes:
+        trial.failure = series.difference(f"{folder}.end")
 
 
 REQUESTS = ("429", "503", "reset", "lost", "late")
@@ -337,8 +282,7 @@ REQUESTS = ("429", "503", "reset", "lost", "late")
 
 def fail_requests(series: Series) -> None:
     """A fifth of all requests to the bucket fail while the run goes on to its end."""
-    trial = Trial("requests", hit="a fifth fails", column=series.column)
-    series.trials.append(trial)
+    trial = series.add("requests", "a fifth fails")
     before = series.bucket.faults.total()
     series.bucket.fault = lambda *_: series.rng.choice(REQUESTS) if series.rng.random() < 0.2 else None
     series.launch()
@@ -379,6 +323,13 @@ class Fault(NamedTuple):
     """Or `disk`, or `bucket`."""
 
 
+def striking(
+    name: str, act: Callable[[Trainer], None], codes: Collection[int], **options: Any
+) -> Callable[[Series], Any]:
+    """A fault of one process that ends all with the same exit codes."""
+    return lambda series: strike(series, name, act, codes, codes, **options)
+
+
 FAULTS = (
     Fault("kill -9", 1, kill),
     Fault("a signal", 1 / 4, interrupt),
@@ -392,9 +343,14 @@ FAULTS = (
     Fault("no requests", 1 / 10, refuse_requests, processes="one", place="bucket"),
     Fault("a signal in slow work", 1 / 15, partial(interrupt, phases=PROMPT), ("slow",), "one"),
     Fault("kill -9 of a hanging reward", 1 / 20, partial(kill, phases=["reward"]), ("hanging",), "one"),
-    Fault("SIGSTOP", 1 / 3, stop, processes="several"),
+    Fault("SIGSTOP", 1 / 3, striking("SIGSTOP", lambda one: one.signal(signal.SIGSTOP), LOST), processes="several"),
     Fault("no more writing", 1 / 3, refuse_to_write, processes="several", place="disk"),
-    Fault("no memory", 1 / 3, use_up_memory, processes="several"),
+    Fault(
+        "no memory",
+        1 / 3,
+        striking("no memory", lambda one: one.signal(signal.SIGUSR1), FAILED, again=False),
+        processes="several",
+    ),
     Fault("a damaged cache", 1 / 5, damage_cache, ("sft",), "several"),
     Fault("a bad line", 1 / 5, give_bad_data, ("sft",), "several"),
 )

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -93,8 +94,8 @@ class Series:
         self.column = (f"{algorithm} x{processes}" if processes > 1 else algorithm) + place
         self.durations: dict[str, list[float]] = {}
         """Seconds of each phase, each time that the undisturbed run went through it."""
-        self.turns: dict[str, list[str]] = {}
-        """By fault: the phases in which it is still to be tried before the next turn begins."""
+        self.tried: dict[str, Counter[str]] = {}
+        """By fault: how often it was aimed at each phase."""
         self.runs = self.launches = 0
         self.running: list[Trainer] = []
         self.sizes: dict[str, int] = {}
@@ -146,40 +147,41 @@ class Series:
         """The file with what a process of the last launch has printed."""
         return self.folder / f"said_{self.launches}_{process}.txt"
 
-    def launch(self, bad: int | None = None, run_dir: str = "", namespace: int | None = None) -> list[Trainer]:
+    def launch(self, bad: int | None = None) -> list[Trainer]:
         """Start the processes; the data of `bad` has a bad line."""
         from runs import free_address
 
         self.launches += 1
         self.sizes = {path.name: path.stat().st_size for path in Path(self.run_dir).glob("*.jsonl")}
-        address, trainers = free_address(), []
+        address, self.running = free_address(), []
         for process in range(self.processes):
-            given = ["--config", str(self.config), f"run_dir={run_dir or self.run_dir}"]
-            if self.name == "sft":  # each process has a cache of its own, as if each were on its own machine
-                source = self.folder / ("bad.jsonl" if process == bad else "data.jsonl")
-                given += [f"data.source={source}", f"data.cache={self.cache(process)}"]
-            variables = {}
+            given, variables = self.arguments(self.run_dir, process, bad), {}
             if self.processes > 1:
                 given += [f"mesh.dp={2 * self.processes}", "--coordinator", address, "--wait", "60"]
                 given += ["--processes", str(self.processes), "--process", str(process)]
                 programs = f"{os.environ['JAX_COMPILATION_CACHE_DIR']}_{process}_of_{self.processes}"
                 flags = "--xla_force_host_platform_device_count=2"
                 variables = {"XLA_FLAGS": flags, "JAX_COMPILATION_CACHE_DIR": programs}
-            trainers.append(Trainer(given, self.output(process), namespace, **variables))
-        self.running = trainers
-        return trainers
+            self.running.append(Trainer(given, self.output(process), **variables))
+        return self.running
+
+    def arguments(self, run_dir: str, process: int = 0, bad: int | None = None) -> list[str]:
+        """The arguments of train.py."""
+        given = ["--config", str(self.config), f"run_dir={run_dir}"]
+        if self.name == "sft":  # each process has a cache of its own, as if each were on its own machine
+            source = self.folder / ("bad.jsonl" if process == bad else "data.jsonl")
+            given += [f"data.source={source}", f"data.cache={self.cache(process)}"]
+        return given
 
     def cache(self, process: int) -> Path:
         return self.folder / f"cache_{process}"
 
     def run_undisturbed(self) -> None:
         """The first run, which all others must end like; phases are timed in it."""
-        trainers = self.launch()
-        codes = [trainer.end() for trainer in trainers]
-        if any(codes):
+        self.launch()
+        if any(self.codes()):
             raise UserError(f"a run of {self.column} that nothing disturbed failed: {last_line(self.output())}")
-        marks = trainers[0].marks
-        phases = [next(group) for _, group in groupby(marks, lambda mark: mark[1])]
+        phases = [next(group) for _, group in groupby(self.running[0].marks, lambda mark: mark[1])]
         for (begin, phase), (end, _) in pairwise(phases):
             if phase != BETWEEN:
                 self.durations.setdefault(phase, []).append(end - begin)
@@ -193,11 +195,9 @@ class Series:
     def aim(self, fault: str, phases: Collection[str]) -> tuple[str, int, float]:
         """A phase for the fault, each in its turn; which of its beginnings; a delay in seconds."""
         possible = [name for name in phases if name != "restore" or self.steps]
-        turn = self.turns.setdefault(fault, [])
-        if not {*possible} & {*turn}:
-            turn += self.rng.sample(possible, len(possible))
-        phase = next(name for name in turn if name in possible)
-        turn.remove(phase)
+        tried = self.tried.setdefault(fault, Counter())
+        phase = min(self.rng.sample(possible, len(possible)), key=lambda name: tried[name])
+        tried[phase] += 1
         count = 1 if phase in ONCE else self.rng.randint(1, 2 if phase == "save" else 4)
         return phase, count, self.rng.uniform(0, self.duration(phase))
 
@@ -213,35 +213,32 @@ class Series:
             self.check()
             count = max(1, count - 1)
 
-    def run_until(self, enough: Callable[[], bool]) -> list[Trainer]:
+    def run_until(self, enough: Callable[[], bool]) -> None:
         """Let the run go on, step by step, until `enough()` holds, and kill it there."""
-        while True:
+        while not enough():
             trainers = self.launch()
             while trainers[0].follow("metrics") and not enough():
                 pass
-            if self.kill():
-                return trainers
+            self.kill()
 
-    def kill(self) -> bool:
-        """Kill what runs; False if it had already come to its end, and was checked."""
+    def kill(self) -> None:
+        """Kill what runs; a run that had already come to its end is checked."""
         for trainer in self.running:
             trainer.kill(everything=True)
-        if any(trainer.end() for trainer in self.running):
-            return True
-        self.check()
-        return False
+        if not any(self.codes()):
+            self.check()
 
     def end(self, begin: float, stopped: Trainer | None = None) -> tuple[list[int], list[int], float]:
         """The exit codes, the processes that had to be killed LIMIT seconds after `begin`, and the seconds until then.
 
         A process that is stopped goes on when the others have ended, and is not timed.
         """
-        others = [trainer for trainer in self.running if trainer is not stopped]
-        for trainer in others:
-            trainer.process.join(max(0.0, begin + LIMIT - time.monotonic()))
-        late = [i for i, trainer in enumerate(self.running) if trainer in others and trainer.process.is_alive()]
-        for i in late:
-            self.running[i].kill(everything=True)
+        late = []
+        for i, trainer in enumerate(self.running):
+            trainer.process.join(0 if trainer is stopped else max(0.0, begin + LIMIT - time.monotonic()))
+            if trainer is not stopped and trainer.process.is_alive():
+                late.append(i)
+                trainer.kill(everything=True)
         ended = time.monotonic() - begin
         if stopped:
             stopped.signal(signal.SIGCONT)
@@ -254,9 +251,13 @@ class Series:
             self.bucket.fault = lambda *_: None
         return codes
 
-    def record(self, trial: Trial, trainer: Trainer) -> Trial:
-        """Add the trial of a fault that ended this trainer, and all others."""
-        trial.column = self.column
+    def add(self, fault: str, hit: str = "", aimed: str = "") -> Trial:
+        """Add a trial to those of the run that is under way."""
+        self.trials.append(Trial(fault, hit, aimed, self.column))
+        return self.trials[-1]
+
+    def record(self, trial: Trial, trainer: Trainer) -> None:
+        """Note what came of a fault that ended this trainer, and all others."""
         if trainer.begun("metrics"):  # else the log's later lines are another trial's loss
             trial.redone = max(0, self.last_step - max(self.steps, default=0))
         if self.is_half_written():
@@ -266,8 +267,6 @@ class Series:
             trial.seconds["all processes gone"] = max(seconds, trial.seconds.get("all processes gone", 0.0))
             if orphans:
                 trial.failure = f"in {trial.hit}: it left processes behind, {orphans}"
-        self.trials.append(trial)
-        return trial
 
     def check(self) -> None:
         """The run is over: compare it with the undisturbed one, and begin the next run."""
@@ -288,7 +287,7 @@ class Series:
     def close(self, problem: str) -> None:
         """The run is over; a problem, if there is one, is the failure of all of its trials."""
         if problem and not self.trials:
-            self.trials.append(Trial("none", column=self.column))
+            self.add("none")
         for trial in self.trials:
             trial.failure = trial.failure or problem
         if not problem:

@@ -6,17 +6,16 @@ makes the inputs, shows the smallest that fails, and tries it again in the next 
 
 import copy
 import json
-import math
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import accumulate
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import yaml
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
@@ -41,20 +40,17 @@ SECONDS = 2.0
 """Processor time that a reader may take for one input."""
 
 
-@contextmanager
-def processor_time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body once this process has computed for so long; a regular expression stops, too."""
+@pytest.fixture
+def limit():
+    """Begins to measure; raises TimeoutError when this process has computed for SECONDS since; regexes stop, too."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"took longer than {seconds:g} s")
+        raise TimeoutError(f"took longer than {SECONDS:g} s")
 
     before = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+    yield lambda: signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.signal(signal.SIGPROF, before)
 
 
 # Inputs that are near to valid ones: trees and texts with a few changes
@@ -106,8 +102,8 @@ def changed(draw: st.DrawFn, valid: Sequence[Any]) -> Any:
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
     """Every container of the tree, with each of its keys."""
-    keys = list(tree) if isinstance(tree, dict) else list(range(len(tree))) if isinstance(tree, list) else []
-    return [(tree, key) for key in keys] + [place for key in keys for place in places(tree[key])]
+    keys = [*tree] if isinstance(tree, dict) else [*range(len(tree))] if isinstance(tree, list) else []
+    return [place for key in keys for place in ((tree, key), *places(tree[key]))]
 
 
 @st.composite
@@ -151,7 +147,6 @@ def json_lines(draw: st.DrawFn, valid: Sequence[Any]) -> bytes:
 # Configurations
 
 CONFIGS = [path.read_text() for path in sorted(config_file.CONFIGS.glob("*.yaml")) if not path.stem.startswith("grad")]
-CONFIG = CONFIGS[-1].encode()
 SETTINGS = [yaml.safe_load(text) for text in CONFIGS]
 YAML_PIECES = (
     *("{", "}", "[", "]", ": ", "- ", "\n", "\n  ", "#", "'", '"', "|\n", ">-\n", "---\n", "...\n", "? ", "%TAG ! x\n"),
@@ -159,26 +154,26 @@ YAML_PIECES = (
 )
 
 
-def keys_of(tree: dict[str, Any], start: str = "") -> list[str]:
-    """Every key of the settings, with dots."""
-    sections = [(f"{start}{name}.", value) for name, value in tree.items() if isinstance(value, dict)]
-    return [f"{start}{name}" for name in tree] + [key for name, below in sections for key in keys_of(below, name)]
-
-
-keys = st.sampled_from(sorted({key for tree in SETTINGS for key in keys_of(tree)}))
+SECTIONS = [(f"{name}.", below) for tree in SETTINGS for name, below in tree.items() if isinstance(below, dict)]
+keys = st.sampled_from(sorted({f"{name}{key}" for name, tree in [*SECTIONS, ("", SETTINGS[0])] for key in tree}))
 overrides = st.builds(
     lambda key, value: f"{key}={value}",
     st.one_of(keys, keys.map(lambda key: key[:-1]), texts),
     st.one_of(texts, values.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip())),
 )
+contents = st.one_of(
+    st.binary(max_size=50),
+    spliced(CONFIGS, YAML_PIECES).map(in_utf8),
+    changed(SETTINGS).map(yaml.safe_dump).map(in_utf8),
+)
 
 
-def read_config(folder: Path, content: bytes, given: list[str] | None = None) -> None:
+def read_config(folder: Path, given: tuple[bytes, list[str]]) -> None:
     """What is written of a configuration reads as the same configuration."""
+    content, overridden = given
     (folder / "config.yaml").write_bytes(content)
-    config = config_file.load(str(folder / "config.yaml"), given or [])
-    written = config_file.dump(config)
-    (folder / "again.yaml").write_text(written, encoding="utf-8")
+    config = config_file.load(str(folder / "config.yaml"), overridden)
+    (folder / "again.yaml").write_text(config_file.dump(config), encoding="utf-8")
     assert config_file.load(str(folder / "again.yaml")) == config
 
 
@@ -297,50 +292,33 @@ SIZES = Architecture(
 SHAPES = {name: shape for name, shape, _, _ in weights.tensors_of(nnx.state(Decoder.abstract(SIZES)))}
 
 
-ENDS = dict(zip(SHAPES, accumulate(4 * math.prod(shape) for shape in SHAPES.values()), strict=True))
-DATA_BYTES = max(ENDS.values())
-HEADER: dict[str, Any] = {"__metadata__": {"format": "pt"}} | {
-    name: {"dtype": "F32", "shape": [*shape], "data_offsets": [ENDS[name] - 4 * math.prod(shape), ENDS[name]]}
-    for name, shape in SHAPES.items()
-}
-"""The header of a safetensors file with the model's tensors in float32."""
-INDEX = {"metadata": {"total_size": DATA_BYTES}, "weight_map": dict.fromkeys(SHAPES, "a.safetensors")}
-
-
-class Files(NamedTuple):
-    """A model's folder."""
-
-    config: Any = SIZES.to_hf()
-    header: Any = HEADER
-    index: Any = None
-    """None: there is one file of weights, without an index."""
-    length: int | None = None
-    """The header's length as the file states it; None: the true one."""
-    missing: int = 0
-    """Bytes that are cut off at the end."""
-
-
-files = st.one_of(
-    changed([SIZES.to_hf()]).map(lambda tree: Files(config=tree)),
-    changed([HEADER]).map(lambda tree: Files(header=tree)),
-    changed([INDEX]).map(lambda tree: Files(index=tree)),
-    st.sampled_from([0, 1, 7, 100, 2000, 2**31, 2**63, 2**64 - 1]).map(lambda length: Files(length=length)),
-    st.integers(0, 2**12).map(lambda missing: Files(missing=missing)),
+WEIGHTS = safetensors.numpy.save({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+DATA = 8 + int.from_bytes(WEIGHTS[:8], "little")
+"""Where the header of a safetensors file with the model's tensors ends."""
+HEADER = json.loads(WEIGHTS[8:DATA])
+INDEX = {"metadata": {"total_size": len(WEIGHTS) - DATA}, "weight_map": dict.fromkeys(SHAPES, "a.safetensors")}
+LENGTHS = (0, 1, 7, 100, 2000, 2**31, 2**63, 2**64 - 1)
+models = st.one_of(
+    changed([SIZES.to_hf()]).map(lambda tree: {"config": tree}),
+    changed([HEADER]).map(lambda tree: {"header": tree}),
+    changed([INDEX]).map(lambda tree: {"index": tree}),
+    st.sampled_from(LENGTHS).map(lambda length: {"length": length}),
+    st.integers(0, 2**12).map(lambda missing: {"missing": missing}),
 )
+"""What differs in a model's folder: files, the header's length as its file states it, bytes that are cut off."""
 
 
-def read_model(folder: Path, given: Files) -> None:
+def read_model(folder: Path, given: dict[str, Any]) -> None:
     """The sizes survive being written, and every tensor has its shape."""
     for path in folder.iterdir():
         path.unlink()
-    header = as_json(given.header)
-    length = len(header) if given.length is None else given.length
-    content = length.to_bytes(8, "little") + header + bytes(DATA_BYTES)
-    (folder / "config.json").write_bytes(as_json(given.config))
-    name = "model.safetensors" if given.index is None else "a.safetensors"
-    (folder / name).write_bytes(content[: len(content) - given.missing])
-    if given.index is not None:
-        (folder / "model.safetensors.index.json").write_bytes(as_json(given.index))
+    header = as_json(given.get("header", HEADER))
+    content = given.get("length", len(header)).to_bytes(8, "little") + header + WEIGHTS[DATA:]
+    (folder / "config.json").write_bytes(as_json(given.get("config", SIZES.to_hf())))
+    name = "a.safetensors" if "index" in given else "model.safetensors"
+    (folder / name).write_bytes(content[: len(content) - given.get("missing", 0)])
+    if "index" in given:
+        (folder / "model.safetensors.index.json").write_bytes(as_json(given["index"]))
 
     config = weights.read_config(folder)
     assert Architecture.from_hf(config.to_hf(), "again") == config
@@ -352,23 +330,19 @@ def read_model(folder: Path, given: Files) -> None:
 
 
 READERS = {
-    "the text of a configuration": (
-        st.one_of(st.binary(max_size=50), spliced(CONFIGS, YAML_PIECES).map(in_utf8)),
-        read_config,
-    ),
-    "the settings of a configuration": (changed(SETTINGS).map(yaml.safe_dump).map(in_utf8), read_config),
-    "overrides": (st.lists(overrides, max_size=3), lambda folder, given: read_config(folder, CONFIG, given)),
+    "a configuration": (st.tuples(contents, st.just([])), read_config),
+    "overrides": (st.tuples(st.just(CONFIGS[-1].encode()), st.lists(overrides, max_size=3)), read_config),
     "chats": (st.tuples(json_lines(CHATS), data_settings, st.integers(1, 3)), read_chats),
     "the problems of gsm8k": (st.tuples(json_lines(PROBLEMS), json_lines(PROBLEMS)), read_gsm8k),
     "a task's file": (st.tuples(json_lines(LISTED), st.sampled_from(get_args(AnswerForm))), read_listed),
-    "the files of a model": (files, read_model),
+    "the files of a model": (models, read_model),
     "completions": (st.one_of(pieces, repetitions, st.text(max_size=50)), read_completion),
 }
 
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("examples", [100, pytest.param(10_000, marks=[pytest.mark.faults, pytest.mark.timeout(0)])])
-def test_every_input_is_read_as_it_is_or_refused_in_one_line(name, examples, tmp_path):
+def test_every_input_is_read_as_it_is_or_refused_in_one_line(name, examples, tmp_path, limit):
     inputs, read = READERS[name]
     outcomes: Counter[str] = Counter()
 
@@ -383,8 +357,8 @@ def test_every_input_is_read_as_it_is_or_refused_in_one_line(name, examples, tmp
     def read_or_refuse(value: Any) -> None:
         said = ""
         try:
-            with processor_time_limit(SECONDS):
-                read(tmp_path, value)
+            limit()
+            read(tmp_path, value)
         except UserError as error:
             said = str(error)
         assert said.isprintable()

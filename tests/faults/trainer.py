@@ -6,7 +6,6 @@ are wrapped from outside and send the phase's name through a pipe; the trainer's
 """
 
 import atexit
-import ctypes
 import functools
 import multiprocessing
 import os
@@ -39,7 +38,6 @@ class Trainer:
     """A process that runs train.py with these arguments and appends its output to a file.
 
     Args:
-        namespace: a process in whose user and mount namespaces the trainer runs.
         variables: further ones of its environment.
 
     Attributes:
@@ -49,7 +47,7 @@ class Trainer:
         synced: the bytes of each log, by its path, that survive a crash of the machine.
     """
 
-    def __init__(self, arguments: Sequence[str], output: Path, namespace: int | None = None, **variables: str) -> None:
+    def __init__(self, arguments: Sequence[str], output: Path, **variables: str) -> None:
         self.token = uuid4().hex
         self.marks: list[tuple[float, str]] = []
         self.restored: int | None = None
@@ -57,9 +55,7 @@ class Trainer:
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(["__main__", *PRELOADED])
         self.pipe, theirs = server.Pipe(duplex=False)
-        self.process = server.Process(
-            target=run, args=(list(arguments), output, self.token, theirs, namespace, variables)
-        )
+        self.process = server.Process(target=run, args=(list(arguments), output, self.token, theirs, variables))
         self.process.start()
         theirs.close()
 
@@ -72,25 +68,19 @@ class Trainer:
         while True:
             if not self.pipe.poll(SILENCE):
                 self.kill(everything=True)
-                raise TimeoutError(f"no mark for {SILENCE:g} s after {self.phase}")
+                raise TimeoutError(f"no mark for {SILENCE:g} s after {self.marks[-1:]}")
             try:
                 mark = self.pipe.recv()
             except EOFError:
                 return False
             if isinstance(mark, int):
                 self.restored = mark
-                continue
-            if isinstance(mark, dict):
+            elif isinstance(mark, dict):
                 self.synced |= mark
-                continue
-            self.marks.append(mark)
-            if mark[1] in phases and count in (None, self.begun(mark[1])):
-                return True
-
-    @property
-    def phase(self) -> str:
-        """The phase that the process is in, or was in last."""
-        return self.marks[-1][1] if self.marks else "start"
+            else:
+                self.marks.append(mark)
+                if mark[1] in phases and count in (None, self.begun(mark[1])):
+                    return True
 
     def begun(self, phase: str) -> int:
         """How often the phase has begun."""
@@ -137,22 +127,13 @@ class Trainer:
 # In the trainer's process
 
 
-def run(
-    arguments: list[str],
-    output: Path,
-    token: str,
-    pipe: Connection,
-    namespace: int | None,
-    variables: Mapping[str, str],
-) -> None:
+def run(arguments: list[str], output: Path, token: str, pipe: Connection, variables: Mapping[str, str]) -> None:
     """Run train.py's `main`, sending marks, and exit with its code. After SIGUSR1 there is no memory left."""
     os.setsid()  # Ctrl-C is the harness's to handle
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     with output.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    if namespace is not None:
-        enter(namespace)
     import jax
     from jax._src import compiler
 
@@ -181,8 +162,9 @@ def run(
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
-        tell(name)
-        open_phases.append(name)
+        """A phase of this name, or a part of the one in which it begins."""
+        open_phases.append(name if open_phases[-1] == BETWEEN else open_phases[-1])
+        tell(open_phases[-1])
         try:
             yield
         finally:
@@ -190,12 +172,12 @@ def run(
             tell(open_phases[-1])
 
     def wrap(owner: Any, method: str, name: str) -> None:
-        """Let a method or function be a phase of this name, unless it's called within another one."""
+        """Let a method or function be a phase of this name."""
         original = getattr(owner, method)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **options: Any) -> Any:
-            with phase(name if open_phases[-1] == BETWEEN else open_phases[-1]):
+            with phase(name):
                 result = original(*args, **options)
             if name == "restore" and result is not None:
                 pipe.send(result.step)
@@ -221,26 +203,12 @@ def run(
     tell("start")
     Stopwatch.phase = timed_phase
     os.fsync = synced
-    for owner, method, name in (
-        (Checkpoints, "restore", "restore"),
-        (Checkpoints, "save", "save"),
-        (Checkpoints, "wait", "wait"),
-        (RunLog, "write", "metrics"),
-        (evaluation, "evaluate", "eval"),
-    ):
-        wrap(owner, method, name)
+    for method in ("restore", "save", "wait"):
+        wrap(Checkpoints, method, method)
+    wrap(RunLog, "write", "metrics")
+    wrap(evaluation, "evaluate", "eval")
     code = train.main(arguments)
     tell(END)
     sys.stdout.flush()
     atexit._run_exitfuncs()
     os._exit(code)
-
-
-def enter(pid: int) -> None:
-    """Enter the user and mount namespaces of a process."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    handles = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in ("user", "mnt")]
-    for handle in handles:
-        if libc.setns(handle, 0):
-            raise OSError(ctypes.get_errno(), f"can't enter the namespaces of {pid}")
-    os.chdir(ROOT)

@@ -168,7 +168,7 @@ def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newe
                 assert drawn[key, line["step"]] == pytest.approx(line[key])
     assert ("time/update", settings.steps) in drawn
     assert checkpoints(settings) == [settings.steps - settings.checkpoint.every, settings.steps]
-    assert RunStore(settings.run_dir).score(settings.steps) == lines[-1]["eval/greedy_accuracy"]
+    assert RunStore(settings.run_dir).field(settings.steps, "best") == lines[-1]["eval/greedy_accuracy"]
     assert name == "grpo" or lines[-1]["loss"] < lines[1]["loss"] * 0.8
 
 

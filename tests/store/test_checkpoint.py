@@ -26,8 +26,7 @@ from mllm.run.checkpoint import Checkpoints
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.store import arrays
 from mllm.store.lock import hold
-from mllm.store.run_store import RunStore
-from mllm.store.seal import seal
+from mllm.store.run_store import RunStore, seal
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state, init_state
 

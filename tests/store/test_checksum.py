@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mllm.config.model import MeshConfig
 from mllm.parallel.mesh import make_mesh
 from mllm.store.checksum import FACTORS, checksums, sums
-from mllm.store.seal import Damaged, seal, unseal
+from mllm.store.run_store import Damaged, seal, unseal
 
 MESH = make_mesh(MeshConfig(dp=2, fsdp=2, tp=2))
 LAYOUTS = [(), ("fsdp", "tp"), ("tp", ("dp", "fsdp"))]

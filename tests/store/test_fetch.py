@@ -45,7 +45,7 @@ def test_an_object_is_fetched_once_whole_and_again_when_it_has_changed(server, u
     fetched = fetch.fetch_files(f"{url}/data/part-*.jsonl", "data.source")
     assert {path.name: path.read_bytes() for path in fetched} == contents
     assert fetched == sorted(fetched)
-    assert len(fetch.fetch_files(f"{url}/data/**/part-[12].jsonl", "data.source")) == 2
+    assert len(fetch.fetch_files(f"{url}/data/*/part-[12].jsonl", "data.source")) == 1
 
     once, changing = len(requests), fetched[-1]
     assert fetch.fetch_files(f"{url}/data/{changing.name}", "data.source") == [changing]

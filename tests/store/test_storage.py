@@ -60,7 +60,7 @@ def tensorstore_error(number):
 
 
 def wrapped_error(number):
-    error = RuntimeError("a save failed")
+    error = ValueError("a save failed")
     error.__cause__ = tensorstore_error(number)
     return error
 
@@ -71,9 +71,13 @@ def test_the_message_names_the_remedy_and_the_checkpoint_from_which_the_run_resu
     store = RunStore(tmp_path)
     for name in ("8.json", "10.json", "12-0123abcd.0/a/0", "damaged_14.json"):
         store.write(f"checkpoints/{name}", b"")
-    failure = store.with_resumption(store.place.failure(error(number), "checkpoints/12", "written"))
     place = f"{tmp_path}/checkpoints/12"
-    assert str(failure) == f"{place}: can't be written {MESSAGES[number]} the same command goes on from checkpoint 10"
+    with pytest.raises(UserError) as failure, store.failing("checkpoints/12", "written"):
+        raise error(number)
+    assert (
+        str(failure.value)
+        == f"{place}: can't be written {MESSAGES[number]} the same command goes on from checkpoint 10"
+    )
 
 
 def test_other_errors_are_not_taken_for_faults_of_the_disk():
