@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from mllm.train.step import abstract_state, init_state
 MIB = 2**20
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=0.1), 10)
 AXES = {"embed": ("vocab", "embed"), "layers": ("layers", "embed", "mlp"), "norm": ("embed",)}
-SHAPES = {"embed": (int(os.environ.get("ROWS", 3 * 2**13)), 1024), "layers": (3, 1024, 1200), "norm": (1024,)}
+SHAPES = {"embed": (3 * 2**13, 1024), "layers": (3, 1024, 1200), "norm": (1024,)}
 """110 MiB in float32, three times with the optimizer's moments."""
 MESHES = {"replicated": MeshConfig(dp=2, fsdp=2, tp=2), "sharded": MeshConfig(fsdp=8)}
 """Where two processes have copies of everything, and where they have none."""
@@ -94,50 +93,38 @@ def restored(run_dir, *meshes):
     return list(zip(*(json.loads(output.splitlines()[-1]) for output in said), strict=True))
 
 
+def is_little(measured):
+    """Whether processes that restore hold little beside their shards."""
+    print(measured)
+    return max(one["above the shards"] for one in measured) < 152 * MIB
+
+
 @pytest.mark.slow
 def test_two_processes_read_each_byte_once_and_hold_little_beside_their_shards(tmp_path):
     stored = save(str(tmp_path / "run"))
-    for one, other in restored(str(tmp_path / "run"), "replicated", "sharded"):
-        print(one, other)
-        assert stored <= one["read"] + other["read"] < stored + MIB // 2
-        assert max(one["above the shards"], other["above the shards"]) < 152 * MIB
+    for measured in restored(str(tmp_path / "run"), *MESHES):
+        assert stored <= sum(one["read"] for one in measured) < stored + MIB // 2
+        assert is_little(measured)
 
 
-@pytest.fixture(scope="module")
-def store():
-    with object_store("gs") as store:
-        yield store
-
-
-@pytest.mark.parametrize(
-    ("rows", "mesh"),
-    [
-        pytest.param(2**11, "replicated", marks=pytest.mark.slow),
-        *(pytest.param(3 * 2**13, mesh, marks=pytest.mark.faults) for mesh in MESHES),
-    ],
-)
-def test_two_processes_fetch_each_byte_once_from_a_bucket(store, tmp_path, monkeypatch, rows, mesh):
+@pytest.mark.faults
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_processes_fetch_each_byte_once_from_a_bucket(tmp_path, monkeypatch, mesh):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("ROWS", str(rows))
-    monkeypatch.setitem(SHAPES, "embed", (rows, 1024))
-    store.renew()
-    stored = save(f"{store.url}/run")
-    store.read.clear()
-    ((one, other),) = restored(f"{store.url}/run", mesh)
-    fetched = sum(size for path, size in store.read.items() if "/checkpoints/" in path)
-    print(one, other, fetched)
-    assert stored <= fetched < stored + MIB
-    assert max(one["above the shards"], other["above the shards"]) < 152 * MIB
+    with object_store("gs") as store:
+        stored = save(f"{store.url}/run")
+        store.read.clear()
+        [measured] = restored(f"{store.url}/run", mesh)
+        assert stored <= sum(size for path, size in store.read.items() if "/checkpoints/" in path) < stored + MIB
+        assert is_little(measured)
 
 
-def test_no_thread_of_a_restore_that_failed_outlives_it():
-    """If one does, it is waited for when the reader is collected: for ever, where another pool starts a thread then."""
+def test_a_chunk_that_can_not_be_read_ends_a_restore_and_no_later_one_is_read():
     spec = {"driver": "zarr", "kvstore": "memory://", "metadata": {"shape": [64], "chunks": [4], "dtype": "<f4"}}
     like = jax.ShapeDtypeStruct((64,), np.float32, sharding=sharding(make_mesh(MeshConfig()), (None,)))
     array = tensorstore.open(spec, create=True).result()
     array.write(1).result()
+    np.testing.assert_array_equal(read_arrays({"a": array}, {"a": like}, print)["a"], np.ones(64))
     array.kvstore.write("3", b"damaged").result()
-    before = threading.enumerate()
-    with pytest.raises(ValueError, match=r"Error reading") as error:  # which holds the reader
+    with pytest.raises(ValueError, match=r"Error reading"):
         read_arrays({"a": array}, {"a": like}, print)
-    assert [thread for thread in threading.enumerate() if thread not in before] == [], error

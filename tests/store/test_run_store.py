@@ -2,10 +2,8 @@
 
 import errno
 import fcntl
-import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -83,7 +81,7 @@ def test_parts_that_a_lost_holder_has_left_are_no_part_of_a_log(store):
 
 
 @google
-def test_a_bucket_has_what_was_appended_and_replaced_when_the_run_is_let_go(store, server):
+def test_a_bucket_has_what_was_appended_and_replaced_when_the_run_is_let_go(store):
     with hold(store):
         store.write(CONFIG, b"{}")
         store.open_log("metrics.jsonl").append(b"1\n")
@@ -98,15 +96,12 @@ def test_a_thread_sends_logs_and_its_error_is_raised_where_more_is_appended(stor
     monkeypatch.setattr(lock, "SECONDS", 60)
     with pytest.raises(UserError, match=r"can't be written \(.*\); check the bucket"), hold(store):  # noqa: PT012
         log = store.open_log("metrics.jsonl")
-        log.append(b"1\n")
-        for _ in range(200):
-            if server.written and "metrics" in server.written[-1]:
-                break
+        for number in range(200):
+            log.append(b"1\n")
             time.sleep(0.05)
-        server.fault = lambda method, path: "503"
-        for _ in range(200):
-            log.append(b"2\n")
-            time.sleep(0.05)
+            if number == 20:
+                assert "metrics" in server.written[-1]
+                server.fault = lambda method, path: "503"
         pytest.fail("the thread says nothing")
 
 
@@ -116,18 +111,19 @@ def test_a_thread_sends_logs_and_its_error_is_raised_where_more_is_appended(stor
 def holding(url):
     """Another process that holds a run."""
     program = (
-        "import sys; from mllm.store import lock; from mllm.store.run_store import RunStore; lock.SECONDS = 6\n"
+        "import sys; from mllm.store import lock; from mllm.store.run_store import RunStore; lock.SECONDS = 3\n"
         "with lock.hold(RunStore(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
-    command = [sys.executable, "-c", program, url]
     pipe = subprocess.PIPE
+    command = [sys.executable, "-c", program, url]
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=pipe, stdout=pipe, text=True)
     assert process.stdout.readline() == "held\n"
     return process
 
 
+@pytest.mark.parametrize("url", ["disk", "gs"], indirect=True)
 def test_a_run_that_a_process_holds_is_refused_to_others_until_it_is_killed(store, url, monkeypatch):
-    monkeypatch.setattr(lock, "SECONDS", 6)
+    monkeypatch.setattr(lock, "SECONDS", 3)
     store.write(CONFIG, b"{}")
     process = holding(url)
     try:
@@ -135,13 +131,13 @@ def test_a_run_that_a_process_holds_is_refused_to_others_until_it_is_killed(stor
             with pytest.raises(UserError, match=rf"^run_dir: .* is in use by process {process.pid} on .*; wait for it"):
                 hold(store).__enter__()
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.communicate()
     assert str(process.pid) in store.read(LOCK).decode()
     begun = time.monotonic()
     with hold(store):
         assert str(os.getpid()) in store.read(LOCK).decode()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 2
     assert not store.read(LOCK)
 
 
@@ -155,15 +151,14 @@ def test_a_run_that_did_not_begin_leaves_the_folder_as_it_found_it(tmp_path, the
 
 
 @disk
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
-def test_a_file_system_without_locks_is_warned_of_and_written(store, monkeypatch, caplog, number):
+def test_a_file_system_without_locks_is_warned_of_and_written(store, monkeypatch, caplog):
     def refuse(file, operation):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with caplog.at_level(logging.WARNING), hold(store):
         store.write(CONFIG, b"{}")
-    assert f"can't be locked ({os.strerror(number)}): let no other run write it" in caplog.text
+    assert f"can't be locked ({os.strerror(errno.ENOLCK)}): let no other run write it" in caplog.text
 
 
 @disk
@@ -184,15 +179,11 @@ def test_a_lock_file_that_another_process_removes_before_it_is_locked_is_no_lock
 # The lease
 
 
-def taken_by(store, monkeypatch, host="another"):
-    with monkeypatch.context() as patch:
-        patch.setattr(socket, "gethostname", lambda: host)
-        return Lease(store.place, store.token)
-
-
 @buckets
 def test_a_lease_whose_holder_is_gone_is_taken_and_the_holder_finds_out(store, monkeypatch):
-    first = taken_by(store, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "another")
+        first = Lease(store.place, store.token)
     first.ended.set()  # as if killed
     second = Lease(store.place, "new")
     second.check()
@@ -215,9 +206,8 @@ def test_who_has_lost_the_lease_or_could_not_renew_it_writes_nothing_more(store,
 
 
 def test_a_process_of_this_host_is_dead_or_alive():
-    host = socket.gethostname()
-    assert is_dead({"host": host, "process": 2**22 + 1})
+    host, nobody = socket.gethostname(), 2**22 + 1
+    assert is_dead({"host": host, "process": nobody})
     assert is_dead({"host": host, "process": os.getpid()})
-    assert not is_dead({"host": host, "process": 1})
-    assert not is_dead({"host": "another", "process": 2**22 + 1})
-    assert not is_dead(json.loads("{}"))
+    for alive in ({"host": host, "process": 1}, {"host": "another", "process": nobody}, {}):
+        assert not is_dead(alive)
