@@ -14,11 +14,8 @@ import argparse
 import os
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -29,85 +26,77 @@ from mllm.run.checkpoint import Checkpoints
 from mllm.run.metrics import RunLog
 
 COMPILED, SLOW = "/jax/core/compile/backend_compile_duration", ("time/eval", "time/save")
-FEWEST, ENOUGH = 40, 500
-"""Steps that a run needs at least; and steps after the warm-up with which memory and speed have settled."""
-
+FEWEST = 700
+"""Steps after which memory and speed have settled."""
 LIMITS = {
-    "Python's blocks": (10.0, "1,000", 1e-3),
-    "memory": (8.0, "MiB", 2.0**-20),
-    "memory of children": (1.0, "MiB", 2.0**-20),
-    "seconds of a step": (0.4, "ms", 1e3),
-    "file handles": (0.0, "", 1),
-    "threads": (2.0, "", 1),  # pools fill slowly
-    "children": (0.0, "", 1),
-    "live arrays": (0.0, "", 1),
-    "compilations": (0.0, "", 1),
+    "Python's blocks (1,000)": (10.0, 1e-3),
+    "memory (MiB)": (8.0, 2.0**-20),
+    "memory of children (MiB)": (1.0, 2.0**-20),
+    "seconds of a step (ms)": (0.4, 1e3),
+    "file handles": (0.0, 1),
+    "threads": (2.0, 1),  # pools fill slowly
+    "children": (0.0, 1),
+    "live arrays": (0.0, 1),
+    "compilations": (0.0, 1),
 }
-"""By quantity: how much it may grow in a thousand steps, in which unit, and the units in one of what is sampled."""
+"""By quantity: how much it may grow in a thousand steps, and its units in one of what is sampled."""
 
 
 @command
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="updates (default 2000)")
     steps = parser.parse_args(arguments).steps
     if steps < FEWEST or steps % 2:
         raise UserError(f"--steps: {steps}: give an even number from {FEWEST}")
-    if not Path("/proc/self/status").exists():
-        raise UserError("tests/faults/endurance.py: needs Linux's /proc")
     samples, warm = run(steps), steps // 4
     print(f"GRPO, {steps} steps, the first {warm} to warm up; growth in 1,000 steps\n")
     print(f"{'':<26} {'first':>9} {'last':>9}   {'growth':>8} {'limit':>7}")
-    grown = [report(name, samples[name][warm:]) for name in LIMITS]
-    return int(any(grown))
+    exit_code = 0
+    for (name, (limit, scale)), sampled in zip(LIMITS.items(), samples[warm:].T, strict=True):
+        fifth = len(sampled) // 5
+        first, last = scale * sampled[:fifth].min(), scale * sampled[-fifth:].min()
+        growth = (last - first) * 1000 / (len(sampled) - fifth)
+        verdict = "grows" if growth > limit else "flat"
+        print(f"{name:<26} {first:>9.2f} {last:>9.2f}   {growth:>8.3f} {limit:>7.2f}   {verdict}")
+        exit_code |= verdict == "grows"
+    return exit_code
 
 
-def run(steps: int) -> dict[str, np.ndarray]:
-    """Train for so many steps; returns each quantity after each step."""
+def run(steps: int) -> np.ndarray:
+    """Train for so many steps; returns the quantities, in the order of `LIMITS`, after each step."""
     sys.path += [str(Path(__file__).parents[up]) for up in (1, 2)]  # of the rewards and of train.py
     import runs
 
-    samples = {name: np.full(steps, np.nan) for name in LIMITS}  # allocated beforehand, so that sampling adds nothing
-    compiled: Counter[str] = Counter()
+    samples = np.full((steps, len(LIMITS)), np.nan)  # allocated beforehand, so that sampling adds nothing
+    compiled = [0]
     write, save = RunLog.write_timings, Checkpoints.save
 
-    def save_and_wait(self: Checkpoints, *args: Any, **options: Any) -> None:
+    def save_and_wait(self, *args, **options) -> None:
         save(self, *args, **options)
         self.wait()
 
-    def sample(self: RunLog, step: int, timings: Mapping[str, float], *args: Any) -> None:
+    def sample(self, step, timings, *args) -> None:
         write(self, step, timings, *args)
         seconds = sum(timings[name] for name in timings if name.startswith("time/") and name not in SLOW)
-        counts = {
-            "live arrays": len(jax.live_arrays()),
-            "compilations": compiled[COMPILED],
-            "seconds of a step": seconds,
-        }
-        for name, value in {**process_quantities(), **counts}.items():
-            samples[name][step - 1] = value
+        children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+        samples[step - 1] = (
+            *(sys.getallocatedblocks(), private_bytes("self"), sum(map(private_bytes, children)), seconds),
+            *(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(children)),
+            *(len(jax.live_arrays()), compiled[0]),
+        )
 
-    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.update([event]))
-    RunLog.write_timings, Checkpoints.save = sample, save_and_wait  # type: ignore[assignment,method-assign]
+    def count(event, *_, **__) -> None:
+        compiled[0] += event == COMPILED
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    RunLog.write_timings, Checkpoints.save = sample, save_and_wait
     every = max(4, steps // 10 // 2 * 2)  # a rollout has two updates
     sections = {"eval": {"every": every, "prompts": 8, "sampled": True}, "checkpoint": {"every": every, "keep": 3}}
     with tempfile.TemporaryDirectory(prefix="endurance_") as folder, redirect_stdout(sys.stderr):
-        code = runs.run(runs.changed(workload("grpo", Path(folder, "run")), steps=steps, **sections))
-    if code:
-        raise UserError(f"the run ended with exit code {code}")
+        if code := runs.run(runs.changed(workload("grpo", f"{folder}/run"), steps=steps, **sections)):
+            raise UserError(f"the run ended with exit code {code}")
     return samples
-
-
-def process_quantities() -> dict[str, float]:
-    """What Linux says of this process and of its children."""
-    children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
-    return {
-        "Python's blocks": sys.getallocatedblocks(),
-        "memory": private_bytes("self"),
-        "memory of children": sum(map(private_bytes, children)),
-        "file handles": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "children": len(children),
-    }
 
 
 def private_bytes(pid: str) -> int:
@@ -116,18 +105,6 @@ def private_bytes(pid: str) -> int:
         status = Path(f"/proc/{pid}/status").read_text()
         return 1024 * next((int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")), 0)
     return 0
-
-
-def report(name: str, values: np.ndarray) -> bool:
-    """Print a quantity's row; returns whether it grows."""
-    most, unit, scale = LIMITS[name]
-    fifth = len(values) // 5
-    first, last = scale * values[:fifth].min(), scale * values[-fifth:].min()
-    growth = (last - first) * 1000 / (len(values) - fifth)
-    grows = growth > most and (len(values) >= ENOUGH or most == 0)
-    label, verdict = f"{name} ({unit})" if unit else name, "grows" if grows else "flat"
-    print(f"{label:<26} {first:>9.2f} {last:>9.2f}   {growth:>8.3f} {most:>7.2f}   {verdict}")
-    return grows
 
 
 if __name__ == "__main__":

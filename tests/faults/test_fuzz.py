@@ -196,11 +196,6 @@ CHATS = [
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]},
     {"text": "A text."},
 ]
-PROBLEMS = [
-    {"question": "Tom has 3 apples and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
-    {"question": "What is 1,000 + 234.5?", "answer": "#### 1,234.5"},
-    {"question": "And 2 - 5?", "answer": "Less than none.\n#### -3"},
-]
 OPTIONS = {"packing": [True, False], "shuffle": [True, False], "epochs": [1, 3], "max_length": [1, 8, 32, 64]}
 OPTIONS["on_bad_line"] = ["error", "skip", "skip"]
 data_settings = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in OPTIONS.items()})
@@ -222,17 +217,6 @@ def read_chats(folder: Path, given: tuple[bytes, dict[str, Any], int]) -> None:
     batches.set_state(position)
     again = next(batches, None)
     np.testing.assert_array_equal(*(None if batch is None else batch.tokens for batch in (second, again)))
-
-
-def read_gsm8k(folder: Path, files: tuple[bytes, bytes]) -> None:
-    """A solution states its own answer, and prompts are made of all problems."""
-    for name, content in zip(("train", "test"), files, strict=True):
-        (folder / f"{name}.jsonl").write_bytes(content)
-    task = load_task(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
-    for example in [*task.train, *task.heldout]:
-        assert example.solution is not None
-        assert exact_match(example.solution, example.answer, example) == 1
-    training_prompts(task, BYTES, max_prompt_length=300, seed=0)
 
 
 LISTED = [
@@ -279,15 +263,9 @@ def read_completion(folder: Path, text: str) -> None:
 
 # Models
 
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}
 SIZES = Architecture(
-    vocab_size=8,
-    hidden_size=4,
-    intermediate_size=6,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=2,
-    tie_word_embeddings=True,
+    vocab_size=8, hidden_size=4, intermediate_size=6, num_hidden_layers=1, tie_word_embeddings=True, **HEADS
 )
 SHAPES = {name: shape for name, shape, _, _ in weights.tensors_of(nnx.state(Decoder.abstract(SIZES)))}
 
@@ -333,7 +311,6 @@ READERS = {
     "a configuration": (st.tuples(contents, st.just([])), read_config),
     "overrides": (st.tuples(st.just(CONFIGS[-1].encode()), st.lists(overrides, max_size=3)), read_config),
     "chats": (st.tuples(json_lines(CHATS), data_settings, st.integers(1, 3)), read_chats),
-    "the problems of gsm8k": (st.tuples(json_lines(PROBLEMS), json_lines(PROBLEMS)), read_gsm8k),
     "a task's file": (st.tuples(json_lines(LISTED), st.sampled_from(get_args(AnswerForm))), read_listed),
     "the files of a model": (models, read_model),
     "completions": (st.one_of(pieces, repetitions, st.text(max_size=50)), read_completion),

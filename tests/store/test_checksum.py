@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mllm.config.model import MeshConfig
 from mllm.parallel.mesh import make_mesh
-from mllm.store.checksum import FACTORS, checksums, sums
+from mllm.store.checksum import checksums, sums
 from mllm.store.run_store import Damaged, seal, unseal
 
 MESH = make_mesh(MeshConfig(dp=2, fsdp=2, tp=2))
@@ -41,43 +41,24 @@ def flipped(array, place, bit):
     return elements.reshape(array.shape)
 
 
-def expected_checksum(array):
-    """The checksum, computed word by word with Python's integers."""
-    kind = {1: np.uint8, 2: np.uint16, 4: np.uint32}[array.dtype.itemsize]
-    sums = []
-    for factors in FACTORS:
-        total = 0
-        for index, word in np.ndenumerate(np.asarray(array).view(kind)):
-            place = 1
-            for dim, i in enumerate(index):
-                place = (place * 31 + i * factors[dim]) % 2**32
-            for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-                place = (place ^ place >> shift) * factor % 2**32
-            total += int(word) * ((place ^ place >> 16) | 1)
-        sums.append(f"{total % 2**32:08x}")
-    return "".join(sums)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_checksum_of_each_array_does_not_depend_on_the_layout(layout):
+def test_the_checksum_of_each_array_does_not_depend_on_the_layout():
     arrays = {dtype: random_bits(dtype) for dtype in DTYPES}
-    found = checksums({name: placed(array, layout) for name, array in arrays.items()})
-    assert found == {name: expected_checksum(array) for name, array in arrays.items()}
+    first, *others = [checksums({name: placed(array, layout) for name, array in arrays.items()}) for layout in LAYOUTS]
+    assert others == [first, first]
     assert checksums({}) == {}
+    # Checkpoints that are there stay readable.
+    assert checksums({"a": placed((np.arange(12) ** 8).astype(np.int32).reshape(3, 4))}) == {"a": "e251668ce502f3e6"}
 
 
 def test_every_bit_changes_both_sums():
-    shapes = [(), (2, 3, 5)]
-    arrays = {f"{dtype} {shape}": random_bits(dtype, shape) for dtype in DTYPES for shape in shapes}
-    before = {name: expected_checksum(array) for name, array in arrays.items()}
-    assert checksums({name: placed(array) for name, array in arrays.items()}) == before
-    for name, array in arrays.items():
+    for dtype, shape in product(DTYPES, [(), (2, 3, 5)]):
+        array = random_bits(dtype, shape)
         bits = 1 if array.dtype == bool else 8 * array.dtype.itemsize
-        for place in {0, array.size // 2, array.size - 1}:
-            for bit in {0, bits // 2, bits - 1}:
-                after = expected_checksum(flipped(array, place, bit))
-                assert after[:8] != before[name][:8]
-                assert after[8:] != before[name][8:]
+        places = product({0, array.size // 2, array.size - 1}, {0, bits // 2, bits - 1})
+        changed = {str(place): placed(flipped(array, *place)) for place in places}
+        found = checksums({"": placed(array), **changed})
+        for half in (slice(8), slice(8, 16)):
+            assert found[""][half] not in [found[place][half] for place in changed]
 
 
 def test_checksums_need_no_memory_even_for_more_elements_than_32_bits_count():
