@@ -158,6 +158,7 @@ def memory_of_saves(folder):
     print(min(resident[4:]) - resident[1])
 
 
+@pytest.mark.faults
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_memory_does_not_grow_with_the_number_of_saves(tmp_path):
     """In a process of its own. What grows stays grown, so the least counts: a late thread may hold a copy once."""
