@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 
-from tools.bench import listing
+from tools.bench import target
 
 
 class Stored(NamedTuple):
@@ -24,7 +24,7 @@ class Exchanged(NamedTuple):
 def kernels(program: jax.stages.Compiled) -> set[str]:
     """Names of the Pallas kernels."""
     calls = re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", text(program))
-    return {listing.own_name(name) for name in calls}
+    return {target.own_name(name) for name in calls}
 
 
 def exchanged(program: jax.stages.Compiled) -> list[Exchanged]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.bench import listing
+from tools.bench import target
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def read(program: str, **arguments: Any) -> list[ReportedKernel]:
     """Compiles a program for an H100 in a process of its own; its kernels' figures, in the order of compilation."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-        listing.compile_in_child("h100", program, arguments, dump, Path(folder))
+        target.compile_in_child("h100", program, arguments, dump, Path(folder))
         result = []
         for path in sorted(Path(folder).glob("*.ptxas"), key=lambda path: int(path.stem.rpartition("_")[2])):
             report, ptx, passes = (path.with_suffix(end).read_text() for end in (".ptxas", ".ptx", ".mlir-passes.log"))

@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from mllm import errors
 from mllm.data.formats import messages_of
 from mllm.data.records import file_records
 from mllm.errors import UserError
+from tools.bench.frame import positive
 
 if TYPE_CHECKING:
     from mllm.model.layout import Params
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from mllm.rl.rollout import Completions
 
 Chat = list[dict[str, str]]
+Complete = Callable[..., "tuple[Completions, list[str]]"]
 MOST_TOKENS = 512
 
 
@@ -45,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if system := options.system or system:
         first = {"role": "system", "content": system}
         chats = [chat if chat[0]["role"] == "system" else [first, *chat] for chat in chats]
-    generator = Generator(policy, params, options)
+    complete = make_complete(options, policy, params)
     if not chats:
-        return talk(generator, system)
-    completions, texts = generator.complete(chats)
+        return talk(complete, system)
+    completions, texts = complete(chats)
     if options.out is None:
         for text in texts:
             print(text)
@@ -71,26 +73,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", metavar="FILE", help="JSON lines of prompts")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where JSON lines of completions are written")
     parser.add_argument("--system", metavar="TEXT", help="the system's message; default: that of the run's task")
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help=f"of a completion (default {MOST_TOKENS}, if they fit)"
-    )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--slots", type=int, default=64, metavar="N", help="prompts completed at a time (default 64)")
+    most = f"of a completion (default {MOST_TOKENS}, if they fit)"
+    parser.add_argument("--max-tokens", type=positive(int), metavar="N", help=most)
+    greedy = "0 takes the likeliest token (default)"
+    parser.add_argument("--temperature", type=positive(float, zero=True), default=0.0, help=greedy)
+    parser.add_argument("--top-p", type=positive(float, most=1), default=1.0)
+    parser.add_argument("--top-k", type=positive(int, zero=True), default=0)
+    parser.add_argument("--seed", type=positive(int, zero=True), default=0)
+    parser.add_argument("--slots", type=positive(int), default=64, metavar="N", help="prompts at a time (default 64)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16, or the run's")
     options = parser.parse_args(arguments)
     if options.prompt is not None and options.prompts is not None:
         raise UserError("--prompts: is instead of PROMPT: give one of them")
     if options.out is not None and options.prompts is None:
         raise UserError("--out: is for --prompts; other completions are printed")
-    for name, least in (("max_tokens", 1), ("slots", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')}: {getattr(options, name)}: expected {least} or more")
-    if not 0 < options.top_p <= 1:
-        raise UserError(f"--top-p: {options.top_p}: expected more than 0, and 1 at most")
     return options
 
 
@@ -132,24 +128,16 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, str | None]":
     return policy, params, None if config.task is None else config.task.system_prompt
 
 
-class Generator:
-    """A model with the settings of this command."""
+def make_complete(options: argparse.Namespace, policy: "Policy", params: "Params") -> Complete:
+    """A function that completes chats at a step of the random numbers; UserError where one doesn't fit the model."""
+    from tqdm import tqdm
 
-    def __init__(self, policy: "Policy", params: "Params", options: argparse.Namespace) -> None:
-        self.policy = policy
-        self.params = params
-        self.options = options
+    from mllm.config.grpo import RolloutConfig
+    from mllm.model.tokenizer import encode_prompt
+    from mllm.rl.rollout import RolloutWork
+    from mllm.rl.sampler import Sampler
 
-    def complete(self, chats: Sequence[Chat], step: int = 0) -> "tuple[Completions, list[str]]":
-        """The chats' completions and their texts; UserError where one doesn't fit the model's positions."""
-        from tqdm import tqdm
-
-        from mllm.config.grpo import RolloutConfig
-        from mllm.model.tokenizer import encode_prompt
-        from mllm.rl.rollout import RolloutWork
-        from mllm.rl.sampler import Sampler
-
-        policy, options, work = self.policy, self.options, RolloutWork()
+    def complete(chats: Sequence[Chat], step: int = 0) -> "tuple[Completions, list[str]]":
         prompts = [encode_prompt(policy.tokenizer, chat) for chat in chats]
         longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
         limit = options.max_tokens or max(1, min(MOST_TOKENS, most - longest))
@@ -161,7 +149,7 @@ class Generator:
         settings: dict[str, Any] = {"max_prompt_length": longest, "max_completion_length": limit}
         if options.temperature:
             settings |= {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
-        start = time.monotonic()
+        start, work = time.monotonic(), RolloutWork()
         with tqdm(total=len(prompts), unit=" prompts", leave=False, dynamic_ncols=True, disable=None) as bar:
 
             def poll() -> None:
@@ -173,18 +161,20 @@ class Generator:
                 policy.stop_ids,
                 RolloutConfig(**settings),
                 options.seed,
-                lambda: options.slots,
-                poll,
-                work,
+                max_slots=lambda: options.slots,
+                poll=poll,
+                work=work,
             )
-            result = sampler.complete(self.params, prompts, step=step, greedy=not options.temperature)
+            result = sampler.complete(params, prompts, step=step, greedy=not options.temperature)
         speed = work.tokens / (time.monotonic() - start)
         done = f"{work.completions} of {len(prompts)} done, {work.tokens} tokens, {speed:.0f} tokens/s"
         print(done, file=sys.stderr)
         return result
 
+    return complete
 
-def talk(generator: Generator, system: str | None) -> int:
+
+def talk(complete: Complete, system: str | None) -> int:
     """A chat on the terminal, until the input ends."""
     chat: Chat = [{"role": "system", "content": system}] if system else []
     print("An empty line begins a new chat, the end of input (Ctrl-D) ends.", file=sys.stderr)
@@ -199,7 +189,7 @@ def talk(generator: Generator, system: str | None) -> int:
             chat = chat[:1] if system else []
             continue
         try:
-            _, (text,) = generator.complete([[*chat, {"role": "user", "content": said}]], turn)
+            _, (text,) = complete([[*chat, {"role": "user", "content": said}]], turn)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             continue

@@ -13,56 +13,72 @@ peak; the picture and the JSON also say what holds it:
     head alone    temporaries of the head with its gradients, compiled by itself: at the peak they may be gone
 
 The figures are those of the compiler for the devices at hand or, with --target, for TPUs or H100s that aren't there:
-nothing runs. --out FILE writes FILE.json and FILE.png.
+nothing runs. --out FILE writes the picture FILE.png.
 """
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
+from kernels.lm_head import TokenLogprobs
 from mllm import errors
+from mllm.config import load as configs
+from mllm.config.model import LoraConfig, ModelConfig
+from mllm.config.schema import Config
+from mllm.data.batch import Batch
 from mllm.errors import UserError
+from mllm.parallel.mesh import bytes_on_device
+from mllm.plan import memory as plan
+from mllm.plan.assignment import Account
+from mllm.plan.memory import Devices
+from mllm.plan.programs import Program, Programs
+from mllm.train.step import Forward
+from tools.bench.frame import positive, table
 
-if TYPE_CHECKING:
-    from mllm.plan.memory import Devices
-
+HEADS = ("full_logits", "fused", "lora")
+"""The columns: the head, and with the fused one adapters. Beside these there is the head "none"."""
+PARTS = ("parameters", "optimizer", "gradients", "activations", "head")
+RANK = 32
+"""The rank of adapters where the configuration has none."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 GIB = 2**30
-COLORS = ("#4c72b0", "#8172b3", "#55a868", "#ccb974", "#c44e52")
 
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    from mllm.config import load as configs
-    from mllm.plan import memory as plan
-    from tools.memory_rows import HEADS, account, row, table, with_head
-
     config = configs.load(options.config, options.overrides)
     devices = plan.find_devices(config.mesh, options.target)
-    sizes = sorted(set(options.micro_batches))
-    bare = {}
-    for kind in HEADS[1:]:  # what the model takes does not depend on the head
-        for micro in sizes:
-            without = with_head(config, kind, micro, devices.mesh)
-            bare[kind, micro] = account(without, devices, "none", "update").peak
-    rows = []
+    bars, bare = [], {}
     for head in HEADS:
-        for micro in sizes:
-            without_head = bare["lora" if head == "lora" else "fused", micro]
-            rows.append(row(config, devices, head, micro, without_head))
-            fits = "" if rows[-1]["fits"] else ", does not fit"
-            print(f"{head:11} {micro:3}: {plan.size(rows[-1]['peak']):>10}{fits}", flush=True)
-    print(table(rows, devices.memory))
+        for micro in sorted(set(options.micro_batches)):
+            model = head == "lora", micro  # what the model takes does not depend on the head
+            if model not in bare:
+                without = with_head(config, head, micro, devices.mesh)
+                bare[model] = account(without, devices, "none", "update").peak
+            bars.append(bar(config, devices, head, micro, bare[model]))
+            print(f"{head} {micro}: {plan.size(bars[-1].peak)}", file=sys.stderr)
+    print(f"{devices.name}, jax {jax.__version__}; a program may have {plan.size(devices.memory)} on a device\n")
+    rows = []
+    for one in bars:
+        peak = plan.size(one.peak) if one.peak <= devices.memory else f"({plan.size(one.peak)})"
+        rows.append([one.column, str(one.sequences), *map(plan.size, one.parts.values()), peak, plan.size(one.alone)])
+    print(table(["column", "sequences a shard", *PARTS, "peak", "head alone"], rows))
     if devices.caveat:
         print(f"{devices.name}: {devices.caveat}.")
     if options.out:
-        write(rows, devices, options)
+        try:
+            draw(bars, devices.name, devices.memory, options.out.with_suffix(".png"))
+        except OSError as error:
+            raise UserError(f"--out: {options.out} can't be written: {error}") from None
     return 0
 
 
@@ -70,73 +86,103 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="NAME", help="a path, or a file in configs/")
     parser.add_argument("--target", metavar="SLICE", help="devices that aren't there, as in v6e:2x4 or h100:8")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="without its ending; none: no files")
+    parser.add_argument("--micro-batches", type=positive(int), nargs="+", default=MICRO_BATCHES, metavar="N")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the picture's, without .png; default: none")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     options = parser.parse_intermixed_args(arguments)
-    if min(options.micro_batches) < 1:
-        raise UserError(f"--micro-batches: {min(options.micro_batches)}: expected 1 or more")
-    if options.out is not None and not options.out.name:
-        raise UserError(f"--out: {options.out} names no file")
-    for ending in (".json", ".png") if options.out else ():
-        if not os.path.isdir(options.out.parent):
-            raise UserError(f"--out: there is no folder {options.out.parent}")
-        if os.path.isdir(options.out.with_suffix(ending)):
-            raise UserError(f"--out: {options.out.with_suffix(ending)} is a folder; give a file")
+    if options.out is not None and (not options.out.name or not options.out.parent.is_dir()):
+        raise UserError(f"--out: {options.out} names no file in a folder that is there")
     return options
 
 
-def write(rows: Sequence[dict[str, Any]], devices: "Devices", options: argparse.Namespace) -> None:
-    import jax
+# --- figures
 
-    content = {
-        "config": options.config,
-        "overrides": options.overrides,
-        "devices": devices.name,
-        "mesh": dict(devices.mesh.shape),
-        "memory": devices.memory,
-        "jax": jax.__version__,
-        **({"caveat": devices.caveat} if devices.caveat else {}),
-        "rows": list(rows),
+
+class Bar(NamedTuple):
+    """A bar of the picture: its column, sequences a shard, and bytes on a device."""
+
+    column: str
+    sequences: int
+    peak: int
+    parts: dict[str, int]
+    alone: int
+
+
+def bar(config: Config, devices: Devices, head: str, micro: int, bare: int) -> Bar:
+    """The figures of a column at a micro-batch; `bare` is the peak without a head."""
+    config = with_head(config, head, micro, devices.mesh)
+    shapes = Programs(config, devices.mesh)
+    known = {
+        "parameters": bytes_on_device(shapes.policy.params),
+        "optimizer": bytes_on_device(shapes.state.opt_state),
+        "gradients": bytes_on_device(shapes.gradients()),
     }
-    try:
-        options.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        draw(rows, devices.name, devices.memory, options.out.with_suffix(".png"))
-    except OSError as error:
-        raise UserError(f"--out: {options.out} can't be written: {error}") from None
+    peak = account(config, devices, head, "update").peak
+    parts = plan.phase("update", peak, known, max(peak - bare, 0)).parts
+    alone = account(config, devices, head, "head_of_update").temporaries
+    return Bar(head, micro, peak, {name: parts[name] for name in PARTS}, alone)
 
 
-def draw(rows: Sequence[dict[str, Any]], name: str, memory: int, out: Path) -> None:
-    """A panel for each head with a bar for each micro-batch, stacked by what holds the memory."""
+def with_head(config: Config, head: str, micro: int, mesh: Mesh) -> Config:
+    """The configuration with this column's head and adapters, this micro-batch, and several of them in a batch."""
+    shards = mesh.shape["dp"] * mesh.shape["fsdp"]
+    group = 2 if config.grpo is None else config.grpo.num_generations
+    changes: dict[str, Any] = {"micro_batch_size": micro * shards, "batch_size": micro * shards * group}
+    if head == "full_logits":
+        changes["head"] = config.head.model_copy(update={"impl": head, "workspace_mib": None})
+    lora = config.model.lora or LoraConfig(rank=RANK, alpha=RANK)
+    model: dict[str, Any] = {"lora": lora, "param_dtype": "float32"} if head == "lora" else {"lora": None}
+    changes["model"] = ModelConfig.model_validate({**config.model.model_dump(), **model})
+    return config.model_copy(update=changes)
+
+
+def account(config: Config, devices: Devices, head: str, name: str) -> Account:
+    """The memory of a program."""
+    settings = {"config": config.model_dump(mode="json"), "head": head, "name": name}
+    return plan.account_of("tools.memory:program", devices, **settings)
+
+
+class NoHead(Forward):
+    """A loss that costs nothing, to see what everything else takes."""
+
+    def head_loss(
+        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch
+    ) -> tuple[Float[Array, ""], TokenLogprobs]:
+        sums = jnp.sum(hidden, axis=-1, dtype=jnp.float32)
+        none = jnp.zeros_like(sums)
+        return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none)
+
+
+def program(mesh: Mesh, *, config: dict[str, Any], head: str, name: str) -> Program:
+    """The program of `Programs` with this name; the head "none" is `NoHead`, any other one the configuration's."""
+    kind = NoHead if head == "none" else Forward
+    return getattr(Programs(Config.model_validate(config), mesh, kind), name)()
+
+
+def draw(bars: Sequence[Bar], name: str, memory: int, out: Path) -> None:
+    """A panel for each column with a bar for each micro-batch, stacked by what holds the memory."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from tools.memory_rows import HEADS, PARTS
-
-    most = max(row["peak"] for row in rows)
     figure, axes = plt.subplots(1, len(HEADS), figsize=(4.5 * len(HEADS), 4), sharey=True, layout="constrained")
-    for axis, head in zip(axes, HEADS, strict=True):
-        shown = [row for row in rows if row["head"] == head]
+    for axis, column in zip(axes, HEADS, strict=True):
+        shown = [bar for bar in bars if bar.column == column]
         floor = [0.0] * len(shown)
-        for part, color in zip(PARTS, COLORS, strict=True):
-            heights = [row["parts"][part] / GIB for row in shown]
-            bars = axis.bar([str(row["micro_batch"]) for row in shown], heights, bottom=floor, color=color, label=part)
-            for bar, row in zip(bars, shown, strict=True):
-                bar.set_alpha(1.0 if row["fits"] else 0.45)
+        for place, part in enumerate(PARTS):
+            heights = [bar.parts[part] / GIB for bar in shown]
+            colors = [(f"C{place}", 1.0 if bar.peak <= memory else 0.45) for bar in shown]
+            axis.bar([str(bar.sequences) for bar in shown], heights, bottom=floor, color=colors, label=part)
             floor = [low + height for low, height in zip(floor, heights, strict=True)]
-        if memory < 3 * most:
-            axis.axhline(memory / GIB, color="black", linestyle="--", linewidth=1)
-        axis.set_title(head, fontsize=11, loc="left")
+        axis.axhline(memory / GIB, color="black", linestyle="--")
+        axis.set_title(column)
         axis.set_xlabel("sequences a shard")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", alpha=0.25)
     axes[0].set_ylabel("GiB a device")
-    axes[0].legend(frameon=False, fontsize=9)
-    figure.suptitle(f"Peak of an update on {name}; pale: does not fit", fontsize=11, x=0.01, ha="left")
-    # Else one bar beyond all bounds would flatten those that matter.
-    axes[0].set_ylim(0, min(most, 2 * memory) / GIB * 1.05)
+    axes[0].legend()
+    figure.suptitle(f"Peak of an update on {name}; pale: does not fit")
+    # Else one bar beyond all bounds, or the line far above them, would flatten those that matter.
+    axes[0].set_ylim(0, min(max(bar.peak for bar in bars), 2 * memory) / GIB * 1.05)
     figure.savefig(out, dpi=130)
     plt.close(figure)
 

@@ -149,36 +149,32 @@ def draw(runs: dict[str, Records], out: Path) -> None:
 
     topics = panels(runs)
     times = {run: timed for run, records in runs.items() if (timed := seconds_by_phase(records))[0]}
-    count = len(topics) + len(times)
     if not topics:
         raise UserError(f"{', '.join(runs)}: metrics.jsonl has nothing to draw yet; wait for the first step")
+    count = len(topics) + len(times)
     columns = min(3, count)
     rows = -(-count // columns)
-    size = (4.8 * columns, 3.1 * rows + 0.3)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    last = max(record["step"] for records in runs.values() for record in records)
-    for axis in axes.flat[:count]:
-        axis.set_xlim(-0.03 * last, 1.03 * last)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in axes.flat[count:]:
-        axis.set_visible(False)
+    figure = plt.figure(figsize=(4.8 * columns, 3.1 * rows), layout="constrained")
+    axes: list[Any] = []
+    for place in range(count):
+        axes.append(figure.add_subplot(rows, columns, place + 1, sharex=axes[0] if axes else None))
     colors = {run: f"C{place}" for place, run in enumerate(runs)}
-    for axis, (topic, series) in zip(axes.flat, topics.items(), strict=False):
-        draw_topic(axis, topic, series, colors)
-    longest = max((sum(sums[-1] for sums in phases.values()) for _, phases in times.values()), default=0)
-    shades = dict(zip(PHASES, plt.get_cmap("Set2")(range(len(PHASES))), strict=True))  # others than the runs' colors
-    for axis, (run, (steps, phases)) in zip(axes.flat[len(topics) :], times.items(), strict=False):
-        axis.set_title("Seconds so far" + f": {run}" * (len(runs) > 1), fontsize=11, loc="left")
-        axis.stackplot(steps, *phases.values(), colors=[shades[phase] for phase in phases])
-        axis.set_ylim(0, 1.03 * longest)
-    used = {phase: shade for phase, shade in shades.items() if any(phase in phases for _, phases in times.values())}
-    # Above the panels and below them, where nothing is hidden.
-    lines = [[plt.Line2D([], [], color=c, linewidth=4, label=label) for label, c in d.items()] for d in (colors, used)]
-    figure.legend(handles=lines[0], loc="outside upper left", ncols=columns, frameon=False)
-    figure.legend(handles=lines[1], loc="outside lower left", ncols=len(PHASES), frameon=False)
+    for axis, (topic, drawn) in zip(axes, topics.items(), strict=False):
+        axis.set_title(topic)
+        for series in drawn:
+            draw_series(
+                axis, series, colors[series.run], [series.name] if len(runs) == 1 else [series.run, series.name]
+            )
+    for axis, (run, (steps, phases)) in zip(axes[len(topics) :], times.items(), strict=False):
+        axis.set_title("Seconds so far" + f": {run}" * (len(runs) > 1))
+        axis.stackplot(
+            steps, *phases.values(), labels=list(phases), colors=[f"C{PHASES.index(name)}" for name in phases]
+        )
+    for axis in axes:
+        axis.set_xlabel("step")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize="small", framealpha=0.5)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=130)
@@ -188,28 +184,20 @@ def draw(runs: dict[str, Records], out: Path) -> None:
         plt.close(figure)
 
 
-def draw_topic(axis: Any, topic: str, drawn: list[Series], colors: dict[str, str]) -> None:
+def draw_series(axis: Any, series: Series, color: str, label: Sequence[str]) -> None:
     """What comes with a step, faint, with its mean over the last twentieth of the run; what is measured, as it is."""
-    for run, name, steps, values, band in drawn:
-        color, style = colors[run], STYLES[name]
-        if name == "training":
-            axis.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
-            values, band = smooth(values), band and (smooth(band[0]), smooth(band[1]))
-        if len(steps) == 1:
-            style = style.replace("-", "") or "."  # a line has no single point
-        axis.plot(steps, values, style, color=color, linewidth=1.6)
-        if band and len(steps) > 1:
-            axis.fill_between(steps, *band, color=color, alpha=0.12, linewidth=0)
-        elif band:
-            axis.vlines(steps, *band, color=color, linewidth=1)
-    axis.set_title(topic, fontsize=11, loc="left")
-    if topic == "Accuracy":
-        axis.set_ylim(-0.03, 1.03)
-    names = dict.fromkeys(series.name for series in drawn)
-    if len(names) > 1:  # beside the title, where nothing is hidden
-        handles = [axis.plot([], [], STYLES[name], color="gray", label=name)[0] for name in names]
-        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0}
-        axis.legend(handles=handles, ncols=len(names), frameon=False, fontsize=9, columnspacing=1, **place)
+    _, name, steps, values, band = series
+    style = STYLES[name]
+    if name == "training":
+        axis.plot(steps, values, color=color, alpha=0.3)
+        values, band = smooth(values), band and (smooth(band[0]), smooth(band[1]))
+    if len(steps) == 1:
+        style = style.replace("-", "") or "."  # a line has no single point
+    axis.plot(steps, values, style, color=color, label=", ".join(label))
+    if band:
+        axis.fill_between(steps, *band, color=color, alpha=0.12)
+    if band and len(steps) == 1:
+        axis.vlines(steps, *band, color=color)
 
 
 def smooth(values: list[float]) -> list[float]:

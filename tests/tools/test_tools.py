@@ -28,7 +28,7 @@ PROMPTS = [
     {"messages": [{"role": "user", "content": "7+7="}, {"role": "assistant", "content": "14"}]},
     {"messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2="}]},
 ]
-TOOLS = ("bench", "device.py", "export.py", "generate.py", "memory.py", "plot.py", "replay.py", "samples.py", "tune.py")
+TOOLS = ("bench", "device.py", "export.py", "generate.py", "plot.py", "replay.py", "samples.py", "tune.py")
 
 
 @pytest.fixture(scope="module")

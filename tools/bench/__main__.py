@@ -1,9 +1,8 @@
 """Benchmarks: python tools/bench COMMAND [options]
 
     head      the LM head beside the bare matrix products and other implementations
-    kernels   the head's kernels one by one, beside float64 or their bare products
-    rollout   the rollout engine beside other samplers
-    train     an update of all parameters beside one of padded rows and one of LoRA's adapters: seconds and memory
+    rollout   the rollout engine beside google-tunix's sampler
+    train     an update of packed sequences beside one of padded rows
 
 `python tools/bench COMMAND --help` describes a command's figures and options.
 """
@@ -18,7 +17,7 @@ if not __package__:  # `python tools/bench`: in place of this folder, the reposi
     sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 from mllm import errors
 
-COMMANDS = ("head", "kernels", "rollout", "train")
+COMMANDS = ("head", "rollout", "train")
 
 
 @errors.command

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from mllm import child_process, errors
 from mllm.errors import UserError
@@ -31,6 +31,7 @@ DEFAULTS = {
 }
 """Environment variables: a process gets three quarters of a GPU at once unless it is told otherwise."""
 Figures = dict[str, Any]
+Number = TypeVar("Number", int, float)
 Shape = tuple[int, int, int]
 """Tokens, hidden size, vocabulary."""
 
@@ -44,16 +45,26 @@ def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     )
 
 
+def positive(kind: type[Number], *, zero: bool = False, most: float = math.inf) -> Callable[[str], Number]:
+    """For argparse: a finite number above 0, or 0 as well, and at most `most`."""
+    expected = f"{'0 or more' if zero else 'a number above 0'}{f', at most {most:g}' if most < math.inf else ''}"
+
+    def number(text: str) -> Number:
+        found = kind(text)
+        if not 0 <= found <= most or found == math.inf or (found == 0 and not zero):
+            raise argparse.ArgumentTypeError(f"{text} is not {expected}")
+        return found
+
+    number.__name__ = kind.__name__
+    return number
+
+
 def numbers(name: str, doc: str | None, arguments: Sequence[str] | None, **options: tuple[int, str]) -> dict[str, int]:
     """The values of a benchmark's options, which are all numbers above 0: a default and a meaning each."""
     known = parser(name, doc)
     for option, (default, meaning) in options.items():
-        known.add_argument(f"--{option}", type=int, default=default, help=f"{meaning} (default {default:,})".strip())
-    found = vars(known.parse_args(arguments))
-    for option, value in found.items():
-        if value < 1:
-            raise UserError(f"--{option}: {value} is not a number above 0")
-    return found
+        known.add_argument(f"--{option}", type=positive(int), default=default, help=f"{meaning} (default {default:,})")
+    return vars(known.parse_args(arguments))
 
 
 def shape_of(text: str) -> Shape:
@@ -74,44 +85,25 @@ def title(shape: Sequence[int]) -> str:
 # --- processes
 
 
-class SkippedError(Exception):
-    """A method can't run here, by its own words."""
-
-
-class Outcome(NamedTuple):
-    """What came of a method's process."""
-
-    found: list[Figures]
-    """Its answers."""
-    status: str = "measured"
-    """Or "skipped", "failed"."""
-    reason: str = ""
-
-
-def answer(measure: Callable[..., Iterable[Figures]], *arguments: Any) -> None:
-    """In a method's process: hand over the figures that a method finds, or why it can't run."""
+def answer(found: Iterable[Figures]) -> None:
+    """In a method's process: hand over figures as they are found, and end when the command does."""
     child_process.end_with_parent()
-    try:
-        for figures in measure(*arguments):
-            child_process.answer(figures)
-    except SkippedError as error:
-        child_process.answer({"skipped": str(error)})
+    for figures in found:
+        child_process.answer(figures)
 
 
-def start(module: str, task: Figures, seconds: float | None = None, cache: Path | None = None) -> Outcome:
+def start(
+    module: str, task: Figures, seconds: float | None = None, cache: str | None = None
+) -> tuple[list[Figures], str]:
     """Run a task in a process of its own, `python -m module TASK`, which calls `answer`.
 
-    `cache` is a folder of compiled programs that processes share.
+    Returns its answers, and why it has failed in a line, "" where it hasn't. `cache` is a folder of compiled programs
+    that processes share.
     """
-    defaults = {**DEFAULTS, **({"JAX_COMPILATION_CACHE_DIR": str(cache)} if cache else {})}
+    defaults = DEFAULTS | ({"JAX_COMPILATION_CACHE_DIR": cache} if cache else {})
     command = [sys.executable, "-m", module, json.dumps(task)]
-    ended = child_process.run(command, seconds=seconds, env={**defaults, **os.environ}, cwd=ROOT)
-    skipped = next((found["skipped"] for found in ended.answers if "skipped" in found), None)
-    if skipped is not None:
-        return Outcome([], "skipped", skipped)
-    if ended.code == 0:
-        return Outcome(ended.answers)
-    return Outcome(ended.answers, "failed", f"stopped after {seconds:g} s" if ended.late else ended.reason)
+    ended = child_process.run(command, seconds=seconds, env=defaults | os.environ, cwd=ROOT)
+    return ended.answers, f"stopped after {seconds:g} s" if ended.late else ended.reason
 
 
 def turn(make: Callable[[str, Figures], Callable[[int], Figures]], task: Figures) -> Iterator[Figures]:
@@ -134,11 +126,11 @@ def compare(module: str, methods: Sequence[str], sizes: Figures, repeats: int) -
     with tempfile.TemporaryDirectory() as cache:
         for seed in range(repeats):
             for name in methods:
-                outcome = start(module, {"method": name, "seed": seed, **sizes}, cache=Path(cache))
-                if outcome.status != "measured":
-                    raise UserError(f"{name}: {outcome.status}: {outcome.reason}")
-                turns[name] += outcome.found
-                print(f"turn {seed + 1}: {name}: {outcome.found[-1]['seconds']:.2f} s", file=sys.stderr)
+                found, failure = start(module, {"method": name, "seed": seed, **sizes}, cache=cache)
+                if failure:
+                    raise UserError(f"{name}: {failure}")
+                turns[name] += found
+                print(f"turn {seed + 1}: {name}: {found[-1]['seconds']:.2f} s", file=sys.stderr)
     return turns
 
 
@@ -186,26 +178,21 @@ def in_turns(
     return seconds
 
 
-def compared(found: Mapping[str, Sequence[Figures]], columns: Mapping[str, tuple[str, float, str]]) -> str:
+def compared(found: Mapping[str, Sequence[Figures]]) -> str:
     """The table of `compare`'s figures, a row for each method: medians over the turns.
 
-    `columns` has each figure's title, unit and format. A format that ends in "x" stands for a figure with its ratio to
-    that of the first method in the same turn, the median and the range.
+    The first method has all columns. `ratio` is that of the seconds to the first one's in the same turn, and its range.
     """
     first = next(iter(found.values()))
     rows = []
     for name, turns in found.items():
-        cells = [name]
-        for key, (_, unit, form) in columns.items():
-            if key not in turns[0]:
-                cells.append("-")
-                continue
-            cells.append(format(statistics.median(turn[key] for turn in turns) / unit, form.removesuffix("x")))
-            if form.endswith("x") and turns is not first:
-                ratios = [own[key] / other[key] for own, other in zip(turns, first, strict=True)]
-                cells[-1] += f", {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        ratios = [own["seconds"] / other["seconds"] for own, other in zip(turns, first, strict=True)]
+        cells = [name, f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
+        for key in first[0]:
+            middle = statistics.median(turn.get(key, math.nan) for turn in turns)
+            cells.append("-" if math.isnan(middle) else f"{middle:.{0 if middle >= 100 else 3}f}")
         rows.append(cells)
-    return table(["method", *(title for title, _, _ in columns.values())], rows)
+    return table(["method", "ratio", *first[0]], rows)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -8,8 +8,7 @@ name says otherwise, each in a process of its own. What isn't installed or can't
                methods through torch) multiplies them in the same round, at the rows that count
     /four      the same with h Wᵀ twice, which is what a method without a workspace has to do
     TFLOP/s    of the products that a method has to make with the memory it is given: 3, 4, or 1
-    peak MiB   the most that the device held, ≤ where compiling held as much   [its own count; - where it has none]
-    temp MiB   the peak without arguments and results; on a CPU the compiler's temporaries
+    temp MiB   memory beside arguments and results             [the compiler's figure; torch's own count]
     loss ...   the largest difference to plain JAX in float64 (on TPUs float32 at the highest precision), relative to
                the largest magnitude there; for the general backward, "loss" compares logprob and lse
 
@@ -20,18 +19,17 @@ Leaves out several devices. Exit codes: 0 done, 2 an error that one line explain
 
 import argparse
 import importlib.metadata
-import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mllm import errors
 from mllm.errors import UserError
-from tools.bench.frame import Figures, Outcome, Shape, parser, shape_of, start, table, title
+from tools.bench.frame import Figures, Shape, parser, positive, shape_of, start, table, title
 
 if TYPE_CHECKING:
     from tools.bench.methods import Method
@@ -47,7 +45,9 @@ PACKAGES = (
 LARGE: Shape = (8192, 2048, 151936)
 """The head of Qwen2.5-3B."""
 SMALL: Shape = (1024, 256, 16384)
-COLUMNS = ("method", "ms", "/three", "/four", "TFLOP/s", "peak MiB", "temp MiB", "loss", "dh", "dW")
+COLUMNS = ("method", "ms", "/three", "/four", "TFLOP/s", "temp MiB", "loss", "dh", "dW")
+Measured = tuple[list[Figures], str]
+"""A method's figures at each share of rows that count, and why there are no more, "" where there are all."""
 
 
 @errors.command
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tools.bench import methods, target
 
         chosen = chosen_methods(options.methods, methods.methods("tpu"))
-        target.run(options.target, options.shape or [LARGE], chosen)
+        target.run(options.target, options.shape or LARGE, chosen)
     else:
         run(options)
     return 0
@@ -65,32 +65,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     known = parser("head", __doc__)
-    add = known.add_argument
-    add(
-        "--shape",
-        type=shape_of,
-        nargs="+",
-        metavar="N,D,V",
-        help="tokens, hidden size, vocabulary; several are measured one after the other "
-        f"(default on a CPU {','.join(map(str, SMALL))}, else {','.join(map(str, LARGE))})",
-    )
+    add, sizes = known.add_argument, [",".join(map(str, shape)) for shape in (SMALL, LARGE)]
+    shape = f"tokens, hidden size, vocabulary (default on a CPU {sizes[0]}, else {sizes[1]})"
+    add("--shape", type=shape_of, metavar="N,D,V", help=shape)
     add("--dtype", choices=("float32", "bfloat16"), help="default on a CPU float32, else bfloat16")
-    add("--live", type=float, nargs="+", metavar="SHARE", help="shares of rows that count (default 1 0.5 0.25, CPU: 1)")
+    add(
+        "--live",
+        type=positive(float, most=1),
+        nargs="+",
+        metavar="SHARE",
+        help="shares of rows that count (default 1 0.5 0.25, on a CPU 1)",
+    )
     add("--methods", nargs="+", metavar="TEXT", help="only those whose name has one of these in it")
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one method, all shares (default 300)")
+    add("--timeout", type=positive(float), default=300.0, metavar="S", help="for one method, all shares (default 300)")
     add("--target", metavar="CHIP", help="compile for this TPU, as in v6e, and time nothing")
-    add("--repeats", type=int, help="rounds timed, after one that is not (default on a CPU 5, else 10)")
-    add("--seed", type=int, default=0, help="seed of the random inputs (default 0)")
+    add("--repeats", type=positive(int), help="rounds timed, after one that is not (default on a CPU 5, else 10)")
     options = known.parse_args(arguments)
-    for share in options.live or []:
-        if not 0 < share <= 1:
-            raise UserError(f"--live: {share:g} is not a number above 0, at most 1")
-    for name in ("timeout", "repeats"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"--{name}: {value:g} is not a number above 0")
-    if options.seed < 0:
-        raise UserError(f"--seed: {options.seed} is below 0")
     for name in ("live", "dtype", "repeats"):
         if options.target and getattr(options, name) is not None:
             raise UserError(f"--{name}: has no meaning with --target, which times nothing")
@@ -98,40 +88,42 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, and print each table as it becomes known; UserError where there is no device, or nothing is measured."""
+    """Measure and print a table for each share; UserError where nothing is measured."""
     from tools.bench.methods import methods as known_methods
 
-    with tempfile.TemporaryDirectory() as folder:
-        probe = start(CHILD, {}, options.timeout, cache := Path(folder))
-        if probe.status != "measured":
-            raise UserError(f"JAX finds no device to measure on: {probe.reason}")
-        device = probe.found[0]
-        cpu = device["platform"] == "cpu"
-        methods = chosen_methods(options.methods, known_methods(device["platform"]))
+    with tempfile.TemporaryDirectory() as cache:
+        found, failure = start(CHILD, {}, options.timeout, cache)
+        if failure:
+            raise UserError(f"JAX finds no device to measure on: {failure}")
+        platform, kind = found[0]["platform"], found[0]["kind"]
+        cpu = platform == "cpu"
+        methods = chosen_methods(options.methods, known_methods(platform))
         lives = sorted(set(options.live or ([1.0] if cpu else [1.0, 0.5, 0.25])), reverse=True)
         dtype, rounds = options.dtype or ("float32" if cpu else "bfloat16"), options.repeats or (5 if cpu else 10)
-        versions = ", ".join(f"{package} {found}" for package in PACKAGES if (found := version(package)))
-        about = f"{device['platform']} {device['kind']}, {versions}; {dtype}"
-        print(f"{about}, {datetime.now(UTC):%Y-%m-%d}, {rounds} rounds")
-        everything: list[tuple[str, Outcome]] = []
-        for shape in options.shape or [SMALL if cpu else LARGE]:
-            problem = {**dict(zip(("tokens", "features", "vocabulary"), shape, strict=True)), "dtype": dtype}
-            task = {"problem": {**problem, "seed": options.seed}, "lives": lives, "rounds": rounds, "least": LEAST}
-            outcomes: dict[str, Outcome] = {}
-            for method in methods:
-                print(f"{title(shape)}: {method.name}", file=sys.stderr)
-                obstacle = method.obstacle(device["platform"])
-                outcome = Outcome([], "skipped", obstacle or "")
-                if not obstacle:
-                    outcome = start(CHILD, {**task, "method": method.name}, options.timeout, cache)
-                outcomes[method.name] = outcome
-            for live in lives:
-                print(f"\n{title(shape)}, {dtype}, {live:.0%} of the rows count", flush=True)
-                print(text(shape, live, {method.name: method.products for method in methods}, outcomes), flush=True)
-            everything += outcomes.items()
-    if not any(outcome.found for _, outcome in everything):
-        name, outcome = next((each for each in everything if each[1].status == "failed"), everything[0])
-        raise UserError(f"--shape, --methods: nothing could be measured; {name}: {outcome.reason}")
+        print(f"{platform} {kind}, {', '.join(versions())}; {dtype}, {datetime.now(UTC):%Y-%m-%d}, {rounds} rounds")
+        shape = options.shape or (SMALL if cpu else LARGE)
+        task = {"shape": shape, "dtype": dtype, "lives": lives, "rounds": rounds, "least": LEAST}
+        measured: dict[str, Measured] = {}
+        for method in methods:
+            print(f"{title(shape)}: {method.name}", file=sys.stderr)
+            obstacle = method.obstacle(platform)
+            given = {**task, "method": method.name}
+            measured[method.name] = ([], obstacle) if obstacle else start(CHILD, given, options.timeout, cache)
+    if not any(found for found, _ in measured.values()):
+        name, (_, reason) = next(iter(measured.items()))
+        raise UserError(f"--shape, --methods: nothing could be measured; {name}: {reason}")
+    for live in lives:
+        print(f"\n{title(shape)}, {dtype}, {live:.0%} of the rows count")
+        print(text(live, measured))
+
+
+def versions() -> list[str]:
+    """Names and versions of those packages that are installed."""
+    found = []
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return found
 
 
 def chosen_methods(texts: Sequence[str] | None, known: Sequence["Method"]) -> list["Method"]:
@@ -142,58 +134,45 @@ def chosen_methods(texts: Sequence[str] | None, known: Sequence["Method"]) -> li
     return [method for method in known if not texts or any(text.lower() in method.name.lower() for text in texts)]
 
 
-def version(package: str) -> str | None:
-    """The version of a package; None where it isn't installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 # --- the table
 
 
-def text(shape: Shape, live: float, products: Mapping[str, int], outcomes: Mapping[str, Outcome]) -> str:
-    """The table at a share of rows that count; below it stands what wasn't measured, with the reason.
-
-    `products` has the number that each method has to make.
-    """
-    flops = 2 * max(1, round(live * shape[0])) * shape[1] * shape[2]  # of one product
-    rows, bare, reasons = [], dict[str, list[tuple[float, float]]](), dict[str, list[str]]()
-    for name, outcome in outcomes.items():
-        found = next((found for found in outcome.found if found["live"] == live), None)
-        if found is None:
-            reasons.setdefault(f"{outcome.status}: {outcome.reason}", []).append(name)
-            continue
-        own, *each = (found["rounds"][product] for product in ("method", "hW", "gW", "gh"))
-        three = [sum(parts) for parts in zip(*each, strict=True)]
-        four = [a + b for a, b in zip(three, each[0], strict=True)]
-        bare.setdefault(found["through"], []).append((statistics.median(three), statistics.median(four)))
-        ratios = (statistics.median(a / b for a, b in zip(own, other, strict=True)) for other in (three, four))
-        rows.append(cells(name, statistics.median(own), ratios, products[name] * flops, found))
-    for through, medians in bare.items():
-        for number, seconds in zip((4, 3), reversed([*zip(*medians, strict=True)]), strict=True):
-            middle = statistics.median(seconds)  # over the processes that measured them with this library
-            figures = f"{1e3 * middle:.2f}", "", "", f"{number * flops / middle / 1e12:.3g}"
-            rows.insert(0, [f"{number} bare products, {through}", *figures, *[""] * 5])
-    return "\n".join([table(COLUMNS, rows)] * bool(rows) + [f"{why}: {'; '.join(x)}" for why, x in reasons.items()])
+def text(live: float, measured: Mapping[str, Measured]) -> str:
+    """The table at a share of rows that count; below it stands what wasn't measured, with the reason."""
+    rows, by_library, reasons = [], dict[str, list[Figures]](), dict[str, list[str]]()
+    for name, (found, reason) in measured.items():
+        here = [figures for figures in found if figures["live"] == live]
+        for figures in here:
+            by_library.setdefault(figures["through"], []).append(figures)
+            rows.append([name, *cells(figures)])
+        if not here:
+            reasons.setdefault(reason, []).append(name)
+    for library, each in by_library.items():
+        for number in (4, 3):
+            seconds = statistics.median(statistics.median(bare_seconds(figures, number)) for figures in each)
+            times = f"{1e3 * seconds:.2f}", "", "", f"{number * each[0]['flops'] / seconds / 1e12:.3g}"
+            rows.insert(0, [f"{number} bare products, {library}", *times, *[""] * 4])
+    absent = [f"not measured: {why}: {'; '.join(names)}" for why, names in reasons.items()]
+    return "\n".join([table(COLUMNS, rows), *absent] if rows else absent)
 
 
-def cells(name: str, seconds: float, ratios: Iterable[float], flops: int, found: Figures) -> list[str]:
-    """A method's line of the table."""
-    peak, temporaries = found["peak_bytes"], found["temp_bytes"]
+def bare_seconds(found: Figures, number: int) -> list[float]:
+    """Seconds of 3 or 4 bare products in each round; of four, h Wᵀ counts twice."""
+    rounds = found["rounds"]
+    return [(number - 2) * hw + gw + gh for hw, gw, gh in zip(rounds["hW"], rounds["gW"], rounds["gh"], strict=True)]
+
+
+def cells(found: Figures) -> list[str]:
+    """A method's figures in the table."""
+    rounds = found["rounds"]["method"]
+    seconds = statistics.median(rounds)
+    ratios = ([a / b for a, b in zip(rounds, bare_seconds(found, number), strict=True)] for number in (3, 4))
     errors = [format(x, ".1e") for x in found["errors"].values()]
     return [
-        name,
         f"{1e3 * seconds:.2f}",
-        *(f"{ratio:.2f}" for ratio in ratios),
-        f"{flops / seconds / 1e12:.3g}",
-        "-" if peak is None else f"{'≤' * found['peak_is_bound']}{peak / 2**20:.0f}",
-        "-" if temporaries is None else f"{temporaries / 2**20:.1f}",
+        *(f"{statistics.median(each):.2f}" for each in ratios),
+        f"{found['products'] * found['flops'] / seconds / 1e12:.3g}",
+        f"{found['temp_bytes'] / 2**20:.1f}",
         *errors,
         *[""] * (3 - len(errors)),
     ]
-
-
-if __name__ == "__main__":
-    errors.run_main(main)

@@ -1,18 +1,19 @@
-"""Measures one method of the head's benchmark, in a process that tools/bench/head.py starts.
+"""Measures one method of the head's benchmark, in a process that tools/bench/head.py or tools/tune.py starts.
 
-It answers with figures at each share of rows that count. Inputs are random from a seed: logits are normal with unit
-variance, and the rows that count are at random places. A method is compiled once; for each share it is run once, for
-its memory, then timed in turns with the bare products h Wᵀ, g W and gᵀ h of as many rows as count, where g has the
-shape and the dtype of logits; then its result is compared with plain JAX in float64 (float32 on TPUs).
+It answers with figures at each share of rows that count. Inputs are random: logits are normal with unit variance, and
+the rows that count are at random places. A method is compiled once; for each share it is timed in turns with the bare
+products h Wᵀ, g W and gᵀ h of as many rows as count, where g has the shape and the dtype of logits; then its result is
+compared with plain JAX in float64 (float32 on TPUs).
 
-Memory is the device's own count where it has one (`peak_bytes_in_use`), else, as on CPUs, the compiler's temporaries.
-Through torch, the bare products and the count of memory (`max_memory_allocated`) are torch's.
+Temporaries are the compiler's figure. Through torch, the bare products are torch's, and temporaries are what its own
+count has beside arguments and results.
 """
 
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -22,11 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from tools.bench.frame import MOST_CALLS, Figures, SkippedError, answer, in_turns
+from tools.bench.frame import MOST_CALLS, Figures, Shape, answer, in_turns
 from tools.bench.methods import IGNORED, Method, methods
+from tools.bench.tilings import traced_with
 
 CHUNK = 256
 """Tokens that the reference takes at a time."""
+SEED = 0
 
 
 # --- the inputs, and what is right
@@ -34,28 +37,25 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of a given shape; the same ones in every process for a seed."""
+    """Inputs of a given shape; the same ones in every process."""
 
-    tokens: int
-    features: int
-    vocabulary: int
+    shape: Shape
     dtype: str
-    seed: int
 
     @cached_property
     def fixed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Hidden states [N, D] and weight [V, D], whose products have unit variance, and labels [N]."""
-        rng = np.random.default_rng(self.seed)
-        sizes = (self.tokens, self.features), (self.vocabulary, self.features)
-        hidden, weight = (rng.standard_normal(x, np.float32) * np.float32(self.features**-0.25) for x in sizes)
-        labels = rng.integers(0, self.vocabulary, self.tokens, dtype=np.int32)
+        rng, (tokens, features, vocabulary) = np.random.default_rng(SEED), self.shape
+        sizes = (tokens, features), (vocabulary, features)
+        hidden, weight = (rng.standard_normal(x, np.float32) * np.float32(features**-0.25) for x in sizes)
+        labels = rng.integers(0, vocabulary, tokens, dtype=np.int32)
         return hidden.astype(self.dtype), weight.astype(self.dtype), labels
 
     def per_token(self, general: bool, live: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Weights [N], 1 at the rows that count; and cotangents of logprob and lse, random or the cross-entropy's."""
-        rng = np.random.default_rng([self.seed, 1])
-        weights = (rng.permutation(self.tokens) < live_rows(self.tokens, live)).astype(np.float32)
-        slopes = rng.standard_normal((2, self.tokens), np.float32) if general else np.array([[-1], [0]], np.float32)
+        rng, tokens = np.random.default_rng([SEED, 1]), self.shape[0]
+        weights = (rng.permutation(tokens) < live_rows(tokens, live)).astype(np.float32)
+        slopes = rng.standard_normal((2, tokens), np.float32) if general else np.array([[-1], [0]], np.float32)
         by_logprob, by_lse = weights * slopes
         return weights, by_logprob, by_lse
 
@@ -101,7 +101,7 @@ def largest_error(got: Any, expected: Array) -> float:
 
 
 class Xla:
-    """A method, compiled by JAX; SkippedError if its tracing says that it can't run here."""
+    """A method, compiled by JAX."""
 
     name = "XLA"
 
@@ -113,24 +113,17 @@ class Xla:
         self.queue = 1 if jax.default_backend() == "cpu" else 2  # calls that may be under way while it is timed
         hidden, weight, labels = problem.fixed
         given = (hidden, np.ascontiguousarray(weight.T) if method.transposed else weight, labels)
-        try:
-            traced = jax.jit(method.call).trace(*given, *problem.per_token(False, 1))
-        except (NotImplementedError, ValueError) as error:
-            raise SkippedError(str(error).splitlines()[0]) from None
-        self.program = traced.lower().compile()
-        self.before = device_peak()  # the compiler tries products on the device
+        self.program = jax.jit(method.call).lower(*given, *problem.per_token(False, 1)).compile()
         self.fixed = [jnp.asarray(x) for x in given]
-        self.memory: Figures = {}
 
-    def call(self, live: float) -> tuple[Callable[[], tuple[Any, ...]], Figures]:
-        """The method at this share of rows that count, and what a call of it takes in memory."""
-        call = partial(self.program, *self.fixed, *map(jnp.asarray, self.problem.per_token(self.method.general, live)))
-        results = self.wait(call())
-        if not self.memory:  # one program serves all shares, and later peaks have the reference's memory in them
-            analysis: Any = self.program.memory_analysis()
-            compiled = None if analysis is None else analysis.temp_size_in_bytes
-            self.memory = memory_of(call.args, results, device_peak(), compiled, self.before)
-        return call, self.memory
+    def call(self, live: float) -> Callable[[], tuple[Any, ...]]:
+        """The method at this share of rows that count."""
+        return partial(self.program, *self.fixed, *map(jnp.asarray, self.problem.per_token(self.method.general, live)))
+
+    def temporaries(self, call: Callable[[], tuple[Any, ...]]) -> int:
+        """Bytes that a call takes beside arguments and results."""
+        analysis: Any = self.program.memory_analysis()
+        return analysis.temp_size_in_bytes
 
     def bare(self, rows: int) -> dict[str, Callable[[], Any]]:
         return bare_products(self.fixed[0][:rows], jnp.asarray(self.problem.fixed[1]))
@@ -152,16 +145,14 @@ class Torch:
 
         assert method.torch is not None
         self.torch, self.problem, self.loss = torch, problem, method.torch()
-        self.gpu = torch.cuda.is_available()
         # torch can wait only for all calls, and their results take each other's place.
-        self.queue = MOST_CALLS if self.gpu else 1
-        place, dtype = torch.device("cuda" if self.gpu else "cpu"), getattr(torch, problem.dtype)
+        self.queue = MOST_CALLS
         arrays = (torch.from_numpy(x.astype(np.float32)) for x in problem.fixed[:2])
-        self.hidden, self.weight = (x.to(place, dtype).requires_grad_() for x in arrays)
+        self.hidden, self.weight = (x.to("cuda", getattr(torch, problem.dtype)).requires_grad_() for x in arrays)
 
-    def call(self, live: float) -> tuple[Callable[[], tuple[Any, ...]], Figures]:
+    def call(self, live: float) -> Callable[[], tuple[Any, ...]]:
         chosen = np.where(self.problem.per_token(False, live)[0] != 0, self.problem.fixed[2], IGNORED)
-        labels = self.torch.from_numpy(chosen.astype(np.int64)).to(self.hidden.device)
+        labels = self.torch.from_numpy(chosen.astype(np.int64)).to("cuda")
 
         def call() -> tuple[Any, ...]:
             self.hidden.grad = self.weight.grad = None
@@ -169,11 +160,14 @@ class Torch:
             value.backward()
             return value.detach(), self.hidden.grad, self.weight.grad
 
-        if self.gpu:
-            self.torch.cuda.reset_peak_memory_stats()
+        return call
+
+    def temporaries(self, call: Callable[[], tuple[Any, ...]]) -> int:
+        self.hidden.grad = self.weight.grad = None
+        before = self.torch.cuda.memory_allocated()
+        self.torch.cuda.reset_peak_memory_stats()
         results = self.wait(call())
-        counted = self.torch.cuda.max_memory_allocated() if self.gpu else None
-        return call, memory_of((self.hidden, self.weight, labels), results, counted)
+        return self.torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in results)
 
     def bare(self, rows: int) -> dict[str, Callable[[], Any]]:
         h, w, product = self.hidden.detach()[:rows], self.weight.detach(), self.torch.matmul
@@ -181,33 +175,11 @@ class Torch:
         return {"hW": partial(product, h, w.T), "gW": partial(product, g, w), "gh": partial(product, g.T, h)}
 
     def wait(self, results: Any) -> Any:
-        if self.gpu:
-            self.torch.cuda.synchronize()
+        self.torch.cuda.synchronize()
         return results
 
     def read(self, result: Any) -> Any:
         return result.float().cpu().numpy()
-
-
-def device_peak() -> int | None:
-    """The most bytes that the device has held so far, if it counts them."""
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-
-
-def memory_of(
-    arguments: Any, results: Any, counted: int | None, compiled: int | None = None, before: int | None = None
-) -> Figures:
-    """The device's peak in bytes, None where it doesn't count, and temporaries; without a count the compiler's.
-
-    Where the device held as much before the call, the peak is only an upper bound.
-    """
-    held = sum(x.nbytes for tree in (arguments, results) for x in tree)
-    temporaries = compiled if counted is None else max(0, counted - held)
-    return {
-        "peak_bytes": counted,
-        "temp_bytes": temporaries,
-        "peak_is_bound": counted is not None and counted == before,
-    }
 
 
 def bare_products(hidden: Float[Array, "R D"], weight: Float[Array, "V D"]) -> dict[str, Callable[[], Array]]:
@@ -224,38 +196,33 @@ def bare_products(hidden: Float[Array, "R D"], weight: Float[Array, "V D"]) -> d
 # --- the process
 
 
-def measure(method: Method, problem: Problem, lives: Sequence[float], rounds: int, least: float) -> Iterator[Figures]:
-    """The method's figures at each share of rows that count: memory, seconds of each round, errors."""
-    library = (Torch if method.torch else Xla)(method, problem)
-    for live in lives:
-        call, memory = library.call(live)
-        calls = {"method": call, **library.bare(live_rows(problem.tokens, live))}
-        seconds = in_turns(calls, library.wait, rounds=rounds, least=least, queue=library.queue)
-        errors, results = {}, call()
-        for (name, right), found in zip(problem.expected(method.general, live).items(), results, strict=False):
-            got = library.read(found)
-            errors[name] = largest_error(got.T if method.transposed and name == "dW" else got, right)
-        yield {"live": live, "through": library.name, "errors": errors, "rounds": seconds, **memory}
-
-
-def device() -> Figures:
-    """What JAX runs on by default."""
-    found = jax.devices()[0]
-    return {
-        "platform": found.platform,
-        "kind": found.device_kind,
-        "memory_bytes": (found.memory_stats() or {}).get("bytes_limit"),
-        "runtime": found.client.platform_version.splitlines()[0],
-    }
-
-
 def main(task: Figures) -> Iterator[Figures]:
-    """The figures of the method that a task names; of none, what JAX runs on."""
+    """The figures of the method that a task names; of none, what JAX runs on.
+
+    Those of a method, at each share of rows that count, are seconds of each round, temporaries in bytes, errors, and
+    the products that it has to make, each of so many flops.
+    """
     if "method" not in task:
-        return iter([device()])
+        device = jax.devices()[0]
+        found = {"platform": device.platform, "kind": device.device_kind}
+        yield found | {"devices": jax.device_count(), "jax": jax.__version__}
+        return
     [method] = [method for method in methods(jax.default_backend()) if method.name == task["method"]]
-    return measure(method, Problem(**task["problem"]), task["lives"], task["rounds"], task["least"])
+    problem = Problem(tuple(task["shape"]), task["dtype"])
+    with traced_with(task["tiles"]) if "tiles" in task else nullcontext():
+        library = (Torch if method.torch else Xla)(method, problem)
+    for live in task["lives"]:
+        rows, call = live_rows(problem.shape[0], live), library.call(live)
+        temporaries = library.temporaries(call)
+        calls = {"method": call, **library.bare(rows)}
+        seconds = in_turns(calls, library.wait, rounds=task["rounds"], least=task["least"], queue=library.queue)
+        errors, results = {}, call()
+        for (name, right), result in zip(problem.expected(method.general, live).items(), results, strict=False):
+            got = library.read(result)
+            errors[name] = largest_error(got.T if method.transposed and name == "dW" else got, right)
+        found = {"live": live, "through": library.name, "rounds": seconds, "temp_bytes": temporaries, "errors": errors}
+        yield found | {"products": method.products, "flops": 2 * rows * problem.shape[1] * problem.shape[2]}
 
 
 if __name__ == "__main__":
-    answer(main, json.loads(sys.argv[1]))
+    answer(main(json.loads(sys.argv[1])))

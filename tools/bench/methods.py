@@ -49,12 +49,9 @@ class Method:
 
     def obstacle(self, platform: str) -> str | None:
         """Why the method can't run on `platform`, as far as that is known before it is started."""
-        missing = [module for module in self.needs if importlib.util.find_spec(module) is None]
-        if missing:
-            return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-        if self.platform not in (None, platform):
-            return f"needs a {str(self.platform).upper()}"
-        return None
+        needed = [module for module in self.needs if importlib.util.find_spec(module) is None]
+        needed += [f"a {self.platform.upper()}"] if self.platform not in (None, platform) else []
+        return f"needs {', '.join(needed)}" if needed else None
 
 
 def methods(platform: str) -> list[Method]:
@@ -75,7 +72,6 @@ def methods(platform: str) -> list[Method]:
         *engine_methods("xla", None),
         Method("optax on full logits", 3, value_and_gradients(optax_on_logits)),
         Method("full logits, value only", 1, value_only(full_logits)),
-        Method("full logits in torch", 3, torch=full_logits_in_torch, needs=("torch",)),
     ]
 
 
@@ -222,11 +218,3 @@ def cce() -> Callable[..., Any]:
 
     options = {"ignore_index": IGNORED, "reduction": "sum", "filter_eps": None}  # None: nothing is left out
     return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, **options)
-
-
-def full_logits_in_torch() -> Callable[..., Any]:
-    from torch.nn import functional  # type: ignore[import-not-found]
-
-    return lambda hidden, weight, labels: functional.cross_entropy(
-        functional.linear(hidden, weight).float(), labels, ignore_index=IGNORED, reduction="sum"
-    )

@@ -1,18 +1,21 @@
 """The head's methods, compiled for a TPU that isn't there: python tools/bench head --target v6e
 
-Nothing runs, and no figure is a time. Each method gives the cross-entropy and its gradients by hidden states and
-weight, in bfloat16, unless its name says otherwise. The table has the matrix products of 2 N V D flops each that a
-method has to make, and the compiler's account of HBM: temporaries, beside arguments and results, and the peak, with
-them. Below it stands what the compiler's listing says of each kernel, or of XLA's own products where a method has no
-kernel; tools/bench/listing.py says what the figures are. Needs libtpu.
+Nothing runs, and no figure is a time. The table has the matrix products of 2 N V D flops each that a method has to
+make, and the compiler's account of HBM: temporaries, beside arguments and results, and the peak, with them. bfloat16.
+
+Below it stands how busy the MXUs are in the hot loop of each Pallas kernel, or of XLA's own products where a method
+has no kernel, by the compiler's listing. It lists bundles, of which a TensorCore issues one in a cycle. The hot loop is
+the one whose own bundles (outside inner loops) hold the most `vmatmul`s. One `vmatmul` takes 16 rows of bfloat16 (8 of
+float32) through an MXU; how many cycles that keeps the MXU busy, `CYCLES`, follows from the published rate and the
+clock. Left out are HBM that doesn't keep up, queues that hide a stall, and the loop's first and last turns.
 """
 
-import dataclasses
+import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +25,40 @@ from mllm.errors import UserError
 from mllm.plan import targets
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # the process that compiles starts in any folder
-from tools.bench import listing
 from tools.bench.frame import Shape, table, title
 from tools.bench.methods import Call, Method, methods
 
-COLUMNS = ("method", "products", "temp MiB", "peak MiB")
+CYCLES = {"v5e": 16, "v5p": 16, "v6e": 8, "tpu7x": 8}
+"""Cycles that 16 rows of bfloat16 keep an MXU busy, = 16 / (rate / (2 · MXUs · side² · clock)).
+
+v5e: 197 TFLOP/s, 4 MXUs of 128², 1.5 GHz; v5p (a core): 229.5, 4 of 128², 1.75 GHz; v6e: 918, 2 of 256², 1.75 GHz;
+tpu7x (a core): 1153, 2 of 256², 2.2 GHz. The clocks are inferred; on v6e XLA's own matrix product confirms it, with a
+vmatmul on each MXU in every 8 bundles.
+"""
+MXUS = {"v5e": 4, "v5p": 4, "v6e": 2, "tpu7x": 2}
+DELAY_SLOTS = 4
 
 
-def run(target: str, shapes: Sequence[Shape], chosen: Sequence[Method]) -> None:
-    """Print a table of the methods that run through JAX for each shape, with a line for each kernel.
+class ListedKernel(NamedTuple):
+    """A kernel's figures, all of them static."""
+
+    name: str
+    bundles: int
+    """Bundles of a turn of the hot loop, without those that a branch can skip and that hold no vmatmul: first and last
+    visits, DMAs that are not always started."""
+    vmatmuls: int
+    """Products in a turn, over all MXUs."""
+    mxu: float
+    """Busy cycles over cycles, where a bundle that finds its MXU busy waits for it (so never above 1)."""
+    spills: int
+    """Stores of vector registers to VMEM in the hot loop."""
+
+
+# --- the table
+
+
+def run(target: str, shape: Shape, chosen: Sequence[Method]) -> None:
+    """Print a table of the methods that run through JAX, with a line for each kernel.
 
     Raises:
         UserError: there is no such chip, or libtpu isn't installed.
@@ -42,35 +70,27 @@ def run(target: str, shapes: Sequence[Shape], chosen: Sequence[Method]) -> None:
     except ModuleNotFoundError as error:
         raise UserError(f"--target: {error}") from None
     print(f"{target} by its compiler, jax {jax.__version__}, bfloat16; nothing was run, and nothing is a time")
-    for shape in shapes:
-        rows, remarks = [], []
-        for method in chosen:
-            if method.torch or method.obstacle("tpu"):
-                continue
+    rows, remarks = [], []
+    for method in chosen:
+        if method.torch or method.obstacle("tpu"):
+            continue
+        about = {"method": method.name, "shape": list(shape)}
+        with tempfile.TemporaryDirectory() as folder:
             try:
-                account, kernels = compile_method(target, method, shape)
+                account = compile_listed(target, f"{__file__}:program", about, Path(folder))
             except ValueError as error:
                 remarks.append(f"{method.name}: refused: {error}")
                 continue
-            sizes = [f"{account[name] / 2**20:.1f}" for name in ("temp", "peak")]
-            rows.append([method.name, str(method.products), *sizes])
-            for kernel in kernels:
-                figures = dataclasses.asdict(kernel).items()
-                shown = (f"{name} {x:.1%}" if isinstance(x, float) else f"{name} {x}" for name, x in figures)
-                remarks.append(f"{method.name}: {', '.join(shown).removeprefix('name ')}")
-        print("\n".join([f"\n{title(shape)}", table(COLUMNS, rows), *remarks]), flush=True)
-
-
-def compile_method(target: str, method: Method, shape: Shape) -> tuple[dict[str, int], Sequence[listing.ListedKernel]]:
-    """The compiler's account of a method, and its kernels or XLA's products; ValueError where it is refused."""
-    with tempfile.TemporaryDirectory() as folder:
-        about: dict[str, Any] = {"method": method.name, "shape": list(shape)}
-        account, kernels = listing.read(target, f"{__file__}:program", Path(folder), **about)
-        return account, kernels or listing.read_folder(Path(folder), target, xla=True)
+            kernels = read_folder(Path(folder), target) or read_folder(Path(folder), target, xla=True)
+        rows.append([method.name, str(method.products), *(f"{account[name] / 2**20:.1f}" for name in ("temp", "peak"))])
+        for name, bundles, vmatmuls, mxu, spills in kernels:
+            figures = f"bundles {bundles}, vmatmuls {vmatmuls}, mxu {mxu:.1%}, spills {spills}"
+            remarks.append(f"{method.name}: {name}, {figures}")
+    print("\n".join([f"\n{title(shape)}", table(("method", "products", "temp MiB", "peak MiB"), rows), *remarks]))
 
 
 def program(mesh: Mesh, *, method: str, shape: Sequence[int]) -> tuple[Call | None, Sequence[Any]]:
-    """A method at tokens, features, vocabulary, for `listing.read`."""
+    """A method at tokens, features, vocabulary, for the process that compiles it."""
     [found] = [known for known in methods("tpu") if known.name == method]
     tokens, features, vocabulary = shape
     array = jax.ShapeDtypeStruct
@@ -78,3 +98,103 @@ def program(mesh: Mesh, *, method: str, shape: Sequence[int]) -> tuple[Call | No
     sizes = (features, vocabulary) if found.transposed else (vocabulary, features)
     hidden, weight = array((tokens, features), jnp.bfloat16), array(sizes, jnp.bfloat16)
     return found.call, (hidden, weight, array((tokens,), jnp.int32), *weights)
+
+
+def compile_listed(chip: str, program: str, arguments: Mapping[str, Any], folder: Path) -> dict[str, int]:
+    """A program's account of memory; the compiler's listing of its kernels stays in `folder`, which must be empty."""
+    options = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+    return compile_in_child(chip, program, arguments, {"LIBTPU_INIT_ARGS": options}, folder)
+
+
+def compile_in_child(
+    chip: str, program: str, arguments: Mapping[str, Any], environment: Mapping[str, str], folder: Path
+) -> dict[str, int]:
+    """A program's account of memory, compiled for a chip in a process of its own, which writes into `folder`.
+
+    Raises:
+        ValueError: there is no such chip, or the compiler refuses; what the process said on stderr is a note.
+    """
+    ended = targets.run_child(chip, program, arguments, environment, folder)
+    if ended.code or ended.answer is None:
+        refusal = ValueError(ended.reason or "the compiler's process gave no answer")
+        refusal.add_note(ended.stderr)
+        raise refusal
+    return ended.answer
+
+
+# --- the listing
+
+
+_BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: >* ?\{", re.MULTILINE)
+_MATMUL = re.compile(r"vmatmul\.\S*?(bf16|f32)\S*?mxu(\d)")
+_BRANCH = re.compile(r"sbr\.rel \(\S+\) target = \$region(\d+)")
+_REGION = re.compile(r"(?:Start|Start/End empty) region (\d+)")
+_SPILL = re.compile(r"= vst \[vmem:\[#allocation\d+_spill\]")
+
+
+def read_folder(folder: Path, chip: str, *, xla: bool = False) -> list[ListedKernel]:
+    """The Pallas kernels with products in a folder of listings; with `xla`, XLA's own kernels with products instead."""
+    pallas: set[str] = set()
+    for path in folder.glob("*-TLP-hlo.txt"):
+        pallas.update(re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", path.read_text()))
+    result = []
+    for path in sorted(folder.glob("*-final_bundles.txt")):
+        match = re.fullmatch(r"\d+-(.+)-\d\d-final_bundles\.txt", path.name)
+        if match and (match[1] in pallas) != xla:
+            kernel = read_kernel(own_name(match[1]), path.read_text(), chip)
+            result += [kernel] if kernel else []
+    return result
+
+
+def own_name(name: str) -> str:
+    """A kernel's name from that in a program, where XLA numbers it and JAX marks what it differentiates."""
+    return re.sub(r"^(?:transpose_|jvp_)*(.*?)_*(?:\.\d+)*$", r"\1", name)
+
+
+def read_kernel(name: str, listing: str, chip: str) -> ListedKernel | None:
+    """The figures of one kernel from its `final_bundles` file; None if no loop of it holds a `vmatmul`."""
+    code = _BUNDLE.split(listing)[1:]  # in the order of their addresses
+    jumps = branches(code)
+    loops = [range(to, min(i + 1 + DELAY_SLOTS, len(code))) for i, to in jumps if to <= i]
+    count = [len(_MATMUL.findall(bundle)) for bundle in code]
+    body = max((outside_inner(loop, loops) for loop in loops), key=lambda body: sum(count[i] for i in body), default=[])
+    if not sum(count[i] for i in body):
+        return None
+    blocks = [range(branch + 1 + DELAY_SLOTS, to) for branch, to in jumps if to > branch]
+    skipped = {i for block in blocks if not any(count[i] for i in block) for i in block}
+    taken = [code[i] for i in body if i not in skipped]
+    return ListedKernel(
+        name=name,
+        bundles=len(taken),
+        vmatmuls=sum(count[i] for i in body),
+        mxu=mxu_use(taken, chip),
+        spills=len(_SPILL.findall("".join(taken))),
+    )
+
+
+def branches(code: Sequence[str]) -> list[tuple[int, int]]:
+    """Pairs of bundles: where a conditional branch is, and where it leads."""
+    regions = {int(region): i for i, bundle in enumerate(code) for region in _REGION.findall(bundle)}
+    found = ((i, int(region)) for i, bundle in enumerate(code) for region in _BRANCH.findall(bundle))
+    return [(i, regions[region]) for i, region in found if region in regions]
+
+
+def outside_inner(loop: range, loops: Sequence[range]) -> list[int]:
+    """The bundles of a loop that are in no loop inside it."""
+    inner = [other for other in loops if other != loop and loop.start <= other.start and other.stop <= loop.stop]
+    return [i for i in loop if not any(i in other for other in inner)]
+
+
+def mxu_use(code: Sequence[str], chip: str) -> float:
+    """The share of cycles in which the MXUs are busy, their mean, while a loop of these bundles runs."""
+    free: dict[str, float] = {}
+    now = total = 0.0
+    for bundle in code:
+        now += 1
+        for kind, unit in _MATMUL.findall(bundle):
+            time = CYCLES[chip] * (0.5 if kind == "f32" else 1.0)
+            now = max(now, free.get(unit, 0.0))
+            free[unit] = now + time
+            total += time
+    # The next turn begins where this one ends, and waits for MXUs that are still busy.
+    return total / MXUS[chip] / max(now, total / MXUS[chip])

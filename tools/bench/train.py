@@ -1,23 +1,19 @@
 """Updates of a small model beside each other: python tools/bench train
 
-    full      all parameters, of sequences that are packed into rows
+    packed    sequences are packed into rows
     padded    the same with a row for each sequence
-    LoRA      adapters alone, of packed sequences
 
 The updates are those of a GRPO run on a Qwen2 model with random parameters, in float32 on CPUs and bfloat16 elsewhere.
 Tokens and advantages are random; lengths are geometric, with a quarter of the limit as their mean, and cut off there.
-The ways take turns, each in a process of its own that is warmed up. Seconds and peaks have their median ratio to the
-first way's, and its range. The peak is what a device, or on CPUs the process, held more than before the parameters were
-made; places are the tokens that are computed, and padding is the share of them without a token.
+The ways take turns, each in a process of its own that is warmed up. Medians over the turns; the ratio is that of the
+seconds to the first way's, with its range. The peak is the compiler's, with parameters and optimizer; places are the
+tokens that are computed, and padding is the share of them without a token.
 """
 
-import ctypes
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,28 +21,20 @@ from mllm import errors
 from tools.bench.frame import Figures, answer, compare, compared, numbers, turn
 from tools.bench.rollout import qwen2_config
 
-WAYS = ("full", "padded", "LoRA")
-COLUMNS = {
-    "seconds": ("seconds", 1, ".3fx"),
-    "peak": ("peak MiB", 2**20, ".0fx"),
-    "places": ("places", 1, ".0f"),
-    "padding": ("padding", 1, ".2f"),
-}
+WAYS = ("packed", "padded")
 PROMPT = 32
 """The tokens of a prompt."""
 
 
-def settings(way: str, sizes: dict[str, int], dtype: str) -> dict[str, Any]:
-    """The configuration of a way; what the bench does not use is as small as it may be."""
+def settings(sizes: dict[str, int], dtype: str) -> dict[str, Any]:
+    """The configuration; what the bench does not use is as small as it may be."""
     architecture = qwen2_config(sizes["hidden"], sizes["layers"], sizes["vocabulary"])
-    model = {"init": "random", "architecture": architecture, "dtype": dtype, "remat": "full"}
-    rank = sizes["rank"]
     return {
         "algorithm": "grpo",
         "run_dir": "unused",
         "steps": 1,
         "batch_size": sizes["sequences"],
-        "model": {**model, "lora": {"rank": rank, "alpha": rank}} if way == "LoRA" else model,
+        "model": {"init": "random", "architecture": architecture, "dtype": dtype, "remat": "full"},
         "optimizer": {"learning_rate": 1e-6},
         "task": {"name": "arithmetic"},
         "rollout": {"max_prompt_length": PROMPT, "max_completion_length": sizes["limit"] - PROMPT},
@@ -63,11 +51,12 @@ def make_measure(way: str, sizes: dict[str, int]) -> Callable[[int], Figures]:
     from mllm.data import packing
     from mllm.data.batch import Batch, Trajectory
     from mllm.parallel.mesh import make_mesh, shard_batch
+    from mllm.plan import targets
     from mllm.plan.programs import Programs
     from mllm.train.step import init_state
 
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    config = Config.model_validate(settings(way, sizes, dtype))
+    config = Config.model_validate(settings(sizes, dtype))
     mesh, rows = make_mesh(config.mesh), config.rows
     programs = Programs(config, mesh)
     train_step: Any
@@ -76,10 +65,10 @@ def make_measure(way: str, sizes: dict[str, int]) -> Callable[[int], Figures]:
 
     if way == "padded":
         mock.patch.object(packing, "first_fit_decreasing", lambda lengths, _: np.arange(len(lengths))).start()
-    peak = count_peak()
+    peak = targets.memory(compiled)["peak"] / 2**20
     trained, frozen = programs.policy.split(programs.policy.initial_params())
     state = init_state(trained, programs.optimizer)
-    del trained  # the update reuses their memory
+    del trained  # the update reuses its memory
 
     def make_batch(seed: int) -> Batch:
         rng = np.random.default_rng(seed)
@@ -100,28 +89,9 @@ def make_measure(way: str, sizes: dict[str, int]) -> Callable[[int], Figures]:
         state, _ = jax.block_until_ready(compiled(state, placed, frozen))
         seconds, has_token = time.perf_counter() - start, batch.segments > 0
         places = -(-int(has_token.any(axis=1).sum()) // rows.micro) * rows.micro * rows.length
-        return {"seconds": seconds, "peak": peak(), "places": places, "padding": 1 - int(has_token.sum()) / places}
+        return {"seconds": seconds, "peak MiB": peak, "places": places, "padding": 1 - int(has_token.sum()) / places}
 
     return measure
-
-
-def count_peak() -> Callable[[], int]:
-    """A function that says how many bytes more than now a device, or on CPUs the process, has held at most since."""
-    import jax
-
-    device = jax.local_devices()[0]
-    if device.memory_stats() is not None:
-        return lambda: device.memory_stats()["peak_bytes_in_use"]
-    ctypes.CDLL(None).malloc_trim(0)
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    return lambda: resident("VmHWM") - before
-
-
-def resident(name: str) -> int:
-    """A figure of this process's memory, in bytes, as Linux tells it."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024 if found else 0
 
 
 @errors.command
@@ -135,12 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hidden=(512, "hidden size"),
         layers=(8, "layers"),
         vocabulary=(32_768, "words"),
-        rank=(32, "rank of the adapters"),
         repeats=(5, "turns, each with other sequences"),
     )
-    print(compared(compare("tools.bench.train", WAYS, sizes, sizes.pop("repeats")), COLUMNS))
+    print(compared(compare("tools.bench.train", WAYS, sizes, sizes.pop("repeats"))))
     return 0
 
 
 if __name__ == "__main__":
-    answer(turn, make_measure, json.loads(sys.argv[1]))
+    answer(turn(make_measure, json.loads(sys.argv[1])))
