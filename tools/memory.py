@@ -4,8 +4,8 @@
 
 The first two columns are the same update of all parameters but for the head: full logits (head.impl=full_logits), and
 the fused head. In the third, adapters are trained: those of model.lora, without it of rank 32. For micro-batches of 1
-to 64 sequences a shard (a device or, with tp, those that share its rows), the table says what a device holds at its
-peak; the picture and the JSON also say what holds it:
+to 64 sequences a shard (a device or, with tp, those that share its rows), the table and the picture say what a device
+holds at its peak (in brackets where it does not fit), and what holds it:
 
     parameters, optimizer, gradients   by shapes
     activations   the rest of the peak of an update without a head, whose loss is a sum of hidden states
