@@ -2,7 +2,6 @@
 
     python tools/generate.py MODEL_OR_RUN "What is 7 times 8?"
     python tools/generate.py MODEL_OR_RUN --prompts prompts.jsonl --out completions.jsonl
-    python tools/generate.py MODEL_OR_RUN                                                  a chat, on a terminal
 
 MODEL_OR_RUN is a run_dir, a folder in Hugging Face's layout, or a hub id. The model's chat template is applied. A line
 of prompts has a `question`, or `messages` of which the assistant's last ones are left out; a line of the output has
@@ -14,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from mllm.rl.rollout import Completions
 
 Chat = list[dict[str, str]]
-Complete = Callable[..., "tuple[Completions, list[str]]"]
 MOST_TOKENS = 512
 
 
@@ -39,18 +37,13 @@ MOST_TOKENS = 512
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     chats = read_prompts(options)
-    if not chats and not sys.stdin.isatty():
-        raise UserError("PROMPT: give a prompt, or --prompts FILE, or start a chat on a terminal")
     if options.out and options.out.exists():
         raise UserError(f"--out: {options.out} exists, and would be overwritten; give another name")
     policy, params, system = load(options)
     if system := options.system or system:
         first = {"role": "system", "content": system}
         chats = [chat if chat[0]["role"] == "system" else [first, *chat] for chat in chats]
-    complete = make_complete(options, policy, params)
-    if not chats:
-        return talk(complete, system)
-    completions, texts = complete(chats)
+    completions, texts = complete(options, policy, params, chats)
     if options.out is None:
         for text in texts:
             print(text)
@@ -83,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=positive(int), default=64, metavar="N", help="prompts at a time (default 64)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16, or the run's")
     options = parser.parse_args(arguments)
-    if options.prompt is not None and options.prompts is not None:
+    if (options.prompt is None) == (options.prompts is None):
         raise UserError("--prompts: is instead of PROMPT: give one of them")
     if options.out is not None and options.prompts is None:
         raise UserError("--out: is for --prompts; other completions are printed")
@@ -95,7 +88,7 @@ def read_prompts(options: argparse.Namespace) -> list[Chat]:
     if options.prompt is not None:
         return [[{"role": "user", "content": options.prompt}]]
     chats = []
-    for place, record in file_records(options.prompts, "--prompts") if options.prompts else ():
+    for place, record in file_records(options.prompts, "--prompts"):
         if isinstance(record, UserError):
             raise record
         chat = messages_of(place, record, needs_answer=False)
@@ -104,7 +97,7 @@ def read_prompts(options: argparse.Namespace) -> list[Chat]:
         if not chat:
             raise UserError(f"{place}: messages: nothing is left to be answered")
         chats.append(chat)
-    if options.prompts and not chats:
+    if not chats:
         raise UserError(f"--prompts: {options.prompts} has no lines")
     return chats
 
@@ -128,8 +121,10 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, str | None]":
     return policy, params, None if config.task is None else config.task.system_prompt
 
 
-def make_complete(options: argparse.Namespace, policy: "Policy", params: "Params") -> Complete:
-    """A function that completes chats at a step of the random numbers; UserError where one doesn't fit the model."""
+def complete(
+    options: argparse.Namespace, policy: "Policy", params: "Params", chats: Sequence[Chat]
+) -> "tuple[Completions, list[str]]":
+    """The chats' completions and their texts; UserError where one doesn't fit the model's positions."""
     from tqdm import tqdm
 
     from mllm.config.grpo import RolloutConfig
@@ -137,65 +132,38 @@ def make_complete(options: argparse.Namespace, policy: "Policy", params: "Params
     from mllm.rl.rollout import RolloutWork
     from mllm.rl.sampler import Sampler
 
-    def complete(chats: Sequence[Chat], step: int = 0) -> "tuple[Completions, list[str]]":
-        prompts = [encode_prompt(policy.tokenizer, chat) for chat in chats]
-        longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
-        limit = options.max_tokens or max(1, min(MOST_TOKENS, most - longest))
-        if longest + limit > most:
-            raise UserError(
-                f"--max-tokens: {limit} after a prompt of {longest} tokens are more than the "
-                f"{most} positions of the model; at most {max(0, most - longest)} would fit"
-            )
-        settings: dict[str, Any] = {"max_prompt_length": longest, "max_completion_length": limit}
-        if options.temperature:
-            settings |= {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
-        start, work = time.monotonic(), RolloutWork()
-        with tqdm(total=len(prompts), unit=" prompts", leave=False, dynamic_ncols=True, disable=None) as bar:
+    prompts = [encode_prompt(policy.tokenizer, chat) for chat in chats]
+    longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
+    limit = options.max_tokens or max(1, min(MOST_TOKENS, most - longest))
+    if longest + limit > most:
+        raise UserError(
+            f"--max-tokens: {limit} after a prompt of {longest} tokens are more than the "
+            f"{most} positions of the model; at most {max(0, most - longest)} would fit"
+        )
+    settings: dict[str, Any] = {"max_prompt_length": longest, "max_completion_length": limit}
+    if options.temperature:
+        settings |= {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+    start, work = time.monotonic(), RolloutWork()
+    with tqdm(total=len(prompts), unit=" prompts", leave=False, dynamic_ncols=True, disable=None) as bar:
 
-            def poll() -> None:
-                bar.update(work.completions - bar.n)
+        def poll() -> None:
+            bar.update(work.completions - bar.n)
 
-            sampler = Sampler(
-                policy.graphdef,
-                policy.tokenizer,
-                policy.stop_ids,
-                RolloutConfig(**settings),
-                options.seed,
-                max_slots=lambda: options.slots,
-                poll=poll,
-                work=work,
-            )
-            result = sampler.complete(params, prompts, step=step, greedy=not options.temperature)
-        speed = work.tokens / (time.monotonic() - start)
-        done = f"{work.completions} of {len(prompts)} done, {work.tokens} tokens, {speed:.0f} tokens/s"
-        print(done, file=sys.stderr)
-        return result
-
-    return complete
-
-
-def talk(complete: Complete, system: str | None) -> int:
-    """A chat on the terminal, until the input ends."""
-    chat: Chat = [{"role": "system", "content": system}] if system else []
-    print("An empty line begins a new chat, the end of input (Ctrl-D) ends.", file=sys.stderr)
-    turn = 0
-    while True:
-        try:
-            said = input("> ")
-        except EOFError:
-            print()
-            return 0
-        if not said.strip():
-            chat = chat[:1] if system else []
-            continue
-        try:
-            _, (text,) = complete([[*chat, {"role": "user", "content": said}]], turn)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            continue
-        print(text)
-        chat += [{"role": "user", "content": said}, {"role": "assistant", "content": text}]
-        turn += 1
+        sampler = Sampler(
+            policy.graphdef,
+            policy.tokenizer,
+            policy.stop_ids,
+            RolloutConfig(**settings),
+            options.seed,
+            max_slots=lambda: options.slots,
+            poll=poll,
+            work=work,
+        )
+        result = sampler.complete(params, prompts, step=0, greedy=not options.temperature)
+    speed = work.tokens / (time.monotonic() - start)
+    done = f"{work.completions} of {len(prompts)} done, {work.tokens} tokens, {speed:.0f} tokens/s"
+    print(done, file=sys.stderr)
+    return result
 
 
 if __name__ == "__main__":

@@ -62,19 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: curves.png in the first run")
     options = parser.parse_args(arguments)
     runs = [tool_run(run) for run in options.runs]
-    records = {name(run, runs): read_run(run) for run in runs}
+    records = {str(run): read_run(run) for run in runs}
     out = options.out or runs[0].local_folder / "curves.png"
     if not out.suffix:  # matplotlib would add one, and another file would be written than is printed
         raise UserError(f"--out: {out} can't be written without an ending that says what it is; give a .png")
     draw(records, out)
     print(f"{'curves':<18} {out}")
     return 0
-
-
-def name(run: RunStore, runs: Sequence[RunStore]) -> str:
-    """The folder's name, or the whole path where two runs share it."""
-    names = [Path(other.url).name for other in runs]
-    return Path(run.url).name if names.count(Path(run.url).name) == 1 else str(run)
 
 
 def read_run(run: RunStore) -> Records:

@@ -28,22 +28,20 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dump", metavar="RUN/skipped/step_N.npz", help="the batch of a skipped update")
-    parser.add_argument("--checkpoint", type=int, metavar="N", help="take this one's parameters")
     options = parser.parse_args(arguments)
     run, skipped, name = options.dump.rpartition("skipped/")
     if not skipped:
         raise UserError(f"{options.dump}: not a batch that a run has kept; those are run_dir/skipped/step_N.npz")
-    return replay(tool_run(run.rstrip("/") or "."), name, options.checkpoint)
+    return replay(tool_run(run.rstrip("/") or "."), name)
 
 
-def replay(run: RunStore, dump: str, checkpoint: int | None) -> int:
+def replay(run: RunStore, dump: str) -> int:
     """Compute the batch `dump` of a run again and print what isn't finite. Returns the exit code."""
     batch, step = read(run.local(f"skipped/{dump}"))
     if not run.is_run():
         raise UserError(f"{run}: no config.yaml; a dump stands in the folder skipped of a run_dir")
     import jax
     import jax.numpy as jnp
-    from tqdm import tqdm
 
     from mllm.config import load as configs
     from mllm.config.model import MeshConfig
@@ -57,10 +55,8 @@ def replay(run: RunStore, dump: str, checkpoint: int | None) -> int:
     mesh = make_mesh(MeshConfig())
     policy = load_policy(config, mesh)
     updated = {record["step"] for record in read_records(run, "metrics.jsonl") if record.get("skipped") == 0}
-    if checkpoint is None:
-        checkpoint = nearest(run.steps(), step, updated)
     checkpoints = Checkpoints(run, config.checkpoint, read_only=True)
-    checkpoint, params = checkpoints.restore_params(policy.trained, checkpoint)
+    checkpoint, params = checkpoints.restore_params(policy.trained, nearest(run.steps(), step, updated))
     params = policy.complete(params)
     between = len(updates_between(checkpoint, step, updated))
     when = f"{between} updates {'earlier' if checkpoint < step else 'later'}" if between else "as they were then"
@@ -77,7 +73,7 @@ def replay(run: RunStore, dump: str, checkpoint: int | None) -> int:
 
     broken: list[str] = []
     parameters: Counter[str] = Counter()
-    for row in tqdm(range(len(batch.tokens)), unit="row", leave=False, disable=None):
+    for row in range(len(batch.tokens)):
         one = jax.tree.map(lambda x, row=row: jnp.asarray(x[row : row + 1]), batch)
         hidden, loss, gradients = examine(params, one)
         names = [name for name, finite in by_name(gradients).items() if not finite]

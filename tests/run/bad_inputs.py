@@ -186,7 +186,7 @@ TOOLS: tuple[tuple[str, str, str], ...] = (
     ("samples", "damaged", "damaged/samples.jsonl: damaged: line 1: prompt: Field required"),
     ("samples", "run --step 3", "--step: is for --print; the page has filters of its own"),
     ("samples", "run --print --limit 0", "--limit: 0: expected 1 or more"),
-    ("generate", "run", "PROMPT: give a prompt, or --prompts FILE, or start a chat on a terminal"),
+    ("generate", "run", "--prompts: is instead of PROMPT: give one of them"),
     ("generate", "run hi --max-tokens 0", "argument --max-tokens: 0 is not a number above 0"),
     ("generate", "run hi --top-p 0", "argument --top-p: 0 is not a number above 0, at most 1"),
     ("generate", "run hi --prompts p.jsonl", "--prompts: is instead of PROMPT: give one of them"),

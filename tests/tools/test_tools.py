@@ -1,6 +1,5 @@
 """Tools on a run: an export that other programs load, completions of both, a picture of its curves; every --help."""
 
-import io
 import json
 import re
 import shutil
@@ -172,22 +171,6 @@ def test_another_dtype_changes_nothing_else_of_a_run_s_model(exported):
     assert [model.dtype for model in models] == ["float32", "bfloat16"]
 
 
-def test_a_chat_goes_on_until_an_empty_line_begins_a_new_one_and_the_input_ends(exported, monkeypatch, capsys):
-    asked, complete = [], generate.Generator.complete
-
-    def recorded(self, chats, step):
-        asked.extend(chats)
-        return complete(self, chats, step)
-
-    monkeypatch.setattr(generate.Generator, "complete", recorded)
-    monkeypatch.setattr("sys.stdin", io.StringIO("1+2=\nand now?\n\n1+2=\n"))
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    assert generate.main([str(exported), "--max-tokens", "8"]) == 0
-    roles = [[message["role"] for message in chat] for chat in asked]
-    assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
-    assert asked[1][2]["content"] in capsys.readouterr().out
-
-
 def test_an_earlier_output_is_not_overwritten(exported, prompts, tmp_path, capsys):
     (tmp_path / "out.jsonl").write_text("precious")
     assert generate.main([str(exported), "--prompts", str(prompts), "--out", str(tmp_path / "out.jsonl")]) == 2
@@ -240,7 +223,7 @@ def test_accuracies_and_lengths_have_bands():
     assert series["Completion length (tokens)"] == [plot.Series("run", "training", [1], [5.0], ([2], [9]))]
 
 
-def test_two_runs_of_one_step_with_every_topic_and_one_folder_name_are_drawn(tmp_path, capsys):
+def test_two_runs_of_one_step_with_every_topic_are_drawn(tmp_path, capsys):
     record = {key: 0.5 for metrics in plot.TOPICS.values() for key in metrics.values()} | {"step": 1}
     record |= {"test/greedy_accuracy_low": 0.4, "test/greedy_accuracy_high": 0.7}
     folders = [tmp_path / name / "run" for name in "ab"]
@@ -252,8 +235,6 @@ def test_two_runs_of_one_step_with_every_topic_and_one_folder_name_are_drawn(tmp
     assert plot.main([*map(str, folders), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"curves             {out}\n"
     assert out.stat().st_size
-    stores = [*map(RunStore, folders)]
-    assert [plot.name(store, stores) for store in stores] == [str(folder) for folder in folders]
 
 
 HELP = """
