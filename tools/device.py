@@ -135,61 +135,47 @@ def read_results(folder: Path) -> dict[str, Record]:
     """What came of each job in earlier calls, by its name; UserError where the folder can't be gone on with."""
     try:
         (folder / "jobs").mkdir(parents=True, exist_ok=True)
-        path = folder / "results.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return {record["job"]: record for record in map(json.loads, lines)}
+        (folder / "results.jsonl").touch()
+        return {record["job"]: record for record in map(json.loads, (folder / "results.jsonl").open())}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--out: {folder} can't be gone on with ({error}): give another folder") from None
 
 
-def measure(
-    folder: Path, device: Record, jobs: Sequence[Job], results: dict[str, Record], deadline: float = math.inf
-) -> int:
+def measure(folder: Path, device: Record, jobs: Sequence[Job], results: dict[str, Record], deadline: float) -> int:
     """Run the jobs that `results` doesn't have as done, and write what came of each; returns the exit code."""
-    before = results.get("device", device)
-    if before["kind"] != device["kind"]:
-        raise UserError(f"--out: {folder} has results of a {before['kind']}, and this is a {device['kind']}")
-
-    def record(found: Record) -> None:
-        results[found["job"]] = found
-        with (folder / "results.jsonl").open("a") as file:
-            file.write(json.dumps(found) + "\n")
-        to_come = {"status": "to come", "seconds": 0}
-        write_table(folder / "table.md", device, [{"job": job.name, **results.get(job.name, to_come)} for job in jobs])
-
-    def status(job: Job) -> str:
-        return results.get(job.name, {}).get("status", "to come")
-
-    record({"job": "device", "status": "done", **device})
+    for kind in {record["kind"] for record in results.values()} - {device["kind"]}:
+        raise UserError(f"--out: {folder} has results of a {kind}, and this is a {device['kind']}")
+    to_come = {"status": "to come", "seconds": 0.0, "kind": device["kind"]}
+    results = {job.name: results.get(job.name, {"job": job.name, **to_come}) for job in jobs}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job that runs ends with it
-    for job in sorted(jobs, key=lambda job: status(job) == "failed"):
-        if status(job) != "done" and (found := run(job, folder, device["platform"], deadline)):
-            record(found)
-            print(f"{job.name}: {cell(found)}", flush=True)
-    print(f"{folder}: {', '.join(sorted(os.listdir(folder)))}")
-    return int(not {status(job) for job in jobs} <= {"done", "left out"})
+    for job in sorted(jobs, key=lambda job: results[job.name]["status"] == "failed"):
+        if results[job.name]["status"] != "done":
+            results[job.name] |= run(job, folder, device["platform"], deadline)  # as it was where there is no time
+            with (folder / "results.jsonl").open("a") as file:
+                file.write(json.dumps(results[job.name]) + "\n")
+            print(f"{job.name}: {cell(results[job.name])}", flush=True)
+        write_table(folder / "table.md", device, list(results.values()))
+    return int(not {record["status"] for record in results.values()} <= {"done", "left out"})
 
 
-def run(job: Job, folder: Path, platform: str, deadline: float) -> Record | None:
-    """Run a job, and return what came of it; None where there is too little time, so that it is to come."""
+def run(job: Job, folder: Path, platform: str, deadline: float) -> Record:
+    """Run a job if it can run and there is time for it, and return what came of it."""
     begin = time.monotonic()
-    left = deadline - begin
     if job.obstacle:
-        return {"job": job.name, "status": "left out", "seconds": 0.0, "reason": job.obstacle}
-    if left < min(LEAST, job.seconds):
-        return None
+        return {"status": "left out", "reason": job.obstacle}
+    if (left := deadline - begin) < min(LEAST, job.seconds):
+        return {}
     print(f"{job.name} ...", flush=True)
     own = (folder / "jobs" / job.name.replace(" ", "_")).absolute()
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir()
     command = [part.replace("{own}", str(own)) for part in job.command]
-    ended = start(command, float(min(job.seconds, left)), folder, platform)
+    ended = start(command, min(job.seconds, left), folder, platform)
     for path in own.rglob("checkpoints"):
         shutil.rmtree(path)
     said = ended.stdout[-LONGEST:]
     (own / "log.txt").write_text(f"{said}\n--- stderr\n{ended.stderr[-LONGEST:]}")
     return {
-        "job": job.name,
         "status": "done" if ended.code == 0 else "failed",
         "seconds": round(time.monotonic() - begin, 1),
         "reason": ended.reason,

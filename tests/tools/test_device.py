@@ -54,7 +54,6 @@ def test_a_job_that_fails_dies_or_hangs_costs_only_itself_and_the_next_call_trie
     out = tmp_path / "out"
     assert call(out, JOBS) == 1
     assert statuses(out) == {
-        "device": ("done", ""),
         "wrong": ("failed", "ValueError: no"),
         "dies": ("failed", "killed by SIGSEGV: it said nothing"),
         "hangs": ("failed", "the time limit was reached"),
@@ -78,7 +77,7 @@ def test_a_job_that_the_call_has_too_little_time_for_is_to_come(tmp_path, monkey
     monkeypatch.setattr("tools.device.LEAST", 1)
     out = tmp_path / "out"
     assert call(out, [python("long", "time.sleep(99)"), python("next", GOOD)], minutes=0.03) == 1
-    assert statuses(out) == {"device": ("done", ""), "long": ("failed", "the time limit was reached")}
+    assert statuses(out) == {"long": ("failed", "the time limit was reached"), "next": ("to come", "")}
     assert ran(out) == ["long"]
     assert "| next | 0 | to come |" in (out / "table.md").read_text()
 
@@ -87,7 +86,7 @@ def test_at_sigterm_the_job_ends_and_the_table_and_the_archive_are_written(tmp_p
     code = f"""from tools.device import *
 folder = Path({str(tmp_path)!r})
 jobs = [Job("good", ["-c", {GOOD!r}]), Job("hangs", ["-c", {HANGS.replace("97", "98")!r}])]
-measure(folder, {DEVICE}, jobs, read_results(folder))"""
+measure(folder, {DEVICE}, jobs, read_results(folder), math.inf)"""
     runner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert runner.stdout is not None
     for line in runner.stdout:
@@ -97,7 +96,7 @@ measure(folder, {DEVICE}, jobs, read_results(folder))"""
     runner.send_signal(signal.SIGTERM)
     assert runner.wait(20) == 143
     assert "| good | 0 | done |" in (tmp_path / "table.md").read_text()
-    assert statuses(tmp_path) == {"device": ("done", ""), "good": ("done", "")}
+    assert statuses(tmp_path) == {"good": ("done", "")}
     assert subprocess.run(["pgrep", "-f", "sleep 98.531"], check=False).returncode == 1
 
 

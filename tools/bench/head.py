@@ -23,7 +23,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -37,10 +36,7 @@ if TYPE_CHECKING:
 CHILD = "tools.bench.measure"
 LEAST = 0.05
 """Seconds of a turn, so that the clock and the start of the calls don't count."""
-PACKAGES = (
-    *("jax", "jaxlib", "numpy", "optax", "tokamax", "google-tunix"),
-    *("torch", "triton", "liger-kernel", "cut-cross-entropy"),
-)
+PACKAGES = ("jax", "jaxlib", "optax", "tokamax", "google-tunix", "torch", "triton", "liger-kernel", "cut-cross-entropy")
 """The packages whose versions are printed, where they are installed."""
 LARGE: Shape = (8192, 2048, 151936)
 """The head of Qwen2.5-3B."""
@@ -69,13 +65,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     shape = f"tokens, hidden size, vocabulary (default on a CPU {sizes[0]}, else {sizes[1]})"
     add("--shape", type=shape_of, metavar="N,D,V", help=shape)
     add("--dtype", choices=("float32", "bfloat16"), help="default on a CPU float32, else bfloat16")
-    add(
-        "--live",
-        type=positive(float, most=1),
-        nargs="+",
-        metavar="SHARE",
-        help="shares of rows that count (default 1 0.5 0.25, on a CPU 1)",
-    )
+    live = "shares of rows that count (default 1 0.5 0.25, on a CPU 1)"
+    add("--live", type=positive(float, most=1), nargs="+", metavar="SHARE", help=live)
     add("--methods", nargs="+", metavar="TEXT", help="only those whose name has one of these in it")
     add("--timeout", type=positive(float), default=300.0, metavar="S", help="for one method, all shares (default 300)")
     add("--target", metavar="CHIP", help="compile for this TPU, as in v6e, and time nothing")
@@ -100,7 +91,9 @@ def run(options: argparse.Namespace) -> None:
         methods = chosen_methods(options.methods, known_methods(platform))
         lives = sorted(set(options.live or ([1.0] if cpu else [1.0, 0.5, 0.25])), reverse=True)
         dtype, rounds = options.dtype or ("float32" if cpu else "bfloat16"), options.repeats or (5 if cpu else 10)
-        print(f"{platform} {kind}, {', '.join(versions())}; {dtype}, {datetime.now(UTC):%Y-%m-%d}, {rounds} rounds")
+        installed = {found.name.replace("_", "-"): found.version for found in importlib.metadata.distributions()}
+        versions = ", ".join(f"{name} {installed[name]}" for name in PACKAGES if name in installed)
+        print(f"{platform} {kind}, {versions}; {dtype}, {datetime.now(UTC):%Y-%m-%d}, {rounds} rounds")
         shape = options.shape or (SMALL if cpu else LARGE)
         task = {"shape": shape, "dtype": dtype, "lives": lives, "rounds": rounds, "least": LEAST}
         measured: dict[str, Measured] = {}
@@ -109,21 +102,11 @@ def run(options: argparse.Namespace) -> None:
             obstacle = method.obstacle(platform)
             given = {**task, "method": method.name}
             measured[method.name] = ([], obstacle) if obstacle else start(CHILD, given, options.timeout, cache)
-    if not any(found for found, _ in measured.values()):
-        name, (_, reason) = next(iter(measured.items()))
-        raise UserError(f"--shape, --methods: nothing could be measured; {name}: {reason}")
     for live in lives:
         print(f"\n{title(shape)}, {dtype}, {live:.0%} of the rows count")
         print(text(live, measured))
-
-
-def versions() -> list[str]:
-    """Names and versions of those packages that are installed."""
-    found = []
-    for package in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package} {importlib.metadata.version(package)}")
-    return found
+    if not any(found for found, _ in measured.values()):
+        raise UserError("--shape, --methods: nothing could be measured")
 
 
 def chosen_methods(texts: Sequence[str] | None, known: Sequence["Method"]) -> list["Method"]:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from tools.bench.frame import MOST_CALLS, Figures, Shape, answer, in_turns
 from tools.bench.methods import IGNORED, Method, methods
@@ -104,6 +104,7 @@ class Xla:
     """A method, compiled by JAX."""
 
     name = "XLA"
+    wait, read = staticmethod(jax.block_until_ready), staticmethod(jnp.asarray)
 
     def __init__(self, method: Method, problem: Problem) -> None:
         if problem.dtype == "float32":  # else a GPU multiplies in less
@@ -126,13 +127,11 @@ class Xla:
         return analysis.temp_size_in_bytes
 
     def bare(self, rows: int) -> dict[str, Callable[[], Any]]:
-        return bare_products(self.fixed[0][:rows], jnp.asarray(self.problem.fixed[1]))
-
-    def wait(self, results: Any) -> Any:
-        return jax.block_until_ready(results)
-
-    def read(self, result: Any) -> Any:
-        return jnp.asarray(result)
+        """The products h Wᵀ, g W and gᵀ h of so many rows, where g is the result of the first."""
+        h, w = self.fixed[0][:rows], jnp.asarray(self.problem.fixed[1])
+        hw, gw, gh = jax.jit(lambda h, w: h @ w.T), jax.jit(lambda g, w: g @ w), jax.jit(lambda g, h: g.T @ h)
+        g = hw(h, w)
+        return {"hW": partial(hw, h, w), "gW": partial(gw, g, w), "gh": partial(gh, g, h)}
 
 
 class Torch:
@@ -180,17 +179,6 @@ class Torch:
 
     def read(self, result: Any) -> Any:
         return result.float().cpu().numpy()
-
-
-def bare_products(hidden: Float[Array, "R D"], weight: Float[Array, "V D"]) -> dict[str, Callable[[], Array]]:
-    """The compiled products h Wᵀ, g W and gᵀ h, where g is the result of the first; all in the arrays' dtype."""
-    slopes = jax.jit(lambda h, w: h @ w.T)(hidden, weight)
-    products: dict[str, tuple[Callable[[Array, Array], Array], Array, Array]] = {
-        "hW": (lambda h, w: h @ w.T, hidden, weight),
-        "gW": (lambda g, w: g @ w, slopes, weight),
-        "gh": (lambda g, h: g.T @ h, slopes, hidden),
-    }
-    return {name: partial(jax.jit(call).lower(a, b).compile(), a, b) for name, (call, a, b) in products.items()}
 
 
 # --- the process

@@ -16,13 +16,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from kernels.lm_head import token_logprobs, token_loss
 
+Loss = Callable[..., Array]
+"""(hidden [N, D], weight [V, D], labels [N], weights [N], by_logprob [N], by_lse [N]) -> a sum over rows."""
 Call = Callable[..., tuple[Any, ...]]
-"""(hidden, weight, labels, weights, by_logprob, by_lse) -> (value,) or (value, dh, dW)."""
-Loss = Callable[[Float[Array, "N D"], Float[Array, "V D"], Int[Array, "N"], Float[Array, "N"]], Float[Array, ""]]
+"""The same arguments -> (value,) or (value, dh, dW)."""
 TorchLoss = Callable[[], Callable[..., Any]]
 """A function that imports what it needs, and returns (hidden, weight, labels) -> the sum of cross-entropies."""
 WORKSPACE = 640 << 20
@@ -68,7 +69,7 @@ def methods(platform: str) -> list[Method]:
         Method("cut-cross-entropy, exact", 4, torch=cce, needs=("torch", "cut_cross_entropy"), platform="gpu"),
         Method("tokamax, its choice", 3, tokamax(None), transposed=True, needs=("tokamax",)),
         Method("tokamax, chunked_xla", 4, tokamax("chunked_xla"), transposed=True, needs=("tokamax",)),
-        Method("google-tunix, default loss", 3, tunix, needs=("tunix",)),
+        Method("google-tunix, default loss", 3, value_and_gradients(tunix), needs=("tunix",)),
         *engine_methods("xla", None),
         Method("optax on full logits", 3, value_and_gradients(optax_on_logits)),
         Method("full logits, value only", 1, value_only(full_logits)),
@@ -81,7 +82,7 @@ def engine_methods(impl: str, platform: str | None) -> list[Method]:
         "workspace 0": (4, value_and_gradients(fused(impl=impl, workspace=0))),
         "default workspace": (3, value_and_gradients(fused(impl=impl))),
         "value only": (1, value_only(fused(impl=impl))),
-        "general backward": (4, general_backward(impl=impl)),
+        "general backward": (4, value_and_gradients(general(impl=impl))),
     }
     return [
         Method(f"{impl}, {name}", products, call, general=name == "general backward", platform=platform)
@@ -95,24 +96,27 @@ def engine_methods(impl: str, platform: str | None) -> list[Method]:
 def fused(**options: Any) -> Loss:
     """The cross-entropy by `token_loss` with these options."""
 
-    def loss(hidden: Array, weight: Array, labels: Array, weights: Array) -> Array:
+    def loss(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Array:
         return token_loss(hidden, weight, labels, lambda logprob, _: -logprob, weights=weights, **options)[0]
 
     return loss
 
 
-def chunked(size: int) -> Loss:
-    """Full logits of `size` tokens at a time, computed again for the gradients.
+def general(**options: Any) -> Loss:
+    """The sum of logprob and lse by `token_logprobs`, each times a cotangent."""
 
-    Raises:
-        ValueError: there are more tokens than `size`, and not a multiple.
-    """
+    def loss(hidden: Array, weight: Array, labels: Array, weights: Array, by_logprob: Array, by_lse: Array) -> Array:
+        found = token_logprobs(hidden, weight, labels, where=weights != 0, **options)
+        return jnp.sum(by_logprob * found.logprob + by_lse * found.lse)
+
+    return loss
+
+
+def chunked(size: int) -> Loss:
+    """Full logits of `size` tokens at a time, computed again for the gradients; more tokens must be a multiple."""
     full_logits = fused(impl="full_logits")
 
-    def loss(hidden: Array, weight: Array, labels: Array, weights: Array) -> Array:
-        if len(hidden) > size and len(hidden) % size:
-            raise ValueError(f"{len(hidden)} tokens are no multiple of {size}")
-
+    def loss(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Array:
         @jax.checkpoint
         def step(total: Array, rows: tuple[Array, ...]) -> tuple[Array, None]:
             return total + full_logits(rows[0], weight, *rows[1:]), None
@@ -123,45 +127,43 @@ def chunked(size: int) -> Loss:
     return loss
 
 
-def optax_on_logits(hidden: Array, weight: Array, labels: Array, weights: Array) -> Array:
+def optax_on_logits(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Array:
     import optax
 
     logits = jnp.matmul(hidden, weight.T, preferred_element_type=jnp.float32)
     return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
+def tunix(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Array:
+    """The mean that tunix's trainer minimizes, times the number of tokens that count."""
+    from flax import nnx
+    from tunix.models.qwen2.model import Embedder  # type: ignore[import-not-found]  # nothing here depends on it
+    from tunix.sft.peft_trainer import _default_loss_fn  # type: ignore[import-not-found]
+
+    vocabulary, features = weight.shape
+    dtypes = {"dtype": weight.dtype, "param_dtype": weight.dtype}
+    embedder = nnx.eval_shape(lambda: Embedder(vocabulary, features, rngs=nnx.Rngs(0), **dtypes))
+    graphdef, state = nnx.split(embedder)
+    head = nnx.merge(graphdef, jax.tree.map(lambda _: weight, state))
+    tokens = jnp.pad(labels, (1, 0))[None]  # the loss compares each row with the next token
+    mask, rows = jnp.pad(weights, (1, 0))[None], jnp.pad(hidden, ((0, 1), (0, 0)))[None]
+    mean = _default_loss_fn(lambda *_: (head.decode(rows), None), tokens, mask, None, None)
+    return (mean * jnp.sum(weights)).astype(jnp.float32)
+
+
 # --- calls
 
 
 def value_and_gradients(loss: Loss) -> Call:
-    def call(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> tuple[Any, ...]:
-        value, gradients = jax.value_and_grad(loss, (0, 1))(hidden, weight, labels, weights)
+    def call(*arrays: Array) -> tuple[Any, ...]:
+        value, gradients = jax.value_and_grad(loss, (0, 1))(*arrays)
         return value, *gradients
 
     return call
 
 
 def value_only(loss: Loss) -> Call:
-    def call(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> tuple[Any, ...]:
-        return (loss(hidden, weight, labels, weights),)
-
-    return call
-
-
-def general_backward(**options: Any) -> Call:
-    """The sum of logprob and lse by `token_logprobs`, each times a cotangent, and its gradients."""
-
-    def call(
-        hidden: Array, weight: Array, labels: Array, weights: Array, by_logprob: Array, by_lse: Array
-    ) -> tuple[Any, ...]:
-        def weighed(hidden: Array, weight: Array) -> Array:
-            found = token_logprobs(hidden, weight, labels, where=weights != 0, **options)
-            return jnp.sum(by_logprob * found.logprob + by_lse * found.lse)
-
-        value, gradients = jax.value_and_grad(weighed, (0, 1))(hidden, weight)
-        return value, *gradients
-
-    return call
+    return lambda *arrays: (loss(*arrays),)
 
 
 def tokamax(implementation: str | None) -> Call:
@@ -178,29 +180,6 @@ def tokamax(implementation: str | None) -> Call:
         return value, live * dh.astype(hidden.dtype), dw.astype(weight.dtype)
 
     return call
-
-
-def tunix(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> tuple[Any, ...]:
-    """The mean that tunix's trainer minimizes, times the number of tokens that count."""
-    from flax import nnx
-    from tunix.models.qwen2.model import Embedder  # type: ignore[import-not-found]  # nothing here depends on it
-    from tunix.sft.peft_trainer import _default_loss_fn  # type: ignore[import-not-found]
-
-    vocabulary, features = weight.shape
-    dtypes = {"dtype": weight.dtype, "param_dtype": weight.dtype}
-    embedder = nnx.eval_shape(lambda: Embedder(vocabulary, features, rngs=nnx.Rngs(0), **dtypes))
-    graphdef, state = nnx.split(embedder)
-    tokens = jnp.pad(labels, (1, 0))[None]  # the loss compares each row with the next token
-    mask = jnp.pad(weights, (1, 0))[None]
-
-    def loss(hidden: Array, weight: Array) -> Array:
-        head = nnx.merge(graphdef, jax.tree.map(lambda _: weight, state))
-        rows = jnp.pad(hidden, ((0, 1), (0, 0)))[None]
-        mean = _default_loss_fn(lambda *_: (head.decode(rows), None), tokens, mask, None, None)
-        return (mean * jnp.sum(weights)).astype(jnp.float32)
-
-    value, (dh, dw) = jax.value_and_grad(loss, (0, 1))(hidden, weight)
-    return value, dh, dw
 
 
 # --- losses through torch

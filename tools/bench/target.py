@@ -11,7 +11,6 @@ clock. Left out are HBM that doesn't keep up, queues that hide a stall, and the 
 """
 
 import re
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from jax.sharding import Mesh
 from mllm.errors import UserError
 from mllm.plan import targets
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # the process that compiles starts in any folder
 from tools.bench.frame import Shape, table, title
 from tools.bench.methods import Call, Method, methods
 
@@ -77,7 +75,7 @@ def run(target: str, shape: Shape, chosen: Sequence[Method]) -> None:
         about = {"method": method.name, "shape": list(shape)}
         with tempfile.TemporaryDirectory() as folder:
             try:
-                account = compile_listed(target, f"{__file__}:program", about, Path(folder))
+                account = compile_listed(target, "tools.bench.target:program", about, Path(folder))
             except ValueError as error:
                 remarks.append(f"{method.name}: refused: {error}")
                 continue
