@@ -170,7 +170,7 @@ def run(job: Job, folder: Path, platform: str, deadline: float) -> Record:
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir()
     command = [part.replace("{own}", str(own)) for part in job.command]
-    ended = start(command, min(job.seconds, left), folder, platform)
+    ended = start(command, float(min(job.seconds, left)), folder, platform)
     for path in own.rglob("checkpoints"):
         shutil.rmtree(path)
     said = ended.stdout[-LONGEST:]

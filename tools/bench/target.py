@@ -22,7 +22,6 @@ from jax.sharding import Mesh
 
 from mllm.errors import UserError
 from mllm.plan import targets
-
 from tools.bench.frame import Shape, table, title
 from tools.bench.methods import Call, Method, methods
 
