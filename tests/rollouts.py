@@ -81,7 +81,6 @@ def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, **grpo):
         sampler(None, BYTES, (258,), settings.rollout, 0),
         rewards or SquareRewards(),
         make_forward(settings, None, mesh),
-        long_prompts="skip",
         batch_size=settings.batch_size,
         steps=settings.steps,
         seed=0,

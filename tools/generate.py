@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from mllm import errors
 from mllm.data.formats import messages_of
-from mllm.data.records import file_records
+from mllm.data.records import Origin
 from mllm.errors import UserError
 from tools.bench.frame import positive
 
@@ -88,7 +88,7 @@ def read_prompts(options: argparse.Namespace) -> list[Chat]:
     if options.prompt is not None:
         return [[{"role": "user", "content": options.prompt}]]
     chats = []
-    for place, record in file_records(options.prompts, "--prompts"):
+    for place, record in Origin("--prompts", options.prompts).records():
         if isinstance(record, UserError):
             raise record
         chat = messages_of(place, record, needs_answer=False)

@@ -13,7 +13,7 @@ class RolloutConfig(Section):
     """How completions are sampled, for GRPO and for evaluation."""
 
     max_prompt_length: PositiveInt
-    """Tokens of the longest prompt; `task.long_prompts` says what becomes of longer ones."""
+    """Tokens of the longest prompt; longer ones are left out and counted."""
     max_completion_length: PositiveInt
     """Tokens after which a completion is cut off."""
     temperature: PositiveFloat = 1.0

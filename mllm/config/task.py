@@ -10,8 +10,6 @@ from mllm.config.section import Section, impossible
 AnswerForm = Literal["whole", "hashes", "tags", "boxed"]
 """How a completion states its answer, see mllm/data/tasks/answers.py."""
 
-LongPrompts = Literal["skip", "error"]
-
 
 class RewardConfig(Section):
     """A reward function; docs/rewards.md has the details."""
@@ -88,8 +86,6 @@ class TaskConfig(Section):
     heldout: PositiveInt | None = None
     """How many training problems are held out for evaluation, and never trained on; None: 256, or a tenth of all where
     that is less."""
-    long_prompts: LongPrompts = "skip"
-    """What to do with a prompt of more than `rollout.max_prompt_length` tokens: leave it out and count it, or end."""
     system_prompt: str | None = None
     """The system message before a prompt; it replaces the instruction that `gsm8k` and `reasoning_gym` append."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="exact_match"),)

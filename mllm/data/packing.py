@@ -7,7 +7,7 @@ more. Every row costs the model the same, whatever is in it; the head's work fol
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from jaxtyping import Float, Int, Num
+from jaxtyping import Bool, Float, Int, Num
 
 from mllm.config.schema import Rows
 from mllm.data.batch import Batch, Trajectory
@@ -28,23 +28,42 @@ def pack(
     learned = np.array([len(trajectory.logprobs) for trajectory in trajectories], int)
     row = first_fit_decreasing(lengths, rows.length)
     places = spread_rows(np.bincount(row, learned), rows)[row]
-    shape = (rows.total, rows.length)
-    tokens, positions, segments, labels = np.zeros((4, *shape), np.int32)
-    token_weights, token_advantages, logprobs = np.zeros((3, *shape), np.float32)
-    for place, length, trajectory, weight, advantage in zip(
-        places, lengths, trajectories, weights, advantages, strict=True
-    ):
-        start = np.count_nonzero(segments[place])
-        whole = place, slice(start, start + length)
-        tokens[whole] = trajectory.tokens[:-1]
-        positions[whole] = np.arange(length)
-        segments[whole] = segments[place].max() + 1
-        predicts = place, start + np.flatnonzero(trajectory.sampled) - 1
-        labels[predicts] = trajectory.tokens[trajectory.sampled]
-        token_weights[predicts] = weight
+    batch = empty_batch((rows.total, rows.length))
+    token_advantages, logprobs = np.zeros((2, rows.total, rows.length), np.float32)
+    for place, trajectory, weight, advantage in zip(places.tolist(), trajectories, weights, advantages, strict=True):
+        predicts = add_sequence(batch, place, trajectory.tokens, trajectory.sampled, weight, len(trajectory.tokens) - 1)
         token_advantages[predicts] = advantage
         logprobs[predicts] = trajectory.logprobs
-    return Batch(tokens, positions, segments, labels, token_weights, token_advantages, logprobs)
+    return batch._replace(advantages=token_advantages, sampler_logprobs=logprobs)
+
+
+def empty_batch(shape: tuple[int, int]) -> Batch:
+    """A batch of padding, for `add_sequence`."""
+    tokens, positions, segments, labels = np.zeros((4, *shape), np.int32)
+    return Batch(tokens, positions, segments, labels, np.zeros(shape, np.float32))
+
+
+def add_sequence(
+    batch: Batch,
+    row: int,
+    tokens: Int[np.ndarray, " T"],
+    learned: Bool[np.ndarray, " T"],
+    weight: float,
+    length: int,
+) -> tuple[int, Int[np.ndarray, " learned"]]:
+    """Put the first `length` tokens behind what the row holds. Returns where those that are learned are predicted.
+
+    These have the weight. The first token is never learned.
+    """
+    start = np.count_nonzero(batch.segments[row])
+    places = row, slice(start, start + length)
+    batch.tokens[places] = tokens[:length]
+    batch.positions[places] = np.arange(length)
+    batch.segments[places] = batch.segments[row].max() + 1
+    predicts = row, start + np.flatnonzero(learned) - 1
+    batch.labels[predicts] = tokens[learned]
+    batch.weights[predicts] = weight
+    return predicts
 
 
 def first_fit(lengths: Iterable[int], row_length: int, rows: int) -> list[int]:

@@ -10,13 +10,12 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from mllm.config.data import names_files
 from mllm.errors import UserError, brief
 from mllm.store.bucket import is_bucket
 from mllm.store.fetch import fetch_files
@@ -55,55 +54,54 @@ class Block(NamedTuple):
                 yield place, parse(place, row)
 
 
-class Content(NamedTuple):
-    """What is in some files."""
-
-    digest: str
-    lines: int
-    """The number of line ends; 0 where lines are no records."""
-
-
 class Origin(NamedTuple):
     """Where records come from, and the setting that says so."""
 
     key: str
     source: str
+    """A file or a pattern of files; or a hub id, if there is a split."""
     subset: str | None = None
-    split: str = "train"
+    split: str | None = None
 
-    def is_files(self) -> bool:
-        """Whether files are meant, and no hub id; UserError where it is a folder."""
-        if os.path.isdir(self.source):
-            raise UserError(f"{self.key}: {self.source} is a folder: give {FORMATS}, or a hub id")
-        return names_files(self.source) or os.path.exists(self.source)
-
-    def content(self) -> Content:
-        """What is in the files, and what is chosen of them; UserError where they can't be had or read."""
-        if self.is_files():
-            return content_of(file_paths(self.source, self.key), self.key)
+    def content(self) -> str:
+        """A hash of the files, and what is chosen of them; UserError where they can't be had or read."""
+        if self.split is None:
+            return hash_files(file_paths(self.source, self.key), self.key)
         files = hub_split(self.source, self.subset, self.split, self.key).cache_files
-        found = content_of([Path(file["filename"]) for file in files], self.key)
-        return Content(f"{self.subset} {self.split} {found.digest}", 0)
+        return f"{self.subset} {self.split} {hash_files([Path(file['filename']) for file in files], self.key)}"
+
+    def records(self) -> Records:
+        """All records; UserError as by `blocks`."""
+        return chain.from_iterable(block.records() for block in self.blocks())
 
     def blocks(self) -> Iterator[Block]:
-        """All blocks; UserError where they can't be had or read."""
-        if self.is_files():
-            return file_blocks(self.source, self.key)
-        return hub_blocks(self.source, self.subset, self.split, self.key)
+        """The blocks of a split, whose first row is number 0, or of files, whose first line or row is number 1.
+
+        Files come in the order of their names. UserError, which names the setting, is raised where there is no such
+        file or data set, or one can't be read.
+        """
+        if self.split is not None:
+            rows = iter(hub_split(self.source, self.subset, self.split, self.key))
+            return numbered(f"{self.source}[{self.split}]", 0, iter(lambda: list(islice(rows, BLOCK_ROWS)), []))
+        return chain.from_iterable(
+            numbered(str(path), 1, (row_blocks if path.suffix == ".parquet" else line_blocks)(path, self.key))
+            for path in file_paths(self.source, self.key)
+        )
 
 
-def content_of(paths: list[Path], key: str) -> Content:
-    """The content of files; UserError, which names the setting `key`, where one can't be read."""
-    digest, lines = hashlib.sha256(), 0
+def numbered(source: str, first: int, blocks: Iterable[Any]) -> Iterator[Block]:
+    for rows in blocks:
+        yield Block(source, first, rows)
+        first += len(rows)
+
+
+def hash_files(paths: list[Path], key: str) -> str:
+    """A hash of files and how each is read; UserError, which names the setting `key`, where one can't be."""
+    digest = hashlib.sha256()
     for path in paths:
-        kind = path.suffix if path.suffix in (".gz", ".parquet") else ""  # the same bytes, read in another way
-        found = hashlib.sha256(kind.encode())
         with open_file(path, key, compressed=True) as file:
-            while piece := file.read(2**20):
-                found.update(piece)
-                lines += 0 if kind else piece.count(b"\n")
-        digest.update(found.digest())
-    return Content(digest.hexdigest(), lines)
+            digest.update(path.suffix.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def sound_records(records: Records, key: str, read: Callable[[str, Record], T]) -> Iterator[T]:
@@ -133,24 +131,6 @@ def bad_lines(bad: list[tuple[str, UserError]], key: str) -> UserError:
     places = ", ".join(place for place, _ in bad[:LISTED_PLACES])
     left = f" and {len(bad) - LISTED_PLACES} more" if len(bad) > LISTED_PLACES else ""
     return UserError(f"{key}: {len(bad)} lines are bad ({places}{left}), the first: {first}")
-
-
-def file_records(source: str, key: str) -> Records:
-    """The records of a file or of all files that a pattern matches; UserError as by `file_blocks`."""
-    return chain.from_iterable(block.records() for block in file_blocks(source, key))
-
-
-def file_blocks(source: str, key: str) -> Iterator[Block]:
-    """The blocks of a file or of all files that a pattern matches, in the order of their names.
-
-    The first line or row is number 1. UserError, which names the setting `key`, is raised where there is no such file,
-    or one can't be read.
-    """
-    for path in file_paths(source, key):
-        first = 1
-        for rows in row_blocks(path, key) if path.suffix == ".parquet" else line_blocks(path, key):
-            yield Block(str(path), first, rows)
-            first += len(rows)
 
 
 def file_paths(source: str, key: str) -> list[Path]:
@@ -196,20 +176,10 @@ def row_blocks(path: Path, key: str) -> Iterator[Any]:
 
 
 def line_blocks(path: Path, key: str) -> Iterator[list[bytes]]:
-    """The lines of a file; one beyond `LONGEST_LINE` is cut, one byte after the limit. UserError as by `open_file`."""
-    block, size = list[bytes](), 0
+    """The lines of a file; UserError as by `open_file`."""
     with open_file(path, key) as file:
-        while line := file.readline(LONGEST_LINE + 1):
-            rest = line
-            while not rest.endswith(b"\n") and (rest := file.readline(LONGEST_LINE)):
-                pass
-            block.append(line)
-            size += len(line)
-            if size >= BLOCK_BYTES:
-                yield block
-                block, size = [], 0
-    if block:
-        yield block
+        while lines := file.readlines(BLOCK_BYTES):
+            yield lines
 
 
 def parse(place: str, line: bytes) -> Record | UserError:
@@ -223,19 +193,6 @@ def parse(place: str, line: bytes) -> Record | UserError:
     if not isinstance(record, dict):
         return UserError(f"{place}: expected a JSON object, got {type(record).__name__}")
     return record
-
-
-def hub_records(source: str, subset: str | None, split: str, key: str) -> Records:
-    """The rows of a split of a hub's data set; UserError as by `hub_split`."""
-    return chain.from_iterable(block.records() for block in hub_blocks(source, subset, split, key))
-
-
-def hub_blocks(source: str, subset: str | None, split: str, key: str) -> Iterator[Block]:
-    """The blocks of a split of a hub's data set, whose first row is number 0; UserError as by `hub_split`."""
-    rows, first = iter(hub_split(source, subset, split, key)), 0
-    while block := list(islice(rows, BLOCK_ROWS)):
-        yield Block(f"{source}[{split}]", first, block)
-        first += len(block)
 
 
 def hub_split(source: str, subset: str | None, split: str, key: str) -> Any:

@@ -1,18 +1,19 @@
 """SFT's source of data: which documents there are, how many steps they last, and their batches."""
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
-from mllm.config.data import DataConfig
+from mllm.config.data import DataConfig, names_files
 from mllm.config.section import LARGEST_NUMBER
 from mllm.data.cache import cached_documents
-from mllm.data.documents import Documents, TaskDocuments, hold_out
+from mllm.data.documents import Documents, hold_out, task_documents
 from mllm.data.iteration import WAY_OUT
-from mllm.data.pipeline import count_batches, sft_batches
+from mllm.data.pipeline import SftBatches
 from mllm.data.records import Origin
 from mllm.data.source import Step
 from mllm.data.tasks.task import Task
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class SftSource:
-    """A `mllm.data.source.Source` over the batches of `mllm.data.pipeline.sft_batches`."""
+    """A `mllm.data.source.Source` over the batches of `mllm.data.pipeline.SftBatches`."""
 
     needs_reference = False
 
@@ -45,13 +46,12 @@ class SftSource:
         """UserError is raised where there is too little data, or it is bad."""
         self.rows = RowShare.of_mesh(mesh)
         training, self.validation = load_documents(config, tokenizer, task)
-        place = {"process_index": self.rows.index, "process_count": self.rows.count}
-        self.data = sft_batches(config, training, batch_size=batch_size, seed=seed, **place)
+        batches = SftBatches(config, training, batch_size, seed, self.rows)
+        self.data = batches.train()
         if steps is None and training.content is None and len(training) * (config.epochs or 1) > 2**24:
             raise UserError(f"steps: set them: the task has {len(training)} problems, too many to count the batches of")
         # `steps`, or fewer where the data ends before: so the schedule of the learning rate always comes to its end.
-        most = steps or LARGEST_NUMBER
-        self.steps = count_batches(config, training, batch_size=batch_size, seed=seed, most=most)
+        self.steps = batches.count(steps or LARGEST_NUMBER)
         passes = f"data.epochs: {config.epochs} passes over the {len(training)} examples are {self.steps} batches"
         if warmup_steps > self.steps:
             longer = f"{warmup_steps} are more than the run has ({passes})"
@@ -88,10 +88,10 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, task: Task | None) 
     """
     if config.source == "task":
         assert task is not None
-        training: Documents = TaskDocuments(task, tokenizer, config.max_length)
+        training = task_documents(task, tokenizer, config.max_length)
     else:
         training = cached_documents(
-            Origin("data.source", config.source, config.subset, config.split), config, tokenizer
+            origin_of("data.source", config.source, config.subset, config.split), config, tokenizer
         )
     validation = config.validation
     if validation is None:
@@ -99,8 +99,14 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, task: Task | None) 
     if validation.share is not None:
         return hold_out(training, validation.share)
     if validation.split is not None:
-        origin = Origin("data.validation.split", config.source, config.subset, validation.split)
+        heldout = Origin("data.validation.split", config.source, config.subset, validation.split)
     else:
         assert validation.source is not None
-        origin = Origin("data.validation.source", validation.source)
-    return training, cached_documents(origin, config, tokenizer)
+        heldout = origin_of("data.validation.source", validation.source)
+    return training, cached_documents(heldout, config, tokenizer)
+
+
+def origin_of(key: str, source: str, subset: str | None = None, split: str = "train") -> Origin:
+    """The files of that name, or else the split of a data set on the hub; `key` is the setting."""
+    is_files = names_files(source) or os.path.exists(source)
+    return Origin(key, source) if is_files else Origin(key, source, subset, split)

@@ -13,23 +13,35 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from mllm.data.formats import messages_of, text, turns
 from mllm.data.records import Block, Record
 from mllm.errors import UserError
 from mllm.model.tokenizer import Tokenizer, encode_example, encode_text
 
-Document = Int32[np.ndarray, "tokens 3"]
-"""An example in tokens. Columns: the token, the next token, and 1 where that is learned, else 0."""
+
+class Document(NamedTuple):
+    """An example in tokens."""
+
+    tokens: Int32[np.ndarray, " T"]
+    learned: Bool[np.ndarray, " T"]
+    """Which tokens are learned, each from those before it; so never the first."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The number of tokens, and how many of them are learned."""
+        return len(self.tokens), int(self.learned.sum())
+
+
 Encoded = tuple[str, Document | UserError, bool]
 """The place of a record, its document or what is wrong with it, and whether it had to be cut."""
 
-FEW = 2000
-"""About as many records are faster tokenized here than processes start, which import transformers."""
+FEW = 32
+"""About as many blocks are faster tokenized here than processes start, which import transformers."""
 MOST_WORKERS = 16
 
 
@@ -38,18 +50,16 @@ def encode_blocks(tokenizer: Tokenizer, max_length: int, blocks: Iterable[Block]
 
     UserError is raised if a worker process is killed.
     """
-    encode, left, few = partial(encode_block, tokenizer, max_length), iter(blocks), FEW
-    while few > 0 and (block := next(left, None)) is not None:
-        few -= len(block.rows)
-        yield encode(block)
-    if (first := next(left, None)) is None:
-        return
+    encode, left = partial(encode_block, tokenizer, max_length), iter(blocks)
+    yield from map(encode, islice(left, FEW))
     workers = min(os.cpu_count() or 1, MOST_WORKERS)
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker, (encode,))
+    pending: deque[Future[list[Encoded]]] = deque()
     try:
-        pending: deque[Future[list[Encoded]]] = deque([pool.submit(encode_in_worker, first)])
-        while pending:
+        while True:
             pending.extend(pool.submit(encode_in_worker, block) for block in islice(left, 4 * workers - len(pending)))
+            if not pending:
+                return
             yield pending.popleft().result()
     except BrokenProcessPool:
         raise UserError("data.source: a process that tokenizes was killed; is there enough memory?") from None
@@ -72,9 +82,9 @@ def encode_block(tokenizer: Tokenizer, max_length: int, block: Block) -> list[En
 def encode_document(tokenizer: Tokenizer, max_length: int, place: str, record: Record) -> tuple[Document, bool]:
     """The record as a document of at most `max_length` tokens, and whether that is all of it."""
     ids, learned = encode_record(tokenizer, place, record)
-    document = np.stack([ids, np.roll(ids, -1), np.roll(learned, -1)], axis=1).astype(np.int32)[:max_length]
-    document[-1:, 1:] = 0  # what follows the last token is cut off, or another document's
-    if not document[:, 2].any():
+    document = Document(np.array(ids[:max_length], np.int32), np.array(learned[:max_length], bool))
+    document.learned[:1] = False
+    if not document.learned.any():
         raise UserError(f"{place}: none of the tokens to learn lies within data.max_length ({max_length})")
     return document, len(ids) <= max_length
 

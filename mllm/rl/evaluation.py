@@ -37,7 +37,7 @@ def make_evaluation(
     """
     what = f"{prefix.strip('/')} prompts of task {task.name}"
     limit = sampler.options.max_prompt_length
-    prompts = usable_prompts(problems, sampler.tokenizer, limit, what, task.long_prompts)
+    prompts = usable_prompts(problems, sampler.tokenizer, limit, what)
     return partial(evaluate, sampler, rewards, prompts, sampled=options.sampled, rows=rows, prefix=prefix)
 
 

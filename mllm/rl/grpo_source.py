@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mllm.config.grpo import GrpoConfig
-from mllm.config.task import LongPrompts
 from mllm.data.batch import Batch, Trajectory
 from mllm.data.iteration import process_rows
 from mllm.data.packing import pack
@@ -52,7 +51,6 @@ class GrpoSource:
         rewards: RewardRunner,
         forward: Forward,
         *,
-        long_prompts: LongPrompts,
         batch_size: int,
         steps: int,
         seed: int,
@@ -70,9 +68,7 @@ class GrpoSource:
         setting = "grpo.steps_per_generation * batch_size / grpo.num_generations"
         process_rows(groups, self.rows.index, self.rows.count, setting)
         limit = sampler.options.max_prompt_length
-        self.prompts = training_prompts(
-            task, sampler.tokenizer, max_prompt_length=limit, long_prompts=long_prompts, seed=seed, prefetch=2 * groups
-        )
+        self.prompts = training_prompts(task, sampler.tokenizer, max_prompt_length=limit, seed=seed)
         logprob_pass = make_logprob_pass(forward)
         self.logprob_pass: Callable[[Params, Batch], Float[Array, "B T"]] = lambda params, batch: logprob_pass(
             params, shard_batch(forward.mesh, batch)

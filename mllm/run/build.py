@@ -157,7 +157,6 @@ def make_source(
             sampler,
             rewards,
             forward,
-            long_prompts=config.task.long_prompts,
             batch_size=config.batch_size,
             steps=config.steps or 0,
             seed=config.seed,

@@ -8,7 +8,7 @@ from mllm.errors import UserError
 
 FREE = {
     *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log", "changes"),
-    *("grpo.row_length", "optimizer.max_skipped", "task.long_prompts"),
+    *("grpo.row_length", "optimizer.max_skipped"),
     *("task.reward_workers", "data.cache"),
 }
 """Sections and settings that say how a run is carried out and when it gives up, not what it computes."""

@@ -6,6 +6,7 @@ its name only when it is whole. The folders below `local_place` may be deleted w
 
 import fcntl
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -105,12 +106,22 @@ def naming(key: str) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder, which is made, against the other processes of this machine."""
+def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold a folder, which is made, against the other processes of this machine; the system releases it at their end.
+
+    Unless it is to `wait`, it may not get the folder: the value says whether it has.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not wait:
+                yield False
+                return
+            print(f"waiting for the process that makes {folder}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield True
 
 
 def unfinished(path: Path) -> Path:

@@ -8,7 +8,7 @@ import numpy as np
 
 from mllm.config.data import DataConfig
 from mllm.data.documents import Documents
-from mllm.data.pipeline import validation_batches
+from mllm.data.pipeline import SftBatches
 from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import RowShare
@@ -24,13 +24,12 @@ def make_validation(
     `validation/perplexity` (its exponential) and `validation/token_accuracy` (the share of learned tokens that are
     the likeliest at their place). All processes call `poll` between two batches; what it raises ends the validation.
     """
-    rows, add_up = RowShare.of_mesh(forward.mesh), make_validation_pass(forward)
+    batches = SftBatches(config, documents, batch_size, share=RowShare.of_mesh(forward.mesh))
+    add_up = make_validation_pass(forward)
 
     def validate(params: Params, step: int) -> dict[str, float]:
         sums = []
-        for batch in validation_batches(
-            config, documents, batch_size=batch_size, process_index=rows.index, process_count=rows.count
-        ):
+        for batch in batches.validate():
             poll()
             sums.append(add_up(params, shard_batch(forward.mesh, batch)))
         logprob, likeliest, tokens = np.array(jax.device_get(sums), np.float64).sum(axis=0).tolist()

@@ -13,6 +13,7 @@ from test_data import BYTES, qa, some, write
 from mllm.config.data import DataConfig
 from mllm.data import cache, tokenizing
 from mllm.data.records import Block, Origin
+from mllm.data.tokenizing import Document
 from mllm.errors import UserError
 from mllm.model.tokenizer import bytes_tokenizer
 
@@ -36,7 +37,7 @@ def opened(tmp_path, monkeypatch):
 
 
 def contents(documents):
-    return [documents[i].tolist() for i in range(len(documents))]
+    return [(document.tokens.tolist(), document.learned.tolist()) for document in documents.read(range(len(documents)))]
 
 
 def test_a_cache_is_made_once_for_the_same_content_tokenizer_and_settings(tmp_path, opened):
@@ -57,23 +58,20 @@ def test_a_cache_is_made_once_for_the_same_content_tokenizer_and_settings(tmp_pa
 
 def test_sizes_are_those_of_the_documents_and_tokens_are_stored_as_they_are(tmp_path, opened):
     documents = opened[0](write(tmp_path, some(20)))
-    for index in range(20):
-        assert documents.size(index) == (len(documents[index]), documents[index][:, 2].sum())
-    largest = np.array([[2**31 - 1, 5, 1], [5, 0, 0]], np.int32)
+    assert [(len(tokens), sum(learned)) for tokens, learned in contents(documents)] == [*map(tuple, documents.sizes)]
+    assert documents.tokens == documents.sizes[:, 0].sum()
+    largest = Document(np.array([2**31 - 1, 5], np.int32), np.array([False, True]))
     np.testing.assert_array_equal(cache.unpacked(cache.packed(largest)), largest)
 
 
 @pytest.mark.parametrize("name", [cache.RECORDS, cache.SIZES, cache.SUMMARY])
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:40] + bytes([b[40] ^ 1]) + b[41:], None])
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:40] + bytes([b[40] ^ 1]) + b[41:]])
 def test_a_damaged_cache_is_made_again(tmp_path, opened, caplog, name, damage):
     open_cache, made = opened
     source = write(tmp_path, some(20))
     expected = contents(open_cache(source))
     path = made[0] / name
-    if damage is None:
-        path.unlink()
-    else:
-        path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(damage(path.read_bytes()))
     assert contents(open_cache(source)) == expected
     assert f"data.cache: {made[0]} is damaged, and made again" in caplog.text
     open_cache(source)
@@ -89,49 +87,43 @@ def test_damage_that_comes_later_is_an_error_that_says_what_to_delete(tmp_path, 
         contents(documents)
 
 
-def test_what_a_killed_process_left_is_not_taken_for_a_cache(tmp_path, opened):
+@pytest.mark.parametrize("fault", ["killed", "a bad line", "changed"])
+def test_what_was_not_finished_is_not_taken_for_a_cache(tmp_path, opened, monkeypatch, fault):
     open_cache, made = opened
-    source = write(tmp_path, some(20))
-    expected = contents(open_cache(source))
-    made[0].rename(made[0].with_suffix(".unfinished"))
-    assert contents(open_cache(source)) == expected
-    assert sorted(p.suffix for p in made[0].parent.iterdir()) == ["", ".lock"]
+    source, encode = write(tmp_path, [*some(20), *["{"] * (fault == "a bad line")]), tokenizing.encode_blocks
 
-
-def test_a_source_with_bad_lines_leaves_no_cache(tmp_path, opened):
-    open_cache, made = opened
-    with pytest.raises(UserError, match="2 lines are bad"):
-        open_cache(write(tmp_path, ["{", *some(3), "["]))
-    assert [p.suffix for p in made[0].parent.iterdir()] == [".lock"]
-
-
-def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, opened, monkeypatch):
-    open_cache, made = opened
-    source, encode = write(tmp_path, some(20)), tokenizing.encode_blocks
-
-    def changing(*arguments):
+    def disturbed(*arguments):
         yield from encode(*arguments)
-        write(tmp_path, some(21))
+        if fault == "killed":
+            monkeypatch.setattr(cache, "clear", lambda folder: None)
+            raise KeyboardInterrupt
+        if fault == "changed":
+            write(tmp_path, some(21))
 
-    monkeypatch.setattr(cache, "encode_blocks", changing)
-    with pytest.raises(UserError, match=r"data.source: .* has changed while it was read: start again"):
-        open_cache(source)
-    monkeypatch.undo()
-    assert not made[0].exists()
+    said = {
+        "a bad line": r"data.jsonl:21: not JSON",
+        "changed": r"data.source: .* has changed while it was read: start",
+    }
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "encode_blocks", disturbed)
+        with pytest.raises((UserError, KeyboardInterrupt), match=said.get(fault)):
+            open_cache(source)
+        assert [path.name for path in made[0].iterdir()] == [".lock"] or fault == "killed"
+    write(tmp_path, some(20))
+    assert len(contents(open_cache(source))) == 20
 
 
 def test_of_several_at_once_one_makes_the_cache_and_the_others_wait(tmp_path, opened, capfd):
     """Locks belong to open files, so threads wait for one another as processes do."""
     open_cache, made = opened
     source, got = write(tmp_path, some(300)), []
-    threads = [threading.Thread(target=lambda: got.append(contents(open_cache(source)))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: got.append(contents(open_cache(source)))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(made) == 1
-    assert len(got) == 4
-    assert all(documents == got[0] for documents in got)
+    assert got == [got[0]] * 3
 
 
 def test_a_cache_that_can_not_be_written_is_refused(tmp_path, opened):
@@ -147,29 +139,14 @@ def test_a_cache_that_can_not_be_written_is_refused(tmp_path, opened):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def blocks_of(rows, size):
-    return [Block("data", start, rows[start : start + size]) for start in range(0, len(rows), size)]
-
-
-@pytest.fixture
-def few(monkeypatch):
-    """All but the first blocks go to other processes."""
-    monkeypatch.setattr(tokenizing, "FEW", 3)
-
-
-def test_worker_processes_give_the_same_in_the_same_order(tmp_path, few):
-    source = write(tmp_path, [*some(9), "{", qa("long", "a" * 50), *some(9), {"text": 1}])
-    lines = Path(source).read_bytes().splitlines()
-    parallel = list(chain(*tokenizing.encode_blocks(BYTES, 32, blocks_of(lines, 4))))
-    alone = tokenizing.encode_block(BYTES, 32, Block("data", 0, lines))
-    for one, other in zip(parallel, alone, strict=True):
-        assert (one[0], str(one[1]), one[2]) == (other[0], str(other[1]), other[2])
-
-
-def test_a_worker_does_not_import_jax_and_its_death_is_an_error(few):
-    rows = [{"prompt": "a", "completion": "b"}] * 8
-    encoded = list(chain(*tokenizing.encode_blocks(ImportsTokenizer(), 32, blocks_of(rows, 3))))
-    assert [document[0, 0] for _, document, _ in encoded] == [2] * 3 + [1] * 5
-    rows.append({"text": "die"})
+def test_worker_processes_give_the_same_in_order_do_not_import_jax_and_their_death_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizing, "FEW", 1)
+    monkeypatch.setattr(tokenizing, "MOST_WORKERS", 2)
+    rows = [{"prompt": "a", "completion": "b" * number} for number in range(1, 9)]
+    blocks = [Block("data", start, rows[start : start + 3]) for start in (0, 3, 6)]
+    encoded = list(chain(*tokenizing.encode_blocks(ImportsTokenizer(), 32, blocks)))
+    assert [place for place, _, _ in encoded] == [f"data:{number}" for number in range(8)]
+    assert [document.tokens[0] for _, document, _ in encoded] == [2] * 3 + [1] * 5
+    blocks.append(Block("data", 8, [{"text": "die"}]))
     with pytest.raises(UserError, match=r"data.source: a process that tokenizes was killed"):
-        list(tokenizing.encode_blocks(ImportsTokenizer(), 32, blocks_of(rows, 3)))
+        list(tokenizing.encode_blocks(ImportsTokenizer(), 32, blocks))

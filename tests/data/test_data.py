@@ -14,14 +14,15 @@ from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data import records
 from mllm.data.batch import Batch
-from mllm.data.documents import TaskDocuments
+from mllm.data.documents import task_documents
 from mllm.data.iteration import DataIterator
-from mllm.data.pipeline import sft_batches
+from mllm.data.pipeline import SftBatches
 from mllm.data.sft_source import load_documents
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.model.tokenizer import bytes_tokenizer, encode_example
+from mllm.parallel.processes import ALL_ROWS, RowShare
 
 BYTES = bytes_tokenizer()
 START, END = BYTES.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
@@ -44,11 +45,11 @@ def some(count: int) -> list[dict[str, str]]:
 
 
 def batches_of(
-    source: str, *, batch_size: int = 4, seed: int = 0, place: Any = None, **settings: Any
+    source: str, *, batch_size: int = 4, seed: int = 0, share: RowShare = ALL_ROWS, **settings: Any
 ) -> DataIterator[Batch]:
     config = DataConfig(**{"source": source, "max_length": 32, **settings})
     documents, _ = load_documents(config, BYTES, ARITHMETIC)
-    return sft_batches(config, documents, batch_size=batch_size, seed=seed, **(place or {}))
+    return SftBatches(config, documents, batch_size, seed, share).train()
 
 
 def documents(batch: Batch) -> list[list[int]]:
@@ -162,7 +163,7 @@ def test_a_restored_iterator_gives_the_same_batches_as_an_uninterrupted_one(
 
 def test_restoring_onto_other_data_is_refused(tmp_path: Path) -> None:
     state = batches_of(write(tmp_path, some(8))).get_state()
-    with pytest.raises(UserError, match="began with 8 examples and now there are 9"):
+    with pytest.raises(UserError, match=r"began with other examples: .* \(8 then, 9 now\)"):
         batches_of(write(tmp_path, some(9))).set_state(state)
     with pytest.raises(UserError, match="began with other examples"):
         batches_of(write(tmp_path, [*some(7), qa("q7", "other")])).set_state(state)
@@ -180,7 +181,7 @@ def test_restoring_past_the_last_epoch_is_refused(tmp_path: Path) -> None:
 def test_processes_partition_the_batch_of_a_single_one(tmp_path: Path, packing: bool) -> None:
     source = write(tmp_path, some(30))
     whole = batches_of(source, packing=packing)
-    parts = [batches_of(source, packing=packing, place={"process_index": i, "process_count": 2}) for i in range(2)]
+    parts = [batches_of(source, packing=packing, share=RowShare(i, 2, (0, 1))) for i in range(2)]
     for _ in range(8):
         first, second = (next(part) for part in parts)
         joined = Batch(*(np.concatenate(pair) for pair in zip(first[:5], second[:5], strict=True)))
@@ -189,7 +190,7 @@ def test_processes_partition_the_batch_of_a_single_one(tmp_path: Path, packing: 
 
 def test_a_batch_that_does_not_divide_among_processes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="batch_size: 3 is not divisible by the number of processes"):
-        batches_of(write(tmp_path, some(9)), batch_size=3, place={"process_count": 2})
+        batches_of(write(tmp_path, some(9)), batch_size=3, share=RowShare(0, 2, (0, 1)))
 
 
 def test_a_long_example_is_cut_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -237,4 +238,4 @@ def test_sft_from_a_task_learns_its_solutions() -> None:
 def test_sft_from_a_task_without_solutions_is_an_error() -> None:
     task = Task("judged", [Example([{"role": "user", "content": "a"}], "", None)], [])
     with pytest.raises(UserError, match=r"judged\[0\] has no solution"):
-        sft_batches(DataConfig(source="task", max_length=9), TaskDocuments(task, BYTES, 9), batch_size=1, seed=0)
+        SftBatches(DataConfig(source="task", max_length=9), task_documents(task, BYTES, 9), 1).train()

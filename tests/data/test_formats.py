@@ -15,7 +15,7 @@ import pytest
 from mllm.config.task import TaskConfig
 from mllm.data import records
 from mllm.data.formats import text
-from mllm.data.records import Origin, file_blocks, file_records, sound_records
+from mllm.data.records import Origin, sound_records
 from mllm.data.tasks.gym import gym
 from mllm.data.tasks.load import load
 from mllm.data.tokenizing import encode_record
@@ -55,7 +55,7 @@ def test_what_is_learned_of_a_record(record: dict[str, Any], expected: str) -> N
 
 def test_the_documentation_s_file_has_a_line_of_each_format() -> None:
     path = Path(__file__).parents[2] / "docs" / "examples" / "formats.jsonl"
-    read = sound_records(file_records(str(path), "data.source"), "data.source", lambda _, record: marked(record))
+    read = sound_records(Origin("data.source", str(path)).records(), "data.source", lambda _, record: marked(record))
     assert [*read] == ["(Add.)(3+4=)(7]", "(3+5=)(8]", "(3+6=)(9]", "(3+7=)(10]", "3+8=11]", "3+9=12]"]
 
 
@@ -83,7 +83,7 @@ def test_rows_of_a_table_lack_what_is_null_in_them(tmp_path: Path) -> None:
     kinds = {"messages": chat, "question": pa.string(), "answer": pa.string(), "n": pa.int64()}
     path = f"{tmp_path}/a.parquet"
     pa.parquet.write_table(pa.Table.from_pylist(rows, pa.schema([*kinds.items()])), path)
-    assert list(file_records(path, "data.source")) == [(f"{path}:1", rows[0]), (f"{path}:2", rows[1])]
+    assert list(Origin("data.source", path).records()) == [(f"{path}:1", rows[0]), (f"{path}:2", rows[1])]
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
@@ -106,7 +106,7 @@ def test_processes_read_every_line_and_row_once_in_order_with_its_number(
     numbered = [(number, json.loads(line)) for number, line in enumerate(lines.splitlines(), start=1) if line]
     expected = [(f"{path}:{number}", row) for path in files[:2] for number, row in numbered]
     expected += [(f"{path}:{number}", row) for path in files[3:] for number, row in enumerate(rows, start=1)]
-    shares = [islice(file_blocks(f"{tmp_path}/*", "data.source"), index, None, count) for index in range(count)]
+    shares = [islice(Origin("data.source", f"{tmp_path}/*").blocks(), index, None, count) for index in range(count)]
     turns = chain.from_iterable(zip_longest(*shares))
     assert [record for block in turns if block for record in block.records()] == expected
 
@@ -114,7 +114,9 @@ def test_processes_read_every_line_and_row_once_in_order_with_its_number(
 def test_all_bad_lines_are_one_error_after_the_good_ones(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"answer": "1"}\n{\n' + '{"answer": 2}\n' * 30)
-    read = sound_records(file_records(str(path), "task.train"), "task.train", lambda place, r: text(place, r, "answer"))
+    read = sound_records(
+        Origin("task.train", str(path)).records(), "task.train", lambda place, r: text(place, r, "answer")
+    )
     assert next(read) == "1"
     with pytest.raises(UserError) as raised:
         next(read)
@@ -127,8 +129,16 @@ def test_all_bad_lines_are_one_error_after_the_good_ones(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("package", "use", "words"),
     [
-        ("pyarrow", lambda: next(file_records("a.parquet", "data.source")), r"data.source: a.parquet needs .*\.\[parq"),
-        ("datasets", lambda: Origin("data.source", "some/data").content(), r"data.source: some/data is no .*\.\[hub\]"),
+        (
+            "pyarrow",
+            lambda: next(Origin("data.source", "a.parquet").records()),
+            r"data.source: a.parquet needs .*\.\[parq",
+        ),
+        (
+            "datasets",
+            lambda: Origin("data.source", "some/data", split="train").content(),
+            r"data.source: some/data is no .*\.\[hub\]",
+        ),
         ("datasets", lambda: load(TaskConfig(name="gsm8k"), seed=0), r"task.path: .*\.\[hub\]"),
         ("reasoning_gym", lambda: gym("sums", 0, 1), r"task.name: reasoning_gym:sums needs .*\.\[reasoning\]"),
     ],

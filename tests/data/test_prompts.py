@@ -11,7 +11,7 @@ from mllm.data import prompts as data
 from mllm.data.iteration import DataIterator, example_index
 from mllm.data.prompts import training_prompts, usable_prompts
 from mllm.data.tasks.load import load as load_task
-from mllm.data.tasks.task import Example, Problems, Task
+from mllm.data.tasks.task import Example, OnDemand, Task
 from mllm.errors import StepError, UserError
 from mllm.model.tokenizer import bytes_tokenizer
 
@@ -44,11 +44,11 @@ def listed(*texts: str) -> Task:
 
 def on_demand(count: int, bad: set[int], text: str = "a" * 30) -> Task:
     """A task that makes its problems on demand, some of them with a bad text."""
-    return Task("made", Problems(lambda i: problem(text if i in bad else f"{i}", i), range(count)), [])
+    return Task("made", OnDemand(lambda i: problem(text if i in bad else f"{i}", i), range(count)), [])
 
 
-def prompts_of(task: Task, **settings: Any) -> DataIterator[Any]:
-    return training_prompts(task, BYTES, max_prompt_length=16, seed=0, **settings)
+def prompts_of(task: Task) -> DataIterator[Any]:
+    return training_prompts(task, BYTES, max_prompt_length=16, seed=0)
 
 
 def test_long_prompts_are_left_out_of_every_epoch_and_of_evaluation_and_warnings_count_them(
@@ -67,20 +67,17 @@ BAD = "<|im_end|>"
 
 
 @pytest.mark.parametrize(
-    ("problems", "settings", "said"),
+    ("problems", "said"),
     [
-        (["a", "a", "a" * 30], {"long_prompts": "error"}, "rollout.max_prompt_length: data:2 has 33 tokens, and the"),
-        (["a" * 30, "a" * 20], {}, "all of the 2 training prompts .* the shortest has 23 tokens"),
-        (["a", BAD, "b", BAD], {}, r"2 lines are bad \(data:1, data:3\), the first: data:1: messages: <.*> is"),
-        ([], {}, "no example"),
+        (["a" * 30, "a" * 20], "all of the 2 training prompts .* the shortest has 23 tokens"),
+        (["a", BAD, "b", BAD], r"2 lines are bad \(data:1, data:3\), the first: data:1: messages: <.*> is"),
+        ([], "no example"),
     ],
-    ids=["a long prompt", "long prompts alone", "no chats", "no problems"],
+    ids=["long prompts alone", "no chats", "no problems"],
 )
-def test_what_is_wrong_anywhere_in_a_list_is_an_error_at_once(
-    problems: list[str], settings: dict[str, Any], said: str
-) -> None:
+def test_what_is_wrong_anywhere_in_a_list_is_an_error_at_once(problems: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        prompts_of(listed(*problems), **settings)
+        prompts_of(listed(*problems))
 
 
 def test_going_on_with_other_problems_is_refused() -> None:
@@ -106,17 +103,7 @@ def test_problems_made_on_demand_are_left_out_and_counted_exactly_and_resume_too
     assert sorted(texts(resumed, 300)) == sorted(texts(prompts, 300))
 
 
-@pytest.mark.parametrize(
-    ("bad", "settings", "said"),
-    [
-        ({200}, {"long_prompts": "error"}, "data:200 has 33 tokens"),
-        ({*range(100, 1000)}, {}, r"task made: 5 prompts in a row can't be used, the last: .* has 33 tokens"),
-    ],
-    ids=["the first on request", "too many in a row"],
-)
-def test_bad_problems_that_are_made_on_demand_end_the_run_so_that_it_can_be_saved(
-    bad: set[int], settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_bad_problems_in_a_row_end_the_run_so_that_it_can_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "MOST_SKIPPED", 5)
-    with pytest.raises(StepError, match=said):
-        texts(prompts_of(on_demand(1000, bad), **settings), 1000)
+    with pytest.raises(StepError, match=r"task made: 5 prompts in a row can't be used, the last: .* has 33 tokens"):
+        texts(prompts_of(on_demand(1000, {*range(100, 1000)})), 1000)

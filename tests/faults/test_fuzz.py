@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from mllm.config import load as config_file
 from mllm.config.data import DataConfig
 from mllm.config.task import AnswerForm, TaskConfig
-from mllm.data.pipeline import sft_batches
+from mllm.data.pipeline import SftBatches
 from mllm.data.prompts import training_prompts
 from mllm.data.sft_source import load_documents
 from mllm.data.tasks.answers import final_answer
@@ -206,7 +206,7 @@ def read_chats(folder: Path, given: tuple[bytes, dict[str, Any], int]) -> None:
     content, options, batch_size = given
     (folder / "chats.jsonl").write_bytes(content)
     config = DataConfig(source=str(folder / "chats.jsonl"), **options)
-    batches = sft_batches(config, load_documents(config, BYTES, None)[0], batch_size=batch_size, seed=0)
+    batches = SftBatches(config, load_documents(config, BYTES, None)[0], batch_size).train()
     first = next(batches)
     assert abs(first.weights.sum() - 1) < 1e-4
     assert first.tokens.shape[0] == batch_size

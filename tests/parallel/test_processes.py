@@ -117,7 +117,7 @@ def test_sft_on_a_file_in_two_processes_makes_one_cache_and_validates_as_one_pro
     absent = {"task": None, "rollout": None, "eval": None, "steps": None}
     one, two = (config("sft", run_dir=str(tmp_path / name), mesh=MESH, data=data, **absent) for name in ("one", "two"))
     said = outputs(start_two(["train.py", *arguments(two)]))
-    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == ["", ".lock"]
+    assert len([*(tmp_path / "cache").iterdir()]) == 1
     assert run(one) == 0
     assert_same_metrics(two, one)
     assert "validation/loss" in records(two)[0]

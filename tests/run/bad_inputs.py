@@ -153,7 +153,7 @@ FILES: dict[str, tuple[str, bytes | Callable[[Path], object] | None, str]] = {
     "parquet that is none": ("train.parquet", GOOD, "data.source: {path} can't be read (Parquet"),
     "a path that is too long": ("a" * 300 + ".jsonl", None, "data.source: {path} can't be read (File name too long)"),
     "a hub id that is too long": ("a" * 300, None, "data.source: {path} is no file here"),
-    "a folder": ("data", Path.mkdir, "data.source: {path} is a folder: give a file of JSON lines (.jsonl, .jsonl.gz)"),
+    "a folder": ("data", Path.mkdir, "data.source: {path} is no regular file: give a file of JSON"),
     "a pipe": ("data", os.mkfifo, "data.source: {path} is no regular file"),
     "a pipe by another name": ("data.jsonl", os.mkfifo, "data.source: {path} is no regular file"),
 }

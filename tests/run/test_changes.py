@@ -42,7 +42,7 @@ def test_how_a_run_is_carried_out_may_change(tmp_path):
 def test_a_run_that_lacks_a_setting_is_refused_by_its_name(tmp_path):
     run_dir.write(RunStore(tmp_path), config())
     path = tmp_path / "config.yaml"
-    path.write_text("".join(line for line in path.read_text().splitlines(True) if "  long_prompts:" not in line))
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "  reward_workers:" not in line))
     run_dir.check(RunStore(tmp_path), config())
     path.write_text("".join(line for line in path.read_text().splitlines(True) if "  param_dtype:" not in line))
     with pytest.raises(UserError, match=r"^model\.param_dtype: .* belongs to a run with None, not '"):

@@ -6,7 +6,8 @@ import pytest
 from tiny import ARCHITECTURE, config, make_forward
 
 from mllm.data.batch import Batch
-from mllm.data.documents import Documents, Size
+from mllm.data.documents import Documents
+from mllm.data.tokenizing import Document
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.train.validation import make_validation
@@ -15,20 +16,6 @@ COUNT = 21
 """With 8 rows the last batch is incomplete, packed or not."""
 RNG = np.random.default_rng(0)
 MODEL = {"architecture": {**ARCHITECTURE, "initializer_range": 0.2}}
-
-
-class Listed(Documents):
-    def __init__(self, documents):
-        self.documents = documents
-
-    def __len__(self):
-        return len(self.documents)
-
-    def size(self, index):
-        return Size(len(self[index]), int(self[index][:, 2].sum()))
-
-    def read(self, indices):
-        return [self.documents[index] for index in indices]
 
 
 def settings(packing=True, **sections):
@@ -42,24 +29,30 @@ def expected():
     mesh = make_mesh(one.mesh)
     policy = load_policy(one, mesh)
     params, hidden_of = policy.initial_params(), jax.jit(make_forward(one, policy.graphdef, mesh).hidden)
+    tokens = RNG.integers(0, 260, (COUNT, 20)).astype(np.int32)
+    places = np.tile(np.arange(20, dtype=np.int32), (COUNT, 1))
+    for place in range(1, 21):  # the last logits are those of the documents as they are
+        batch = Batch(tokens, places, np.ones_like(tokens), tokens, np.ones(tokens.shape, np.float32))
+        hidden, weight = hidden_of(params, shard_batch(mesh, batch))
+        logits = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
+        if place < 20:
+            tokens[:, place] = np.where(RNG.random(COUNT) < 0.5, logits[:, place - 1].argmax(-1), tokens[:, place])
     documents, logprobs, correct = [], [], []
-    for _ in range(COUNT):
+    for ids, own in zip(tokens, logits, strict=True):
         length = int(RNG.integers(2, 20))
-        tokens, learned = RNG.integers(0, 260, (1, 20)), RNG.random(length) < 0.6
-        places = np.arange(20)[None]
-        row = Batch(*(x.astype(np.int32) for x in (tokens, places, places < length, tokens)), np.ones((1, 20), "f"))
-        hidden, weight = hidden_of(params, shard_batch(mesh, row))
-        logits = np.asarray(hidden[0, :length], np.float64) @ np.asarray(weight, np.float64).T
-        labels = np.where(RNG.random(length) < 0.5, logits.argmax(1), RNG.integers(0, 260, length))
-        learned[0] = True
-        documents.append(np.stack([tokens[0, :length], labels, learned], 1).astype(np.int32))
-        of_label = logits[np.arange(length), labels]
-        logprobs.extend((of_label - np.log(np.exp(logits).sum(1)))[learned])
-        correct.extend((of_label == logits.max(1))[learned])
+        learned = RNG.random(length) < 0.6
+        learned[:2] = False, True
+        documents.append(Document(ids[:length], learned))
+        before = own[:length][np.flatnonzero(learned) - 1]
+        of_label = np.take_along_axis(before, ids[:length][learned, None], 1)[:, 0]
+        logprobs.extend(of_label - np.log(np.exp(before).sum(1)))
+        correct.extend(of_label == before.max(1))
     loss = -np.mean(logprobs)
     metrics = {"loss": loss, "perplexity": np.exp(loss), "token_accuracy": np.mean(correct)}
     assert 0.3 < metrics["token_accuracy"] < 0.7
-    return Listed(documents), {f"validation/{name}": value for name, value in metrics.items()}
+    sizes = [document.size for document in documents]
+    listed = Documents(sizes, lambda indices: [documents[index] for index in indices], tokens=0)
+    return listed, {f"validation/{name}": value for name, value in metrics.items()}
 
 
 @pytest.mark.parametrize("sections", [{}, {"packing": False}, {"mesh": {"dp": 2, "fsdp": 2, "tp": 2}}])

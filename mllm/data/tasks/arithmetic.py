@@ -1,8 +1,8 @@
 """The task `arithmetic`: sums, differences and products, made on demand."""
 
 from mllm.config.task import ArithmeticConfig, TaskConfig
-from mllm.data.permutation import permute_index
-from mllm.data.tasks.task import MAX_LENGTH, Example, Problems, Task, messages
+from mllm.data.iteration import permute_index
+from mllm.data.tasks.task import MAX_LENGTH, Example, OnDemand, Task, messages
 from mllm.errors import UserError
 
 
@@ -25,7 +25,7 @@ def arithmetic(config: TaskConfig) -> Task:
         return Example(messages(config, f"{expression}="), answer, solution=answer, place=f"arithmetic[{index}]")
 
     train = min(problems - heldout, MAX_LENGTH)
-    return Task(config.name, Problems(make, range(train)), Problems(make, range(problems - heldout, problems)))
+    return Task(config.name, OnDemand(make, range(train)), OnDemand(make, range(problems - heldout, problems)))
 
 
 def arithmetic_problem(number: int, shape: ArithmeticConfig) -> tuple[str, str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mllm.config.task import TaskConfig
 from mllm.data.tasks.answers import final_answer
-from mllm.data.tasks.task import Example, Problems, Task, messages
+from mllm.data.tasks.task import Example, OnDemand, Task, messages
 from mllm.errors import UserError, brief
 
 TRAIN_EXAMPLES = 10_000
@@ -34,7 +34,7 @@ def reasoning_gym(config: TaskConfig, seed: int) -> Task:
                 return example
         raise UserError(f"task.heldout: {config.name} makes too few problems beside the {heldout_count}")
 
-    return Task(config.name, Problems(make, range(count)), heldout, scorer=GymScorer(name))
+    return Task(config.name, OnDemand(make, range(count)), heldout, scorer=GymScorer(name))
 
 
 @cache

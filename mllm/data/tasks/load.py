@@ -6,15 +6,14 @@ a whole solution that states the answer in the task's form, as in GSM8K and MATH
 
 import importlib
 import pickle
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from mllm.config import places
 from mllm.config.task import AnswerForm, ColumnsConfig, TaskConfig
 from mllm.data.formats import text, turns
-from mllm.data.records import Record, Records, file_records, hub_records, sound_records
+from mllm.data.records import Origin, Record, Records, sound_records
 from mllm.data.tasks.answers import final_answer
 from mllm.data.tasks.arithmetic import arithmetic
 from mllm.data.tasks.gym import reasoning_gym
@@ -34,49 +33,51 @@ def load(config: TaskConfig, seed: int) -> Task:
         return arithmetic(config)
     if config.kind == "reasoning_gym":
         return reasoning_gym(config, seed)
-    is_gsm8k = config.kind == "gsm8k"
-    read: Callable[[str, Record], Example] = partial(gsm8k_example if is_gsm8k else listed_example, config)
-    train, test = listed_records(config)
-    problems = read_problems(train, "task.path" if is_gsm8k else "task.train", read)
-    tests = None if test is None else read_problems(test, "task.path" if is_gsm8k else "task.test", read)
-    return split_task(config.name, problems, config.heldout_of(len(problems)), tests)
+    listed, instruction, keys = config, None, {"train": "task.train", "test": "task.test"}
+    if config.kind == "hub":
+        keys["train"] = "task.id"
+    elif config.kind == "gsm8k":
+        listed, instruction, keys = gsm8k(config), GSM8K_INSTRUCTION, dict.fromkeys(keys, "task.path")
+    read = partial(listed_example, listed, instruction)
+    problems = {part: list(sound_records(found, keys[part], read)) for part, found in records(listed, keys).items()}
+    for part, found in problems.items():
+        if not found:
+            raise UserError(f"{keys[part]}: there is no problem in it")
+    return split_task(config.name, problems["train"], config.heldout_of(len(problems["train"])), problems.get("test"))
 
 
-def read_problems(records: Records, key: str, read: Callable[[str, Record], Example]) -> list[Example]:
-    """The problems that `read` makes of records; UserError, which names the setting `key`, where there are none."""
-    problems = list(sound_records(records, key, read))
-    if not problems:
-        raise UserError(f"{key}: there is no problem in it")
-    return problems
+def gsm8k(config: TaskConfig) -> TaskConfig:
+    """GSM8K (arXiv:2110.14168), from a folder or the hub, as a task that is listed."""
+    update: dict[str, Any] = {"columns": ColumnsConfig(prompt="question"), "answer_form": "hashes"}
+    if config.path is None:
+        update |= {"name": "hub", "id": "openai/gsm8k", "subset": "main", "test": "test"}
+    else:
+        update |= {"name": "jsonl", "train": f"{config.path}/train.jsonl", "test": f"{config.path}/test.jsonl"}
+    return config.model_copy(update=update)
 
 
-def listed_records(config: TaskConfig) -> tuple[Records, Records | None]:
-    """The records of the training problems, and those of the test set if there is one."""
+def records(config: TaskConfig, keys: Mapping[str, str]) -> dict[str, Records]:
+    """The records of the training problems, `train`, and those of the test set if there is one, `test`."""
+    train, test = config.train, config.test
     match config.kind:
         case "jsonl":
-            assert config.train is not None
-            test = file_records(config.test, "task.test") if config.test else None
-            return file_records(config.train, "task.train"), test
+            origins = {part: Origin(keys[part], file) for part, file in (("train", train), ("test", test)) if file}
         case "hub":
             assert config.id is not None
-            rows = partial(hub_records, config.id, config.subset)
-            return rows(config.train or "train", "task.id"), rows(config.test, "task.test") if config.test else None
-        case "gsm8k":
-            return gsm8k_records(config, "train"), gsm8k_records(config, "test")
-    return function_records(config.name)
+            splits = {"train": train or "train", "test": test}
+            origins = {
+                part: Origin(keys[part], config.id, config.subset, split) for part, split in splits.items() if split
+            }
+        case _:
+            return function_records(config.name)
+    return {part: origin.records() for part, origin in origins.items()}
 
 
-def gsm8k_records(config: TaskConfig, split: str) -> Records:
-    """A split of GSM8K (arXiv:2110.14168), from a folder or the hub."""
-    if config.path is None:
-        return hub_records("openai/gsm8k", "main", split, "task.path")
-    return file_records(f"{config.path}/{split}.jsonl", "task.path")
-
-
-def function_records(name: str) -> tuple[Records, Records | None]:
+def function_records(name: str) -> dict[str, Records]:
     """The records that the function `package.module:function` returns, or a mapping with `train` and perhaps `test`.
 
-    UserError is raised if it can't be imported, fails or returns something else.
+    UserError is raised if it can't be imported, fails or returns something else. Records must pickle, because rewards
+    run in another process.
     """
     module, _, function = name.partition(":")
     try:
@@ -84,6 +85,7 @@ def function_records(name: str) -> tuple[Records, Records | None]:
             returned = getattr(importlib.import_module(module), function)()
             parts = {**returned} if isinstance(returned, Mapping) else {"train": returned}
             lists = {part: list(rows) for part, rows in parts.items()}
+            pickle.dumps(lists)
     except (Exception, SystemExit) as error:  # the user's code may do anything
         hint = (
             "; modules are looked for beside the configuration, too" if isinstance(error, ModuleNotFoundError) else ""
@@ -91,35 +93,20 @@ def function_records(name: str) -> tuple[Records, Records | None]:
         raise UserError(f"task.name: {name} can't be used: {type(error).__name__}: {brief(error)}{hint}") from None
     if not {"train"} <= {*lists} <= {"train", "test"}:
         raise UserError(f"task.name: {name} returned {', '.join(map(repr, lists))}: expected train, and test")
-    return returned_records(name, lists["train"]), returned_records(name, lists["test"]) if "test" in lists else None
+    return {part: returned_records(name, rows) for part, rows in lists.items()}
 
 
 def returned_records(name: str, rows: Iterable[Any]) -> Records:
-    """The records that a function returned; they must pickle, because rewards run in another process."""
     for number, row in enumerate(rows):
         place = f"{name}[{number}]"
-        if not isinstance(row, Mapping):
-            yield place, UserError(f"{place}: expected a mapping, got {type(row).__name__}")
-            continue
-        try:
-            pickle.dumps(row)
-        except Exception as error:  # pickling calls the objects' own code
-            yield place, UserError(f"{place}: can't be sent to the rewards' process: {brief(error)}")
-        else:
+        if isinstance(row, Mapping):
             yield place, dict(row)
+        else:
+            yield place, UserError(f"{place}: expected a mapping, got {type(row).__name__}")
 
 
-def gsm8k_example(config: TaskConfig, place: str, row: Record) -> Example:
-    """The problem in a line of GSM8K; UserError where it is not as expected."""
-    question, solution = text(place, row, "question"), text(place, row, "answer")
-    answer = final_answer(solution, "hashes")
-    if answer is None or not re.search("[0-9]", answer):
-        raise UserError(f"{place}: answer has no line '#### N' with the result")
-    return Example(messages(config, question, GSM8K_INSTRUCTION), answer, solution, "hashes", place=place)
-
-
-def listed_example(config: TaskConfig, place: str, record: Record) -> Example:
-    """The problem in a record; UserError where it is not as expected."""
+def listed_example(config: TaskConfig, instruction: str | None, place: str, record: Record) -> Example:
+    """The problem in a record; UserError where it is not as expected. The instruction follows a text."""
     named = dict(record)
     for ours, theirs in config.columns or ColumnsConfig():
         if theirs != ours:
@@ -141,7 +128,7 @@ def listed_example(config: TaskConfig, place: str, record: Record) -> Example:
                 raise UserError(f"{place}: has a system message, and so has task.system_prompt: remove one of them")
             prompt.insert(0, {"role": "system", "content": config.system_prompt})
     else:
-        prompt = messages(config, text(place, named, key))
+        prompt = messages(config, text(place, named, key), instruction)
     answer = None
     if named.get("answer") is not None:
         given = named["answer"]

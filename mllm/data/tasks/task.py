@@ -59,16 +59,16 @@ class Task:
     """A hash of all problems, in their order; None: they are made on demand."""
 
 
-class Problems(Sequence[Example]):
-    """A sequence of examples that are made on demand, by `make(index)` for the indices of a range."""
+class OnDemand(Sequence[Any]):
+    """A sequence whose items are made on demand, by `make(index)` for the indices of a range."""
 
-    def __init__(self, make: Callable[[int], Example], indices: range) -> None:
+    def __init__(self, make: Callable[[int], Any], indices: range) -> None:
         self.make = make
         self.indices = indices
 
     def __getitem__(self, index: Any) -> Any:
         chosen = self.indices[index]
-        return Problems(self.make, chosen) if isinstance(chosen, range) else self.make(chosen)
+        return OnDemand(self.make, chosen) if isinstance(chosen, range) else self.make(chosen)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -81,9 +81,7 @@ def messages(config: TaskConfig, question: str, instruction: str | None = None) 
     return [{"role": "user", "content": f"{question} {instruction}" if instruction else question}]
 
 
-def split_task(
-    name: str, problems: Sequence[Example], heldout: int, test: Sequence[Example] | None, scorer: Scorer | None = None
-) -> Task:
+def split_task(name: str, problems: Sequence[Example], heldout: int, test: Sequence[Example] | None) -> Task:
     """The task that trains on `problems` without its test set's, and without `heldout` of them that are held out.
 
     Those are the problems whose prompts have the smallest hashes: the same in every run, in whatever order the
@@ -104,7 +102,7 @@ def split_task(
         )
     if left_out := sum(key in tested for key in hashes):
         log.warning("task %s: %d training problems are in its test set and are left out", name, left_out)
-    return Task(name, train, [listed[key] for key in chosen], test, scorer, content_hash([*problems, *(test or ())]))
+    return Task(name, train, [listed[key] for key in chosen], test, content=content_hash([*problems, *(test or ())]))
 
 
 def prompt_hash(example: Example) -> str:
