@@ -1,5 +1,6 @@
 """Programs of the head to compile, here or, by this file's path, in another process, on meshes with dp, fsdp and tp."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,8 +42,19 @@ def general(mesh: Mesh, *, entropy: bool = False, **sizes: Any) -> Program:
     return gradients, arguments
 
 
-def loss(mesh: Mesh, *, workspace: int | None = None, entropy: bool = False, **sizes: Any) -> Program:
-    """A policy-gradient loss, optionally with an entropy bonus, and its gradients by hidden states and weight."""
+def loss(
+    mesh: Mesh,
+    *,
+    workspace: int | None = None,
+    entropy: bool = False,
+    softcap: float | None = None,
+    cluster: int | None = None,
+    **sizes: Any,
+) -> Program:
+    """A policy-gradient loss, optionally with an entropy bonus, and its gradients by hidden states and weight.
+
+    With `cluster`, the size of a Hopper GPU's clusters, with tiles that go with it.
+    """
     options, arguments = options_and_shapes(mesh, **sizes)
 
     def objective(logprob: Array, tokens_entropy: Array, advantage: Array, old: Array) -> Array:
@@ -53,38 +65,12 @@ def loss(mesh: Mesh, *, workspace: int | None = None, entropy: bool = False, **s
     def step(hidden: Array, weight: Array, labels: Array, weights: Array, *operands: Array) -> Any:
         def total(hidden: Array, weight: Array) -> Any:
             per_token = operands[:2]  # advantages, and log-probabilities of the policy that sampled
-            given = {"weights": weights, "workspace": workspace, **options}
+            given = {"weights": weights, "workspace": workspace, "softcap": softcap, **options}
             return token_loss(hidden, weight, labels, objective, *per_token, **given)
 
-        return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
-
-    return step, arguments
-
-
-def gpu_loss(
-    mesh: Mesh,
-    *,
-    softcap: float | None = None,
-    cluster: int | None = None,
-    entropy: bool = False,
-    workspace: int = 0,
-    **sizes: Any,
-) -> Program:
-    """A cross-entropy on a Hopper GPU and its gradients; with a cluster's size given, of tiles that go with it."""
-    same, arguments = options_and_shapes(mesh, impl="mosaic_gpu", **sizes)
-    options = same | {"workspace": workspace, "softcap": softcap}
-
-    def objective(logprob: Array, tokens_entropy: Array) -> Array:
-        return -logprob - 0.01 * tokens_entropy if entropy else -logprob
-
-    def step(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Any:
-        run = jax.value_and_grad(
-            lambda h, w: token_loss(h, w, labels, objective, weights=weights, **options), (0, 1), has_aux=True
-        )
-        if cluster is None:
-            return run(hidden, weight)
-        with gpu_tiles.override(Sizes(Tiles(cluster=cluster), chunk=2048)):
-            return run(hidden, weight)
+        tiles = contextlib.nullcontext() if cluster is None else gpu_tiles.override(Sizes(Tiles(cluster=cluster), 2048))
+        with tiles:
+            return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
 
     return step, arguments
 

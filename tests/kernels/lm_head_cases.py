@@ -139,17 +139,13 @@ def clipped_ratio_slopes(logprob: Any, entropy: Any, old: Any, advantage: Any) -
 
 
 OBJECTIVES = {
-    "cross-entropy": Objective(
-        lambda xp, logprob, entropy: -logprob,
-        lambda logprob, entropy: (0 * logprob - 1, 0 * entropy),
-        operands=0,
-    ),
-    "clipped ratio": Objective(clipped_ratio, clipped_ratio_slopes, operands=2),
+    "cross-entropy": Objective(lambda xp, logprob, _: -logprob, lambda logprob, _: (0 * logprob - 1, 0 * logprob), 0),
     "entropy bonus": Objective(
         lambda xp, logprob, entropy: -logprob - 0.1 * entropy,
         lambda logprob, entropy: (0 * logprob - 1, 0 * entropy - 0.1),
         operands=0,
     ),
+    "clipped ratio": Objective(clipped_ratio, clipped_ratio_slopes, operands=2),
     "nonlinear in both": Objective(
         lambda xp, logprob, entropy, a: xp.sin(a * logprob) * entropy**2 + xp.exp(logprob - entropy),
         lambda logprob, entropy, a: (

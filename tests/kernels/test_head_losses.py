@@ -228,7 +228,7 @@ BLOCKS_OF_ROWS = dataclasses.replace(GPU_SIZES, most_rows=128)
     [
         # Room for logits of some rows, and for the float32 sum that a narrower gradient needs.
         pytest.param(GPU_SIZES, (400, V, D), CLIPPED, SOME_ROWS + 4 * V * D, id="waves that add to one sum"),
-        pytest.param(CLUSTERS, (300, 520, 128), CROSS_ENTROPY, ALL, id="blocks that share a cluster"),
+        pytest.param(CLUSTERS, (300, 520, 128), CROSS_ENTROPY, 0, id="blocks that share a cluster"),
         pytest.param(BLOCKS_OF_ROWS, (290, 264, 128), CROSS_ENTROPY, 0, id="blocks of rows, none kept"),
         pytest.param(BLOCKS_OF_ROWS, (290, 264, 128), CROSS_ENTROPY, ALL, id="all kept", marks=pytest.mark.slow),
     ],
@@ -239,5 +239,5 @@ def test_waves_blocks_and_clusters_are_as_accurate_as_full_logits(
     from strict_gpu import strict_interpreter
 
     problem, weights = GPU._replace(shape=shape).problem(), sparse_weights(shape[0])
-    with gpu_tiles.override(sizes), strict_interpreter():
+    with gpu_tiles.override(sizes), strict_interpreter(multiprocessors=2):
         cases.check_loss(problem, objective, weights, impl="mosaic_gpu", workspace=workspace)
