@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from test_data import write
 
 from mllm.config.task import ArithmeticConfig, TaskConfig
 from mllm.data.iteration import permute_index
 from mllm.data.tasks import gym as gym_module
 from mllm.data.tasks.gym import gym as gym_problems
-from mllm.data.tasks.load import load
+from mllm.data.tasks.load import GSM8K_INSTRUCTION, load
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 
@@ -28,12 +26,13 @@ def question(example: Example) -> str:
     return example.prompt[-1]["content"]
 
 
-def test_one_digit_sums_are_a_hundred_problems_each_in_one_half() -> None:
+def test_one_digit_sums_are_a_hundred_problems_each_in_one_half_whatever_the_seed() -> None:
     task = arithmetic(heldout=32)
     train, heldout = {question(e) for e in task.train}, {question(e) for e in task.heldout}
     assert (len(task.train), len(task.heldout)) == (68, 32)
     assert train.isdisjoint(heldout)
     assert train | heldout == {f"{a}+{b}=" for a in range(10) for b in range(10)}
+    assert list(load(TaskConfig(name="arithmetic", heldout=32), seed=2).heldout) == list(task.heldout)
 
 
 @pytest.mark.parametrize("shape", [{"operators": "+-*", "operands": 4}, {"digits": 3, "operators": "-"}])
@@ -46,20 +45,9 @@ def test_answers_are_what_python_says(shape: dict[str, Any]) -> None:
 def test_more_problems_than_could_be_listed_are_still_split() -> None:
     task = arithmetic(heldout=256, operands=6, digits=6, operators="+-*")
     assert len(task.train) > 2**60
-    some = {question(task.train[i * 10**12]) for i in range(1000)}
-    assert len(some) == 1000
+    some = {question(task.train[i * 10**12]) for i in range(100)}
+    assert len(some) == 100
     assert some.isdisjoint(question(e) for e in task.heldout)
-
-
-def test_the_split_does_not_depend_on_the_seed() -> None:
-    config = TaskConfig(name="arithmetic", heldout=8)
-    assert list(load(config, seed=1).heldout) == list(load(config, seed=2).heldout)
-
-
-def test_holding_out_more_than_half_is_refused_with_the_bound() -> None:
-    arithmetic(heldout=50)
-    with pytest.raises(UserError, match=r"task.heldout: 51 of .* at most 50"):
-        arithmetic(heldout=51)
 
 
 def test_problems_are_a_sequence_that_numpy_integers_and_slices_index() -> None:
@@ -70,31 +58,24 @@ def test_problems_are_a_sequence_that_numpy_integers_and_slices_index() -> None:
         train[68]
 
 
-@given(st.integers(1, 300), st.text(max_size=3))
-def test_a_permutation_reaches_every_index_once(size: int, key: str) -> None:
-    assert sorted(permute_index(i, size, key) for i in range(size)) == list(range(size))
-
-
-def gsm8k_folder(folder: Path, train: list[dict[str, str]], test: list[dict[str, str]]) -> Path:
-    for name, rows in (("train", train), ("test", test)):
-        write(folder, rows, f"{name}.jsonl")
-    return folder
-
-
-def row(number: int) -> dict[str, str]:
-    return {"question": f"How much is {number}?", "answer": f"It is <<{number}={number}>>.\n#### {number:,}"}
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 300])
+def test_a_permutation_reaches_every_index_once(size: int) -> None:
+    orders = [[permute_index(i, size, key) for i in range(size)] for key in ("", "0 1")]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(size))
+    assert size < 60 or orders[0] != orders[1]
 
 
 def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_set(tmp_path: Path) -> None:
-    folder = gsm8k_folder(tmp_path, [row(1234), row(3), row(2)], [row(3), row(4)])
-    task = load(TaskConfig(name="gsm8k", path=str(folder), heldout=1), seed=0)
+    for name, numbers in (("train", (1234, 3, 2)), ("test", (3, 4))):
+        rows = [{"question": f"How much is {n}?", "answer": f"It is <<{n}={n}>>.\n#### {n:,}"} for n in numbers]
+        write(tmp_path, rows, f"{name}.jsonl")
+    task = load(TaskConfig(name="gsm8k", path=str(tmp_path), heldout=1), seed=0)
     assert {e.answer for e in [*task.train, *task.heldout]} == {"1234", "2"}
     assert (len(task.train), len(task.heldout)) == (1, 1)
     assert task.test is not None
-    assert [e.answer for e in task.test] == ["3", "4"]
-    assert task.test[0].solution == row(3)["answer"]
-    assert question(task.train[0]).startswith("How much is ")
-    assert '"####"' in question(task.train[0])
+    assert [(e.answer, e.answer_form) for e in task.test] == [("3", "hashes"), ("4", "hashes")]
+    assert task.test[0].solution == "It is <<3=3>>.\n#### 3"
+    assert question(task.test[0]) == f"How much is 3? {GSM8K_INSTRUCTION}"
 
 
 class FakeGym:
@@ -145,20 +126,19 @@ def test_a_small_generator_that_repeats_itself_still_trains_on_other_questions()
 @pytest.mark.usefixtures("gym")
 def test_reasoning_gyms_scorer_judges_the_tagged_answer_and_travels() -> None:
     task = load(TaskConfig(name="reasoning_gym:sums", heldout=1), seed=0)
-    scorer = pickle.loads(pickle.dumps(task.scorer))
-    example = task.train[0]
-    assert scorer("", f"It is <answer>{example.answer}</answer>", example) == 1.0
-    assert scorer("", "nonsense", example) == 0.01
+    scorer, example = pickle.loads(pickle.dumps(task.scorer)), task.train[0]
+    said = f"It is <answer>{example.answer}</answer>", "nonsense"
+    assert [scorer("", completion, example) for completion in said] == [1.0, 0.01]
+
+
+BROKEN = {
+    "broken": r"broken\[0\]: can't be made: ZeroDivisionError: no such sum",
+    "missing": "missing: Dataset 'missing'",
+}
 
 
 @pytest.mark.usefixtures("gym")
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("broken", r"broken\[0\]: can't be made: ZeroDivisionError: no such sum"),
-        ("missing", "missing: Dataset 'missing'"),
-    ],
-)
-def test_a_generator_that_fails_or_is_unknown_is_one_line(name: str, words: str) -> None:
-    with pytest.raises(UserError, match=f"reasoning_gym:{words}"):
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_generator_that_fails_or_is_unknown_is_one_line(name: str) -> None:
+    with pytest.raises(UserError, match=f"reasoning_gym:{BROKEN[name]}"):
         load(TaskConfig(name=f"reasoning_gym:{name}", heldout=1), seed=0)
