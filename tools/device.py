@@ -57,7 +57,7 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     """The jobs for a device, which is described as `tools/bench/measure.py` does."""
     platform, cpu = device["platform"], device["platform"] == "cpu"
     needless = "it is for TPUs and GPUs" if cpu else ""
-    trainer = absent("pydantic", "flax", "optax", "orbax", "array_record", "transformers", "safetensors", "tensorboardX")
+    trainer = absent("pydantic", "flax", "optax", "orbax", "transformers", "safetensors", "tensorboardX")
     shape = ["--shape", "256,128,1000" if cpu else "8192,2048,151936"]
     head = ["tools/bench", "head", *shape, "--live", "1", "--methods"]
     yield Job("head", [*head, "xla" if cpu else f"mosaic_{platform}", "full logits"])

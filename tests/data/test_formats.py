@@ -64,6 +64,13 @@ def test_a_template_that_marks_generation_learns_the_completion_only() -> None:
     assert marked({"prompt": [*SAID, SAID[0]], "completion": SAID[1:]}, tokenizer) == "(a)(b)(a)(B]"
 
 
+def test_text_needs_an_end_of_sequence() -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match=r"place: model.tokenizer: it names no end of sequence"):
+        encode_record(tokenizer, "place", {"text": "a"})
+
+
 def test_rows_of_a_table_lack_what_is_null_in_them(tmp_path: Path) -> None:
     rows = [{"messages": SAID, "n": 1}, {"question": "a", "answer": "b"}]
     chat = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
