@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
+from unittest import mock
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from mllm.store.bucket import make_context
 
 BUCKET = "test-runs"
+Answer = tuple[int, dict[str, str], bytes]
+"""Status, headers and content."""
 Fault = Callable[[str, str], str | None]
 """Given a request's method and path, how it fails: a status such as 503, `reset` before or `lost` after it was
 carried out, `late`; None: it does not."""
@@ -57,9 +60,7 @@ class ObjectStore:
         keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_EC2_METADATA_DISABLED": "true"}
         return {"AWS_ENDPOINT_URL": address, "AWS_REGION": "us-east-1", **keys}
 
-    def forward(
-        self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
+    def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
         """The server's answer."""
         connection = http.client.HTTPConnection(*self.backend, timeout=60)
         try:
@@ -69,19 +70,15 @@ class ObjectStore:
         finally:
             connection.close()
 
-    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
-        found = self.answer_conditions(method, path, headers, body)
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+        found = (self.answer_conditions if self.scheme == "gs" else self.forward)(method, path, headers, body)
         if method in ("POST", "PUT") and found[0] == 200:
             self.written.append(unquote(path))
         if method == "GET" and found[0] == 200:
             self.read[unquote(path)] += len(found[2])
         return found
 
-    def answer_conditions(
-        self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
-        if self.scheme != "gs":
-            return self.forward(method, path, headers, body)
+    def answer_conditions(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
         parts, query = urlsplit(path), parse_qs(urlsplit(path).query)
         name = query.get("name", [unquote(parts.path).partition("/o/")[2]])[0]
         with self.lock:
@@ -164,14 +161,11 @@ def object_store(scheme: str) -> Iterator[ObjectStore]:
     store = ObjectStore(scheme, backend)
     if scheme == "s3":
         store.forward("PUT", f"/{BUCKET}", {"Host": "localhost"}, b"")
-    before = {name: os.environ.get(name) for name in store.environment}
-    os.environ |= store.environment
     make_context.cache_clear()  # it remembers where an earlier server was
     try:
-        yield store
+        with mock.patch.dict(os.environ, store.environment):
+            yield store
     finally:
         store.proxy.shutdown()
         store.proxy.server_close()
         server.stop()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)

@@ -1,4 +1,4 @@
-"""Kill, stop and damage training runs, and see whether anything is lost: python tests/faults/campaign.py [--short]
+"""Kill, stop and damage training runs, and see whether anything is lost: python tests/faults/campaign.py [--kills 3]
 
 Small SFT and GRPO runs, by one process or several that train together, on a disk or in a bucket, are killed with -9 at
 random moments of each of their phases, stopped by signals, cut off from power, started twice on one run_dir; their
@@ -11,7 +11,7 @@ A fault is aimed at a phase and counted for the phase in which it fell, by the t
 The seed decides every aim; what the machine makes of it differs from run to run.
 
 Exit codes: 0 nothing was lost, 1 something was, 2 bad arguments. The default takes about a quarter of an hour on two
-cores, --short three minutes; a fault of several processes about half a minute. Linux only. Left out: several machines,
+cores, --kills 3 three minutes; a fault of several processes about half a minute. Linux only. Left out: several machines,
 their network; what a power cut makes of files but logs.
 """
 
@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from mllm.errors import ArgumentParser, UserError, command, run_main
 
-KILLS, SHORT = 30, 3
+KILLS = 30
 PATHS = [str(Path(__file__).parents[up]) for up in (0, 1, 2)]
 """The folders from which trainers and this process import: a script sees only its own."""
 
@@ -52,7 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--buckets", nargs="+", default=[""], choices=["gs", "s3"], help="where runs lie; default a disk"
     )
     parser.add_argument("--kills", type=int, default=KILLS, help=f"of each (default {KILLS}); others in proportion")
-    parser.add_argument("--short", action="store_const", dest="kills", const=SHORT, help=f"the same as --kills {SHORT}")
     parser.add_argument("--faults", nargs="+", default=[""], metavar="WORD", help="only those that are named so")
     parser.add_argument("--seed", type=int, default=0, help="decides what is aimed at (default 0)")
     options = parser.parse_args(arguments)

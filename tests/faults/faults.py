@@ -169,10 +169,9 @@ def damage_cache(series: Series) -> None:
 
 def give_bad_data(series: Series) -> None:
     """The data of one process have a bad line."""
-    victim, begin = series.rng.randrange(series.processes), time.monotonic()
-    trainer = series.launch(bad=victim)[victim]
-    codes, late, ended = series.end(begin)
-    trial = series.add("bad line", "start")
+    victim = series.rng.randrange(series.processes)
+    trainer, trial = series.launch(bad=victim)[victim], series.add("bad line", "start")
+    codes, late, ended = series.end(time.monotonic())
     series.record(trial, trainer)
     trial.seconds["ended"] = ended
     trial.failure = trial.failure or misjudged(series, victim, codes, late, FAILED, FAILED)

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 import tensorstore
-from object_store import object_store
 from runs import outputs, start_two
 
 from mllm.config.model import MeshConfig, OptimizerConfig
@@ -93,30 +92,13 @@ def restored(run_dir, *meshes):
     return list(zip(*(json.loads(output.splitlines()[-1]) for output in said), strict=True))
 
 
-def is_little(measured):
-    """Whether processes that restore hold little beside their shards."""
-    print(measured)
-    return max(one["above the shards"] for one in measured) < 152 * MIB
-
-
 @pytest.mark.slow
 def test_two_processes_read_each_byte_once_and_hold_little_beside_their_shards(tmp_path):
     stored = save(str(tmp_path / "run"))
-    for measured in restored(str(tmp_path / "run"), *MESHES):
-        assert stored <= sum(one["read"] for one in measured) < stored + MIB // 2
-        assert is_little(measured)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("mesh", MESHES)
-def test_two_processes_fetch_each_byte_once_from_a_bucket(tmp_path, monkeypatch, mesh):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with object_store("gs") as store:
-        stored = save(f"{store.url}/run")
-        store.read.clear()
-        [measured] = restored(f"{store.url}/run", mesh)
-        assert stored <= sum(size for path, size in store.read.items() if "/checkpoints/" in path) < stored + MIB
-        assert is_little(measured)
+    for one, other in restored(str(tmp_path / "run"), *MESHES):
+        print(one, other)
+        assert stored <= one["read"] + other["read"] < stored + MIB // 2
+        assert max(one["above the shards"], other["above the shards"]) < 152 * MIB
 
 
 def test_a_chunk_that_can_not_be_read_ends_a_restore_and_no_later_one_is_read():
