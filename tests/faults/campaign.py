@@ -11,8 +11,8 @@ A fault is aimed at a phase and counted for the phase in which it fell, by the t
 The seed decides every aim; what the machine makes of it differs from run to run.
 
 Exit codes: 0 nothing was lost, 1 something was, 2 bad arguments. The default takes about a quarter of an hour on two
-cores, --kills 3 three minutes; a fault of several processes about half a minute. Linux only. Left out: several machines,
-their network; what a power cut makes of files but logs.
+cores, --kills 3 three minutes; a fault of several processes about half a minute. Linux only. Left out: several
+machines, their network; what a power cut makes of files but logs.
 """
 
 import argparse

@@ -7,6 +7,7 @@ import re
 import sys
 from contextlib import closing
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -270,8 +271,12 @@ DAMAGE = {
 }
 
 
-@both
-@pytest.mark.parametrize("name", DAMAGE)
+IN_A_BUCKET = ("a chunk is deleted", "chunks are truncated", "the manifest is cut")
+
+
+@pytest.mark.parametrize(
+    ("url", "name"), [*product(["disk"], DAMAGE), *product(["gs"], IN_A_BUCKET)], indirect=["url"], ids=str
+)
 def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(store, caplog, capfd, name):
     save(store, 1, 2)
     DAMAGE[name](store, 2)

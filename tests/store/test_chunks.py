@@ -28,7 +28,7 @@ OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=0.1), 10)
 AXES = {"embed": ("vocab", "embed"), "layers": ("layers", "embed", "mlp"), "norm": ("embed",)}
 SHAPES = {"embed": (3 * 2**13, 1024), "layers": (3, 1024, 1200), "norm": (1024,)}
 """110 MiB in float32, three times with the optimizer's moments."""
-MESHES = {"replicated": MeshConfig(dp=2, fsdp=2, tp=2), "sharded": MeshConfig(fsdp=8)}
+MESHES = MeshConfig(dp=2, fsdp=2, tp=2), MeshConfig(fsdp=8)
 """Where two processes have copies of everything, and where they have none."""
 
 
@@ -52,11 +52,11 @@ def bytes_read():
     return sum(value["value"] for count in counts for value in count["values"])
 
 
-def restore_and_measure(run_dir, *meshes):
+def restore_and_measure(run_dir):
     """In each of two processes: what restores on meshes read and hold, as a line of JSON."""
     ProcessGroup.find(None, None, None, os.environ).join(60)
     measured = []
-    for mesh_config in [MESHES[name] for name in meshes]:
+    for mesh_config in MESHES:
         expected = params(mesh_config)
         like = abstract_state(expected, OPTIMIZER)
         checkpoints = Checkpoints(RunStore(run_dir), CheckpointConfig(), read_only=True)
@@ -85,17 +85,12 @@ def save(run_dir):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(train))
 
 
-def restored(run_dir, *meshes):
-    """What `restore_and_measure` prints in two processes, in pairs."""
-    command = f"import test_chunks; test_chunks.restore_and_measure({run_dir!r}, *{meshes})"
-    said = outputs(start_two(["-c", command]))
-    return list(zip(*(json.loads(output.splitlines()[-1]) for output in said), strict=True))
-
-
 @pytest.mark.slow
 def test_two_processes_read_each_byte_once_and_hold_little_beside_their_shards(tmp_path):
     stored = save(str(tmp_path / "run"))
-    for one, other in restored(str(tmp_path / "run"), *MESHES):
+    command = f"import test_chunks; test_chunks.restore_and_measure({str(tmp_path / 'run')!r})"
+    said = outputs(start_two(["-c", command]))
+    for one, other in zip(*(json.loads(output.splitlines()[-1]) for output in said), strict=True):
         print(one, other)
         assert stored <= one["read"] + other["read"] < stored + MIB // 2
         assert max(one["above the shards"], other["above the shards"]) < 152 * MIB
