@@ -146,25 +146,30 @@ def interrupt_twice(series: Series) -> None:
         trial.failure = trial.failure or f"a second {number.name} in {trial.hit}: {trial.seconds}"
 
 
-def refuse_to_write(series: Series) -> None:
+def stop(series: Series) -> None:
+    """SIGSTOP, until the others have ended."""
+    strike(series, "SIGSTOP", lambda one: one.signal(signal.SIGSTOP), LOST, LOST)
+
+
+def use_up_memory(series: Series, trainer: Trainer) -> None:
+    trainer.signal(signal.SIGUSR1)
+
+
+def refuse_to_write(series: Series, trainer: Trainer) -> None:
     """No file of the process may grow any more."""
-    limit = (series.rng.randrange(2000),) * 2
-
-    def act(trainer: Trainer) -> None:
-        with suppress(ProcessLookupError):
-            resource.prlimit(trainer.process.pid, resource.RLIMIT_FSIZE, limit)
-
-    strike(series, "can't write", act, FAILED, FAILED, again=False)
+    with suppress(ProcessLookupError):
+        resource.prlimit(trainer.process.pid, resource.RLIMIT_FSIZE, (series.rng.randrange(2000),) * 2)
 
 
-def damage_cache(series: Series) -> None:
+def damage_cache(series: Series, trainer: Trainer) -> None:
     """Zeros in a process's cache of the data."""
+    for path in series.cache(series.running.index(trainer)).rglob("*.arrayrecord"):
+        path.write_bytes(b"\0" * path.stat().st_size)
 
-    def act(trainer: Trainer) -> None:
-        for path in series.cache(series.running.index(trainer)).rglob("*.arrayrecord"):
-            path.write_bytes(b"\0" * path.stat().st_size)
 
-    strike(series, "damaged cache", act, FAILED, FAILED, again=False)
+def refuse_requests(series: Series, _: Trainer) -> None:
+    """All requests to the bucket fail until the processes have ended."""
+    series.bucket.fault = lambda *_: "503"
 
 
 def give_bad_data(series: Series) -> None:
@@ -289,16 +294,6 @@ def fail_requests(series: Series) -> None:
     trial.remarks.append(f"{series.bucket.faults.total() - before} failed")
 
 
-def refuse_requests(series: Series) -> None:
-    """All requests to the bucket fail until the run has given up."""
-
-    def act(trainer: Trainer) -> None:
-        series.bucket.fault = lambda *_: "503"  # until the processes have ended
-
-    strike(series, "requests", act, FAILED, FAILED)
-    series.trials[-1].remarks.append("all fail")
-
-
 def pause(seconds: float) -> None:
     """Wait, exactly to a few microseconds: some phases last less than a thousand of them."""
     until = time.perf_counter() + seconds
@@ -322,11 +317,9 @@ class Fault(NamedTuple):
     """Or `disk`, or `bucket`."""
 
 
-def striking(
-    name: str, act: Callable[[Trainer], None], codes: Collection[int], **options: Any
-) -> Callable[[Series], Any]:
-    """A fault of one process that ends all with the same exit codes."""
-    return lambda series: strike(series, name, act, codes, codes, **options)
+def failing(name: str, act: Callable[[Series, Trainer], None]) -> Callable[[Series], Any]:
+    """A fault of one process after which all end with exit code 2, unless it comes too late to have an effect."""
+    return lambda series: strike(series, name, partial(act, series), FAILED, FAILED, again=False)
 
 
 FAULTS = (
@@ -339,17 +332,12 @@ FAULTS = (
     Fault("a power cut", 1 / 10, cut_power, processes="one", place="disk"),
     Fault("a full disk", 1 / 30, fill_disk, processes="one", place="disk"),
     Fault("failing requests", 1 / 10, fail_requests, place="bucket"),
-    Fault("no requests", 1 / 10, refuse_requests, processes="one", place="bucket"),
+    Fault("no requests", 1 / 10, failing("no requests", refuse_requests), processes="one", place="bucket"),
     Fault("a signal in slow work", 1 / 15, partial(interrupt, phases=PROMPT), ("slow",), "one"),
     Fault("kill -9 of a hanging reward", 1 / 20, partial(kill, phases=["reward"]), ("hanging",), "one"),
-    Fault("SIGSTOP", 1 / 3, striking("SIGSTOP", lambda one: one.signal(signal.SIGSTOP), LOST), processes="several"),
-    Fault("no more writing", 1 / 3, refuse_to_write, processes="several", place="disk"),
-    Fault(
-        "no memory",
-        1 / 3,
-        striking("no memory", lambda one: one.signal(signal.SIGUSR1), FAILED, again=False),
-        processes="several",
-    ),
-    Fault("a damaged cache", 1 / 5, damage_cache, ("sft",), "several"),
+    Fault("SIGSTOP", 1 / 3, stop, processes="several"),
+    Fault("no more writing", 1 / 3, failing("can't write", refuse_to_write), processes="several", place="disk"),
+    Fault("no memory", 1 / 3, failing("no memory", use_up_memory), processes="several"),
+    Fault("a damaged cache", 1 / 5, failing("damaged cache", damage_cache), ("sft",), "several"),
     Fault("a bad line", 1 / 5, give_bad_data, ("sft",), "several"),
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from runs import ROOT, arguments, changed, checkpoints, environment, run
+from runs import changed, checkpoints, environment, run
 from test_checkpoint import make_state, restored, save
 from tiny import config
 
@@ -151,16 +151,15 @@ def test_a_record_of_which_only_a_part_fits_is_an_error(tmp_path):
 # Runs
 
 
-def test_a_run_whose_checkpoint_does_not_fit_ends_with_one_line_and_resumes(tmp_path):
+def test_a_run_whose_checkpoint_does_not_fit_ends_with_one_line_and_resumes(tmp_path, capfd):
     settings = changed(SETTINGS, run_dir=str(tmp_path / "run"))
-    command = ["sh", "-c", 'ulimit -f 40; "$@"', "sh", sys.executable, "train.py", *arguments(settings)]  # of 512 bytes
-    environ = environment(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="1e9")  # all tests share the compiled programs
-    process = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
-    assert process.returncode == 2, process.stderr
-    last_line = process.stderr.splitlines()[-1]
+    with limited_files(20_000):
+        assert run(settings) == 2
+    said = capfd.readouterr().err
+    last_line = said.splitlines()[-1]
     assert "checkpoints/2: can't be written (File too large)" in last_line
     assert last_line.endswith("the same command begins again: there is no checkpoint yet")
-    assert process.stderr.count("error: ") == 1
-    assert not re.search("Traceback|never retrieved", process.stderr)
+    assert said.count("error: ") == 1
+    assert not re.search("Traceback|never retrieved", said)
     assert run(settings) == 0
     assert checkpoints(settings) == [2, 4]
