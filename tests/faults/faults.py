@@ -33,7 +33,7 @@ KILLED, LOST, FAILED = {-signal.SIGKILL}, {RESTART}, {2}
 def strike(
     series: Series,
     fault: str,
-    act: Callable[[Trainer], None],
+    act: Callable[[Trainer], float | None],
     own: Collection[int],
     others: Collection[int],
     phases: Collection[str] = (),
@@ -44,6 +44,7 @@ def strike(
     """Let `act` happen to one process at a random moment of a phase, and judge how all of them end.
 
     Args:
+        act: may return the moment from which is timed, if that is not its beginning.
         own, others: the exit codes that are right for this process, and for the others.
         again: try again where the run came to its end all the same; else such a trial had no effect.
         compiled: not in a phase's first time, which compiles.
@@ -56,8 +57,8 @@ def strike(
         phase, count, delay = series.aim(fault, phases or series.durations)
         trainer = series.reach(phase, count + (compiled and phase not in ONCE), victim)[victim]
         pause(delay)
-        act(trainer)
         begin = time.monotonic()
+        begin = act(trainer) or begin
         codes, late, ended = series.end(begin, trainer if fault == "SIGSTOP" else None)
         if any(codes) or not again:
             break
@@ -132,11 +133,13 @@ def interrupt_twice(series: Series) -> None:
     """SIGTERM or SIGINT, and again while the trainer saves what the first asked it to."""
     number = series.rng.choice([signal.SIGTERM, signal.SIGINT])
 
-    def act(trainer: Trainer) -> None:
+    def act(trainer: Trainer) -> float:
         trainer.signal(number)
         if trainer.follow("save", "wait"):
             pause(series.rng.uniform(0, series.duration("save")))
+        second = time.monotonic()
         trainer.signal(number)
+        return second
 
     codes = {128 + number, -number}
     trial, _, _ = strike(series, "two signals", act, codes, {*codes, RESTART}, ["update"])
@@ -330,7 +333,7 @@ FAULTS = (
     Fault("a torn log", 1 / 10, tear_log, place="disk"),
     Fault("a second start", 1 / 60, start_twice),
     Fault("a power cut", 1 / 10, cut_power, processes="one", place="disk"),
-    Fault("a full disk", 1 / 30, fill_disk, processes="one", place="disk"),
+    Fault("a full disk", 1 / 30, fill_disk, ("sft",), "one", "disk"),
     Fault("failing requests", 1 / 10, fail_requests, place="bucket"),
     Fault("no requests", 1 / 10, failing("no requests", refuse_requests), processes="one", place="bucket"),
     Fault("a signal in slow work", 1 / 15, partial(interrupt, phases=PROMPT), ("slow",), "one"),
