@@ -335,7 +335,7 @@ FAULTS = (
     Fault("a power cut", 1 / 10, cut_power, processes="one", place="disk"),
     Fault("a full disk", 1 / 30, fill_disk, ("sft",), "one", "disk"),
     Fault("failing requests", 1 / 10, fail_requests, place="bucket"),
-    Fault("no requests", 1 / 10, failing("no requests", refuse_requests), processes="one", place="bucket"),
+    Fault("no requests", 1 / 10, failing("requests", refuse_requests), processes="one", place="bucket"),
     Fault("a signal in slow work", 1 / 15, partial(interrupt, phases=PROMPT), ("slow",), "one"),
     Fault("kill -9 of a hanging reward", 1 / 20, partial(kill, phases=["reward"]), ("hanging",), "one"),
     Fault("SIGSTOP", 1 / 3, stop, processes="several"),
