@@ -148,7 +148,9 @@ def object_store(scheme: str) -> Iterator[ObjectStore]:
     BaseHTTPRequestHandler.disable_nagle_algorithm = True  # else each answer waits for 40 ms
     if scheme == "gs":
         from gcp_storage_emulator.server import create_server
+        from gcp_storage_emulator.storage import Storage
 
+        Storage._write_config_to_file = lambda self: None  # the list of all objects, at every write
         server = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)
         server.start()
         backend = server._api._httpd.server_address
