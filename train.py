@@ -69,7 +69,7 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.run import report
     from mllm.run.build import Run
     from mllm.run.signals import Interrupted
-    from mllm.run.skipped import save_batch, too_many_skipped
+    from mllm.run.skipped import save_batch
     from mllm.run.state import PendingEvaluation
     from mllm.stopwatch import Stopwatch
 
@@ -85,7 +85,7 @@ def train(config: Config, change: bool = False) -> int:
         saved_step, stopping, fatal_error = state.step, False, ""
 
         # Signals are noticed from here on, between two steps and in the middle of rollouts and evaluations.
-        run.interrupt.hold()
+        run.interrupt.holding = True
         try:
             # Make up for the evaluation that a new run begins with, or that a kill has cut off.
             if pending:
@@ -93,7 +93,7 @@ def train(config: Config, change: bool = False) -> int:
                 log.write(state.step, metrics, pending.samples)
 
             while not (finished or stopping or fatal_error):
-                watch = Stopwatch(partial(run.heartbeat.mark, state.step))
+                watch = Stopwatch(partial(run.watch.mark, state.step))
 
                 # Data: SFT reads a batch; GRPO samples completions, scores them, and packs those that teach something.
                 try:
@@ -114,7 +114,8 @@ def train(config: Config, change: bool = False) -> int:
                 if skipped:
                     path = save_batch(run.store, data.batch, RowShare.of_mesh(run.mesh), step=step, seed=config.seed)
                 if skipped > config.optimizer.max_skipped:
-                    fatal_error = too_many_skipped(skipped, path)
+                    what = f"the last {skipped} updates were not finite and skipped; the last batch is {path}"
+                    fatal_error = f"optimizer.max_skipped: {what}, and tools/replay.py looks into it"
                 finished = step == source.steps
                 stopping = run.interrupt.agree() and source.resumable(step)
 

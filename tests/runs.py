@@ -19,11 +19,12 @@ import train
 from mllm.config.load import dump
 from mllm.config.schema import Config
 from mllm.parallel.mesh import make_mesh
-from mllm.run.checkpoint import Checkpoints
+from mllm.run.checkpoint import by_name, with_leaves
 from mllm.run.metrics import read_records
 from mllm.run.source_run import load_policy
 from mllm.run.state import RunState
 from mllm.store.bucket import is_bucket, local_place
+from mllm.store.checkpoints import load
 from mllm.store.run_store import RunStore
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state
@@ -150,10 +151,9 @@ def newest(config: Config) -> RunState:
     """The state in the run's newest checkpoint."""
     policy = load_policy(config, make_mesh(config.mesh))
     like = abstract_state(policy.trained, make_optimizer(config.optimizer, config.steps or 1))
-    frozen = policy.split(policy.initial_params())[1] if policy.lora else None
-    state = Checkpoints(RunStore(config.run_dir), config.checkpoint, frozen, read_only=True).restore(like)
-    assert state is not None
-    return state
+    store = RunStore(config.run_dir)
+    arrays, document = load(store, step := store.steps()[-1], by_name(like))
+    return RunState.from_document(step, with_leaves(like, arrays), document)
 
 
 def assert_same_end(one: Config, other: Config) -> None:

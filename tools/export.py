@@ -61,7 +61,7 @@ def restore(
     from mllm.config import load as configs
     from mllm.config.model import MeshConfig
     from mllm.parallel.mesh import make_mesh
-    from mllm.run.checkpoint import Checkpoints
+    from mllm.run.checkpoint import restore_params
     from mllm.run.source_run import load_policy
 
     changed = [f"model.dtype={dtype}"] if dtype else []
@@ -69,19 +69,17 @@ def restore(
     if lora and config.model.lora is None:
         raise UserError(f"{lora}: {run} trained the whole model (no model.lora): leave it out")
     policy = load_policy(config, make_mesh(MeshConfig()))
-    checkpoints = Checkpoints(store, config.checkpoint, read_only=True)
-    step, params = checkpoints.restore_params(policy.trained, step)
+    step, params = restore_params(store, policy.trained, step)
     return config, policy, step, params if lora == "--adapter" else policy.complete(params)
 
 
 def export_adapter(run: str, step: int | None, out: str) -> tuple[int, str]:
     """Write the adapters' folder; returns the step that it holds, and the model without adapters, in words."""
     from mllm.model import peft
-    from mllm.run.source_run import SourceRun
 
     config, policy, step, adapters = restore(run, step, lora="--adapter")
     assert policy.lora is not None
-    theirs = config.model.source if SourceRun.open(config.model) else None
+    theirs = config.model.source if policy.read else None  # it is a run
     base = f"{theirs}/export" if theirs else config.model.source
     peft.save(out, policy.lora, adapters, base if config.model.init == "pretrained" else None)
     if theirs:

@@ -46,7 +46,7 @@ def replay(run: RunStore, dump: str) -> int:
     from mllm.config import load as configs
     from mllm.config.model import MeshConfig
     from mllm.parallel.mesh import make_mesh
-    from mllm.run.checkpoint import Checkpoints, by_name
+    from mllm.run.checkpoint import by_name, restore_params
     from mllm.run.metrics import read_records
     from mllm.run.source_run import load_policy
     from mllm.train.step import Forward
@@ -55,8 +55,7 @@ def replay(run: RunStore, dump: str) -> int:
     mesh = make_mesh(MeshConfig())
     policy = load_policy(config, mesh)
     updated = {record["step"] for record in read_records(run, "metrics.jsonl") if record.get("skipped") == 0}
-    checkpoints = Checkpoints(run, config.checkpoint, read_only=True)
-    checkpoint, params = checkpoints.restore_params(policy.trained, nearest(run.steps(), step, updated))
+    checkpoint, params = restore_params(run, policy.trained, nearest(run.steps(), step, updated))
     params = policy.complete(params)
     between = len(updates_between(checkpoint, step, updated))
     when = f"{between} updates {'earlier' if checkpoint < step else 'later'}" if between else "as they were then"

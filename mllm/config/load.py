@@ -6,7 +6,7 @@ Tags, anchors and merges, with which one line can fill the memory, are refused; 
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from mllm.config import places
 from mllm.config.habits import HABITS
 from mllm.config.schema import Config
-from mllm.config.section import fields_of
+from mllm.config.section import keys_of
 from mllm.errors import UserError
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
@@ -32,39 +32,16 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
     UserError is raised if the file is missing or not YAML, or a setting is unknown, unused or impossible.
     """
     path = find(name)
-    try:
-        return validated(path, overrides)
-    except ValidationError as error:
-        explained = explain(error)
-        given = " ".join(culprits(path, overrides, explained))
-        raise UserError(f"{f'on the command line: {given}' if given else path}: {explained}") from None
-
-
-def validated(path: Path, overrides: Sequence[str]) -> Config:
-    """The configuration in a file with overrides; raises UserError as `load`, or pydantic's ValidationError."""
     settings = read(path)
     places.add_modules(path.parent)
     places.locate(settings, (path.parent, Path()))
     for override in overrides:
         apply_override(settings, override)
     places.locate(settings, (Path(), path.parent))  # what a command line names is meant from the current folder
-    return Config.model_validate(settings)
-
-
-def culprits(path: Path, overrides: Sequence[str], explained: str) -> list[str]:
-    """The overrides that an error comes from: without one of these nothing is wrong, or its key is the error's."""
-    mended, named = [], []
-    for override in overrides:
-        try:
-            validated(path, [other for other in overrides if other != override])
-        except (ValidationError, UserError) as error:
-            keys = [f"{text.partition(mark)[0]}." for text, mark in ((override, "="), (explained, ":"))]
-            other = isinstance(error, UserError) or explain(error) != explained
-            if other and (keys[0].startswith(keys[1]) or keys[1].startswith(keys[0])):
-                named.append(override)
-        else:
-            mended.append(override)
-    return mended or named
+    try:
+        return Config.model_validate(settings)
+    except ValidationError as error:
+        raise UserError(f"{' '.join([str(path), *overrides])}: {explain(error)}") from None
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -117,49 +94,45 @@ def apply_override(settings: dict[str, Any], override: str) -> None:
 
 
 def from_yaml(text: str) -> Any:
-    """The value of a YAML text.
-
-    Raises:
-        yaml.YAMLError: the text is no YAML.
-        ValueError: the text uses more of YAML than settings need.
-    """
-    depth = 0
-    events: Iterator[Any] = yaml.parse(text, yaml.SafeLoader)
-    for event in events:
-        line = event.start_mark.line + 1
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise ValueError(f"line {line}: anchors and aliases are not read: write the value where it is meant")
-        if getattr(event, "tag", None):
-            raise ValueError(f"line {line}: tags are not read: remove {event.tag}")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
-            raise ValueError(f"line {line}: more than {DEEPEST} levels")
-        # A NUL would end a path, and half of a surrogate pair can't be written to any file.
-        if isinstance(event, yaml.ScalarEvent) and (found := re.search("[\0\ud800-\udfff]", event.value)):
-            raise ValueError(f"line {line}: no text may hold {found.group()!r}")
+    """The value of a YAML text; raises yaml.YAMLError, or ValueError for what settings don't need of YAML."""
     return yaml.load(text, PlainLoader)
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Refuses what can't be written back unchanged, and a key that stands twice, whose first value would be lost."""
+    """Reads mappings, lists and plain values, and refuses what can't be written back unchanged."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
+        if event.anchor or getattr(event, "tag", None):
+            raise ValueError(f"{place(event)}: anchors, aliases and tags are not read: write the value itself")
+        if len(self.marks) > DEEPEST:
+            raise ValueError(f"{place(event)}: more than {DEEPEST} levels")
+        # A NUL would end a path, and half of a surrogate pair can't be written to any file.
+        if isinstance(event, yaml.ScalarEvent) and (found := re.search("[\0\ud800-\udfff]", event.value)):
+            raise ValueError(f"{place(event)}: no text may hold {found.group()!r}")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
-            line = key.start_mark.line + 1
             if key.tag != "tag:yaml.org,2002:str":
                 shown = key.value if isinstance(key, yaml.ScalarNode) else f"a {key.id}"
-                raise ValueError(f"line {line}: {shown} is no name of a setting")
-            if key.value in seen:
-                raise ValueError(f"{key.value} stands twice, at line {line}")
+                raise ValueError(f"{place(key)}: {shown} is no name of a setting")
+            if key.value in seen:  # its first value would be lost
+                raise ValueError(f"{place(key)}: {key.value} stands twice")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
         value = self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
         if not abs(value) < 2**63:  # NaN and infinity among them
-            raise ValueError(f"line {node.start_mark.line + 1}: {node.value:.40} is no number that settings take")
+            raise ValueError(f"{place(node)}: {node.value:.40} is no number that settings take")
         return value
+
+
+def place(found: Any) -> str:
+    """Where a node or an event of YAML begins."""
+    return f"line {found.start_mark.line + 1}"
 
 
 for kind, construct in (
@@ -176,42 +149,23 @@ def explain(error: ValidationError) -> str:
     # A misspelt name is often also a missing one, and says more.
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     location = [str(part) for part in problem["loc"]]
-    key = ".".join(location)
-    match problem["type"]:
-        case "impossible":
-            relative, message = problem["msg"].split("\n", 1)
-            return f"{'.'.join([*location, relative])}: {message}"
-        case "extra_forbidden":
-            return unknown(location, problem["input"], dict(fields_of(Config)))
-        case "missing":
-            return f"{key}: this setting is required"
-        case "model_type" | "model_attributes_type" | "dict_type":
-            return f"{key}: expected a section of settings, got {problem['input']!r}"
-    given = problem["input"]
+    key, given = ".".join(location), problem["input"]
+    if problem["type"] == "impossible":
+        relative, message = problem["msg"].split("\n", 1)
+        return f"{'.'.join([*location, relative])}: {message}"
+    if problem["type"] == "extra_forbidden":
+        return f"{key}: unknown setting{nearest([part for part in location if not part.isdigit()])}"
     shown = f" (got {given!r})" if isinstance(given, str | int | float | None) else ""
     return f"{key}: {problem['msg']}{shown}"
 
 
-def unknown(location: Sequence[str], value: Any, fields: Mapping[str, Any]) -> str:
-    """The message for a setting that is not among `fields`, the known dotted keys: what it is called here, or where."""
-    section, name = "".join(f"{part}." for part in location[:-1] if not part.isdigit()), location[-1]
-    message = f"{'.'.join(location)}: unknown setting"
-    for habit in () if isinstance(value, dict) else (f"{section}{name}".split(".")[-2:], [name]):
-        setting, hint = HABITS.get(".".join(habit), (None, ""))
-        if setting == "":
-            return f"{message}; {hint}"
-        if setting in fields:
-            return f"{message}; here it is {setting}" + f" ({hint})" * bool(hint)
-    settings = (key for key in fields if not key.startswith("changes."))  # those are a record that the trainer writes
-    if elsewhere := [key for key in settings if key.rpartition(".")[2] == name]:
-        return f"{message}; it is {' or '.join(elsewhere)}"
-    here = [key.removeprefix(section) for key in fields if key.startswith(section)]
-    if close := difflib.get_close_matches(name, [key for key in here if "." not in key], n=1):
-        return f"{message}; did you mean {close[0]}?"
-    if isinstance(value, dict) and value:  # what stands in a section of another trainer may say more
-        path = [*location]
-        while isinstance(value, dict) and value:
-            inner, value = next(iter(value.items()))
-            path.append(inner)
-        return unknown(path, value, fields)
-    return message
+def nearest(location: Sequence[str]) -> str:
+    """What the setting is called here, or where it stands, as the end of a line; empty where nothing is like it."""
+    section, name = ".".join(location[:-1]), location[-1]
+    if name in HABITS:
+        return f"; here: {HABITS[name]}"
+    keys = [key.rpartition(".") for key in keys_of(Config) if not key.startswith("changes.")]  # a mere record
+    if elsewhere := ["".join(key) for key in keys if key[2] == name]:
+        return f"; it is {' or '.join(elsewhere)}"
+    close = difflib.get_close_matches(name, [key[2] for key in keys if key[0] == section], n=1)
+    return f"; did you mean {close[0]}?" if close else ""

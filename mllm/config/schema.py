@@ -21,8 +21,7 @@ class CheckpointConfig(Section):
     """What is saved, and when."""
 
     every: PositiveInt | None = None
-    """Steps between checkpoints; None: only one at the end. A multiple of the updates of a
-    rollout."""
+    """Steps between checkpoints; None: only one at the end. A multiple of the updates of a rollout."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
     keep_best: bool = False
@@ -184,9 +183,6 @@ class Config(Section):
         """Raise if evaluation, or the choice of the best checkpoint by it, can't work."""
         if self.eval is not None:
             self.need("eval", "task", "rollout")
-            assert self.task is not None
-            if self.eval.prompts is not None and self.eval.prompts > self.task.most_heldout:
-                raise impossible("eval.prompts", f"only {self.task.most_heldout} problems are held out (task.heldout)")
         if self.task is not None and self.task.test is not None and not (self.eval and self.eval.test):
             raise impossible("task.test", "is measured only at the end of a run with eval.test: true; set that")
         if not self.checkpoint.keep_best:
@@ -201,15 +197,9 @@ class Config(Section):
 
     def check_rows(self, shards: int) -> None:
         """Raise if micro-batches, or the `shards` devices that share their rows, would not be equally large."""
-        batch, micro, group = self.batch_size, self.micro_batch_size, self.grpo.num_generations if self.grpo else 1
-        divided = micro if micro and self.algorithm == "sft" else 1  # under GRPO a row is not a sequence
-        if batch % divided:
-            raise impossible("batch_size", f"{batch} is not divisible by micro_batch_size ({micro})")
-        problem = f"is not divisible by mesh.dp * mesh.fsdp ({shards}); the nearest that works is"
-        if batch % shards:
-            step = math.lcm(shards, divided, group)
-            raise impossible("batch_size", f"{batch} {problem} {max(1, round(batch / step)) * step}")
-        if micro is not None and micro % shards:
-            works = [rows for rows in range(shards, batch + 1, shards) if self.algorithm == "grpo" or batch % rows == 0]
-            nearest = min(works, key=lambda rows: abs(rows - micro))
-            raise impossible("micro_batch_size", f"{micro} {problem} {nearest}")
+        micro = self.micro_batch_size
+        if micro and self.algorithm == "sft" and self.batch_size % micro:  # under GRPO a row is not a sequence
+            raise impossible("batch_size", f"{self.batch_size} is not divisible by micro_batch_size ({micro})")
+        for key, rows in (("batch_size", self.batch_size), ("micro_batch_size", micro or 0)):
+            if rows % shards:
+                raise impossible(key, f"{rows} is not divisible by mesh.dp * mesh.fsdp ({shards})")

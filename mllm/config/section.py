@@ -1,10 +1,9 @@
 """What every section of a configuration has in common: it is immutable, and closed to keys that it does not define."""
 
 from collections.abc import Iterator
-from typing import Any, Self, get_args
+from typing import Self, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 LARGEST_NUMBER = 2**31 - 1
@@ -35,15 +34,10 @@ def impossible(key: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("impossible", "{key}\n{message}", {"key": key, "message": message})
 
 
-def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a setting of this type is, or is a list of; None where it is a value."""
-    kinds = (kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
-    return next((kind for kind in kinds if issubclass(kind, Section)), None)
-
-
-def fields_of(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Each setting and section of a schema, with its dotted key."""
+def keys_of(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The dotted key of each setting and section of a schema; those of a list of sections stand for each of them."""
     for name, field in schema.model_fields.items():
-        yield prefix + name, field
-        if section := section_of(field.annotation):
-            yield from fields_of(section, f"{prefix}{name}.")
+        yield prefix + name
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                yield from keys_of(kind, f"{prefix}{name}.")

@@ -137,8 +137,6 @@ class EvalConfig(Section):
 
     every: PositiveInt | None = None
     """Steps between evaluations; None: only at step 0 and at the end."""
-    prompts: PositiveInt | None = None
-    """How many held-out problems are used; None: all. At most `task.heldout`."""
     sampled: bool = False
     """Measure one completion at the rollout's temperature besides the greedy one."""
     test: bool = False

@@ -11,6 +11,10 @@ A run starts in one of these ways, which `Run.start` tells apart:
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 
 from mllm.config.schema import Config
 from mllm.data.sft_source import SftSource
@@ -20,19 +24,19 @@ from mllm.data.tasks.task import Task
 from mllm.model.load import Policy
 from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import check_same, is_writer, raise_everywhere
+from mllm.parallel.watch import Watch
 from mllm.rl.grpo_source import GrpoSource
 from mllm.rl.rewards import RewardRunner
 from mllm.rl.sampler import Sampler, make_sampler
-from mllm.run import folder, report, wandb
+from mllm.run import folder, heartbeat, report, wandb
 from mllm.run.checkpoint import Checkpoints
-from mllm.run.heartbeat import Heartbeat
 from mllm.run.measurements import make_measurements
 from mllm.run.metrics import RunLog
 from mllm.run.signals import Interrupt
-from mllm.run.source_run import load_policy
-from mllm.run.state import RunState
+from mllm.run.source_run import SourceRun, load_policy
+from mllm.run.state import PendingEvaluation, RunState
 from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.step import Forward, abstract_state, choose_head, make_train_step
+from mllm.train.step import Forward, abstract_state, choose_head, init_state, make_train_step
 
 
 class Run:
@@ -45,38 +49,42 @@ class Run:
 
         All processes must enter this. `change` permits other settings than the run has had.
         """
-        with ExitStack() as stack, Heartbeat() as heartbeat:
-            yield cls(config, change, stack, heartbeat)
+        with ExitStack() as stack, heartbeat.watched() as watch:
+            yield cls(config, change, stack, watch)
 
-    def __init__(self, config: Config, change: bool, stack: ExitStack, heartbeat: Heartbeat) -> None:
+    def __init__(self, config: Config, change: bool, stack: ExitStack, watch: Watch) -> None:
         """Load all parts, and write config.yaml last. `stack` is what lets them go when the run ends."""
-        self.stack, self.heartbeat = stack, heartbeat
-        self.interrupt = stack.enter_context(Interrupt())
+        self.stack, self.watch = stack, watch
+        self.interrupt = interrupt = stack.enter_context(Interrupt())
         self.mesh = make_mesh(config.mesh)
         self.store, config = stack.enter_context(folder.claim(config, change))
-        self.config = config
         with raise_everywhere():
             wandb.check(config.log)
-            task, rewards = load_rewarded_task(config, stack, self.interrupt)
-            self.policy = policy = load_policy(config, self.mesh)
+            source_run = SourceRun.open(config.model)
+            if source_run and not self.store.is_run():
+                config = source_run.pin(config)
+            self.config = config
+            task = load_task(config.task, config.seed) if config.task else None
+            rewards = sampler = None
+            if config.task and task and config.rollout:
+                most = config.rollout.max_completion_length
+                rewards = stack.enter_context(RewardRunner(config.task, task, most, interrupt.poll_alone))
+            self.policy = policy = load_policy(config, self.mesh, source_run)
             forward = Forward(policy.graphdef, self.mesh, config.head, config.rows, config.grpo, config.rollout)
-            sampler = load_sampler(config, policy, self.interrupt)
+            if config.rollout:
+                sampler = make_sampler(
+                    policy,
+                    config.rollout,
+                    config.optimizer,
+                    needs_reference=config.grpo is not None and config.grpo.beta > 0,
+                    seed=config.seed,
+                    poll=interrupt.poll,
+                )
             self.source = make_source(config, policy, forward, task, sampler, rewards)
             self.optimizer = make_optimizer(config.optimizer, self.source.steps)
             schedule = make_schedule(config.optimizer, self.source.steps)
             self.train_step = make_train_step(forward, self.optimizer, schedule, config.seed)
-            self.measurements = make_measurements(
-                config.eval,
-                config.task,
-                config.data,
-                config.batch_size,
-                task=task,
-                sampler=sampler,
-                rewards=rewards,
-                source=self.source,
-                forward=forward,
-                poll=self.interrupt.poll,
-            )
+            self.measurements = make_measurements(config, task, sampler, rewards, self.source, forward, interrupt.poll)
             # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
             needed = self.source.needs_reference or policy.lora is not None or not self.store.steps()
             initial = policy.initial_params() if needed else None
@@ -87,7 +95,7 @@ class Run:
         check_same(self.source.position(), "data: the processes have different examples: give all the same data")
         with raise_everywhere():
             folder.write(self.store, config)
-        heartbeat.store = self.store
+        watch.publish = partial(heartbeat.publish, self.store, is_writer())
         fixed = self.reference or self.frozen
         self.checkpoints = stack.enter_context(closing(Checkpoints(self.store, config.checkpoint, fixed)))
 
@@ -101,10 +109,12 @@ class Run:
         if state is not None:
             self.source.seek(state.position)
         else:
-            assert trained is not None
-            evaluates = self.measurements.are_due(0, final=False)
-            keeps_params = self.source.needs_reference
-            state = RunState.begin(trained, self.optimizer, self.source.position(), keeps_params, evaluates)
+            if self.reference is not None:  # which the first update must not reuse
+                shardings = jax.tree.map(lambda leaf: leaf.sharding, trained)
+                trained = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=shardings)(trained)
+            pending = PendingEvaluation({}, []) if self.measurements.are_due(0, final=False) else None
+            train = init_state(trained, self.optimizer)
+            state = RunState(0, train, self.source.position(), pending_evaluation=pending)
         if is_writer():
             config, policy = self.config, self.policy
             head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)
@@ -112,33 +122,6 @@ class Run:
         log = RunLog(self.store, state.logged_step, self.source.steps, self.config)
         self.log = self.stack.enter_context(closing(log))
         return state
-
-
-def load_rewarded_task(
-    config: Config, stack: ExitStack, interrupt: Interrupt
-) -> tuple[Task | None, RewardRunner | None]:
-    """The problems of a configuration, and what computes the rewards of their completions, as far as it has them."""
-    if config.task is None:
-        return None, None
-    task = load_task(config.task, config.seed)
-    if config.rollout is None:
-        return task, None
-    longest = config.rollout.max_completion_length
-    return task, stack.enter_context(RewardRunner(config.task, task, longest, interrupt.poll_alone))
-
-
-def load_sampler(config: Config, policy: Policy, interrupt: Interrupt) -> Sampler | None:
-    """What samples completions; None where nothing does."""
-    if config.rollout is None:
-        return None
-    return make_sampler(
-        policy,
-        config.rollout,
-        config.optimizer,
-        needs_reference=config.grpo is not None and config.grpo.beta > 0,
-        seed=config.seed,
-        poll=interrupt.poll,
-    )
 
 
 def make_source(

@@ -4,7 +4,6 @@ A checkpoint that can't be read, or isn't what was written, is put aside with a 
 taken.
 """
 
-import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -22,24 +21,20 @@ from mllm.store.checksum import checksums
 from mllm.store.run_store import CHECKPOINTS, Damaged, RunStore
 from mllm.train.step import TrainState
 
-logger = logging.getLogger(__name__)
-
 
 class Checkpoints:
     """The checkpoints of one run, by step."""
 
-    def __init__(
-        self, store: RunStore, config: CheckpointConfig, frozen: Params | None = None, *, read_only: bool = False
-    ) -> None:
-        """Removes what saves have left that were cut off, unless it is `read_only`; UserError where it can't.
+    def __init__(self, store: RunStore, config: CheckpointConfig, frozen: Params | None = None) -> None:
+        """Removes what saves have left that were cut off; UserError where it can't.
 
         `frozen` are parameters that are not saved, but known again: those below adapters, or of a reference.
         """
-        self.store, self.config, self.read_only = store, config, read_only
+        self.store, self.config = store, config
         self.frozen = checksums(by_name(frozen)) if frozen else {}
         self.saving: Saving | None = None
         self.save_timings: dict[str, float] = {}
-        if is_writer() and not read_only:
+        if is_writer():
             store.remove_unpublished()
 
     def save(self, state: RunState, config: str, score: float | None = None) -> None:
@@ -76,8 +71,9 @@ class Checkpoints:
                     "give that model, and the same model.lora.source"
                 )
             # Only now: if none can be read the fault may lie elsewhere, and they stay as they are.
-            for number, reason in damaged.items():
-                self.put_aside(number, reason)
+            with raise_everywhere():
+                for number, reason in damaged.items() if is_writer() else ():
+                    self.store.put_aside(number, reason)
             return RunState.from_document(step, with_leaves(like, arrays), document)
         if steps:
             raise UserError(
@@ -85,26 +81,6 @@ class Checkpoints:
                 "take another run_dir"
             )
         return None
-
-    def put_aside(self, step: int, reason: str) -> None:
-        """Let nothing take a damaged checkpoint for one again."""
-        with raise_everywhere():
-            if self.read_only:
-                logger.warning("checkpoint %d can't be read (%s)", step, reason)
-            elif is_writer():
-                self.store.put_aside(step, reason)
-
-    def restore_params(self, like: Params, step: int | None) -> tuple[int, Params]:
-        """The step and parameters of a checkpoint, that of `step` or the newest; UserError where it can't be read."""
-        steps = self.store.steps()
-        if not steps or (step is not None and step not in steps):
-            raise UserError(f"{self.store}: no checkpoint{'' if step is None else f' {step}'}; there are {steps}")
-        step = steps[-1] if step is None else step
-        try:
-            arrays, _ = load(self.store, step, {f"params.{name}": leaf for name, leaf in by_name(like).items()})
-        except Damaged as error:
-            raise UserError(f"{self.store}/{CHECKPOINTS}/{step}: can't be read ({error}); take an older step") from None
-        return step, with_leaves(like, arrays)
 
     def wait(self) -> None:
         """Wait, with a progress bar, until a save that was begun has ended; UserError where it can't be written."""
@@ -133,6 +109,19 @@ class Checkpoints:
             self.save_timings = {"save/gb_per_second": saving.nbytes / 1e9 / max(saving.seconds, 1e-9)}
 
     close = end_saving
+
+
+def restore_params(store: RunStore, like: Params, step: int | None = None) -> tuple[int, Params]:
+    """The step and parameters of a run's checkpoint, that of `step` or the newest; UserError where it can't be read."""
+    steps = store.steps()
+    if not steps or (step is not None and step not in steps):
+        raise UserError(f"{store}: no checkpoint{'' if step is None else f' {step}'}; there are {steps}")
+    step = steps[-1] if step is None else step
+    try:
+        arrays, _ = load(store, step, {f"params.{name}": leaf for name, leaf in by_name(like).items()})
+    except Damaged as error:
+        raise UserError(f"{store}/{CHECKPOINTS}/{step}: can't be read ({error}); take an older step") from None
+    return step, with_leaves(like, arrays)
 
 
 def with_leaves(like: Any, arrays: Mapping[str, jax.Array]) -> Any:

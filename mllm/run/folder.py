@@ -1,33 +1,53 @@
-"""A run's place belongs to one configuration, and to one run of processes at a time."""
+"""A run's place belongs to one configuration, and to one run of processes at a time.
+
+Which settings may differ when the run goes on: always, with `--change`, or never.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from mllm.config.load import dump, read
-from mllm.config.schema import Config
+from mllm.config.schema import Change, Config
 from mllm.errors import UserError
 from mllm.parallel.processes import is_writer, raise_everywhere
-from mllm.run.changes import check_changes
-from mllm.run.source_run import pin_step
 from mllm.store.folder import UNFINISHED
 from mllm.store.lock import hold
 from mllm.store.run_store import CONFIG, LOCK, RunStore
 
+FREE = {
+    *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log", "changes"),
+    *("grpo.row_length", "optimizer.max_skipped"),
+    *("task.reward_workers", "data.cache"),
+}
+"""Sections and settings that say how a run is carried out and when it gives up, not what it computes."""
+
+PLACES = {"data.source", "data.validation.source", "task.train", "task.test", "task.path"}
+"""Settings that say where data are. The same data may be elsewhere: their content is compared when they are read."""
+
+CHANGEABLE = {
+    "steps",
+    *(f"optimizer.{name}" for name in ("learning_rate", "schedule", "warmup_steps", "final_fraction")),
+    *(f"optimizer.{name}" for name in ("b1", "b2", "eps", "weight_decay", "max_grad_norm")),
+    *("model.remat", "model.attention"),
+    *("data.epochs", "data.validation.every", "data.validation.patience", "eval.every", "eval.test"),
+    *(f"rollout.{name}" for name in ("max_completion_length", "temperature", "top_p", "top_k", "max_slots")),
+    *(f"grpo.{name}" for name in ("loss_type", "epsilon", "epsilon_high", "dual_clip", "beta", "reference")),
+    *(f"grpo.{name}" for name in ("entropy_coef", "scale_rewards", "importance_sampling", "importance_cap")),
+    *("grpo.dynamic_sampling", "grpo.mask_truncated_completions", "task.rewards", "task.reward_timeout"),
+}
+"""What a step computes from its parameters, moments and position alone: these stay what they were."""
+
 
 @contextmanager
 def claim(config: Config, change: bool = False) -> Iterator[tuple[RunStore, Config]]:
-    """Check the place of a configuration's run as `check` does, and hold it; all processes must enter this.
-
-    The configuration of a new run has a number for `model.step`, from which its reference policy can be had again.
-    """
+    """Check the place of a configuration's run as `check` does, and hold it; all processes must enter this."""
     store = RunStore(config.run_dir)
     with raise_everywhere():
         check(store, config, change)
     with hold(store):
         with raise_everywhere():
             config = check(store, config, change)  # another process may have held it until now
-            if not store.is_run():
-                config = pin_step(config)
         yield store, config
 
 
@@ -56,3 +76,49 @@ def write(store: RunStore, config: Config) -> None:
     """Write the run's config.yaml, in the first of several processes; UserError where it can't be written."""
     if is_writer():
         store.write(CONFIG, dump(config).encode())
+
+
+def check_changes(run: object, old: dict[str, Any], config: Config, newest: int, permitted: bool) -> Config:
+    """The configuration with the record of all of the run's changes, those from its `old` settings among them.
+
+    Args:
+        run: its name, for messages.
+        newest: the step of its newest checkpoint, after which changes take effect.
+        permitted: whether `CHANGEABLE` settings may differ.
+
+    UserError is raised for a setting that may not differ.
+    """
+    step = (old.get("model") or {}).get("step")
+    if config.model.step in (None, "newest", "best"):  # the run began with the one that has this number
+        config = config.model_copy(update={"model": config.model.model_copy(update={"step": step})})
+    changes = [Change.model_validate(change) for change in old.get("changes") or ()]
+    for key, before, after in differences(old, config.model_dump(mode="json")):
+        moved = key in PLACES and None not in (before, after) and before != "task"
+        if moved or {key, key.split(".")[0]} & FREE:
+            continue
+        if key == "steps" and not permitted and is_extension(config, before):
+            continue
+        changeable = key in CHANGEABLE and not (key == "optimizer.max_grad_norm" and None in (before, after))
+        if not (changeable and permitted):
+            fixed = "it can't change, since the steps so far, or the position in the data, depend on it"
+            way_out = "--change goes on with the new value" if changeable else fixed
+            problem = f"{key}: {run} belongs to a run with {before!r}, not {after!r}"
+            raise UserError(f"{problem}; {way_out}; else give another run_dir, or the old value")
+        if key == "steps" and config.steps is not None and config.steps <= newest:
+            raise UserError(f"steps: {run} has done {newest} already; give more, or another run_dir")
+        changes.append(Change(step=newest, key=key, old=before, new=after))
+    return config.model_copy(update={"changes": tuple(changes)})
+
+
+def is_extension(config: Config, steps: Any) -> bool:
+    """Whether the run only goes on past its old `steps`: with a constant learning rate those are the same."""
+    return config.optimizer.schedule == "constant" and isinstance(steps, int) and (config.steps or 0) > steps
+
+
+def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The settings in which two configurations differ: dotted key, old value, new value."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, old, new

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from mllm.config.data import DataConfig
-from mllm.config.task import EvalConfig, TaskConfig
+from mllm.config.schema import Config
 from mllm.data.source import Source
 from mllm.data.tasks.task import Task
 from mllm.errors import UserError
@@ -93,11 +92,7 @@ class Measurements:
 
 
 def make_measurements(
-    evaluation: EvalConfig | None,
-    task_options: TaskConfig | None,
-    data: DataConfig | None,
-    batch_size: int,
-    *,
+    config: Config,
     task: Task | None,
     sampler: Sampler | None,
     rewards: RewardRunner | None,
@@ -111,18 +106,16 @@ def make_measurements(
     """
     repeated: list[Measurement] = []
     at_end: list[Measure] = []
-    if evaluation and task_options and task and sampler and rewards:
+    if config.eval and config.task and task and sampler and rewards:
         rows = RowShare.of_mesh(forward.mesh)
-        make = partial(make_evaluation, evaluation, task_options, sampler=sampler, rewards=rewards, rows=rows)
-        if (evaluation.prompts or 0) > len(task.heldout):
-            raise UserError(f"eval.prompts: only {len(task.heldout)} problems are held out (task.heldout)")
-        repeated.append(Measurement(make(task.heldout[: evaluation.prompts]), evaluation.every))
-        if evaluation.test:
+        make = partial(make_evaluation, config.eval, config.task, sampler=sampler, rewards=rewards, rows=rows)
+        repeated.append(Measurement(make(task.heldout), config.eval.every))
+        if config.eval.test:
             if task.test is None:
                 raise UserError(f"eval.test: task {task.name} has no test set: remove it, or give the task one")
             at_end.append(make(task.test, prefix="test/"))
-    validation = data.validation if data else None
-    if data and validation and source.validation:
-        validate = make_validation(data, batch_size, source.validation, forward, poll)
+    validation = config.data.validation if config.data else None
+    if config.data and validation and source.validation:
+        validate = make_validation(config.data, config.batch_size, source.validation, forward, poll)
         repeated.append(Measurement(validate, validation.every))
     return Measurements(repeated, at_end, validation is not None, validation.patience if validation else None)

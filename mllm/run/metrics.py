@@ -11,9 +11,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -49,15 +48,10 @@ class RunLog:
             self.files[EVENTS] = store.open_log(events)
             self.files[EVENTS].append(tensorboard.header(last_step + 1))
         self.wandb, self.steps = None, steps
+        self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
         if self.files and config and config.log.wandb:
             done = [record for name in RECORDS[:2] for record in read_records(store, name)]
             self.wandb = Wandb(store, config, done)
-        # None: where stderr is no terminal, there is no bar, but a line a step.
-        begin, hidden = max(last_step, 0), None if self.files else True
-        self.bar = tqdm(
-            total=steps, initial=begin, desc=Path(store.url).name, unit="step", dynamic_ncols=True, disable=hidden
-        )
-        self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append a step's lines. The metrics' line comes last: where it stands, the step's samples stand, too."""
@@ -67,23 +61,18 @@ class RunLog:
         self.append("metrics.jsonl", step, {**metrics, **changed})
 
     def write_timings(self, step: int, timings: Scalars, metrics: Scalars) -> None:
-        """Append the step's timings, and show some of the `metrics`: beside the bar, or in a line of the step's own."""
+        """Append the step's timings, and print a line with some of the `metrics` and the time that is left."""
         self.append("timings.jsonl", step, timings)
         shown = {"reward": metrics.get("reward"), "loss": metrics.get("loss")}
         words = [f"{name} {value:.3f}" for name, value in shown.items() if value is not None]
         words.append(f"{timings['tokens_per_second']:,.0f} tok/s")
-        self.bar.set_postfix_str("  ".join(words))
-        self.bar.update(step - self.bar.n)
-        if self.files and self.bar.disable:
-            print("  ".join([f"step {step} of {self.steps}", *words, *self.eta(step)]), file=sys.stderr, flush=True)
-
-    def eta(self, step: int) -> Iterator[str]:
-        """The time until the last step ends at the pace so far. The first step, which compiles, says nothing of it."""
-        if self.first is None:
+        if self.first is None:  # which compiles, and says nothing of the pace
             self.first = step, time.monotonic()
-            return
-        pace = (time.monotonic() - self.first[1]) / (step - self.first[0])
-        yield f"ETA {tqdm.format_interval(pace * (self.steps - step))}"
+        else:
+            pace = (time.monotonic() - self.first[1]) / (step - self.first[0])
+            words.append(f"ETA {tqdm.format_interval(pace * (self.steps - step))}")
+        if self.files:
+            print("  ".join([f"step {step} of {self.steps}", *words]), file=sys.stderr, flush=True)
 
     def append(self, name: str, step: int, record: Mapping[str, Any]) -> None:
         """Append a line to a file; the numbers of what isn't a sample go to TensorBoard, too."""
@@ -99,7 +88,6 @@ class RunLog:
                 self.wandb.send(step, numbers)
 
     def close(self) -> None:
-        self.bar.close()
         for file in self.files.values():
             file.sync()
             file.close()

@@ -34,89 +34,56 @@ def start_line(mesh: Mesh, params: Params, head: EngineChoice, attention: Attent
     )
 
 
+MEASURED = {
+    "held-out, sampled": "eval/sampled_accuracy",
+    "held-out, greedy": "eval/greedy_accuracy",
+    "held-out reward": "eval/reward",
+    "validation loss": "validation/loss",
+    "test accuracy": "test/greedy_accuracy",
+    "test reward": "test/reward",
+}
+"""The metrics of which a summary shows the first and the last value, and the lowest of a loss; by name."""
+
+
 def summary(store: RunStore) -> str:
     """The table of a run, read from its metrics.jsonl and timings.jsonl."""
     metrics = read_records(store, "metrics.jsonl")
     timings = read_records(store, "timings.jsonl")
-    lines = [
-        *accuracy_table(metrics),
-        *reward_line(metrics),
-        *test_line(metrics),
-        *validation_table(metrics),
-        *progress_line(metrics),
-        *speed_lines(timings),
-        "",
-        *places(store),
-    ]
-    return "\n".join(["", *lines])
+    lines = [*measured(metrics), *progress(metrics), *speed(timings), ("", ""), *places(store)]
+    return "\n".join(["", *(f"{name:<18} {text}".rstrip() for name, text in lines)])
 
 
-def accuracy_table(metrics: list[dict[str, Any]]) -> Iterator[str]:
-    evaluated = [record for record in metrics if "eval/greedy_accuracy" in record]
-    if not evaluated:
-        return
-    first, last = evaluated[0], evaluated[-1]
-    before, after = f"step {first['step']}", f"step {last['step']}"
-    yield f"{'held-out accuracy':<18} {before:>8} {'95 %':^15} {after:>10} {'95 %':^15} {'gain':>7}"
-    for mode in ("sampled", "greedy"):
-        key = f"eval/{mode}_accuracy"
-        if key in first and key in last:
-            (old, new), intervals = (first[key], last[key]), [interval(record, key) for record in (first, last)]
-            yield f"{mode:<18} {old:>8.3f} {intervals[0]:^15} {new:>10.3f} {intervals[1]:^15} {new - old:>+7.3f}"
+def measured(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What was measured on held-out data and when, accuracies with their 95 % intervals."""
+    for name, key in MEASURED.items():
+        if found := [record for record in metrics if record.get(key) is not None]:
+            lowest = [min(found, key=lambda record: record[key])] if key.endswith("loss") else []
+            chosen = {record["step"]: record for record in (found[0], *lowest, found[-1])}
+            yield name, ", ".join(f"{number(record, key)} at step {step}" for step, record in chosen.items())
 
 
-def reward_line(metrics: list[dict[str, Any]]) -> Iterator[str]:
-    """The mean reward on held-out problems that have no answers, at the first and at the last evaluation."""
-    evaluated = [record for record in metrics if record.get("eval/reward") is not None]
-    if evaluated and "eval/greedy_accuracy" not in evaluated[-1]:
-        shown = (f"{record['eval/reward']:.3f} at step {record['step']}" for record in (evaluated[0], evaluated[-1]))
-        yield f"{'held-out reward':<18} {', '.join(shown)}"
+def number(record: dict[str, Any], key: str) -> str:
+    interval = [f"{record[name]:.3f}" for name in (f"{key}_low", f"{key}_high") if name in record]
+    return f"{record[key]:.3f}" + f" ({' .. '.join(interval)})" * bool(interval)
 
 
-def test_line(metrics: list[dict[str, Any]]) -> Iterator[str]:
-    """What the last parameters reach on the test set."""
-    for record in metrics[-1:]:
-        if (key := "test/greedy_accuracy") in record:
-            yield f"{'test accuracy':<18} {record[key]:.3f} ({interval(record, key)}), greedy"
-        elif record.get("test/reward") is not None:
-            yield f"{'test reward':<18} {record['test/reward']:.3f}"
-
-
-def interval(record: dict[str, Any], key: str) -> str:
-    return f"{record[f'{key}_low']:.3f} .. {record[f'{key}_high']:.3f}"
-
-
-def validation_table(metrics: list[dict[str, Any]]) -> Iterator[str]:
-    """The validation's metrics at the first step, where the loss was lowest, and at the last."""
-    validated = [record for record in metrics if record.get("validation/loss") is not None]
-    if not validated:
-        return
-    lowest = min(validated, key=lambda record: record["validation/loss"])
-    shown = {"step": validated[0], "lowest at": lowest, "last, at": validated[-1]}
-    yield f"{'validation':<18}" + "".join(f" {name} {record['step']}".rjust(18) for name, record in shown.items())
-    for name in ("loss", "perplexity", "token_accuracy"):
-        values = (record[f"validation/{name}"] for record in shown.values())
-        yield f"{name.replace('_', ' '):<18}" + "".join(f"{value:>18.3f}" for value in values)
-
-
-def progress_line(metrics: list[dict[str, Any]]) -> Iterator[str]:
+def progress(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """The reward, or without one the loss: the mean of the first and of the last tenth of the steps."""
-    for key in ("reward", "loss"):
-        if values := present(metrics, key):
-            tenth = max(1, len(values) // 10)
-            first, last = fmean(values[:tenth]), fmean(values[-tenth:])
-            yield f"{key:<18} {first:.3f} in the first tenth, {last:.3f} in the last of {len(values)} steps"
-            return
+    name = "reward" if present(metrics, "reward") else "loss"
+    if values := present(metrics, name):
+        tenth = max(1, len(values) // 10)
+        first, last = fmean(values[:tenth]), fmean(values[-tenth:])
+        yield name, f"{first:.3f} in the first tenth, {last:.3f} in the last of {len(values)} steps"
 
 
-def speed_lines(timings: list[dict[str, Any]]) -> Iterator[str]:
+def speed(timings: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     if speeds := present(timings, "tokens_per_second"):
-        yield f"{'tokens/s':<18} {median(speeds):,.0f} (median of the steps; prompts and completions)"
+        yield "tokens/s", f"{median(speeds):,.0f} (median of the steps; prompts and completions)"
     phases = dict.fromkeys(key for record in timings for key in record if key.startswith("time/"))
     if sums := [f"{phase.removeprefix('time/')} {sum(present(timings, phase)):.1f}" for phase in phases]:
-        yield f"{'seconds':<18} {', '.join(sums)}"
+        yield "seconds", ", ".join(sums)
     if peaks := present(timings, "memory/peak_bytes"):
-        yield f"{'peak memory':<18} {max(peaks) / 2**20:,.0f} MiB"
+        yield "peak memory", f"{max(peaks) / 2**20:,.0f} MiB"
 
 
 def present(records: list[dict[str, Any]], key: str) -> list[float | int]:
@@ -124,11 +91,11 @@ def present(records: list[dict[str, Any]], key: str) -> list[float | int]:
     return [record[key] for record in records if record.get(key) is not None]
 
 
-def places(store: RunStore) -> Iterator[str]:
+def places(store: RunStore) -> Iterator[tuple[str, str]]:
     entries = store.entries()
     for name in ("tensorboard", "samples.jsonl", "metrics.jsonl", "checkpoints", "curves.png"):
         there = name in entries and not (store.folder and (store.folder / name).stat().st_size == 0)
         if there or any(entry.startswith(f"{name}.") for entry in entries):
             path = f"{store}/{name}"
             opened_by = f"tensorboard --logdir {shlex.quote(path)}"
-            yield f"{name.partition('.')[0]:<18} {opened_by if name == 'tensorboard' else path}"
+            yield name.partition(".")[0], opened_by if name == "tensorboard" else path

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +22,7 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Hears signals while it is entered. The first one after `hold` is noted in `received`; any other one kills."""
+    """Hears signals while it is entered. The first one while it is `holding` is noted in `received`; others kill."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -52,12 +51,9 @@ class Interrupt:
                 name = signal.Signals(self.received).name
                 print(f"\n{name}: saving and stopping soon; a second signal stops at once", file=sys.stderr, flush=True)
 
-    def hold(self) -> None:
-        self.holding = True
-
-    def agree(self, gather: Callable[[int | None], list[int | None]] = gather_objects) -> bool:
+    def agree(self) -> bool:
         """Whether a signal has reached any of the processes; `received` is then the same in all of them."""
-        received = [number for number in gather(self.received) if number is not None]
+        received = [number for number in gather_objects(self.received) if number is not None]
         if received:
             self.received = received[0]
         return bool(received)

@@ -22,10 +22,3 @@ def save_batch(store: RunStore, batch: Batch, rows: RowShare, *, step: int, seed
         np.savez(content, step=step, seed=seed, **{field: array[filled] for field, array in arrays.items()})
         store.write(name, content.getvalue())
     return f"{store}/{name}"
-
-
-def too_many_skipped(count: int, batch: str) -> str:
-    return (
-        f"optimizer.max_skipped: the last {count} updates were not finite and skipped; the last batch is {batch}, "
-        "and tools/replay.py looks into it"
-    )

@@ -19,37 +19,23 @@ from mllm.model.layout import Params
 from mllm.model.load import Policy
 from mllm.model.lora import merge_all_adapters
 from mllm.parallel.processes import gather_objects
-from mllm.run.checkpoint import Checkpoints
+from mllm.run.checkpoint import restore_params
 from mllm.store.run_store import CONFIG, RunStore, find_run
 
 OWN = ("dtype", "param_dtype", "remat", "attention", "lora")
 """Settings of a model that are not taken from the run that is its source."""
 
 
-def load_policy(config: Config, mesh: Mesh) -> Policy:
+def load_policy(config: Config, mesh: Mesh, source: "SourceRun | None" = None) -> Policy:
     """The policy of a configuration, as `mllm.model.load.load_policy`; its `model.source` may also be a run's folder.
 
-    UserError is raised as there, and where the run's own configuration can't be read.
+    `source` is that run where it is open already. UserError is raised as there, and by `SourceRun.open`.
     """
-    source = SourceRun.open(config.model)
+    source = source or SourceRun.open(config.model)
     if source is None:
         return load.load_policy(config, mesh)
     policy = load.load_policy(config.model_copy(update={"model": source.model}), mesh, source.stop)
     return replace(policy, read=partial(source.read_parameters, config.model.step, policy.stored))
-
-
-def pin_step(config: Config) -> Config:
-    """The configuration with the number of the source's step, which may not be the newest or best one later.
-
-    UserError is raised if `model.step` names no checkpoint, or the source is no run.
-    """
-    source, step = SourceRun.open(config.model), config.model.step
-    if source is None:
-        if step is not None:
-            raise UserError(f"model.step: {config.model.source} is no run_dir: remove it")
-        return config
-    model = config.model.model_copy(update={"step": source.choose_step(step)})
-    return config.model_copy(update={"model": model})
 
 
 @dataclass(frozen=True)
@@ -66,8 +52,15 @@ class SourceRun:
 
     @classmethod
     def open(cls, model: ModelConfig) -> "SourceRun | None":
-        """The run that is a model's source; None if it begins with other parameters. UserError as `load_policy`."""
-        if not model.source or model.init != "pretrained" or (store := find_run(model.source, "model.source")) is None:
+        """The run that is a model's source; None if it begins with other parameters.
+
+        UserError is raised where its configuration can't be read, or no run is there and `model.step` is given.
+        """
+        if not model.source or model.init != "pretrained":
+            return None
+        if (store := find_run(model.source, "model.source")) is None:
+            if model.step is not None:
+                raise UserError(f"model.step: {model.source} is no run_dir: remove it")
             return None
         config = configs.load(str(store.local(CONFIG)))
         below = cls.open(config.model)
@@ -76,23 +69,23 @@ class SourceRun:
         stop = (*stop, *(config.rollout.stop if config.rollout else ()))
         return cls(store, config, theirs.model_copy(update=own), stop)
 
+    def pin(self, config: Config) -> Config:
+        """A new run's configuration with the step's number, which may not be the newest or best one later."""
+        step = self.choose_step(config.model.step)
+        return config.model_copy(update={"model": config.model.model_copy(update={"step": step})})
+
     def choose_step(self, step: int | str | None) -> int:
         """The number of the step that `model.step` names; UserError where the run has no such checkpoint."""
         steps = self.store.steps()
-        there = f"there are {steps}"
-        if not steps or (isinstance(step, int) and step not in steps):
-            number = f" {step}" if isinstance(step, int) else ""
-            raise UserError(f"model.step: {self.store} has no checkpoint{number}; {there}")
-        if step != "best":
-            return step if isinstance(step, int) else steps[-1]
-        if not self.config.checkpoint.keep_best:
-            raise UserError(
-                f"model.step: {self.store} has not kept its best checkpoint (checkpoint.keep_best); {there}"
-            )
-        best = self.store.best_step(steps)
-        if best is None:
-            raise UserError(f"model.step: no checkpoint of {self.store} has been evaluated; {there}")
-        return best
+        found = step
+        if step == "best":  # where it is not kept, the best that is left need not be the best
+            found = self.store.best_step(steps) if self.config.checkpoint.keep_best else None
+        elif step is None or step == "newest":
+            step, found = "newest", max(steps, default=None)
+        if not isinstance(found, int) or found not in steps:
+            kept = ", as checkpoint.keep_best keeps one" * (step == "best")
+            raise UserError(f"model.step: {self.store} has no checkpoint {step}{kept}; there are {steps}")
+        return found
 
     def read_parameters(self, step: int | str | None, like: Params) -> Params:
         """The parameters of a checkpoint, sharded and of the dtypes as `like`; UserError where there is none."""
@@ -103,7 +96,7 @@ class SourceRun:
             return self.merged_parameters(step, like)
         dtype = self.config.model.param_dtype
         stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like)
-        _, params = self.checkpoints.restore_params(stored, step)
+        _, params = restore_params(self.store, stored, step)
         return jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype), params, like)
 
     def merged_parameters(self, step: int, like: Params) -> Params:
@@ -113,7 +106,7 @@ class SourceRun:
             raise UserError(
                 f"model.source: {self.store} parted the head from the embedding: give its export (tools/export.py)"
             )
-        _, adapters = self.checkpoints.restore_params(policy.trained, step)
+        _, adapters = restore_params(self.store, policy.trained, step)
 
         @jax.jit(out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))
         def merge(params: Params) -> Params:
@@ -121,8 +114,3 @@ class SourceRun:
             return jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype), merged, like)
 
         return merge(policy.complete(adapters))
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """The run's checkpoints, which are only read."""
-        return Checkpoints(self.store, self.config.checkpoint, read_only=True)

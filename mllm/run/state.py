@@ -4,12 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
-
-from mllm.model.layout import Params
-from mllm.train.step import TrainState, init_state
+from mllm.train.step import TrainState
 
 
 @dataclass(frozen=True)
@@ -43,19 +38,6 @@ class RunState:
         """The last step whose lines are written; -1 if there is none."""
         return self.step - (self.pending_evaluation is not None)
 
-    @classmethod
-    def begin(
-        cls,
-        params: Params,
-        optimizer: optax.GradientTransformation,
-        position: Mapping[str, Any],
-        keep_params: bool,
-        evaluates: bool,
-    ) -> "RunState":
-        """The state before the first update; it reuses the memory of `params` unless they are to be kept."""
-        train = init_state(copy_on_device(params) if keep_params else params, optimizer)
-        return cls(0, train, position, pending_evaluation=PendingEvaluation({}, []) if evaluates else None)
-
     def after_update(self, train: TrainState, position: Mapping[str, Any], skipped: bool) -> "RunState":
         """The state one update later."""
         in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -72,9 +54,3 @@ class RunState:
         found = {field.name: document[field.name] for field in fields(cls) if field.name not in ("step", "train")}
         pending = found.pop("pending_evaluation")
         return cls(step, train, **found, pending_evaluation=pending and PendingEvaluation(**pending))
-
-
-def copy_on_device(params: Params) -> Params:
-    """A copy of the parameters, laid out as they are."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-    return jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=shardings)(params)

@@ -37,17 +37,17 @@ def rewards(**weights: float) -> dict[str, Any]:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "sft": {"steps": 36, "eval": {"every": 12, "prompts": 8}, "checkpoint": {"every": 4, "keep": 3}},
+    "sft": {"steps": 36, "eval": {"every": 12}, "checkpoint": {"every": 4, "keep": 3}},
     "grpo": {
         "steps": 24,
         "grpo": {"steps_per_generation": 2, "dynamic_sampling": 2, "beta": 0.1, "reference": "initial"},
-        "eval": {"every": 8, "prompts": 8, "sampled": True},
+        "eval": {"every": 8, "sampled": True},
         "task": rewards(even_characters=1.0, fussy=0.5),
         "checkpoint": {"every": 4, "keep": 3},
     },
     "hanging": {"steps": 2, "task": rewards(even_characters=1.0, slow_at_times=0.5)},
     "slow": {
-        "eval": {"every": 2, "prompts": 4, "sampled": True},
+        "eval": {"every": 2, "sampled": True},
         "task": rewards(slow=1.0),
         "rollout": {"max_completion_length": 256, "max_slots": 1},
         "checkpoint": {"every": 2},

@@ -61,7 +61,7 @@ MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
 COUNTS = "--processes 2 --process 0", "--processes 3 --process 1"
 SETTINGS = {
-    "sft": config("sft", steps=4, mesh=MESH, checkpoint={"every": 2}, eval={"every": 2, "prompts": 15}),
+    "sft": config("sft", steps=4, mesh=MESH, checkpoint={"every": 2}, eval={"every": 2}, task={"heldout": 15}),
     "grpo": config(
         steps=6,
         mesh=MESH,

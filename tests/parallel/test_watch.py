@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from functools import partial
 
 import pytest
 from runs import ROOT, environment, free_address
 
 from mllm.parallel import watch
 from mllm.parallel.watch import forward, receive, visit
-from mllm.run.heartbeat import NAME, Heartbeat
+from mllm.run.heartbeat import NAME, publish, watched
 from mllm.store.run_store import RunStore
 
 PROCESS = """
@@ -151,11 +152,11 @@ def test_a_relay_keeps_the_connection_open_when_the_other_side_closes_its():
 def test_the_heartbeat_is_replaced_while_the_run_lives_and_not_before_it_has_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "BEAT", 0.02)
     path = tmp_path / NAME
-    with Heartbeat() as heartbeat:
+    with watched() as watching:
         time.sleep(0.1)
         assert not path.exists()
-        heartbeat.store = RunStore(tmp_path)
-        heartbeat.mark(7, "update")
+        watching.publish = partial(publish, RunStore(tmp_path), True)
+        watching.mark(7, "update")
         seen = set()
         for _ in range(500):
             if path.exists():

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DEEP = "[" * 50 + "]" * 50
 BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
 
+NOT_READ, NO_NUMBER = "anchors, aliases and tags are not read", "is no number that settings take"
 CONFIGS: dict[str, tuple[bytes, str]] = {
     "an empty file": (b"", "{path}: expected a mapping of settings at the top level"),
     "a list": (b"- steps\n", "{path}: expected a mapping of settings at the top level"),
@@ -21,22 +21,21 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "a NUL byte": (b"run_dir: a\x00b\n", "{path}: not readable as YAML: unacceptable character #x0000"),
     "a NUL by its escape": (b'run_dir: "a\\0b"\n', "{path}: not readable as YAML: line 1: no text may hold '\\x00'"),
     "half a surrogate pair": (b'run_dir: "\\ud800"\n', "line 1: no text may hold '\\ud800'"),
-    "an alias": (b"seed: &a 1\nsteps: *a\n", "line 1: anchors and aliases are not read"),
-    "aliases that explode": (BOMB.encode(), "line 1: anchors and aliases are not read"),
+    "aliases that explode": (BOMB.encode(), f"line 1: {NOT_READ}"),
+    "an alias of nothing": (b"steps: *a\n", f"line 1: {NOT_READ}"),
     "a merge": (b"<<: {steps: 4}\n", "line 1: << is no name of a setting"),
     "a tag that makes Python objects": (
         b"run_dir: !!python/object/apply:os.system ['touch {mark}']\n",
-        "line 1: tags are not read: remove tag:yaml.org,2002:python/object/apply:os.system",
+        f"line 1: {NOT_READ}",
     ),
-    "a tag of YAML's own": (b"run_dir: !!binary aGk=\n", "line 1: tags are not read"),
-    "a key that stands twice": (b"steps: 4\nseed: 1\nsteps: 5\n", "steps stands twice, at line 3"),
+    "a tag of YAML's own": (b"run_dir: !!bool maybe\n", f"line 1: {NOT_READ}"),
+    "a key that stands twice": (b"steps: 4\nseed: 1\nsteps: 5\n", "line 3: steps stands twice"),
     "a key that is a number": (b"steps: 4\n7: 5\n", "line 2: 7 is no name of a setting"),
     "a key that is a list": (b"? [a]\n: 5\n", "line 1: a sequence is no name of a setting"),
     "two documents": (b"steps: 4\n---\nsteps: 5\n", "{path}: not readable as YAML: expected a single document"),
-    "deep nesting": (f"model: {DEEP}\n".encode(), "line 1: more than 20 levels"),
-    "a number of a thousand digits": (b"steps: " + b"9" * 1000, "line 1: " + "9" * 40 + " is no number"),
-    "a number of ten thousand digits": (b"steps: 0x" + b"f" * 10_000, "line 1: 0x" + "f" * 38 + " is no number"),
-    "NaN": (b"steps: .nan\n", "line 1: .nan is no number that settings take"),
+    "deep nesting": (b"model: " + b"[" * 2**19, "line 1: more than 20 levels"),
+    "a number of ten thousand digits": (b"steps: 0x" + b"f" * 10_000, f"line 1: 0x{'f' * 38} {NO_NUMBER}"),
+    "NaN": (b"steps: .nan\n", f"line 1: .nan {NO_NUMBER}"),
     "a megabyte": (b"# " + b"x" * 2**20, "{path}: larger than 1 MiB, so it is no configuration"),
 }
 """Files for `train.py --config`: what the file is, its bytes, and the message."""
@@ -44,23 +43,20 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
 OVERRIDES: dict[str, str] = {
     # not key=value
     "steps": "steps: expected key.sub=value",
-    "=4": "=4: expected key.sub=value",
     "model..source=x": "model..source=x: expected key.sub=value",
     "steps.x=1": "steps.x=1: steps is a value, not a section",
     "steps=[": "steps=[: the value is not readable as YAML",
-    "steps=*a": "steps=*a: the value is not readable as YAML: line 1: anchors and aliases are not read",
-    f"steps={DEEP}": "the value is not readable as YAML: line 1: more than 20 levels",
     "model={[a]: b}": "the value is not readable as YAML: line 1: a sequence is no name of a setting",
     # unknown, of the wrong type, out of bounds
     "rollout.temprature=2": "rollout.temprature: unknown setting; did you mean temperature?",
-    "rollout=3": "rollout: expected a section of settings, got 3",
+    "rollout=3": "rollout: Input should be a valid dictionary or instance of RolloutConfig (got 3)",
     "steps=many": "steps: Input should be a valid integer",
     "steps='9999999999999999999999'": "steps: the number is too large: at most 2147483647",
-    "optimizer.learning_rate=1.0e+400": "1.0e+400 is no number that settings take",
     "task.name=chess": "task.name: there is no task chess: give arithmetic, gsm8k",
-    # what contradicts other settings, the machine or the data
+    "task={name: jsonl, train: a.jsonl, columns: {promt: a}}": "task.columns.promt: unknown setting; did you",
+    # what contradicts the machine or the data
     "mesh.tp=16": "mesh: dp * fsdp * tp = 16, but there are 8 devices: set mesh.tp=8",
-    "mesh.tp=8": "mesh.tp: 8 does not divide the model's num_attention_heads of 4; the nearest that works is 4",
+    "mesh.tp=8": "mesh.tp: 8 does not divide the model's num_attention_heads of 4",
     "rollout.max_prompt_length=3": "rollout.max_prompt_length: all of the 84 training prompts of task arithmetic are",
     "rollout.stop=['two tokens']": "rollout.stop: 'two tokens' is 10 tokens",
     "task.heldout=60": "task.heldout: 60 of arithmetic's 100 problems",
@@ -68,16 +64,12 @@ OVERRIDES: dict[str, str] = {
     "eval={test: true}": "eval.test: task arithmetic has no test set",
     "task.rewards=[{name: exact}]": "task.rewards: there is no reward exact:",
     "task={name: gsm8k, path: nowhere}": "task.path: nowhere/train.jsonl can't be read",
-    "task={name: jsonl}": "task.train: task jsonl needs a file of problems",
-    "task={name: jsonl, train: nowhere.jsonl}": "task.train: nowhere.jsonl can't be read",
     "task={name: jsonl, train: nowhere-*.jsonl}": "task.train: no file matches nowhere-*.jsonl",
-    "task={name: jsonl, train: a.jsonl, columns: {promt: a}}": "task.columns.promt: unknown setting; did you",
     "task={name: hub}": "task.id: task hub needs the id of a data set",
     "task={name: 'no_such_module:f'}": "task.name: no_such_module:f can't be used: ModuleNotFoundError",
     # the model by its sizes
     "model.architecture.vocab_size=128": "model.tokenizer: its token '<|pad|>' has id 259",
     "model.architecture.hiden_size=8": "model.architecture: hiden_size is unknown; did you mean hidden_size?",
-    "model.architecture.num_hidden_layers=20000": "num_hidden_layers must be a positive whole number up to 10000",
     "model.architecture={hidden_size: 1000000000, num_attention_heads: 4, vocab_size: 1000000000, "
     "intermediate_size: 4, num_hidden_layers: 1}": "model.architecture: ",
     # the checkpoint of a run that is the model's source
@@ -91,7 +83,6 @@ OVERRIDES: dict[str, str] = {
     "model.lora={source: '.'}": "adapter_config.json: missing; a folder in PEFT's format has it (",
     # files that are none
     "model.tokenizer=nowhere": "model.tokenizer: nowhere: no such folder",
-    f"model.tokenizer={'a' * 300}": "model.tokenizer: aaa",
     f"model={{source: {'a' * 300}, init: pretrained}}": "aaa: no such folder",
     "model={source: '~nobody-here/model', init: pretrained}": "~nobody-here/model: no such folder",
 }

@@ -101,8 +101,8 @@ def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
     settings = config(
         run_dir=str(tmp_path / "run"),
-        task={"name": "jsonl", **files, "heldout": 4},
-        eval={"every": 2, "prompts": 3, "test": True},
+        task={"name": "jsonl", **files, "heldout": 3},
+        eval={"every": 2, "test": True},
     )
     tested, seen = [], {}
 

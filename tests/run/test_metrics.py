@@ -44,7 +44,7 @@ def test_a_number_that_is_not_finite_is_null_in_the_metrics_and_is_left_out_of_t
     assert "NaN or Inf" not in caplog.text + "".join(capsys.readouterr())
 
 
-def test_output_that_is_no_terminal_gets_a_line_a_step(tmp_path, capsys):
+def test_each_step_is_a_line(tmp_path, capsys):
     write_steps(tmp_path, 1, 3)
     first, *others = capsys.readouterr().err.split("\n")
     assert first == "step 1 of 3  loss 0.500  5 tok/s"  # which compiles, so that nothing is known of the others yet
@@ -73,25 +73,20 @@ def summary_of(folder, *records):
     return report.summary(RunStore(folder))
 
 
-def test_the_summary_shows_accuracy_before_and_after_with_its_interval(tmp_path):
-    def accuracy(value):
-        return {"eval/greedy_accuracy": value, "eval/greedy_accuracy_low": 0.2, "eval/greedy_accuracy_high": 0.9}
+def test_the_summary_shows_what_was_measured_first_and_last_with_its_interval_and_a_loss_where_it_was_lowest(tmp_path):
+    def measured(value):
+        accuracy = {"eval/greedy_accuracy": value, "eval/greedy_accuracy_low": 0.2, "eval/greedy_accuracy_high": 0.9}
+        return {**accuracy, "eval/reward": value, "validation/loss": (value - 0.5) ** 2}
 
-    text = summary_of(tmp_path, accuracy(0.25), {"loss": 2.0}, {"loss": 1.0, **accuracy(0.75)})
-    shown = ("0.250", "0.750", "+0.500", "0.200 .. 0.900", "1,234", "3 MiB", "update 0.5", f"--logdir {tmp_path}/")
-    assert [words for words in shown if words not in text] == []
-
-
-def test_the_summary_shows_the_reward_where_problems_have_no_answers_and_the_test_set(tmp_path):
-    failed, last = {"eval/reward": float("nan")}, {"eval/reward": 0.5, "test/reward": 0.75}
-    text = summary_of(tmp_path, {"eval/reward": 0.125}, failed, last)
-    assert "held-out reward    0.125 at step 0, 0.500 at step 2" in text
-    assert "test reward        0.750" in text
-
-
-def test_the_summary_shows_the_validation_at_its_first_its_lowest_and_its_last_step(tmp_path):
-    names = ("loss", "perplexity", "token_accuracy")
-    steps = [{f"validation/{name}": loss for name in names} for loss in (5.0, 1.5, 2.25)]
-    lines = summary_of(tmp_path, *steps).splitlines()
-    assert " ".join(lines[1].split()) == "validation step 0 lowest at 1 last, at 2"
-    assert lines[2].split() == ["loss", "5.000", "1.500", "2.250"]
+    failed, last = {"eval/reward": math.nan, "loss": 2.0}, {"loss": 1.0, "test/reward": 0.75}
+    lines = summary_of(tmp_path, measured(0.25), failed, measured(0.5), measured(0.75) | last).splitlines()
+    assert lines[1:8] == [
+        "held-out, greedy   0.250 (0.200 .. 0.900) at step 0, 0.750 (0.200 .. 0.900) at step 3",
+        "held-out reward    0.250 at step 0, 0.750 at step 3",
+        "validation loss    0.062 at step 0, 0.000 at step 2, 0.062 at step 3",
+        "test reward        0.750 at step 3",
+        "loss               2.000 in the first tenth, 1.000 in the last of 2 steps",
+        "tokens/s           1,234 (median of the steps; prompts and completions)",
+        "seconds            update 0.5",
+    ]
+    assert f"tensorboard        tensorboard --logdir {tmp_path}/tensorboard" in lines

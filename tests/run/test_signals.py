@@ -21,7 +21,7 @@ def noted(interrupt: Interrupt) -> int:
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_the_first_signal_is_noted_and_gives_the_exit_code(number, exit_code, capsys):
     with Interrupt() as interrupt:
-        interrupt.hold()
+        interrupt.holding = True
         interrupt.poll()
         interrupt.poll_alone()
         assert (interrupt.received, interrupt.exit_code) == (None, 0)

@@ -15,7 +15,7 @@ from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh
 from mllm.run import folder as run_dir
 from mllm.run.measurements import Measurements
-from mllm.run.source_run import load_policy, pin_step
+from mllm.run.source_run import SourceRun, load_policy
 from mllm.store.run_store import RunStore
 from tools import export, generate
 
@@ -50,34 +50,28 @@ def initial(settings):
     return load_policy(settings, make_mesh(settings.mesh)).initial_params()
 
 
-def test_the_masters_of_the_newest_step_are_taken_to_the_bit_with_sizes_tokenizer_and_stop_tokens(first, tmp_path):
-    settings = following(first, tmp_path)
-    policy, theirs = (load_policy(one, make_mesh(one.mesh)) for one in (settings, first))
-    assert policy.architecture == theirs.architecture
-    assert policy.stop_ids == theirs.stop_ids
-    assert ord(STOP) in policy.stop_ids
-    for mine, yours in zip(
-        jax.tree.leaves(initial(settings)), jax.tree.leaves(newest(first).train.params), strict=True
-    ):
-        np.testing.assert_array_equal(mine, yours)
+def test_the_masters_of_the_newest_step_are_taken_with_sizes_tokenizer_and_stop_tokens_in_the_run_s_own_dtype_and_mesh(
+    first, tmp_path
+):
+    masters = jax.tree.leaves(newest(first).train.params)
+    theirs = load_policy(first, make_mesh(first.mesh))
+    for dtype, mesh in (("float32", {}), ("bfloat16", {"fsdp": 2})):
+        settings = changed(following(first, tmp_path, param_dtype=dtype), mesh=mesh)
+        policy = load_policy(settings, make_mesh(settings.mesh))
+        assert (policy.architecture, policy.stop_ids) == (theirs.architecture, theirs.stop_ids)
+        assert ord(STOP) in policy.stop_ids
+        for mine, yours in zip(jax.tree.leaves(policy.initial_params()), masters, strict=True):
+            np.testing.assert_array_equal(mine, np.asarray(yours).astype(dtype))
 
 
-def test_other_parameters_dtype_and_mesh_are_this_runs_own(first, tmp_path):
-    settings = changed(following(first, tmp_path, param_dtype="bfloat16"), mesh={"fsdp": 2})
-    for mine, yours in zip(
-        jax.tree.leaves(initial(settings)), jax.tree.leaves(newest(first).train.params), strict=True
-    ):
-        np.testing.assert_array_equal(mine, np.asarray(yours).astype("bfloat16"))
-
-
-@pytest.mark.parametrize("step", ["newest", "best", 4])
-def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp_path, step):
-    source = Path(shutil.copytree(first.run_dir, tmp_path / "source"))
-    settings = changed(following(first, tmp_path / "run", step=step), model={"source": str(source)})
-    with run_dir.claim(settings) as (store, begun):
-        run_dir.write(store, begun)
-    assert begun.model.step == {"newest": 6, "best": 2, 4: 4}[step]
-    shutil.copy(source / "checkpoints" / "6.json", source / "checkpoints" / "8.json")
+@pytest.mark.parametrize(("step", "number"), [("newest", 6), ("best", 2), (4, 4)])
+def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp_path, step, number):
+    settings = following(first, tmp_path / "run", step=step)
+    source = SourceRun.open(settings.model)
+    assert source is not None
+    begun = source.pin(settings)
+    assert begun.model.step == number
+    run_dir.write(RunStore(settings.run_dir), begun)
     with run_dir.claim(settings) as (_, resumed):
         assert resumed == begun
 
@@ -99,22 +93,19 @@ def test_a_run_begins_where_its_source_ends_and_is_exported_and_sampled_from_lik
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"step": 3}, r"model.step: .*run has no checkpoint 3; there are \["),
-        ({"source": "nowhere", "step": 3}, "model.step: nowhere is no run_dir: remove it"),
-        ({"source": "empty"}, r"model.step: empty has no checkpoint; there are \[\]"),
-        ({"source": "empty", "step": "best"}, r"model.step: empty has no checkpoint; there are \[\]"),
+        ({"step": 3}, r".*run has no checkpoint 3; there are \[2, 4, 6\]"),
+        ({"source": "nowhere", "step": 3}, "nowhere is no run_dir: remove it"),
+        ({"source": "empty"}, r"empty has no checkpoint newest; there are \[\]"),
+        ({"source": "empty", "step": "best"}, "empty has no checkpoint best, as checkpoint.keep_best keeps one;"),
+        ({"source": "worse", "step": "best"}, "worse has no checkpoint best, as checkpoint.keep_best keeps one;"),
     ],
     ids=str,
 )
 def test_a_step_that_is_not_there_is_one_line(first, tmp_path, monkeypatch, model, message):
     monkeypatch.chdir(tmp_path)
     run_dir.write(RunStore("empty"), config(run_dir="empty"))
-    with pytest.raises(UserError, match=f"^{message}"):
-        pin_step(following(first, tmp_path / "run", **model))
-
-
-def test_the_best_of_a_run_that_keeps_none_is_refused(first, tmp_path):
-    source = shutil.copytree(first.run_dir, tmp_path / "source")
-    run_dir.write(RunStore(source), changed(first, checkpoint={"keep_best": False}))
-    with pytest.raises(UserError, match=r"^model.step: .*source has not kept its best checkpoint"):
-        pin_step(changed(following(first, tmp_path, step="best"), model={"source": str(source)}))
+    shutil.copytree(first.run_dir, "worse")
+    run_dir.write(RunStore("worse"), changed(first, checkpoint={"keep_best": False}))
+    settings = following(first, tmp_path / "run", **model)
+    with pytest.raises(UserError, match=f"^model.step: {message}"):
+        SourceRun.open(settings.model).pin(settings)

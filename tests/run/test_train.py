@@ -20,7 +20,7 @@ from mllm import stopwatch
 from mllm.config import load as configs
 from mllm.model.load import Policy, load_policy
 from mllm.parallel.mesh import make_mesh
-from mllm.run.checkpoint import Checkpoints
+from mllm.run.checkpoint import Checkpoints, restore_params
 from mllm.store.run_store import RunStore
 
 EVEN = "user_rewards:even_characters"
@@ -214,9 +214,9 @@ def test_updates_without_a_gradient_change_nothing_are_counted_and_a_run_resumes
         assert (line["grad_norm"] == 0) == (line["entropy"] is None) == (line["step"] in empty)
         assert line["learning_rate"] == pytest.approx(1e-2 * (1 + made) / 8)
         made += line["step"] not in empty
-    reader = Checkpoints(RunStore(settings.run_dir), settings.checkpoint, read_only=True)
+    store = RunStore(settings.run_dir)
     like = load_policy(settings, make_mesh(settings.mesh)).params
-    params = [jax.tree.leaves(reader.restore_params(like, step)[1]) for step in range(1, 9)]
+    params = [jax.tree.leaves(restore_params(store, like, step)[1]) for step in range(1, 9)]
     for step in range(2, 9):
         same = all(map(np.array_equal, params[step - 2], params[step - 1]))
         assert same == (step in empty)

@@ -59,7 +59,7 @@ def restore_and_measure(run_dir):
     for mesh_config in MESHES:
         expected = params(mesh_config)
         like = abstract_state(expected, OPTIMIZER)
-        checkpoints = Checkpoints(RunStore(run_dir), CheckpointConfig(), read_only=True)
+        checkpoints = Checkpoints(RunStore(run_dir), CheckpointConfig())
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         memory_before, read_before = memory("VmRSS"), bytes_read()
         state = checkpoints.restore(like)
