@@ -1,13 +1,12 @@
 """Draws the curves of runs side by side: python tools/plot.py RUN [RUN ...] [--out FILE.png]
 
 One panel for each topic that the runs have, one color for each run: reward, accuracy with its 95 % interval, loss and
-validation loss, entropy, KL, completions' lengths from the shortest to the longest, speed; and each run's seconds by
-phase. Without --out the picture goes to the first run's curves.png.
+validation loss, entropy, KL, completions' lengths from the shortest to the longest, speed. Without --out the picture
+goes to the first run's curves.png.
 """
 
 import argparse
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -38,7 +37,6 @@ TOPICS = {
 }
 """For each panel the metrics in it, and what its legend calls them."""
 STYLES = {"training": "-", "held-out": ".-", "held-out, sampled": ".--", "validation": ".--", "test": "*"}
-PHASES = ("data", "rollout", "reward", "logprob", "update", "eval", "save")
 EXTREMES = {"completions/mean_length": ("completions/min_length", "completions/max_length")}
 """The ends of a metric's band, where they are not called by its name and _low or _high."""
 
@@ -124,17 +122,6 @@ def find(run: str, name: str, records: Records, key: str) -> Series | None:
     return Series(run, name, [record["step"] for record in records], [record[key] for record in records], band)
 
 
-def seconds_by_phase(records: Records) -> tuple[list[int], dict[str, list[float]]]:
-    """The steps, from the one before the first, and the seconds spent up to each of them in every phase."""
-    phases = [phase for phase in PHASES if any(f"time/{phase}" in record for record in records)]
-    records = [record for record in records if any(f"time/{phase}" in record for phase in phases)]
-    steps = [record["step"] for record in records]
-    return [step - 1 for step in steps[:1]] + steps, {
-        phase: list(accumulate((record.get(f"time/{phase}", 0.0) for record in records), initial=0.0))
-        for phase in phases
-    }
-
-
 def draw(runs: dict[str, Records], out: Path) -> None:
     import matplotlib
 
@@ -142,29 +129,18 @@ def draw(runs: dict[str, Records], out: Path) -> None:
     import matplotlib.pyplot as plt
 
     topics = panels(runs)
-    times = {run: timed for run, records in runs.items() if (timed := seconds_by_phase(records))[0]}
     if not topics:
         raise UserError(f"{', '.join(runs)}: metrics.jsonl has nothing to draw yet; wait for the first step")
-    count = len(topics) + len(times)
-    columns = min(3, count)
-    rows = -(-count // columns)
+    columns = min(3, len(topics))
+    rows = -(-len(topics) // columns)
     figure = plt.figure(figsize=(4.8 * columns, 3.1 * rows), layout="constrained")
-    axes: list[Any] = []
-    for place in range(count):
-        axes.append(figure.add_subplot(rows, columns, place + 1, sharex=axes[0] if axes else None))
     colors = {run: f"C{place}" for place, run in enumerate(runs)}
-    for axis, (topic, drawn) in zip(axes, topics.items(), strict=False):
-        axis.set_title(topic)
+    axis: Any = None
+    for place, (topic, drawn) in enumerate(topics.items()):
+        axis = figure.add_subplot(rows, columns, place + 1, sharex=axis)
         for series in drawn:
-            draw_series(
-                axis, series, colors[series.run], [series.name] if len(runs) == 1 else [series.run, series.name]
-            )
-    for axis, (run, (steps, phases)) in zip(axes[len(topics) :], times.items(), strict=False):
-        axis.set_title("Seconds so far" + f": {run}" * (len(runs) > 1))
-        axis.stackplot(
-            steps, *phases.values(), labels=list(phases), colors=[f"C{PHASES.index(name)}" for name in phases]
-        )
-    for axis in axes:
+            draw_series(axis, series, colors[series.run], f"{series.run}, " * (len(runs) > 1) + series.name)
+        axis.set_title(topic)
         axis.set_xlabel("step")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25)
@@ -178,7 +154,7 @@ def draw(runs: dict[str, Records], out: Path) -> None:
         plt.close(figure)
 
 
-def draw_series(axis: Any, series: Series, color: str, label: Sequence[str]) -> None:
+def draw_series(axis: Any, series: Series, color: str, label: str) -> None:
     """What comes with a step, faint, with its mean over the last twentieth of the run; what is measured, as it is."""
     _, name, steps, values, band = series
     style = STYLES[name]
@@ -187,7 +163,7 @@ def draw_series(axis: Any, series: Series, color: str, label: Sequence[str]) -> 
         values, band = smooth(values), band and (smooth(band[0]), smooth(band[1]))
     if len(steps) == 1:
         style = style.replace("-", "") or "."  # a line has no single point
-    axis.plot(steps, values, style, color=color, label=", ".join(label))
+    axis.plot(steps, values, style, color=color, label=label)
     if band:
         axis.fill_between(steps, *band, color=color, alpha=0.12)
     if band and len(steps) == 1:

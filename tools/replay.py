@@ -8,6 +8,7 @@ Exit codes: 0 everything is finite, 1 something isn't, 2 an error that one line 
 """
 
 import argparse
+import sys
 import zipfile
 from collections import Counter
 from collections.abc import Sequence
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from mllm import errors
 from mllm.errors import UserError
-from mllm.store.run_store import CONFIG, RunStore, tool_run
+from mllm.store.run_store import RunStore, tool_run
 
 if TYPE_CHECKING:
     from mllm.data.batch import Batch
@@ -38,30 +40,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def replay(run: RunStore, dump: str) -> int:
     """Compute the batch `dump` of a run again and print what isn't finite. Returns the exit code."""
     batch, step = read(run.local(f"skipped/{dump}"))
-    if not run.is_run():
-        raise UserError(f"{run}: no config.yaml; a dump stands in the folder skipped of a run_dir")
     import jax
     import jax.numpy as jnp
 
-    from mllm.config import load as configs
     from mllm.config.model import MeshConfig
     from mllm.parallel.mesh import make_mesh
-    from mllm.run.checkpoint import by_name, restore_params
+    from mllm.run.checkpoint import by_name
     from mllm.run.metrics import read_records
-    from mllm.run.source_run import load_policy
     from mllm.train.step import Forward
+    from tools.export import restore
 
-    config = configs.load(str(run.local(CONFIG)))
-    mesh = make_mesh(MeshConfig())
-    policy = load_policy(config, mesh)
     updated = {record["step"] for record in read_records(run, "metrics.jsonl") if record.get("skipped") == 0}
-    checkpoint, params = restore_params(run, policy.trained, nearest(run.steps(), step, updated))
-    params = policy.complete(params)
+    config, policy, checkpoint, params = restore(run.url, nearest(run.steps(), step, updated))
     between = len(updates_between(checkpoint, step, updated))
     when = f"{between} updates {'earlier' if checkpoint < step else 'later'}" if between else "as they were then"
     print(f"step {step} of {run}, parameters of checkpoint {checkpoint}: {when}")
 
-    forward = Forward(policy.graphdef, mesh, config.head, config.rows, config.grpo, config.rollout)
+    forward = Forward(policy.graphdef, make_mesh(MeshConfig()), config.head, config.rows, config.grpo, config.rollout)
 
     @jax.jit
     def examine(params: Any, row: "Batch") -> tuple[Any, Any, Any]:

@@ -39,4 +39,4 @@ def test_ratios_are_those_of_the_same_turn_and_a_method_that_fails_is_named(monk
     assert [cell.strip() for cell in b.split("|")[1:-1]] == ["b", "2.00 (1.00 to 3.00)", "102", "-"]
     monkeypatch.setattr(frame, "start", lambda *_, **__: ([], "MemoryError"))
     with pytest.raises(UserError, match=r"^a: MemoryError$"):
-        frame.compare("module", ["a"], {}, 1)
+        frame.compare("name", "", [], ["a"], repeats=(1, "turns"))

@@ -71,6 +71,9 @@ def test_a_job_that_fails_dies_or_hangs_costs_only_itself_and_the_next_call_trie
     assert "| a table" in (out / "jobs" / "wrong" / "log.txt").read_text()
     with pytest.raises(UserError, match="has results of a cpu, and this is a H100"):
         call(out, [], kind="H100")
+    (out / "results.jsonl").write_text("[1]\n")
+    with pytest.raises(UserError, match="can't be gone on with"):
+        call(out, [])
 
 
 def test_a_job_that_the_call_has_too_little_time_for_is_to_come(tmp_path, monkeypatch):
@@ -98,12 +101,6 @@ measure(folder, {DEVICE}, jobs, read_results(folder), math.inf)"""
     assert "| good | 0 | done |" in (tmp_path / "table.md").read_text()
     assert statuses(tmp_path) == {"good": ("done", "")}
     assert subprocess.run(["pgrep", "-f", "sleep 98.531"], check=False).returncode == 1
-
-
-def test_a_folder_with_something_else_is_refused(tmp_path):
-    (tmp_path / "results.jsonl").write_text("[1]\n")
-    with pytest.raises(UserError, match="can't be gone on with"):
-        call(tmp_path, [])
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])

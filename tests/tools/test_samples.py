@@ -38,26 +38,19 @@ class Page(HTMLParser):
             self.data, self.inside = data, None
 
 
-def test_the_page_of_a_run_holds_its_samples(tmp_path, capsys):
-    """tests/run/test_train.py has the samples that a run writes."""
-    write(tmp_path, lines := [sample(1), sample(1, completion="3", reward=0.0, advantage=-0.5), sample(2)])
-    assert samples.main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{'samples':<18} {tmp_path}/samples.html (3 completions)\n"
-    assert Page(tmp_path).data == {"run": str(tmp_path), "left_out": 0, "samples": lines}
-
-
 def test_hostile_text_stays_text(tmp_path, capsys):
     plain, hostile = tmp_path / "plain", tmp_path / "hostile"
     for folder, text in ((plain, "2"), (hostile, HOSTILE)):
         folder.mkdir()
         write(folder, [sample(1, text, text, reward=None, advantage=None)], tail='{"step": 2, "half')
         assert samples.main([str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == f"{'samples':<18} {hostile}/samples.html (1 completions)"
     page = Page(hostile)
-    assert page.data["samples"] == [sample(1, HOSTILE, HOSTILE, None, None)]
+    found = {"run": str(hostile), "left_out": 0, "samples": [sample(1, HOSTILE, HOSTILE, None, None)]}
+    assert page.data == found
     assert (page.elements, page.loads) == (Page(plain).elements, [])
     script = (hostile / "samples.html").read_text().replace("textContent", "")
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|https?:", script)
-    capsys.readouterr()
     assert samples.main([str(hostile), "--print"]) == 0
     printed = capsys.readouterr().out
     assert all(line.isprintable() for line in printed.split("\n"))

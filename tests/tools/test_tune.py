@@ -1,6 +1,6 @@
 """tools/tune.py: the table of a sweep, what becomes of tilings that fail, and that all which it tries fit a device."""
 
-import json
+from contextlib import nullcontext
 
 import jax
 
@@ -38,26 +38,29 @@ def test_the_fastest_tiling_is_first_and_one_that_fails_is_a_line_with_the_reaso
     assert refused == ["refused: rows=512, columns=512, step=256: no room", "--limit: 1 tilings were left out"]
 
 
+def chosen(tilings_found, choose):
+    """The tiles that a kernel is traced with, for each tiling."""
+    found = []
+    for tiles in tilings_found["tilings"]:
+        with tilings.traced_with(tiles):
+            found.append(choose())
+    return found
+
+
 def test_every_tiling_fits_the_device_and_the_engine_s_own_choice_is_the_first(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    [found] = tilings.tilings(SHAPE, 8)
-    sizes = []
-    for tiles in found["tilings"]:
-        with tilings.traced_with(tiles):
-            sizes.append(gpu_tiles.choose(*SHAPE))
+    [found] = tilings.tilings({"shape": SHAPE})
+    sizes = chosen(found, lambda: gpu_tiles.choose(*SHAPE))
     assert sizes[0].tiles == gpu_tiles.Tiles()
     assert max(gpu_tiles.shared_memory(each.tiles) for each in sizes) <= gpu_tiles.SHARED_MEMORY
-    assert len({json.dumps(x) for x in found["tilings"]}) == len(sizes) > len(tilings.CHUNKS)
+    assert len({(each.tiles, each.chunk) for each in sizes}) == len(sizes) > len(tilings.CHUNKS)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     narrow, wide = jax.numpy.dtype("bfloat16"), jax.numpy.dtype("float32")
-    for found in tilings.tilings(SHAPE, 5):
+    for found in tilings.tilings({"shape": SHAPE, "most": 5}):
         kernel, mean, keep, _ = tilings.TPU_KERNELS[found["kernel"]]
         gradient = wide if kernel == "forward" else narrow
         case = tpu_tiles.Case(kernel, 8192, 151936, 2048, narrow, narrow, narrow, gradient, mean, keep)
-        each = []
-        for tiles in found["tilings"]:
-            with tilings.traced_with(tiles):
-                each.append(tpu_tiles.choose(case))
+        each = chosen(found, lambda case=case: tpu_tiles.choose(case))
         assert each[0] == tpu_tiles.best(case, tpu_tiles.vmem())
         assert 1 < len(each) <= 5
         assert max(sum(tpu_tiles.terms(case, tiles).values()) for tiles in each) < tpu_tiles.vmem()
@@ -65,8 +68,6 @@ def test_every_tiling_fits_the_device_and_the_engine_s_own_choice_is_the_first(m
 
 def test_a_method_is_traced_with_its_tiles(monkeypatch):
     seen = []
-    monkeypatch.setattr(measure, "traced_with", lambda tiles: seen.append(tiles) or tilings.traced_with(tiles))
-    task = {"method": "full logits", "shape": [8, 8, 130], "dtype": "float32", "lives": [1], "rounds": 1, "least": 0}
-    tiles = {"kernel": "hidden", "rows": 128, "columns": 256, "step": 128}
-    assert len(list(measure.main({**task, "tiles": tiles}))) == 1
-    assert seen == [tiles]
+    monkeypatch.setattr(measure, "traced_with", lambda tiles: seen.append(tiles) or nullcontext())
+    task = {"method": "full logits", "shape": [8, 8, 130], "dtype": "float32", "lives": [], "tiles": {"slots": 3}}
+    assert (list(measure.main(task)), seen) == ([], [{"slots": 3}])

@@ -59,14 +59,6 @@ def positive(kind: type[Number], *, zero: bool = False, most: float = math.inf) 
     return number
 
 
-def numbers(name: str, doc: str | None, arguments: Sequence[str] | None, **options: tuple[int, str]) -> dict[str, int]:
-    """The values of a benchmark's options, which are all numbers above 0: a default and a meaning each."""
-    known = parser(name, doc)
-    for option, (default, meaning) in options.items():
-        known.add_argument(f"--{option}", type=positive(int), default=default, help=f"{meaning} (default {default:,})")
-    return vars(known.parse_args(arguments))
-
-
 def shape_of(text: str) -> Shape:
     """For argparse: N,D,V as numbers."""
     try:
@@ -85,10 +77,10 @@ def title(shape: Sequence[int]) -> str:
 # --- processes
 
 
-def answer(found: Iterable[Figures]) -> None:
-    """In a method's process: hand over figures as they are found, and end when the command does."""
+def answer(find: Callable[..., Iterable[Figures]], *given: Any) -> None:
+    """In a method's process: hand over a task's figures, as they are found, and end when the command does."""
     child_process.end_with_parent()
-    for figures in found:
+    for figures in find(*given, json.loads(sys.argv[1])):
         child_process.answer(figures)
 
 
@@ -116,22 +108,30 @@ def turn(make: Callable[[str, Figures], Callable[[int], Figures]], task: Figures
     yield measure(task["seed"])
 
 
-def compare(module: str, methods: Sequence[str], sizes: Figures, repeats: int) -> dict[str, list[Figures]]:
-    """The figures of each method's turns; `seconds` is among them.
+def compare(
+    name: str, doc: str | None, arguments: Sequence[str] | None, methods: Sequence[str], **options: tuple[int, str]
+) -> int:
+    """The command of the benchmark `name`, which prints the table of these methods; returns the exit code.
 
-    A turn is a process of the method's own, one after the other, which warms up first and then measures what its seed
-    gives, the same for all methods. UserError is raised where one has failed.
+    Its options are numbers above 0, each with a default and a meaning: `repeats`, and sizes. A turn is a process of the
+    method's own, one after the other, which warms up first and then measures what its seed gives, the same for all
+    methods. UserError is raised where one has failed.
     """
-    turns: dict[str, list[Figures]] = {name: [] for name in methods}
+    known = parser(name, doc)
+    for option, (default, meaning) in options.items():
+        known.add_argument(f"--{option}", type=positive(int), default=default, help=f"{meaning} (default {default:,})")
+    sizes = vars(known.parse_args(arguments))
+    turns: dict[str, list[Figures]] = {method: [] for method in methods}
     with tempfile.TemporaryDirectory() as cache:
-        for seed in range(repeats):
-            for name in methods:
-                found, failure = start(module, {"method": name, "seed": seed, **sizes}, cache=cache)
+        for seed in range(sizes.pop("repeats")):
+            for method in methods:
+                found, failure = start(f"tools.bench.{name}", {"method": method, "seed": seed, **sizes}, cache=cache)
                 if failure:
-                    raise UserError(f"{name}: {failure}")
-                turns[name] += found
-                print(f"turn {seed + 1}: {name}: {found[-1]['seconds']:.2f} s", file=sys.stderr)
-    return turns
+                    raise UserError(f"{method}: {failure}")
+                turns[method] += found
+                print(f"turn {seed + 1}: {method}: {found[-1]['seconds']:.2f} s", file=sys.stderr)
+    print(compared(turns))
+    return 0
 
 
 # --- figures

@@ -10,8 +10,6 @@ count has beside arguments and results.
 """
 
 import functools
-import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -213,4 +211,4 @@ def main(task: Figures) -> Iterator[Figures]:
 
 
 if __name__ == "__main__":
-    answer(main(json.loads(sys.argv[1])))
+    answer(main)

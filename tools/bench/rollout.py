@@ -10,8 +10,6 @@ first stop token. The methods take turns, each in a process of its own that is w
 """
 
 import importlib.util
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mllm import errors
-from tools.bench.frame import Figures, answer, compare, compared, numbers, turn
+from tools.bench.frame import Figures, answer, compare, turn
 
 STOPS = (3, 130, 259)
 VOCABULARY, DEVIATION = 260, 1e-3
@@ -140,10 +138,12 @@ def make_measure(name: str, options: Figures) -> Callable[[int], Figures]:
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    sizes = numbers(
+    methods = list(METHODS) if importlib.util.find_spec("tunix") else ["engine"]
+    return compare(
         "rollout",
         __doc__,
         arguments,
+        methods,
         rows=(64, "sequences, eight for each prompt"),
         slots=(64, "slots of the engine"),
         limit=(384, "tokens of the longest completion"),
@@ -151,10 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         layers=(4, "layers"),
         repeats=(3, "turns"),
     )
-    methods = list(METHODS) if importlib.util.find_spec("tunix") else ["engine"]
-    print(compared(compare("tools.bench.rollout", methods, sizes, sizes.pop("repeats"))))
-    return 0
 
 
 if __name__ == "__main__":
-    answer(turn(make_measure, json.loads(sys.argv[1])))
+    answer(turn, make_measure)

@@ -3,9 +3,7 @@
 As a process it answers with the engine's name as `impl` and, for each kernel, the tilings, first the engine's own.
 """
 
-import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,8 +26,8 @@ CHUNKS = (8448, 6144, 4096, 3072, 2304, 2048, 1792, 1536, 1024)
 """Columns; some of them divide evenly among 132 multiprocessors."""
 
 
-def tilings(shape: Sequence[int], most: int) -> Iterator[Figures]:
-    """At most so many tilings of a TPU's kernels that fit the device, all of a GPU's; nothing on other devices."""
+def tilings(task: Figures) -> Iterator[Figures]:
+    """For a shape, at most so many tilings of a TPU's kernels that fit, all of a GPU's; nothing on other devices."""
     platform = jax.default_backend()
     if platform == "gpu":
         blocks = [(256, 2), (256, 1), (128, 1)]  # columns of a tile, and a cluster's blocks, which divide them
@@ -38,14 +36,16 @@ def tilings(shape: Sequence[int], most: int) -> Iterator[Figures]:
         found = [{"columns": x.columns, "slots": x.slots, "cluster": x.cluster, "chunk": 2048} for x in each]
         found += [{**found[0], "chunk": chunk} for chunk in CHUNKS if chunk != 2048]
         yield {"kernel": "loss", "way": "workspace 0", "tilings": found}
-    tokens, features, vocabulary = shape
+    tokens, features, vocabulary = task["shape"]
     narrow, wide = jnp.dtype("bfloat16"), jnp.dtype("float32")
     for name, (kernel, mean, keep, way) in TPU_KERNELS.items() if platform == "tpu" else ():
         gradient = wide if kernel == "forward" else narrow
         case = tpu.Case(kernel, tokens, vocabulary, features, narrow, narrow, narrow, gradient, mean, keep)
         own, fitting = tpu.best(case, tpu.vmem()), tpu.candidates(case, tpu.vmem())
         fitting.sort(key=lambda x: (x != own, tpu.traffic(case, x), -x.step))
-        found = [{"kernel": kernel, "rows": x.rows, "columns": x.columns, "step": x.step} for x in fitting[:most]]
+        found = [
+            {"kernel": kernel, "rows": x.rows, "columns": x.columns, "step": x.step} for x in fitting[: task["most"]]
+        ]
         yield {"kernel": name, "way": way, "tilings": found}
 
 
@@ -57,4 +57,4 @@ def traced_with(tiles: Figures) -> AbstractContextManager[None]:
 
 
 if __name__ == "__main__":
-    answer(tilings(**json.loads(sys.argv[1])))
+    answer(tilings)

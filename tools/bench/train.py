@@ -10,15 +10,13 @@ seconds to the first way's, with its range. The peak is the compiler's, with par
 tokens that are computed, and padding is the share of them without a token.
 """
 
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 from mllm import errors
-from tools.bench.frame import Figures, answer, compare, compared, numbers, turn
+from tools.bench.frame import Figures, answer, compare, turn
 from tools.bench.rollout import qwen2_config
 
 WAYS = ("packed", "padded")
@@ -96,10 +94,11 @@ def make_measure(way: str, sizes: dict[str, int]) -> Callable[[int], Figures]:
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    sizes = numbers(
+    return compare(
         "train",
         __doc__,
         arguments,
+        WAYS,
         sequences=(16, "sequences of an update, an even number"),
         limit=(128, "tokens of the longest sequence"),
         hidden=(512, "hidden size"),
@@ -107,9 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         vocabulary=(32_768, "words"),
         repeats=(5, "turns, each with other sequences"),
     )
-    print(compared(compare("tools.bench.train", WAYS, sizes, sizes.pop("repeats"))))
-    return 0
 
 
 if __name__ == "__main__":
-    answer(turn(make_measure, json.loads(sys.argv[1])))
+    answer(turn, make_measure)
