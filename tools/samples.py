@@ -6,7 +6,6 @@ prompt's completions side by side between steps. With --print the newest go to t
 
 import argparse
 import json
-import zlib
 from collections.abc import Sequence
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -93,22 +92,9 @@ def embedded(data: object) -> str:
 
 
 def fitting(samples: list[Sample], size: int) -> list[Sample]:
-    """As many samples as `size` bytes hold, in their order.
-
-    Prompts are left out as a whole, in an order that has nothing to do with the steps: groups stay complete, a prompt
-    that comes again can be followed, and all steps lose the same share. The newest prompt is always kept; of the last
-    prompt that fits in part, the newest samples are kept.
-    """
-    newest = samples[-1].prompt
-
-    def rank(index: int) -> tuple[bool, int, int]:
-        prompt = samples[index].prompt
-        return prompt != newest, zlib.crc32(prompt.encode()), -index
-
-    order = sorted(range(len(samples)), key=rank)
-    ends = accumulate(len(embedded(samples[index].model_dump())) for index in order)
-    held = sum(1 for _ in takewhile(lambda end: end <= size, ends))
-    return [samples[index] for index in sorted(order[: max(1, held)])]
+    """The newest samples that `size` bytes hold, in their order; the last one in any case."""
+    sizes = accumulate(len(embedded(sample.model_dump())) for sample in reversed(samples))
+    return samples[-max(1, sum(1 for _ in takewhile(lambda end: end <= size, sizes))) :]
 
 
 def print_newest(samples: list[Sample], step: int | None, prompt: str, limit: int) -> None:

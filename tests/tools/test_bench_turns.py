@@ -27,7 +27,7 @@ def test_padded_rows_have_a_sequence_each(monkeypatch, capsys):
     monkeypatch.setattr(train, "WAYS", ("padded",))
     assert train.main(["--hidden", "64", "--layers", "1", "--vocabulary", "260", "--repeats", "1"]) == 0
     found = row(capsys)
-    assert min(found["seconds"], found["peak MiB"]) > 0
+    assert found["seconds"] > 0
     assert found["places"] == 16 * 128
     assert 0 < found["padding"] < 1
 

@@ -6,8 +6,8 @@
 The updates are those of a GRPO run on a Qwen2 model with random parameters, in float32 on CPUs and bfloat16 elsewhere.
 Tokens and advantages are random; lengths are geometric, with a quarter of the limit as their mean, and cut off there.
 The ways take turns, each in a process of its own that is warmed up. Medians over the turns; the ratio is that of the
-seconds to the first way's, with its range. The peak is the compiler's, with parameters and optimizer; places are the
-tokens that are computed, and padding is the share of them without a token.
+seconds to the first way's, with its range; places are the tokens that are computed, and padding is the share of them
+without a token.
 """
 
 import time
@@ -24,10 +24,21 @@ PROMPT = 32
 """The tokens of a prompt."""
 
 
-def settings(sizes: dict[str, int], dtype: str) -> dict[str, Any]:
-    """The configuration; what the bench does not use is as small as it may be."""
+def make_measure(way: str, sizes: dict[str, int]) -> Callable[[int], Figures]:
+    """A function that makes an update of the sequences with this seed, and says what it took."""
+    import jax
+    import numpy as np
+
+    from mllm.config.schema import Config
+    from mllm.data import packing
+    from mllm.data.batch import Batch, Trajectory
+    from mllm.parallel.mesh import make_mesh, shard_batch
+    from mllm.plan.programs import Programs
+    from mllm.train.step import init_state
+
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     architecture = qwen2_config(sizes["hidden"], sizes["layers"], sizes["vocabulary"])
-    return {
+    settings = {  # what is not used is as small as it may be
         "algorithm": "grpo",
         "run_dir": "unused",
         "steps": 1,
@@ -38,23 +49,7 @@ def settings(sizes: dict[str, int], dtype: str) -> dict[str, Any]:
         "rollout": {"max_prompt_length": PROMPT, "max_completion_length": sizes["limit"] - PROMPT},
         "grpo": {"num_generations": 2},
     }
-
-
-def make_measure(way: str, sizes: dict[str, int]) -> Callable[[int], Figures]:
-    """A function that makes an update of the sequences with this seed, and says what it took."""
-    import jax
-    import numpy as np
-
-    from mllm.config.schema import Config
-    from mllm.data import packing
-    from mllm.data.batch import Batch, Trajectory
-    from mllm.parallel.mesh import make_mesh, shard_batch
-    from mllm.plan import targets
-    from mllm.plan.programs import Programs
-    from mllm.train.step import init_state
-
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    config = Config.model_validate(settings(sizes, dtype))
+    config = Config.model_validate(settings)
     mesh, rows = make_mesh(config.mesh), config.rows
     programs = Programs(config, mesh)
     train_step: Any
@@ -63,7 +58,6 @@ def make_measure(way: str, sizes: dict[str, int]) -> Callable[[int], Figures]:
 
     if way == "padded":
         mock.patch.object(packing, "first_fit_decreasing", lambda lengths, _: np.arange(len(lengths))).start()
-    peak = targets.memory(compiled)["peak"] / 2**20
     trained, frozen = programs.policy.split(programs.policy.initial_params())
     state = init_state(trained, programs.optimizer)
     del trained  # the update reuses its memory
@@ -87,7 +81,7 @@ def make_measure(way: str, sizes: dict[str, int]) -> Callable[[int], Figures]:
         state, _ = jax.block_until_ready(compiled(state, placed, frozen))
         seconds, has_token = time.perf_counter() - start, batch.segments > 0
         places = -(-int(has_token.any(axis=1).sum()) // rows.micro) * rows.micro * rows.length
-        return {"seconds": seconds, "peak MiB": peak, "places": places, "padding": 1 - int(has_token.sum()) / places}
+        return {"seconds": seconds, "places": places, "padding": 1 - int(has_token.sum()) / places}
 
     return measure
 
