@@ -95,7 +95,7 @@ def start(
     defaults = DEFAULTS | ({"JAX_COMPILATION_CACHE_DIR": cache} if cache else {})
     command = [sys.executable, "-m", module, json.dumps(task)]
     ended = child_process.run(command, seconds=seconds, env=defaults | os.environ, cwd=ROOT)
-    return ended.answers, f"stopped after {seconds:g} s" if ended.late else ended.reason
+    return ended.answers, ended.reason
 
 
 def turn(make: Callable[[str, Figures], Callable[[int], Figures]], task: Figures) -> Iterator[Figures]:
