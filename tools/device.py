@@ -62,10 +62,8 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     head = ["tools/bench", "head", *shape, "--live", "1", "--methods"]
     yield Job("head", [*head, "xla" if cpu else f"mosaic_{platform}", "full logits"])
     limits = ["-n", "1", "--max-worker-restart=99", "--timeout=120", "--timeout-method=thread"]
-    tests, failures = (
-        ["-m", "pytest", "-m", platform, *limits, "-rfE", "tests"],
-        "^(FAILED|ERROR)|passed|failed|crashed",
-    )
+    tests = ["-m", "pytest", "-m", platform, *limits, "-rfE", "tests"]
+    failures = "^(FAILED|ERROR)|passed|failed|crashed"
     yield Job("tests", tests, 550, failures, needless or absent("xdist", "pytest_timeout"))
     yield Job("tune", ["tools/tune.py", *shape, "--limit", "380"], 400, r"^\||^mosaic|refused|left out", needless)
     yield Job("peers in JAX", [*head, "scan", "tokamax", "tunix", "optax"])
