@@ -40,7 +40,7 @@ def test_full_logits_add_at_least_themselves_to_an_update_without_a_head():
 def test_the_table_brackets_what_does_not_fit_and_the_picture_is_written(tmp_path, monkeypatch, capsys):
     devices, peaks = plan.find_devices(tiny.config("sft").mesh, None), {"full_logits": 4, "fused": 2, "lora": 1}
     monkeypatch.setattr(plan, "find_devices", lambda *_: replace(devices, memory=3 * 2**30))
-    monkeypatch.setattr(memory, "account", lambda *_: Account(0, 0, 0))
+    monkeypatch.setattr(memory, "account", lambda *_: Account(0, 0))
 
     def bar(config, devices, head, micro, bare):
         return memory.Bar(head, micro, peaks[head] * 2**30, dict.fromkeys(memory.PARTS, 2**30), 2**29)
