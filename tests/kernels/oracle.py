@@ -1,19 +1,14 @@
 """The oracle: what the head must compute, in float64 NumPy with full logits, and how near an answer has to come.
 
-docs/head.md has the formulas. Rows that don't count are never read. Logits are computed for some rows at a time, twice
-(before and after the cotangents are known), so that any size fits. It is for tests and tools/bench alone, and
-shares no code with an engine.
+docs/head.md has the formulas. Rows that don't count are never read. It shares no code with an engine.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Integer
-
-LOGITS = 2**25  # at a time: 256 MiB of float64
-TILE = 8192  # rows of the weight that are widened at a time
+from jaxtyping import Array, Bool, Float
 
 # Two orders of the same sum round differently: an error may exceed the plain computation's by this factor ...
 SLACK = 1.25
@@ -77,45 +72,31 @@ def exact(
         cotangents: takes (logprob, lse, entropy), [N] each, to the scalar's derivatives by the three, [N] each.
         where: [N], the rows that count; None: all.
     """
-    hidden, weight, labels = np.asarray(hidden), np.asarray(weight), np.asarray(labels)
     live = np.arange(len(labels)) if where is None else np.flatnonzero(np.asarray(where))
-    statistics, steepness = np.zeros((3, len(labels))), np.zeros(len(labels))
-    dh, dw = np.zeros(hidden.shape, np.float64), np.zeros(weight.shape, np.float64)
-    largest = 1.0
+    h_RD, w_VD = np.asarray(hidden)[live].astype(np.float64), np.asarray(weight).astype(np.float64)
+    at_label = np.arange(len(live)), np.asarray(labels)[live]
+    y_RV = h_RD @ w_VD.T
+    tanh_RV = 0 if softcap is None else np.tanh(y_RV / softcap)
+    z_RV = (y_RV if softcap is None else softcap * tanh_RV) / temperature
+    top_R1 = z_RV.max(axis=1, keepdims=True)
+    log_sum_R1 = np.log(np.exp(z_RV - top_R1).sum(axis=1, keepdims=True))
+    log_p_RV = (z_RV - top_R1) - log_sum_R1
+    p_RV = np.exp(log_p_RV)
+    statistics, dh = np.zeros((3, len(labels))), np.zeros(np.shape(hidden))
+    statistics[:, live] = log_p_RV[at_label], (top_R1 + log_sum_R1)[:, 0], -(p_RV * log_p_RV).sum(axis=1)
 
-    def block(rows: Integer[np.ndarray, " R"]) -> tuple[np.ndarray, ...]:
-        h_RD = hidden[rows].astype(np.float64)
-        y_RV = np.concatenate([h_RD @ weight[tile].astype(np.float64).T for tile in _tiles(len(weight))], axis=1)
-        tanh_RV = None if softcap is None else np.tanh(y_RV / softcap)
-        z_RV = (y_RV if tanh_RV is None else softcap * tanh_RV) / temperature
-        slope_RV = (np.ones_like(y_RV) if tanh_RV is None else 1 - tanh_RV**2) / temperature
-        top_R1 = z_RV.max(axis=1, keepdims=True)
-        log_sum_R1 = np.log(np.exp(z_RV - top_R1).sum(axis=1, keepdims=True))
-        return h_RD, z_RV, slope_RV, (top_R1 + log_sum_R1)[:, 0], (z_RV - top_R1) - log_sum_R1
+    g_logprob, g_lse, g_entropy = (np.asarray(g, np.float64)[live] for g in cotangents(*statistics))
+    by_entropy_RV = -p_RV * (log_p_RV + statistics[2, live, None])
+    dz_RV = (g_lse - g_logprob)[:, None] * p_RV + g_entropy[:, None] * by_entropy_RV
+    dz_RV[at_label] += g_logprob
+    dy_RV = dz_RV * (1 - tanh_RV**2) / temperature
+    dh[live], dw = dy_RV @ w_VD, dy_RV.T @ h_RD
 
-    for rows in _blocks(live, len(weight)):
-        _, z_RV, _, lse_R, log_p_RV = block(rows)
-        entropy_R = -(np.exp(log_p_RV) * log_p_RV).sum(axis=1)
-        statistics[:, rows] = log_p_RV[np.arange(len(rows)), labels[rows]], lse_R, entropy_R
-        largest = max(largest, 1 + float(np.abs(z_RV).max()))
-    g_logprob, g_lse, g_entropy = (np.asarray(g, np.float64) for g in cotangents(*statistics))
-    for rows in _blocks(live, len(weight)):
-        h_RD, z_RV, slope_RV, _, log_p_RV = block(rows)
-        p_RV = np.exp(log_p_RV)
-        by_entropy_RV = -p_RV * (log_p_RV + statistics[2, rows, None])
-        steepness[rows] = np.abs(by_entropy_RV * z_RV).sum(axis=1)
-        dz_RV = (g_lse - g_logprob)[rows, None] * p_RV + g_entropy[rows, None] * by_entropy_RV
-        dz_RV[np.arange(len(rows)), labels[rows]] += g_logprob[rows]
-        dy_RV = dz_RV * slope_RV
-        for tile in _tiles(len(weight)):
-            dh[rows] += dy_RV[:, tile] @ weight[tile].astype(np.float64)
-            dw[tile] += dy_RV[:, tile].T @ h_RD
-
-    of_entropy = 1 + steepness.max(initial=0) + statistics[2].max(initial=0)
-    of_gradients = (largest * max(x.max(initial=0), -x.min(initial=0)) for x in (dh, dw))
-    moves = Resolution(largest, largest, of_entropy, *of_gradients)
-    logprob, lse, entropy = statistics
-    return Exact(logprob, lse, entropy, dh, dw, Resolution(*(_EPS * float(x) for x in moves)))
+    largest = 1 + np.abs(z_RV).max(initial=0)
+    steepness = np.abs(by_entropy_RV * z_RV).sum(axis=1).max(initial=0)
+    of_entropy = 1 + steepness + statistics[2].max(initial=0)
+    moves = (largest, largest, of_entropy, *(largest * np.abs(x).max(initial=0) for x in (dh, dw)))
+    return Exact(*statistics, dh, dw, Resolution(*(_EPS * float(x) for x in moves)))
 
 
 def exact_loss(
@@ -139,13 +120,3 @@ def exact_loss(
     moves = rows.resolution
     resolution = _EPS * np.abs(values) + moves.logprob * np.abs(by_logprob) + moves.entropy * np.abs(by_entropy)
     return ExactLoss(float(values.sum()), float(resolution.sum()), rows)
-
-
-def _blocks(live: Integer[np.ndarray, " L"], vocabulary: int) -> Iterator[Integer[np.ndarray, " R"]]:
-    """The rows that count, as many at a time as have `LOGITS` logits."""
-    most = max(1, LOGITS // vocabulary)
-    return (live[start : start + most] for start in range(0, len(live), most))
-
-
-def _tiles(vocabulary: int) -> list[slice]:
-    return [slice(start, start + TILE) for start in range(0, vocabulary, TILE)]

@@ -4,7 +4,6 @@ What is right, and how near is near enough, is said in lm_head_cases.py; what is
 strict_gpu.py; what is off which tile in engines.py. Losses are in test_head_losses.py.
 """
 
-import sys
 from typing import Any
 
 import jax
@@ -28,11 +27,10 @@ from engines import (
     XLA_BF16,
     Engine,
     engines,
-    needs_interpreter,
     parameter,
 )
 from lm_head_cases import OBJECTIVES, SCALES, Plain, Problem, check, poisoned, random_cotangents, values_and_gradients
-from oracle import SLACK, exact
+from oracle import exact
 
 from kernels.lm_head import TokenLogprobs, token_logprobs
 
@@ -148,8 +146,9 @@ def test_extremes_in_any_tile_are_as_accurate_as_full_logits(engine: Engine, mak
 
 @engines()
 def test_the_outputs_alone_are_as_accurate_as_full_logits(engine: Engine) -> None:
-    """On a TPU they are another kernel's, with one product."""
+    """On a TPU they are another kernel's, with one product. Labels may be narrow, and unsigned."""
     live, problem = engine.live("most"), engine.problem()
+    problem = problem._replace(labels=problem.labels.astype(jnp.uint16))
     with engine.strictly():
         got = jax.jit(lambda *x: token_logprobs(*x, where=live, impl=engine.impl))(*poisoned(problem, ~live))
     want = exact(*problem, lambda *_: np.zeros((3, len(live))), where=live)
@@ -179,61 +178,27 @@ def test_a_traced_label_outside_of_the_vocabulary_hits_nothing(engine: Engine) -
         np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=0, atol=2**-7 * np.abs(y).max())
 
 
-@engines(FULL, XLA)
-def test_labels_may_be_narrow_unsigned_integers(engine: Engine) -> None:
-    problem = cases.random_problem((5, 20011, 8))
-    narrow = problem.labels.astype(jnp.uint16)
-    got = jax.jit(lambda *x: token_logprobs(*x, impl=engine.impl))(problem.hidden, problem.weight, narrow)
-    want = exact(*problem, lambda *_: np.zeros((3, 5)))
-    np.testing.assert_allclose(got.logprob, want.logprob, rtol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("leading", [(24, 1), (), (0,)], ids=str)
-def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(
-    dtype: Any, leading: tuple[int, ...]
-) -> None:
-    hidden, weight = jnp.zeros((*leading, 16), dtype), jnp.zeros((131, 16))
-    problem, row = Problem(hidden, weight, jnp.zeros(leading, int)), jnp.zeros(leading)
-    want = [((*leading,), jnp.float32)] * 3 + [(hidden.shape, dtype), (weight.shape, jnp.float32)]
+def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(leading: tuple[int, ...]) -> None:
+    hidden, weight, row = jnp.zeros((*leading, 16), BF16), jnp.zeros((131, 16)), jnp.zeros(leading)
+    problem = Problem(hidden, weight, jnp.zeros(leading, int))
     rows = values_and_gradients.eval_shape(*problem, TokenLogprobs(row, row, row))
-    assert [(x.shape, x.dtype) for x in rows] == want
-    loss, rows = cases.loss_and_gradients.eval_shape(problem, OBJECTIVES["cross-entropy"], (), row)
-    assert [(x.shape, x.dtype) for x in rows] == want
-    assert (loss.shape, loss.dtype) == ((), jnp.float32)
+    loss, rows_of_loss = cases.loss_and_gradients.eval_shape(problem, OBJECTIVES["cross-entropy"], (), row)
+    want = [(leading, F32)] * 3 + [(hidden.shape, BF16), (weight.shape, F32)]
+    assert [(x.shape, x.dtype) for x in (*rows, *rows_of_loss, loss)] == [*want, *want, ((), F32)]
 
 
 # --- TPUs: dh from the expectation of W, where the entropy has no cotangent ---
 
 
-def likelihoods(engine: Engine, problem: Problem, cotangents: TokenLogprobs, live: np.ndarray, **options: Any) -> Plain:
-    """Values and gradients, where the entropy has no cotangent, not even zeros."""
-
-    @jax.jit
-    def run(hidden: jax.Array, weight: jax.Array) -> Plain:
-        def both(h: jax.Array, w: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            got = cases.outputs_of(h, w, problem.labels, "mosaic_tpu", where=live, **options)
-            return (got.logprob, got.lse), got.entropy
-
-        outputs, pull_back, entropy = jax.vjp(both, hidden, weight, has_aux=True)
-        return Plain(*outputs, entropy, *pull_back((cotangents.logprob, cotangents.lse)))
-
-    with engine.strictly():
-        return run(problem.hidden, problem.weight)
+WITHOUT_ENTROPY = random_cotangents(300)._replace(entropy=None)
 
 
 @engines(TPU_F32, TPU)
 def test_likelihoods_have_their_gradient_without_the_entropy_on_tpus(engine: Engine) -> None:
-    """Where the expectation is saved in bfloat16, dh may be off by half as much again as that of full logits."""
-    live, cotangents = engine.live("most"), random_cotangents(300, "logprob lse")
-    problem, options = engine.problem(), {"temperature": 0.7, "softcap": 20.0}
-    got = likelihoods(engine, poisoned(problem, ~live), cotangents, live, **options)
-    yardstick = cases.plain_values_and_gradients(*problem, cotangents, where=live, **options)
-    truth = exact(*problem, lambda *_: cotangents, where=live, **options)
-    cases.assert_as_accurate_as_plain(got._replace(hidden=yardstick.hidden), yardstick, truth)
-    error, allowed = (np.asarray(x.hidden, np.float64) - truth.hidden for x in (got, yardstick))
-    assert cases.root_mean_square(error) <= SLACK * cases.root_mean_square(allowed)
-    assert cases.largest_magnitude(error) <= 1.5 * cases.largest_magnitude(allowed)
+    """Where the expectation is saved in bfloat16, dh's largest error may be larger than that of full logits."""
+    options: dict[str, Any] = {"temperature": 0.7, "softcap": 20.0, "largest": engine is TPU_F32}
+    assert_accurate(engine, engine.problem(), WITHOUT_ENTROPY, live=engine.live("most"), **options)
 
 
 @engines(TPU_F32, TPU)
@@ -247,22 +212,9 @@ def test_a_label_with_all_but_1e_5_of_the_probability_keeps_its_gradient_on_tpus
     cotangents = TokenLogprobs(jnp.ones(300), jnp.zeros(300), jnp.zeros(300))
     truth, tolerance = exact(*problem, lambda *_: cotangents), 1e-4 if engine is TPU_F32 else 2**-7
     assert 1e-6 < np.median(-truth.logprob) < 1e-4
-    got = likelihoods(engine, problem, cotangents, np.ones(300, bool))
+    with engine.strictly():
+        where = jnp.ones(300, bool)
+        got = values_and_gradients(*problem, cotangents._replace(entropy=None), impl="mosaic_tpu", where=where)
     error = np.linalg.norm(np.asarray(got.hidden, np.float64) - truth.hidden, axis=1)
     assert np.max(error / np.linalg.norm(truth.hidden, axis=1)) < tolerance
     np.testing.assert_allclose(got.logprob, truth.logprob, rtol=tolerance)
-
-
-# --- Hopper: the order of events ---
-
-
-@needs_interpreter
-@pytest.mark.parametrize("seconds", [1e-6, 1e-2])
-def test_threads_that_take_turns_otherwise_give_the_same_bits_without_a_race(seconds: float) -> None:
-    problem, before = GPU.problem(), sys.getswitchinterval()
-    calm = assert_accurate(GPU, problem)
-    sys.setswitchinterval(seconds)
-    try:
-        jax.tree.map(np.testing.assert_array_equal, assert_accurate(GPU, problem), calm)
-    finally:
-        sys.setswitchinterval(before)

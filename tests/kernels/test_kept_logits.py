@@ -1,6 +1,7 @@
-"""The memory of dW as a place for logits, on Hopper: whatever is written there can be read until its chunk is done.
+"""What Hopper kernels are told: where in the memory of dW logits are kept, and which tiles have a label.
 
-No kernel runs here: pieces are written as a kernel would. Kernels that do are in test_head_losses.py.
+Whatever is written to dW's memory can be read until its chunk is done. No kernel runs here: pieces are written as a
+kernel would. Kernels that do are in test_head_losses.py.
 """
 
 from itertools import product
@@ -13,9 +14,10 @@ import pytest
 
 from kernels.lm_head.contract import Inputs, Options
 from kernels.lm_head.gpu import kept_logits
+from kernels.lm_head.gpu.forward import Labels, is_hit, labels_in_tiles
 from kernels.lm_head.gpu.kept_logits import KeptColumns
 from kernels.lm_head.gpu.plan import make_plan
-from kernels.lm_head.gpu.products import PIECE
+from kernels.lm_head.gpu.products import PIECE, Place
 from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes, Tiles
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -108,3 +110,16 @@ def test_no_logits_are_kept_in_a_dw_that_is_not_computed_or_has_padding_or_is_to
     without, small = problem(128, 2000, 128, BF16, wants_weight=False), problem(2048, 2000, 128, BF16)
     for inputs, options in (without, padded, small):
         assert kept_logits.keep_in_dw(inputs, options, Sizes(TILES, 256), inputs.hidden.shape[0]) == KeptColumns()
+
+
+def test_a_strip_s_bits_say_which_of_its_tiles_have_a_label() -> None:
+    """A strip begins in any of the 32 places of an integer, and has 32 tiles at most."""
+    sizes, vocabulary = Tiles(), 100 * 256 - 8
+    labels = np.random.default_rng(0).integers(0, vocabulary, 192)
+    labels[:64] = -1
+    in_tile = labels_in_tiles(jnp.asarray(labels), vocabulary, sizes)
+    for group, chunk, first in ((0, 0, 0), (1, 7, 25), (2, 0, 64), (2, 3, 65)):
+        place = Place(jnp.int32(64 * group), jnp.int32(first), jnp.int32(32), jnp.int32(0))
+        bits = Labels(labels, in_tile, jnp.int32(chunk * 256), jnp.int32(0)).in_strip(place, sizes)
+        own = np.isin(chunk + first + np.arange(32), labels[64 * group : 64 * (group + 1)] // 256)
+        np.testing.assert_array_equal([is_hit(bits, jnp.int32(i)) for i in range(32)], own)

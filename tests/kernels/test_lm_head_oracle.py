@@ -3,7 +3,6 @@
 import functools
 
 import numpy as np
-import oracle
 import pytest
 from oracle import exact
 
@@ -32,14 +31,3 @@ def test_the_oracle_s_gradients_are_its_values_central_differences(temperature: 
 def test_the_oracle_knows_a_coin() -> None:
     coin = exact([[1.0]], [[np.log(3.0)], [0.0]], [0], lambda *_: np.zeros((3, 1)))
     np.testing.assert_allclose(coin[:3], [[np.log(3 / 4)], [np.log(4)], [np.log(4) - 3 / 4 * np.log(3)]])
-
-
-def test_the_oracle_does_not_depend_on_the_blocks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    hidden, weight, cotangents = rng.normal(size=(24, 16)), rng.normal(size=(131, 16)), rng.normal(size=(3, 24))
-    run = functools.partial(exact, hidden, weight, rng.integers(0, 131, 24), lambda *_: cotangents, softcap=20.0)
-    at_once = run()
-    monkeypatch.setattr(oracle, "LOGITS", 5 * 131)
-    monkeypatch.setattr(oracle, "TILE", 50)
-    for got, right in zip(run()[:5], at_once[:5], strict=True):
-        np.testing.assert_allclose(got, right, rtol=1e-10, atol=1e-13)

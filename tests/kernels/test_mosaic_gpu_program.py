@@ -14,49 +14,31 @@ from typing import Any
 import head_programs as head
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from compiled_program import arrays
 
 from kernels.lm_head.gpu import tiles as gpu_tiles
-from kernels.lm_head.gpu.forward import Labels, is_hit, labels_in_tiles
-from kernels.lm_head.gpu.products import Place
-from kernels.lm_head.gpu.tiles import Tiles
 from mllm.plan import targets
 
 MIB = 2**20
 
 
-def test_a_strip_s_bits_say_which_of_its_tiles_have_a_label() -> None:
-    """A strip begins in any of the 32 places of an integer, and has 32 tiles at most."""
-    sizes, vocabulary = Tiles(), 100 * 256 - 8
-    labels = np.random.default_rng(0).integers(0, vocabulary, 192)
-    labels[:64] = -1
-    in_tile = labels_in_tiles(jnp.asarray(labels), vocabulary, sizes)
-    for group, chunk, first in ((0, 0, 0), (1, 7, 25), (2, 0, 64), (2, 3, 65)):
-        place = Place(jnp.int32(64 * group), jnp.int32(first), jnp.int32(32), jnp.int32(0))
-        bits = Labels(labels, in_tile, jnp.int32(chunk * 256), jnp.int32(0)).in_strip(place, sizes)
-        own = np.isin(chunk + first + np.arange(32), labels[64 * group : 64 * (group + 1)] // 256)
-        np.testing.assert_array_equal([is_hit(bits, jnp.int32(i)) for i in range(32)], own)
-
-
-# --- for an H100 that isn't there ---
-
-needs_plugin = pytest.mark.skipif(
-    not targets.GPU_PLUGIN.is_dir() and importlib.util.find_spec("jax_plugins") is None,
-    reason="needs XLA's plugin for CUDA, which make aot-gpu installs",
-)
+pytestmark = [
+    pytest.mark.aot_gpu,
+    pytest.mark.skipif(
+        not targets.GPU_PLUGIN.is_dir() and importlib.util.find_spec("jax_plugins") is None,
+        reason="needs XLA's plugin for CUDA, which make aot-gpu installs",
+    ),
+]
 needs_ptxas = pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas, of the CUDA toolkit")
 N, V, D = 8192, 151936, 2048
 
 
-def compiled(program: str, *mesh: Any, **options: Any) -> jax.stages.Compiled:
-    over = targets.mesh(*(mesh or ("h100",)))
-    return targets.compiled(*getattr(head, program)(over, impl="mosaic_gpu", **options), over)
+def compiled(program: str, **options: Any) -> jax.stages.Compiled:
+    mesh = targets.mesh("h100")
+    return targets.compiled(*getattr(head, program)(mesh, impl="mosaic_gpu", **options), mesh)
 
 
-@pytest.mark.aot_gpu
-@needs_plugin
 @pytest.mark.parametrize(
     ("program", "options"),
     [
@@ -76,12 +58,10 @@ def test_temporaries_are_at_most_the_workspace_and_64_mib_and_hidden_and_numbers
     assert targets.memory(compiled(program, **options))["temp"] <= allowed
 
 
-@pytest.mark.aot_gpu
-@needs_plugin
-def test_it_compiles_within_rematerialisation_and_loops() -> None:
+def test_it_compiles_within_rematerialisation_and_loops_over_a_mesh() -> None:
     """The interpreter's callbacks allow no `jax.checkpoint`."""
-    mesh = targets.mesh("h100")
-    step, (hidden, *others) = head.loss(mesh, tokens=1024, vocabulary=4096, features=512, impl="mosaic_gpu")
+    mesh = targets.mesh("h100:8", (2, 2, 2), ("dp", "fsdp", "tp"))
+    step, (hidden, *others) = head.loss(mesh, vocabulary=8192, features=512, impl="mosaic_gpu")
 
     def twice(hidden: Any, *others: Any) -> Any:
         return jax.lax.scan(jax.checkpoint(lambda _, h: (None, step(h, *others))), None, jnp.stack([hidden] * 2))[1]
@@ -90,15 +70,6 @@ def test_it_compiles_within_rematerialisation_and_loops() -> None:
     assert "mosaic_gpu" in (program.as_text() or "")
 
 
-@pytest.mark.aot_gpu
-@needs_plugin
-def test_it_compiles_over_a_mesh() -> None:
-    text = compiled("loss", "h100:8", (2, 2, 2), ("dp", "fsdp", "tp"), features=512).as_text()
-    assert "mosaic_gpu" in (text or "")
-
-
-@pytest.mark.aot_gpu
-@needs_plugin
 def test_without_a_workspace_no_array_is_larger_than_the_weight_and_none_so_large_is_copied() -> None:
     text = compiled("loss", workspace=0).as_text() or ""
     assert "mosaic_gpu" in text
@@ -112,8 +83,6 @@ def test_without_a_workspace_no_array_is_larger_than_the_weight_and_none_so_larg
     assert not any(f"= f16[{V},{D}]" in line and "fusion(" in line for line in text.splitlines()), "no zeros"
 
 
-@pytest.mark.aot_gpu
-@needs_plugin
 @needs_ptxas
 @pytest.mark.parametrize(
     "options",
