@@ -19,8 +19,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import grain
 import numpy as np
-from array_record.python.array_record_data_source import ArrayRecordDataSource
 from array_record.python.array_record_module import ArrayRecordWriter
 from jax import process_count, process_index
 from jax.errors import JaxRuntimeError
@@ -80,7 +80,7 @@ def cached_documents(origin: Origin, config: DataConfig, tokenizer: Tokenizer) -
 def open_documents(folder: Path, summary: dict[str, Any]) -> Documents:
     """The documents in a cache's folder; to read one raises UserError where it is damaged."""
     sizes = np.asarray(np.memmap(folder / SIZES, np.int32, "r")).reshape(-1, 2)
-    records = ArrayRecordDataSource([str(folder / RECORDS)])
+    records = grain.sources.ArrayRecordDataSource([str(folder / RECORDS)])
     lock = threading.Lock()  # training reads ahead in a thread while validation may read, too
 
     def read(indices: Sequence[int]) -> list[Document]:

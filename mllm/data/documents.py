@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from mllm.data.iteration import CACHED_EXAMPLES, permute_index
+from mllm.data.iteration import CACHED_EXAMPLES
+from mllm.data.permutation import permute_index
 from mllm.data.tasks.task import OnDemand, Task
 from mllm.data.tokenizing import Document, encode_document
 from mllm.errors import UserError

@@ -1,13 +1,12 @@
-"""What the data of SFT and GRPO share: the order of examples, and an iterator whose position is a little JSON.
+"""What the data of SFT and GRPO share: the order of examples, and an iterator whose position is a little JSON."""
 
-This file does not import JAX, because tasks, which rewards import, permute their problems.
-"""
-
-import hashlib
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
+from grain.experimental import ThreadPrefetchDatasetIterator
+
+from mllm.data.permutation import permute_index
 from mllm.errors import StepError, UserError
 
 T = TypeVar("T")
@@ -15,12 +14,32 @@ Read = Callable[[int], tuple[T, int]]
 """The item that begins at a position in the order of examples, and the position behind it. StopIteration at the end."""
 
 CACHED_EXAMPLES = 2**16
+PREFETCHED = 2
+"""Items that are read ahead of the step that needs them."""
 
 WAY_OUT = "restore the data, or begin a new run_dir (model.source can be this run)"
 
 
+class Reader(Generic[T]):
+    """Items that are read one after the other, as Grain's prefetching takes them; the state is a position."""
+
+    def __init__(self, read: Read[T]) -> None:
+        self.read = read
+        self.position = 0
+
+    def __next__(self) -> T:
+        item, self.position = self.read(self.position)
+        return item
+
+    def get_state(self) -> int:
+        return self.position
+
+    def set_state(self, position: int) -> None:
+        self.position = position
+
+
 class DataIterator(Generic[T]):
-    """Items, the next of which a thread reads ahead, and a position from which another iterator continues exactly."""
+    """Items that a thread reads ahead, and a position from which another iterator continues exactly."""
 
     def __init__(self, read: Read[T], examples: int, epochs: int | None, content: str | None = None) -> None:
         """An epoch has `examples` positions; `content` is a hash of the examples, where it is known.
@@ -29,16 +48,14 @@ class DataIterator(Generic[T]):
         """
         if examples == 0:
             raise UserError("task: there is no example in it")
-        self.read = read
         self.examples = examples
         self.content = content
         self.epochs = epochs
         self.given = 0
         """How many items were given since training began."""
-        self.position = 0
-        """How many examples training has come to since it began, in the order of `example_index`."""
-        self.thread = ThreadPoolExecutor(1)
-        self.ahead: Future[tuple[T, int]] | None = None
+        self.items = ThreadPrefetchDatasetIterator(Reader(read), PREFETCHED)
+        # Otherwise the garbage collector may close it in the very thread that closing joins.
+        weakref.finalize(self, self.items.close)
 
     def __iter__(self) -> "DataIterator[T]":
         return self
@@ -48,14 +65,17 @@ class DataIterator(Generic[T]):
 
         StepError is raised where an example can't be made or read; a process that isn't alone must tell the others.
         """
-        ahead = self.ahead or self.thread.submit(self.read, self.position)
         try:
-            item, self.position = ahead.result()
+            item = next(self.items)
         except UserError as error:
             raise StepError(str(error)) from None
-        self.ahead = self.thread.submit(self.read, self.position)
         self.given += 1
         return item
+
+    @property
+    def position(self) -> int:
+        """How many examples training has come to since it began, in the order of `example_index`."""
+        return self.items.get_state()
 
     def get_state(self) -> dict[str, Any]:
         """The position after the items so far: JSON."""
@@ -69,33 +89,14 @@ class DataIterator(Generic[T]):
             raise UserError(f"data: the run began with other examples: {WAY_OUT} ({numbers})")
         if self.epochs is not None and state["position"] > self.examples * self.epochs:
             raise UserError(f"data.epochs: {self.epochs}: the run has gone through more of its data: raise it")
-        self.given, self.position, self.ahead = state["given"], state["position"], None
+        self.given = state["given"]
+        self.items.set_state(state["position"])
 
 
 def example_index(position: int, count: int, seed: int | None) -> int:
     """The index of the example at a position, of `count`: a new order each epoch; seed None: always ascending."""
     epoch, index = divmod(position, count)
     return index if seed is None else permute_index(index, count, key=f"{seed} {epoch}")
-
-
-def permute_index(index: int, size: int, key: str = "") -> int:
-    """The image of `index` under the pseudo-random permutation of range(size) that `key` names; nothing is stored.
-
-    Four Feistel rounds permute the next power of four, and repeating them until the result is in range restricts the
-    permutation to `size` (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 3).
-    """
-    half = (max(size - 1, 1).bit_length() + 1) // 2
-    mask = (1 << half) - 1
-    keyed = hashlib.blake2b(key.encode(), digest_size=16)
-    while True:
-        left, right = index >> half, index & mask
-        for turn in range(4):
-            mixer = keyed.copy()
-            mixer.update(turn.to_bytes(1, "little") + right.to_bytes(16, "little"))
-            left, right = right, left ^ (int.from_bytes(mixer.digest(), "little") & mask)
-        index = left << half | right
-        if index < size:
-            return index
 
 
 def process_rows(total: int, process_index: int, process_count: int, key: str) -> slice:

@@ -10,7 +10,7 @@ import pytest
 from test_data import write
 
 from mllm.config.task import ArithmeticConfig, TaskConfig
-from mllm.data.iteration import permute_index
+from mllm.data.permutation import permute_index
 from mllm.data.tasks import gym as gym_module
 from mllm.data.tasks.gym import gym as gym_problems
 from mllm.data.tasks.load import GSM8K_INSTRUCTION, load

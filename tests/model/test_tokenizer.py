@@ -182,7 +182,7 @@ def test_a_template_that_never_ends_is_stopped_in_any_thread(monkeypatch: pytest
     monkeypatch.setattr("mllm.model.tokenizer.TEMPLATE_SECONDS", 0.1)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match=r"its chat template took longer than 0\.1 s"):
-        pool.submit(encode_prompt, with_template(loop), CHAT[:1]).result()  # as the thread that reads ahead does
+        pool.submit(encode_prompt, with_template(loop), CHAT[:1]).result()  # as Grain's threads render prompts
 
 
 class SlowToDelete:

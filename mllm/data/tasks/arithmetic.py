@@ -1,7 +1,7 @@
 """The task `arithmetic`: sums, differences and products, made on demand."""
 
 from mllm.config.task import ArithmeticConfig, TaskConfig
-from mllm.data.iteration import permute_index
+from mllm.data.permutation import permute_index
 from mllm.data.tasks.task import MAX_LENGTH, Example, OnDemand, Task, messages
 from mllm.errors import UserError
 
