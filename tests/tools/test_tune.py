@@ -61,7 +61,7 @@ def test_every_tiling_fits_the_device_and_the_engine_s_own_choice_is_the_first(m
         gradient = wide if kernel == "forward" else narrow
         case = tpu_tiles.Case(kernel, 8192, 151936, 2048, narrow, narrow, narrow, gradient, mean, keep)
         each = chosen(found, lambda case=case: tpu_tiles.choose(case))
-        assert each[0] == tpu_tiles.best(case, tpu_tiles.vmem())
+        assert each[0] == tpu_tiles.choose(case)
         assert 1 < len(each) <= 5
         assert max(sum(tpu_tiles.terms(case, tiles).values()) for tiles in each) < tpu_tiles.vmem()
 

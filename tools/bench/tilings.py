@@ -41,11 +41,8 @@ def tilings(task: Figures) -> Iterator[Figures]:
     for name, (kernel, mean, keep, way) in TPU_KERNELS.items() if platform == "tpu" else ():
         gradient = wide if kernel == "forward" else narrow
         case = tpu.Case(kernel, tokens, vocabulary, features, narrow, narrow, narrow, gradient, mean, keep)
-        own, fitting = tpu.best(case, tpu.vmem()), tpu.candidates(case, tpu.vmem())
-        fitting.sort(key=lambda x: (x != own, tpu.traffic(case, x), -x.step))
-        found = [
-            {"kernel": kernel, "rows": x.rows, "columns": x.columns, "step": x.step} for x in fitting[: task["most"]]
-        ]
+        best = tpu.candidates(case, tpu.vmem())[: task["most"]]
+        found = [{"kernel": kernel, "rows": x.rows, "columns": x.columns, "step": x.step} for x in best]
         yield {"kernel": name, "way": way, "tilings": found}
 
 

@@ -71,7 +71,12 @@ def obstacle(inputs: Inputs, options: Options) -> str | None:
         case_of(inputs, options, "hidden"),
         case_of(inputs, options, "weight"),
     )
-    return next((found for case in cases if (found := tiles.obstacle(case))), None)
+    try:
+        for case in cases:
+            tiles.choose(case)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def statistics(inputs: Inputs, options: Options) -> Softmax:

@@ -63,80 +63,54 @@ def case_of(inputs: Inputs, options: Options, kernel: KernelName, mean: Any = No
     return Case(kernel, tokens, vocabulary, features, hidden, weight, options.dtype, gradient, mean is not None, keep)
 
 
-_override: dict[KernelName | None, Tiles] = {}  # by kernel; None: for every kernel
-_call_rows: int | None = None
+_override: tuple[Tiles, int | None] | None = None
 
 
 @contextlib.contextmanager
-def override(
-    *, rows: int, columns: int, step: int | None = None, call: int | None = None, kernel: KernelName | None = None
-) -> Iterator[None]:
-    """Within the context, one kernel or all are traced with these tiles, `call` rows a call: for tests and trials."""
-    global _override, _call_rows
-    previous = _override, _call_rows
-    _override, _call_rows = {kernel: Tiles(rows, columns, step or columns)}, call
+def override(*, rows: int, columns: int, step: int | None = None, call: int | None = None) -> Iterator[None]:
+    """Within the context, kernels are traced with these tiles, and `call` rows a call: for tests and trials."""
+    global _override
+    previous, _override = _override, (Tiles(rows, columns, step or columns), call)
     try:
         yield
     finally:
-        _override, _call_rows = previous
+        _override = previous
 
 
 def terms(case: Case, tiles: Tiles) -> dict[str, int]:
     """Bytes of VMEM that a kernel takes, by purpose. Blocks that stream in or out have two buffers."""
-    rows, columns, features = tiles.rows, tiles.columns, round_up(case.features, LANES)
-    row_vector, logits = 4 * 8 * rows, 4 * rows * tiles.step
-    wide = 4 * rows * features
-    found = {"hidden block": 2 * case.hidden.itemsize * rows * features, "labels and row vectors": 4 * row_vector}
-    if case.kernel != "kept":
-        found["weight tile"] = 2 * case.weight.itemsize * columns * features
-    if case.hidden != case.product:
-        found["hidden block as operand"] = case.product.itemsize * rows * features
-    if case.kernel != "kept" and case.weight != case.product:
-        found["weight tile as operand"] = case.product.itemsize * columns * features
-    if case.product == jnp.float32:
-        found["operands in parts"] = 2 * 4 * (rows + columns) * features  # of bfloat16, which the compiler spills
-    if case.kernel == "forward":
-        found["running sums"] = 3 * row_vector
-        found["logits, exponentials and masks"] = 5 * logits
-        if not case.mean and not case.keep:
-            found["logits carried to the next tile"] = logits
-        if case.mean:
-            found["row vector, turned"] = 4 * rows * LANES
-            found["sum of p W"] = wide
-            found["product p W"] = wide
-            found["E[W] block"] = 2 * case.gradient.itemsize * rows * features
-        if case.keep:
-            found["kept exponentials"] = 2 * case.product.itemsize * rows * columns
-            found["kept maxima"] = 2 * row_vector
-    elif case.kernel == "hidden":
-        found["row vectors, turned"] = 6 * 4 * rows * LANES
-        found["logits and slopes"] = 5 * logits
-        found["sum of dh"] = 2 * wide
-        found["dh block"] = 2 * case.gradient.itemsize * rows * features
-    else:
-        found["logits and slopes"] = 5 * logits
-        found["sum of dW"] = 2 * 4 * columns * features
-        found["dW tile"] = 2 * case.gradient.itemsize * columns * features
-        if case.kernel == "kept":
-            found["kept exponentials"] = 2 * case.product.itemsize * rows * columns
-            found["dW tile so far"] = 2 * 4 * columns * features
-    return found
+    forward, from_kept = case.kernel == "forward", case.kernel == "kept"
+    features = round_up(case.features, LANES)
+    by_rows, by_columns, product = tiles.rows * features, tiles.columns * features, case.product.itemsize
+    vectors = 4 + (3 if forward else 0) + (2 if case.keep else 0)
+    turned = 6 if case.kernel == "hidden" else int(case.mean)  # row vectors across lanes
+    logits = 6 if forward and not (case.mean or case.keep) else 5  # with masks, and those carried to the next tile
+    result = by_rows if forward or case.kernel == "hidden" else by_columns
+    return {
+        "hidden block": 2 * case.hidden.itemsize * by_rows,
+        "weight tile": 0 if from_kept else 2 * case.weight.itemsize * by_columns,
+        "hidden block as operand": product * by_rows if case.hidden != case.product else 0,
+        "weight tile as operand": product * by_columns if case.weight != case.product and not from_kept else 0,
+        # Operands in parts, of bfloat16, which the compiler spills.
+        "float32 operands": 8 * (by_rows + by_columns) if case.product == jnp.float32 else 0,
+        "row vectors": 4 * tiles.rows * (8 * vectors + LANES * turned),
+        "logits and slopes": logits * 4 * tiles.rows * tiles.step,
+        "sums and result": 0 if forward and not case.mean else 2 * (4 + case.gradient.itemsize) * result,
+        "kept exponentials": 2 * product * tiles.rows * tiles.columns if case.keep or from_kept else 0,
+        "dW tile so far": 8 * by_columns if from_kept else 0,
+    }
 
 
-def traffic(case: Case, tiles: Tiles, live: int | None = None) -> int:
-    """Bytes that a kernel with this tiling moves between HBM and VMEM where `live` rows count (None: all)."""
-    rows = case.tokens if live is None else live
-    blocks, tiles_of_weight = -(-rows // tiles.rows), -(-case.vocabulary // tiles.columns)
-    hidden, weight = rows * case.features * case.hidden.itemsize, case.vocabulary * case.features * case.weight.itemsize
-    by_rows, by_columns = rows * case.features, case.vocabulary * case.features
-    kept = rows * case.vocabulary * case.product.itemsize
-    if case.kernel == "forward":
-        return hidden + blocks * weight + case.mean * by_rows * case.gradient.itemsize + case.keep * kept
-    if case.kernel == "hidden":
-        return hidden + blocks * weight + by_rows * case.gradient.itemsize
-    if case.kernel == "weight":
-        return weight + tiles_of_weight * hidden + by_columns * case.gradient.itemsize
-    return kept + tiles_of_weight * hidden + by_columns * case.gradient.itemsize
+def traffic(case: Case, tiles: Tiles) -> int:
+    """Bytes that a kernel with this tiling moves between HBM and VMEM."""
+    by_rows, by_columns = case.tokens * case.features, case.vocabulary * case.features
+    hidden, weight = by_rows * case.hidden.itemsize, by_columns * case.weight.itemsize
+    kept = case.tokens * case.vocabulary * case.product.itemsize
+    if case.kernel in ("forward", "hidden"):
+        result = by_rows * case.gradient.itemsize if case.mean or case.kernel == "hidden" else 0
+        return hidden + -(-case.tokens // tiles.rows) * weight + result + case.keep * kept
+    result = by_columns * case.gradient.itemsize
+    return (kept if case.kernel == "kept" else weight) + -(-case.vocabulary // tiles.columns) * hidden + result
 
 
 def products(case: Case) -> int:
@@ -146,24 +120,58 @@ def products(case: Case) -> int:
 
 def choose(case: Case) -> Tiles:
     """The tiles for a kernel on the TPU that is traced for; a ValueError names the largest term where none fit."""
-    if found := _override.get(case.kernel) or _override.get(None):
-        return found
-    found = best(case, vmem())
-    if found is None:
-        smallest = terms(case, Tiles(_ROWS[-1], _COLUMNS[-1], _COLUMNS[-1]))
-        name = max(smallest, key=lambda term: smallest[term])
-        raise ValueError(
-            f"hidden: with {case.features} features the {case.kernel} kernel's smallest tiles take "
-            f"{sum(smallest.values()) / _MIB:.0f} MiB of VMEM, {smallest[name] / _MIB:.0f} of them for its {name}, and "
-            f"the device has {vmem() / _MIB:.0f}; use impl='xla'"
-        )
-    return found
+    if _override is not None:
+        return _override[0]
+    if fit := candidates(case, vmem()):
+        return fit[0]
+    smallest = terms(case, Tiles(_ROWS[-1], _COLUMNS[-1], _COLUMNS[-1]))
+    name = max(smallest, key=lambda term: smallest[term])
+    raise ValueError(
+        f"hidden: with {case.features} features the {case.kernel} kernel's smallest tiles take "
+        f"{sum(smallest.values()) / _MIB:.0f} MiB of VMEM, {smallest[name] / _MIB:.0f} of them for its {name}, and "
+        f"the device has {vmem() / _MIB:.0f}; use impl='xla'"
+    )
+
+
+def candidates(case: Case, capacity: int) -> list[Tiles]:
+    """All tilings that fit `capacity` bytes, none larger than the case itself; the best first.
+
+    It has steps that fill a matrix unit, moves about the least, and hides the softmax best: it has large operands, and
+    two steps, so that a softmax hides behind the other step's products.
+    """
+    # Cores share out the blocks of rows, in the kernels of dW the tiles of columns.
+    rows_needed = round_up(-(-case.tokens // cores()) if case.kernel in ("forward", "hidden") else case.tokens, LANES)
+    columns_needed = round_up(case.vocabulary, LANES)
+    # Exponentials are laid out in the forward kernel's tiles, so the kernel that reads them must fit these tiles, too.
+    readers = [dataclasses.replace(case, kernel="kept", keep=False, gradient=jnp.dtype(jnp.float32))] * case.keep
+    tilings = (
+        Tiles(rows, columns, step)
+        for rows in _ROWS
+        if rows // 2 < rows_needed
+        for columns in _COLUMNS
+        if columns // 2 < columns_needed
+        for step in {min(columns, 512), min(columns, 256)}
+    )
+    fit = [
+        tiles
+        for tiles in tilings
+        if all(sum(terms(each, tiles).values()) + _RESERVE <= capacity for each in (case, *readers))
+    ]
+    full = [tiles for tiles in fit if tiles.step >= _LEAST_STEP] or fit
+    least = min((traffic(case, tiles) for tiles in full), default=0)
+
+    def key(tiles: Tiles) -> tuple[int, ...]:
+        good = tiles in full and traffic(case, tiles) <= _MOST_TRAFFIC_LOSS * least
+        steps = min(tiles.columns // tiles.step, 2)
+        return good, min(tiles.rows, 512), tiles.step, steps, -tiles.rows * tiles.columns
+
+    return sorted(fit, key=key, reverse=True)
 
 
 def call_rows(tokens: int, features: int, tile: Tiles) -> int:
     """Rows of one call of a kernel: a block for each core at least, so few that arrays beside it stay small."""
-    if _call_rows is not None:
-        return _call_rows
+    if _override is not None and _override[1] is not None:
+        return _override[1]
     rows = tile.rows * cores()
     while 2 * rows * features <= _CALL_ELEMENTS and rows < tokens:
         rows *= 2
@@ -174,55 +182,6 @@ def kept_bytes(vocabulary: int, product: jnp.dtype, tile: Tiles) -> int:
     """Bytes that the forward kernel keeps of a row: exponentials, and maxima."""
     tiles_of_weight = -(-vocabulary // tile.columns)
     return tiles_of_weight * (tile.columns * product.itemsize + 4 * 8)
-
-
-def obstacle(case: Case) -> str | None:
-    """Why no tiles fit; None if some do."""
-    try:
-        choose(case)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def best(case: Case, capacity: int) -> Tiles | None:
-    """The tiles that best hide the softmax, among those that fit `capacity` bytes and move about the least."""
-    fit = candidates(case, capacity)
-    if not fit:
-        return None
-    fit = [tiles for tiles in fit if tiles.step >= _LEAST_STEP] or fit
-    least = min(traffic(case, tiles) for tiles in fit)
-    good = [tiles for tiles in fit if traffic(case, tiles) <= _MOST_TRAFFIC_LOSS * least]
-    return max(good, key=_overlap)
-
-
-def _overlap(tiles: Tiles) -> tuple[int, ...]:
-    """Sort key: large operands for the MXU, and two steps, so that a softmax hides behind the other step's products."""
-    return min(tiles.rows, 512), tiles.step, min(tiles.columns // tiles.step, 2), -tiles.rows * tiles.columns
-
-
-def candidates(case: Case, capacity: int) -> list[Tiles]:
-    """All tilings that fit, none larger than the case itself."""
-    # Cores share out the blocks of rows, in the kernels of dW the tiles of columns.
-    rows_needed = round_up(-(-case.tokens // cores()) if case.kernel in ("forward", "hidden") else case.tokens, LANES)
-    columns_needed = round_up(case.vocabulary, LANES)
-    fit = []
-    for rows in _ROWS:
-        for columns in _COLUMNS:
-            too_large = rows // 2 >= rows_needed or columns // 2 >= columns_needed
-            if too_large and (rows, columns) != (_ROWS[-1], _COLUMNS[-1]):
-                continue
-            for step in {min(columns, 512), min(columns, 256)}:
-                tiles = Tiles(rows, columns, step)
-                if _fits(case, tiles, capacity):
-                    fit.append(tiles)
-    return fit
-
-
-def _fits(case: Case, tiles: Tiles, capacity: int) -> bool:
-    # Exponentials are laid out in the forward kernel's tiles, so the kernel that reads them must fit these tiles, too.
-    readers = [dataclasses.replace(case, kernel="kept", keep=False, gradient=jnp.dtype(jnp.float32))] * case.keep
-    return all(sum(terms(each, tiles).values()) + _RESERVE <= capacity for each in (case, *readers))
 
 
 def limit(case: Case, tiles: Tiles) -> int:
