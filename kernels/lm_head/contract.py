@@ -114,10 +114,14 @@ def dot(a: Array, b: Array, contract: tuple[int, int], product: Any) -> Float[Ar
     return lax.dot_general(a, b, dims, precision=precision_of(product), preferred_element_type=jnp.float32)
 
 
+def capped(y: Float[Array, "*R"], softcap: float | None) -> Float[Array, "*R"]:
+    """Products y = hidden @ weight.T after the softcap, if there is one."""
+    return y if softcap is None else softcap * jnp.tanh(y / softcap)
+
+
 def logits_of(inputs: Inputs, options: Options, y: Float[Array, "R T"]) -> Float[Array, "R T"]:
     """The logits of products y = hidden @ weight.T: softcap and temperature applied."""
-    capped = y if options.softcap is None else options.softcap * jnp.tanh(y / options.softcap)
-    return capped / inputs.temperature
+    return capped(y, options.softcap) / inputs.temperature
 
 
 def weighted_sum(

@@ -10,9 +10,9 @@ Suffixes as in `forward.py`. With p = exp(log p), log p = (y - top) / temperatur
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -20,24 +20,24 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Integer
 
 from kernels.lm_head import target
-from kernels.lm_head.contract import Inputs, Options, dot, gradient_dtypes
+from kernels.lm_head.contract import Inputs, Options, capped, dot
 from kernels.lm_head.softmax import FLOOR, RowFactors, Softmax, TokenLogprobs, label_slope
 from kernels.lm_head.tpu.forward import (
     LOG2E,
     SUBLANES,
+    Given,
     KeptExponentials,
+    Output,
+    block_spec,
     cap_slope,
     kernel_call,
     label_rows,
     lanes,
-    live_block,
-    live_tile,
-    operands,
-    scalars,
     to_lanes,
+    weight_tile,
     zero_tail,
 )
-from kernels.lm_head.tpu.tiles import LANES, Tiles, case_of
+from kernels.lm_head.tpu.tiles import LANES, Case, Tiles, case_of
 
 _FACTORS = len(RowFactors._fields)
 
@@ -46,28 +46,22 @@ def weight_gradient(
     inputs: Inputs, number: Integer[Array, ""], factors: RowFactors, options: Options, tile: Tiles
 ) -> Float[Array, "V D"]:
     """dW from the rows [0, number); in later rows of their last block, factors must make every probability 0."""
-    hidden, weight, dtype = inputs.hidden, inputs.weight, options.dtype
-    blocks, features = len(hidden) // tile.rows, hidden.shape[1]
-    row_block = live_block(tile)
+    case, (_, features) = case_of(inputs, options, "weight"), inputs.weight.shape
+    own_tile = block_spec(case, tile, (tile.columns, features), lambda i, j: (j, 0))
     return kernel_call(
         functools.partial(
-            _weight_kernel, tile=tile, softcap=options.softcap, dtype=dtype, entropy=options.entropy_slopes
+            _weight_kernel, tile=tile, softcap=options.softcap, dtype=options.dtype, entropy=options.entropy_slopes
         ),
-        case_of(inputs, options, "weight"),
+        case,
         tile,
         "head_weight_gradient",
-        out_shape=_typed(inputs, weight.shape, gradient_dtypes(inputs, options)[1]),
-        grid=(pl.cdiv(len(weight), tile.columns), blocks),
-        in_specs=[
-            pl.BlockSpec((tile.rows, features), lambda j, i, ints, _: (row_block(i, ints), 0)),
-            pl.BlockSpec((tile.columns, features), lambda j, i, *_: (j, 0)),
-            pl.BlockSpec((1, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
-            pl.BlockSpec((SUBLANES, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
-        ],
-        out_specs=pl.BlockSpec((tile.columns, features), lambda j, i, *_: (j, 0)),
-        scratch={"sum": pltpu.VMEM((tile.columns, features), jnp.float32)}
-        | operands(tile, features, hidden.dtype, weight.dtype, dtype),
-    )(*scalars(inputs, number), hidden, weight, inputs.labels[None], _packed(factors))
+        inputs,
+        number,
+        streamed=[weight_tile(case, tile, inputs.weight)],
+        others=[_packed(case, tile, factors)],
+        outputs={"dW": Output(inputs.weight.shape, case.gradient, own_tile)},
+        scratch={"sum": pltpu.VMEM((tile.columns, features), jnp.float32)},
+    )["dW"]
 
 
 def _weight_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype, entropy: bool) -> None:
@@ -91,12 +85,8 @@ def _weight_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
         def products(s: int) -> Float[Array, "S R"]:
             return dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1), dtype)
 
-        y_next = products(0)
-        for s in range(tile.columns // step):
-            y_SR = y_next
-            if s + 1 < tile.columns // step:
-                y_next = products(s + 1)
-            y_SR = y_SR if softcap is None else softcap * jnp.tanh(y_SR / softcap)
+        for s, product_SR in _one_ahead(products, tile.columns // step):
+            y_SR = capped(product_SR, softcap)
             column_SR = lax.broadcasted_iota(jnp.int32, y_SR.shape, 0)
             hit_SR = column_SR == labels[...] - (j * tile.columns + s * step)
             dy_SR = _dy(y_SR, hit_SR, scales[0], softcap, factors_1R, entropy)
@@ -104,40 +94,33 @@ def _weight_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
 
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:
-        out[...] = scratch["sum"][...].astype(out.dtype)
+        out["dW"][...] = scratch["sum"][...].astype(out["dW"].dtype)
 
 
 def hidden_gradient(
     inputs: Inputs, number: Integer[Array, ""], factors: RowFactors, options: Options, tile: Tiles
 ) -> Float[Array, "M D"]:
     """dh of rows [0, number) from the columns of the vocabulary; undefined in other rows."""
-    hidden, weight, dtype = inputs.hidden, inputs.weight, options.dtype
-    features = hidden.shape[1]
-    tiles_of_weight = pl.cdiv(len(weight), tile.columns)
-    row_block = live_block(tile)
+    case, (rows, features) = case_of(inputs, options, "hidden"), inputs.hidden.shape
+    own_block = block_spec(case, tile, (tile.rows, features), lambda i, j: (i, 0))
     return kernel_call(
         functools.partial(
-            _hidden_kernel, tile=tile, softcap=options.softcap, dtype=dtype, entropy=options.entropy_slopes
+            _hidden_kernel, tile=tile, softcap=options.softcap, dtype=options.dtype, entropy=options.entropy_slopes
         ),
-        case_of(inputs, options, "hidden"),
+        case,
         tile,
         "head_hidden_gradient",
-        out_shape=_typed(inputs, hidden.shape, gradient_dtypes(inputs, options)[0]),
-        grid=(len(hidden) // tile.rows, tiles_of_weight),
-        in_specs=[
-            pl.BlockSpec((tile.rows, features), lambda i, j, ints, _: (row_block(i, ints), 0)),
-            pl.BlockSpec((tile.columns, features), live_tile(tile, tiles_of_weight)),
-            pl.BlockSpec((1, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
-            pl.BlockSpec((SUBLANES, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
-        ],
-        out_specs=pl.BlockSpec((tile.rows, features), lambda i, j, *_: (i, 0)),
+        inputs,
+        number,
+        streamed=[weight_tile(case, tile, inputs.weight)],
+        others=[_packed(case, tile, factors)],
+        outputs={"dh": Output((rows, features), case.gradient, own_block)},
         scratch={
             "sum": pltpu.VMEM((tile.rows, features), jnp.float32),
             "label": pltpu.VMEM((tile.rows, LANES), jnp.int32),
             "factors": pltpu.VMEM((_FACTORS, tile.rows, LANES), jnp.float32),
-        }
-        | operands(tile, features, hidden.dtype, weight.dtype, dtype),
-    )(*scalars(inputs, number), hidden, weight, inputs.labels[None], _packed(factors))
+        },
+    )["dh"]
 
 
 def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype, entropy: bool) -> None:
@@ -165,12 +148,8 @@ def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
         def products(s: int) -> Float[Array, "R S"]:
             return dot(h_RD[...], w_TD[pl.ds(s * step, step), :], (1, 1), dtype)
 
-        y_next = products(0)
-        for s in range(tile.columns // step):
-            y_RS = y_next
-            if s + 1 < tile.columns // step:
-                y_next = products(s + 1)
-            y_RS = y_RS if softcap is None else softcap * jnp.tanh(y_RS / softcap)
+        for s, product_RS in _one_ahead(products, tile.columns // step):
+            y_RS = capped(product_RS, softcap)
             first = j * tile.columns + s * step
             column_RS = lax.broadcasted_iota(jnp.int32, y_RS.shape, 1)
             y_RS = jnp.where(column_RS < ints[1] - first, y_RS, FLOOR)
@@ -181,7 +160,7 @@ def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
 
         @pl.when(j == last)
         def _() -> None:
-            out[...] = scratch["sum"][...].astype(out.dtype)
+            out["dh"][...] = scratch["sum"][...].astype(out["dh"].dtype)
 
 
 def _dy(y: Array, hit: Array, scale: Array, softcap: float | None, factors: RowFactors, entropy: bool) -> Array:
@@ -204,39 +183,29 @@ def kept_weight_gradient(
     so_far: Float[Array, "V D"] | None,
 ) -> Float[Array, "V D"]:
     """dW of a wave's rows [0, number) from kept exponentials; or that plus `so_far` (float32), in its memory."""
-    hidden, dtype, tile = inputs.hidden, kept.exponential.dtype, kept.tile
-    features, columns, row_block = hidden.shape[1], tile.columns, live_block(tile)
-    dw_dtype = gradient_dtypes(inputs, options)[1] if so_far is None else so_far.dtype
-    dw_tile = pl.BlockSpec((columns, features), lambda j, i, *_: (j, 0))
+    tile, case, (_, features) = kept.tile, case_of(inputs, options, "kept"), inputs.weight.shape
+    if so_far is not None:
+        case = dataclasses.replace(case, gradient=so_far.dtype)
+    spec = functools.partial(block_spec, case, tile)
+    own_tile = spec((tile.columns, features), lambda i, j: (j, 0))
+    at_columns = functools.partial(spec, place=lambda i, j: (j, i), live=True)
     return kernel_call(
-        functools.partial(_kept_kernel, tile=tile, dtype=dtype),
-        dataclasses.replace(case_of(inputs, options, "kept"), gradient=jnp.dtype(dw_dtype)),
+        functools.partial(_kept_kernel, tile=tile, dtype=kept.exponential.dtype),
+        case,
         tile,
         "head_kept_weight_gradient",
-        out_shape=_typed(inputs, inputs.weight.shape, dw_dtype),
-        grid=(kept.exponential.shape[0] // columns, len(hidden) // tile.rows),
-        in_specs=[
-            pl.BlockSpec((tile.rows, features), lambda j, i, ints, _: (row_block(i, ints), 0)),
-            pl.BlockSpec((columns, tile.rows), lambda j, i, ints, _: (j, row_block(i, ints))),
-            pl.BlockSpec((SUBLANES, tile.rows), lambda j, i, ints, _: (j, row_block(i, ints))),
-            pl.BlockSpec((1, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
-            pl.BlockSpec((SUBLANES, tile.rows), lambda j, i, ints, _: (0, row_block(i, ints))),
-            *([] if so_far is None else [dw_tile]),
+        inputs,
+        number,
+        streamed=[
+            (kept.exponential, at_columns((tile.columns, tile.rows))),
+            (kept.top, at_columns((SUBLANES, tile.rows))),
         ],
-        out_specs=dw_tile,
-        scratch={"sum": pltpu.VMEM((columns, features), jnp.float32)}
-        | operands(tile, features, hidden.dtype, dtype, dtype),
+        others=[_packed(case, tile, factors), *([] if so_far is None else [(so_far, own_tile)])],
+        outputs={"dW": Output(inputs.weight.shape, case.gradient, own_tile)},
+        scratch={"sum": pltpu.VMEM((tile.columns, features), jnp.float32)},
         # The interpreter, off the TPU, returns an aliased output with the last tile's padding.
         aliases={7: 0} if so_far is not None and target.platform() == "tpu" else {},
-    )(
-        *scalars(inputs, number),
-        hidden,
-        kept.exponential,
-        kept.top,
-        inputs.labels[None],
-        _packed(factors),
-        *([] if so_far is None else [so_far]),
-    )
+    )["dW"]
 
 
 def _kept_kernel(*refs: Any, tile: Tiles, dtype: jnp.dtype) -> None:
@@ -266,16 +235,23 @@ def _kept_kernel(*refs: Any, tile: Tiles, dtype: jnp.dtype) -> None:
 
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:
-        out[...] = scratch["sum"][...].astype(out.dtype)
+        out["dW"][...] = scratch["sum"][...].astype(out["dW"].dtype)
 
 
-def _typed(inputs: Inputs, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(inputs.hidden).manual_axis_type)
+def _one_ahead(products: Callable[[int], Array], steps: int) -> Iterator[tuple[int, Array]]:
+    """The number of each step and its products; those of the next step are begun before."""
+    following = products(0)
+    for s in range(steps):
+        own = following
+        if s + 1 < steps:
+            following = products(s + 1)
+        yield s, own
 
 
-def _packed(factors: RowFactors) -> Float[Array, "8 M"]:
+def _packed(case: Case, tile: Tiles, factors: RowFactors) -> Given:
     """The factors as rows of one array, padded to whole sublanes."""
-    return jnp.stack([*factors, *[jnp.zeros_like(factors.top)] * (SUBLANES - _FACTORS)])
+    packed_8M = jnp.stack([*factors, *[jnp.zeros_like(factors.top)] * (SUBLANES - _FACTORS)])
+    return packed_8M, block_spec(case, tile, (SUBLANES, tile.rows), lambda i, j: (0, i), live=True)
 
 
 def hidden_gradient_from_mean(

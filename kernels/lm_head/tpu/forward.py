@@ -18,7 +18,7 @@ q is the softmax over all columns but the label's.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Integer
 
-from kernels.lm_head.contract import Inputs, Options, dot, number_of_columns
+from kernels.lm_head.contract import Inputs, Options, capped, dot, number_of_columns
 from kernels.lm_head.softmax import FLOOR, Softmax
 from kernels.lm_head.tpu import tiles
 from kernels.lm_head.tpu.tiles import LANES, Case, Tiles, case_of
@@ -70,51 +70,35 @@ def forward(
     The results of other rows are undefined. `mean` is the dtype of E_q[W], the sum of q W over these columns, times the
     cap's slope, if any; None: it isn't computed. A label outside of these columns must be negative.
     """
-    hidden, weight, labels, dtype, softcap = inputs.hidden, inputs.weight, inputs.labels, options.dtype, options.softcap
-    rows, features = hidden.shape
-    blocks, tiles_of_weight = pl.cdiv(rows, tile.rows), pl.cdiv(len(weight), tile.columns)
-    typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
-    row_block = live_block(tile)
-
-    outputs = {
-        "sums": (typed((SUBLANES, rows), jnp.float32), pl.BlockSpec((SUBLANES, tile.rows), lambda i, *_: (0, i)))
-    }
+    hidden, weight, labels, dtype = inputs.hidden, inputs.weight, inputs.labels, options.dtype
+    (rows, features), across = hidden.shape, pl.cdiv(len(weight), tile.columns)
+    case = case_of(inputs, options, "forward", mean, keep)
+    spec = functools.partial(block_spec, case, tile)
+    outputs = {"sums": Output((SUBLANES, rows), jnp.float32, spec((SUBLANES, tile.rows), lambda i, j: (0, i)))}
     scratch: dict[str, Any] = {
         name: pltpu.VMEM((SUBLANES, tile.rows), jnp.float32) for name in ("top", "sum_e", "sum_e_y")
     }
     if mean is None and not keep:
         scratch["carried"] = pltpu.VMEM((tile.step, tile.rows), jnp.float32)
     if mean is not None:
-        outputs["mean"] = typed((rows, features), mean), pl.BlockSpec((tile.rows, features), lambda i, *_: (i, 0))
+        outputs["mean"] = Output((rows, features), mean, spec((tile.rows, features), lambda i, j: (i, 0)))
         scratch["sum"] = pltpu.VMEM((tile.rows, features), jnp.float32)
     if keep:
-        outputs["kept"] = (
-            typed((tiles_of_weight * tile.columns, rows), dtype),
-            pl.BlockSpec((tile.columns, tile.rows), lambda i, j, *_: (j, i)),
-        )
-        outputs["kept_top"] = (
-            typed((tiles_of_weight * SUBLANES, rows), jnp.float32),
-            pl.BlockSpec((SUBLANES, tile.rows), lambda i, j, *_: (j, i)),
-        )
-    scratch |= operands(tile, features, hidden.dtype, weight.dtype, dtype)
+        for name, height, kind in (("kept", tile.columns, dtype), ("kept_top", SUBLANES, jnp.float32)):
+            outputs[name] = Output((across * height, rows), kind, spec((height, tile.rows), lambda i, j: (j, i)))
     out = kernel_call(
-        functools.partial(_kernel, tile=tile, softcap=softcap, dtype=dtype),
-        case_of(inputs, options, "forward", mean, keep),
+        functools.partial(_kernel, tile=tile, softcap=options.softcap, dtype=dtype),
+        case,
         tile,
         "head_forward" + ("_mean" if mean is not None else "") + ("_keep" if keep else ""),
-        out_shape={name: shape for name, (shape, _) in outputs.items()},
-        grid=(blocks, tiles_of_weight),
-        in_specs=[
-            pl.BlockSpec((tile.rows, features), lambda i, j, ints, _: (row_block(i, ints), 0)),
-            pl.BlockSpec((tile.columns, features), live_tile(tile, tiles_of_weight)),
-            pl.BlockSpec((1, tile.rows), lambda i, j, ints, _: (0, row_block(i, ints))),
-        ],
-        out_specs={name: spec for name, (_, spec) in outputs.items()},
+        inputs,
+        number,
+        streamed=[weight_tile(case, tile, weight)],
+        outputs=outputs,
         scratch=scratch,
-    )(*scalars(inputs, number), hidden, weight, labels[None])
+    )
     kept = KeptExponentials(out["kept"], out["kept_top"], tile) if keep else None
-    y = (as_operand(hidden, dtype) * label_rows(weight, labels, dtype)).sum(axis=1)
-    y = y if softcap is None else softcap * jnp.tanh(y / softcap)
+    y = capped((as_operand(hidden, dtype) * label_rows(weight, labels, dtype)).sum(axis=1), options.softcap)
     top, sum_e, sum_e_y = out["sums"][:3]
     return Others(top, sum_e, sum_e_y, jnp.where(labels >= 0, y, FLOOR)), out.get("mean"), kept
 
@@ -181,8 +165,7 @@ def _kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype) ->
             w_TD[...] = weight[...].astype(dtype)
 
         def products(s: int) -> Float[Array, "S R"]:
-            y_SR = dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1), dtype)
-            return y_SR if softcap is None else softcap * jnp.tanh(y_SR / softcap)
+            return capped(dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1), dtype), softcap)
 
         def add_to_sums(y_SR: Array, s: int) -> tuple[Array, Array, Array]:
             """Adds step s of this tile; its exponentials for E_q[W], the maximum so far, the factor of earlier sums."""
@@ -248,9 +231,13 @@ def _kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype) ->
 # --- shared with the backward kernels -----------------------------------------------------------------------------
 
 
-def scalars(inputs: Inputs, number: Integer[Array, ""]) -> tuple[Integer[Array, "2"], Float[Array, "1"]]:
-    """The scalars of a kernel: how many rows and how many columns count, and 1 / temperature."""
-    return jnp.stack([number, number_of_columns(inputs)]), (1 / inputs.temperature)[None]
+Given = tuple[Array, pl.BlockSpec]
+
+
+class Output(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: pl.BlockSpec
 
 
 def kernel_call(
@@ -258,21 +245,41 @@ def kernel_call(
     case: Case,
     tile: Tiles,
     name: str,
+    inputs: Inputs,
+    number: Integer[Array, ""],
     *,
-    out_shape: Any,
-    grid: tuple[int, int],
-    in_specs: list[pl.BlockSpec],
-    out_specs: Any,
+    streamed: Sequence[Given],
+    others: Sequence[Given] = (),
+    outputs: dict[str, Output],
     scratch: dict[str, Any],
     aliases: dict[int, int] | None = None,
-) -> Callable[..., Any]:
-    """The `pallas_call` of a kernel with two prefetched arrays of scalars, integers and floats, ahead of its blocks."""
-    work = case.tokens * case.vocabulary
+) -> dict[str, Array]:
+    """The results of a kernel over blocks of rows and tiles of the weight, of which rows [0, number) count.
+
+    Its refs are two arrays of scalars (how many rows and how many columns count; 1 / temperature), hidden states,
+    `streamed`, labels, `others`, outputs by name, and scratch by name: with `hidden` and `weight` for a block and a
+    tile in the products' dtype, where the arguments have another.
+    """
+    hidden, work = inputs.hidden, case.tokens * case.vocabulary
+    height, features = tile.rows, hidden.shape[1]
+    spec = functools.partial(block_spec, case, tile, live=True)
+    given = [(hidden, spec((height, features), lambda i, j: (i, 0))), *streamed]
+    given += [(inputs.labels[None], spec((1, height), lambda i, j: (0, i))), *others]
+    if case.hidden != case.product:
+        scratch["hidden"] = pltpu.VMEM((height, features), case.product)
+    if case.weight != case.product and case.kernel != "kept":
+        scratch["weight"] = pltpu.VMEM((tile.columns, features), case.product)
+    grid = pl.cdiv(len(hidden), height), pl.cdiv(len(inputs.weight), tile.columns)
+    typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
     return pl.pallas_call(
         kernel,
-        out_shape=out_shape,
+        out_shape={name: typed(out.shape, out.dtype) for name, out in outputs.items()},
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2, grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=[scratch]
+            num_scalar_prefetch=2,
+            grid=grid if case.by_rows else grid[::-1],
+            in_specs=[spec for _, spec in given],
+            out_specs={name: out.spec for name, out in outputs.items()},
+            scratch_shapes=[scratch],
         ),
         input_output_aliases=aliases or {},
         compiler_params=pltpu.CompilerParams(
@@ -284,27 +291,30 @@ def kernel_call(
             bytes_accessed=tiles.traffic(case, tile),
         ),
         name=name,
-    )
+    )(jnp.stack([number, number_of_columns(inputs)]), (1 / inputs.temperature)[None], *(array for array, _ in given))
 
 
-def live_block(tile: Tiles) -> Callable[..., Any]:
-    """Index map: the block of rows for step i; past the rows that count the last one, so that nothing is fetched."""
-    return lambda i, ints: jnp.minimum(i, jnp.maximum(pl.cdiv(ints[0], tile.rows) - 1, 0))
+def block_spec(
+    case: Case, tile: Tiles, shape: tuple[int, int], place: Callable[[Any, Any], tuple[Any, Any]], live: bool = False
+) -> pl.BlockSpec:
+    """A block at `place(i, j)` for block i of rows and tile j of the weight.
+
+    With `live`, i is at most the last block with rows that count, so that past it nothing is fetched.
+    """
+
+    def index(*step: Any) -> tuple[Any, Any]:
+        i, j = step[:2] if case.by_rows else step[1::-1]
+        return place(jnp.minimum(i, jnp.maximum(pl.cdiv(step[2][0], tile.rows) - 1, 0)) if live else i, j)
+
+    return pl.BlockSpec(shape, index)
 
 
-def live_tile(tile: Tiles, tiles_of_weight: int) -> Callable[..., Any]:
-    """Index map: the tile of the weight for step (i, j); past the rows that count the last one."""
-    return lambda i, j, ints, _: (jnp.where(i * tile.rows < ints[0], j, tiles_of_weight - 1), 0)
-
-
-def operands(tile: Tiles, features: int, hidden: Any, weight: Any, product: Any) -> dict[str, Any]:
-    """Scratch for a block and a tile in the products' dtype, where the arguments have another."""
-    scratch = {}
-    if hidden != product:
-        scratch["hidden"] = pltpu.VMEM((tile.rows, features), product)
-    if weight != product:
-        scratch["weight"] = pltpu.VMEM((tile.columns, features), product)
-    return scratch
+def weight_tile(case: Case, tile: Tiles, weight: Float[Array, "V D"]) -> Given:
+    """The weight by tiles; where these pass by rows, the last tile past the rows that count."""
+    shape, last = (tile.columns, weight.shape[1]), pl.cdiv(len(weight), tile.columns) - 1
+    if not case.by_rows:
+        return weight, block_spec(case, tile, shape, lambda i, j: (j, 0))
+    return weight, pl.BlockSpec(shape, lambda i, j, ints, _: (jnp.where(i * tile.rows < ints[0], j, last), 0))
 
 
 def cap_slope(y: Array, softcap: float) -> Array:

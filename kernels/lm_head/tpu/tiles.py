@@ -53,6 +53,11 @@ class Case:
     mean: bool = False  # forward: whether it computes E_q[W]
     keep: bool = False  # forward: whether it keeps exponentials
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether a block of rows stays on the chip while the weight passes by; else a tile of the weight stays."""
+        return self.kernel in ("forward", "hidden")
+
 
 def case_of(inputs: Inputs, options: Options, kernel: KernelName, mean: Any = None, keep: bool = False) -> Case:
     """The case of a kernel that is given these arguments; `mean` is the dtype of E_q[W], None where there is none."""
@@ -85,7 +90,7 @@ def terms(case: Case, tiles: Tiles) -> dict[str, int]:
     vectors = 4 + (3 if forward else 0) + (2 if case.keep else 0)
     turned = 6 if case.kernel == "hidden" else int(case.mean)  # row vectors across lanes
     logits = 6 if forward and not (case.mean or case.keep) else 5  # with masks, and those carried to the next tile
-    result = by_rows if forward or case.kernel == "hidden" else by_columns
+    result = by_rows if case.by_rows else by_columns
     return {
         "hidden block": 2 * case.hidden.itemsize * by_rows,
         "weight tile": 0 if from_kept else 2 * case.weight.itemsize * by_columns,
@@ -106,7 +111,7 @@ def traffic(case: Case, tiles: Tiles) -> int:
     by_rows, by_columns = case.tokens * case.features, case.vocabulary * case.features
     hidden, weight = by_rows * case.hidden.itemsize, by_columns * case.weight.itemsize
     kept = case.tokens * case.vocabulary * case.product.itemsize
-    if case.kernel in ("forward", "hidden"):
+    if case.by_rows:
         result = by_rows * case.gradient.itemsize if case.mean or case.kernel == "hidden" else 0
         return hidden + -(-case.tokens // tiles.rows) * weight + result + case.keep * kept
     result = by_columns * case.gradient.itemsize
@@ -140,7 +145,7 @@ def candidates(case: Case, capacity: int) -> list[Tiles]:
     two steps, so that a softmax hides behind the other step's products.
     """
     # Cores share out the blocks of rows, in the kernels of dW the tiles of columns.
-    rows_needed = round_up(-(-case.tokens // cores()) if case.kernel in ("forward", "hidden") else case.tokens, LANES)
+    rows_needed = round_up(-(-case.tokens // cores()) if case.by_rows else case.tokens, LANES)
     columns_needed = round_up(case.vocabulary, LANES)
     # Exponentials are laid out in the forward kernel's tiles, so the kernel that reads them must fit these tiles, too.
     readers = [dataclasses.replace(case, kernel="kept", keep=False, gradient=jnp.dtype(jnp.float32))] * case.keep
