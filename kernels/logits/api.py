@@ -69,7 +69,7 @@ def _passes(impl: str | None, logits: Float[Array, "*N V"]) -> ModuleType:
     if impl == "mosaic_tpu" and why_not is not None:
         raise ValueError(f"impl: {impl} can't run here: {why_not}")
     if impl is None:
-        by_kernels = target.platform() == "tpu" and why_not is None and logits_tpu.has_default_layout(logits)
+        by_kernels = target.platform() == "tpu" and why_not is None and logits_tpu.has_rows_in_order(logits)
         impl = "mosaic_tpu" if by_kernels else "xla"
     return _PASSES[impl]
 

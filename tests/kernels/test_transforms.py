@@ -67,7 +67,6 @@ SUBJECTS = {
     "logits, tiles": of_statistics(LOGITS),
     "logits, reduction": of_statistics(LOGITS_ON_GPU),
     "logits, kernels": of_statistics(LOGITS_TPU),
-    "many logits, kernels": of_statistics(LOGITS_TPU._replace(shape=(120, 300, 300))),
 }
 
 
