@@ -174,8 +174,8 @@ def label_is_likeliest(
     if sharding is not None:
         sharding.check(inputs.hidden, weight)
     # The label's logit less the maximum; XLA drops the sums that nothing else uses.
-    options = Options(None, product_dtype(dtype, hidden, weight))
-    below = _placed("xla", sharding).statistics(inputs, options).label
+    options = Options(None, product_dtype(dtype, hidden, weight)).values_alone
+    below = _placed("xla", sharding).forward(inputs, options)[0].label
     return ((below >= 0) & inputs.live).reshape(labels.shape)
 
 

@@ -53,7 +53,7 @@ def close_objective(objective: Objective, dtypes: Sequence[Any], varying: Set[st
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def token_logprobs(engine: Engine, options: Options, inputs: Inputs) -> TokenLogprobs:
     """The statistics, differentiable in `inputs`."""
-    return engine.statistics(inputs, options).outputs()
+    return engine.forward(inputs, options.values_alone)[0].outputs()
 
 
 def _token_logprobs_forward(engine: Engine, options: Options, inputs: Any) -> tuple[TokenLogprobs, Any]:
@@ -77,7 +77,7 @@ def token_loss(
     engine: Engine, options: Options, objective: Objective, inputs: Inputs, terms: Terms
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
     """The loss, and the statistics, whose cotangents have no effect; `objective` is closed (see `close_objective`)."""
-    tokens = engine.statistics(inputs, options).outputs()
+    tokens = engine.forward(inputs, options.values_alone)[0].outputs()
     return weighted_sum(objective, inputs.live, tokens.logprob, tokens.entropy, terms), tokens
 
 
@@ -85,10 +85,10 @@ def _token_loss_forward(
     engine: Engine, options: Options, objective: Objective, inputs: Any, terms: Any
 ) -> tuple[tuple[Float[Array, ""], TokenLogprobs], Any]:
     options, inputs, terms = _with_wanted_sides(options, inputs), _values(inputs), _values(terms)
-    if options.wants_hidden or options.wants_weight:
+    if options.wants_any:
         softmax, gradients = engine.loss_and_gradients(inputs, objective, terms, options)
     else:
-        softmax, gradients = engine.statistics(inputs, options), (None, None)
+        softmax, gradients = engine.forward(inputs, options)[0], (None, None)
     tokens = softmax.outputs()
 
     def total(terms: Terms) -> Float[Array, ""]:

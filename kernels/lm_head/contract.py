@@ -46,6 +46,14 @@ class Options:
     gradient_dtypes: tuple[jnp.dtype, jnp.dtype] | None = None  # dtypes of dh and dW; None: the inputs'
 
     @property
+    def wants_any(self) -> bool:
+        return self.wants_hidden or self.wants_weight
+
+    @property
+    def values_alone(self) -> "Options":
+        return dataclasses.replace(self, wants_hidden=False, wants_weight=False)
+
+    @property
     def in_step(self) -> tuple[str, ...]:
         """The mesh axes along which devices must run a loop over blocks of tokens equally often."""
         return self.token_axes if self.vocabulary_axis else ()
@@ -67,11 +75,8 @@ class Terms(NamedTuple):
 class Engine(Protocol):
     """An implementation of the head. Rows that don't count are 0 in all that it returns."""
 
-    def statistics(self, inputs: Inputs, options: Options) -> Softmax:
-        """The tokens' statistics."""
-
     def forward(self, inputs: Inputs, options: Options) -> tuple[Softmax, Any]:
-        """The statistics, and what `gradients` needs again: a tree of arrays [N, ...], one row a token, or None."""
+        """The tokens' statistics, and what the wanted gradients need again: a tree of arrays [N, ...], or None."""
 
     def gradients(
         self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, options: Options

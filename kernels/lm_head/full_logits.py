@@ -33,12 +33,8 @@ def obstacle(inputs: Inputs, options: Options) -> None:
     """Nothing keeps it from running."""
 
 
-def statistics(inputs: Inputs, options: Options) -> Softmax:
-    return forward(inputs, options)[0]
-
-
-def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "N V"]]:
-    """The statistics and y."""
+def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "N V"] | None]:
+    """The statistics, and y for backward."""
     hidden_ND, weight_VD = _live_hidden(inputs).astype(options.dtype), inputs.weight.astype(options.dtype)
     y_NV = dot(hidden_ND, weight_VD, (1, 1), options.dtype)
     z_NV = _logits(inputs, options, y_NV)
@@ -48,7 +44,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "N 
     label_N = local_labels(inputs)
     label_z_N = jnp.take_along_axis(z_NV, jnp.maximum(label_N, 0)[:, None], axis=1)[:, 0]
     running = Running(top_N, e_NV.sum(axis=1), (e_NV * below_NV).sum(axis=1), jnp.where(label_N < 0, 0, label_z_N))
-    return finish_live(running, inputs.live, options.vocabulary_axis), y_NV
+    return finish_live(running, inputs.live, options.vocabulary_axis), y_NV if options.wants_any else None
 
 
 def gradients(

@@ -91,9 +91,6 @@ class Sharded:
     engine: Engine
     sharding: HeadSharding
 
-    def statistics(self, inputs: Inputs, options: Options) -> Softmax:
-        return self._on_devices(self.engine.statistics, self._rows, inputs, options)
-
     def forward(self, inputs: Inputs, options: Options) -> tuple[Softmax, Any]:
         def pass_(own: Inputs, options: Options) -> tuple[Softmax, Any]:
             softmax, saved = self.engine.forward(own, options)

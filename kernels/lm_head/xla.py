@@ -55,10 +55,6 @@ def obstacle(inputs: Inputs, options: Options) -> None:
     """It always runs."""
 
 
-def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
-    return statistics(inputs, options), None
-
-
 def loss_and_gradients(
     inputs: Inputs, objective: Objective, terms: Terms, options: Options
 ) -> tuple[Softmax, Gradients]:
@@ -66,12 +62,12 @@ def loss_and_gradients(
     wave = _wave(plan, inputs, options)
     if wave:
         return _waves(plan._replace(block=wave), inputs, objective, terms, options)
-    softmax = statistics(inputs, options)
+    softmax, _ = forward(inputs, options)
     slopes = loss_slopes(objective, inputs.live, softmax.outputs(), terms)
     return softmax, gradients(inputs, softmax, None, slopes, options)
 
 
-def statistics(inputs: Inputs, options: Options) -> Softmax:
+def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
     """The statistics of all tokens: 1 matrix product."""
     plan = _plan(inputs)
     live = live_rows(inputs.live, plan.block)
@@ -91,7 +87,7 @@ def statistics(inputs: Inputs, options: Options) -> Softmax:
     unvisited = Running(zeros_M, zeros_M + 1, zeros_M, zeros_M)  # finite
     all_M = live.over_blocks(plan.block, block, unvisited)
     running = jax.tree.map(lambda x: x[live.place], all_M)
-    return finish_live(running, inputs.live, options.vocabulary_axis)
+    return finish_live(running, inputs.live, options.vocabulary_axis), None
 
 
 def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogprobs, options: Options) -> Gradients:

@@ -73,16 +73,12 @@ def obstacle(inputs: Inputs, options: Options) -> str | None:
     return None if tiles.overridden() else target.why_not_hopper()
 
 
-def statistics(inputs: Inputs, options: Options) -> Softmax:
+def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
     sizes = tiles.choose(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, sizes.tiles.cluster_rows)
     rows = gather_rows(inputs, options, sizes, live.row, live.number)
     running, _ = _forward_pass(inputs, options, Plan(sizes, len(rows.labels)), rows)
-    return _finish(options, jax.tree.map(lambda x: x[live.place], running), inputs.live)
-
-
-def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
-    return statistics(inputs, options), None
+    return _finish(options, jax.tree.map(lambda x: x[live.place], running), inputs.live), None
 
 
 def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogprobs, options: Options) -> Gradients:

@@ -79,12 +79,24 @@ def obstacle(inputs: Inputs, options: Options) -> str | None:
     return None
 
 
-def statistics(inputs: Inputs, options: Options) -> Softmax:
-    return _forward(inputs, options, with_mean=False)[0]
+def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved | None]:
+    dtype = inputs.hidden.dtype if options.wants_hidden else None
+    tile, rows = _plan(inputs, options, jnp.float32 if options.wants_hidden else None)
+    live = live_rows(inputs.live, rows)
 
+    def over(i: Array, carry: Any) -> Any:
+        others_M, mean_MD = carry
+        block = _block(inputs, live, rows, i)
+        others_R, mean_RD, _ = forward_kernel(block.inputs, block.number, options, tile=tile, mean=dtype)
+        if mean_RD is not None:
+            mean_MD = write(mean_MD, mean_RD, i * rows)
+        return write(others_M, others_R, i * rows), mean_MD
 
-def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved]:
-    return _forward(inputs, options, with_mean=options.wants_hidden)
+    others_M = Others(*(zeros(inputs, len(live.row)) for _ in Others._fields))
+    mean_MD = zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype) if options.wants_hidden else None
+    others, mean = jax.tree.map(lambda x: x[live.place], live.over_blocks(rows, over, (others_M, mean_MD)))
+    softmax, top_y, share = finish(others, inputs, options)
+    return softmax, Saved(top_y, share, mean) if options.wants_any else None
 
 
 def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: TokenLogprobs, options: Options) -> Gradients:
@@ -165,26 +177,6 @@ def _block(inputs: Inputs, live: LiveRows, rows: int, i: Array) -> _Block:
 
 def _row_factors(inputs: Inputs, options: Options, softmax: Softmax, top_y: Array, slopes: TokenLogprobs) -> RowFactors:
     return row_factors(softmax, top_y, slopes, inputs.temperature, options.softcap).where(inputs.live)
-
-
-def _forward(inputs: Inputs, options: Options, with_mean: bool) -> tuple[Softmax, Saved]:
-    dtype = inputs.hidden.dtype if with_mean else None
-    tile, rows = _plan(inputs, options, jnp.float32 if with_mean else None)
-    live = live_rows(inputs.live, rows)
-
-    def over(i: Array, carry: Any) -> Any:
-        others_M, mean_MD = carry
-        block = _block(inputs, live, rows, i)
-        others_R, mean_RD, _ = forward_kernel(block.inputs, block.number, options, tile=tile, mean=dtype)
-        if with_mean:
-            mean_MD = write(mean_MD, mean_RD, i * rows)
-        return write(others_M, others_R, i * rows), mean_MD
-
-    others_M = Others(*(zeros(inputs, len(live.row)) for _ in Others._fields))
-    mean_MD = zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype) if with_mean else None
-    others, mean = jax.tree.map(lambda x: x[live.place], live.over_blocks(rows, over, (others_M, mean_MD)))
-    softmax, top_y, share = finish(others, inputs, options)
-    return softmax, Saved(top_y, share, mean)
 
 
 def _hidden_gradient(inputs: Inputs, factors: RowFactors, options: Options) -> Float[Array, "N D"]:
