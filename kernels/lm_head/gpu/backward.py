@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.lm_head.gpu.forward import LOG2E, Chunk, Labels, Logits, Rows, is_hit
 from kernels.lm_head.gpu.products import (
+    PIECE,
     Operand,
     Place,
     Product,
@@ -72,10 +73,40 @@ def logit_gradient(
         slabs = jnp.int32(-(-h.shape[1] // tiles.depth))
         work = Work(*strips_of(blocks, used, strip, shared_blocks(tiles, h.shape[1])), slabs)
 
+        own_labels = Labels(labels, in_tile, first, columns)
+
         def multiplier(stages: Ref) -> Strip:
             logits = Logits(softcap, scale[0])
-            own = Labels(labels, in_tile, first, columns)
-            return functools.partial(_logit_gradient_strip, tiles, logits, own, by_row, entropy, token, stages, dy)
+
+            def strip_of_rows(place: Place, product: Product, step: Scalar) -> Scalar:
+                in_all = place._replace(row=token + place.row)
+                row = RowFactors(*(load_vector(by_row, in_all, i) for i in range(len(RowFactors._fields))))
+                label = load_vector(labels, in_all) - first
+                top, log_sum_e, at_p_log2_p = row.top * LOG2E, row.log_sum_e * LOG2E, row.at_p_log_p / LOG2E
+                hits = own_labels.in_strip(in_all, tiles)
+
+                def tile(t: Scalar, step: Scalar) -> Scalar:
+                    hit = is_hit(hits, t - place.tile)
+                    y, step = product(t, step)
+                    start = t * tiles.columns
+                    left = columns - start
+                    for i, piece in enumerate(pieces_of(y)):
+                        wide = functools.partial(lax.broadcast_in_dim, shape=piece.shape, broadcast_dimensions=(0,))
+                        capped = logits.capped(piece)
+                        log2_p = (capped * (logits.scale * LOG2E) - wide(top)) - wide(log_sum_e)
+                        by_z = wide(row.at_p) + wide(at_p_log2_p) * log2_p if entropy else wide(row.at_p)
+                        by_y = jnp.exp2(log2_p) * by_z
+                        if softcap is not None:
+                            by_y *= logits.slope(capped)
+                        corrected = functools.partial(_corrected, i, label - start, row.at_label, left)
+                        by_y = lax.cond(hit | (left < tiles.columns), corrected, lambda x: x, by_y)
+                        to = dy.at[pl.ds(place.row, tiles.rows_each), pl.ds(start + i * PIECE, PIECE)]
+                        store_piece(stages, place, i, by_y, to)
+                    return step
+
+                return lax.fori_loop(place.tile, place.tile + place.tiles, tile, step)
+
+            return strip_of_rows
 
         run(tiles, work, Operand(h, False, token), Operand(w, False, first_row), multiplier, [piece_stages(h.dtype)])
 
@@ -83,47 +114,6 @@ def logit_gradient(
     counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
     arguments = (counts, 1 / temperature[None], rows.hidden, weight, rows.labels, rows.in_tile, jnp.stack(factors))
     return kernel(body, tiles, "lm_head_slopes", [out])(*arguments)[0]
-
-
-def _logit_gradient_strip(
-    tiles: Tiles,
-    logits: Logits,
-    labels: Labels,
-    by_row: Ref,
-    entropy: bool,
-    token: Scalar,
-    stages: Ref,
-    dy: Ref,
-    place: Place,
-    product: Product,
-    step: Scalar,
-) -> Scalar:
-    in_all = place._replace(row=token + place.row)
-    row = RowFactors(*(load_vector(by_row, in_all, i) for i in range(len(RowFactors._fields))))
-    label = load_vector(labels.of_row, in_all) - labels.first
-    top, log_sum_e, at_p_log2_p = row.top * LOG2E, row.log_sum_e * LOG2E, row.at_p_log_p / LOG2E
-    hits = labels.in_strip(in_all, tiles)
-
-    def tile(t: Scalar, step: Scalar) -> Scalar:
-        hit = is_hit(hits, t - place.tile)
-        y, step = product(t, step)
-        start = t * tiles.columns
-        left = labels.columns - start
-        for i, piece in enumerate(pieces_of(y)):
-            wide = functools.partial(lax.broadcast_in_dim, shape=piece.shape, broadcast_dimensions=(0,))
-            capped = logits.capped(piece)
-            log2_p = (capped * (logits.scale * LOG2E) - wide(top)) - wide(log_sum_e)
-            by_z = wide(row.at_p) + wide(at_p_log2_p) * log2_p if entropy else wide(row.at_p)
-            by_y = jnp.exp2(log2_p) * by_z
-            if logits.softcap is not None:
-                by_y *= logits.slope(capped)
-            corrected = functools.partial(_corrected, i, label - start, row.at_label, left)
-            by_y = lax.cond(hit | (left < tiles.columns), corrected, lambda x: x, by_y)
-            to = dy.at[pl.ds(place.row, tiles.rows_each), pl.ds(start + i * piece.shape[1], piece.shape[1])]
-            store_piece(stages, place, i, by_y, to)
-        return step
-
-    return lax.fori_loop(place.tile, place.tile + place.tiles, tile, step)
 
 
 def _corrected(
@@ -139,18 +129,8 @@ def hidden_gradient(
     sums: Ref, dy: Float[Array, "B C"], weight: Float[Array, "V D"], block: Block, chunk: Chunk, *, tiles: Tiles
 ) -> None:
     """Adds dy @ weight[chunk] to the block's rows of `sums`, float32 [M, D], in place."""
-
-    def body(counts: Ref, dy: Ref, w: Ref, sums: Ref) -> None:
-        number, columns = counts[1], counts[4]
-        token, first_row = _aligned(tiles, counts, 0, 3)
-        across = jnp.int32(-(-w.shape[1] // tiles.columns))
-        slabs = lax.div(columns + (tiles.depth - 1), jnp.int32(tiles.depth))
-        work = Work(*strips_of(_blocks(tiles, number), across, 1), slabs)
-        multiplier = functools.partial(_store_strip, tiles, sums, token, None, True)
-        run(tiles, work, Operand(dy, False), Operand(w, True, 0, first_row), multiplier, [piece_stages(jnp.float32)])
-
-    counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
-    kernel(body, tiles, "lm_head_hidden")(counts, dy, weight, sums)
+    places = _Places(block.first, block.number, chunk.first_row, chunk.columns)
+    _product("lm_head_hidden", tiles, Operand(dy, False), weight, sums, places, add=True)
 
 
 def weight_gradient(
@@ -168,36 +148,55 @@ def weight_gradient(
 
     The chunk's columns that count must reach to its end, or to that of `out`. `before` is added before writing.
     """
-
-    def body(counts: Ref, h: Ref, dy: Ref, *refs: Ref) -> None:
-        *before, out = refs
-        number, columns = counts[1], counts[4]
-        token, first = _aligned(tiles, counts, 0, 2)
-        across = jnp.int32(-(-h.shape[1] // tiles.columns))
-        slabs = lax.div(number + (tiles.depth - 1), jnp.int32(tiles.depth))
-        work = Work(*strips_of(_blocks(tiles, columns), across, 1), slabs)
-        multiplier = functools.partial(_store_strip, tiles, out, first, next(iter(before), None), add)
-        run(tiles, work, Operand(dy, True), Operand(h, True, 0, token), multiplier, [piece_stages(out.dtype)])
-
-    counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
-    kernel(body, tiles, "lm_head_weight")(counts, hidden, dy, *([] if before is None else [before]), out)
+    places = _Places(chunk.first, chunk.columns, block.first, block.number)
+    _product("lm_head_weight", tiles, Operand(dy, True), hidden, out, places, add, before)
 
 
-def _store_strip(tiles: Tiles, out: Ref, first: Scalar, before: Ref | None, add: bool, stages: Ref) -> Strip:
-    """Stores tiles in the rows of `out` from `first` on; with `add` adds them there, with `before` adds that first."""
-    width = stages.shape[-1]
+class _Places(NamedTuple):
+    """Parts of the factors and of the result of a product."""
 
-    def strip(place: Place, product: Product, step: Scalar) -> Scalar:
-        y, step = product(place.tile, step)
-        own = pl.ds(place.row, tiles.rows_each)
-        for i, piece in enumerate(pieces_of(y, width)):
-            columns = pl.ds(place.tile * tiles.columns + i * width, width)
-            if before is not None:
-                piece += load(before.at[own, columns])
-            store_piece(stages, place, i, piece, out.at[pl.ds(first + place.row, tiles.rows_each), columns], add)
-        return step
+    first: Scalar | int  # the first of the result's rows
+    rows: Scalar
+    first_depth: Scalar | int  # the first row of the right factor
+    depth: Scalar  # number of its rows
 
-    return strip
+
+def _product(
+    name: str,
+    tiles: Tiles,
+    left: Operand,
+    right: Float[Array, "_ D"],
+    out: Ref,
+    places: _Places,
+    add: bool,
+    before: Float[Array, "C _"] | None = None,
+) -> None:
+    """Writes `left` @ `right` to rows of `out`, or adds it there; `before` is added ahead of that."""
+
+    def body(counts: Ref, dy: Ref, right: Ref, *refs: Ref) -> None:
+        *earlier, out = refs
+        rows, depth = counts[1], counts[3]
+        first, first_depth = _aligned(tiles, counts, 0, 2)
+        across = jnp.int32(-(-right.shape[1] // tiles.columns))
+        slabs = lax.div(depth + (tiles.depth - 1), jnp.int32(tiles.depth))
+        work = Work(*strips_of(_blocks(tiles, rows), across, 1), slabs)
+
+        def strip(stages: Ref, place: Place, product: Product, step: Scalar) -> Scalar:
+            y, step = product(place.tile, step)
+            own, width = pl.ds(place.row, tiles.rows_each), stages.shape[-1]
+            for i, piece in enumerate(pieces_of(y, width)):
+                columns = pl.ds(place.tile * tiles.columns + i * width, width)
+                if earlier:
+                    piece += load(earlier[0].at[own, columns])
+                store_piece(stages, place, i, piece, out.at[pl.ds(first + place.row, tiles.rows_each), columns], add)
+            return step
+
+        multiplier = functools.partial(functools.partial, strip)
+        operands = left._replace(ref=dy), Operand(right, True, 0, first_depth)
+        run(tiles, work, *operands, multiplier, [piece_stages(out.dtype)])
+
+    counts = jnp.stack(places).astype(jnp.int32)
+    kernel(body, tiles, name)(counts, left.ref, right, *([] if before is None else [before]), out)
 
 
 def _aligned(tiles: Tiles, counts: Ref, *places: int) -> tuple[Scalar, ...]:

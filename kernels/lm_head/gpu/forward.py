@@ -13,7 +13,6 @@ that are kept.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -146,8 +145,7 @@ def forward(
         out.append(typed((count, column_tiles * width), KEPT_DTYPE))
 
     def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, in_tile: Ref, *refs: Ref) -> None:
-        own_buffer = buffer and dataclasses.replace(buffer, array=refs[0])
-        sums, *kept = refs[1:] if buffer else refs
+        array, sums, *kept = refs if buffer else (None, *refs)
         number, columns = counts[0], counts[3]
         first, first_row = (pl.multiple_of(counts[i], tiles.columns) for i in (1, 2))
         blocks = lax.div(number + (tiles.cluster_rows - 1), jnp.int32(tiles.cluster_rows))
@@ -156,13 +154,56 @@ def forward(
         work = Work(*strips_of(blocks, used, strip, shared_blocks(tiles, h.shape[1])), slabs)
         own_labels = Labels(labels, in_tile, first, columns)
 
+        def place_of_logits(row: Scalar, column: Scalar) -> Ref:
+            """To where 64 rows of 64 columns of the chunk are stored."""
+            if buffer:
+                return dataclasses.replace(buffer, array=array).piece(row, first + column)
+            return kept[1].at[pl.ds(row, 64), pl.ds(column, PIECE)]
+
         def multiplier(*scratch: Ref) -> Strip:
             *stages, vectors = scratch
-            logits_at = _logits_at(own_labels, own_buffer, *kept[1:])
-            out = _Out(sums, vectors, next(iter(kept), None), next(iter(stages), None), logits_at)
-            return functools.partial(_strip, tiles, strip, Logits(softcap, scale[0]), own_labels, out)
+            logits = Logits(softcap, scale[0])
 
-        scratch = [piece_stages(KEPT_DTYPE)] * (keep or buffer is not None) + [vector_stages(4)]
+            def strip_of_rows(place: Place, product: Product, step: Scalar) -> Scalar:
+                own_rows = pl.ds(place.row, tiles.rows_each)
+                label = load_vector(labels, place) - first
+                hits = own_labels.in_strip(place, tiles)
+
+                def tile(t: Scalar, carry: Any) -> Any:
+                    step, running = carry
+                    hit = is_hit(hits, t - place.tile)
+                    y, step = product(t, step)
+                    start = t * width
+                    left, own_column = columns - start, label - start
+                    capped = [
+                        logits.capped(piece) for piece in pieces_of(y)
+                    ]  # few registers are left beside a tile's sums
+                    capped = lax.cond(left < width, functools.partial(_masked, left), lambda *x: x, *capped)
+                    top = functools.reduce(jnp.maximum, capped).max(axis=1)
+                    if kept:
+                        store_vectors(vectors, place, [top * logits.scale], lambda _: kept[0].at[t, own_rows])
+                    sum_e = sum_e_z = jnp.zeros_like(top)
+                    for i, c in enumerate(capped):
+                        below = c - lax.broadcast_in_dim(top, c.shape, (0,))
+                        e = jnp.exp2(below * (logits.scale * LOG2E))
+                        sum_e, sum_e_z = sum_e + e.sum(axis=1), sum_e_z + (e * below).sum(axis=1)
+                        if kept:
+                            store_piece(stages[0], place, i, below, place_of_logits(place.row, start + i * PIECE))
+                    at_label = lax.cond(
+                        hit, functools.partial(_at, own_column), lambda *x: jnp.zeros_like(top), *capped
+                    )
+                    in_tile = Running(top * logits.scale, sum_e, sum_e_z * logits.scale, at_label * logits.scale)
+                    return step, combine(running, in_tile)
+
+                nothing = empty_running(jnp.zeros((tiles.rows_each,), jnp.float32))
+                step, running = lax.fori_loop(place.tile, place.tile + place.tiles, tile, (step, nothing))
+                number = lax.div(place.tile, jnp.int32(strip))
+                store_vectors(vectors, place, running, lambda i: sums.at[number, i, own_rows])
+                return step
+
+            return strip_of_rows
+
+        scratch = [piece_stages(KEPT_DTYPE)] * bool(kept) + [vector_stages(4)]
         run(tiles, work, Operand(h, False), Operand(w, False, first_row), multiplier, scratch)
 
     call = kernel(body, tiles, "lm_head_keep" if keep or buffer else "lm_head_forward", out)
@@ -173,59 +214,6 @@ def forward(
     used = (jnp.arange(strips) * strip * width < chunk.columns)[:, None]
     top, sum_e, sum_e_z, label = (jnp.where(used, sums[:, i], 0) for i in range(4))
     return combine_all(Running(jnp.where(used, top, FLOOR), sum_e, sum_e_z, label)), *kept, *[None] * (2 - len(kept))
-
-
-class _Out(NamedTuple):
-    """Refs of the results, and of shared memory on the way to them."""
-
-    sums: Ref
-    vectors: Ref
-    tops: Ref = None
-    stages: Ref = None
-    logits_at: Callable[[Scalar, Scalar], Ref] | None = None
-    """(row, column of the chunk) -> the ref to which 64 rows of 64 columns are stored."""
-
-
-def _logits_at(labels: Labels, buffer: Folded | None, kept: Ref = None) -> Callable[[Scalar, Scalar], Ref] | None:
-    if buffer is not None:
-        return lambda row, column: buffer.piece(row, labels.first + column)
-    return None if kept is None else lambda row, column: kept.at[pl.ds(row, 64), pl.ds(column, PIECE)]
-
-
-def _strip(
-    tiles: Tiles, length: int, logits: Logits, labels: Labels, out: _Out, place: Place, product: Product, step: Scalar
-) -> Scalar:
-    rows = pl.ds(place.row, tiles.rows_each)
-    label = load_vector(labels.of_row, place) - labels.first
-    hits = labels.in_strip(place, tiles)
-
-    def tile(t: Scalar, carry: Any) -> Any:
-        step, running = carry
-        hit = is_hit(hits, t - place.tile)
-        y, step = product(t, step)
-        start = t * tiles.columns
-        left, own_column = labels.columns - start, label - start
-        capped = [logits.capped(piece) for piece in pieces_of(y)]  # few registers are left beside a tile's sums
-        capped = lax.cond(left < tiles.columns, functools.partial(_masked, left), lambda *x: x, *capped)
-        top = functools.reduce(jnp.maximum, capped).max(axis=1)
-        if out.tops is not None:
-            store_vectors(out.vectors, place, [top * logits.scale], lambda _: out.tops.at[t, rows])
-        sum_e = sum_e_z = jnp.zeros_like(top)
-        for i, c in enumerate(capped):
-            below = c - lax.broadcast_in_dim(top, c.shape, (0,))
-            e = jnp.exp2(below * (logits.scale * LOG2E))
-            sum_e, sum_e_z = sum_e + e.sum(axis=1), sum_e_z + (e * below).sum(axis=1)
-            if out.logits_at is not None:
-                store_piece(out.stages, place, i, below, out.logits_at(place.row, start + i * PIECE))
-        at_label = lax.cond(hit, functools.partial(_at, own_column), lambda *x: jnp.zeros_like(top), *capped)
-        in_tile = Running(top * logits.scale, sum_e, sum_e_z * logits.scale, at_label * logits.scale)
-        return step, combine(running, in_tile)
-
-    nothing = empty_running(jnp.zeros((tiles.rows_each,), jnp.float32))
-    step, running = lax.fori_loop(place.tile, place.tile + place.tiles, tile, (step, nothing))
-    number = lax.div(place.tile, jnp.int32(length))
-    store_vectors(out.vectors, place, running, lambda i: out.sums.at[number, i, rows])
-    return step
 
 
 def _masked(left: Scalar, *pieces: Float[Array, "R P"]) -> tuple[Float[Array, "R P"], ...]:
