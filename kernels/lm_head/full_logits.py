@@ -74,6 +74,7 @@ def loss_and_gradients(
     inputs: Inputs, objective: Objective, terms: Terms, options: Options
 ) -> tuple[Softmax, Gradients]:
     softmax, y_NV = forward(inputs, options)
+    assert y_NV is not None
     slopes = loss_slopes(objective, inputs.live, softmax.outputs(), terms)
     return softmax, gradients(inputs, softmax, y_NV, slopes, options)
 

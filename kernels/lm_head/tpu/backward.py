@@ -10,7 +10,8 @@ Suffixes as in `forward.py`. With p = exp(log p), log p = (y - top) / temperatur
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,22 +47,10 @@ def weight_gradient(
     inputs: Inputs, number: Integer[Array, ""], factors: RowFactors, options: Options, tile: Tiles
 ) -> Float[Array, "V D"]:
     """dW from the rows [0, number); in later rows of their last block, factors must make every probability 0."""
-    case, (_, features) = case_of(inputs, options, "weight"), inputs.weight.shape
-    own_tile = block_spec(case, tile, (tile.columns, features), lambda i, j: (j, 0))
-    return kernel_call(
-        functools.partial(
-            _weight_kernel, tile=tile, softcap=options.softcap, dtype=options.dtype, entropy=options.entropy_slopes
-        ),
-        case,
-        tile,
-        "head_weight_gradient",
-        inputs,
-        number,
-        streamed=[weight_tile(case, tile, inputs.weight)],
-        others=[_packed(case, tile, factors)],
-        outputs={"dW": Output(inputs.weight.shape, case.gradient, own_tile)},
-        scratch={"sum": pltpu.VMEM((tile.columns, features), jnp.float32)},
-    )["dW"]
+    case, dtype = case_of(inputs, options, "weight"), options.dtype
+    how: Any = {"tile": tile, "softcap": options.softcap, "dtype": dtype, "entropy": options.entropy_slopes}
+    weight = weight_tile(case, tile, inputs.weight)
+    return _gradient(functools.partial(_weight_kernel, **how), case, tile, inputs, number, factors, [weight])
 
 
 def _weight_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype, entropy: bool) -> None:
@@ -94,33 +83,22 @@ def _weight_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
 
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:
-        out["dW"][...] = scratch["sum"][...].astype(out["dW"].dtype)
+        out["gradient"][...] = scratch["sum"][...].astype(out["gradient"].dtype)
 
 
 def hidden_gradient(
     inputs: Inputs, number: Integer[Array, ""], factors: RowFactors, options: Options, tile: Tiles
 ) -> Float[Array, "M D"]:
     """dh of rows [0, number) from the columns of the vocabulary; undefined in other rows."""
-    case, (rows, features) = case_of(inputs, options, "hidden"), inputs.hidden.shape
-    own_block = block_spec(case, tile, (tile.rows, features), lambda i, j: (i, 0))
-    return kernel_call(
-        functools.partial(
-            _hidden_kernel, tile=tile, softcap=options.softcap, dtype=options.dtype, entropy=options.entropy_slopes
-        ),
-        case,
-        tile,
-        "head_hidden_gradient",
-        inputs,
-        number,
-        streamed=[weight_tile(case, tile, inputs.weight)],
-        others=[_packed(case, tile, factors)],
-        outputs={"dh": Output((rows, features), case.gradient, own_block)},
-        scratch={
-            "sum": pltpu.VMEM((tile.rows, features), jnp.float32),
-            "label": pltpu.VMEM((tile.rows, LANES), jnp.int32),
-            "factors": pltpu.VMEM((_FACTORS, tile.rows, LANES), jnp.float32),
-        },
-    )["dh"]
+    case, dtype = case_of(inputs, options, "hidden"), options.dtype
+    how: Any = {"tile": tile, "softcap": options.softcap, "dtype": dtype, "entropy": options.entropy_slopes}
+    weight = weight_tile(case, tile, inputs.weight)
+    across = {
+        "label": pltpu.VMEM((tile.rows, LANES), jnp.int32),
+        "factors": pltpu.VMEM((_FACTORS, tile.rows, LANES), jnp.float32),
+    }
+    kernel = functools.partial(_hidden_kernel, **how)
+    return _gradient(kernel, case, tile, inputs, number, factors, [weight], scratch=across)
 
 
 def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype, entropy: bool) -> None:
@@ -160,7 +138,7 @@ def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
 
         @pl.when(j == last)
         def _() -> None:
-            out["dh"][...] = scratch["sum"][...].astype(out["dh"].dtype)
+            out["gradient"][...] = scratch["sum"][...].astype(out["gradient"].dtype)
 
 
 def _dy(y: Array, hit: Array, scale: Array, softcap: float | None, factors: RowFactors, entropy: bool) -> Array:
@@ -183,29 +161,15 @@ def kept_weight_gradient(
     so_far: Float[Array, "V D"] | None,
 ) -> Float[Array, "V D"]:
     """dW of a wave's rows [0, number) from kept exponentials; or that plus `so_far` (float32), in its memory."""
-    tile, case, (_, features) = kept.tile, case_of(inputs, options, "kept"), inputs.weight.shape
+    tile, case = kept.tile, case_of(inputs, options, "kept")
     if so_far is not None:
         case = dataclasses.replace(case, gradient=so_far.dtype)
-    spec = functools.partial(block_spec, case, tile)
-    own_tile = spec((tile.columns, features), lambda i, j: (j, 0))
-    at_columns = functools.partial(spec, place=lambda i, j: (j, i), live=True)
-    return kernel_call(
-        functools.partial(_kept_kernel, tile=tile, dtype=kept.exponential.dtype),
-        case,
-        tile,
-        "head_kept_weight_gradient",
-        inputs,
-        number,
-        streamed=[
-            (kept.exponential, at_columns((tile.columns, tile.rows))),
-            (kept.top, at_columns((SUBLANES, tile.rows))),
-        ],
-        others=[_packed(case, tile, factors), *([] if so_far is None else [(so_far, own_tile)])],
-        outputs={"dW": Output(inputs.weight.shape, case.gradient, own_tile)},
-        scratch={"sum": pltpu.VMEM((tile.columns, features), jnp.float32)},
-        # The interpreter, off the TPU, returns an aliased output with the last tile's padding.
-        aliases={7: 0} if so_far is not None and target.platform() == "tpu" else {},
-    )["dW"]
+    streamed = [
+        (array, block_spec(case, tile, (height, tile.rows), lambda i, j: (j, i), live=True))
+        for array, height in ((kept.exponential, tile.columns), (kept.top, SUBLANES))
+    ]
+    kernel = functools.partial(_kept_kernel, tile=tile, dtype=kept.exponential.dtype)
+    return _gradient(kernel, case, tile, inputs, number, factors, streamed, so_far)
 
 
 def _kept_kernel(*refs: Any, tile: Tiles, dtype: jnp.dtype) -> None:
@@ -235,7 +199,7 @@ def _kept_kernel(*refs: Any, tile: Tiles, dtype: jnp.dtype) -> None:
 
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:
-        out["dW"][...] = scratch["sum"][...].astype(out["dW"].dtype)
+        out["gradient"][...] = scratch["sum"][...].astype(out["gradient"].dtype)
 
 
 def _one_ahead(products: Callable[[int], Array], steps: int) -> Iterator[tuple[int, Array]]:
@@ -248,10 +212,38 @@ def _one_ahead(products: Callable[[int], Array], steps: int) -> Iterator[tuple[i
         yield s, own
 
 
-def _packed(case: Case, tile: Tiles, factors: RowFactors) -> Given:
-    """The factors as rows of one array, padded to whole sublanes."""
-    packed_8M = jnp.stack([*factors, *[jnp.zeros_like(factors.top)] * (SUBLANES - _FACTORS)])
-    return packed_8M, block_spec(case, tile, (SUBLANES, tile.rows), lambda i, j: (0, i), live=True)
+def _gradient(
+    kernel: Callable[..., None],
+    case: Case,
+    tile: Tiles,
+    inputs: Inputs,
+    number: Integer[Array, ""],
+    factors: RowFactors,
+    streamed: Sequence[Given],
+    so_far: Float[Array, "V D"] | None = None,
+    scratch: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Float[Array, "_ D"]:
+    """The gradient that a kernel sums on the chip, a block of rows or a tile of the weight at a time."""
+    side = inputs.hidden if case.by_rows else inputs.weight
+    shape = tile.rows if case.by_rows else tile.columns, side.shape[1]
+    own = block_spec(case, tile, shape, lambda i, j: (i if case.by_rows else j, 0))
+    # The factors as rows of one array, padded to whole sublanes.
+    factors_8M = jnp.stack([*factors, *[jnp.zeros_like(factors.top)] * (SUBLANES - _FACTORS)])
+    packed = factors_8M, block_spec(case, tile, (SUBLANES, tile.rows), lambda i, j: (0, i), live=True)
+    return kernel_call(
+        kernel,
+        case,
+        tile,
+        f"head_{'kept_weight' if case.kernel == 'kept' else case.kernel}_gradient",
+        inputs,
+        number,
+        streamed=streamed,
+        others=[packed, *([] if so_far is None else [(so_far, own)])],
+        outputs={"gradient": Output(side.shape, case.gradient, own)},
+        scratch={"sum": pltpu.VMEM(shape, jnp.float32), **scratch},
+        # The interpreter, off the TPU, returns an aliased output with the last tile's padding.
+        aliases={7: 0} if so_far is not None and target.platform() == "tpu" else {},
+    )["gradient"]
 
 
 def hidden_gradient_from_mean(
