@@ -68,14 +68,16 @@ def case_of(inputs: Inputs, options: Options, kernel: KernelName, mean: Any = No
     return Case(kernel, tokens, vocabulary, features, hidden, weight, options.dtype, gradient, mean is not None, keep)
 
 
-_override: tuple[Tiles, int | None] | None = None
+_override: tuple[KernelName | None, Tiles, int | None] | None = None
 
 
 @contextlib.contextmanager
-def override(*, rows: int, columns: int, step: int | None = None, call: int | None = None) -> Iterator[None]:
-    """Within the context, kernels are traced with these tiles, and `call` rows a call: for tests and trials."""
+def override(
+    *, rows: int, columns: int, step: int | None = None, call: int | None = None, kernel: KernelName | None = None
+) -> Iterator[None]:
+    """Within the context, one kernel or all are traced with these tiles, `call` rows a call: for tests and trials."""
     global _override
-    previous, _override = _override, (Tiles(rows, columns, step or columns), call)
+    previous, _override = _override, (kernel, Tiles(rows, columns, step or columns), call)
     try:
         yield
     finally:
@@ -125,8 +127,8 @@ def products(case: Case) -> int:
 
 def choose(case: Case) -> Tiles:
     """The tiles for a kernel on the TPU that is traced for; a ValueError names the largest term where none fit."""
-    if _override is not None:
-        return _override[0]
+    if _override is not None and _override[0] in (None, case.kernel):
+        return _override[1]
     if fit := candidates(case, vmem()):
         return fit[0]
     smallest = terms(case, Tiles(_ROWS[-1], _COLUMNS[-1], _COLUMNS[-1]))
@@ -175,8 +177,8 @@ def candidates(case: Case, capacity: int) -> list[Tiles]:
 
 def call_rows(tokens: int, features: int, tile: Tiles) -> int:
     """Rows of one call of a kernel: a block for each core at least, so few that arrays beside it stay small."""
-    if _override is not None and _override[1] is not None:
-        return _override[1]
+    if _override is not None and _override[2] is not None:
+        return _override[2]
     rows = tile.rows * cores()
     while 2 * rows * features <= _CALL_ELEMENTS and rows < tokens:
         rows *= 2
