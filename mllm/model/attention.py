@@ -3,7 +3,7 @@
 JAX's splash attention on TPUs, and cuDNN's on NVIDIA GPUs, make a block of them at a time (FlashAttention,
 arXiv:2205.14135, section 3.1). Splash attention knows segments; cuDNN's needs a mask, B T T numbers, for packed rows.
 JAX can also give cuDNN document offsets, but until jax-ml/jax pull request 39521 they read the wrong keys where several
-query heads share a key head. No GPU has run the cuDNN path.
+query heads share a key head. No GPU has run the cuDNN path; one older than Ampere needs `model.attention=xla`.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,7 @@ from mllm.parallel.mesh import RULES, sharding
 AttentionKernel = Literal["splash", "cudnn"]
 
 HEAD_DIMS = (64, 128)
+"""Those of the published models; both kernels have them on every device that they are for."""
 
 BLOCKS = (512, 256, 128)
 """Queries, or keys, in a block of splash attention, which takes the largest that divides the sequence.
@@ -32,8 +33,6 @@ BLOCKS = (512, 256, 128)
 Rows are padded to a multiple of the last: splash attention needs that; cuDNN with a mask refuses odd lengths, and has
 given gradients that are not finite where a length is 64 more than such a multiple (pytorch/pytorch issue 196678).
 """
-
-AMPERE = 8.0
 
 
 @dataclass(frozen=True)
@@ -183,30 +182,12 @@ def find_obstacle(kernel: AttentionKernel, config: Architecture, mesh: Mesh, dty
     axis, kv_heads = RULES["kv_heads"], config.num_key_value_heads
     if kv_heads % mesh.shape[axis]:
         return f"mesh.{axis} = {mesh.shape[axis]} does not divide the model's {kv_heads} kv_heads"
-    if kernel == "cudnn":
-        return cudnn_obstacle(config, mesh, dtype)
     if config.head_dim not in HEAD_DIMS:
         return f"it needs heads of size {' or '.join(map(str, HEAD_DIMS))}, and the model's have {config.head_dim}"
-    return None
-
-
-def cudnn_obstacle(config: Architecture, mesh: Mesh, dtype: DTypeLike) -> str | None:
-    if not is_here(mesh):  # so --plan for GPUs that aren't there assumes XLA's attention
-        return "cuDNN picks its kernel on the GPU, which is not here"
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+    if kernel == "cudnn" and mesh.devices.flat[0] not in jax.devices():
+        return "cuDNN picks its kernel on the GPU, which is not here"  # so --plan assumes XLA's attention
+    if kernel == "cudnn" and jnp.dtype(dtype) != jnp.bfloat16:
         return f"it computes in bfloat16, and model.dtype is {jnp.dtype(dtype)}"
-    # Whether the library is there, and has kernels for such heads, JAX says while it traces.
-    sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-    operands = [jax.ShapeDtypeStruct((1, BLOCKS[-1], size, config.head_dim), dtype) for size in sizes]
-    segments = jax.ShapeDtypeStruct((1, BLOCKS[-1]), jnp.int32)
-    try:
-        jax.eval_shape(lambda *qkv: jax.vjp(partial(cudnn_attention, packed=True), *qkv)[0], *operands, segments)
-    except RuntimeError as error:
-        if not isinstance(error, NotImplementedError) and "cuDNN is not detected" not in str(error):
-            raise  # it is a fault, which falling back to XLA would hide
-        return f"JAX says: {str(error).splitlines()[0].rstrip('.')}"
-    if capability(mesh) < AMPERE:
-        return f"it needs a GPU of compute capability {AMPERE}, and this one has {capability(mesh)}"
     return None
 
 
@@ -216,11 +197,3 @@ def on_tpu(mesh: Mesh) -> bool:
 
 def on_gpu(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform in ("gpu", "cuda")
-
-
-def is_here(mesh: Mesh) -> bool:
-    return mesh.devices.flat[0] in jax.devices()
-
-
-def capability(mesh: Mesh) -> float:
-    return float(mesh.devices.flat[0].compute_capability)

@@ -31,6 +31,7 @@ from mllm.model.layout import (
     Params,
     constrain,
     gather_layer_float32,
+    rounded,
 )
 from mllm.model.lora import Lora, adapter, add_adapter
 
@@ -150,7 +151,7 @@ class Decoder(nnx.Module):
     def look_up(self, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "B T D"]:
         """The tokens' rows of the embedding, rounded to the compute dtype, as the float32 residual stream begins."""
         hidden = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
-        return hidden.astype(self.dtype).astype(jnp.float32)
+        return rounded(hidden, self.dtype).astype(jnp.float32)
 
     def last_norm(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
         """Hidden states in the compute dtype: the norm of the residual stream after the last layer."""

@@ -148,14 +148,27 @@ def constrain(layout: Layout | None, array: Shaped[Array, "..."], axes: Axes) ->
     return array if layout is None else layout.constrain(array, axes)
 
 
+def rounded(values: Shaped[Array, "..."], dtype: DTypeLike) -> Shaped[Array, "..."]:
+    """A parameter, or rows of one, in the compute dtype.
+
+    Every copy of parameters that a model computes with is made here; only the head's kernels narrow their blocks.
+    """
+    return values.astype(dtype)
+
+
+def gather(
+    dtype: DTypeLike, layout: Layout | None, axes: tuple[str, ...], parameter: Shaped[Array, "..."]
+) -> Shaped[Array, "..."]:
+    """A parameter with these axes as products read it: rounded to `dtype`, and then gathered over fsdp."""
+    return constrain(layout, rounded(parameter, dtype), gathered_axes(axes, parameter.ndim))
+
+
 def gather_parameters(params: Params, dtype: DTypeLike, layout: Layout | None, prefix: str = "") -> Params:
-    """Parameters as products read them: in the compute dtype, and gathered over fsdp.
+    """Parameters as `gather` gives them.
 
     With `prefix` "layers." they are one layer's, without the axis of layers.
     """
-    return map_parameters(
-        lambda x, axes: constrain(layout, x.astype(dtype), gathered_axes(axes, x.ndim)), params, prefix
-    )
+    return map_parameters(lambda x, axes: gather(dtype, layout, axes, x), params, prefix)
 
 
 def gather_layer_float32(params: Params, dtype: DTypeLike, layout: Layout | None) -> Params:
@@ -163,24 +176,19 @@ def gather_layer_float32(params: Params, dtype: DTypeLike, layout: Layout | None
 
     So are their gradients, which devices add up over fsdp: in `dtype` that would round them once more.
     """
-
-    def gather(parameter: Shaped[Array, "..."], axes: tuple[str, ...]) -> Float32[Array, "..."]:
-        return gather_float32(dtype, layout, axes[-parameter.ndim :], parameter.astype(jnp.float32))
-
-    return map_parameters(gather, params, "layers.")
+    return map_parameters(
+        lambda x, axes: gather_float32(dtype, layout, axes[-x.ndim :], x.astype(jnp.float32)), params, "layers."
+    )
 
 
-def round_and_gather(
-    dtype: DTypeLike, layout: Layout | None, axes: tuple[str, ...], parameter: Float32[Array, "..."]
-) -> Float32[Array, "..."]:
-    """A parameter with these axes, rounded to `dtype` and then gathered over fsdp."""
-    return constrain(layout, parameter.astype(dtype), gathered_axes(axes, parameter.ndim)).astype(jnp.float32)
+def round_and_gather(*arguments: Any) -> Float32[Array, "..."]:
+    return gather(*arguments).astype(jnp.float32)
 
 
 gather_float32 = jax.custom_vjp(round_and_gather, nondiff_argnums=(0, 1, 2))
 # The gradient goes from the product straight to the parameter's own sharding; JAX's own rule would round it first.
 gather_float32.defvjp(
-    lambda dtype, layout, axes, parameter: (round_and_gather(dtype, layout, axes, parameter), None),
+    lambda *arguments: (round_and_gather(*arguments), None),
     lambda dtype, layout, axes, _, gradient: (constrain(layout, gradient, axes),),
 )
 

@@ -5,9 +5,9 @@ XLA assigns every buffer its place before it generates instructions. So the comp
 what the compiler holds against a TPU's HBM; `memory_analysis()` adds up more temporaries where there are collectives. A
 program that is too large has an account, too.
 
-Without a GPU nothing can be timed, so XLA keeps its first choice for each matrix product, a Triton kernel. With one, it
-may find cuBLAS faster, and then the operations before a product are stored first. `GPU_FLAGS` make either choice for
-all products, and the larger account counts. What the libraries hold outside XLA's share of the memory is left out.
+Without a GPU nothing can be timed, so XLA keeps its first choice for each matrix product, a Triton kernel, which may
+not exist. With one, it may find cuBLAS faster, and then the operations before a product are stored first, which takes
+more memory (docs/log.md): a plan has cuBLAS for all. What it holds outside XLA's share of the memory is left out.
 """
 
 import os
@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 from mllm.plan import targets
 
-TPU_FILES = (".after_optimizations", ".after_optimizations_after_buffer_assignment.txt")
-GPU_FILES = (".*_gpu_after_optimizations", ".0.ir-no-opt.ll")
-"""How the names of the two files with the account begin, behind the module's name; and the file that is written after
-them (on GPUs the first kernel's code), unless a program is too large for a TPU: then the compiler ends by itself."""
-GPU_FLAGS = ("--xla_gpu_enable_triton_gemm=true", "--xla_gpu_enable_triton_gemm=false")
+TPU_FILES = (".after_optimizations", ".after_optimizations_after_buffer_assignment.txt", "")
+GPU_FILES = (".*_gpu_after_optimizations", ".0.ir-no-opt.ll", "--xla_gpu_enable_triton_gemm=false")
+"""How the names of the two files with the account begin, behind the module's name; the file that is written after them
+(on GPUs the first kernel's code), unless a program is too large for a TPU: then the compiler ends by itself; a flag."""
 _TOTAL = re.compile(r"\(color=0\)\nTotal bytes: (\d+)")
 _TEMPORARY = re.compile(r"^allocation \d+: size (\d+), (?!color).*preallocated-temp", re.MULTILINE)
 
@@ -40,29 +39,13 @@ def read(target: str, program: str, axes: Mapping[str, int], **arguments: Any) -
 
     ValueError, which says why in one line, is raised if it can't be compiled. A program that is too large can.
     """
-    given = {**arguments, "mesh": dict(axes)}
-    if targets.split(target)[0] in targets.TPUS:
-        return _read(target, program, given, TPU_FILES)
-    found, refusals = [], []
-    for flag in GPU_FLAGS:
-        try:
-            found.append(_read(target, program, given, GPU_FILES, flag))
-        except ValueError as error:  # a product may suit only one of them
-            refusals.append(error)
-    if not found:
-        raise refusals[0]
-    return max(found, key=lambda account: account.peak)
-
-
-def _read(target: str, program: str, arguments: Mapping[str, Any], files: tuple[str, str], *flags: str) -> Account:
-    begin, last = files
+    begin, last, flag = TPU_FILES if targets.split(target)[0] in targets.TPUS else GPU_FILES
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inherited = os.environ.get("XLA_FLAGS", "")
-        xla = " ".join([inherited, *flags, f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text"])
-        ended = targets.run_child(
-            target, program, arguments, {"XLA_FLAGS": xla}, folder, until=lambda: any(folder.glob(f"*{last}"))
-        )
+        flags = {"XLA_FLAGS": " ".join([inherited, flag, f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text"])}
+        given = {**arguments, "mesh": dict(axes)}
+        ended = targets.run_child(target, program, given, flags, folder, until=lambda: any(folder.glob(f"*{last}")))
         # Files of the compiler for the CPU have other names.
         report, assignment = (
             next(folder.glob(f"*{begin}-{file}.txt"), None) for file in ("memory-usage-report", "buffer-assignment")

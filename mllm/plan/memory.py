@@ -29,7 +29,7 @@ from mllm.rl.capacity import slots_that_fit
 from mllm.rl.schedule import PREFILLED_BATCHES
 
 COLUMNS = ("parameters", "optimizer", "gradients", "KV cache", "head", "activations")
-GPU_CAVEAT = "by XLA's compiler without a GPU, and never held against one; the larger of two compilations (docs/log.md)"
+GPU_CAVEAT = "by XLA's compiler without a GPU, with cuBLAS for all products, and never held against one (docs/log.md)"
 Tell = Callable[[str], None]
 
 

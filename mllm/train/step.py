@@ -97,12 +97,8 @@ class Forward:
         # The policy is the distribution that is sampled from: its temperature is part of it.
         self.temperature = rollout.temperature if grpo and rollout else 1.0
 
-    def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
-        """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
-        return self.head_logprobs(*self.hidden(params, batch), batch)
-
     def head_logprobs(self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch) -> TokenLogprobs:
-        """The same from hidden states and the vocabulary matrix."""
+        """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
         return token_logprobs(
             hidden,
             weight,
@@ -233,7 +229,7 @@ def make_logprob_pass(forward: Forward) -> Callable[[Any, Batch], Float[Array, "
     @jax.jit(in_shardings=(None, sharding(forward.mesh, ("batch",))))
     def logprob_pass(params: Params, batch: Batch) -> Float[Array, "B T"]:
         def logprobs(_: None, micro: Batch) -> tuple[None, Float[Array, "B T"]]:
-            return None, forward.logprobs(params, micro).logprob
+            return None, forward.head_logprobs(*forward.hidden(params, micro), micro).logprob
 
         return loop(logprobs, None, jnp.zeros(batch.tokens.shape), batch, forward.rows.micro)[1]
 

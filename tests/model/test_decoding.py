@@ -33,7 +33,7 @@ def test_a_loop_of_decode_steps_does_not_copy_the_cache():
     assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 2
 
 
-@pytest.mark.parametrize(("mesh", "model"), [({"tp": 2}, {}), ({"fsdp": 2}, {}), ({}, {"dtype": "bfloat16"})], ids=str)
+@pytest.mark.parametrize(("mesh", "model"), [({"tp": 2}, {}), ({"fsdp": 2}, {"dtype": "bfloat16"})], ids=str)
 def test_embedding_and_norm_are_copied_only_where_decoding_reads_them_in_another_dtype_or_sharding(mesh, model):
     policy = load_policy(settings := tiny_config(mesh=mesh, model=model), make_mesh(settings.mesh))
     params = policy.initial_params()

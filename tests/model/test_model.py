@@ -102,10 +102,9 @@ def test_logits_agree_with_transformers(name: str) -> None:
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_the_norm_rounds_once(dtype: Any) -> None:
+def test_the_norm_rounds_once() -> None:
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(2, 8, 64)), dtype)
+    x = jnp.asarray(rng.normal(size=(2, 8, 64)), jnp.float32)
     weight = nnx.Param(jnp.asarray(rng.uniform(0.5, 4, 64), jnp.bfloat16))
     wide = np.asarray(x, np.float64)
     exact = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-6) * np.asarray(weight[...], np.float64)
@@ -154,26 +153,21 @@ def test_padding_gives_finite_hidden_states_and_gradients() -> None:
     config, params, tokens, positions, _ = fixture("grouped_bfloat16")
     logits = logits_of(config, params, tokens, positions, padded_segments(tokens))
     assert np.isfinite(logits).all()
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients("grouped_bfloat16", padded=True)))
-
-
-@pytest.mark.parametrize("name", ["untied_sharded", "qwen3"])
-def test_every_parameter_gets_a_finite_gradient_other_than_zero(name: str) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients(name)):
-        assert np.isfinite(leaf).all(), parameter_name(path)
-        assert np.abs(leaf).max() > 1e-6, parameter_name(path)
+    found = gradients("grouped_bfloat16", padded=True)
+    assert all(np.isfinite(leaf).all() and leaf.any() for leaf in jax.tree.leaves(found))  # biases, too
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_rematerialization_does_not_change_gradients(remat: str) -> None:
-    plain, again = (jax.tree.leaves(gradients("grouped_bfloat16", remat=kind)) for kind in ("none", remat))
-    for expected, leaf in zip(plain, again, strict=True):
-        np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-7)
+def test_rematerialization_does_not_change_gradients_and_every_parameter_has_one(remat: str) -> None:
+    plain, again = (gradients("qwen3", remat=kind) for kind in ("none", remat))
+    for (path, expected), leaf in zip(jax.tree_util.tree_leaves_with_path(plain), jax.tree.leaves(again), strict=True):
+        assert np.abs(expected).max() > 1e-6, parameter_name(path)
+        np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-7, err_msg=parameter_name(path))
 
 
 def test_a_float32_residual_that_is_kept_in_bfloat16_gives_gradients_that_are_no_worse() -> None:
     def flat(**options: Any) -> np.ndarray:
-        return np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradients("grouped_bfloat16", **options))])
+        return np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradients("qwen3", **options))])
 
     exact = flat()
     whole, kept = (np.linalg.norm(flat(remat=remat, dtype=jnp.bfloat16) - exact) for remat in ("none", "full"))

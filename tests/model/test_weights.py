@@ -16,13 +16,10 @@ from safetensors.numpy import load_file, save_file
 from tiny import load_weights
 from transformers import AutoConfig
 
-from mllm.config.model import MeshConfig
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.architecture import KNOWN_KEYS, Architecture
 from mllm.model.decoder import Decoder
-from mllm.model.layout import Layout
-from mllm.parallel.mesh import make_mesh
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama")
@@ -79,27 +76,14 @@ def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_of_transformers(nam
     assert_same_bits(load_weights(tmp_path), params)
 
 
-def test_parameters_have_the_dtypes_and_shardings_that_are_asked_for() -> None:
-    folder = FIXTURES / "grouped_bfloat16"
-    config = weights.read_config(folder)
-    layout = Layout.of(make_mesh(MeshConfig(fsdp=4, tp=2)), config)
-    abstract = layout.abstract_parameters(nnx.state(Decoder.abstract(config, param_dtype=jnp.bfloat16)))
-    params = weights.load(folder, abstract)
-    for expected, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(params), strict=True):
-        assert leaf.dtype == jnp.bfloat16
-        assert leaf.sharding == expected.sharding
-    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params)
-    assert_same_bits(wide, jax.device_get(load_weights(folder)))
-
-
 def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A file holds several times the largest tensor, as in Qwen2.5: JAX, in a thread of its own, may release a tensor's
     # memory only when the next one has been read.
-    sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "head_dim": 64}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    sizes = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     config = Architecture(**sizes, **heads, tie_word_embeddings=True)
     params = jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))()
-    monkeypatch.setattr(weights, "SHARD_BYTES", 4_000_000)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 1_000_000)
     weights.save(tmp_path, config, params, dtype=jnp.bfloat16)
     load_weights(tmp_path)  # once, so that compiling and importing isn't counted
     # The parameters themselves are XLA's memory, which is not traced.
@@ -112,8 +96,8 @@ def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path, mo
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) > 8 * file, "the bound would be too weak"
 
 
-@pytest.mark.parametrize("limit", [30_000, 1], ids=["several tensors a file", "a tensor larger than a file"])
-def test_saving_holds_one_shard_in_host_memory(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_holds_one_shard_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 10_000  # some tensors are larger, and get a file of their own
     config = weights.read_config(FIXTURES / "untied_sharded")
     params = load_weights(FIXTURES / "untied_sharded")
     saved: list[list[int]] = []
@@ -142,8 +126,7 @@ def test_links_are_followed_because_the_hub_s_cache_is_made_of_them(sharded: Pat
     assert_same_bits(load_weights(tmp_path / "snapshot"), load_weights(sharded))
 
 
-def test_a_tied_head_that_copies_the_embedding_is_left_out(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "COMPARED", 200)  # seven rows at a time, of 96
+def test_a_tied_head_that_copies_the_embedding_is_left_out(tied: Path) -> None:
     alone, tensors = load_weights(tied), load_file(tied / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, tied / "model.safetensors")
     assert_same_bits(load_weights(tied), alone)
@@ -201,9 +184,3 @@ def test_a_folder_with_files_that_no_export_wrote_is_left_alone(tied: Path) -> N
     with pytest.raises(UserError, match=r"expected\.npz: no export wrote this"):
         weights.save(tied, config, params)
     assert bytes_in(tied) == before
-
-
-def test_a_place_that_cannot_be_written_is_an_error_of_one_line(tied: Path) -> None:
-    with pytest.raises(UserError, match="can't be written") as error:
-        weights.save(tied / "config.json" / "export", weights.read_config(tied), load_weights(tied))
-    assert "\n" not in str(error.value)

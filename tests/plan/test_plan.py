@@ -198,28 +198,6 @@ def test_parameters_moments_and_gradients_take_a_seventh_of_those_of_full_traini
         assert sum(map(bytes_on_device, states)) / 1e9 == pytest.approx(expected, abs=0.05)
 
 
-def assert_fits(config, target):
-    devices = memory.find_devices(config.mesh, target)
-    shapes = Programs(config, devices.mesh)
-    shapes.config = memory.with_slots(config, shapes.policy, devices.memory)
-    phases = memory.phases(shapes, devices, lambda line: None)
-    assert {phase.name: phase.peak for phase in phases if phase.peak > devices.memory} == {}
-
-
-@pytest.mark.aot_gpu
-@pytest.mark.slow
-@pytest.mark.skipif(not targets.GPU_PLUGIN.exists(), reason="needs XLA's plugin for CUDA, which make aot-gpu installs")
-def test_7b_fits_an_80_gb_gpu_with_all_320_rows_in_slots():
-    assert_fits(recipe("7b_lora", "rollout.max_slots=320"), "h100")
-
-
-@pytest.mark.aot
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
-def test_3b_fits_a_v6e_chip():
-    assert_fits(recipe("3b_lora"), "v6e")
-
-
 # The estimate of a step's seconds, against numbers worked out by hand
 
 

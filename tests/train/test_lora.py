@@ -40,10 +40,11 @@ def logits(graphdef, params, tokens):
     return model(tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens)) @ model.head_weight.T
 
 
-@pytest.mark.parametrize(("name", "rslora"), [("grouped_bfloat16", False), ("llama", True)])
-def test_adapters_add_their_product_and_sampling_merges_them_to_rounding(name, rslora):
+def test_adapters_add_their_product_and_sampling_merges_them_to_rounding():
+    """The head is tied, the scale rslora's; tests/model/test_peft.py has the other ones, against peft."""
+    name = "grouped_bfloat16"
     sizes = weights.read_config(FIXTURES / name)
-    lora = Lora(rank=3, alpha=6.0, targets=ALL, rslora=rslora)
+    lora = Lora(rank=3, alpha=6.0, targets=ALL, rslora=True)
     graphdef, abstract = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32, lora=lora))
     adapters, _ = split_adapters(abstract)
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(adapters))))
@@ -53,7 +54,7 @@ def test_adapters_add_their_product_and_sampling_merges_them_to_rounding(name, r
     tokens = jnp.arange(24)[None] % sizes.vocab_size
 
     # A model without adapters whose matrices were changed by hand.
-    scale = 6.0 / (3**0.5 if rslora else 3)
+    scale = 6.0 / 3**0.5
 
     def change(path, leaf):
         target = parameter_name(path).removeprefix("layers.").removesuffix("_weight")
@@ -63,7 +64,7 @@ def test_adapters_add_their_product_and_sampling_merges_them_to_rounding(name, r
         return jnp.asarray(np.asarray(leaf, np.float64) + scale * b @ a, jnp.float32)
 
     changed = jax.tree_util.tree_map_with_path(change, stored)
-    head = np.asarray(changed["embed" if sizes.tie_word_embeddings else "head"][...], np.float64)
+    head = np.asarray(changed["embed"][...], np.float64)
     head = head + scale * np.asarray(adapters["head_b"][...], np.float64) @ np.asarray(adapters["head_a"][...])
     plain = nnx.merge(nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0], changed)
     expected = plain(tokens, jnp.arange(24)[None], jnp.ones_like(tokens)) @ head.astype(np.float32).T
@@ -94,26 +95,13 @@ def lora_config(algorithm="grpo", **sections):
 
 
 @cache
-def compiled_update(lora: bool, **mesh: int):
-    settings = lora_config(mesh=mesh) if lora else config()
+def compiled_update(lora: bool):
+    settings = lora_config() if lora else config()
     mesh = make_mesh(settings.mesh)
     policy, optimizer, step = make_trainer(settings, mesh)
     trained, frozen = policy.split(policy.initial_params())
     state, batch = init_state(trained, optimizer), shard_batch(mesh, random_batch(8, 20))
     return step, state, batch, frozen
-
-
-def test_an_update_on_eight_devices_is_that_of_one():
-    results = []
-    for mesh in ({}, {"dp": 2, "fsdp": 2, "tp": 2}):
-        step, state, batch, frozen = compiled_update(True, **mesh)
-        assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
-        results.append(step(jax.tree.map(jnp.copy, state), batch, frozen))
-    (one, metrics), (eight, others) = jax.device_get(results)
-    np.testing.assert_allclose(others["grad_norm"], metrics["grad_norm"], rtol=1e-5)
-    np.testing.assert_allclose(others["loss"], metrics["loss"], rtol=1e-5)
-    for x, y in zip(jax.tree.leaves(one.params), jax.tree.leaves(eight.params), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-4)
 
 
 def test_a_frozen_matrix_s_gradient_is_never_computed():
@@ -144,7 +132,7 @@ def test_an_update_changes_the_adapters_alone():
 
 
 SECTIONS = {
-    "steps": 12,
+    "steps": 8,
     "grpo": {"num_iterations": 2, "beta": 0.1, "reference": "initial"},
     "task": {"rewards": [{"name": "user_rewards:even_characters"}]},
     "checkpoint": {"every": 4},
@@ -180,7 +168,7 @@ def test_the_reference_is_the_frozen_model_of_which_one_copy_is_held(finished):
 
 def test_a_killed_run_that_saves_adapters_only_ends_as_one_that_was_not(finished, tmp_path):
     settings, _ = finished
-    killed = killed_after(settings, 8, tmp_path / "killed")
+    killed = killed_after(settings, 4, tmp_path / "killed")
     assert run(killed) == 0
     assert_same_end(killed, settings)
     assert all(name.endswith(("_a", "_b")) for name in newest(settings).train.params["layers"])
@@ -194,8 +182,8 @@ def test_its_merged_export_and_the_run_itself_are_a_next_run_s_model(finished):
     expected = logits(policy.graphdef, params, tokens)
     for source in (f"{settings.run_dir}/export", settings.run_dir):
         model = {"init": "pretrained", "architecture": None, "source": source}
-        one, two = (load_policy(lora_config(model=model), make_mesh(MeshConfig(fsdp=fsdp))) for fsdp in (1, 2))
-        found = logits(one.graphdef, jax.tree.map(jnp.asarray, jax.device_get(two.initial_params())), tokens)
+        following = load_policy(lora_config(model=model), make_mesh(MeshConfig()))
+        found = logits(following.graphdef, following.initial_params(), tokens)
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
 
 
@@ -233,7 +221,6 @@ def test_adapters_of_another_model_or_with_another_reference_are_refused(tmp_pat
     for saved, then, same in (
         (frozen, reference, True),  # grpo.beta may be raised from 0
         (frozen, change(frozen), False),
-        (reference, frozen, True),
         (reference, nnx.merge_state(frozen, change(state.params)), False),
     ):
         folder = tmp_path / str(len([*tmp_path.iterdir()]))

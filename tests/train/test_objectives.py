@@ -163,45 +163,24 @@ def test_policies_that_are_far_apart_give_finite_losses_gradients_and_metrics(lo
     config, rng = GrpoConfig(**EVERYTHING, **MASKED, loss_type=loss_type), np.random.default_rng(0)
     compute = jax.jit(jax.value_and_grad(partial(our_loss, config), argnums=(1, 2)))
     distances = np.array([0, 30, 89, 1e4, 1e12])
-    for _ in range(20):
+    for _ in range(8):
         old, sampler, reference = rng.choice([*distances, *-distances], (3, *mask.shape)) - 5.5
         if loss_type == "gspo":
             old[:] = old[:, :1]  # for a sequence's mean to be as far away
         batch = pack(token_weights(loss_type, mask), advantage, old, sampler, reference)
-        for logprob in (-5.5, 0.0, -1e12):
+        for logprob in (0.0, -1e12):
             current = jnp.full(batch.weights.shape, logprob)
             results = compute(batch, current, packed(entropy)), policy_metrics(config, current, packed(entropy), batch)
             assert all(np.isfinite(result).all() for result in jax.tree.leaves(results))
 
 
 @pytest.mark.parametrize(
-    ("settings", "needed"),
-    [
-        ({"importance_cap": None}, set()),
-        ({"importance_cap": None, "num_iterations": 2}, {"old_logprobs"}),
-        ({}, {"sampler_logprobs"}),
-        (MASKED, {"importance_weights"}),
-        ({"importance_cap": None, **KL}, {"reference_logprobs"}),
-        ({**KL, **OFF_POLICY}, {"old_logprobs", "sampler_logprobs", "reference_logprobs"}),
-    ],
-)
-def test_the_settings_determine_what_an_objective_is_given(settings, needed):
-    mask, _, _, operands = make_sequences()
-    inputs = objectives.token_inputs(GrpoConfig(**settings), pack(mask, *operands))
-    assert {name for name, array in inputs._asdict().items() if array is not None} == {"advantages", *needed}
-
-
-@pytest.mark.parametrize(
     ("settings", "low", "high", "scale"),
     [
         ({}, 0.8, 1.2, "group"),
-        ({"epsilon_high": 0.28}, 0.8, 1.28, "group"),
-        ({"epsilon": 0.1, "scale_rewards": "none"}, 0.9, 1.1, "none"),
+        ({"epsilon": 0.1, "epsilon_high": 0.28, "scale_rewards": "none"}, 0.9, 1.28, "none"),
         ({"loss_type": "dr_grpo"}, 0.8, 1.2, "none"),
-        ({"loss_type": "dr_grpo", "scale_rewards": "batch"}, 0.8, 1.2, "batch"),
         ({"loss_type": "gspo"}, 1 - 3e-4, 1 + 4e-4, "group"),
-        ({"loss_type": "gspo", "epsilon": 1e-3}, 1 - 1e-3, 1 + 1e-3, "group"),
-        ({"loss_type": "gspo", "epsilon_high": 1e-3}, 1 - 3e-4, 1 + 1e-3, "group"),
     ],
 )
 def test_the_defaults_of_clipping_and_scaling_are_those_of_the_loss_type(settings, low, high, scale):
@@ -231,11 +210,6 @@ def test_masked_completions_and_groups_still_count_in_the_means_and_nothing_that
         assert not np.asarray(token_weights(loss_type, 0 * mask, group=2)).any()
     mask = np.array([[1, 1], [1, 0], [0, 0], [0, 0]], bool)
     assert float(token_weights("prompt_mean", mask, group=2).sum()) == pytest.approx(1 / 2)
-
-
-def test_sequences_that_are_not_whole_groups_are_refused():
-    with pytest.raises(ValueError, match="3 sequences are not divisible into groups of 2"):
-        sequence_weights("dapo", np.ones(3, int), 2, LONGEST)
 
 
 def reference_advantages(rewards, scale):

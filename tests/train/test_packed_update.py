@@ -1,4 +1,7 @@
-"""Gradients of packed rows are those of a row for each sequence, whatever is left out because it has no gradient."""
+"""Gradients of packed rows are those of a row for each sequence, whatever is left out because it has no gradient.
+
+Loss types but gspo differ from dapo in the weights of tokens alone (test_objectives).
+"""
 
 from functools import cache
 
@@ -15,8 +18,6 @@ from mllm.train.objectives import sequence_weights
 from mllm.train.step import accumulate
 
 SEQUENCES, GROUP, PROMPT, COMPLETION = 40, 4, 8, 16
-LOSS_TYPES = ("dapo", "gspo")
-"""The others differ from dapo in the weights of tokens alone (test_objectives)."""
 PENALTIES = {
     "beta": 0.1,
     "reference": "initial",
@@ -109,8 +110,9 @@ def errors(got, exact):
     return [np.linalg.norm(np.float64(one) - other) / norm for one, other, norm in leaves]
 
 
-@pytest.mark.parametrize(("mesh", "penalties"), [((1, 1, 1), False), ((2, 2, 2), True)], ids=str)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(
+    ("loss_type", "penalties", "mesh"), [("dapo", False, ONE_DEVICE), ("gspo", True, (2, 2, 2))], ids=str
+)
 def test_packed_rows_give_the_gradients_of_a_row_for_each_sequence(loss_type, penalties, mesh):
     rows = make_settings(loss_type, penalties, mesh).rows
     trajectories, weights, advantages = make_trajectories(loss_type)
