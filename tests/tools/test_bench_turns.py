@@ -13,12 +13,12 @@ def row(capsys):
     return dict(zip(columns[2:], map(float, figures[2:]), strict=True))
 
 
-def test_a_rollout_s_table_has_speed_useful_share_and_bytes(monkeypatch, capsys):
+def test_a_rollout_s_table_has_speed_and_useful_share(monkeypatch, capsys):
     monkeypatch.setattr(rollout, "METHODS", {"engine": rollout.engine})
     small = ["--hidden", "64", "--layers", "1", "--repeats", "1", "--limit", "48"]
     assert rollout.main([*small, "--rows", "16", "--slots", "4"]) == 0
     found = row(capsys)
-    assert min(found["tokens/s"], found["seconds"], found["GB/s"]) > 0
+    assert min(found["tokens/s"], found["seconds"]) > 0
     assert 0.4 < found["useful"] <= 1
     assert 16 <= found["tokens"] <= 16 * 48
 

@@ -11,7 +11,7 @@ from tools.bench import measure, tilings
 
 SHAPE = (8192, 2048, 151936)
 ROUNDS = {"method": [3.0], "hW": [1.0], "gW": [1.0], "gh": [1.0]}
-FIGURES = {"rounds": ROUNDS, "temp_bytes": 0, "errors": {"value": 0.0, "dh": 0.002}, "products": 4, "flops": 1e12}
+FIGURES = {"rounds": ROUNDS, "temp_bytes": 0, "errors": [0.0, 0.002], "products": 4, "flops": 1e12}
 
 
 def test_the_fastest_tiling_is_first_and_one_that_fails_is_a_line_with_the_reason(monkeypatch, capsys):

@@ -150,7 +150,7 @@ def cells(found: Figures) -> list[str]:
     rounds = found["rounds"]["method"]
     seconds = statistics.median(rounds)
     ratios = ([a / b for a, b in zip(rounds, bare_seconds(found, number), strict=True)] for number in (3, 4))
-    errors = [format(x, ".1e") for x in found["errors"].values()]
+    errors = [format(x, ".1e") for x in found["errors"]]
     return [
         f"{1e3 * seconds:.2f}",
         *(f"{statistics.median(each):.2f}" for each in ratios),

@@ -6,7 +6,6 @@ first stop token. The methods take turns, each in a process of its own that is w
 
     ratio      of the seconds to the engine's in the same turn, and its range
     useful     tokens over slot-steps: what was computed a token for
-    GB/s       bytes of weights and cache that decode steps read, over the seconds of the whole rollout
 """
 
 import importlib.util
@@ -50,8 +49,7 @@ def prompts(options: Figures) -> list[list[int]]:
 
 
 def engine(options: Figures) -> Callable[[int], Figures]:
-    """A function that makes a rollout with this seed, and counts its tokens and what it has read."""
-    import jax
+    """A function that makes a rollout with this seed, and counts its tokens."""
     import jax.numpy as jnp
     from flax import nnx
 
@@ -65,14 +63,11 @@ def engine(options: Figures) -> Callable[[int], Figures]:
     limits = {"max_prompt_length": PROMPT, "max_completion_length": options["limit"]}
     config, rows = RolloutConfig.model_validate(limits), prompts(options)
     stream: dict[str, Any] = {"options": config, "stop_ids": STOPS, "pad_id": 0, "step": 0}
-    weights = sum(x.nbytes for x in jax.tree.leaves(params))
-    place = 2 * 4 * architecture.num_hidden_layers * architecture.num_key_value_heads * architecture.head_dim
 
     def roll_out(seed: int) -> Figures:
         work = rollout.RolloutWork()
         rollout.generate(graphdef, params, rows, seed=seed, max_slots=options["slots"], work=work, **stream)
-        read = work.steps * weights + work.place_steps * place
-        return {"tokens": work.tokens, "useful": work.tokens / work.slot_steps, "read": read}
+        return {"tokens": work.tokens, "useful": work.tokens / work.slot_steps}
 
     return roll_out
 
@@ -130,8 +125,7 @@ def make_measure(name: str, options: Figures) -> Callable[[int], Figures]:
         start = time.perf_counter()
         found = roll_out(seed)
         seconds = time.perf_counter() - start
-        rate = {"GB/s": found.pop("read") / seconds / 1e9} if "read" in found else {}
-        return {"seconds": seconds, "tokens/s": found["tokens"] / seconds, **found, **rate}
+        return {"seconds": seconds, "tokens/s": found["tokens"] / seconds, **found}
 
     return measure
 
