@@ -2,7 +2,7 @@
 
 RUN/export, or the folder --out, then holds config.json, generation_config.json, safetensors and the tokenizer;
 transformers loads it, and so does another run as its `model.source`. The adapters of a run with `model.lora` are merged
-into the model (--merged, the default), or written by themselves (--adapter) as RUN/adapter in PEFT's format, which
+into the model, or written by themselves (--adapter) as RUN/adapter in PEFT's format, which
 another run takes as its `model.lora.source`. An earlier export is replaced as a whole, or not at all. RUN and FOLDER
 may be in buckets; there an export that was cut off lacks config.json, so that nothing takes it for a model.
 """
@@ -28,9 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="FOLDER", help="default: export, or adapter, in the run")
     parser.add_argument("--step", type=int, help="the checkpoint's; default: the newest")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: that of the computation")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--merged", action="store_true", help="a run with model.lora: the whole model (default)")
-    what.add_argument("--adapter", action="store_true", help="a run with model.lora: its adapters alone, in float32")
+    alone = "a run with model.lora: its adapters alone, in float32"
+    parser.add_argument("--adapter", action="store_true", help=alone)
     options = parser.parse_args(arguments)
     if options.adapter and options.dtype:
         raise UserError("--dtype: adapters are exported as they are trained, in float32: leave it out")
@@ -42,19 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         step, base = export_adapter(options.run, options.step, out)
         print(f"step {step} of {options.run} is exported to {out}, adapters of {base}")
         return 0
-    step = export(options.run, options.step, options.dtype, out, merged=options.merged)
+    step = export(options.run, options.step, options.dtype, out)
     print(f"step {step} of {options.run} is exported to {out}")
     return 0
 
 
 def restore(
-    run: str, step: int | None, dtype: str | None = None, lora: str = ""
+    run: str, step: int | None, dtype: str | None = None, adapter: bool = False
 ) -> "tuple[Config, Policy, int, Params]":
     """A run's configuration, its policy on one device, and the step and parameters of its newest, or this, checkpoint.
 
-    With a `dtype` the policy computes in this one. `lora` is the option that asks
-    for a run with `model.lora`; with "--adapter" the parameters are its adapters alone.
-    UserError is raised if the folder is no run, is none with `model.lora`, or has no such checkpoint.
+    With a `dtype` the policy computes in this one. With `adapter` the parameters are the adapters alone.
+    UserError is raised if the folder is no run, or none with adapters that are wanted, or has no such checkpoint.
     """
     if (store := find_run(run, "RUN")) is None:
         raise UserError(f"{run}: no config.yaml; give a run_dir")
@@ -66,18 +64,18 @@ def restore(
 
     changed = [f"model.dtype={dtype}"] if dtype else []
     config = configs.load(str(store.local(CONFIG)), changed)
-    if lora and config.model.lora is None:
-        raise UserError(f"{lora}: {run} trained the whole model (no model.lora): leave it out")
+    if adapter and config.model.lora is None:
+        raise UserError(f"--adapter: {run} trained the whole model (no model.lora): leave it out")
     policy = load_policy(config, make_mesh(MeshConfig()))
     step, params = restore_params(store, policy.trained, step)
-    return config, policy, step, params if lora == "--adapter" else policy.complete(params)
+    return config, policy, step, params if adapter else policy.complete(params)
 
 
 def export_adapter(run: str, step: int | None, out: str) -> tuple[int, str]:
     """Write the adapters' folder; returns the step that it holds, and the model without adapters, in words."""
     from mllm.model import peft
 
-    config, policy, step, adapters = restore(run, step, lora="--adapter")
+    config, policy, step, adapters = restore(run, step, adapter=True)
     assert policy.lora is not None
     theirs = config.model.source if policy.read else None  # it is a run
     base = f"{theirs}/export" if theirs else config.model.source
@@ -87,14 +85,14 @@ def export_adapter(run: str, step: int | None, out: str) -> tuple[int, str]:
     return step, str(base) if config.model.init == "pretrained" else "random parameters"
 
 
-def export(run: str, step: int | None, dtype: str | None, out: str, merged: bool = False) -> int:
+def export(run: str, step: int | None, dtype: str | None, out: str) -> int:
     """Write the model's folder; returns the step that it holds."""
     import jax.numpy as jnp
 
     from mllm.model import weights
     from mllm.model.lora import merge_all_adapters
 
-    config, policy, step, params = restore(run, step, lora="--merged" if merged else "")
+    config, policy, step, params = restore(run, step)
     weights.save(
         out,
         policy.exported,

@@ -162,8 +162,6 @@ TOOLS: tuple[tuple[str, str, str], ...] = (
     ("export", "run --dtype float8", "argument --dtype: invalid choice: 'float8'"),
     ("export", "run", "run: no checkpoint; there are []"),
     ("export", "run --adapter", "--adapter: run trained the whole model (no model.lora): leave it out"),
-    ("export", "run --merged", "--merged: run trained the whole model (no model.lora): leave it out"),
-    ("export", "run --adapter --merged", "argument --merged: not allowed with argument --adapter"),
     ("export", "run --adapter --dtype float32", "--dtype: adapters are exported as they are trained, in float32"),
     ("export", "damaged", "damaged/config.yaml: not readable as YAML"),
     ("plot", "nowhere", "nowhere: no metrics.jsonl with a line in it; give a run_dir"),
