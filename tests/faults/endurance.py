@@ -22,6 +22,7 @@ import numpy as np
 from series import workload
 
 from mllm.errors import ArgumentParser, UserError, command, run_main
+from mllm.rl import trajectories
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.metrics import RunLog
 
@@ -89,6 +90,7 @@ def run(steps: int) -> np.ndarray:
     def count(event, *_, **__) -> None:
         compiled[0] += event == COMPILED
 
+    trajectories.MOST_FAILED_GROUPS = 1.0  # those of the rewards that fail on purpose
     jax.monitoring.register_event_duration_secs_listener(count)
     RunLog.write_timings, Checkpoints.save = sample, save_and_wait
     every = max(4, steps // 10 // 2 * 2)  # a rollout has two updates
