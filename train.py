@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from mllm.parallel.processes import ProcessGroup
 
     flags = options.coordinator, options.processes, options.process
-    if group := ProcessGroup.of_cluster(options.wait) if options.cluster else ProcessGroup.find(*flags, os.environ):
+    if group := ProcessGroup.of_cluster(options.wait) if options.cluster else ProcessGroup.find(*flags):
         group.join(options.wait)
     return train(config, options.change)
 
@@ -54,9 +54,10 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--change", action="store_true", help="go on from run_dir with other settings than it has had")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     several = parser.add_argument_group("several processes")
-    several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
-    several.add_argument("--processes", type=int, metavar="N", help="how many train this model")
-    several.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
+    address, count, index = map(os.environ.get, ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
+    several.add_argument("--coordinator", default=address, metavar="HOST:PORT", help="where process 0 listens")
+    several.add_argument("--processes", default=count, type=int, metavar="N", help="how many train this model")
+    several.add_argument("--process", default=index, type=int, metavar="I", help="which one this is, from 0")
     several.add_argument("--cluster", action="store_true", help="find all of these in the cluster's environment")
     several.add_argument("--wait", type=int, default=300, metavar="SECONDS", help="for the others (default 300)")
     return parser

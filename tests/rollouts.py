@@ -12,8 +12,7 @@ from mllm.model import tokenizer as tokenizers
 from mllm.parallel.mesh import AXES
 from mllm.rl.grpo_source import GrpoSource
 from mllm.rl.rewards import Failure, RewardRunner, Scores
-from mllm.rl.rollout import Completions
-from mllm.rl.sampler import Sampler
+from mllm.rl.rollout import Completions, Sampler
 
 BYTES = tokenizers.bytes_tokenizer()
 GROUP, LIMIT = 4, 4
@@ -27,7 +26,7 @@ class RandomCompletions(Sampler):
         lengths = rng.integers(1, LIMIT + 1, len(prompts), dtype=np.int32)
         tokens = rng.integers(1, 256, (len(prompts), LIMIT), dtype=np.int32)
         logprobs = -rng.random(tokens.shape, dtype=np.float32) - 1
-        return Completions(tokens, logprobs, lengths, lengths < LIMIT), [f"{i}" for i in range(len(prompts))]
+        return Completions(tokens, logprobs, lengths, lengths < LIMIT, texts=[f"{i}" for i in range(len(prompts))])
 
 
 class SquareRewards(RewardRunner):
@@ -39,9 +38,9 @@ class SquareRewards(RewardRunner):
         self.names, self.weights = ["exact_match"], np.array([weight])
         self.bad = {str(number) for number in bad}
 
-    def score(self, examples, texts, completions):
-        values = np.array([[np.nan if text in self.bad else float(text) ** 2] for text in texts])
-        kinds = np.array([["raised" if text in self.bad else "value"] for text in texts])
+    def score(self, examples, completions):
+        values = np.array([[np.nan if text in self.bad else float(text) ** 2] for text in completions.texts])
+        kinds = np.where(np.isnan(values), "raised", "value")
         return Scores(values, kinds, [Failure("exact_match", "raised", "too many")] * int(np.isnan(values).sum()))
 
 

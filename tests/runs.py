@@ -19,6 +19,7 @@ import train
 from mllm.config.load import dump
 from mllm.config.schema import Config
 from mllm.parallel.mesh import make_mesh
+from mllm.parallel.processes import ProcessGroup
 from mllm.run.checkpoint import by_name, with_leaves
 from mllm.run.metrics import read_records
 from mllm.run.source_run import load_policy
@@ -83,6 +84,14 @@ def start_group(command: list[str], processes: int, devices: int, **variables: s
     group = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_NUM_PROCESSES": str(processes)}
     variables |= {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}", **group}
     return [spawn(command, subprocess.STDOUT, **variables, JAX_PROCESS_ID=str(number)) for number in range(processes)]
+
+
+def join_group() -> None:
+    """In a process that `start_group` started: connect to the others."""
+    group = train.make_parser().parse_args(["--config", ""])
+    found = ProcessGroup.find(group.coordinator, group.processes, group.process)
+    assert found
+    found.join(60)
 
 
 def free_address() -> str:

@@ -43,14 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if system := options.system or system:
         first = {"role": "system", "content": system}
         chats = [chat if chat[0]["role"] == "system" else [first, *chat] for chat in chats]
-    completions, texts = complete(options, policy, params, chats)
+    completions = complete(options, policy, params, chats)
     if options.out is None:
-        for text in texts:
+        for text in completions.texts:
             print(text)
         return 0
     lines = [
         {"messages": chat, "completion": text, "tokens": int(length), "finished": bool(finished)}
-        for chat, text, length, finished in zip(chats, texts, completions.lengths, completions.finished, strict=True)
+        for chat, text, length, finished in zip(
+            chats, completions.texts, completions.lengths, completions.finished, strict=True
+        )
     ]
     try:
         options.out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
@@ -121,16 +123,13 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, str | None]":
     return policy, params, None if config.task is None else config.task.system_prompt
 
 
-def complete(
-    options: argparse.Namespace, policy: "Policy", params: "Params", chats: Sequence[Chat]
-) -> "tuple[Completions, list[str]]":
-    """The chats' completions and their texts; UserError where one doesn't fit the model's positions."""
+def complete(options: argparse.Namespace, policy: "Policy", params: "Params", chats: Sequence[Chat]) -> "Completions":
+    """The chats' completions; UserError where one doesn't fit the model's positions."""
     from tqdm import tqdm
 
     from mllm.config.grpo import RolloutConfig
     from mllm.model.tokenizer import encode_prompt
-    from mllm.rl.rollout import RolloutWork
-    from mllm.rl.sampler import Sampler
+    from mllm.rl.rollout import RolloutWork, Sampler
 
     prompts = [encode_prompt(policy.tokenizer, chat) for chat in chats]
     longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings

@@ -15,8 +15,8 @@ class RewardConfig(Section):
     """A reward function; docs/rewards.md has the details."""
 
     name: str
-    """`exact_match`, `flexible_match`, `math`, `format`, `tag_count`, `overlong`, `repetition`, `task` (its own
-    scorer), `package.module:function`, or `url:http(s)://...`."""
+    """`exact_match`, `flexible_match`, `math`, `format`, `overlong`, `task` (its own scorer),
+    `package.module:function`, or `url:http(s)://...`."""
     weight: float = 1.0
     """The factor in the sum of rewards; 0: it is only logged."""
     args: dict[str, Any] = Field(default_factory=dict)

@@ -32,7 +32,7 @@ from mllm.data.records import Origin, bad_lines
 from mllm.data.tokenizing import Document, Encoded, encode_blocks
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Tokenizer
-from mllm.parallel.processes import gather_inside
+from mllm.parallel.processes import gather_objects
 from mllm.store.fetch import locked
 
 log = logging.getLogger(__name__)
@@ -54,14 +54,14 @@ def cached_documents(origin: Origin, config: DataConfig, tokenizer: Tokenizer) -
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "mllm")
     caches = Path(os.path.expanduser(config.cache or default))
     content = origin.content()
-    contents = gather_inside(content)
+    contents = gather_objects(content)
     if odd := [process for process, other in enumerate(contents) if other != contents[0]]:
         which = f"process {odd[0]} and process 0 have different examples"
         raise UserError(f"{origin.key}: {which}: give all the same data")
     try:
         settings = [VERSION, content, tokenizer_digest(tokenizer), config.max_length, config.on_bad_line]
         folder = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
-        while not all(gather_inside((summary := read_summary(folder)) is not None)):
+        while not all(gather_objects((summary := read_summary(folder)) is not None)):
             make_together(folder, origin, config, tokenizer, content)
     except JaxRuntimeError:  # another process was lost
         raise
@@ -106,7 +106,7 @@ def make_together(folder: Path, origin: Origin, config: DataConfig, tokenizer: T
             make(folder, origin, config, encoded, content)
         elif process_count() > 1:
             deque(encoded, maxlen=0)
-    gather_inside(None)  # the caches of this run are made
+    gather_objects(None)  # the caches of this run are made
     if not has_lock:
         with locked(folder):
             pass
@@ -176,9 +176,9 @@ def write_documents(folder: Path, origin: Origin, config: DataConfig, encoded: I
 def exchange(own: Iterator[list[Encoded]]) -> Iterator[Encoded]:
     """The documents of all blocks, in their order, of which each process, all of which must call this, encodes its own.
 
-    They wait for each other by `gather_inside`.
+    They wait for each other by `gather_objects`.
     """
-    while parts := [part for part in gather_inside(next(own, None)) if part is not None]:
+    while parts := [part for part in gather_objects(next(own, None)) if part is not None]:
         yield from chain.from_iterable(parts)
 
 

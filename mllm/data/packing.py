@@ -30,7 +30,9 @@ def pack(
     places = spread_rows(np.bincount(row, learned), rows)[row]
     batch = empty_batch((rows.total, rows.length))
     token_advantages, logprobs = np.zeros((2, rows.total, rows.length), np.float32)
-    for place, trajectory, weight, advantage in zip(places.tolist(), trajectories, weights, advantages, strict=True):
+    for place, trajectory, weight, advantage in zip(
+        places.tolist(), trajectories, weights.tolist(), advantages, strict=True
+    ):
         predicts = add_sequence(batch, place, trajectory.tokens, trajectory.sampled, weight, len(trajectory.tokens) - 1)
         token_advantages[predicts] = advantage
         logprobs[predicts] = trajectory.logprobs

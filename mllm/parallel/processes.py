@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -21,11 +21,10 @@ from jax.sharding import Mesh
 
 from mllm.errors import RESTART, CommonError, StepError, UserError, brief
 from mllm.parallel import watch
-from mllm.parallel.mesh import sharding
 
 T = TypeVar("T")
 FRAME = 4096
-"""Bytes of the first message in `gather_objects`; only longer values take a second one."""
+"""Bytes of the first message in `exchange`; only longer values take a second one."""
 
 
 class ProcessGroup(NamedTuple):
@@ -39,34 +38,23 @@ class ProcessGroup(NamedTuple):
     """This process's devices among its machine's; None: all."""
 
     @classmethod
-    def find(
-        cls, coordinator: str | None, processes: int | None, process: int | None, environment: Mapping[str, str]
-    ) -> "ProcessGroup | None":
-        """The group that the flags describe, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+    def find(cls, coordinator: str | None, processes: int | None, process: int | None) -> "ProcessGroup | None":
+        """The group that the flags describe; None if none of the three is given.
 
-        It is None if none of the three is given. UserError is raised if some of them are missing, or
-        impossible.
+        UserError is raised if some of them are missing, or impossible.
         """
-        flags = {
-            "--coordinator": (coordinator, "JAX_COORDINATOR_ADDRESS"),
-            "--processes": (processes, "JAX_NUM_PROCESSES"),
-            "--process": (process, "JAX_PROCESS_ID"),
-        }
-        given = [environment.get(name) if value is None else str(value) for value, name in flags.values()]
-        if given == [None, None, None]:
+        if (coordinator, processes, process) == (None, None, None):
             return None
-        for (flag, (_, name)), value in zip(flags.items(), given, strict=True):
-            if value is None:
-                raise UserError(f"{flag}: missing (or {name}); several processes need {', '.join(flags)}")
-            if flag != "--coordinator" and not value.isdigit():
-                raise UserError(f"{flag}: {value}: expected a whole number")
-        address, count, index = str(given[0]), int(given[1] or 0), int(given[2] or 0)
-        host, _, port = address.rpartition(":")
+        if coordinator is None or processes is None or process is None:
+            flags = "--coordinator, --processes and --process"
+            variables = "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+            raise UserError(f"{flags}: several processes need all three, or {variables}")
+        host, _, port = coordinator.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-            raise UserError(f"--coordinator: {address}: expected host:port, of process 0")
-        if index >= count:
-            raise UserError(f"--process: {index}: expected 0 to {count - 1}, since --processes is {count}")
-        return cls(address, count, index)
+            raise UserError(f"--coordinator: {coordinator}: expected host:port, of process 0")
+        if not 0 <= process < processes:
+            raise UserError(f"--process: {process}: expected 0 to {processes - 1}, since --processes is {processes}")
+        return cls(coordinator, processes, process)
 
     @classmethod
     def of_cluster(cls, seconds: int) -> "ProcessGroup":
@@ -124,8 +112,26 @@ def is_writer() -> bool:
     return jax.process_index() == 0
 
 
+class SomeLeft(Exception):
+    """Processes have left `raise_everywhere`, in which this one still is, with an error."""
+
+    def __init__(self, errors: list[Any]) -> None:
+        self.errors = errors
+
+
 def gather_objects(value: T) -> list[T]:
-    """The values that the processes pass, in the order of the processes; all of them must call it at the same place."""
+    """The values that the processes pass, in the order of the processes; all of them must call it at the same place.
+
+    Inside of `raise_everywhere`, all leave that if one of them has left it with an error.
+    """
+    found = exchange((value, None))
+    if any(error for _, error in found):
+        raise SomeLeft([error for _, error in found])
+    return [value for value, _ in found]
+
+
+def exchange(value: T) -> list[T]:
+    """What each process passes, in the order of the processes."""
     if jax.process_count() == 1:
         return [value]
     message = np.frombuffer(pickle.dumps((jax.process_index(), value)), np.uint8)
@@ -142,47 +148,23 @@ def pad_or_cut(message: np.ndarray, size: int) -> np.ndarray:
     return np.pad(message[:size], (0, max(0, size - message.size)))
 
 
-class Inside(NamedTuple):
-    """A value on its way through `gather_inside`."""
-
-    value: Any
-
-
-class SomeLeft(Exception):
-    """Processes have left `raise_everywhere` with an error while this one was in `gather_inside`."""
-
-    def __init__(self, found: list[Any]) -> None:
-        self.found = found
-
-
-def gather_inside(value: T) -> list[T]:
-    """`gather_objects` inside of `raise_everywhere`, which all leave if one of them has left with an error."""
-    found: list[Any] = gather_objects(Inside(value))
-    if not all(isinstance(one, Inside) for one in found):
-        raise SomeLeft(found)
-    return [one.value for one in found]
-
-
 @contextmanager
 def raise_everywhere() -> Iterator[None]:
     """A UserError that one process raises inside is raised in all, so that none waits for one that has left.
 
-    It is a StepError if all that was raised is. The code inside may wait for other processes by `gather_inside` only.
+    It is a StepError if all that was raised is. The code inside may wait for other processes by `gather_objects` only.
     """
-    error, found = None, None
     try:
         yield
-    except UserError as raised:
-        error = raised
+        gather_objects(None)
+        return
+    except UserError as error:
+        errors = [other for _, other in exchange((None, (str(error), isinstance(error, StepError))))]
     except SomeLeft as left:
-        found = left.found
-    if found is None:
-        found = gather_objects(None if error is None else (str(error), isinstance(error, StepError)))
-    errors = [None if isinstance(one, Inside) else one for one in found]
+        errors = left.errors
     kind = StepError if all(error is None or error[1] for error in errors) else CommonError
-    for process, found in enumerate(errors):
-        if found is not None:
-            raise kind(found[0] if len({*errors}) == 1 else f"process {process}: {found[0]}")
+    process, message = next((process, error[0]) for process, error in enumerate(errors) if error is not None)
+    raise kind(message if len({*errors}) == 1 else f"process {process}: {message}")
 
 
 def check_same(value: object, message: str) -> None:
@@ -204,21 +186,16 @@ class RowShare:
     @classmethod
     def of_mesh(cls, mesh: Mesh) -> "RowShare":
         """The share that the mesh gives to this process; UserError where two processes' shares overlap in part."""
-        layout = sharding(mesh, ("batch",))
-        shards = int(np.prod([mesh.shape[axis] for axis in layout.spec[0]]))
-        held: dict[int, set[int]] = {}
-        device: Any
-        for device, (part,) in layout.devices_indices_map((shards,)).items():
-            held.setdefault(device.process_index, set()).update(range(shards)[part])
-        shares = sorted({tuple(sorted(rows)) for rows in held.values()})
-        if [row for share in shares for row in share] != list(range(shards)) or len({*map(len, shares)}) > 1:
+        owners = np.array([device.process_index for device in mesh.devices.flat]).reshape(-1, mesh.shape["tp"])
+        held = {process: tuple(np.flatnonzero((owners == process).any(axis=1)).tolist()) for process in {*owners.flat}}
+        shares = sorted({*held.values()})
+        if [row for share in shares for row in share] != list(range(len(owners))) or len({*map(len, shares)}) > 1:
             raise UserError(
                 f"mesh: the {jax.local_device_count()} devices of a process hold a part of a tp group "
                 f"(mesh.tp {mesh.shape['tp']}): let one of the two divide the other"
             )
-        first = {tuple(sorted(rows)): process for process, rows in sorted(held.items(), reverse=True)}
-        mine = tuple(sorted(held[jax.process_index()]))
-        return cls(shares.index(mine), len(shares), tuple(first[share] for share in shares))
+        first = {held[process]: int(process) for process in sorted(held, reverse=True)}
+        return cls(shares.index(held[jax.process_index()]), len(shares), tuple(first[share] for share in shares))
 
     def gather(self, value: T) -> list[T]:
         """The value that the first process of each share passes, in the order of the rows."""

@@ -1,6 +1,6 @@
 """The processes of a run watch each other: if one ends, hangs or fails, all of them end, with one line that says why.
 
-Each process has a thread that sends process 0's thread what its process is doing, every BEAT seconds, and is answered.
+Each process has a thread that tells process 0 what its process is doing, every BEAT seconds, and is answered.
 A process that ends, however it ends, closes its connection, which is noticed at once. One that is stopped, or whose
 machine, network or disk hangs, is silent, which is noticed after SILENCE seconds. One that fails says so. Process 0
 passes on what has happened; each process prints it and ends at once, because a collective that waits for a lost process
@@ -12,7 +12,6 @@ compiling; a line says where each process is.
 
 import json
 import os
-import selectors
 import socket
 import sys
 import threading
@@ -20,7 +19,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -53,31 +51,27 @@ class Status(NamedTuple):
         return f"process {self.process} (after step {self.step}, {self.phase})"
 
 
-@dataclass
 class Link:
     """A connection to another process's thread."""
 
-    socket: socket.socket
-    status: Status
-    """What the other process said last."""
-    heard: float = field(default_factory=time.monotonic)
-    received: bytes = b""
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(GRACE)
+        self.socket, self.lines = connection, connection.makefile("rb")
+        self.status = Status(0, 0, "start", time.time(), time.time())
+        """What the other process said last."""
+        self.heard = time.monotonic()
 
     def send(self, **message: Any) -> None:
         with suppress(OSError):  # whoever reads finds out that the connection is closed
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> list[dict[str, Any]] | None:
-        """The messages that have come; None if the connection is closed."""
-        try:
-            chunk = self.socket.recv(2**16)
-        except OSError:
-            chunk = b""
-        if not chunk:
-            return None
-        self.heard = time.monotonic()
-        *lines, self.received = (self.received + chunk).split(b"\n")
-        return [json.loads(line) for line in lines]
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; None if the connection is closed."""
+        with suppress(OSError, ValueError):
+            message = json.loads(self.lines.readline())
+            self.heard = time.monotonic()
+            return message if isinstance(message, dict) else None
+        return None
 
 
 class Watch:
@@ -95,6 +89,9 @@ class Watch:
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
         self.thread.start()
+        for number, link in [*self.links.items()]:
+            link.socket.settimeout(None)
+            threading.Thread(target=self.listen, args=(number, link), name="watch", daemon=True).start()
 
     def mark(self, step: int, phase: str) -> None:
         """Note what this process does from now on."""
@@ -102,52 +99,38 @@ class Watch:
         self.status = Status(self.status.process, step, phase, now, now)
 
     def run(self) -> None:
-        """Listen, and send every BEAT seconds, until `stop`."""
-        due = last = time.monotonic()
-        with selectors.DefaultSelector() as selector:
-            for number, link in self.links.items():
-                selector.register(link.socket, selectors.EVENT_READ, number)
-            while not self.stopped.is_set():
-                if self.links:
-                    ready = selector.select(max(0.0, due - time.monotonic()))
-                else:
-                    ready = []
-                    self.stopped.wait(max(0.0, due - time.monotonic()))
-                now = time.monotonic()
-                if self.links and now - last > SILENCE:
-                    self.end(RESTART, f"{self.status} was stopped for {now - last:.0f} s: {GO_ON}")
-                last = now
-                for key, _ in ready:
-                    self.listen(key.data, selector)
-                if now >= due:
-                    due = now + BEAT
-                    self.beat()
+        """Send every BEAT seconds, until `stop`."""
+        last = time.monotonic()
+        while not self.stopped.is_set():
+            now = time.monotonic()
+            if self.links and now - last > SILENCE:
+                self.end(RESTART, f"{self.status} was stopped for {now - last:.0f} s: {GO_ON}")
+            last = now
+            self.beat()
+            self.stopped.wait(BEAT)
 
-    def listen(self, number: int, selector: selectors.BaseSelector) -> None:
+    def listen(self, number: int, link: Link) -> None:
         """Read another process's messages; if its connection closes before the run has ended, end this process, too."""
-        link = self.links[number]
-        messages = link.receive()
-        if messages is None:
-            selector.unregister(link.socket)
-            del self.links[number]
-            if link.status.phase != END:
-                self.end(RESTART, f"{link.status} was killed, or has lost its machine or network: {GO_ON}")
-        for message in messages or []:
+        while message := link.receive():
             if "end" in message:
                 self.end(*message["end"])
             link.status = Status(*message["status"])
+        del self.links[number]
+        if link.status.phase != END:
+            self.end(RESTART, f"{link.status} was killed, or has lost its machine or network: {GO_ON}")
 
     def beat(self) -> None:
         """Send and publish what this process does, and look for processes that are silent."""
         own = self.status._replace(time=time.time())
-        others = [] if own.process else [link.status for link in self.links.values()]
+        links = [*self.links.values()]
+        others = [] if own.process else [link.status for link in links]
         self.publish(statuses := sorted([own, *others]))
         stalled = own.time - max(status.since for status in statuses)
         if own.process == 0 and stalled > self.patience:
             self.patience = 2 * stalled  # so that long phases are not reported every time
             where = ", ".join(map(str, statuses))
             sys.stderr.write(f"warning: no new phase for {stalled / 60:.0f} minutes: {where}\n")
-        for link in self.links.values():
+        for link in links:
             link.send(status=own)
             if time.monotonic() - link.heard > SILENCE:
                 why = "it is stopped, or its machine, network or disk hangs"
@@ -160,7 +143,7 @@ class Watch:
         thread goes on for a moment, and JAX notices that others end.
         """
         self.ending.acquire()
-        for link in self.links.values():
+        for link in [*self.links.values()]:
             link.send(end=[code, line])
         with suppress(OSError, ValueError):  # the output may be on a full disk, or closed
             sys.stdout.flush()
@@ -230,9 +213,9 @@ def receive(processes: int, port: int) -> dict[int, Link]:
         raise UserError(f"--coordinator: {port}, the port below the coordinator's, {reason}") from None
     with server:
         while len(links) < processes - 1:
-            link = open_link(server.accept()[0])
+            link = Link(server.accept()[0])
             try:
-                number, count = (link.receive() or [{}])[0]["hello"]
+                number, count = (link.receive() or {})["hello"]
             except (KeyError, ValueError, TypeError):  # it is no process of this run
                 continue
             problem = ""
@@ -258,24 +241,17 @@ def visit(process: int, processes: int, address: tuple[str, int]) -> Link:
     """The link to process 0, at the port where it waits for the others; the process ends if it is refused."""
     while True:
         with suppress(OSError):
-            link = open_link(socket.create_connection(address, SILENCE))
+            link = Link(socket.create_connection(address, SILENCE))
             break
         time.sleep(0.1)
     link.send(hello=[process, processes])
     link.socket.settimeout(None)
-    for message in link.receive() or [{"end": [RESTART, "process 0 ended before all processes had come"]}]:
-        if "end" in message:
-            code, line = message["end"]
-            print(f"error: {line}", file=sys.stderr)
-            sys.exit(code)
-    link.socket.settimeout(GRACE)
+    message = link.receive() or {"end": [RESTART, "process 0 ended before all processes had come"]}
+    if "end" in message:
+        code, line = message["end"]
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(code)
     return link
-
-
-def open_link(connection: socket.socket) -> Link:
-    """A link to process 0, or to one that has not said yet which it is."""
-    connection.settimeout(GRACE)
-    return Link(connection, Status(0, 0, "start", time.time(), time.time()))
 
 
 def relay(address: str) -> str:

@@ -13,7 +13,7 @@ from mllm.model.layout import Params
 from mllm.parallel.processes import ALL_ROWS, RowShare
 from mllm.rl.reward_functions import exact_match, flexible_match
 from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
-from mllm.rl.sampler import Sampler
+from mllm.rl.rollout import Sampler
 from mllm.rl.trajectories import reward_arrays, sample_trajectories
 from mllm.stopwatch import Stopwatch
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from mllm.config.grpo import GrpoConfig
 from mllm.data.batch import Batch, Trajectory
@@ -22,7 +22,7 @@ from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import RowShare, is_writer, raise_everywhere
 from mllm.rl import trajectories
 from mllm.rl.rewards import Failure, RewardRunner
-from mllm.rl.sampler import Sampler
+from mllm.rl.rollout import Sampler
 from mllm.rl.schedule import round_size
 from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
@@ -126,11 +126,19 @@ class GrpoSource:
         has_gradient = (advantages != 0) | (self.config.beta > 0) | (self.config.entropy_coef != 0)
         lengths, parts = np.array([len(trajectory.logprobs) for trajectory in chosen]), []
         for part in np.split(np.arange(len(chosen)), self.config.steps_per_generation):
-            weights = self.weights(np.where(counts, lengths, 0)[part])
+            learnable = np.where(counts, lengths, 0)[part]  # all of a completion's tokens, or none
+            longest = self.sampler.options.max_completion_length
+            weights = objectives.sequence_weights(
+                self.config.loss_type, learnable, self.config.num_generations, longest
+            )
             learned = (weights > 0) & has_gradient[part]
             with watch.phase("logprob"):
-                own = self.make_batch([chosen[i] for i in part[learned]], weights[learned], advantages[part[learned]])
-                batch = self.add_policy_logprobs(own, params, reference)
+                batch = self.make_batch([chosen[i] for i in part[learned]], weights[learned], advantages[part[learned]])
+                if self.config.needs_old_logprobs:
+                    batch = batch._replace(old_logprobs=self.logprob_pass(params, batch))
+                if self.needs_reference:
+                    batch = batch._replace(reference_logprobs=self.logprob_pass(reference, batch))
+                batch = jax.block_until_ready(batch)
             without = {"frac_without_gradient": float(1 - learned.mean())}
             tokens = sum(len(chosen[i].tokens) for i in part)
             parts.append(Step(batch, metrics | without, samples, tokens))
@@ -183,11 +191,6 @@ class GrpoSource:
                 break
         return drawn, rewards, rounds
 
-    def weights(self, tokens: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"]:
-        """Each token's weight, by its sequence; `tokens` is how many of a completion's tokens count, all or none."""
-        limit = self.sampler.options.max_completion_length
-        return objectives.sequence_weights(self.config.loss_type, tokens, self.config.num_generations, limit)
-
     def make_batch(
         self, learned: list[Trajectory], weights: Float[np.ndarray, "B"], advantages: Float[np.ndarray, "B"]
     ) -> Batch:
@@ -195,14 +198,6 @@ class GrpoSource:
         share = self.update_rows.total // self.rows.count
         mine = slice(self.rows.index * share, (self.rows.index + 1) * share)
         return jax.tree.map(lambda array: array[mine], pack(learned, weights, advantages, self.update_rows))
-
-    def add_policy_logprobs(self, batch: Batch, params: Params, reference: Params | None) -> Batch:
-        """The batch with the log-probabilities under other policies that the objective needs."""
-        if self.config.needs_old_logprobs:
-            batch = batch._replace(old_logprobs=self.logprob_pass(params, batch))
-        if self.needs_reference:
-            batch = batch._replace(reference_logprobs=self.logprob_pass(reference, batch))
-        return jax.block_until_ready(batch)
 
     def position(self) -> dict[str, Any]:
         counts = {"num_tokens": self.num_tokens, "updates_without_gradient": self.updates_without_gradient}

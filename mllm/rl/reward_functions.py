@@ -1,8 +1,9 @@
-"""The built-in reward functions, and rewards over HTTP. A function takes its arguments by name: see reward_calls.
+"""The built-in reward functions, and rewards over HTTP. A function takes its arguments by name: see reward_process.
 
 No JAX is imported here.
 """
 
+import contextlib
 import http.client
 import json
 import re
@@ -25,7 +26,6 @@ exactly three digits follow, even if the digits before it lack one."""
 THINK_ANSWER = re.compile(
     r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>(?:(?!</?(?:think|answer)>).)*</answer>\s*", re.DOTALL
 )
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 MATH_SECONDS = 1
 PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds before each further request to a server that failed."""
@@ -94,11 +94,6 @@ def think_answer_format(completion: str) -> float:
     return float(THINK_ANSWER.fullmatch(completion) is not None)
 
 
-def tag_count(completion: str) -> float:
-    """The share of the four tags that occur exactly once: Open-R1's `tag_count_reward`, but line breaks are ignored."""
-    return sum(completion.count(tag) == 1 for tag in TAGS) / len(TAGS)
-
-
 def overlong(length: int, max_completion_length: int, cache: int) -> float:
     """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0, which falls to -1 over the last `cache` tokens."""
     if not 0 < cache <= max_completion_length:
@@ -106,26 +101,12 @@ def overlong(length: int, max_completion_length: int, cache: int) -> float:
     return min(0.0, (max_completion_length - cache - length) / cache)
 
 
-def repetition(completion: str, ngram: int = 3, max_penalty: float = -1.0) -> float:
-    """`max_penalty` times the share of the completion's word n-grams that repeat an earlier one.
-
-    The definition is Open-R1's, after arXiv:2502.03373, appendix C.2. A completion of fewer words gets 0.
-    """
-    if ngram < 1 or max_penalty > 0:
-        raise ValueError(f"expected ngram >= 1 and max_penalty <= 0, got {ngram} and {max_penalty}")
-    words = completion.lower().split()
-    ngrams = [tuple(words[i : i + ngram]) for i in range(len(words) - ngram + 1)]
-    return max_penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0
-
-
 BUILT_IN: dict[str, Callable[..., float]] = {
     "exact_match": exact_match,
     "flexible_match": flexible_match,
     "math": math,
     "format": think_answer_format,
-    "tag_count": tag_count,
     "overlong": overlong,
-    "repetition": repetition,
 }
 
 
@@ -157,10 +138,9 @@ def post(url: str, /, **arguments: Any) -> list[Any]:
 
 def listed_rewards(answer: bytes) -> list[Any]:
     """The list in a server's answer; ValueError where there is none."""
-    try:
+    found = None
+    with contextlib.suppress(ValueError):
         found = json.loads(answer)
-    except ValueError:
-        found = None
     found = found.get("rewards") if isinstance(found, dict) else found
     if not isinstance(found, list):
         text = answer[:QUOTED].decode(errors="replace")

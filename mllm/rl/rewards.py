@@ -16,8 +16,8 @@ from jaxtyping import Float, Shaped
 from mllm.config.task import TaskConfig
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.rl.reward_calls import Available, Sample
-from mllm.rl.reward_worker import FAILURES, NOT_APPLICABLE, TICK, Worker
+from mllm.rl.reward_process import FAILURES, NOT_APPLICABLE, Sample, fields_of
+from mllm.rl.reward_worker import TICK, Worker
 from mllm.rl.rollout import Completions
 
 CHUNKS = 4
@@ -62,10 +62,11 @@ class RewardRunner:
         self.timeout = config.reward_timeout
         self.poll = poll
         rewards = [(reward.name, reward.args) for reward in config.rewards]
-        available = Available.of_task(task, max_completion_length)
-        self.workers = [Worker(rewards, task.scorer, available) for _ in range(config.reward_workers)]
+        self.stopped = Event()
+        given = rewards, task.scorer, fields_of(task), max_completion_length, self.stop_thread
+        self.workers = [Worker(*given) for _ in range(config.reward_workers)]
         first = self.workers[0]
-        first.start(lambda: None)  # the others start when they are needed
+        first.start()  # the others start when they are needed
         self.batched = first.batched
         self.codes = {name: code for name, code in zip(self.names, first.codes, strict=True) if code}
         self.warned: set[tuple[str, str]] = set()
@@ -76,29 +77,27 @@ class RewardRunner:
                 "which is called once with all completions, are more than can work"
             )
 
-    def score(self, examples: Sequence[Example], texts: Sequence[str], completions: Completions) -> Scores:
+    def score(self, examples: Sequence[Example], completions: Completions) -> Scores:
         """The scores of every function for every completion; they don't depend on the number of processes.
 
         What `poll` raises passes through, and the runner can be used again.
         """
-        rows = zip(completions.tokens, completions.lengths, completions.finished, strict=True)
+        rows = zip(
+            examples, completions.texts, completions.tokens, completions.lengths, completions.finished, strict=True
+        )
         samples = [
             Sample(example, text, array("i", tokens[:length].astype(np.int32).tobytes()), not finished)
-            for example, text, (tokens, length, finished) in zip(examples, texts, rows, strict=True)
+            for example, text, tokens, length, finished in rows
         ]
         kinds = np.full((len(samples), len(self.names)), "", object)
         results = np.full(kinds.shape, None, object)
         calls = iter(self.calls(len(samples)))
-        stopped = Event()
-
-        def poll() -> None:
-            if stopped.is_set():
-                raise Stopped
+        self.stopped.clear()
 
         def serve(worker: Worker) -> None:
             try:
                 for function, part in calls:  # each call goes to one thread: they share a list's iterator
-                    answers = worker.ask(function, [samples[i] for i in part], self.timeout, poll)
+                    answers = worker.ask(function, [samples[i] for i in part], self.timeout)
                     for sample, answer in zip(part, answers, strict=True):
                         kinds[sample, function], results[sample, function] = answer
             except BaseException:
@@ -114,7 +113,7 @@ class RewardRunner:
                     for future in done:
                         future.result()
             except BaseException:
-                stopped.set()
+                self.stopped.set()
                 raise
         values = np.where(kinds == "value", results, np.nan).astype(np.float64)
         failed = np.argwhere(np.isin(kinds, FAILURES).T)  # function by function
@@ -122,6 +121,11 @@ class RewardRunner:
         for failure in failures:
             self.warn(failure)
         return Scores(values, kinds, failures)
+
+    def stop_thread(self) -> None:
+        """What the workers' threads poll while they wait."""
+        if self.stopped.is_set():
+            raise Stopped
 
     def calls(self, count: int) -> list[tuple[int, range]]:
         """Each call's function and samples, of so many; those of batched functions, which take longest, come first."""

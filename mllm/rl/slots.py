@@ -18,18 +18,12 @@ from jaxtyping import Bool, Float, Int, Key
 
 from kernels.lm_head.contract import dot
 from mllm.config.grpo import RolloutConfig
-from mllm.model.decoder import Decoder
 from mllm.model.decoding import Cache, DecodingWeights, LayerCache, decode_token, merge
 from mllm.model.layout import CACHED_KEYS, Layout, Params, constrain
 from mllm.rl import sampling
 
 CHUNK = 16
 """Decode steps between two moments at which sequences may enter and leave."""
-
-
-MOST_LOGITS = 96 * 2**20
-"""Bytes of logits that a device may hold."""
-MOST_BLOCKS = 8
 
 
 class Slots(NamedTuple):
@@ -156,9 +150,8 @@ def decode(
     alive = slots.live.sum()
 
     def draw(
-        rows: tuple[Float[jax.Array, "B D"], Key[jax.Array, "B"], Int[jax.Array, "B"]],
+        hidden: Float[jax.Array, "B D"], keys: Key[jax.Array, "B"], positions: Int[jax.Array, "B"]
     ) -> sampling.Draw:
-        hidden, keys, positions = rows
         logits = dot(hidden, model.head_weight, (1, 1), hidden.dtype)
         if greedy:
             return sampling.greedy(logits)
@@ -175,7 +168,7 @@ def decode(
         done = chunk.steps
         hidden, cache = decode_token(graphdef, weights, cache, tokens, slots.lengths + done, end + done)
         positions = slots.counts + done
-        drawn = in_blocks(draw, (hidden, keys, positions), logit_blocks(model, hidden.shape[0]))
+        drawn = draw(hidden, keys, positions)
         stopped = (drawn.tokens[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= options.max_completion_length)
         made = jax.tree.map(lambda whole, new: whole.at[:, done].set(new), sampling.Draw(*chunk[:3]), drawn)
         chunk = Chunk(made.tokens, made.logprobs, made.kept, done + 1)
@@ -185,27 +178,7 @@ def decode(
     kept = jnp.zeros(shape, jnp.float32) if options.truncates and not greedy else None
     none = Chunk(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept, jnp.zeros((), jnp.int32))
     chunk, cache, _, _ = jax.lax.while_loop(unfinished, decode_step, (none, cache, slots.tokens, slots.live))
-    # Without this, XLA may leave one of the arrays whole on every device, and `local_rows` would return all rows of it.
-    rows = jax.tree.map(partial(constrain, model.layout, axes=("batch",)), chunk._replace(steps=None))
-    return rows._replace(steps=chunk.steps), cache
-
-
-def logit_blocks(model: Decoder, rows: int) -> int:
-    """Into how many blocks the rows are divided, each of which reads the vocabulary matrix, so that logits are few."""
-    layout, vocabulary = model.layout, model.config.vocab_size
-    if layout is not None:
-        rows, vocabulary = layout.sharding(("batch", "vocab")).shard_shape((rows, vocabulary))
-    fitting = [n for n in range(1, MOST_BLOCKS + 1) if rows % n == 0 and 4 * rows * vocabulary // n <= MOST_LOGITS]
-    return min(fitting, default=1)
-
-
-def in_blocks(function: Callable[[Any], Any], rows: Any, blocks: int) -> Any:
-    """The function of arrays [B, ...], applied to so many blocks of rows one after the other."""
-    if blocks == 1:
-        return function(rows)
-    # Strided, so that each device's rows stay on it.
-    split = jax.tree.map(lambda x: x.reshape(-1, blocks, *x.shape[1:]).swapaxes(0, 1), rows)
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), jax.lax.map(function, split))
+    return jax.tree.map(partial(constrain, model.layout, axes=()), chunk), cache  # every process reads all rows
 
 
 def on_each_device(

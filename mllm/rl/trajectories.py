@@ -12,9 +12,8 @@ from mllm.data.prompts import Prompt
 from mllm.errors import StepError
 from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare, raise_everywhere
-from mllm.rl.rewards import Failure, RewardRunner, Scores, reward_metrics, weighted_sum
-from mllm.rl.rollout import Completions
-from mllm.rl.sampler import Sampler
+from mllm.rl.rewards import Failure, RewardRunner, reward_metrics, weighted_sum
+from mllm.rl.rollout import Sampler
 from mllm.stopwatch import Stopwatch
 
 MOST_FAILED_GROUPS = 0.5
@@ -33,32 +32,21 @@ def sample_trajectories(
     watch: Stopwatch,
     greedy: bool = False,
 ) -> tuple[list[Trajectory], list[Failure]]:
-    """Complete and score each prompt once; each process does its share of the prompts, and learns the results of all.
+    """Complete and score each prompt once; each process scores its share, and learns the scores of all.
 
     Prompt i draws from the stream (seed, step, first_sequence + i). The failures are the calls of reward functions
     that gave no number.
     """
-    share = -(-len(prompts) // rows.count)
-    first = rows.index * share
-    mine = list(prompts[first : first + share])
-    # Every process completes as many prompts. The repeated prompt that fills a share up is dropped below.
-    mine += [prompts[0]] * (share - len(mine))
+    tokens = [prompt.tokens for prompt in prompts]
     with watch.phase("rollout"):
-        completions, texts = sampler.complete(
-            params, [prompt.tokens for prompt in mine], step=step, first_sequence=first_sequence + first, greedy=greedy
-        )
+        completions = sampler.complete(params, tokens, step=step, first_sequence=first_sequence, greedy=greedy)
+    share = -(-len(prompts) // rows.count)
+    mine = slice(rows.index * share, (rows.index + 1) * share)
     with watch.phase("reward"):
         with raise_everywhere():
-            scores = rewards.score([prompt.example for prompt in mine], texts, completions)
-        shares = rows.gather((make_trajectories(mine, completions, texts, scores), scores.failures))
-    trajectories = [trajectory for sampled, _ in shares for trajectory in sampled]
-    return trajectories[: len(prompts)], [failure for _, failures in shares for failure in failures]
-
-
-def make_trajectories(
-    prompts: Sequence[Prompt], completions: Completions, texts: Sequence[str], scores: Scores
-) -> list[Trajectory]:
-    """Each prompt with its completion and what the reward functions gave for it."""
+            scores = rewards.score([prompt.example for prompt in prompts[mine]], completions.part(mine))
+        shares = rows.gather(scores)
+    values, kinds = (np.concatenate(parts) for parts in zip(*((one.values, one.kinds) for one in shares), strict=True))
     made = []
     for i, (prompt, length) in enumerate(zip(prompts, completions.lengths, strict=True)):
         made.append(
@@ -69,12 +57,12 @@ def make_trajectories(
                 None if completions.kept is None else completions.kept[i, :length],
                 bool(completions.finished[i]),
                 prompt.example.prompt[-1]["content"],
-                texts[i],
-                scores.values[i],
-                tuple(scores.kinds[i]),
+                completions.texts[i],
+                values[i],
+                tuple(kinds[i]),
             )
         )
-    return made
+    return made, [failure for scores in shares for failure in scores.failures]
 
 
 def group_rewards(

@@ -11,7 +11,7 @@ A run starts in one of these ways, which `Run.start` tells apart:
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,10 @@ from mllm.model.load import Policy
 from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import check_same, is_writer, raise_everywhere
 from mllm.parallel.watch import Watch
+from mllm.rl.capacity import slots_that_fit
 from mllm.rl.grpo_source import GrpoSource
 from mllm.rl.rewards import RewardRunner
-from mllm.rl.sampler import Sampler, make_sampler
+from mllm.rl.rollout import Sampler
 from mllm.run import folder, heartbeat, report, wandb
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.measurements import make_measurements
@@ -72,13 +73,16 @@ class Run:
             self.policy = policy = load_policy(config, self.mesh, source_run)
             forward = Forward(policy.graphdef, self.mesh, config.head, config.rows, config.grpo, config.rollout)
             if config.rollout:
-                sampler = make_sampler(
-                    policy,
+                reference = config.grpo is not None and config.grpo.beta > 0
+                fit = partial(slots_that_fit, policy, config.rollout, config.optimizer, needs_reference=reference)
+                sampler = Sampler(
+                    policy.graphdef,
+                    policy.tokenizer,
+                    policy.stop_ids,
                     config.rollout,
-                    config.optimizer,
-                    needs_reference=config.grpo is not None and config.grpo.beta > 0,
-                    seed=config.seed,
-                    poll=interrupt.poll,
+                    config.seed,
+                    cache(fit),  # not before it is needed, because other mistakes in the configuration come first
+                    interrupt.poll,
                 )
             self.source = make_source(config, policy, forward, task, sampler, rewards)
             self.optimizer = make_optimizer(config.optimizer, self.source.steps)

@@ -14,7 +14,7 @@ from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare
 from mllm.rl.evaluation import make_evaluation
 from mllm.rl.rewards import RewardRunner
-from mllm.rl.sampler import Sampler
+from mllm.rl.rollout import Sampler
 from mllm.run.state import RunState
 from mllm.train.step import Forward
 from mllm.train.validation import make_validation

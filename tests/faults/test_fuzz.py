@@ -34,7 +34,7 @@ from mllm.errors import LONGEST, UserError
 from mllm.model import tokenizer, weights
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
-from mllm.rl.reward_functions import exact_match, flexible_match, repetition, tag_count, think_answer_format
+from mllm.rl.reward_functions import exact_match, flexible_match, think_answer_format
 
 SECONDS = 2.0
 """Processor time that a reader may take for one input."""
@@ -257,8 +257,7 @@ def read_completion(folder: Path, text: str) -> None:
         example = Example([], "7", answer_form=form)
         assert isinstance(final_answer(text, form), str | None)
         matches = [match(text, "7", example) for match in (exact_match, flexible_match)]
-        assert all(0 <= reward <= 1 for reward in (*matches, think_answer_format(text), tag_count(text)))
-        assert -1 <= repetition(text) <= 0
+        assert all(0 <= reward <= 1 for reward in (*matches, think_answer_format(text)))
 
 
 # Models

@@ -11,7 +11,7 @@ from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model.architecture import PRESETS
 from mllm.model.layout import Layout
-from mllm.parallel.mesh import make_mesh, shard_batch, sharding
+from mllm.parallel.mesh import make_mesh, shard_batch
 
 SIZES = PRESETS["Qwen/Qwen2.5-3B"]
 
@@ -21,23 +21,11 @@ def mesh():
     return make_mesh(MeshConfig(dp=2, fsdp=2, tp=2))
 
 
-def test_the_mesh_has_the_configured_shape_and_takes_the_first_devices():
-    mesh = make_mesh(MeshConfig(fsdp=2, tp=3))
-    assert dict(mesh.shape) == {"dp": 1, "fsdp": 2, "tp": 3}
-    assert list(mesh.devices.flat) == jax.devices()[:6]
-
-
 def test_a_mesh_of_too_many_devices_is_an_error_that_counts_them():
     with pytest.raises(UserError, match=r"tp = 16, but there are 8 devices: set mesh.dp=2 or mesh.tp=2"):
         make_mesh(MeshConfig(dp=4, tp=4))
     with pytest.raises(UserError, match=r"tp = 1000, but there are 8 devices: lower more than one of them"):
         make_mesh(MeshConfig(dp=10, fsdp=10, tp=10))
-
-
-def test_a_sharding_follows_the_table_and_none_is_never_sharded(mesh):
-    assert sharding(mesh, ("vocab", "embed")).shard_shape((8, 8)) == (4, 4)
-    assert sharding(mesh, ("batch", "time")).shard_shape((8, 8)) == (2, 8)
-    assert sharding(mesh, (None, "layers")).shard_shape((8, 8)) == (8, 8)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Two processes with four devices each give what one process with eight gives, and write it once."""
 
 import json
-import os
 import signal
 import subprocess
 import tempfile
@@ -19,6 +18,7 @@ from runs import (
     changed,
     checkpoints,
     free_address,
+    join_group,
     newest,
     outputs,
     records,
@@ -30,6 +30,7 @@ from runs import (
 )
 from tiny import config
 
+import train
 from mllm.config.data import DataConfig
 from mllm.config.model import MeshConfig
 from mllm.data import cache, tokenizing
@@ -45,7 +46,6 @@ from mllm.parallel.processes import (
     ProcessGroup,
     RowShare,
     check_same,
-    gather_inside,
     gather_objects,
     local_rows,
     raise_everywhere,
@@ -108,23 +108,6 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_devices_and_has_the_s
     assert newest(many).position == newest(one).position
 
 
-@pytest.mark.faults
-def test_sft_on_a_file_in_two_processes_makes_one_cache_and_validates_as_one_process_does(tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"question": f"{i}", "answer": f"{i}" * (i % 5)}) + "\n" for i in range(1, 100)))
-    data = {"source": str(path), "max_length": 24, "epochs": 1, "on_bad_line": "skip"}
-    data |= {"cache": str(tmp_path / "cache"), "validation": {"share": 0.3, "every": 2}}
-    absent = {"task": None, "rollout": None, "eval": None, "steps": None}
-    one, two = (config("sft", run_dir=str(tmp_path / name), mesh=MESH, data=data, **absent) for name in ("one", "two"))
-    said = outputs(start_two(["train.py", *arguments(two)]))
-    assert len([*(tmp_path / "cache").iterdir()]) == 1
-    assert run(one) == 0
-    assert_same_metrics(two, one)
-    assert "validation/loss" in records(two)[0]
-    assert newest(two).position == newest(one).position
-    assert ["validation" in output for output in said] == [True, False]
-
-
 @pytest.mark.slow
 def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_after_it_continued(placed):
     one, two = placed("grpo", "one"), placed("grpo", "two")
@@ -147,7 +130,7 @@ def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_
 
 def check_rows_and_reading(path):
     """Runs in each of two processes: values are gathered, rows shared, and each reads its part of data and weights."""
-    ProcessGroup.find(None, None, None, os.environ).join(60)
+    join_group()
     process = jax.process_index()
     assert gather_objects({"process": process}) == [{"process": 0}, {"process": 1}]
     assert gather_objects("x" * 5000 * process) == ["", "x" * 5000]
@@ -177,7 +160,7 @@ def check_rows_and_reading(path):
     with pytest.raises(UserError, match=r"^process 1: no such tokenizer$"), raise_everywhere():  # noqa: PT012
         if process == 1:
             raise UserError("no such tokenizer")
-        gather_inside("a share")
+        gather_objects("a share")
 
     source = f"{FIXTURE}/{('config', 'generation_config')[process]}.json"
     settings = DataConfig(source=source, max_length=32)
@@ -194,7 +177,7 @@ def check_rows_and_reading(path):
         pass
 
     trajectories.MOST_FAILED_GROUPS = 0.25
-    source = grpo_source(rewards=SquareRewards(range(GROUP) if process else ()))
+    source = grpo_source(rewards=SquareRewards(range(GROUP, 2 * GROUP)))  # of process 1
     source.rows = RowShare(process, 2, (0, 1))
     with pytest.raises(StepError, match=r"in 1 of 2 groups.* exact_match raised 4 times, first: too many"):
         source.next(np.float32(0), 0, Stopwatch())
@@ -249,15 +232,14 @@ def test_each_process_has_the_rows_of_its_devices_and_reads_its_part_of_data_and
 
 def test_missing_processes_are_an_error_in_one_line(placed):
     command = ["train.py", *arguments(placed("sft", "run")), "--wait", "2"]
-    without_the_third, without_the_first = start_two([*command, "--processes", "3"]), start_two(command)
-    without_the_first[0].kill()
-    said = [*outputs(without_the_third, RESTART), without_the_first[1].communicate(timeout=60)[0]]
-    assert without_the_first[1].returncode == RESTART
-    assert said[0].startswith("error: --coordinator: not all 3 processes came to localhost:")
-    assert said[2].startswith(
-        "error: --coordinator: process 0 does not answer or not all 2 processes came to localhost:"
+    without_others, without_the_first = (
+        spawn([*command, "--coordinator", free_address(), "--processes", "2", "--process", number], subprocess.STDOUT)
+        for number in "01"
     )
-    assert [len(output.splitlines()) for output in said] == [1, 1, 1]
+    assert outputs([without_others], RESTART)[0].startswith("error: --coordinator: not all 2 processes came to local")
+    (said,) = outputs([without_the_first], RESTART)
+    assert said.startswith("error: --coordinator: process 0 does not answer or not all 2 processes came to localhost:")
+    assert len(said.splitlines()) == 1
     assert not Path(placed("sft", "run").run_dir).exists()
 
 
@@ -268,23 +250,29 @@ def test_a_process_that_was_started_with_another_number_of_them_ends_all_in_one_
 
 
 @pytest.mark.parametrize(
-    ("flags", "environment", "message"),
+    ("flags", "message"),
     [
-        ((None, None, 1), {}, r"--coordinator: missing \(or JAX_COORDINATOR_ADDRESS\)"),
-        (("host:1", None, 1), {}, r"--processes: missing \(or JAX_NUM_PROCESSES\)"),
-        (("host", 2, 1), {}, "--coordinator: host: expected host:port"),
-        (("host:http", 2, 1), {}, "--coordinator: host:http: expected host:port"),
-        (("host:1", 2, 2), {}, "--process: 2: expected 0 to 1"),
-        (("host:1", 2, None), {"JAX_PROCESS_ID": "one"}, "--process: one: expected a whole number"),
+        ((None, None, 1), "--coordinator, --processes and --process: several processes need all three, or JAX_"),
+        (("host", 2, 1), "--coordinator: host: expected host:port"),
+        (("host:http", 2, 1), "--coordinator: host:http: expected host:port"),
+        (("host:1", 2, 2), "--process: 2: expected 0 to 1"),
     ],
 )
-def test_an_impossible_flag_is_refused_by_name(flags, environment, message):
+def test_an_impossible_flag_is_refused_by_name(flags, message):
     with pytest.raises(UserError, match=message):
-        ProcessGroup.find(*flags, environment)
+        ProcessGroup.find(*flags)
 
 
-def test_flags_take_precedence_over_the_environment_and_without_both_a_process_is_alone():
-    environment = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-    assert ProcessGroup.find(None, None, None, environment) == ProcessGroup("a:1", 2, 1)
-    assert ProcessGroup.find("b:2", 4, 3, environment) == ProcessGroup("b:2", 4, 3)
-    assert ProcessGroup.find(None, None, None, {}) is None
+def test_flags_take_precedence_over_the_environment_and_without_both_a_process_is_alone(monkeypatch):
+    def found(*flags):
+        options = train.make_parser().parse_args(["--config", "any.yaml", *flags])
+        return ProcessGroup.find(options.coordinator, options.processes, options.process)
+
+    assert found() is None
+    for name, value in (("COORDINATOR_ADDRESS", "a:1"), ("NUM_PROCESSES", "2"), ("PROCESS_ID", "1")):
+        monkeypatch.setenv(f"JAX_{name}", value)
+    assert found() == ProcessGroup("a:1", 2, 1)
+    assert found("--coordinator", "b:2", "--processes", "4", "--process", "3") == ProcessGroup("b:2", 4, 3)
+    monkeypatch.setenv("JAX_PROCESS_ID", "one")
+    with pytest.raises(UserError, match="--process: invalid int value: 'one'"):
+        found()

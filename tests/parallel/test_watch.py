@@ -25,7 +25,7 @@ import socket, sys, time
 from mllm.errors import CommonError, UserError
 from mllm.parallel import watch
 watch.BEAT, watch.SILENCE, watch.GRACE = 0.1, 1.5, 0.1
-own = watch.Watch({process}, {{{other}: watch.open_link(socket.socket(fileno={handle}))}})
+own = watch.Watch({process}, {{{other}: watch.Link(socket.socket(fileno={handle}))}})
 own.mark(7, "update")
 {program}
 time.sleep(20)
@@ -64,9 +64,8 @@ def test_a_process_ends_when_another_one_does_with_its_line_and_code(send, code,
     assert child.returncode == code
 
 
-@pytest.mark.parametrize("goes_on", ['print("step 8", file=sys.stderr) is None', "own.finish(None) or sys.exit(0)"])
-def test_the_line_is_a_process_s_last_whatever_its_main_thread_does_meanwhile(goes_on):
-    child, other = begin(0, f"while not own.ending.locked() or {goes_on}: time.sleep(0.01)")
+def test_the_line_is_a_process_s_last_whatever_its_main_thread_does_meanwhile():
+    child, other = begin(0, "while not own.ending.locked() or own.finish(None) or sys.exit(0): time.sleep(0.01)")
     other.sendall(json.dumps({"end": [2, "process 1: no room"]}).encode() + b"\n")
     assert child.communicate(timeout=10)[1].decode().splitlines()[-1] == "error: process 1: no room"
     assert child.returncode == 2
@@ -93,7 +92,6 @@ def test_a_process_ends_when_another_one_is_silent_and_not_when_it_has_trained_t
     ("error", "told", "code"),
     [
         ('UserError("no room")', {"end": [2, "process 1: no room"]}, 2),
-        ("MemoryError()", {"end": [2, "process 1: out of memory: this machine has too little for the run"]}, 2),
         ('KeyError("x")', {"end": [1, "process 1: KeyError: 'x'"]}, 1),
     ],
 )
@@ -108,16 +106,15 @@ def test_a_process_that_fails_tells_the_others_why(error, told, code):
     other.close()
 
 
-def test_an_error_that_all_raise_alike_and_the_end_of_the_run_end_nobody():
-    for error in ("None", 'CommonError("all")'):
-        child, other = begin(1, f"own.finish({error})")
-        while json.loads(other.recv(4096).split(b"\n")[-2])["status"][2] != "end":
-            pass
-        time.sleep(0.5)
-        assert child.poll() is None
-        child.kill()
-        child.communicate()
-        other.close()
+def test_an_error_that_all_raise_alike_ends_nobody():
+    child, other = begin(1, 'own.finish(CommonError("all"))')
+    while json.loads(other.recv(4096).split(b"\n")[-2])["status"][2] != "end":
+        pass
+    time.sleep(0.5)
+    assert child.poll() is None
+    child.kill()
+    child.communicate()
+    other.close()
 
 
 def test_a_process_that_was_started_twice_is_refused_and_the_others_begin(capsys):
@@ -151,24 +148,22 @@ def test_a_relay_keeps_the_connection_open_when_the_other_side_closes_its():
 
 def test_the_heartbeat_is_replaced_while_the_run_lives_and_not_before_it_has_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "BEAT", 0.02)
-    path = tmp_path / NAME
+    path, seen = tmp_path / NAME, set()
     with watched() as watching:
         time.sleep(0.1)
         assert not path.exists()
-        watching.publish = partial(publish, RunStore(tmp_path), True)
         watching.mark(7, "update")
-        seen = set()
-        for _ in range(500):
+        watching.publish = partial(publish, RunStore(tmp_path), True)
+        deadline = time.monotonic() + 5
+        while len(seen) < 3 and time.monotonic() < deadline:
             if path.exists():
                 (process,) = json.loads(path.read_text())["processes"]
                 assert (process["process"], process["step"], process["phase"]) == (0, 7, "update")
                 assert process["since"] <= process["time"] <= time.time()
                 seen.add((process["time"], process["since"]))
             time.sleep(0.01)
-            if len(seen) > 2:
-                break
-        assert len(seen) > 2
-        assert len({since for _, since in seen}) == 1
+    assert len(seen) == 3
+    assert len({since for _, since in seen}) == 1
     left = path.read_text()
     time.sleep(0.1)
     assert path.read_text() == left

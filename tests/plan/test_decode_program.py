@@ -63,4 +63,4 @@ def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache(source):
 def test_a_decode_step_on_an_h100_copies_neither_weights_nor_cache(source, slots):
     program, copies = decode_program("h100", source, slots, (1, 1, 1))
     assert copies == []
-    assert program.memory_analysis().temp_size_in_bytes <= 128 * 2**20
+    assert program.memory_analysis().temp_size_in_bytes <= 192 * 2**20  # most of it the float32 logits of all rows

@@ -1,15 +1,20 @@
 """A reward function gets the arguments that it declares, by name; what it needs and there isn't is one line."""
 
+import json
+import re
+import time
 from array import array
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from mllm.config import load as configs
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.rl.reward_calls import Available, Reward, Sample, bind
-from mllm.rl.reward_worker import answers
+from mllm.rl.reward_process import Reward, Sample, answers, bind, fields_of
 
 # As a user writes them
 
@@ -53,8 +58,6 @@ def correctness(prompts, completions, ground_truth, **kwargs):
 async def only_math(prompts, completions, task, **kwargs):
     return [float(len(text)) if kind == "math" else None for text, kind in zip(completions, task)]
 
-def long_in_tokens(completion_ids, **kwargs):
-    return [float(len(ids)) for ids in completion_ids]
 """
 
 
@@ -77,7 +80,7 @@ def sample(completion, *, conversational=False, answer="7", **fields) -> Sample:
 
 def bound(name, *samples, **args) -> Reward:
     task = Task("sums", [sample.example for sample in samples], [])
-    return bind(name, args, None, Available.of_task(task, 16))
+    return bind(name, args, None, fields_of(task), 16)
 
 
 def values(name, *samples, **args):
@@ -120,7 +123,6 @@ def test_functions_for_trl_work_as_they_are():
     assert values("mine:correctness", *boxed) == [1, 0, 0]
     tasks = [sample("abc", task="math"), sample("abc", task="code")]
     assert list(answers(bound("mine:only_math", *tasks), tasks)) == [("value", 3.0), ("not_applicable", "")]
-    assert values("mine:long_in_tokens", sample("abc"), sample("")) == [3, 0]
 
 
 def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monkeypatch):
@@ -146,7 +148,6 @@ def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monke
         ("task", {}, "no scorer of its own"),
         ("broken_rewards:f", {}, "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
         ("exiting_rewards:f", {}, "SystemExit"),
-        ("math:missing", {}, "AttributeError"),
         ("mine:number", {}, "is not a function"),
         ("mine:positional", {}, "mine:positional takes completion by position: remove the /"),
         ("mine:needs_state", {}, "requires trainer_state, which there isn't; there are prompts, .*fields .level."),
@@ -156,7 +157,6 @@ def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monke
         ("overlong", {}, "overlong requires cache"),
         ("overlong", {"cache": 17}, r"overlong: cache is 17, expected 1 to rollout.max_completion_length \(16\)"),
         ("overlong", {"cache": "four"}, "overlong: "),
-        ("repetition", {"ngram": 0}, "repetition: expected ngram >= 1"),
         ("url:ftp://127.0.0.1", {}, "expected url:http://... or url:https://..."),
     ],
 )
@@ -170,4 +170,70 @@ def test_a_function_that_needs_answers_is_refused_where_the_problems_have_none()
     given = sample("a", answer=None)
     with pytest.raises(UserError, match=r"exact_match requires answer, and the problems have none: name it"):
         bound("exact_match", given)
-    assert values("tag_count", given) == [0]
+    assert values("format", given) == [0]
+
+
+# Over HTTP
+
+
+@contextmanager
+def server(*replies):
+    """The address of a server, and the requests that it got; it gives each reply, a status and a body, once."""
+    requests, left = [], iter(replies)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            status, body = next(left)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = Thread(target=listening.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"url:http://127.0.0.1:{listening.server_address[1]}/score", requests
+        listening.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "message"),
+    [
+        ((200, b"[1]"), "not_a_number", r"returned no list of numbers: ValueError: 1 values for 2 completions"),
+        ((200, b'["1", NaN]'), "not_a_number", r"returned '1'"),
+        ((200, b"<html>"), "raised", r"ValueError: expected a JSON list, .* the answer was '<html>'"),
+        ((400, b"no field level"), "raised", r"ValueError: HTTP 400 Bad Request: no field level"),
+    ],
+)
+def test_any_other_answer_of_a_server_than_a_number_for_each_is_a_failure(reply, kind, message):
+    given = [sample("a"), sample("b")]
+    with server(reply) as (url, _):
+        found = list(answers(bound(url, *given), given))
+    assert [one for one, _ in found] == [kind, kind]
+    assert re.fullmatch(message, found[0][1])
+
+
+def test_a_server_gets_the_batch_as_json_and_one_that_is_overrun_or_not_there_is_tried_again(monkeypatch):
+    waited, given = [], [sample("a", level=2), sample("b")]
+    monkeypatch.setattr(time, "sleep", waited.append)
+    with server((503, b""), (429, b""), (200, b'{"rewards": [0.5, null]}')) as (url, requests):
+        assert list(answers(bound(url, *given), given)) == [("value", 0.5), ("not_applicable", "")]
+    body = {
+        "prompts": ["3+4=", "3+4="],
+        "completions": ["a", "b"],
+        "answers": ["7", "7"],
+        "completion_ids": [[97], [98]],
+        "length": [1, 1],
+        "truncated": [False, False],
+        "level": [2, None],
+        "max_completion_length": 16,
+    }
+    assert requests == [body] * 3
+    assert waited == [0.25, 0.5]
+    with pytest.raises(ConnectionError, match=r"6 tries: URLError: .*refused"):
+        bound("url:http://127.0.0.1:9/", *given)(given)
+    assert waited[2:] == [0.25, 0.5, 1, 2, 4]

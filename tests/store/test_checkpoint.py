@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import sys
 from contextlib import closing
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import outputs, spawn, start_two
+from runs import join_group, outputs, spawn, start_two
 
 from mllm import progress
 from mllm.config.model import MeshConfig, OptimizerConfig
@@ -22,7 +21,7 @@ from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
 from mllm.parallel import watch
 from mllm.parallel.mesh import make_mesh, sharding
-from mllm.parallel.processes import ProcessGroup, gather_objects, is_writer
+from mllm.parallel.processes import gather_objects, is_writer
 from mllm.run.checkpoint import Checkpoints, restore_params
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.store import arrays
@@ -323,7 +322,7 @@ def test_a_bucket_that_fails_damages_no_checkpoint(store, server):
 
 def damage_the_second_process_s_part(url):
     """In each of two processes: the second one's part of 3 can't be read, and its part of 2 is another one."""
-    ProcessGroup.find(None, None, None, os.environ).join(60)
+    join_group()
     mesh = MeshConfig(dp=2, fsdp=4)
     with hold(store := RunStore(url)), opened(store, keep=3) as checkpoints:
         for step in (1, 2, 3):

@@ -1,7 +1,6 @@
 """A restore reads each byte of a checkpoint once over all processes, and holds little beside what it gives."""
 
 import json
-import os
 from contextlib import closing
 from pathlib import Path
 
@@ -9,13 +8,12 @@ import jax
 import numpy as np
 import pytest
 import tensorstore
-from runs import outputs, start_two
+from runs import join_group, outputs, start_two
 
 from mllm.config.model import MeshConfig, OptimizerConfig
 from mllm.config.schema import CheckpointConfig
 from mllm.parallel import watch
 from mllm.parallel.mesh import make_mesh, sharding
-from mllm.parallel.processes import ProcessGroup
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.state import RunState
 from mllm.store.arrays import read_arrays
@@ -54,7 +52,7 @@ def bytes_read():
 
 def restore_and_measure(run_dir):
     """In each of two processes: what restores on meshes read and hold, as a line of JSON."""
-    ProcessGroup.find(None, None, None, os.environ).join(60)
+    join_group()
     measured = []
     for mesh_config in MESHES:
         expected = params(mesh_config)

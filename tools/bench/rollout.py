@@ -56,17 +56,18 @@ def engine(options: Figures) -> Callable[[int], Figures]:
     from mllm.config.grpo import RolloutConfig
     from mllm.model.architecture import Architecture
     from mllm.model.decoder import Decoder
+    from mllm.model.tokenizer import bytes_tokenizer
     from mllm.rl import rollout
 
     architecture = Architecture.from_hf(qwen2_config(options["hidden"], options["layers"]), "bench")
     graphdef, params = nnx.split(Decoder(architecture, rngs=nnx.Rngs(0), dtype=jnp.float32))
     limits = {"max_prompt_length": PROMPT, "max_completion_length": options["limit"]}
     config, rows = RolloutConfig.model_validate(limits), prompts(options)
-    stream: dict[str, Any] = {"options": config, "stop_ids": STOPS, "pad_id": 0, "step": 0}
 
     def roll_out(seed: int) -> Figures:
-        work = rollout.RolloutWork()
-        rollout.generate(graphdef, params, rows, seed=seed, max_slots=options["slots"], work=work, **stream)
+        slots, work = options["slots"], rollout.RolloutWork()
+        sampler = rollout.Sampler(graphdef, bytes_tokenizer(), STOPS, config, seed, max_slots=lambda: slots, work=work)
+        sampler.complete(params, rows, step=0)
         return {"tokens": work.tokens, "useful": work.tokens / work.slot_steps}
 
     return roll_out

@@ -1,23 +1,39 @@
-"""How a reward function is found by its name and called: with the arguments that it declares, by their names.
+"""The processes in which reward functions run: they find functions, call them, and judge what they return.
 
-A function that names `completions` or another plural is batched: each argument is a list, and so is what it returns
-(TRL's contract). What a signature needs and there isn't is a UserError. No JAX is imported here.
+A function gets the arguments that it declares, by their names. One that names `completions` or another plural is
+batched: each argument is a list, and so is what it returns (TRL's contract). What a signature needs and there isn't is
+a UserError. No JAX is imported here.
 """
 
 import asyncio
 import importlib
 import inspect
+import json
+import os
+import pickle
+import signal
+import socket
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from mllm.data.tasks.task import Example, Scorer, Task
 from mllm.errors import UserError
 from mllm.rl.reward_functions import BUILT_IN, post
+
+FAILURES = ("raised", "timed_out", "not_a_number")
+NOT_APPLICABLE = "not_applicable"
+"""The kind of a batched function's None: it says nothing of this completion, which is neither failure nor 0."""
+HANDSHAKE = -1
+"""The number of the first answer, `ready` or `failed`: whether the functions could be imported."""
+LARGEST = 1e18
+"""The largest reward: squares of larger ones overflow the float32 in which a group's rewards are compared."""
+LONGEST_MESSAGE = 300
 
 
 class Sample(NamedTuple):
@@ -31,25 +47,15 @@ class Sample(NamedTuple):
     """Whether it was cut off by `rollout.max_completion_length`."""
 
 
-class Available(NamedTuple):
-    """What a run has for its reward functions, besides the samples."""
+def fields_of(task: Task) -> tuple[str, ...]:
+    """What the task's examples have besides prompts: `answer`, `solution` and the data's further fields, by name.
 
-    fields: tuple[str, ...]
-    """The names of the data's further fields."""
-    answers: bool
-    """Whether the task's problems have answers."""
-    max_completion_length: int
-
-    @classmethod
-    def of_task(cls, task: Task, max_completion_length: int) -> "Available":
-        """What the task's examples have; of problems that are made on demand, one is looked at."""
-        parts = [part if isinstance(part, list) else part[:1] for part in (task.train, task.heldout)]
-        examples = [example for part in parts for example in part]
-        fields = dict.fromkeys(name for example in examples for name in example.fields)
-        if any(example.solution is not None for example in examples):
-            fields["solution"] = None
-        answers = any(example.answer is not None for example in examples)
-        return cls(tuple(fields), answers, max_completion_length)
+    Of problems that are made on demand, one is looked at.
+    """
+    parts = [part if isinstance(part, list) else part[:1] for part in (task.train, task.heldout)]
+    examples = [example for part in parts for example in part]
+    own = (name for name in ("answer", "solution") if any(getattr(one, name) is not None for one in examples))
+    return tuple(dict.fromkeys([*own, *(name for example in examples for name in example.fields)]))
 
 
 def batched_prompt(sample: Sample) -> Any:
@@ -108,8 +114,11 @@ class Reward:
         return asyncio.run(result) if inspect.iscoroutinefunction(self.function) else result
 
 
-def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, available: Available) -> Reward:
-    """The reward function called `name`, its signature checked; UserError if it can't be had or called."""
+def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, fields: Sequence[str], limit: int) -> Reward:
+    """The reward function called `name`, its signature checked; UserError if it can't be had or called.
+
+    `fields` are what the data have (see `fields_of`), `limit` is `rollout.max_completion_length`.
+    """
     start = f"task.rewards: {name}"
     function = find(name, scorer)
     try:
@@ -120,10 +129,10 @@ def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, available: A
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
     batched = bool(declared & BATCHED.keys()) or (takes_all and not declared & SINGLE.keys())
     fixed = (BATCHED if batched else SINGLE) | EITHER
-    if not available.answers:
+    if "answer" not in fields:
         fixed = {given: read for given, read in fixed.items() if given not in ("answer", "answers")}
-    constants = {"max_completion_length": available.max_completion_length}
-    readers = {field: partial(data_field, name=field) for field in available.fields} | fixed
+    constants = {"max_completion_length": limit}
+    readers = {field: partial(data_field, name=field) for field in fields} | fixed
     names = {*readers, *constants}
     for key in args:
         if key in fixed or key in constants:
@@ -139,8 +148,8 @@ def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, available: A
         if parameter.name in ("answer", "answers"):
             why = "and the problems have none: name it in task.columns.answer, or set task.rewards"
         else:
-            fields = ", ".join(sorted(available.fields)) or "none"
-            there = f"{', '.join(fixed)}, max_completion_length, and the data's fields ({fields})"
+            further = ", ".join(sorted({*fields} - {"answer"})) or "none"
+            there = f"{', '.join(fixed)}, max_completion_length, and the data's fields ({further})"
             why = f"which there isn't; there are {there}; args gives further ones"
         raise UserError(f"{start} requires {parameter.name}, {why}")
     wanted = names if takes_all else declared
@@ -195,3 +204,100 @@ def find(name: str, scorer: Scorer | None) -> Callable[..., Any]:
     if not callable(found):
         raise UserError(f"task.rewards: {name} is not a function")
     return found
+
+
+def work(handle: int) -> None:
+    """The process's own side: read calls from the socket `handle`, and answer for each of their samples."""
+    worker = os.getpid()
+
+    def ignore(number: int, frame: FrameType | None) -> None:
+        """Signals to all processes of a job are the trainer's to handle; children that functions fork die of them."""
+        if os.getpid() != worker:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, ignore)
+    signal.signal(signal.SIGINT, ignore)
+    connection = socket.socket(fileno=handle)
+    incoming = connection.makefile("rb")
+
+    def reply(number: int, kind: str, result: float | str) -> None:
+        if os.getpid() != worker:
+            os._exit(0)  # a function forked this process and returned in it, too
+        try:
+            connection.sendall(json.dumps([number, kind, result]).encode() + b"\n")
+        except OSError:
+            os._exit(1)
+
+    try:
+        named, *given = pickle.load(incoming)
+        rewards = [bind(name, args, *given) for name, args in named]
+    except UserError as error:
+        reply(HANDSHAKE, "failed", str(error))
+        return
+    kinds = ("batched" if reward.batched else "single" for reward in rewards)
+    reply(HANDSHAKE, "ready", " ".join(f"{kind}:{reward.code}" for kind, reward in zip(kinds, rewards, strict=True)))
+    while True:
+        try:
+            function, first, samples = pickle.load(incoming)
+        except (EOFError, OSError):
+            return
+        for number, answer in enumerate(answers(rewards[function], samples), first):
+            reply(number, *answer)
+
+
+def answers(reward: Reward, samples: Sequence[Sample]) -> Iterator[tuple[str, float | str]]:
+    """For each sample ("value", float), ("raised" or "not_a_number", message), or (NOT_APPLICABLE, "")."""
+    if not reward.batched:
+        for sample in samples:
+            kind, returned = call(reward, [sample])
+            yield (kind, returned) if kind == "raised" else judge(returned)
+        return
+    kind, returned = call(reward, samples)
+    if kind == "raised":
+        yield from [(kind, returned)] * len(samples)
+        return
+    try:
+        values = list(returned)
+        if len(values) != len(samples):
+            raise ValueError(f"{len(values)} values for {len(samples)} completions")
+    except BaseException as error:
+        yield from [("not_a_number", f"returned no list of numbers: {describe(error)}")] * len(samples)
+        return
+    yield from ((NOT_APPLICABLE, "") if value is None else judge(value) for value in values)
+
+
+def call(reward: Reward, samples: Sequence[Sample]) -> tuple[str, Any]:
+    """("returned", what the function returns), or ("raised", message)."""
+    try:
+        return "returned", reward(samples)
+    except BaseException as error:  # SystemExit too: only this call has failed
+        return "raised", describe(error)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left would go off in another one
+
+
+def judge(value: Any) -> tuple[str, float | str]:
+    """("value", float), or ("not_a_number", message)."""
+    try:
+        number = as_number(value)
+        if abs(number) <= LARGEST:
+            return "value", number
+        return "not_a_number", f"returned {value!r:.{LONGEST_MESSAGE}}"
+    except BaseException as error:
+        return "not_a_number", f"returned a {type(value).__name__:.{LONGEST_MESSAGE}}: {describe(error)}"
+
+
+def as_number(value: Any) -> float:
+    """The value as a float, NaN if it is no real number. Text is none, though numpy's has a `__float__`."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")
+    if isinstance(value, str | bytes) or kind in ("S", "U", "O", "M", "m", "c") or not hasattr(value, "__float__"):
+        return float("nan")
+    return float(value)
+
+
+def describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error!s:.{LONGEST_MESSAGE}}"
+    except BaseException:
+        return "an exception that can't be printed"
