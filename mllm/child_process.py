@@ -35,10 +35,17 @@ class Ended:
     """The exit code, negative for a signal; None: `run` killed the child."""
     late: bool
     """The time limit was reached."""
-    answers: list[Any]
-    """The JSON objects and arrays that stood on lines of its stdout, in order."""
+    stdout: str
     stderr: str
-    stdout: str = ""
+
+    @property
+    def answers(self) -> list[Any]:
+        """The JSON objects and arrays that stood on lines of its stdout, in order; others are whatever it printed."""
+        found = []
+        for line in self.stdout.splitlines():
+            with suppress(ValueError):
+                found.append(json.loads(line))
+        return [value for value in found if isinstance(value, dict | list)]
 
     @property
     def answer(self) -> Any:
@@ -47,15 +54,18 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """One line that says why the child failed; "" if it ended with exit code 0."""
+        """One line that says why the child failed, the last error on its stderr; "" if it ended with exit code 0."""
         if self.code == 0:
             return ""
         if self.late:
             return "the time limit was reached"
-        said = reason(self.stderr)
-        if self.code is not None and self.code < 0:
-            return f"killed by {signal.Signals(-self.code).name}: {said}"
-        return said
+        lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
+        # JAX's remarks come after the error.
+        errors = [line for line in lines if re.match(r"\S*(Error|Exception|EXHAUSTED)\b", line)]
+        said = (errors or lines or ["it said nothing"])[-1][:LONGEST]
+        return (
+            f"killed by {signal.Signals(-self.code).name}: {said}" if self.code is not None and self.code < 0 else said
+        )
 
 
 def run(
@@ -94,17 +104,7 @@ def run(
         process.stdin.close()
         stdout.seek(0)
         stderr.seek(0)
-        said, errors = (file.read().decode(errors="replace") for file in (stdout, stderr))
-        return Ended(code, late, answers_among(said.splitlines()), errors, said)
-
-
-def answers_among(lines: Sequence[str]) -> list[Any]:
-    """The JSON objects and arrays among lines; the others are whatever else a library prints."""
-    found = []
-    for line in lines:
-        with suppress(ValueError):
-            found.append(json.loads(line))
-    return [value for value in found if isinstance(value, dict | list)]
+        return Ended(code, late, *(file.read().decode(errors="replace") for file in (stdout, stderr)))
 
 
 def kill_session(process: subprocess.Popen[Any]) -> None:
@@ -134,14 +134,6 @@ def descendants(pid: int) -> list[int]:
             for child in map(int, path.read_text().split()):
                 found += [child, *descendants(child)]
     return found
-
-
-def reason(said: str) -> str:
-    """The one line that names the error among what a process wrote to stderr."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"\S*(Error|Exception|EXHAUSTED)\b", line)]  # JAX's remarks come after
-    found = errors[-1:] or lines[-1:] or ["it said nothing"]
-    return found[0][:LONGEST]
 
 
 def answer(value: Any) -> None:

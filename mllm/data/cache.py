@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 VERSION = 2
 """The format of the cache and of what formats make of records; another one doesn't find older caches."""
 RECORDS, SIZES, SUMMARY = "documents.arrayrecord", "sizes.int32", "summary"
-LEARNED = np.uint32(1 << 31)
-"""A stored token's bit that says that it is learned."""
 MOST_BAD = 10_000
 
 
@@ -91,7 +89,7 @@ def open_documents(folder: Path, summary: dict[str, Any]) -> Documents:
         except (RuntimeError, ValueError) as error:
             raise UserError(f"data.cache: {folder} is damaged ({brief(error)}): delete it") from None
 
-    return Documents(sizes, read, int(sizes[:, 0].sum(dtype=np.int64)), summary["content"])
+    return Documents(sizes, read, summary["content"])
 
 
 def make_together(folder: Path, origin: Origin, config: DataConfig, tokenizer: Tokenizer, content: str) -> None:
@@ -115,14 +113,16 @@ def make_together(folder: Path, origin: Origin, config: DataConfig, tokenizer: T
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """The summary of a cache; None where there is none, or its files are damaged."""
     try:
-        checksum, _, text = (folder / SUMMARY).read_text().partition("\n")
-        summary: dict[str, Any] = json.loads(text)
-        intact = checksum == hashlib.sha256(text.encode()).hexdigest()
-        if intact and all(file_digest(folder / name) == summary["digests"][name] for name in (RECORDS, SIZES)):
-            return summary
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return None
+        found, _, text = (folder / SUMMARY).read_text().partition("\n")
+        return json.loads(text) if found == checksum(folder, text) else None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def checksum(folder: Path, summary: str) -> str:
+    """A hash of a cache's files and its summary."""
+    parts = [summary.encode(), *(file_digest(folder / name).encode() for name in (RECORDS, SIZES))]
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()
 
 
 def make(folder: Path, origin: Origin, config: DataConfig, encoded: Iterator[Encoded], content: str) -> None:
@@ -135,8 +135,8 @@ def make(folder: Path, origin: Origin, config: DataConfig, encoded: Iterator[Enc
         summary = write_documents(folder, origin, config, encoded)
         if origin.content() != content:
             raise UserError(f"{origin.key}: {origin.source} has changed while it was read: start again")
-        text = json.dumps(summary | {"digests": {name: file_digest(folder / name) for name in (RECORDS, SIZES)}})
-        (folder / SUMMARY).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+        text = json.dumps(summary)
+        (folder / SUMMARY).write_text(f"{checksum(folder, text)}\n{text}")
         failed.pop_all()
 
 
@@ -183,13 +183,13 @@ def exchange(own: Iterator[list[Encoded]]) -> Iterator[Encoded]:
 
 
 def packed(document: Document) -> bytes:
-    """A document as it is stored: its tokens, with a bit that says whether one is learned."""
-    return (document.tokens.astype(np.uint32) | LEARNED * document.learned).tobytes()
+    """A document as it is stored: its tokens in int32, with all bits inverted where one is learned."""
+    return np.where(document.learned, ~document.tokens, document.tokens).tobytes()
 
 
 def unpacked(record: bytes) -> Document:
-    stored = np.frombuffer(record, np.uint32)
-    return Document((stored & ~LEARNED).astype(np.int32), stored >= LEARNED)
+    stored = np.frombuffer(record, np.int32)
+    return Document(np.where(stored < 0, ~stored, stored), stored < 0)
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:

@@ -24,8 +24,6 @@ class Documents:
     """Int [N, 2], or a sequence of pairs: the tokens of each document, and how many of them are learned."""
     read: Callable[[Sequence[int]], list[Document]]
     """The documents of these indices; to read many at once is faster than one by one."""
-    tokens: int
-    """The number of tokens of all documents, or less where they are made on demand."""
     content: str | None = None
     """A hash of all of them; None where they are made on demand."""
 
@@ -34,9 +32,8 @@ class Documents:
 
     def choose(self, indices: Int[np.ndarray, " chosen"]) -> "Documents":
         """These of the documents, whose sizes are an array, in this order."""
-        sizes = self.sizes[indices]
         content = self.content and f"{self.content} {len(indices)}"
-        return Documents(sizes, lambda chosen: self.read(indices[chosen].tolist()), int(sizes[:, 0].sum()), content)
+        return Documents(self.sizes[indices], lambda chosen: self.read(indices[chosen].tolist()), content)
 
 
 def task_documents(task: Task, tokenizer: Tokenizer, max_length: int) -> Documents:
@@ -52,7 +49,7 @@ def task_documents(task: Task, tokenizer: Tokenizer, max_length: int) -> Documen
         return encode_document(tokenizer, max_length, place, {"messages": messages})[0]
 
     sizes = OnDemand(lambda index: make(index).size, range(len(task.train)))
-    return Documents(sizes, lambda indices: [make(index) for index in indices], len(sizes), task.content)
+    return Documents(sizes, lambda indices: [make(index) for index in indices], task.content)
 
 
 def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:

@@ -71,16 +71,14 @@ class SftBatches:
     def count(self, most: int) -> int:
         """The number of training's batches, at most `most`; no document is read.
 
-        With packing they are planned, half a minute for a million documents, unless there are tokens enough. A
-        warning says how many examples don't fill a last batch.
+        With packing they are planned, half a minute for a million documents. A warning says how many examples don't
+        fill a last batch.
         """
-        if self.end is None or self.config.epochs is None:
+        if self.end is None:
             return most
         if not self.config.packing:
             batches = min(self.end // self.batch_size, most)
             planned = batches * self.batch_size
-        elif self.documents.tokens * self.config.epochs >= (most + 1) * self.batch_size * self.config.max_length:
-            return most
         else:
             batches = planned = 0
             with tqdm(desc="counting batches", total=self.end, unit=" examples", delay=2, disable=None) as bar:

@@ -101,16 +101,8 @@ def test_batches_are_counted_from_sizes_alone_and_examples_that_fill_none_too(tm
     examples = [int(batch.segments.max(1).sum()) for batch in batches.train()]
     expected, left = len(examples), 41 * data.epochs - sum(examples)
     given.clear()
+    assert SftBatches(data.model_copy(update={"epochs": None}), documents, batch_size).count(10**9) == 10**9
     for most in (expected - 1, expected, expected + 1, 10**6):
         assert batches.count(most) == min(expected, most)
     assert given == []
     assert (f"the last {left} examples do not fill a batch" in caplog.text) == (left > 0)
-
-
-@pytest.mark.parametrize("epochs", [None, 1])
-def test_without_epochs_the_data_never_ends_and_enough_tokens_need_no_counting(tmp_path, epochs):
-    data = DataConfig(source=write(tmp_path, some(9)), max_length=32, epochs=epochs)
-    documents = replace(load_documents(data, BYTES, None)[0], tokens=11 * 2 * 32)
-    batches = SftBatches(data, documents, 2)
-    batches.plan = None
-    assert batches.count(10) == 10

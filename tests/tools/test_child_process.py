@@ -57,7 +57,7 @@ def test_the_reason_is_the_exception_not_the_remarks_after_it():
     said = "log line\nTraceback (most recent call last):\n  File x\nErr: first\n\nDuring handling:\n\n"
     said += "Traceback (most recent call last):\n  File y\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: 9 GiB\n"
     said += "-----\nFor simplicity, JAX has removed its internal frames.\n"
-    assert child_process.reason(said) == "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: 9 GiB"
+    assert child_process.Ended(1, False, "", said).reason == "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: 9 GiB"
 
 
 @pytest.mark.parametrize("end", ["late", "until", "exit"])

@@ -51,7 +51,7 @@ def expected():
     metrics = {"loss": loss, "perplexity": np.exp(loss), "token_accuracy": np.mean(correct)}
     assert 0.3 < metrics["token_accuracy"] < 0.7
     sizes = [document.size for document in documents]
-    listed = Documents(sizes, lambda indices: [documents[index] for index in indices], tokens=0)
+    listed = Documents(sizes, lambda indices: [documents[index] for index in indices])
     return listed, {f"validation/{name}": value for name, value in metrics.items()}
 
 
