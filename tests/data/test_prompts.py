@@ -1,37 +1,19 @@
 """Prompts come in a random order that is resumed exactly, without those that can't be used, which are counted."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mllm.config.task import TaskConfig
 from mllm.data import prompts as data
 from mllm.data.iteration import DataIterator, example_index
 from mllm.data.prompts import training_prompts, usable_prompts
-from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, OnDemand, Task
 from mllm.errors import StepError, UserError
 from mllm.model.tokenizer import bytes_tokenizer
 
 BYTES = bytes_tokenizer()
-ARITHMETIC = load_task(TaskConfig(name="arithmetic", heldout=32), seed=0)
-
-
-def arithmetic(seed: int = 0) -> DataIterator[Any]:
-    return training_prompts(ARITHMETIC, BYTES, max_prompt_length=16, seed=seed)
-
-
-def texts(prompts: DataIterator[Any], count: int) -> list[str]:
-    return [next(prompts).example.prompt[0]["content"] for _ in range(count)]
-
-
-def test_prompts_are_drawn_without_replacement_and_anew_in_each_epoch_and_by_the_seed() -> None:
-    drawn = texts(arithmetic(), 2 * 68)
-    assert sorted(drawn[:68]) == sorted(drawn[68:]) == sorted(e.prompt[0]["content"] for e in ARITHMETIC.train)
-    assert drawn[:68] != drawn[68:]
-    assert drawn[:68] != texts(arithmetic(seed=1), 68)
+LONG, BAD = "a" * 30, "<|im_end|>"
 
 
 def problem(text: str, number: int = 0) -> Example:
@@ -42,13 +24,24 @@ def listed(*texts: str) -> Task:
     return Task("listed", [problem(text, number) for number, text in enumerate(texts)], [])
 
 
-def on_demand(count: int, bad: set[int], text: str = "a" * 30) -> Task:
-    """A task that makes its problems on demand, some of them with a bad text."""
-    return Task("made", OnDemand(lambda i: problem(text if i in bad else f"{i}", i), range(count)), [])
+def on_demand(count: int, bad: set[int]) -> Task:
+    """A task that makes its problems on demand, some of which are too long or no chat."""
+    return Task("made", OnDemand(lambda i: problem((LONG, BAD)[i % 2] if i in bad else f"{i}", i), range(count)), [])
 
 
-def prompts_of(task: Task) -> DataIterator[Any]:
-    return training_prompts(task, BYTES, max_prompt_length=16, seed=0)
+def prompts_of(task: Task, seed: int = 0) -> DataIterator[Any]:
+    return training_prompts(task, BYTES, max_prompt_length=16, seed=seed)
+
+
+def texts(prompts: DataIterator[Any], count: int) -> list[str]:
+    return [next(prompts).example.prompt[0]["content"] for _ in range(count)]
+
+
+def test_prompts_are_drawn_without_replacement_and_anew_in_each_epoch_and_by_the_seed() -> None:
+    drawn = texts(prompts_of(on_demand(68, set())), 2 * 68)
+    assert sorted(drawn[:68]) == sorted(drawn[68:]) == sorted(map(str, range(68)))
+    assert drawn[:68] != drawn[68:]
+    assert drawn[:68] != texts(prompts_of(on_demand(68, set()), seed=1), 68)
 
 
 def test_long_prompts_are_left_out_of_every_epoch_and_of_evaluation_and_warnings_count_them(
@@ -63,13 +56,10 @@ def test_long_prompts_are_left_out_of_every_epoch_and_of_evaluation_and_warnings
         assert f"2 of 4 {name} are longer than rollout.max_prompt_length and are left out" in caplog.text
 
 
-BAD = "<|im_end|>"
-
-
 @pytest.mark.parametrize(
     ("problems", "said"),
     [
-        (["a" * 30, "a" * 20], "all of the 2 training prompts .* the shortest has 23 tokens"),
+        ([LONG, "a" * 20], "all of the 2 training prompts .* the shortest has 23 tokens"),
         (["a", BAD, "b", BAD], r"2 lines are bad \(data:1, data:3\), the first: data:1: messages: <.*> is"),
         ([], "no example"),
     ],
@@ -80,18 +70,11 @@ def test_what_is_wrong_anywhere_in_a_list_is_an_error_at_once(problems: list[str
         prompts_of(listed(*problems))
 
 
-def test_going_on_with_other_problems_is_refused() -> None:
-    state = prompts_of(replace(listed("a", "b"), content="one")).get_state()
-    with pytest.raises(UserError, match="the run began with other examples"):
-        prompts_of(replace(listed("a", "c"), content="another")).set_state(state)
-
-
-@pytest.mark.parametrize("text", ["a" * 30, BAD])
 def test_problems_made_on_demand_are_left_out_and_counted_exactly_and_resume_too(
-    text: str, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     bad = set(range(100, 400, 3))
-    prompts, resumed = prompts_of(on_demand(400, bad, text)), prompts_of(on_demand(400, bad, text))
+    prompts, resumed = (prompts_of(on_demand(400, bad)) for _ in range(2))
     assert sorted(texts(prompts, 300)) == sorted(str(i) for i in range(400) if i not in bad)
     assert "a prompt of task made is left out: " in caplog.text
     resumed.set_state(json.loads(json.dumps(prompts.get_state())))
@@ -100,10 +83,9 @@ def test_problems_made_on_demand_are_left_out_and_counted_exactly_and_resume_too
         assert prompts.get_state() == resumed.get_state()
     left_out = [place for place in range(prompts.position) if example_index(place, 400, seed=0) in bad]
     assert prompts.position - prompts.given == len(left_out) > 100
-    assert sorted(texts(resumed, 300)) == sorted(texts(prompts, 300))
 
 
 def test_too_many_bad_problems_in_a_row_end_the_run_so_that_it_can_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "MOST_SKIPPED", 5)
-    with pytest.raises(StepError, match=r"task made: 5 prompts in a row can't be used, the last: .* has 33 tokens"):
+    with pytest.raises(StepError, match=r"task made: 5 prompts in a row can't be used, the last: "):
         texts(prompts_of(on_demand(1000, {*range(100, 1000)})), 1000)
