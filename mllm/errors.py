@@ -81,7 +81,8 @@ def ending(error: BaseException) -> tuple[int, str]:
         return 130, "interrupted"
     if isinstance(error, MemoryError):
         return 2, "out of memory: this machine has too little for the run"
-    if is_out_of_memory(error):
+    jax = sys.modules.get("jax")  # no device can lack memory where it was never imported
+    if jax and isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         return 2, f"out of memory ({brief(error)}); train.py --plan says what would fit"
     return 1, f"{type(error).__name__}: {printable(brief(error))}"
 
@@ -90,9 +91,3 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     """Run a script's `main`, which `command` decorates, and end the process with its exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", force=True)
     sys.exit(main())
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device has no memory left for what JAX was told to do; False if JAX was never imported."""
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)

@@ -7,13 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
 
 import train
 from mllm.config.load import dump
@@ -69,11 +67,6 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*TESTS, os.environ.get("PYTHONPATH", "")]), **variables}
 
 
-def start(config: Config, **variables: str) -> subprocess.Popen:
-    """Start train.py in a process of its own."""
-    return spawn(["train.py", *arguments(config)], subprocess.PIPE, **variables)
-
-
 def start_two(command: list[str], **variables: str) -> list[subprocess.Popen]:
     """Start a Python command in two processes of four devices each, which can join one group."""
     return start_group(command, 2, 4, **variables)
@@ -117,18 +110,6 @@ def outputs(processes: list[subprocess.Popen], exit_code: int = 0) -> list[str]:
             process.kill()
     assert [process.returncode for process in processes] == [exit_code] * len(processes), "\n".join(said)
     return said
-
-
-def wait(process: subprocess.Popen, reached, seconds: float = 120) -> None:
-    """Wait until `reached()`; fails if the process ends before."""
-    deadline = time.monotonic() + seconds
-    while not reached():
-        if process.poll() is not None:
-            pytest.fail(f"ended with {process.returncode} before it was to be stopped:\n{process.communicate()[1]}")
-        if time.monotonic() > deadline:
-            process.kill()
-            pytest.fail(f"not reached in {seconds} s")
-        time.sleep(0.005)
 
 
 def checkpoints(config: Config) -> list[int]:

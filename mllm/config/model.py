@@ -1,6 +1,6 @@
 """The sections `model`, `head`, `optimizer` and `mesh`: what is trained, and on what."""
 
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -26,15 +26,6 @@ class LoraConfig(Section):
     """The scale s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732); None: as the source, or false."""
     targets: tuple[LoraTarget, ...] | None = None
     """The products with an adapter, of q, k, v, o, gate, up, down and head; None: the source's, or all but head."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def fill(cls, given: Any) -> Any:
-        """Without a source these two have values, which the run's configuration records."""
-        if not isinstance(given, dict) or given.get("source") is not None:
-            return given
-        values = {"rslora": False, "targets": get_args(LoraTarget)[:-1]}
-        return given | {name: value for name, value in values.items() if given.get(name) is None}
 
     @model_validator(mode="after")
     def check(self) -> Self:

@@ -14,8 +14,6 @@ FOLDERS = ("model.source", "model.tokenizer", "task.path")
 """Settings whose value may be a folder."""
 WORDS = ("task", "bytes")
 """Values of these settings that never name a file."""
-
-
 MODULES: list[str] = []
 """The folders in which the modules that configurations name are looked for, after all that Python knows."""
 
@@ -47,23 +45,20 @@ def locate(settings: dict[str, Any], folders: Sequence[Path]) -> None:
 
     What none has stays: a hub id, or a file that is missing.
     """
-    hub = isinstance(settings.get("task"), dict) and settings["task"].get("name") == "hub"
+    task = settings.get("task")
+    hub = isinstance(task, dict) and task.get("name") == "hub"  # there they are the names of splits
     for key in (*FILES, *FOLDERS):
         *sections, name = key.split(".")
         values: Any = settings
         for section in sections:
             values = values.get(section) if isinstance(values, dict) else None
-        if not isinstance(values, dict) or (hub and sections == ["task"]):  # there they are the names of splits
-            continue
-        value = values.get(name)
-        if not isinstance(value, str) or not value or value in WORDS:
+        value = values.get(name) if isinstance(values, dict) else None
+        if not isinstance(value, str) or value in ("", *WORDS) or (hub and sections == ["task"]):
             continue
         paths = [str(folder / value) for folder in folders]
-        values[name] = next((path for path in paths if is_there(path, key in FOLDERS)), value)
+        values[name] = next(filter(os.path.isdir if key in FOLDERS else is_file, paths), value)
 
 
-def is_there(path: str, folder: bool) -> bool:
-    """Whether there is such a folder, or else a file of that name or pattern."""
-    if folder:
-        return os.path.isdir(path)
+def is_file(path: str) -> bool:
+    """Whether there is a file of that name or pattern."""
     return os.path.isfile(path) or any(map(os.path.isfile, glob.iglob(path, recursive=True)))

@@ -50,7 +50,7 @@ def add_sequence(
     row: int,
     tokens: Int[np.ndarray, " T"],
     learned: Bool[np.ndarray, " T"],
-    weight: float,
+    weight: float | np.floating,
     length: int,
 ) -> tuple[int, Int[np.ndarray, " learned"]]:
     """Put the first `length` tokens behind what the row holds. Returns where those that are learned are predicted.

@@ -39,8 +39,8 @@ def resolve(config: LoraConfig) -> tuple[Lora, Path | None]:
     are asked for.
     """
     if config.source is None:
-        assert config.rank and config.alpha and config.targets  # noqa: PT018
-        return Lora(config.rank, config.alpha, config.targets, bool(config.rslora)), None
+        assert config.rank and config.alpha  # noqa: PT018
+        return Lora(config.rank, config.alpha, config.targets or get_args(LoraTarget)[:-1], bool(config.rslora)), None
     folder = local_folder(config.source, key="model.lora.source", last_resort="leave model.lora.source out")
     stored = read_config(folder)
     for name in ("rank", "alpha", "rslora", "targets"):

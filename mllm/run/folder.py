@@ -96,7 +96,9 @@ def check_changes(run: object, old: dict[str, Any], config: Config, newest: int,
         moved = key in PLACES and None not in (before, after) and before != "task"
         if moved or {key, key.split(".")[0]} & FREE:
             continue
-        if key == "steps" and not permitted and is_extension(config, before):
+        # With a constant learning rate the steps so far are the same in a longer run.
+        extends = key == "steps" and isinstance(before, int) and (config.steps or 0) > before
+        if extends and config.optimizer.schedule == "constant" and not permitted:
             continue
         changeable = key in CHANGEABLE and not (key == "optimizer.max_grad_norm" and None in (before, after))
         if not (changeable and permitted):
@@ -108,11 +110,6 @@ def check_changes(run: object, old: dict[str, Any], config: Config, newest: int,
             raise UserError(f"steps: {run} has done {newest} already; give more, or another run_dir")
         changes.append(Change(step=newest, key=key, old=before, new=after))
     return config.model_copy(update={"changes": tuple(changes)})
-
-
-def is_extension(config: Config, steps: Any) -> bool:
-    """Whether the run only goes on past its old `steps`: with a constant learning rate those are the same."""
-    return config.optimizer.schedule == "constant" and isinstance(steps, int) and (config.steps or 0) > steps
 
 
 def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -50,8 +50,7 @@ class RunLog:
         self.wandb, self.steps = None, steps
         self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
         if self.files and config and config.log.wandb:
-            done = [record for name in RECORDS[:2] for record in read_records(store, name)]
-            self.wandb = Wandb(store, config, done)
+            self.wandb = Wandb(store, config)
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append a step's lines. The metrics' line comes last: where it stands, the step's samples stand, too."""

@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ def check(log: LogConfig) -> None:
 class Wandb:
     """One run there for a run_dir, which resumes with it. After the first error, a warning, nothing more is sent."""
 
-    def __init__(self, store: RunStore, config: Config, records: Sequence[Mapping[str, Any]]) -> None:
-        """Begin or resume the run, and send those of the run's `records` so far that it does not have."""
+    def __init__(self, store: RunStore, config: Config) -> None:
+        """Begin or resume the run."""
         self.run: Any = None
         with self.optional():
             import wandb
@@ -50,15 +50,12 @@ class Wandb:
                 allow_val_change=True,
                 settings=wandb.Settings(console="off", quiet=True, init_timeout=SECONDS, finish_timeout=SECONDS),
             )
-            for record in sorted(records, key=lambda record: record["step"]):
-                self.send(record["step"], record)
 
     def send(self, step: int, record: Mapping[str, Any]) -> None:
         """Send a step's numbers, to which the step's other records add, unless they were sent before a resume."""
         if self.run is not None and step >= self.run.starting_step:
-            numbers = {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
             with self.optional():
-                self.run.log(numbers, step=step)
+                self.run.log(dict(record), step=step)
 
     def close(self) -> None:
         if self.run is not None:

@@ -19,7 +19,10 @@ def noted(interrupt: Interrupt) -> int:
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_the_first_signal_is_noted_and_gives_the_exit_code(number, exit_code, capsys):
+def test_the_first_signal_is_noted_and_gives_the_exit_code_and_the_handlers_of_before_are_restored(
+    number, exit_code, capsys
+):
+    before = {number: signal.getsignal(number) for number in Interrupt.SIGNALS}
     with Interrupt() as interrupt:
         interrupt.holding = True
         interrupt.poll()
@@ -31,6 +34,8 @@ def test_the_first_signal_is_noted_and_gives_the_exit_code(number, exit_code, ca
         for poll in (interrupt.poll, interrupt.poll_alone):
             with pytest.raises(Interrupted):
                 poll()
+    assert {number: signal.getsignal(number) for number in Interrupt.SIGNALS} == before
+    assert signal.set_wakeup_fd(-1) == -1
     assert signal.Signals(number).name in capsys.readouterr().err
 
 
@@ -57,11 +62,3 @@ with Interrupt() as interrupt:
             assert process.wait(timeout=5) == (130 if holds else 143)
         finally:
             process.kill()
-
-
-def test_the_handlers_of_before_are_restored():
-    before = {number: signal.getsignal(number) for number in Interrupt.SIGNALS}
-    with Interrupt():
-        assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
-    assert {number: signal.getsignal(number) for number in Interrupt.SIGNALS} == before
-    assert signal.set_wakeup_fd(-1) == -1

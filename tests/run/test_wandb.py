@@ -9,7 +9,7 @@ from tiny import config
 
 import train
 
-SETTINGS = config("sft", steps=6, checkpoint={"every": 2}, eval=None, rollout=None, log={"wandb": "project"})
+SETTINGS = config("sft", steps=4, checkpoint={"every": 2}, eval=None, rollout=None, log={"wandb": "project"})
 
 
 def numbers_of(settings):
@@ -45,35 +45,30 @@ class Service:
 
 @pytest.fixture
 def service(monkeypatch):
-    def made():
-        made = Service()
-        monkeypatch.setitem(sys.modules, "wandb", made.package)
-        return made
-
-    return made
+    service = Service()
+    monkeypatch.setitem(sys.modules, "wandb", service.package)
+    return service
 
 
 def test_a_run_sends_every_step_once_goes_on_there_and_does_not_depend_on_the_service(tmp_path, service, caplog):
     whole = changed(SETTINGS, run_dir=str(tmp_path / "whole"), log={"wandb": None})
     assert run(whole) == 0
     settings = changed(SETTINGS, run_dir=str(tmp_path / "mine"))
-    assert run(changed(settings, steps=2, log={"wandb": None})) == 0
-    there = service()
-    assert run(changed(settings, steps=4)) == 0
-    assert there.steps == numbers_of(settings)  # what was done before it, too
-    there.steps[5] = {"loss": 0.5}  # as if the run had been killed after a step that it does again
-    there.fails_at = 6
+    assert run(changed(settings, steps=2)) == 0
+    assert service.steps == numbers_of(settings)
+    service.steps[3] = {"loss": 0.5}  # as if the run had been killed after a step that it does again
+    service.fails_at = 4
     assert run(settings) == 0
     assert records(settings) == records(whole)
-    first, second = there.begun
+    first, second = service.begun
     assert (first["id"], first["name"], first["project"]) == (second["id"], "mine", "project")
     assert second["config"] == settings.model_dump(mode="json")
-    assert there.steps == {step: numbers for step, numbers in numbers_of(settings).items() if step < 5} | {
-        5: {"loss": 0.5}
+    assert service.steps == {step: numbers for step, numbers in numbers_of(settings).items() if step < 3} | {
+        3: {"loss": 0.5}
     }
     (warning,) = [record.getMessage() for record in caplog.records if "wandb" in record.getMessage()]
     assert warning == "log.wandb: the network is down; the run goes on without it"
-    assert there.ended == 1  # the second was given up
+    assert service.ended == 1  # the second was given up
 
 
 def test_without_the_package_nothing_starts(tmp_path, monkeypatch, capsys):
