@@ -132,7 +132,7 @@ def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_sho
     first = config("sft", run_dir=str(tmp_path / "straight"), eval=None, rollout=None, **DECAYING)
     assert run(first) == 0
     shutil.copytree(tmp_path / "straight", tmp_path / "killed")
-    new = {"steps": 12, "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2}}
+    new = {"steps": 8, "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2}}
     straight, killed = (changed(first, run_dir=str(tmp_path / name), **new) for name in ("straight", "killed"))
     assert train.main([*arguments(straight), "--change"]) == 0
 
@@ -140,22 +140,22 @@ def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_sho
 
     def die(log, step, *args):
         write(log, step, *args)
-        if step == 9:
+        if step == 6:
             raise RuntimeError("killed")
 
     with monkeypatch.context() as patch:
         patch.setattr(RunLog, "write", die)
         with pytest.raises(RuntimeError, match="killed"):
             train.main([*arguments(killed), "--change"])
-    assert (checkpoints(killed), records(killed)[-1]["step"]) == ([4], 9)
+    assert (checkpoints(killed), records(killed)[-1]["step"]) == ([4], 6)
     assert run(killed) == 0
 
     assert_same_end(straight, killed)
     lines = records(killed)
     assert [line["step"] for line in lines if "changed" in line] == [5]
-    expected = {"steps": 12, "optimizer.learning_rate": 1e-3, "optimizer.schedule": "cosine"}
+    expected = {"steps": 8, "optimizer.learning_rate": 1e-3, "optimizer.schedule": "cosine"}
     assert lines[4]["changed"] == expected
     assert lines[4]["learning_rate"] < 1e-3 < lines[2]["learning_rate"]
     resolved = yaml.safe_load((tmp_path / "killed" / "config.yaml").read_text())
-    assert resolved["changes"][0] == {"step": 4, "key": "steps", "old": 4, "new": 12}
+    assert resolved["changes"][0] == {"step": 4, "key": "steps", "old": 4, "new": 8}
     assert {change["key"]: change["new"] for change in resolved["changes"]} == expected
