@@ -133,9 +133,7 @@ def square(mesh, size=2048):
 
 @pytest.mark.aot
 @needs_libtpu
-@pytest.mark.parametrize(
-    "chip", ["v6e", *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("v5e", "v5p", "tpu7x"))]
-)
+@pytest.mark.parametrize("chip", target.MXUS)
 def test_xla_s_own_large_product_keeps_the_matrix_units_busy(chip, tmp_path):
     target.compile_listed(chip, f"{__file__}:square", {}, tmp_path)
     assert max(kernel.mxu for kernel in target.read_folder(tmp_path, chip, xla=True)) > 0.93

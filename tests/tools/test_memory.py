@@ -18,11 +18,8 @@ def test_a_column_changes_nothing_but_head_and_adapters_and_the_batch_holds_seve
     assert lora.model_copy(update={"model": config.model}) == fused
     own = lora.model.lora.model_copy(update={"rank": 3})
     with_own = config.model_copy(update={"model": lora.model.model_copy(update={"lora": own})})
-    assert [memory.with_head(with_own, head, 4, mesh).model.lora for head in memory.HEADS] == [
-        None,
-        None,
-        own,
-    ]
+    found = [memory.with_head(with_own, head, 4, mesh).model.lora for head in memory.HEADS]
+    assert found == [None, None, own]
     assert full_logits.head.impl == "full_logits"
     assert full_logits.model_copy(update={"head": config.head}) == fused
     assert (fused.micro_batch_size, fused.batch_size, fused.head) == (8, 4 * 8, config.head)
