@@ -192,15 +192,6 @@ def test_a_base_model_stops_at_the_token_with_which_its_template_ends_a_turn() -
     assert stop_ids(base) == (ENDOFTEXT, END)
 
 
-@pytest.mark.parametrize(("value", "shown"), [("x", "'x'"), ([END, {}], "{}"), (10**10, f"{10**10}"), (True, "True")])
-def test_a_damaged_generation_config_is_named(value: Any, shown: str, tmp_path: Path) -> None:
-    path = tmp_path / "generation_config.json"
-    path.write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(UserError) as error:
-        stop_ids(BYTES, tmp_path)
-    assert str(error.value).startswith(f"{path}: eos_token_id: {shown} is no id of the tokenizer")
-
-
 def test_a_tokenizer_without_any_stop_is_refused() -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
     with pytest.raises(UserError, match="no end of sequence"):
