@@ -143,18 +143,18 @@ SECTIONS = {
 def finished(tmp_path_factory):
     """A GRPO run with adapters and a KL penalty, and its most arrays of the embedding's shape between two phases."""
     settings = lora_config(run_dir=str(tmp_path_factory.mktemp("lora") / "whole"), **SECTIONS)
-    counts, add_policy_logprobs = [], GrpoSource.add_policy_logprobs
+    counts, make_batch = [], GrpoSource.make_batch
 
     def embeddings():
         return [array for array in jax.live_arrays() if array.shape == (260, 32)]
 
     def counted(*arguments):
         counts.append(len(embeddings()))
-        return add_policy_logprobs(*arguments)
+        return make_batch(*arguments)
 
     before = len(embeddings())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GrpoSource, "add_policy_logprobs", counted)
+        patch.setattr(GrpoSource, "make_batch", counted)
         assert run(settings) == 0
     return settings, max(counts) - before
 
