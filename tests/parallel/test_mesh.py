@@ -43,13 +43,6 @@ def test_a_size_that_its_mesh_axis_does_not_divide_is_refused_with_the_nearest_t
         Layout.of(mesh, replace(SIZES, **change))
 
 
-def test_heads_of_keys_and_values_are_sharded_only_where_tp_divides_them():
-    for tp, heads in ((1, 2), (2, 1), (4, 2)):
-        layout = Layout.of(make_mesh(MeshConfig(tp=tp)), SIZES)
-        assert layout.sharding(("batch", "kv_heads")).shard_shape((8, 2))[1] == heads
-        assert layout.sharding(("heads",)).shard_shape((16,)) == (16 // tp,)
-
-
 def test_a_batch_is_sharded_by_rows_and_absent_fields_stay_absent(mesh):
     numbers = np.arange(8 * 3).reshape(8, 3)
     batch = shard_batch(mesh, Batch(*[numbers] * 4, weights=numbers.astype(np.float32)))

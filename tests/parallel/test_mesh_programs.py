@@ -64,14 +64,10 @@ def test_a_layer_s_decoding_weights_are_sharded_over_tp_alone(policy, programs):
     assert len(exchanged(programs.gather)) == len(jax.tree.leaves(policy.params["layers"])) - 3
 
 
-def test_a_decode_step_gathers_no_parameters(programs):
-    gathered = [array.shape for array in exchanged(programs.decode) if array.kind == "all-gather"]
-    assert not [shape for shape in gathered if HIDDEN in shape]
-
-
-def test_a_decode_step_sums_its_own_rows_over_tp(programs):
-    summed = {array.shape for array in exchanged(programs.decode) if array.shape[-1] == HIDDEN}
-    assert summed == {(ROWS // 4, 1, HIDDEN)}
+def test_a_decode_step_gathers_no_parameters_and_sums_its_own_rows_over_tp(programs):
+    moved = [array for array in exchanged(programs.decode) if HIDDEN in array.shape]
+    assert {array.kind for array in moved} == {"all-reduce"}
+    assert {array.shape for array in moved if array.shape[-1] == HIDDEN} == {(ROWS // 4, 1, HIDDEN)}
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode", "insert", "repack"])

@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hostile_rewards import ALARM, CATCHES, ENDING, FOREVER, FORK_AND_EXIT, HANGING, LASTING, PRINTS, SESSION
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm.config.task import RewardConfig, TaskConfig
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.rl.reward_functions import BUILT_IN
-from mllm.rl.reward_process import FAILURES, HANDSHAKE, LARGEST, judge
+from mllm.rl.reward_process import LARGEST, judge
 from mllm.rl.reward_worker import parse
 from mllm.rl.rewards import Failure, RewardRunner, reward_metrics, weighted_sum
 from mllm.rl.rollout import Completions
@@ -288,22 +288,6 @@ def test_what_a_function_started_ends_with_a_worker_that_is_killed_and_one_that_
     assert_gone(noted()[1], seconds=2)
 
 
-def test_closing_the_runner_leaves_no_process_and_no_file_open(noted):
-    def held():  # not /proc/self/task/*/children: a child whose thread ends moves to another, perhaps unseen
-        status = ["ps", "-o", "pid=", "--ppid", str(os.getpid())]
-        with subprocess.Popen(status, stdout=subprocess.PIPE, text=True) as ps:
-            children = {int(pid) for pid in ps.communicate()[0].split()} - {ps.pid}
-        return children, len(os.listdir("/proc/self/fd"))
-
-    before = held()
-    with opened(HOSTILE, workers=2) as two:
-        score(two, "os._exit(3)", SESSION)
-        (started,) = noted()
-        assert not is_gone(started)
-    assert_gone(started, seconds=2)
-    assert held() == before
-
-
 def test_a_trainer_that_is_killed_takes_a_hanging_function_with_it():
     killed = trainer(FOREVER)
     process = int(killed.stdout.readline())
@@ -363,26 +347,23 @@ def test_when_the_trainer_stops_waiting_all_functions_end_and_the_next_step_is_s
 
 # What comes back
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["value", "raised", "ready"]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=2),
-    max_leaves=8,
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ('[0, "value", 0.5]', ("value", 0.5)),
+        (r'[0, "raised", "two\nlines \u001b[31m"]', ("raised", "two lines [31m")),
+        ('[0, "not_applicable", ""]', ("not_applicable", "")),
+        *((line, None) for line in ("", "[", "5", "[]", "null", '{"0": 1}', "[" * 5000, "\ud800", '[1, "value", 0.5]')),
+        *((f'[0, "value", {value}]', None) for value in ("true", "1", '"1"', "[1.0]", "NaN", "1e19", "-Infinity")),
+        *(
+            (line, None)
+            for line in ('[0, "ready", "x"]', '[0, "other", "x"]', '[0, "raised", 1]', '[0, "value", 1.0, 2]')
+        ),
+    ],
 )
-NUMBERED = st.tuples(st.sampled_from([HANDSHAKE, 0]), st.sampled_from(["value", *FAILURES, "ready"]), JSON)
-
-
-@settings(max_examples=40)
-@given(st.binary() | (JSON | NUMBERED).map(lambda message: json.dumps(message).encode()))
-def test_an_answer_is_a_number_within_bounds_or_a_failure_with_a_message(line):
-    answer = parse(line, 0)
-    if answer is not None:
-        kind, result = answer
-        assert json.loads(line)[0] == 0
-        if kind == "value":
-            assert abs(result) <= LARGEST
-        else:
-            assert kind in FAILURES
-            assert result == "" or result.isprintable()
+def test_an_answer_is_a_number_within_bounds_or_a_failure_with_a_message(line, answer):
+    assert parse(line.encode(errors="surrogatepass"), 0) == answer
 
 
 @given(st.floats(-LARGEST, LARGEST))
