@@ -116,13 +116,13 @@ def test_processes_agree_on_the_slots_of_the_smallest_memory(policy, monkeypatch
 
 def test_the_log_prob_pass_splits_the_rows_and_calls_the_head_s_forward_pass_only(policy, monkeypatch):
     called = []
-    for name in ("statistics", "forward", "gradients", "loss_and_gradients"):
+    for name in ("forward", "gradients", "loss_and_gradients"):
         own = getattr(xla, name)
         monkeypatch.setattr(xla, name, lambda *given, name=name, own=own: called.append(name) or own(*given))
     mesh = make_mesh(SETTINGS.mesh)
     logprob_pass = make_logprob_pass(make_forward(SETTINGS, policy.graphdef, mesh))
     program = logprob_pass.lower(policy.params, random_batch(ROWS, PROMPT)).compile()
-    assert called == ["statistics"]
+    assert called == ["forward"]
     shapes = {array.shape for array in arrays(text(program))}
     assert (SETTINGS.rows.micro // 4, PROMPT, HIDDEN) in shapes
     assert (SETTINGS.rows.micro, PROMPT, HIDDEN) not in shapes
