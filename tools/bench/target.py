@@ -98,20 +98,15 @@ def program(mesh: Mesh, *, method: str, shape: Sequence[int]) -> tuple[Call | No
 
 
 def compile_listed(chip: str, program: str, arguments: Mapping[str, Any], folder: Path) -> dict[str, int]:
-    """A program's account of memory; the compiler's listing of its kernels stays in `folder`, which must be empty."""
-    options = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
-    return compile_in_child(chip, program, arguments, {"LIBTPU_INIT_ARGS": options}, folder)
+    """A program's account of memory, compiled for a chip in a process of its own.
 
-
-def compile_in_child(
-    chip: str, program: str, arguments: Mapping[str, Any], environment: Mapping[str, str], folder: Path
-) -> dict[str, int]:
-    """A program's account of memory, compiled for a chip in a process of its own, which writes into `folder`.
+    The compiler's listing of its kernels stays in `folder`, which must be empty.
 
     Raises:
         ValueError: there is no such chip, or the compiler refuses; what the process said on stderr is a note.
     """
-    ended = targets.run_child(chip, program, arguments, environment, folder)
+    options = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+    ended = targets.run_child(chip, program, arguments, {"LIBTPU_INIT_ARGS": options}, folder)
     if ended.code or ended.answer is None:
         refusal = ValueError(ended.reason or "the compiler's process gave no answer")
         refusal.add_note(ended.stderr)
