@@ -14,8 +14,7 @@ from mllm.data import records
 from mllm.data.batch import Batch
 from mllm.data.documents import task_documents
 from mllm.data.iteration import DataIterator
-from mllm.data.pipeline import SftBatches
-from mllm.data.sft_source import load_documents
+from mllm.data.sft_source import SftBatches, load_documents
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError

@@ -10,8 +10,7 @@ from test_data import BYTES, some, write
 
 from mllm.config.data import DataConfig
 from mllm.data.documents import hold_out
-from mllm.data.pipeline import SftBatches
-from mllm.data.sft_source import load_documents
+from mllm.data.sft_source import SftBatches, load_documents
 from mllm.errors import UserError
 from mllm.parallel.processes import RowShare
 

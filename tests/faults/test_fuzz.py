@@ -24,9 +24,8 @@ from hypothesis import strategies as st
 from mllm.config import load as config_file
 from mllm.config.data import DataConfig
 from mllm.config.task import AnswerForm, TaskConfig
-from mllm.data.pipeline import SftBatches
 from mllm.data.prompts import training_prompts
-from mllm.data.sft_source import load_documents
+from mllm.data.sft_source import SftBatches, load_documents
 from mllm.data.tasks.answers import final_answer
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example
