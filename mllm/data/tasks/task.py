@@ -67,8 +67,7 @@ class OnDemand(Sequence[Any]):
         self.indices = indices
 
     def __getitem__(self, index: Any) -> Any:
-        chosen = self.indices[index]
-        return OnDemand(self.make, chosen) if isinstance(chosen, range) else self.make(chosen)
+        return self.make(self.indices[index])
 
     def __len__(self) -> int:
         return len(self.indices)
