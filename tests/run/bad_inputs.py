@@ -43,10 +43,8 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
 OVERRIDES: dict[str, str] = {
     # not key=value
     "steps": "steps: expected key.sub=value",
-    "model..source=x": "model..source=x: expected key.sub=value",
     "steps.x=1": "steps.x=1: steps is a value, not a section",
     "steps=[": "steps=[: the value is not readable as YAML",
-    "model={[a]: b}": "the value is not readable as YAML: line 1: a sequence is no name of a setting",
     # unknown, of the wrong type, out of bounds
     "rollout.temprature=2": "rollout.temprature: unknown setting; did you mean temperature?",
     "rollout=3": "rollout: Input should be a valid dictionary or instance of RolloutConfig (got 3)",
@@ -75,7 +73,6 @@ OVERRIDES: dict[str, str] = {
     # the checkpoint of a run that is the model's source
     "model.step=3": "model.step: is not used with init: random: remove it",
     "model={source: '.', init: pretrained, step: last}": "model.step: 'last' is none of newest, best and the number",
-    "model={source: '.', init: pretrained, step: best}": "model.step: . is no run_dir: remove it",
     # adapters
     "model.lora={rank: 2}": "model.lora.alpha: this setting is required, or lora.source",
     "model.lora={rank: 2, alpha: 2, targets: []}": "model.lora.targets: name at least one product, and each once",
@@ -83,8 +80,6 @@ OVERRIDES: dict[str, str] = {
     "model.lora={source: '.'}": "adapter_config.json: missing; a folder in PEFT's format has it (",
     # files that are none
     "model.tokenizer=nowhere": "model.tokenizer: nowhere: no such folder",
-    f"model={{source: {'a' * 300}, init: pretrained}}": "aaa: no such folder",
-    "model={source: '~nobody-here/model', init: pretrained}": "~nobody-here/model: no such folder",
 }
 """A setting that spoils a good configuration, and the message."""
 
@@ -144,14 +139,11 @@ FILES: dict[str, tuple[str, bytes | Callable[[Path], object] | None, str]] = {
 
 TOOLS: tuple[tuple[str, str, str], ...] = (
     ("export", "nowhere", "nowhere: no config.yaml; give a run_dir"),
-    ("export", "run/config.yaml", "run/config.yaml: no config.yaml; give a run_dir"),
-    ("export", f"{'a' * 300}", "no config.yaml; give a run_dir"),
     ("export", "run", "run: no checkpoint; there are []"),
     ("export", "run --adapter", "--adapter: run trained the whole model (no model.lora): leave it out"),
     ("export", "run --adapter --dtype float32", "--dtype: adapters are exported as they are trained, in float32"),
     ("export", "damaged", "damaged/config.yaml: not readable as YAML"),
     ("plot", "nowhere", "nowhere: no metrics.jsonl with a line in it; give a run_dir"),
-    ("plot", "run run/config.yaml", "run/config.yaml: no metrics.jsonl with a line in it"),
     ("plot", "damaged", "damaged/metrics.jsonl: damaged: a line is no record of a step"),
     ("plot", "run --out run/checkpoints", "--out: run/checkpoints can't be written"),
     ("plot", "run --out curves.exe", "--out: curves.exe can't be written"),
@@ -162,16 +154,13 @@ TOOLS: tuple[tuple[str, str, str], ...] = (
     ("generate", "run", "--prompts: is instead of PROMPT: give one of them"),
     ("generate", "run hi --max-tokens 0", "argument --max-tokens: 0 is not a number above 0"),
     ("generate", "run hi --top-p 0", "argument --top-p: 0 is not a number above 0, at most 1"),
-    ("generate", "run hi --prompts p.jsonl", "--prompts: is instead of PROMPT: give one of them"),
     ("generate", "run hi --out o.jsonl", "--out: is for --prompts; other completions are printed"),
     ("generate", "run --prompts missing.jsonl", "--prompts: missing.jsonl can't be read"),
     ("memory", "--config nowhere", "--config nowhere: no such file, here or in configs/"),
-    ("memory", "--config tiny_sft --target v9", "--target: target 'v9'"),
     ("memory", "--config tiny_sft --out run/x/y", "--out: run/x/y names no file in a folder that is there"),
     ("bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' has a size that isn't from 1 to 2147483647"),
     ("bench.head", "--live 0", "argument --live: 0 is not a number above 0, at most 1"),
     ("bench.head", "--target v9", "--target: target 'v9': there are v5e"),
-    ("bench.head", "--target v6e:2x4", "--target: target 'v6e:2x4': there are v5e"),
     ("bench.head", "--target v6e --live 1", "--live: has no meaning with --target, which times nothing"),
     ("tune", "", "there is no TPU or Hopper GPU here"),
     ("tune", f"--shape 1,1,{'9' * 5000}", "is not N,D,V: three whole numbers"),

@@ -178,19 +178,15 @@ def test_a_bad_data_source_is_refused_and_not_waited_for(what, tmp_path, refused
 
 
 @pytest.mark.parametrize(
-    ("run_dir", "text"),
-    [
-        ("thesis", "run_dir: {path}/thesis holds other files"),
-        ("notes.txt", "run_dir: {path}/notes.txt is a file"),
-        ("notes.txt/run", "run_dir: {path}/notes.txt is a file"),
-    ],
+    ("run_dir", "words"), [("thesis", "holds other files"), ("a.txt", "is a file"), ("a.txt/run", "is a file")]
 )
-def test_a_folder_of_something_else_is_left_alone(run_dir, text, tmp_path, refused):
+def test_a_folder_of_something_else_is_left_alone(run_dir, words, tmp_path, refused):
     (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter1.tex").write_text("It was a dark and stormy night.")
-    (tmp_path / "notes.txt").write_text("to do")
+    for name in ("thesis/chapter1.tex", "a.txt"):
+        (tmp_path / name).write_text("It was a dark and stormy night.")
     said = refused(train, *arguments(settings_in(tmp_path)), f"run_dir={tmp_path}/{run_dir}")
-    assert text.format(path=tmp_path) in said
+    assert "run_dir: " in said
+    assert words in said
 
 
 # The tools
@@ -234,9 +230,7 @@ def test_without_weights_a_shipped_configuration_ends_in_a_process_with_one_line
         text=True,
         timeout=120,
     )
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout, done.stderr.count("\n"), [*tmp_path.iterdir()]) == (2, "", 1, [])
     assert done.stderr.startswith("error: model.source: Qwen/Qwen2.5-3B-Instruct: no such folder")
-    assert done.stderr.count("\n") == 1
     for way in ("a local folder", "a hub id", "model.init=random"):
         assert way in done.stderr
-    assert list(tmp_path.iterdir()) == []
