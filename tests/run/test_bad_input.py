@@ -116,7 +116,6 @@ def test_an_impossible_setting_is_named(override, tmp_path, refused):
 
 @pytest.mark.parametrize("what", MODELS)
 def test_a_bad_model_or_tokenizer_is_refused_by_its_file(what, tmp_path, model, refused, monkeypatch):
-    monkeypatch.setattr(weights, "COMPARED", 2000)  # fifteen of the embedding's rows at a time
     monkeypatch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.1)
     spoil, words = MODELS[what]
     spoil(model)
