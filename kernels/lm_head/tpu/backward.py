@@ -35,7 +35,6 @@ from kernels.lm_head.tpu.forward import (
     label_rows,
     lanes,
     to_lanes,
-    weight_tile,
     zero_tail,
 )
 from kernels.lm_head.tpu.tiles import LANES, Case, Tiles, case_of
@@ -49,8 +48,7 @@ def weight_gradient(
     """dW from the rows [0, number); in later rows of their last block, factors must make every probability 0."""
     case, dtype = case_of(inputs, options, "weight"), options.dtype
     how: Any = {"tile": tile, "softcap": options.softcap, "dtype": dtype, "entropy": options.entropy_slopes}
-    weight = weight_tile(case, tile, inputs.weight)
-    return _gradient(functools.partial(_weight_kernel, **how), case, tile, inputs, number, factors, [weight])
+    return _gradient(functools.partial(_weight_kernel, **how), case, tile, inputs, number, factors)
 
 
 def _weight_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype, entropy: bool) -> None:
@@ -92,13 +90,12 @@ def hidden_gradient(
     """dh of rows [0, number) from the columns of the vocabulary; undefined in other rows."""
     case, dtype = case_of(inputs, options, "hidden"), options.dtype
     how: Any = {"tile": tile, "softcap": options.softcap, "dtype": dtype, "entropy": options.entropy_slopes}
-    weight = weight_tile(case, tile, inputs.weight)
     across = {
         "label": pltpu.VMEM((tile.rows, LANES), jnp.int32),
         "factors": pltpu.VMEM((_FACTORS, tile.rows, LANES), jnp.float32),
     }
     kernel = functools.partial(_hidden_kernel, **how)
-    return _gradient(kernel, case, tile, inputs, number, factors, [weight], scratch=across)
+    return _gradient(kernel, case, tile, inputs, number, factors, scratch=across)
 
 
 def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype, entropy: bool) -> None:
@@ -219,7 +216,7 @@ def _gradient(
     inputs: Inputs,
     number: Integer[Array, ""],
     factors: RowFactors,
-    streamed: Sequence[Given],
+    streamed: Sequence[Given] = (),
     so_far: Float[Array, "V D"] | None = None,
     scratch: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Float[Array, "_ D"]:

@@ -93,7 +93,6 @@ def forward(
         "head_forward" + ("_mean" if mean is not None else "") + ("_keep" if keep else ""),
         inputs,
         number,
-        streamed=[weight_tile(case, tile, weight)],
         outputs=outputs,
         scratch=scratch,
     )
@@ -248,7 +247,7 @@ def kernel_call(
     inputs: Inputs,
     number: Integer[Array, ""],
     *,
-    streamed: Sequence[Given],
+    streamed: Sequence[Given] = (),
     others: Sequence[Given] = (),
     outputs: dict[str, Output],
     scratch: dict[str, Any],
@@ -257,19 +256,24 @@ def kernel_call(
     """The results of a kernel over blocks of rows and tiles of the weight, of which rows [0, number) count.
 
     Its refs are two arrays of scalars (how many rows and how many columns count; 1 / temperature), hidden states,
-    `streamed`, labels, `others`, outputs by name, and scratch by name: with `hidden` and `weight` for a block and a
-    tile in the products' dtype, where the arguments have another.
+    `streamed` (by default the weight), labels, `others`, outputs by name, and scratch by name: with `hidden` and
+    `weight` for a block and a tile in the products' dtype, where the arguments have another.
     """
     hidden, work = inputs.hidden, case.tokens * case.vocabulary
     height, features = tile.rows, hidden.shape[1]
     spec = functools.partial(block_spec, case, tile, live=True)
-    given = [(hidden, spec((height, features), lambda i, j: (i, 0))), *streamed]
+    across = pl.cdiv(len(inputs.weight), tile.columns)
+    weight_tile = block_spec(case, tile, (tile.columns, features), lambda i, j: (j, 0))
+    if case.by_rows:  # past the rows that count the last tile, so that nothing is fetched
+        past = lambda i, j, ints, _: (jnp.where(i * tile.rows < ints[0], j, across - 1), 0)  # noqa: E731
+        weight_tile = pl.BlockSpec((tile.columns, features), past)
+    given = [(hidden, spec((height, features), lambda i, j: (i, 0))), *(streamed or [(inputs.weight, weight_tile)])]
     given += [(inputs.labels[None], spec((1, height), lambda i, j: (0, i))), *others]
     if case.hidden != case.product:
         scratch["hidden"] = pltpu.VMEM((height, features), case.product)
     if case.weight != case.product and case.kernel != "kept":
         scratch["weight"] = pltpu.VMEM((tile.columns, features), case.product)
-    grid = pl.cdiv(len(hidden), height), pl.cdiv(len(inputs.weight), tile.columns)
+    grid = pl.cdiv(len(hidden), height), across
     typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
     return pl.pallas_call(
         kernel,
@@ -307,14 +311,6 @@ def block_spec(
         return place(jnp.minimum(i, jnp.maximum(pl.cdiv(step[2][0], tile.rows) - 1, 0)) if live else i, j)
 
     return pl.BlockSpec(shape, index)
-
-
-def weight_tile(case: Case, tile: Tiles, weight: Float[Array, "V D"]) -> Given:
-    """The weight by tiles; where these pass by rows, the last tile past the rows that count."""
-    shape, last = (tile.columns, weight.shape[1]), pl.cdiv(len(weight), tile.columns) - 1
-    if not case.by_rows:
-        return weight, block_spec(case, tile, shape, lambda i, j: (j, 0))
-    return weight, pl.BlockSpec(shape, lambda i, j, ints, _: (jnp.where(i * tile.rows < ints[0], j, last), 0))
 
 
 def cap_slope(y: Array, softcap: float) -> Array:
