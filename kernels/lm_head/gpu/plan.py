@@ -51,7 +51,9 @@ class Plan(NamedTuple):
             again = sizes.cost(rows, features, max(0, left - kept(chunk)), sizes.chunk)
             return sizes.cost(rows, features, kept(chunk), chunk, products=2) + again
 
-        chunk = min(range(width, sizes.chunk + 1, width), key=cost)
+        # Where there is room for all columns, all are kept, even if a few less would make fewer rounds.
+        chunks = [chunk for chunk in range(width, sizes.chunk + 1, width) if kept(chunk) >= left or beyond < 0]
+        chunk = min(chunks, key=cost)
         return self._replace(sizes=sizes, workspace_columns=kept(chunk), workspace_chunk=chunk if kept(chunk) else 0)
 
 
