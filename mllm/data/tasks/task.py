@@ -67,7 +67,8 @@ class OnDemand(Sequence[Any]):
         self.indices = indices
 
     def __getitem__(self, index: Any) -> Any:
-        return self.make(self.indices[index])
+        chosen = self.indices[index]
+        return OnDemand(self.make, chosen) if isinstance(chosen, range) else self.make(chosen)
 
     def __len__(self) -> int:
         return len(self.indices)
