@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import tempfile
+import time
 from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
@@ -26,7 +27,6 @@ from runs import (
     spawn,
     start_group,
     start_two,
-    wait,
 )
 from tiny import config
 
@@ -112,7 +112,9 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_devices_and_has_the_s
 def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_after_it_continued(placed):
     one, two = placed("grpo", "one"), placed("grpo", "two")
     processes = start_two(["train.py", *arguments(two)], REWARD_SECONDS="0.1")
-    wait(processes[0], lambda: len(records(two)) > 1)
+    while len(records(two)) < 2:
+        assert processes[0].poll() is None
+        time.sleep(0.01)
     processes[1].send_signal(signal.SIGTERM)
     said = outputs(processes, 143)
     (*_, stopped) = checkpoints(two)
