@@ -176,10 +176,20 @@ def row_blocks(path: Path, key: str) -> Iterator[Any]:
 
 
 def line_blocks(path: Path, key: str) -> Iterator[list[bytes]]:
-    """The lines of a file; UserError as by `open_file`."""
+    """The lines of a file; one beyond `LONGEST_LINE` is cut, one byte after the limit. UserError as by `open_file`."""
+    lines, size = list[bytes](), 0
     with open_file(path, key) as file:
-        while lines := file.readlines(BLOCK_BYTES):
-            yield lines
+        while line := file.readline(LONGEST_LINE + 1):
+            rest = line
+            while not rest.endswith(b"\n") and (rest := file.readline(LONGEST_LINE)):
+                pass
+            lines.append(line)
+            size += len(line)
+            if size >= BLOCK_BYTES:
+                yield lines
+                lines, size = [], 0
+    if lines:
+        yield lines
 
 
 def parse(place: str, line: bytes) -> Record | UserError:

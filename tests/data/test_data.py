@@ -187,7 +187,10 @@ def test_bad_lines_are_skipped_and_counted_on_request(
 ) -> None:
     monkeypatch.setattr(records, "LONGEST_LINE", 100)
     bad = ["{", {"question": "a"}, qa("<|im_end|>", "a"), qa("a" * 40, "b"), qa("c" * 1000, "d")]
-    read = batches_of(write(tmp_path, [*bad, qa("good", "b")]), batch_size=1, on_bad_line="skip", packing=False)
+    source = write(tmp_path, [*bad, qa("good", "b")])
+    held = [len(line) for lines in records.line_blocks(Path(source), "data.source") for line in lines]
+    assert (len(held), max(held)) == (6, 101)  # no more of a long line is ever held
+    read = batches_of(source, batch_size=1, on_bad_line="skip", packing=False)
     assert "5 bad lines were skipped" in caplog.text
     assert (read.examples, questions(next(read))) == (1, ["good"])
     with pytest.raises(UserError, match=r"data.source: .*all 2 lines are bad, the first: .*data.jsonl:1: not JSON"):

@@ -2,18 +2,19 @@
 
 import json
 import re
-import time
 from array import array
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
 from mllm.config import load as configs
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
+from mllm.rl import reward_functions
 from mllm.rl.reward_process import Reward, Sample, answers, bind, fields_of
 
 # As a user writes them
@@ -219,7 +220,7 @@ def test_any_other_answer_of_a_server_than_a_number_for_each_is_a_failure(reply,
 
 def test_a_server_gets_the_batch_as_json_and_one_that_is_overrun_or_not_there_is_tried_again(monkeypatch):
     waited, given = [], [sample("a", level=2), sample("b")]
-    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr(reward_functions, "time", SimpleNamespace(sleep=waited.append))  # other threads sleep, too
     with server((503, b""), (429, b""), (200, b'{"rewards": [0.5, null]}')) as (url, requests):
         assert list(answers(bound(url, *given), given)) == [("value", 0.5), ("not_applicable", "")]
     body = {
