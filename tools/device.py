@@ -33,6 +33,8 @@ from tools.bench.frame import DEFAULTS, ROOT, positive
 Record = dict[str, Any]
 LEAST, MARGIN = 20, 10
 """Seconds without which no job begins, and those that a call leaves for its end."""
+TRAINER = ("pydantic", "flax", "optax", "orbax", "grain", "array_record", "transformers", "safetensors", "tensorboardX")
+"""Packages of the trainer that a machine with JAX may lack."""
 LONGEST = 300_000
 """Characters of a job's output that its log keeps."""
 
@@ -57,17 +59,18 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     """The jobs for a device, which is described as `tools/bench/measure.py` does."""
     platform, cpu = device["platform"], device["platform"] == "cpu"
     needless = "it is for TPUs and GPUs" if cpu else ""
-    trainer = absent("pydantic", "flax", "optax", "orbax", "transformers", "safetensors", "tensorboardX")
+    trainer = absent(*TRAINER)
     shape = ["--shape", "256,128,1000" if cpu else "8192,2048,151936"]
     head = ["tools/bench", "head", *shape, "--live", "1", "--methods"]
-    yield Job("head", [*head, "xla" if cpu else f"mosaic_{platform}", "full logits"])
+    yield Job("head", [*head, *([] if cpu else [f"mosaic_{platform}"]), "xla", "full logits"])
     limits = ["-n", "1", "--max-worker-restart=99", "--timeout=120", "--timeout-method=thread"]
     tests = ["-m", "pytest", "-m", platform, *limits, "-rfE", "tests"]
     failures = "^(FAILED|ERROR)|passed|failed|crashed"
     yield Job("tests", tests, 550, failures, needless or absent("xdist", "pytest_timeout"))
     yield Job("tune", ["tools/tune.py", *shape, "--limit", "380"], 400, r"^\||^mosaic|refused|left out", needless)
     yield Job("peers in JAX", [*head, "scan", "tokamax", "tunix", "optax"])
-    only = "it is for GPUs" if platform != "gpu" else absent("torch")
+    neither = absent("torch", "liger_kernel") and absent("torch", "cut_cross_entropy")
+    only = neither if platform == "gpu" else "it is for GPUs"
     yield Job("peers in torch", [*head, "Liger", "cut-cross"], obstacle=only)
 
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -155,6 +155,8 @@ def explain(error: ValidationError) -> str:
         return f"{'.'.join([*location, relative])}: {message}"
     if problem["type"] == "extra_forbidden":
         return f"{key}: unknown setting{nearest([part for part in location if not part.isdigit()])}"
+    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{key}: expected a section of settings, got {given!r}"
     shown = f" (got {given!r})" if isinstance(given, str | int | float | None) else ""
     return f"{key}: {problem['msg']}{shown}"
 

@@ -62,7 +62,7 @@ class ModelConfig(Section):
     """Train adapters instead of the model's own parameters, which are frozen and held in `dtype`."""
     attention: Literal["xla"] | None = None
     """The attention over whole sequences; None: splash attention on TPUs and cuDNN's on NVIDIA GPUs where these can
-    run (see mllm/model/attention.py), else XLA's."""
+    run (see mllm/model/attention.py), else XLA's; a GPU without cuDNN's library needs `xla`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:

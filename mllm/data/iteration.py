@@ -14,8 +14,6 @@ Read = Callable[[int], tuple[T, int]]
 """The item that begins at a position in the order of examples, and the position behind it. StopIteration at the end."""
 
 CACHED_EXAMPLES = 2**16
-PREFETCHED = 2
-"""Items that are read ahead of the step that needs them."""
 
 WAY_OUT = "restore the data, or begin a new run_dir (model.source can be this run)"
 
@@ -41,10 +39,12 @@ class Reader(Generic[T]):
 class DataIterator(Generic[T]):
     """Items that a thread reads ahead, and a position from which another iterator continues exactly."""
 
-    def __init__(self, read: Read[T], examples: int, epochs: int | None, content: str | None = None) -> None:
+    def __init__(
+        self, read: Read[T], examples: int, epochs: int | None, content: str | None = None, ahead: int = 2
+    ) -> None:
         """An epoch has `examples` positions; `content` is a hash of the examples, where it is known.
 
-        UserError is raised where there is no example.
+        So many items are read `ahead` of the step that needs them. UserError is raised where there is no example.
         """
         if examples == 0:
             raise UserError("task: there is no example in it")
@@ -53,7 +53,7 @@ class DataIterator(Generic[T]):
         self.epochs = epochs
         self.given = 0
         """How many items were given since training began."""
-        self.items = ThreadPrefetchDatasetIterator(Reader(read), PREFETCHED)
+        self.items = ThreadPrefetchDatasetIterator(Reader(read), ahead)
         # Otherwise the garbage collector may close it in the very thread that closing joins.
         weakref.finalize(self, self.items.close)
 

@@ -30,8 +30,10 @@ class Prompt(NamedTuple):
     tokens: list[int]
 
 
-def training_prompts(task: Task, tokenizer: Tokenizer, *, max_prompt_length: int, seed: int) -> DataIterator[Prompt]:
-    """The task's prompts, for ever: each once in an epoch, in another order in each.
+def training_prompts(
+    task: Task, tokenizer: Tokenizer, *, max_prompt_length: int, seed: int, ahead: int = 2
+) -> DataIterator[Prompt]:
+    """The task's prompts, for ever: each once in an epoch, in another order in each; so many are read `ahead`.
 
     All prompts of a list, and the first hundred of problems that are made on demand, are checked at once: UserError
     as for `usable_prompts`. Of the others, one that can't be used is left out. The iterator's position counts those
@@ -57,7 +59,7 @@ def training_prompts(task: Task, tokenizer: Tokenizer, *, max_prompt_length: int
                 warned = True
         raise UserError(f"task {name}: {MOST_SKIPPED} prompts in a row can't be used, the last: {prompt}")
 
-    return DataIterator(next_usable, count, None, task.content)
+    return DataIterator(next_usable, count, None, task.content, ahead)
 
 
 def usable_prompts(examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, what: str) -> list[Prompt]:

@@ -88,6 +88,11 @@ class SftBatches:
         """
         if self.end is None:
             return most
+        # A batch holds at most so many tokens; problems that are made on demand have one at least.
+        sizes, room = self.documents.sizes, self.batch_size * self.config.max_length
+        tokens = int(sizes[:, 0].sum(dtype=np.int64)) if isinstance(sizes, np.ndarray) else len(sizes)
+        if self.config.packing and tokens * (self.config.epochs or 1) >= (most + 1) * room:
+            return most
         if not self.config.packing:
             batches = min(self.end // self.batch_size, most)
             planned = batches * self.batch_size

@@ -186,6 +186,8 @@ def find_obstacle(kernel: AttentionKernel, config: Architecture, mesh: Mesh, dty
         return f"it needs heads of size {' or '.join(map(str, HEAD_DIMS))}, and the model's have {config.head_dim}"
     if kernel == "cudnn" and mesh.devices.flat[0] not in jax.devices():
         return "cuDNN picks its kernel on the GPU, which is not here"  # so --plan assumes XLA's attention
+    if kernel == "cudnn" and float(getattr(mesh.devices.flat[0], "compute_capability", 8)) < 8:
+        return "it needs a GPU of compute capability 8.0"
     if kernel == "cudnn" and jnp.dtype(dtype) != jnp.bfloat16:
         return f"it computes in bfloat16, and model.dtype is {jnp.dtype(dtype)}"
     return None

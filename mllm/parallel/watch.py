@@ -30,6 +30,7 @@ SILENCE = 30.0
 """Seconds without a word from a process after which it counts as lost."""
 GRACE = 1.0
 """Seconds that a process's last message is given to arrive before its connection is cut."""
+LONGEST_MESSAGE = 2**16
 END = "end"
 """The phase of a process that has trained to its end: its connection may close."""
 GO_ON = "the same command goes on from the newest checkpoint"
@@ -68,7 +69,7 @@ class Link:
     def receive(self) -> dict[str, Any] | None:
         """The next message; None if the connection is closed."""
         with suppress(OSError, ValueError):
-            message = json.loads(self.lines.readline())
+            message = json.loads(self.lines.readline(LONGEST_MESSAGE))
             self.heard = time.monotonic()
             return message if isinstance(message, dict) else None
         return None
@@ -88,6 +89,8 @@ class Watch:
         self.ending = threading.Lock()
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
+        for link in self.links.values():
+            link.heard = time.monotonic()  # nobody had to say anything until the last one came
         self.thread.start()
         for number, link in [*self.links.items()]:
             link.socket.settimeout(None)
@@ -215,8 +218,8 @@ def receive(processes: int, port: int) -> dict[int, Link]:
         while len(links) < processes - 1:
             link = Link(server.accept()[0])
             try:
-                number, count = (link.receive() or {})["hello"]
-            except (KeyError, ValueError, TypeError):  # it is no process of this run
+                number, count = json.loads(link.socket.recv(LONGEST_MESSAGE))["hello"]
+            except (OSError, KeyError, ValueError, TypeError):  # it is no process of this run
                 continue
             problem = ""
             if count != processes:

@@ -67,8 +67,8 @@ class GrpoSource:
         self.rows, groups = RowShare.of_mesh(forward.mesh), config.groups_per_rollout(batch_size)
         setting = "grpo.steps_per_generation * batch_size / grpo.num_generations"
         process_rows(groups, self.rows.index, self.rows.count, setting)
-        limit = sampler.options.max_prompt_length
-        self.prompts = training_prompts(task, sampler.tokenizer, max_prompt_length=limit, seed=seed)
+        limit, ahead = sampler.options.max_prompt_length, 2 * groups
+        self.prompts = training_prompts(task, sampler.tokenizer, max_prompt_length=limit, seed=seed, ahead=ahead)
         logprob_pass = make_logprob_pass(forward)
         self.logprob_pass: Callable[[Params, Batch], Float[Array, "B T"]] = lambda params, batch: logprob_pass(
             params, shard_batch(forward.mesh, batch)

@@ -108,7 +108,11 @@ def check_changes(run: object, old: dict[str, Any], config: Config, newest: int,
             raise UserError(f"{problem}; {way_out}; else give another run_dir, or the old value")
         if key == "steps" and config.steps is not None and config.steps <= newest:
             raise UserError(f"steps: {run} has done {newest} already; give more, or another run_dir")
-        changes.append(Change(step=newest, key=key, old=before, new=after))
+        for earlier in [each for each in changes if (each.step, each.key) == (newest, key)]:
+            changes.remove(earlier)  # no step was made with it
+            before = earlier.old
+        if before != after:
+            changes.append(Change(step=newest, key=key, old=before, new=after))
     return config.model_copy(update={"changes": tuple(changes)})
 
 

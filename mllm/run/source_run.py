@@ -60,7 +60,7 @@ class SourceRun:
             return None
         if (store := find_run(model.source, "model.source")) is None:
             if model.step is not None:
-                raise UserError(f"model.step: {model.source} is no run_dir: remove it")
+                raise UserError(f"model.step: no run is at {model.source}: give its run_dir, or remove the step")
             return None
         config = configs.load(str(store.local(CONFIG)))
         below = cls.open(config.model)

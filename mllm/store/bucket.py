@@ -104,16 +104,20 @@ class Bucket:
     def read_parts(self, name: str) -> Iterator[tuple[bytes, bytes]]:
         """An object's content in parts of at most `PART_BYTES`, in order, each with the object's generation.
 
-        The store's clients tell no sizes: they refuse a range that ends behind the object's end, and the rest is read.
+        The store's clients tell no sizes: whether a part is whole is tried by its last byte. They refuse a range that
+        ends behind the object's end, some only when all of it has come.
         """
         for first in itertools.count(step=PART_BYTES):
-            for part in (slice(first, first + PART_BYTES), slice(first, None), slice(0, 0)):
+            end = first + PART_BYTES
+            last = self.objects.read(name, byte_range=slice(end - 1, end))
+            whole = status(last.exception()) != "OUT_OF_RANGE" and bool(self.result(last, name, "read").value)
+            for part in (slice(first, end),) if whole else (slice(first, None), slice(0, 0)):
                 future = self.objects.read(name, byte_range=part)
                 if status(future.exception()) != "OUT_OF_RANGE":
                     break
             found = self.result(future, name, "read")
             yield found.value, found.stamp.generation
-            if part.stop != first + PART_BYTES:
+            if not whole:
                 return
 
     def write(self, name: str, data: bytes) -> None:
@@ -146,9 +150,11 @@ class Bucket:
         return sorted({name.removeprefix(prefix).partition("/")[0] for name in self.names(prefix)})
 
     def delete(self, names: Iterable[str]) -> None:
-        begun = [(name, self.objects.write(name, None)) for name in names]
-        for name, future in begun:
-            self.result(future, name, "deleted")
+        # A few at a time: the requests of all stores stand in one line, and the lease's must not wait long.
+        left = iter(names)
+        while begun := [(name, self.objects.write(name, None)) for name in itertools.islice(left, 8)]:
+            for name, future in begun:
+                self.result(future, name, "deleted")
 
     def delete_folder(self, folder: str) -> None:
         self.delete(self.names(f"{folder}/"))

@@ -37,6 +37,8 @@ def fetch_files(source: str, key: str) -> list[Path]:
     url, pattern = f"{scheme}://{folder}", path[len(folder) + 1 :]
     if fixed == path:
         return fetch(url, [pattern], key)
+    if "**" in pattern:
+        raise UserError(f"{key}: {source}: ** has no meaning in buckets: name the folders")
     with naming(key):
         names = matching(Bucket(url).names(prefix), pattern)
     if not names:
@@ -119,7 +121,7 @@ def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
             if not wait:
                 yield False
                 return
-            print(f"waiting for the process that makes {folder}", file=sys.stderr)
+            print(f"waiting for another process that has {folder}", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield True
 

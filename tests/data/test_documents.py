@@ -1,6 +1,7 @@
 """Documents apart from their sizes: a process reads only its own, and a share of them is held out."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 from test_data import BYTES, some, write
 
 from mllm.config.data import DataConfig
-from mllm.data.documents import hold_out
+from mllm.data.documents import Documents, hold_out
 from mllm.data.sft_source import SftBatches, load_documents
 from mllm.errors import UserError
 from mllm.parallel.processes import RowShare
@@ -105,3 +106,15 @@ def test_batches_are_counted_from_sizes_alone_and_examples_that_fill_none_too(tm
         assert batches.count(most) == min(expected, most)
     assert given == []
     assert (f"the last {left} examples do not fill a batch" in caplog.text) == (left > 0)
+
+
+def test_steps_that_the_examples_surely_fill_are_not_planned() -> None:
+    class Unread(Sequence):
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> None:
+            raise AssertionError("a document was made")
+
+    documents = Documents(Unread(), lambda indices: [], None)
+    assert SftBatches(DataConfig(source="task", epochs=1, max_length=8), documents, 1).count(11) == 11

@@ -190,7 +190,10 @@ def test_a_function_returns_problems(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("return 3", "can't be used: TypeError: 'int' object is not iterable"),
         ("return {'dev': []}", "returned 'dev': expected train, and test"),
         ("return 'abc'", r"our_problems:make\[0\]: expected a mapping, got str"),
-        ("return [{'prompt': 'a', 'f': lambda: 0}]", "can't be used: (PicklingError|AttributeError): Can't pickle"),
+        (
+            "return [{'prompt': 'a', 'f': lambda: 0}]",
+            r"make\[0\]: can't be sent to the rewards' process: .*Can't pickle",
+        ),
     ],
 )
 def test_a_function_that_fails_is_one_line(

@@ -76,6 +76,9 @@ def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_se
     assert [(e.answer, e.answer_form) for e in task.test] == [("3", "hashes"), ("4", "hashes")]
     assert task.test[0].solution == "It is <<3=3>>.\n#### 3"
     assert question(task.test[0]) == f"How much is 3? {GSM8K_INSTRUCTION}"
+    write(tmp_path, [{"question": "How much is 5?", "answer": "It is 5."}], "test.jsonl")
+    with pytest.raises(UserError, match=r"test.jsonl:1: answer has no line '#### N' with the result"):
+        load(TaskConfig(name="gsm8k", path=str(tmp_path), heldout=1), seed=0)
 
 
 class FakeGym:

@@ -48,7 +48,7 @@ def strict_interpreter(multiprocessors: int = 4) -> Iterator[None]:
         (callbacks, "copy_smem_to_gmem", _copy_or_add),
         (jaxpr_interpret, "gpu_primitives", waits),
         (jaxpr_interpret.JaxprInterpreter, "_interpret_wait_load_tmem_p", _interpret_wait),
-        # (thread_map, "_run_jaxpr", _run_compiled_once),
+        (thread_map, "_run_jaxpr", _run_compiled_once),
         (jax_callback, "api", SimpleNamespace(**vars(jax_callback.api) | {"device_put": _on_the_host})),
     ]
     unoptimised = jax.config.read("jax_disable_most_optimizations")

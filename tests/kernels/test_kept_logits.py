@@ -120,6 +120,6 @@ def test_a_strip_s_bits_say_which_of_its_tiles_have_a_label() -> None:
     in_tile = labels_in_tiles(jnp.asarray(labels), vocabulary, sizes)
     for group, chunk, first in ((0, 0, 0), (1, 7, 25), (2, 0, 64), (2, 3, 65)):
         place = Place(jnp.int32(64 * group), jnp.int32(first), jnp.int32(32), jnp.int32(0))
-        bits = Labels(labels, in_tile, jnp.int32(chunk * 256), jnp.int32(0)).in_strip(place, sizes)
+        bits = Labels(in_tile, jnp.int32(chunk * 256), jnp.int32(0)).in_strip(place, sizes)
         own = np.isin(chunk + first + np.arange(32), labels[64 * group : 64 * (group + 1)] // 256)
         np.testing.assert_array_equal([is_hit(bits, jnp.int32(i)) for i in range(32)], own)

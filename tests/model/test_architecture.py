@@ -39,6 +39,7 @@ def test_the_rotary_base_is_found_in_both_places(rope: dict) -> None:
     ],
 )
 def test_presets_have_as_many_parameters_as_the_published_checkpoints(published: str, parameters: int) -> None:
+    assert published in PRESETS
     for name in {published, f"{published}-Instruct"} & PRESETS.keys():
         leaves = jax.tree.leaves(nnx.state(Decoder.abstract(PRESETS[name])))
         assert sum(math.prod(leaf.shape) for leaf in leaves) == parameters

@@ -47,7 +47,7 @@ OVERRIDES: dict[str, str] = {
     "steps=[": "steps=[: the value is not readable as YAML",
     # unknown, of the wrong type, out of bounds
     "rollout.temprature=2": "rollout.temprature: unknown setting; did you mean temperature?",
-    "rollout=3": "rollout: Input should be a valid dictionary or instance of RolloutConfig (got 3)",
+    "rollout=3": "rollout: expected a section of settings, got 3",
     "steps=many": "steps: Input should be a valid integer",
     "steps='9999999999999999999999'": "steps: the number is too large: at most 2147483647",
     "task.name=chess": "task.name: there is no task chess: give arithmetic, gsm8k",

@@ -70,6 +70,7 @@ def test_what_a_step_computes_may_change_with_the_flag(tmp_path, how):
     assert {change.step for change in found.changes} == {4}
     run_dir.write(RunStore(tmp_path), found)
     assert run_dir.check(RunStore(tmp_path), other) == found
+    assert run_dir.check(RunStore(tmp_path), settings, change=True).changes == ()  # taken back before any step
 
 
 @pytest.mark.parametrize(

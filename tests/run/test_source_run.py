@@ -94,7 +94,7 @@ def test_a_run_begins_where_its_source_ends_and_is_exported_and_sampled_from_lik
     ("model", "message"),
     [
         ({"step": 3}, r".*run has no checkpoint 3; there are \[2, 4, 6\]"),
-        ({"source": "nowhere", "step": 3}, "nowhere is no run_dir: remove it"),
+        ({"source": "nowhere", "step": 3}, "no run is at nowhere: give its run_dir, or remove the step"),
         ({"source": "empty"}, r"empty has no checkpoint newest; there are \[\]"),
         ({"source": "empty", "step": "best"}, "empty has no checkpoint best, as checkpoint.keep_best keeps one;"),
         ({"source": "worse", "step": "best"}, "worse has no checkpoint best, as checkpoint.keep_best keeps one;"),

@@ -7,15 +7,16 @@ import pytest
 from mllm.errors import UserError
 from mllm.store.bucket import Bucket
 
-pytestmark = pytest.mark.parametrize("url", ["gs", "s3"], indirect=True)
+EACH = pytest.mark.parametrize("url", ["gs", "s3"], indirect=True)
 
 
 @pytest.mark.parametrize("place", ["gs://", "s3://", "gs://A_B!/run"])
-def test_a_url_without_a_bucket_is_refused(url, place):
+def test_a_url_without_a_bucket_is_refused(place):
     with pytest.raises(UserError, match=r"is no place in a bucket: give (gs|s3)://bucket/path"):
         Bucket(place).read("config.yaml")
 
 
+@EACH
 @pytest.mark.parametrize("fault", ["429", "503", "reset", "lost", "late"])
 def test_requests_that_fail_are_repeated(url, server, fault):
     objects = Bucket(url)
@@ -33,6 +34,7 @@ def test_requests_that_fail_are_repeated(url, server, fault):
     assert server.faults[fault] >= 3
 
 
+@EACH
 def test_a_bucket_that_fails_for_good_is_one_line(url, server):
     server.fault = lambda method, path: "503"
     with pytest.raises(

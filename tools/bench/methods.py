@@ -80,9 +80,11 @@ def engine_methods(impl: str, platform: str | None) -> list[Method]:
     known: dict[str, tuple[int, Call]] = {
         "workspace 640 MiB": (3, value_and_gradients(fused(impl=impl, workspace=WORKSPACE))),
         "workspace 0": (4, value_and_gradients(fused(impl=impl, workspace=0))),
+        "workspace for all tokens": (3, value_and_gradients(fused(impl=impl, workspace=1 << 40))),
         "default workspace": (3, value_and_gradients(fused(impl=impl))),
         "value only": (1, value_only(fused(impl=impl))),
         "general backward": (4, value_and_gradients(general(impl=impl))),
+        "with entropy": (4, value_and_gradients(with_entropy(impl=impl, workspace=0))),
     }
     return [
         Method(f"{impl}, {name}", products, call, general=name == "general backward", platform=platform)
@@ -98,6 +100,18 @@ def fused(**options: Any) -> Loss:
 
     def loss(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Array:
         return token_loss(hidden, weight, labels, lambda logprob, _: -logprob, weights=weights, **options)[0]
+
+    return loss
+
+
+def with_entropy(**options: Any) -> Loss:
+    """The cross-entropy less a hundredth of the entropy, whose gradient takes kernels of its own on TPUs."""
+
+    def loss(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Array:
+        def objective(logprob: Array, entropy: Array) -> Array:
+            return -logprob - 0.01 * entropy
+
+        return token_loss(hidden, weight, labels, objective, weights=weights, **options)[0]
 
     return loss
 

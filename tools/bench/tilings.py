@@ -17,8 +17,8 @@ from tools.bench.frame import Figures, answer
 TPU_KERNELS: dict[str, tuple[Any, bool, bool, str]] = {
     "statistics": ("forward", False, False, "value only"),
     "mean": ("forward", True, False, "workspace 0"),
-    "kept": ("forward", True, True, "workspace 640 MiB"),
-    "dh": ("hidden", False, False, "general backward"),
+    "kept": ("forward", True, True, "workspace for all tokens"),
+    "dh": ("hidden", False, False, "with entropy"),
     "dW": ("weight", False, False, "workspace 0"),
 }
 """For each kernel: whose tiles it has, whether it sums p W, whether it keeps exponentials, and a way that runs it."""

@@ -73,7 +73,7 @@ def logit_gradient(
         slabs = jnp.int32(-(-h.shape[1] // tiles.depth))
         work = Work(*strips_of(blocks, used, strip, shared_blocks(tiles, h.shape[1])), slabs)
 
-        own_labels = Labels(labels, in_tile, first, columns)
+        own_labels = Labels(in_tile, first, columns)
 
         def multiplier(stages: Ref) -> Strip:
             logits = Logits(softcap, scale[0])

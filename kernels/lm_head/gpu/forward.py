@@ -85,7 +85,6 @@ class Logits(NamedTuple):
 class Labels(NamedTuple):
     """Labels of the rows, and where a chunk begins and ends."""
 
-    of_row: Ref
     in_tile: Ref  # `labels_in_tiles`
     first: Scalar
     columns: Scalar
@@ -152,7 +151,7 @@ def forward(
         slabs = jnp.int32(-(-h.shape[1] // tiles.depth))
         used = lax.div(columns + (width - 1), jnp.int32(width))
         work = Work(*strips_of(blocks, used, strip, shared_blocks(tiles, h.shape[1])), slabs)
-        own_labels = Labels(labels, in_tile, first, columns)
+        own_labels = Labels(in_tile, first, columns)
 
         def place_of_logits(row: Scalar, column: Scalar) -> Ref:
             """To where 64 rows of 64 columns of the chunk are stored."""

@@ -85,7 +85,6 @@ def function_records(name: str) -> dict[str, Records]:
             returned = getattr(importlib.import_module(module), function)()
             parts = {**returned} if isinstance(returned, Mapping) else {"train": returned}
             lists = {part: list(rows) for part, rows in parts.items()}
-            pickle.dumps(lists)
     except (Exception, SystemExit) as error:  # the user's code may do anything
         hint = (
             "; modules are looked for beside the configuration, too" if isinstance(error, ModuleNotFoundError) else ""
@@ -99,10 +98,13 @@ def function_records(name: str) -> dict[str, Records]:
 def returned_records(name: str, rows: Iterable[Any]) -> Records:
     for number, row in enumerate(rows):
         place = f"{name}[{number}]"
-        if isinstance(row, Mapping):
-            yield place, dict(row)
-        else:
-            yield place, UserError(f"{place}: expected a mapping, got {type(row).__name__}")
+        try:
+            pickle.dumps(row)
+        except Exception as error:  # many kinds, by what is in it
+            yield place, UserError(f"{place}: can't be sent to the rewards' process: {brief(error)}")
+            continue
+        expected = UserError(f"{place}: expected a mapping, got {type(row).__name__}")
+        yield place, dict(row) if isinstance(row, Mapping) else expected
 
 
 def listed_example(config: TaskConfig, instruction: str | None, place: str, record: Record) -> Example:
@@ -135,6 +137,8 @@ def listed_example(config: TaskConfig, instruction: str | None, place: str, reco
         given = text(place, {"answer": str(given) if type(given) in (int, float) else given}, "answer")
         answer, worked = reference_answer(given, config.answer_form)
         solution = solution or worked
+    if instruction is not None and solution is None:  # GSM8K's, whose answers are worked out
+        raise UserError(f"{place}: answer has no line '#### N' with the result")
     fields = {name: value for name, value in named.items() if name not in (key, "answer")}
     return Example(prompt, answer, solution, config.answer_form, fields, conversational, place)
 
