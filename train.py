@@ -66,11 +66,10 @@ def make_parser() -> ArgumentParser:
 def train(config: Config, change: bool = False) -> int:
     """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
     from mllm.parallel.mesh import shard_batch
-    from mllm.parallel.processes import RowShare, is_writer
+    from mllm.parallel.processes import is_writer
     from mllm.run import report
     from mllm.run.build import Run
     from mllm.run.signals import Interrupted
-    from mllm.run.skipped import save_batch
     from mllm.run.state import PendingEvaluation
     from mllm.stopwatch import Stopwatch
 
@@ -113,7 +112,7 @@ def train(config: Config, change: bool = False) -> int:
 
                 # An update that was not finite changed nothing; its batch is kept, and too many of them end the run.
                 if skipped:
-                    path = save_batch(run.store, data.batch, RowShare.of_mesh(run.mesh), step=step, seed=config.seed)
+                    path = run.keep_batch(data.batch, step)
                 if skipped > config.optimizer.max_skipped:
                     what = f"the last {skipped} updates were not finite and skipped; the last batch is {path}"
                     fatal_error = f"optimizer.max_skipped: {what}, and tools/replay.py looks into it"

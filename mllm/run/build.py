@@ -12,32 +12,37 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache, partial
+from io import BytesIO
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mllm.config.schema import Config
+from mllm.data.batch import Batch
 from mllm.data.sft_source import SftSource
 from mllm.data.source import Source
 from mllm.data.tasks.load import load as load_task
-from mllm.data.tasks.task import Task
-from mllm.model.load import Policy
+from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh
-from mllm.parallel.processes import check_same, is_writer, raise_everywhere
+from mllm.parallel.processes import RowShare, check_same, is_writer, local_rows, raise_everywhere
 from mllm.parallel.watch import Watch
 from mllm.rl.capacity import slots_that_fit
+from mllm.rl.evaluation import make_evaluation
 from mllm.rl.grpo_source import GrpoSource
 from mllm.rl.rewards import RewardRunner
 from mllm.rl.rollout import Sampler
 from mllm.run import folder, heartbeat, report, wandb
 from mllm.run.checkpoint import Checkpoints
-from mllm.run.measurements import make_measurements
+from mllm.run.measurements import Measurement, Measurements
 from mllm.run.metrics import RunLog
 from mllm.run.signals import Interrupt
 from mllm.run.source_run import SourceRun, load_policy
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.step import Forward, abstract_state, choose_head, init_state, make_train_step
+from mllm.train.validation import make_validation
 
 
 class Run:
@@ -56,7 +61,7 @@ class Run:
     def __init__(self, config: Config, change: bool, stack: ExitStack, watch: Watch) -> None:
         """Load all parts, and write config.yaml last. `stack` is what lets them go when the run ends."""
         self.stack, self.watch = stack, watch
-        self.interrupt = interrupt = stack.enter_context(Interrupt())
+        self.interrupt = stack.enter_context(Interrupt())
         self.mesh = make_mesh(config.mesh)
         self.store, config = stack.enter_context(folder.claim(config, change))
         with raise_everywhere():
@@ -65,30 +70,31 @@ class Run:
             if source_run and not self.store.is_run():
                 config = source_run.pin(config)
             self.config = config
-            task = load_task(config.task, config.seed) if config.task else None
-            rewards = sampler = None
-            if config.task and task and config.rollout:
+            self.task = load_task(config.task, config.seed) if config.task else None
+            self.rewards = self.sampler = None
+            if config.task and self.task and config.rollout:
                 most = config.rollout.max_completion_length
-                rewards = stack.enter_context(RewardRunner(config.task, task, most, interrupt.poll_alone))
+                runner = RewardRunner(config.task, self.task, most, self.interrupt.poll_alone)
+                self.rewards = stack.enter_context(runner)
             self.policy = policy = load_policy(config, self.mesh, source_run)
-            forward = Forward(policy.graphdef, self.mesh, config.head, config.rows, config.grpo, config.rollout)
+            self.forward = Forward(policy.graphdef, self.mesh, config.head, config.rows, config.grpo, config.rollout)
             if config.rollout:
                 reference = config.grpo is not None and config.grpo.beta > 0
                 fit = partial(slots_that_fit, policy, config.rollout, config.optimizer, needs_reference=reference)
-                sampler = Sampler(
+                self.sampler = Sampler(
                     policy.graphdef,
                     policy.tokenizer,
                     policy.stop_ids,
                     config.rollout,
                     config.seed,
                     cache(fit),  # not before it is needed, because other mistakes in the configuration come first
-                    interrupt.poll,
+                    self.interrupt.poll,
                 )
-            self.source = make_source(config, policy, forward, task, sampler, rewards)
+            self.source = self.make_source()
             self.optimizer = make_optimizer(config.optimizer, self.source.steps)
             schedule = make_schedule(config.optimizer, self.source.steps)
-            self.train_step = make_train_step(forward, self.optimizer, schedule, config.seed)
-            self.measurements = make_measurements(config, task, sampler, rewards, self.source, forward, interrupt.poll)
+            self.train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
+            self.measurements = self.make_measurements()
             # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
             needed = self.source.needs_reference or policy.lora is not None or not self.store.steps()
             initial = policy.initial_params() if needed else None
@@ -102,6 +108,54 @@ class Run:
         watch.publish = partial(heartbeat.publish, self.store, is_writer())
         fixed = self.reference or self.frozen
         self.checkpoints = stack.enter_context(closing(Checkpoints(self.store, config.checkpoint, fixed)))
+
+    def make_source(self) -> Source:
+        """The source of the algorithm's batches."""
+        config = self.config
+        if config.grpo and self.task and self.sampler and self.rewards:
+            return GrpoSource(
+                config.grpo,
+                self.task,
+                self.sampler,
+                self.rewards,
+                self.forward,
+                batch_size=config.batch_size,
+                steps=config.steps or 0,
+                seed=config.seed,
+                logged_samples=config.log.samples,
+            )
+        assert config.data is not None
+        return SftSource(
+            config.data,
+            self.task,
+            self.policy.tokenizer,
+            self.mesh,
+            batch_size=config.batch_size,
+            steps=config.steps,
+            warmup_steps=config.optimizer.warmup_steps,
+            seed=config.seed,
+        )
+
+    def make_measurements(self) -> Measurements:
+        """The evaluation on held-out problems, SFT's validation and the test set, as far as the run has them."""
+        config, task = self.config, self.task
+        validation = config.data.validation if config.data else None
+        repeated, at_end = [], []
+        if config.eval and config.task and task and self.sampler and self.rewards:
+            rows = RowShare.of_mesh(self.mesh)
+            make = partial(
+                make_evaluation, config.eval, config.task, sampler=self.sampler, rewards=self.rewards, rows=rows
+            )
+            repeated.append(Measurement(make(task.heldout), config.eval.every))
+            if config.eval.test:
+                if task.test is None:
+                    raise UserError(f"eval.test: task {task.name} has no test set: remove it, or give the task one")
+                at_end.append(make(task.test, prefix="test/"))
+        if config.data and validation and self.source.validation:
+            documents, poll = self.source.validation, self.interrupt.poll
+            validate = make_validation(config.data, config.batch_size, documents, self.forward, poll)
+            repeated.append(Measurement(validate, validation.every))
+        return Measurements(repeated, at_end, validation)
 
     def start(self) -> RunState:
         """The state from which the run goes on: that of the newest checkpoint, or of a new run without any.
@@ -127,36 +181,19 @@ class Run:
         self.log = self.stack.enter_context(closing(log))
         return state
 
+    def keep_batch(self, batch: Batch, step: int) -> str:
+        """Keep a skipped update's batch as skipped/step_N.npz, for tools/replay.py; all processes must call this.
 
-def make_source(
-    config: Config,
-    policy: Policy,
-    forward: Forward,
-    task: Task | None,
-    sampler: Sampler | None,
-    rewards: RewardRunner | None,
-) -> Source:
-    """The source of the algorithm's batches."""
-    if config.grpo and config.task and task and sampler and rewards:
-        return GrpoSource(
-            config.grpo,
-            task,
-            sampler,
-            rewards,
-            forward,
-            batch_size=config.batch_size,
-            steps=config.steps or 0,
-            seed=config.seed,
-            logged_samples=config.log.samples,
-        )
-    assert config.data is not None
-    return SftSource(
-        config.data,
-        task,
-        policy.tokenizer,
-        forward.mesh,
-        batch_size=config.batch_size,
-        steps=config.steps,
-        warmup_steps=config.optimizer.warmup_steps,
-        seed=config.seed,
-    )
+        Returns the file's name; UserError where it can't be written.
+        """
+        name = f"skipped/step_{step}.npz"
+        fields = {field: local_rows(value) for field, value in batch._asdict().items() if value is not None}
+        shares = RowShare.of_mesh(self.mesh).gather(fields)
+        if is_writer():
+            arrays: dict[str, Any] = {field: np.concatenate([share[field] for share in shares]) for field in fields}
+            filled = arrays["segments"].any(axis=1)
+            content = BytesIO()
+            kept = {field: array[filled] for field, array in arrays.items()}
+            np.savez(content, step=step, seed=self.config.seed, **kept)
+            self.store.write(name, content.getvalue())
+        return f"{self.store}/{name}"

@@ -12,6 +12,7 @@ from runs import records, run
 from tiny import config
 
 import mllm.rl.evaluation
+from mllm.config.data import ValidationConfig
 from mllm.rl.evaluation import evaluate
 from mllm.run.measurements import Measurement, Measurements
 from mllm.run.state import PendingEvaluation, RunState
@@ -53,7 +54,8 @@ def test_repeated_measurements_are_due_at_their_steps_and_the_test_set_at_the_en
 
 def validating(losses: list[float], patience: int | None) -> Measurements:
     validation = Measurement(lambda params, step: {"validation/loss": losses[step]}, 1)
-    return Measurements([validation], [lambda params, step: {"test": step}], True, patience)
+    options = ValidationConfig(share=0.5, every=1, patience=patience)
+    return Measurements([validation], [lambda params, step: {"test": step}], options)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,8 @@ def test_a_run_ends_when_the_loss_has_not_fallen_for_as_long_as_its_patience(los
 
 
 def test_an_early_end_measures_what_was_not_due():
-    measurements = Measurements([*validating([1.0, 2.0], 1).repeated, OFTEN, ENDS], [], True, 1)
+    validates = validating([1.0, 2.0], 1)
+    measurements = replace(validates, repeated=[*validates.repeated, OFTEN, ENDS], at_end=[])
     _, metrics, final = measurements.measure_pending(state(1, lowest_loss=1.0), {}, False)
     assert final
     assert {"often", "ends"} <= metrics.keys()
@@ -87,8 +90,9 @@ def test_an_early_end_measures_what_was_not_due():
 
 def test_the_best_checkpoint_is_that_of_the_validation_or_of_the_held_out_problems():
     everything = {"validation/loss": 2.0, "eval/greedy_accuracy": 0.5, "eval/reward": 0.7, "test/greedy_accuracy": 0.9}
-    assert Measurements(validates=True).score(everything) == -2.0
-    assert Measurements(validates=True).score({"eval/greedy_accuracy": 0.5}) is None
+    validates = validating([], None)
+    assert validates.score(everything) == -2.0
+    assert validates.score({"eval/greedy_accuracy": 0.5}) is None
     assert Measurements().score(everything) == 0.5
     assert Measurements().score({"eval/reward": 0.7, "test/reward": 1.0}) == 0.7
     assert Measurements().score({"loss": 1.0}) is None
