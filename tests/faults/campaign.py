@@ -59,8 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError("--kills and --processes: give numbers from 1")
     if not Path("/proc/self/environ").exists():
         raise UserError("tests/faults/campaign.py: needs Linux's /proc")
-    for library in ("absl", "werkzeug"):  # Orbax's remarks, and the requests to a bucket
-        logging.getLogger(library).setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax's remarks
     begin, rng = time.monotonic(), random.Random(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="campaign_"))
     prepare_environment(folder)
@@ -69,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         stores = {scheme: stack.enter_context(object_store(scheme)) for scheme in options.buckets if scheme}
         for store in stores.values():
-            store.proxy.handle_error = lambda *_: None  # clients are killed in the middle of answers
+            store.server.handle_error = lambda *_: None  # clients are killed in the middle of answers
         planned: dict[Series, list[Fault]] = {}
         workloads = [*options.workloads, *(["slow", "hanging"] if "grpo" in options.workloads else [])]
         for processes, place, name in product(options.processes, options.buckets, workloads):

@@ -23,18 +23,12 @@ from tools import export, generate, plot, samples
 LINES = [json.dumps({"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i % 5)}) + "\n" for i in range(40)]
 
 
-@pytest.fixture(scope="module", params=["gs", pytest.param("s3", marks=pytest.mark.faults)])
-def server(request):
-    with object_store(request.param) as server:
-        yield server
-
-
-@pytest.fixture
-def store(server, tmp_path, monkeypatch):
-    """A server without faults, and with an empty folder `url`."""
+@pytest.fixture(params=["gs", pytest.param("s3", marks=pytest.mark.faults)])
+def store(request, tmp_path, monkeypatch):
+    """An object store with an empty folder `url`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    server.renew()
-    return server
+    with object_store(request.param) as store:
+        yield store
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +89,7 @@ def test_a_model_and_data_in_a_bucket_make_the_run_that_their_files_make(store, 
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("server", ["gs"], indirect=True)
+@pytest.mark.parametrize("store", ["gs"], indirect=True)
 def test_grpo_in_a_bucket_begins_with_a_run_there_and_tools_read_it(store, trained, tmp_path, capsys):
     first = changed(trained, run_dir=f"{store.url}/first")
     assert run(first) == 0

@@ -7,7 +7,7 @@ import pytest
 from mllm.errors import UserError
 from mllm.store.bucket import Bucket
 
-EACH = pytest.mark.parametrize("url", ["gs", "s3"], indirect=True)
+EACH = pytest.mark.parametrize("place", ["gs", "s3"], indirect=True)
 
 
 @pytest.mark.parametrize("place", ["gs://", "s3://", "gs://A_B!/run"])

@@ -30,9 +30,9 @@ from mllm.store.run_store import RunStore, seal
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state, init_state
 
-disk = pytest.mark.parametrize("url", ["disk"], indirect=True)
-google = pytest.mark.parametrize("url", ["gs"], indirect=True)
-both = pytest.mark.parametrize("url", ["disk", "gs"], indirect=True)
+disk = pytest.mark.parametrize("place", ["disk"], indirect=True)
+google = pytest.mark.parametrize("place", ["gs"], indirect=True)
+both = pytest.mark.parametrize("place", ["disk", "gs"], indirect=True)
 """What a checkpoint's life does not depend on: which bucket it is."""
 POSITION = {"data": {"next_index": 3}, "num_tokens": 12}
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=0.1), 10)
@@ -274,7 +274,7 @@ IN_A_BUCKET = ("a chunk is deleted", "chunks are truncated", "the manifest is cu
 
 
 @pytest.mark.parametrize(
-    ("url", "name"), [*product(["disk"], DAMAGE), *product(["gs"], IN_A_BUCKET)], indirect=["url"], ids=str
+    ("place", "name"), [*product(["disk"], DAMAGE), *product(["gs"], IN_A_BUCKET)], indirect=["place"], ids=str
 )
 def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(store, caplog, capfd, name):
     save(store, 1, 2)
@@ -285,7 +285,7 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(st
         checkpoints.wait()
         assert_equal(checkpoints.restore(like()), make_state(2, value=7))
     assert "checkpoint 2 can't be read" in caplog.text
-    assert {record.name for record in caplog.records} - {"werkzeug"} == {"mllm.store.run_store"}
+    assert {record.name for record in caplog.records} == {"mllm.store.run_store"}
     assert "Traceback" not in capfd.readouterr().err
     assert "damaged_2.json" in store.entries("checkpoints")
     if name == "the parameters are another checkpoint's":

@@ -17,7 +17,7 @@ from mllm.store import bucket, fetch
 from mllm.store.bucket import Bucket
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-pytestmark = pytest.mark.parametrize("url", ["gs", pytest.param("s3", marks=pytest.mark.faults)], indirect=True)
+pytestmark = pytest.mark.parametrize("place", ["gs", pytest.param("s3", marks=pytest.mark.faults)], indirect=True)
 
 
 @pytest.fixture

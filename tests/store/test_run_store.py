@@ -17,9 +17,9 @@ from mllm.store import lock
 from mllm.store.lock import Lease, LeaseLost, hold, is_dead
 from mllm.store.run_store import CONFIG, LOCK, RunStore
 
-disk = pytest.mark.parametrize("url", ["disk"], indirect=True)
-buckets = pytest.mark.parametrize("url", ["gs", "s3"], indirect=True)
-google = pytest.mark.parametrize("url", ["gs"], indirect=True)
+disk = pytest.mark.parametrize("place", ["disk"], indirect=True)
+buckets = pytest.mark.parametrize("place", ["gs", "s3"], indirect=True)
+google = pytest.mark.parametrize("place", ["gs"], indirect=True)
 
 # Files
 
@@ -121,7 +121,7 @@ def holding(url):
     return process
 
 
-@pytest.mark.parametrize("url", ["disk", "gs"], indirect=True)
+@pytest.mark.parametrize("place", ["disk", "gs"], indirect=True)
 def test_a_run_that_a_process_holds_is_refused_to_others_until_it_is_killed(store, url, monkeypatch):
     monkeypatch.setattr(lock, "SECONDS", 3)
     store.write(CONFIG, b"{}")
