@@ -22,12 +22,6 @@ def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def device_kind() -> str:
-    """The name of the device kind that is traced for."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.devices()[0].device_kind if device is None else device.device_kind
-
-
 def multiprocessors() -> int:
     """The number of multiprocessors of the GPU that is traced for; an H100's where JAX doesn't say."""
     device = jax.sharding.get_abstract_mesh().abstract_device

@@ -46,7 +46,7 @@ def compiled(program: str, **options: Any) -> jax.stages.Compiled:
         ("general", {"entropy": True}),
         ("loss", {"workspace": 0}),
         ("loss", {"workspace": 640 * MIB}),
-        ("loss", {"workspace": 2440 * MIB}),
+        ("loss", {"workspace": 2560 * MIB}),
     ],
     ids=str,
 )
@@ -79,8 +79,7 @@ def test_without_a_workspace_no_array_is_larger_than_the_weight_and_none_so_larg
     assert copied
     assert not any(math.prod(x.shape) >= V * D for line in copied for x in arrays(line))
     written = [line for line in text.splitlines() if f"bf16[{V},{D}]" in line.partition("=")[2][:40]]
-    assert sum("custom-call" in line for line in written) == 2, "one writes dW of kept logits, one the rest"
-    assert not any(f"= f16[{V},{D}]" in line and "fusion(" in line for line in text.splitlines()), "no zeros"
+    assert sum("custom-call" in line for line in written) == 1, "one kernel writes dW"
 
 
 @needs_ptxas

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from kernels.lm_head.gpu.forward import LOG2E, Chunk, Labels, Logits, Rows, is_hit
+from kernels.lm_head.gpu.forward import LOG2E, Chunk, Rows, capped, hits_of_strip, is_hit, logit_work
 from kernels.lm_head.gpu.products import (
     PIECE,
     Operand,
@@ -26,6 +26,7 @@ from kernels.lm_head.gpu.products import (
     Scalar,
     Strip,
     Work,
+    blocks_of,
     column_index,
     kernel,
     load,
@@ -36,7 +37,7 @@ from kernels.lm_head.gpu.products import (
     store_piece,
     strips_of,
 )
-from kernels.lm_head.gpu.tiles import Sizes, Tiles, shared_blocks
+from kernels.lm_head.gpu.tiles import Sizes, Tiles
 from kernels.lm_head.softmax import RowFactors
 
 
@@ -69,21 +70,17 @@ def logit_gradient(
     def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, in_tile: Ref, by_row: Ref, dy: Ref) -> None:
         number, columns = counts[1], counts[4]
         token, first, first_row = _aligned(tiles, counts, 0, 2, 3)
-        blocks, used = _blocks(tiles, number), lax.div(columns + (tiles.columns - 1), jnp.int32(tiles.columns))
-        slabs = jnp.int32(-(-h.shape[1] // tiles.depth))
-        work = Work(*strips_of(blocks, used, strip, shared_blocks(tiles, h.shape[1])), slabs)
-
-        own_labels = Labels(in_tile, first, columns)
+        work = logit_work(tiles, strip, number, columns, h.shape[1])
 
         def multiplier(stages: Ref) -> Strip:
-            logits = Logits(softcap, scale[0])
+            own_scale = scale[0]
 
             def strip_of_rows(place: Place, product: Product, step: Scalar) -> Scalar:
                 in_all = place._replace(row=token + place.row)
                 row = RowFactors(*(load_vector(by_row, in_all, i) for i in range(len(RowFactors._fields))))
                 label = load_vector(labels, in_all) - first
                 top, log_sum_e, at_p_log2_p = row.top * LOG2E, row.log_sum_e * LOG2E, row.at_p_log_p / LOG2E
-                hits = own_labels.in_strip(in_all, tiles)
+                hits = hits_of_strip(in_tile, first, in_all, tiles)
 
                 def tile(t: Scalar, step: Scalar) -> Scalar:
                     hit = is_hit(hits, t - place.tile)
@@ -92,12 +89,12 @@ def logit_gradient(
                     left = columns - start
                     for i, piece in enumerate(pieces_of(y)):
                         wide = functools.partial(lax.broadcast_in_dim, shape=piece.shape, broadcast_dimensions=(0,))
-                        capped = logits.capped(piece)
-                        log2_p = (capped * (logits.scale * LOG2E) - wide(top)) - wide(log_sum_e)
+                        own_y = capped(piece, softcap)
+                        log2_p = (own_y * (own_scale * LOG2E) - wide(top)) - wide(log_sum_e)
                         by_z = wide(row.at_p) + wide(at_p_log2_p) * log2_p if entropy else wide(row.at_p)
                         by_y = jnp.exp2(log2_p) * by_z
                         if softcap is not None:
-                            by_y *= logits.slope(capped)
+                            by_y *= 1 - (own_y * (1 / softcap)) ** 2
                         corrected = functools.partial(_corrected, i, label - start, row.at_label, left)
                         by_y = lax.cond(hit | (left < tiles.columns), corrected, lambda x: x, by_y)
                         to = dy.at[pl.ds(place.row, tiles.rows_each), pl.ds(start + i * PIECE, PIECE)]
@@ -179,7 +176,7 @@ def _product(
         first, first_depth = _aligned(tiles, counts, 0, 2)
         across = jnp.int32(-(-right.shape[1] // tiles.columns))
         slabs = lax.div(depth + (tiles.depth - 1), jnp.int32(tiles.depth))
-        work = Work(*strips_of(_blocks(tiles, rows), across, 1), slabs)
+        work = Work(*strips_of(blocks_of(tiles, rows), across, 1), slabs)
 
         def strip(stages: Ref, place: Place, product: Product, step: Scalar) -> Scalar:
             y, step = product(place.tile, step)
@@ -202,8 +199,3 @@ def _product(
 def _aligned(tiles: Tiles, counts: Ref, *places: int) -> tuple[Scalar, ...]:
     """Numbers from `counts` that are known to be multiples of a cluster's rows."""
     return tuple(pl.multiple_of(counts[i], tiles.cluster_rows) for i in places)
-
-
-def _blocks(tiles: Tiles, rows: Scalar) -> Scalar:
-    """Number of blocks of a cluster's rows that hold so many rows."""
-    return lax.div(rows + (tiles.cluster_rows - 1), jnp.int32(tiles.cluster_rows))

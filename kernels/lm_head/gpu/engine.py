@@ -1,21 +1,20 @@
 """The head on Hopper GPUs: which kernel runs when; forward, and backward over blocks of rows and chunks of columns.
 
 docs/head.md describes the passes and their number of products. Where the objective is known (`token_loss`), forward
-keeps logits of as many columns as fit into the memory of dW (`kept_logits.py`) and into a workspace; or, in waves that
-add to a float32 dW, of all columns of some rows, if that is less work (`plan.py`, `Sizes.wave_cost`).
+keeps logits of as many columns as fit into a workspace; or, in waves that add to a float32 dW, of all columns of some
+rows, if that is less work (`plan.py`, `Sizes.wave_cost`).
 
 Suffixes: N rows, M those in the kernels' order, R of a wave, B of a block of them; V vocabulary, D features; C columns
-of a chunk, K those kept of each of P parts; U tiles of columns, T columns of a tile; W float16 numbers in a row of dW.
+of a chunk, K those kept of each of P parts; U tiles of columns, T columns of a tile.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt16
+from jaxtyping import Array, Bool, Float, Int
 
 from kernels.lm_head import target
 from kernels.lm_head.contract import (
@@ -30,13 +29,12 @@ from kernels.lm_head.contract import (
     number_of_columns,
     zeros,
 )
-from kernels.lm_head.gpu import kept_logits, tiles
+from kernels.lm_head.gpu import tiles
 from kernels.lm_head.gpu.backward import Block, hidden_gradient, logit_gradient, weight_gradient
-from kernels.lm_head.gpu.forward import Chunk, Rows, labels_in_tiles
+from kernels.lm_head.gpu.forward import Chunk, KeptLogits, Rows, labels_in_tiles
 from kernels.lm_head.gpu.forward import forward as forward_kernel
-from kernels.lm_head.gpu.kept_logits import Folded
 from kernels.lm_head.gpu.plan import Plan, make_plan
-from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes, Tiles
+from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes
 from kernels.lm_head.live_rows import live_rows, round_up, write
 from kernels.lm_head.softmax import (
     RowFactors,
@@ -48,16 +46,6 @@ from kernels.lm_head.softmax import (
     finish_live,
     row_factors,
 )
-
-_Read = Callable[[Block], tuple[Array, Array]]  # a block -> its kept logits, and their maxima
-
-
-class KeptLogits(NamedTuple):
-    """Logits that forward keeps for backward; None where nothing is kept."""
-
-    in_workspace: Float[Array, "P R K"] | None = None  # logits of P K columns, less the maximum of the row's tile
-    tops: Float[Array, "U R"] | None = None  # maxima of these tiles
-    in_dw: UInt16[Array, "V W"] | None = None  # the memory of dW, see `kept_logits.py`
 
 
 def obstacle(inputs: Inputs, options: Options) -> str | None:
@@ -89,7 +77,7 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogpro
     dw_dtype = gradient_dtypes(inputs, options)[1]
     dw = zeros(inputs, *inputs.weight.shape, dtype=dw_dtype) if options.wants_weight else None
     plan = Plan(sizes, len(rows.labels))
-    dh, dw = _backward_pass(inputs, options, plan, rows, softmax, slopes, KeptLogits(), dw, add=False)
+    dh, dw = _backward_pass(inputs, options, plan, rows, softmax, slopes, None, dw, add=False)
     return None if dh is None else jnp.where(inputs.live[:, None], dh[live.place], 0), dw
 
 
@@ -139,25 +127,15 @@ def gather_rows(inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, 
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
-def _forward_pass(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> tuple[Running, KeptLogits]:
-    """Running statistics over the whole vocabulary, and the logits that the plan says to keep."""
-    buffer = kept_logits.allocate(inputs, options, plan.in_dw)
-    vocabulary, in_dw = len(inputs.weight), plan.in_dw.columns
+def _forward_pass(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> tuple[Running, KeptLogits | None]:
+    """Running statistics over the whole vocabulary, and the logits that the plan says to keep (see `_forward_over`)."""
+    vocabulary, first = len(inputs.weight), plan.kept_columns
     over = functools.partial(_forward_over, inputs, options, plan.sizes, rows)
-    parts: list[Running] = []
-    kept = KeptLogits()
-    if buffer is not None:
-        running, tops, _ = over(0, in_dw, plan.in_dw.chunk, buffer=buffer)
-        parts.append(running)
-        assert tops is not None
-        kept = kept._replace(in_dw=kept_logits.with_tops(buffer, tops))
-    if plan.workspace_columns:
-        running, tops, logits = over(in_dw, plan.kept_columns, plan.workspace_chunk, keep=True)
-        parts.append(running)
-        kept = kept._replace(in_workspace=logits, tops=tops)
-    if plan.kept_columns < vocabulary:
-        parts.append(over(plan.kept_columns, vocabulary, plan.chunk(vocabulary))[0])
-    return functools.reduce(combine, parts), kept
+    running, kept = over(0, first, plan.kept_chunk, keep=True) if first else (None, None)
+    if first < vocabulary:
+        others, _ = over(first, vocabulary, plan.chunk(vocabulary))
+        running = others if running is None else combine(running, others)
+    return running, kept
 
 
 def _forward_over(
@@ -169,26 +147,27 @@ def _forward_over(
     last: int,
     chunk: int,
     keep: bool = False,
-    buffer: Folded | None = None,
-) -> tuple[Running, Float[Array, "U R"] | None, Float[Array, "P R K"] | None]:
-    """The forward kernel over columns [first, last); a weight of another dtype is cast chunk by chunk."""
+) -> tuple[Running, KeptLogits | None]:
+    """The forward kernel over columns [first, last), in P parts: a weight of another dtype is cast chunk by chunk.
 
-    def kernel(first: Array, size: int) -> Any:
+    The logits that are kept have the parts as a first dim.
+    """
+
+    def kernel(first: Array, size: int) -> tuple[Running, KeptLogits | None]:
         weight, columns = _chunk(inputs, options, first, size)
-        how: Any = {"size": size, "sizes": sizes, "softcap": options.softcap, "keep": keep, "buffer": buffer}
+        how: Any = {"size": size, "sizes": sizes, "softcap": options.softcap, "keep": keep}
         return forward_kernel(rows, weight, columns, inputs.temperature, **how)
 
     if inputs.weight.dtype == options.dtype:
-        running, tops, logits = kernel(jnp.int32(first), last - first)
-        return running, tops, None if logits is None else logits[None]
+        running, kept = kernel(jnp.int32(first), last - first)
+        return running, jax.tree.map(lambda x: x[None], kept)
 
-    def part(running: Running, i: Array) -> Any:
-        found, *kept = kernel(first + i * chunk, chunk)
+    def part(running: Running, i: Array) -> tuple[Running, KeptLogits | None]:
+        found, kept = kernel(first + i * chunk, chunk)
         return combine(running, found), kept
 
     nothing = empty_running(zeros(inputs, len(rows.labels)))
-    running, (tops, logits) = lax.scan(part, nothing, jnp.arange(-(-(last - first) // chunk)))
-    return running, None if tops is None else tops.reshape(-1, len(rows.labels)), logits
+    return lax.scan(part, nothing, jnp.arange(-(-(last - first) // chunk)))
 
 
 def _finish(options: Options, running: Running, live: Bool[Array, "R"]) -> Softmax:
@@ -208,33 +187,31 @@ def _backward_pass(
     rows: Rows,
     softmax: Softmax,
     slopes: TokenLogprobs,
-    kept: KeptLogits,
+    kept: KeptLogits | None,
     dw: Float[Array, "V D"] | None,
     add: bool,
 ) -> Gradients:
-    """dh, and dW written or added to `dw`, or written to the memory of dW where logits are kept there."""
-    sizes, in_dw = plan.sizes, plan.in_dw
+    """dh, and dW written or added to `dw`."""
+    sizes = plan.sizes
     tiles, size = sizes.tiles, sizes.block(len(rows.labels))
     blocks, vocabulary = len(rows.labels) // size, len(inputs.weight)
     factors = row_factors(softmax, softmax.top, slopes, inputs.temperature, options.softcap).where(rows.live)
     dh_sum = jax.new_ref(zeros(inputs, *rows.hidden.shape)) if options.wants_hidden else None
-    if kept.in_dw is not None:
-        assert dw is not None
-        dw = kept_logits.as_dw(kept.in_dw, dw.dtype)
     dw_sum = None if dw is None else jax.new_ref(dw)
 
-    def chunk(first: Array, columns: int, read: _Read | None = None) -> None:
-        """Adds a chunk's part of the gradients; dy is made of logits that are `read`, or computed again."""
+    def chunk(first: Array, columns: int, number: Array | None = None) -> None:
+        """Adds a chunk's part of the gradients; dy is made of the kept logits of that number, or of logits anew."""
         weight, chunk = _chunk(inputs, options, first, columns)
 
         def block(i: Array, out: Any, chunk_of_out: Chunk, **how_to_add: Any) -> None:
             block = Block(i * size, jnp.clip(rows.number - i * size, 0, size))
-            if read is None:
+            if kept is None or number is None:
                 how: Any = {"softcap": options.softcap, "entropy": options.entropy_slopes}
                 places = block, chunk, inputs.temperature
                 dy = logit_gradient(rows, weight, factors, *places, size=(size, columns), sizes=sizes, **how)
             else:
-                dy = _kept_logit_gradient(inputs, options, tiles, rows, factors, *read(block), block, chunk)
+                own = _read_kept(kept, number, block.first, (size, columns), columns // tiles.columns)
+                dy = _kept_logit_gradient(inputs, options, rows, factors, own, block, chunk)
             if dh_sum is not None:
                 hidden_gradient(dh_sum, dy, weight, block, chunk, tiles=tiles)
             if out is not None:
@@ -251,28 +228,12 @@ def _backward_pass(
             lax.fori_loop(0, blocks - 1, lambda i, _: block(i, sums, at_start, add=True), None)
             block(last, dw_sum, chunk, before=jax.freeze(sums))
 
-    def chunk_in_dw(i: Array, _: None) -> None:
-        def read(block: Block) -> tuple[Array, Array]:
-            logits = kept_logits.read_logits(dw_sum, in_dw, i * in_dw.chunk, block.first, size)
-            return logits, kept_logits.read_tops(dw_sum, in_dw, i * in_dw.chunk, tiles.columns)
-
-        chunk(i * in_dw.chunk, in_dw.chunk, read)
-
-    def chunk_in_workspace(i: Array, _: None) -> None:
-        first = in_dw.columns + i * plan.workspace_chunk
-        chunk(first, plan.workspace_chunk, lambda block: _read_workspace(kept, plan, i, block.first, size))
-
-    other_chunk = plan.chunk(vocabulary)
-    for number, body in (
-        (in_dw.columns // max(1, in_dw.chunk), chunk_in_dw),
-        (plan.workspace_columns // max(1, plan.workspace_chunk), chunk_in_workspace),
-        (
-            -(-max(0, vocabulary - plan.kept_columns) // other_chunk),
-            lambda i, _: chunk(plan.kept_columns + i * other_chunk, other_chunk),
-        ),
-    ):
-        if number:
-            lax.fori_loop(0, number, body, None)
+    if plan.kept_columns:
+        own_size = plan.kept_chunk
+        lax.fori_loop(0, plan.kept_columns // own_size, lambda i, _: chunk(i * own_size, own_size, i), None)
+    if plan.kept_columns < vocabulary:
+        first, left = plan.kept_columns, plan.chunk(vocabulary)
+        lax.fori_loop(0, -(-(vocabulary - first) // left), lambda i, _: chunk(first + i * left, left), None)
     dh = None if dh_sum is None else jax.freeze(dh_sum).astype(gradient_dtypes(inputs, options)[0])
     return dh, None if dw_sum is None else jax.freeze(dw_sum)
 
@@ -286,37 +247,23 @@ def _chunk(inputs: Inputs, options: Options, first: Array, size: int) -> tuple[F
     return inputs.weight[row].astype(options.dtype), Chunk(first, jnp.int32(0), columns)
 
 
-def _read_workspace(
-    kept: KeptLogits, plan: Plan, chunk: Array, row: Array, rows: int
-) -> tuple[Float[Array, "B C"], Float[Array, "U R"]]:
-    """Logits that the workspace has of `rows` rows from `row` on and of its chunk of that number, and their maxima."""
-    assert kept.in_workspace is not None
-    assert kept.tops is not None
-    part, column = (chunk, 0) if len(kept.in_workspace) > 1 else (0, chunk * plan.workspace_chunk)
-    tiles = plan.workspace_chunk // plan.sizes.tiles.columns
-    tops = lax.dynamic_slice_in_dim(kept.tops, chunk * tiles, tiles)
-    return lax.dynamic_slice(kept.in_workspace, (part, row, column), (1, rows, plan.workspace_chunk))[0], tops
+def _read_kept(kept: KeptLogits, number: Array, row: Array, size: tuple[int, int], tiles: int) -> KeptLogits:
+    """What is kept of the chunk of that number, and of a block of rows from `row` on; `size` is their product's."""
+    part, place = (number, 0) if len(kept.below) > 1 else (0, number)
+    below_BC = lax.dynamic_slice(kept.below, (part, row, place * size[1]), (1, *size))[0]
+    return KeptLogits(lax.dynamic_slice(kept.tops, (part, place * tiles, row), (1, tiles, size[0]))[0], below_BC)
 
 
 def _kept_logit_gradient(
-    inputs: Inputs,
-    options: Options,
-    tiles: Tiles,
-    rows: Rows,
-    factors: RowFactors,
-    below_BC: Float[Array, "B C"],
-    top_UR: Float[Array, "U R"],
-    block: Block,
-    chunk: Chunk,
+    inputs: Inputs, options: Options, rows: Rows, factors: RowFactors, kept: KeptLogits, block: Block, chunk: Chunk
 ) -> Float[Array, "B C"]:
     """dy of a block and a chunk from their kept logits, without a product."""
-    size = below_BC.shape
-    across = size[1] // tiles.columns
-    top_UB = lax.dynamic_slice_in_dim(top_UR, block.first, size[0], axis=1)
+    top_UB, below_BC = kept
+    size, across = below_BC.shape, len(top_UB)
     labels, live, factors = jax.tree.map(
         lambda x: lax.dynamic_slice_in_dim(x, block.first, size[0]), (rows.labels, rows.live, factors)
     )
-    below_BUT = below_BC.reshape(size[0], across, tiles.columns).astype(jnp.float32)
+    below_BUT = below_BC.reshape(size[0], across, -1).astype(jnp.float32)
     # Where no float16 is so low, and where there is no column: a probability of 0, and finite.
     below_BUT = jnp.maximum(below_BUT, -float(jnp.finfo(KEPT_DTYPE).max)) / inputs.temperature
     log_p_BUT = below_BUT + (top_UB - factors.top - factors.log_sum_e).T[:, :, None]

@@ -6,11 +6,10 @@ maximum in the tile, in float16. The relative error of a probability is then 2^-
 bfloat16) where the logit is 4 to 8 below it, 2^-8 up to 16 below; none underflows.
 
 Suffixes: M all rows, R rows of a warpgroup; V vocabulary, C columns of a tile, P of a piece of it; W warpgroups' groups
-of rows, U tiles of the vocabulary, I integers with a bit for each of 32 of them; G of the chunk, S strips; K columns
-that are kept.
+of rows, U tiles of the vocabulary, I integers with a bit for each of 32 of them; S strips; K columns that are kept of
+each of P parts.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.lm_head.gpu.kept_logits import Folded
 from kernels.lm_head.gpu.products import (
     PIECE,
     Operand,
@@ -31,6 +29,7 @@ from kernels.lm_head.gpu.products import (
     Scalar,
     Strip,
     Work,
+    blocks_of,
     column_index,
     kernel,
     load_vector,
@@ -66,36 +65,35 @@ class Chunk(NamedTuple):
     columns: Scalar  # number of its columns that belong to the vocabulary; the others are padding
 
 
-class Logits(NamedTuple):
-    """From products y to logits z = cap(y) scale, scaled late: it costs as much as the rest of a tile's epilogue."""
+class KeptLogits(NamedTuple):
+    """Logits that forward keeps for backward."""
 
-    softcap: float | None
-    scale: Scalar  # 1 / temperature
-
-    def capped(self, y: Float[Array, "R C"]) -> Float[Array, "R C"]:
-        # The hardware's own tanh has 11 bits.
-        cap = self.softcap
-        return y if cap is None else cap - 2 * cap / (1 + jnp.exp(y * (2 / cap)))
-
-    def slope(self, capped: Float[Array, "R C"]) -> Float[Array, "R C"]:
-        """dcap / dy."""
-        return 1 - (capped * (1 / self.softcap)) ** 2 if self.softcap else jnp.ones_like(capped)
+    tops: Float[Array, "*P U M"]  # maxima of tiles
+    below: Float[Array, "*P M K"]  # logits less these maxima, before the temperature, in float16
 
 
-class Labels(NamedTuple):
-    """Labels of the rows, and where a chunk begins and ends."""
+def capped(y: Float[Array, "R C"], softcap: float | None) -> Float[Array, "R C"]:
+    """Products after the softcap. The hardware's own tanh has 11 bits."""
+    return y if softcap is None else softcap - 2 * softcap / (1 + jnp.exp(y * (2 / softcap)))
 
-    in_tile: Ref  # `labels_in_tiles`
-    first: Scalar
-    columns: Scalar
 
-    def in_strip(self, place: Place, tiles: Tiles) -> Scalar:
-        """A bit for each tile of a strip, of at most 32: 1 if a label of a warpgroup's rows is in the tile."""
-        first = lax.div(self.first, jnp.int32(tiles.columns)) + place.tile
-        group, word, shift = lax.div(place.row, jnp.int32(tiles.rows_each)), first >> 5, first & 31
-        low, high = self.in_tile[group, word], self.in_tile[group, word + 1]
-        # A shift by 32 is undefined: it is made in two.
-        return lax.shift_right_logical(low, shift) | ((high << (31 - shift)) << 1)
+def logit_work(tiles: Tiles, strip: int, number: Scalar, columns: Scalar, depth: int) -> Work:
+    """The products of so many rows with so many columns, in strips of `strip` tiles; `depth` is D."""
+    blocks, used = blocks_of(tiles, number), lax.div(columns + (tiles.columns - 1), jnp.int32(tiles.columns))
+    slabs = jnp.int32(-(-depth // tiles.depth))
+    return Work(*strips_of(blocks, used, strip, shared_blocks(tiles, depth)), slabs)
+
+
+def hits_of_strip(in_tile: Ref, first: Scalar, place: Place, tiles: Tiles) -> Scalar:
+    """A bit for each tile of a strip, of at most 32: 1 if a label of a warpgroup's rows is in the tile.
+
+    `in_tile` is what `labels_in_tiles` gives, `first` the chunk's first column.
+    """
+    tile = lax.div(first, jnp.int32(tiles.columns)) + place.tile
+    group, word, shift = lax.div(place.row, jnp.int32(tiles.rows_each)), tile >> 5, tile & 31
+    low, high = in_tile[group, word], in_tile[group, word + 1]
+    # A shift by 32 is undefined: it is made in two.
+    return lax.shift_right_logical(low, shift) | ((high << (31 - shift)) << 1)
 
 
 def is_hit(hits: Scalar, tile: Scalar) -> Array:
@@ -124,13 +122,11 @@ def forward(
     sizes: Sizes,
     softcap: float | None,
     keep: bool = False,
-    buffer: Folded | None = None,
-) -> tuple[Running, Float[Array, "G M"] | None, Float[Array, "M K"] | None]:
-    """Running statistics of the rows that count over a chunk, tiles' maxima, and logits less these maxima.
+) -> tuple[Running, KeptLogits | None]:
+    """Running statistics of the rows that count over a chunk, and with `keep` its logits.
 
-    Maxima and logits (before the temperature, float16) are computed for all blocks with a row that counts; None
-    without `keep` or `buffer`, and with `buffer` the logits are stored there. Hidden states and `weight` have one dtype
-    of 2 bytes, and M is a multiple of a cluster's rows. `size` is the columns that the chunk may have.
+    Logits are kept of all blocks with a row that counts. Hidden states and `weight` have one dtype of 2 bytes, and M is
+    a multiple of a cluster's rows. `size` is the columns that the chunk may have.
     """
     tiles, count = sizes.tiles, len(rows.labels)
     width, strip = tiles.columns, sizes.strip(count, size)
@@ -138,35 +134,22 @@ def forward(
     strips = -(-column_tiles // strip)
     typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(rows.hidden).manual_axis_type)
     out = [typed((strips, 4, count), jnp.float32)]
-    if keep or buffer:
-        out.append(typed((column_tiles, count), jnp.float32))
     if keep:
+        out.append(typed((column_tiles, count), jnp.float32))
         out.append(typed((count, column_tiles * width), KEPT_DTYPE))
 
-    def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, in_tile: Ref, *refs: Ref) -> None:
-        array, sums, *kept = refs if buffer else (None, *refs)
+    def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, in_tile: Ref, sums: Ref, *kept: Ref) -> None:
         number, columns = counts[0], counts[3]
         first, first_row = (pl.multiple_of(counts[i], tiles.columns) for i in (1, 2))
-        blocks = lax.div(number + (tiles.cluster_rows - 1), jnp.int32(tiles.cluster_rows))
-        slabs = jnp.int32(-(-h.shape[1] // tiles.depth))
-        used = lax.div(columns + (width - 1), jnp.int32(width))
-        work = Work(*strips_of(blocks, used, strip, shared_blocks(tiles, h.shape[1])), slabs)
-        own_labels = Labels(in_tile, first, columns)
-
-        def place_of_logits(row: Scalar, column: Scalar) -> Ref:
-            """To where 64 rows of 64 columns of the chunk are stored."""
-            if buffer:
-                return dataclasses.replace(buffer, array=array).piece(row, first + column)
-            return kept[1].at[pl.ds(row, 64), pl.ds(column, PIECE)]
+        work = logit_work(tiles, strip, number, columns, h.shape[1])
 
         def multiplier(*scratch: Ref) -> Strip:
-            *stages, vectors = scratch
-            logits = Logits(softcap, scale[0])
+            (*stages, vectors), own_scale = scratch, scale[0]
 
             def strip_of_rows(place: Place, product: Product, step: Scalar) -> Scalar:
                 own_rows = pl.ds(place.row, tiles.rows_each)
                 label = load_vector(labels, place) - first
-                hits = own_labels.in_strip(place, tiles)
+                hits = hits_of_strip(in_tile, first, place, tiles)
 
                 def tile(t: Scalar, carry: Any) -> Any:
                     step, running = carry
@@ -174,24 +157,24 @@ def forward(
                     y, step = product(t, step)
                     start = t * width
                     left, own_column = columns - start, label - start
-                    capped = [
-                        logits.capped(piece) for piece in pieces_of(y)
-                    ]  # few registers are left beside a tile's sums
-                    capped = lax.cond(left < width, functools.partial(_masked, left), lambda *x: x, *capped)
-                    top = functools.reduce(jnp.maximum, capped).max(axis=1)
+                    # In pieces: few registers are left beside a tile's sums. The scale is for what is summed of them.
+                    pieces = [capped(piece, softcap) for piece in pieces_of(y)]
+                    pieces = lax.cond(left < width, functools.partial(_masked, left), lambda *x: x, *pieces)
+                    top = functools.reduce(jnp.maximum, pieces).max(axis=1)
                     if kept:
-                        store_vectors(vectors, place, [top * logits.scale], lambda _: kept[0].at[t, own_rows])
+                        store_vectors(vectors, place, [top * own_scale], lambda _: kept[0].at[t, own_rows])
                     sum_e = sum_e_z = jnp.zeros_like(top)
-                    for i, c in enumerate(capped):
-                        below = c - lax.broadcast_in_dim(top, c.shape, (0,))
-                        e = jnp.exp2(below * (logits.scale * LOG2E))
+                    for i, piece in enumerate(pieces):
+                        below = piece - lax.broadcast_in_dim(top, piece.shape, (0,))
+                        e = jnp.exp2(below * (own_scale * LOG2E))
                         sum_e, sum_e_z = sum_e + e.sum(axis=1), sum_e_z + (e * below).sum(axis=1)
                         if kept:
-                            store_piece(stages[0], place, i, below, place_of_logits(place.row, start + i * PIECE))
+                            to = kept[1].at[pl.ds(place.row, 64), pl.ds(start + i * PIECE, PIECE)]
+                            store_piece(stages[0], place, i, below, to)
                     at_label = lax.cond(
-                        hit, functools.partial(_at, own_column), lambda *x: jnp.zeros_like(top), *capped
+                        hit, functools.partial(_at, own_column), lambda *x: jnp.zeros_like(top), *pieces
                     )
-                    in_tile = Running(top * logits.scale, sum_e, sum_e_z * logits.scale, at_label * logits.scale)
+                    in_tile = Running(top * own_scale, sum_e, sum_e_z * own_scale, at_label * own_scale)
                     return step, combine(running, in_tile)
 
                 nothing = empty_running(jnp.zeros((tiles.rows_each,), jnp.float32))
@@ -205,14 +188,14 @@ def forward(
         scratch = [piece_stages(KEPT_DTYPE)] * bool(kept) + [vector_stages(4)]
         run(tiles, work, Operand(h, False), Operand(w, False, first_row), multiplier, scratch)
 
-    call = kernel(body, tiles, "lm_head_keep" if keep or buffer else "lm_head_forward", out)
+    call = kernel(body, tiles, "lm_head_keep" if keep else "lm_head_forward", out)
     counts = jnp.stack([rows.number, *chunk]).astype(jnp.int32)
-    into = [buffer.array] if buffer else []
-    sums, *kept = call(counts, 1 / temperature[None], rows.hidden, weight, rows.labels, rows.in_tile, *into)
+    sums, *kept = call(counts, 1 / temperature[None], rows.hidden, weight, rows.labels, rows.in_tile)
     # Nothing was written for strips beyond the columns that count.
     used = (jnp.arange(strips) * strip * width < chunk.columns)[:, None]
     top, sum_e, sum_e_z, label = (jnp.where(used, sums[:, i], 0) for i in range(4))
-    return combine_all(Running(jnp.where(used, top, FLOOR), sum_e, sum_e_z, label)), *kept, *[None] * (2 - len(kept))
+    running = combine_all(Running(jnp.where(used, top, FLOOR), sum_e, sum_e_z, label))
+    return running, KeptLogits(*kept) if keep else None
 
 
 def _masked(left: Scalar, *pieces: Float[Array, "R P"]) -> tuple[Float[Array, "R P"], ...]:

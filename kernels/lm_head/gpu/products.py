@@ -92,6 +92,11 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
 
 
+def blocks_of(tiles: Tiles, rows: Scalar) -> Scalar:
+    """Number of blocks of a cluster's rows that hold so many rows."""
+    return lax.div(rows + (tiles.cluster_rows - 1), jnp.int32(tiles.cluster_rows))
+
+
 def strips_of(
     blocks: Scalar, tiles: Scalar, length: int, together: int | None = None
 ) -> tuple[Scalar, Callable[..., Any]]:
