@@ -1,7 +1,6 @@
 """The head's entry points: arguments are checked, leading dims flattened, and an engine is picked."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -77,9 +76,7 @@ def token_logprobs(
         ValueError: names the argument; before anything is compiled.
     """
     live = np.ones(np.shape(labels), np.bool_) if where is None else where
-    _check_sides(hidden, weight)
-    check_tokens(np.shape(hidden)[:-1], "hidden", {"labels": labels, "where": live})
-    check_labels(labels, live, vocabulary=np.shape(weight)[0])
+    _check(hidden, weight, live, labels=labels, where=live)
     hidden, weight = jnp.asarray(hidden), jnp.asarray(weight)
     options = Options(checked_softcap(softcap), product_dtype(dtype, hidden, weight))
     arrays = same_varying((hidden, weight, jnp.asarray(labels), jnp.asarray(live), checked_temperature(temperature)))
@@ -130,9 +127,7 @@ def token_loss(
         raise ValueError(f"workspace must be None or a number of bytes, not {workspace!r}")
     given: Any = np.ones(np.shape(labels), np.float32) if weights is None else weights
     named = {f"operands[{i}]": operand for i, operand in enumerate(operands)}
-    _check_sides(hidden, weight)
-    check_tokens(np.shape(hidden)[:-1], "hidden", {"labels": labels, "weights": given, **named})
-    check_labels(labels, given != 0, vocabulary=np.shape(weight)[0])
+    _check(hidden, weight, given != 0, labels=labels, weights=given, **named)
     everything = (hidden, weight, labels, given, checked_temperature(temperature), *operands)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
     closed = autodiff.close_objective(objective, [x.dtype for x in arrays[5:]], varying_axes(arrays[0]))
@@ -167,15 +162,11 @@ def label_is_likeliest(
     temperature or softcap would change nothing. It is not differentiable, and plain XLA on every device: the maximum
     must be over the very numbers that the label's logit is one of, and the kernels compute that logit apart.
     """
-    _check_sides(hidden, weight)
-    check_tokens(hidden.shape[:-1], "hidden", {"labels": labels, "where": where})
-    check_labels(labels, where, vocabulary=len(weight))
+    _check(hidden, weight, where, labels=labels, where=where)
     inputs = _flat_inputs(hidden, weight, labels, where, jnp.ones(()))
-    if sharding is not None:
-        sharding.check(inputs.hidden, weight)
     # The label's logit less the maximum; XLA drops the sums that nothing else uses.
     options = Options(None, product_dtype(dtype, hidden, weight)).values_alone
-    below = _placed("xla", sharding).forward(inputs, options)[0].label
+    below = _engine("xla", inputs, options, sharding).forward(inputs, options)[0].label
     return ((below >= 0) & inputs.live).reshape(labels.shape)
 
 
@@ -200,15 +191,10 @@ def choose_impl(
     "Here" is the mesh of `sharding`, else the mesh that is set, else JAX's default device. Arrays may be shapes and
     dtypes alone.
     """
-    tokens = math.prod(hidden.shape[:-1])
-    struct: Any = jax.ShapeDtypeStruct  # stands for an array
-    inputs = Inputs(
-        struct((tokens, hidden.shape[-1]), hidden.dtype),
-        struct(weight.shape, weight.dtype),
-        struct((tokens,), jnp.int32),
-        struct((tokens,), jnp.bool_),
-        struct((), jnp.float32),
-    )
+    tokens = hidden.shape[:-1]
+    own = (hidden.shape, hidden.dtype), (weight.shape, weight.dtype)
+    arrays = (*own, (tokens, jnp.int32), (tokens, jnp.bool_), ((), jnp.float32))
+    inputs = jax.eval_shape(_flat_inputs, *(jax.ShapeDtypeStruct(*x) for x in arrays))
     return _choose(inputs, Options(checked_softcap(softcap), product_dtype(dtype, hidden, weight)), sharding)
 
 
@@ -250,7 +236,8 @@ def _unflattened(tokens: TokenLogprobs, hidden: Array) -> TokenLogprobs:
     return TokenLogprobs(*(x.reshape(hidden.shape[:-1]) for x in tokens))
 
 
-def _check_sides(hidden: Any, weight: Any) -> None:
+def _check(hidden: Any, weight: Any, live: Any, **per_token: Any) -> None:
+    """Checks the arrays that are given; `per_token` has the labels among others, by their names."""
     check_floating("hidden", hidden)
     check_floating("weight", weight)
     if np.ndim(weight) != 2 or 0 in np.shape(weight):
@@ -258,3 +245,5 @@ def _check_sides(hidden: Any, weight: Any) -> None:
     if np.ndim(hidden) == 0 or np.shape(hidden)[-1] != np.shape(weight)[1]:
         shapes = f"{list(np.shape(hidden))} beside a weight {list(np.shape(weight))}"
         raise ValueError(f"hidden must be [..., features], with the features of weight, not {shapes}")
+    check_tokens(np.shape(hidden)[:-1], "hidden", per_token)
+    check_labels(per_token["labels"], live, vocabulary=np.shape(weight)[0])

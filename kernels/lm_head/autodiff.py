@@ -78,7 +78,7 @@ def token_loss(
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
     """The loss, and the statistics, whose cotangents have no effect; `objective` is closed (see `close_objective`)."""
     tokens = engine.forward(inputs, options.values_alone)[0].outputs()
-    return weighted_sum(objective, inputs.live, tokens.logprob, tokens.entropy, terms), tokens
+    return weighted_sum(objective, inputs.live, tokens, terms), tokens
 
 
 def _token_loss_forward(
@@ -90,11 +90,7 @@ def _token_loss_forward(
     else:
         softmax, gradients = engine.forward(inputs, options)[0], (None, None)
     tokens = softmax.outputs()
-
-    def total(terms: Terms) -> Float[Array, ""]:
-        return weighted_sum(objective, inputs.live, tokens.logprob, tokens.entropy, terms)
-
-    loss, pull = jax.vjp(total, terms)
+    loss, pull = jax.vjp(functools.partial(weighted_sum, objective, inputs.live, tokens), terms)
     return (loss, tokens), (pull, gradients)
 
 

@@ -129,9 +129,7 @@ def logits_of(inputs: Inputs, options: Options, y: Float[Array, "R T"]) -> Float
     return capped(y, options.softcap) / inputs.temperature
 
 
-def weighted_sum(
-    objective: Objective, live: Bool[Array, "N"], logprob: Float[Array, "N"], entropy: Float[Array, "N"], terms: Terms
-) -> Float[Array, ""]:
+def weighted_sum(objective: Objective, live: Bool[Array, "N"], tokens: TokenLogprobs, terms: Terms) -> Float[Array, ""]:
     """`sum_i weights_i * objective(logprob_i, entropy_i, *operands_i)` over the rows that count.
 
     An objective may be NaN at a row that doesn't count: neither the sum nor a gradient sees it, except the gradients of
@@ -144,11 +142,10 @@ def weighted_sum(
     def of_token(live: jax.Array, *scalars: jax.Array) -> jax.Array:
         return objective(*scalars, *(x if x.ndim else guard(x, live) for x in terms.shared))
 
-    values = jax.vmap(of_token)(live, guard(logprob), guard(entropy), *map(guard, terms.operands))
+    values = jax.vmap(of_token)(live, guard(tokens.logprob), guard(tokens.entropy), *map(guard, terms.operands))
     return jnp.sum(jnp.where(live, guard(terms.weights) * values.astype(jnp.float32), 0))
 
 
 def loss_slopes(objective: Objective, live: Bool[Array, "N"], tokens: TokenLogprobs, terms: Terms) -> TokenLogprobs:
     """The derivatives of `weighted_sum` by the tokens' statistics."""
-    g_logprob, g_entropy = jax.grad(weighted_sum, (2, 3))(objective, live, tokens.logprob, tokens.entropy, terms)
-    return TokenLogprobs(g_logprob, jnp.zeros_like(g_logprob), g_entropy)
+    return jax.grad(weighted_sum, 2)(objective, live, tokens, terms)

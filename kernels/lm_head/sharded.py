@@ -52,15 +52,11 @@ class HeadSharding:
         return math.prod(1 if axis is None else self.mesh.shape[axis] for axis in axes)
 
     def in_use(self) -> "HeadSharding":
-        """This layout without the axes along which there is one device."""
+        """This layout without the axes along which there is one device, on the same mesh with Auto axes."""
         vocabulary, features = (axis if self.devices(axis) > 1 else None for axis in (self.vocabulary, self.features))
         tokens = tuple(axis for axis in self.tokens if self.devices(axis) > 1)
-        return HeadSharding(self.mesh, tokens, vocabulary, features)
-
-    def in_auto_mode(self) -> "HeadSharding":
-        """This layout on the same mesh with Auto axes."""
-        auto = (AxisType.Auto,) * len(self.mesh.axis_names)
-        return dataclasses.replace(self, mesh=self.mesh.update(axis_types=auto))
+        auto = self.mesh.update(axis_types=(AxisType.Auto,) * len(self.mesh.axis_names))
+        return HeadSharding(auto, tokens, vocabulary, features)
 
     def check(self, hidden: Float[Array, "N D"], weight: Float[Array, "V D"]) -> None:
         """Raise ValueError where the arrays can't be laid out so, or are laid out otherwise."""
@@ -226,7 +222,7 @@ def run_on_mesh(
     meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays))
     mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
     if mesh is None:
-        return function(None if sharding is None else sharding.in_auto_mode(), *arrays)
+        return function(sharding, *arrays)
     if sharding is None:
         hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in arrays[:2])
         sharding = _sharding_of(mesh, hidden_spec, weight_spec, arrays[1].shape[1])
@@ -235,9 +231,8 @@ def run_on_mesh(
         raise ValueError(f"sharding: its mesh {dict(sharding.mesh.shape)} is not the arguments' {dict(mesh.shape)}")
     else:
         tokens = PartitionSpec(sharding.tokens, *[None] * (arrays[0].ndim - 2))
-    run = jax.sharding.auto_axes(
-        functools.partial(function, sharding.in_auto_mode()), axes=mesh.explicit_axes, out_sharding=out_specs(tokens)
-    )
+    in_auto_mode = functools.partial(function, sharding)
+    run = jax.sharding.auto_axes(in_auto_mode, axes=mesh.explicit_axes, out_sharding=out_specs(tokens))
     # Outside of `jit`, JAX would not change the axes' mode.
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.jit(run)(*arrays)

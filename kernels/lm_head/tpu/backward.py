@@ -9,7 +9,6 @@ Suffixes as in `forward.py`. With p = exp(log p), log p = (y - top) / temperatur
 """
 
 import dataclasses
-import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -46,15 +45,13 @@ def weight_gradient(
     inputs: Inputs, number: Integer[Array, ""], factors: RowFactors, options: Options, tile: Tiles
 ) -> Float[Array, "V D"]:
     """dW from the rows [0, number); in later rows of their last block, factors must make every probability 0."""
-    case, dtype = case_of(inputs, options, "weight"), options.dtype
-    how: Any = {"tile": tile, "softcap": options.softcap, "dtype": dtype, "entropy": options.entropy_slopes}
-    return _gradient(functools.partial(_weight_kernel, **how), case, tile, inputs, number, factors)
+    return _gradient(_weight_kernel, case_of(inputs, options, "weight"), tile, inputs, number, factors, options)
 
 
-def _weight_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype, entropy: bool) -> None:
+def _weight_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
     ints, scales, hidden, weight, labels, factors, out, scratch = refs
     j, i = pl.program_id(0), pl.program_id(1)
-    step = tile.step
+    step, dtype = tile.step, options.dtype
 
     @pl.when(i == 0)
     def _() -> None:
@@ -73,10 +70,10 @@ def _weight_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
             return dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1), dtype)
 
         for s, product_SR in _one_ahead(products, tile.columns // step):
-            y_SR = capped(product_SR, softcap)
+            y_SR = capped(product_SR, options.softcap)
             column_SR = lax.broadcasted_iota(jnp.int32, y_SR.shape, 0)
             hit_SR = column_SR == labels[...] - (j * tile.columns + s * step)
-            dy_SR = _dy(y_SR, hit_SR, scales[0], softcap, factors_1R, entropy)
+            dy_SR = _dy(y_SR, hit_SR, scales[0], factors_1R, options)
             scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0), dtype)
 
     @pl.when(i == pl.num_programs(1) - 1)
@@ -88,21 +85,19 @@ def hidden_gradient(
     inputs: Inputs, number: Integer[Array, ""], factors: RowFactors, options: Options, tile: Tiles
 ) -> Float[Array, "M D"]:
     """dh of rows [0, number) from the columns of the vocabulary; undefined in other rows."""
-    case, dtype = case_of(inputs, options, "hidden"), options.dtype
-    how: Any = {"tile": tile, "softcap": options.softcap, "dtype": dtype, "entropy": options.entropy_slopes}
     across = {
         "label": pltpu.VMEM((tile.rows, LANES), jnp.int32),
         "factors": pltpu.VMEM((_FACTORS, tile.rows, LANES), jnp.float32),
     }
-    kernel = functools.partial(_hidden_kernel, **how)
-    return _gradient(kernel, case, tile, inputs, number, factors, scratch=across)
+    case = case_of(inputs, options, "hidden")
+    return _gradient(_hidden_kernel, case, tile, inputs, number, factors, options, scratch=across)
 
 
-def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype, entropy: bool) -> None:
+def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
     ints, scales, hidden, weight, labels, factors, out, scratch = refs
     i, j = pl.program_id(0), pl.program_id(1)
     last = pl.num_programs(1) - 1
-    step = tile.step
+    step, dtype = tile.step, options.dtype
 
     @pl.when(i * tile.rows < ints[0])
     def _() -> None:
@@ -124,13 +119,13 @@ def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
             return dot(h_RD[...], w_TD[pl.ds(s * step, step), :], (1, 1), dtype)
 
         for s, product_RS in _one_ahead(products, tile.columns // step):
-            y_RS = capped(product_RS, softcap)
+            y_RS = capped(product_RS, options.softcap)
             first = j * tile.columns + s * step
             column_RS = lax.broadcasted_iota(jnp.int32, y_RS.shape, 1)
             y_RS = jnp.where(column_RS < ints[1] - first, y_RS, FLOOR)
             hit_RS = column_RS == lanes(scratch["label"][...] - first, step)
             factors_RS = RowFactors(*(lanes(scratch["factors"][n], step) for n in range(_FACTORS)))
-            dy_RS = _dy(y_RS, hit_RS, scales[0], softcap, factors_RS, entropy)
+            dy_RS = _dy(y_RS, hit_RS, scales[0], factors_RS, options)
             scratch["sum"][...] += dot(dy_RS.astype(dtype), w_TD[pl.ds(s * step, step), :], (1, 0), dtype)
 
         @pl.when(j == last)
@@ -138,14 +133,14 @@ def _hidden_kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dt
             out["gradient"][...] = scratch["sum"][...].astype(out["gradient"].dtype)
 
 
-def _dy(y: Array, hit: Array, scale: Array, softcap: float | None, factors: RowFactors, entropy: bool) -> Array:
-    if entropy:
+def _dy(y: Array, hit: Array, scale: Array, factors: RowFactors, options: Options) -> Array:
+    if options.entropy_slopes:
         log_p = (y - factors.top) * scale - factors.log_sum_e
         dy = jnp.exp2(log_p * LOG2E) * (factors.at_p + factors.at_p_log_p * log_p)
     else:
         dy = jnp.exp2((y - factors.top) * (scale * LOG2E)) * (factors.at_p * jnp.exp2(-factors.log_sum_e * LOG2E))
-    if softcap is not None:
-        dy *= cap_slope(y, softcap)
+    if options.softcap is not None:
+        dy *= cap_slope(y, options.softcap)
     return jnp.where(hit, factors.at_label, dy)
 
 
@@ -165,15 +160,13 @@ def kept_weight_gradient(
         (array, block_spec(case, tile, (height, tile.rows), lambda i, j: (j, i), live=True))
         for array, height in ((kept.exponential, tile.columns), (kept.top, SUBLANES))
     ]
-    kernel = functools.partial(_kept_kernel, tile=tile, dtype=kept.exponential.dtype)
-    return _gradient(kernel, case, tile, inputs, number, factors, streamed, so_far)
+    return _gradient(_kept_kernel, case, tile, inputs, number, factors, options, streamed, so_far)
 
 
-def _kept_kernel(*refs: Any, tile: Tiles, dtype: jnp.dtype) -> None:
+def _kept_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
     ints, scales, hidden, kept, kept_top, labels, factors, *so_far, out, scratch = refs
     j, i = pl.program_id(0), pl.program_id(1)
-    columns = kept.shape[0]
-    step = tile.step
+    columns, step, dtype = tile.columns, tile.step, options.dtype
 
     @pl.when(i == 0)
     def _() -> None:
@@ -216,6 +209,7 @@ def _gradient(
     inputs: Inputs,
     number: Integer[Array, ""],
     factors: RowFactors,
+    options: Options,
     streamed: Sequence[Given] = (),
     so_far: Float[Array, "V D"] | None = None,
     scratch: Mapping[str, Any] = types.MappingProxyType({}),
@@ -234,6 +228,7 @@ def _gradient(
         f"head_{'kept_weight' if case.kernel == 'kept' else case.kernel}_gradient",
         inputs,
         number,
+        options,
         streamed=streamed,
         others=[packed, *([] if so_far is None else [(so_far, own)])],
         outputs={"gradient": Output(side.shape, case.gradient, own)},

@@ -87,12 +87,13 @@ def forward(
         for name, height, kind in (("kept", tile.columns, dtype), ("kept_top", SUBLANES, jnp.float32)):
             outputs[name] = Output((across * height, rows), kind, spec((height, tile.rows), lambda i, j: (j, i)))
     out = kernel_call(
-        functools.partial(_kernel, tile=tile, softcap=options.softcap, dtype=dtype),
+        _kernel,
         case,
         tile,
         "head_forward" + ("_mean" if mean is not None else "") + ("_keep" if keep else ""),
         inputs,
         number,
+        options,
         outputs=outputs,
         scratch=scratch,
     )
@@ -133,11 +134,12 @@ def as_operand(x: Float[Array, "M D"], dtype: jnp.dtype) -> Float[Array, "M D"]:
     return lax.reduce_precision(x.astype(jnp.float32), jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
 
 
-def _kernel(*refs: Any, tile: Tiles, softcap: float | None, dtype: jnp.dtype) -> None:
+def _kernel(*refs: Any, tile: Tiles, options: Options) -> None:
     ints, scales, hidden, weight, labels, out, scratch = refs
     i, j = pl.program_id(0), pl.program_id(1)
     last = pl.num_programs(1) - 1
     number, columns = ints[0], ints[1]
+    softcap, dtype = options.softcap, options.dtype
     exponent = scales[0] * LOG2E
     rows, step, features = tile.rows, tile.step, hidden.shape[1]
     steps = tile.columns // step
@@ -246,6 +248,7 @@ def kernel_call(
     name: str,
     inputs: Inputs,
     number: Integer[Array, ""],
+    options: Options,
     *,
     streamed: Sequence[Given] = (),
     others: Sequence[Given] = (),
@@ -276,7 +279,7 @@ def kernel_call(
     grid = pl.cdiv(len(hidden), height), across
     typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
     return pl.pallas_call(
-        kernel,
+        functools.partial(kernel, tile=tile, options=options),
         out_shape={name: typed(out.shape, out.dtype) for name, out in outputs.items()},
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
