@@ -25,6 +25,10 @@ from lm_head_cases import OBJECTIVES, equations, jaxprs_of, random_problem
 from strict_tpu import strict_interpreter
 
 from kernels.lm_head import choose_impl, target, token_logprobs, token_loss
+from kernels.lm_head.contract import Inputs, Options
+from kernels.lm_head.gpu import tiles as gpu_tiles
+from kernels.lm_head.gpu.forward import hits_of_strip, is_hit, labels_in_tiles
+from kernels.lm_head.gpu.products import Place
 from kernels.lm_head.live_rows import LiveRows
 from kernels.lm_head.tpu import tiles
 
@@ -123,6 +127,18 @@ def test_gradients_take_so_many_products(
     assert products(function, engine) == 1, "the value alone"
 
 
+@pytest.mark.parametrize(("workspace", "products"), [(0, 4), (640, 3.77), (1850, 3.28), (2560, 3)])
+def test_a_loss_on_hopper_takes_as_few_products_as_documented(workspace: int, products: float) -> None:
+    """4, less the share of columns whose logits a workspace of so many MiB keeps; and no more than it can hold."""
+    hidden, weight, labels, weights = shapes_of(8192, 151_936, 2048, jnp.bfloat16)
+    options = Options(None, jnp.dtype(jnp.bfloat16), workspace * 2**20)
+    with mock.patch.object(target, "multiprocessors", return_value=132):
+        kept = gpu_tiles.make_plan(Inputs(hidden, weight, labels, weights, weights), options).kept_columns
+    found = 4 - min(kept / len(weight), 1)
+    assert found == pytest.approx(products, abs=0.006)
+    assert found >= 4 - workspace * 2**20 / (2 * len(hidden) * len(weight))
+
+
 @pytest.mark.parametrize("live", [0, 17])
 def test_blocks_visited_follow_the_rows_that_count(live: int, monkeypatch: pytest.MonkeyPatch) -> None:
     visits: list[int] = []
@@ -214,7 +230,20 @@ def test_temporaries_stay_within_the_workspace_and_a_few_tiles(workspace: int) -
     assert memory.temp_size_in_bytes <= workspace + 64 * 2**20 + 4 * rows * features
 
 
-# --- programs for TPUs ---
+# --- programs for accelerators ---
+
+
+def test_a_strip_s_bits_say_which_of_its_tiles_have_a_label_on_hopper() -> None:
+    """A strip begins in any of the 32 places of an integer, and has 32 tiles at most."""
+    sizes, vocabulary = gpu_tiles.Tiles(), 100 * 256 - 8
+    labels = np.random.default_rng(0).integers(0, vocabulary, 192)
+    labels[:64] = -1
+    in_tile = labels_in_tiles(jnp.asarray(labels), vocabulary, sizes)
+    for group, chunk, first in ((0, 0, 0), (1, 7, 25), (2, 0, 64), (2, 3, 65)):
+        place = Place(jnp.int32(64 * group), jnp.int32(first), jnp.int32(32), jnp.int32(0))
+        bits = hits_of_strip(in_tile, jnp.int32(chunk * 256), place, sizes)
+        own = np.isin(chunk + first + np.arange(32), labels[64 * group : 64 * (group + 1)] // 256)
+        np.testing.assert_array_equal([is_hit(bits, jnp.int32(i)) for i in range(32)], own)
 
 
 @every_entry

@@ -126,7 +126,7 @@ def hidden_gradient(
     sums: Ref, dy: Float[Array, "B C"], weight: Float[Array, "V D"], block: Block, chunk: Chunk, *, tiles: Tiles
 ) -> None:
     """Adds dy @ weight[chunk] to the block's rows of `sums`, float32 [M, D], in place."""
-    places = _Places(block.first, block.number, chunk.first_row, chunk.columns)
+    places = block.first, block.number, chunk.first_row, chunk.columns
     _product("lm_head_hidden", tiles, Operand(dy, False), weight, sums, places, add=True)
 
 
@@ -145,17 +145,8 @@ def weight_gradient(
 
     The chunk's columns that count must reach to its end, or to that of `out`. `before` is added before writing.
     """
-    places = _Places(chunk.first, chunk.columns, block.first, block.number)
+    places = chunk.first, chunk.columns, block.first, block.number
     _product("lm_head_weight", tiles, Operand(dy, True), hidden, out, places, add, before)
-
-
-class _Places(NamedTuple):
-    """Parts of the factors and of the result of a product."""
-
-    first: Scalar | int  # the first of the result's rows
-    rows: Scalar
-    first_depth: Scalar | int  # the first row of the right factor
-    depth: Scalar  # number of its rows
 
 
 def _product(
@@ -164,11 +155,14 @@ def _product(
     left: Operand,
     right: Float[Array, "_ D"],
     out: Ref,
-    places: _Places,
+    places: tuple[Scalar | int, ...],
     add: bool,
     before: Float[Array, "C _"] | None = None,
 ) -> None:
-    """Writes `left` @ `right` to rows of `out`, or adds it there; `before` is added ahead of that."""
+    """Writes `left` @ `right` to rows of `out`, or adds it there; `before` is added ahead of that.
+
+    `places` are the first of the result's rows and their number, and the same of the right factor's rows.
+    """
 
     def body(counts: Ref, dy: Ref, right: Ref, *refs: Ref) -> None:
         *earlier, out = refs

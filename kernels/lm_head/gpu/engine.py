@@ -2,7 +2,7 @@
 
 docs/head.md describes the passes and their number of products. Where the objective is known (`token_loss`), forward
 keeps logits of as many columns as fit into a workspace; or, in waves that add to a float32 dW, of all columns of some
-rows, if that is less work (`plan.py`, `Sizes.wave_cost`).
+rows, if that is less work (`make_plan`, `Sizes.wave_cost`).
 
 Suffixes: N rows, M those in the kernels' order, R of a wave, B of a block of them; V vocabulary, D features; C columns
 of a chunk, K those kept of each of P parts; U tiles of columns, T columns of a tile.
@@ -33,8 +33,7 @@ from kernels.lm_head.gpu import tiles
 from kernels.lm_head.gpu.backward import Block, hidden_gradient, logit_gradient, weight_gradient
 from kernels.lm_head.gpu.forward import Chunk, KeptLogits, Rows, labels_in_tiles
 from kernels.lm_head.gpu.forward import forward as forward_kernel
-from kernels.lm_head.gpu.plan import Plan, make_plan
-from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes
+from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Plan, Sizes, make_plan
 from kernels.lm_head.live_rows import live_rows, round_up, write
 from kernels.lm_head.softmax import (
     RowFactors,
