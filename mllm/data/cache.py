@@ -27,9 +27,8 @@ from jax.errors import JaxRuntimeError
 from tqdm import tqdm
 
 from mllm.config.data import DataConfig
-from mllm.data.documents import Documents
 from mllm.data.records import Origin, bad_lines
-from mllm.data.tokenizing import Document, Encoded, encode_blocks
+from mllm.data.tokenizing import Document, Documents, Encoded, encode_blocks
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Tokenizer
 from mllm.parallel.processes import gather_objects
@@ -153,12 +152,13 @@ def write_documents(folder: Path, origin: Origin, config: DataConfig, encoded: I
         closing(ArrayRecordWriter(str(folder / RECORDS), "group_size:1")) as writer,
         (folder / SIZES).open("wb") as sizes,
     ):
-        for place, document, complete in bar:
-            if isinstance(document, UserError):
-                bad.append((place, document))
+        for place, found in bar:
+            if isinstance(found, UserError):
+                bad.append((place, found))
                 if config.on_bad_line == "error" and len(bad) == MOST_BAD:
                     break
                 continue
+            document, complete = found
             record = packed(document)
             writer.write(record)
             content.update(record)

@@ -13,8 +13,6 @@ T = TypeVar("T")
 Read = Callable[[int], tuple[T, int]]
 """The item that begins at a position in the order of examples, and the position behind it. StopIteration at the end."""
 
-CACHED_EXAMPLES = 2**16
-
 WAY_OUT = "restore the data, or begin a new run_dir (model.source can be this run)"
 
 
@@ -97,13 +95,3 @@ def example_index(position: int, count: int, seed: int | None) -> int:
     """The index of the example at a position, of `count`: a new order each epoch; seed None: always ascending."""
     epoch, index = divmod(position, count)
     return index if seed is None else permute_index(index, count, key=f"{seed} {epoch}")
-
-
-def process_rows(total: int, process_index: int, process_count: int, key: str) -> slice:
-    """This process's rows of a batch, if `process_count` processes share its `total` rows; `key` names that setting."""
-    if total % process_count:
-        raise UserError(
-            f"{key}: {total} is not divisible by the number of processes that share its rows ({process_count})"
-        )
-    share = total // process_count
-    return slice(process_index * share, (process_index + 1) * share)

@@ -5,12 +5,11 @@ the model's template takes, is left out like a long one.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from mllm.data.iteration import CACHED_EXAMPLES, DataIterator, example_index
-from mllm.data.records import bad_lines
+from mllm.data.iteration import DataIterator, example_index
+from mllm.data.records import sound_records
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.model.tokenizer import MessagesError, Tokenizer, encode_prompt
@@ -39,16 +38,15 @@ def training_prompts(
     as for `usable_prompts`. Of the others, one that can't be used is left out. The iterator's position counts those
     that are left out, too.
     """
-    count, name = len(task.train), task.name
-    read = lru_cache(CACHED_EXAMPLES)(partial(read_prompt, task.train, tokenizer))
-    checked = count if isinstance(task.train, list) else min(count, CHECKED)
-    usable = select(map(read, range(checked)), max_prompt_length, f"training prompts of task {name}")
-    warned = len(usable) < checked
+    examples, name = task.train, task.name
+    checked = examples if isinstance(examples, list) else examples[:CHECKED]
+    usable = usable_prompts(checked, tokenizer, max_prompt_length, f"training prompts of task {name}")
+    warned = len(usable) < len(checked)
 
     def next_usable(position: int) -> tuple[Prompt, int]:
         nonlocal warned
         for place in range(position, position + MOST_SKIPPED):
-            prompt = read(example_index(place, count, seed))
+            _, prompt = read_prompt(examples, tokenizer, example_index(place, len(examples), seed))
             if isinstance(prompt, Prompt):
                 if len(prompt.tokens) <= max_prompt_length:
                     return prompt, place + 1
@@ -59,7 +57,7 @@ def training_prompts(
                 warned = True
         raise UserError(f"task {name}: {MOST_SKIPPED} prompts in a row can't be used, the last: {prompt}")
 
-    return DataIterator(next_usable, count, None, task.content, ahead)
+    return DataIterator(next_usable, len(examples), None, task.content, ahead)
 
 
 def usable_prompts(examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, what: str) -> list[Prompt]:
@@ -68,20 +66,7 @@ def usable_prompts(examples: Sequence[Example], tokenizer: Tokenizer, max_length
     `what` names the examples in messages: `held-out prompts of task gsm8k`. UserError is raised if all are too
     long, and lists those that can't be written as a chat.
     """
-    return select(map(partial(read_prompt, examples, tokenizer), range(len(examples))), max_length, what)
-
-
-def select(prompts: Iterable[Prompt | UserError], max_length: int, what: str) -> list[Prompt]:
-    """The prompts among what `read_prompt` gave; messages and errors are those of `usable_prompts`."""
-    read: list[Prompt] = []
-    bad: list[tuple[str, UserError]] = []
-    for prompt in prompts:
-        if isinstance(prompt, Prompt):
-            read.append(prompt)
-        else:
-            bad.append((str(prompt).partition(": ")[0], prompt))
-    if bad:
-        raise bad_lines(bad, what)
+    read = list(sound_records((read_prompt(examples, tokenizer, index) for index in range(len(examples))), what))
     usable = [prompt for prompt in read if len(prompt.tokens) <= max_length]
     if read and not usable:
         shortest = min(len(prompt.tokens) for prompt in read)
@@ -94,16 +79,16 @@ def select(prompts: Iterable[Prompt | UserError], max_length: int, what: str) ->
     return usable
 
 
-def read_prompt(examples: Sequence[Example], tokenizer: Tokenizer, index: int) -> Prompt | UserError:
-    """Example `index` with its prompt's tokens; an error if the problem can't be made or is no chat.
+def read_prompt(examples: Sequence[Example], tokenizer: Tokenizer, index: int) -> tuple[str, Prompt | UserError]:
+    """The place of example `index`, and its prompt, or an error if the problem can't be made or is no chat.
 
     UserError is raised where the tokenizer is at fault.
     """
     try:
         example = examples[index]
     except UserError as error:
-        return UserError(str(error))  # without a traceback, which would keep the frames that it came through
+        return f"problem {index}", error
     try:
-        return Prompt(example, encode_prompt(tokenizer, example.prompt))
+        return example.place, Prompt(example, encode_prompt(tokenizer, example.prompt))
     except MessagesError as error:
-        return UserError(f"{example.place}: {error}")
+        return example.place, UserError(f"{example.place}: {error}")

@@ -46,12 +46,9 @@ class Block(NamedTuple):
     def records(self) -> Records:
         """The records; rows lack what is null in them, where every column of a table has a value or null."""
         rows = self.rows if isinstance(self.rows, list) else self.rows.to_pylist()
-        for number, row in enumerate(rows, self.first):
-            place = f"{self.source}:{number}"
-            if not isinstance(row, bytes):
-                yield place, {name: value for name, value in row.items() if value is not None}
-            elif row.strip():
-                yield place, parse(place, row)
+        numbered = enumerate(rows, self.first)
+        found = ((f"{self.source}:{n}", row) for n, row in numbered if not isinstance(row, bytes) or row.strip())
+        return read_records(found, parse)
 
 
 class Origin(NamedTuple):
@@ -104,21 +101,29 @@ def hash_files(paths: list[Path], key: str) -> str:
     return digest.hexdigest()
 
 
-def sound_records(records: Records, key: str, read: Callable[[str, Record], T]) -> Iterator[T]:
-    """`read(place, record)` for each record, without those that are bad or that `read` raises a UserError for.
+def read_records(
+    records: Iterable[tuple[str, Any]], read: Callable[[str, Any], T]
+) -> Iterator[tuple[str, T | UserError]]:
+    """What `read(place, record)` gives for each record, or what is wrong with it: the UserError that it raises."""
+    for place, record in records:
+        try:
+            result = record if isinstance(record, UserError) else read(place, record)
+        except UserError as error:
+            result = error
+        yield place, result
+
+
+def sound_records(records: Iterable[tuple[str, T | UserError]], key: str) -> Iterator[T]:
+    """The records that aren't bad.
 
     After the last one all bad lines are raised as one UserError, which names the setting `key` and lists their places.
     """
     bad: list[tuple[str, UserError]] = []
     for place, record in records:
-        try:
-            if isinstance(record, UserError):
-                raise record
-            result = read(place, record)
-        except UserError as error:
-            bad.append((place, error))
-            continue
-        yield result
+        if isinstance(record, UserError):
+            bad.append((place, record))
+        else:
+            yield record
     if bad:
         raise bad_lines(bad, key)
 
@@ -192,16 +197,18 @@ def line_blocks(path: Path, key: str) -> Iterator[list[bytes]]:
         yield lines
 
 
-def parse(place: str, line: bytes) -> Record | UserError:
-    """The JSON object in a line, or what is wrong with it."""
-    if len(line) > LONGEST_LINE:
-        return UserError(f"{place}: longer than {LONGEST_LINE >> 20} MiB: is it a file of JSON lines?")
+def parse(place: str, row: bytes | Record) -> Record:
+    """The JSON object in a line, or a row without what is null in it; UserError where a line holds no object."""
+    if isinstance(row, dict):
+        return {name: value for name, value in row.items() if value is not None}
+    if len(row) > LONGEST_LINE:
+        raise UserError(f"{place}: longer than {LONGEST_LINE >> 20} MiB: is it a file of JSON lines?")
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = json.loads(row.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        return UserError(f"{place}: not JSON in UTF-8 ({error})")
+        raise UserError(f"{place}: not JSON in UTF-8 ({error})") from None
     if not isinstance(record, dict):
-        return UserError(f"{place}: expected a JSON object, got {type(record).__name__}")
+        raise UserError(f"{place}: expected a JSON object, got {type(record).__name__}")
     return record
 
 

@@ -9,6 +9,7 @@ opens the next batch. Mixtures are left out.
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import count, islice, tee
 from typing import Any
 
@@ -20,12 +21,13 @@ from mllm.config.data import DataConfig, names_files
 from mllm.config.section import LARGEST_NUMBER
 from mllm.data.batch import Batch, padded_length
 from mllm.data.cache import cached_documents
-from mllm.data.documents import Documents, hold_out, task_documents
-from mllm.data.iteration import WAY_OUT, DataIterator, example_index, process_rows
+from mllm.data.iteration import WAY_OUT, DataIterator, example_index
 from mllm.data.packing import add_sequence, empty_batch, first_fit
+from mllm.data.permutation import permute_index
 from mllm.data.records import Origin
 from mllm.data.source import Step
-from mllm.data.tasks.task import Task
+from mllm.data.tasks.task import OnDemand, Task
+from mllm.data.tokenizing import Document, Documents, encode_document
 from mllm.errors import UserError
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Tokenizer
@@ -34,6 +36,8 @@ from mllm.stopwatch import Stopwatch
 
 log = logging.getLogger(__name__)
 
+CACHED_DOCUMENTS = 2**16
+"""How many documents of a task, which are made to know their sizes, are kept until they are read."""
 BatchPlan = list[tuple[int, int]]
 """The documents of a batch, in their order, each with the row that it is in."""
 
@@ -50,7 +54,7 @@ class SftBatches:
         self.config = config
         self.documents = documents
         self.batch_size = batch_size
-        self.rows = process_rows(batch_size, share.index, share.count, "batch_size")
+        self.rows = share.part_of(batch_size)
         self.order_seed = seed if config.shuffle else None
         self.end = None if config.epochs is None else len(documents) * config.epochs
         """The position at which the last epoch ends."""
@@ -218,6 +222,31 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, task: Task | None) 
         assert validation.source is not None
         heldout = origin_of("data.validation.source", validation.source)
     return training, cached_documents(heldout, config, tokenizer)
+
+
+def task_documents(task: Task, tokenizer: Tokenizer, max_length: int) -> Documents:
+    """The solutions of a task's training problems, each made when it is needed; UserError then where it has none."""
+
+    @lru_cache(CACHED_DOCUMENTS)
+    def make(index: int) -> Document:
+        example = task.train[index]
+        place = example.place or f"{task.name}[{index}]"
+        if example.solution is None:
+            raise UserError(f"data.source: {place} has no solution to learn from: give a file of JSON lines")
+        messages = [*example.prompt, {"role": "assistant", "content": example.solution}]
+        return encode_document(tokenizer, max_length, place, {"messages": messages})[0]
+
+    sizes = OnDemand(lambda index: make(index).size, range(len(task.train)))
+    return Documents(sizes, lambda indices: [make(index) for index in indices], task.content)
+
+
+def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:
+    """The documents to train on and the `share` of them that is held out, the first ones of a fixed permutation."""
+    count = max(1, round(share * len(documents)))
+    if count >= len(documents):
+        raise UserError(f"data.validation.share: {share} of {len(documents)} examples leaves none to train on")
+    heldout = np.sort([permute_index(i, len(documents), key="validation") for i in range(count)])
+    return documents.choose(np.delete(np.arange(len(documents)), heldout)), documents.choose(heldout)
 
 
 def origin_of(key: str, source: str, subset: str | None = None, split: str = "train") -> Origin:

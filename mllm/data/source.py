@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from mllm.data.batch import Batch
-from mllm.data.documents import Documents
+from mllm.data.tokenizing import Documents
 from mllm.model.layout import Params
 from mllm.stopwatch import Stopwatch
 

@@ -8,18 +8,19 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int, Int32
 
 from mllm.data.formats import messages_of, text, turns
-from mllm.data.records import Block, Record
+from mllm.data.records import Block, Record, read_records
 from mllm.errors import UserError
 from mllm.model.tokenizer import Tokenizer, encode_example, encode_text
 
@@ -37,8 +38,28 @@ class Document(NamedTuple):
         return len(self.tokens), int(self.learned.sum())
 
 
-Encoded = tuple[str, Document | UserError, bool]
-"""The place of a record, its document or what is wrong with it, and whether it had to be cut."""
+@dataclass(frozen=True)
+class Documents:
+    """A sequence of documents whose sizes can be had alone."""
+
+    sizes: Any
+    """Int [N, 2], or a sequence of pairs: the tokens of each document, and how many of them are learned."""
+    read: Callable[[Sequence[int]], list[Document]]
+    """The documents of these indices; to read many at once is faster than one by one."""
+    content: str | None = None
+    """A hash of all of them; None where they are made on demand."""
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def choose(self, indices: Int[np.ndarray, " chosen"]) -> "Documents":
+        """These of the documents, whose sizes are an array, in this order."""
+        content = self.content and f"{self.content} {len(indices)}"
+        return Documents(self.sizes[indices], lambda chosen: self.read(indices[chosen].tolist()), content)
+
+
+Encoded = tuple[str, tuple[Document, bool] | UserError]
+"""The place of a record, and its document with whether that is all of it, or what is wrong with it."""
 
 FEW = 32
 """About as many blocks are faster tokenized here than processes start, which import transformers."""
@@ -68,15 +89,7 @@ def encode_blocks(tokenizer: Tokenizer, max_length: int, blocks: Iterable[Block]
 
 
 def encode_block(tokenizer: Tokenizer, max_length: int, block: Block) -> list[Encoded]:
-    encoded: list[Encoded] = []
-    for place, record in block.records():
-        try:
-            if isinstance(record, UserError):
-                raise record
-            encoded.append((place, *encode_document(tokenizer, max_length, place, record)))
-        except UserError as error:
-            encoded.append((place, error, True))
-    return encoded
+    return list(read_records(block.records(), partial(encode_document, tokenizer, max_length)))
 
 
 def encode_document(tokenizer: Tokenizer, max_length: int, place: str, record: Record) -> tuple[Document, bool]:

@@ -197,6 +197,11 @@ class RowShare:
         first = {held[process]: int(process) for process in sorted(held, reverse=True)}
         return cls(shares.index(held[jax.process_index()]), len(shares), tuple(first[share] for share in shares))
 
+    def part_of(self, total: int) -> slice:
+        """Which of a batch's rows are this process's; the last shares have fewer where all can't have as many."""
+        share = -(-total // self.count)
+        return slice(self.index * share, (self.index + 1) * share)
+
     def gather(self, value: T) -> list[T]:
         """The value that the first process of each share passes, in the order of the rows."""
         values = gather_objects(value)

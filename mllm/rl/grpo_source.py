@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 
 from mllm.config.grpo import GrpoConfig
 from mllm.data.batch import Batch, Trajectory
-from mllm.data.iteration import process_rows
 from mllm.data.packing import pack
 from mllm.data.prompts import training_prompts
 from mllm.data.source import Step
@@ -65,8 +64,6 @@ class GrpoSource:
         self.logged_samples = logged_samples
         self.update_rows = forward.rows
         self.rows, groups = RowShare.of_mesh(forward.mesh), config.groups_per_rollout(batch_size)
-        setting = "grpo.steps_per_generation * batch_size / grpo.num_generations"
-        process_rows(groups, self.rows.index, self.rows.count, setting)
         limit, ahead = sampler.options.max_prompt_length, 2 * groups
         self.prompts = training_prompts(task, sampler.tokenizer, max_prompt_length=limit, seed=seed, ahead=ahead)
         logprob_pass = make_logprob_pass(forward)
@@ -195,8 +192,7 @@ class GrpoSource:
         self, learned: list[Trajectory], weights: Float[np.ndarray, "B"], advantages: Float[np.ndarray, "B"]
     ) -> Batch:
         """This process's rows of the packed batch of all processes."""
-        share = self.update_rows.total // self.rows.count
-        mine = slice(self.rows.index * share, (self.rows.index + 1) * share)
+        mine = self.rows.part_of(self.update_rows.total)
         return jax.tree.map(lambda array: array[mine], pack(learned, weights, advantages, self.update_rows))
 
     def position(self) -> dict[str, Any]:

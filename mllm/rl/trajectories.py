@@ -40,8 +40,7 @@ def sample_trajectories(
     tokens = [prompt.tokens for prompt in prompts]
     with watch.phase("rollout"):
         completions = sampler.complete(params, tokens, step=step, first_sequence=first_sequence, greedy=greedy)
-    share = -(-len(prompts) // rows.count)
-    mine = slice(rows.index * share, (rows.index + 1) * share)
+    mine = rows.part_of(len(prompts))
     with watch.phase("reward"):
         with raise_everywhere():
             scores = rewards.score([prompt.example for prompt in prompts[mine]], completions.part(mine))

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from mllm.config.data import DataConfig
-from mllm.data.documents import Documents
 from mllm.data.sft_source import SftBatches
+from mllm.data.tokenizing import Documents
 from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import RowShare

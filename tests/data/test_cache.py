@@ -144,8 +144,8 @@ def test_worker_processes_give_the_same_in_order_do_not_import_jax_and_their_dea
     rows = [{"prompt": "a", "completion": "b" * number} for number in range(1, 9)]
     blocks = [Block("data", start, rows[start : start + 3]) for start in (0, 3, 6)]
     encoded = list(chain(*tokenizing.encode_blocks(ImportsTokenizer(), 32, blocks)))
-    assert [place for place, _, _ in encoded] == [f"data:{number}" for number in range(8)]
-    assert [document.tokens[0] for _, document, _ in encoded] == [2] * 3 + [1] * 5
+    assert [place for place, _ in encoded] == [f"data:{number}" for number in range(8)]
+    assert [document.tokens[0] for _, (document, _) in encoded] == [2] * 3 + [1] * 5
     blocks.append(Block("data", 8, [{"text": "die"}]))
     with pytest.raises(UserError, match=r"data.source: a process that tokenizes was killed"):
         list(tokenizing.encode_blocks(ImportsTokenizer(), 32, blocks))

@@ -12,9 +12,8 @@ from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data import records
 from mllm.data.batch import Batch
-from mllm.data.documents import task_documents
 from mllm.data.iteration import DataIterator
-from mllm.data.sft_source import SftBatches, load_documents
+from mllm.data.sft_source import SftBatches, load_documents, task_documents
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
@@ -161,8 +160,6 @@ def test_processes_partition_the_batch_of_a_single_one(tmp_path: Path, packing: 
         first, second = (next(part) for part in parts)
         joined = Batch(*(np.concatenate(pair) for pair in zip(first[:5], second[:5], strict=True)))
         assert_same(joined, next(whole))
-    with pytest.raises(UserError, match="batch_size: 3 is not divisible by the number of processes"):
-        batches_of(source, batch_size=3, share=RowShare(0, 2, (0, 1)))
 
 
 def test_a_long_example_is_cut_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

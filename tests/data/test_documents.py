@@ -10,8 +10,8 @@ import pytest
 from test_data import BYTES, some, write
 
 from mllm.config.data import DataConfig
-from mllm.data.documents import Documents, hold_out
-from mllm.data.sft_source import SftBatches, load_documents
+from mllm.data.sft_source import SftBatches, hold_out, load_documents
+from mllm.data.tokenizing import Documents
 from mllm.errors import UserError
 from mllm.parallel.processes import RowShare
 

@@ -15,7 +15,7 @@ import pytest
 from mllm.config.task import TaskConfig
 from mllm.data import records
 from mllm.data.formats import text
-from mllm.data.records import Origin, sound_records
+from mllm.data.records import Origin, read_records, sound_records
 from mllm.data.tasks.gym import gym
 from mllm.data.tasks.load import load
 from mllm.data.tokenizing import encode_record
@@ -49,8 +49,8 @@ def test_what_is_learned_of_a_record(record: dict[str, Any], expected: str) -> N
 
 def test_the_documentation_s_file_has_a_line_of_each_format() -> None:
     path = Path(__file__).parents[2] / "docs" / "examples" / "formats.jsonl"
-    read = sound_records(Origin("data.source", str(path)).records(), "data.source", lambda _, record: marked(record))
-    assert [*read] == ["(Add.)(3+4=)(7]", "(3+5=)(8]", "(3+6=)(9]", "(3+7=)(10]", "3+8=11]", "3+9=12]"]
+    marks = [marked(record) for _, record in Origin("data.source", str(path)).records()]
+    assert marks == ["(Add.)(3+4=)(7]", "(3+5=)(8]", "(3+6=)(9]", "(3+7=)(10]", "3+8=11]", "3+9=12]"]
 
 
 def test_a_template_that_marks_generation_learns_the_completion_only() -> None:
@@ -107,9 +107,8 @@ def test_processes_read_every_line_and_row_once_in_order_with_its_number(
 def test_all_bad_lines_are_one_error_after_the_good_ones(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"answer": "1"}\n{\n' + '{"answer": 2}\n' * 30)
-    read = sound_records(
-        Origin("task.train", str(path)).records(), "task.train", lambda place, r: text(place, r, "answer")
-    )
+    answers = read_records(Origin("task.train", str(path)).records(), lambda place, r: text(place, r, "answer"))
+    read = sound_records(answers, "task.train")
     assert next(read) == "1"
     with pytest.raises(UserError) as raised:
         next(read)

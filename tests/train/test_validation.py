@@ -6,8 +6,7 @@ import pytest
 from tiny import ARCHITECTURE, config, make_forward
 
 from mllm.data.batch import Batch
-from mllm.data.documents import Documents
-from mllm.data.tokenizing import Document
+from mllm.data.tokenizing import Document, Documents
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.train.validation import make_validation

@@ -6,14 +6,14 @@ a whole solution that states the answer in the task's form, as in GSM8K and MATH
 
 import importlib
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from mllm.config import places
 from mllm.config.task import AnswerForm, ColumnsConfig, TaskConfig
 from mllm.data.formats import text, turns
-from mllm.data.records import Origin, Record, Records, sound_records
+from mllm.data.records import Origin, Record, Records, read_records, sound_records
 from mllm.data.tasks.answers import final_answer
 from mllm.data.tasks.arithmetic import arithmetic
 from mllm.data.tasks.gym import reasoning_gym
@@ -33,51 +33,44 @@ def load(config: TaskConfig, seed: int) -> Task:
         return arithmetic(config)
     if config.kind == "reasoning_gym":
         return reasoning_gym(config, seed)
-    listed, instruction, keys = config, None, {"train": "task.train", "test": "task.test"}
-    if config.kind == "hub":
-        keys["train"] = "task.id"
-    elif config.kind == "gsm8k":
-        listed, instruction, keys = gsm8k(config), GSM8K_INSTRUCTION, dict.fromkeys(keys, "task.path")
-    read = partial(listed_example, listed, instruction)
-    problems = {part: list(sound_records(found, keys[part], read)) for part, found in records(listed, keys).items()}
-    for part, found in problems.items():
-        if not found:
-            raise UserError(f"{keys[part]}: there is no problem in it")
+    instruction = None
+    if config.kind == "gsm8k":  # arXiv:2110.14168
+        columns, instruction = ColumnsConfig(prompt="question"), GSM8K_INSTRUCTION
+        config = config.model_copy(update={"columns": columns, "answer_form": "hashes"})
+    problems = dict[str, list[Example]]()
+    for part, (key, records) in listed_records(config).items():
+        examples = read_records(records, partial(listed_example, config, instruction))
+        problems[part] = list(sound_records(examples, key))
+        if not problems[part]:
+            raise UserError(f"{key}: there is no problem in it")
     return split_task(config.name, problems["train"], config.heldout_of(len(problems["train"])), problems.get("test"))
 
 
-def gsm8k(config: TaskConfig) -> TaskConfig:
-    """GSM8K (arXiv:2110.14168), from a folder or the hub, as a task that is listed."""
-    update: dict[str, Any] = {"columns": ColumnsConfig(prompt="question"), "answer_form": "hashes"}
-    if config.path is None:
-        update |= {"name": "hub", "id": "openai/gsm8k", "subset": "main", "test": "test"}
-    else:
-        update |= {"name": "jsonl", "train": f"{config.path}/train.jsonl", "test": f"{config.path}/test.jsonl"}
-    return config.model_copy(update=update)
-
-
-def records(config: TaskConfig, keys: Mapping[str, str]) -> dict[str, Records]:
-    """The records of the training problems, `train`, and those of the test set if there is one, `test`."""
+def listed_records(config: TaskConfig) -> dict[str, tuple[str, Records]]:
+    """The setting that lists the problems, and their records: `train`, and the test set, `test`, if there is one."""
     train, test = config.train, config.test
-    match config.kind:
-        case "jsonl":
-            origins = {part: Origin(keys[part], file) for part, file in (("train", train), ("test", test)) if file}
-        case "hub":
-            assert config.id is not None
-            splits = {"train": train or "train", "test": test}
-            origins = {
-                part: Origin(keys[part], config.id, config.subset, split) for part, split in splits.items() if split
-            }
-        case _:
-            return function_records(config.name)
-    return {part: origin.records() for part, origin in origins.items()}
+    if config.kind == "function":
+        return {part: ("task.name", records) for part, records in function_records(config.name).items()}
+    if config.kind == "gsm8k":
+        parts = ("train", "test")
+        if config.path is None:
+            origins = {part: Origin("task.path", "openai/gsm8k", "main", part) for part in parts}
+        else:
+            origins = {part: Origin("task.path", f"{config.path}/{part}.jsonl") for part in parts}
+    elif config.kind == "hub":
+        assert config.id is not None
+        origins = {"train": Origin("task.id", config.id, config.subset, train or "train")}
+        if test is not None:
+            origins["test"] = Origin("task.test", config.id, config.subset, test)
+    else:
+        origins = {part: Origin(f"task.{part}", file) for part, file in (("train", train), ("test", test)) if file}
+    return {part: (origin.key, origin.records()) for part, origin in origins.items()}
 
 
 def function_records(name: str) -> dict[str, Records]:
     """The records that the function `package.module:function` returns, or a mapping with `train` and perhaps `test`.
 
-    UserError is raised if it can't be imported, fails or returns something else. Records must pickle, because rewards
-    run in another process.
+    UserError is raised if it can't be imported, fails or returns something else.
     """
     module, _, function = name.partition(":")
     try:
@@ -92,19 +85,21 @@ def function_records(name: str) -> dict[str, Records]:
         raise UserError(f"task.name: {name} can't be used: {type(error).__name__}: {brief(error)}{hint}") from None
     if not {"train"} <= {*lists} <= {"train", "test"}:
         raise UserError(f"task.name: {name} returned {', '.join(map(repr, lists))}: expected train, and test")
-    return {part: returned_records(name, rows) for part, rows in lists.items()}
+    return {
+        part: read_records(((f"{name}[{number}]", row) for number, row in enumerate(rows)), returned_record)
+        for part, rows in lists.items()
+    }
 
 
-def returned_records(name: str, rows: Iterable[Any]) -> Records:
-    for number, row in enumerate(rows):
-        place = f"{name}[{number}]"
-        try:
-            pickle.dumps(row)
-        except Exception as error:  # many kinds, by what is in it
-            yield place, UserError(f"{place}: can't be sent to the rewards' process: {brief(error)}")
-            continue
-        expected = UserError(f"{place}: expected a mapping, got {type(row).__name__}")
-        yield place, dict(row) if isinstance(row, Mapping) else expected
+def returned_record(place: str, row: Any) -> Record:
+    """The mapping that a function returned; UserError where it is none, or can't be sent to the rewards' process."""
+    try:
+        pickle.dumps(row)
+    except Exception as error:  # many kinds, by what is in it
+        raise UserError(f"{place}: can't be sent to the rewards' process: {brief(error)}") from None
+    if not isinstance(row, Mapping):
+        raise UserError(f"{place}: expected a mapping, got {type(row).__name__}")
+    return dict(row)
 
 
 def listed_example(config: TaskConfig, instruction: str | None, place: str, record: Record) -> Example:
