@@ -11,8 +11,8 @@ from mllm.data.tasks.load import load as load_task
 from mllm.model import tokenizer as tokenizers
 from mllm.parallel.mesh import AXES
 from mllm.rl.grpo_source import GrpoSource
-from mllm.rl.rewards import Failure, RewardRunner, Scores
-from mllm.rl.rollout import Completions, Sampler
+from mllm.rl.rewards import RewardRunner
+from mllm.rl.rollout import Completion, Sampler
 
 BYTES = tokenizers.bytes_tokenizer()
 GROUP, LIMIT = 4, 4
@@ -23,10 +23,12 @@ class RandomCompletions(Sampler):
 
     def complete(self, params, prompts, *, step, first_sequence=0, greedy=False):
         rng = np.random.default_rng(step + first_sequence)
-        lengths = rng.integers(1, LIMIT + 1, len(prompts), dtype=np.int32)
-        tokens = rng.integers(1, 256, (len(prompts), LIMIT), dtype=np.int32)
-        logprobs = -rng.random(tokens.shape, dtype=np.float32) - 1
-        return Completions(tokens, logprobs, lengths, lengths < LIMIT, texts=[f"{i}" for i in range(len(prompts))])
+        found = []
+        for number in range(len(prompts)):
+            length = int(rng.integers(1, LIMIT + 1))
+            tokens, logprobs = rng.integers(1, 256, length).tolist(), (-rng.random(length, np.float32) - 1).tolist()
+            found.append(Completion(tokens, logprobs, finished=length < LIMIT, text=f"{number}"))
+        return found
 
 
 class SquareRewards(RewardRunner):
@@ -38,10 +40,9 @@ class SquareRewards(RewardRunner):
         self.names, self.weights = ["exact_match"], np.array([weight])
         self.bad = {str(number) for number in bad}
 
-    def score(self, examples, completions):
-        values = np.array([[np.nan if text in self.bad else float(text) ** 2] for text in completions.texts])
-        kinds = np.where(np.isnan(values), "raised", "value")
-        return Scores(values, kinds, [Failure("exact_match", "raised", "too many")] * int(np.isnan(values).sum()))
+    def score(self, samples):
+        texts = [sample.completion for sample in samples]
+        return [[("raised", "too many") if text in self.bad else ("value", float(text) ** 2)] for text in texts]
 
 
 def linear_logprobs(params, batch):

@@ -27,7 +27,7 @@ from tools.bench.frame import positive
 if TYPE_CHECKING:
     from mllm.model.layout import Params
     from mllm.model.load import Policy
-    from mllm.rl.rollout import Completions
+    from mllm.rl.rollout import Completion
 
 Chat = list[dict[str, str]]
 MOST_TOKENS = 512
@@ -45,14 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chats = [chat if chat[0]["role"] == "system" else [first, *chat] for chat in chats]
     completions = complete(options, policy, params, chats)
     if options.out is None:
-        for text in completions.texts:
-            print(text)
+        for completion in completions:
+            print(completion.text)
         return 0
     lines = [
-        {"messages": chat, "completion": text, "tokens": int(length), "finished": bool(finished)}
-        for chat, text, length, finished in zip(
-            chats, completions.texts, completions.lengths, completions.finished, strict=True
-        )
+        {"messages": chat, "completion": one.text, "tokens": len(one.tokens), "finished": one.finished}
+        for chat, one in zip(chats, completions, strict=True)
     ]
     try:
         options.out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
@@ -123,7 +121,9 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, str | None]":
     return policy, params, None if config.task is None else config.task.system_prompt
 
 
-def complete(options: argparse.Namespace, policy: "Policy", params: "Params", chats: Sequence[Chat]) -> "Completions":
+def complete(
+    options: argparse.Namespace, policy: "Policy", params: "Params", chats: Sequence[Chat]
+) -> "list[Completion]":
     """The chats' completions; UserError where one doesn't fit the model's positions."""
     from tqdm import tqdm
 

@@ -3,6 +3,7 @@
 Position t of a batch's row predicts `labels[t]`, the token at t + 1; that token's other numbers are at t, too.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,10 +30,8 @@ class Trajectory(NamedTuple):
     """The text of the prompt's last message."""
     text: str = ""
     """The text of the completion."""
-    rewards: Float[np.ndarray, " R"] | tuple[()] = ()
-    """What each reward function gave, float64; NaN where it failed or does not apply."""
-    reward_kinds: tuple[str, ...] = ()
-    """As in `mllm.rl.rewards.Scores`."""
+    rewards: Sequence[tuple[str, float | str]] = ()
+    """What each reward function gave, as in `mllm.rl.reward_process.Answer`."""
 
 
 class Batch(NamedTuple):

@@ -2,19 +2,18 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
 from mllm.config.task import EvalConfig, TaskConfig
-from mllm.data.prompts import Prompt, usable_prompts
+from mllm.data.prompts import usable_prompts
 from mllm.data.tasks.task import Example
 from mllm.model.layout import Params
-from mllm.parallel.processes import ALL_ROWS, RowShare
+from mllm.parallel.processes import RowShare
 from mllm.rl.reward_functions import exact_match, flexible_match
 from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
 from mllm.rl.rollout import Sampler
-from mllm.rl.trajectories import reward_arrays, sample_trajectories
+from mllm.rl.trajectories import sample_trajectories
 from mllm.stopwatch import Stopwatch
 
 FIRST_SEQUENCE = 2**30
@@ -31,70 +30,58 @@ def make_evaluation(
     rows: RowShare,
     prefix: str = "eval/",
 ) -> Callable[[Params, int], dict[str, float]]:
-    """The function (parameters, step) -> metrics that evaluates on the problems; metrics' names begin with `prefix`.
+    """The function (parameters, step) -> metrics that evaluates on the problems.
+
+    It completes each problem greedily and, if `options.sampled`, once at the rollout's temperature. The metrics are,
+    with `prefix` for `eval/`: `eval/reward`, the mean over the completions whose rewards did not fail, and
+    `eval/rewards/NAME/...` for each function; for the completions at temperature `eval/sampled_reward...`. If all
+    problems have answers, there are `eval/greedy_accuracy` (the answer in the task's exact form) with the ends `_low`
+    and `_high` of its 95 % interval and `eval/greedy_flexible_accuracy` (the last number counts), too; and the mean
+    length in tokens.
 
     Prompts that are longer than `rollout.max_prompt_length` are left out; UserError as for `usable_prompts`.
     """
     what = f"{prefix.strip('/')} prompts of task {task.name}"
-    limit = sampler.options.max_prompt_length
-    prompts = usable_prompts(problems, sampler.tokenizer, limit, what)
-    return partial(evaluate, sampler, rewards, prompts, sampled=options.sampled, rows=rows, prefix=prefix)
+    prompts = usable_prompts(problems, sampler.tokenizer, sampler.options.max_prompt_length, what)
+    answered = all(prompt.example.answer is not None for prompt in prompts)
 
-
-def evaluate(
-    sampler: Sampler,
-    rewards: RewardRunner,
-    problems: Sequence[Prompt],
-    params: Params,
-    step: int,
-    *,
-    sampled: bool,
-    rows: RowShare = ALL_ROWS,
-    prefix: str = "eval/",
-) -> dict[str, float]:
-    """Complete each problem greedily and, if `sampled`, once at the rollout's temperature; each process does its share.
-
-    The metrics are, with the prefix `eval/`: `eval/reward`, the mean over the completions whose rewards did not fail,
-    and `eval/rewards/NAME/...` for each function; for the completions at temperature `eval/sampled_reward...`. If all
-    problems have answers, there are `eval/greedy_accuracy` (the answer in the task's exact form) with the ends `_low`
-    and `_high` of its 95 % interval and `eval/greedy_flexible_accuracy` (the last number counts), too; and the mean
-    length in tokens.
-    """
-    answered = all(problem.example.answer is not None for problem in problems)
-    metrics: dict[str, float] = {}
-    for mode in ("greedy", "sampled") if sampled else ("greedy",):
-        trajectories, _ = sample_trajectories(
-            sampler,
-            rewards,
-            problems,
-            params,
-            step=step,
-            first_sequence=FIRST_SEQUENCE,
-            rows=rows,
-            watch=Stopwatch(),
-            greedy=mode == "greedy",
-        )
-        scores = reward_arrays(trajectories)
-        total = weighted_sum(*scores, rewards.weights)
-        total = total[~np.isnan(total)]
-        start = prefix if mode == "greedy" else f"{prefix}sampled_"
-        metrics[f"{start}reward"] = float(total.mean()) if total.size else float("nan")
-        metrics |= {f"{start}{name}": value for name, value in reward_metrics(rewards.names, *scores).items()}
-        metrics[f"{prefix}{mode}_mean_length"] = float(np.mean([len(one.logprobs) for one in trajectories]))
-        if answered:
-            texts = [(one.text, problem.example) for one, problem in zip(trajectories, problems, strict=True)]
-            correct, flexible = (
-                int(sum(match(text, example.answer, example) for text, example in texts))
-                for match in (exact_match, flexible_match)
+    def evaluate(params: Params, step: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for mode in ("greedy", "sampled") if options.sampled else ("greedy",):
+            trajectories = sample_trajectories(
+                sampler,
+                rewards,
+                prompts,
+                params,
+                step=step,
+                first_sequence=FIRST_SEQUENCE,
+                rows=rows,
+                watch=Stopwatch(),
+                greedy=mode == "greedy",
             )
-            low, high = wilson(correct, len(problems))
-            metrics |= {
-                f"{prefix}{mode}_accuracy": correct / len(problems),
-                f"{prefix}{mode}_accuracy_low": low,
-                f"{prefix}{mode}_accuracy_high": high,
-                f"{prefix}{mode}_flexible_accuracy": flexible / len(problems),
-            }
-    return metrics
+            answers = [one.rewards for one in trajectories]
+            total = weighted_sum(answers, rewards.weights)
+            total = total[~np.isnan(total)]
+            start = prefix if mode == "greedy" else f"{prefix}sampled_"
+            metrics[f"{start}reward"] = float(total.mean()) if total.size else float("nan")
+            metrics |= {f"{start}{name}": value for name, value in reward_metrics(rewards.names, answers).items()}
+            metrics[f"{prefix}{mode}_mean_length"] = float(np.mean([len(one.logprobs) for one in trajectories]))
+            if answered:
+                texts = [(one.text, prompt.example) for one, prompt in zip(trajectories, prompts, strict=True)]
+                correct, flexible = (
+                    int(sum(match(text, example.answer, example) for text, example in texts))
+                    for match in (exact_match, flexible_match)
+                )
+                low, high = wilson(correct, len(prompts))
+                metrics |= {
+                    f"{prefix}{mode}_accuracy": correct / len(prompts),
+                    f"{prefix}{mode}_accuracy_low": low,
+                    f"{prefix}{mode}_accuracy_high": high,
+                    f"{prefix}{mode}_flexible_accuracy": flexible / len(prompts),
+                }
+        return metrics
+
+    return evaluate
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:

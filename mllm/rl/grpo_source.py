@@ -20,7 +20,7 @@ from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import RowShare, is_writer, raise_everywhere
 from mllm.rl import trajectories
-from mllm.rl.rewards import Failure, RewardRunner
+from mllm.rl.rewards import RewardRunner
 from mllm.rl.rollout import Sampler
 from mllm.rl.schedule import round_size
 from mllm.stopwatch import Stopwatch
@@ -164,12 +164,11 @@ class GrpoSource:
         """
         wanted = missing = self.config.groups_per_rollout(self.batch_size)
         drawn: list[Trajectory] = []
-        failures: list[Failure] = []
         for rounds in count(1):
             size = round_size(missing, wanted, self.update_rows.shards)
             with raise_everywhere():
                 prompts = [next(self.prompts) for _ in range(size)]
-            sampled, failed = trajectories.sample_trajectories(
+            drawn += trajectories.sample_trajectories(
                 self.sampler,
                 self.rewards,
                 [prompt for prompt in prompts for _ in range(self.config.num_generations)],
@@ -179,10 +178,8 @@ class GrpoSource:
                 rows=self.rows,
                 watch=watch,
             )
-            drawn += sampled
-            failures += failed
             names, weights = self.rewards.names, self.rewards.weights
-            rewards = trajectories.group_rewards(drawn, failures, names, weights, self.config.num_generations)
+            rewards = trajectories.group_rewards(drawn, names, weights, self.config.num_generations)
             missing = wanted - int(np.count_nonzero(~objectives.equal_rewards(rewards)))
             if missing <= 0 or rounds == self.config.dynamic_sampling:
                 break

@@ -29,6 +29,8 @@ from mllm.rl.reward_functions import BUILT_IN, post
 FAILURES = ("raised", "timed_out", "not_a_number")
 NOT_APPLICABLE = "not_applicable"
 """The kind of a batched function's None: it says nothing of this completion, which is neither failure nor 0."""
+Answer = tuple[str, float | str]
+"""What a function gave for a completion: ("value", number), or one of FAILURES or NOT_APPLICABLE, and a message."""
 HANDSHAKE = -1
 """The number of the first answer, `ready` or `failed`: whether the functions could be imported."""
 LARGEST = 1e18
@@ -246,8 +248,8 @@ def work(handle: int) -> None:
             reply(number, *answer)
 
 
-def answers(reward: Reward, samples: Sequence[Sample]) -> Iterator[tuple[str, float | str]]:
-    """For each sample ("value", float), ("raised" or "not_a_number", message), or (NOT_APPLICABLE, "")."""
+def answers(reward: Reward, samples: Sequence[Sample]) -> Iterator[Answer]:
+    """What the function gives for each sample."""
     if not reward.batched:
         for sample in samples:
             kind, returned = call(reward, [sample])
@@ -277,8 +279,8 @@ def call(reward: Reward, samples: Sequence[Sample]) -> tuple[str, Any]:
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left would go off in another one
 
 
-def judge(value: Any) -> tuple[str, float | str]:
-    """("value", float), or ("not_a_number", message)."""
+def judge(value: Any) -> Answer:
+    """The number that a function returned, or `not_a_number`."""
     try:
         number = as_number(value)
         if abs(number) <= LARGEST:

@@ -23,7 +23,7 @@ from mllm.child_process import kill_session
 from mllm.config.places import MODULES
 from mllm.data.tasks.task import Scorer
 from mllm.errors import UserError
-from mllm.rl.reward_process import FAILURES, HANDSHAKE, LARGEST, NOT_APPLICABLE, Sample
+from mllm.rl.reward_process import FAILURES, HANDSHAKE, LARGEST, NOT_APPLICABLE, Answer, Sample
 
 START_TIMEOUT = 120.0
 LONGEST_LINE = 2**15
@@ -96,9 +96,9 @@ class Worker:
         functions = [word.split(":") for word in message.split()]
         self.batched, self.codes = [kind == "batched" for kind, _ in functions], [code for _, code in functions]
 
-    def ask(self, function: int, samples: Sequence[Sample], seconds: float) -> list[tuple[str, float | str]]:
+    def ask(self, function: int, samples: Sequence[Sample], seconds: float) -> list[Answer]:
         """The function's answer for each sample. A batched call may take `seconds` for each of them."""
-        answers: list[tuple[str, float | str]] = []
+        answers: list[Answer] = []
         while len(answers) < len(samples):
             if not self.alive or self.process.poll() is not None:
                 self.kill()

@@ -4,44 +4,23 @@ A reward that raises, runs over its time or is not a number is counted and left 
 """
 
 import logging
-from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from threading import Event
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 
 from mllm.config.task import TaskConfig
-from mllm.data.tasks.task import Example, Task
+from mllm.data.tasks.task import Task
 from mllm.errors import UserError
-from mllm.rl.reward_process import FAILURES, NOT_APPLICABLE, Sample, fields_of
+from mllm.rl.reward_process import FAILURES, NOT_APPLICABLE, Answer, Sample, fields_of
 from mllm.rl.reward_worker import TICK, Worker
-from mllm.rl.rollout import Completions
+
+log = logging.getLogger(__name__)
 
 CHUNKS = 4
 """A function's samples are dealt to the workers in so many chunks for each, so that all end at about the same time."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A call of a reward function that gave no number."""
-
-    name: str
-    kind: str
-    message: str
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What the reward functions gave for some completions."""
-
-    values: Float[np.ndarray, "B R"]
-    """float64; NaN where a function failed or does not apply."""
-    kinds: Shaped[np.ndarray, "B R"]
-    """`value`, one of FAILURES, or NOT_APPLICABLE."""
-    failures: Sequence[Failure]
 
 
 class Stopped(Exception):
@@ -77,20 +56,13 @@ class RewardRunner:
                 "which is called once with all completions, are more than can work"
             )
 
-    def score(self, examples: Sequence[Example], completions: Completions) -> Scores:
-        """The scores of every function for every completion; they don't depend on the number of processes.
+    def score(self, samples: Sequence[Sample]) -> list[list[Answer]]:
+        """Every function's answer for every sample; they don't depend on the number of processes.
 
-        What `poll` raises passes through, and the runner can be used again.
+        The first failure of each function and kind in the run is logged. What `poll` raises passes through, and the
+        runner can be used again.
         """
-        rows = zip(
-            examples, completions.texts, completions.tokens, completions.lengths, completions.finished, strict=True
-        )
-        samples = [
-            Sample(example, text, array("i", tokens[:length].astype(np.int32).tobytes()), not finished)
-            for example, text, tokens, length, finished in rows
-        ]
-        kinds = np.full((len(samples), len(self.names)), "", object)
-        results = np.full(kinds.shape, None, object)
+        found: list[list[Answer]] = [[(NOT_APPLICABLE, "")] * len(self.names) for _ in samples]
         calls = iter(self.calls(len(samples)))
         self.stopped.clear()
 
@@ -99,7 +71,7 @@ class RewardRunner:
                 for function, part in calls:  # each call goes to one thread: they share a list's iterator
                     answers = worker.ask(function, [samples[i] for i in part], self.timeout)
                     for sample, answer in zip(part, answers, strict=True):
-                        kinds[sample, function], results[sample, function] = answer
+                        found[sample][function] = answer
             except BaseException:
                 worker.kill()  # it may be in the middle of a function
                 raise
@@ -115,12 +87,12 @@ class RewardRunner:
             except BaseException:
                 self.stopped.set()
                 raise
-        values = np.where(kinds == "value", results, np.nan).astype(np.float64)
-        failed = np.argwhere(np.isin(kinds, FAILURES).T)  # function by function
-        failures = [Failure(self.names[f], kinds[sample, f], results[sample, f]) for f, sample in failed]
-        for failure in failures:
-            self.warn(failure)
-        return Scores(values, kinds, failures)
+        for function, name in enumerate(self.names):
+            for kind, message in (row[function] for row in found):
+                if kind in FAILURES and (name, kind) not in self.warned:
+                    self.warned.add((name, kind))
+                    log.warning("reward %s %s: %s (further ones are only counted)", name, kind, message)
+        return found
 
     def stop_thread(self) -> None:
         """What the workers' threads poll while they wait."""
@@ -134,14 +106,6 @@ class RewardRunner:
         whole = [(function, range(count)) for function, batched in enumerate(self.batched) if batched]
         return whole + [(f, chunk) for f, batched in enumerate(self.batched) if not batched for chunk in chunks]
 
-    def warn(self, failure: Failure) -> None:
-        """Log a failure, if it is the first one of this function and kind in the run."""
-        name, kind = failure.name, failure.kind
-        if (name, kind) not in self.warned:
-            self.warned.add((name, kind))
-            message = "reward %s %s: %s (further ones are only counted)"
-            logging.getLogger(__name__).warning(message, name, kind, failure.message)
-
     def __enter__(self) -> "RewardRunner":
         return self
 
@@ -150,21 +114,26 @@ class RewardRunner:
             worker.kill()
 
 
-def weighted_sum(
-    values: Float[np.ndarray, "B R"], kinds: Shaped[np.ndarray, "B R"], weights: Float[np.ndarray, "R"]
-) -> Float[np.ndarray, "B"]:
+def number(answer: Answer) -> float:
+    """What a function gave; NaN where it failed or does not apply."""
+    kind, given = answer
+    return float(given) if kind == "value" else float("nan")
+
+
+def weighted_sum(answers: Sequence[Sequence[Answer]], weights: Float[np.ndarray, "R"]) -> Float[np.ndarray, "B"]:
     """Each completion's reward; NaN where a function failed whose weight is not 0. What does not apply adds nothing."""
-    return np.where((weights == 0) | (kinds == NOT_APPLICABLE), 0.0, weights * values).sum(axis=1)
+    values = np.array([[number(answer) for answer in row] for row in answers])
+    nothing = np.array([[kind == NOT_APPLICABLE for kind, _ in row] for row in answers])
+    return np.where((weights == 0) | nothing, 0.0, weights * values).sum(axis=1)
 
 
-def reward_metrics(
-    names: Sequence[str], values: Float[np.ndarray, "B R"], kinds: Shaped[np.ndarray, "B R"]
-) -> dict[str, float]:
+def reward_metrics(names: Sequence[str], answers: Sequence[Sequence[Answer]]) -> dict[str, float]:
     """For each reward function the mean and deviation of its values, and how often it failed."""
     metrics: dict[str, float] = {}
-    for name, column, kind in zip(names, values.T, kinds.T, strict=True):
-        numbers = column[kind == "value"]
+    for name, column in zip(names, zip(*answers, strict=True), strict=True):
+        numbers = np.array([number(answer) for answer in column if answer[0] == "value"])
         metrics[f"rewards/{name}/mean"] = float(numbers.mean()) if numbers.size else float("nan")
         metrics[f"rewards/{name}/std"] = float(numbers.std()) if numbers.size else float("nan")
-        metrics |= {f"rewards/{name}/{failure}": int((kind == failure).sum()) for failure in FAILURES}
+        kinds = [kind for kind, _ in column]
+        metrics |= {f"rewards/{name}/{failure}": kinds.count(failure) for failure in FAILURES}
     return metrics

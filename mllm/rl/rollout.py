@@ -14,7 +14,7 @@ each of them decides the same.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Float, Int
 
 from mllm.config.grpo import RolloutConfig
 from mllm.model.decoding import Cache, LayerCache, abstract_cache, decoding_graphdef, decoding_weights
@@ -30,6 +29,7 @@ from mllm.model.layout import Params
 from mllm.model.tokenizer import Tokenizer
 from mllm.parallel.mesh import sharding
 from mllm.parallel.processes import gather_objects
+from mllm.rl import sampling
 from mllm.rl.schedule import (
     PREFILLED_BATCHES,
     WIDTHS,
@@ -45,25 +45,20 @@ CALL_SECONDS = 0.25
 """About how long a call of the decode program may take, so that a signal takes effect soon."""
 
 
-class Completions(NamedTuple):
-    """Sampled completions in numpy arrays. C is the configuration's `max_completion_length`."""
+@dataclass
+class Completion:
+    """A sampled completion; its lists have an item for each token."""
 
-    tokens: Int[Any, "B C"]
-    """The stop token included; 0 behind the end."""
-    logprobs: Float[Any, "B C"]
-    """Under the distribution over the whole vocabulary, with the temperature; 0 behind the end."""
-    lengths: Int[Any, "B"]
-    """Numbers of tokens, the stop token included."""
-    finished: Bool[Any, "B"]
-    """Whether a stop token ended the completion; False if it was cut off."""
-    kept: Float[Any, "B C"] | None = None
-    """The probability of the tokens that top-k and top-p kept, 0 behind the end; None with neither of them."""
-    texts: Sequence[str] = ()
-    """Each completion's text, without the token that ended it."""
-
-    def part(self, rows: slice) -> "Completions":
-        """Some of the completions."""
-        return self._replace(**{name: field[rows] for name, field in self._asdict().items() if field is not None})
+    tokens: list[int] = field(default_factory=list)
+    """The stop token included."""
+    logprobs: list[float] = field(default_factory=list)
+    """Float32 values: under the distribution over the whole vocabulary, with the temperature."""
+    kept: list[float] | None = None
+    """The probability that top-k and top-p kept, float32 values; None with neither of them."""
+    finished: bool = False
+    """Whether a stop token ended it; False if it was cut off."""
+    text: str = ""
+    """Without the token that ended it."""
 
 
 @dataclass
@@ -82,22 +77,14 @@ class RolloutWork:
     """Decode steps times slots: the tokens that were computed."""
 
 
-@dataclass
-class PrefilledBatch:
-    """Prompts of all devices in the form of a cache."""
-
-    cache: Cache
-    width: int
-
-
 class Candidate(NamedTuple):
     """A sequence whose prompt is prefilled, and which waits for a slot."""
 
     sequence: int
-    batch: PrefilledBatch
+    batch: Cache
+    """The keys and values of the prompts that were prefilled with its own, on all devices."""
     source: int
     """The prompt's row among those that its device prefilled in the batch."""
-    tokens: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -125,7 +112,7 @@ class Sampler:
         step: int,
         first_sequence: int = 0,
         greedy: bool = False,
-    ) -> Completions:
+    ) -> list[Completion]:
         """Complete each prompt (token ids) once; prompt i draws from the stream (seed, step, first_sequence + i).
 
         All processes pass the same prompts, and get all completions. With `greedy` the likeliest token is taken;
@@ -138,9 +125,10 @@ class Sampler:
         engine = RolloutEngine(self, params, prompts, step, first_sequence, greedy)
         while engine.admit():
             engine.decode_chunk()
-        done = engine.completions
-        kept = zip(done.tokens, done.lengths - done.finished, strict=True)
-        return done._replace(texts=self.tokenizer.batch_decode([row[:length].tolist() for row, length in kept]))
+        texts = self.tokenizer.batch_decode(
+            [one.tokens[: len(one.tokens) - one.finished] for one in engine.completions]
+        )
+        return [replace(one, text=text) for one, text in zip(engine.completions, texts, strict=True)]
 
 
 class RolloutEngine:
@@ -156,7 +144,7 @@ class RolloutEngine:
         greedy: bool,
     ) -> None:
         self.sampler, self.options, self.work = sampler, sampler.options, sampler.work
-        self.params = params
+        self.params, self.prompts = params, prompts
         self.first_sequence = first_sequence
         self.greedy = greedy
         self.stream = Stream(np.asarray(sampler.stop_ids, np.int32), np.int32(sampler.seed), np.int32(step))
@@ -168,25 +156,16 @@ class RolloutEngine:
         most = max(sum(len(p.sequences) for p in queue) for queue in self.queues)
         limit = self.options.max_slots or sampler.max_slots()
         self.most_slots = most if limit is None else max(1, min(most, limit // self.shards))
-        self.batches: list[PrefilledBatch] = []
+        self.batches: list[Cache] = []
         self.candidates: list[deque[Candidate]] = [deque() for _ in range(self.shards)]
         self.cache: list[LayerCache] = []
         self.end = 0
         """The place of the next token in the cache."""
         self.steps_a_call = 1
-        shape = len(prompts), self.options.max_completion_length
-        self.completions = Completions(
-            tokens=np.zeros(shape, np.int32),
-            logprobs=np.zeros(shape, np.float32),
-            lengths=np.zeros(shape[0], np.int32),
-            finished=np.zeros(shape[0], bool),
-            kept=np.zeros(shape, np.float32) if self.options.truncates and not greedy else None,
-        )
+        truncates = self.options.truncates and not greedy
+        self.completions = [Completion(kept=[] if truncates else None) for _ in prompts]
         self.sequences = np.full((self.shards, 0), -1)
         """The sequence in each slot, -1 for none."""
-        self.last_tokens = np.zeros((self.shards, 0), np.int32)
-        self.lengths = np.zeros((self.shards, 0), np.int32)
-        """How many tokens of a row are in the cache."""
 
     @property
     def places(self) -> int:
@@ -200,15 +179,14 @@ class RolloutEngine:
             self.prefill()
         live = (self.sequences >= 0).sum(axis=1).tolist()
         entering = [
-            [candidates[i] for i in range(min(len(candidates), self.most_slots - count))]
+            [candidates.popleft() for _ in range(min(len(candidates), self.most_slots - count))]
             for candidates, count in zip(self.candidates, live, strict=True)
         ]
         rows = max(count + len(new) for count, new in zip(live, entering, strict=True))
-        width = max((candidate.batch.width for new in entering for candidate in new), default=0)
-        longest = int(self.lengths.max(initial=0, where=self.sequences >= 0))
+        width = max((candidate.batch[0].keys.shape[2] for new in entering for candidate in new), default=0)
         if rows == 0:
             return False
-        end = max(width, longest)
+        end = max(width, int(self.slots().lengths.max(initial=0)))
         slots, places = bucket(rows, slot_buckets(self.most_slots)), places_for(end, self.options)
         full = self.end + CHUNK > self.places or self.end < end
         if slots != self.sequences.shape[1] or full or places < self.places:
@@ -236,14 +214,13 @@ class RolloutEngine:
         longest = max(len(p.tokens) - 1 for part in taken for p in part)
         width = min(bucket(longest, WIDTHS), self.options.max_prompt_length)
         tokens, lengths = np.zeros((self.shards, rows, width), np.int32), np.zeros((self.shards, rows), np.int32)
-        batch = PrefilledBatch((), width)
         for shard, part in enumerate(taken):
             for row, prompt in enumerate(part):
                 lengths[shard, row] = len(prompt.tokens) - 1
                 tokens[shard, row, : lengths[shard, row]] = prompt.tokens[:-1]
-                for sequence in prompt.sequences:
-                    self.candidates[shard].append(Candidate(sequence, batch, row, prompt.tokens))
-        batch.cache = prefill(self.sampler.graphdef, self.params, *self.on_devices((tokens, lengths)))
+        batch = prefill(self.sampler.graphdef, self.params, *self.on_devices((tokens, lengths)))
+        for candidates, part in zip(self.candidates, taken, strict=True):
+            candidates.extend(Candidate(one, batch, row) for row, prompt in enumerate(part) for one in prompt.sequences)
         self.batches.append(batch)
         self.work.prefilled += tokens.size
 
@@ -261,15 +238,9 @@ class RolloutEngine:
         else:
             shapes = abstract_cache(self.model, self.shards * slots, places)
             self.cache = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), x) for x in shapes]
-        self.end = end
-
-        def moved(array: np.ndarray, nothing: int) -> np.ndarray:
-            result = np.full((self.shards, slots), nothing, array.dtype)
-            result[:, :kept] = np.take_along_axis(array, order[:, :kept], axis=1)
-            return result
-
-        self.sequences, self.last_tokens = moved(self.sequences, -1), moved(self.last_tokens, 0)
-        self.lengths = moved(self.lengths, 0)
+        sequences = np.full((self.shards, slots), -1)
+        sequences[:, :kept] = np.take_along_axis(self.sequences, order[:, :kept], axis=1)
+        self.sequences, self.end = sequences, end
 
     def fill_slots(self, entering: Sequence[Sequence[Candidate]]) -> None:
         """Put these sequences of each shard into free slots."""
@@ -277,19 +248,16 @@ class RolloutEngine:
         for shard, candidates in enumerate(entering):
             free = np.flatnonzero(self.sequences[shard] < 0)
             for slot, candidate in zip(free, candidates, strict=False):
-                self.candidates[shard].popleft()
                 self.sequences[shard, slot] = candidate.sequence
-                self.last_tokens[shard, slot] = candidate.tokens[-1]
-                self.lengths[shard, slot] = len(candidate.tokens) - 1
                 sources[id(candidate.batch)][shard, slot] = candidate.source
-        for batch in list(self.batches):
+        for batch in self.batches:
             chosen = sources[id(batch)]
             if (chosen >= 0).any():
                 placed, end = self.on_devices(chosen), np.int32(self.end)
-                for index, prompts in enumerate(batch.cache):
+                for index, prompts in enumerate(batch):
                     self.cache[index] = insert(self.cache[index], prompts, placed, end, layout=self.layout)
-            if not any(candidate.batch is batch for queue in self.candidates for candidate in queue):
-                self.batches.remove(batch)
+        wanted = {id(candidate.batch) for queue in self.candidates for candidate in queue}
+        self.batches = [batch for batch in self.batches if id(batch) in wanted]
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 
@@ -299,8 +267,8 @@ class RolloutEngine:
         stop_after = self.stop_after(live)
         while left and live and stop_after > 0:
             start, steps = time.perf_counter(), min(left, self.steps_a_call)
-            chunk = self.run_decode(steps, stop_after)
-            made, ended = int(chunk.steps), self.record(chunk)
+            chunk, made = self.run_decode(steps, stop_after)
+            ended = self.record(chunk, made)
             seconds = max(gather_objects(time.perf_counter() - start))
             self.sampler.poll()
             left, live, stop_after = left - made, live - ended, stop_after - ended
@@ -316,16 +284,23 @@ class RolloutEngine:
         smaller = max((size for size in slot_buckets(self.most_slots) if size < slots), default=0)
         return max(1, live - smaller * self.shards)
 
-    def run_decode(self, steps: int, stop_after: int) -> Any:
-        """Call the decode program; the result's arrays are numpy's."""
+    def slots(self) -> Slots:
+        """What determines the next token of each slot, arrays [X, B]; 0 where there is no sequence."""
         live = self.sequences >= 0
-        counts = np.where(live, self.completions.lengths[self.sequences], 0)
-        slots = Slots(self.last_tokens, self.lengths, counts, self.sequences + self.first_sequence, live)
-        chunk, cache = decode(
+        tokens, lengths, counts = np.zeros((3, *live.shape), np.int32)
+        for place in zip(*np.nonzero(live), strict=True):
+            prompt, made = self.prompts[self.sequences[place]], self.completions[self.sequences[place]].tokens
+            tokens[place] = made[-1] if made else prompt[-1]
+            lengths[place], counts[place] = len(prompt) + len(made) - 1, len(made)
+        return Slots(tokens, lengths, counts, self.sequences + self.first_sequence, live)
+
+    def run_decode(self, steps: int, stop_after: int) -> tuple[sampling.Draw, int]:
+        """Call the decode program; the result's arrays [X, B, ...] are numpy's."""
+        chunk, done, cache = decode(
             self.decoder,
             self.weights,
             tuple(self.cache),
-            self.on_devices(slots),
+            self.on_devices(self.slots()),
             self.stream,
             np.int32(self.end),
             np.int32(steps),
@@ -334,31 +309,27 @@ class RolloutEngine:
             greedy=self.greedy,
         )
         self.cache = list(cache)
-        return jax.device_get(chunk)
+        shape = self.sequences.shape
+        return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), jax.device_get(chunk)), int(done)
 
-    def record(self, chunk: Any) -> int:
-        """Add the chunk's tokens to their completions and free the slots of those that ended; returns their number."""
-        steps, tokens = int(chunk.steps), chunk.tokens.reshape(*self.sequences.shape, -1)
-        results, ended = self.completions, 0
-        for shard, slot in np.argwhere(self.sequences >= 0):
-            sequence = self.sequences[shard, slot]
-            count = results.lengths[sequence]
-            made = tokens[shard, slot, : min(steps, results.tokens.shape[1] - count)]
+    def record(self, chunk: sampling.Draw, steps: int) -> int:
+        """Add the tokens of so many steps to their completions, and free the slots of those that ended: how many."""
+        most, ended = self.options.max_completion_length, 0
+        for place in zip(*np.nonzero(self.sequences >= 0), strict=True):
+            completion = self.completions[self.sequences[place]]
+            made = chunk.tokens[place][: min(steps, most - len(completion.tokens))]
             stops = np.flatnonzero(np.isin(made, self.stream.stop_ids))
-            made = made[: stops[0] + 1] if stops.size else made
-            results.tokens[sequence, count : count + made.size] = made
-            for whole, part in ((results.logprobs, chunk.logprobs), (results.kept, chunk.kept)):
-                if whole is not None:
-                    whole[sequence, count : count + made.size] = part.reshape(tokens.shape)[shard, slot, : made.size]
-            results.lengths[sequence] += made.size
-            results.finished[sequence] = stops.size > 0
-            self.work.tokens += made.size
-            if stops.size or results.lengths[sequence] == results.tokens.shape[1]:
-                self.sequences[shard, slot] = -1
+            count = int(stops[0]) + 1 if stops.size else made.size
+            completion.tokens += made[:count].tolist()
+            completion.logprobs += chunk.logprobs[place][:count].tolist()
+            if chunk.kept is not None and completion.kept is not None:
+                completion.kept += chunk.kept[place][:count].tolist()
+            completion.finished = stops.size > 0
+            self.work.tokens += count
+            if completion.finished or len(completion.tokens) == most:
+                self.sequences[place] = -1
                 self.work.completions += 1
                 ended += 1
-        self.last_tokens = tokens[:, :, steps - 1].copy()
-        self.lengths = self.lengths + steps
         self.end += steps
         self.work.steps += steps
         self.work.slot_steps += steps * self.sequences.size

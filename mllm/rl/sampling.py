@@ -5,7 +5,7 @@ Maddison et al. 2014, A* sampling, section 2. top-k: Fan et al. 2018, Hierarchic
 top-p: Holtzman et al. 2020, The curious case of neural text degeneration, section 3.1.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ from jaxtyping import Float, Int, Key
 
 
 class Draw(NamedTuple):
-    """A token for each row, float32 log-probabilities in nats."""
+    """A token for each row, or for each row and decode step; float32 log-probabilities in nats."""
 
-    tokens: Int[jax.Array, "B"]
-    logprobs: Float[jax.Array, "B"]
+    tokens: Int[Any, "B *C"]
+    logprobs: Float[Any, "B *C"]
     """Under the distribution over the whole vocabulary, before top-k and top-p."""
-    kept: Float[jax.Array, "B"] | None
+    kept: Float[Any, "B *C"] | None
     """The probability of all tokens that top-k and top-p keep, by which they divide; None with neither of them."""
 
 

@@ -41,17 +41,6 @@ class Slots(NamedTuple):
     """False for a slot without a sequence: it is computed all the same, and its tokens mean nothing."""
 
 
-class Chunk(NamedTuple):
-    """The tokens of some decode steps. What follows a stop token in a row, or the last step, means nothing."""
-
-    tokens: Int[Any, "B C"]
-    logprobs: Float[Any, "B C"]
-    """As `Completions.logprobs`."""
-    kept: Float[Any, "B C"] | None
-    """As `Completions.kept`."""
-    steps: Int[Any, ""]
-
-
 class Stream(NamedTuple):
     """What all slots share."""
 
@@ -140,10 +129,11 @@ def decode(
     *,
     options: RolloutConfig,
     greedy: bool,
-) -> tuple[Chunk, Cache]:
-    """At most `steps` tokens of each slot, and the cache with their predecessors from place `end` on.
+) -> tuple[sampling.Draw, Int[jax.Array, ""], Cache]:
+    """At most `steps` tokens of each slot, how many, and the cache with their predecessors from place `end` on.
 
-    It stops early after `stop_after` sequences have ended, or all. It reuses the memory of `cache`.
+    It stops early after `stop_after` sequences have ended, or all. What is drawn, [B, C], means nothing behind a stop
+    token, or the last step. It reuses the memory of `cache`.
     """
     model = merge(graphdef, weights, 0)
     keys = sampling.sequence_keys(stream.seed, stream.step, slots.sequences)
@@ -159,26 +149,25 @@ def decode(
         return sampling.sample(logits, keys, positions, **settings)
 
     def unfinished(carry: tuple) -> Bool[jax.Array, ""]:
-        chunk, _, _, live = carry
+        _, done, _, _, live = carry
         left = live.sum()
-        return (chunk.steps < steps) & (left > 0) & (alive - left < stop_after)
+        return (done < steps) & (left > 0) & (alive - left < stop_after)
 
     def decode_step(carry: tuple) -> tuple:
-        chunk, cache, tokens, live = carry
-        done = chunk.steps
+        chunk, done, cache, tokens, live = carry
         hidden, cache = decode_token(graphdef, weights, cache, tokens, slots.lengths + done, end + done)
         positions = slots.counts + done
         drawn = draw(hidden, keys, positions)
         stopped = (drawn.tokens[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= options.max_completion_length)
-        made = jax.tree.map(lambda whole, new: whole.at[:, done].set(new), sampling.Draw(*chunk[:3]), drawn)
-        chunk = Chunk(made.tokens, made.logprobs, made.kept, done + 1)
-        return chunk, cache, drawn.tokens, live & ~stopped
+        chunk = jax.tree.map(lambda whole, new: whole.at[:, done].set(new), chunk, drawn)
+        return chunk, done + 1, cache, drawn.tokens, live & ~stopped
 
     shape = (slots.tokens.shape[0], CHUNK)
     kept = jnp.zeros(shape, jnp.float32) if options.truncates and not greedy else None
-    none = Chunk(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept, jnp.zeros((), jnp.int32))
-    chunk, cache, _, _ = jax.lax.while_loop(unfinished, decode_step, (none, cache, slots.tokens, slots.live))
-    return jax.tree.map(partial(constrain, model.layout, axes=()), chunk), cache  # every process reads all rows
+    none = sampling.Draw(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept), jnp.zeros((), jnp.int32)
+    chunk, done, cache, _, _ = jax.lax.while_loop(unfinished, decode_step, (*none, cache, slots.tokens, slots.live))
+    # Every process reads the tokens of all rows.
+    return *jax.tree.map(partial(constrain, model.layout, axes=()), (chunk, done)), cache
 
 
 def on_each_device(

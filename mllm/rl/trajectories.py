@@ -1,7 +1,9 @@
 """Prompts are completed and scored: trajectories, which all processes know, and what is logged of them."""
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ from mllm.data.prompts import Prompt
 from mllm.errors import StepError
 from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare, raise_everywhere
-from mllm.rl.rewards import Failure, RewardRunner, reward_metrics, weighted_sum
+from mllm.rl.reward_process import FAILURES, Sample
+from mllm.rl.rewards import RewardRunner, number, reward_metrics, weighted_sum
 from mllm.rl.rollout import Sampler
 from mllm.stopwatch import Stopwatch
 
@@ -31,80 +34,70 @@ def sample_trajectories(
     rows: RowShare,
     watch: Stopwatch,
     greedy: bool = False,
-) -> tuple[list[Trajectory], list[Failure]]:
+) -> list[Trajectory]:
     """Complete and score each prompt once; each process scores its share, and learns the scores of all.
 
-    Prompt i draws from the stream (seed, step, first_sequence + i). The failures are the calls of reward functions
-    that gave no number.
+    Prompt i draws from the stream (seed, step, first_sequence + i).
     """
     tokens = [prompt.tokens for prompt in prompts]
     with watch.phase("rollout"):
         completions = sampler.complete(params, tokens, step=step, first_sequence=first_sequence, greedy=greedy)
-    mine = rows.part_of(len(prompts))
+    samples = [
+        Sample(prompt.example, one.text, array("i", one.tokens), not one.finished)
+        for prompt, one in zip(prompts, completions, strict=True)
+    ]
     with watch.phase("reward"):
         with raise_everywhere():
-            scores = rewards.score([prompt.example for prompt in prompts[mine]], completions.part(mine))
-        shares = rows.gather(scores)
-    values, kinds = (np.concatenate(parts) for parts in zip(*((one.values, one.kinds) for one in shares), strict=True))
-    made = []
-    for i, (prompt, length) in enumerate(zip(prompts, completions.lengths, strict=True)):
-        made.append(
-            Trajectory(
-                np.concatenate([prompt.tokens, completions.tokens[i, :length]], dtype=np.int32),
-                np.arange(len(prompt.tokens) + length) >= len(prompt.tokens),
-                completions.logprobs[i, :length],
-                None if completions.kept is None else completions.kept[i, :length],
-                bool(completions.finished[i]),
-                prompt.example.prompt[-1]["content"],
-                completions.texts[i],
-                values[i],
-                tuple(kinds[i]),
-            )
+            scored = rewards.score(samples[rows.part_of(len(samples))])
+        answers = chain(*rows.gather(scored))
+    return [
+        Trajectory(
+            np.array(prompt.tokens + one.tokens, np.int32),
+            np.arange(len(prompt.tokens) + len(one.tokens)) >= len(prompt.tokens),
+            np.array(one.logprobs, np.float32),
+            None if one.kept is None else np.array(one.kept, np.float32),
+            one.finished,
+            prompt.example.prompt[-1]["content"],
+            one.text,
+            answer,
         )
-    return made, [failure for scores in shares for failure in scores.failures]
+        for prompt, one, answer in zip(prompts, completions, answers, strict=True)
+    ]
 
 
 def group_rewards(
-    trajectories: Sequence[Trajectory],
-    failures: Sequence[Failure],
-    names: Sequence[str],
-    weights: Float[np.ndarray, "R"],
-    group: int,
+    trajectories: Sequence[Trajectory], names: Sequence[str], weights: Float[np.ndarray, "R"], group: int
 ) -> Float[np.ndarray, "G n"]:
     """The weighted sum of each completion's rewards, by groups of `group` one after the other.
 
     All are NaN in a group in which a reward with a weight failed, for the completions that were scored have no known
-    mean to be compared with. Raises StepError where more than the share `MOST_FAILED_GROUPS` of the groups failed.
+    mean to be compared with. Raises StepError where more than the share `MOST_FAILED_GROUPS` of the groups failed; it
+    quotes the first failure of the most frequent function and kind.
     """
-    rewards = weighted_sum(*reward_arrays(trajectories), weights).reshape(-1, group)
+    rewards = weighted_sum([one.rewards for one in trajectories], weights).reshape(-1, group)
     failed = np.isnan(rewards).any(axis=1)
     if failed.mean() > MOST_FAILED_GROUPS:
-        weighted = {name for name, weight in zip(names, weights, strict=True) if weight}
-        raise too_many_failures([f for f in failures if f.name in weighted], f"{failed.sum()} of {failed.size}")
+        failures = [
+            (name, kind, message)
+            for index, (name, weight) in enumerate(zip(names, weights, strict=True))
+            for kind, message in (one.rewards[index] for one in trajectories)
+            if weight and kind in FAILURES
+        ]
+        (most, count), *_ = Counter(failure[:2] for failure in failures).most_common(1)
+        name, kind, message = next(failure for failure in failures if failure[:2] == most)
+        raise StepError(
+            f"task.rewards: a reward failed in {failed.sum()} of {failed.size} groups, and in at most "
+            f"{MOST_FAILED_GROUPS:.0%} of them it may; {name} {kind} {count} times, first: {message}; "
+            "correct the function"
+        )
     return np.where(failed[:, None], np.nan, rewards)
-
-
-def reward_arrays(trajectories: Sequence[Trajectory]) -> tuple[Float[np.ndarray, "B R"], np.ndarray]:
-    """What each function gave for each trajectory, and of which kind that is."""
-    kinds = np.array([trajectory.reward_kinds for trajectory in trajectories], object)
-    return np.stack([trajectory.rewards for trajectory in trajectories]), kinds
-
-
-def too_many_failures(failures: Sequence[Failure], groups: str) -> StepError:
-    """The error for failures in `groups`; it quotes the first failure of the most frequent function and kind."""
-    (name, kind), count = Counter((f.name, f.kind) for f in failures).most_common(1)[0]
-    first = next(f.message for f in failures if (f.name, f.kind) == (name, kind))
-    return StepError(
-        f"task.rewards: a reward failed in {groups} groups, and in at most {MOST_FAILED_GROUPS:.0%} of them it may; "
-        f"{name} {kind} {count} times, first: {first}; correct the function"
-    )
 
 
 def completion_metrics(trajectories: Sequence[Trajectory], names: Sequence[str]) -> dict[str, float]:
     """For each reward function the mean and deviation of its values, and how often it failed; lengths."""
     lengths = np.array([len(trajectory.logprobs) for trajectory in trajectories])
     metrics = {
-        **reward_metrics(names, *reward_arrays(trajectories)),
+        **reward_metrics(names, [one.rewards for one in trajectories]),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
@@ -121,11 +114,11 @@ def sample_line(trajectory: Trajectory, names: Sequence[str], advantage: float) 
     return {
         "prompt": trajectory.prompt,
         "completion": trajectory.text,
-        "rewards": dict(zip(names, map(finite, trajectory.rewards), strict=True)),
+        "rewards": dict(zip(names, map(finite, map(number, trajectory.rewards)), strict=True)),
         "advantage": finite(advantage),
     }
 
 
-def finite(value: float | np.floating[Any]) -> float | None:
+def finite(value: float) -> float | None:
     """The value for JSON, which has no NaN."""
     return float(value) if np.isfinite(value) else None

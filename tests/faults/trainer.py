@@ -206,7 +206,7 @@ def run(arguments: list[str], output: Path, token: str, pipe: Connection, variab
     for method in ("restore", "save", "wait"):
         wrap(Checkpoints, method, method)
     wrap(RunLog, "write", "metrics")
-    wrap(evaluation, "evaluate", "eval")
+    wrap(evaluation, "sample_trajectories", "eval")
     code = train.main(arguments)
     tell(END)
     sys.stdout.flush()

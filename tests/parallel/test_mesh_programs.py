@@ -85,9 +85,9 @@ def test_each_device_holds_its_own_slots_and_heads_of_the_cache(programs):
 
 def test_a_chunk_s_cache_takes_the_place_of_the_one_before(programs):
     """So the program is compiled once, and there is no second cache."""
-    before, after = programs.decode.input_shardings[0][1], programs.decode.output_shardings[1]
+    before, after = programs.decode.input_shardings[0][1], programs.decode.output_shardings[2]
     carried = 0
-    for info, one, other in zip(*map(jax.tree.leaves, (programs.decode.out_info[1], before, after)), strict=True):
+    for info, one, other in zip(*map(jax.tree.leaves, (programs.decode.out_info[2], before, after)), strict=True):
         assert one.is_equivalent_to(other, len(info.shape))
         carried += math.prod(other.shard_shape(info.shape)) * info.dtype.itemsize
     assert programs.decode.memory_analysis().alias_size_in_bytes == carried

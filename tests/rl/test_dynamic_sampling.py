@@ -6,7 +6,6 @@ from rollouts import GROUP, RandomCompletions, SquareRewards, grpo_source, seque
 from runs import records, run
 from tiny import config
 
-from mllm.rl.rewards import Scores
 from mllm.stopwatch import Stopwatch
 
 
@@ -18,11 +17,10 @@ class SomeRewards(SquareRewards):
         self.unequal = unequal
         self.drawn = []
 
-    def score(self, examples, completions):
-        groups = np.arange(len(self.drawn), len(self.drawn) + len(examples) // GROUP)
-        self.drawn += [example.prompt[-1]["content"] for example in examples[::GROUP]]
-        values = (np.isin(groups, self.unequal)[:, None] * np.arange(GROUP)).reshape(-1, 1) * 1.0
-        return Scores(values, np.full(values.shape, "value"), [])
+    def score(self, samples):
+        groups = range(len(self.drawn), len(self.drawn) + len(samples) // GROUP)
+        self.drawn += [sample.example.prompt[-1]["content"] for sample in samples[::GROUP]]
+        return [[("value", float(i * (group in self.unequal)))] for group in groups for i in range(GROUP)]
 
 
 class Recorded(RandomCompletions):

@@ -7,21 +7,19 @@ import pytest
 
 from mllm.config.grpo import RolloutConfig
 from mllm.config.task import EvalConfig, TaskConfig
-from mllm.data.prompts import Prompt
 from mllm.data.tasks.task import Example
 from mllm.model import tokenizer as tokenizers
 from mllm.parallel.processes import ALL_ROWS, RowShare
-from mllm.rl.evaluation import evaluate, make_evaluation, wilson
-from mllm.rl.reward_worker import NOT_APPLICABLE
-from mllm.rl.rewards import RewardRunner, Scores
-from mllm.rl.rollout import Completions, Sampler
+from mllm.rl.evaluation import make_evaluation, wilson
+from mllm.rl.reward_process import NOT_APPLICABLE
+from mllm.rl.rewards import RewardRunner
+from mllm.rl.rollout import Completion, Sampler
 
 EXAMPLES = [Example([{"role": "user", "content": f"{n}+0="}], str(n), answer_form="hashes") for n in (1, 2, 3, 4)]
 GREEDY = ["#### 1", "2", "#### 4", "five"]
 SAMPLED = ["1", "#### 2", "#### 3", "#### 4"]
 BYTES = tokenizers.bytes_tokenizer()
 TOKENS = [tokenizers.encode_prompt(BYTES, example.prompt) for example in EXAMPLES]
-PROMPTS = list(map(Prompt, EXAMPLES, TOKENS))
 TASK = TaskConfig(name="arithmetic")
 CALLS = []
 
@@ -31,10 +29,9 @@ class FixedTexts(Sampler):
 
     def complete(self, params, prompts, *, step, first_sequence=0, greedy=False):
         CALLS.append((prompts, step, first_sequence, greedy))
+        texts = GREEDY if greedy else SAMPLED
         numbers = [TOKENS.index(prompt) for prompt in prompts]
-        tokens, lengths = np.zeros((len(prompts), 4), np.int32), np.array(numbers, np.int32) + 1
-        texts = [(GREEDY if greedy else SAMPLED)[number] for number in numbers]
-        return Completions(tokens, np.zeros(tokens.shape, np.float32), lengths, lengths > 0, texts=texts)
+        return [Completion([0] * (i + 1), [0.0] * (i + 1), finished=True, text=texts[i]) for i in numbers]
 
 
 @pytest.fixture
@@ -51,20 +48,24 @@ class Lengths(RewardRunner):
     def __init__(self):
         pass
 
-    def score(self, examples, completions):
-        texts = completions.texts
-        values, kinds = (
-            np.array([[len(text), len(text) / 2] for text in texts]),
-            np.full((len(texts), 2), "value", object),
-        )
-        for text, column, kind in (("five", 0, "raised"), ("2", 1, NOT_APPLICABLE)):
-            row = np.array([one == text for one in texts])
-            values[row, column], kinds[row, column] = np.nan, kind
-        return Scores(values, kinds, [])
+    def score(self, samples):
+        return [[self.length(sample.completion), self.half(sample.completion)] for sample in samples]
+
+    def length(self, text):
+        return ("raised", "no") if text == "five" else ("value", float(len(text)))
+
+    def half(self, text):
+        return (NOT_APPLICABLE, "") if text == "2" else ("value", len(text) / 2)
+
+
+def evaluate(sampler, problems=EXAMPLES, rows=ALL_ROWS, prefix="eval/", sampled=True):
+    """The metrics of step 3."""
+    options = EvalConfig(sampled=sampled)
+    return make_evaluation(options, TASK, problems, sampler, Lengths(), rows, prefix)(None, 3)
 
 
 def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_training_never_uses(sampler):
-    metrics = evaluate(sampler, Lengths(), PROMPTS, None, 3, sampled=True)
+    metrics = evaluate(sampler)
     assert (metrics["eval/greedy_accuracy"], metrics["eval/sampled_accuracy"]) == (1 / 4, 3 / 4)
     assert (metrics["eval/greedy_flexible_accuracy"], metrics["eval/sampled_flexible_accuracy"]) == (2 / 4, 1)
     assert (metrics["eval/greedy_accuracy_low"], metrics["eval/greedy_accuracy_high"]) == wilson(1, 4)
@@ -78,11 +79,11 @@ def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_t
 
 
 class TwoProcesses(RowShare):
-    """Gathers what the first process passed, which runs before the second, and what the second one passes."""
+    """Gathers what the first process passed, which runs before the second, and one problem of what this one passes."""
 
     def gather(self, mine):
         PASSED[self.index].append(mine)
-        return [PASSED[0][len(PASSED[self.index]) - 1], mine]
+        return [PASSED[0][len(PASSED[self.index]) - 1], mine[:1]]
 
 
 PASSED = {0: [], 1: []}
@@ -90,17 +91,17 @@ PASSED = {0: [], 1: []}
 
 def test_processes_score_their_shares_and_know_the_scores_of_all(sampler):
     """Three problems for two processes, the second of which has one."""
-    alone = evaluate(sampler, Lengths(), PROMPTS[:3], None, 3, sampled=True)
+    alone = evaluate(sampler, EXAMPLES[:3])
     for index in (0, 1):
-        metrics = evaluate(sampler, Lengths(), PROMPTS[:3], None, 3, sampled=True, rows=TwoProcesses(index, 2, (0, 1)))
+        metrics = evaluate(sampler, EXAMPLES[:3], TwoProcesses(index, 2, (0, 1)))
     assert metrics == alone
-    assert [len(scores.values) for scores in PASSED[1]] == [1, 1]
+    assert [len(answers) for answers in PASSED[1]] == [1, 1]
 
 
 def test_where_a_problem_has_no_answer_there_are_rewards_and_no_accuracy_and_long_prompts_are_left_out(sampler, caplog):
     long = replace(EXAMPLES[2], prompt=[{"role": "user", "content": "a long question"}])
     problems = [EXAMPLES[0], replace(EXAMPLES[1], answer=None), long]
-    metrics = make_evaluation(EvalConfig(), TASK, problems, sampler, Lengths(), ALL_ROWS, "test/")(None, 0)
+    metrics = evaluate(sampler, problems, prefix="test/", sampled=False)
     assert metrics["test/reward"] == (2 * 6 + 1) / 2
     assert metrics["test/greedy_mean_length"] == 1.5
     assert [name for name in metrics if "accuracy" in name] == []

@@ -32,8 +32,8 @@ def test_every_token_stands_where_the_batch_says():
     found = sequences(batch)
     assert len(found) == 2 * GROUP
     for number, prompt in enumerate(prompts):
-        length = int(completions.lengths[number])
-        whole = (*prompt, *completions.tokens[number, :length].tolist())
+        made = completions[number]
+        whole = (*prompt, *made.tokens)
         tokens, positions, _, labels, weights, advantage, logprobs = found[whole]
         assert (*tokens, labels[-1]) == whole  # the last token is only a label
         assert positions.tolist() == list(range(len(whole) - 1))
@@ -43,9 +43,9 @@ def test_every_token_stands_where_the_batch_says():
                 assert weights[place] == labels[place] == 0
             else:
                 assert labels[place] == whole[place + 1]
-                assert weights[place] == pytest.approx(1 / (8 * length))
+                assert weights[place] == pytest.approx(1 / (8 * len(made.tokens)))
                 assert advantage[place] == advantages[number]
-                assert logprobs[place] == completions.logprobs[number, predicted]
+                assert logprobs[place] == made.logprobs[predicted]
     assert batch.old_logprobs is None
     assert batch.reference_logprobs is None
     assert [field.dtype for field in batch[:7]] == [np.int32] * 4 + [np.float32] * 3
@@ -55,10 +55,11 @@ def test_every_token_stands_where_the_batch_says():
 @pytest.mark.parametrize("bad", [(), (2,)])
 def test_truncated_completions_that_are_masked_are_left_out_and_so_are_failed_groups(bad):
     step, prompts, completions = roll_out(mask_truncated_completions=True, bad=bad)
-    counts = completions.finished & (np.arange(2 * GROUP) >= GROUP * len(bad))
-    assert not completions.finished.all()
-    assert completions.finished[:GROUP].any()
-    kept = {(*prompts[i], *completions.tokens[i, : completions.lengths[i]].tolist()) for i in np.flatnonzero(counts)}
+    finished = np.array([one.finished for one in completions])
+    counts = finished & (np.arange(2 * GROUP) >= GROUP * len(bad))
+    assert not finished.all()
+    assert finished[:GROUP].any()
+    kept = {(*prompts[i], *completions[i].tokens) for i in np.flatnonzero(counts)}
     assert sequences(step.batch).keys() == kept
     assert step.metrics["frac_without_gradient"] == 1 - counts.mean()
 
@@ -73,7 +74,7 @@ def test_a_group_in_which_a_reward_failed_is_left_out_and_changes_no_bit_of_the_
         expected = others[tokens]
         expected[2] = fields[2]  # other neighbours in the row
         if loss_type == "dapo":  # the mean over the tokens that are left
-            expected[4] = (expected[4] > 0) * np.float32(1 / completions.lengths[GROUP:].sum())
+            expected[4] = (expected[4] > 0) * np.float32(1 / sum(len(one.tokens) for one in completions[GROUP:]))
         np.testing.assert_array_equal(fields, expected)
 
 
@@ -106,7 +107,9 @@ def test_failed_rewards_are_counted_and_null_in_samples_and_their_groups_left_ou
     assert step.metrics["rewards/exact_match/mean"] == pytest.approx(np.mean([i**2 for i in range(8) if i != 2]))
     assert step.metrics["rewards/exact_match/raised"] == 1
     assert (sound.metrics["frac_groups_failed"], step.metrics["frac_groups_failed"]) == (0, 0.5)
-    assert step.metrics["completions/clipped_ratio"] == pytest.approx(1 - completions.finished.mean())
+    assert step.metrics["completions/clipped_ratio"] == pytest.approx(
+        np.mean([not one.finished for one in completions])
+    )
     assert step.metrics["num_tokens"] == step.tokens
     assert all(np.isfinite(field).all() for field in step.batch if field is not None)
     assert [sample["completion"] for sample in step.samples] == ["0", "1", "2", "3", "4"]
@@ -165,7 +168,8 @@ def test_a_rollout_is_split_by_groups_into_updates_with_denominators_of_their_ow
     rewards = np.arange(4.0 * GROUP).reshape(4, GROUP) ** 2
     deviation = rewards.std(ddof=1) + 1e-4  # the whole rollout's
     expected = ((rewards - rewards.mean(-1, keepdims=True)) / deviation).reshape(2, -1)
-    for part, advantages, lengths in zip(parts, expected, completions.lengths.reshape(2, -1), strict=True):
+    completion_lengths = np.array([len(one.tokens) for one in completions]).reshape(2, -1)
+    for part, advantages, lengths in zip(parts, expected, completion_lengths, strict=True):
         found = sequences(part.batch).values()
         assert sorted(fields[5, -1] for fields in found) == pytest.approx(sorted(advantages))
         assert [fields[4, -1] for fields in found] == pytest.approx([1 / lengths.sum()] * 2 * GROUP)

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 import zlib
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +26,9 @@ from mllm.config.task import RewardConfig, TaskConfig
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.rl.reward_functions import BUILT_IN
-from mllm.rl.reward_process import LARGEST, judge
+from mllm.rl.reward_process import LARGEST, Sample, judge
 from mllm.rl.reward_worker import parse
-from mllm.rl.rewards import Failure, RewardRunner, reward_metrics, weighted_sum
-from mllm.rl.rollout import Completions
+from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
 
 OWN_REWARDS = """
 import os, signal, sys, time
@@ -114,28 +114,31 @@ def opened(*names: str, workers: int = 1, seconds: float = 60.0) -> RewardRunner
 
 def score(runner, *completions, poll=lambda: None):
     """The scores for SEVEN's completions, each of one token."""
-    runner.poll, ones = poll, np.ones(len(completions), np.int32)
-    return runner.score([SEVEN] * ones.size, Completions(ones[:, None], None, ones, ones > 0, texts=completions))
+    runner.poll = poll
+    return runner.score([Sample(SEVEN, completion, array("i", [1]), False) for completion in completions])
 
 
 def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax_and_are_known_by_their_file(runner):
     """Only a main thread may set an alarm, as math-verify does."""
-    first, second = score(runner, "7").values[0, 2:5], score(runner, "7").values[0, 2:5]
-    np.testing.assert_array_equal(first, second)
-    jax_is_imported, process_id, alarm = first
-    assert (jax_is_imported, alarm) == (0, 1)
-    assert process_id != os.getpid()
+    (first,), (second,) = score(runner, "7"), score(runner, "7")
+    assert first == second
+    jax_is_imported, process_id, alarm = first[2:5]
+    assert (jax_is_imported, alarm) == (("value", 0), ("value", 1))
+    assert process_id != ("value", os.getpid())
     code = f"{zlib.crc32(Path('own_rewards.py').read_bytes()):08x}"
     assert runner.codes == dict.fromkeys([f"own_rewards:{name}" for name in NAMES[1:]], code)
 
 
 def test_a_failure_is_kept_and_only_the_first_of_its_kind_is_logged(runner, caplog):
-    failure = Failure("own_rewards:length", "raised", "ValueError: no p")
+    failure = "raised", "ValueError: no p"
     with caplog.at_level(logging.WARNING):
-        scores = score(runner, "raise", "7", "raise")
+        found = score(runner, "raise", "7", "raise")
         score(runner, "raise")
-    assert scores.failures == [failure, failure]
-    np.testing.assert_array_equal(scores.values.T[:2], [[0, 1, 0], [math.nan, 1, math.nan]])
+    assert [row[:2] for row in found] == [
+        [("value", 0), failure],
+        [("value", 1), ("value", 1)],
+        [("value", 0), failure],
+    ]
     assert [record.getMessage() for record in caplog.records] == [
         "reward own_rewards:length raised: ValueError: no p (further ones are only counted)"
     ]
@@ -146,37 +149,32 @@ def test_several_processes_give_what_one_gives():
     with opened("late", "batch", "exact_match", seconds=0.5) as one:
         alone = score(one, *mixed)
     with opened("late", "batch", "exact_match", seconds=0.5, workers=3) as three:
-        scores = score(three, *mixed)
-    np.testing.assert_array_equal(scores.values, alone.values)
-    np.testing.assert_array_equal(scores.kinds, alone.kinds)
-    assert scores.failures == alone.failures
-    assert [failure.kind for failure in scores.failures] == ["raised", "timed_out", "raised"]
+        assert score(three, *mixed) == alone
+    assert [late for late, *_ in alone if late[0] != "value"] == [
+        ("raised", "ValueError: no"),
+        ("timed_out", "took longer than 0.5 s"),
+        ("raised", "ValueError: no"),
+    ]
 
 
 def test_a_batched_function_that_fails_fails_for_all_and_one_bad_item_for_itself():
     names = ("short_list", "no_list", "raising_batch", "half_hanging_batch", "none_at_all", "batch", "length")
     with opened(*names, seconds=0.3) as runner:
         scores = score(runner, "four", "", "raise")
-    assert scores.kinds.T.tolist() == [
-        *[["not_a_number"] * 3] * 2,
-        ["raised"] * 3,
-        ["value", "timed_out", "timed_out"],
-        ["not_a_number"] * 3,
-        ["value", "not_applicable", "value"],
-        ["value", "value", "raised"],
+    *found, batch, length = zip(*scores, strict=True)
+    assert found == [
+        (("not_a_number", "returned no list of numbers: ValueError: 1 values for 3 completions"),) * 3,
+        (("not_a_number", "returned no list of numbers: TypeError: 'float' object is not iterable"),) * 3,
+        (("raised", "ValueError: no"),) * 3,
+        (("value", 1.0), *[("timed_out", "took longer than 0.9 s")] * 2),
+        (("not_a_number", "returned None"),) * 3,
     ]
-    assert {failure.message for failure in scores.failures} == {
-        "returned no list of numbers: ValueError: 1 values for 3 completions",
-        "returned no list of numbers: TypeError: 'float' object is not iterable",
-        "ValueError: no",
-        "ValueError: no p",
-        "took longer than 0.9 s",
-        "returned None",
-    }
     # A batched function's None is neither a failure nor part of the mean.
-    values, kinds = scores.values[:, -2:], scores.kinds[:, -2:]
-    np.testing.assert_array_equal(weighted_sum(values, kinds, np.array([1.0, 0.5])), [6, 0, math.nan])
-    assert {name: value for name, value in reward_metrics(["batch", "length"], values, kinds).items() if value} == {
+    assert batch == (("value", 4.0), ("not_applicable", ""), ("value", 5.0))
+    assert length == (("value", 4.0), ("value", 0.0), ("raised", "ValueError: no p"))
+    last = [row[-2:] for row in scores]
+    np.testing.assert_array_equal(weighted_sum(last, np.array([1.0, 0.5])), [6, 0, math.nan])
+    assert {name: value for name, value in reward_metrics(["batch", "length"], last).items() if value} == {
         "rewards/batch/mean": 4.5,
         "rewards/batch/std": 0.5,
         "rewards/length/mean": 2,
@@ -193,12 +191,10 @@ def test_more_processes_than_calls_are_refused():
 # One hostile function
 
 
-def answers(*completions, name=HOSTILE, **options):
+def answers(*completions, **options):
     """Each answer's kind and message, by one runner that is closed again."""
-    with opened(name, **options) as runner:
-        scores = score(runner, *completions)
-    messages = iter(f" {failure.message}" for failure in scores.failures)
-    return [kind if kind == "value" else kind + next(messages) for kind in scores.kinds[:, 0]]
+    with opened(HOSTILE, **options) as runner:
+        return [answer for (answer,) in score(runner, *completions)]
 
 
 @pytest.fixture(scope="module")
@@ -206,19 +202,18 @@ def found(place):
     """What is answered to all cases: one process gets those that must leave it alive, each before a good completion."""
     with opened(HOSTILE, "process_id") as one:
         scores = score(one, *[completion for name in LASTING for completion in (name, "7")])
-    assert (scores.values[1::2, 0] == 1).all()
-    assert len({*scores.values[:, 1]}) == 1
-    messages = iter(f" {failure.message}" for failure in scores.failures)
-    alive = [kind if kind == "value" else kind + next(messages) for kind in scores.kinds[::2, 0]]
+    assert {answer for answer, _ in scores[1::2]} == {("value", 1.0)}
+    assert len({process for _, process in scores}) == 1
     rest = [*answers(*ENDING, workers=4), *answers(*HANGING, workers=6, seconds=0.4)]
-    return dict(zip(LASTING | ENDING | HANGING, alive + rest, strict=True))
+    return dict(zip(LASTING | ENDING | HANGING, [answer for answer, _ in scores[::2]] + rest, strict=True))
 
 
 @pytest.mark.parametrize("does", LASTING | ENDING | HANGING)
 def test_whatever_a_function_does_is_answered_by_a_number_or_a_failure(found, place, does):
-    assert re.fullmatch((LASTING | ENDING | HANGING)[does], found[does])
-    assert found[does].isprintable()
-    assert len(found[does]) < 400
+    kind, given = found[does]
+    assert re.fullmatch((LASTING | ENDING | HANGING)[does], kind if kind == "value" else f"{kind} {given}")
+    assert str(given).isprintable()
+    assert len(str(given)) < 400
     assert not (place / "executed").exists()
 
 
@@ -284,7 +279,7 @@ def test_what_a_function_started_ends_with_a_worker_that_is_killed_and_one_that_
     with pytest.raises(Stop):
         score(hostile, f"{SESSION}; sleep()", poll=poll)
     assert_gone(noted()[0], seconds=2)
-    assert [failure.kind for failure in score(hostile, FORK_AND_EXIT).failures] == ["raised"]
+    assert score(hostile, FORK_AND_EXIT)[0][0][0] == "raised"
     assert_gone(noted()[1], seconds=2)
 
 
@@ -307,7 +302,7 @@ def test_neither_signals_to_the_job_nor_an_alarm_left_by_another_disturb_a_funct
                 sent.append((signal.SIGTERM, signal.SIGINT)[len(sent) % 2])
                 os.kill(both.workers[0].process.pid, sent[-1])
 
-        np.testing.assert_array_equal(score(both, ALARM, poll=poll).values, [[1, 1]])
+        assert score(both, ALARM, poll=poll) == [[("value", 1), ("value", 1)]]
         assert len(sent) == 4
 
 
@@ -342,7 +337,7 @@ def test_when_the_trainer_stops_waiting_all_functions_end_and_the_next_step_is_s
         with pytest.raises(Stop):
             score(two, CATCHES, FOREVER, poll=poll)
         assert not any(worker.alive for worker in two.workers)
-        np.testing.assert_array_equal(score(two, "7", "7").values, [[1], [1]])
+        assert score(two, "7", "7") == [[("value", 1)]] * 2
 
 
 # What comes back

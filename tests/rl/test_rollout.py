@@ -78,31 +78,23 @@ def gumbel_noise(keys):
 def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cache(model, prompts):
     completions = complete(model, prompts, seed=4, step=9, first_sequence=100)
     noise = np.float64(gumbel_noise(sampling.sequence_keys(4, 9, 100 + jnp.arange(len(prompts)))))
-    for row, prompt in enumerate(prompts):
-        length = int(completions.lengths[row])
-        tokens = completions.tokens[row, :length].tolist()
+    for row, (prompt, found) in enumerate(zip(prompts, completions, strict=True)):
         expected = [
             sampling_logprobs(z, OPTIONS.temperature, OPTIONS.top_k, OPTIONS.top_p)
-            for z in completion_logits(model, prompt, tokens)
+            for z in completion_logits(model, prompt, found.tokens)
         ]
-        assert tokens == [int(np.argmax(logprob + noise[row, t])) for t, logprob in enumerate(expected)]
-        logprobs = [logprob[token] for logprob, token in zip(expected, tokens, strict=True)]
-        drawn_from = completions.logprobs[row, :length] - np.log(completions.kept[row, :length])
-        np.testing.assert_allclose(drawn_from, logprobs, atol=1e-4)
-        assert not completions.logprobs[row, length:].any()
-        assert not completions.kept[row, length:].any()
+        assert found.tokens == [int(np.argmax(logprob + noise[row, t])) for t, logprob in enumerate(expected)]
+        logprobs = [logprob[token] for logprob, token in zip(expected, found.tokens, strict=True)]
+        np.testing.assert_allclose(found.logprobs - np.log(found.kept), logprobs, atol=1e-4)
 
 
 def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit(model, prompts, completions):
-    assert {True, False} == set(completions.finished.tolist())
-    for tokens, length, finished in zip(completions.tokens, completions.lengths, completions.finished, strict=True):
-        ends = np.flatnonzero(np.isin(tokens[:length], STOPS)).tolist()
-        assert ends == ([length - 1] if finished else [])
-        assert finished or length == LIMIT
-        assert not tokens[length:].any()
-    unstopped = complete(model, prompts, stops=NO_STOPS)
-    assert (unstopped.lengths == LIMIT).all()
-    assert not unstopped.finished.any()
+    assert {True, False} == {one.finished for one in completions}
+    for one in completions:
+        ends = np.flatnonzero(np.isin(one.tokens, STOPS)).tolist()
+        assert ends == ([len(one.tokens) - 1] if one.finished else [])
+        assert one.finished or len(one.tokens) == LIMIT
+    assert {(len(one.tokens), one.finished) for one in complete(model, prompts, stops=NO_STOPS)} == {(LIMIT, False)}
 
 
 def test_seed_and_step_choose_the_completions_and_need_no_further_program(model, prompts, completions, monkeypatch):
@@ -110,10 +102,11 @@ def test_seed_and_step_choose_the_completions_and_need_no_further_program(model,
     complete(model, prompts, stops=NO_STOPS)
     sequence_keys = sampling.sequence_keys
     monkeypatch.setattr(sampling, "sequence_keys", lambda *given: traces.append(1) or sequence_keys(*given))
-    jax.tree.map(np.testing.assert_array_equal, complete(model, prompts), completions)
+    assert complete(model, prompts) == completions
     first = complete(model, prompts, stops=NO_STOPS)
     for other in ({"seed": 1}, {"step": 1}, {"first_sequence": 20}):
-        assert (first.tokens != complete(model, prompts, stops=NO_STOPS, **other).tokens).any(-1).mean() > 0.5
+        others = zip(first, complete(model, prompts, stops=NO_STOPS, **other), strict=True)
+        assert np.mean([one.tokens != another.tokens for one, another in others]) > 0.5
     assert not traces
 
 
@@ -123,8 +116,7 @@ def test_the_clock_cuts_chunks_into_calls_that_poll_may_end_and_changes_no_bit(
     polls = []
     monkeypatch.setattr(rollout, "CALL_SECONDS", 0.0)  # a step in each call
     work = RolloutWork()
-    again = complete(model, prompts, poll=lambda: polls.append(1), work=work)
-    jax.tree.map(np.testing.assert_array_equal, again, completions)
+    assert complete(model, prompts, poll=lambda: polls.append(1), work=work) == completions
     assert len(polls) == work.steps
 
     def interrupt():
@@ -151,10 +143,10 @@ def sample_groups(mesh, slots):
 def test_neither_slots_nor_devices_change_a_token():
     """There are 2 heads of keys and values, which tp = 4 does not divide."""
     one_at_a_time, result = sample_groups({}, 1), sample_groups({"fsdp": 2, "tp": 4}, 8)
-    assert len({*one_at_a_time.lengths.tolist()}) > 10
-    for name in ("tokens", "lengths", "finished"):
-        np.testing.assert_array_equal(getattr(result, name), getattr(one_at_a_time, name))
-    np.testing.assert_allclose(result.logprobs, one_at_a_time.logprobs, atol=1e-5)
+    assert len({len(one.tokens) for one in result}) > 10
+    for one, other in zip(result, one_at_a_time, strict=True):
+        assert (one.tokens, one.finished) == (other.tokens, other.finished)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
 def test_a_distinct_prompt_is_prefilled_once(model, prompts):
@@ -183,9 +175,8 @@ def test_greedy_completions_are_those_of_transformers(name):
     options = RolloutConfig(max_prompt_length=9, max_completion_length=expected["completions"].shape[1])
     sampler = Sampler(graphdef, bytes_tokenizer(), (5, 71), options, 0, lambda: 4)
     result = sampler.complete(load_weights(folder), prompts, step=0, greedy=True)
-    np.testing.assert_array_equal(result.lengths, (expected["completions"] >= 0).sum(axis=1))
-    np.testing.assert_array_equal(result.tokens, np.maximum(expected["completions"], 0))  # -1 behind the end
-    assert not result.logprobs.any()  # each token was certain
+    assert [one.tokens for one in result] == [row[row >= 0].tolist() for row in expected["completions"]]
+    assert not any(any(one.logprobs) for one in result)  # each token was certain
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20), st.integers(1, 8))
@@ -212,7 +203,7 @@ def test_the_text_of_a_completion_has_all_tokens_but_the_stop_token():
     policy, stops = load_policy(settings, make_mesh(settings.mesh)), range(128)  # ASCII: half of what the model says
     sampler = Sampler(policy.graphdef, policy.tokenizer, stops, settings.rollout, seed=0)
     found = sampler.complete(policy.initial_params(), [[number] for number in range(32)], step=0)
-    assert set(found.finished.tolist()) == {True, False}
-    for text, tokens, length, finished in zip(found.texts, found.tokens, found.lengths, found.finished, strict=True):
-        assert text == policy.tokenizer.decode(tokens[: length - finished])
-        assert not any(character.isascii() for character in text)
+    assert {one.finished for one in found} == {True, False}
+    for one in found:
+        assert one.text == policy.tokenizer.decode(one.tokens[: len(one.tokens) - one.finished])
+        assert not any(character.isascii() for character in one.text)

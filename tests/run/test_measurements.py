@@ -11,9 +11,9 @@ import pytest
 from runs import records, run
 from tiny import config
 
-import mllm.rl.evaluation
+import mllm.run.measurements
 from mllm.config.data import ValidationConfig
-from mllm.rl.evaluation import evaluate
+from mllm.rl.evaluation import make_evaluation
 from mllm.run.measurements import Measurement, Measurements
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.train.step import TrainState
@@ -110,15 +110,20 @@ def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off
     )
     tested, seen = [], {}
 
-    def measure_or_stop(sampler, rewards, problems, *arguments, prefix="eval/", **options):
-        tested.append(prefix)
-        seen[prefix] = {problem.example.answer for problem in problems}
-        if tested.count("test/") == 1 and prefix == "test/":
-            signal.raise_signal(signal.SIGTERM)
-            time.sleep(0.1)  # for the thread that hears it
-        return evaluate(sampler, rewards, problems, *arguments, prefix=prefix, **options)
+    def make(options, task, problems, *, prefix="eval/", **parts):
+        measure = make_evaluation(options, task, problems, prefix=prefix, **parts)
+        seen[prefix] = {problem.answer for problem in problems}
 
-    monkeypatch.setattr(mllm.rl.evaluation, "evaluate", measure_or_stop)
+        def measure_or_stop(params, step):
+            tested.append(prefix)
+            if tested.count("test/") == 1 and prefix == "test/":
+                signal.raise_signal(signal.SIGTERM)
+                time.sleep(0.1)  # for the thread that hears it
+            return measure(params, step)
+
+        return measure_or_stop
+
+    monkeypatch.setattr(mllm.run.measurements, "make_evaluation", make)
     assert run(settings) == 143
     assert run(settings) == 0
     assert tested == ["eval/"] * 3 + ["test/"] + ["eval/", "test/"]
