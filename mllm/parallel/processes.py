@@ -180,8 +180,6 @@ class RowShare:
     index: int
     count: int
     """How many shares there are; processes whose devices differ only along tp hold the same share."""
-    first_process: tuple[int, ...]
-    """The first process that holds each share."""
 
     @classmethod
     def of_mesh(cls, mesh: Mesh) -> "RowShare":
@@ -194,8 +192,7 @@ class RowShare:
                 f"mesh: the {jax.local_device_count()} devices of a process hold a part of a tp group "
                 f"(mesh.tp {mesh.shape['tp']}): let one of the two divide the other"
             )
-        first = {held[process]: int(process) for process in sorted(held, reverse=True)}
-        return cls(shares.index(held[jax.process_index()]), len(shares), tuple(first[share] for share in shares))
+        return cls(shares.index(held[jax.process_index()]), len(shares))
 
     def part_of(self, total: int) -> slice:
         """Which of a batch's rows are this process's; the last shares have fewer where all can't have as many."""
@@ -204,11 +201,11 @@ class RowShare:
 
     def gather(self, value: T) -> list[T]:
         """The value that the first process of each share passes, in the order of the rows."""
-        values = gather_objects(value)
-        return [values[process] for process in self.first_process]
+        values = dict(reversed(gather_objects((self.index, value))))
+        return [values[share] for share in range(self.count)]
 
 
-ALL_ROWS = RowShare(0, 1, (0,))
+ALL_ROWS = RowShare(0, 1)
 """The share of a process that trains alone."""
 
 

@@ -221,20 +221,16 @@ def receive(processes: int, port: int) -> dict[int, Link]:
                 number, count = json.loads(link.socket.recv(LONGEST_MESSAGE))["hello"]
             except (OSError, KeyError, ValueError, TypeError):  # it is no process of this run
                 continue
-            problem = ""
             if count != processes:
                 problem = f"--processes: process {number} was started with {count}, process 0 with {processes}"
-            elif number in links:
-                problem = f"--process: {number} was started twice"
-            if problem:
-                link.send(end=[2, problem])
-            if count != processes:
-                for other in links.values():
+                for other in (link, *links.values()):
                     other.send(end=[2, problem])
                 raise UserError(problem)
-            if not problem:
-                link.status = link.status._replace(process=number)
-                links[number] = link
+            if number in links:
+                link.send(end=[2, f"--process: {number} was started twice"])
+                continue
+            link.status = link.status._replace(process=number)
+            links[number] = link
     for link in links.values():
         link.send(go=True)
     return links

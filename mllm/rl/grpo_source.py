@@ -122,6 +122,7 @@ class GrpoSource:
         samples = [trajectories.sample_line(trajectory, names, advantage) for trajectory, advantage in logged]
         has_gradient = (advantages != 0) | (self.config.beta > 0) | (self.config.entropy_coef != 0)
         lengths, parts = np.array([len(trajectory.logprobs) for trajectory in chosen]), []
+        mine = self.rows.part_of(self.update_rows.total)
         for part in np.split(np.arange(len(chosen)), self.config.steps_per_generation):
             learnable = np.where(counts, lengths, 0)[part]  # all of a completion's tokens, or none
             longest = self.sampler.options.max_completion_length
@@ -130,7 +131,9 @@ class GrpoSource:
             )
             learned = (weights > 0) & has_gradient[part]
             with watch.phase("logprob"):
-                batch = self.make_batch([chosen[i] for i in part[learned]], weights[learned], advantages[part[learned]])
+                sequences = [chosen[i] for i in part[learned]]
+                whole = pack(sequences, weights[learned], advantages[part[learned]], self.update_rows)
+                batch = jax.tree.map(lambda array: array[mine], whole)
                 if self.config.needs_old_logprobs:
                     batch = batch._replace(old_logprobs=self.logprob_pass(params, batch))
                 if self.needs_reference:
@@ -178,19 +181,11 @@ class GrpoSource:
                 rows=self.rows,
                 watch=watch,
             )
-            names, weights = self.rewards.names, self.rewards.weights
-            rewards = trajectories.group_rewards(drawn, names, weights, self.config.num_generations)
+            rewards = trajectories.group_rewards(drawn, self.rewards, self.config.num_generations)
             missing = wanted - int(np.count_nonzero(~objectives.equal_rewards(rewards)))
             if missing <= 0 or rounds == self.config.dynamic_sampling:
                 break
         return drawn, rewards, rounds
-
-    def make_batch(
-        self, learned: list[Trajectory], weights: Float[np.ndarray, "B"], advantages: Float[np.ndarray, "B"]
-    ) -> Batch:
-        """This process's rows of the packed batch of all processes."""
-        mine = self.rows.part_of(self.update_rows.total)
-        return jax.tree.map(lambda array: array[mine], pack(learned, weights, advantages, self.update_rows))
 
     def position(self) -> dict[str, Any]:
         counts = {"num_tokens": self.num_tokens, "updates_without_gradient": self.updates_without_gradient}

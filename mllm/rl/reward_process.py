@@ -250,33 +250,33 @@ def work(handle: int) -> None:
 
 def answers(reward: Reward, samples: Sequence[Sample]) -> Iterator[Answer]:
     """What the function gives for each sample."""
-    if not reward.batched:
-        for sample in samples:
-            kind, returned = call(reward, [sample])
-            yield (kind, returned) if kind == "raised" else judge(returned)
-        return
-    kind, returned = call(reward, samples)
-    if kind == "raised":
-        yield from [(kind, returned)] * len(samples)
-        return
-    try:
-        values = list(returned)
-        if len(values) != len(samples):
-            raise ValueError(f"{len(values)} values for {len(samples)} completions")
-    except BaseException as error:
-        yield from [("not_a_number", f"returned no list of numbers: {describe(error)}")] * len(samples)
-        return
-    yield from ((NOT_APPLICABLE, "") if value is None else judge(value) for value in values)
+    for part in [samples] if reward.batched else [[sample] for sample in samples]:
+        kind, returned = call(reward, part)
+        if kind != "value":
+            yield from [(kind, returned)] * len(part)
+        elif reward.batched:
+            yield from ((NOT_APPLICABLE, "") if value is None else judge(value) for value in returned)
+        else:
+            yield judge(returned)
 
 
 def call(reward: Reward, samples: Sequence[Sample]) -> tuple[str, Any]:
-    """("returned", what the function returns), or ("raised", message)."""
+    """("value", what the function returns: if it is batched, a list of as many values), or the answer for all."""
     try:
-        return "returned", reward(samples)
+        returned = reward(samples)
     except BaseException as error:  # SystemExit too: only this call has failed
         return "raised", describe(error)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left would go off in another one
+    if not reward.batched:
+        return "value", returned
+    try:
+        values = list(returned)
+        if len(values) != len(samples):
+            raise ValueError(f"{len(values)} values for {len(samples)} completions")
+        return "value", values
+    except BaseException as error:
+        return "not_a_number", f"returned no list of numbers: {describe(error)}"
 
 
 def judge(value: Any) -> Answer:

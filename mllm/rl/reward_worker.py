@@ -131,14 +131,14 @@ class Worker:
         deadline = time.monotonic() + timeout
         while b"\n" not in self.received and len(self.received) < LONGEST_LINE:
             self.poll()
-            left = deadline - time.monotonic()
             ended = self.process.poll() is not None  # a child of its own may still hold the connection
-            self.socket.settimeout(0.001 if ended else max(0.001, min(left, TICK)))
+            left = 0.0 if ended else deadline - time.monotonic()
+            self.socket.settimeout(max(0.001, min(left, TICK)))
             chunk = b""
             try:
                 chunk = self.socket.recv(4096)
             except TimeoutError:
-                if not ended and left > 0:
+                if left > 0:
                     continue
                 if not ended:
                     self.kill()

@@ -153,7 +153,7 @@ class RolloutEngine:
         self.layout = self.model.layout
         self.shards = 1 if self.layout is None else self.layout.row_shards
         self.queues = assign_prompts(prompts, self.shards)
-        most = max(sum(len(p.sequences) for p in queue) for queue in self.queues)
+        most = max(sum(map(len, queue)) for queue in self.queues)
         limit = self.options.max_slots or sampler.max_slots()
         self.most_slots = most if limit is None else max(1, min(most, limit // self.shards))
         self.batches: list[Cache] = []
@@ -166,10 +166,6 @@ class RolloutEngine:
         self.completions = [Completion(kept=[] if truncates else None) for _ in prompts]
         self.sequences = np.full((self.shards, 0), -1)
         """The sequence in each slot, -1 for none."""
-
-    @property
-    def places(self) -> int:
-        return self.cache[0].keys.shape[2] if self.cache else 0
 
     # --- sequences enter and leave ------------------------------------------------------------------------------------
 
@@ -188,8 +184,9 @@ class RolloutEngine:
             return False
         end = max(width, int(self.slots().lengths.max(initial=0)))
         slots, places = bucket(rows, slot_buckets(self.most_slots)), places_for(end, self.options)
-        full = self.end + CHUNK > self.places or self.end < end
-        if slots != self.sequences.shape[1] or full or places < self.places:
+        held = self.cache[0].keys.shape[2] if self.cache else 0
+        full = self.end + CHUNK > held or self.end < end
+        if slots != self.sequences.shape[1] or full or places < held:
             self.repack(slots, places, end)
         self.fill_slots(entering)
         return True
@@ -207,20 +204,20 @@ class RolloutEngine:
     def prefill(self) -> None:
         """Prefill the next prompts of each shard."""
         most = max(map(len, self.queues))
-        longest = max(len(p.tokens) for queue in self.queues for p in queue)
+        longest = max(len(self.prompts[first]) for queue in self.queues for first, *_ in queue)
         rows = prompts_a_batch(min(most, self.most_slots), bucket(longest, WIDTHS))
         taken = [[queue.popleft() for _ in range(min(rows, len(queue)))] for queue in self.queues]
         # The last token of a prompt is the first that is decoded.
-        longest = max(len(p.tokens) - 1 for part in taken for p in part)
+        longest = max(len(self.prompts[first]) - 1 for part in taken for first, *_ in part)
         width = min(bucket(longest, WIDTHS), self.options.max_prompt_length)
         tokens, lengths = np.zeros((self.shards, rows, width), np.int32), np.zeros((self.shards, rows), np.int32)
         for shard, part in enumerate(taken):
-            for row, prompt in enumerate(part):
-                lengths[shard, row] = len(prompt.tokens) - 1
-                tokens[shard, row, : lengths[shard, row]] = prompt.tokens[:-1]
+            for row, (first, *_) in enumerate(part):
+                lengths[shard, row] = len(self.prompts[first]) - 1
+                tokens[shard, row, : lengths[shard, row]] = self.prompts[first][:-1]
         batch = prefill(self.sampler.graphdef, self.params, *self.on_devices((tokens, lengths)))
         for candidates, part in zip(self.candidates, taken, strict=True):
-            candidates.extend(Candidate(one, batch, row) for row, prompt in enumerate(part) for one in prompt.sequences)
+            candidates.extend(Candidate(one, batch, row) for row, group in enumerate(part) for one in group)
         self.batches.append(batch)
         self.work.prefilled += tokens.size
 
@@ -263,21 +260,21 @@ class RolloutEngine:
 
     def decode_chunk(self) -> None:
         """Decode until `CHUNK` tokens are made or `stop_after` sequences have ended, in calls that don't take long."""
-        left, live = CHUNK, int((self.sequences >= 0).sum())
-        stop_after = self.stop_after(live)
-        while left and live and stop_after > 0:
+        left, ended = CHUNK, 0
+        enough = self.stop_after(int((self.sequences >= 0).sum()))
+        while left and ended < enough:
             start, steps = time.perf_counter(), min(left, self.steps_a_call)
-            chunk, made = self.run_decode(steps, stop_after)
-            ended = self.record(chunk, made)
+            chunk, made = self.run_decode(steps, enough - ended)
+            ended += self.record(chunk, made)
+            left -= made
             seconds = max(gather_objects(time.perf_counter() - start))
             self.sampler.poll()
-            left, live, stop_after = left - made, live - ended, stop_after - ended
             # The first call compiles and says little: the fall is unbounded, the growth is not.
             speed = int(made * CALL_SECONDS / max(seconds, 1e-9))
             self.steps_a_call = max(1, min(2 * steps, speed, CHUNK))
 
     def stop_after(self, live: int) -> int:
-        """How many of the `live` sequences have to end before a chunk ends early."""
+        """How many of the `live` sequences have to end, at most all, before a chunk ends early."""
         if self.batches or any(self.queues):
             return max(1, live // 8)
         slots = self.sequences.shape[1]

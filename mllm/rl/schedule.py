@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from mllm.config.grpo import RolloutConfig
 from mllm.rl.slots import CHUNK
@@ -19,29 +18,22 @@ WIDTHS = [8, *PLACES]
 """Widths of batches of prompts."""
 
 
-class WaitingPrompt(NamedTuple):
-    """A prompt that is not prefilled yet, and which sequences complete it, by their places in the result."""
+def assign_prompts(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[list[int]]]:
+    """Each shard's distinct prompts, in order of their lengths, as the sequences (places in `prompts`) that have one.
 
-    tokens: Sequence[int]
-    sequences: list[int]
-
-
-def assign_prompts(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[WaitingPrompt]]:
-    """Each shard's distinct prompts, in order of their lengths: at most ceil(B / shards) sequences each.
-
-    A prompt whose sequences don't fit into one shard is assigned to several.
+    A shard has at most ceil(B / shards) sequences; a prompt whose sequences don't fit into one is assigned to several.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for sequence, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt), []).append(sequence)
-    most, queues = -(-len(prompts) // shards), [deque[WaitingPrompt]() for _ in range(shards)]
+    most, queues = -(-len(prompts) // shards), [deque[list[int]]() for _ in range(shards)]
     loads = [0] * shards
-    for tokens, sequences in sorted(groups.items(), key=lambda group: len(group[0])):
+    for _, sequences in sorted(groups.items(), key=lambda group: len(group[0])):
         while sequences:
             shard = loads.index(min(loads))
             room = most - loads[shard]
             assigned, sequences = sequences[:room], sequences[room:]
-            queues[shard].append(WaitingPrompt(tokens, assigned))
+            queues[shard].append(assigned)
             loads[shard] += len(assigned)
     return queues
 

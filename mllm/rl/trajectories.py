@@ -65,21 +65,19 @@ def sample_trajectories(
     ]
 
 
-def group_rewards(
-    trajectories: Sequence[Trajectory], names: Sequence[str], weights: Float[np.ndarray, "R"], group: int
-) -> Float[np.ndarray, "G n"]:
+def group_rewards(trajectories: Sequence[Trajectory], functions: RewardRunner, group: int) -> Float[np.ndarray, "G n"]:
     """The weighted sum of each completion's rewards, by groups of `group` one after the other.
 
     All are NaN in a group in which a reward with a weight failed, for the completions that were scored have no known
     mean to be compared with. Raises StepError where more than the share `MOST_FAILED_GROUPS` of the groups failed; it
     quotes the first failure of the most frequent function and kind.
     """
-    rewards = weighted_sum([one.rewards for one in trajectories], weights).reshape(-1, group)
+    rewards = weighted_sum([one.rewards for one in trajectories], functions.weights).reshape(-1, group)
     failed = np.isnan(rewards).any(axis=1)
     if failed.mean() > MOST_FAILED_GROUPS:
         failures = [
             (name, kind, message)
-            for index, (name, weight) in enumerate(zip(names, weights, strict=True))
+            for index, (name, weight) in enumerate(zip(functions.names, functions.weights, strict=True))
             for kind, message in (one.rewards[index] for one in trajectories)
             if weight and kind in FAILURES
         ]

@@ -155,7 +155,7 @@ def test_restoring_onto_other_data_or_past_the_last_epoch_is_refused(tmp_path: P
 def test_processes_partition_the_batch_of_a_single_one(tmp_path: Path, packing: bool) -> None:
     source = write(tmp_path, some(30))
     whole = batches_of(source, packing=packing)
-    parts = [batches_of(source, packing=packing, share=RowShare(i, 2, (0, 1))) for i in range(2)]
+    parts = [batches_of(source, packing=packing, share=RowShare(i, 2)) for i in range(2)]
     for _ in range(8):
         first, second = (next(part) for part in parts)
         joined = Batch(*(np.concatenate(pair) for pair in zip(first[:5], second[:5], strict=True)))

@@ -15,7 +15,7 @@ from mllm.data.tokenizing import Documents
 from mllm.errors import UserError
 from mllm.parallel.processes import RowShare
 
-SHARES = [RowShare(index, 2, (0, 1)) for index in range(2)]
+SHARES = [RowShare(index, 2) for index in range(2)]
 
 
 def counted(documents):

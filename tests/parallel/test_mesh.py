@@ -3,22 +3,15 @@
 from dataclasses import replace
 
 import jax
-import numpy as np
 import pytest
 
 from mllm.config.model import MeshConfig
-from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model.architecture import PRESETS
 from mllm.model.layout import Layout
-from mllm.parallel.mesh import make_mesh, shard_batch
+from mllm.parallel.mesh import make_mesh
 
 SIZES = PRESETS["Qwen/Qwen2.5-3B"]
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return make_mesh(MeshConfig(dp=2, fsdp=2, tp=2))
 
 
 def test_a_mesh_of_too_many_devices_is_an_error_that_counts_them():
@@ -41,20 +34,6 @@ def test_a_size_that_its_mesh_axis_does_not_divide_is_refused_with_the_nearest_t
     mesh = make_mesh(MeshConfig(**axes))
     with pytest.raises(UserError, match=message):
         Layout.of(mesh, replace(SIZES, **change))
-
-
-def test_a_batch_is_sharded_by_rows_and_absent_fields_stay_absent(mesh):
-    numbers = np.arange(8 * 3).reshape(8, 3)
-    batch = shard_batch(mesh, Batch(*[numbers] * 4, weights=numbers.astype(np.float32)))
-    assert batch.advantages is None
-    np.testing.assert_array_equal(batch.tokens, numbers)
-    rows = {shard.device: shard.data[:, 0].tolist() for shard in batch.tokens.addressable_shards}
-    grid = mesh.devices
-    for dp in range(2):
-        for fsdp in range(2):
-            first = 2 * (2 * dp + fsdp)
-            for device in grid[dp, fsdp]:
-                assert rows[device] == numbers[first : first + 2, 0].tolist()
 
 
 def test_several_processes_must_use_all_of_their_devices(monkeypatch):

@@ -64,10 +64,16 @@ SETTINGS = {
     "sft": config("sft", steps=4, mesh=MESH, checkpoint={"every": 2}, eval={"every": 2}, task={"heldout": 15}),
     "grpo": config(
         steps=6,
-        mesh=MESH,
-        grpo={"steps_per_generation": 2, "dynamic_sampling": 3, "importance_sampling": "sequence_mask"},
+        mesh={"fsdp": 2, "tp": 2},
+        grpo={
+            "dynamic_sampling": 3,
+            "steps_per_generation": 2,
+            "loss_type": "gspo",
+            "importance_sampling": "sequence_mask",
+            "dual_clip": 3.0,
+        },
         task={"rewards": [{"name": "user_rewards:seldom"}]},
-        rollout={"max_slots": 4},
+        rollout={"max_slots": 4, "top_p": 0.95, "temperature": 0.7},
         checkpoint={"every": 2},
         log={"samples": 6},
     ),
@@ -111,7 +117,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_devices_and_has_the_s
 @pytest.mark.slow
 def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_after_it_continued(placed):
     one, two = placed("grpo", "one"), placed("grpo", "two")
-    processes = start_two(["train.py", *arguments(two)], REWARD_SECONDS="0.1")
+    processes = start_group(["train.py", *arguments(two)], 2, 2, REWARD_SECONDS="0.03")
     while len(records(two)) < 2:
         assert processes[0].poll() is None
         time.sleep(0.01)
@@ -125,6 +131,13 @@ def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_
     assert_same_metrics(two, one)
     samples = (Path(settings.run_dir, "samples.jsonl").read_bytes() for settings in (two, one))
     assert next(samples) == next(samples)
+    lines = records(one)
+    assert max(line["dynamic_sampling/rounds"] for line in lines) == 3
+    assert any(0 < line["dynamic_sampling/frac_groups_kept"] < 0.5 for line in lines)
+    assert all(0.5 < line["sampling/kept_probability/mean"] < 1 for line in lines)
+    # What top-p cuts away is no difference between sampler and trainer, which both compute in float32 here.
+    assert all(line["sampling/sampling_logp_difference/mean"] < 1e-5 for line in lines)
+    assert all(line["sampling/masked_sequences"] == 0 for line in lines)
 
 
 # Rows of each process
@@ -141,9 +154,9 @@ def check_rows_and_reading(path):
         check_same(process, "they differ")
 
     for mesh_config, share in (
-        (MeshConfig(dp=8), RowShare(process, 2, (0, 1))),
-        (MeshConfig(**MESH), RowShare(process, 2, (0, 1))),
-        (MeshConfig(tp=8), RowShare(0, 1, (0,))),
+        (MeshConfig(dp=8), RowShare(process, 2)),
+        (MeshConfig(**MESH), RowShare(process, 2)),
+        (MeshConfig(tp=8), RowShare(0, 1)),
     ):
         mesh = make_mesh(mesh_config)
         rows = RowShare.of_mesh(mesh)
@@ -180,7 +193,11 @@ def check_rows_and_reading(path):
 
     trajectories.MOST_FAILED_GROUPS = 0.25
     source = grpo_source(rewards=SquareRewards(range(GROUP, 2 * GROUP)))  # of process 1
-    source.rows = RowShare(process, 2, (0, 1))
+    source.rows = RowShare(process, 2)
+    three = [next(source.prompts) for _ in range(3)]
+    given = {"step": 0, "first_sequence": 0, "rows": source.rows, "watch": Stopwatch()}
+    scored = trajectories.sample_trajectories(source.sampler, SquareRewards(), three, np.float32(0), **given)
+    assert [one.rewards for one in scored] == [[("value", i)] for i in (0, 1, 4)]
     with pytest.raises(StepError, match=r"in 1 of 2 groups.* exact_match raised 4 times, first: too many"):
         source.next(np.float32(0), 0, Stopwatch())
 

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 from rollouts import GROUP, RandomCompletions, SquareRewards, grpo_source, sequences
-from runs import records, run
-from tiny import config
 
 from mllm.stopwatch import Stopwatch
 
@@ -89,29 +87,3 @@ def test_prompts_are_each_drawn_once_whatever_the_rounds_and_go_on_from_any_posi
     for drawn, position in positions:
         source.seek(position)
         assert next(source.prompts).example.prompt[-1]["content"] == whole.rewards.drawn[drawn]
-
-
-def test_what_top_p_cuts_away_is_no_difference_between_sampler_and_trainer(tmp_path):
-    """A run with most of the settings for several updates from a rollout; tests/run/test_train.py resumes GRPO."""
-    settings = config(
-        run_dir=str(tmp_path / "run"),
-        steps=8,
-        grpo={
-            "dynamic_sampling": 3,
-            "steps_per_generation": 2,
-            "loss_type": "gspo",
-            "importance_sampling": "sequence_mask",
-            "dual_clip": 3.0,
-        },
-        model={"param_dtype": "bfloat16"},
-        rollout={"top_p": 0.95, "temperature": 0.7},
-        task={"rewards": [{"name": "user_rewards:seldom"}]},
-    )
-    assert run(settings) == 0
-    lines = records(settings)
-    assert max(line["dynamic_sampling/rounds"] for line in lines) == 3
-    assert any(0 < line["dynamic_sampling/frac_groups_kept"] < 0.5 for line in lines)
-    assert all(0.5 < line["sampling/kept_probability/mean"] < 1 for line in lines)
-    # Both compute in float32 here.
-    assert all(line["sampling/sampling_logp_difference/mean"] < 1e-5 for line in lines)
-    assert all(line["sampling/masked_sequences"] == 0 for line in lines)

@@ -9,7 +9,7 @@ from mllm.config.grpo import RolloutConfig
 from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.tasks.task import Example
 from mllm.model import tokenizer as tokenizers
-from mllm.parallel.processes import ALL_ROWS, RowShare
+from mllm.parallel.processes import ALL_ROWS
 from mllm.rl.evaluation import make_evaluation, wilson
 from mllm.rl.reward_process import NOT_APPLICABLE
 from mllm.rl.rewards import RewardRunner
@@ -58,10 +58,10 @@ class Lengths(RewardRunner):
         return (NOT_APPLICABLE, "") if text == "2" else ("value", len(text) / 2)
 
 
-def evaluate(sampler, problems=EXAMPLES, rows=ALL_ROWS, prefix="eval/", sampled=True):
+def evaluate(sampler, problems=EXAMPLES, prefix="eval/", sampled=True):
     """The metrics of step 3."""
     options = EvalConfig(sampled=sampled)
-    return make_evaluation(options, TASK, problems, sampler, Lengths(), rows, prefix)(None, 3)
+    return make_evaluation(options, TASK, problems, sampler, Lengths(), ALL_ROWS, prefix)(None, 3)
 
 
 def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_training_never_uses(sampler):
@@ -76,26 +76,6 @@ def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_t
     assert metrics["eval/rewards/half/mean"] == (3 + 3 + 2) / 3
     assert (metrics["eval/rewards/length/raised"], metrics["eval/rewards/half/raised"]) == (1, 0)
     assert CALLS == [(TOKENS, 3, 2**30, True), (TOKENS, 3, 2**30, False)]
-
-
-class TwoProcesses(RowShare):
-    """Gathers what the first process passed, which runs before the second, and one problem of what this one passes."""
-
-    def gather(self, mine):
-        PASSED[self.index].append(mine)
-        return [PASSED[0][len(PASSED[self.index]) - 1], mine[:1]]
-
-
-PASSED = {0: [], 1: []}
-
-
-def test_processes_score_their_shares_and_know_the_scores_of_all(sampler):
-    """Three problems for two processes, the second of which has one."""
-    alone = evaluate(sampler, EXAMPLES[:3])
-    for index in (0, 1):
-        metrics = evaluate(sampler, EXAMPLES[:3], TwoProcesses(index, 2, (0, 1)))
-    assert metrics == alone
-    assert [len(answers) for answers in PASSED[1]] == [1, 1]
 
 
 def test_where_a_problem_has_no_answer_there_are_rewards_and_no_accuracy_and_long_prompts_are_left_out(sampler, caplog):

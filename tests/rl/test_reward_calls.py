@@ -223,17 +223,8 @@ def test_a_server_gets_the_batch_as_json_and_one_that_is_overrun_or_not_there_is
     monkeypatch.setattr(reward_functions, "time", SimpleNamespace(sleep=waited.append))  # other threads sleep, too
     with server((503, b""), (429, b""), (200, b'{"rewards": [0.5, null]}')) as (url, requests):
         assert list(answers(bound(url, *given), given)) == [("value", 0.5), ("not_applicable", "")]
-    body = {
-        "prompts": ["3+4=", "3+4="],
-        "completions": ["a", "b"],
-        "answers": ["7", "7"],
-        "completion_ids": [[97], [98]],
-        "length": [1, 1],
-        "truncated": [False, False],
-        "level": [2, None],
-        "max_completion_length": 16,
-    }
-    assert requests == [body] * 3
+    body = bound("mine:batch_of_everything", *given)(given)[0] | {"completions": ["a", "b"]}
+    assert requests == [{name: value for name, value in body.items() if name not in ("examples", "answer")}] * 3
     assert waited == [0.25, 0.5]
     with pytest.raises(ConnectionError, match=r"6 tries: URLError: .*refused"):
         bound("url:http://127.0.0.1:9/", *given)(given)

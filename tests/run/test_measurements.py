@@ -11,7 +11,7 @@ import pytest
 from runs import records, run
 from tiny import config
 
-import mllm.run.measurements
+import mllm.run.build
 from mllm.config.data import ValidationConfig
 from mllm.rl.evaluation import make_evaluation
 from mllm.run.measurements import Measurement, Measurements
@@ -123,7 +123,7 @@ def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off
 
         return measure_or_stop
 
-    monkeypatch.setattr(mllm.run.measurements, "make_evaluation", make)
+    monkeypatch.setattr(mllm.run.build, "make_evaluation", make)
     assert run(settings) == 143
     assert run(settings) == 0
     assert tested == ["eval/"] * 3 + ["test/"] + ["eval/", "test/"]
