@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,14 @@ def write_arrays(
 
     async def write(name: str, leaf: jax.Array, turn: int) -> None:
         replicas = 1 + max(shard.replica_id for shard in leaf.global_shards)
-        spec = zarr_spec(place.array_spec(f"{folder}/{name}"), leaf)
+        spec = {
+            "driver": "zarr",
+            "kvstore": place.array_spec(f"{folder}/{name}"),
+            "dtype": jnp.dtype(leaf.dtype).name,
+            # zstd would take a tenth off the size, and every core for several steps, which then wait for theirs.
+            "metadata": {"shape": leaf.shape, "chunks": chunk_shape(leaf), "compressor": None},
+            "store_data_equal_to_fill_value": True,
+        }
         # Processes with the same shards take turns, an array each.
         await async_serialize(leaf, spec, context=place.context, replica_id=turn % replicas, use_replica_parallel=False)
         done(leaf.nbytes)
@@ -76,20 +83,6 @@ def write_arrays(
                 raise error
 
     asyncio.run(write_all())
-
-
-def zarr_spec(kvstore: Mapping[str, str], leaf: jax.Array) -> dict[str, Any]:
-    """tensorstore's specification of an array that is written, uncompressed, zeros too.
-
-    zstd would take a tenth off the size, and every core for several steps, which then wait for theirs.
-    """
-    return {
-        "driver": "zarr",
-        "kvstore": dict(kvstore),
-        "dtype": jnp.dtype(leaf.dtype).name,
-        "metadata": {"shape": leaf.shape, "chunks": chunk_shape(leaf), "compressor": None},
-        "store_data_equal_to_fill_value": True,
-    }
 
 
 def chunk_shape(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[int]:

@@ -79,15 +79,21 @@ def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
         path, generation = folder / name, bucket.generation(name)
         if not generation or UNFIT.search(name):
             raise UserError(f"{bucket.url}/{name}: there is no such object: correct the URL")
-        if not is_current(path, generation):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished(path).open("wb") as file:
-                for data, found in bucket.read_parts(name):
-                    if found != generation:
-                        raise UserError(f"{bucket.url}/{name}: has changed while it was read: start again")
-                    file.write(data)
-                    bar.update(len(data))
-            complete(path, generation)
+        mark = path.with_name(f".{path.name}.generation")  # says of which generation the file is, and its size
+        with suppress(OSError):
+            if mark.read_text() == f"{generation.hex()} {path.stat().st_size}":
+                return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        with unfinished.open("wb") as file:
+            for data, found in bucket.read_parts(name):
+                if found != generation:
+                    raise UserError(f"{bucket.url}/{name}: has changed while it was read: start again")
+                file.write(data)
+                bar.update(len(data))
+        mark.unlink(missing_ok=True)
+        unfinished.replace(path)
+        mark.write_text(f"{generation.hex()} {path.stat().st_size}")
         return path
 
     bar = tqdm(desc=f"fetching {bucket.url}", unit="B", unit_scale=True, delay=1, disable=None)
@@ -124,26 +130,3 @@ def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
             print(f"waiting for another process that has {folder}", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield True
-
-
-def unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name}.unfinished")
-
-
-def mark(path: Path) -> Path:
-    """The file that says of which generation a file is, and its size."""
-    return path.with_name(f".{path.name}.generation")
-
-
-def complete(path: Path, generation: bytes) -> None:
-    """Give a file that is whole its name, and note its generation."""
-    mark(path).unlink(missing_ok=True)
-    unfinished(path).replace(path)
-    mark(path).write_text(f"{generation.hex()} {path.stat().st_size}")
-
-
-def is_current(path: Path, generation: bytes) -> bool:
-    """Whether a file is the object of that generation, as a whole."""
-    with suppress(OSError):
-        return mark(path).read_text() == f"{generation.hex()} {path.stat().st_size}"
-    return False

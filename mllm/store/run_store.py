@@ -152,13 +152,13 @@ class RunStore:
         """The steps of the checkpoints, ascending."""
         return sorted(int(found[1]) for name in self.entries(CHECKPOINTS) if (found := MANIFEST.fullmatch(name)))
 
-    def manifest(self, step: int) -> dict[str, Any]:
-        """The document of a checkpoint. Raises Damaged where it is missing, has changed, or can't be read on a disk."""
-        return self.read_manifest(f"{step}.json")
+    def manifest(self, name: int | str) -> dict[str, Any]:
+        """The document of a checkpoint, by its step, or by the name of one that was put aside.
 
-    def read_manifest(self, name: str) -> dict[str, Any]:
+        Raises Damaged where it is missing, has changed, or can't be read on a disk.
+        """
         try:
-            document = unseal(json.loads(self.place.read(f"{CHECKPOINTS}/{name}") or b"null"))
+            document = unseal(json.loads(self.place.read(f"{CHECKPOINTS}/{name}.json") or b"null"))
         except (ValueError, OSError) as error:
             raise Damaged(f"{type(error).__name__}: {error}"[:200]) from None
         if not CHUNKS.fullmatch(str(document.get("folder"))):
@@ -219,7 +219,7 @@ class RunStore:
         for name in entries:
             if found := ASIDE.fullmatch(name) or MANIFEST.fullmatch(name):
                 try:
-                    listed.add(self.read_manifest(name)["folder"])
+                    listed.add(self.manifest(name.removesuffix(".json"))["folder"])
                 except Damaged:  # any of its step's folders may be the one
                     listed |= {other for other in entries if other.startswith(f"{found[1]}-")}
         with self.failing(CHECKPOINTS, "written"):
@@ -254,7 +254,7 @@ def tool_run(run: str) -> RunStore:
 def seal(document: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the document, which must be JSON, with its checksum under one more key."""
     copy = json.loads(json.dumps(document))
-    return {**copy, "crc32": crc32(copy)}
+    return {**copy, "crc32": f"{zlib.crc32(json.dumps(copy, sort_keys=True).encode()):08x}"}
 
 
 def unseal(sealed: Any) -> dict[str, Any]:
@@ -262,10 +262,6 @@ def unseal(sealed: Any) -> dict[str, Any]:
     if not isinstance(sealed, dict):
         raise Damaged("the document is no JSON object")
     document = {key: value for key, value in sealed.items() if key != "crc32"}
-    if sealed.get("crc32") != crc32(document):
+    if sealed.get("crc32") != seal(document)["crc32"]:
         raise Damaged("the document's checksum differs")
     return document
-
-
-def crc32(document: Mapping[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(document, sort_keys=True).encode()):08x}"
