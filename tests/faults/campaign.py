@@ -158,10 +158,8 @@ def table(trials: Sequence[Trial]) -> Iterator[str]:
         remarks = "; ".join(f"{said.count(remark)} {remark}" for remark in sorted({*said}))
         again = f"{sum(redone) / len(redone):>6.1f} {max(redone):>5}"
         yield f"{fault:<18} {hit:<14}{counts} {figures}   {again}   {remarks}".rstrip()
-    aimed = [trial for trial in trials if trial.aimed]
-    yield f"\nfell in the phase aimed at: {sum(trial.aimed == trial.hit for trial in aimed)} of {len(aimed)}"
     gone = max(trial.seconds.get("all processes gone", 0) for trial in trials)
-    yield f"all that a trainer had started was gone {gone:.2f} s after it, at most"
+    yield f"\nall that a trainer had started was gone {gone:.2f} s after it, at most"
     for trial in trials:
         if trial.failure:
             yield f"LOST  {trial.column}: {trial.fault}, {trial.hit}: {trial.failure}"

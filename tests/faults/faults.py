@@ -40,6 +40,7 @@ def strike(
     *,
     again: bool = True,
     compiled: bool = False,
+    bad: bool = False,
 ) -> tuple[Trial, Trainer, float]:
     """Let `act` happen to one process at a random moment of a phase, and judge how all of them end.
 
@@ -48,6 +49,7 @@ def strike(
         own, others: the exit codes that are right for this process, and for the others.
         again: try again where the run came to its end all the same; else such a trial had no effect.
         compiled: not in a phase's first time, which compiles.
+        bad: the process's data have a bad line.
 
     Returns:
         The trial, the process, and the moment of the act.
@@ -55,8 +57,9 @@ def strike(
     while True:
         victim = series.rng.randrange(series.processes)
         phase, count, delay = series.aim(fault, phases or series.durations)
-        trainer = series.reach(phase, count + (compiled and phase not in ONCE), victim)[victim]
-        pause(delay)
+        count += compiled and phase not in ONCE
+        trainer = series.reach(phase, count, victim, bad=victim if bad else None)[victim]
+        time.sleep(delay)
         begin = time.monotonic()
         begin = act(trainer) or begin
         codes, late, ended = series.end(begin, trainer if fault == "SIGSTOP" else None)
@@ -64,7 +67,7 @@ def strike(
             break
         series.check()
     marks = [phase for seconds, phase in trainer.marks if seconds <= begin or codes[victim] == -signal.SIGKILL]
-    trial = series.add(fault, marks[-1] if marks else "start", phase)
+    trial = series.add(fault, marks[-1] if marks else "start")
     series.record(trial, trainer)
     trial.seconds["ended"] = ended
     if any(codes):
@@ -72,7 +75,7 @@ def strike(
         ended_too = {0, -signal.SIGABRT} if trial.hit == END else set()
         trial.failure = trial.failure or misjudged(series, victim, codes, late, own, {*others} | ended_too)
     else:
-        trial.hit, trial.aimed, trial.redone, trial.seconds = "no effect", "", 0, {}
+        trial.hit, trial.redone, trial.seconds = "no effect", 0, {}
         series.check()
     return trial, trainer, begin
 
@@ -136,22 +139,26 @@ def interrupt_twice(series: Series) -> None:
     def act(trainer: Trainer) -> float:
         trainer.signal(number)
         if trainer.follow("save", "wait"):
-            pause(series.rng.uniform(0, series.duration("save")))
+            time.sleep(series.rng.uniform(0, series.duration("save")))
         second = time.monotonic()
         trainer.signal(number)
         return second
 
     codes = {128 + number, -number}
     trial, _, _ = strike(series, "two signals", act, codes, {*codes, RESTART}, ["update"])
-    trial.aimed = ""
     # At its end it has all but left.
     if series.processes == 1 and trial.hit != END and trial.seconds["ended"] > NOTICED:
         trial.failure = trial.failure or f"a second {number.name} in {trial.hit}: {trial.seconds}"
 
 
-def stop(series: Series) -> None:
+def stop(trainer: Trainer) -> None:
     """SIGSTOP, until the others have ended."""
-    strike(series, "SIGSTOP", lambda one: one.signal(signal.SIGSTOP), LOST, LOST)
+    trainer.signal(signal.SIGSTOP)
+
+
+def give_bad_line(series: Series) -> None:
+    """The data of one process have a bad line, which is met soon after its start."""
+    strike(series, "bad line", lambda one: one.marks[0][0], FAILED, FAILED, ["start"], bad=True)
 
 
 def use_up_memory(series: Series, trainer: Trainer) -> None:
@@ -173,16 +180,6 @@ def damage_cache(series: Series, trainer: Trainer) -> None:
 def refuse_requests(series: Series, _: Trainer) -> None:
     """All requests to the bucket fail until the processes have ended."""
     series.bucket.fault = lambda *_: "503"
-
-
-def give_bad_data(series: Series) -> None:
-    """The data of one process have a bad line."""
-    victim = series.rng.randrange(series.processes)
-    trainer, trial = series.launch(bad=victim)[victim], series.add("bad line", "start")
-    codes, late, ended = series.end(time.monotonic())
-    series.record(trial, trainer)
-    trial.seconds["ended"] = ended
-    trial.failure = trial.failure or misjudged(series, victim, codes, late, FAILED, FAILED)
 
 
 def start_twice(series: Series) -> None:
@@ -212,7 +209,7 @@ def damage(series: Series, kind: str) -> None:
     restored = []
     if series.rng.random() < 0.5:  # a kill while the damaged one is read or put aside
         (trainer, *_) = series.launch()
-        pause(series.rng.uniform(0, series.duration("start") + series.duration("restore")))
+        time.sleep(series.rng.uniform(0, series.duration("start") + series.duration("restore")))
         series.kill()
         restored.append(trainer.restored)
     (trainer, *_) = series.launch()
@@ -225,26 +222,24 @@ def damage(series: Series, kind: str) -> None:
     series.kill()
 
 
-DAMAGES: dict[str, Callable[[bytes, int, int], bytes] | None] = {
-    "truncated": lambda content, place, bit: content[:place],
-    "a bit flipped": lambda content, place, bit: (
-        content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
-    ),
-    "zeroed": lambda content, place, bit: content[:place].ljust(len(content), b"\0"),
-    "half deleted": None,
-}
-"""What happens to a file of the checkpoint; None: half of the files are deleted."""
+DAMAGES = ("truncated", "a bit flipped", "zeroed", "half deleted")
 
 
 def spoil(series: Series, step: int, kind: str) -> None:
-    """Damage a checkpoint; where one file is damaged, half of the time the largest."""
-    files, change, rng = series.files_of(step), DAMAGES[kind], series.rng
-    if change is None:
+    """Damage a file of a checkpoint, half of the time the largest, or delete half of the files."""
+    files, rng = series.files_of(step), series.rng
+    if kind == "half deleted":
         series.store.place.delete(rng.sample(sorted(files), -(-len(files) // 2)))
         return
     largest = max(files, key=lambda name: len(files[name]))
     name = largest if rng.random() < 0.5 else rng.choice(sorted(files))
-    series.store.place.write(name, change(files[name], rng.randrange(len(files[name])), rng.randrange(8)))
+    content = bytearray(files[name])
+    place = rng.randrange(len(content))
+    if kind == "a bit flipped":
+        content[place] ^= 1 << rng.randrange(8)
+    else:
+        content[place:] = b"" if kind == "truncated" else bytes(len(content) - place)
+    series.store.place.write(name, bytes(content))
 
 
 def tear_log(series: Series) -> None:
@@ -283,27 +278,18 @@ def fill_disk(series: Series) -> None:
         trial.failure = series.difference(f"{folder}.end")
 
 
-REQUESTS = ("429", "503", "reset", "lost", "late")
-"""How a request to a bucket fails: `lost` after it was carried out, `late` by 0.3 s."""
-
-
 def fail_requests(series: Series) -> None:
-    """A fifth of all requests to the bucket fail while the run goes on to its end."""
+    """A fifth of all requests to the bucket fail while the run goes on to its end.
+
+    Their answers are `lost` after they were carried out, or `late` by 0.3 s, or say so.
+    """
+    kinds = ("429", "503", "reset", "lost", "late")
     trial = series.add("requests", "a fifth fails")
     before = series.bucket.faults.total()
-    series.bucket.fault = lambda *_: series.rng.choice(REQUESTS) if series.rng.random() < 0.2 else None
+    series.bucket.fault = lambda *_: series.rng.choice(kinds) if series.rng.random() < 0.2 else None
     series.launch()
     series.check()
     trial.remarks.append(f"{series.bucket.faults.total() - before} failed")
-
-
-def pause(seconds: float) -> None:
-    """Wait, exactly to a few microseconds: some phases last less than a thousand of them."""
-    until = time.perf_counter() + seconds
-    if seconds > 0.005:
-        time.sleep(seconds - 0.002)
-    while time.perf_counter() < until:
-        pass
 
 
 class Fault(NamedTuple):
@@ -338,9 +324,9 @@ FAULTS = (
     Fault("no requests", 1 / 10, failing("requests", refuse_requests), processes="one", place="bucket"),
     Fault("a signal in slow work", 1 / 15, partial(interrupt, phases=PROMPT), ("slow",), "one"),
     Fault("kill -9 of a hanging reward", 1 / 20, partial(kill, phases=["reward"]), ("hanging",), "one"),
-    Fault("SIGSTOP", 1 / 3, stop, processes="several"),
+    Fault("SIGSTOP", 1 / 3, lambda series: strike(series, "SIGSTOP", stop, LOST, LOST), processes="several"),
     Fault("no more writing", 1 / 3, failing("can't write", refuse_to_write), processes="several", place="disk"),
     Fault("no memory", 1 / 3, failing("no memory", use_up_memory), processes="several"),
     Fault("a damaged cache", 1 / 5, failing("damaged cache", damage_cache), ("sft",), "several"),
-    Fault("a bad line", 1 / 5, give_bad_data, ("sft",), "several"),
+    Fault("a bad line", 1 / 5, give_bad_line, ("sft",), "several"),
 )

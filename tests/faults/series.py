@@ -69,8 +69,6 @@ class Trial:
     fault: str
     hit: str = ""
     """The phase in which it fell, or what it damaged."""
-    aimed: str = ""
-    """The phase that was meant."""
     column: str = ""
     """The workload and its number of processes, as in the table."""
     redone: int = 0
@@ -201,13 +199,13 @@ class Series:
         count = 1 if phase in ONCE else self.rng.randint(1, 2 if phase == "save" else 4)
         return phase, count, self.rng.uniform(0, self.duration(phase))
 
-    def reach(self, phase: str, count: int = 1, process: int = 0) -> list[Trainer]:
+    def reach(self, phase: str, count: int = 1, process: int = 0, bad: int | None = None) -> list[Trainer]:
         """Trainers of which one has begun `phase` for the `count`th time, or an earlier time if runs are too short.
 
         A run that ends before is checked, and a new one begun.
         """
         while True:
-            trainers = self.launch()
+            trainers = self.launch(bad)
             if trainers[process].follow(phase, count=count):
                 return trainers
             self.check()
@@ -251,9 +249,9 @@ class Series:
             self.bucket.fault = lambda *_: None
         return codes
 
-    def add(self, fault: str, hit: str = "", aimed: str = "") -> Trial:
+    def add(self, fault: str, hit: str = "") -> Trial:
         """Add a trial to those of the run that is under way."""
-        self.trials.append(Trial(fault, hit, aimed, self.column))
+        self.trials.append(Trial(fault, hit, self.column))
         return self.trials[-1]
 
     def record(self, trial: Trial, trainer: Trainer) -> None:

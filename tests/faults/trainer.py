@@ -6,7 +6,6 @@ are wrapped from outside and send the phase's name through a pipe; the trainer's
 """
 
 import atexit
-import functools
 import multiprocessing
 import os
 import signal
@@ -171,19 +170,12 @@ def run(arguments: list[str], output: Path, token: str, pipe: Connection, variab
             open_phases.pop()
             tell(open_phases[-1])
 
-    def wrap(owner: Any, method: str, name: str) -> None:
-        """Let a method or function be a phase of this name."""
-        original = getattr(owner, method)
-
-        @functools.wraps(original)
-        def wrapped(*args: Any, **options: Any) -> Any:
-            with phase(name):
-                result = original(*args, **options)
-            if name == "restore" and result is not None:
-                pipe.send(result.step)
-            return result
-
-        setattr(owner, method, wrapped)
+    def tell_restored(self: Checkpoints, like: Any) -> Any:
+        with phase("restore"):
+            state = restore(self, like)
+        if state is not None:
+            pipe.send(state.step)
+        return state
 
     sync = os.fsync
 
@@ -203,10 +195,14 @@ def run(arguments: list[str], output: Path, token: str, pipe: Connection, variab
     tell("start")
     Stopwatch.phase = timed_phase
     os.fsync = synced
-    for method in ("restore", "save", "wait"):
-        wrap(Checkpoints, method, method)
-    wrap(RunLog, "write", "metrics")
-    wrap(evaluation, "sample_trajectories", "eval")
+    restore, Checkpoints.restore = Checkpoints.restore, tell_restored
+    for owner, method, name in (
+        (Checkpoints, "save", "save"),
+        (Checkpoints, "wait", "wait"),
+        (RunLog, "write", "metrics"),
+        (evaluation, "sample_trajectories", "eval"),
+    ):
+        setattr(owner, method, phase(name)(getattr(owner, method)))
     code = train.main(arguments)
     tell(END)
     sys.stdout.flush()
