@@ -1,4 +1,4 @@
-"""A run's files, logs and lock are the same on a disk and in a bucket."""
+"""A run's files, logs and lock are the same on a disk and in a bucket; a failure of either is one line."""
 
 import errno
 import fcntl
@@ -8,12 +8,18 @@ import socket
 import subprocess
 import sys
 import time
+from random import Random
+from unittest.mock import Mock
 
 import pytest
 from runs import ROOT, environment
+from test_checkpoint import limited_files
 
 from mllm.errors import UserError
+from mllm.run.metrics import RunLog
 from mllm.store import lock
+from mllm.store.bucket import Bucket
+from mllm.store.folder import Folder
 from mllm.store.lock import Lease, LeaseLost, hold, is_dead
 from mllm.store.run_store import CONFIG, LOCK, RunStore
 
@@ -39,13 +45,38 @@ def test_files_are_written_whole_listed_and_removed(store):
     assert [name for name in store.entries() if store.entries(name) or name != "skipped"] == ["other.yaml"]
 
 
-@disk
-def test_a_file_that_can_not_be_written_is_one_line_that_names_the_checkpoint(store):
-    store.write("checkpoints/10.json", b"{}")
-    with pytest.raises(UserError, match=r"10.json/config: can't be written \(.*\); check the disk, and"):
-        store.write("checkpoints/10.json/config", b"")
-    with pytest.raises(UserError, match=r"goes on from checkpoint 10$"):
-        store.write("checkpoints", b"")
+MESSAGES = {
+    errno.ENOSPC: "(No space left on device); make room, and",
+    errno.EDQUOT: "(Disk quota exceeded); make room, or have the quota raised, and",
+    errno.EFBIG: "(File too large); allow larger files there, and",
+    errno.EACCES: "(Permission denied); allow access there, and",
+    errno.EROFS: "(Read-only file system); allow writing there, and",
+    errno.EIO: "(Input/output error); check the disk, and",
+}
+
+
+def tensorstore_error(number, *_):
+    return ValueError(f"RESOURCE_EXHAUSTED: Failed to open: {os.strerror(number)} [os_error_code='{number}'] [spec]")
+
+
+@pytest.mark.parametrize("error", [OSError, tensorstore_error])
+@pytest.mark.parametrize("number", MESSAGES, ids=errno.errorcode.get)
+def test_the_message_names_the_remedy_and_the_checkpoint_from_which_the_run_resumes(
+    tmp_path, monkeypatch, error, number
+):
+    store = RunStore(tmp_path)
+    for name in ("8.json", "10.json", "12-0123abcd.0/a/0", "damaged_14.json"):
+        store.write(f"checkpoints/{name}", b"")
+    failed = ValueError("a save failed")
+    failed.__cause__ = error(number, os.strerror(number))
+    monkeypatch.setattr(Folder, "write", Mock(side_effect=failed))
+    with pytest.raises(UserError) as failure:
+        store.write("checkpoints/12", b"")
+    place = f"{tmp_path}/checkpoints/12"
+    line = f"{place}: can't be written {MESSAGES[number]} the same command goes on from checkpoint 10"
+    assert str(failure.value) == line
+    other = ValueError("INVALID_ARGUMENT: shape")
+    assert store.place.failure(other, "a", "read") is None  # no fault of the disk
 
 
 # Logs
@@ -96,13 +127,39 @@ def test_a_thread_sends_logs_and_its_error_is_raised_where_more_is_appended(stor
     monkeypatch.setattr(lock, "SECONDS", 60)
     with pytest.raises(UserError, match=r"can't be written \(.*\); check the bucket"), hold(store):  # noqa: PT012
         log = store.open_log("metrics.jsonl")
-        for number in range(200):
+        log.append(b"1\n")
+        while "metrics" not in server.written[-1]:
+            time.sleep(0.01)
+        server.fault = lambda method, path: "503"
+        for _ in range(500):
             log.append(b"1\n")
-            time.sleep(0.05)
-            if number == 20:
-                assert "metrics" in server.written[-1]
-                server.fault = lambda method, path: "503"
+            time.sleep(0.02)
         pytest.fail("the thread says nothing")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl", "tensorboard"])
+def test_a_record_that_does_not_fit_is_an_error(tmp_path, capfd, name):
+    RunStore(tmp_path).write("checkpoints/3.json", b"")
+    log = RunLog(RunStore(tmp_path), -1, 1)
+    file = log.files[name]
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), file.file.fileno())
+    place = rf"{name}\S*: can't be written \(No space left on device\); make room, .* from checkpoint 3$"
+    with pytest.raises(UserError, match=place):  # noqa: PT012
+        log.write(1, {"loss": 1.0}, [{"completion": "1"}])
+        log.write_timings(1, {"tokens_per_second": 1.0}, {})
+    if name == "metrics.jsonl":  # its line must be the last: where it stands, the step's samples stand, too
+        assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "completion": "1"}\n'
+    with pytest.raises(UserError, match=rf"{name}\S*: can't be written \(Invalid argument\)"):
+        log.close()  # no buffer tries to write a second time; /dev/full can't be synced
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_record_of_which_only_a_part_fits_is_an_error(tmp_path):
+    file = RunStore(tmp_path).open_log("metrics.jsonl")
+    with limited_files(20), pytest.raises(UserError, match=r"can't be written \(File too large\)"):
+        file.append(b"x" * 30)
+    file.close()
 
 
 # The lock
@@ -211,3 +268,42 @@ def test_a_process_of_this_host_is_dead_or_alive():
     assert is_dead({"host": host, "process": os.getpid()})
     for alive in ({"host": host, "process": 1}, {"host": "another", "process": nobody}, {}):
         assert not is_dead(alive)
+
+
+# Requests to a bucket
+
+
+@pytest.mark.parametrize("wrong", ["gs://", "s3://", "gs://A_B!/run"])
+def test_a_url_without_a_bucket_is_refused(wrong):
+    with pytest.raises(UserError, match=r"is no place in a bucket: give (gs|s3)://bucket/path"):
+        Bucket(wrong).read("config.yaml")
+
+
+@buckets
+@pytest.mark.parametrize("fault", ["429", "503", "reset", "lost"])
+def test_requests_that_fail_are_repeated(url, server, fault):
+    objects = Bucket(url)
+    dice = Random(0)
+    server.fault = lambda method, path: fault if dice.random() < 0.5 else None
+    objects.write("a", b"1")
+    content, generation = objects.read_generation("a")
+    assert content == b"1"
+    assert objects.names() == objects.entries() == ["a"]
+    assert objects.replace("a", b"2", generation)
+    assert objects.read("a") == b"2"
+    assert objects.replace("a", b"3", generation) is None
+    objects.delete(["a"])
+    assert objects.read("a") is None
+    assert server.faults[fault] >= 3
+
+
+@buckets
+def test_a_bucket_that_fails_for_good_is_one_line(url, server):
+    server.fault = lambda method, path: "503"
+    with pytest.raises(
+        UserError, match=rf"^{url}/a: can't be read \(All 8 retry attempts failed: .*\); check the bucket"
+    ):
+        Bucket(url).read("a")
+    server.fault = lambda method, path: "403"
+    with pytest.raises(UserError, match=rf"^{url}/a: can't be written \(.*\); check the bucket and its credentials"):
+        Bucket(url).write("a", b"")
