@@ -157,6 +157,6 @@ def test_a_turn_has_as_many_calls_as_fill_it_and_no_more_under_way_than_the_queu
         return under_way[-1]
 
     functions = {"short": lambda: call("short", 0.01), "long": lambda: call("long", 0.2)}
-    found = frame.in_turns(functions, under_way.remove, rounds=3, least=0.0999, queue=queue, clock=lambda: now[0])
+    found = measure.in_turns(functions, under_way.remove, rounds=3, least=0.0999, queue=queue, clock=lambda: now[0])
     assert found == {"short": pytest.approx([0.01] * 3), "long": pytest.approx([0.2] * 3)}
     assert (calls[4:], under_way) == ((["short"] * 10 + ["long"]) * 3, [])

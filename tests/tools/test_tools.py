@@ -219,7 +219,7 @@ for command in sys.argv[1:]:
     assert not {"jax", "transformers", "matplotlib", "orbax"} & set(sys.modules), command
 """
 TOOLS = ("device.py", "export.py", "generate.py", "plot.py", "replay.py", "samples.py", "tune.py")
-BENCHES = ("bench", "bench head", "bench rollout", "bench train")
+BENCHES = ("bench", "bench head", "bench rollout")
 
 
 def test_help_is_fast_and_imports_nothing_heavy():

@@ -2,7 +2,6 @@
 
     head      the LM head beside the bare matrix products and other implementations
     rollout   the rollout engine beside google-tunix's sampler
-    train     an update of packed sequences beside one of padded rows
 
 `python tools/bench COMMAND --help` describes a command's figures and options.
 """
@@ -17,7 +16,7 @@ if not __package__:  # `python tools/bench`: in place of this folder, the reposi
     sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 from mllm import errors
 
-COMMANDS = ("head", "rollout", "train")
+COMMANDS = ("head", "rollout")
 
 
 @errors.command

@@ -10,7 +10,10 @@ count has beside arguments and results.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,13 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tools.bench.frame import MOST_CALLS, Figures, Shape, answer, in_turns
+from tools.bench.frame import Figures, Shape, answer
 from tools.bench.methods import IGNORED, Method, methods
 from tools.bench.tilings import traced_with
 
 CHUNK = 256
 """Tokens that the reference takes at a time."""
 SEED = 0
+MOST_CALLS = 1000
+"""Calls in a turn."""
 
 
 # --- the inputs, and what is right
@@ -177,6 +182,50 @@ class Torch:
 
     def read(self, result: Any) -> Any:
         return result.float().cpu().numpy()
+
+
+# --- turns
+
+
+def in_turns(
+    functions: Mapping[str, Callable[[], Any]],
+    wait: Callable[[Any], Any],
+    *,
+    rounds: int,
+    least: float,
+    queue: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of a call, one figure for each round, by the host's clock; the functions take turns in every round.
+
+    Args:
+        wait: returns when what a function has returned is there.
+        least: seconds that a turn takes; it has as many calls as fill them.
+        queue: calls that may be under way. With two, the device goes on while the host hears of the first, so that the
+            device's own time shows; more would hold more results.
+    """
+
+    def turn(function: Callable[[], Any], calls: int) -> float:
+        under_way: deque[Any] = deque()
+        start = clock()
+        for _ in range(calls):
+            under_way.append(function())
+            if len(under_way) == queue:
+                wait(under_way.popleft())
+        for result in under_way:
+            wait(result)
+        return (clock() - start) / calls
+
+    calls = {}
+    for name, function in functions.items():
+        turn(function, 1)
+        once = max(turn(function, 1), 1e-9)
+        calls[name] = max(1, min(MOST_CALLS, math.ceil(least / once)))
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            seconds[name].append(turn(function, calls[name]))
+    return seconds
 
 
 # --- the process

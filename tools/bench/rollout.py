@@ -9,26 +9,40 @@ first stop token. The methods take turns, each in a process of its own that is w
 """
 
 import importlib.util
+import math
+import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mllm import errors
-from tools.bench.frame import Figures, answer, compare, turn
+from mllm.errors import UserError
+from tools.bench.frame import Figures, answer, parser, positive, start, table
 
 STOPS = (3, 130, 259)
 VOCABULARY, DEVIATION = 260, 1e-3
 PROMPT = 32
 """The most tokens of a prompt."""
+OPTIONS = {
+    "rows": (64, "sequences, eight for each prompt"),
+    "slots": (64, "slots of the engine"),
+    "limit": (384, "tokens of the longest completion"),
+    "hidden": (256, "hidden size"),
+    "layers": (4, "layers"),
+    "repeats": (3, "turns"),
+}
+"""Numbers on the command line, with their defaults and meanings."""
 
 
-def qwen2_config(hidden: int, layers: int, vocabulary: int = VOCABULARY) -> dict[str, Any]:
+def qwen2_config(hidden: int, layers: int) -> dict[str, Any]:
     """The keys of config.json of a small Qwen2 model with heads of 64."""
     return {
         "model_type": "qwen2",
-        "vocab_size": vocabulary,
+        "vocab_size": VOCABULARY,
         "hidden_size": hidden,
         "intermediate_size": 4 * hidden,
         "num_hidden_layers": layers,
@@ -118,35 +132,52 @@ def tunix_sampler(options: Figures) -> Callable[[int], Figures]:
 METHODS = {"engine": engine, "google-tunix": tunix_sampler}
 
 
-def make_measure(name: str, options: Figures) -> Callable[[int], Figures]:
-    """A function that makes a rollout of this method, and says what it took."""
-    roll_out = METHODS[name](options)
-
-    def measure(seed: int) -> Figures:
-        start = time.perf_counter()
-        found = roll_out(seed)
-        seconds = time.perf_counter() - start
-        return {"seconds": seconds, "tokens/s": found["tokens"] / seconds, **found}
-
-    return measure
+def measure(task: Figures) -> Iterator[Figures]:
+    """What a rollout of the task's method with the task's seed takes, after one to warm up."""
+    roll_out = METHODS[task["method"]](task)
+    roll_out(task["seed"])
+    start = time.perf_counter()
+    found = roll_out(task["seed"])
+    seconds = time.perf_counter() - start
+    yield {"seconds": seconds, "tokens/s": found["tokens"] / seconds, **found}
 
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
+    known = parser("rollout", __doc__)
+    for option, (default, meaning) in OPTIONS.items():
+        known.add_argument(f"--{option}", type=positive(int), default=default, help=f"{meaning} (default {default})")
+    sizes = vars(known.parse_args(arguments))
     methods = list(METHODS) if importlib.util.find_spec("tunix") else ["engine"]
-    return compare(
-        "rollout",
-        __doc__,
-        arguments,
-        methods,
-        rows=(64, "sequences, eight for each prompt"),
-        slots=(64, "slots of the engine"),
-        limit=(384, "tokens of the longest completion"),
-        hidden=(256, "hidden size"),
-        layers=(4, "layers"),
-        repeats=(3, "turns"),
-    )
+    turns: dict[str, list[Figures]] = {method: [] for method in methods}
+    with tempfile.TemporaryDirectory() as cache:
+        for seed in range(sizes.pop("repeats")):
+            for method in methods:
+                found, failure = start("tools.bench.rollout", {"method": method, "seed": seed, **sizes}, cache=cache)
+                if failure:
+                    raise UserError(f"{method}: {failure}")
+                turns[method] += found
+                print(f"turn {seed + 1}: {method}: {found[-1]['seconds']:.2f} s", file=sys.stderr)
+    print(compared(turns))
+    return 0
+
+
+def compared(found: Mapping[str, Sequence[Figures]]) -> str:
+    """The table, a row for each method: medians over the turns, and the ratio to the first method in the same turn.
+
+    The first method has all columns.
+    """
+    first = next(iter(found.values()))
+    rows = []
+    for name, turns in found.items():
+        ratios = [own["seconds"] / other["seconds"] for own, other in zip(turns, first, strict=True)]
+        cells = [name, f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
+        for key in first[0]:
+            middle = statistics.median(turn.get(key, math.nan) for turn in turns)
+            cells.append("-" if math.isnan(middle) else f"{middle:.{0 if middle >= 100 else 3}f}")
+        rows.append(cells)
+    return table(["method", "ratio", *first[0]], rows)
 
 
 if __name__ == "__main__":
-    answer(turn, make_measure)
+    answer(measure)
