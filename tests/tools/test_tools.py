@@ -159,8 +159,9 @@ def test_another_dtype_changes_nothing_else_of_a_run_s_model(exported):
 
 
 def drawn(**runs):
-    """The names of each panel's series, by run."""
-    return {topic: [f"{one.run} {one.name}" for one in series] for topic, series in plot.panels(runs).items()}
+    """What the legend of each panel names."""
+    panels = plot.draw(runs).axes
+    return {panel.get_title(): [text.get_text() for text in panel.get_legend().get_texts()] for panel in panels}
 
 
 def test_the_curves_of_a_run_are_drawn_into_its_folder_and_named_in_its_summary(trained, copy, capsys):
@@ -179,30 +180,30 @@ def test_a_panel_has_what_its_runs_have_and_a_topic_of_none_has_no_panel():
     sft = [{"step": 0, "validation/loss": 3.0}, {"step": 1, "loss": 2.0}]
     no_answers = [{"step": 1, "reward": 0.5, "loss": 0.0, "kl": 0.1, "eval/reward": 0.4, "test/reward": 0.3}]
     assert drawn(sft=sft, grpo=no_answers) == {
-        "Reward": ["grpo training", "grpo held-out", "grpo test"],
-        "Loss (nats)": ["sft training", "sft validation"],  # a policy's own loss says nothing
-        "KL to the reference (nats)": ["grpo training"],
+        "Reward": ["grpo, training", "grpo, held-out", "grpo, test"],
+        "Loss (nats)": ["sft, training", "sft, validation"],  # a policy's own loss says nothing
+        "KL to the reference (nats)": ["grpo, training"],
     }
 
 
 def test_accuracies_and_lengths_have_bands():
     accuracy = {f"eval/greedy_accuracy{end}": value for end, value in (("", 0.5), ("_low", 0.4), ("_high", 0.7))}
     lengths = {f"completions/{name}_length": value for name, value in (("mean", 5.0), ("min", 2), ("max", 9))}
-    records = [{"step": 0, **accuracy}, {"step": 1, **lengths}]
-    series = plot.panels({"run": records})
-    assert series["Accuracy"] == [plot.Series("run", "held-out", [0], [0.5], ([0.4], [0.7]))]
-    assert series["Completion length (tokens)"] == [plot.Series("run", "training", [1], [5.0], ([2], [9]))]
+    records = [{"step": 0, **accuracy}, {"step": 1, **lengths}, {"step": 2, **lengths}]
+    interval, band = (
+        panel.collections[0].get_paths()[0].vertices.tolist() for panel in plot.draw({"run": records}).axes
+    )
+    assert interval == [[0, 0.4], [0, 0.7]]  # a line, where an area would have no width
+    assert {(1, 2), (1, 9), (2, 2), (2, 9)} <= {tuple(point) for point in band}
 
 
 def test_two_runs_of_one_step_with_every_topic_are_drawn(tmp_path, capsys):
     record = {key: 0.5 for metrics in plot.TOPICS.values() for key in metrics.values()} | {"step": 1}
-    record |= {"test/greedy_accuracy_low": 0.4, "test/greedy_accuracy_high": 0.7}
-    folders = [tmp_path / name / "run" for name in "ab"]
-    for folder in folders:
-        folder.mkdir(parents=True)
-        (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     out = tmp_path / "pictures" / "together.png"
-    assert plot.main([*map(str, folders), "--out", str(out)]) == 0
+    assert plot.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"curves             {out}\n"
     assert out.stat().st_size
 
