@@ -18,9 +18,9 @@ nothing runs. --out FILE writes the picture FILE.png.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,12 +44,14 @@ from mllm.train.step import Forward
 from tools.bench.frame import positive, table
 
 HEADS = ("full_logits", "fused", "lora")
-"""The columns: the head, and with the fused one adapters. Beside these there is the head "none"."""
+"""The columns: the head, and with the fused one adapters."""
 PARTS = ("parameters", "optimizer", "gradients", "activations", "head")
 RANK = 32
 """The rank of adapters where the configuration has none."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 GIB = 2**30
+Bar = dict[str, int]
+"""Bytes on a device by `PARTS`, and those of "peak" and "head alone"."""
 
 
 @errors.command
@@ -57,20 +59,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     config = configs.load(options.config, options.overrides)
     devices = plan.find_devices(config.mesh, options.target)
-    bars, bare = [], {}
+    bars: dict[tuple[str, int], Bar] = {}
+    bare: dict[tuple[bool, int], int] = {}
     for head in HEADS:
         for micro in sorted(set(options.micro_batches)):
+            changed = with_head(config, head, micro, devices.mesh)
             model = head == "lora", micro  # what the model takes does not depend on the head
             if model not in bare:
-                without = with_head(config, head, micro, devices.mesh)
-                bare[model] = account(without, devices, "none", "update").peak
-            bars.append(bar(config, devices, head, micro, bare[model]))
-            print(f"{head} {micro}: {plan.size(bars[-1].peak)}", file=sys.stderr)
+                bare[model] = account(changed, devices, "update", no_head=True).peak
+            bars[head, micro] = bar(changed, devices, bare[model])
+            print(f"{head} {micro}: {plan.size(bars[head, micro]['peak'])}", file=sys.stderr)
     print(f"{devices.name}, jax {jax.__version__}; a program may have {plan.size(devices.memory)} on a device\n")
     rows = []
-    for one in bars:
-        peak = plan.size(one.peak) if one.peak <= devices.memory else f"({plan.size(one.peak)})"
-        rows.append([one.column, str(one.sequences), *map(plan.size, one.parts.values()), peak, plan.size(one.alone)])
+    for (head, micro), found in bars.items():
+        shown = {name: plan.size(amount) for name, amount in found.items()}
+        if found["peak"] > devices.memory:
+            shown["peak"] = f"({shown['peak']})"
+        rows.append([head, str(micro), *shown.values()])
     print(table(["column", "sequences a shard", *PARTS, "peak", "head alone"], rows))
     if devices.caveat:
         print(f"{devices.name}: {devices.caveat}.")
@@ -98,29 +103,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 # --- figures
 
 
-class Bar(NamedTuple):
-    """A bar of the picture: its column, sequences a shard, and bytes on a device."""
-
-    column: str
-    sequences: int
-    peak: int
-    parts: dict[str, int]
-    alone: int
-
-
-def bar(config: Config, devices: Devices, head: str, micro: int, bare: int) -> Bar:
-    """The figures of a column at a micro-batch; `bare` is the peak without a head."""
-    config = with_head(config, head, micro, devices.mesh)
+def bar(config: Config, devices: Devices, bare: int) -> Bar:
+    """What holds the memory of an update, its peak, and the head alone; `bare` is the peak without a head."""
     shapes = Programs(config, devices.mesh)
     known = {
         "parameters": bytes_on_device(shapes.policy.params),
         "optimizer": bytes_on_device(shapes.state.opt_state),
         "gradients": bytes_on_device(shapes.gradients()),
     }
-    peak = account(config, devices, head, "update").peak
+    peak = account(config, devices, "update").peak
     parts = plan.phase("update", peak, known, max(peak - bare, 0)).parts
-    alone = account(config, devices, head, "head_of_update").temporaries
-    return Bar(head, micro, peak, {name: parts[name] for name in PARTS}, alone)
+    alone = account(config, devices, "head_of_update").temporaries
+    return {**{name: parts[name] for name in PARTS}, "peak": peak, "head alone": alone}
 
 
 def with_head(config: Config, head: str, micro: int, mesh: Mesh) -> Config:
@@ -136,9 +130,9 @@ def with_head(config: Config, head: str, micro: int, mesh: Mesh) -> Config:
     return config.model_copy(update=changes)
 
 
-def account(config: Config, devices: Devices, head: str, name: str) -> Account:
+def account(config: Config, devices: Devices, name: str, no_head: bool = False) -> Account:
     """The memory of a program."""
-    settings = {"config": config.model_dump(mode="json"), "head": head, "name": name}
+    settings = {"config": config.model_dump(mode="json"), "name": name, "no_head": no_head}
     return plan.account_of("tools.memory:program", devices, **settings)
 
 
@@ -153,27 +147,24 @@ class NoHead(Forward):
         return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none)
 
 
-def program(mesh: Mesh, *, config: dict[str, Any], head: str, name: str) -> Program:
-    """The program of `Programs` with this name; the head "none" is `NoHead`, any other one the configuration's."""
-    kind = NoHead if head == "none" else Forward
-    return getattr(Programs(Config.model_validate(config), mesh, kind), name)()
+def program(mesh: Mesh, *, config: dict[str, Any], name: str, no_head: bool) -> Program:
+    """The program of `Programs` with this name, with the configuration's head or `NoHead`."""
+    return getattr(Programs(Config.model_validate(config), mesh, NoHead if no_head else Forward), name)()
 
 
-def draw(bars: Sequence[Bar], name: str, memory: int, out: Path) -> None:
+def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path) -> None:
     """A panel for each column with a bar for each micro-batch, stacked by what holds the memory."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(HEADS), figsize=(4.5 * len(HEADS), 4), sharey=True, layout="constrained")
+    figure = Figure(figsize=(4.5 * len(HEADS), 4), layout="constrained")
+    axes = figure.subplots(1, len(HEADS), sharey=True)
     for axis, column in zip(axes, HEADS, strict=True):
-        shown = [bar for bar in bars if bar.column == column]
+        shown = {str(micro): bar for (head, micro), bar in bars.items() if head == column}
         floor = [0.0] * len(shown)
         for place, part in enumerate(PARTS):
-            heights = [bar.parts[part] / GIB for bar in shown]
-            colors = [(f"C{place}", 1.0 if bar.peak <= memory else 0.45) for bar in shown]
-            axis.bar([str(bar.sequences) for bar in shown], heights, bottom=floor, color=colors, label=part)
+            heights = [bar[part] / GIB for bar in shown.values()]
+            colors = [(f"C{place}", 1.0 if bar["peak"] <= memory else 0.45) for bar in shown.values()]
+            axis.bar(list(shown), heights, bottom=floor, color=colors, label=part)
             floor = [low + height for low, height in zip(floor, heights, strict=True)]
         axis.axhline(memory / GIB, color="black", linestyle="--")
         axis.set_title(column)
@@ -182,9 +173,8 @@ def draw(bars: Sequence[Bar], name: str, memory: int, out: Path) -> None:
     axes[0].legend()
     figure.suptitle(f"Peak of an update on {name}; pale: does not fit")
     # Else one bar beyond all bounds, or the line far above them, would flatten those that matter.
-    axes[0].set_ylim(0, min(max(bar.peak for bar in bars), 2 * memory) / GIB * 1.05)
+    axes[0].set_ylim(0, min(max(bar["peak"] for bar in bars.values()), 2 * memory) / GIB * 1.05)
     figure.savefig(out, dpi=130)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -30,17 +30,17 @@ def test_full_logits_add_at_least_themselves_to_an_update_without_a_head():
     config = tiny.config("sft", model={"architecture": architecture})
     devices = plan.find_devices(config.mesh, None)
     larger = memory.with_head(config, "full_logits", 16, devices.mesh)
-    without, whole = (memory.account(larger, devices, head, "update").peak for head in ("none", "full_logits"))
+    without, whole = (memory.account(larger, devices, "update", no_head=none).peak for none in (True, False))
     assert whole - without > 4 * 20_000 * 16 * larger.data.max_length
 
 
 def test_the_table_brackets_what_does_not_fit_and_the_picture_is_written(tmp_path, monkeypatch, capsys):
-    devices, peaks = plan.find_devices(tiny.config("sft").mesh, None), {"full_logits": 4, "fused": 2, "lora": 1}
+    devices, peaks = plan.find_devices(tiny.config("sft").mesh, None), iter((4, 2, 1))
     monkeypatch.setattr(plan, "find_devices", lambda *_: replace(devices, memory=3 * 2**30))
-    monkeypatch.setattr(memory, "account", lambda *_: Account(0, 0))
+    monkeypatch.setattr(memory, "account", lambda *_, **__: Account(0, 0))
 
-    def bar(config, devices, head, micro, bare):
-        return memory.Bar(head, micro, peaks[head] * 2**30, dict.fromkeys(memory.PARTS, 2**30), 2**29)
+    def bar(*_):
+        return {**dict.fromkeys(memory.PARTS, 2**30), "peak": next(peaks) * 2**30, "head alone": 2**29}
 
     monkeypatch.setattr(memory, "bar", bar)
     assert memory.main(["--config", "tiny_sft", "--micro-batches", "8", "--out", str(tmp_path / "memory")]) == 0
