@@ -19,27 +19,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOPICS = {
-    "Reward": {
-        "training": "reward",
-        "held-out": "eval/reward",
-        "held-out, sampled": "eval/sampled_reward",
-        "test": "test/reward",
-    },
-    "Accuracy": {
-        "held-out": "eval/greedy_accuracy",
-        "held-out, sampled": "eval/sampled_accuracy",
-        "test": "test/greedy_accuracy",
-    },
-    "Loss (nats)": {"training": "loss", "validation": "validation/loss"},
-    "Validation: token accuracy": {"validation": "validation/token_accuracy"},
-    "Entropy (nats)": {"training": "entropy"},
-    "KL to the reference (nats)": {"training": "kl"},
-    "Completion length (tokens)": {"training": "completions/mean_length"},
-    "Share of completions cut off": {"training": "completions/clipped_ratio"},
-    "Tokens per second": {"training": "tokens_per_second"},
+    "Reward": ("reward", "eval/reward", "eval/sampled_reward", "test/reward"),
+    "Accuracy": ("eval/greedy_accuracy", "eval/sampled_accuracy", "test/greedy_accuracy"),
+    "Loss (nats)": ("loss", "validation/loss"),
+    "Validation: token accuracy": ("validation/token_accuracy",),
+    "Entropy (nats)": ("entropy",),
+    "KL to the reference (nats)": ("kl",),
+    "Completion length (tokens)": ("completions/mean_length",),
+    "Share of completions cut off": ("completions/clipped_ratio",),
+    "Tokens per second": ("tokens_per_second",),
 }
-"""For each panel the metrics in it, and what its legend calls them."""
-STYLES = {"training": "-", "held-out": ".-", "held-out, sampled": ".--", "validation": ".--", "test": "*"}
+"""The metrics in each panel."""
+KINDS = {
+    "eval/sampled_": ("held-out, sampled", ".--"),
+    "eval/": ("held-out", ".-"),
+    "validation/": ("validation", ".--"),
+    "test/": ("test", "*"),
+    "": ("training", "-"),
+}
+"""What the legend calls a metric, and its style, by how its name begins; the first that fits."""
 EXTREMES = {"completions/mean_length": ("completions/min_length", "completions/max_length")}
 """The ends of a metric's band, where they are not called by its name and _low or _high."""
 
@@ -93,10 +91,10 @@ def draw(runs: dict[str, list[Record]]) -> "Figure":
     from matplotlib.figure import Figure
 
     curves = [
-        (topic, run, name, key, having)
+        (topic, run, key, having)
         for topic, metrics in TOPICS.items()
         for run, records in runs.items()
-        for name, key in metrics.items()
+        for key in metrics
         if (having := [record for record in records if key in record])
         # A policy's loss is near 0 on its own samples, so its curve shows nothing.
         and not (key == "loss" and any("reward" in record for record in records))
@@ -111,27 +109,27 @@ def draw(runs: dict[str, list[Record]]) -> "Figure":
     axis: Any = None
     for place, title in enumerate(topics, 1):
         axis = figure.add_subplot(rows, columns, place, sharex=axis, title=title, xlabel="step")
-        for topic, run, name, key, records in curves:
+        for topic, run, key, records in curves:
             if topic == title:
-                label = f"{run}, {name}" if len(runs) > 1 else name
-                draw_curve(axis, records, key, STYLES[name], color=colors[run], label=label)
+                draw_curve(axis, records, key, colors[run], f"{run}, " * (len(runs) > 1))
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25)
         axis.legend(fontsize="small", framealpha=0.5)
     return figure
 
 
-def draw_curve(axis: Any, records: list[Record], key: str, style: str, *, color: str, label: str) -> None:
+def draw_curve(axis: Any, records: list[Record], key: str, color: str, run: str) -> None:
     """What comes with a step, faint, with its mean over the last twentieth of the run; what is measured, as it is."""
+    kind, style = next(found for begin, found in KINDS.items() if key.startswith(begin))
     ends = EXTREMES.get(key, (f"{key}_low", f"{key}_high"))
     shown = [key, *(end for end in ends if all(end in record for record in records))]
     steps, (values, *band) = [record["step"] for record in records], [[record[x] for record in records] for x in shown]
-    if style == STYLES["training"]:
+    if kind == "training":
         axis.plot(steps, values, color=color, alpha=0.3)
         values, *band = map(smooth, (values, *band))
     if len(steps) == 1:
         style = style.replace("-", "") or "."  # a line has no single point
-    axis.plot(steps, values, style, color=color, label=label)
+    axis.plot(steps, values, style, color=color, label=run + kind)
     if band and len(steps) == 1:
         axis.vlines(steps, *band, color=color)
     elif band:
