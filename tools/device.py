@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script sees only its own folder
 from mllm import child_process, errors
 from mllm.errors import UserError
-from tools.bench.frame import DEFAULTS, ROOT, positive
+from tools.bench.frame import DEFAULTS, ROOT, positive, start
 
 Record = dict[str, Any]
 LEAST, MARGIN = 20, 10
@@ -126,10 +126,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + 60 * options.minutes - MARGIN
     results = read_results(options.out)
-    ended = start(["-m", "tools.bench.measure", "{}"], 120.0, options.out)
-    if ended.code or ended.answer is None:
-        raise UserError(f"JAX finds no device: {ended.reason}")
-    return measure(options.out, ended.answer, list(make_jobs(ended.answer)), results, deadline)
+    found, failure = start("tools.bench.measure", {}, 120.0, str((options.out / "cache").absolute()))
+    if failure:
+        raise UserError(f"JAX finds no device: {failure}")
+    return measure(options.out, found[0], list(make_jobs(found[0])), results, deadline)
 
 
 def read_results(folder: Path) -> dict[str, Record]:
@@ -171,7 +171,15 @@ def run(job: Job, folder: Path, platform: str, deadline: float) -> Record:
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir()
     command = [part.replace("{own}", str(own)) for part in job.command]
-    ended = start(command, float(min(job.seconds, left)), folder, platform)
+    environment = {
+        **os.environ,
+        **DEFAULTS,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "JAX_COMPILATION_CACHE_DIR": str((folder / "cache").absolute()),
+        "JAX_PLATFORMS": {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(platform, "cpu"),  # the tests' default is a CPU
+    }
+    limit = float(min(job.seconds, left))
+    ended = child_process.run([sys.executable, *command], seconds=limit, env=environment, cwd=ROOT)
     for path in own.rglob("checkpoints"):
         shutil.rmtree(path)
     said = ended.stdout[-LONGEST:]
@@ -182,15 +190,6 @@ def run(job: Job, folder: Path, platform: str, deadline: float) -> Record:
         "reason": ended.reason,
         "shown": [line for line in said.splitlines() if line and re.search(job.shows, line)],
     }
-
-
-def start(command: Sequence[str], seconds: float, folder: Path, platform: str | None = None) -> child_process.Ended:
-    """Run a job's command, on the platform that was found; the tests' default is a CPU."""
-    own = DEFAULTS | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    own["JAX_COMPILATION_CACHE_DIR"] = str((folder / "cache").absolute())
-    if platform:
-        own["JAX_PLATFORMS"] = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(platform, "cpu")
-    return child_process.run([sys.executable, *command], seconds=seconds, env=os.environ | own, cwd=ROOT)
 
 
 def write_table(path: Path, device: Record, found: Sequence[Record]) -> None:

@@ -45,14 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(failure or "there is no TPU or Hopper GPU here, and tile sizes are found by timing them")
         for kernel in listed:
             found, refused, left_out = [], [], 0
-            impl = "mosaic_tpu" if "kernel" in kernel["tilings"][0] else "mosaic_gpu"
             task = {"shape": options.shape, "dtype": "bfloat16", "lives": [1.0], "rounds": 5, "least": LEAST}
             for tiles in kernel["tilings"]:
                 if time.monotonic() > deadline:
                     left_out += 1
                     continue
                 name = ", ".join(f"{name}={size}" for name, size in tiles.items() if name != "kernel")
-                given = {**task, "method": f"{impl}, {kernel['way']}", "tiles": tiles}
+                given = {**task, "method": f"{kernel['impl']}, {kernel['way']}", "tiles": tiles}
                 print(f"{kernel['kernel']}: {name}", file=sys.stderr)
                 measured, failure = start(CHILD, given, PATIENCE, cache)
                 if failure:
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 else:
                     found.append([name, *cells(measured[0])])
             found.sort(key=lambda row: float(row[1]))
-            print(f"\n{impl}, {kernel['kernel']}, by {kernel['way']}")
+            print(f"\n{kernel['impl']}, {kernel['kernel']}, by {kernel['way']}")
             if left_out:
                 refused.append(f"--limit: {left_out} tilings were left out")
             print("\n".join([table(["tiles", *COLUMNS[1:]], found), *refused]), flush=True)

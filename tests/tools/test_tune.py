@@ -19,7 +19,7 @@ def test_the_fastest_tiling_is_first_and_one_that_fails_is_a_line_with_the_reaso
 
     def start(module, task, seconds, cache):
         if module == "tools.bench.tilings":
-            return [{"kernel": "dW", "way": "workspace 0", "tilings": tried}], ""
+            return [{"impl": "mosaic_tpu", "kernel": "dW", "way": "workspace 0", "tilings": tried}], ""
         assert task["method"] == "mosaic_tpu, workspace 0"
         now[0] += 10
         rounds = {**ROUNDS, "method": [task["tiles"]["rows"] / -64 + 6]}

@@ -84,7 +84,8 @@ def engine_methods(impl: str, platform: str | None) -> list[Method]:
         "default workspace": (3, value_and_gradients(fused(impl=impl))),
         "value only": (1, value_only(fused(impl=impl))),
         "general backward": (4, value_and_gradients(general(impl=impl))),
-        "with entropy": (4, value_and_gradients(with_entropy(impl=impl, workspace=0))),
+        # The entropy's gradient takes kernels of its own on TPUs.
+        "with entropy": (4, value_and_gradients(fused(0.01, impl=impl, workspace=0))),
     }
     return [
         Method(f"{impl}, {name}", products, call, general=name == "general backward", platform=platform)
@@ -95,22 +96,13 @@ def engine_methods(impl: str, platform: str | None) -> list[Method]:
 # --- losses
 
 
-def fused(**options: Any) -> Loss:
-    """The cross-entropy by `token_loss` with these options."""
+def fused(entropy: float = 0.0, **options: Any) -> Loss:
+    """The cross-entropy less `entropy` times the entropy, by `token_loss` with these options."""
+
+    def objective(logprob: Array, found: Array) -> Array:
+        return -logprob - entropy * found if entropy else -logprob
 
     def loss(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Array:
-        return token_loss(hidden, weight, labels, lambda logprob, _: -logprob, weights=weights, **options)[0]
-
-    return loss
-
-
-def with_entropy(**options: Any) -> Loss:
-    """The cross-entropy less a hundredth of the entropy, whose gradient takes kernels of its own on TPUs."""
-
-    def loss(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Array:
-        def objective(logprob: Array, entropy: Array) -> Array:
-            return -logprob - 0.01 * entropy
-
         return token_loss(hidden, weight, labels, objective, weights=weights, **options)[0]
 
     return loss

@@ -35,7 +35,7 @@ def tilings(task: Figures) -> Iterator[Figures]:
         each = sorted((x for x in each if gpu.shared_memory(x) <= gpu.SHARED_MEMORY), key=lambda x: x != gpu.Tiles())
         found = [{"columns": x.columns, "slots": x.slots, "cluster": x.cluster, "chunk": 2048} for x in each]
         found += [{**found[0], "chunk": chunk} for chunk in CHUNKS if chunk != 2048]
-        yield {"kernel": "loss", "way": "workspace 0", "tilings": found}
+        yield {"impl": "mosaic_gpu", "kernel": "loss", "way": "workspace 0", "tilings": found}
     tokens, features, vocabulary = task["shape"]
     narrow, wide = jnp.dtype("bfloat16"), jnp.dtype("float32")
     for name, (kernel, mean, keep, way) in TPU_KERNELS.items() if platform == "tpu" else ():
@@ -43,7 +43,7 @@ def tilings(task: Figures) -> Iterator[Figures]:
         case = tpu.Case(kernel, tokens, vocabulary, features, narrow, narrow, narrow, gradient, mean, keep)
         best = tpu.candidates(case, tpu.vmem())[: task["most"]]
         found = [{"kernel": kernel, "rows": x.rows, "columns": x.columns, "step": x.step} for x in best]
-        yield {"kernel": name, "way": way, "tilings": found}
+        yield {"impl": "mosaic_tpu", "kernel": name, "way": way, "tilings": found}
 
 
 def traced_with(tiles: Figures) -> AbstractContextManager[None]:
