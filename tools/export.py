@@ -37,12 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     out = options.out or f"{options.run.rstrip('/')}/{'adapter' if options.adapter else 'export'}"
     refuse_foreign_files(out)
+    config, policy, step, params = restore(options.run, options.step, adapter=options.adapter)
+    said = f"step {step} of {options.run} is exported to {out}"
     if options.adapter:
-        step, base = export_adapter(options.run, options.step, out)
-        print(f"step {step} of {options.run} is exported to {out}, adapters of {base}")
-        return 0
-    step = export(options.run, options.step, options.dtype, out)
-    print(f"step {step} of {options.run} is exported to {out}")
+        said += f", adapters of {save_adapter(config, policy, params, out)}"
+    else:
+        save_model(policy, params, options.dtype or config.model.dtype, out)
+    print(said)
     return 0
 
 
@@ -71,38 +72,35 @@ def restore(
     return config, policy, step, params if adapter else policy.complete(params)
 
 
-def export_adapter(run: str, step: int | None, out: str) -> tuple[int, str]:
-    """Write the adapters' folder; returns the step that it holds, and the model without adapters, in words."""
+def save_adapter(config: "Config", policy: "Policy", adapters: "Params", out: str) -> str:
+    """Write the adapters' folder; returns the model without adapters, in words."""
     from mllm.model import peft
 
-    config, policy, step, adapters = restore(run, step, adapter=True)
     assert policy.lora is not None
-    theirs = config.model.source if policy.read else None  # it is a run
-    base = f"{theirs}/export" if theirs else config.model.source
-    peft.save(out, policy.lora, adapters, base if config.model.init == "pretrained" else None)
-    if theirs:
-        return step, f"{base}, which tools/export.py {theirs} --step {config.model.step} writes"
-    return step, str(base) if config.model.init == "pretrained" else "random parameters"
+    source = config.model.source if config.model.init == "pretrained" else None
+    base = f"{source}/export" if policy.read else source  # what was read is a run
+    peft.save(out, policy.lora, adapters, base)
+    if policy.read:
+        return f"{base}, which tools/export.py {source} --step {config.model.step} writes"
+    return base or "random parameters"
 
 
-def export(run: str, step: int | None, dtype: str | None, out: str) -> int:
-    """Write the model's folder; returns the step that it holds."""
+def save_model(policy: "Policy", params: "Params", dtype: str, out: str) -> None:
+    """Write the model's folder."""
     import jax.numpy as jnp
 
     from mllm.model import weights
     from mllm.model.lora import merge_all_adapters
 
-    config, policy, step, params = restore(run, step)
     weights.save(
         out,
         policy.exported,
         merge_all_adapters(params, policy.lora),
-        dtype=jnp.dtype(dtype or config.model.dtype),
+        dtype=jnp.dtype(dtype),
         stop_ids=policy.stop_ids,
         pad_id=policy.tokenizer.pad_token_id,
         also=policy.tokenizer.save_pretrained,
     )
-    return step
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from mllm import errors
 from mllm.errors import UserError
-from mllm.store.run_store import RunStore, tool_run
+from mllm.store.run_store import tool_run
 
 if TYPE_CHECKING:
     from mllm.data.batch import Batch
@@ -31,15 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dump", metavar="RUN/skipped/step_N.npz", help="the batch of a skipped update")
     options = parser.parse_args(arguments)
-    run, skipped, name = options.dump.rpartition("skipped/")
+    folder, skipped, name = options.dump.rpartition("skipped/")
     if not skipped:
         raise UserError(f"{options.dump}: not a batch that a run has kept; those are run_dir/skipped/step_N.npz")
-    return replay(tool_run(run.rstrip("/") or "."), name)
-
-
-def replay(run: RunStore, dump: str) -> int:
-    """Compute the batch `dump` of a run again and print what isn't finite. Returns the exit code."""
-    batch, step = read(run.local(f"skipped/{dump}"))
+    run = tool_run(folder.rstrip("/") or ".")
+    batch, step = read(run.local(f"skipped/{name}"))
     import jax
     import jax.numpy as jnp
 
@@ -50,9 +46,16 @@ def replay(run: RunStore, dump: str) -> int:
     from mllm.train.step import Forward
     from tools.export import restore
 
-    updated = {record["step"] for record in read_records(run, "metrics.jsonl") if record.get("skipped") == 0}
-    config, policy, checkpoint, params = restore(run.url, nearest(run.steps(), step, updated))
-    between = len(updates_between(checkpoint, step, updated))
+    updated = [record["step"] for record in read_records(run, "metrics.jsonl") if record.get("skipped") == 0]
+
+    def updates(checkpoint: int) -> int:
+        """The number of updates between a checkpoint's parameters and those that the skipped update had."""
+        first, last = sorted((checkpoint, step - 1))
+        return sum(first < number <= last for number in updated)
+
+    nearest = min(sorted(run.steps()), key=updates, default=None)
+    config, policy, checkpoint, params = restore(run.url, nearest)
+    between = updates(checkpoint)
     when = f"{between} updates {'earlier' if checkpoint < step else 'later'}" if between else "as they were then"
     print(f"step {step} of {run}, parameters of checkpoint {checkpoint}: {when}")
 
@@ -97,17 +100,6 @@ def read(path: Path) -> tuple["Batch", int]:
         raise UserError(f"{path}: not found; a run keeps its skipped updates in run_dir/skipped") from None
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError):
         raise UserError(f"{path}: not a batch that a run has kept; those are run_dir/skipped/step_N.npz") from None
-
-
-def nearest(checkpoints: Sequence[int], step: int, updated: set[int]) -> int | None:
-    """The checkpoint with the fewest updates between its parameters and those that the skipped update had."""
-    return min(sorted(checkpoints), key=lambda found: len(updates_between(found, step, updated)), default=None)
-
-
-def updates_between(checkpoint: int, step: int, updated: set[int]) -> list[int]:
-    """The updates that were made between a checkpoint and the beginning of update `step`, or the other way round."""
-    first, last = sorted((checkpoint, step - 1))
-    return [number for number in range(first + 1, last + 1) if number in updated]
 
 
 if __name__ == "__main__":

@@ -80,17 +80,17 @@ def test_a_run_that_measures_nothing_fails(monkeypatch, capsys, device, method, 
 
 
 @pytest.mark.parametrize(
-    ("code", "outcome"),
+    ("code", "seconds", "outcome"),
     [
-        ("child_process.answer({'a': 1}); raise MemoryError", ([{"a": 1}], "MemoryError")),
-        ("time.sleep(60)", ([], "the time limit was reached")),
+        ("child_process.answer({'a': 1}); raise MemoryError", None, ([{"a": 1}], "MemoryError")),
+        ("time.sleep(60)", 0.1, ([], "the time limit was reached")),
     ],
 )
-def test_what_came_of_a_process(tmp_path, monkeypatch, code, outcome):
+def test_what_came_of_a_process(tmp_path, monkeypatch, code, seconds, outcome):
     monkeypatch.setattr(frame, "ROOT", tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(bench.Path(bench.__file__).parent.parent.parent))
     (tmp_path / "method.py").write_text(f"import time\nfrom mllm import child_process\n{code}")
-    assert frame.start("method", {}, 1.0) == outcome
+    assert frame.start("method", {}, seconds) == outcome
 
 
 # --- the table

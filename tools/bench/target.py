@@ -78,7 +78,7 @@ def run(target: str, shape: Shape, chosen: Sequence[Method]) -> None:
             except ValueError as error:
                 remarks.append(f"{method.name}: refused: {error}")
                 continue
-            kernels = read_folder(Path(folder), target) or read_folder(Path(folder), target, xla=True)
+            kernels = read_folder(Path(folder), target)
         rows.append([method.name, str(method.products), *(f"{account[name] / 2**20:.1f}" for name in ("temp", "peak"))])
         for name, bundles, vmatmuls, mxu, spills in kernels:
             figures = f"bundles {bundles}, vmatmuls {vmatmuls}, mxu {mxu:.1%}, spills {spills}"
@@ -124,18 +124,17 @@ _REGION = re.compile(r"(?:Start|Start/End empty) region (\d+)")
 _SPILL = re.compile(r"= vst \[vmem:\[#allocation\d+_spill\]")
 
 
-def read_folder(folder: Path, chip: str, *, xla: bool = False) -> list[ListedKernel]:
-    """The Pallas kernels with products in a folder of listings; with `xla`, XLA's own kernels with products instead."""
+def read_folder(folder: Path, chip: str) -> list[ListedKernel]:
+    """The Pallas kernels with products in a folder of listings; where there is none, XLA's own kernels."""
     pallas: set[str] = set()
     for path in folder.glob("*-TLP-hlo.txt"):
         pallas.update(re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", path.read_text()))
-    result = []
+    found: dict[bool, list[ListedKernel]] = {True: [], False: []}
     for path in sorted(folder.glob("*-final_bundles.txt")):
         match = re.fullmatch(r"\d+-(.+)-\d\d-final_bundles\.txt", path.name)
-        if match and (match[1] in pallas) != xla:
-            kernel = read_kernel(own_name(match[1]), path.read_text(), chip)
-            result += [kernel] if kernel else []
-    return result
+        if match and (kernel := read_kernel(own_name(match[1]), path.read_text(), chip)):
+            found[match[1] in pallas].append(kernel)
+    return found[True] or found[False]
 
 
 def own_name(name: str) -> str:
