@@ -113,12 +113,7 @@ def wrong(hidden, weight, labels, weights, *rest):
     return value * 1.01, dh.at[3, 5].add(0.5 * jnp.abs(dh).max()), dw.at[-1].set(jnp.nan)
 
 
-def of_all_rows(hidden, weight, labels, weights, *rest):
-    return METHOD.call(hidden, weight, labels, jnp.ones_like(weights), *rest)
-
-
 NONE = pytest.approx(0, abs=1e-5)
-SOME = pytest.approx(1, abs=0.99)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +125,6 @@ SOME = pytest.approx(1, abs=0.99)
         pytest.param(methods.value_only(fused()), {}, (NONE,), id="right, value only"),
         pytest.param(methods.tokamax(None), {"transposed": True}, (NONE, NONE, NONE), id="right, rows as zeros"),
         pytest.param(wrong, {}, (pytest.approx(0.01, rel=1e-3), pytest.approx(0.5, rel=1e-3), "nan"), id="wrong"),
-        pytest.param(of_all_rows, {}, (SOME, SOME, SOME), id="all rows"),
     ],
 )
 def test_a_method_s_errors_say_where_it_is_wrong_and_by_how_much(call, options, expected, monkeypatch):

@@ -137,8 +137,6 @@ def test_xla_s_own_large_product_keeps_the_matrix_units_busy(chip, tmp_path):
 
 @pytest.mark.aot
 @needs_libtpu
-def test_a_program_that_does_not_exist_is_refused_in_one_line_with_a_note_of_all_that_was_said(tmp_path):
-    with pytest.raises(ValueError, match="no_such_thing") as refusal:
+def test_a_program_that_does_not_exist_is_refused_in_one_line(tmp_path):
+    with pytest.raises(ValueError, match=r"^AttributeError: module 'math' has no attribute 'no_such_thing'$"):
         target.compile_listed("v6e", "math:no_such_thing", {}, tmp_path)
-    assert str(refusal.value) == "AttributeError: module 'math' has no attribute 'no_such_thing'"
-    assert "Traceback" in refusal.value.__notes__[0]
