@@ -149,7 +149,7 @@ def train(config: Config, change: bool = False) -> int:
         raise StepError(fatal_error + f" (saved after step {saved_step}: the same command resumes)" * (saved_step > 0))
     if stopping and not finished:
         print(f"stopped by a signal after step {saved_step}; saved: the same command resumes", file=sys.stderr)
-        return run.interrupt.exit_code
+        return 128 + run.interrupt.received  # as a shell reports a process that a signal killed
     if is_writer():
         print(report.summary(run.store))
     return 0

@@ -49,7 +49,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > LARGEST_FILE:
             raise UserError(f"{path}: larger than {LARGEST_FILE >> 20} MiB, so it is no configuration")
-        settings = from_yaml(path.read_text(encoding="utf-8"))
+        settings = yaml.load(path.read_text(encoding="utf-8"), PlainLoader)
     except (yaml.YAMLError, ValueError, OSError) as error:
         raise UserError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):
@@ -88,18 +88,13 @@ def apply_override(settings: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise UserError(f"{override}: {parent} is a value, not a section")
     try:
-        node[last] = from_yaml(text)
+        node[last] = yaml.load(text, PlainLoader)
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{override}: the value is not readable as YAML: {' '.join(str(error).split())}") from None
 
 
-def from_yaml(text: str) -> Any:
-    """The value of a YAML text; raises yaml.YAMLError, or ValueError for what settings don't need of YAML."""
-    return yaml.load(text, PlainLoader)
-
-
 class PlainLoader(yaml.SafeLoader):
-    """Reads mappings, lists and plain values, and refuses what can't be written back unchanged."""
+    """Reads mappings, lists and plain values; raises ValueError for what settings don't need of YAML."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
@@ -135,12 +130,9 @@ def place(found: Any) -> str:
     return f"line {found.start_mark.line + 1}"
 
 
-for kind, construct in (
-    ("int", PlainLoader.construct_number),
-    ("float", PlainLoader.construct_number),
-    ("timestamp", PlainLoader.construct_yaml_str),
-):
-    PlainLoader.add_constructor(f"tag:yaml.org,2002:{kind}", construct)
+PlainLoader.add_constructor("tag:yaml.org,2002:int", PlainLoader.construct_number)
+PlainLoader.add_constructor("tag:yaml.org,2002:float", PlainLoader.construct_number)
+PlainLoader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)
 
 
 def explain(error: ValidationError) -> str:

@@ -3,23 +3,28 @@
 metrics.jsonl and samples.jsonl are the same, to the byte, however often the run was killed and resumed; timings.jsonl
 holds what depends on the machine. The first of several processes writes everything: metrics, samples and tokens/s of
 all processes, but its own seconds and memory. A line that can't be written is a UserError.
+
+TensorBoard's records are made here: tensorboardX's own writer has a thread, and the run hangs when that can't write.
 """
 
 import json
 import math
 import os
 import socket
+import struct
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.summary import Summary, scalar
 from tqdm import tqdm
 
 from mllm.config.schema import Config
 from mllm.parallel.processes import is_writer
-from mllm.run import tensorboard
 from mllm.run.wandb import Wandb
 from mllm.store.log import Log
 from mllm.store.run_store import RunStore
@@ -46,7 +51,10 @@ class RunLog:
             events = f"{EVENTS}/events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
             self.files = {name: store.open_log(name, partial(size_until, last_step)) for name in RECORDS}
             self.files[EVENTS] = store.open_log(events)
-            self.files[EVENTS].append(tensorboard.header(last_step + 1))
+            self.files[EVENTS].append(event(file_version="brain.Event:2"))
+            # TensorBoard hides older files' events from this step on.
+            begin = SessionLog(status=SessionLog.START)
+            self.files[EVENTS].append(event(step=last_step + 1, session_log=begin))
         self.wandb, self.steps = None, steps
         self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
         if self.files and config and config.log.wandb:
@@ -82,7 +90,9 @@ class RunLog:
         self.files[name].append((json.dumps({"step": step, **finite}, ensure_ascii=False) + "\n").encode())
         if name != "samples.jsonl":
             numbers = {key: value for key, value in record.items() if key != "changed"}
-            self.files[EVENTS].append(tensorboard.scalars(step, numbers))
+            # tensorboardX warns of numbers that aren't finite.
+            drawn = [value for key in numbers if finite[key] is not None for value in scalar(key, numbers[key]).value]
+            self.files[EVENTS].append(event(step=step, summary=Summary(value=drawn)))
             if self.wandb:
                 self.wandb.send(step, numbers)
 
@@ -92,6 +102,13 @@ class RunLog:
             file.close()
         if self.wandb:
             self.wandb.close()
+
+
+def event(**content: Any) -> bytes:
+    """A record for TensorBoard: the event's length, a checksum of that, the event, and a checksum of it."""
+    data = Event(wall_time=time.time(), **content).SerializeToString()
+    length = struct.pack("<Q", len(data))
+    return b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in (length, data))
 
 
 def size_until(step: int, lines: Iterable[bytes]) -> int:

@@ -27,7 +27,8 @@ class Interrupt:
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
-        self.received: int | None = None
+        self.received = 0
+        """The signal's number; 0: none has come."""
         self.holding = False
         self.previous: dict[int, Any] = {}
         self.reading_end, self.writing_end = socket.socketpair()
@@ -45,7 +46,7 @@ class Interrupt:
             while number := self.reading_end.recv(1):
                 if number[0] not in self.SIGNALS:
                     continue
-                if self.received is not None or not self.holding:
+                if self.received or not self.holding:
                     os._exit(128 + number[0])
                 self.received = number[0]
                 name = signal.Signals(self.received).name
@@ -53,10 +54,8 @@ class Interrupt:
 
     def agree(self) -> bool:
         """Whether a signal has reached any of the processes; `received` is then the same in all of them."""
-        received = [number for number in gather_objects(self.received) if number is not None]
-        if received:
-            self.received = received[0]
-        return bool(received)
+        self.received = max(gather_objects(self.received))
+        return self.received > 0
 
     def poll(self) -> None:
         """Raise `Interrupted` if a signal has reached any of the processes, all of which must call this."""
@@ -65,7 +64,7 @@ class Interrupt:
 
     def poll_alone(self) -> None:
         """Raise `Interrupted` if a signal has reached the only process; several go on to where all of them ask."""
-        if self.received is not None and jax.process_count() == 1:
+        if self.received and jax.process_count() == 1:
             raise Interrupted
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -73,8 +72,3 @@ class Interrupt:
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
         self.writing_end.close()  # which ends the thread
-
-    @property
-    def exit_code(self) -> int:
-        """The code that a shell reports for a process killed by the signal, 128 + its number; else 0."""
-        return 0 if self.received is None else 128 + self.received
