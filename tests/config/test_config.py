@@ -1,10 +1,14 @@
 """A configuration is read whole or refused in one line that names the setting; more are in tests/run/bad_inputs.py."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from mllm.config import load as configs
+from mllm.config.habits import HABITS
+from mllm.config.schema import Config
+from mllm.config.section import keys_of
 from mllm.errors import UserError
 
 SFT = """
@@ -79,8 +83,19 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
 
 
 @pytest.mark.parametrize(
-    ("base", "override", "message"),
+    ("base", "typed", "message"),
     [
+        (GRPO, "optimizer.lr=1", "optimizer.lr: unknown setting; here: optimizer.learning_rate"),
+        (GRPO, "learning_rate=1", "learning_rate: unknown setting; it is optimizer.learning_rate"),
+        (GRPO, "rollout.n=8", "rollout.n: unknown setting; here: grpo.num_generations"),
+        (GRPO, "optim=adamw_torch", "optim: unknown setting; here: the optimizer is AdamW"),
+        (GRPO, "step=4", "step: unknown setting; it is model.step"),
+        (GRPO, "grpo.num_generation=8", "grpo.num_generation: unknown setting; did you mean num_generations?"),
+        (GRPO, "grpo.nothing_like_it=8", "grpo.nothing_like_it: unknown setting"),
+        (SFT, "optimizer={learning_rate: -1}", "optimizer.learning_rate: Input should be greater than 0 (got -1)"),
+        (SFT + "seed: -1\n", None, "seed: Input should be greater"),
+        (SFT.replace("steps: 4", ""), None, "steps: this setting is required"),
+        (SFT.replace("batch_size: 8", ""), None, "batch_size: Field required"),
         (GRPO, "batch_size=6", "batch_size: 6 is not divisible by grpo.num_generations (4)"),
         (GRPO, "grpo.row_length=11", "grpo.row_length: 11 is less than rollout.max_prompt_length + max_"),
         (GRPO, "mesh.dp=3", "batch_size: 8 is not divisible by mesh.dp * mesh.fsdp (3)"),
@@ -113,8 +128,16 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (VALIDATED, "checkpoint={every: 2, keep_best: true}", "data.validation.every (3) is not a multiple"),
     ],
 )
-def test_an_impossible_setting_is_refused_in_one_line_that_names_it(write, base, override, message):
+def test_a_line_names_the_file_what_was_typed_and_the_setting_with_a_way_out(write, base, typed, message):
     with pytest.raises(UserError) as error:
-        configs.load(write(base), [override])
+        configs.load(path := write(base), [typed] if typed else [])
+    assert str(error.value).startswith(f"{path} {typed}: " if typed else f"{path}: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_settings_that_habits_are_answered_with_exist_and_the_habits_do_not():
+    named = {name for answer in HABITS.values() for name in re.findall(r"\w+\.\w+(?:\.\w+)*", answer)}
+    keys = {*keys_of(Config)}
+    assert named - keys == set()
+    assert HABITS.keys() & (keys | {key.rpartition(".")[2] for key in keys}) == set()

@@ -46,7 +46,6 @@ OVERRIDES: dict[str, str] = {
     "steps.x=1": "steps.x=1: steps is a value, not a section",
     "steps=[": "steps=[: the value is not readable as YAML",
     # unknown, of the wrong type, out of bounds
-    "rollout.temprature=2": "rollout.temprature: unknown setting; did you mean temperature?",
     "rollout=3": "rollout: expected a section of settings, got 3",
     "steps=many": "steps: Input should be a valid integer",
     "steps='9999999999999999999999'": "steps: the number is too large: at most 2147483647",
@@ -93,8 +92,6 @@ def chat(*messages: Any) -> bytes:
 def said(role: Any, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
-
-CHAT = json.dumps([said("user", "a")]).encode()
 
 LINES: dict[str, tuple[bytes, str]] = {
     "no JSON": (b"{'question': 1}", "not JSON in UTF-8"),

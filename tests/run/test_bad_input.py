@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from bad_inputs import CONFIGS, FILES, GOOD, LINES, OVERRIDES, TOOLS
-from bad_models import AUTO_MAP, EVIL, MODELS, archive, edit, file, mark
+from bad_models import AUTO_MAP, EVIL, MODELS, PICKLE, edit, file, mark, pickled
 from runs import ROOT, arguments, checksums
 from tiny import config
 
@@ -123,11 +123,10 @@ def test_a_bad_model_or_tokenizer_is_refused_by_its_file(what, tmp_path, model, 
     assert not mark(model).exists()
 
 
-@pytest.mark.parametrize("kind", ["zip", "bin", "safetensors"])
-def test_an_archive_is_no_model_no_tokenizer_and_no_data(kind, tmp_path, refused, monkeypatch):
+def test_a_single_file_is_no_model_no_tokenizer_and_no_data(tmp_path, refused, monkeypatch):
     (tmp_path / "files").mkdir()
-    path = tmp_path / "files" / f"model.{kind}"
-    path.write_bytes(archive(kind, tmp_path))
+    path = tmp_path / "files" / "model.bin"
+    pickled(path.name)(path.parent)
     monkeypatch.chdir(tmp_path)
     for source in (path, path.relative_to(tmp_path)):  # the second might be a hub id
         said = refused(train, *arguments(pretrained(tmp_path, source)))
@@ -135,7 +134,7 @@ def test_an_archive_is_no_model_no_tokenizer_and_no_data(kind, tmp_path, refused
     settings = settings_in(tmp_path, model={"tokenizer": str(path)})
     assert f"model.tokenizer: {path}: is not a folder" in refused(train, *arguments(settings))
     assert f"{path}:1: not JSON in UTF-8" in refused(train, *arguments(finetuned(tmp_path, path)))
-    assert not mark(tmp_path).exists()
+    assert not mark(path.parent).exists()
 
 
 def test_code_in_a_models_folder_is_not_run(tmp_path, model):
@@ -144,7 +143,7 @@ def test_code_in_a_models_folder_is_not_run(tmp_path, model):
         edit(name, auto_map=AUTO_MAP)(model)
     for name in ("evil.py", "__init__.py", "conftest.py", "sitecustomize.py"):
         file(name, EVIL)(model)
-    (model / "pytorch_model.bin").write_bytes(archive("bin", model))
+    pickled(PICKLE)(model)
     settings = pretrained(tmp_path, model)
     load_policy(settings, make_mesh(settings.mesh)).initial_params()
     assert not mark(model).exists()

@@ -5,10 +5,11 @@ import re
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import records, run
+from runs import changed, records, run
 from tiny import config
 
 import mllm.run.build
@@ -99,14 +100,19 @@ def test_the_best_checkpoint_is_that_of_the_validation_or_of_the_held_out_proble
 
 
 def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off(tmp_path, monkeypatch, capsys):
-    for name, start in (("train", 0), ("test", 40)):
-        lines = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(start, start + 20)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    """The run goes on with the same problems only, a few of which have prompts that are too long."""
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
+    for path, start in zip(files.values(), (0, 40), strict=True):
+        lines = [
+            {"prompt": f"{i}+1=" + "?" * 30 * (i in (3, 5, 7, 9, 11)), "answer": str(i + 1)}
+            for i in range(start, start + 20)
+        ]
+        Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = config(
         run_dir=str(tmp_path / "run"),
         task={"name": "jsonl", **files, "heldout": 3},
-        eval={"every": 2, "test": True},
+        steps=8,
+        eval={"every": 4, "test": True},
     )
     tested, seen = [], {}
 
@@ -133,6 +139,12 @@ def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off
     assert not seen["eval/"] & trained
     assert seen["test/"] == {str(answer) for answer in range(41, 61)}
     lines = records(settings)
-    assert [line["step"] for line in lines if "test/reward" in line] == [4]
-    assert [line["step"] for line in lines if "eval/reward" in line] == [0, 2, 4]
+    assert [line["step"] for line in lines if "test/reward" in line] == [8]
+    assert [line["step"] for line in lines if "eval/reward" in line] == [0, 4, 8]
     assert f"test accuracy      {lines[-1]['test/greedy_accuracy']:.3f} (" in capsys.readouterr().out
+    long = [line["prompts_skipped"] for line in lines[1:]]
+    assert long == sorted(long)
+    assert long[-1] >= 2
+    Path(files["train"]).write_text(Path(files["train"]).read_text().replace('"answer": "9"', '"answer": "8"'))
+    assert run(changed(settings, steps=9)) == 2
+    assert "data: the run began with other examples" in capsys.readouterr().err

@@ -11,28 +11,11 @@ from mllm.stopwatch import Stopwatch
 from mllm.store.run_store import RunStore
 
 
-def write_steps(folder, first, last, *, resumed_at=-1):
-    folder.mkdir(exist_ok=True)
-    log = RunLog(RunStore(folder), resumed_at, last)
-    for step in range(first, last + 1):
-        log.write(step, {"loss": 1 / (step + 1), "reward": 0.5}, [{"completion": f"{step}{n}"} for n in range(2)])
-        log.write_timings(step, {"time/update": 0.1, "tokens_per_second": 5.0}, {"loss": 1 / (step + 1)})
-    log.close()
-
-
-@pytest.mark.parametrize("resumed_at", [3, -1])
-def test_a_resumed_run_leaves_the_files_that_an_undisturbed_one_leaves(tmp_path, resumed_at):
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    write_steps(whole, 0, 6)
-    write_steps(broken, 0, 5)
-    write_steps(broken, resumed_at + 1, 6, resumed_at=resumed_at)
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        assert (broken / name).read_bytes() == (whole / name).read_bytes()
-
-
 @pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b"\x00\x00\x00\n", b'{"loss": 1}\n', b"[1]\n", b"{"])
-def test_a_line_that_a_crash_tore_is_cut_off(torn):
+def test_a_line_that_a_crash_tore_is_cut_off_and_those_of_later_steps(torn):
     assert size_until(9, [b'{"step": 0}\n', b'{"step": 1}\n', torn]) == 24
+    assert size_until(0, [b'{"step": 0}\n', b'{"step": 1}\n', torn]) == 12
+    assert size_until(-1, [b'{"step": 0}\n', torn]) == 0
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_metrics_and_is_left_out_of_tensorboard(tmp_path, caplog, capsys):
@@ -45,7 +28,10 @@ def test_a_number_that_is_not_finite_is_null_in_the_metrics_and_is_left_out_of_t
 
 
 def test_each_step_is_a_line(tmp_path, capsys):
-    write_steps(tmp_path, 1, 3)
+    log = RunLog(RunStore(tmp_path), -1, 3)
+    for step in (1, 2, 3):
+        log.write_timings(step, {"time/update": 0.1, "tokens_per_second": 5.0}, {"loss": 1 / (step + 1)})
+    log.close()
     first, *others = capsys.readouterr().err.split("\n")
     assert first == "step 1 of 3  loss 0.500  5 tok/s"  # which compiles, so that nothing is known of the others yet
     assert others == [f"step {step} of 3  loss {1 / (step + 1):.3f}  5 tok/s  ETA 00:00" for step in (2, 3)] + [""]

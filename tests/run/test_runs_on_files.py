@@ -78,22 +78,3 @@ def test_a_run_ends_early_and_keeps_the_best_by_its_validation(settings):
     assert len(losses) < 60
     assert min(losses) == losses[-4]
     assert checkpoints(done) == [losses.index(min(losses)), len(losses) - 1]
-
-
-def test_long_prompts_are_counted_exactly_over_a_resume_which_other_problems_refuse(tmp_path, capsys):
-    problems = tmp_path / "problems.jsonl"
-    lines = [{"prompt": f"{a}+{a}=" + "?" * 30 * (a % 3 == 0), "answer": 2 * a} for a in range(12)]
-    problems.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    task = {"name": "jsonl", "train": str(problems), "heldout": None}
-    whole = config(run_dir=str(tmp_path / "whole"), steps=8, task=task, checkpoint={"every": 3, "keep": 3})
-    assert run(whole) == 0
-    stopped = killed_after(whole, 3, tmp_path / "stopped")
-    assert run(stopped) == 0
-    assert_same_end(stopped, whole)
-    skipped = [line["prompts_skipped"] for line in records(whole)]
-    assert skipped == sorted(skipped)
-    assert skipped[-1] >= 3  # 16 prompts of 8 steps are at least an epoch, and 3 or 4 of 11 are long
-
-    problems.write_text(problems.read_text().replace('"answer": 16', '"answer": 17'))
-    assert run(changed(stopped, steps=9)) == 2
-    assert "data: the run began with other examples" in capsys.readouterr().err

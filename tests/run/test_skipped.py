@@ -32,11 +32,6 @@ def stops(tmp_path_factory):
     return settings, found
 
 
-@pytest.fixture
-def settings(stops):
-    return stops[0]
-
-
 def dump(settings, step):
     return Path(settings.run_dir, "skipped", f"step_{step}.npz")
 
@@ -60,7 +55,8 @@ def test_a_finite_update_ends_a_row_of_skipped_ones():
     assert counts == [1, 2, 0, 1]
 
 
-def test_a_skipped_update_changes_no_parameter_and_its_batch_is_kept(settings):
+def test_a_skipped_update_changes_no_parameter_and_its_batch_is_kept(stops):
+    settings = stops[0]
     lines = records(settings)[1:]
     assert [line["skipped"] for line in lines] == [0, 1, 1, 1]
     assert lines[1]["loss"] is None
@@ -72,7 +68,8 @@ def test_a_skipped_update_changes_no_parameter_and_its_batch_is_kept(settings):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(newest(settings).train.params))
 
 
-def test_a_replay_says_which_rows_and_parameters_are_not_finite(settings, capsys):
+def test_a_replay_says_which_rows_and_parameters_are_not_finite(stops, capsys):
+    settings = stops[0]
     assert replay.main([str(dump(settings, 4))]) == 1
     told = capsys.readouterr().out.splitlines()
     assert told[0] == f"step 4 of {settings.run_dir}, parameters of checkpoint 3: as they were then"

@@ -33,11 +33,10 @@ def store(request, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run on a disk, with checkpoints 2 and 4 and an export."""
+    """A run on a disk, with checkpoints 2 and 4."""
     settings = config("sft", run_dir=str(tmp_path_factory.mktemp("trained") / "run"), checkpoint={"every": 2})
     settings = changed(settings, eval=None, rollout=None)
     assert run(settings) == 0
-    assert export.main([settings.run_dir]) == 0
     return settings
 
 
@@ -101,7 +100,7 @@ def test_grpo_in_a_bucket_begins_with_a_run_there_and_tools_read_it(store, train
     assert run(in_bucket) == 0
     assert samples.main([in_bucket.run_dir, "--print"]) == plot.main([in_bucket.run_dir, first.run_dir]) == 0
     assert str(RunStore(in_bucket.run_dir).local_folder / "curves.png") in capsys.readouterr().out
-    for options in ([first.run_dir], [first.run_dir, "--out", str(tmp_path / "export")]):
+    for options in ([trained.run_dir], [first.run_dir], [first.run_dir, "--out", str(tmp_path / "export")]):
         assert export.main(options) == 0
     exported = fetch.fetch_folder(f"{first.run_dir}/export", ("*",), "model.source")
     assert {name: sum_ for name, sum_ in checksums(exported).items() if name[0] != "."} == checksums(

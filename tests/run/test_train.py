@@ -63,16 +63,12 @@ def undisturbed(tmp_path_factory):
     return finished
 
 
-def placed(name, tmp_path, **sections):
-    return changed(SETTINGS[name], run_dir=str(tmp_path / name), **sections)
-
-
 # A run that is told to stop, or has lost its newest checkpoint
 
 
 def test_a_signal_saves_the_last_complete_step_and_the_same_command_resumes(undisturbed, tmp_path, monkeypatch, capsys):
     """In an evaluation, and after the resume in a rollout's rewards."""
-    settings = placed("grpo", tmp_path, checkpoint={"every": None})
+    settings = changed(SETTINGS["grpo"], run_dir=str(tmp_path / "run"), checkpoint={"every": None})
     for phase, updates, number, saved, logged in (
         ("eval", 6, signal.SIGTERM, [6], 5),
         ("reward", 2, signal.SIGINT, [6, 8], 8),
@@ -120,17 +116,6 @@ def test_the_command_of_a_finished_run_trains_nothing_and_prints_the_summary_aga
     assert all(path.startswith("tensorboard/") for path in after.keys() - before.keys())
 
 
-def test_a_run_with_more_steps_ends_as_if_it_had_had_them_from_the_beginning(undisturbed, tmp_path, capsys):
-    settings = placed("sft", tmp_path)
-    assert run(changed(settings, steps=4)) == 0
-    assert "from the beginning" in capsys.readouterr().err
-    before = records(settings)
-    assert run(settings) == 0
-    assert records(settings)[: len(before)] == before
-    assert configs.load(f"{settings.run_dir}/config.yaml") == settings
-    assert_same_end(settings, undisturbed("sft"))
-
-
 # What a run leaves
 
 
@@ -154,25 +139,20 @@ def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newe
     assert ("time/update", settings.steps) in drawn
     assert checkpoints(settings) == [settings.steps - settings.checkpoint.every, settings.steps]
     assert RunStore(settings.run_dir).field(settings.steps, "best") == lines[-1]["eval/greedy_accuracy"]
-    assert name == "grpo" or lines[-1]["loss"] < lines[1]["loss"] * 0.8
+    if name == "sft":
+        assert lines[-1]["loss"] < lines[1]["loss"] * 0.8
+        return
+    samples = records(settings, "samples.jsonl")
+    rollouts = range(1, settings.steps + 1, settings.grpo.num_iterations)
+    assert [sample["step"] for sample in samples] == [step for step in rollouts for _ in range(settings.batch_size)]
+    assert set(samples[0]) == {"step", "prompt", "completion", "rewards", "advantage"}
+    assert np.mean([sample["rewards"][EVEN] for sample in samples[:8]]) == pytest.approx(lines[1]["reward"])
 
 
 def scalars(folder: Path) -> dict[tuple[str, int], float]:
     """All scalars of a TensorBoard folder, by name and step."""
     events = EventAccumulator(str(folder)).Reload()
     return {(name, event.step): event.value for name in events.Tags()["scalars"] for event in events.Scalars(name)}
-
-
-def test_every_completion_of_a_rollout_is_in_the_samples(undisturbed):
-    settings = undisturbed("grpo")
-    samples = records(settings, "samples.jsonl")
-    rollouts = range(1, settings.steps + 1, settings.grpo.num_iterations)
-    assert [sample["step"] for sample in samples] == [step for step in rollouts for _ in range(settings.batch_size)]
-    assert set(samples[0]) == {"step", "prompt", "completion", "rewards", "advantage"}
-    for line in records(settings)[1:]:
-        if line["step"] in rollouts:
-            rewards = [sample["rewards"][EVEN] for sample in samples if sample["step"] == line["step"]]
-            assert np.mean(rewards) == pytest.approx(line["reward"])
 
 
 # Rewards that give less than was asked
@@ -187,8 +167,9 @@ def test_updates_without_a_gradient_are_counted_and_a_run_resumes_between_them(t
         "optimizer": {"warmup_steps": 6},
         "checkpoint": {"every": 1, "keep": 20},
         "eval": None,
+        "run_dir": str(tmp_path / "whole"),
     }
-    settings = placed("grpo", tmp_path, **sections)
+    settings = changed(SETTINGS["grpo"], **sections)
     assert run(settings) == 0
     lines = records(settings)
     empty = [line["step"] for line in lines if line["frac_without_gradient"] == 1]
