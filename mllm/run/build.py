@@ -138,14 +138,12 @@ class Run:
 
     def make_measurements(self) -> Measurements:
         """The evaluation on held-out problems, SFT's validation and the test set, as far as the run has them."""
-        config, task = self.config, self.task
+        config, task, sampler, rewards = self.config, self.task, self.sampler, self.rewards
         validation = config.data.validation if config.data else None
         repeated, at_end = [], []
-        if config.eval and config.task and task and self.sampler and self.rewards:
+        if config.eval and config.task and task and sampler and rewards:
             rows = RowShare.of_mesh(self.mesh)
-            make = partial(
-                make_evaluation, config.eval, config.task, sampler=self.sampler, rewards=self.rewards, rows=rows
-            )
+            make = partial(make_evaluation, config.eval, config.task, sampler=sampler, rewards=rewards, rows=rows)
             repeated.append(Measurement(make(task.heldout), config.eval.every))
             if config.eval.test:
                 if task.test is None:

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -67,7 +66,7 @@ class Interrupt:
         if self.received and jax.process_count() == 1:
             raise Interrupted
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
