@@ -27,7 +27,7 @@ class RandomCompletions(Sampler):
         for number in range(len(prompts)):
             length = int(rng.integers(1, LIMIT + 1))
             tokens, logprobs = rng.integers(1, 256, length).tolist(), (-rng.random(length, np.float32) - 1).tolist()
-            found.append(Completion(tokens, logprobs, finished=length < LIMIT, text=f"{number}"))
+            found.append(Completion(tokens, logprobs, finished=length < LIMIT, text=f"{first_sequence + number}"))
         return found
 
 

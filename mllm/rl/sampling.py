@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Key
 
+from mllm.config.grpo import RolloutConfig
+
 
 class Draw(NamedTuple):
     """A token for each row, or for each row and decode step; float32 log-probabilities in nats."""
@@ -32,28 +34,22 @@ def sequence_keys(
 
 
 def sample(
-    logits: Float[jax.Array, "B V"],
-    keys: Key[jax.Array, "B"],
-    positions: Int[jax.Array, "B"],
-    *,
-    temperature: float,
-    top_k: int,
-    top_p: float,
+    logits: Float[jax.Array, "B V"], keys: Key[jax.Array, "B"], positions: Int[jax.Array, "B"], options: RolloutConfig
 ) -> Draw:
-    """One token for each row.
+    """One token for each row; `positions` are the places in completions.
 
     The temperature divides the logits. `top_k` keeps the k likeliest tokens, 0 all; among those `top_p` keeps the
-    fewest likeliest that have this probability together, 1 all. `positions` are the places in completions.
+    fewest likeliest that have this probability together, 1 all.
     """
-    logits = logits / temperature
-    kept = exclude(logits, top_k, top_p)
+    logits = logits / options.temperature
+    kept = exclude(logits, options.top_k, options.top_p)
     keys = jax.vmap(jax.random.fold_in)(keys, positions)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, kept.shape[1:]))(keys)
     token = jnp.argmax(kept + noise, axis=-1)
     # XLA fuses this sum with the mask, which the kernel of `logits_logprobs` would have to read from memory.
     chosen = jnp.take_along_axis(kept, token[:, None], axis=-1)[:, 0]
     mass = jax.nn.logsumexp(kept, axis=-1)
-    if top_k == 0 and top_p == 1:
+    if not options.truncates:
         return Draw(token.astype(jnp.int32), chosen - mass, None)
     whole = jax.nn.logsumexp(logits, axis=-1)
     return Draw(token.astype(jnp.int32), chosen - whole, jnp.exp(mass - whole))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Bool, Float, Int
 
 from kernels.lm_head.contract import dot
 from mllm.config.grpo import RolloutConfig
@@ -139,15 +139,6 @@ def decode(
     keys = sampling.sequence_keys(stream.seed, stream.step, slots.sequences)
     alive = slots.live.sum()
 
-    def draw(
-        hidden: Float[jax.Array, "B D"], keys: Key[jax.Array, "B"], positions: Int[jax.Array, "B"]
-    ) -> sampling.Draw:
-        logits = dot(hidden, model.head_weight, (1, 1), hidden.dtype)
-        if greedy:
-            return sampling.greedy(logits)
-        settings = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
-        return sampling.sample(logits, keys, positions, **settings)
-
     def unfinished(carry: tuple) -> Bool[jax.Array, ""]:
         _, done, _, _, live = carry
         left = live.sum()
@@ -157,7 +148,8 @@ def decode(
         chunk, done, cache, tokens, live = carry
         hidden, cache = decode_token(graphdef, weights, cache, tokens, slots.lengths + done, end + done)
         positions = slots.counts + done
-        drawn = draw(hidden, keys, positions)
+        logits = dot(hidden, model.head_weight, (1, 1), hidden.dtype)
+        drawn = sampling.greedy(logits) if greedy else sampling.sample(logits, keys, positions, options)
         stopped = (drawn.tokens[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= options.max_completion_length)
         chunk = jax.tree.map(lambda whole, new: whole.at[:, done].set(new), chunk, drawn)
         return chunk, done + 1, cache, drawn.tokens, live & ~stopped

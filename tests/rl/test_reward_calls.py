@@ -40,9 +40,6 @@ def positional(completion, /):
 def needs_state(completions, trainer_state):
     return [0.0]
 
-def needs_source(completion, source):
-    return 0.0
-
 number = 1
 
 # In the shape of TRL's documentation: conversational format, a column of the data, one task among several
@@ -151,8 +148,7 @@ def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monke
         ("exiting_rewards:f", {}, "SystemExit"),
         ("mine:number", {}, "is not a function"),
         ("mine:positional", {}, "mine:positional takes completion by position: remove the /"),
-        ("mine:needs_state", {}, "requires trainer_state, which there isn't; there are prompts, .*fields .level."),
-        ("mine:needs_source", {}, "needs_source requires source, .* prompt, .*fields .level.; args gives"),
+        ("mine:needs_state", {}, "requires trainer_state, which .*; there are prompts, .*fields .level.; args gives"),
         ("mine:with_default", {"units": 1}, "args.units: it has no such argument; args may set: unit$"),
         ("mine:with_default", {"completion": 1}, "args.completion: the trainer gives this argument itself"),
         ("overlong", {}, "overlong requires cache"),

@@ -22,16 +22,11 @@ def example(answer, form="whole"):
 @pytest.mark.parametrize(
     ("completion", "answer", "form", "reward"),
     [
-        ("7", "7", "whole", 1),
         (" 7\n", "7", "whole", 1),
         ("It is 7", "7", "whole", 0),
-        ("So\n#### 1,234", "1234", "hashes", 1),
-        ("#### 1234.", "1234", "hashes", 1),
-        ("#### 5\nno:\n#### 7", "7", "hashes", 1),
-        ("#### -3", "-3", "hashes", 1),
-        ("<answer> a b </answer>", "a b", "tags", 1),
+        ("#### 5\nno:\n#### -1,234.", "-1234", "hashes", 1),
+        ("<answer>1</answer> or <answer> a b\n</answer>", "a b", "tags", 1),
         ("a b, or not", "a b", "tags", 0),
-        ("<answer>1</answer> or <answer> 7\n</answer>", "7", "tags", 1),
         (r"\boxed{1}, no: $\boxed{\frac{1}{2} }$.", r"\frac{1}{2}", "boxed", 1),
         (r"\boxed{1}, no: \boxed{7", "7", "boxed", 0),
         ("7", "7", "boxed", 0),

@@ -63,7 +63,6 @@ def half_hanging_batch(completions):
         def __float__(self): time.sleep(60)
     return [1.0, Slow(), 1.0]
 """
-NAMES = ("exact_match", "length", "jax_is_imported", "process_id", "alarm")
 HOSTILE, BUSY = "hostile_rewards:hostile", "hostile_rewards:busy"
 SEVEN = Example([{"role": "user", "content": "p"}], "7")
 
@@ -82,19 +81,6 @@ def place(tmp_path_factory):
         yield Path.cwd()
 
 
-@pytest.fixture(scope="module")
-def runner(place):
-    with opened(*NAMES) as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
-def hostile(place):
-    """One runner for all tests that must leave it able to score."""
-    with opened(HOSTILE, "exact_match") as hostile:
-        yield hostile
-
-
 def opened(*names: str, workers: int = 1, seconds: float = 60.0) -> RewardRunner:
     found = (name if name in BUILT_IN or ":" in name else f"own_rewards:{name}" for name in names)
     rewards = tuple(RewardConfig(name=name) for name in found)
@@ -108,15 +94,18 @@ def score(runner, *completions, poll=lambda: None):
     return runner.score([Sample(SEVEN, completion, array("i", [1]), False) for completion in completions])
 
 
-def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax_and_are_known_by_their_file(runner):
+def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax_and_are_known_by_their_file():
     """Only a main thread may set an alarm, as math-verify does."""
-    (first,), (second,) = score(runner, "7"), score(runner, "7")
+    with opened("exact_match", "jax_is_imported", "process_id", "alarm") as runner:
+        (first,), (second,) = score(runner, "7"), score(runner, "7")
     assert first == second
-    jax_is_imported, process_id, alarm = first[2:5]
-    assert (jax_is_imported, alarm) == (("value", 0), ("value", 1))
-    assert process_id != ("value", os.getpid())
+    assert first[:2] == [("value", 1), ("value", 0)]
+    assert first[2] != ("value", os.getpid())
+    assert first[3] == ("value", 1)
     code = f"{zlib.crc32(Path('own_rewards.py').read_bytes()):08x}"
-    assert runner.codes == dict.fromkeys([f"own_rewards:{name}" for name in NAMES[1:]], code)
+    assert runner.codes == dict.fromkeys(
+        [f"own_rewards:{name}" for name in ("jax_is_imported", "process_id", "alarm")], code
+    )
 
 
 def test_several_processes_give_what_one_gives():
@@ -243,16 +232,17 @@ def noted(place):
     return lambda: [int(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_what_a_function_started_ends_with_a_worker_that_is_killed_and_one_that_it_ended(hostile, noted):
+def test_what_a_function_started_ends_with_a_worker_that_is_killed_and_one_that_it_ended(noted):
     def poll():
         if noted():
             raise Stop
 
-    with pytest.raises(Stop):
-        score(hostile, f"{SESSION}; sleep()", poll=poll)
-    assert_gone(noted()[0], seconds=2)
-    assert score(hostile, FORK_AND_EXIT)[0][0][0] == "raised"
-    assert_gone(noted()[1], seconds=2)
+    with opened(HOSTILE) as hostile:
+        with pytest.raises(Stop):
+            score(hostile, f"{SESSION}; sleep()", poll=poll)
+        assert_gone(noted()[0], seconds=2)
+        assert score(hostile, FORK_AND_EXIT)[0][0][0] == "raised"
+        assert_gone(noted()[1], seconds=2)
 
 
 def test_a_trainer_that_is_killed_takes_a_hanging_function_with_it():
