@@ -117,7 +117,10 @@ class Config(Section):
         else:
             self.check_sft()
         self.check_evaluation()
-        self.check_rows(self.mesh.dp * self.mesh.fsdp)
+        shards = self.mesh.dp * self.mesh.fsdp
+        for key, rows in (("batch_size", self.batch_size), ("micro_batch_size", self.micro_batch_size or 0)):
+            if rows % shards:
+                raise impossible(key, f"{rows} is not divisible by mesh.dp * mesh.fsdp ({shards})")
         if self.steps is None and (self.data is None or self.data.epochs is None):
             raise impossible("steps", "this setting is required" + ", or data.epochs" * (self.algorithm == "sft"))
         if self.optimizer.moment_dtype == self.model.param_dtype:
@@ -178,6 +181,9 @@ class Config(Section):
             self.reject_unused("without an eval section", "task")
         if self.eval is None:
             self.reject_unused("without an eval section", "rollout")
+        micro = self.micro_batch_size or self.batch_size
+        if self.batch_size % micro:  # under GRPO a row is not a sequence
+            raise impossible("batch_size", f"{self.batch_size} is not divisible by micro_batch_size ({micro})")
 
     def check_evaluation(self) -> None:
         """Raise if evaluation, or the choice of the best checkpoint by it, can't work."""
@@ -194,12 +200,3 @@ class Config(Section):
         if judge.every and self.checkpoint.every and judge.every % self.checkpoint.every:
             problem = f"{key} ({judge.every}) is not a multiple of checkpoint.every ({self.checkpoint.every})"
             raise impossible("checkpoint.keep_best", f"{problem}: the evaluated parameters would not be saved")
-
-    def check_rows(self, shards: int) -> None:
-        """Raise if micro-batches, or the `shards` devices that share their rows, would not be equally large."""
-        micro = self.micro_batch_size
-        if micro and self.algorithm == "sft" and self.batch_size % micro:  # under GRPO a row is not a sequence
-            raise impossible("batch_size", f"{self.batch_size} is not divisible by micro_batch_size ({micro})")
-        for key, rows in (("batch_size", self.batch_size), ("micro_batch_size", micro or 0)):
-            if rows % shards:
-                raise impossible(key, f"{rows} is not divisible by mesh.dp * mesh.fsdp ({shards})")

@@ -30,11 +30,6 @@ OFTEN = Measurement(lambda params, step: {"often": step}, 2)
 ENDS = Measurement(lambda params, step: {"ends": step}, None)
 
 
-@pytest.fixture
-def measurements() -> Measurements:
-    return Measurements([OFTEN, ENDS], [lambda params, step: {"test": step}])
-
-
 @pytest.mark.parametrize(
     ("step", "final", "taken"),
     [
@@ -45,7 +40,8 @@ def measurements() -> Measurements:
         (4, True, {"often", "ends", "test"}),
     ],
 )
-def test_repeated_measurements_are_due_at_their_steps_and_the_test_set_at_the_end(measurements, step, final, taken):
+def test_repeated_measurements_are_due_at_their_steps_and_the_test_set_at_the_end(step, final, taken):
+    measurements = Measurements([OFTEN, ENDS], [lambda params, step: {"test": step}])
     assert measurements.are_due(step, final) == bool(taken)
     after, metrics, ended = measurements.measure_pending(state(step), {}, final)
     assert metrics == {"loss": 1.0} | dict.fromkeys(taken, step)

@@ -50,22 +50,18 @@ def test_phases_add_up_and_evaluation_is_not_part_of_the_speed():
     assert set(watch.seconds) == {"rollout", "update", "eval"}
 
 
-def summary_of(folder, *records):
-    log = RunLog(RunStore(folder), -1, len(records) - 1)
-    for step, record in enumerate(records):
-        log.write(step, record)
-    log.write_timings(1, {"time/update": 0.5, "tokens_per_second": 1234.0, "memory/peak_bytes": 3 * 2**20}, {})
-    log.close()
-    return report.summary(RunStore(folder))
-
-
 def test_the_summary_shows_what_was_measured_first_and_last_with_its_interval_and_a_loss_where_it_was_lowest(tmp_path):
     def measured(value):
         accuracy = {"eval/greedy_accuracy": value, "eval/greedy_accuracy_low": 0.2, "eval/greedy_accuracy_high": 0.9}
         return {**accuracy, "eval/reward": value, "validation/loss": (value - 0.5) ** 2}
 
     failed, last = {"eval/reward": math.nan, "loss": 2.0}, {"loss": 1.0, "test/reward": 0.75}
-    lines = summary_of(tmp_path, measured(0.25), failed, measured(0.5), measured(0.75) | last).splitlines()
+    log = RunLog(store := RunStore(tmp_path), -1, 3)
+    for step, record in enumerate((measured(0.25), failed, measured(0.5), measured(0.75) | last)):
+        log.write(step, record)
+    log.write_timings(1, {"time/update": 0.5, "tokens_per_second": 1234.0, "memory/peak_bytes": 3 * 2**20}, {})
+    log.close()
+    lines = report.summary(store).splitlines()
     assert lines[1:8] == [
         "held-out, greedy   0.250 (0.200 .. 0.900) at step 0, 0.750 (0.200 .. 0.900) at step 3",
         "held-out reward    0.250 at step 0, 0.750 at step 3",

@@ -46,10 +46,6 @@ def following(first, folder, algorithm="sft", **model):
     return changed(config(algorithm, run_dir=str(folder), steps=2), model=source)
 
 
-def initial(settings):
-    return load_policy(settings, make_mesh(settings.mesh)).initial_params()
-
-
 def test_the_masters_of_the_newest_step_are_taken_with_sizes_tokenizer_and_stop_tokens_in_the_run_s_own_dtype_and_mesh(
     first, tmp_path
 ):
@@ -86,7 +82,8 @@ def test_a_run_begins_where_its_source_ends_and_is_exported_and_sampled_from_lik
     assert generate.main([second.run_dir, "1+2=", "--max-tokens", "2"]) == 0
     third = following(second, tmp_path / "third")
     assert train.main([*arguments(third), "--plan"]) == 0
-    for mine, yours in zip(jax.tree.leaves(initial(third)), jax.tree.leaves(newest(second).train.params), strict=True):
+    begun = load_policy(third, make_mesh(third.mesh)).initial_params()
+    for mine, yours in zip(jax.tree.leaves(begun), jax.tree.leaves(newest(second).train.params), strict=True):
         np.testing.assert_array_equal(mine, yours)
 
 
