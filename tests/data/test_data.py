@@ -79,12 +79,6 @@ def test_a_row_is_laid_out_as_the_contract_says(tmp_path: Path) -> None:
     assert batch[5:] == (None,) * 4
 
 
-def test_rows_are_padded_to_the_longest_row_of_the_whole_batch(tmp_path: Path) -> None:
-    source = write(tmp_path, [qa("a" * length, "c") for length in (3, 2, 12, 2, 2, 40)])
-    read = batches_of(source, batch_size=2, max_length=64, shuffle=False, packing=False)
-    assert [next(read).tokens.shape for _ in range(3)] == [(2, 16), (2, 24), (2, 48)]
-
-
 @pytest.mark.parametrize("packing", [False, True])
 def test_an_epoch_has_each_example_once_and_uncut_but_for_a_last_batch_that_is_not_full(
     tmp_path: Path, packing: bool

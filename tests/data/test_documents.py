@@ -1,7 +1,6 @@
 """Documents apart from their sizes: a process reads only its own, and a share of them is held out."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ from test_data import BYTES, some, write
 
 from mllm.config.data import DataConfig
 from mllm.data.sft_source import SftBatches, hold_out, load_documents
+from mllm.data.tasks.task import OnDemand
 from mllm.data.tokenizing import Documents
 from mllm.errors import UserError
 from mllm.parallel.processes import RowShare
@@ -108,13 +108,6 @@ def test_batches_are_counted_from_sizes_alone_and_examples_that_fill_none_too(tm
     assert (f"the last {left} examples do not fill a batch" in caplog.text) == (left > 0)
 
 
-def test_steps_that_the_examples_surely_fill_are_not_planned() -> None:
-    class Unread(Sequence):
-        def __len__(self) -> int:
-            return 100
-
-        def __getitem__(self, index: int) -> None:
-            raise AssertionError("a document was made")
-
-    documents = Documents(Unread(), lambda indices: [], None)
+def test_steps_that_the_examples_surely_fill_are_not_planned():
+    documents = Documents(OnDemand(lambda index: pytest.fail("a document was made"), range(100)), lambda indices: [])
     assert SftBatches(DataConfig(source="task", epochs=1, max_length=8), documents, 1).count(11) == 11

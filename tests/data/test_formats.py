@@ -25,6 +25,13 @@ from mllm.model.tokenizer import bytes_tokenizer
 BYTES = bytes_tokenizer()
 NAMES = {256: "<eot>", 257: "(", 258: ")"}
 SAID = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+MARKED = bytes_tokenizer()
+MARKED.chat_template = (
+    "{% for m in messages %}<|im_start|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+"""Its template marks what is learned."""
 
 
 def marked(record: dict[str, Any], tokenizer: Any = BYTES) -> str:
@@ -44,7 +51,7 @@ def marked(record: dict[str, Any], tokenizer: Any = BYTES) -> str:
     ],
 )
 def test_what_is_learned_of_a_record(record: dict[str, Any], expected: str) -> None:
-    assert marked(record) == expected
+    assert marked(record) == marked(record, MARKED) == expected
 
 
 def test_the_documentation_s_file_has_a_line_of_each_format() -> None:
@@ -53,31 +60,11 @@ def test_the_documentation_s_file_has_a_line_of_each_format() -> None:
     assert marks == ["(Add.)(3+4=)(7]", "(3+5=)(8]", "(3+6=)(9]", "(3+7=)(10]", "3+8=11]", "3+9=12]"]
 
 
-def test_a_template_that_marks_generation_learns_the_completion_only() -> None:
-    tokenizer = bytes_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
-        "<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
-    )
-    assert marked({"messages": SAID * 2}, tokenizer) == "(a)(B](a)(B]"
-    assert marked({"prompt": [*SAID, SAID[0]], "completion": SAID[1:]}, tokenizer) == "(a)(b)(a)(B]"
-
-
 def test_text_needs_an_end_of_sequence() -> None:
     tokenizer = bytes_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"place: model.tokenizer: it names no end of sequence"):
         encode_record(tokenizer, "place", {"text": "a"})
-
-
-def test_rows_of_a_table_lack_what_is_null_in_them(tmp_path: Path) -> None:
-    rows = [{"messages": SAID, "n": 1}, {"question": "a", "answer": "b"}]
-    chat = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-    kinds = {"messages": chat, "question": pa.string(), "answer": pa.string(), "n": pa.int64()}
-    path = f"{tmp_path}/a.parquet"
-    pa.parquet.write_table(pa.Table.from_pylist(rows, pa.schema([*kinds.items()])), path)
-    assert list(Origin("data.source", path).records()) == [(f"{path}:1", rows[0]), (f"{path}:2", rows[1])]
 
 
 @pytest.mark.parametrize(("count", "end"), [(1, "\n"), (3, "")])
@@ -95,7 +82,7 @@ def test_processes_read_every_line_and_row_once_in_order_with_its_number(
         compressed.write(lines)
     files[2].write_text("")
     for file, size in zip(files[3:], (20, 2), strict=True):
-        pa.parquet.write_table(pa.Table.from_pylist(rows), file, row_group_size=size)
+        pa.parquet.write_table(pa.Table.from_pylist([{**row, "null": None} for row in rows]), file, row_group_size=size)
     numbered = [(number, json.loads(line)) for number, line in enumerate(lines.splitlines(), start=1) if line]
     expected = [(f"{path}:{number}", row) for path in files[:2] for number, row in numbered]
     expected += [(f"{path}:{number}", row) for path in files[3:] for number, row in enumerate(rows, start=1)]

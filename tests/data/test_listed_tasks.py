@@ -76,13 +76,6 @@ def test_an_answer_may_be_a_whole_solution(
     assert (example.answer, example.solution, example.answer_form) == (answer, solution, form)
 
 
-def test_columns_say_what_the_data_calls_prompt_and_answer_and_keep_those_names_for_rewards(tmp_path: Path) -> None:
-    records = [{"question": f"{i}", "solution": f"{i}"} for i in range(4)]
-    given = task(tmp_path, *records, heldout=1, columns={"prompt": "question", "answer": "solution"})
-    example = given.train[0]
-    assert texts([example]) == [example.answer] == [example.fields["question"]] == [example.fields["solution"]]
-
-
 def test_held_out_problems_are_a_tenth_and_the_same_in_whatever_order_and_however_often_they_are_listed(
     tmp_path: Path,
 ) -> None:
@@ -92,16 +85,6 @@ def test_held_out_problems_are_a_tenth_and_the_same_in_whatever_order_and_howeve
     for each in (given, other):
         assert {*texts(each.train)} | {*texts(each.heldout)} == {record["prompt"] for record in SUMS}
         assert {*texts(each.train)}.isdisjoint(texts(each.heldout))
-
-
-def test_a_question_of_the_test_set_is_neither_trained_on_nor_held_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = task(tmp_path, *SUMS, test=write(tmp_path, SUMS[:50], "test.jsonl"))
-    assert given.test is not None
-    assert texts(given.test) == [record["prompt"] for record in SUMS[:50]]
-    assert {*texts(given.train), *texts(given.heldout)}.isdisjoint(texts(given.test))
-    assert "50 training problems are in its test set and are left out" in caplog.text
 
 
 def test_other_content_is_another_hash_wherever_it_stands(tmp_path: Path) -> None:
@@ -144,7 +127,9 @@ def test_files_that_are_empty_or_too_small_are_named(tmp_path: Path) -> None:
         task(tmp_path, SUMS[0])
 
 
-def test_a_data_set_of_the_hub_becomes_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_of_the_hub_becomes_problems_whose_fields_keep_its_names_for_rewards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def load_dataset(source: str, subset: str | None, split: str) -> list[dict[str, Any]]:
         if (source, subset) != ("us/sums", "small"):
             raise FileNotFoundError(f"Dataset '{source}' doesn't exist on the Hub\nmore lines")
@@ -156,7 +141,10 @@ def test_a_data_set_of_the_hub_becomes_problems(monkeypatch: pytest.MonkeyPatch)
     given = load(TaskConfig(name="hub", id="us/sums", subset="small", test="dev", columns=columns), seed=0)
     assert given.test is not None
     assert (len(given.train), len(given.heldout), len(given.test)) == (85, 10, 5)
-    assert given.train[0].place.startswith("us/sums[train]:")
+    example = given.train[0]
+    assert example.place.startswith("us/sums[train]:")
+    assert texts([example]) == [example.fields["question"]]
+    assert example.answer == example.fields["solution"]
     with pytest.raises(UserError, match=r"task.id: us/other can't be had from the hub \(Dataset 'us/other'"):
         load(TaskConfig(name="hub", id="us/other"), seed=0)
 
@@ -185,6 +173,7 @@ def test_a_function_returns_problems(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("code", "fault"),
     [
+        ("import nothing_like_it", "nothing_like_it.*; modules are looked for beside the configuration, too"),
         ("raise SystemExit(3)", "can't be used: SystemExit: 3"),
         ("yield {}\n raise ValueError('a\\nb')", "can't be used: ValueError: a$"),
         ("return 3", "can't be used: TypeError: 'int' object is not iterable"),
@@ -201,8 +190,3 @@ def test_a_function_that_fails_is_one_line(
 ) -> None:
     with pytest.raises(UserError, match=fault):
         user_module(tmp_path, monkeypatch, code)
-
-
-def test_a_module_that_is_not_there_says_where_it_is_looked_for() -> None:
-    with pytest.raises(UserError, match=r"nothing_like_it.*; modules are looked for beside the configuration, too"):
-        load(TaskConfig(name="nothing_like_it:make"), seed=0)

@@ -37,13 +37,6 @@ def texts(prompts: DataIterator[Any], count: int) -> list[str]:
     return [next(prompts).example.prompt[0]["content"] for _ in range(count)]
 
 
-def test_prompts_are_drawn_without_replacement_and_anew_in_each_epoch_and_by_the_seed() -> None:
-    drawn = texts(prompts_of(on_demand(68, set())), 2 * 68)
-    assert sorted(drawn[:68]) == sorted(drawn[68:]) == sorted(map(str, range(68)))
-    assert drawn[:68] != drawn[68:]
-    assert drawn[:68] != texts(prompts_of(on_demand(68, set()), seed=1), 68)
-
-
 def test_long_prompts_are_left_out_of_every_epoch_and_of_evaluation_and_warnings_count_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from test_data import write
 
@@ -50,14 +49,6 @@ def test_more_problems_than_could_be_listed_are_still_split() -> None:
     assert some.isdisjoint(question(e) for e in task.heldout)
 
 
-def test_problems_are_a_sequence_that_numpy_integers_and_slices_index() -> None:
-    train = arithmetic().train
-    assert train[np.int64(3)] == train[3] == train[2:5][1]
-    assert train[-1] == train[67]
-    with pytest.raises(IndexError):
-        train[68]
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 300])
 def test_a_permutation_reaches_every_index_once(size: int) -> None:
     orders = [[permute_index(i, size, key) for i in range(size)] for key in ("", "0 1")]
@@ -65,13 +56,16 @@ def test_a_permutation_reaches_every_index_once(size: int) -> None:
     assert size < 60 or orders[0] != orders[1]
 
 
-def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_set(tmp_path: Path) -> None:
+def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_set(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for name, numbers in (("train", (1234, 3, 2)), ("test", (3, 4))):
         rows = [{"question": f"How much is {n}?", "answer": f"It is <<{n}={n}>>.\n#### {n:,}"} for n in numbers]
         write(tmp_path, rows, f"{name}.jsonl")
     task = load(TaskConfig(name="gsm8k", path=str(tmp_path), heldout=1), seed=0)
     assert {e.answer for e in [*task.train, *task.heldout]} == {"1234", "2"}
     assert (len(task.train), len(task.heldout)) == (1, 1)
+    assert "1 training problems are in its test set and are left out" in caplog.text
     assert task.test is not None
     assert [(e.answer, e.answer_form) for e in task.test] == [("3", "hashes"), ("4", "hashes")]
     assert task.test[0].solution == "It is <<3=3>>.\n#### 3"
