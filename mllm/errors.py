@@ -5,6 +5,7 @@ Imports nothing heavy: `--help` and errors of the configuration must not wait fo
 
 import argparse
 import functools
+import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -42,6 +43,15 @@ def printable(text: str) -> str:
 def brief(error: BaseException) -> str:
     """The first line of an error, or its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def need(module: str, extra: str, what: str) -> None:
+    """Raise UserError, which begins with `what` needs it, where a module is missing that an extra of ours installs."""
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        package = module.replace("_", "-")
+        raise UserError(f"{what} needs the package {package}: pip install -e '.[{extra}]'") from None
 
 
 class ArgumentParser(argparse.ArgumentParser):

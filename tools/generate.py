@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from mllm import errors
 from mllm.data.formats import messages_of
-from mllm.data.records import Origin
+from mllm.data.records import Origin, Record, read_records, sound_records
 from mllm.errors import UserError
 from tools.bench.frame import positive
 
@@ -87,19 +87,21 @@ def read_prompts(options: argparse.Namespace) -> list[Chat]:
     """The chats to be completed, without the assistant's last messages; UserError where a line is not as expected."""
     if options.prompt is not None:
         return [[{"role": "user", "content": options.prompt}]]
-    chats = []
-    for place, record in Origin("--prompts", options.prompts).records():
-        if isinstance(record, UserError):
-            raise record
-        chat = messages_of(place, record, needs_answer=False)
-        while chat and chat[-1]["role"] == "assistant":
-            chat.pop()
-        if not chat:
-            raise UserError(f"{place}: messages: nothing is left to be answered")
-        chats.append(chat)
+    found = read_records(Origin("--prompts", options.prompts).records(), read_chat)
+    chats = [chat for _, chat in sound_records(found, "--prompts")]
     if not chats:
         raise UserError(f"--prompts: {options.prompts} has no lines")
     return chats
+
+
+def read_chat(record: Record) -> Chat:
+    """The chat in a record, up to where the assistant shall speak; UserError where there is none."""
+    chat = messages_of(record, needs_answer=False)
+    while chat and chat[-1]["role"] == "assistant":
+        chat.pop()
+    if not chat:
+        raise UserError("messages: nothing is left to be answered")
+    return chat
 
 
 def load(options: argparse.Namespace) -> "tuple[Policy, Params, str | None]":

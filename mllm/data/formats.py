@@ -9,48 +9,48 @@ ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": 
 """The role that a name means; the last two are ShareGPT's."""
 
 
-def text(place: str, record: Record, key: str) -> str:
+def text(record: Record, key: str) -> str:
     """`record[key]`; UserError unless it is a string that isn't blank."""
     if key not in record:
-        raise UserError(f"{place}: {key} is missing")
+        raise UserError(f"{key} is missing")
     value = record[key]
     if not isinstance(value, str):
-        raise UserError(f"{place}: {key} must be a string, got {type(value).__name__}")
+        raise UserError(f"{key} must be a string, got {type(value).__name__}")
     if not value.strip():
-        raise UserError(f"{place}: {key} is empty")
+        raise UserError(f"{key} is empty")
     if half := re.search("[\ud800-\udfff]", value):
-        raise UserError(f"{place}: {key} holds {half.group()!r}, which is half a character")
+        raise UserError(f"{key} holds {half.group()!r}, which is half a character")
     return value
 
 
-def messages_of(place: str, record: Record, needs_answer: bool = True) -> list[dict[str, str]]:
+def messages_of(record: Record, needs_answer: bool = True) -> list[dict[str, str]]:
     """The chat in a record: `messages`, `conversations` (ShareGPT's), or `question` and `answer`; else UserError.
 
     If it `needs_answer`, the assistant must have a message, else there may be none, nor an `answer`.
     """
     if "messages" in record or "conversations" in record:
-        chat = turns(place, record, "messages" if "messages" in record else "conversations")
+        chat = turns(record, "messages" if "messages" in record else "conversations")
         if needs_answer and all(message["role"] != "assistant" for message in chat):
-            raise UserError(f"{place}: no message is the assistant's, so there is nothing to learn")
+            raise UserError("no message is the assistant's, so there is nothing to learn")
         return chat
     if "question" not in record:
-        raise UserError(f"{place}: neither messages nor question{' and answer' * needs_answer} are there")
-    chat = [{"role": "user", "content": text(place, record, "question")}]
+        raise UserError(f"neither messages nor question{' and answer' * needs_answer} are there")
+    chat = [{"role": "user", "content": text(record, "question")}]
     if needs_answer or "answer" in record:
-        chat.append({"role": "assistant", "content": text(place, record, "answer")})
+        chat.append({"role": "assistant", "content": text(record, "answer")})
     return chat
 
 
-def turns(place: str, record: Record, key: str) -> list[dict[str, str]]:
+def turns(record: Record, key: str) -> list[dict[str, str]]:
     """The messages in `record[key]`, objects with role and content, or with ShareGPT's from and value."""
     messages = record[key]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise UserError(f"{place}: {key} must be a list of objects with role and content")
+        raise UserError(f"{key} must be a list of objects with role and content")
     chat = []
     for message in messages:
         names = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
-        role, content = (text(place, message, name) for name in names)
+        role, content = (text(message, name) for name in names)
         if (known := ROLES.get(role)) is None:
-            raise UserError(f"{place}: role {role!r} is none of system, user and assistant")
+            raise UserError(f"role {role!r} is none of system, user and assistant")
         chat.append({"role": known, "content": content})
     return chat

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mllm.data.iteration import DataIterator, example_index
 from mllm.data.records import sound_records
+from mllm.data.source import DataIterator, example_index
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.model.tokenizer import MessagesError, Tokenizer, encode_prompt
@@ -66,7 +66,8 @@ def usable_prompts(examples: Sequence[Example], tokenizer: Tokenizer, max_length
     `what` names the examples in messages: `held-out prompts of task gsm8k`. UserError is raised if all are too
     long, and lists those that can't be written as a chat.
     """
-    read = list(sound_records((read_prompt(examples, tokenizer, index) for index in range(len(examples))), what))
+    found = (read_prompt(examples, tokenizer, index) for index in range(len(examples)))
+    read = [prompt for _, prompt in sound_records(found, what)]
     usable = [prompt for prompt in read if len(prompt.tokens) <= max_length]
     if read and not usable:
         shortest = min(len(prompt.tokens) for prompt in read)

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from mllm.errors import UserError, brief
+from mllm.errors import UserError, brief, need
 from mllm.store.bucket import is_bucket
 from mllm.store.fetch import fetch_files
 
@@ -63,9 +63,15 @@ class Origin(NamedTuple):
     def content(self) -> str:
         """A hash of the files, and what is chosen of them; UserError where they can't be had or read."""
         if self.split is None:
-            return hash_files(file_paths(self.source, self.key), self.key)
-        files = hub_split(self.source, self.subset, self.split, self.key).cache_files
-        return f"{self.subset} {self.split} {hash_files([Path(file['filename']) for file in files], self.key)}"
+            paths = file_paths(self.source, self.key)
+        else:
+            files = hub_split(self.source, self.subset, self.split, self.key).cache_files
+            paths = [Path(file["filename"]) for file in files]
+        digest = hashlib.sha256(f"{self.subset} {self.split} ".encode())
+        for path in paths:
+            with open_file(path, self.key, compressed=True) as file:
+                digest.update(path.suffix.encode() + hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()
 
     def records(self) -> Records:
         """All records; UserError as by `blocks`."""
@@ -92,29 +98,18 @@ def numbered(source: str, first: int, blocks: Iterable[Any]) -> Iterator[Block]:
         first += len(rows)
 
 
-def hash_files(paths: list[Path], key: str) -> str:
-    """A hash of files and how each is read; UserError, which names the setting `key`, where one can't be."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with open_file(path, key, compressed=True) as file:
-            digest.update(path.suffix.encode() + hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
-
-
-def read_records(
-    records: Iterable[tuple[str, Any]], read: Callable[[str, Any], T]
-) -> Iterator[tuple[str, T | UserError]]:
-    """What `read(place, record)` gives for each record, or what is wrong with it: the UserError that it raises."""
+def read_records(records: Iterable[tuple[str, Any]], read: Callable[[Any], T]) -> Iterator[tuple[str, T | UserError]]:
+    """What `read` gives for each record, or what is wrong with it: its place, and the UserError that `read` raises."""
     for place, record in records:
         try:
-            result = record if isinstance(record, UserError) else read(place, record)
+            result = record if isinstance(record, UserError) else read(record)
         except UserError as error:
-            result = error
+            result = UserError(f"{place}: {error}")
         yield place, result
 
 
-def sound_records(records: Iterable[tuple[str, T | UserError]], key: str) -> Iterator[T]:
-    """The records that aren't bad.
+def sound_records(records: Iterable[tuple[str, T | UserError]], key: str) -> Iterator[tuple[str, T]]:
+    """The records that aren't bad, with their places.
 
     After the last one all bad lines are raised as one UserError, which names the setting `key` and lists their places.
     """
@@ -123,7 +118,7 @@ def sound_records(records: Iterable[tuple[str, T | UserError]], key: str) -> Ite
         if isinstance(record, UserError):
             bad.append((place, record))
         else:
-            yield record
+            yield place, record
     if bad:
         raise bad_lines(bad, key)
 
@@ -168,11 +163,10 @@ def open_file(path: Path, key: str, compressed: bool = False) -> Iterator[Any]:
 
 def row_blocks(path: Path, key: str) -> Iterator[Any]:
     """A parquet file's rows in RecordBatches; UserError, which names the setting `key`, where it can't be read."""
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise UserError(f"{key}: {path} needs the package pyarrow: pip install -e '.[parquet]'") from None
+    need("pyarrow", "parquet", f"{key}: {path}")
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
     try:
         with open_file(path, key), ParquetFile(path) as table:
             yield from table.iter_batches(BLOCK_ROWS)
@@ -197,30 +191,26 @@ def line_blocks(path: Path, key: str) -> Iterator[list[bytes]]:
         yield lines
 
 
-def parse(place: str, row: bytes | Record) -> Record:
+def parse(row: bytes | Record) -> Record:
     """The JSON object in a line, or a row without what is null in it; UserError where a line holds no object."""
     if isinstance(row, dict):
         return {name: value for name, value in row.items() if value is not None}
     if len(row) > LONGEST_LINE:
-        raise UserError(f"{place}: longer than {LONGEST_LINE >> 20} MiB: is it a file of JSON lines?")
+        raise UserError(f"longer than {LONGEST_LINE >> 20} MiB: is it a file of JSON lines?")
     try:
         record = json.loads(row.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: not JSON in UTF-8 ({error})") from None
+        raise UserError(f"not JSON in UTF-8 ({error})") from None
     if not isinstance(record, dict):
-        raise UserError(f"{place}: expected a JSON object, got {type(record).__name__}")
+        raise UserError(f"expected a JSON object, got {type(record).__name__}")
     return record
 
 
 def hub_split(source: str, subset: str | None, split: str, key: str) -> Any:
     """The split of a hub's data set; UserError, which names the setting `key`, where it can't be had."""
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(
-            f"{key}: {source} is no file here, and a hub id needs the package datasets: "
-            "give a local path, or pip install -e '.[hub]'"
-        ) from None
+    need("datasets", "hub", f"{key}: {source} is no file here: give a local path; a hub id")
+    import datasets
+
     try:
         return datasets.load_dataset(source, subset, split=split)
     except Exception as error:  # many kinds: no network, no such data set, a damaged cache

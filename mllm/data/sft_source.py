@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int
 from tqdm import tqdm
 
 from mllm.config.data import DataConfig, names_files
 from mllm.config.section import LARGEST_NUMBER
 from mllm.data.batch import Batch, padded_length
 from mllm.data.cache import cached_documents
-from mllm.data.iteration import WAY_OUT, DataIterator, example_index
 from mllm.data.packing import add_sequence, empty_batch, first_fit
 from mllm.data.permutation import permute_index
 from mllm.data.records import Origin
-from mllm.data.source import Step
+from mllm.data.source import WAY_OUT, DataIterator, Step, example_index
 from mllm.data.tasks.task import OnDemand, Task
 from mllm.data.tokenizing import Document, Documents, encode_document
 from mllm.errors import UserError
@@ -97,18 +97,14 @@ class SftBatches:
         tokens = int(sizes[:, 0].sum(dtype=np.int64)) if isinstance(sizes, np.ndarray) else len(sizes)
         if self.config.packing and tokens * (self.config.epochs or 1) >= (most + 1) * room:
             return most
-        if not self.config.packing:
-            batches = min(self.end // self.batch_size, most)
-            planned = batches * self.batch_size
+        if self.config.packing:
+            plans = tqdm(islice(self.plans(), most), "counting", unit=" batches", delay=2, disable=None)
+            examples = [len(plan) for plan in plans]
         else:
-            batches = planned = 0
-            with tqdm(desc="counting batches", total=self.end, unit=" examples", delay=2, disable=None) as bar:
-                for plan in islice(self.plans(), most):
-                    batches, planned = batches + 1, planned + len(plan)
-                    bar.update(len(plan))
-        if batches < most and planned < self.end:
-            log.warning("data.epochs: the last %d examples do not fill a batch and are left out", self.end - planned)
-        return batches
+            examples = [self.batch_size] * min(self.end // self.batch_size, most)
+        if len(examples) < most and (left := self.end - sum(examples)):
+            log.warning("data.epochs: the last %d examples do not fill a batch and are left out", left)
+        return len(examples)
 
     def read(self, position: int) -> tuple[Batch, int]:
         """Training's batch that begins at a position, and the position behind it; StopIteration at the end."""
@@ -234,7 +230,10 @@ def task_documents(task: Task, tokenizer: Tokenizer, max_length: int) -> Documen
         if example.solution is None:
             raise UserError(f"data.source: {place} has no solution to learn from: give a file of JSON lines")
         messages = [*example.prompt, {"role": "assistant", "content": example.solution}]
-        return encode_document(tokenizer, max_length, place, {"messages": messages})[0]
+        try:
+            return encode_document(tokenizer, max_length, {"messages": messages})[0]
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from None
 
     sizes = OnDemand(lambda index: make(index).size, range(len(task.train)))
     return Documents(sizes, lambda indices: [make(index) for index in indices], task.content)
@@ -246,7 +245,12 @@ def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:
     if count >= len(documents):
         raise UserError(f"data.validation.share: {share} of {len(documents)} examples leaves none to train on")
     heldout = np.sort([permute_index(i, len(documents), key="validation") for i in range(count)])
-    return documents.choose(np.delete(np.arange(len(documents)), heldout)), documents.choose(heldout)
+
+    def choose(indices: Int[np.ndarray, " chosen"]) -> Documents:
+        content = f"{documents.content} {len(indices)}"
+        return Documents(documents.sizes[indices], lambda chosen: documents.read(indices[chosen].tolist()), content)
+
+    return choose(np.delete(np.arange(len(documents)), heldout)), choose(heldout)
 
 
 def origin_of(key: str, source: str, subset: str | None = None, split: str = "train") -> Origin:

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Bool, Int32
 
 from mllm.data.formats import messages_of, text, turns
 from mllm.data.records import Block, Record, read_records
@@ -51,11 +51,6 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self.sizes)
-
-    def choose(self, indices: Int[np.ndarray, " chosen"]) -> "Documents":
-        """These of the documents, whose sizes are an array, in this order."""
-        content = self.content and f"{self.content} {len(indices)}"
-        return Documents(self.sizes[indices], lambda chosen: self.read(indices[chosen].tolist()), content)
 
 
 Encoded = tuple[str, tuple[Document, bool] | UserError]
@@ -92,41 +87,35 @@ def encode_block(tokenizer: Tokenizer, max_length: int, block: Block) -> list[En
     return list(read_records(block.records(), partial(encode_document, tokenizer, max_length)))
 
 
-def encode_document(tokenizer: Tokenizer, max_length: int, place: str, record: Record) -> tuple[Document, bool]:
+def encode_document(tokenizer: Tokenizer, max_length: int, record: Record) -> tuple[Document, bool]:
     """The record as a document of at most `max_length` tokens, and whether that is all of it."""
-    ids, learned = encode_record(tokenizer, place, record)
+    ids, learned = encode_record(tokenizer, record)
     document = Document(np.array(ids[:max_length], np.int32), np.array(learned[:max_length], bool))
     document.learned[:1] = False
     if not document.learned.any():
-        raise UserError(f"{place}: none of the tokens to learn lies within data.max_length ({max_length})")
+        raise UserError(f"none of the tokens to learn lies within data.max_length ({max_length})")
     return document, len(ids) <= max_length
 
 
-def encode_record(tokenizer: Tokenizer, place: str, record: Record) -> tuple[list[int], list[bool]]:
-    """The ids of a record, and which of them are learned; UserError, which names the place, where it is in no format.
+def encode_record(tokenizer: Tokenizer, record: Record) -> tuple[list[int], list[bool]]:
+    """The ids of a record, and which of them are learned; UserError where it is in no format.
 
     `messages`, `conversations`, `question` and `answer`: the assistant's turns are learned. `prompt` and `completion`:
     the completion is, be they texts or lists of messages. `text`: every token is. The first of these that a record has
     counts.
     """
     if not {"messages", "conversations", "question"}.isdisjoint(record):
-        pieces: tuple[Any, ...] = (encode_example, messages_of(place, record))
-    elif isinstance(record.get("prompt"), list):
-        prompt = turns(place, record, "prompt")
-        completion = messages_of(place, {"messages": record.get("completion", [])})
-        pieces = (encode_example, prompt + completion, len(prompt))
-    elif "completion" in record:
-        pieces = (encode_text, text(place, record, "prompt"), text(place, record, "completion"))
-    elif "text" in record:
-        pieces = (encode_text, "", text(place, record, "text"))
-    else:
-        known = "messages, conversations, question and answer, prompt and completion, text"
-        raise UserError(f"{place}: none of {known} is there")
-    encode, *arguments = pieces
-    try:
-        return encode(tokenizer, *arguments)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
+        return encode_example(tokenizer, messages_of(record))
+    if isinstance(record.get("prompt"), list):
+        prompt = turns(record, "prompt")
+        completion = messages_of({"messages": record.get("completion", [])})
+        return encode_example(tokenizer, prompt + completion, len(prompt))
+    if "completion" in record:
+        return encode_text(tokenizer, text(record, "prompt"), text(record, "completion"))
+    if "text" in record:
+        return encode_text(tokenizer, "", text(record, "text"))
+    known = "messages, conversations, question and answer, prompt and completion, text"
+    raise UserError(f"none of {known} is there")
 
 
 encode_here: Callable[[Block], list[Encoded]]

@@ -16,7 +16,7 @@ from typing import Any
 
 from mllm.data.tasks.answers import final_answer, last_element
 from mllm.data.tasks.task import Example
-from mllm.errors import UserError
+from mllm.errors import need
 
 NUMBER = re.compile(
     r"(?:(?<![\w.)%])[-−])?[$€£¥]?(?:(?<=[$€£¥])[-−])?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)"
@@ -73,10 +73,8 @@ def math(completion: str, answer: str | None) -> float:
     or number. A completion that it can't read, or not within a second, is wrong; an answer that it can't read raises
     ValueError. Its time limits are alarms, which only a process's main thread may set.
     """
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        raise UserError("task.rewards: math needs the package math-verify: pip install -e '.[math]'") from None
+    need("math_verify", "math", "task.rewards: math")
+    from math_verify import parse, verify
 
     def read(text: str, is_formula: bool) -> Any:
         marked = is_formula and not re.search(r"\$|\\boxed", text)

@@ -12,8 +12,8 @@ from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data import records
 from mllm.data.batch import Batch
-from mllm.data.iteration import DataIterator
 from mllm.data.sft_source import SftBatches, load_documents, task_documents
+from mllm.data.source import DataIterator
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
@@ -133,16 +133,13 @@ def test_a_restored_iterator_gives_the_same_batches_as_an_uninterrupted_one(
         assert restored.get_state() == unbroken.get_state()
 
 
-def test_restoring_onto_other_data_or_past_the_last_epoch_is_refused(tmp_path: Path) -> None:
+def test_a_position_in_other_data_or_past_the_last_epoch_is_refused(tmp_path: Path) -> None:
     read = batches_of(write(tmp_path, some(8)), packing=False)
     with pytest.raises(UserError, match=r"began with other examples: .* \(8 then, 9 now\)"):
         batches_of(write(tmp_path, some(9))).set_state(read.get_state())
-    with pytest.raises(UserError, match="began with other examples"):
-        batches_of(write(tmp_path, [*some(7), qa("q7", "other")])).set_state(read.get_state())
-    for _ in range(3):
-        next(read)
+    state = {**read.get_state(), "position": 9}
     with pytest.raises(UserError, match=r"data.epochs: 1: the run has gone through more of its data: raise it"):
-        batches_of(write(tmp_path, some(8)), epochs=1).set_state(read.get_state())
+        batches_of(write(tmp_path, some(8)), epochs=1).set_state(state)
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -58,15 +58,11 @@ def test_a_split_of_a_hub_s_data_set_is_cached_by_its_files_and_read_without_nul
     loaded = []
 
     class Split(list):
-        def __init__(self, split):
-            if not (tmp_path / split).exists():
-                (tmp_path / split).write_text(split)
-            super().__init__({"text": f"{split} {i}", "messages": None} for i in range(3))
-            self.cache_files = [{"filename": str(tmp_path / split)}]
+        cache_files = ({"filename": write(tmp_path, ["a"])},)
 
     def load_dataset(source, subset, split):
         loaded.append((source, subset, split))
-        return Split(split)
+        return Split({"text": f"{split} {i}", "messages": None} for i in range(3))
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     data = DataConfig(source="user/set", subset="main", max_length=32, validation={"split": "test"})

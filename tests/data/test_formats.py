@@ -36,7 +36,7 @@ MARKED.chat_template = (
 
 def marked(record: dict[str, Any], tokenizer: Any = BYTES) -> str:
     """The record's text, in which learned tokens are in capitals or brackets of their own kind."""
-    ids, learned = encode_record(tokenizer, "place", record)
+    ids, learned = encode_record(tokenizer, record)
     names = [NAMES.get(token, chr(token)) for token in ids]
     return "".join(n.upper().translate({40: 91, 41: 93}) if y else n for n, y in zip(names, learned, strict=True))
 
@@ -63,8 +63,8 @@ def test_the_documentation_s_file_has_a_line_of_each_format() -> None:
 def test_text_needs_an_end_of_sequence() -> None:
     tokenizer = bytes_tokenizer()
     tokenizer.eos_token = None
-    with pytest.raises(UserError, match=r"place: model.tokenizer: it names no end of sequence"):
-        encode_record(tokenizer, "place", {"text": "a"})
+    with pytest.raises(UserError, match=r"model.tokenizer: it names no end of sequence"):
+        encode_record(tokenizer, {"text": "a"})
 
 
 @pytest.mark.parametrize(("count", "end"), [(1, "\n"), (3, "")])
@@ -94,9 +94,9 @@ def test_processes_read_every_line_and_row_once_in_order_with_its_number(
 def test_all_bad_lines_are_one_error_after_the_good_ones(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"answer": "1"}\n{\n' + '{"answer": 2}\n' * 30)
-    answers = read_records(Origin("task.train", str(path)).records(), lambda place, r: text(place, r, "answer"))
+    answers = read_records(Origin("task.train", str(path)).records(), lambda r: text(r, "answer"))
     read = sound_records(answers, "task.train")
-    assert next(read) == "1"
+    assert next(read) == (f"{path}:1", "1")
     with pytest.raises(UserError) as raised:
         next(read)
     said = str(raised.value)

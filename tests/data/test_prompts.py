@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from mllm.data import prompts as data
-from mllm.data.iteration import DataIterator, example_index
 from mllm.data.prompts import training_prompts, usable_prompts
+from mllm.data.source import DataIterator, example_index
 from mllm.data.tasks.task import Example, OnDemand, Task
 from mllm.errors import StepError, UserError
 from mllm.model.tokenizer import bytes_tokenizer
@@ -66,16 +66,16 @@ def test_what_is_wrong_anywhere_in_a_list_is_an_error_at_once(problems: list[str
 def test_problems_made_on_demand_are_left_out_and_counted_exactly_and_resume_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    bad = set(range(100, 400, 3))
-    prompts, resumed = (prompts_of(on_demand(400, bad)) for _ in range(2))
-    assert sorted(texts(prompts, 300)) == sorted(str(i) for i in range(400) if i not in bad)
+    bad = set(range(100, 190, 3))
+    prompts, resumed = (prompts_of(on_demand(190, bad)) for _ in range(2))
+    assert sorted(texts(prompts, 160)) == sorted(str(i) for i in range(190) if i not in bad)
     assert "a prompt of task made is left out: " in caplog.text
     resumed.set_state(json.loads(json.dumps(prompts.get_state())))
-    for _ in range(300):
+    for _ in range(160):
         assert next(resumed) == next(prompts)
         assert prompts.get_state() == resumed.get_state()
-    left_out = [place for place in range(prompts.position) if example_index(place, 400, seed=0) in bad]
-    assert prompts.position - prompts.given == len(left_out) > 100
+    left_out = [place for place in range(prompts.position) if example_index(place, 190, seed=0) in bad]
+    assert prompts.position - prompts.given == len(left_out) > 30
 
 
 def test_too_many_bad_problems_in_a_row_end_the_run_so_that_it_can_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Tasks: held-out problems stay held out, and every answer is right."""
 
 import pickle
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,14 +79,16 @@ def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_se
 class FakeGym:
     """reasoning_gym's contract: problem i of a generator is made from seed + i alone, and indices are plain ints."""
 
-    def __init__(self, seed: int, size: int, different: int = 10**9) -> None:
-        self.seed, self.size, self.different = seed, size, different
+    def __init__(self, name: str, seed: int, size: int) -> None:
+        if name == "missing":
+            raise ValueError(f"Dataset '{name}' not registered")
+        self.name, self.seed, self.size = name, seed, size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         assert type(index) is int
-        if self.different < 0:
+        if self.name == "broken":
             raise ZeroDivisionError("no such sum")
-        number = (self.seed + index) % self.different
+        number = (self.seed + index) % (10 if self.name == "small" else 10**9)
         return {"question": f"Which is {number}?", "answer": str(number), "metadata": {}}
 
     def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
@@ -94,14 +97,9 @@ class FakeGym:
 
 @pytest.fixture
 def gym(monkeypatch: pytest.MonkeyPatch) -> None:
-    def create_dataset(name: str, seed: int, size: int) -> FakeGym:
-        if name == "missing":
-            raise ValueError(f"Dataset '{name}' not registered")
-        return FakeGym(seed, size, {"small": 10, "broken": -1}.get(name, 10**9))
-
     gym_problems.cache_clear()
     monkeypatch.setattr(gym_module, "TRAIN_EXAMPLES", 20)
-    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset))
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=FakeGym))
 
 
 @pytest.mark.usefixtures("gym")
@@ -128,14 +126,14 @@ def test_reasoning_gyms_scorer_judges_the_tagged_answer_and_travels() -> None:
     assert [scorer("", completion, example) for completion in said] == [1.0, 0.01]
 
 
-BROKEN = {
-    "broken": r"broken\[0\]: can't be made: ZeroDivisionError: no such sum",
-    "missing": "missing: Dataset 'missing'",
-}
-
-
 @pytest.mark.usefixtures("gym")
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_generator_that_fails_or_is_unknown_is_one_line(name: str) -> None:
-    with pytest.raises(UserError, match=f"reasoning_gym:{BROKEN[name]}"):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("broken", r"broken\[0\]: can't be made: ZeroDivisionError: no such sum"),
+        ("missing", "missing: Dataset 'missing'"),
+    ],
+)
+def test_a_generator_that_fails_or_is_unknown_is_one_line(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=f"reasoning_gym:{said}"):
         load(TaskConfig(name=f"reasoning_gym:{name}", heldout=1), seed=0)

@@ -7,7 +7,7 @@ from typing import Any
 from mllm.config.task import TaskConfig
 from mllm.data.tasks.answers import final_answer
 from mllm.data.tasks.task import Example, OnDemand, Task, messages
-from mllm.errors import UserError, brief
+from mllm.errors import UserError, brief, need
 
 TRAIN_EXAMPLES = 10_000
 """Problems to train on that a seed makes."""
@@ -40,12 +40,9 @@ def reasoning_gym(config: TaskConfig, seed: int) -> Task:
 @cache
 def gym(name: str, seed: int, size: int) -> Any:
     """A sequence of `size` problems by reasoning_gym's generator `name`; its indices must be plain ints."""
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise UserError(
-            f"task.name: reasoning_gym:{name} needs the package reasoning-gym: pip install -e '.[reasoning]'"
-        ) from None
+    need("reasoning_gym", "reasoning", f"task.name: reasoning_gym:{name}")
+    import reasoning_gym
+
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size)
     except ValueError as error:

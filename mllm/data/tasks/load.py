@@ -7,6 +7,7 @@ a whole solution that states the answer in the task's form, as in GSM8K and MATH
 import importlib
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,7 @@ def load(config: TaskConfig, seed: int) -> Task:
     problems = dict[str, list[Example]]()
     for part, (key, records) in listed_records(config).items():
         examples = read_records(records, partial(listed_example, config, instruction))
-        problems[part] = list(sound_records(examples, key))
+        problems[part] = [replace(example, place=place) for place, example in sound_records(examples, key)]
         if not problems[part]:
             raise UserError(f"{key}: there is no problem in it")
     return split_task(config.name, problems["train"], config.heldout_of(len(problems["train"])), problems.get("test"))
@@ -91,51 +92,51 @@ def function_records(name: str) -> dict[str, Records]:
     }
 
 
-def returned_record(place: str, row: Any) -> Record:
+def returned_record(row: Any) -> Record:
     """The mapping that a function returned; UserError where it is none, or can't be sent to the rewards' process."""
     try:
         pickle.dumps(row)
     except Exception as error:  # many kinds, by what is in it
-        raise UserError(f"{place}: can't be sent to the rewards' process: {brief(error)}") from None
+        raise UserError(f"can't be sent to the rewards' process: {brief(error)}") from None
     if not isinstance(row, Mapping):
-        raise UserError(f"{place}: expected a mapping, got {type(row).__name__}")
+        raise UserError(f"expected a mapping, got {type(row).__name__}")
     return dict(row)
 
 
-def listed_example(config: TaskConfig, instruction: str | None, place: str, record: Record) -> Example:
+def listed_example(config: TaskConfig, instruction: str | None, record: Record) -> Example:
     """The problem in a record; UserError where it is not as expected. The instruction follows a text."""
     named = dict(record)
     for ours, theirs in config.columns or ColumnsConfig():
         if theirs != ours:
             if theirs not in record:
-                raise UserError(f"{place}: {theirs} is missing, which task.columns.{ours} names")
+                raise UserError(f"{theirs} is missing, which task.columns.{ours} names")
             named[ours] = record[theirs]
     key = "prompt" if "prompt" in named else "messages"
     if key not in named:
-        raise UserError(f"{place}: neither prompt nor messages are there")
+        raise UserError("neither prompt nor messages are there")
     solution, conversational = None, not isinstance(named[key], str)
     if conversational:
-        prompt = turns(place, named, key)
+        prompt = turns(named, key)
         if key == "messages" and prompt and prompt[-1]["role"] == "assistant":
             solution = prompt.pop()["content"]
         if not prompt or prompt[-1]["role"] != "user":
-            raise UserError(f"{place}: the last message of a prompt must be the user's")
+            raise UserError("the last message of a prompt must be the user's")
         if config.system_prompt is not None:
             if prompt[0]["role"] == "system":
-                raise UserError(f"{place}: has a system message, and so has task.system_prompt: remove one of them")
+                raise UserError("has a system message, and so has task.system_prompt: remove one of them")
             prompt.insert(0, {"role": "system", "content": config.system_prompt})
     else:
-        prompt = messages(config, text(place, named, key), instruction)
+        prompt = messages(config, text(named, key), instruction)
     answer = None
     if named.get("answer") is not None:
         given = named["answer"]
-        given = text(place, {"answer": str(given) if type(given) in (int, float) else given}, "answer")
+        given = text({"answer": str(given) if type(given) in (int, float) else given}, "answer")
         answer, worked = reference_answer(given, config.answer_form)
         solution = solution or worked
     if instruction is not None and solution is None:  # GSM8K's, whose answers are worked out
-        raise UserError(f"{place}: answer has no line '#### N' with the result")
+        raise UserError("answer has no line '#### N' with the result")
     fields = {name: value for name, value in named.items() if name not in (key, "answer")}
-    return Example(prompt, answer, solution, config.answer_form, fields, conversational, place)
+    return Example(prompt, answer, solution, config.answer_form, fields, conversational)
 
 
 def reference_answer(given: str, form: AnswerForm) -> tuple[str, str | None]:
