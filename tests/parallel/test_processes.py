@@ -60,29 +60,21 @@ from mllm.store.run_store import RunStore
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
 COUNTS = "--processes 2 --process 0", "--processes 3 --process 1"
-SETTINGS = {
-    "sft": config("sft", steps=4, mesh=MESH, checkpoint={"every": 2}, eval={"every": 2}, task={"heldout": 15}),
-    "grpo": config(
-        steps=6,
-        mesh={"fsdp": 2, "tp": 2},
-        grpo={
-            "dynamic_sampling": 3,
-            "steps_per_generation": 2,
-            "loss_type": "gspo",
-            "importance_sampling": "sequence_mask",
-            "dual_clip": 3.0,
-        },
-        task={"rewards": [{"name": "user_rewards:seldom"}]},
-        rollout={"max_slots": 4, "top_p": 0.95, "temperature": 0.7},
-        checkpoint={"every": 2},
-        log={"samples": 6},
-    ),
-}
-
-
-@pytest.fixture
-def placed(tmp_path):
-    return lambda name, folder, **sections: changed(SETTINGS[name], run_dir=str(tmp_path / folder), **sections)
+GRPO = config(
+    steps=6,
+    mesh={"fsdp": 2, "tp": 2},
+    grpo={
+        "dynamic_sampling": 3,
+        "steps_per_generation": 2,
+        "loss_type": "gspo",
+        "importance_sampling": "sequence_mask",
+        "dual_clip": 3.0,
+    },
+    task={"rewards": [{"name": "user_rewards:seldom"}]},
+    rollout={"max_slots": 4, "top_p": 0.95, "temperature": 0.7},
+    checkpoint={"every": 2},
+    log={"samples": 6},
+)
 
 
 def assert_same_metrics(mine, yours):
@@ -115,8 +107,8 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_devices_and_has_the_s
 
 
 @pytest.mark.slow
-def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_after_it_continued(placed):
-    one, two = placed("grpo", "one"), placed("grpo", "two")
+def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_after_it_continued(tmp_path):
+    one, two = (changed(GRPO, run_dir=str(tmp_path / name)) for name in ("one", "two"))
     processes = start_group(["train.py", *arguments(two)], 2, 2, REWARD_SECONDS="0.03")
     while len(records(two)) < 2:
         assert processes[0].poll() is None
@@ -244,8 +236,9 @@ def test_each_process_has_the_rows_of_its_devices_and_reads_its_part_of_data_and
 # Errors in one line
 
 
-def test_missing_processes_are_an_error_in_one_line(placed):
-    command = ["train.py", *arguments(placed("sft", "run")), "--wait", "2"]
+def test_missing_processes_are_an_error_in_one_line(tmp_path):
+    settings = config("sft", run_dir=str(tmp_path / "run"), mesh=MESH)
+    command = ["train.py", *arguments(settings), "--wait", "2"]
     without_others, without_the_first = (
         spawn([*command, "--coordinator", free_address(), "--processes", "2", "--process", number], subprocess.STDOUT)
         for number in "01"
@@ -254,11 +247,12 @@ def test_missing_processes_are_an_error_in_one_line(placed):
     (said,) = outputs([without_the_first], RESTART)
     assert said.startswith("error: --coordinator: process 0 does not answer or not all 2 processes came to localhost:")
     assert len(said.splitlines()) == 1
-    assert not Path(placed("sft", "run").run_dir).exists()
+    assert not Path(settings.run_dir).exists()
 
 
-def test_a_process_that_was_started_with_another_number_of_them_ends_all_in_one_line(placed):
-    command, address = ["train.py", *arguments(placed("sft", "run"))], ["--coordinator", free_address()]
+def test_a_process_that_was_started_with_another_number_of_them_ends_all_in_one_line(tmp_path):
+    settings, address = config("sft", run_dir=str(tmp_path / "run"), mesh=MESH), ["--coordinator", free_address()]
+    command = ["train.py", *arguments(settings)]
     processes = [spawn([*command, *address, *flags.split()], subprocess.STDOUT) for flags in COUNTS]
     assert outputs(processes, 2) == ["error: --processes: process 1 was started with 3, process 0 with 2\n"] * 2
 

@@ -34,12 +34,6 @@ class FixedTexts(Sampler):
         return [Completion([0] * (i + 1), [0.0] * (i + 1), finished=True, text=texts[i]) for i in numbers]
 
 
-@pytest.fixture
-def sampler():
-    CALLS.clear()
-    return FixedTexts(None, BYTES, (1,), RolloutConfig(max_prompt_length=8, max_completion_length=4), seed=0)
-
-
 class Lengths(RewardRunner):
     """Two rewards: the text's length, which fails for `five`, and half of it, which does not apply to `2`."""
 
@@ -49,23 +43,20 @@ class Lengths(RewardRunner):
         pass
 
     def score(self, samples):
-        return [[self.length(sample.completion), self.half(sample.completion)] for sample in samples]
-
-    def length(self, text):
-        return ("raised", "no") if text == "five" else ("value", float(len(text)))
-
-    def half(self, text):
-        return (NOT_APPLICABLE, "") if text == "2" else ("value", len(text) / 2)
+        texts = [sample.completion for sample in samples]
+        lengths = [("raised", "no") if text == "five" else ("value", float(len(text))) for text in texts]
+        halves = [(NOT_APPLICABLE, "") if text == "2" else ("value", len(text) / 2) for text in texts]
+        return [*map(list, zip(lengths, halves, strict=True))]
 
 
-def evaluate(sampler, problems=EXAMPLES, prefix="eval/", sampled=True):
+def evaluate(problems=EXAMPLES, prefix="eval/", sampled=True):
     """The metrics of step 3."""
-    options = EvalConfig(sampled=sampled)
-    return make_evaluation(options, TASK, problems, sampler, Lengths(), ALL_ROWS, prefix)(None, 3)
+    sampler = FixedTexts(None, BYTES, (1,), RolloutConfig(max_prompt_length=8, max_completion_length=4), seed=0)
+    return make_evaluation(EvalConfig(sampled=sampled), TASK, problems, sampler, Lengths(), ALL_ROWS, prefix)(None, 3)
 
 
-def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_training_never_uses(sampler):
-    metrics = evaluate(sampler)
+def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_training_never_uses():
+    metrics = evaluate()
     assert (metrics["eval/greedy_accuracy"], metrics["eval/sampled_accuracy"]) == (1 / 4, 3 / 4)
     assert (metrics["eval/greedy_flexible_accuracy"], metrics["eval/sampled_flexible_accuracy"]) == (2 / 4, 1)
     assert (metrics["eval/greedy_accuracy_low"], metrics["eval/greedy_accuracy_high"]) == wilson(1, 4)
@@ -75,13 +66,13 @@ def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_t
     assert metrics["eval/rewards/length/mean"] == (6 + 1 + 6) / 3
     assert metrics["eval/rewards/half/mean"] == (3 + 3 + 2) / 3
     assert (metrics["eval/rewards/length/raised"], metrics["eval/rewards/half/raised"]) == (1, 0)
-    assert CALLS == [(TOKENS, 3, 2**30, True), (TOKENS, 3, 2**30, False)]
+    assert CALLS[-2:] == [(TOKENS, 3, 2**30, True), (TOKENS, 3, 2**30, False)]
 
 
-def test_where_a_problem_has_no_answer_there_are_rewards_and_no_accuracy_and_long_prompts_are_left_out(sampler, caplog):
+def test_where_a_problem_has_no_answer_there_are_rewards_and_no_accuracy_and_long_prompts_are_left_out(caplog):
     long = replace(EXAMPLES[2], prompt=[{"role": "user", "content": "a long question"}])
     problems = [EXAMPLES[0], replace(EXAMPLES[1], answer=None), long]
-    metrics = evaluate(sampler, problems, prefix="test/", sampled=False)
+    metrics = evaluate(problems, "test/", sampled=False)
     assert metrics["test/reward"] == (2 * 6 + 1) / 2
     assert metrics["test/greedy_mean_length"] == 1.5
     assert [name for name in metrics if "accuracy" in name] == []

@@ -15,6 +15,7 @@ import zlib
 from array import array
 from pathlib import Path
 
+import hostile_rewards
 import numpy as np
 import pytest
 from hostile_rewards import ALARM, CATCHES, ENDING, FOREVER, FORK_AND_EXIT, HANGING, LASTING, PRINTS, SESSION
@@ -30,22 +31,7 @@ from mllm.rl.reward_worker import parse
 from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
 
 OWN_REWARDS = """
-import os, signal, sys, time
-
-def length(prompt, completion):
-    print("printed", flush=True)
-    if completion == "raise": raise ValueError("no " + prompt)
-    return len(completion)
-
-def jax_is_imported():
-    return "jax" in sys.modules
-
-def process_id():
-    return os.getpid()
-
-def alarm():
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    return 1
+import time
 
 def late(completion):
     if completion == "hang": time.sleep(60)
@@ -96,16 +82,14 @@ def score(runner, *completions, poll=lambda: None):
 
 def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax_and_are_known_by_their_file():
     """Only a main thread may set an alarm, as math-verify does."""
-    with opened("exact_match", "jax_is_imported", "process_id", "alarm") as runner:
-        (first,), (second,) = score(runner, "7"), score(runner, "7")
-    assert first == second
-    assert first[:2] == [("value", 1), ("value", 0)]
-    assert first[2] != ("value", os.getpid())
-    assert first[3] == ("value", 1)
-    code = f"{zlib.crc32(Path('own_rewards.py').read_bytes()):08x}"
-    assert runner.codes == dict.fromkeys(
-        [f"own_rewards:{name}" for name in ("jax_is_imported", "process_id", "alarm")], code
-    )
+    alarm = "signal.signal(signal.SIGALRM, print)"
+    with opened(HOSTILE, "exact_match", "late") as runner:
+        pid, found = runner.workers[0].process.pid, score(runner, "result = os.getpid()", "7", alarm)
+        assert score(runner, "result = 'jax' in sys.modules")[0][0] == ("value", 0)
+        assert runner.workers[0].process.pid == pid
+    assert [own for own, *_ in found] == [("value", pid), ("value", 1), ("value", 1)]
+    files = {HOSTILE: Path(hostile_rewards.__file__), "own_rewards:late": Path("own_rewards.py")}
+    assert runner.codes == {name: f"{zlib.crc32(file.read_bytes()):08x}" for name, file in files.items()}
 
 
 def test_several_processes_give_what_one_gives():
@@ -122,25 +106,25 @@ def test_several_processes_give_what_one_gives():
 
 
 def test_a_batched_function_that_fails_fails_for_all_and_the_first_failure_of_a_kind_is_logged(caplog):
-    with opened("no_list", "half_hanging_batch", "batch", "length", seconds=0.3) as runner:
+    with opened("no_list", "half_hanging_batch", "batch", "late", seconds=0.3) as runner:
         scores = score(runner, "four", "", "raise")
         score(runner, "raise")
-    no_list, half, batch, length = zip(*scores, strict=True)
+    no_list, half, batch, late = zip(*scores, strict=True)
     assert no_list == (("not_a_number", "returned no list of numbers: TypeError: 'float' object is not iterable"),) * 3
     assert half == (("value", 1.0), *[("timed_out", "took longer than 0.9 s")] * 2)
     assert batch == (("value", 4.0), ("not_applicable", ""), ("value", 5.0))
-    assert length == (("value", 4.0), ("value", 0.0), ("raised", "ValueError: no p"))
-    failed = [record.getMessage() for record in caplog.records if "own_rewards:length" in record.getMessage()]
-    assert failed == ["reward own_rewards:length raised: ValueError: no p (further ones are only counted)"]
+    assert late == (("value", 4.0), ("value", 0.0), ("raised", "ValueError: no"))
+    failed = [record.getMessage() for record in caplog.records if "own_rewards:late" in record.getMessage()]
+    assert failed == ["reward own_rewards:late raised: ValueError: no (further ones are only counted)"]
     # A batched function's None is neither a failure nor part of the mean.
     last = [row[-2:] for row in scores]
     np.testing.assert_array_equal(weighted_sum(last, np.array([1.0, 0.5])), [6, 0, math.nan])
-    assert {name: value for name, value in reward_metrics(["batch", "length"], last).items() if value} == {
+    assert {name: value for name, value in reward_metrics(["batch", "late"], last).items() if value} == {
         "rewards/batch/mean": 4.5,
         "rewards/batch/std": 0.5,
-        "rewards/length/mean": 2,
-        "rewards/length/std": 2,
-        "rewards/length/raised": 1,
+        "rewards/late/mean": 2,
+        "rewards/late/std": 2,
+        "rewards/late/raised": 1,
     }
 
 
@@ -161,12 +145,13 @@ def answers(*completions, **options):
 @pytest.fixture(scope="module")
 def found(place):
     """What is answered to all cases: one process gets those that must leave it alive, each before a good completion."""
-    with opened(HOSTILE, "process_id") as one:
-        scores = score(one, *[completion for name in LASTING for completion in (name, "7")])
-    assert {answer for answer, _ in scores[1::2]} == {("value", 1.0)}
-    assert len({process for _, process in scores}) == 1
+    with opened(HOSTILE) as one:
+        pid = one.workers[0].process.pid
+        scores = [answer for (answer,) in score(one, *[does for name in LASTING for does in (name, "7")])]
+        assert one.workers[0].process.pid == pid
+    assert {*scores[1::2]} == {("value", 1.0)}
     rest = [*answers(*ENDING, workers=4), *answers(*HANGING, workers=6, seconds=0.4)]
-    return dict(zip(LASTING | ENDING | HANGING, [answer for answer, _ in scores[::2]] + rest, strict=True))
+    return dict(zip(LASTING | ENDING | HANGING, scores[::2] + rest, strict=True))
 
 
 @pytest.mark.parametrize("does", LASTING | ENDING | HANGING)

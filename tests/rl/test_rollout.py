@@ -150,18 +150,13 @@ def test_neither_slots_nor_devices_change_a_token():
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
-def test_a_distinct_prompt_is_prefilled_once(model, prompts):
-    alone, groups = RolloutWork(), RolloutWork()
-    complete(model, prompts, work=alone)
-    complete(model, [prompt for prompt in prompts for _ in range(3)], work=groups)
-    assert groups.prefilled == alone.prefilled
-    assert groups.tokens > 2 * alone.tokens
-
-
-def test_few_slot_steps_are_useless_where_four_times_as_many_sequences_as_slots_wait(model, prompts):
+def test_a_distinct_prompt_is_prefilled_once_and_few_slot_steps_are_useless_where_four_times_as_many_sequences_wait(
+    model, prompts
+):
     """Lengths are about geometric, with a mean of a quarter of the limit."""
     work, options = RolloutWork(), RolloutConfig(max_prompt_length=12, max_completion_length=160)
     complete(model, prompts[:8] * 8, options, stops=(3,), slots=16, work=work)
+    assert work.prefilled == 8 * 12
     assert 20 < work.tokens / 64 < 60
     assert work.tokens / work.slot_steps >= 0.85
 
