@@ -5,6 +5,7 @@ is the yardstick of accuracy: `assert_as_accurate_as_plain` says how near to the
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,22 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Bool, Float, Int
-from oracle import HAIR, SLACK, Exact, Objective, exact, exact_loss
+from oracle import HAIR, SLACK, Exact, Objective, Rows, exact, exact_loss
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
 from kernels.logits import logits_logprobs
 
 SCALES = {"near-uniform": 1.0, "peaked": 30.0, "saturated": 1000.0}
-
-
-class Plain(NamedTuple):
-    """The same five results as `Exact`, from float32 arithmetic on full logits."""
-
-    logprob: Float[jax.Array, " N"]
-    lse: Float[jax.Array, " N"]
-    entropy: Float[jax.Array, " N"]
-    hidden: Float[jax.Array, "N D"]
-    weight: Float[jax.Array, "V D"]
 
 
 def plain(
@@ -40,7 +31,7 @@ def plain(
     where: Bool[jax.Array, " N"] | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
-) -> Plain:
+) -> Rows:
     """The ordinary program with full logits: products of the inputs' dtype, float32 in between.
 
     It is as accurate as full logits get: the logits are not rounded to bfloat16; on the way to the gradients
@@ -65,15 +56,15 @@ def plain(
     dz = dz.astype(hidden.dtype)
     dh = product("nv,vd->nd", dz, weight).astype(hidden.dtype)
     dw = product("nv,nd->vd", dz, hidden).astype(weight.dtype)
-    return Plain(*values, dh, dw)
+    return Rows(*values, dh, dw)
 
 
-def assert_as_accurate_as_plain(got: Any, yardstick: Plain, truth: Exact, *, largest: bool = True) -> None:
+def assert_as_accurate_as_plain(got: Any, yardstick: Rows, truth: Exact, *, largest: bool = True) -> None:
     """The criterion: of each of the five results, the root-mean-square and the largest error against `truth`.
 
-    `got` has the fields of `Plain`. NaN anywhere in `got` fails. `largest=False` judges the root-mean-square alone.
+    `got` has the fields of `Rows`. NaN anywhere in `got` fails. `largest=False` judges the root-mean-square alone.
     """
-    for name in Plain._fields:
+    for name in Rows._fields:
         want, ours, theirs = (np.asarray(getattr(x, name), np.float64) for x in (truth, got, yardstick))
         assert ours.shape == want.shape, f"{name} has shape {ours.shape}, not {want.shape}"
         hair = HAIR * getattr(truth.resolution, name)
@@ -118,33 +109,16 @@ def random_cotangents(n: int, names: str = "logprob lse entropy") -> TokenLogpro
     return TokenLogprobs(*(jnp.asarray(rng.normal(size=n) * (name in names.split()), jnp.float32) for name in fields))
 
 
-def clipped_ratio(xp: Any, logprob: Any, entropy: Any, old: Any, advantage: Any) -> Any:
-    ratio = xp.exp(logprob - old)
-    return -xp.minimum(ratio * advantage, xp.clip(ratio, 0.8, 1.2) * advantage)
+def clipped_ratio(logprob: jax.Array, entropy: jax.Array, old: jax.Array, advantage: jax.Array) -> jax.Array:
+    ratio = jnp.exp(logprob - old)
+    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
 
 
-def clipped_ratio_slopes(logprob: Any, entropy: Any, old: Any, advantage: Any) -> tuple[Any, Any]:
-    ratio = np.exp(logprob - old)
-    clipped = np.where(advantage > 0, ratio > 1.2, ratio < 0.8)
-    return np.where(clipped, 0, -ratio * advantage), 0 * entropy
-
-
-OBJECTIVES = {
-    "cross-entropy": Objective(lambda xp, logprob, _: -logprob, lambda logprob, _: (0 * logprob - 1, 0 * logprob), 0),
-    "entropy bonus": Objective(
-        lambda xp, logprob, entropy: -logprob - 0.1 * entropy,
-        lambda logprob, entropy: (0 * logprob - 1, 0 * entropy - 0.1),
-        operands=0,
-    ),
-    "clipped ratio": Objective(clipped_ratio, clipped_ratio_slopes, operands=2),
-    "nonlinear in both": Objective(
-        lambda xp, logprob, entropy, a: xp.sin(a * logprob) * entropy**2 + xp.exp(logprob - entropy),
-        lambda logprob, entropy, a: (
-            a * np.cos(a * logprob) * entropy**2 + np.exp(logprob - entropy),
-            2 * np.sin(a * logprob) * entropy - np.exp(logprob - entropy),
-        ),
-        operands=1,
-    ),
+OBJECTIVES: dict[str, Objective] = {
+    "cross-entropy": lambda logprob, entropy: -logprob,
+    "entropy bonus": lambda logprob, entropy: -logprob - 0.1 * entropy,
+    "clipped ratio": clipped_ratio,
+    "nonlinear in both": lambda logprob, entropy, a: jnp.sin(a * logprob) * entropy**2 + jnp.exp(logprob - entropy),
 }
 
 
@@ -154,7 +128,7 @@ def operands_for(problem: Problem, objective: Objective) -> list[jax.Array]:
     rng = np.random.default_rng(3)
     logprob = exact(*problem, lambda *_: np.zeros((3, n))).logprob
     operands = [logprob + 0.3 * rng.normal(size=n), rng.normal(size=n)]
-    return [jnp.asarray(x, jnp.float32) for x in operands[: objective.operands]]
+    return [jnp.asarray(x, jnp.float32) for x in operands[: len(inspect.signature(objective).parameters) - 2]]
 
 
 def sparse_weights(n: int) -> jax.Array:
@@ -175,7 +149,7 @@ def outputs_of(hidden: jax.Array, weight: jax.Array, labels: jax.Array, impl: An
 
 def pulled_back(
     hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: TokenLogprobs, impl: Any = None, **options: Any
-) -> Plain:
+) -> Rows:
     """Values and gradients; where the entropy's cotangent is None, it has none, not even zeros."""
     given = [x for x in cotangents if x is not None]
 
@@ -184,7 +158,7 @@ def pulled_back(
         return outputs[: len(given)], outputs[len(given) :]
 
     outputs, pull_back, others = jax.vjp(outputs, hidden, weight, has_aux=True)
-    return Plain(*outputs, *others, *pull_back(tuple(given)))
+    return Rows(*outputs, *others, *pull_back(tuple(given)))
 
 
 values_and_gradients = jax.jit(pulled_back, static_argnames=("impl", "softcap", "dtype"))
@@ -193,7 +167,7 @@ values_and_gradients = jax.jit(pulled_back, static_argnames=("impl", "softcap", 
 @functools.partial(jax.jit, static_argnames="softcap")
 def plain_values_and_gradients(
     hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: TokenLogprobs, **options: Any
-) -> Plain:
+) -> Rows:
     def total(*outputs: jax.Array) -> jax.Array:
         return sum(jnp.vdot(g, x) for g, x in zip(cotangents, outputs, strict=True))
 
@@ -202,7 +176,7 @@ def plain_values_and_gradients(
 
 class Loss(NamedTuple):
     loss: jax.Array
-    rows: Plain
+    rows: Rows
 
 
 @functools.partial(jax.jit, static_argnames=("objective", "impl", "workspace", "softcap", "dtype"))
@@ -214,11 +188,11 @@ def loss_and_gradients(
     **options: Any,
 ) -> Loss:
     def loss(h: jax.Array, w: jax.Array) -> tuple[jax.Array, TokenLogprobs]:
-        return token_loss(h, w, problem.labels, objective.in_jax, *operands, weights=weights, **options)
+        return token_loss(h, w, problem.labels, objective, *operands, weights=weights, **options)
 
     run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     (value, outputs), gradients = run(problem.hidden, problem.weight)
-    return Loss(value, Plain(*outputs, *gradients))
+    return Loss(value, Rows(*outputs, *gradients))
 
 
 @functools.partial(jax.jit, static_argnames=("objective", "softcap"))
@@ -228,7 +202,7 @@ def plain_loss_and_gradients(
     def total(logprob: jax.Array, lse: jax.Array, entropy: jax.Array) -> jax.Array:
         live = weights != 0
         safe = [jnp.where(live, x, 0) for x in operands]
-        return jnp.sum(jnp.where(live, weights * objective.in_jax(logprob, entropy, *safe), 0))
+        return jnp.sum(jnp.where(live, weights * objective(logprob, entropy, *safe), 0))
 
     rows = plain(*problem, total, where=weights != 0, **options)
     return Loss(total(rows.logprob, rows.lse, rows.entropy), rows)
@@ -242,9 +216,10 @@ def check(
     live: np.ndarray | None = None,
     largest: bool = True,
     **options: Any,
-) -> Plain:
+) -> Rows:
     """Checks the statistics and their gradients; returns these. Rows that don't count hold poison, and give zeros."""
     live = np.ones(problem.labels.shape, bool) if live is None else live
+    options = {"temperature": 1.0} | options  # of any temperature, subject and yardstick are compiled once
     given = jax.tree.map(lambda x: jnp.where(live, x, jnp.nan), cotangents)
     got = values_and_gradients(*poisoned(problem, ~live), given, impl=impl, where=jnp.asarray(live), **options)
     cotangents = TokenLogprobs(*(jnp.zeros(live.shape) if x is None else x for x in cotangents))
@@ -281,7 +256,7 @@ def poisoned(problem: Problem, dead: np.ndarray) -> Problem:
     return problem._replace(hidden=hidden, labels=jnp.where(dead, ~problem.labels, problem.labels))
 
 
-def assert_nothing_at(got: Plain, dead: np.ndarray) -> None:
+def assert_nothing_at(got: Rows, dead: np.ndarray) -> None:
     for x in got[:4]:
         assert not np.any(np.asarray(x, np.float32)[dead])
 

@@ -6,53 +6,46 @@ docs/head.md has the formulas. Rows that don't count are never read. It shares n
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 
 # Two orders of the same sum round differently: an error may exceed the plain computation's by this factor ...
 SLACK = 1.25
-# ... and, where the plain computation is right by luck, by so many times the result's resolution (see `Resolution`).
+# ... and, where the plain computation is right by luck, by so many times the result's resolution (see `Exact`).
 HAIR = 4.0
 _EPS = float(np.finfo(np.float32).eps)
 
 
-class Resolution(NamedTuple):
-    """How far each result moves, at most, when logits and results are rounded to float32 once."""
+class Rows(NamedTuple):
+    """The statistics, and both gradients of a scalar of them; or one number for each of the five."""
 
-    logprob: float
-    lse: float
-    entropy: float
-    hidden: float
-    weight: float
+    logprob: Any  # [N], as the next two
+    lse: Any
+    entropy: Any
+    hidden: Any  # [N, D]: the gradient by hidden
+    weight: Any  # [V, D]: the gradient by weight
 
 
 class Exact(NamedTuple):
-    """The statistics and both gradients; rows that don't count are zero."""
+    """What is right, and how far each result moves, at most, when logits and results are rounded to float32 once."""
 
     logprob: Float[np.ndarray, " N"]
     lse: Float[np.ndarray, " N"]
     entropy: Float[np.ndarray, " N"]
-    hidden: Float[np.ndarray, "N D"]  # the gradient by hidden
-    weight: Float[np.ndarray, "V D"]  # the gradient by weight
-    resolution: Resolution
-
-
-class Objective(NamedTuple):
-    """An elementwise objective, written for jax.numpy and NumPy alike, and its derivatives by hand."""
-
-    value: Callable[..., Any]  # (array module, logprob, entropy, *operands) to the value
-    slopes: Callable[..., tuple[Any, Any]]  # (logprob, entropy, *operands) to the derivatives by both, in NumPy
-    operands: int
-
-    def in_jax(self, logprob: Array, entropy: Array, *operands: Array) -> Array:
-        return self.value(jnp, logprob, entropy, *operands)
+    hidden: Float[np.ndarray, "N D"]
+    weight: Float[np.ndarray, "V D"]
+    resolution: Rows
 
 
 class ExactLoss(NamedTuple):
     loss: float
     resolution: float
     rows: Exact
+
+
+Objective = Callable[..., jax.Array]
+"""(logprob, entropy, *operands) of one token, or of all, to its part of the loss."""
 
 
 def exact(
@@ -96,7 +89,7 @@ def exact(
     steepness = np.abs(by_entropy_RV * z_RV).sum(axis=1).max(initial=0)
     of_entropy = 1 + steepness + statistics[2].max(initial=0)
     moves = (largest, largest, of_entropy, *(largest * np.abs(x).max(initial=0) for x in (dh, dw)))
-    return Exact(*statistics, dh, dw, Resolution(*(_EPS * float(x) for x in moves)))
+    return Exact(*statistics, dh, dw, Rows(*(_EPS * float(x) for x in moves)))
 
 
 def exact_loss(
@@ -104,19 +97,22 @@ def exact_loss(
 ) -> ExactLoss:
     """sum_i weights_i objective_i over the rows of weight other than zero, and its gradients; `options` are `exact`'s.
 
-    The operands are [N] numbers each.
+    The operands are [N] numbers each. JAX differentiates the objective, in float64.
     """
     live = np.asarray(weights) != 0
-    w = np.where(live, np.asarray(weights, np.float64), 0)
-    given = [np.where(live, np.asarray(x, np.float64), 0) for x in operands]
+    w, *given = (np.where(live, np.asarray(x, np.float64), 0) for x in (weights, *operands))
+
+    def values_and_slopes(logprob: np.ndarray, entropy: np.ndarray) -> list[np.ndarray]:
+        with jax.enable_x64(True):
+            values, slopes = jax.vmap(jax.value_and_grad(objective, (0, 1)))(logprob, entropy, *given)
+            return [w * np.asarray(x) for x in (values, *slopes)]
 
     def cotangents(logprob: np.ndarray, lse: np.ndarray, entropy: np.ndarray) -> tuple[Any, Any, Any]:
-        by_logprob, by_entropy = objective.slopes(logprob, entropy, *given)
-        return w * by_logprob, 0 * w, w * by_entropy
+        _, by_logprob, by_entropy = values_and_slopes(logprob, entropy)
+        return by_logprob, 0 * w, by_entropy
 
     rows = exact(hidden, weight, labels, cotangents, where=live, **options)
-    values = w * objective.value(np, rows.logprob, rows.entropy, *given)
-    by_logprob, _, by_entropy = cotangents(*rows[:3])
+    values, by_logprob, by_entropy = values_and_slopes(rows.logprob, rows.entropy)
     moves = rows.resolution
     resolution = _EPS * np.abs(values) + moves.logprob * np.abs(by_logprob) + moves.entropy * np.abs(by_entropy)
     return ExactLoss(float(values.sum()), float(resolution.sum()), rows)

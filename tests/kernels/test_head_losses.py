@@ -115,7 +115,7 @@ def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine,
 
     def loss(x: jax.Array) -> jax.Array:
         sides = [x if i == side else y for i, y in enumerate(problem[:2])]
-        return token_loss(*sides, problem.labels, CLIPPED.in_jax, *operands, **options)[0]
+        return token_loss(*sides, problem.labels, CLIPPED, *operands, **options)[0]
 
     with engine.strictly():
         both = loss_and_gradients(problem, CLIPPED, operands, ones, **options)
@@ -163,7 +163,7 @@ def test_the_cotangent_of_the_loss_scales_its_gradients() -> None:
     @jax.jit
     def gradients(factor: jax.Array) -> tuple[jax.Array, jax.Array]:
         def total(h: jax.Array, w: jax.Array) -> jax.Array:
-            loss, _ = token_loss(h, w, problem.labels, objective.in_jax, weights=weights, impl="xla")
+            loss, _ = token_loss(h, w, problem.labels, objective, weights=weights, impl="xla")
             return factor * loss + loss**2
 
         return jax.grad(total, argnums=(0, 1))(problem.hidden, problem.weight)

@@ -29,13 +29,13 @@ from engines import (
     engines,
     parameter,
 )
-from lm_head_cases import OBJECTIVES, SCALES, Plain, Problem, check, poisoned, random_cotangents, values_and_gradients
-from oracle import exact
+from lm_head_cases import OBJECTIVES, SCALES, Problem, check, poisoned, random_cotangents, values_and_gradients
+from oracle import Rows, exact
 
 from kernels.lm_head import TokenLogprobs, token_logprobs
 
 
-def assert_accurate(engine: Engine, problem: Problem, cotangents: TokenLogprobs | None = None, **options: Any) -> Plain:
+def assert_accurate(engine: Engine, problem: Problem, cotangents: TokenLogprobs | None = None, **options: Any) -> Rows:
     """Values and gradients, after they were found as accurate as those of full logits."""
     with engine.strictly():
         return check(problem, cotangents or random_cotangents(len(problem.labels)), impl=engine.impl, **options)

@@ -53,7 +53,7 @@ likelihood_and_entropy = functools.partial(likelihood, entropy=1)
 def loss_of(objective: str, workspace: int | None) -> Callable[..., jax.Array]:
     def loss(hidden: Any, weight: Any, labels: Any, weights: Any, impl: Any = "xla") -> jax.Array:
         options: dict[str, Any] = {"weights": weights, "workspace": workspace, "impl": impl}
-        return token_loss(hidden, weight, labels, OBJECTIVES[objective].in_jax, **options)[0]
+        return token_loss(hidden, weight, labels, OBJECTIVES[objective], **options)[0]
 
     return loss
 

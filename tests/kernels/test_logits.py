@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import LOGITS, LOGITS_ON_GPU, OF_LOGITS, V6E, Engine, engines
-from lm_head_cases import Plain, assert_near, random_cotangents, values_and_gradients
+from lm_head_cases import assert_near, random_cotangents, values_and_gradients
+from oracle import Rows
 
 from kernels.lm_head import TokenLogprobs
 from kernels.logits import logits_logprobs
@@ -25,7 +26,7 @@ AT_LABEL = jnp.arange(300) == LABELS[:, None]
 GIVEN = random_cotangents(20)
 
 
-def run(engine: Engine, logits: jax.Array, labels: jax.Array = LABELS, given: TokenLogprobs = GIVEN) -> Plain:
+def run(engine: Engine, logits: jax.Array, labels: jax.Array = LABELS, given: TokenLogprobs = GIVEN) -> Rows:
     where = jnp.ones(labels.shape, bool)
     with engine.strictly():
         return values_and_gradients(logits, IDENTITY, labels, given, impl=engine.impl, where=where)

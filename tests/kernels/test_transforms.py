@@ -53,7 +53,7 @@ def of_statistics(engine: Engine) -> Subject:
 def of_loss(engine: Engine) -> Subject:
     def scalar(hidden: Any, weight: Any, labels: Any, old: Any, advantage: Any, weights: Any) -> Any:
         options: dict[str, Any] = {"weights": weights, "impl": engine.impl}
-        return token_loss(hidden, weight, labels, OBJECTIVE.in_jax, old, advantage, **options)
+        return token_loss(hidden, weight, labels, OBJECTIVE, old, advantage, **options)
 
     return Subject(engine, scalar)
 
