@@ -167,8 +167,8 @@ def test_a_traced_label_outside_of_the_vocabulary_hits_nothing(engine: Engine) -
     outside = np.asarray([v, past_tile - 1, past_tile, 2**31 - 1, -1, -(2**31)], np.int64)
     labels = problem.labels.at[::2].set(np.resize(outside, (n + 1) // 2).astype(np.int32))
     with engine.strictly():
-        where = jnp.ones(n, bool)
-        got = values_and_gradients(problem.hidden, problem.weight, labels, cotangents, impl=engine.impl, where=where)
+        options: dict[str, Any] = {"where": jnp.ones(n, bool), "temperature": 1.0, "impl": engine.impl}
+        got = values_and_gradients(problem.hidden, problem.weight, labels, cotangents, **options)
     np.testing.assert_array_equal(got.logprob[::2], -got.lse[::2])
     without = cotangents.logprob.at[::2].set(0)
     lse = cotangents.lse.at[::2].add(-cotangents.logprob[::2])
