@@ -261,14 +261,10 @@ def assert_nothing_at(got: Rows, dead: np.ndarray) -> None:
         assert not np.any(np.asarray(x, np.float32)[dead])
 
 
-def jaxprs_of(equation: JaxprEqn) -> list[Jaxpr]:
-    leaves = jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr))
-    return [getattr(x, "jaxpr", x) for x in leaves if isinstance(x, ClosedJaxpr | Jaxpr)]
-
-
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Every equation of a program, those of loops, branches and kernels included."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jaxprs_of(equation):
-            yield from equations(inner)
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)):
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                yield from equations(getattr(inner, "jaxpr", inner))

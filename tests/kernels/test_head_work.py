@@ -1,8 +1,6 @@
 """What the head costs: matrix products, sizes of values, blocks visited, of every engine; and which one is chosen.
 
-Products of the Pallas kernels are counted in the jaxpr, over every step of every grid; those of XLA in what is
-compiled. What the compilers for TPUs and GPUs make of the programs is tested in test_aot_head.py and
-test_mosaic_gpu_program.py.
+What the compilers for TPUs and GPUs make of the programs is tested in test_aot_head.py and test_mosaic_gpu_program.py.
 """
 
 import collections
@@ -19,9 +17,8 @@ import numpy as np
 import pytest
 from engines import TPU_F32, TPU_TILES, V6E, XLA
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from jax.extend.core import Jaxpr
 from jax.sharding import AbstractDevice
-from lm_head_cases import OBJECTIVES, equations, jaxprs_of, random_problem
+from lm_head_cases import OBJECTIVES, equations, random_problem
 from strict_tpu import strict_interpreter
 
 from kernels.lm_head import choose_impl, target, token_logprobs, token_loss
@@ -61,39 +58,15 @@ def loss_of(objective: str, workspace: int | None) -> Callable[..., jax.Array]:
 # --- matrix products, blocks visited ---
 
 
-def multiplications(jaxpr: Jaxpr) -> int:
-    """In matrix products; of a condition's branches the dearest counts, and a while loop's body once."""
-    total = 0
-    for equation in jaxpr.eqns:
-        inner = [multiplications(x) for x in jaxprs_of(equation)]
-        match equation.primitive.name:
-            case "dot_general":
-                (lhs, rhs), ((contracted, _), _) = equation.invars, equation.params["dimension_numbers"]
-                shared = math.prod(lhs.aval.shape[i] for i in contracted)
-                total += lhs.aval.size * rhs.aval.size // shared
-            case "cond":
-                total += max(inner)
-            case "scan":
-                total += equation.params["length"] * sum(inner)
-            case "pallas_call":
-                total += math.prod(equation.params["grid_mapping"].grid) * sum(inner)
-            case _:
-                total += sum(inner)
-    return total
-
-
 def products(function: Callable[..., Any], engine: str) -> float:
-    """Matrix products in what remains of the function when unused results are dropped."""
-    if engine == "mosaic_tpu":
-        whole_tiles = (256, 512, 128)
-        with TPU_F32.strictly():
-            jaxpr = jax.make_jaxpr(functools.partial(function, impl=engine))(*shapes_of(*whole_tiles)).jaxpr
-        return multiplications(jaxpr) / math.prod(whole_tiles)
+    """The function's matrix products by its jaxpr: they stand there once a tile, in kernels once a step of a tile."""
     weight = jnp.bfloat16 if engine == "xla, narrow weight" else jnp.float32
-    with XLA.strictly():
-        compiled = jax.jit(functools.partial(function, impl="xla")).lower(*shapes_of(N, V, D, weight=weight)).compile()
-    lines = (compiled.as_text() or "").splitlines()
-    return sum(" dot(" in line or ("custom-call(" in line and "matmul" in line) for line in lines)
+    by_kernels = engine == "mosaic_tpu"
+    with (TPU_F32 if by_kernels else XLA).strictly():
+        shapes = shapes_of(*((256, 512, 128) if by_kernels else XLA.shape), weight=weight)
+        jaxpr = jax.make_jaxpr(functools.partial(function, impl=engine.split(",")[0]))(*shapes).jaxpr
+    found = sum(equation.primitive.name == "dot_general" for equation in equations(jaxpr))
+    return found / (TPU_TILES["columns"] // TPU_TILES["step"]) if by_kernels else found
 
 
 NO_WORKSPACE, A_SMALL_WAVE, ONE_WAVE = 0, 16 * 384 * 4, 10**9

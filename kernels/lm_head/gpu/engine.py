@@ -130,10 +130,11 @@ def _forward_pass(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> t
     """Running statistics over the whole vocabulary, and the logits that the plan says to keep (see `_forward_over`)."""
     vocabulary, first = len(inputs.weight), plan.kept_columns
     over = functools.partial(_forward_over, inputs, options, plan.sizes, rows)
-    running, kept = over(0, first, plan.kept_chunk, keep=True) if first else (None, None)
+    if not first:
+        return over(0, vocabulary, plan.chunk(vocabulary))
+    running, kept = over(0, first, plan.kept_chunk, keep=True)
     if first < vocabulary:
-        others, _ = over(first, vocabulary, plan.chunk(vocabulary))
-        running = others if running is None else combine(running, others)
+        running = combine(running, over(first, vocabulary, plan.chunk(vocabulary))[0])
     return running, kept
 
 
