@@ -28,7 +28,7 @@ def plain(
     labels: Int[jax.Array, " N"],
     total: Callable[..., Float[jax.Array, ""]],
     *,
-    where: Bool[jax.Array, " N"] | None = None,
+    where: Bool[jax.Array, " N"],
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> Rows:
@@ -37,16 +37,15 @@ def plain(
     It is as accurate as full logits get: the logits are not rounded to bfloat16; on the way to the gradients
     only the products' operands and results are. `total` makes a scalar of (logprob, lse, entropy).
     """
-    live = jnp.ones(labels.shape, bool) if where is None else where
-    hidden = jnp.where(live[:, None], hidden, 0)
+    hidden = jnp.where(where[:, None], hidden, 0)
 
-    def outputs(raw: Float[jax.Array, "N V"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def outputs(raw: Float[jax.Array, "N V"]) -> tuple[jax.Array, ...]:
         z = (raw if softcap is None else softcap * jnp.tanh(raw / softcap)) / temperature
         log_p = jax.nn.log_softmax(z)
         logprob = jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0]
         entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=1)
         lse = jax.nn.logsumexp(z, axis=1)
-        return jnp.where(live, logprob, 0), jnp.where(live, lse, 0), jnp.where(live, entropy, 0)
+        return tuple(jnp.where(where, x, 0) for x in (logprob, lse, entropy))
 
     def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
@@ -103,10 +102,8 @@ def random_problem(
     return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
 
 
-def random_cotangents(n: int, names: str = "logprob lse entropy") -> TokenLogprobs:
-    rng = np.random.default_rng(2)
-    fields = TokenLogprobs._fields
-    return TokenLogprobs(*(jnp.asarray(rng.normal(size=n) * (name in names.split()), jnp.float32) for name in fields))
+def random_cotangents(n: int) -> TokenLogprobs:
+    return TokenLogprobs(*jnp.asarray(np.random.default_rng(2).normal(size=(3, n)), jnp.float32))
 
 
 def clipped_ratio(logprob: jax.Array, entropy: jax.Array, old: jax.Array, advantage: jax.Array) -> jax.Array:
