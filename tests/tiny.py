@@ -50,17 +50,13 @@ def config(algorithm: str = "grpo", **sections) -> Config:
     return Config.model_validate(settings)
 
 
-def make_forward(settings: Config, graphdef, mesh) -> Forward:
-    return Forward(graphdef, mesh, settings.head, settings.rows, settings.grpo, settings.rollout)
-
-
 def make_trainer(settings: Config, mesh=None):
     """Policy, optimizer and jitted update of a run."""
     mesh = mesh or make_mesh(settings.mesh)
     policy = load_policy(settings, mesh)
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     schedule = make_schedule(settings.optimizer, settings.steps)
-    forward = make_forward(settings, policy.graphdef, mesh)
+    forward = Forward(policy.graphdef, mesh, settings)
     return policy, optimizer, make_train_step(forward, optimizer, schedule, settings.seed)
 
 

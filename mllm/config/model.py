@@ -56,8 +56,8 @@ class ModelConfig(Section):
     """The dtype of activations and of the products' operands; the residual stream, which layers add to, is float32."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters that the optimizer updates; not with `lora`, whose adapters are float32."""
-    remat: Literal["none", "dots", "full"] = "full"
-    """What the backward pass recomputes in each layer: nothing, all but the matrix products, or everything."""
+    remat: Literal["none", "full"] = "full"
+    """What the backward pass recomputes in each layer: nothing or everything."""
     lora: LoraConfig | None = None
     """Train adapters instead of the model's own parameters, which are frozen and held in `dtype`."""
     attention: Literal["xla"] | None = None

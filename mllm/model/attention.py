@@ -3,13 +3,13 @@
 JAX's splash attention on TPUs, and cuDNN's on NVIDIA GPUs, make a block of them at a time (FlashAttention,
 arXiv:2205.14135, section 3.1). Splash attention knows segments; cuDNN's needs a mask, B T T numbers, for packed rows.
 JAX can also give cuDNN document offsets, but until jax-ml/jax pull request 39521 they read the wrong keys where several
-query heads share a key head. No GPU has run the cuDNN path; one older than Ampere needs `model.attention=xla`.
+query heads share a key head. No GPU has run the cuDNN path.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from mllm.model.layout import KEYS, QUERIES
 from mllm.parallel.mesh import RULES, sharding
 
 AttentionKernel = Literal["splash", "cudnn"]
+KERNELS: dict[str, AttentionKernel] = {"tpu": "splash", "gpu": "cudnn"}
 
 HEAD_DIMS = (64, 128)
 """Those of the published models; both kernels have them on every device that they are for."""
@@ -33,6 +34,8 @@ BLOCKS = (512, 256, 128)
 Rows are padded to a multiple of the last: splash attention needs that; cuDNN with a mask refuses odd lengths, and has
 given gradients that are not finite where a length is 64 more than such a multiple (pytorch/pytorch issue 196678).
 """
+BLOCK_SIZES = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+"""What splash attention calls the size of a block, in its forward and its two backward kernels."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Attention:
 
     kernel: AttentionKernel
     mesh: Mesh
-    packed: bool = True
+    packed: bool
     """Whether a row may hold several documents. If False, a row must begin with its only document."""
 
     def __call__(
@@ -65,9 +68,10 @@ class Attention:
         heads, kv_heads = sharding(self.mesh, QUERIES).spec, sharding(self.mesh, KEYS).spec
         local: Callable[..., jax.Array]
         if self.kernel == "splash":
-            local = partial(splash_attention, interpret=not on_tpu(self.mesh))
+            local = partial(splash_attention, interpret=platform(self.mesh) != "tpu")
         else:
-            local = partial(cudnn_attention, packed=self.packed, implementation="cudnn" if on_gpu(self.mesh) else "xla")
+            implementation: Literal["xla", "cudnn"] = "cudnn" if platform(self.mesh) == "gpu" else "xla"
+            local = partial(cudnn_attention, packed=self.packed, implementation=implementation)
         attend = jax.shard_map(
             local,
             mesh=self.mesh,
@@ -89,17 +93,10 @@ def splash_attention(
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     _, time, heads, head_dim = queries.shape
-    block = next(size for size in BLOCKS if time % size == 0)
+    sizes: dict[str, Any] = dict.fromkeys(BLOCK_SIZES, next(size for size in BLOCKS if time % size == 0))
     kernel = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([splash.CausalMask((time, time))] * heads),
-        block_sizes=splash.BlockSizes(
-            block_q=block,
-            block_kv=block,
-            block_q_dkv=block,
-            block_kv_dkv=block,
-            block_q_dq=block,
-            block_kv_dq=block,
-        ),
+        block_sizes=splash.BlockSizes(**sizes),
         interpret=interpret,
     )
     # The kernel leaves the scaling to its caller. In float32: a factor like 128^-1/2 would itself be rounded in
@@ -147,15 +144,13 @@ def at_set_precision(attend: Callable[..., jax.Array], dtype: DTypeLike) -> Call
     return run
 
 
-@dataclass(frozen=True)
-class AttentionChoice:
+class AttentionChoice(NamedTuple):
     """The attention that a run computes whole sequences with."""
 
-    name: Literal["xla", "splash", "cudnn"]
-    reason: str
-    """Why it is not a faster one, in a clause; empty where it is the fastest."""
     attention: Attention | None
     """The kernel; None: `jax.nn.dot_product_attention` by XLA."""
+    reason: str
+    """Why it is not a faster one, in a clause; empty where it is the fastest."""
 
 
 def choose(
@@ -165,37 +160,28 @@ def choose(
 
     `packed` says whether a row may hold several documents.
     """
-    kernel: AttentionKernel | None = "splash" if on_tpu(mesh) else "cudnn" if on_gpu(mesh) else None
+    device, axis, kv_heads = mesh.devices.flat[0], RULES["kv_heads"], config.num_key_value_heads
+    kernel = KERNELS.get(platform(mesh))
     if setting == "xla":
-        reason = "model.attention asks for it"
-    elif kernel is None:
-        reason = f"no kernel for {mesh.devices.flat[0].platform} devices"
-    elif obstacle := find_obstacle(kernel, config, mesh, dtype):
-        reason = f"{kernel} can't be used: {obstacle}"
-    else:
-        return AttentionChoice(kernel, "", Attention(kernel, mesh, packed))
-    return AttentionChoice("xla", reason, None)
-
-
-def find_obstacle(kernel: AttentionKernel, config: Architecture, mesh: Mesh, dtype: DTypeLike) -> str | None:
-    """Why the kernel can't run on its devices, in a clause; None where it can."""
-    axis, kv_heads = RULES["kv_heads"], config.num_key_value_heads
+        return AttentionChoice(None, "model.attention asks for it")
+    if kernel is None:
+        return AttentionChoice(None, f"no kernel for {platform(mesh)} devices")
     if kv_heads % mesh.shape[axis]:
-        return f"mesh.{axis} = {mesh.shape[axis]} does not divide the model's {kv_heads} kv_heads"
-    if config.head_dim not in HEAD_DIMS:
-        return f"it needs heads of size {' or '.join(map(str, HEAD_DIMS))}, and the model's have {config.head_dim}"
-    if kernel == "cudnn" and mesh.devices.flat[0] not in jax.devices():
-        return "cuDNN picks its kernel on the GPU, which is not here"  # so --plan assumes XLA's attention
-    if kernel == "cudnn" and float(getattr(mesh.devices.flat[0], "compute_capability", 8)) < 8:
-        return "it needs a GPU of compute capability 8.0"
-    if kernel == "cudnn" and jnp.dtype(dtype) != jnp.bfloat16:
-        return f"it computes in bfloat16, and model.dtype is {jnp.dtype(dtype)}"
-    return None
+        obstacle = f"mesh.{axis} = {mesh.shape[axis]} does not divide the model's {kv_heads} kv_heads"
+    elif config.head_dim not in HEAD_DIMS:
+        sizes = " or ".join(map(str, HEAD_DIMS))
+        obstacle = f"it needs heads of size {sizes}, and the model's have {config.head_dim}"
+    elif kernel == "cudnn" and device not in jax.devices():
+        obstacle = "cuDNN picks its kernel on the GPU, which is not here"  # so --plan assumes XLA's attention
+    elif kernel == "cudnn" and float(getattr(device, "compute_capability", 8)) < 8:
+        obstacle = "it needs a GPU of compute capability 8.0"
+    elif kernel == "cudnn" and jnp.dtype(dtype) != jnp.bfloat16:
+        obstacle = f"it computes in bfloat16, and model.dtype is {jnp.dtype(dtype)}"
+    else:
+        return AttentionChoice(Attention(kernel, mesh, packed), "")
+    return AttentionChoice(None, f"{kernel} can't be used: {obstacle}")
 
 
-def on_tpu(mesh: Mesh) -> bool:
-    return mesh.devices.flat[0].platform == "tpu"
-
-
-def on_gpu(mesh: Mesh) -> bool:
-    return mesh.devices.flat[0].platform in ("gpu", "cuda")
+def platform(mesh: Mesh) -> str:
+    """The kind of the mesh's devices, as "tpu" or "gpu"."""
+    return mesh.devices.flat[0].platform.replace("cuda", "gpu")

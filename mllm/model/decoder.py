@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Float32, Int
+from jaxtyping import Float, Float32, Int
 
 from kernels.precision import precision_of
 from mllm.model.architecture import Architecture
@@ -46,7 +46,7 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
         dtype: DTypeLike = jnp.bfloat16,
         param_dtype: DTypeLike = jnp.float32,
-        remat: Literal["none", "dots", "full"] = "none",
+        remat: Literal["none", "full"] = "none",
         attention: Attention | None = None,
         layout: Layout | None = None,
         lora: Lora | None = None,
@@ -54,9 +54,9 @@ class Decoder(nnx.Module):
         """Make random parameters: matrices normal with deviation `initializer_range`, biases 0, norms 1.
 
         Activations and the products' operands have `dtype`; norms, rotary positions, softmax and the residual stream,
-        which the layers add to, are float32. `remat` says what the backward pass computes again in each layer: nothing,
-        all but the products with parameters, or everything. Without `attention` XLA computes it; without `layout` there
-        is one device, or XLA decides. With `lora` the products that it names have adapters, float32, made as zeros.
+        which the layers add to, are float32. `remat` says what the backward pass computes again in each layer: nothing
+        or everything. Without `attention` XLA computes it; without `layout` there is one device, or XLA decides. With
+        `lora` the products that it names have adapters, float32, made as zeros.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -107,20 +107,16 @@ class Decoder(nnx.Module):
         self, tokens: Int[jax.Array, "B T"], positions: Int[jax.Array, "B T"], segments: Int[jax.Array, "B T"]
     ) -> tuple[Float[jax.Array, "L B K T H"], Float[jax.Array, "L B K T H"]]:
         """What the layers' attention reads of these tokens, in the compute dtype; the arguments are as for a call."""
-
-        def keep(x: Float[jax.Array, "B T K H"]) -> Float[jax.Array, "B K T H"]:
-            return constrain(self.layout, x.swapaxes(1, 2), CACHED_KEYS)
-
-        return self.apply_layers(tokens, positions, segments, keep)[1]
+        return self.apply_layers(tokens, positions, segments, keep=True)[1]
 
     def apply_layers(
         self,
         tokens: Int[jax.Array, "B T"],
         positions: Int[jax.Array, "B T"],
         segments: Int[jax.Array, "B T"],
-        keep: Callable[[jax.Array], jax.Array] | None = None,
+        keep: bool = False,
     ) -> tuple[Float[jax.Array, "B T D"], Any]:
-        """The residual stream after the last layer, and `keep` of each layer's keys and values, [B, T, K, H] each."""
+        """The residual stream after the last layer, and with `keep` each layer's keys and values, [B, K, T, H] each."""
         attend = self.attention or masked_attention
         rotation = rotary(positions, self.config)
         graphdef, layers = nnx.split(self.layers)
@@ -135,13 +131,14 @@ class Decoder(nnx.Module):
             attended = attend(queries, keys, values, segments=segments)
             hidden = constrain(layout, layer.add_attention(hidden, attended), HIDDEN_STATES)
             hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
-            return hidden, None if keep is None else (keep(keys), keep(values))
+            kept = tuple(constrain(layout, x.swapaxes(1, 2), CACHED_KEYS) for x in (keys, values)) if keep else None
+            return hidden, kept
 
         # Each device looks up its own columns of the embedding for all rows of its replica, and the devices exchange
         # these, which are far fewer numbers than the embedding has.
         hidden = self.look_up(constrain(layout, tokens, ("rows_of_replica", "time")))
         hidden = constrain(layout, hidden, ("rows_of_replica", "time", "embed"))
-        step = rematerialize(step, self.remat, self.dtype)
+        step = step if self.remat == "none" else rematerialize(step, self.dtype)
         return jax.lax.scan(
             lambda hidden, params: step(hidden, params, rotation, segments),
             constrain(layout, hidden, HIDDEN_STATES),
@@ -316,28 +313,15 @@ def masked_attention(
     values: Float[jax.Array, "B T K H"],
     segments: Int[jax.Array, "B T"],
 ) -> Float[jax.Array, "B T N H"]:
-    """XLA's attention."""
-    with set_precision(queries.dtype):
-        return jax.nn.dot_product_attention(queries, keys, values, mask=attention_mask(segments))
-
-
-def attention_mask(segments: Int[jax.Array, "B T"]) -> Bool[jax.Array, "B 1 T T"]:
-    """Whether a query (the third dim) attends to a key (the last): see `Decoder.__call__`."""
+    """XLA's attention: `Decoder.__call__` says which keys a query attends to."""
     same = (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, None, :]
-    return jnp.tril(same)[:, None]
+    mask = jnp.tril(same)[:, None]
+    with set_precision(queries.dtype):
+        return jax.nn.dot_product_attention(queries, keys, values, mask=mask)
 
 
-def rematerialize(step: Callable[..., Any], remat: str, dtype: DTypeLike) -> Callable[..., Any]:
-    """The step of a scan, computed again in the backward pass as `remat` says; see `Decoder`.
-
-    With "full" the backward pass keeps the residual stream of each layer in `dtype`, and begins there.
-    """
-    if remat == "none":
-        return step
-    if remat == "dots":
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        # Inside a scan there are no common subexpressions that would undo the recomputation.
-        return jax.checkpoint(step, policy=policy, prevent_cse=False)
+def rematerialize(step: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
+    """The step of a scan, computed again in the backward pass, which keeps its residual stream in `dtype`."""
 
     def forward(hidden: jax.Array, *others: Any) -> tuple[Any, tuple]:
         return step(hidden, *others), (hidden.astype(dtype), *others)

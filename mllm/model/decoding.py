@@ -81,8 +81,8 @@ def decoding_weights(graphdef: nnx.GraphDef, params: Params) -> DecodingWeights:
     indices = range(model.config.num_hidden_layers)
     shared = shared_parameters(model, outer)
     copied = nnx.State({name: value for name, value in outer.items() if name not in shared})
-    outer = nnx.State({**shared, **gather_outer(copied, *options)})
-    return DecodingWeights(outer, tuple(gather_layer(layers, i, *options) for i in indices))
+    outer = nnx.State({**shared, **merge_and_gather(copied, None, *options)})
+    return DecodingWeights(outer, tuple(merge_and_gather(layers, i, *options) for i in indices))
 
 
 def abstract_decoding_weights(model: Decoder, params: Params) -> tuple[DecodingWeights, Params]:
@@ -118,16 +118,14 @@ def shared_parameters(model: Decoder, outer: Params) -> dict[str, Any]:
 
 
 @partial(jax.jit, static_argnames=("dtype", "layout", "lora"))
-def gather_outer(params: Params, dtype: DTypeLike, layout: Layout | None, lora: Lora | None) -> Params:
-    return gather_parameters(merge_adapters(params, lora), dtype, layout)
-
-
-@partial(jax.jit, static_argnames=("dtype", "layout", "lora"))
-def gather_layer(
-    layers: Params, index: Int[Any, ""], dtype: DTypeLike, layout: Layout | None, lora: Lora | None = None
+def merge_and_gather(
+    params: Params, index: Int[Any, ""] | None, dtype: DTypeLike, layout: Layout | None, lora: Lora | None
 ) -> Params:
-    layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), layers)
-    return gather_parameters(merge_adapters(layer, lora), dtype, layout, "layers.")
+    """One layer's parameters of those of all, or without an `index` those of no layer, as decode steps read them."""
+    if index is not None:
+        params = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), params)
+    prefix = "" if index is None else "layers."
+    return gather_parameters(merge_adapters(params, lora), dtype, layout, prefix)
 
 
 def decode_token(

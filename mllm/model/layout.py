@@ -5,7 +5,8 @@ All shardings are derived from these axes.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,10 +77,13 @@ def parameter_name(path: KeyPath) -> str:
 
 
 def map_parameters(function: Callable[[Any, tuple[str, ...]], Any], params: Params, prefix: str = "") -> Params:
-    """The tree with `function(parameter, its logical axes)` for each parameter; `prefix` begins the leaves' names."""
+    """The tree with `function(parameter, its logical axes)` for each parameter; `prefix` begins the leaves' names.
+
+    With `prefix` "layers." they are one layer's, without the axis of layers.
+    """
 
     def apply(path: KeyPath, leaf: Any) -> Any:
-        return function(leaf, LOGICAL_AXES[prefix + parameter_name(path)])
+        return function(leaf, LOGICAL_AXES[prefix + parameter_name(path)][-leaf.ndim :])
 
     return jax.tree_util.tree_map_with_path(apply, params)
 
@@ -89,12 +93,9 @@ def split_layers(params: Params) -> tuple[Params, Params]:
     return nnx.State({name: value for name, value in params.items() if name != "layers"}), params["layers"]
 
 
-def gathered_axes(axes: tuple[str, ...], dims: int) -> Axes:
-    """The logical axes of a parameter while products read it: the dim that fsdp shards is whole.
-
-    Where it has fewer `dims` than `axes`, it is one layer's, without the axis of layers.
-    """
-    return tuple(None if axis == "embed" else axis for axis in axes[-dims:])
+def gathered_axes(axes: tuple[str, ...]) -> Axes:
+    """The logical axes of a parameter while products read it: the dim that fsdp shards is whole."""
+    return tuple(None if axis == "embed" else axis for axis in axes)
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,17 @@ class Layout:
 
         Only heads of keys and values, which are few, may stay whole on every device. Nothing is padded.
         """
-        check_divides(mesh, RULES["heads"], config, "num_attention_heads", "intermediate_size", "vocab_size")
-        check_divides(mesh, RULES["embed"], config, "hidden_size")
+        sizes = asdict(config)
+        of_axis: dict[Any, tuple[str, ...]] = {
+            RULES["heads"]: ("num_attention_heads", "intermediate_size", "vocab_size"),
+            RULES["embed"]: ("hidden_size",),
+        }
+        for axis, names in of_axis.items():
+            shards, common = mesh.shape[axis], math.gcd(*(sizes[name] for name in names))
+            for name in (name for name in names if sizes[name] % shards):
+                nearest = max(divisor for divisor in range(1, shards) if common % divisor == 0)
+                problem = f"{shards} does not divide the model's {name} of {sizes[name]}"
+                raise UserError(f"mesh.{axis}: {problem}; the nearest that works is {nearest}")
         uneven = config.num_key_value_heads % mesh.shape[RULES["kv_heads"]]
         return cls(mesh, frozenset({"kv_heads"} if uneven else ()))
 
@@ -138,9 +148,7 @@ class Layout:
 
     def abstract_gathered(self, params: Params, dtype: DTypeLike, prefix: str = "") -> Params:
         """The shape, dtype and sharding of each parameter as `gather_parameters` gives it."""
-        return map_parameters(
-            lambda x, axes: self.abstract(x.shape, dtype, gathered_axes(axes, x.ndim)), params, prefix
-        )
+        return map_parameters(lambda x, axes: self.abstract(x.shape, dtype, gathered_axes(axes)), params, prefix)
 
 
 def constrain(layout: Layout | None, array: Shaped[Array, "..."], axes: Axes) -> Shaped[Array, "..."]:
@@ -160,14 +168,11 @@ def gather(
     dtype: DTypeLike, layout: Layout | None, axes: tuple[str, ...], parameter: Shaped[Array, "..."]
 ) -> Shaped[Array, "..."]:
     """A parameter with these axes as products read it: rounded to `dtype`, and then gathered over fsdp."""
-    return constrain(layout, rounded(parameter, dtype), gathered_axes(axes, parameter.ndim))
+    return constrain(layout, rounded(parameter, dtype), gathered_axes(axes))
 
 
-def gather_parameters(params: Params, dtype: DTypeLike, layout: Layout | None, prefix: str = "") -> Params:
-    """Parameters as `gather` gives them.
-
-    With `prefix` "layers." they are one layer's, without the axis of layers.
-    """
+def gather_parameters(params: Params, dtype: DTypeLike, layout: Layout | None, prefix: str) -> Params:
+    """Parameters as `gather` gives them; `prefix` as for `map_parameters`."""
     return map_parameters(lambda x, axes: gather(dtype, layout, axes, x), params, prefix)
 
 
@@ -176,9 +181,8 @@ def gather_layer_float32(params: Params, dtype: DTypeLike, layout: Layout | None
 
     So are their gradients, which devices add up over fsdp: in `dtype` that would round them once more.
     """
-    return map_parameters(
-        lambda x, axes: gather_float32(dtype, layout, axes[-x.ndim :], x.astype(jnp.float32)), params, "layers."
-    )
+    gather = partial(gather_float32, dtype, layout)
+    return map_parameters(lambda x, axes: gather(axes, x.astype(jnp.float32)), params, "layers.")
 
 
 def round_and_gather(*arguments: Any) -> Float32[Array, "..."]:
@@ -191,14 +195,3 @@ gather_float32.defvjp(
     lambda *arguments: (round_and_gather(*arguments), None),
     lambda dtype, layout, axes, _, gradient: (constrain(layout, gradient, axes),),
 )
-
-
-def check_divides(mesh: Mesh, axis: Any, config: Architecture, *names: str) -> None:
-    """Raise UserError where the mesh's `axis` does not divide one of the model's sizes with these names."""
-    shards = mesh.shape[axis]
-    common = math.gcd(*(getattr(config, name) for name in names))
-    for name in names:
-        if getattr(config, name) % shards:
-            nearest = max(divisor for divisor in range(1, shards) if common % divisor == 0)
-            problem = f"{shards} does not divide the model's {name} of {getattr(config, name)}"
-            raise UserError(f"mesh.{axis}: {problem}; the nearest that works is {nearest}")

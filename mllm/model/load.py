@@ -75,11 +75,8 @@ class Policy:
         """The parameters that a run begins with, sharded as `params`; UserError where the folder's don't fit."""
         if self.lora is None:
             return self.stored_params()
-        if self.adapters is None:
-            adapters = initial_adapters(self.trained, self.seed)
-        else:
-            adapters = peft.load(self.adapters, self.trained)
-        return self.join(adapters, self.stored_params())
+        own = peft.load(self.adapters, self.trained) if self.adapters else initial_adapters(self.trained, self.seed)
+        return self.join(own, self.stored_params())
 
     @property
     def stored(self) -> Params:
@@ -111,7 +108,14 @@ def load_policy(config: Config, mesh: Mesh, stop: Sequence[str] = ()) -> Policy:
     packed = config.data is None or config.data.packing
     configured = () if config.rollout is None else config.rollout.stop
     policy = load_model(config.model, mesh, packed=packed, stop=(*stop, *configured), seed=config.seed)
-    check_lengths(config, policy.architecture)
+    rows = {} if config.data is None else {"data.max_length": config.data.max_length}
+    if config.rollout is not None:
+        both = config.rollout.max_prompt_length + config.rollout.max_completion_length
+        rows["rollout.max_prompt_length + max_completion_length"] = both
+    most = policy.architecture.max_position_embeddings
+    for key, length in rows.items():
+        if length > most:
+            raise UserError(f"{key}: {length} tokens, but the model has max_position_embeddings {most}: lower it")
     return policy
 
 
@@ -125,12 +129,10 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     layout = Layout.of(mesh, architecture)
     attention = choose(model.attention, architecture, mesh, model.dtype, packed)
     lora, adapters = (None, None) if model.lora is None else peft.resolve(model.lora)
-    dtypes = {name: jnp.dtype(getattr(model, name)) for name in ("dtype", "param_dtype")}
-    if lora is not None:
-        dtypes["param_dtype"] = dtypes["dtype"]
+    param_dtype = model.param_dtype if lora is None else model.dtype
+    dtypes = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(param_dtype)}
     options = {"remat": model.remat, "attention": attention.attention, "layout": layout, "lora": lora}
-    abstract = Decoder.abstract(architecture, **dtypes, **options)
-    graphdef, params = nnx.split(abstract)
+    graphdef, params = nnx.split(Decoder.abstract(architecture, **dtypes, **options))
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     if count > MOST_PARAMETERS:
         raise UserError(
@@ -169,17 +171,3 @@ def find_model(config: ModelConfig) -> tuple[Path | None, Architecture]:
         return None, PRESETS[source]
     folder = local_folder(source, SMALL)
     return folder, weights.read_config(folder)
-
-
-def check_lengths(config: Config, architecture: Architecture) -> None:
-    """Raise UserError where a row may be longer than the positions that the model was trained with."""
-    rows = {} if config.data is None else {"data.max_length": config.data.max_length}
-    if config.rollout is not None:
-        both = config.rollout.max_prompt_length + config.rollout.max_completion_length
-        rows["rollout.max_prompt_length + max_completion_length"] = both
-    for key, length in rows.items():
-        if length > architecture.max_position_embeddings:
-            raise UserError(
-                f"{key}: {length} tokens, but the model has max_position_embeddings "
-                f"{architecture.max_position_embeddings}: lower it"
-            )

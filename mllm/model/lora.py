@@ -82,9 +82,7 @@ def merge_adapters(params: Params, lora: Lora | None) -> Params:
     if lora is None:
         return params
     merged: dict[str, Any] = {name: value for name, value in params.items() if not is_adapter(str(name))}
-    for name in params:
-        if not str(name).endswith("_a"):
-            continue
+    for name in (name for name in params if str(name).endswith("_a")):
         product = str(name).removesuffix("_a")
         matrix = "head" if product == "head" else f"{product}_weight"
         weight = merged.get(matrix, merged.get("embed"))

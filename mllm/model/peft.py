@@ -4,7 +4,6 @@ Only plain LoRA adapters are read, of one rank, of the products that `LoraConfig
 other ranks for some layers, biases, embeddings, other methods) is refused by the name of its field.
 """
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_args
 
@@ -58,28 +57,23 @@ def read_config(folder: Path) -> Lora:
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{path}: missing; a folder in PEFT's format has it (tools/export.py RUN --adapter makes one)")
-    found = read_json(path)
-
-    def refuse(key: str, supported: str) -> UserError:
-        return UserError(f"{path}: {key} is {found.get(key)!r}; supported is only {supported}")
-
+    found: Any = read_json(path)
     rank, alpha, modules = (found.get(key) for key in ("r", "lora_alpha", "target_modules"))
-    if found.get("peft_type") != "LORA":
-        raise refuse("peft_type", "LORA")
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise refuse("r", "a positive whole number")
-    if not isinstance(alpha, int | float) or not alpha > 0:
-        raise refuse("lora_alpha", "a positive number")
-    if not isinstance(modules, list) or not modules or any(one not in MODULES.values() for one in modules):
-        raise refuse("target_modules", "a list of " + ", ".join(MODULES.values()))
-    if found.get("bias", "none") != "none":
-        raise refuse("bias", "none")
-    if found.get("init_lora_weights", True) not in UNTOUCHED_BASE:
-        raise refuse("init_lora_weights", "what leaves the frozen matrices as they are")
-    checked = {"peft_type", "r", "lora_alpha", "target_modules", "bias", "init_lora_weights", "use_rslora"}
-    for key in found.keys() - checked - NOT_COMPUTED:
-        if found[key] not in (None, False, [], {}):
-            raise refuse(key, "none")
+    known, untouched = list(MODULES.values()), "what leaves the frozen matrices as they are"
+    all_known = isinstance(modules, list) and bool(modules) and all(one in known for one in modules)
+    checked = {
+        "peft_type": ("LORA", found.get("peft_type") == "LORA"),
+        "r": ("a positive whole number", type(rank) is int and rank > 0),
+        "lora_alpha": ("a positive number", isinstance(alpha, int | float) and alpha > 0),
+        "target_modules": (f"a list of {', '.join(known)}", all_known),
+        "bias": ("none", found.get("bias", "none") == "none"),
+        "init_lora_weights": (untouched, found.get("init_lora_weights", True) in UNTOUCHED_BASE),
+    }
+    others = found.keys() - checked - {"use_rslora"} - NOT_COMPUTED
+    checked |= {key: ("none", found[key] in (None, False, [], {})) for key in others}
+    for key, (supported, fits) in checked.items():
+        if not fits:
+            raise UserError(f"{path}: {key} is {found.get(key)!r}; supported is only {supported}")
     targets = tuple(target for target, module in MODULES.items() if module in modules)
     return Lora(rank, float(alpha), targets, found.get("use_rslora") is True)
 
@@ -88,11 +82,10 @@ def load(folder: Path, abstract: Params) -> Params:
     """The adapters with the shapes, dtypes and shardings of `abstract`; UserError as for `weights.load`."""
     if not (folder / FILE).is_file():
         raise UserError(f"{folder / FILE}: missing; other files, as adapter_model.bin, are pickled and never opened")
-    with ExitStack() as files:
-        tensors = weights.open_file(folder / FILE, files)
-        # PEFT saves the frozen matrix of an adapted head, too.
-        tensors.pop(f"base_model.model.{MODULES['head']}.base_layer.weight", None)
-        return weights.read_parameters(tensors, abstract, folder, f"{CONFIG} and the model")
+    tensors = weights.open_file(folder / FILE)
+    # PEFT saves the frozen matrix of an adapted head, too.
+    tensors.pop(f"base_model.model.{MODULES['head']}.base_layer.weight", None)
+    return weights.read_parameters(tensors, abstract, folder, f"{CONFIG} and the model")
 
 
 def save(place: str | Path, lora: Lora, adapters: Params, base: str | None) -> None:

@@ -104,8 +104,7 @@ def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[st
     single token, generation_config.json is unreadable, or there are no ids.
     """
     ids: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    path = None if folder is None else folder / "generation_config.json"
-    if path is not None and path.is_file():
+    if folder is not None and (path := folder / "generation_config.json").is_file():
         listed = read_json(path).get("eos_token_id")
         known = set(tokenizer.get_vocab().values())
         for token in listed if isinstance(listed, list) else [] if listed is None else [listed]:

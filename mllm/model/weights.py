@@ -9,7 +9,6 @@ import gc
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,9 +54,7 @@ def load(folder: Path, abstract: Params) -> nnx.State:
     for a file that is missing, damaged or outside the folder, and for a tensor that is missing, surplus, of the
     wrong shape, or quantized. A tied model's head is surplus unless it equals the embedding.
     """
-    with ExitStack() as files:
-        tensors = open_tensors(folder, files)
-        return read_parameters(tensors, abstract, folder)
+    return read_parameters(open_tensors(folder), abstract, folder)
 
 
 def read_parameters(
@@ -130,10 +127,10 @@ class Tensor:
         return self.stored[index]
 
 
-def open_tensors(folder: Path, files: ExitStack) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint by name; none is read. `files` closes what is opened."""
+def open_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint by name; none is read. A file is closed when no tensor of it is held any more."""
     if (folder / SINGLE).is_file():
-        return open_file(folder / SINGLE, files)
+        return open_file(folder / SINGLE)
     if not (folder / INDEX).is_file():
         pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
         if pickled:
@@ -156,17 +153,17 @@ def open_tensors(folder: Path, files: ExitStack) -> dict[str, Tensor]:
             raise UserError(f"{where}: {name!r} is no safetensors file, and others are never opened")
         if not os.path.isfile(folder / name):
             raise UserError(f"{folder / name}: this shard is missing; {INDEX} lists it")
-        tensors |= open_file(folder / name, files)
+        tensors |= open_file(folder / name)
     for tensor, name in places.items():
         if tensor not in tensors or tensors[tensor].file.name != name:
             raise UserError(f"{folder / name}: tensor {tensor} is missing; {INDEX} says that it is there")
     return tensors
 
 
-def open_file(path: Path, files: ExitStack) -> dict[str, Tensor]:
+def open_file(path: Path) -> dict[str, Tensor]:
     """The tensors of one safetensors file by name; none is read."""
     try:
-        file = files.enter_context(safe_open(path, framework="numpy"))
+        file = safe_open(path, framework="numpy")
         return {name: Tensor(name, path, file.get_slice(name)) for name in list(file.keys())}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: truncated or not a safetensors file ({error}); fetch or export it again") from None
@@ -177,16 +174,11 @@ def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], 
     for name, shape in shapes.items():
         if name not in tensors:
             raise UserError(f"{folder}: tensor {name} is missing; {described} asks for it")
-        tensor = tensors[name]
-        stored_shape, stored_dtype = tensor.stored.get_shape(), tensor.stored.get_dtype()
-        if tuple(stored_shape) != shape:
-            raise UserError(
-                f"{tensor.file}: tensor {name} has shape {stored_shape}; by {described} it must be {list(shape)}"
-            )
-        if stored_dtype not in STORED_DTYPES:
-            raise UserError(
-                f"{tensor.file}: tensor {name} is stored as {stored_dtype}; only {', '.join(STORED_DTYPES)} can be read"
-            )
+        stored, where = tensors[name].stored, f"{tensors[name].file}: tensor {name}"
+        if tuple(stored.get_shape()) != shape:
+            raise UserError(f"{where} has shape {stored.get_shape()}; by {described} it must be {list(shape)}")
+        if stored.get_dtype() not in STORED_DTYPES:
+            raise UserError(f"{where} is stored as {stored.get_dtype()}; only {', '.join(STORED_DTYPES)} can be read")
     surplus = sorted(tensors.keys() - shapes.keys())
     if surplus == [TENSORS["head"]]:
         check_copy(tensors[TENSORS["head"]], tensors[TENSORS["embed"]])

@@ -19,7 +19,6 @@ from mllm.config.model import MeshConfig
 from mllm.config.schema import Config, Rows
 from mllm.errors import UserError
 from mllm.model.decoding import abstract_decoding_weights
-from mllm.model.load import Policy
 from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
 from mllm.plan import assignment, targets
 from mllm.plan.assignment import Account
@@ -74,7 +73,9 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     if devices.caveat:
         tell(f"{devices.name}: {devices.caveat}")
     shapes = Programs(config, devices.mesh)
-    shapes.config = with_slots(config, shapes.policy, devices.memory)
+    if config.rollout is not None and config.rollout.max_slots is None:
+        slots = slots_that_fit(shapes.policy, config, devices.memory)
+        shapes.config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_slots": slots})})
     found = phases(shapes, devices, tell)
     tell(table(found, devices.memory))
     largest = max(found, key=lambda phase: phase.peak)
@@ -108,8 +109,7 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         return account
 
     parameters, optimizer = map(bytes_on_device, (shapes.policy.params, shapes.state.opt_state))
-    needs_reference = config.grpo is not None and config.grpo.beta > 0
-    reference = bytes_on_device(shapes.policy.trained) if needs_reference else 0
+    reference = bytes_on_device(shapes.policy.trained) if config.grpo and config.grpo.beta > 0 else 0
     held = {"parameters": parameters + reference, "optimizer": optimizer}
     found = []
     if config.rollout is not None:
@@ -133,15 +133,6 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
     account, head = compiled("update", "update"), compiled("update, head", "head_of_update")
     found.append(phase("update", account.peak + reference, known, head.temporaries))
     return found
-
-
-def with_slots(config: Config, policy: Policy, memory: int) -> Config:
-    """The configuration with the number of slots that a run would choose, where a device has so many bytes."""
-    if config.rollout is None or config.rollout.max_slots is not None:
-        return config
-    needs_reference = config.grpo is not None and config.grpo.beta > 0
-    slots = slots_that_fit(policy, config.rollout, config.optimizer, needs_reference=needs_reference, memory=memory)
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_slots": slots})})
 
 
 def find_devices(config: MeshConfig, target: str | None) -> Devices:

@@ -48,8 +48,9 @@ class Programs:
         self.state = abstract_state(self.policy.trained, self.optimizer)
         self.model = nnx.merge(self.policy.graphdef, self.policy.params)
         self.layout = self.model.layout
+        self.array = self.layout.abstract
         self.rows = config.rows
-        self.forward = kind(self.policy.graphdef, mesh, config.head, self.rows, config.grpo, config.rollout)
+        self.forward = kind(self.policy.graphdef, mesh, config)
 
     # --- the programs -------------------------------------------------------------------------------------------------
 
@@ -97,9 +98,6 @@ class Programs:
         return function, (*self.head_operands(), self.batch(self.rows.micro))
 
     # --- their shapes -------------------------------------------------------------------------------------------------
-
-    def array(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
-        return self.layout.abstract(shape, dtype, axes)
 
     def batch(self, rows: int, policies: bool = True) -> Batch:
         """The largest batch; with the log-probabilities under other policies, if the objective needs them."""

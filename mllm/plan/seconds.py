@@ -38,7 +38,10 @@ def estimate(shapes: Programs, flops: float, bandwidth: float) -> Seconds:
     limit, devices = config.rollout.max_completion_length, layout.mesh.size
     rows = config.grpo.steps_per_generation * config.batch_size
     prompt, completion = (MEAN_LENGTH * length for length in (config.rollout.max_prompt_length, limit))
-    forward = 2 * multiplied_parameters(shapes) / (FLOPS * flops * devices)
+    # A token is multiplied with all parameters but an embedding that is not the head, too.
+    multiplied = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.policy.params))
+    multiplied -= 0 if shapes.model.head is None else math.prod(shapes.model.embed.get_value().shape)
+    forward = 2 * multiplied / (FLOPS * flops * devices)
     weights = bytes_on_device(shapes.decoding_weights())
     cache = bytes_on_device(abstract_cache(shapes.model, layout.row_shards, 1))
     # The devices' slots, full until the last sequences wait for the longest.
@@ -54,10 +57,3 @@ def estimate(shapes: Programs, flops: float, bandwidth: float) -> Seconds:
         update=config.grpo.num_iterations * update * forward * rows * (prompt + completion),
         steps=steps,
     )
-
-
-def multiplied_parameters(shapes: Programs) -> int:
-    """How many parameters a token is multiplied with: all but an embedding that is not the head, too."""
-    model = shapes.model
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.policy.params))
-    return count - (0 if model.head is None else math.prod(model.embed.get_value().shape))

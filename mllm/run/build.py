@@ -21,7 +21,7 @@ import numpy as np
 
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
-from mllm.data.sft_source import SftSource
+from mllm.data.sft_source import SftBatches, SftSource
 from mllm.data.source import Source
 from mllm.data.tasks.load import load as load_task
 from mllm.errors import UserError
@@ -41,8 +41,7 @@ from mllm.run.signals import Interrupt
 from mllm.run.source_run import SourceRun, load_policy
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.step import Forward, abstract_state, choose_head, init_state, make_train_step
-from mllm.train.validation import make_validation
+from mllm.train.step import Forward, abstract_state, choose_head, init_state, make_train_step, make_validation
 
 
 class Run:
@@ -77,17 +76,16 @@ class Run:
                 runner = RewardRunner(config.task, self.task, most, self.interrupt.poll_alone)
                 self.rewards = stack.enter_context(runner)
             self.policy = policy = load_policy(config, self.mesh, source_run)
-            self.forward = Forward(policy.graphdef, self.mesh, config.head, config.rows, config.grpo, config.rollout)
+            self.forward = Forward(policy.graphdef, self.mesh, config)
             if config.rollout:
-                reference = config.grpo is not None and config.grpo.beta > 0
-                fit = partial(slots_that_fit, policy, config.rollout, config.optimizer, needs_reference=reference)
                 self.sampler = Sampler(
                     policy.graphdef,
                     policy.tokenizer,
                     policy.stop_ids,
                     config.rollout,
                     config.seed,
-                    cache(fit),  # not before it is needed, because other mistakes in the configuration come first
+                    # Not before it is needed, because other mistakes in the configuration come first.
+                    cache(partial(slots_that_fit, policy, config)),
                     self.interrupt.poll,
                 )
             self.source = self.make_source()
@@ -141,8 +139,8 @@ class Run:
         config, task, sampler, rewards = self.config, self.task, self.sampler, self.rewards
         validation = config.data.validation if config.data else None
         repeated, at_end = [], []
+        rows = RowShare.of_mesh(self.mesh)
         if config.eval and config.task and task and sampler and rewards:
-            rows = RowShare.of_mesh(self.mesh)
             make = partial(make_evaluation, config.eval, config.task, sampler=sampler, rewards=rewards, rows=rows)
             repeated.append(Measurement(make(task.heldout), config.eval.every))
             if config.eval.test:
@@ -150,8 +148,8 @@ class Run:
                     raise UserError(f"eval.test: task {task.name} has no test set: remove it, or give the task one")
                 at_end.append(make(task.test, prefix="test/"))
         if config.data and validation and self.source.validation:
-            documents, poll = self.source.validation, self.interrupt.poll
-            validate = make_validation(config.data, config.batch_size, documents, self.forward, poll)
+            batches = SftBatches(config.data, self.source.validation, config.batch_size, share=rows)
+            validate = make_validation(self.forward, batches.validate, self.interrupt.poll)
             repeated.append(Measurement(validate, validation.every))
         return Measurements(repeated, at_end, validation)
 
@@ -173,7 +171,7 @@ class Run:
             state = RunState(0, train, self.source.position(), pending_evaluation=pending)
         if is_writer():
             config, policy = self.config, self.policy
-            head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)
+            head = choose_head(config, policy.architecture, self.mesh)
             print(report.start_line(self.mesh, policy.params, head, policy.attention, state.step), file=sys.stderr)
         log = RunLog(self.store, state.logged_step, self.source.steps, self.config)
         self.log = self.stack.enter_context(closing(log))

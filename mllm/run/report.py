@@ -28,7 +28,8 @@ def start_line(mesh: Mesh, params: Params, head: EngineChoice, attention: Attent
             f"mesh {axes}",
             f"{count:,} parameters in {dtypes}",
             f"head {head.impl}" + f" ({head.reason})" * bool(head.reason),
-            f"attention {attention.name}" + f" ({attention.reason})" * bool(attention.reason),
+            f"attention {attention.attention.kernel if attention.attention else 'xla'}"
+            + f" ({attention.reason})" * bool(attention.reason),
             f"resumed from step {step}" if step else "from the beginning",
         ]
     )

@@ -1,9 +1,20 @@
-"""The optimizer: clipping, AdamW (Loshchilov and Hutter 2019), and a schedule."""
+"""The optimizer: clipping, AdamW (Loshchilov and Hutter 2019), a schedule, and updates of bfloat16 numbers.
+
+Those are computed in float32 and rounded up or down at random, so that their mean is exact. A learning rate of 1e-6
+moves a weight by much less than half the distance of two bfloat16 numbers: rounded to nearest it would never move. The
+optimizer's moments, which would stall where b2 is near 1, are rounded in the same way. docs/log.md has the figures.
+
+Stochastic rounding: Gupta et al. 2015, Deep learning with limited numerical precision, section 3.
+"""
+
+import zlib
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jax.tree_util import KeyPath, keystr
+from jaxtyping import Array, BFloat16, Float32, Int, Key
 
 from mllm.config.model import OptimizerConfig
 from mllm.model.layout import Params, parameter_name
@@ -13,22 +24,17 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     """The transformation of gradients to updates in a run of `steps` steps; its `update` needs the parameters, too."""
     schedule = make_schedule(config, steps)
     update = optax.adamw(schedule, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decays)
-    if config.moment_dtype is not None:
-        update = narrow_moments(update, config.moment_dtype)
+    if (dtype := config.moment_dtype) is not None:
+        wide = update
+
+        def init(params: Params) -> optax.OptState:
+            """The moments begin with `dtype`; `updated` returns them with the dtype that they had."""
+            return optax.tree.map_params(wide, lambda moment: moment.astype(dtype), wide.init(params))
+
+        update = optax.GradientTransformationExtraArgs(init, wide.update)
     if config.max_grad_norm is None:
         return update
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), update)
-
-
-def narrow_moments(
-    optimizer: optax.GradientTransformationExtraArgs, dtype: DTypeLike
-) -> optax.GradientTransformationExtraArgs:
-    """The optimizer with moments that begin with `dtype`; `rounding.updated` returns them with the dtype they had."""
-
-    def init(params: Params) -> optax.OptState:
-        return optax.tree.map_params(optimizer, lambda moment: moment.astype(dtype), optimizer.init(params))
-
-    return optax.GradientTransformationExtraArgs(init, optimizer.update)
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -58,3 +64,43 @@ def update_count(opt_state: optax.OptState) -> Int[Array, ""]:
 def decays(params: Params) -> Params:
     """True for the parameters to which weight decay applies: all but norms and biases, by their names."""
     return jax.tree_util.tree_map_with_path(lambda path, _: not parameter_name(path).endswith(("norm", "bias")), params)
+
+
+def updated(
+    optimizer: optax.GradientTransformation,
+    gradients: Params,
+    params: Params,
+    opt_state: optax.OptState,
+    key: Key[Array, ""],
+) -> tuple[Params, optax.OptState]:
+    """Parameters and optimizer's state after an update, in the dtypes that they had; `key` is the update's own."""
+    wide = jax.tree.map(widen, (gradients, opt_state, params))
+    updates, state = optimizer.update(*wide)
+    new = optax.apply_updates(wide[2], updates), state
+
+    def narrow(path: KeyPath, value: Any, old: Any) -> Any:
+        if value.dtype == old.dtype:
+            return value
+        return round_at_random(value, jax.random.fold_in(key, zlib.crc32(keystr(path).encode())))
+
+    return jax.tree_util.tree_map_with_path(narrow, new, (params, opt_state))
+
+
+def widen(leaf: Any) -> Any:
+    """Numbers in float32; counts as they are."""
+    return leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+
+def round_at_random(values: Float32[Array, "*S"], key: Key[Array, ""]) -> BFloat16[Array, "*S"]:
+    """Each number's neighbour below or above in bfloat16, the nearer one more likely; what bfloat16 can hold stays."""
+    noise = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + noise
+    cut = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+    # A carry would make other numbers of infinity and NaN.
+    return jnp.where(jnp.isfinite(values), cut, values).astype(jnp.bfloat16)
+
+
+def update_key(seed: int, step: Any) -> Key[Array, ""]:
+    """The random key of an update; no token is sampled with it."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), zlib.crc32(b"rounding"))
+    return jax.random.fold_in(key, step)

@@ -1,13 +1,15 @@
-"""One update: model -> hidden -> head -> objective -> gradients -> optimizer; and the log-prob pass.
+"""One update: model -> hidden -> head -> objective -> gradients -> optimizer; the log-prob pass; SFT's validation.
 
 This is the only file of the trainer that calls the head.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,16 +24,14 @@ from kernels.lm_head import (
     token_logprobs,
     token_loss,
 )
-from mllm.config.grpo import GrpoConfig, RolloutConfig
-from mllm.config.model import HeadConfig, ModelConfig
-from mllm.config.schema import Rows
+from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
 from mllm.model.layout import LOGICAL_AXES, Params, map_parameters
-from mllm.parallel.mesh import sharding
-from mllm.train import objectives, rounding
-from mllm.train.optimizer import update_count
+from mllm.parallel.mesh import shard_batch, sharding
+from mllm.train import objectives
+from mllm.train.optimizer import update_count, update_key, updated
 
 Metrics = dict[str, Float[Array, ""]]
 Carry = TypeVar("Carry")
@@ -73,42 +73,27 @@ def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> T
 class Forward:
     """Model and head as functions of the parameters and a batch; UserError if `head.impl` is for other devices."""
 
-    def __init__(
-        self,
-        graphdef: Any,
-        mesh: Mesh,
-        head: HeadConfig,
-        rows: Rows,
-        grpo: GrpoConfig | None = None,
-        rollout: RolloutConfig | None = None,
-    ) -> None:
-        """`grpo` None: SFT, which does not look at `rollout`."""
-        impl, kind = head.impl or "", mesh.devices.flat[0].platform
+    def __init__(self, graphdef: Any, mesh: Mesh, config: Config) -> None:
+        impl, kind = config.head.impl or "", mesh.devices.flat[0].platform
         needed = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}.get(impl, kind)
         if needed != kind:
             needs = f"{impl} needs a {needed.upper()}"
             raise UserError(f"head.impl: {needs}, and the devices here are of the kind {kind}: remove it")
         self.graphdef = graphdef
         self.mesh = mesh
-        self.sharding = head_sharding(mesh)
-        self.head = head
-        self.rows = rows
-        self.grpo = grpo
+        self.head, self.rows, self.grpo = config.head, config.rows, config.grpo
         # The policy is the distribution that is sampled from: its temperature is part of it.
-        self.temperature = rollout.temperature if grpo and rollout else 1.0
+        temperature = config.rollout.temperature if config.grpo and config.rollout else 1.0
+        self.options: dict[str, Any] = {
+            "temperature": temperature,
+            "impl": config.head.impl,
+            "sharding": head_sharding(mesh),
+        }
 
     def head_logprobs(self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch) -> TokenLogprobs:
         """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
-        return token_logprobs(
-            hidden,
-            weight,
-            batch.labels,
-            where=batch.weights > 0,
-            temperature=self.temperature,
-            dtype=hidden.dtype,
-            impl=self.head.impl,
-            sharding=self.sharding,
-        )
+        where = batch.weights > 0
+        return token_logprobs(hidden, weight, batch.labels, where=where, dtype=hidden.dtype, **self.options)
 
     def loss(self, params: Params, batch: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
         """The batch's share of the step's loss, and its log-probabilities without gradient, for the metrics."""
@@ -140,11 +125,9 @@ class Forward:
             objective,
             *operands,
             weights=batch.weights,
-            temperature=self.temperature,
             workspace=None if workspace is None else workspace * 2**20,
             dtype=hidden.dtype,
-            impl=self.head.impl,
-            sharding=self.sharding,
+            **self.options,
         )
 
     def hidden(self, params: Params, batch: Batch) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
@@ -171,15 +154,13 @@ def head_sharding(mesh: Mesh) -> HeadSharding:
     return HeadSharding(mesh, tokens, vocabulary, features)
 
 
-def choose_head(
-    head: HeadConfig, model: ModelConfig, rows: Rows, architecture: Architecture, mesh: Mesh
-) -> EngineChoice:
+def choose_head(config: Config, architecture: Architecture, mesh: Mesh) -> EngineChoice:
     """The implementation of the head that the train step uses, and the reason why it is not a faster one."""
-    if head.impl is not None:
-        return EngineChoice(head.impl, "head.impl asks for it")
-    dtype = jnp.dtype(model.dtype)
+    if config.head.impl is not None:
+        return EngineChoice(config.head.impl, "head.impl asks for it")
+    dtype, rows = jnp.dtype(config.model.dtype), config.rows
     hidden = jax.ShapeDtypeStruct((rows.micro, rows.length, architecture.hidden_size), dtype)
-    weight = jax.ShapeDtypeStruct((architecture.vocab_size, architecture.hidden_size), model.param_dtype)
+    weight = jax.ShapeDtypeStruct((architecture.vocab_size, architecture.hidden_size), config.model.param_dtype)
     return choose_impl(hidden, weight, dtype=dtype, sharding=head_sharding(mesh))
 
 
@@ -205,11 +186,10 @@ def make_train_step(
         sound = jnp.isfinite(loss) & jnp.isfinite(norm)
         made = sound & (batch.weights > 0).any()
 
-        key = rounding.update_key(seed, state.step)
-        updated = rounding.updated(optimizer, gradients, state.params, state.opt_state, key)
+        new = updated(optimizer, gradients, state.params, state.opt_state, update_key(seed, state.step))
         # No `cond`: XLA for GPUs holds its results beside the state, and on every device the whole of them.
         params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(made, new, old), updated, (state.params, state.opt_state)
+            lambda new, old: jnp.where(made, new, old), new, (state.params, state.opt_state)
         )
         metrics = {
             "loss": loss,
@@ -236,24 +216,24 @@ def make_logprob_pass(forward: Forward) -> Callable[[Any, Batch], Float[Array, "
     return logprob_pass
 
 
-def make_validation_pass(forward: Forward) -> Callable[[Any, Batch], Float[Array, "3"]]:
-    """The jitted forward pass of a validation, which gives three sums over the tokens with a weight.
+def make_validation(
+    forward: Forward, batches: Callable[[], Iterable[Batch]], poll: Callable[[], None]
+) -> Callable[[Params, int], dict[str, float]]:
+    """SFT's validation: the function (parameters, step) -> metrics of `batches`, which have each document once.
 
-    They are the sum of the labels' log-probabilities in nats, the number of labels that are the most probable token at
-    their place (ties count), and the number of all labels.
+    The metrics are `validation/loss` (the mean negative log-probability of a learned token, in nats),
+    `validation/perplexity` (its exponential) and `validation/token_accuracy` (the share of learned tokens that are
+    the likeliest at their place; ties count). All processes call `poll` between two batches; what it raises ends the
+    validation.
     """
 
     @jax.jit(in_shardings=(None, sharding(forward.mesh, ("batch",))))
     def validation_pass(params: Params, batch: Batch) -> Float[Array, "3"]:
         def measure(_: None, micro: Batch) -> tuple[None, list[Float[Array, "B T"]]]:
             hidden, weight = forward.hidden(params, micro)
+            where, sharding = micro.weights > 0, forward.options["sharding"]
             likeliest = label_is_likeliest(
-                hidden,
-                weight,
-                micro.labels,
-                where=micro.weights > 0,
-                dtype=hidden.dtype,
-                sharding=forward.sharding,
+                hidden, weight, micro.labels, where=where, dtype=hidden.dtype, sharding=sharding
             )
             return None, [forward.head_logprobs(hidden, weight, micro).logprob, likeliest.astype(jnp.float32)]
 
@@ -261,7 +241,18 @@ def make_validation_pass(forward: Forward) -> Callable[[Any, Batch], Float[Array
         outputs = loop(measure, None, [zeros, zeros], batch, forward.rows.micro)[1]
         return jnp.stack([*map(jnp.sum, outputs), (batch.weights > 0).sum(dtype=jnp.float32)])
 
-    return validation_pass
+    def validate(params: Params, step: int) -> dict[str, float]:
+        sums = []
+        for batch in batches():
+            poll()
+            sums.append(validation_pass(params, shard_batch(forward.mesh, batch)))
+        logprob, likeliest, tokens = np.array(jax.device_get(sums), np.float64).sum(axis=0).tolist()
+        loss = -logprob / tokens
+        perplexity = math.exp(loss) if loss < math.log(np.finfo(np.float64).max) else math.inf
+        metrics = {"loss": loss, "perplexity": perplexity, "token_accuracy": likeliest / tokens}
+        return {f"validation/{name}": value for name, value in metrics.items()}
+
+    return validate
 
 
 def accumulate(

@@ -9,7 +9,7 @@ import json
 import signal
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -293,11 +293,10 @@ def read_model(folder: Path, given: dict[str, Any]) -> None:
 
     config = weights.read_config(folder)
     assert Architecture.from_hf(config.to_hf(), "again") == config
-    with ExitStack() as opened:
-        tensors = weights.open_tensors(folder, opened)
-        weights.check(tensors, SHAPES, folder, "config.json")
-        for name, shape in SHAPES.items():
-            assert tensors[name][(slice(None),) * len(shape)].shape == shape
+    tensors = weights.open_tensors(folder)
+    weights.check(tensors, SHAPES, folder, "config.json")
+    for name, shape in SHAPES.items():
+        assert tensors[name][(slice(None),) * len(shape)].shape == shape
 
 
 READERS = {

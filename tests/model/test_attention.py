@@ -12,17 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
-from tiny import ARCHITECTURE, config, make_forward
+from tiny import ARCHITECTURE, config
 
 from mllm.config.model import MeshConfig
 from mllm.data.batch import Batch
 from mllm.model import attention
 from mllm.model.architecture import PRESETS
-from mllm.model.attention import Attention, AttentionChoice, choose
-from mllm.model.decoder import attention_mask
+from mllm.model.attention import Attention, choose
+from mllm.model.decoder import masked_attention
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.plan import targets
+from mllm.train.step import Forward
 
 ONE = MeshConfig()
 EIGHT = MeshConfig(dp=2, fsdp=2, tp=2)
@@ -84,13 +85,12 @@ def test_a_kernel_s_conventions_give_the_outputs_and_gradients_of_masked_attenti
 def check_against_masked(attend, sizes, tolerance):
     """`sizes`: rows, time, heads, heads of keys and values, their size, dtype."""
     segments = (segments_of if attend.packed else one_document_of)(*sizes[:2])
-    mask = attention_mask(segments)
     *inputs, weights = inputs_of(*sizes)
     weights *= (segments != 0)[:, :, None, None]  # the outputs of padding are never used
 
     got = differentiated(lambda *qkv: attend(*qkv, segments), *inputs, weights)
     exact = [x.astype(jnp.float32) for x in inputs]
-    expected = differentiated(lambda *qkv: jax.nn.dot_product_attention(*qkv, mask=mask), *exact, weights)
+    expected = differentiated(lambda *qkv: masked_attention(*qkv, segments), *exact, weights)
     got[0], expected[0] = (out[segments != 0] for out in (got[0], expected[0]))
     for name, x, y in zip(("out", "queries", "keys", "values"), got, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max(), err_msg=name)
@@ -123,14 +123,14 @@ def train_gradient(mesh, data=None, **model):
     model = {"architecture": HEADS_OF_64, "dtype": "bfloat16", "remat": "full", **model}
     settings = config("sft", model=model, **({} if data is None else {"data": data}))
     policy = load_policy(settings, mesh)
-    forward = make_forward(settings, policy.graphdef, mesh)
+    forward = Forward(policy.graphdef, mesh, settings)
     layout = sharding(mesh, ("batch", "time"))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), batch_of(8, 128))
     return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0])), (policy.params, batch)
 
 
 def test_lowered_for_tpus_the_update_calls_splash_attention(monkeypatch):
-    monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
+    monkeypatch.setattr(attention, "platform", lambda mesh: "tpu")
     gradient, arguments = train_gradient(make_mesh(EIGHT))
     text = gradient.trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
     assert all(f"splash_mha_{phase}_segmented" in text for phase in ("fwd", "dq", "dkv"))
@@ -159,7 +159,7 @@ def on(monkeypatch):
     """`on("tpu")` or `on("gpu")`: from then on the devices say that they are of that kind, and JAX finds cuDNN."""
 
     def pretend(platform):
-        monkeypatch.setattr(attention, f"on_{platform}", lambda mesh: True)
+        monkeypatch.setattr(attention, "platform", lambda mesh: platform)
         # No public function says which version there is.
         monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
@@ -170,8 +170,8 @@ def on(monkeypatch):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
 def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(platform, kernel, packed, on):
     on(platform)
-    assert chosen(mesh=EIGHT, packed=packed) == AttentionChoice(kernel, "", Attention(kernel, make_mesh(EIGHT), packed))
-    assert chosen("xla", mesh=EIGHT) == AttentionChoice("xla", "model.attention asks for it", None)
+    assert chosen(mesh=EIGHT, packed=packed) == (Attention(kernel, make_mesh(EIGHT), packed), "")
+    assert chosen("xla", mesh=EIGHT) == (None, "model.attention asks for it")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(platform, kernel,
 def test_where_a_kernel_can_not_run_xla_is_chosen_for_that_reason(kernel, change, setting, reason, on):
     on("tpu" if kernel == "splash" else "gpu")
     choice = chosen(architecture=dataclasses.replace(SMALL, **change), **setting)
-    assert (choice.name, choice.attention) == ("xla", None)
+    assert choice.attention is None
     assert choice.reason.startswith(f"{kernel} can't be used: {reason}")
 
 

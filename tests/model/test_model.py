@@ -157,9 +157,8 @@ def test_padding_gives_finite_hidden_states_and_gradients() -> None:
     assert all(np.isfinite(leaf).all() and leaf.any() for leaf in jax.tree.leaves(found))  # biases, too
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
-def test_rematerialization_does_not_change_gradients_and_every_parameter_has_one(remat: str) -> None:
-    plain, again = (gradients("qwen3", remat=kind) for kind in ("none", remat))
+def test_rematerialization_does_not_change_gradients_and_every_parameter_has_one() -> None:
+    plain, again = (gradients("qwen3", remat=kind) for kind in ("none", "full"))
     for (path, expected), leaf in zip(jax.tree_util.tree_leaves_with_path(plain), jax.tree.leaves(again), strict=True):
         assert np.abs(expected).max() > 1e-6, parameter_name(path)
         np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-7, err_msg=parameter_name(path))
@@ -174,7 +173,7 @@ def test_a_float32_residual_that_is_kept_in_bfloat16_gives_gradients_that_are_no
     assert kept < 1.2 * whole < 0.1 * np.linalg.norm(exact)
 
 
-def test_the_more_is_rematerialized_the_less_is_kept_for_the_backward_pass() -> None:
+def test_what_is_computed_again_is_not_kept_for_the_backward_pass() -> None:
     config, params, _, _, _ = fixture("grouped_bfloat16")
     inputs = jnp.ones((4, 256), jnp.int32)
 
@@ -187,7 +186,7 @@ def test_the_more_is_rematerialized_the_less_is_kept_for_the_backward_pass() -> 
         _, pullback = jax.eval_shape(lambda params: jax.vjp(loss, params), params)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
 
-    assert kept_bytes("full") < kept_bytes("dots") < kept_bytes("none")
+    assert kept_bytes("full") < kept_bytes("none") / 2
 
 
 def test_a_token_outside_the_vocabulary_gives_nan() -> None:

@@ -9,17 +9,17 @@ import pytest
 from compiled_program import arrays, exchanged, text
 from flax import nnx
 from runs import changed
-from tiny import ARCHITECTURE, config, make_forward, random_batch
+from tiny import ARCHITECTURE, config, random_batch
 
 from kernels.lm_head import xla
-from mllm.model.decoding import gather_layer
+from mllm.model.decoding import merge_and_gather
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import bytes_on_device, make_mesh, sharding
 from mllm.plan.programs import Programs
 from mllm.rl import capacity
 from mllm.rl.capacity import slots_that_fit
 from mllm.rl.slots import CHUNK, insert, repack
-from mllm.train.step import make_logprob_pass
+from mllm.train.step import Forward, make_logprob_pass
 
 HIDDEN, ROWS, PROMPT, LIMIT = ARCHITECTURE["hidden_size"], 16, 16, 12
 SETTINGS = config(
@@ -42,7 +42,7 @@ def programs(policy):
     shapes = Programs(SETTINGS, make_mesh(SETTINGS.mesh))
     layout, layer = policy_layout(policy), shapes.cache()[0]
     scalar, per_row = (layout.abstract(shape, jnp.int32, ("batch",)[: len(shape)]) for shape in ((), (ROWS,)))
-    gathered = gather_layer.lower(policy.params["layers"], 0, jnp.dtype("float32"), layout)
+    gathered = merge_and_gather.lower(policy.params["layers"], 0, jnp.dtype("float32"), layout, None)
     called = {
         "gather": gathered,
         "insert": insert.lower(layer, shapes.prefilled()[0], per_row, scalar, layout=layout),
@@ -94,7 +94,7 @@ def test_a_chunk_s_cache_takes_the_place_of_the_one_before(programs):
 
 
 def fitting_slots(policy, memory=None):
-    return slots_that_fit(policy, SETTINGS.rollout, SETTINGS.optimizer, needs_reference=True, memory=memory)
+    return slots_that_fit(policy, SETTINGS, memory)
 
 
 def test_the_slots_that_fit_take_what_training_leaves_of_the_memory(policy):
@@ -120,7 +120,7 @@ def test_the_log_prob_pass_splits_the_rows_and_calls_the_head_s_forward_pass_onl
         own = getattr(xla, name)
         monkeypatch.setattr(xla, name, lambda *given, name=name, own=own: called.append(name) or own(*given))
     mesh = make_mesh(SETTINGS.mesh)
-    logprob_pass = make_logprob_pass(make_forward(SETTINGS, policy.graphdef, mesh))
+    logprob_pass = make_logprob_pass(Forward(policy.graphdef, mesh, SETTINGS))
     program = logprob_pass.lower(policy.params, random_batch(ROWS, PROMPT)).compile()
     assert called == ["forward"]
     shapes = {array.shape for array in arrays(text(program))}

@@ -15,8 +15,7 @@ from kernels.lm_head import TokenLogprobs
 from mllm.config.model import MeshConfig, OptimizerConfig
 from mllm.config.schema import Rows
 from mllm.parallel.mesh import make_mesh
-from mllm.train.optimizer import make_optimizer
-from mllm.train.rounding import round_at_random, update_key, updated
+from mllm.train.optimizer import make_optimizer, round_at_random, update_key, updated
 from mllm.train.step import Forward, TrainState, make_train_step
 
 WEIGHTS = 50_000

@@ -3,13 +3,15 @@
 import jax
 import numpy as np
 import pytest
-from tiny import ARCHITECTURE, config, make_forward
+from tiny import ARCHITECTURE, config
 
 from mllm.data.batch import Batch
+from mllm.data.sft_source import SftBatches
 from mllm.data.tokenizing import Document, Documents
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
-from mllm.train.validation import make_validation
+from mllm.parallel.processes import RowShare
+from mllm.train.step import Forward, make_validation
 
 COUNT = 21
 """With 8 rows the last batch is incomplete, packed or not."""
@@ -27,7 +29,7 @@ def expected():
     one = settings()
     mesh = make_mesh(one.mesh)
     policy = load_policy(one, mesh)
-    params, hidden_of = policy.initial_params(), jax.jit(make_forward(one, policy.graphdef, mesh).hidden)
+    params, hidden_of = policy.initial_params(), jax.jit(Forward(policy.graphdef, mesh, one).hidden)
     tokens = RNG.integers(0, 260, (COUNT, 20)).astype(np.int32)
     places = np.tile(np.arange(20, dtype=np.int32), (COUNT, 1))
     for place in range(1, 21):  # the last logits are those of the documents as they are
@@ -62,9 +64,8 @@ def test_it_is_the_mean_over_the_learned_tokens_of_all_documents(expected, secti
     policy = load_policy(one, mesh)
     params = jax.device_put(policy.initial_params(), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
     polls = []
-    validate = make_validation(
-        one.data, one.batch_size, documents, make_forward(one, policy.graphdef, mesh), lambda: polls.append(1)
-    )
+    batches = SftBatches(one.data, documents, one.batch_size, share=RowShare.of_mesh(mesh))
+    validate = make_validation(Forward(policy.graphdef, mesh, one), batches.validate, lambda: polls.append(1))
     measured = validate(params, 0)
     assert measured.keys() == metrics.keys()
     for name, value in measured.items():
