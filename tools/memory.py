@@ -37,9 +37,9 @@ from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan import memory as plan
-from mllm.plan.assignment import Account
 from mllm.plan.memory import Devices
 from mllm.plan.programs import Program, Programs
+from mllm.plan.targets import Account
 from mllm.train.step import Forward
 from tools.bench.frame import positive, table
 

@@ -85,7 +85,7 @@ def load(folder: Path, abstract: Params) -> Params:
     tensors = weights.open_file(folder / FILE)
     # PEFT saves the frozen matrix of an adapted head, too.
     tensors.pop(f"base_model.model.{MODULES['head']}.base_layer.weight", None)
-    return weights.read_parameters(tensors, abstract, folder, f"{CONFIG} and the model")
+    return weights.load(folder, abstract, tensors, f"{CONFIG} and the model")
 
 
 def save(place: str | Path, lora: Lora, adapters: Params, base: str | None) -> None:

@@ -47,20 +47,17 @@ def read_config(folder: Path) -> Architecture:
     return Architecture.from_hf(read_json(path), where=str(path))
 
 
-def load(folder: Path, abstract: Params) -> nnx.State:
+def load(
+    folder: Path, abstract: Params, tensors: Mapping[str, "Tensor"] | None = None, described: str = "config.json"
+) -> nnx.State:
     """The parameters, in the tree of `nnx.split(model)[1]`; all names and shapes are checked before any is read.
 
-    They get the dtypes and mesh shardings of `abstract`, that tree with `jax.ShapeDtypeStruct`s. UserError is raised
-    for a file that is missing, damaged or outside the folder, and for a tensor that is missing, surplus, of the
-    wrong shape, or quantized. A tied model's head is surplus unless it equals the embedding.
+    They get the dtypes and mesh shardings of `abstract`, that tree with `jax.ShapeDtypeStruct`s, and are read from all
+    of the folder's tensors or from these, as is `described` there. UserError is raised for a file that is missing,
+    damaged or outside the folder, and for a tensor that is missing, surplus, of the wrong shape, or quantized. A tied
+    model's head is surplus unless it equals the embedding.
     """
-    return read_parameters(open_tensors(folder), abstract, folder)
-
-
-def read_parameters(
-    tensors: Mapping[str, "Tensor"], abstract: Params, folder: Path, described: str = "config.json"
-) -> nnx.State:
-    """The parameters of `abstract`, which is what is `described` there, from a folder's tensors; errors as `load`."""
+    tensors = open_tensors(folder) if tensors is None else tensors
     check(tensors, {name: shape for name, shape, _, _ in tensors_of(abstract)}, folder, described)
     with transfer_bar(f"loading {folder.name}", stored_bytes(tensors.values())) as bar:
 
@@ -181,19 +178,16 @@ def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], 
             raise UserError(f"{where} is stored as {stored.get_dtype()}; only {', '.join(STORED_DTYPES)} can be read")
     surplus = sorted(tensors.keys() - shapes.keys())
     if surplus == [TENSORS["head"]]:
-        check_copy(tensors[TENSORS["head"]], tensors[TENSORS["embed"]])
+        # A tied model doesn't need a head; some programs save the embedding again.
+        head, embed = (tensors[TENSORS[name]] for name in ("head", "embed"))
+        kinds = [(tensor.stored.get_shape(), tensor.stored.get_dtype()) for tensor in (head, embed)]
+        if kinds[0] != kinds[1] or not np.array_equal(head[:, :], embed[:, :]):
+            raise UserError(
+                f"{head.file}: tensor {head.name} is not the embedding, but config.json says tie_word_embeddings: "
+                "set that to false, or remove the tensor"
+            )
     elif surplus:
         raise UserError(f"{tensors[surplus[0]].file}: tensor {surplus[0]} is not part of this model")
-
-
-def check_copy(head: Tensor, embed: Tensor) -> None:
-    """Raise UserError unless a head that a tied model doesn't need copies the embedding, as some programs save it."""
-    kinds = [(tensor.stored.get_shape(), tensor.stored.get_dtype()) for tensor in (head, embed)]
-    if kinds[0] != kinds[1] or not np.array_equal(head[:, :], embed[:, :]):
-        raise UserError(
-            f"{head.file}: tensor {head.name} is not the embedding, but config.json says tie_word_embeddings: "
-            "set that to false, or remove the tensor"
-        )
 
 
 def save(

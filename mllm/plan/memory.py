@@ -1,39 +1,47 @@
 """Plans a run's memory before the run takes any: python train.py --config NAME --plan [--target v6e:2x4].
 
 The run's programs are made from shapes (programs.py) and given to the compiler: that of the devices at hand, or, for
-devices that aren't there, that of `assignment.py`. The head is the compiler's figure for the head's temporaries,
+devices that aren't there, that of `targets.py`. The head is the compiler's figure for the head's temporaries,
 compiled alone for a micro-batch, or the logits that tokens are sampled from; activations are whatever else the peak
 holds. The host's memory and fragmentation are left out.
+
+For devices of known rates a plan has an estimate of the seconds of a GRPO step, too, which nothing has measured.
+Assumed are prompts and completions of a quarter of their limits on average, the longest of a rollout at its limit;
+decode steps at `BANDWIDTH` of the memory's rate, which read the cache up to half of the limit; and all other phases at
+`FLOPS` of the rate of matrix products. What the host does, rewards and the exchange between devices are left out.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mllm.config.model import MeshConfig
 from mllm.config.schema import Config, Rows
 from mllm.errors import UserError
-from mllm.model.decoding import abstract_decoding_weights
+from mllm.model.decoding import abstract_cache, abstract_decoding_weights
 from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
-from mllm.plan import assignment, targets
-from mllm.plan.assignment import Account
+from mllm.plan import targets
 from mllm.plan.programs import Programs
-from mllm.plan.seconds import ASSUMED, estimate
+from mllm.plan.targets import Account
 from mllm.rl.capacity import slots_that_fit
 from mllm.rl.schedule import PREFILLED_BATCHES
 
 COLUMNS = ("parameters", "optimizer", "gradients", "KV cache", "head", "activations")
 GPU_CAVEAT = "by XLA's compiler without a GPU, with cuBLAS for all products, and never held against one (docs/log.md)"
+BANDWIDTH, FLOPS = 0.85, 0.4
+MEAN_LENGTH = 0.25
+"""The mean length over the limit."""
+
+ASSUMED = "prompts and completions of a quarter of their limits, 85 % of the bandwidth, 40 % of the flops"
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Devices:
+class Devices(NamedTuple):
     """The devices that a plan is for."""
 
     name: str
@@ -48,8 +56,7 @@ class Devices:
         return GPU_CAVEAT if self.target and targets.split(self.target)[0] not in targets.TPUS else None
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """A phase of a run and its memory on each device, in bytes by `COLUMNS`."""
 
     name: str
@@ -124,8 +131,8 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         others = reference + optimizer + copied + cache + (PREFILLED_BATCHES - 1) * prompts
         found.append(phase("prefill", compiled("prefill", "prefill").peak + others, known, 0))
         others = sum(held.values()) - shared + PREFILLED_BATCHES * prompts
-        logits = bytes_on_device(shapes.logits())
-        found.append(phase("decode", compiled("decode", "decode").peak + others, known, logits))
+        logits = shapes.array((shapes.slots, shapes.model.config.vocab_size), jnp.float32, ("batch", "vocab"))
+        found.append(phase("decode", compiled("decode", "decode").peak + others, known, bytes_on_device(logits)))
     if config.grpo is not None:
         account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
         found.append(phase("log-prob", account.peak + reference + optimizer, held, head.temporaries))
@@ -159,7 +166,7 @@ def account_of(program: str, devices: Devices, **settings: Any) -> Account:
         memory = targets.memory(jitted.trace(*arguments).lower().compile())
         return Account(memory["temp"], memory["peak"])
     try:
-        return assignment.read(devices.target, program, devices.mesh.shape, **settings)
+        return targets.account(devices.target, program, devices.mesh.shape, **settings)
     except ValueError as error:
         raise UserError(f"--target: {error}") from None
 
@@ -218,3 +225,41 @@ def table(phases: Sequence[Phase], memory: int) -> str:
 def size(count: int) -> str:
     """A number of bytes, for people."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+class Seconds(NamedTuple):
+    """The seconds of a rollout with its log-prob passes and all of its updates, and the number of its decode steps."""
+
+    rollout: float
+    logprob: float
+    update: float
+    steps: int
+
+
+def estimate(shapes: Programs, flops: float, bandwidth: float) -> Seconds:
+    """The estimate for a GRPO run on devices with these rates in flop/s and byte/s."""
+    config, layout = shapes.config, shapes.layout
+    assert config.grpo is not None
+    assert config.rollout is not None
+    limit, devices = config.rollout.max_completion_length, layout.mesh.size
+    rows = config.grpo.steps_per_generation * config.batch_size
+    prompt, completion = (MEAN_LENGTH * length for length in (config.rollout.max_prompt_length, limit))
+    # A token is multiplied with all parameters but an embedding that is not the head, too.
+    multiplied = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.policy.params))
+    multiplied -= 0 if shapes.model.head is None else math.prod(shapes.model.embed.get_value().shape)
+    forward = 2 * multiplied / (FLOPS * flops * devices)
+    weights = bytes_on_device(shapes.decoding_weights())
+    cache = bytes_on_device(abstract_cache(shapes.model, layout.row_shards, 1))
+    # The devices' slots, full until the last sequences wait for the longest.
+    steps = max(limit, math.ceil(rows * completion / shapes.slots))
+    decoded = steps * weights + rows / layout.row_shards * completion * (prompt + limit / 2) * cache
+    prefilled = forward * prompt * rows / config.grpo.num_generations
+    # Forward, the gradient of activations and that of weights, which frozen ones lack; and forward once more.
+    update = 3 - (config.model.lora is not None) + (config.model.remat == "full")
+    passes = config.grpo.needs_old_logprobs + (config.grpo.beta > 0)
+    return Seconds(
+        rollout=decoded / (BANDWIDTH * bandwidth) + prefilled,
+        logprob=passes * forward * rows * (prompt + completion),
+        update=config.grpo.num_iterations * update * forward * rows * (prompt + completion),
+        steps=steps,
+    )

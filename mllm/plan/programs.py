@@ -145,9 +145,6 @@ class Programs:
             self.policy.trained,
         )
 
-    def logits(self) -> jax.ShapeDtypeStruct:
-        return self.array((self.slots, self.policy.architecture.vocab_size), jnp.float32, ("batch", "vocab"))
-
 
 def without_files(config: Config) -> Config:
     """The configuration with random parameters, if the model's sizes are known by name."""

@@ -7,6 +7,15 @@ a folder of its own: if JAX found it without a driver, every program would compl
 A program is named `package.module:function` or `file.py:function`; its function takes the target's mesh and keyword
 arguments, and returns the function to compile and its arguments, trees of `jax.ShapeDtypeStruct`. XLA reads many
 options only as it starts, so `run_child` starts this file as a process of its own.
+
+`account` says what memory a program takes as soon as the compiler knows it, minutes before it has the code: XLA assigns
+every buffer its place before it generates instructions. The compiler writes its account of the assignment into a folder
+(`--xla_dump_to`), and is stopped there. Its total is what it holds against a TPU's HBM; `memory_analysis()` adds up
+more temporaries where there are collectives. A program that is too large has an account, too.
+
+Without a GPU nothing can be timed, so XLA keeps its first choice for each matrix product, a Triton kernel, which may
+not exist. With one, it may find cuBLAS faster, and then the operations before a product are stored first, which takes
+more memory (docs/log.md): a plan has cuBLAS for all. What it holds outside XLA's share of the memory is left out.
 """
 
 import importlib
@@ -14,9 +23,11 @@ import importlib.util
 import json
 import math
 import os
+import re
 import runpy
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +75,12 @@ TPUS = {
 CHIPS = {**TPUS, "h100": Chip(1, 84_942_979_072 * 3 // 4, (989e12, 3350e9))}
 GPUS_OF_A_HOST = 8
 GPU_PLUGIN = Path(sys.prefix) / "aot-gpu"
+TPU_FILES = (".after_optimizations", ".after_optimizations_after_buffer_assignment.txt", "")
+GPU_FILES = (".*_gpu_after_optimizations", ".0.ir-no-opt.ll", "--xla_gpu_enable_triton_gemm=false")
+"""How the names of the two files with the account begin, behind the module's name; the file that is written after them
+(on GPUs the first kernel's code), unless a program is too large for a TPU: then the compiler ends by itself; a flag."""
+_TOTAL = re.compile(r"\(color=0\)\nTotal bytes: (\d+)")
+_TEMPORARY = re.compile(r"^allocation \d+: size (\d+), (?!color).*preallocated-temp", re.MULTILINE)
 
 
 def chip(target: str) -> Chip:
@@ -213,6 +230,42 @@ def run_child(
     name = os.path.abspath(name) if ".py:" in name else name
     command = [sys.executable, "-m", "mllm.plan.targets", target, name, json.dumps(dict(arguments)), str(folder)]
     return child_process.run(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, until=until)
+
+
+class Account(NamedTuple):
+    """Memory in bytes a device; the peak has arguments and results, too."""
+
+    temporaries: int
+    peak: int
+
+
+def account(target: str, program: str, axes: Mapping[str, int], **arguments: Any) -> Account:
+    """The account of `program`, which gets a mesh of the target with these axes, and `arguments`, as JSON.
+
+    ValueError, which says why in one line, is raised if it can't be compiled. A program that is too large can.
+    """
+    begin, last, flag = TPU_FILES if split(target)[0] in TPUS else GPU_FILES
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        inherited = os.environ.get("XLA_FLAGS", "")
+        flags = {"XLA_FLAGS": " ".join([inherited, flag, f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text"])}
+        given = {**arguments, "mesh": dict(axes)}
+        ended = run_child(target, program, given, flags, folder, until=lambda: any(folder.glob(f"*{last}")))
+        # Files of the compiler for the CPU have other names.
+        report, assignment = (
+            next(folder.glob(f"*{begin}-{file}.txt"), None) for file in ("memory-usage-report", "buffer-assignment")
+        )
+        if report is None or assignment is None:
+            raise ValueError(f"{program} on {target}: {ended.reason or 'the compiler left no report'}")
+        return parse_account(report.read_text(), assignment.read_text())
+
+
+def parse_account(report: str, assignment: str) -> Account:
+    """The account, from the compiler's report of memory and its list of allocations."""
+    total = _TOTAL.search(report)
+    if total is None:
+        raise ValueError("the compiler's report has another form; is the compiler that of make aot or make aot-gpu?")
+    return Account(sum(map(int, _TEMPORARY.findall(assignment))), int(total[1]))
 
 
 def main(target: str, name: str, arguments: str) -> None:

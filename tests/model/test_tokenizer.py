@@ -25,47 +25,28 @@ from mllm.model.tokenizer import (
 BYTES = bytes_tokenizer()
 ENDOFTEXT, START, END, PAD = 256, 257, 258, 259
 
-QWEN_TEMPLATE = """\
-{%- if messages[0]['role'] == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
-{%- else %}
-    {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == "user" or (message.role == "system" and not loop.first) or message.role == "assistant" %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-"""The template of Qwen2.5-Instruct, without tools."""
+QWEN_TEMPLATE = (
+    "{{ '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud.<|im_end|>\\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""What Qwen2.5-Instruct's template makes of chats without tools and a system's message."""
 
-QWEN3_TEMPLATE = """\
-{%- set ns = namespace(last_query=0) %}
-{%- for message in messages if message.role == "user" %}{% set ns.last_query = messages.index(message) %}{% endfor %}
-{%- for message in messages %}
-    {%- set thinks = message.role == "assistant" and loop.index0 > ns.last_query %}
-    {%- set thought = '<think>\\n\\n</think>\\n\\n' if thinks else '' %}
-    {{- '<|im_start|>' + message.role + '\\n' + thought + message.content + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+QWEN3_TEMPLATE = (
+    "{% set ns = namespace(last=0) %}{% set thought = '<think>\\n\\n</think>\\n\\n' %}"
+    "{% for message in messages if message.role == 'user' %}{% set ns.last = messages.index(message) %}{% endfor %}"
+) + QWEN_TEMPLATE.replace(
+    "message.content", "(thought if message.role == 'assistant' and loop.index0 > ns.last else '') + message.content"
+)
 """As Qwen3's template does, this writes a thought into the turns after the last question only."""
 
-LLAMA_TEMPLATE = """\
-{%- if not date_string is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% endif %}
-{{- '<|im_start|>system<|endoftext|>\\n\\nToday Date: ' + date_string + '<|im_end|>' }}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '<|endoftext|>\\n\\n' + message.content | trim + '<|im_end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant<|endoftext|>\\n\\n' }}
-{%- endif %}
-"""
+LLAMA_TEMPLATE = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "{{ '<|im_start|>system<|endoftext|>\\n\\nToday Date: ' + date_string + '<|im_end|>' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '<|endoftext|>\\n\\n' }}"
+    "{{ message.content | trim + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|endoftext|>\\n\\n' }}{% endif %}"
+)
 """Llama 3.2's template, with other control tokens: it dates the system's message, and trims all others."""
 
 GENERATION_TEMPLATE = (
@@ -140,15 +121,12 @@ def test_tokenizing_turn_by_turn_changes_no_token_of_the_rendered_text() -> None
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "no chat template"),
         (5, "no text of up to"),
-        ("{{ range(10000000) }}", "refuses them: Range too big"),
-        ("{{ " + "(" * 9999 + ")" * 9999 + " }}", "refuses them: maximum recursion depth"),
-        ("{{ messages.clear() }}", "refuses them: access to attribute 'clear' of 'list' object is unsafe"),
         ("{% for m in messages %}{{ loop.last and m.content or 'gone' }}{% endfor %}", "rewrites earlier turns"),
     ],
 )
 def test_a_template_that_fails_is_an_error_in_one_line(template: Any, message: str) -> None:
+    """tests/run/bad_models.py has more of them."""
     with pytest.raises(UserError, match=message) as error:
         encode_example(with_template(template), CHAT)
     assert "\n" not in str(error.value)

@@ -13,8 +13,8 @@ import pytest
 
 from mllm.config import load as configs
 from mllm.parallel.mesh import AXES
-from mllm.plan import assignment, memory, targets
-from mllm.plan.assignment import Account
+from mllm.plan import memory, targets
+from mllm.plan.targets import Account
 
 ONE = {"chip": 1}
 REPORT = """Memory Space: default (color=0)
@@ -33,7 +33,7 @@ allocation 3: size 7, color 1, preallocated-temp:
 
 
 def test_the_account_has_the_temporaries_and_the_peak_in_the_device_s_memory():
-    assert assignment.account(REPORT, ASSIGNMENT) == Account(temporaries=600, peak=1000)
+    assert targets.parse_account(REPORT, ASSIGNMENT) == Account(temporaries=600, peak=1000)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_without_the_plugin_the_error_says_how_to_install_it(monkeypatch, tmp_pa
 class TestByTheTpuCompiler:
     def test_the_account_is_what_the_compiled_program_says(self):
         sizes = {"tokens": 1024, "features": 256, "vocabulary": 4096}
-        found = assignment.read("v6e", f"{head.__file__}:loss", ONE, **sizes)
+        found = targets.account("v6e", f"{head.__file__}:loss", ONE, **sizes)
         mesh = targets.mesh("v6e")
         whole = targets.memory(targets.compiled(*head.loss(mesh, **sizes), mesh))
         assert found.peak == pytest.approx(whole["peak"], abs=2**19)
@@ -77,7 +77,7 @@ class TestByTheTpuCompiler:
     @pytest.mark.slow
     def test_a_program_that_is_too_large_has_an_account_too(self):
         sizes = {"tokens": 2**16, "features": 512, "vocabulary": 151936, "impl": "full_logits"}
-        found = assignment.read("v6e", f"{head.__file__}:loss", ONE, **sizes)
+        found = targets.account("v6e", f"{head.__file__}:loss", ONE, **sizes)
         assert found.temporaries > 4 * 2**16 * 151936 > targets.TPUS["v6e"].memory
 
     @pytest.mark.parametrize("chip", targets.TPUS)
@@ -113,9 +113,9 @@ class TestByTheGpuCompiler:
         sizes = {"tokens": 4096, "features": 256, "vocabulary": 32768}
         mesh, logits = targets.mesh("h100"), 4 * sizes["tokens"] * sizes["vocabulary"]
         whole = targets.memory(targets.compiled(*head.loss(mesh, **sizes), mesh))
-        fused = assignment.read("h100", f"{head.__file__}:loss", ONE, **sizes)
+        fused = targets.account("h100", f"{head.__file__}:loss", ONE, **sizes)
         # With the fused head Triton's products, as the whole program has them, hold the same, but for a workspace.
         assert fused.peak == pytest.approx(whole["peak"], abs=2**23)
         assert fused.temporaries < logits / 4
-        full = assignment.read("h100", f"{head.__file__}:loss", ONE, impl="full_logits", **sizes)
+        full = targets.account("h100", f"{head.__file__}:loss", ONE, impl="full_logits", **sizes)
         assert 1.5 * logits < full.temporaries < 2 * logits  # the gradient is bfloat16

@@ -6,7 +6,7 @@ import tiny
 
 from mllm.parallel.mesh import make_mesh
 from mllm.plan import memory as plan
-from mllm.plan.assignment import Account
+from mllm.plan.targets import Account
 from tools import memory
 
 
