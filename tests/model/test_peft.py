@@ -86,7 +86,6 @@ def test_adapters_are_written_as_peft_writes_them(tmp_path: Path) -> None:
         ("target_modules", ["q_proj", "embed_tokens"]),
         ("init_lora_weights", "pissa"),
         ("use_dora", True),
-        ("modules_to_save", ["lm_head"]),
         ("rank_pattern", {"q_proj": 4}),
         ("a_field_of_a_later_peft", 0.5),
     ],

@@ -66,33 +66,25 @@ def sequence_importance_weight(old, sampler, active):
 
 
 def reference_loss(loss_type, sequence_mask, mask, logprob, entropy, operands):
-    """The papers' means, as loops over groups, completions and tokens."""
+    """The papers' means over tokens, completions and groups, of losses from a loop over tokens."""
     _, old, sampler, _ = operands
-    losses = []  # [group][completion][token]
-    for group in np.split(np.arange(ROWS), GROUPS):
-        completions = []
-        for row in group:
-            active = np.flatnonzero(mask[row])
-            log_ratios = (logprob - old)[row, active]
-            if loss_type == "gspo" and active.size:
-                log_ratios = np.full(active.size, log_ratios.mean())
-            weight = sequence_importance_weight(old[row], sampler[row], active) if sequence_mask else None
-            completions.append(
-                [
-                    reference_token(weight, x, logprob[row, t], entropy[row, t], *(each[row, t] for each in operands))
-                    for x, t in zip(log_ratios, active, strict=True)
-                ]
-            )
-        losses.append(completions)
+    losses, lengths = np.zeros(mask.shape), mask.sum(1)
+    for row, t in np.argwhere(mask):
+        log_ratios = (logprob - old)[row]
+        log_ratio = log_ratios[mask[row]].mean() if loss_type == "gspo" else log_ratios[t]
+        weight = sequence_importance_weight(old[row], sampler[row], mask[row]) if sequence_mask else None
+        given = (each[row, t] for each in (logprob, entropy, *operands))
+        losses[row, t] = reference_token(weight, log_ratio, *given)
+    completions = losses.sum(1)
     match loss_type:
         case "grpo" | "gspo":
-            return sum(sum(c) / max(len(c), 1) for group in losses for c in group) / ROWS
+            return np.mean(completions / np.maximum(lengths, 1))
         case "dapo":
-            return sum(sum(c) for group in losses for c in group) / mask.sum()
+            return completions.sum() / lengths.sum()
         case "dr_grpo":
-            return sum(sum(c) for group in losses for c in group) / (ROWS * LONGEST)
+            return np.mean(completions / LONGEST)
         case "prompt_mean":
-            return sum(sum(map(sum, group)) / sum(map(len, group)) for group in losses) / GROUPS
+            return np.mean(completions.reshape(GROUPS, GROUP).sum(1) / lengths.reshape(GROUPS, GROUP).sum(1))
 
 
 def token_weights(loss_type, mask, group=GROUP):
