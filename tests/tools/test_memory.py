@@ -1,7 +1,5 @@
 """tools/memory.py: what the columns share, its table and its picture."""
 
-from dataclasses import replace
-
 import tiny
 
 from mllm.parallel.mesh import make_mesh
@@ -36,7 +34,7 @@ def test_full_logits_add_at_least_themselves_to_an_update_without_a_head():
 
 def test_the_table_brackets_what_does_not_fit_and_the_picture_is_written(tmp_path, monkeypatch, capsys):
     devices, peaks = plan.find_devices(tiny.config("sft").mesh, None), iter((4, 2, 1))
-    monkeypatch.setattr(plan, "find_devices", lambda *_: replace(devices, memory=3 * 2**30))
+    monkeypatch.setattr(plan, "find_devices", lambda *_: devices._replace(memory=3 * 2**30))
     monkeypatch.setattr(memory, "account", lambda *_, **__: Account(0, 0))
 
     def bar(*_):
