@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from tiny import config
 
-from mllm.data.batch import Batch, Trajectory
+from mllm.config.schema import Rows
+from mllm.data.batch import Trajectory
 from mllm.data.packing import pack
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
@@ -63,20 +64,11 @@ def make_trajectories(loss_type):
 
 
 def one_a_row(trajectories, weights, advantages):
-    """The batch with a row for each trajectory, padded behind."""
-    batch = Batch(*np.zeros((4, SEQUENCES, 24), np.int32), *np.zeros((3, SEQUENCES, 24), np.float32))
-    for row, (tokens, sampled, logprobs, *_) in enumerate(trajectories):
-        remaining = iter(logprobs)
-        for place in range(len(tokens) - 1):
-            batch.tokens[row, place] = tokens[place]
-            batch.positions[row, place] = place
-            batch.segments[row, place] = 1
-            if sampled[place + 1] and weights[row] > 0:
-                batch.labels[row, place] = tokens[place + 1]
-                batch.weights[row, place] = weights[row]
-                batch.advantages[row, place] = advantages[row]
-                batch.sampler_logprobs[row, place] = next(remaining)
-    return batch
+    """The batch with a row for each trajectory, padded behind; tests/data/test_packing.py has what a row holds."""
+    single = Rows(length=24, micro=1, total=1, shards=1)
+    parts = (np.split(numbers, SEQUENCES) for numbers in (weights, advantages))
+    rows = [pack([one], weight, advantage, single) for one, weight, advantage in zip(trajectories, *parts, strict=True)]
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *rows)
 
 
 def with_policies(batch):
