@@ -1,8 +1,11 @@
 """Batches contain the examples as they are, never mix two of them, and continue exactly from a position."""
 
 import json
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,16 +15,18 @@ from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data import records
 from mllm.data.batch import Batch
-from mllm.data.sft_source import SftBatches, load_documents, task_documents
+from mllm.data.sft_source import SftBatches, hold_out, load_documents, task_documents
 from mllm.data.source import DataIterator
 from mllm.data.tasks.load import load as load_task
-from mllm.data.tasks.task import Example, Task
+from mllm.data.tasks.task import Example, OnDemand, Task
+from mllm.data.tokenizing import Documents
 from mllm.errors import UserError
 from mllm.model.tokenizer import bytes_tokenizer, encode_example
-from mllm.parallel.processes import ALL_ROWS, RowShare
+from mllm.parallel.processes import RowShare
 
 BYTES = bytes_tokenizer()
 START, END = BYTES.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+SHARES = [RowShare(index, 2) for index in range(2)]
 ARITHMETIC = load_task(TaskConfig(name="arithmetic", heldout=32), seed=0)
 
 
@@ -40,12 +45,10 @@ def some(count: int) -> list[dict[str, str]]:
     return [qa(f"q{i}", "a" * (1 + i * 7 % 11)) for i in range(count)]
 
 
-def batches_of(
-    source: str, *, batch_size: int = 4, seed: int = 0, share: RowShare = ALL_ROWS, **settings: Any
-) -> DataIterator[Batch]:
+def batches_of(source: str, *, batch_size: int = 4, seed: int = 0, **settings: Any) -> DataIterator[Batch]:
     config = DataConfig(**{"source": source, "max_length": 32, **settings})
     documents, _ = load_documents(config, BYTES, ARITHMETIC)
-    return SftBatches(config, documents, batch_size, seed, share).train()
+    return SftBatches(config, documents, batch_size, seed).train()
 
 
 def documents(batch: Batch) -> list[list[int]]:
@@ -142,32 +145,11 @@ def test_a_position_in_other_data_or_past_the_last_epoch_is_refused(tmp_path: Pa
         batches_of(write(tmp_path, some(8)), epochs=1).set_state(state)
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_processes_partition_the_batch_of_a_single_one(tmp_path: Path, packing: bool) -> None:
-    source = write(tmp_path, some(30))
-    whole = batches_of(source, packing=packing)
-    parts = [batches_of(source, packing=packing, share=RowShare(i, 2)) for i in range(2)]
-    for _ in range(8):
-        first, second = (next(part) for part in parts)
-        joined = Batch(*(np.concatenate(pair) for pair in zip(first[:5], second[:5], strict=True)))
-        assert_same(joined, next(whole))
-
-
 def test_a_long_example_is_cut_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     read = batches_of(write(tmp_path, [qa("ab", "c" * 50), qa("ab", "c")]), batch_size=2, packing=False)
     assert "1 examples were cut" in caplog.text
     tokens = max(documents(next(read)), key=len)
     assert tokens == [START, *b"ab", END, START, *b"c" * 27]
-
-
-@pytest.mark.parametrize("ending", ["\r\n", " \n\t\n"])
-def test_a_byte_order_mark_and_blank_lines_are_no_records_and_blank_lines_count(tmp_path: Path, ending: str) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_text("\ufeff" + ending.join(json.dumps(record) for record in some(4)) + ending, newline="")
-    assert questions(next(batches_of(str(path), shuffle=False, packing=False))) == ["q0", "q1", "q2", "q3"]
-    path.write_text(json.dumps(qa("a", "b")) + ending + "{", newline="")
-    with pytest.raises(UserError, match=f"data.jsonl:{1 + ending.count(chr(10))}: not JSON"):
-        batches_of(str(path))
 
 
 def test_bad_lines_are_skipped_and_counted_on_request(
@@ -192,3 +174,96 @@ def test_sft_from_a_task_learns_its_solutions_and_needs_them() -> None:
     task = Task("judged", [Example([{"role": "user", "content": "a"}], "", None)], [])
     with pytest.raises(UserError, match=r"judged\[0\] has no solution"):
         SftBatches(DataConfig(source="task", max_length=9), task_documents(task, BYTES, 9), 1).train()
+
+
+def counted(documents):
+    """The documents, and a list of those that are read."""
+    given = []
+    return replace(documents, read=lambda indices: given.extend(indices) or documents.read(indices)), given
+
+
+def read_all(documents):
+    return [bytes(document.tokens.astype(np.uint8)) for document in documents.read(range(len(documents)))]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_processes_partition_the_batch_of_a_single_one_and_read_their_own_documents_alone(tmp_path, packing):
+    settings = DataConfig(source=write(tmp_path, some(60)), max_length=48, packing=packing, epochs=1)
+    whole, _ = load_documents(settings, BYTES, None)
+    noted = [counted(whole) for _ in SHARES]
+    parts = (SftBatches(settings, noted[share.index][0], 4, share=share).train() for share in SHARES)
+    sizes = np.zeros(2, int)
+    for batch, *own in zip(SftBatches(settings, whole, 4).train(), *parts, strict=True):
+        assert_same(Batch(*(np.concatenate(pair) for pair in zip(*(part[:5] for part in own), strict=True))), batch)
+        sizes += [len(documents(part)) for part in own]
+    read = [{*given} for _, given in noted]
+    assert [len(indices) for indices in read] == sizes.tolist()
+    assert read[0].isdisjoint(read[1])
+    assert len(read[0] | read[1]) > 50
+
+
+def test_validation_holds_every_document_once_and_pads_the_last_batch(tmp_path):
+    settings = DataConfig(source=write(tmp_path, some(30)), max_length=32)
+    documents, _ = load_documents(settings, BYTES, None)
+    shares = [list(SftBatches(settings, documents, 4, share=share).validate()) for share in SHARES]
+    assert {batch.tokens.shape[0] for share in shares for batch in share} == {2}
+    assert len(shares[0]) == len(shares[1]) > 2
+    assert not all(batch.segments.any(axis=1).all() for share in shares for batch in share)
+    tokens = np.concatenate([b.tokens[b.segments > 0] for share in shares for b in share])
+    assert sorted(tokens) == sorted(np.concatenate([document.tokens for document in documents.read(range(30))]))
+
+
+def test_a_split_of_a_hub_s_data_set_is_cached_by_its_files_and_read_without_nulls(tmp_path, monkeypatch):
+    """`datasets` gives rows in which every column has a value or None, and names the files that hold them."""
+    loaded = []
+
+    class Split(list):
+        cache_files = ({"filename": write(tmp_path, ["a"])},)
+
+    def load_dataset(source, subset, split):
+        loaded.append((source, subset, split))
+        return Split({"text": f"{split} {i}", "messages": None} for i in range(3))
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    data = DataConfig(source="user/set", subset="main", max_length=32, validation={"split": "test"})
+    for _ in range(2):
+        training, heldout = load_documents(data, BYTES, None)
+        assert (read_all(training)[1][:-1], read_all(heldout)[2][:-1]) == (b"train 1", b"test 2")
+    read_again = [("user/set", "main", split) for split in ("train", "test")]
+    assert sorted(loaded) == sorted(read_again * 4)  # thrice for the files, once for the rows
+
+
+def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):
+    settings = DataConfig(source=write(tmp_path, some(40)), max_length=32)
+    documents, _ = load_documents(settings, BYTES, None)
+    training, heldout = hold_out(documents, 0.2)
+    trained, held, everything = map(read_all, (training, heldout, documents))
+    assert (len(trained), len(held)) == (32, 8)
+    assert sorted(trained + held) == sorted(everything)
+    assert held != everything[:8]
+    assert [tokens for tokens, _ in training.sizes] == [len(text) for text in trained]
+    with pytest.raises(UserError, match=r"data.validation.share: 0.99 of 40 examples leaves none to train on"):
+        hold_out(documents, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("settings", "batch_size"),
+    [({}, 1), ({}, 7), ({"packing": False}, 7), ({"shuffle": False}, 3), ({"epochs": 3, "max_length": 32}, 7)],
+)
+def test_batches_are_counted_from_sizes_alone_and_examples_that_fill_none_too(tmp_path, settings, batch_size, caplog):
+    data = DataConfig(**{"source": write(tmp_path, some(41)), "max_length": 64, "epochs": 1, **settings})
+    documents, given = counted(load_documents(data, BYTES, None)[0])
+    batches = SftBatches(data, documents, batch_size, seed=3)
+    examples = [int(batch.segments.max(1).sum()) for batch in batches.train()]
+    expected, left = len(examples), 41 * data.epochs - sum(examples)
+    given.clear()
+    assert SftBatches(data.model_copy(update={"epochs": None}), documents, batch_size).count(10**9) == 10**9
+    for most in (expected - 1, expected, expected + 1, 10**6):
+        assert batches.count(most) == min(expected, most)
+    assert given == []
+    assert (f"the last {left} examples do not fill a batch" in caplog.text) == (left > 0)
+
+
+def test_steps_that_the_examples_surely_fill_are_not_planned():
+    documents = Documents(OnDemand(lambda index: pytest.fail("a document was made"), range(100)), lambda indices: [])
+    assert SftBatches(DataConfig(source="task", epochs=1, max_length=8), documents, 1).count(11) == 11

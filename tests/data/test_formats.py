@@ -75,15 +75,15 @@ def test_processes_read_every_line_and_row_once_in_order_with_its_number(
     monkeypatch.setattr(records, "BLOCK_ROWS", 3)
     rng = Random(0)
     rows = [{"n": "x" * rng.choice([0, 2, 7, 8, 9, 40])} for _ in range(200)]  # {"n": ""} and its end are 10 bytes
-    lines = "\n".join(json.dumps(row) + "\n" * rng.choice([0, 0, 0, 1, 20]) for row in rows) + end
+    blank = ["", "", "\r", "\n", "\n \t", "\n" * 20]
+    lines = "\n".join(json.dumps(row) + rng.choice(blank) for row in rows) + end
     files = [tmp_path / name for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl", "d.parquet", "e.parquet")]
-    files[0].write_text(lines)
-    with gzip.open(files[1], "wt") as compressed:
-        compressed.write(lines)
+    files[0].write_text("\ufeff" + lines, newline="")
+    files[1].write_bytes(gzip.compress(lines.encode()))
     files[2].write_text("")
     for file, size in zip(files[3:], (20, 2), strict=True):
         pa.parquet.write_table(pa.Table.from_pylist([{**row, "null": None} for row in rows]), file, row_group_size=size)
-    numbered = [(number, json.loads(line)) for number, line in enumerate(lines.splitlines(), start=1) if line]
+    numbered = [(number, json.loads(line)) for number, line in enumerate(lines.split("\n"), start=1) if line.strip()]
     expected = [(f"{path}:{number}", row) for path in files[:2] for number, row in numbered]
     expected += [(f"{path}:{number}", row) for path in files[3:] for number, row in enumerate(rows, start=1)]
     shares = [islice(Origin("data.source", f"{tmp_path}/*").blocks(), index, None, count) for index in range(count)]
@@ -105,19 +105,16 @@ def test_all_bad_lines_are_one_error_after_the_good_ones(tmp_path: Path) -> None
     assert f"{path}:22" not in said
 
 
-NEEDED = {
-    "pyarrow": (lambda: next(Origin("data.source", "a.parquet").records()), r"data.source: a.parquet .*\.\[parquet\]"),
-    "datasets": (lambda: load(TaskConfig(name="gsm8k"), seed=0), r"task.path: openai/gsm8k is no file .*\.\[hub\]"),
-    "reasoning_gym": (lambda: gym("sums", 0, 1), r"task.name: reasoning_gym:sums needs .*\.\[reasoning\]"),
-}
-
-
-@pytest.mark.parametrize("package", NEEDED)
-def test_what_needs_a_package_that_is_not_there_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
-    use, words = NEEDED[package]
+@pytest.mark.parametrize(
+    ("package", "use", "said"),
+    [
+        ("pyarrow", lambda: next(Origin("--prompts", "a.parquet").records()), r"--prompts: a.parquet .*\[parquet\]"),
+        ("datasets", lambda: load(TaskConfig(name="gsm8k"), 0), r"task.path: openai/gsm8k is no file .*\.\[hub\]"),
+        ("reasoning_gym", lambda: gym("sums", 0, 1), r"task.name: reasoning_gym:sums needs .*\.\[reasoning\]"),
+    ],
+)
+def test_what_needs_a_package_that_is_not_there_says_what_to_install(monkeypatch, package, use, said):
     gym.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=said):
         use()
