@@ -32,6 +32,7 @@ from mllm.data.tokenizing import Document, Documents, Encoded, encode_blocks
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Tokenizer
 from mllm.parallel.processes import gather_objects
+from mllm.store.bucket import cache_folder
 from mllm.store.fetch import locked
 
 log = logging.getLogger(__name__)
@@ -48,8 +49,7 @@ def cached_documents(origin: Origin, config: DataConfig, tokenizer: Tokenizer) -
     All processes must call it inside of `raise_everywhere`. UserError is raised if the source can't be read or differs
     between processes, has no example, or a line of it is bad and not to be skipped.
     """
-    default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "mllm")
-    caches = Path(os.path.expanduser(config.cache or default))
+    caches = Path(os.path.expanduser(config.cache)) if config.cache else cache_folder()
     content = origin.content()
     contents = gather_objects(content)
     if odd := [process for process, other in enumerate(contents) if other != contents[0]]:

@@ -23,10 +23,9 @@ from mllm.config.section import LARGEST_NUMBER
 from mllm.data.batch import Batch, padded_length
 from mllm.data.cache import cached_documents
 from mllm.data.packing import add_sequence, empty_batch, first_fit
-from mllm.data.permutation import permute_index
 from mllm.data.records import Origin
 from mllm.data.source import WAY_OUT, DataIterator, Step, example_index
-from mllm.data.tasks.task import OnDemand, Task
+from mllm.data.tasks.task import OnDemand, Task, permute_index
 from mllm.data.tokenizing import Document, Documents, encode_document
 from mllm.errors import UserError
 from mllm.model.layout import Params

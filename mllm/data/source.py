@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from grain.experimental import ThreadPrefetchDatasetIterator
 
 from mllm.data.batch import Batch
-from mllm.data.permutation import permute_index
+from mllm.data.tasks.task import permute_index
 from mllm.data.tokenizing import Documents
 from mllm.errors import StepError, UserError
 from mllm.model.layout import Params

@@ -127,14 +127,14 @@ def start_worker(encode: Callable[[Block], list[Encoded]]) -> None:
     global encode_here
     encode_here = encode
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=follow_parent, daemon=True).start()
-
-
-def follow_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def encode_in_worker(block: Block) -> list[Encoded]:

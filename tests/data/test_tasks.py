@@ -10,11 +10,10 @@ import pytest
 from test_data import write
 
 from mllm.config.task import ArithmeticConfig, TaskConfig
-from mllm.data.permutation import permute_index
 from mllm.data.tasks import gym as gym_module
 from mllm.data.tasks.gym import gym as gym_problems
 from mllm.data.tasks.load import GSM8K_INSTRUCTION, load
-from mllm.data.tasks.task import Example, Task
+from mllm.data.tasks.task import Example, Task, permute_index
 from mllm.errors import UserError
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "a": a} for a in range(10) for b in range(10)]

@@ -1,8 +1,7 @@
 """The task `arithmetic`: sums, differences and products, made on demand."""
 
 from mllm.config.task import ArithmeticConfig, TaskConfig
-from mllm.data.permutation import permute_index
-from mllm.data.tasks.task import MAX_LENGTH, Example, OnDemand, Task, messages
+from mllm.data.tasks.task import MAX_LENGTH, Example, OnDemand, Task, messages, permute_index
 from mllm.errors import UserError
 
 
