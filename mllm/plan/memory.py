@@ -28,8 +28,7 @@ from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
 from mllm.plan import targets
 from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
-from mllm.rl.capacity import slots_that_fit
-from mllm.rl.schedule import PREFILLED_BATCHES
+from mllm.rl.schedule import PREFILLED_BATCHES, slots_that_fit
 
 COLUMNS = ("parameters", "optimizer", "gradients", "KV cache", "head", "activations")
 GPU_CAVEAT = "by XLA's compiler without a GPU, with cuBLAS for all products, and never held against one (docs/log.md)"

@@ -1,10 +1,22 @@
-"""How prompts are assigned to devices, and the few sizes of batches and caches for which programs are compiled."""
+"""Sizes of a rollout: how prompts are assigned to devices, the few batches and caches for which programs are compiled,
+and, by arithmetic on shapes, how many sequences fit beside training; `--plan` has the compiler check that number.
+"""
 
 from collections import deque
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+from flax import nnx
+
 from mllm.config.grpo import RolloutConfig
+from mllm.config.schema import Config
+from mllm.model.decoding import abstract_cache, abstract_decoding_weights
+from mllm.model.load import Policy
+from mllm.parallel.mesh import bytes_on_device, device_memory
+from mllm.parallel.processes import gather_objects
 from mllm.rl.slots import CHUNK
+from mllm.train.optimizer import make_optimizer
+from mllm.train.step import abstract_state
 
 PREFILL_TOKENS = 4096
 """The most tokens, padding included, that a device prefills at a time."""
@@ -16,6 +28,10 @@ PLACES = sorted(size * 2**power for power in range(26) for size in (16, 24))
 """Numbers of places that a cache may have: each is at least two thirds of the next."""
 WIDTHS = [8, *PLACES]
 """Widths of batches of prompts."""
+SHARE = 0.92
+"""The share of a device's memory that is given away: the rest is for fragments and what the compiler holds besides."""
+LOGITS = 3
+"""Arrays of a decode step's logits, in float32, that are held at a time: logits, noise, and what top-p sorts."""
 
 
 def assign_prompts(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[list[int]]]:
@@ -71,3 +87,27 @@ def places_for(end: int, options: RolloutConfig) -> int:
     """The number of places of a cache whose rows end at `end`."""
     most = most_places(options)
     return bucket(min(end + SPARE_PLACES, most), [*(size for size in PLACES if size < most), most])
+
+
+def slots_that_fit(policy: Policy, config: Config, memory: int | None = None) -> int:
+    """The most slots, over all devices, that the memory in bytes a device (None: that of the devices at hand) holds.
+
+    It is at least one for each of the devices that rows are spread over. Training keeps parameters, the optimizer's
+    moments, and a reference where the objective compares with one.
+    """
+    assert config.rollout is not None
+    model = nnx.merge(policy.graphdef, policy.params)
+    layout = model.layout
+    if memory is None:
+        memory = min(gather_objects(device_memory(layout.mesh)))  # all processes must choose the same number
+    weights, shared = map(bytes_on_device, abstract_decoding_weights(model, policy.params))
+    place = bytes_on_device(abstract_cache(model, layout.row_shards, 1))
+    waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, config.rollout.max_prompt_length) * place
+    logits = layout.abstract((layout.row_shards, model.config.vocab_size), jnp.float32, ("batch", "vocab"))
+    slot = most_places(config.rollout) * place + LOGITS * bytes_on_device(logits)
+    trained, frozen = policy.split(policy.params)
+    state = abstract_state(trained, make_optimizer(config.optimizer, steps=1))
+    kept = bytes_on_device((state.params, state.opt_state, frozen))
+    kept += bytes_on_device(trained) if config.grpo and config.grpo.beta > 0 else 0
+    free = SHARE * memory - kept - (weights - shared) - waiting
+    return max(1, int(free // slot)) * layout.row_shards

@@ -28,11 +28,11 @@ from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare, check_same, is_writer, local_rows, raise_everywhere
 from mllm.parallel.watch import Watch
-from mllm.rl.capacity import slots_that_fit
 from mllm.rl.evaluation import make_evaluation
 from mllm.rl.grpo_source import GrpoSource
 from mllm.rl.rewards import RewardRunner
 from mllm.rl.rollout import Sampler
+from mllm.rl.schedule import slots_that_fit
 from mllm.run import folder, heartbeat, report, wandb
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.measurements import Measurement, Measurements
