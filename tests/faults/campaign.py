@@ -124,7 +124,8 @@ def campaign(planned: dict[Series, list[Fault]], folder: Path) -> list[Trial]:
                     fault.act(series)
                 except TimeoutError as error:
                     series.add(fault.name, "hung")
-                    series.abandon(str(error))
+                    series.kill()
+                    series.close(f"{series.run_dir}: {error}")
             series.finish()
         trials = [trial for series in planned for trial in series.finished]
         lost = any(trial.failure for trial in trials)

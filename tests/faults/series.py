@@ -296,12 +296,6 @@ class Series:
         self.trials = []
         self.runs += 1
 
-    def abandon(self, problem: str) -> None:
-        """Kill what runs, and give its run up."""
-        for trainer in self.running:
-            trainer.kill(everything=True)
-        self.close(f"{self.run_dir}: {problem}")
-
     def finish(self) -> None:
         """Let the run that is under way come to its end."""
         if self.trials:
