@@ -27,8 +27,8 @@ from mllm.run.checkpoint import Checkpoints
 from mllm.run.metrics import RunLog
 
 COMPILED, SLOW = "/jax/core/compile/backend_compile_duration", ("time/eval", "time/save")
-FEWEST = 700
-"""Steps after which memory and speed have settled."""
+FEWEST = 2000
+"""In their first quarter the last programs are compiled, and memory and speed settle."""
 LIMITS = {
     "Python's blocks (1,000)": (10.0, 1e-3),
     "memory (MiB)": (8.0, 2.0**-20),
@@ -46,7 +46,7 @@ LIMITS = {
 @command
 def main(arguments=None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000, help="updates (default 2000)")
+    parser.add_argument("--steps", type=int, default=FEWEST, help=f"updates (default {FEWEST})")
     steps = parser.parse_args(arguments).steps
     if steps < FEWEST or steps % 2:
         raise UserError(f"--steps: {steps}: give an even number from {FEWEST}")

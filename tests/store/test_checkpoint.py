@@ -145,7 +145,7 @@ def test_the_newest_are_kept_and_the_best_beside_them_also_after_a_resume(store)
 
 
 @disk
-@pytest.mark.parametrize("settings", [{"keep": 1}, {"keep": 2}, {"keep": 1, "keep_best": True}], ids=str)
+@pytest.mark.parametrize("settings", [{"keep": 1}, {"keep": 1, "keep_best": True}], ids=str)
 def test_the_last_undamaged_checkpoint_stays_until_a_newer_one_is_complete(store, settings):
     save(store, 1, 2, 3, accuracies={1: 0.3, 2: 0.1, 3: 0.1}, keep=3)
     for step in (2, 3):
