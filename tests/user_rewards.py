@@ -30,6 +30,12 @@ def slow_at_times(completion):
     return 1.0
 
 
+def slow(completion):
+    """Takes a quarter of a second; campaigns of faults name it."""
+    time.sleep(0.25)
+    return even_characters(completion)
+
+
 CALLS = []
 
 

@@ -2,9 +2,18 @@
 
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 from runs import ROOT
+from series import SETTINGS, workload
+
+
+def test_the_rewards_of_a_campaign_are_there():
+    for name in SETTINGS.keys() - {"sft"}:
+        for reward in workload(name, "run").task.rewards:
+            module, function = reward.name.split(":")
+            assert hasattr(import_module(module), function)
 
 
 @pytest.mark.faults
