@@ -1,6 +1,7 @@
-"""Every family's decoder against transformers' own, padded and rematerialised, and what it rounds.
+"""Every family's decoder against transformers' own, padded and rematerialised; what it rounds, and what decoding holds.
 
-Expected logits come from tests/make_fixtures.py; tests/train/test_packed_update.py has packed rows.
+Expected logits come from tests/make_fixtures.py; tests/train/test_packed_update.py has packed rows, and
+tests/rl/test_rollout.py what decode steps compute.
 """
 
 import dataclasses
@@ -13,12 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny import config as tiny_config
 from tiny import load_weights
 
 from mllm.model import weights
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder, linear, rms_norm
+from mllm.model.decoding import abstract_cache, abstract_decoding_weights, decode_token, decoding_weights
 from mllm.model.layout import parameter_name
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import make_mesh
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama")
@@ -141,9 +146,11 @@ def test_rematerialization_does_not_change_gradients_and_every_parameter_has_one
         np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-7, err_msg=parameter_name(path))
 
 
-def test_a_float32_residual_that_is_kept_in_bfloat16_gives_gradients_that_are_no_worse() -> None:
+def test_bfloat16_gives_float32_gradients_not_rounded_before_and_a_residual_kept_in_it_no_worse_ones() -> None:
     def flat(**options: Any) -> np.ndarray:
-        return np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradients("qwen3", **options))])
+        leaves = jax.tree.leaves(gradients("qwen3", **options))
+        assert all(leaf.dtype == jnp.float32 and (leaf != leaf.astype(jnp.bfloat16)).any() for leaf in leaves)
+        return np.concatenate([leaf.ravel() for leaf in leaves])
 
     exact = flat()
     whole, kept = (np.linalg.norm(flat(remat=remat, dtype=jnp.bfloat16) - exact) for remat in ("none", "full"))
@@ -186,3 +193,34 @@ def test_a_fresh_model_has_normal_matrices_zero_biases_and_unit_norms() -> None:
             assert 0.019 < leaf.std() < 0.021, name
             firsts = leaf.reshape(len(leaf), -1)[:, 0]
             assert len(np.unique(firsts)) == len(leaf), f"{name}: layers or rows repeat"
+
+
+# Decoding
+
+
+def test_a_loop_of_decode_steps_does_not_copy_the_cache():
+    config = dataclasses.replace(fixture("grouped_bfloat16").config, num_hidden_layers=8)
+    model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    graphdef, params = nnx.split(model)
+    cache, weights = abstract_cache(model, 2, 4096), decoding_weights(graphdef, params)
+    rows = jnp.zeros(2, jnp.int32)
+
+    def decode(cache):
+        def step(end, cache):
+            return decode_token(graphdef, weights, cache, rows, rows + end, end)[1]
+
+        return jax.lax.fori_loop(0, 4096, step, cache)
+
+    memory = jax.jit(decode, donate_argnums=0).lower(cache).compile().memory_analysis()
+    # Attention may copy the layer that it reads, an eighth of the cache's keys and values, and no more.
+    assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 2
+
+
+@pytest.mark.parametrize(("mesh", "model"), [({"tp": 2}, {}), ({"fsdp": 2}, {"dtype": "bfloat16"})], ids=str)
+def test_embedding_and_norm_are_copied_only_where_decoding_reads_them_in_another_dtype_or_sharding(mesh, model):
+    policy = load_policy(settings := tiny_config(mesh=mesh, model=model), make_mesh(settings.mesh))
+    params = policy.initial_params()
+    outer = decoding_weights(policy.graphdef, params).outer
+    _, shared = abstract_decoding_weights(nnx.merge(policy.graphdef, policy.params), policy.params)
+    assert set(shared) == ({"embed", "norm"} if "tp" in mesh else set())
+    assert {name for name in outer if outer[name][...] is params[name][...]} == set(shared)

@@ -1,5 +1,9 @@
-"""The schedule, weight decay and its exceptions, clipping, and the updates of AdamW."""
+"""The schedule, weight decay and its exceptions, clipping, the updates of AdamW, and those of bfloat16 numbers.
 
+bfloat16 parameters move as far as float32 ones do, though an update is far below the distance of their numbers.
+"""
+
+from functools import partial
 from typing import get_args
 
 import jax
@@ -8,14 +12,21 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tiny import ARCHITECTURE
+from jax.sharding import NamedSharding, PartitionSpec
+from tiny import ARCHITECTURE, random_batch
 
-from mllm.config.model import LoraTarget, OptimizerConfig
+from kernels.lm_head import TokenLogprobs
+from mllm.config.model import LoraTarget, MeshConfig, OptimizerConfig
+from mllm.config.schema import Rows
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.model.lora import Lora
-from mllm.train.optimizer import decays, make_optimizer, make_schedule
+from mllm.parallel.mesh import make_mesh
+from mllm.train.optimizer import decays, make_optimizer, make_schedule, round_at_random, update_key, updated
+from mllm.train.step import Forward, TrainState, make_train_step
+
+WEIGHTS = 50_000
 
 
 def config(**settings):
@@ -60,3 +71,106 @@ def test_updates_are_optax_s_with_clipping_weight_decay_and_the_schedule(max_gra
         update, state = ours.update(scaled, state, params)
         expected, their_state = theirs.update(scaled, their_state, params)
         jax.tree.map(np.testing.assert_array_equal, update, expected)
+
+
+# Updates of bfloat16 numbers
+
+
+@partial(jax.jit, static_argnames=("dtype", "moment_dtype"))
+def train(dtype, moment_dtype=None):
+    """Weights of a usual size before and after 100 updates at 1e-6, with gradients that are mostly noise."""
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-6, b2=0.999, moment_dtype=moment_dtype), 100)
+    start, mean = 0.02 * jax.random.normal(jax.random.key(0), (2, WEIGHTS)).astype(jnp.bfloat16)
+    params = {"w": start.astype(dtype)}
+
+    def step(state, number):
+        noise = jax.random.normal(jax.random.fold_in(jax.random.key(1), number), (WEIGHTS,))
+        gradients = {"w": mean + 0.02 * noise}
+        return updated(optimizer, gradients, *state, update_key(0, number)), None
+
+    (params, state), _ = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(100))
+    assert params["w"].dtype == dtype
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype(moment_dtype or dtype), jnp.dtype(jnp.int32)}
+    return params["w"].astype(jnp.float32) - start.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("narrow", [(jnp.bfloat16,), (jnp.float32, "bfloat16")], ids=["all", "moments alone"])
+def test_the_mean_movement_after_100_updates_is_within_two_percent_of_float32_s(narrow):
+    exact, got = (np.asarray(train(*dtypes), np.float64) for dtypes in ((jnp.float32,), narrow))
+    assert 1e-5 < np.abs(exact).mean() < 1e-4
+    assert got @ exact / (exact @ exact) == pytest.approx(1, abs=0.02)
+
+
+def test_moments_fall_as_slowly_as_b2_says():
+    """A fall by 0.1 % is less than half the distance of two bfloat16 numbers: rounded to nearest they would stay."""
+    optimizer, params = make_optimizer(OptimizerConfig(learning_rate=1.0, b2=0.999), 1), {"w": jnp.zeros(20_000)}
+    zeros, params = params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    state = optax.tree.map_params(optimizer, lambda x: jnp.full_like(x, 3.0), optimizer.init(params))
+
+    @jax.jit
+    def fall(state):
+        return jax.lax.fori_loop(
+            0, 100, lambda t, state: updated(optimizer, zeros, params, state, update_key(0, t))[1], state
+        )
+
+    nu = optax.tree.get(fall(state), "nu")["w"]
+    assert nu.dtype == jnp.bfloat16
+    assert float(nu.astype(jnp.float32).mean()) == pytest.approx(3 * 0.999**100, rel=2e-3)
+
+
+def test_rounding_is_exact_in_the_mean_and_keeps_what_bfloat16_has():
+    below, above = np.float32(1), np.float32(1 + 2**-7)
+    for share in (0.0, 0.25, 0.9):
+        values = jnp.full(40_000, below + share * (above - below), jnp.float32)
+        for sign in (1, -1):
+            rounded = sign * np.asarray(round_at_random(sign * values, update_key(0, 0)), np.float32)
+            assert set(rounded) <= {below, above}
+            assert np.mean(rounded == above) == pytest.approx(share, abs=0.01)
+    special = jnp.array([0.0, -0.0, jnp.inf, -jnp.inf, jnp.nan, 2.0**-130, -3.0])
+    kept = round_at_random(special, update_key(0, 0)).astype(jnp.float32)
+    np.testing.assert_array_equal(kept, special)
+
+
+def test_the_bits_depend_on_the_name_and_not_on_the_mesh():
+    values = jax.random.uniform(jax.random.key(0), (64, 48))
+    optimizer = optax.identity()
+
+    @jax.jit
+    def round_both(values):
+        params = {name: jnp.zeros(values.shape, jnp.bfloat16) for name in "ab"}
+        return updated(optimizer, {"a": values, "b": values}, params, optimizer.init(params), update_key(0, 0))[0]
+
+    found = round_both(values)
+    assert np.mean(found["a"] != found["b"]) > 0.1
+    mesh = make_mesh(MeshConfig(dp=2, fsdp=2, tp=2))
+    sharded = jax.device_put(values, NamedSharding(mesh, PartitionSpec("fsdp", "tp")))
+    with jax.default_prng_impl("rbg"):
+        np.testing.assert_array_equal(round_both(sharded)["a"], found["a"])
+
+
+class Average(Forward):
+    """In the place of model and head: the loss is the mean of the parameters."""
+
+    def __init__(self):
+        self.rows = Rows(length=10, micro=1, total=1, shards=1)
+
+    def loss(self, params, batch):
+        return jnp.mean(params["w"][...].astype(jnp.float32)), TokenLogprobs(*[jnp.zeros(batch.tokens.shape)] * 3)
+
+    def metrics(self, batch, outputs):
+        return {}
+
+
+def test_each_step_and_seed_round_in_their_own_way_and_always_in_the_same():
+    optimizer, batch = make_optimizer(OptimizerConfig(learning_rate=1e-4), 10), random_batch(1, 10)
+    params = nnx.State({"w": nnx.Param(jnp.linspace(0.1, 1, 4096, dtype=jnp.bfloat16))})
+    updates = [make_train_step(Average(), optimizer, lambda count: 1e-4, seed) for seed in (0, 1)]
+
+    def after(seed, step):
+        state = TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params), jnp.int32(step))
+        return np.asarray(updates[seed](state, batch)[0].params["w"][...], np.float32)
+
+    one, same, *others = after(0, 0), after(0, 0), after(0, 1), after(1, 0)
+    np.testing.assert_array_equal(one, same)
+    for other in others:
+        assert 0.001 < np.mean(one != other) < 0.5
