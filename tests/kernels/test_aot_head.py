@@ -9,7 +9,7 @@ the traced programs; and times, which only a TPU can tell.
 """
 
 import importlib.util
-from typing import Any, NamedTuple
+from typing import Any
 
 import head_programs as head
 import jax
@@ -30,68 +30,55 @@ FEATURES = (576, 896, 1536, 2048, 2560, 3584, 4096, 5120, 8192)
 VOCABULARIES = (32000, 50257, 128256, 151936, 152064, 256000, 75968, 32003, 18992)
 
 
-class Entry(NamedTuple):
-    """A way to call the head, and what it should compile to."""
-
-    program: str
-    options: dict[str, Any]
-    kernels: set[str]
-
-
 MIXED = {"weight": "float32", "dtype": "bfloat16"}
 FLOAT32 = {"hidden": "float32", "weight": "float32"}
 IN_TWO_PASSES = {"head_forward_mean", "head_weight_gradient"}
 IN_ONE_PASS = {"head_forward_mean_keep", "head_kept_weight_gradient"}
 BACKWARD = {"head_hidden_gradient", "head_weight_gradient"}
-ENTRIES = {
-    "forward alone": Entry("value", {}, {"head_forward"}),
-    "forward alone with float32 weights": Entry("value", MIXED, {"head_forward"}),
-    "general backward": Entry("general", {}, IN_TWO_PASSES),
-    "loss in one pass": Entry("loss", {"workspace": 5120 * MIB}, IN_ONE_PASS),
-    "loss in one pass with float32 weights": Entry("loss", MIXED | {"workspace": 640 * MIB}, IN_ONE_PASS),
-    "general backward with entropy": Entry("general", {"entropy": True}, {"head_forward_mean", *BACKWARD}),
-    "loss with entropy": Entry("loss", {"entropy": True, "workspace": 0}, {"head_forward", *BACKWARD}),
-    "float32 forward alone": Entry("value", FLOAT32, {"head_forward"}),
-    "float32 general backward": Entry("general", FLOAT32, IN_TWO_PASSES),
-}
+ENTRIES: list[tuple[str, dict[str, Any], set[str]]] = [
+    ("value", {}, {"head_forward"}),
+    ("value", MIXED, {"head_forward"}),
+    ("general", {}, IN_TWO_PASSES),
+    ("loss", {"workspace": 5120 * MIB}, IN_ONE_PASS),
+    ("loss", MIXED | {"workspace": 640 * MIB}, IN_ONE_PASS),
+    ("general", {"entropy": True}, {"head_forward_mean", *BACKWARD}),
+    ("loss", {"entropy": True, "workspace": 0}, {"head_forward", *BACKWARD}),
+    ("value", FLOAT32, {"head_forward"}),
+    ("general", FLOAT32, IN_TWO_PASSES),
+]
+"""Ways to call the head, and the kernels that each should compile to."""
 
 # Every entry with every size of hidden states, and by default one of these; chips and vocabularies take turns. float32
 # products are for small models.
 CASES = [
     pytest.param(
-        ENTRIES[name],
-        VOCABULARIES[(2 * i + j) % 9],
-        features,
-        CHIPS[(i + 2 * j) % 4],
-        marks=[pytest.mark.slow] * (i != j),
+        *entry, VOCABULARIES[(2 * i + j) % 9], features, CHIPS[(i + 2 * j) % 4], marks=[pytest.mark.slow] * (i != j)
     )
-    for i, name in enumerate(ENTRIES)
+    for i, entry in enumerate(ENTRIES)
     for j, features in enumerate(reversed(FEATURES))
-    if features <= 2048 or not name.startswith("float32")
+    if features <= 2048 or entry[1] is not FLOAT32
 ]
 
 
-def compiled(mesh: Mesh, entry: Entry, **sizes: Any) -> jax.stages.Compiled:
-    options = {"hidden": "bfloat16", "weight": "bfloat16", "impl": "mosaic_tpu"} | entry.options | sizes
-    return targets.compiled(*getattr(head, entry.program)(mesh, **options), mesh)
+def compiled(mesh: Mesh, program: str, vocabulary: int, features: int, **options: Any) -> jax.stages.Compiled:
+    sizes = {"tokens": 8192, "vocabulary": vocabulary, "features": features}
+    return targets.compiled(*getattr(head, program)(mesh, impl="mosaic_tpu", **sizes, **options), mesh)
 
 
-@pytest.mark.parametrize(("entry", "vocabulary", "features", "chip"), CASES)
+@pytest.mark.parametrize(("program", "options", "names", "vocabulary", "features", "chip"), CASES)
 def test_a_program_compiles_to_its_kernels_within_its_memory(
-    entry: Entry, vocabulary: int, features: int, chip: str
+    program: str, options: dict[str, Any], names: set[str], vocabulary: int, features: int, chip: str
 ) -> None:
-    mesh = targets.mesh(chip)
-    program = compiled(mesh, entry, tokens=8192, vocabulary=vocabulary, features=features)
-    assert kernels(program) == entry.kernels
-    two_of_hidden_s_shape = 2 * 8192 * features * (4 if "hidden" in entry.options else 2)
-    temporaries = entry.options.get("workspace", 0) + 64 * MIB + two_of_hidden_s_shape
+    found = compiled(targets.mesh(chip), program, vocabulary, features, **options)
+    assert kernels(found) == names
+    two_of_hidden_s_shape = 2 * 8192 * features * (4 if "hidden" in options else 2)
+    temporaries = options.get("workspace", 0) + 64 * MIB + two_of_hidden_s_shape
     if features % 128:  # XLA keeps such arrays transposed, without padding, and copies weight and dW for the kernels
-        temporaries += 2 * vocabulary * -(-features // 128) * 128 * (4 if entry.options.get("weight") else 2)
-    assert targets.memory(program)["temp"] <= temporaries
+        temporaries += 2 * vocabulary * -(-features // 128) * 128 * (4 if options.get("weight") else 2)
+    assert targets.memory(found)["temp"] <= temporaries
 
 
 def test_without_a_workspace_a_loss_takes_so_much_memory_as_the_readme_says() -> None:
-    entry = Entry("loss", {"workspace": 0}, IN_TWO_PASSES)
-    program = compiled(targets.mesh("v6e"), entry, tokens=8192, vocabulary=151936, features=2048)
-    assert kernels(program) == entry.kernels
-    assert targets.memory(program)["temp"] <= 34.5 * MIB
+    found = compiled(targets.mesh("v6e"), "loss", 151936, 2048, workspace=0)
+    assert kernels(found) == IN_TWO_PASSES
+    assert targets.memory(found)["temp"] <= 34.5 * MIB
