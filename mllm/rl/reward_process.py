@@ -280,22 +280,16 @@ def call(reward: Reward, samples: Sequence[Sample]) -> tuple[str, Any]:
 
 
 def judge(value: Any) -> Answer:
-    """The number that a function returned, or `not_a_number`."""
+    """The number that a function returned, or `not_a_number`. Text is none, though numpy's has a `__float__`."""
     try:
-        number = as_number(value)
+        kind = getattr(getattr(value, "dtype", None), "kind", "f")
+        no_number = isinstance(value, str | bytes) or kind in ("S", "U", "O", "M", "m", "c")
+        number = float("nan") if no_number or not hasattr(value, "__float__") else float(value)
         if abs(number) <= LARGEST:
             return "value", number
         return "not_a_number", f"returned {value!r:.{LONGEST_MESSAGE}}"
     except BaseException as error:
         return "not_a_number", f"returned a {type(value).__name__:.{LONGEST_MESSAGE}}: {describe(error)}"
-
-
-def as_number(value: Any) -> float:
-    """The value as a float, NaN if it is no real number. Text is none, though numpy's has a `__float__`."""
-    kind = getattr(getattr(value, "dtype", None), "kind", "f")
-    if isinstance(value, str | bytes) or kind in ("S", "U", "O", "M", "m", "c") or not hasattr(value, "__float__"):
-        return float("nan")
-    return float(value)
 
 
 def describe(error: BaseException) -> str:

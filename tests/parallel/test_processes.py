@@ -253,7 +253,6 @@ def test_missing_processes_are_an_error_in_one_line(tmp_path):
     ("flags", "message"),
     [
         ((None, None, 1), "--coordinator, --processes and --process: several processes need all three, or JAX_"),
-        (("host", 2, 1), "--coordinator: host: expected host:port"),
         (("host:http", 2, 1), "--coordinator: host:http: expected host:port"),
         (("host:1", 2, 2), "--process: 2: expected 0 to 1"),
     ],

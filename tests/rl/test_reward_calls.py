@@ -49,10 +49,6 @@ def format_reward(completions, **kwargs):
     contents = [completion[0]["content"] for completion in completions]
     return [1.0 if re.match(pattern, content) else 0.0 for content in contents]
 
-def correctness(prompts, completions, ground_truth, **kwargs):
-    found = [re.search(r"\\\\boxed\\{(.*?)\\}", completion) for completion in completions]
-    return [1.0 if match and match.group(1) == truth else 0.0 for match, truth in zip(found, ground_truth)]
-
 async def only_math(prompts, completions, task, **kwargs):
     return [float(len(text)) if kind == "math" else None for text, kind in zip(completions, task)]
 
@@ -117,8 +113,6 @@ def test_functions_for_trl_work_as_they_are():
     assert bound("mine:batch_of_everything", chat)([chat])[0]["prompts"] == [chat.example.prompt]
     thought = "<think>3 and 4</think><answer>7</answer>"
     assert values("mine:format_reward", *[sample(text, conversational=True) for text in (thought, "7")]) == [1, 0]
-    boxed = [sample(r"so \boxed{7}", ground_truth="7"), sample(r"so \boxed{7}", ground_truth="8"), sample("7")]
-    assert values("mine:correctness", *boxed) == [1, 0, 0]
     tasks = [sample("abc", task="math"), sample("abc", task="code")]
     assert list(answers(bound("mine:only_math", *tasks), tasks)) == [("value", 3.0), ("not_applicable", "")]
 
