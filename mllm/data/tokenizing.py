@@ -66,8 +66,9 @@ def encode_blocks(tokenizer: Tokenizer, max_length: int, blocks: Iterable[Block]
 
     UserError is raised if a worker process is killed.
     """
-    encode, left = partial(encode_block, tokenizer, max_length), iter(blocks)
-    yield from map(encode, islice(left, FEW))
+    encode, left = partial(encode_document, tokenizer, max_length), iter(blocks)
+    for block in islice(left, FEW):
+        yield list(read_records(block.records(), encode))
     workers = min(os.cpu_count() or 1, MOST_WORKERS)
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker, (encode,))
     pending: deque[Future[list[Encoded]]] = deque()
@@ -81,10 +82,6 @@ def encode_blocks(tokenizer: Tokenizer, max_length: int, blocks: Iterable[Block]
         raise UserError("data.source: a process that tokenizes was killed; is there enough memory?") from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def encode_block(tokenizer: Tokenizer, max_length: int, block: Block) -> list[Encoded]:
-    return list(read_records(block.records(), partial(encode_document, tokenizer, max_length)))
 
 
 def encode_document(tokenizer: Tokenizer, max_length: int, record: Record) -> tuple[Document, bool]:
@@ -118,11 +115,11 @@ def encode_record(tokenizer: Tokenizer, record: Record) -> tuple[list[int], list
     raise UserError(f"none of {known} is there")
 
 
-encode_here: Callable[[Block], list[Encoded]]
+encode_here: Callable[[Record], tuple[Document, bool]]
 """A worker's function, which has the tokenizer."""
 
 
-def start_worker(encode: Callable[[Block], list[Encoded]]) -> None:
+def start_worker(encode: Callable[[Record], tuple[Document, bool]]) -> None:
     """Prepare a worker process: it leaves Ctrl-C to its parent, and does not outlive it."""
     global encode_here
     encode_here = encode
@@ -138,4 +135,4 @@ def start_worker(encode: Callable[[Block], list[Encoded]]) -> None:
 
 
 def encode_in_worker(block: Block) -> list[Encoded]:
-    return encode_here(block)
+    return list(read_records(block.records(), encode_here))
