@@ -108,14 +108,11 @@ ENDING = {
     "os.killpg(0, signal.SIGKILL)": r"raised had its process killed by signal 9 \(Killed\)",
     "ctypes.string_at(0)": "raised had its process killed by signal 11 .*",
     "write_to_all_sockets(PICKLE)": WROTE,
-    r"write_to_all_sockets(b'[' * 5000 + b'\n')": WROTE,
     "for _ in range(100): write_to_all_sockets(b'x' * 1000)": WROTE,
-    r"""write_to_all_sockets(b'[2, "value", 5.0]\n')""": WROTE,  # the answer for another sample
-    r"""write_to_all_sockets(b'[0, "value", 1e400]\n')""": WROTE,
     "os.closerange(0, 4096)": "raised closed its process's .*|raised ended its process .*",
     "os.closerange(0, 4096); sleep()": "raised closed its process's connection .*",
 }
-"""What loses the process."""
+"""What loses the process. Which lines are no answers: `test_an_answer_is_a_number_within_bounds...`."""
 
 FOREVER = "re.match(r'(a+)+$', 'a' * 64 + 'b')"
 CATCHES = "while True:\n try: sleep()\n except BaseException: pass"
