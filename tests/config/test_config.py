@@ -1,4 +1,4 @@
-"""A configuration is read whole or refused in one line that names the setting; more are in tests/run/bad_inputs.py."""
+"""A configuration is read whole or refused in one line that names the setting; see also run/test_bad_input.py."""
 
 import re
 from pathlib import Path

@@ -7,15 +7,12 @@ makes the inputs, shows the smallest that fails, and tries it again in the next 
 import copy
 import json
 import signal
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import yaml
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
@@ -23,6 +20,8 @@ from hypothesis import strategies as st
 
 from mllm.config import load as config_file
 from mllm.config.data import DataConfig
+from mllm.config.schema import Config
+from mllm.config.section import keys_of
 from mllm.config.task import AnswerForm, TaskConfig
 from mllm.data.prompts import training_prompts
 from mllm.data.sft_source import SftBatches, load_documents
@@ -35,43 +34,23 @@ from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
 from mllm.rl.reward_functions import exact_match, flexible_match, think_answer_format
 
-SECONDS = 2.0
-"""Processor time that a reader may take for one input."""
-
-
-@contextmanager
-def time_limit():
-    """Raises TimeoutError when this process has computed for SECONDS, in the midst of a regular expression, too."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"took longer than {SECONDS:g} s")
-
-    before = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-
+ROOT = Path(__file__).parents[2]
 
 # Inputs that are near to valid ones: trees and texts with a few changes
 
 TRAPS = (
     *("", " ", "\n", "null", "~", "true", "no", "=", "<<", "1e5", ".inf", "-.nan", "0x", "1:30", "010", "2024-01-01"),
-    *("\x00", "\ud800", "\x85", "\u2028", "\ufeff", "\x1b[2J", "日本", "e\u0301", "{{ 9**9 }}", "%s", "${HOME}"),
+    *("\x00", "\ud800", "\x85", "\u2028", "\ufeff", "\x1b[2J", "日本", "e\u0301", "{{ 9**9 }}", "%s", "${HOME}", "1_0"),
     *("a" * 300, "..", "../x.safetensors", "/dev/zero", "~nobody/x", "a/b", "x.jsonl", "x.zip", "pytorch_model.bin"),
     *("!!python/object/apply:os.abort []", "&a [*a]", "task", "bytes", "gsm8k", "reasoning_gym:x", "os:abort"),
-    *("<|im_end|>", "<answer>", "#### 7", "#### ,", "#### -", "system", "assistant", "user"),
+    *("<|im_end|>", "<answer>", "#### 7", "#### ,", "#### -", "system", "assistant", "user", "\\ud800", "\\", "\t"),
+    *("{", "}", "[", "]", ",", ": ", "- ", "\n  ", "#", "'", '"', "|\n", ">-\n", "---\n", "...\n", "? ", "%TAG ! x\n"),
+    *("&a ", "*a", "!!binary ", "!!set ", "!x ", "<<: ", "{" * 30, "- " * 30, "[" * 500, "[" * 2000),
 )
-"""Texts that a reader might take for something else."""
+"""Texts that a reader might take for something else, and what YAML and JSON are made of."""
 
 texts = st.one_of(st.sampled_from(TRAPS), st.text(st.characters(), max_size=8))
-numbers = st.one_of(
-    st.integers(-2, 9),
-    st.sampled_from([16, 31, 32, 2**15, 2**31 - 1, 2**31, 2**63, -(2**63), 10**30, 10**400]),
-    st.floats(),
-)
+numbers = st.one_of(st.integers(-2, 9), st.floats(), st.sampled_from([16, 2**31 - 1, 2**31, 2**63, -(2**63), 10**400]))
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), numbers, texts),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)),
@@ -84,21 +63,14 @@ def changed(draw: st.DrawFn, valid: Sequence[Any]) -> Any:
     """One of `valid`, trees of lists and mappings, with up to three places replaced, removed, moved or renamed."""
     tree = copy.deepcopy(draw(st.sampled_from(valid)))
     for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
-        if not (there := places(tree)):
-            break
-        node, key = draw(st.sampled_from(there))
-        change = draw(st.sampled_from(["replace", "replace", "copy", "remove", "rename"]))
-        if change == "replace":
-            node[key] = draw(values)
-        elif change == "copy":
-            other, name = draw(st.sampled_from(there))
-            node[key] = copy.deepcopy(other[name])
-        elif isinstance(node, list):
-            node.insert(0, node.pop(key))
-        else:
-            value = node.pop(key)
-            if change == "rename":
-                node[draw(st.one_of(texts, st.just(key[:-1]), st.just(key + "s")))] = value
+        if there := places(tree):
+            (node, key), (other, name) = draw(st.sampled_from(there)), draw(st.sampled_from(there))
+            copied, kept = copy.deepcopy(other[name]), node.pop(key)
+            value = draw(st.one_of(values, values, st.sampled_from([copied, kept])))
+            if isinstance(node, list):
+                node.insert(draw(st.sampled_from([key, key, 0])), value)
+            elif draw(st.sampled_from([True, True, False])):
+                node[draw(st.one_of(st.just(key), st.sampled_from([key, key[:-1], key + "s"]), texts))] = value
     return tree
 
 
@@ -109,37 +81,27 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
 
 
 @st.composite
-def spliced(draw: st.DrawFn, valid: Sequence[str], pieces: Sequence[str]) -> str:
+def spliced(draw: st.DrawFn, valid: Sequence[str]) -> bytes:
     """One of `valid` with up to four pieces put in, taken out or doubled."""
     text = draw(st.sampled_from(valid))
     for _ in range(draw(st.integers(0, 4))):
         start = draw(st.integers(0, len(text)))
         stop = min(len(text), start + draw(st.integers(0, 40)))
-        piece = draw(st.one_of(st.sampled_from(pieces), texts, st.just(text[start:stop] * 2), st.just("")))
+        piece = draw(st.one_of(texts, texts, st.sampled_from([text[start:stop] * 2, ""])))
         text = text[:start] + piece + text[stop:]
-    return text
-
-
-def in_utf8(text: str) -> bytes:
-    """UTF-8, which halves of surrogate pairs make invalid."""
     return text.encode("utf-8", "surrogatepass")
 
 
-def as_json(tree: Any) -> bytes:
-    """JSON as a careless program would write it: with NaN, and with halves of surrogate pairs."""
-    return json.dumps(tree).encode()
+def as_json(tree: Any, ensure_ascii: bool = True) -> bytes:
+    """JSON as a careless program would write it: with NaN, and with halves of surrogate pairs, invalid in UTF-8."""
+    return json.dumps(tree, ensure_ascii=ensure_ascii).encode("utf-8", "surrogatepass")
 
 
 def json_lines(valid: Sequence[Any]) -> st.SearchStrategy[bytes]:
     """Files of JSON lines, some of which are wrong in some way."""
-    line = st.one_of(
-        st.sampled_from(valid).map(as_json),
-        st.sampled_from(valid).map(as_json),
-        changed(valid).map(as_json),
-        changed(valid).map(lambda tree: in_utf8(json.dumps(tree, ensure_ascii=False))),
-        spliced([json.dumps(tree) for tree in valid], ["{", "}", '"', "\\", ",", "[" * 2000, "\\ud800"]).map(in_utf8),
-        st.binary(max_size=8),
-    )
+    whole = st.sampled_from(valid).map(as_json)
+    wrong = spliced([json.dumps(tree) for tree in valid])
+    line = st.one_of(whole, whole, st.builds(as_json, changed(valid), st.booleans()), wrong, st.binary(max_size=8))
     starts, ends = st.sampled_from([b"", b"", b"\xef\xbb\xbf"]), st.sampled_from([b"\n", b"\r\n", b"\n\n"])
     return st.builds(lambda start, end, lines: start + end.join(lines), starts, ends, st.lists(line, max_size=6))
 
@@ -147,24 +109,16 @@ def json_lines(valid: Sequence[Any]) -> st.SearchStrategy[bytes]:
 # Configurations
 
 CONFIGS = [path.read_text() for path in sorted(config_file.CONFIGS.glob("*.yaml")) if not path.stem.startswith("grad")]
-SETTINGS = [yaml.safe_load(text) for text in CONFIGS]
-YAML_PIECES = (
-    *("{", "}", "[", "]", ": ", "- ", "\n", "\n  ", "#", "'", '"', "|\n", ">-\n", "---\n", "...\n", "? ", "%TAG ! x\n"),
-    *("&a ", "*a", "!!binary ", "!!set ", "!x ", "<<: ", "\t", "\\", "{" * 30, "- " * 30, "[" * 500, "1_0", "\ufeff"),
+contents = st.one_of(
+    st.binary(max_size=50),
+    spliced(CONFIGS),
+    changed([yaml.safe_load(text) for text in CONFIGS]).map(lambda tree: yaml.safe_dump(tree).encode()),
 )
-
-
-SECTIONS = [(f"{name}.", below) for tree in SETTINGS for name, below in tree.items() if isinstance(below, dict)]
-keys = st.sampled_from(sorted({f"{name}{key}" for name, tree in [*SECTIONS, ("", SETTINGS[0])] for key in tree}))
+keys = st.sampled_from([*keys_of(Config)])
 overrides = st.builds(
     lambda key, value: f"{key}={value}",
     st.one_of(keys, keys.map(lambda key: key[:-1]), texts),
     st.one_of(texts, values.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip())),
-)
-contents = st.one_of(
-    st.binary(max_size=50),
-    spliced(CONFIGS, YAML_PIECES).map(in_utf8),
-    changed(SETTINGS).map(yaml.safe_dump).map(in_utf8),
 )
 
 
@@ -180,22 +134,8 @@ def read_config(folder: Path, given: tuple[bytes, list[str]]) -> None:
 # Data
 
 BYTES = tokenizer.bytes_tokenizer()
-
-
-def messages(*contents: str) -> dict[str, Any]:
-    roles = ("user", "assistant") if len(contents) % 2 == 0 else ("system", "user", "assistant", "user", "assistant")
-    return {"messages": [{"role": role, "content": said} for role, said in zip(roles, contents, strict=True)]}
-
-
-CHATS = [
-    {"question": "1+1=", "answer": "2"},
-    messages("Hi", "Hello."),
-    messages("Be brief.", "2+2?", "4", "Sure?", "Yes."),
-    {"prompt": "1+1=", "completion": "2"},
-    {"prompt": messages("Hi", "Hello.")["messages"][:1], "completion": messages("Hi", "Hello.")["messages"][1:]},
-    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]},
-    {"text": "A text."},
-]
+CHAT = [{"role": role, "content": "2+2?"} for role in ("system", "user", "assistant", "user", "assistant")]
+CHATS = [*map(json.loads, (ROOT / "docs/examples/formats.jsonl").open()), {"messages": CHAT}]
 OPTIONS = {"packing": [True, False], "shuffle": [True, False], "epochs": [1, 3], "max_length": [1, 8, 32, 64]}
 OPTIONS["on_bad_line"] = ["error", "skip", "skip"]
 data_settings = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in OPTIONS.items()})
@@ -221,8 +161,8 @@ def read_chats(folder: Path, given: tuple[bytes, dict[str, Any], int]) -> None:
 
 LISTED = [
     {"prompt": "1+1=", "answer": 2, "level": [None, 1.5, {"a": "b"}]},
-    {"prompt": messages("Hi", "Hello.")["messages"][:1], "answer": None},
-    messages("Be brief.", "2+2?", "4", "Sure?", "Yes.") | {"answer": "It is $\\boxed{4}$.\n#### 4"},
+    {"prompt": CHAT[:2], "answer": None},
+    {"messages": CHAT, "answer": "It is $\\boxed{4}$.\n#### 4"},
 ]
 
 
@@ -257,40 +197,28 @@ def read_completion(folder: Path, text: str) -> None:
 
 # Models
 
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}
-SIZES = Architecture(
-    vocab_size=8, hidden_size=4, intermediate_size=6, num_hidden_layers=1, tie_word_embeddings=True, **HEADS
+MODEL = {path.name: path.read_bytes() for path in (ROOT / "tests/fixtures/untied_sharded").glob("[cm]*")}
+TREES = {name: json.loads(content) for name, content in MODEL.items() if name.endswith(".json")}
+DECODER = Decoder.abstract(Architecture.from_hf(TREES["config.json"], "whole"))
+SHAPES = {name: shape for name, shape, _, _ in weights.tensors_of(nnx.state(DECODER))}
+SHARD = "model-00001-of-00003.safetensors"
+WHOLE = MODEL[SHARD]
+HEADER = WHOLE[8 : 8 + int.from_bytes(WHOLE[:8], "little")]
+headers = changed([json.loads(HEADER)]).map(as_json)
+shards = st.one_of(
+    headers.map(lambda header: len(header).to_bytes(8, "little") + header + WHOLE[8 + len(HEADER) :]),
+    st.sampled_from([0, 1, 7, 2000, 2**31, 2**64 - 1]).map(lambda length: length.to_bytes(8, "little") + WHOLE[8:]),
+    st.integers(1, 2**12).map(lambda missing: WHOLE[:-missing]),
 )
-SHAPES = {name: shape for name, shape, _, _ in weights.tensors_of(nnx.state(Decoder.abstract(SIZES)))}
+"""One of a model's files with another header, another length of the header, or an end that is missing."""
+trees = {name: changed([tree]).map(as_json) for name, tree in TREES.items()}
+models = st.fixed_dictionaries({}, optional={**trees, SHARD: shards})
 
 
-WEIGHTS = safetensors.numpy.save({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
-DATA = 8 + int.from_bytes(WEIGHTS[:8], "little")
-"""Where the header of a safetensors file with the model's tensors ends."""
-HEADER = json.loads(WEIGHTS[8:DATA])
-INDEX = {"metadata": {"total_size": len(WEIGHTS) - DATA}, "weight_map": dict.fromkeys(SHAPES, "a.safetensors")}
-models = st.one_of(
-    changed([SIZES.to_hf()]).map(lambda tree: {"config": tree}),
-    changed([HEADER]).map(lambda tree: {"header": tree}),
-    changed([INDEX]).map(lambda tree: {"index": tree}),
-    st.sampled_from([0, 1, 7, 100, 2000, 2**31, 2**63, 2**64 - 1]).map(lambda length: {"length": length}),
-    st.integers(0, 2**12).map(lambda missing: {"missing": missing}),
-)
-"""What differs in a model's folder: files, the header's length as its file states it, bytes that are cut off."""
-
-
-def read_model(folder: Path, given: dict[str, Any]) -> None:
+def read_model(folder: Path, given: dict[str, bytes]) -> None:
     """The sizes survive being written, and every tensor has its shape."""
-    for path in folder.iterdir():
-        path.unlink()
-    header = as_json(given.get("header", HEADER))
-    content = given.get("length", len(header)).to_bytes(8, "little") + header + WEIGHTS[DATA:]
-    (folder / "config.json").write_bytes(as_json(given.get("config", SIZES.to_hf())))
-    name = "a.safetensors" if "index" in given else "model.safetensors"
-    (folder / name).write_bytes(content[: len(content) - given.get("missing", 0)])
-    if "index" in given:
-        (folder / "model.safetensors.index.json").write_bytes(as_json(given["index"]))
-
+    for name, content in (MODEL | given).items():
+        (folder / name).write_bytes(content)
     config = weights.read_config(folder)
     assert Architecture.from_hf(config.to_hf(), "again") == config
     tensors = weights.open_tensors(folder)
@@ -313,27 +241,26 @@ READERS = {
 @pytest.mark.parametrize("examples", [100, pytest.param(10_000, marks=[pytest.mark.faults, pytest.mark.timeout(0)])])
 def test_every_input_is_read_as_it_is_or_refused_in_one_line(name, examples, tmp_path):
     inputs, read = READERS[name]
-    outcomes: Counter[str] = Counter()
+    outcomes = set()
 
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=examples == 100,
-        suppress_health_check=list(HealthCheck),
-        print_blob=True,
-    )
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    @settings(max_examples=examples, derandomize=examples == 100, suppress_health_check=list(HealthCheck))
     @given(inputs)
     def read_or_refuse(value: Any) -> None:
         said = ""
+        signal.setitimer(signal.ITIMER_PROF, 2.0)  # seconds of processor time; it ends a regular expression, too
         try:
-            with time_limit():
-                read(tmp_path, value)
+            read(tmp_path, value)
         except UserError as error:
             said = str(error)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
         assert said.isprintable()
         assert len(said) < 10 * LONGEST
-        outcomes["refused" if said else "read"] += 1
+        outcomes.add("refused" if said else "read")
 
+    signal.signal(signal.SIGPROF, stop)
     read_or_refuse()
-    assert outcomes["read"]
-    assert outcomes["refused"] or read is read_completion
+    assert outcomes == ({"read"} if read is read_completion else {"read", "refused"})

@@ -1,27 +1,26 @@
 """Bad input is refused in one line with exit code 2, before anything is compiled, written, or run as code.
 
-The tables are in bad_inputs.py and bad_models.py.
+In messages `{path}` is the file with the input. The table of models and tokenizers is in bad_models.py.
 """
 
+import gzip
 import importlib
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import jax
 import jax.numpy as jnp
 import pytest
-from bad_inputs import CONFIGS, FILES, GOOD, LINES, OVERRIDES, TOOLS
-from bad_models import AUTO_MAP, EVIL, MODELS, PICKLE, edit, file, mark, pickled
-from runs import ROOT, arguments, checksums
+from bad_models import MODELS, OWN_CODE, pickled
+from runs import arguments, checksums, spawn
 from tiny import config
 
 import train
 from mllm.config.load import dump
-from mllm.model import tokenizer, weights
+from mllm.model import weights
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 
@@ -44,8 +43,9 @@ def model(exported, tmp_path):
 
 
 @pytest.fixture
-def refused(tmp_path, capsys):
+def refused(tmp_path, capfd, monkeypatch):
     """Calls a module's `main`, which must refuse with one line and leave all files as they are; returns the line."""
+    monkeypatch.chdir(tmp_path)
     compiled = []
 
     def listen(event: str, seconds: float, **_: object) -> None:
@@ -57,143 +57,232 @@ def refused(tmp_path, capsys):
     def call(module, *command):
         before = checksums(tmp_path)
         assert module.main([str(argument) for argument in command]) == 2
-        output, errors = capsys.readouterr()
-        assert output == ""
-        assert errors.startswith("error: ")
-        assert errors.endswith("\n")
-        assert errors[:-1].isprintable()
-        assert len(errors) < 2000
+        output, errors = capfd.readouterr()
+        *panic, line, end = errors.split("\n")
+        assert not panic or "panicked at" in panic[1]  # which a library in Rust prints itself
+        assert (output, end) == ("", "")
+        assert line.startswith("error: ")
+        assert line.isprintable()
+        assert len(line) < 2000
         assert checksums(tmp_path) == before
         assert not compiled
-        return errors
+        return line
 
     yield call
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def settings_in(tmp_path, algorithm="grpo", **sections):
-    """The configuration of a tiny run in this folder."""
-    return config(algorithm, **{"run_dir": str(tmp_path / "run"), **sections})
-
-
-def pretrained(tmp_path, model):
+def pretrained(model):
     """The configuration of a run that starts from this model."""
     source = {"init": "pretrained", "source": str(model), "architecture": None}
-    return settings_in(tmp_path, "sft", model=source, eval=None, rollout=None)
+    return config("sft", run_dir="run", model=source, eval=None, rollout=None)
 
 
-def finetuned(tmp_path, source):
-    """The configuration of SFT on a file."""
+def finetuned(source):
+    """The arguments for SFT on a file."""
     data = {"source": str(source), "epochs": 1}
-    return settings_in(tmp_path, "sft", data=data, task=None, eval=None, rollout=None)
+    return arguments(config("sft", run_dir="run", data=data, task=None, eval=None, rollout=None))
 
 
 # Settings
+
+NOT_READ = "line 1: anchors, aliases and tags are not read"
+CONFIGS = {
+    "an empty file": (b"", "{path}: expected a mapping of settings at the top level"),
+    "no YAML": (b"steps: [\n", "{path}: not readable as YAML: "),
+    "no UTF-8": (b"run_dir: \xff\xfe\n", "{path}: not readable as YAML: 'utf-8' codec can't decode"),
+    "a NUL by its escape": (b'run_dir: "a\\0b"\n', "{path}: not readable as YAML: line 1: no text may hold '\\x00'"),
+    "half a surrogate pair": (b'run_dir: "\\ud800"\n', "line 1: no text may hold '\\ud800'"),
+    "aliases that explode": (b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", NOT_READ),
+    "a tag that makes Python objects": (b"run_dir: !!python/object/apply:os.system ['touch code-was-run']\n", NOT_READ),
+    "a merge": (b"<<: {steps: 4}\n", "line 1: << is no name of a setting"),
+    "a key that is a list": (b"? [a]\n: 5\n", "line 1: a sequence is no name of a setting"),
+    "a key that stands twice": (b"steps: 4\nseed: 1\nsteps: 5\n", "line 3: steps stands twice"),
+    "deep nesting": (b"model: " + b"[" * 2**19, "line 1: more than 20 levels"),
+    "a number of ten thousand digits": (b"steps: 0x" + b"f" * 10_000, "f is no number that settings take"),
+    "a megabyte": (b"# " + b"x" * 2**20, "{path}: larger than 1 MiB, so it is no configuration"),
+}
+"""The bytes of a file for `train.py --config`, and the message."""
 
 
 @pytest.mark.parametrize("what", CONFIGS)
 def test_a_bad_configuration_file_is_refused(what, tmp_path, refused):
     content, text = CONFIGS[what]
     path = tmp_path / "run.yaml"
-    path.write_bytes(content.replace(b"{mark}", str(tmp_path / "code-was-run").encode()))
+    path.write_bytes(content)
     assert text.format(path=path) in refused(train, "--config", path)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a" * 300, "a\nb", "a\0b", ".", "/dev/zero", "~nobody-here/x"])
 def test_a_configuration_that_is_no_file_is_answered_with_the_shipped_ones(name, refused):
-    said = refused(train, "--config", name)
-    assert "no such file, here or in configs/; " in said
-    assert "tiny_sft.yaml" in said
+    assert "no such file, here or in configs/; configs/ has " in refused(train, "--config", name)
+
+
+OVERRIDES = {
+    # not key=value
+    "steps": "steps: expected key.sub=value",
+    "steps.x=1": "steps.x=1: steps is a value, not a section",
+    "steps=[": "steps=[: the value is not readable as YAML",
+    # of the wrong type, out of bounds, of an unknown name
+    "rollout=3": "rollout: expected a section of settings, got 3",
+    "steps=many": "steps: Input should be a valid integer",
+    "steps='9999999999999999999999'": "steps: the number is too large: at most 2147483647",
+    "task.name=chess": "task.name: there is no task chess: give arithmetic, gsm8k",
+    "task.rewards=[{name: exact}]": "task.rewards: there is no reward exact:",
+    # what contradicts the machine or the data
+    "mesh.tp=16": "mesh: dp * fsdp * tp = 16, but there are 8 devices: set mesh.tp=8",
+    "mesh.tp=8": "mesh.tp: 8 does not divide the model's num_attention_heads of 4",
+    "rollout.max_prompt_length=3": "rollout.max_prompt_length: all of the 84 training prompts of task arithmetic are",
+    "rollout.stop=['two tokens']": "rollout.stop: 'two tokens' is 10 tokens",
+    "task.heldout=60": "task.heldout: 60 of arithmetic's 100 problems",
+    "task.system_prompt='<|im_end|>'": "arithmetic[0]: messages: <|im_end|> is a control token",
+    "eval={test: true}": "eval.test: task arithmetic has no test set",
+    "task={name: gsm8k, path: nowhere}": "task.path: nowhere/train.jsonl can't be read",
+    "task={name: hub}": "task.id: task hub needs the id of a data set",
+    # the model by its sizes
+    "model.architecture.vocab_size=128": "model.tokenizer: its token '<|pad|>' has id 259",
+    "model.architecture.hiden_size=8": "model.architecture: hiden_size is unknown; did you mean hidden_size?",
+    "model.architecture={hidden_size: 1000000000, num_attention_heads: 4, vocab_size: 1000000000, "
+    "intermediate_size: 4, num_hidden_layers: 1}": "model.architecture: ",
+    # the checkpoint of a run that is the model's source, adapters, a tokenizer
+    "model.step=3": "model.step: is not used with init: random: remove it",
+    "model={source: '.', init: pretrained, step: last}": "model.step: 'last' is none of newest, best and the number",
+    "model.lora={rank: 2}": "model.lora.alpha: this setting is required, or lora.source",
+    "model.lora={rank: 2, alpha: 2, targets: []}": "model.lora.targets: name at least one product, and each once",
+    "model.lora={source: '.'}": "adapter_config.json: missing; a folder in PEFT's format has it (",
+    "model.tokenizer=nowhere": "model.tokenizer: nowhere: no such folder",
+    # the run's folder, where something else is
+    "run_dir=thesis": "run_dir: thesis holds other files and no config.yaml",
+    "run_dir=thesis/chapter1.tex/run": "run_dir: thesis/chapter1.tex is a file",
+}
+"""A setting that spoils a good configuration, and the message."""
 
 
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_an_impossible_setting_is_named(override, tmp_path, refused):
-    assert OVERRIDES[override] in refused(train, *arguments(settings_in(tmp_path)), override)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("It was a dark and stormy night.")
+    assert OVERRIDES[override] in refused(train, *arguments(config(run_dir="run")), override)
 
 
 # The model's files
 
 
 @pytest.mark.parametrize("what", MODELS)
-def test_a_bad_model_or_tokenizer_is_refused_by_its_file(what, tmp_path, model, refused, monkeypatch):
-    monkeypatch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.1)
+def test_a_bad_model_or_tokenizer_is_refused_by_its_file(what, model, refused):
     spoil, words = MODELS[what]
     spoil(model)
-    assert words.format(model=model) in refused(train, *arguments(pretrained(tmp_path, model)))
-    assert not mark(model).exists()
+    assert words.format(model=model) in refused(train, *arguments(pretrained(model)))
 
 
-def test_a_single_file_is_no_model_no_tokenizer_and_no_data(tmp_path, refused, monkeypatch):
+def test_a_single_file_is_no_model_and_no_data(tmp_path, refused):
     (tmp_path / "files").mkdir()
     path = tmp_path / "files" / "model.bin"
     pickled(path.name)(path.parent)
-    monkeypatch.chdir(tmp_path)
     for source in (path, path.relative_to(tmp_path)):  # the second might be a hub id
-        said = refused(train, *arguments(pretrained(tmp_path, source)))
+        said = refused(train, *arguments(pretrained(source)))
         assert f"{source}: is not a folder (archives and single files are never opened)" in said
-    settings = settings_in(tmp_path, model={"tokenizer": str(path)})
-    assert f"model.tokenizer: {path}: is not a folder" in refused(train, *arguments(settings))
-    assert f"{path}:1: not JSON in UTF-8" in refused(train, *arguments(finetuned(tmp_path, path)))
-    assert not mark(path.parent).exists()
+    assert f"{path}:1: not JSON in UTF-8" in refused(train, *finetuned(path))
 
 
-def test_code_in_a_models_folder_is_not_run(tmp_path, model):
-    """The folder asks for its own code to be run, as folders do that want trust_remote_code, but is whole without."""
-    for name in ("config.json", "tokenizer_config.json"):
-        edit(name, auto_map=AUTO_MAP)(model)
-    for name in ("evil.py", "__init__.py", "conftest.py", "sitecustomize.py"):
-        file(name, EVIL)(model)
-    pickled(PICKLE)(model)
-    settings = pretrained(tmp_path, model)
+def test_code_in_a_models_folder_is_not_run(model, monkeypatch):
+    """The folder asks for its own code to be run, but is whole without."""
+    monkeypatch.chdir(model.parent)
+    OWN_CODE(model)
+    settings = pretrained(model)
     load_policy(settings, make_mesh(settings.mesh)).initial_params()
-    assert not mark(model).exists()
+    assert [*model.parent.iterdir()] == [model]
 
 
-# The data's file
+# Data
 
-
-@pytest.mark.parametrize("what", LINES)
-def test_a_bad_line_of_data_is_refused(what, tmp_path, refused):
-    line, text = LINES[what]
-    path = tmp_path / "train.jsonl"
-    path.write_bytes(GOOD + line + b"\n" + GOOD)
-    assert f"{path}:2: " in (said := refused(train, *arguments(finetuned(tmp_path, path))))
-    assert text in said
+GOOD = b'{"question": "1+1=", "answer": "2"}\n'
+ALONE = b'{"messages": [{"role": "assistant", "content": "a"}]}'
+LINES = {
+    "no UTF-8": (b'{"question": "\xff", "answer": "2"}', "not JSON in UTF-8"),
+    "deep nesting": (b"[" * 100_000, "not JSON in UTF-8 ("),
+    "no object": (b"[1]", "expected a JSON object, got list"),
+    "other fields": (b'{"txt": "a"}', "none of messages, conversations, question and answer, prompt and completion"),
+    "a tool's turn": (b'{"conversations": [{"from": "tool", "value": "a"}]}', "role 'tool' is none of"),
+    "no answer": (b'{"question": "a"}', "answer is missing"),
+    "an answer that is no text": (b'{"question": "a", "answer": NaN}', "answer must be a string, got float"),
+    "half a surrogate pair": (b'{"question": "a", "answer": "\\ud83d"}', "answer holds '\\ud83d', which is half"),
+    "no messages": (b'{"messages": []}', "no message is the assistant's, so there is nothing to learn"),
+    "an answer to nothing": (ALONE, "messages: the first is the assistant's, so it answers nothing"),
+    "a control token": (b'{"question": "<|im_end|>", "answer": "a"}', "messages: <|im_end|> is a control token"),
+    "a control token in a text": (b'{"text": "a<|im_end|>"}', "text: <|im_end|> is a control token: give messages"),
+    "nothing left": (b'{"question": "' + b"a" * 99 + b'", "answer": "a"}', "none of the tokens to learn lies"),
+    "nine megabytes": (b'{"question": "' + b"a" * 9 * 2**20 + b'", "answer": "a"}', "longer than 8 MiB"),
+}
+FILES = {
+    "nothing": ("train.jsonl", None, "data.source: {path} can't be read (No such file or directory)"),
+    "an empty file": ("train.jsonl", b"", "data.source: {path}: there is no example in it"),
+    "too little": ("train.jsonl", GOOD, "data.source: {path} has 1 examples, too few for one batch in 1 epochs"),
+    "a pattern without files": ("train-*.jsonl", None, "data.source: no file matches {path}: give a file of JSON"),
+    "half of gzip": (
+        "train.jsonl.gz",
+        gzip.compress(GOOD * 9)[:30],
+        "data.source: {path} can't be read (Compressed file",
+    ),
+    "parquet that is none": ("train.parquet", GOOD, "data.source: {path} can't be read (Parquet"),
+    "a hub id that is too long": ("a" * 300, None, "data.source: {path} is no file here"),
+    "a pipe": ("data", os.mkfifo, "data.source: {path} is no regular file: give a file of JSON"),
+}
+"""A data source's name, its bytes or how it is made, and the message."""
+FILES |= {
+    f"a line: {what}": ("train.jsonl", GOOD + line + b"\n" + GOOD, f"{{path}}:2: {text}")
+    for what, (line, text) in LINES.items()
+}
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_a_bad_data_source_is_refused_and_not_waited_for(what, tmp_path, refused):
+def test_bad_data_are_refused_and_not_waited_for(what, tmp_path, refused):
     name, make, text = FILES[what]
     path = tmp_path / name
     if callable(make):
         make(path)
     elif make is not None:
         path.write_bytes(make)
-    assert text.format(path=path)[:1000] in refused(train, *arguments(finetuned(tmp_path, path)))
-
-
-# The run's folder
-
-
-@pytest.mark.parametrize(
-    ("run_dir", "words"), [("thesis", "holds other files"), ("a.txt", "is a file"), ("a.txt/run", "is a file")]
-)
-def test_a_folder_of_something_else_is_left_alone(run_dir, words, tmp_path, refused):
-    (tmp_path / "thesis").mkdir()
-    for name in ("thesis/chapter1.tex", "a.txt"):
-        (tmp_path / name).write_text("It was a dark and stormy night.")
-    said = refused(train, *arguments(settings_in(tmp_path)), f"run_dir={tmp_path}/{run_dir}")
-    assert "run_dir: " in said
-    assert words in said
+    assert text.format(path=path) in refused(train, *finetuned(path))
 
 
 # The tools
 
+TOOLS = (
+    ("export", "nowhere", "nowhere: no config.yaml; give a run_dir"),
+    ("export", "run", "run: no checkpoint; there are []"),
+    ("export", "run --adapter", "--adapter: run trained the whole model (no model.lora): leave it out"),
+    ("export", "run --adapter --dtype float32", "--dtype: adapters are exported as they are trained, in float32"),
+    ("export", "damaged", "damaged/config.yaml: not readable as YAML"),
+    ("plot", "nowhere", "nowhere: no metrics.jsonl with a line in it; give a run_dir"),
+    ("plot", "damaged", "damaged/metrics.jsonl: damaged: a line is no record of a step"),
+    ("plot", "run --out run/checkpoints", "--out: run/checkpoints can't be written without an ending"),
+    ("plot", "run --out curves.exe", "--out: curves.exe can't be written ("),
+    ("plot", "begun", "begun: metrics.jsonl has nothing to draw yet"),
+    ("samples", "damaged", "damaged/samples.jsonl: damaged: line 1: prompt: Field required"),
+    ("samples", "run --step 3", "--step: is for --print; the page has filters of its own"),
+    ("samples", "run --print --limit 0", "--limit: 0: expected 1 or more"),
+    ("generate", "run", "--prompts: is instead of PROMPT: give one of them"),
+    ("generate", "run hi --out o.jsonl", "--out: is for --prompts; other completions are printed"),
+    ("generate", "run --prompts missing.jsonl", "--prompts: missing.jsonl can't be read"),
+    ("memory", "--config tiny_sft --out run/x/y", "--out: run/x/y names no file in a folder that is there"),
+    ("bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' has a size that isn't from 1 to 2147483647"),
+    ("bench.head", "--live 0", "argument --live: 0 is not a number above 0, at most 1"),
+    ("bench.head", "--target v9", "--target: target 'v9': there are v5e"),
+    ("bench.head", "--target v6e --live 1", "--live: has no meaning with --target, which times nothing"),
+    ("tune", "", "there is no TPU or Hopper GPU here"),
+    ("tune", f"--shape 1,1,{'9' * 5000}", "is not N,D,V: three whole numbers"),
+    ("replay", "run/skipped/step_1.npz", "run/skipped/step_1.npz: not found"),
+    ("replay", "run/config.yaml", "run/config.yaml: not a batch that a run has kept"),
+)
+"""The tool, its command line, and the message."""
+
 
 @pytest.mark.parametrize(("tool", "command", "text"), TOOLS, ids=[f"{tool} {line:.40}" for tool, line, _ in TOOLS])
-def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused, monkeypatch):
+def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused):
+    """`run` has no checkpoint, `begun` no step, and the files of `damaged` are damaged."""
     files = {
-        "run/config.yaml": dump(settings_in(tmp_path)),
+        "run/config.yaml": dump(config(run_dir="run")),
         "run/metrics.jsonl": '{"step": 4, "loss": 2}\n',
         "begun/metrics.jsonl": '{"step": 0}\n',
         "damaged/config.yaml": "steps: &a [*a]\n",
@@ -204,31 +293,14 @@ def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused, monk
         (tmp_path / folder).mkdir(parents=True)
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    monkeypatch.chdir(tmp_path)
     assert text in refused(importlib.import_module(f"tools.{tool}"), *shlex.split(command))
 
 
-# What goes around Python's output
-
-
-def test_the_line_comes_after_what_a_library_in_rust_prints_of_its_panic(tmp_path, model, capfd):
-    spoil, text = MODELS["a character map that is damaged"]
-    spoil(model)
-    assert train.main(arguments(pretrained(tmp_path, model))) == 2
-    assert capfd.readouterr().err.splitlines()[-1].startswith(f"error: {text.format(model=model)}")
-
-
 def test_without_weights_a_shipped_configuration_ends_in_a_process_with_one_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", "--config", "qwen25_3b_grpo.yaml", "task={name: arithmetic}"],
-        cwd=tmp_path,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout, done.stderr.count("\n"), [*tmp_path.iterdir()]) == (2, "", 1, [])
-    assert done.stderr.startswith("error: model.source: Qwen/Qwen2.5-3B-Instruct: no such folder")
+    command = ["train.py", "--config=qwen25_3b_grpo.yaml", "task={name: arithmetic}", f"run_dir={tmp_path}/run"]
+    with spawn(command, PIPE, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hub")) as process:
+        output, errors = process.communicate(timeout=120)
+    assert (process.returncode, output, errors.count("\n"), [*tmp_path.iterdir()]) == (2, "", 1, [])
+    assert errors.startswith("error: model.source: Qwen/Qwen2.5-3B-Instruct: no such folder")
     for way in ("a local folder", "a hub id", "model.init=random"):
-        assert way in done.stderr
+        assert way in errors
