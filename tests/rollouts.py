@@ -5,7 +5,7 @@ from typing import ClassVar
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from tiny import config
+from tiny import config, forward_of
 
 from mllm.data.tasks.load import load as load_task
 from mllm.model import tokenizer as tokenizers
@@ -13,7 +13,6 @@ from mllm.parallel.mesh import AXES
 from mllm.rl.grpo_source import GrpoSource
 from mllm.rl.rewards import RewardRunner
 from mllm.rl.rollout import Completion, Sampler
-from mllm.train.step import Forward
 
 BYTES = tokenizers.bytes_tokenizer()
 GROUP, LIMIT = 4, 4
@@ -81,7 +80,7 @@ def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, **grpo):
         load_task(settings.task, seed=0),
         sampler(None, BYTES, (258,), settings.rollout, 0),
         rewards or SquareRewards(),
-        Forward(None, mesh, settings),
+        forward_of(None, mesh, settings),
         batch_size=settings.batch_size,
         steps=settings.steps,
         seed=0,

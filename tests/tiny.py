@@ -56,8 +56,13 @@ def make_trainer(settings: Config, mesh=None):
     policy = load_policy(settings, mesh)
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     schedule = make_schedule(settings.optimizer, settings.steps)
-    forward = Forward(policy.graphdef, mesh, settings)
+    forward = forward_of(policy.graphdef, mesh, settings)
     return policy, optimizer, make_train_step(forward, optimizer, schedule, settings.seed)
+
+
+def forward_of(graphdef, mesh, settings: Config) -> Forward:
+    """The model and the head of a run."""
+    return Forward(graphdef, mesh, settings.head, settings.rows, settings.grpo, settings.rollout)
 
 
 def random_batch(rows: int, length: int, seed: int = 0) -> Batch:

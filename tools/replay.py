@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     when = f"{between} updates {'earlier' if checkpoint < step else 'later'}" if between else "as they were then"
     print(f"step {step} of {run}, parameters of checkpoint {checkpoint}: {when}")
 
-    forward = Forward(policy.graphdef, make_mesh(MeshConfig()), config)
+    forward = Forward(policy.graphdef, make_mesh(MeshConfig()), config.head, config.rows, config.grpo, config.rollout)
 
     @jax.jit
     def examine(params: Any, row: "Batch") -> tuple[Any, Any, Any]:

@@ -80,7 +80,7 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
         tell(f"{devices.name}: {devices.caveat}")
     shapes = Programs(config, devices.mesh)
     if config.rollout is not None and config.rollout.max_slots is None:
-        slots = slots_that_fit(shapes.policy, config, devices.memory)
+        slots = slots_that_fit(shapes.policy, config.rollout, config.optimizer, config.grpo, devices.memory)
         shapes.config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_slots": slots})})
     found = phases(shapes, devices, tell)
     tell(table(found, devices.memory))

@@ -50,7 +50,7 @@ class Programs:
         self.layout = self.model.layout
         self.array = self.layout.abstract
         self.rows = config.rows
-        self.forward = kind(self.policy.graphdef, mesh, config)
+        self.forward = kind(self.policy.graphdef, mesh, config.head, self.rows, config.grpo, config.rollout)
 
     # --- the programs -------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from flax import nnx
 
-from mllm.config.grpo import RolloutConfig
-from mllm.config.schema import Config
+from mllm.config.grpo import GrpoConfig, RolloutConfig
+from mllm.config.model import OptimizerConfig
 from mllm.model.decoding import abstract_cache, abstract_decoding_weights
 from mllm.model.load import Policy
 from mllm.parallel.mesh import bytes_on_device, device_memory
@@ -89,25 +89,30 @@ def places_for(end: int, options: RolloutConfig) -> int:
     return bucket(min(end + SPARE_PLACES, most), [*(size for size in PLACES if size < most), most])
 
 
-def slots_that_fit(policy: Policy, config: Config, memory: int | None = None) -> int:
+def slots_that_fit(
+    policy: Policy,
+    rollout: RolloutConfig,
+    optimizer: OptimizerConfig,
+    grpo: GrpoConfig | None,
+    memory: int | None = None,
+) -> int:
     """The most slots, over all devices, that the memory in bytes a device (None: that of the devices at hand) holds.
 
     It is at least one for each of the devices that rows are spread over. Training keeps parameters, the optimizer's
     moments, and a reference where the objective compares with one.
     """
-    assert config.rollout is not None
     model = nnx.merge(policy.graphdef, policy.params)
     layout = model.layout
     if memory is None:
         memory = min(gather_objects(device_memory(layout.mesh)))  # all processes must choose the same number
     weights, shared = map(bytes_on_device, abstract_decoding_weights(model, policy.params))
     place = bytes_on_device(abstract_cache(model, layout.row_shards, 1))
-    waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, config.rollout.max_prompt_length) * place
+    waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, rollout.max_prompt_length) * place
     logits = layout.abstract((layout.row_shards, model.config.vocab_size), jnp.float32, ("batch", "vocab"))
-    slot = most_places(config.rollout) * place + LOGITS * bytes_on_device(logits)
+    slot = most_places(rollout) * place + LOGITS * bytes_on_device(logits)
     trained, frozen = policy.split(policy.params)
-    state = abstract_state(trained, make_optimizer(config.optimizer, steps=1))
+    state = abstract_state(trained, make_optimizer(optimizer, steps=1))
     kept = bytes_on_device((state.params, state.opt_state, frozen))
-    kept += bytes_on_device(trained) if config.grpo and config.grpo.beta > 0 else 0
+    kept += bytes_on_device(trained) if grpo and grpo.beta > 0 else 0
     free = SHARE * memory - kept - (weights - shared) - waiting
     return max(1, int(free // slot)) * layout.row_shards

@@ -76,7 +76,7 @@ class Run:
                 runner = RewardRunner(config.task, self.task, most, self.interrupt.poll_alone)
                 self.rewards = stack.enter_context(runner)
             self.policy = policy = load_policy(config, self.mesh, source_run)
-            self.forward = Forward(policy.graphdef, self.mesh, config)
+            self.forward = Forward(policy.graphdef, self.mesh, config.head, config.rows, config.grpo, config.rollout)
             if config.rollout:
                 self.sampler = Sampler(
                     policy.graphdef,
@@ -85,7 +85,7 @@ class Run:
                     config.rollout,
                     config.seed,
                     # Not before it is needed, because other mistakes in the configuration come first.
-                    cache(partial(slots_that_fit, policy, config)),
+                    cache(partial(slots_that_fit, policy, config.rollout, config.optimizer, config.grpo)),
                     self.interrupt.poll,
                 )
             self.source = self.make_source()
@@ -171,7 +171,7 @@ class Run:
             state = RunState(0, train, self.source.position(), pending_evaluation=pending)
         if is_writer():
             config, policy = self.config, self.policy
-            head = choose_head(config, policy.architecture, self.mesh)
+            head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)
             print(report.start_line(self.mesh, policy.params, head, policy.attention, state.step), file=sys.stderr)
         log = RunLog(self.store, state.logged_step, self.source.steps, self.config)
         self.log = self.stack.enter_context(closing(log))

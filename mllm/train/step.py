@@ -24,7 +24,9 @@ from kernels.lm_head import (
     token_logprobs,
     token_loss,
 )
-from mllm.config.schema import Config
+from mllm.config.grpo import GrpoConfig, RolloutConfig
+from mllm.config.model import HeadConfig, ModelConfig
+from mllm.config.schema import Rows
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
@@ -73,22 +75,27 @@ def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> T
 class Forward:
     """Model and head as functions of the parameters and a batch; UserError if `head.impl` is for other devices."""
 
-    def __init__(self, graphdef: Any, mesh: Mesh, config: Config) -> None:
-        impl, kind = config.head.impl or "", mesh.devices.flat[0].platform
+    def __init__(
+        self,
+        graphdef: Any,
+        mesh: Mesh,
+        head: HeadConfig,
+        rows: Rows,
+        grpo: GrpoConfig | None = None,
+        rollout: RolloutConfig | None = None,
+    ) -> None:
+        """`grpo` None: SFT, which does not look at `rollout`."""
+        impl, kind = head.impl or "", mesh.devices.flat[0].platform
         needed = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}.get(impl, kind)
         if needed != kind:
             needs = f"{impl} needs a {needed.upper()}"
             raise UserError(f"head.impl: {needs}, and the devices here are of the kind {kind}: remove it")
         self.graphdef = graphdef
         self.mesh = mesh
-        self.head, self.rows, self.grpo = config.head, config.rows, config.grpo
+        self.head, self.rows, self.grpo = head, rows, grpo
         # The policy is the distribution that is sampled from: its temperature is part of it.
-        temperature = config.rollout.temperature if config.grpo and config.rollout else 1.0
-        self.options: dict[str, Any] = {
-            "temperature": temperature,
-            "impl": config.head.impl,
-            "sharding": head_sharding(mesh),
-        }
+        temperature = rollout.temperature if grpo and rollout else 1.0
+        self.options: dict[str, Any] = {"temperature": temperature, "impl": head.impl, "sharding": head_sharding(mesh)}
 
     def head_logprobs(self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch) -> TokenLogprobs:
         """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
@@ -154,13 +161,15 @@ def head_sharding(mesh: Mesh) -> HeadSharding:
     return HeadSharding(mesh, tokens, vocabulary, features)
 
 
-def choose_head(config: Config, architecture: Architecture, mesh: Mesh) -> EngineChoice:
+def choose_head(
+    head: HeadConfig, model: ModelConfig, rows: Rows, architecture: Architecture, mesh: Mesh
+) -> EngineChoice:
     """The implementation of the head that the train step uses, and the reason why it is not a faster one."""
-    if config.head.impl is not None:
-        return EngineChoice(config.head.impl, "head.impl asks for it")
-    dtype, rows = jnp.dtype(config.model.dtype), config.rows
+    if head.impl is not None:
+        return EngineChoice(head.impl, "head.impl asks for it")
+    dtype = jnp.dtype(model.dtype)
     hidden = jax.ShapeDtypeStruct((rows.micro, rows.length, architecture.hidden_size), dtype)
-    weight = jax.ShapeDtypeStruct((architecture.vocab_size, architecture.hidden_size), config.model.param_dtype)
+    weight = jax.ShapeDtypeStruct((architecture.vocab_size, architecture.hidden_size), model.param_dtype)
     return choose_impl(hidden, weight, dtype=dtype, sharding=head_sharding(mesh))
 
 

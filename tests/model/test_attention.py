@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
-from tiny import ARCHITECTURE, config
+from tiny import ARCHITECTURE, config, forward_of
 
 from mllm.config.model import MeshConfig
 from mllm.data.batch import Batch
@@ -23,7 +23,6 @@ from mllm.model.decoder import masked_attention
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.plan import targets
-from mllm.train.step import Forward
 
 ONE = MeshConfig()
 EIGHT = MeshConfig(dp=2, fsdp=2, tp=2)
@@ -120,7 +119,7 @@ def train_gradient(mesh, data=None, **model):
     model = {"architecture": HEADS_OF_64, "dtype": "bfloat16", "remat": "full", **model}
     settings = config("sft", model=model, **({} if data is None else {"data": data}))
     policy = load_policy(settings, mesh)
-    forward = Forward(policy.graphdef, mesh, settings)
+    forward = forward_of(policy.graphdef, mesh, settings)
     layout = sharding(mesh, ("batch", "time"))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), batch_of(8, 128))
     return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0])), (policy.params, batch)

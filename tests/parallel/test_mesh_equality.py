@@ -8,11 +8,11 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from tiny import ARCHITECTURE, config, random_batch
+from tiny import ARCHITECTURE, config, forward_of, random_batch
 
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
-from mllm.train.step import Forward, accumulate, make_logprob_pass
+from mllm.train.step import accumulate, make_logprob_pass
 
 MESHES = {"qwen3": (2, 2, 2), "qwen2": (1, 1, 8)}
 """All axes at once, and tp as far as it goes. dp or fsdp alone exchanges nothing else than in the first."""
@@ -40,7 +40,7 @@ def compute_results(family, shape):
     mesh = make_mesh(settings.mesh)
     policy = load_policy(settings, mesh)
     params = jax.device_put(initial(family), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
-    forward, batch = Forward(policy.graphdef, mesh, settings), random_batch(ROWS, LENGTH)
+    forward, batch = forward_of(policy.graphdef, mesh, settings), random_batch(ROWS, LENGTH)
     gradients = jax.jit(lambda params, batch: accumulate(forward.loss, params, batch, ROWS // 2))
     loss, _, gradient = gradients(params, shard_batch(mesh, batch))
     return jax.device_get((loss, gradient, make_logprob_pass(forward)(params, batch)))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from compiled_program import arrays, exchanged, text
 from runs import changed
-from tiny import ARCHITECTURE, config, random_batch
+from tiny import ARCHITECTURE, config, forward_of, random_batch
 
 from kernels.lm_head import xla
 from mllm.model.decoding import merge_and_gather
@@ -18,7 +18,7 @@ from mllm.plan.programs import Programs
 from mllm.rl import schedule
 from mllm.rl.schedule import slots_that_fit
 from mllm.rl.slots import CHUNK, insert, repack
-from mllm.train.step import Forward, make_logprob_pass
+from mllm.train.step import make_logprob_pass
 
 HIDDEN, ROWS, PROMPT, LIMIT = ARCHITECTURE["hidden_size"], 16, 16, 12
 SETTINGS = config(
@@ -83,7 +83,7 @@ def test_a_chunk_s_cache_takes_the_place_of_the_one_before(programs):
 
 
 def fitting_slots(policy, memory=None):
-    return slots_that_fit(policy, SETTINGS, memory)
+    return slots_that_fit(policy, SETTINGS.rollout, SETTINGS.optimizer, SETTINGS.grpo, memory)
 
 
 def test_the_slots_that_fit_take_what_training_leaves_of_the_memory(policy):
@@ -109,7 +109,7 @@ def test_the_log_prob_pass_splits_the_rows_and_calls_the_head_s_forward_pass_onl
         own = getattr(xla, name)
         monkeypatch.setattr(xla, name, lambda *given, name=name, own=own: called.append(name) or own(*given))
     mesh = make_mesh(SETTINGS.mesh)
-    logprob_pass = make_logprob_pass(Forward(policy.graphdef, mesh, SETTINGS))
+    logprob_pass = make_logprob_pass(forward_of(policy.graphdef, mesh, SETTINGS))
     program = logprob_pass.lower(policy.params, random_batch(ROWS, PROMPT)).compile()
     assert called == ["forward"]
     shapes = {array.shape for array in arrays(text(program))}

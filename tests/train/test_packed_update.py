@@ -8,7 +8,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from tiny import config
+from tiny import config, forward_of
 
 from mllm.config.schema import Rows
 from mllm.data.batch import Trajectory
@@ -16,7 +16,7 @@ from mllm.data.packing import pack
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.train.objectives import sequence_weights
-from mllm.train.step import Forward, accumulate
+from mllm.train.step import accumulate
 
 SEQUENCES, GROUP, PROMPT, COMPLETION = 40, 4, 8, 16
 PENALTIES = {
@@ -83,7 +83,7 @@ def program(loss_type, penalties, shape, whole):
     rows = SEQUENCES if whole else settings.rows.micro
     mesh = make_mesh(settings.mesh)
     policy = load_policy(settings, mesh)
-    forward = Forward(policy.graphdef, mesh, settings)
+    forward = forward_of(policy.graphdef, mesh, settings)
     params = jax.device_put(initial(), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
     compute = jax.jit(lambda params, batch: accumulate(forward.loss, params, batch, rows)[::2])
     return lambda batch: jax.device_get(compute(params, shard_batch(mesh, batch)))

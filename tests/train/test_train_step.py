@@ -7,14 +7,14 @@ import numpy as np
 import optax
 import pytest
 from runs import changed
-from tiny import config, make_trainer, random_batch
+from tiny import config, forward_of, make_trainer, random_batch
 
 from mllm.errors import UserError
 from mllm.model.layout import parameter_name
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.train.optimizer import make_optimizer
-from mllm.train.step import Forward, abstract_state, accumulate, init_state, make_logprob_pass
+from mllm.train.step import abstract_state, accumulate, init_state, make_logprob_pass
 
 ROWS, LENGTH = 8, 16
 BATCH = random_batch(ROWS, LENGTH)
@@ -63,7 +63,7 @@ def update(batch):
 def gradient_of(settings, padding=0):
     """Metrics and gradients of one step, before the optimizer hides their scale, as a function of the parameters."""
     mesh = make_mesh(settings.mesh)
-    forward = Forward(load_policy(settings, mesh).graphdef, mesh, settings)
+    forward = forward_of(load_policy(settings, mesh).graphdef, mesh, settings)
     batch = jax.tree.map(lambda x: np.pad(x, [(0, 0), (0, padding)]), BATCH)
 
     @jax.jit(compiler_options=QUICKLY)
@@ -136,7 +136,7 @@ def test_an_update_without_gradient_or_not_finite_moves_neither_parameters_nor_o
 def test_the_log_prob_pass_gives_the_log_probabilities_that_the_update_sees():
     settings = changed(SETTINGS["grpo"], micro_batch_size=4)
     mesh = make_mesh(settings.mesh)
-    logprobs = make_logprob_pass(Forward(load_policy(settings, mesh).graphdef, mesh, settings))
+    logprobs = make_logprob_pass(forward_of(load_policy(settings, mesh).graphdef, mesh, settings))
     logprobs = logprobs(initial_params(), BATCH)
     assert logprobs.shape == (ROWS, LENGTH)
     assert np.all((np.asarray(logprobs) < 0) == (BATCH.weights > 0))

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from tiny import ARCHITECTURE, config
+from tiny import ARCHITECTURE, config, forward_of
 
 from mllm.data.batch import Batch
 from mllm.data.sft_source import SftBatches
@@ -11,7 +11,7 @@ from mllm.data.tokenizing import Document, Documents
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.parallel.processes import RowShare
-from mllm.train.step import Forward, make_validation
+from mllm.train.step import make_validation
 
 COUNT = 21
 """With 8 rows the last batch is incomplete, packed or not."""
@@ -29,7 +29,7 @@ def expected():
     one = settings()
     mesh = make_mesh(one.mesh)
     policy = load_policy(one, mesh)
-    params, hidden_of = policy.initial_params(), jax.jit(Forward(policy.graphdef, mesh, one).hidden)
+    params, hidden_of = policy.initial_params(), jax.jit(forward_of(policy.graphdef, mesh, one).hidden)
     tokens = RNG.integers(0, 260, (COUNT, 20)).astype(np.int32)
     places = np.tile(np.arange(20, dtype=np.int32), (COUNT, 1))
     for place in range(1, 21):  # the last logits are those of the documents as they are
@@ -65,7 +65,7 @@ def test_it_is_the_mean_over_the_learned_tokens_of_all_documents(expected, secti
     params = jax.device_put(policy.initial_params(), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
     polls = []
     batches = SftBatches(one.data, documents, one.batch_size, share=RowShare.of_mesh(mesh))
-    validate = make_validation(Forward(policy.graphdef, mesh, one), batches.validate, lambda: polls.append(1))
+    validate = make_validation(forward_of(policy.graphdef, mesh, one), batches.validate, lambda: polls.append(1))
     measured = validate(params, 0)
     assert measured.keys() == metrics.keys()
     for name, value in measured.items():
