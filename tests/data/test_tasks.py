@@ -156,47 +156,36 @@ def texts(examples: Any) -> list[str]:
     return [example.prompt[-1]["content"] for example in examples]
 
 
-def test_a_file_becomes_problems_whose_other_fields_reach_the_rewards(tmp_path: Path) -> None:
-    example = first(tmp_path, {"prompt": "2+2=", "answer": 4, "level": "easy", "numbers": [2, 2]})
-    assert example.prompt == [ASKED]
-    assert example.answer == example.solution == "4"
-    assert example.fields == {"level": "easy", "numbers": [2, 2]}
-    assert not example.conversational
+BOXED = {"answer_form": "boxed"}
+SUM = {"prompt": "2+2=", "level": ["easy", 2]}
 
 
 @pytest.mark.parametrize(
-    ("record", "prompt", "solution"),
+    ("record", "settings", "prompt", "answer", "solution"),
     [
-        ({"messages": [SYSTEM, ASKED]}, [SYSTEM, ASKED], None),
-        ({"messages": [ASKED, SAID]}, [ASKED], "4"),
-        ({"prompt": [ASKED, SAID, ASKED]}, [ASKED, SAID, ASKED], None),
-        ({"prompt": [ASKED], "messages": [ASKED, SAID]}, [ASKED], None),
+        (SUM | {"answer": 4}, {}, [ASKED], "4", "4"),
+        (SUM | {"answer": " 4 "}, {}, [ASKED], "4", " 4 "),
+        (SUM | {"answer": "It is\n#### 1,004"}, {"answer_form": "hashes"}, [ASKED], "1004", "It is\n#### 1,004"),
+        (SUM | {"answer": "1,004"}, {"answer_form": "hashes"}, [ASKED], "1004", None),
+        (SUM | {"answer": r"$\boxed{\frac{1}{2}}$."}, BOXED, [ASKED], r"\frac{1}{2}", r"$\boxed{\frac{1}{2}}$."),
+        (SUM | {"answer": r"\frac{1}{2}"}, BOXED, [ASKED], r"\frac{1}{2}", None),
+        (SUM, {"system_prompt": "Add."}, [SYSTEM, ASKED], None, None),
+        ({"messages": [ASKED]}, {"system_prompt": "Add."}, [SYSTEM, ASKED], None, None),
+        ({"messages": [SYSTEM, ASKED]}, {}, [SYSTEM, ASKED], None, None),
+        ({"messages": [ASKED, SAID]}, {}, [ASKED], None, "4"),
+        ({"prompt": [ASKED, SAID, ASKED]}, {}, [ASKED, SAID, ASKED], None, None),
+        ({"prompt": [ASKED], "messages": [ASKED, SAID]}, {}, [ASKED], None, None),
     ],
 )
-def test_messages_are_a_prompt_and_the_last_of_the_assistants_is_the_solution(
-    tmp_path: Path, record: Any, prompt: Any, solution: str | None
-) -> None:
-    example = first(tmp_path, record)
-    assert (example.prompt, example.solution, example.answer) == (prompt, solution, None)
-    assert ("messages" in example.fields) == ({*record} == {"prompt", "messages"})
-    assert example.conversational
-
-
-@pytest.mark.parametrize(
-    ("form", "given", "answer", "solution"),
-    [
-        ("whole", " 4 ", "4", " 4 "),
-        ("hashes", "2+2 is 4\n#### 1,004", "1004", "2+2 is 4\n#### 1,004"),
-        ("hashes", "1,004", "1004", None),
-        ("boxed", r"It is $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}", r"It is $\boxed{\frac{1}{2}}$."),
-        ("boxed", r"\frac{1}{2}", r"\frac{1}{2}", None),
-    ],
-)
-def test_an_answer_may_be_a_whole_solution(
-    tmp_path: Path, form: str, given: str, answer: str, solution: str | None
-) -> None:
-    example = first(tmp_path, {"prompt": "a", "answer": given}, answer_form=form)
-    assert (example.answer, example.solution, example.answer_form) == (answer, solution, form)
+def test_a_record_is_a_problem_whose_other_fields_reach_the_rewards(
+    tmp_path, record, settings, prompt, answer, solution
+):
+    example = first(tmp_path, record, **settings)
+    assert (example.prompt, example.answer, example.solution) == (prompt, answer, solution)
+    assert example.answer_form == settings.get("answer_form", "whole")
+    key = "prompt" if "prompt" in record else "messages"
+    assert example.fields == {name: value for name, value in record.items() if name not in (key, "answer")}
+    assert example.conversational == isinstance(record[key], list)
 
 
 def test_held_out_problems_are_a_tenth_and_the_same_in_whatever_order_and_however_often_they_are_listed(
@@ -236,11 +225,6 @@ def test_other_content_is_another_hash_wherever_it_stands(tmp_path: Path) -> Non
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, settings: Any, fault: str) -> None:
     with pytest.raises(UserError, match=rf"^{tmp_path}/train.jsonl:2: {fault}"):
         task(tmp_path, {"prompt": "1+1=", "question": "1+1="}, line, **settings)
-
-
-@pytest.mark.parametrize("record", [{"prompt": "2+2="}, {"messages": [ASKED]}])
-def test_a_system_prompt_comes_first(tmp_path: Path, record: Any) -> None:
-    assert first(tmp_path, record, system_prompt="Add.").prompt == [SYSTEM, ASKED]
 
 
 def test_files_that_are_empty_or_too_small_are_named(tmp_path: Path) -> None:
