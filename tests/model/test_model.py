@@ -5,7 +5,7 @@ tests/rl/test_rollout.py what decode steps compute.
 """
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,31 +41,15 @@ class Fixture(NamedTuple):
 def fixture(name: str) -> Fixture:
     config = weights.read_config(FIXTURES / name)
     expected = np.load(FIXTURES / name / "expected.npz")
-    return Fixture(
-        config,
-        load_weights(FIXTURES / name),
-        jnp.asarray(expected["tokens"]),
-        jnp.asarray(expected["positions"]),
-        expected["logits"],
-    )
+    inputs = (jnp.asarray(expected[key]) for key in ("tokens", "positions"))
+    return Fixture(config, load_weights(FIXTURES / name), *inputs, expected["logits"])
 
 
-@cache
-def compiled(config: Architecture) -> Any:
-    graphdef, _ = nnx.split(Decoder.abstract(config, dtype=jnp.float32))
-
-    @jax.jit
-    def run(params: nnx.State, *inputs: Any) -> jax.Array:
-        model = nnx.merge(graphdef, params)
-        return jnp.einsum("btd,vd->btv", model(*inputs), model.head_weight)
-
-    return run
-
-
+@partial(jax.jit, static_argnums=0)
 def logits_of(config: Architecture, params: nnx.State, *inputs: Any) -> Any:
     """Float32 logits [B, T, V]."""
-    with jax.default_matmul_precision("highest"):
-        return compiled(config)(params, *inputs)
+    model = nnx.merge(nnx.split(Decoder.abstract(config, dtype=jnp.float32))[0], params)
+    return jnp.einsum("btd,vd->btv", model(*inputs), model.head_weight, precision="highest")
 
 
 @cache

@@ -27,10 +27,6 @@ def policy_of(settings):
     return load_policy(settings, make_mesh(settings.mesh))
 
 
-def leaves(params):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
-
-
 def test_a_random_model_may_take_its_sizes_from_a_folder_without_its_parameters():
     """tests/tools/test_tools.py loads what a folder holds."""
     model = ModelConfig(init="random", source=str(FIXTURE), tokenizer="bytes")
@@ -46,8 +42,7 @@ def test_a_random_model_of_an_unknown_name_is_refused():
 def test_the_seed_alone_decides_the_first_parameters_whatever_the_mesh():
     settings = config(), config(mesh={"dp": 2, "fsdp": 2, "tp": 2}), config(seed=1)
     first, again, other = (policy_of(one).initial_params() for one in settings)
-    for got, expected in zip(leaves(again), leaves(first), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (again, first)))
     assert not np.array_equal(other["embed"][...], first["embed"][...])
 
 
