@@ -1,7 +1,10 @@
 """The smallest run that has every part: configurations and data that tests share."""
 
+from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -84,6 +87,15 @@ def random_batch(rows: int, length: int, seed: int = 0) -> Batch:
         old_logprobs=-5.5 + 0.1 * numbers[2],
         reference_logprobs=-5.5 + 0.1 * numbers[3],
     )
+
+
+@partial(jax.jit, static_argnums=0)
+def logits(graphdef: nnx.GraphDef, params: nnx.State, tokens, positions=None, segments=None) -> jax.Array:
+    """A model's logits of rows of tokens, float32 [B, T, V]; unless other arguments are given, a row is a document."""
+    model = nnx.merge(graphdef, params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
+    hidden = model(tokens, positions, jnp.ones_like(tokens) if segments is None else segments)
+    return jnp.einsum("btd,vd->btv", hidden, model.head_weight, precision="highest")
 
 
 def load_weights(folder: Path) -> nnx.State:

@@ -5,7 +5,7 @@ tests/rl/test_rollout.py what decode steps compute.
 """
 
 import dataclasses
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from tiny import config as tiny_config
-from tiny import load_weights
+from tiny import load_weights, logits
 
 from mllm.model import weights
 from mllm.model.architecture import Architecture
@@ -45,11 +45,8 @@ def fixture(name: str) -> Fixture:
     return Fixture(config, load_weights(FIXTURES / name), *inputs, expected["logits"])
 
 
-@partial(jax.jit, static_argnums=0)
 def logits_of(config: Architecture, params: nnx.State, *inputs: Any) -> Any:
-    """Float32 logits [B, T, V]."""
-    model = nnx.merge(nnx.split(Decoder.abstract(config, dtype=jnp.float32))[0], params)
-    return jnp.einsum("btd,vd->btv", model(*inputs), model.head_weight, precision="highest")
+    return logits(nnx.split(Decoder.abstract(config, dtype=jnp.float32))[0], params, *inputs)
 
 
 @cache
@@ -75,9 +72,9 @@ def padded_segments(tokens: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_agree_with_transformers(name: str) -> None:
     config, params, tokens, positions, expected = fixture(name)
-    logits = logits_of(config, params, tokens, positions, jnp.ones_like(tokens))
+    found = logits_of(config, params, tokens, positions)
     assert np.std(expected) > 1, "logits this small would hide a wrong layer"
-    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
 def test_the_norm_rounds_once() -> None:
@@ -117,8 +114,7 @@ def test_what_layers_add_to_the_residual_stream_is_float32_and_so_is_their_sum()
 
 def test_padding_gives_finite_hidden_states_and_gradients() -> None:
     config, params, tokens, positions, _ = fixture("grouped_bfloat16")
-    logits = logits_of(config, params, tokens, positions, padded_segments(tokens))
-    assert np.isfinite(logits).all()
+    assert np.isfinite(logits_of(config, params, tokens, positions, padded_segments(tokens))).all()
     found = gradients("grouped_bfloat16", padded=True)
     assert all(np.isfinite(leaf).all() and leaf.any() for leaf in jax.tree.leaves(found))  # biases, too
 
@@ -159,9 +155,9 @@ def test_what_is_computed_again_is_not_kept_for_the_backward_pass() -> None:
 
 def test_a_token_outside_the_vocabulary_gives_nan() -> None:
     config, params, tokens, positions, _ = fixture("tied")
-    logits = logits_of(config, params, tokens.at[0, -1].set(96), positions, jnp.ones_like(tokens))
-    assert np.isnan(logits[0, -1]).all()
-    assert np.isfinite(logits[1]).all()
+    found = logits_of(config, params, tokens.at[0, -1].set(96), positions)
+    assert np.isnan(found[0, -1]).all()
+    assert np.isfinite(found[1]).all()
 
 
 def test_a_fresh_model_has_normal_matrices_zero_biases_and_unit_norms() -> None:

@@ -8,12 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any, get_args
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from tiny import logits
 
 from mllm.config.model import LoraConfig, LoraTarget, MeshConfig
 from mllm.errors import UserError
@@ -36,23 +36,16 @@ def abstract_model(base: str, lora: Lora, **mesh: int) -> tuple[nnx.GraphDef, Pa
     return graphdef, *split_adapters(layout.abstract_parameters(params))
 
 
-def logits(graphdef: nnx.GraphDef, params: Params, base: str) -> jax.Array:
-    expected = np.load(FIXTURES / base / "expected.npz")
-    model = nnx.merge(graphdef, params)
-    tokens, positions = (jnp.asarray(expected[key]) for key in ("tokens", "positions"))
-    hidden = model(tokens, positions, jnp.ones_like(tokens))
-    return hidden @ model.head_weight.T
-
-
 def test_adapters_that_peft_wrote_give_the_logits_that_peft_computes_on_four_devices() -> None:
     lora, folder = peft.resolve(LoraConfig(source=str(PEFT)))
     assert (lora, folder) == (Lora(rank=3, alpha=6.0, targets=ALL), PEFT)
     graphdef, adapters, frozen = abstract_model(BASE, lora, fsdp=2, tp=2)
     stored = weights.load(FIXTURES / BASE, frozen)
     whole = nnx.merge_state(stored, peft.load(PEFT, adapters))
-    expected = np.load(PEFT / "expected.npz")["logits"]
-    assert np.abs(expected - np.load(FIXTURES / BASE / "expected.npz")["logits"]).max() > 1
-    np.testing.assert_allclose(logits(graphdef, whole, BASE), expected, atol=1e-4, rtol=0)
+    expected, base = np.load(PEFT / "expected.npz")["logits"], np.load(FIXTURES / BASE / "expected.npz")
+    assert np.abs(expected - base["logits"]).max() > 1
+    found = logits(graphdef, whole, base["tokens"], base["positions"])
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
 def test_adapters_are_written_as_peft_writes_them(tmp_path: Path) -> None:

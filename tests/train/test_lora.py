@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from runs import assert_same_end, killed_after, newest, records, run
-from tiny import ARCHITECTURE, config, load_weights, make_trainer, random_batch
+from tiny import ARCHITECTURE, config, load_weights, logits, make_trainer, random_batch
 
 import tools.export
 import train
@@ -32,12 +32,6 @@ from tools.export import restore
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down", "head")
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-
-
-@partial(jax.jit, static_argnums=0)
-def logits(graphdef, params, tokens):
-    model = nnx.merge(graphdef, params)
-    return model(tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens)) @ model.head_weight.T
 
 
 def test_sampling_merges_adapters_to_rounding():
