@@ -147,20 +147,15 @@ def table(trials: Sequence[Trial]) -> Iterator[str]:
         rows.setdefault((trial.fault, trial.hit), []).append(trial)
     width = max(map(len, columns)) + 2
     heads = "".join(f"{column:>{width}}" for column in columns)
-    yield f"{'fault':<18} {'in':<14}{heads} {'survived':>9} {'noticed in':>11} {'ended in':>9}   steps done again"
-    yield f"{'':<33}{'':>{width * len(columns)}} {'':>31}   {'mean':>6} {'most':>5}"
+    yield f"{'fault':<18} {'in':<14}{heads} {'survived':>9} {'noticed in':>11} {'ended in':>9}"
     for (fault, hit), tried in [*rows.items(), (("all", ""), list(trials))]:
         counts = "".join(f"{sum(trial.column == column for trial in tried):>{width}}" for column in columns)
         times = [max(trial.seconds.get(name, 0.0) for trial in tried) for name in ("noticed", "ended")]
         noticed, ended = (f"{seconds:.2f} s" if seconds else "" for seconds in times)
-        redone = [trial.redone for trial in tried]
-        figures = f"{sum(not trial.failure for trial in tried):>9} {noticed:>11} {ended:>9}"
         said = [remark for trial in tried for remark in trial.remarks] if hit else []
         remarks = "; ".join(f"{said.count(remark)} {remark}" for remark in sorted({*said}))
-        again = f"{sum(redone) / len(redone):>6.1f} {max(redone):>5}"
-        yield f"{fault:<18} {hit:<14}{counts} {figures}   {again}   {remarks}".rstrip()
-    gone = max(trial.seconds.get("all processes gone", 0) for trial in trials)
-    yield f"\nall that a trainer had started was gone {gone:.2f} s after it, at most"
+        survived = sum(not trial.failure for trial in tried)
+        yield f"{fault:<18} {hit:<14}{counts} {survived:>9} {noticed:>11} {ended:>9}   {remarks}".rstrip()
     for trial in trials:
         if trial.failure:
             yield f"LOST  {trial.column}: {trial.fault}, {trial.hit}: {trial.failure}"

@@ -1,6 +1,6 @@
 """The table of faults. Each disturbs a series' run once; the next trainers must go on from what is left.
 
-A process, one of several, is disturbed in each phase in its turn, at a random moment of the phase's usual time. All
+A process, one of several, is disturbed in each phase in its turn, at a random moment after it has begun. All
 must end within a minute with the documented exit codes, and the others with the same line, which names the process.
 """
 
@@ -42,7 +42,7 @@ def strike(
     compiled: bool = False,
     bad: bool = False,
 ) -> tuple[Trial, Trainer, float]:
-    """Let `act` happen to one process at a random moment of a phase, and judge how all of them end.
+    """Let `act` happen to one process at a random moment from a phase's beginning, and judge how all of them end.
 
     Args:
         act: may return the moment from which is timed, if that is not its beginning.
@@ -56,10 +56,10 @@ def strike(
     """
     while True:
         victim = series.rng.randrange(series.processes)
-        phase, count, delay = series.aim(fault, phases or series.durations)
+        phase, count = series.aim(fault, phases or series.phases)
         count += compiled and phase not in ONCE
         trainer = series.reach(phase, count, victim, bad=victim if bad else None)[victim]
-        time.sleep(delay)
+        time.sleep(series.moment())
         begin = time.monotonic()
         begin = act(trainer) or begin
         codes, late, ended = series.end(begin, trainer if fault == "SIGSTOP" else None)
@@ -68,14 +68,14 @@ def strike(
         series.check()
     marks = [phase for seconds, phase in trainer.marks if seconds <= begin or codes[victim] == -signal.SIGKILL]
     trial = series.add(fault, marks[-1] if marks else "start")
-    series.record(trial, trainer)
+    series.note_orphans(trial)
     trial.seconds["ended"] = ended
     if any(codes):
         # At the end all is saved: the others have ended already, or JAX ends those that wait for this one.
         ended_too = {0, -signal.SIGABRT} if trial.hit == END else set()
         trial.failure = trial.failure or misjudged(series, victim, codes, late, own, {*others} | ended_too)
     else:
-        trial.hit, trial.redone, trial.seconds = "no effect", 0, {}
+        trial.hit, trial.seconds = "no effect", {}
         series.check()
     return trial, trainer, begin
 
@@ -121,7 +121,7 @@ def cut_power(series: Series) -> None:
 def interrupt(series: Series, phases: Collection[str] = ()) -> None:
     """SIGTERM or SIGINT; the other processes stop at the same step, or lose this one if it had nothing to save."""
     number = series.rng.choice([signal.SIGTERM, signal.SIGINT])
-    phases = phases or [phase for phase in series.durations if phase != "wait"]
+    phases = phases or [phase for phase in series.phases if phase != "wait"]
     codes = {128 + number, -number}
     trial, trainer, sent = strike(
         series, "a signal", lambda one: one.signal(number), codes, {*codes, RESTART}, phases, compiled=True
@@ -139,7 +139,7 @@ def interrupt_twice(series: Series) -> None:
     def act(trainer: Trainer) -> float:
         trainer.signal(number)
         if trainer.follow("save", "wait"):
-            time.sleep(series.rng.uniform(0, series.duration("save")))
+            time.sleep(series.moment())
         second = time.monotonic()
         trainer.signal(number)
         return second
@@ -187,11 +187,8 @@ def start_twice(series: Series) -> None:
     first = series.reach("update")
     trial = series.add("second start", "refused")
     codes = [trainer.end() for trainer in series.launch()]
-    said = [series.output(i).read_text(encoding="utf-8").splitlines() for i in range(series.processes)]
-    refused = [
-        [line for line in lines if "error: " in line] == lines[-1:] and "in use by" in lines[-1] for lines in said
-    ]
-    if {*codes} != {2} or not all(refused):
+    said = [last_line(series.output(i)) for i in range(series.processes)]
+    if {*codes} != {2} or not all("error: " in line and "in use by" in line for line in said):
         trial.hit, trial.failure = "let in", f"a second start on {series.run_dir} ended with {codes}: {said}"
     series.running = first
     series.kill()
@@ -206,19 +203,14 @@ def damage(series: Series, kind: str) -> None:
     newest = series.steps[-1]
     spoil(series, newest, kind)
     trial = series.add("newest checkpoint", kind)
-    restored = []
     if series.rng.random() < 0.5:  # a kill while the damaged one is read or put aside
-        (trainer, *_) = series.launch()
-        time.sleep(series.rng.uniform(0, series.duration("start") + series.duration("restore")))
+        series.reach("restore")
+        time.sleep(series.moment())
         series.kill()
-        restored.append(trainer.restored)
     (trainer, *_) = series.launch()
     trainer.follow("metrics")
-    restored.append(trainer.restored)
-    first = next((step for step in restored if step is not None), newest)
-    if first != newest:
+    if newest not in series.steps:
         trial.remarks.append("noticed")
-        trial.redone = newest - first
     series.kill()
 
 

@@ -1,24 +1,21 @@
 """Runs of one small workload: one that nothing disturbs, and others that are disturbed and must end like it.
 
-How checkpoints lie in a run's folder or bucket is known here alone, in `Series.files_of` and `is_half_written`.
+How checkpoints lie in a run's folder or bucket is known here alone, in `Series.files_of`.
 """
 
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from trainer import BETWEEN, Trainer
+from trainer import BETWEEN, END, Trainer
 
 from mllm.config.load import dump
 from mllm.config.schema import Config
@@ -31,24 +28,23 @@ LIMIT = 60.0
 """Seconds within which all processes must have ended after a fault."""
 
 
-def rewards(**weights: float) -> dict[str, Any]:
-    named = [{"name": f"user_rewards:{name}", "weight": weight} for name, weight in weights.items()]
-    return {"heldout": 8, "rewards": named}
-
-
+EVEN = {"name": "user_rewards:even_characters"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "sft": {"steps": 36, "eval": {"every": 12}, "checkpoint": {"every": 4, "keep": 3}},
     "grpo": {
         "steps": 24,
         "grpo": {"steps_per_generation": 2, "dynamic_sampling": 2, "beta": 0.1, "reference": "initial"},
         "eval": {"every": 8, "sampled": True},
-        "task": rewards(even_characters=1.0, fussy=0.5),
+        "task": {"heldout": 8, "rewards": [EVEN, {"name": "user_rewards:fussy", "weight": 0.5}]},
         "checkpoint": {"every": 4, "keep": 3},
     },
-    "hanging": {"steps": 2, "task": rewards(even_characters=1.0, slow_at_times=0.5)},
+    "hanging": {
+        "steps": 2,
+        "task": {"heldout": 8, "rewards": [EVEN, {"name": "user_rewards:slow_at_times", "weight": 0.5}]},
+    },
     "slow": {
         "eval": {"every": 2, "sampled": True},
-        "task": rewards(slow=1.0),
+        "task": {"heldout": 8, "rewards": [{"name": "user_rewards:slow"}]},
         "rollout": {"max_completion_length": 256, "max_slots": 1},
         "checkpoint": {"every": 2},
     },
@@ -71,8 +67,6 @@ class Trial:
     """The phase in which it fell, or what it damaged."""
     column: str = ""
     """The workload and its number of processes, as in the table."""
-    redone: int = 0
-    """Steps that had been logged and are done again because of it."""
     seconds: dict[str, float] = field(default_factory=dict)
     """What was timed after the fault, by its name in the table."""
     remarks: list[str] = field(default_factory=list)
@@ -90,8 +84,8 @@ class Series:
         self.folder.mkdir()
         algorithm = "SFT" if name == "sft" else "GRPO"
         self.column = (f"{algorithm} x{processes}" if processes > 1 else algorithm) + place
-        self.durations: dict[str, list[float]] = {}
-        """Seconds of each phase, each time that the undisturbed run went through it."""
+        self.phases: list[str] = []
+        """Those that the undisturbed run went through."""
         self.tried: dict[str, Counter[str]] = {}
         """By fault: how often it was aimed at each phase."""
         self.runs = self.launches = 0
@@ -121,12 +115,6 @@ class Series:
         """The steps of the checkpoints, in order."""
         return self.store.steps()
 
-    @property
-    def last_step(self) -> int:
-        """The last step in metrics.jsonl; 0 if there is none."""
-        lines = self.store.read_log("metrics.jsonl").split(b"\n")[:-1]
-        return int(json.loads(lines[-1])["step"]) if lines else 0
-
     def files_of(self, step: int) -> dict[str, bytes]:
         """The files of a checkpoint that hold anything, by name: its manifest and its chunks."""
         folder = self.store.folder_of(step)
@@ -134,12 +122,6 @@ class Series:
         chunks = [f"{array}/{name}" for array in arrays for name in self.store.entries(array)]
         files = {name: self.store.read(name) for name in (f"checkpoints/{step}.json", *chunks)}
         return {name: content for name, content in files.items() if content}
-
-    def is_half_written(self) -> bool:
-        """Whether something lies there of a checkpoint that is none yet."""
-        entries = self.store.entries("checkpoints")
-        known = {step for name in entries if name.endswith(".json") for step in re.findall(r"\d+", name)}
-        return any("-" in name and name.partition("-")[0] not in known for name in entries)
 
     def output(self, process: int = 0) -> Path:
         """The file with what a process of the last launch has printed."""
@@ -175,29 +157,25 @@ class Series:
         return self.folder / f"cache_{process}"
 
     def run_undisturbed(self) -> None:
-        """The first run, which all others must end like; phases are timed in it."""
+        """The first run, which all others must end like; it tells the phases."""
         self.launch()
         if any(self.codes()):
             raise UserError(f"a run of {self.column} that nothing disturbed failed: {last_line(self.output())}")
-        phases = [next(group) for _, group in groupby(self.running[0].marks, lambda mark: mark[1])]
-        for (begin, phase), (end, _) in pairwise(phases):
-            if phase != BETWEEN:
-                self.durations.setdefault(phase, []).append(end - begin)
+        self.phases = sorted({phase for _, phase in self.running[0].marks} - {BETWEEN, END})
         self.runs = 1
 
-    def duration(self, phase: str) -> float:
-        """The usual seconds of a phase; a save goes on in the background, about as long as the next steps take."""
-        others = sum(median(self.durations[name]) for name in self.durations if phase == "save" and name not in ONCE)
-        return median(self.durations[phase]) + others
+    def moment(self) -> float:
+        """Seconds of a delay, from 0.1 ms to one second, as long as phases last."""
+        return 10 ** self.rng.uniform(-4, 0)
 
-    def aim(self, fault: str, phases: Collection[str]) -> tuple[str, int, float]:
-        """A phase for the fault, each in its turn; which of its beginnings; a delay in seconds."""
+    def aim(self, fault: str, phases: Collection[str]) -> tuple[str, int]:
+        """A phase for the fault, each in its turn; which of its beginnings."""
         possible = [name for name in phases if name != "restore" or self.steps]
         tried = self.tried.setdefault(fault, Counter())
         phase = min(self.rng.sample(possible, len(possible)), key=lambda name: tried[name])
         tried[phase] += 1
         count = 1 if phase in ONCE else self.rng.randint(1, 2 if phase == "save" else 4)
-        return phase, count, self.rng.uniform(0, self.duration(phase))
+        return phase, count
 
     def reach(self, phase: str, count: int = 1, process: int = 0, bad: int | None = None) -> list[Trainer]:
         """Trainers of which one has begun `phase` for the `count`th time, or an earlier time if runs are too short.
@@ -254,17 +232,10 @@ class Series:
         self.trials.append(Trial(fault, hit, self.column))
         return self.trials[-1]
 
-    def record(self, trial: Trial, trainer: Trainer) -> None:
-        """Note what came of a fault that ended this trainer, and all others."""
-        if trainer.begun("metrics"):  # else the log's later lines are another trial's loss
-            trial.redone = max(0, self.last_step - max(self.steps, default=0))
-        if self.is_half_written():
-            trial.remarks.append("beside a half-written checkpoint")
-        for one in self.running:
-            seconds, orphans = one.orphans()
-            trial.seconds["all processes gone"] = max(seconds, trial.seconds.get("all processes gone", 0.0))
-            if orphans:
-                trial.failure = f"in {trial.hit}: it left processes behind, {orphans}"
+    def note_orphans(self, trial: Trial) -> None:
+        """No process that a trainer has started may outlive it long."""
+        if orphans := [pid for trainer in self.running for pid in trainer.orphans()]:
+            trial.failure = f"in {trial.hit}: it left processes behind, {orphans}"
 
     def check(self) -> None:
         """The run is over: compare it with the undisturbed one, and begin the next run."""

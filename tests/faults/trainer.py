@@ -42,14 +42,12 @@ class Trainer:
     Attributes:
         token: in the environment of every process that the trainer starts.
         marks: each phase's beginning, by `time.monotonic`, which is the same in all processes, and its name.
-        restored: the step of the checkpoint that it has restored.
         synced: the bytes of each log, by its path, that survive a crash of the machine.
     """
 
     def __init__(self, arguments: Sequence[str], output: Path, **variables: str) -> None:
         self.token = uuid4().hex
         self.marks: list[tuple[float, str]] = []
-        self.restored: int | None = None
         self.synced: dict[str, int] = {}
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(["__main__", *PRELOADED])
@@ -72,9 +70,7 @@ class Trainer:
                 mark = self.pipe.recv()
             except EOFError:
                 return False
-            if isinstance(mark, int):
-                self.restored = mark
-            elif isinstance(mark, dict):
+            if isinstance(mark, dict):
                 self.synced |= mark
             else:
                 self.marks.append(mark)
@@ -112,15 +108,15 @@ class Trainer:
                     found.append(int(entry.name))
         return found
 
-    def orphans(self) -> tuple[float, list[int]]:
-        """Seconds until all that the trainer has started was gone; the processes that had to be killed."""
-        begin = time.monotonic()
-        while (left := self.descendants()) and time.monotonic() - begin < ORPHANS:
+    def orphans(self) -> list[int]:
+        """The processes that the trainer had started and that outlived it by ORPHANS seconds; they are killed."""
+        deadline = time.monotonic() + ORPHANS
+        while (left := self.descendants()) and time.monotonic() < deadline:
             time.sleep(0.02)
         for pid in left:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        return time.monotonic() - begin, left
+        return left
 
 
 # In the trainer's process
@@ -170,13 +166,6 @@ def run(arguments: list[str], output: Path, token: str, pipe: Connection, variab
             open_phases.pop()
             tell(open_phases[-1])
 
-    def tell_restored(self: Checkpoints, like: Any) -> Any:
-        with phase("restore"):
-            state = restore(self, like)
-        if state is not None:
-            pipe.send(state.step)
-        return state
-
     sync = os.fsync
 
     def synced(handle: int) -> None:
@@ -195,8 +184,8 @@ def run(arguments: list[str], output: Path, token: str, pipe: Connection, variab
     tell("start")
     Stopwatch.phase = timed_phase
     os.fsync = synced
-    restore, Checkpoints.restore = Checkpoints.restore, tell_restored
     for owner, method, name in (
+        (Checkpoints, "restore", "restore"),
         (Checkpoints, "save", "save"),
         (Checkpoints, "wait", "wait"),
         (RunLog, "write", "metrics"),
