@@ -35,8 +35,6 @@ LEAST, MARGIN = 20, 10
 """Seconds without which no job begins, and those that a call leaves for its end."""
 TRAINER = ("pydantic", "flax", "optax", "orbax", "grain", "array_record", "transformers", "safetensors", "tensorboardX")
 """Packages of the trainer that a machine with JAX may lack."""
-LONGEST = 300_000
-"""Characters of a job's output that its log keeps."""
 
 
 @dataclass(frozen=True)
@@ -178,17 +176,15 @@ def run(job: Job, folder: Path, platform: str, deadline: float) -> Record:
         "JAX_COMPILATION_CACHE_DIR": str((folder / "cache").absolute()),
         "JAX_PLATFORMS": {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(platform, "cpu"),  # the tests' default is a CPU
     }
-    limit = float(min(job.seconds, left))
-    ended = child_process.run([sys.executable, *command], seconds=limit, env=environment, cwd=ROOT)
+    ended = child_process.run([sys.executable, *command], seconds=min(job.seconds, left), env=environment, cwd=ROOT)
     for path in own.rglob("checkpoints"):
         shutil.rmtree(path)
-    said = ended.stdout[-LONGEST:]
-    (own / "log.txt").write_text(f"{said}\n--- stderr\n{ended.stderr[-LONGEST:]}")
+    (own / "log.txt").write_text(f"{ended.stdout}\n--- stderr\n{ended.stderr}")
     return {
         "status": "done" if ended.code == 0 else "failed",
         "seconds": round(time.monotonic() - begin, 1),
         "reason": ended.reason,
-        "shown": [line for line in said.splitlines() if line and re.search(job.shows, line)],
+        "shown": [line for line in ended.stdout.splitlines() if line and re.search(job.shows, line)],
     }
 
 

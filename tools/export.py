@@ -42,7 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.adapter:
         said += f", adapters of {save_adapter(config, policy, params, out)}"
     else:
-        save_model(policy, params, options.dtype or config.model.dtype, out)
+        import jax.numpy as jnp
+
+        from mllm.model import weights
+        from mllm.model.lora import merge_all_adapters
+
+        weights.save(
+            out,
+            policy.exported,
+            merge_all_adapters(params, policy.lora),
+            dtype=jnp.dtype(options.dtype or config.model.dtype),
+            stop_ids=policy.stop_ids,
+            pad_id=policy.tokenizer.pad_token_id,
+            also=policy.tokenizer.save_pretrained,
+        )
     print(said)
     return 0
 
@@ -83,24 +96,6 @@ def save_adapter(config: "Config", policy: "Policy", adapters: "Params", out: st
     if policy.read:
         return f"{base}, which tools/export.py {source} --step {config.model.step} writes"
     return base or "random parameters"
-
-
-def save_model(policy: "Policy", params: "Params", dtype: str, out: str) -> None:
-    """Write the model's folder."""
-    import jax.numpy as jnp
-
-    from mllm.model import weights
-    from mllm.model.lora import merge_all_adapters
-
-    weights.save(
-        out,
-        policy.exported,
-        merge_all_adapters(params, policy.lora),
-        dtype=jnp.dtype(dtype),
-        stop_ids=policy.stop_ids,
-        pad_id=policy.tokenizer.pad_token_id,
-        also=policy.tokenizer.save_pretrained,
-    )
 
 
 if __name__ == "__main__":

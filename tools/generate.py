@@ -146,24 +146,18 @@ def complete(
         settings |= {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
     start, work = time.monotonic(), RolloutWork()
     with tqdm(total=len(prompts), unit=" prompts", leave=False, dynamic_ncols=True, disable=None) as bar:
-
-        def poll() -> None:
-            bar.update(work.completions - bar.n)
-
-        sampler = Sampler(
+        result = Sampler(
             policy.graphdef,
             policy.tokenizer,
             policy.stop_ids,
             RolloutConfig(**settings),
             options.seed,
             max_slots=lambda: options.slots,
-            poll=poll,
+            poll=lambda: bar.update(work.completions - bar.n),
             work=work,
-        )
-        result = sampler.complete(params, prompts, step=0, greedy=not options.temperature)
-    speed = work.tokens / (time.monotonic() - start)
-    done = f"{work.completions} of {len(prompts)} done, {work.tokens} tokens, {speed:.0f} tokens/s"
-    print(done, file=sys.stderr)
+        ).complete(params, prompts, step=0, greedy=not options.temperature)
+    seconds = time.monotonic() - start
+    print(f"{len(prompts)} done, {work.tokens} tokens, {work.tokens / seconds:.0f} tokens/s", file=sys.stderr)
     return result
 
 

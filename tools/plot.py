@@ -53,24 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     runs = [tool_run(run) for run in options.runs]
     out = options.out or runs[0].local_folder / "curves.png"
-    if not out.suffix:  # matplotlib would add one, and another file would be written than is printed
-        raise UserError(f"--out: {out} can't be written without an ending that says what it is; give a .png")
     figure = draw({str(run): read_run(run) for run in runs})
     try:
+        out = out.with_suffix(out.suffix or ".png")
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=130)
-    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib doesn't know
+    except (OSError, ValueError) as error:  # ValueError: no name, or a format that matplotlib doesn't know
         raise UserError(f"--out: {out} can't be written ({error}); give the path of a .png") from None
     print(f"{'curves':<18} {out}")
     return 0
 
 
 def read_run(run: RunStore) -> list[Record]:
-    """A record for each step, with its metrics and its timings.
-
-    Raises:
-        UserError: there are no metrics, or a line of a file is no record of a step.
-    """
+    """A record for each step with its metrics and timings; UserError if there are none, or a line is no such record."""
     from mllm.run.metrics import read_records
 
     steps: dict[int, Record] = {}
@@ -126,20 +121,15 @@ def draw_curve(axis: Any, records: list[Record], key: str, color: str, run: str)
     steps, (values, *band) = [record["step"] for record in records], [[record[x] for record in records] for x in shown]
     if kind == "training":
         axis.plot(steps, values, color=color, alpha=0.3)
-        values, *band = map(smooth, (values, *band))
+        window = max(1, len(values) // 20)
+        values, *band = (
+            [fmean(x[max(0, end - window) : end]) for end in range(1, len(x) + 1)] for x in (values, *band)
+        )
     if len(steps) == 1:
         style = style.replace("-", "") or "."  # a line has no single point
     axis.plot(steps, values, style, color=color, label=run + kind)
-    if band and len(steps) == 1:
-        axis.vlines(steps, *band, color=color)
-    elif band:
-        axis.fill_between(steps, *band, color=color, alpha=0.12)
-
-
-def smooth(values: list[float]) -> list[float]:
-    """The means over the last twentieth of the run."""
-    window = max(1, len(values) // 20)
-    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+    if band:
+        axis.fill_between(steps, *band, color=color, alpha=0.12 if len(steps) > 1 else 1)  # of one step a line
 
 
 if __name__ == "__main__":

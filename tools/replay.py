@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     folder, skipped, name = options.dump.rpartition("skipped/")
     if not skipped:
-        raise UserError(f"{options.dump}: not a batch that a run has kept; those are run_dir/skipped/step_N.npz")
+        raise UserError(f"{options.dump}: not a batch as runs keep them, in run_dir/skipped/step_N.npz")
     run = tool_run(folder.rstrip("/") or ".")
     batch, step = read(run.local(f"skipped/{name}"))
     import jax
@@ -96,10 +96,9 @@ def read(path: Path) -> tuple["Batch", int]:
         with np.load(path, allow_pickle=False) as kept:
             fields = {name: kept[name] for name in kept.files}
         return Batch(**{name: value for name, value in fields.items() if name in Batch._fields}), int(fields["step"])
-    except FileNotFoundError:
-        raise UserError(f"{path}: not found; a run keeps its skipped updates in run_dir/skipped") from None
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError):
-        raise UserError(f"{path}: not a batch that a run has kept; those are run_dir/skipped/step_N.npz") from None
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError) as error:
+        reason = errors.brief(error)
+        raise UserError(f"{path}: not a batch as runs keep them, in run_dir/skipped/step_N.npz ({reason})") from None
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ prompt's completions side by side between steps. With --print the newest go to t
 import argparse
 import json
 from collections.abc import Sequence
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from pathlib import Path
 
 from pydantic import BaseModel, FiniteFloat, ValidationError
@@ -73,8 +73,9 @@ def read(run: RunStore) -> list[Sample]:
 
 
 def write_page(samples: list[Sample], run: RunStore) -> None:
-    """Write RUN/samples.html, and say on the terminal where it is and what it leaves out."""
-    held = fitting(samples, LARGEST)
+    """Write RUN/samples.html with the newest samples that fit, at least one, and say where it is and what it lacks."""
+    ends = accumulate(len(embedded(sample.model_dump())) for sample in reversed(samples))
+    held = samples[-max(1, sum(end <= LARGEST for end in ends)) :]
     left_out = len(samples) - len(held)
     data = {"run": str(run), "left_out": left_out, "samples": [sample.model_dump() for sample in held]}
     page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8").replace("DATA", embedded(data))
@@ -89,12 +90,6 @@ def write_page(samples: list[Sample], run: RunStore) -> None:
 def embedded(data: object) -> str:
     """The JSON of data as a page's script element may hold it: ASCII, and without the "<" that could end the script."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def fitting(samples: list[Sample], size: int) -> list[Sample]:
-    """The newest samples that `size` bytes hold, in their order; the last one in any case."""
-    sizes = accumulate(len(embedded(sample.model_dump())) for sample in reversed(samples))
-    return samples[-max(1, sum(1 for _ in takewhile(lambda end: end <= size, sizes))) :]
 
 
 def print_newest(samples: list[Sample], step: int | None, prompt: str, limit: int) -> None:

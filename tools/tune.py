@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline = time.monotonic() + options.limit
     with tempfile.TemporaryDirectory() as cache:
         # Processes of their own: one that has looked at a TPU keeps it from all others.
-        listed, failure = start("tools.bench.tilings", {"shape": options.shape, "most": options.most}, PATIENCE, cache)
+        listed, failure = start(CHILD, {"shape": options.shape, "most": options.most}, PATIENCE, cache)
         if failure or not listed:
             raise UserError(failure or "there is no TPU or Hopper GPU here, and tile sizes are found by timing them")
         for kernel in listed:

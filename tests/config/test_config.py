@@ -38,33 +38,17 @@ VALIDATED = SFT.replace("data: {", "data: {validation: {share: 0.1, every: 3}, "
 SUMS = SFT + "task: {name: arithmetic}\n"
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write(text: str) -> str:
-        path = tmp_path / "run.yaml"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
-RUNS = sorted(configs.CONFIGS.glob("*.yaml"))
-
-
-def test_every_example_begins_with_its_command_and_loads():
-    root = configs.CONFIGS.parent
-    for path in root.glob("docs/examples/*.yaml"):
-        assert path.read_text().startswith(f"# python train.py --config {path.relative_to(root)}"), path
-        configs.load(str(path))
+ROOT = configs.CONFIGS.parent
+RUNS = [*sorted(configs.CONFIGS.glob("*.yaml")), *sorted(ROOT.glob("docs/examples/*.yaml"))]
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_every_shipped_configuration_begins_with_its_command_and_loads_unchanged_after_dump(path: Path, tmp_path):
     command = path.read_text().splitlines()[0].split("(")[0].removeprefix("# python train.py --config ")
     name, *overrides = command.split()
-    assert name == path.name
-    configs.load(name, overrides)
-    config, copy = configs.load(path.name), tmp_path / "config.yaml"
+    assert name == (path.name if path.parent == configs.CONFIGS else str(path.relative_to(ROOT)))
+    configs.load(str(path), overrides)
+    config, copy = configs.load(str(path)), tmp_path / "config.yaml"
     copy.write_text(configs.dump(config))
     assert configs.load(str(copy)) == config
 
@@ -75,9 +59,10 @@ def test_a_configuration_is_found_by_the_name_of_a_file_in_configs_or_answered_w
         configs.load("tiny_grop.yaml")
 
 
-def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_text(write):
+def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_text(tmp_path):
+    (tmp_path / "run.yaml").write_text(SFT)
     overrides = ["optimizer.learning_rate=1e-5", "mesh.dp=2", "checkpoint={every: 2}", "run_dir=2024-12-24"]
-    config = configs.load(write(SFT), overrides)
+    config = configs.load(str(tmp_path / "run.yaml"), overrides)
     assert (config.optimizer.learning_rate, config.mesh.dp, config.checkpoint.every) == (1e-5, 2, 2)
     assert config.run_dir == "2024-12-24"
 
@@ -87,13 +72,10 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
     [
         (GRPO, "optimizer.lr=1", "optimizer.lr: unknown setting; here: optimizer.learning_rate"),
         (GRPO, "learning_rate=1", "learning_rate: unknown setting; it is optimizer.learning_rate"),
-        (GRPO, "rollout.n=8", "rollout.n: unknown setting; here: grpo.num_generations"),
         (GRPO, "optim=adamw_torch", "optim: unknown setting; here: the optimizer is AdamW"),
-        (GRPO, "step=4", "step: unknown setting; it is model.step"),
         (GRPO, "grpo.num_generation=8", "grpo.num_generation: unknown setting; did you mean num_generations?"),
         (GRPO, "grpo.nothing_like_it=8", "grpo.nothing_like_it: unknown setting"),
         (SFT, "optimizer={learning_rate: -1}", "optimizer.learning_rate: Input should be greater than 0 (got -1)"),
-        (SFT + "seed: -1\n", None, "seed: Input should be greater"),
         (SFT.replace("steps: 4", ""), None, "steps: this setting is required"),
         (SFT.replace("batch_size: 8", ""), None, "batch_size: Field required"),
         (GRPO, "batch_size=6", "batch_size: 6 is not divisible by grpo.num_generations (4)"),
@@ -128,9 +110,11 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (VALIDATED, "checkpoint={every: 2, keep_best: true}", "data.validation.every (3) is not a multiple"),
     ],
 )
-def test_a_line_names_the_file_what_was_typed_and_the_setting_with_a_way_out(write, base, typed, message):
+def test_a_line_names_the_file_what_was_typed_and_the_setting_with_a_way_out(tmp_path, base, typed, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(base)
     with pytest.raises(UserError) as error:
-        configs.load(path := write(base), [typed] if typed else [])
+        configs.load(str(path), [typed] if typed else [])
     assert str(error.value).startswith(f"{path} {typed}: " if typed else f"{path}: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)

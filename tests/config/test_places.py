@@ -23,15 +23,25 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_files_are_found_in_the_configurations_folder_then_in_the_current_one(here: Path) -> None:
-    (here / "train.jsonl").touch()
-    (here / "model").mkdir()
-    config = configs.load("ours/run.yaml")
-    assert (config.task.train, config.model.source) == ("train.jsonl", "model")
-    (here / "ours" / "train.jsonl").touch()
-    (here / "ours" / "model").mkdir()
-    config = configs.load("ours/run.yaml")
-    assert (config.task.train, config.model.source) == ("ours/train.jsonl", "ours/model")
+@pytest.mark.parametrize(
+    ("ours", "also", "typed", "meant"),
+    [
+        ("", "train.jsonl model/x", "", "train.jsonl model"),
+        ("train.jsonl model/x", "train.jsonl model/x", "", "ours/train.jsonl ours/model"),
+        # What the command line names is looked for in the current folder first.
+        ("other.jsonl", "other.jsonl", "task.train=other.jsonl", "other.jsonl model"),
+        ("part-0.jsonl", "part-0.jsonl", "task.train=part-*.jsonl", "part-*.jsonl model"),
+        ("other.jsonl", "", "task.train=other.jsonl", "ours/other.jsonl model"),
+        ("", "", "task.train=nowhere.jsonl", "nowhere.jsonl model"),
+    ],
+)
+def test_files_are_found_in_the_configurations_folder_and_the_current_one(here, ours, also, typed, meant) -> None:
+    """`ours` are the files in the configuration's folder, `also` those in the current one."""
+    for path in (*(here / "ours" / name for name in ours.split()), *(here / name for name in also.split())):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    config = configs.load("ours/run.yaml", typed.split())
+    assert f"{config.task.train} {config.model.source}" == meant
 
 
 def test_a_section_in_a_section_is_looked_into(here: Path) -> None:
@@ -40,20 +50,6 @@ def test_a_section_in_a_section_is_looked_into(here: Path) -> None:
     places.locate(settings, (Path("ours"), Path()))
     assert settings == {"data": {"source": "hub/id", "validation": {"source": "ours/heldout.jsonl"}}}
     places.locate({"data": "text"}, (Path(),))
-
-
-def test_what_the_command_line_names_is_found_in_the_current_folder_first(here: Path) -> None:
-    for folder in (here, here / "ours"):
-        (folder / "other.jsonl").touch()
-        (folder / "part-0.jsonl").touch()
-    (here / "ours" / "theirs.jsonl").touch()
-    for typed, meant in (
-        ("other.jsonl", "other.jsonl"),
-        ("part-*.jsonl", "part-*.jsonl"),
-        ("theirs.jsonl", "ours/theirs.jsonl"),
-        ("nowhere.jsonl", "nowhere.jsonl"),
-    ):
-        assert configs.load("ours/run.yaml", [f"task.train={typed}"]).task.train == meant
 
 
 def test_a_resolved_configuration_names_the_same_files_from_the_folder_of_its_run(here: Path) -> None:

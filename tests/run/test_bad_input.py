@@ -256,7 +256,7 @@ TOOLS = (
     ("export", "damaged", "damaged/config.yaml: not readable as YAML"),
     ("plot", "nowhere", "nowhere: no metrics.jsonl with a line in it; give a run_dir"),
     ("plot", "damaged", "damaged/metrics.jsonl: damaged: a line is no record of a step"),
-    ("plot", "run --out run/checkpoints", "--out: run/checkpoints can't be written without an ending"),
+    ("plot", "run --out .", "--out: . can't be written ("),
     ("plot", "run --out curves.exe", "--out: curves.exe can't be written ("),
     ("plot", "begun", "begun: metrics.jsonl has nothing to draw yet"),
     ("samples", "damaged", "damaged/samples.jsonl: damaged: line 1: prompt: Field required"),
@@ -266,14 +266,14 @@ TOOLS = (
     ("generate", "run hi --out o.jsonl", "--out: is for --prompts; other completions are printed"),
     ("generate", "run --prompts missing.jsonl", "--prompts: missing.jsonl can't be read"),
     ("memory", "--config tiny_sft --out run/x/y", "--out: run/x/y names no file in a folder that is there"),
-    ("bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' has a size that isn't from 1 to 2147483647"),
+    ("bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' is not N,D,V: three whole numbers from 1 to 99"),
     ("bench.head", "--live 0", "argument --live: 0 is not a number above 0, at most 1"),
     ("bench.head", "--target v9", "--target: target 'v9': there are v5e"),
     ("bench.head", "--target v6e --live 1", "--live: has no meaning with --target, which times nothing"),
     ("tune", "", "there is no TPU or Hopper GPU here"),
     ("tune", f"--shape 1,1,{'9' * 5000}", "is not N,D,V: three whole numbers"),
-    ("replay", "run/skipped/step_1.npz", "run/skipped/step_1.npz: not found"),
-    ("replay", "run/config.yaml", "run/config.yaml: not a batch that a run has kept"),
+    ("replay", "run/skipped/step_1.npz", "run/skipped/step_1.npz: not a batch as runs keep them, in run_dir/skipped"),
+    ("replay", "run/config.yaml", "run/config.yaml: not a batch as runs keep them, in run_dir/skipped"),
 )
 """The tool, its command line, and the message."""
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from tools.bench import __main__ as bench
-from tools.bench import frame, head, measure, methods
+from tools.bench import head, measure, methods
 from tools.bench.methods import Method, fused, value_and_gradients
 
 ROUNDS = {"method": [9.0, 2.0, 3.0], "hW": [1.0, 1.0, 1.0], "gW": [2.0, 2.0, 2.0], "gh": [3.0, 3.0, 3.0]}
@@ -77,20 +77,6 @@ def test_a_run_that_measures_nothing_fails(monkeypatch, capsys, device, method, 
     monkeypatch.setattr(head, "start", lambda _, task, *__: (device, "") if device and not task else failed)
     assert bench.main(["head", "--methods", method]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {said}")
-
-
-@pytest.mark.parametrize(
-    ("code", "seconds", "outcome"),
-    [
-        ("child_process.answer({'a': 1}); raise MemoryError", None, ([{"a": 1}], "MemoryError")),
-        ("time.sleep(60)", 0.1, ([], "the time limit was reached")),
-    ],
-)
-def test_what_came_of_a_process(tmp_path, monkeypatch, code, seconds, outcome):
-    monkeypatch.setattr(frame, "ROOT", tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(bench.Path(bench.__file__).parent.parent.parent))
-    (tmp_path / "method.py").write_text(f"import time\nfrom mllm import child_process\n{code}")
-    assert frame.start("method", {}, seconds) == outcome
 
 
 # --- the table

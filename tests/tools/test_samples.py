@@ -2,7 +2,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
 
 from tools import samples
 
@@ -19,23 +18,10 @@ def write(folder, lines, tail=""):
     (folder / "samples.jsonl").write_text(text, encoding="utf-8")
 
 
-class Page(HTMLParser):
-    """The page as a browser reads it: the names of its elements, what it would load, and the data."""
-
-    def __init__(self, folder):
-        super().__init__()
-        self.elements, self.loads, self.inside = [], [], None
-        self.feed((folder / "samples.html").read_text(encoding="utf-8"))
-        self.data = json.loads(self.data)
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append(tag)
-        self.loads += [value for name, value in attrs if name in ("src", "href")]
-        self.inside = dict(attrs).get("id")
-
-    def handle_data(self, data):
-        if self.inside == "data":
-            self.data, self.inside = data, None
+def page(folder):
+    """The text of a page, and the data in it."""
+    text = (folder / "samples.html").read_text(encoding="utf-8")
+    return text, json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script', text, re.DOTALL)[1])
 
 
 def test_hostile_text_stays_text(tmp_path, capsys):
@@ -45,12 +31,11 @@ def test_hostile_text_stays_text(tmp_path, capsys):
         write(folder, [sample(1, text, text, reward=None, advantage=None)], tail='{"step": 2, "half')
         assert samples.main([str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[1] == f"{'samples':<18} {hostile}/samples.html (1 completions)"
-    page = Page(hostile)
-    found = {"run": str(hostile), "left_out": 0, "samples": [sample(1, HOSTILE, HOSTILE, None, None)]}
-    assert page.data == found
-    assert (page.elements, page.loads) == (Page(plain).elements, [])
-    script = (hostile / "samples.html").read_text().replace("textContent", "")
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|https?:", script)
+    text, data = page(hostile)
+    assert data == {"run": str(hostile), "left_out": 0, "samples": [sample(1, HOSTILE, HOSTILE, None, None)]}
+    template, _ = page(plain)
+    assert text.count("<") == template.count("<")  # no element more
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|https?:|src=|href=", template)
     assert samples.main([str(hostile), "--print"]) == 0
     printed = capsys.readouterr().out
     assert all(line.isprintable() for line in printed.split("\n"))
@@ -76,7 +61,7 @@ def test_a_page_that_would_be_too_large_holds_the_newest_samples(tmp_path, capsy
     monkeypatch.setattr(samples, "LARGEST", 20_000)
     assert samples.main([str(tmp_path)]) == 0
     assert (tmp_path / "samples.html").stat().st_size < 20_000 + 12_000  # the template
-    data = Page(tmp_path).data
+    _, data = page(tmp_path)
     assert 100 < len(data["samples"]) == len(lines) - data["left_out"] < 300
     assert data["samples"] == lines[data["left_out"] :]
     assert f"({len(data['samples'])} completions, {data['left_out']} left out)" in capsys.readouterr().out

@@ -7,7 +7,7 @@ import jax
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.tpu import tiles as tpu_tiles
 from tools import tune
-from tools.bench import measure, tilings
+from tools.bench import measure
 
 SHAPE = (8192, 2048, 151936)
 ROUNDS = {"method": [3.0], "hW": [1.0], "gW": [1.0], "gh": [1.0]}
@@ -18,7 +18,7 @@ def test_the_fastest_tiling_is_first_and_one_that_fails_is_a_line_with_the_reaso
     tried = [{"kernel": "weight", "rows": rows, "columns": 512, "step": 256} for rows in (128, 256, 512, 1024)]
 
     def start(module, task, seconds, cache):
-        if module == "tools.bench.tilings":
+        if "most" in task:
             return [{"impl": "mosaic_tpu", "kernel": "dW", "way": "workspace 0", "tilings": tried}], ""
         assert task["method"] == "mosaic_tpu, workspace 0"
         now[0] += 10
@@ -42,22 +42,22 @@ def chosen(tilings_found, choose):
     """The tiles that a kernel is traced with, for each tiling."""
     found = []
     for tiles in tilings_found["tilings"]:
-        with tilings.traced_with(tiles):
+        with measure.traced_with(tiles):
             found.append(choose())
     return found
 
 
 def test_every_tiling_fits_the_device_and_the_engine_s_own_choice_is_the_first(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    [found] = tilings.tilings({"shape": SHAPE})
+    [found] = measure.tilings({"shape": SHAPE})
     sizes = chosen(found, lambda: gpu_tiles.choose(*SHAPE))
     assert sizes[0].tiles == gpu_tiles.Tiles()
     assert max(gpu_tiles.shared_memory(each.tiles) for each in sizes) <= gpu_tiles.SHARED_MEMORY
-    assert len({(each.tiles, each.chunk) for each in sizes}) == len(sizes) > len(tilings.CHUNKS)
+    assert len({(each.tiles, each.chunk) for each in sizes}) == len(sizes) > len(measure.GPU_CHUNKS)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     narrow, wide = jax.numpy.dtype("bfloat16"), jax.numpy.dtype("float32")
-    for found in tilings.tilings({"shape": SHAPE, "most": 5}):
-        kernel, mean, keep, _ = tilings.TPU_KERNELS[found["kernel"]]
+    for found in measure.tilings({"shape": SHAPE, "most": 5}):
+        kernel, mean, keep, _ = measure.TPU_KERNELS[found["kernel"]]
         gradient = wide if kernel == "forward" else narrow
         case = tpu_tiles.Case(kernel, 8192, 151936, 2048, narrow, narrow, narrow, gradient, mean, keep)
         each = chosen(found, lambda case=case: tpu_tiles.choose(case))

@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -52,12 +53,9 @@ def positive(kind: type[Number], *, zero: bool = False, most: float = math.inf) 
 
 def shape_of(text: str) -> Shape:
     """For argparse: N,D,V as numbers."""
-    try:
-        tokens, features, vocabulary = map(int, text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not N,D,V: three whole numbers") from None
-    if not 1 <= min(tokens, features, vocabulary) <= max(tokens, features, vocabulary) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} has a size that isn't from 1 to {2**31 - 1}")
+    if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8}){2}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not N,D,V: three whole numbers from 1 to {10**9 - 1}")
+    tokens, features, vocabulary = map(int, text.split(","))
     return tokens, features, vocabulary
 
 

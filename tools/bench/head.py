@@ -49,39 +49,13 @@ Measured = tuple[list[Figures], str]
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if options.target:
-        from tools.bench import methods, target
-
-        chosen = chosen_methods(options.methods, methods.methods("tpu"))
-        target.run(options.target, options.shape or LARGE, chosen)
-    else:
-        run(options)
-    return 0
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    known = parser("head", __doc__)
-    add, sizes = known.add_argument, [",".join(map(str, shape)) for shape in (SMALL, LARGE)]
-    shape = f"tokens, hidden size, vocabulary (default on a CPU {sizes[0]}, else {sizes[1]})"
-    add("--shape", type=shape_of, metavar="N,D,V", help=shape)
-    add("--dtype", choices=("float32", "bfloat16"), help="default on a CPU float32, else bfloat16")
-    live = "shares of rows that count (default 1 0.5 0.25, on a CPU 1)"
-    add("--live", type=positive(float, most=1), nargs="+", metavar="SHARE", help=live)
-    add("--methods", nargs="+", metavar="TEXT", help="only those whose name has one of these in it")
-    add("--timeout", type=positive(float), default=300.0, metavar="S", help="for one method, all shares (default 300)")
-    add("--target", metavar="CHIP", help="compile for this TPU, as in v6e, and time nothing")
-    add("--repeats", type=positive(int), help="rounds timed, after one that is not (default on a CPU 5, else 10)")
-    options = known.parse_args(arguments)
-    for name in ("live", "dtype", "repeats"):
-        if options.target and getattr(options, name) is not None:
-            raise UserError(f"--{name}: has no meaning with --target, which times nothing")
-    return options
-
-
-def run(options: argparse.Namespace) -> None:
-    """Measure and print a table for each share; UserError where nothing is measured."""
     from tools.bench.methods import methods as known_methods
 
+    if options.target:
+        from tools.bench import target
+
+        target.run(options.target, options.shape or LARGE, chosen_methods(options.methods, known_methods("tpu")))
+        return 0
     with tempfile.TemporaryDirectory() as cache:
         found, failure = start(CHILD, {}, options.timeout, cache)
         if failure:
@@ -107,6 +81,26 @@ def run(options: argparse.Namespace) -> None:
         print(text(live, measured))
     if not any(found for found, _ in measured.values()):
         raise UserError("--shape, --methods: nothing could be measured")
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    known = parser("head", __doc__)
+    add, sizes = known.add_argument, [",".join(map(str, shape)) for shape in (SMALL, LARGE)]
+    shape = f"tokens, hidden size, vocabulary (default on a CPU {sizes[0]}, else {sizes[1]})"
+    add("--shape", type=shape_of, metavar="N,D,V", help=shape)
+    add("--dtype", choices=("float32", "bfloat16"), help="default on a CPU float32, else bfloat16")
+    live = "shares of rows that count (default 1 0.5 0.25, on a CPU 1)"
+    add("--live", type=positive(float, most=1), nargs="+", metavar="SHARE", help=live)
+    add("--methods", nargs="+", metavar="TEXT", help="only those whose name has one of these in it")
+    add("--timeout", type=positive(float), default=300.0, metavar="S", help="for one method, all shares (default 300)")
+    add("--target", metavar="CHIP", help="compile for this TPU, as in v6e, and time nothing")
+    add("--repeats", type=positive(int), help="rounds timed, after one that is not (default on a CPU 5, else 10)")
+    options = known.parse_args(arguments)
+    for name in ("live", "dtype", "repeats"):
+        if options.target and getattr(options, name) is not None:
+            raise UserError(f"--{name}: has no meaning with --target, which times nothing")
+    return options
 
 
 def chosen_methods(texts: Sequence[str] | None, known: Sequence["Method"]) -> list["Method"]:

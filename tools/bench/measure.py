@@ -7,14 +7,15 @@ compared with plain JAX in float64 (float32 on TPUs).
 
 Temporaries are the compiler's figure. Through torch, the bare products are torch's, and temporaries are what its own
 count has beside arguments and results.
+
+Another process lists for tools/tune.py the tiles of the kernels that fit this device; a method is traced with some.
 """
 
-import functools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -24,15 +25,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from kernels.lm_head.gpu import tiles as gpu
+from kernels.lm_head.tpu import tiles as tpu
 from tools.bench.frame import Figures, Shape, answer
 from tools.bench.methods import IGNORED, Method, methods
-from tools.bench.tilings import traced_with
 
 CHUNK = 256
 """Tokens that the reference takes at a time."""
 SEED = 0
 MOST_CALLS = 1000
 """Calls in a turn."""
+TPU_KERNELS: dict[str, tuple[Any, bool, bool, str]] = {
+    "statistics": ("forward", False, False, "value only"),
+    "mean": ("forward", True, False, "workspace 0"),
+    "kept": ("forward", True, True, "workspace for all tokens"),
+    "dh": ("hidden", False, False, "with entropy"),
+    "dW": ("weight", False, False, "workspace 0"),
+}
+"""For each kernel: whose tiles it has, whether it sums p W, whether it keeps exponentials, and a way that runs it."""
+GPU_CHUNKS = (8448, 6144, 4096, 3072, 2304, 2048, 1792, 1536, 1024)
+"""Columns; some of them divide evenly among 132 multiprocessors."""
 
 
 # --- the inputs, and what is right
@@ -80,7 +92,7 @@ def live_rows(tokens: int, live: float) -> int:
 
 
 @jax.jit
-@functools.partial(jax.value_and_grad, argnums=(0, 1))
+@partial(jax.value_and_grad, argnums=(0, 1))
 def _plain(hidden: Array, weight: Array, labels: Array, by_logprob: Array, by_lse: Array) -> Array:
     """Sum of logprob and lse, each times its cotangent, from the logits of a row at a time."""
 
@@ -112,7 +124,6 @@ class Xla:
     def __init__(self, method: Method, problem: Problem) -> None:
         if problem.dtype == "float32":  # else a GPU multiplies in less
             jax.config.update("jax_default_matmul_precision", "highest")
-        assert method.call is not None
         self.method, self.problem = method, problem
         self.queue = 1 if jax.default_backend() == "cpu" else 2  # calls that may be under way while it is timed
         hidden, weight, labels = problem.fixed
@@ -145,8 +156,7 @@ class Torch:
     def __init__(self, method: Method, problem: Problem) -> None:
         import torch  # type: ignore[import-not-found]
 
-        assert method.torch is not None
-        self.torch, self.problem, self.loss = torch, problem, method.torch()
+        self.torch, self.problem, self.loss = torch, problem, method.call()
         # torch can wait only for all calls, and their results take each other's place.
         self.queue = MOST_CALLS
         arrays = (torch.from_numpy(x.astype(np.float32)) for x in problem.fixed[:2])
@@ -228,15 +238,48 @@ def in_turns(
     return seconds
 
 
+# --- tiles
+
+
+def tilings(task: Figures) -> Iterator[Figures]:
+    """For a shape, at most so many tilings of a TPU's kernels that fit, all of a GPU's; nothing on other devices."""
+    platform = jax.default_backend()
+    if platform == "gpu":
+        blocks = [(256, 2), (256, 1), (128, 1)]  # columns of a tile, and a cluster's blocks, which divide them
+        each = [gpu.Tiles(columns=c, slots=s, cluster=n) for c, n in blocks for s in (6, 5, 4, 3)]
+        each = sorted((x for x in each if gpu.shared_memory(x) <= gpu.SHARED_MEMORY), key=lambda x: x != gpu.Tiles())
+        found = [{"columns": x.columns, "slots": x.slots, "cluster": x.cluster, "chunk": 2048} for x in each]
+        found += [{**found[0], "chunk": chunk} for chunk in GPU_CHUNKS if chunk != 2048]
+        yield {"impl": "mosaic_gpu", "kernel": "loss", "way": "workspace 0", "tilings": found}
+    tokens, features, vocabulary = task["shape"]
+    narrow, wide = jnp.dtype("bfloat16"), jnp.dtype("float32")
+    for name, (kernel, mean, keep, way) in TPU_KERNELS.items() if platform == "tpu" else ():
+        gradient = wide if kernel == "forward" else narrow
+        case = tpu.Case(kernel, tokens, vocabulary, features, narrow, narrow, narrow, gradient, mean, keep)
+        best = tpu.candidates(case, tpu.vmem())[: task["most"]]
+        found = [{"kernel": kernel, "rows": x.rows, "columns": x.columns, "step": x.step} for x in best]
+        yield {"impl": "mosaic_tpu", "kernel": name, "way": way, "tilings": found}
+
+
+def traced_with(tiles: Figures) -> AbstractContextManager[None]:
+    """Within the context, programs are traced with one of these tilings."""
+    if "rows" in tiles:
+        return tpu.override(**tiles)
+    return gpu.override(gpu.Sizes(gpu.Tiles(**{x: tiles[x] for x in tiles if x != "chunk"}), tiles["chunk"]))
+
+
 # --- the process
 
 
 def main(task: Figures) -> Iterator[Figures]:
-    """The figures of the method that a task names; of none, what JAX runs on.
+    """The figures of the method that a task names; of none the tilings for its shape, or what JAX runs on.
 
     Those of a method, at each share of rows that count, are seconds of each round, temporaries in bytes, errors, and
     the products that it has to make, each of so many flops.
     """
+    if "most" in task:
+        yield from tilings(task)
+        return
     if "method" not in task:
         device = jax.devices()[0]
         found = {"platform": device.platform, "kind": device.device_kind}
@@ -245,7 +288,7 @@ def main(task: Figures) -> Iterator[Figures]:
     [method] = [method for method in methods(jax.default_backend()) if method.name == task["method"]]
     problem = Problem(tuple(task["shape"]), task["dtype"])
     with traced_with(task["tiles"]) if "tiles" in task else nullcontext():
-        library = (Torch if method.torch else Xla)(method, problem)
+        library = (Torch if "torch" in method.needs else Xla)(method, problem)
     for live in task["lives"]:
         rows, call = live_rows(problem.shape[0], live), library.call(live)
         temporaries = library.temporaries(call)

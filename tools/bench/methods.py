@@ -1,11 +1,8 @@
 """The methods that `python tools/bench head` compares: this project's engines, plain JAX, and libraries if installed.
 
-Each computes the cross-entropy of the same tokens with its gradients by hidden states and weight, unless its name says
-otherwise. Libraries run with their default options. tokamax takes no weights: rows that don't count reach it as zeros,
-each of which adds log V to the loss and nothing to a gradient. google-tunix is its Qwen2 model's head and its trainer's
-default loss. Losses through torch ignore rows whose label is -100.
-
-Leaves out several devices, and objectives other than the cross-entropy.
+Libraries run with their default options. tokamax takes no weights: rows that don't count reach it as zeros, each of
+which adds log V to the loss and nothing to a gradient. google-tunix is its Qwen2 model's head and its trainer's default
+loss. Losses through torch ignore rows whose label is -100.
 """
 
 import importlib.util
@@ -22,10 +19,11 @@ from kernels.lm_head import token_logprobs, token_loss
 
 Loss = Callable[..., Array]
 """(hidden [N, D], weight [V, D], labels [N], weights [N], by_logprob [N], by_lse [N]) -> a sum over rows."""
-Call = Callable[..., tuple[Any, ...]]
-"""The same arguments -> (value,) or (value, dh, dW)."""
-TorchLoss = Callable[[], Callable[..., Any]]
-"""A function that imports what it needs, and returns (hidden, weight, labels) -> the sum of cross-entropies."""
+Call = Callable[..., Any]
+"""The same arguments -> (value,) or (value, dh, dW).
+
+For a method that needs torch: () -> a function of (hidden, weight, labels) -> the sum of cross-entropies.
+"""
 WORKSPACE = 640 << 20
 IGNORED = -100
 """The label of a row that doesn't count, for losses through torch."""
@@ -36,9 +34,7 @@ class Method:
     name: str
     products: int
     """Matrix products of 2 N V D flops that it has to make with the memory it is given; it may make more."""
-    call: Call | None = None
-    torch: TorchLoss | None = None
-    """Instead of `call`, for a method that runs through torch."""
+    call: Call
     general: bool = False
     """The value is the sum of logprob and lse times random cotangents; the gradients belong to these."""
     transposed: bool = False
@@ -65,8 +61,8 @@ def methods(platform: str) -> list[Method]:
         *engine_methods(kernels, kernels.removeprefix("mosaic_")),
         Method("full logits", 3, value_and_gradients(full_logits)),
         *(Method(f"scan over {n} tokens, recomputed", 4, value_and_gradients(chunked(n))) for n in chunks),
-        Method("Liger, fused linear", 3, torch=liger, needs=("torch", "liger_kernel"), platform="gpu"),
-        Method("cut-cross-entropy, exact", 4, torch=cce, needs=("torch", "cut_cross_entropy"), platform="gpu"),
+        Method("Liger, fused linear", 3, liger, needs=("torch", "liger_kernel"), platform="gpu"),
+        Method("cut-cross-entropy, exact", 4, cce, needs=("torch", "cut_cross_entropy"), platform="gpu"),
         Method("tokamax, its choice", 3, tokamax(None), transposed=True, needs=("tokamax",)),
         Method("tokamax, chunked_xla", 4, tokamax("chunked_xla"), transposed=True, needs=("tokamax",)),
         Method("google-tunix, default loss", 3, value_and_gradients(tunix), needs=("tunix",)),
@@ -99,10 +95,8 @@ def engine_methods(impl: str, platform: str | None) -> list[Method]:
 def fused(entropy: float = 0.0, **options: Any) -> Loss:
     """The cross-entropy less `entropy` times the entropy, by `token_loss` with these options."""
 
-    def objective(logprob: Array, found: Array) -> Array:
-        return -logprob - entropy * found if entropy else -logprob
-
     def loss(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Array:
+        objective = (lambda logprob, found: -logprob - entropy * found) if entropy else (lambda logprob, _: -logprob)
         return token_loss(hidden, weight, labels, objective, weights=weights, **options)[0]
 
     return loss

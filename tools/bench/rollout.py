@@ -27,15 +27,6 @@ STOPS = (3, 130, 259)
 VOCABULARY, DEVIATION = 260, 1e-3
 PROMPT = 32
 """The most tokens of a prompt."""
-OPTIONS = {
-    "rows": (64, "sequences, eight for each prompt"),
-    "slots": (64, "slots of the engine"),
-    "limit": (384, "tokens of the longest completion"),
-    "hidden": (256, "hidden size"),
-    "layers": (4, "layers"),
-    "repeats": (3, "turns"),
-}
-"""Numbers on the command line, with their defaults and meanings."""
 
 
 def qwen2_config(hidden: int, layers: int) -> dict[str, Any]:
@@ -145,7 +136,14 @@ def measure(task: Figures) -> Iterator[Figures]:
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
     known = parser("rollout", __doc__)
-    for option, (default, meaning) in OPTIONS.items():
+    for option, default, meaning in (
+        ("rows", 64, "sequences, eight for each prompt"),
+        ("slots", 64, "slots of the engine"),
+        ("limit", 384, "tokens of the longest completion"),
+        ("hidden", 256, "hidden size"),
+        ("layers", 4, "layers"),
+        ("repeats", 3, "turns"),
+    ):
         known.add_argument(f"--{option}", type=positive(int), default=default, help=f"{meaning} (default {default})")
     sizes = vars(known.parse_args(arguments))
     methods = list(METHODS) if importlib.util.find_spec("tunix") else ["engine"]
@@ -163,10 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compared(found: Mapping[str, Sequence[Figures]]) -> str:
-    """The table, a row for each method: medians over the turns, and the ratio to the first method in the same turn.
-
-    The first method has all columns.
-    """
+    """The table, a row for each method: medians over the turns, and ratios to the first, which has all columns."""
     first = next(iter(found.values()))
     rows = []
     for name, turns in found.items():

@@ -14,7 +14,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,19 +36,8 @@ MXUS = {"v5e": 4, "v5p": 4, "v6e": 2, "tpu7x": 2}
 DELAY_SLOTS = 4
 
 
-class ListedKernel(NamedTuple):
-    """A kernel's figures, all of them static."""
-
-    name: str
-    bundles: int
-    """Bundles of a turn of the hot loop, without those that a branch can skip and that hold no vmatmul: first and last
-    visits, DMAs that are not always started."""
-    vmatmuls: int
-    """Products in a turn, over all MXUs."""
-    mxu: float
-    """Busy cycles over cycles, where a bundle that finds its MXU busy waits for it (so never above 1)."""
-    spills: int
-    """Stores of vector registers to VMEM in the hot loop."""
+Kernel = tuple[int, int, float, int]
+"""A kernel's figures, all of them static: bundles, vmatmuls, mxu and spills, as `read_kernel` says."""
 
 
 # --- the table
@@ -57,8 +46,7 @@ class ListedKernel(NamedTuple):
 def run(target: str, shape: Shape, chosen: Sequence[Method]) -> None:
     """Print a table of the methods that run through JAX, with a line for each kernel.
 
-    Raises:
-        UserError: there is no such chip, or libtpu isn't installed.
+    UserError is raised if there is no such chip, or libtpu isn't installed.
     """
     if target not in targets.TPUS:
         raise UserError(f"--target: target {target!r}: there are {', '.join(targets.TPUS)}")
@@ -69,7 +57,7 @@ def run(target: str, shape: Shape, chosen: Sequence[Method]) -> None:
     print(f"{target} by its compiler, jax {jax.__version__}, bfloat16; nothing was run, and nothing is a time")
     rows, remarks = [], []
     for method in chosen:
-        if method.torch or method.obstacle("tpu"):
+        if method.obstacle("tpu"):
             continue
         about = {"method": method.name, "shape": list(shape)}
         with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +68,7 @@ def run(target: str, shape: Shape, chosen: Sequence[Method]) -> None:
                 continue
             kernels = read_folder(Path(folder), target)
         rows.append([method.name, str(method.products), *(f"{account[name] / 2**20:.1f}" for name in ("temp", "peak"))])
-        for name, bundles, vmatmuls, mxu, spills in kernels:
+        for name, (bundles, vmatmuls, mxu, spills) in kernels:
             figures = f"bundles {bundles}, vmatmuls {vmatmuls}, mxu {mxu:.1%}, spills {spills}"
             remarks.append(f"{method.name}: {name}, {figures}")
     print("\n".join([f"\n{title(shape)}", table(("method", "products", "temp MiB", "peak MiB"), rows), *remarks]))
@@ -100,10 +88,8 @@ def program(mesh: Mesh, *, method: str, shape: Sequence[int]) -> tuple[Call | No
 def compile_listed(chip: str, program: str, arguments: Mapping[str, Any], folder: Path) -> dict[str, int]:
     """A program's account of memory, compiled for a chip in a process of its own.
 
-    The compiler's listing of its kernels stays in `folder`, which must be empty.
-
-    Raises:
-        ValueError: there is no such chip, or the compiler refuses.
+    The compiler's listing of its kernels stays in `folder`, which must be empty. ValueError is raised if there is no
+    such chip, or the compiler refuses.
     """
     options = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
     ended = targets.run_child(chip, program, arguments, {"LIBTPU_INIT_ARGS": options}, folder)
@@ -122,16 +108,15 @@ _REGION = re.compile(r"(?:Start|Start/End empty) region (\d+)")
 _SPILL = re.compile(r"= vst \[vmem:\[#allocation\d+_spill\]")
 
 
-def read_folder(folder: Path, chip: str) -> list[ListedKernel]:
+def read_folder(folder: Path, chip: str) -> list[tuple[str, Kernel]]:
     """The Pallas kernels with products in a folder of listings; where there is none, XLA's own kernels."""
-    pallas: set[str] = set()
-    for path in folder.glob("*-TLP-hlo.txt"):
-        pallas.update(re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", path.read_text()))
-    found: dict[bool, list[ListedKernel]] = {True: [], False: []}
+    programs = "\n".join(path.read_text() for path in folder.glob("*-TLP-hlo.txt"))
+    pallas = re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", programs)
+    found: dict[bool, list[tuple[str, Kernel]]] = {True: [], False: []}
     for path in sorted(folder.glob("*-final_bundles.txt")):
         match = re.fullmatch(r"\d+-(.+)-\d\d-final_bundles\.txt", path.name)
-        if match and (kernel := read_kernel(own_name(match[1]), path.read_text(), chip)):
-            found[match[1] in pallas].append(kernel)
+        if match and (kernel := read_kernel(path.read_text(), chip)):
+            found[match[1] in pallas].append((own_name(match[1]), kernel))
     return found[True] or found[False]
 
 
@@ -140,10 +125,18 @@ def own_name(name: str) -> str:
     return re.sub(r"^(?:transpose_|jvp_)*(.*?)_*(?:\.\d+)*$", r"\1", name)
 
 
-def read_kernel(name: str, listing: str, chip: str) -> ListedKernel | None:
-    """The figures of one kernel from its `final_bundles` file; None if no loop of it holds a `vmatmul`."""
+def read_kernel(listing: str, chip: str) -> Kernel | None:
+    """The figures of one kernel from its `final_bundles` file; None if no loop of it holds a `vmatmul`.
+
+    Bundles are those of a turn of the hot loop, without those that a branch can skip and that hold no vmatmul: first
+    and last visits, DMAs that are not always started. Then come the products in a turn, over all MXUs; busy cycles
+    over cycles, where a bundle that finds its MXU busy waits for it (so never above 1); and stores of vector registers
+    to VMEM in the hot loop.
+    """
     code = _BUNDLE.split(listing)[1:]  # in the order of their addresses
-    jumps = branches(code)
+    regions = {region: i for i, bundle in enumerate(code) for region in _REGION.findall(bundle)}
+    targeted = ((i, region) for i, bundle in enumerate(code) for region in _BRANCH.findall(bundle))
+    jumps = [(i, regions[region]) for i, region in targeted if region in regions]
     loops = [range(to, min(i + 1 + DELAY_SLOTS, len(code))) for i, to in jumps if to <= i]
     count = [len(_MATMUL.findall(bundle)) for bundle in code]
     body = max((outside_inner(loop, loops) for loop in loops), key=lambda body: sum(count[i] for i in body), default=[])
@@ -152,20 +145,7 @@ def read_kernel(name: str, listing: str, chip: str) -> ListedKernel | None:
     blocks = [range(branch + 1 + DELAY_SLOTS, to) for branch, to in jumps if to > branch]
     skipped = {i for block in blocks if not any(count[i] for i in block) for i in block}
     taken = [code[i] for i in body if i not in skipped]
-    return ListedKernel(
-        name=name,
-        bundles=len(taken),
-        vmatmuls=sum(count[i] for i in body),
-        mxu=mxu_use(taken, chip),
-        spills=len(_SPILL.findall("".join(taken))),
-    )
-
-
-def branches(code: Sequence[str]) -> list[tuple[int, int]]:
-    """Pairs of bundles: where a conditional branch is, and where it leads."""
-    regions = {int(region): i for i, bundle in enumerate(code) for region in _REGION.findall(bundle)}
-    found = ((i, int(region)) for i, bundle in enumerate(code) for region in _BRANCH.findall(bundle))
-    return [(i, regions[region]) for i, region in found if region in regions]
+    return len(taken), sum(count[i] for i in body), mxu_use(taken, chip), len(_SPILL.findall("".join(taken)))
 
 
 def outside_inner(loop: range, loops: Sequence[range]) -> list[int]:
