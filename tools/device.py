@@ -176,7 +176,8 @@ def run(job: Job, folder: Path, platform: str, deadline: float) -> Record:
         "JAX_COMPILATION_CACHE_DIR": str((folder / "cache").absolute()),
         "JAX_PLATFORMS": {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(platform, "cpu"),  # the tests' default is a CPU
     }
-    ended = child_process.run([sys.executable, *command], seconds=min(job.seconds, left), env=environment, cwd=ROOT)
+    limit = float(min(job.seconds, left))
+    ended = child_process.run([sys.executable, *command], seconds=limit, env=environment, cwd=ROOT)
     for path in own.rglob("checkpoints"):
         shutil.rmtree(path)
     (own / "log.txt").write_text(f"{ended.stdout}\n--- stderr\n{ended.stderr}")

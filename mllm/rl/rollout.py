@@ -99,7 +99,7 @@ class Sampler:
     max_slots: Callable[[], int | None] = lambda: None
     """Returns the most sequences that are decoded at a time over all devices, at least one on each; None: all. It is
     called where `options.max_slots` is None."""
-    poll: Callable[[], None] = lambda: None
+    poll: Callable[[], object] = lambda: None
     """Called by all processes after each call of the decode program; what it raises ends the rollout."""
     work: RolloutWork = field(default_factory=RolloutWork)
     """What all rollouts so far did."""
