@@ -76,8 +76,7 @@ def restore(
     from mllm.run.checkpoint import restore_params
     from mllm.run.source_run import load_policy
 
-    changed = [f"model.dtype={dtype}"] if dtype else []
-    config = configs.load(str(store.local(CONFIG)), changed)
+    config = configs.load(str(store.local(CONFIG)), [f"model.dtype={dtype}"] if dtype else [])
     if adapter and config.model.lora is None:
         raise UserError(f"--adapter: {run} trained the whole model (no model.lora): leave it out")
     policy = load_policy(config, make_mesh(MeshConfig()))

@@ -97,8 +97,7 @@ def read(path: Path) -> tuple["Batch", int]:
             fields = {name: kept[name] for name in kept.files}
         return Batch(**{name: value for name, value in fields.items() if name in Batch._fields}), int(fields["step"])
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError) as error:
-        reason = errors.brief(error)
-        raise UserError(f"{path}: not a batch as runs keep them, in run_dir/skipped/step_N.npz ({reason})") from None
+        raise UserError(f"{path}: not a batch as runs keep them, in run_dir/skipped/step_N.npz ({error})") from None
 
 
 if __name__ == "__main__":

@@ -87,7 +87,6 @@ def tunix_sampler(options: Figures) -> Callable[[int], Figures]:
     from mllm.model.tokenizer import bytes_tokenizer
 
     sizes = qwen2_config(options["hidden"], options["layers"])
-    kv_heads = sizes["num_key_value_heads"]
     config = model.ModelConfig(
         num_layers=sizes["num_hidden_layers"],
         vocab_size=VOCABULARY,
@@ -95,7 +94,7 @@ def tunix_sampler(options: Figures) -> Callable[[int], Figures]:
         hidden_dim=sizes["intermediate_size"],
         num_heads=sizes["num_attention_heads"],
         head_dim=64,
-        num_kv_heads=kv_heads,
+        num_kv_heads=sizes["num_key_value_heads"],
         rope_theta=10000,
         norm_eps=1e-6,
         use_tied_embedding=True,
@@ -107,7 +106,7 @@ def tunix_sampler(options: Figures) -> Callable[[int], Figures]:
         lambda x: rng.normal(0, DEVIATION, x.shape).astype(np.float32) if x.ndim > 1 else x, nnx.state(net)
     )
     nnx.update(net, small)
-    cache = sampler.CacheConfig(PROMPT + options["limit"], sizes["num_hidden_layers"], kv_heads, head_dim=64)
+    cache = sampler.CacheConfig(PROMPT + options["limit"], config.num_layers, config.num_kv_heads, head_dim=64)
     sample = sampler.Sampler(net, bytes_tokenizer(), cache)
     text = ["".join(map(chr, prompt)) for prompt in prompts(options)]
     settings = {"max_generation_steps": options["limit"], "max_prompt_length": PROMPT, "eos_tokens": list(STOPS)}
