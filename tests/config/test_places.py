@@ -49,7 +49,6 @@ def test_a_section_in_a_section_is_looked_into(here: Path) -> None:
     settings: dict[str, Any] = {"data": {"source": "hub/id", "validation": {"source": "heldout.jsonl"}}}
     places.locate(settings, (Path("ours"), Path()))
     assert settings == {"data": {"source": "hub/id", "validation": {"source": "ours/heldout.jsonl"}}}
-    places.locate({"data": "text"}, (Path(),))
 
 
 def test_a_resolved_configuration_names_the_same_files_from_the_folder_of_its_run(here: Path) -> None:

@@ -17,9 +17,7 @@ def python(code: str, *arguments: str) -> list[str]:
 
 def assert_ends(pid: int) -> None:
     for _ in range(100):
-        state = subprocess.run(
-            ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
-        ).stdout
+        state = subprocess.getoutput(f"ps -o stat= -p {pid}")
         if state[:1] in ("", "Z"):  # gone, or dead and its new parent is slow
             return
         time.sleep(0.05)

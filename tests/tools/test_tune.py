@@ -40,17 +40,15 @@ def test_the_fastest_tiling_is_first_and_one_that_fails_is_a_line_with_the_reaso
 
 def chosen(tilings_found, choose):
     """The tiles that a kernel is traced with, for each tiling."""
-    found = []
     for tiles in tilings_found["tilings"]:
         with measure.traced_with(tiles):
-            found.append(choose())
-    return found
+            yield choose()
 
 
 def test_every_tiling_fits_the_device_and_the_engine_s_own_choice_is_the_first(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     [found] = measure.tilings({"shape": SHAPE})
-    sizes = chosen(found, lambda: gpu_tiles.choose(*SHAPE))
+    sizes = [*chosen(found, lambda: gpu_tiles.choose(*SHAPE))]
     assert sizes[0].tiles == gpu_tiles.Tiles()
     assert max(gpu_tiles.shared_memory(each.tiles) for each in sizes) <= gpu_tiles.SHARED_MEMORY
     assert len({(each.tiles, each.chunk) for each in sizes}) == len(sizes) > len(measure.GPU_CHUNKS)
@@ -60,7 +58,7 @@ def test_every_tiling_fits_the_device_and_the_engine_s_own_choice_is_the_first(m
         kernel, mean, keep, _ = measure.TPU_KERNELS[found["kernel"]]
         gradient = wide if kernel == "forward" else narrow
         case = tpu_tiles.Case(kernel, 8192, 151936, 2048, narrow, narrow, narrow, gradient, mean, keep)
-        each = chosen(found, lambda case=case: tpu_tiles.choose(case))
+        each = [*chosen(found, lambda case=case: tpu_tiles.choose(case))]
         assert each[0] == tpu_tiles.choose(case)
         assert 1 < len(each) <= 5
         assert max(sum(tpu_tiles.terms(case, tiles).values()) for tiles in each) < tpu_tiles.vmem()
