@@ -146,7 +146,7 @@ def explain(error: ValidationError) -> str:
         relative, message = problem["msg"].split("\n", 1)
         return f"{'.'.join([*location, relative])}: {message}"
     if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown setting{nearest([part for part in location if not part.isdigit()])}"
+        return f"{key}: unknown setting{nearest([part for part in problem['loc'] if isinstance(part, str)])}"
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{key}: expected a section of settings, got {given!r}"
     shown = f" (got {given!r})" if isinstance(given, str | int | float | None) else ""

@@ -123,7 +123,8 @@ OVERRIDES = {
     "steps": "steps: expected key.sub=value",
     "steps.x=1": "steps.x=1: steps is a value, not a section",
     "steps=[": "steps=[: the value is not readable as YAML",
-    # of the wrong type, out of bounds, of an unknown name
+    # of an unknown name, of the wrong type, out of bounds
+    "0=": "0: unknown setting",
     "rollout=3": "rollout: expected a section of settings, got 3",
     "steps=many": "steps: Input should be a valid integer",
     "steps='9999999999999999999999'": "steps: the number is too large: at most 2147483647",
