@@ -80,7 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if devices.caveat:
         print(f"{devices.name}: {devices.caveat}.")
     if options.out:
-        draw(bars, devices.name, devices.memory, options.out.with_suffix(".png"))
+        try:
+            draw(bars, devices.name, devices.memory, options.out.with_suffix(".png"))
+        except OSError as error:
+            raise UserError(f"--out: {options.out} can't be written: {error}") from None
     return 0
 
 

@@ -88,13 +88,6 @@ def combine_all(parts: Running) -> Running:
     return Running(top, sum_e.sum(axis=0), sum_e_z.sum(axis=0), parts.label.sum(axis=0))
 
 
-def combine_over_axis(running: Running, axis: str) -> Running:
-    """The state after the columns of all devices along a mesh axis: a maximum and three sums a row are exchanged."""
-    top = lax.pmax(running.top, axis)
-    sum_e, sum_e_z, label = lax.psum((*_raised(running, top), running.label), axis)
-    return Running(top, sum_e, sum_e_z, label)
-
-
 def _raised(running: Running, top: Float[Array, "*R"]) -> tuple[Float[Array, "*S"], Float[Array, "*S"]]:
     """sum_e and sum_e_z relative to another maximum."""
     shift = running.top - top
@@ -110,9 +103,13 @@ def finish(running: Running) -> Softmax:
 
 
 def finish_live(running: Running, live: Bool[Array, "R"], axis: str | None) -> Softmax:
-    """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count."""
+    """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count.
+
+    The devices exchange a maximum and three sums a row.
+    """
     if axis is not None:
-        running = combine_over_axis(running, axis)
+        top = lax.pmax(running.top, axis)
+        running = Running(top, *lax.psum((*_raised(running, top), running.label), axis))
     return Softmax(*(jnp.where(live, x, 0) for x in finish(running)))
 
 

@@ -99,11 +99,13 @@ class SftBatches:
         if self.config.packing:
             plans = tqdm(islice(self.plans(), most), "counting", unit=" batches", delay=2, disable=None)
             examples = [len(plan) for plan in plans]
+            batches, planned = len(examples), sum(examples)
         else:
-            examples = [self.batch_size] * min(self.end // self.batch_size, most)
-        if len(examples) < most and (left := self.end - sum(examples)):
-            log.warning("data.epochs: the last %d examples do not fill a batch and are left out", left)
-        return len(examples)
+            batches = min(self.end // self.batch_size, most)
+            planned = batches * self.batch_size
+        if batches < most and planned < self.end:
+            log.warning("data.epochs: the last %d examples do not fill a batch and are left out", self.end - planned)
+        return batches
 
     def read(self, position: int) -> tuple[Batch, int]:
         """Training's batch that begins at a position, and the position behind it; StopIteration at the end."""

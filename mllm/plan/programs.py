@@ -41,9 +41,13 @@ class Programs:
     """
 
     def __init__(self, config: Config, mesh: Mesh, kind: type[Forward] = Forward) -> None:
+        model = config.model
+        if model.init == "pretrained" and model.source in PRESETS and not Path(model.source).is_dir():
+            # The sizes are known by name: no file is needed.
+            config = config.model_copy(update={"model": model.model_copy(update={"init": "random", "tokenizer": None})})
         self.config = config
         self.mesh = mesh
-        self.policy = load_policy(without_files(config), mesh)
+        self.policy = load_policy(config, mesh)
         self.optimizer = make_optimizer(config.optimizer, config.steps or 1)
         self.state = abstract_state(self.policy.trained, self.optimizer)
         self.model = nnx.merge(self.policy.graphdef, self.policy.params)
@@ -144,11 +148,3 @@ class Programs:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype if whole else jnp.float32, sharding=x.sharding),
             self.policy.trained,
         )
-
-
-def without_files(config: Config) -> Config:
-    """The configuration with random parameters, if the model's sizes are known by name."""
-    model = config.model
-    if model.init == "random" or model.source not in PRESETS or Path(model.source).is_dir():
-        return config
-    return config.model_copy(update={"model": model.model_copy(update={"init": "random", "tokenizer": None})})

@@ -53,8 +53,9 @@ class Interrupt:
 
     def agree(self) -> bool:
         """Whether a signal has reached any of the processes; `received` is then the same in all of them."""
-        self.received = max(gather_objects(self.received))
-        return self.received > 0
+        if received := max(gather_objects(self.received)):  # else one that has come meanwhile would be lost
+            self.received = received
+        return received > 0
 
     def poll(self) -> None:
         """Raise `Interrupted` if a signal has reached any of the processes, all of which must call this."""

@@ -74,7 +74,10 @@ def updated(
     key: Key[Array, ""],
 ) -> tuple[Params, optax.OptState]:
     """Parameters and optimizer's state after an update, in the dtypes that they had; `key` is the update's own."""
-    wide = jax.tree.map(widen, (gradients, opt_state, params))
+    wide = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf,  # not counts
+        (gradients, opt_state, params),
+    )
     updates, state = optimizer.update(*wide)
     new = optax.apply_updates(wide[2], updates), state
 
@@ -84,11 +87,6 @@ def updated(
         return round_at_random(value, jax.random.fold_in(key, zlib.crc32(keystr(path).encode())))
 
     return jax.tree_util.tree_map_with_path(narrow, new, (params, opt_state))
-
-
-def widen(leaf: Any) -> Any:
-    """Numbers in float32; counts as they are."""
-    return leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 
 def round_at_random(values: Float32[Array, "*S"], key: Key[Array, ""]) -> BFloat16[Array, "*S"]:

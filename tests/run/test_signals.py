@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from mllm.run import signals
 from mllm.run.signals import Interrupt, Interrupted
 
 
@@ -30,10 +31,25 @@ def test_the_first_signal_is_noted_and_the_handlers_of_before_are_restored(numbe
     assert signal.Signals(number).name in capsys.readouterr().err
 
 
+def test_a_signal_that_comes_while_the_processes_ask_each_other_is_not_lost(monkeypatch):
+    with Interrupt() as interrupt:
+        interrupt.holding = True
+
+        def gather(received):
+            interrupt.received = signal.SIGTERM  # as the thread notes it
+            return [received, 0]
+
+        monkeypatch.setattr(signals, "gather_objects", gather)
+        assert not interrupt.agree()
+        monkeypatch.undo()
+        assert interrupt.agree()
+
+
 @pytest.mark.parametrize("holds", [True, False])
 def test_a_second_signal_and_one_with_nothing_to_save_end_the_process_even_in_the_middle_of_a_call(holds):
     program = f"""
 import hashlib
+from mllm.run import signals
 from mllm.run.signals import Interrupt
 with Interrupt() as interrupt:
     interrupt.holding = {holds}

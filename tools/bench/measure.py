@@ -106,12 +106,6 @@ def _plain(hidden: Array, weight: Array, labels: Array, by_logprob: Array, by_ls
     return jnp.sum(jax.lax.map(of_row, (hidden, labels, by_logprob, by_lse), batch_size=CHUNK))
 
 
-def largest_error(got: Any, expected: Array) -> float:
-    """The largest difference over the largest magnitude expected; NaN if a number is."""
-    difference = jnp.abs(jnp.asarray(got).astype(jnp.float32) - expected)
-    return float(jnp.max(difference) / jnp.max(jnp.abs(expected)))
-
-
 # --- the libraries that methods run through
 
 
@@ -297,8 +291,10 @@ def main(task: Figures) -> Iterator[Figures]:
         results = [library.read(result) for result in call()]
         if method.transposed:
             results[2] = results[2].T
-        expected = problem.expected(method.general, live)
-        errors = [largest_error(*each) for each in zip(results, expected, strict=False)]
+        errors = []  # the largest difference over the largest magnitude expected; NaN if a number is
+        for got, expected in zip(results, problem.expected(method.general, live), strict=False):
+            difference = jnp.abs(jnp.asarray(got).astype(jnp.float32) - expected)
+            errors.append(float(jnp.max(difference) / jnp.max(jnp.abs(expected))))
         found = {"live": live, "through": library.name, "rounds": seconds, "temp_bytes": temporaries, "errors": errors}
         yield found | {"products": method.products, "flops": 2 * rows * problem.shape[1] * problem.shape[2]}
 

@@ -43,7 +43,7 @@ def load(config: TaskConfig, seed: int) -> Task:
         examples = read_records(records, partial(listed_example, config, instruction))
         problems[part] = [replace(example, place=place) for place, example in sound_records(examples, key)]
         if not problems[part]:
-            raise UserError(f"{key}: there is no problem in it")
+            raise UserError(f"{key}: there is no problem in its part {part}")
     return split_task(config.name, problems["train"], config.heldout_of(len(problems["train"])), problems.get("test"))
 
 

@@ -6,7 +6,7 @@ This folder does not import JAX, because rewards must start fast.
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,17 +122,14 @@ def split_task(name: str, problems: Sequence[Example], heldout: int, test: Seque
         )
     if left_out := sum(key in tested for key in hashes):
         log.warning("task %s: %d training problems are in its test set and are left out", name, left_out)
-    return Task(name, train, [listed[key] for key in chosen], test, content=content_hash([*problems, *(test or ())]))
+    every = (*problems, *(test or ()))
+    known = [(prompt_hash(e), e.answer, e.solution, e.answer_form, digest({**e.fields})) for e in every]
+    return Task(name, train, [listed[key] for key in chosen], test, content=digest(known))
 
 
 def prompt_hash(example: Example) -> str:
     """A hash of the prompt's roles and texts."""
     return digest([[message["role"], message["content"]] for message in example.prompt])
-
-
-def content_hash(examples: Iterable[Example]) -> str:
-    """A hash of all that rewards and SFT know of the examples."""
-    return digest([(prompt_hash(e), e.answer, e.solution, e.answer_form, digest({**e.fields})) for e in examples])
 
 
 def digest(value: Any) -> str:
