@@ -228,7 +228,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: Any, settings: Any, fault: st
 
 
 def test_files_that_are_empty_or_too_small_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="task.test: there is no problem in its part test"):
+    with pytest.raises(UserError, match=r"task.test: there is no problem in its part test"):
         task(tmp_path, *SUMS, test=write(tmp_path, [], "test.jsonl"))
     with pytest.raises(UserError, match=r"task.heldout: 1 of task jsonl's 1 problems leave none to train on"):
         task(tmp_path, SUMS[0])
