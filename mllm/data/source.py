@@ -93,10 +93,8 @@ class DataIterator(Generic[T]):
     ) -> None:
         """An epoch has `examples` positions; `content` is a hash of the examples, where it is known.
 
-        So many items are read `ahead` of the step that needs them. UserError is raised where there is no example.
+        So many items are read `ahead` of the step that needs them.
         """
-        if examples == 0:
-            raise UserError("task: there is no example in it")
         self.examples = examples
         self.content = content
         self.epochs = epochs
