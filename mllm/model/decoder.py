@@ -103,12 +103,6 @@ class Decoder(nnx.Module):
         hidden, _ = self.apply_layers(tokens, positions, segments)
         return constrain(self.layout, self.last_norm(hidden), HIDDEN_STATES)
 
-    def keys_and_values(
-        self, tokens: Int[jax.Array, "B T"], positions: Int[jax.Array, "B T"], segments: Int[jax.Array, "B T"]
-    ) -> tuple[Float[jax.Array, "L B K T H"], Float[jax.Array, "L B K T H"]]:
-        """What the layers' attention reads of these tokens, in the compute dtype; the arguments are as for a call."""
-        return self.apply_layers(tokens, positions, segments, keep=True)[1]
-
     def apply_layers(
         self,
         tokens: Int[jax.Array, "B T"],
@@ -116,7 +110,10 @@ class Decoder(nnx.Module):
         segments: Int[jax.Array, "B T"],
         keep: bool = False,
     ) -> tuple[Float[jax.Array, "B T D"], Any]:
-        """The residual stream after the last layer, and with `keep` each layer's keys and values, [B, K, T, H] each."""
+        """The residual stream after the last layer; with `keep` what the layers' attention reads of these tokens, too.
+
+        These are keys and values, [L, B, K, T, H] each, in the compute dtype. The arguments are as for a call.
+        """
         attend = self.attention or masked_attention
         rotation = rotary(positions, self.config)
         graphdef, layers = nnx.split(self.layers)

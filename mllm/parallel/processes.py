@@ -194,9 +194,9 @@ class RowShare:
             )
         return cls(shares.index(held[jax.process_index()]), len(shares))
 
-    def part_of(self, total: int) -> slice:
-        """Which of a batch's rows are this process's; the last shares have fewer where all can't have as many."""
-        share = -(-total // self.count)
+    def part_of(self, total: int, group: int = 1) -> slice:
+        """Which of a batch's rows are this process's, whole groups; the last shares may have fewer than the others."""
+        share = -(-total // (self.count * group)) * group
         return slice(self.index * share, (self.index + 1) * share)
 
     def gather(self, value: T) -> list[T]:

@@ -180,6 +180,7 @@ class GrpoSource:
                 first_sequence=len(drawn),
                 rows=self.rows,
                 watch=watch,
+                group=self.config.num_generations,
             )
             rewards = trajectories.group_rewards(drawn, self.rewards, self.config.num_generations)
             missing = wanted - int(np.count_nonzero(~objectives.equal_rewards(rewards)))

@@ -12,6 +12,7 @@ each of them decides the same.
 """
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,14 +48,14 @@ CALL_SECONDS = 0.25
 
 @dataclass
 class Completion:
-    """A sampled completion; its lists have an item for each token."""
+    """A sampled completion; its arrays have an item for each token."""
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
     """The stop token included."""
-    logprobs: list[float] = field(default_factory=list)
-    """Float32 values: under the distribution over the whole vocabulary, with the temperature."""
-    kept: list[float] | None = None
-    """The probability that top-k and top-p kept, float32 values; None with neither of them."""
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    """Under the distribution over the whole vocabulary, with the temperature."""
+    kept: "array[float] | None" = None
+    """The probability that top-k and top-p kept; None with neither of them."""
     finished: bool = False
     """Whether a stop token ended it; False if it was cut off."""
     text: str = ""
@@ -126,7 +127,7 @@ class Sampler:
         while engine.admit():
             engine.decode_chunk()
         texts = self.tokenizer.batch_decode(
-            [one.tokens[: len(one.tokens) - one.finished] for one in engine.completions]
+            [one.tokens[: len(one.tokens) - one.finished].tolist() for one in engine.completions]
         )
         return [replace(one, text=text) for one, text in zip(engine.completions, texts, strict=True)]
 
@@ -163,7 +164,7 @@ class RolloutEngine:
         """The place of the next token in the cache."""
         self.steps_a_call = 1
         truncates = self.options.truncates and not greedy
-        self.completions = [Completion(kept=[] if truncates else None) for _ in prompts]
+        self.completions = [Completion(kept=array("f") if truncates else None) for _ in prompts]
         self.sequences = np.full((self.shards, 0), -1)
         """The sequence in each slot, -1 for none."""
 
@@ -317,10 +318,10 @@ class RolloutEngine:
             made = chunk.tokens[place][: min(steps, most - len(completion.tokens))]
             stops = np.flatnonzero(np.isin(made, self.stream.stop_ids))
             count = int(stops[0]) + 1 if stops.size else made.size
-            completion.tokens += made[:count].tolist()
-            completion.logprobs += chunk.logprobs[place][:count].tolist()
+            completion.tokens.extend(made[:count].tolist())
+            completion.logprobs.extend(chunk.logprobs[place][:count].tolist())
             if chunk.kept is not None and completion.kept is not None:
-                completion.kept += chunk.kept[place][:count].tolist()
+                completion.kept.extend(chunk.kept[place][:count].tolist())
             completion.finished = stops.size > 0
             self.work.tokens += count
             if completion.finished or len(completion.tokens) == most:

@@ -57,7 +57,7 @@ def prefill(
     model = nnx.merge(graphdef, params)
     width = prompts.shape[1]
     places = jnp.broadcast_to(jnp.arange(width), prompts.shape)
-    stacked = model.keys_and_values(prompts, places, (places < lengths[:, None]).astype(jnp.int32))
+    stacked = model.apply_layers(prompts, places, (places < lengths[:, None]).astype(jnp.int32), keep=True)[1]
     # A row begins with its prompt for cuDNN's sake; slots want it at the end.
     align = on_each_device(model.layout, jax.vmap(partial(jnp.roll, axis=1)), (CACHED_KEYS, ("batch",)))
     return tuple(

@@ -1,6 +1,5 @@
 """Prompts are completed and scored: trajectories, which all processes know, and what is logged of them."""
 
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
@@ -34,8 +33,11 @@ def sample_trajectories(
     rows: RowShare,
     watch: Stopwatch,
     greedy: bool = False,
+    group: int = 1,
 ) -> list[Trajectory]:
     """Complete and score each prompt once; each process scores its share, and learns the scores of all.
+
+    No `group` of prompts is scored in parts: a batched function may compare its completions.
 
     Prompt i draws from the stream (seed, step, first_sequence + i).
     """
@@ -43,16 +45,16 @@ def sample_trajectories(
     with watch.phase("rollout"):
         completions = sampler.complete(params, tokens, step=step, first_sequence=first_sequence, greedy=greedy)
     samples = [
-        Sample(prompt.example, one.text, array("i", one.tokens), not one.finished)
+        Sample(prompt.example, one.text, one.tokens, not one.finished)
         for prompt, one in zip(prompts, completions, strict=True)
     ]
     with watch.phase("reward"):
         with raise_everywhere():
-            scored = rewards.score(samples[rows.part_of(len(samples))])
+            scored = rewards.score(samples[rows.part_of(len(samples), group)])
         answers = chain(*rows.gather(scored))
     return [
         Trajectory(
-            np.array(prompt.tokens + one.tokens, np.int32),
+            np.array([*prompt.tokens, *one.tokens], np.int32),
             np.arange(len(prompt.tokens) + len(one.tokens)) >= len(prompt.tokens),
             np.array(one.logprobs, np.float32),
             None if one.kept is None else np.array(one.kept, np.float32),

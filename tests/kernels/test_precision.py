@@ -46,7 +46,7 @@ def test_sampler_and_trainer_multiply_at_the_same_precision(
     dtype: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernel == "splash":
-        monkeypatch.setattr(attention, "on_tpu", lambda mesh: True)
+        monkeypatch.setattr(attention, "platform", lambda mesh: "tpu")
     architecture = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = {"architecture": architecture, "dtype": dtype}
     programs = Programs(config(model=model), make_mesh(MeshConfig()))

@@ -8,6 +8,7 @@ from rollouts import GROUP, SquareRewards, grpo_source, linear_logprobs, sequenc
 from runs import checkpoints, records, run
 from tiny import config
 
+from mllm.parallel.processes import RowShare
 from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
 
@@ -84,6 +85,14 @@ def test_rollouts_without_a_signal_are_logged_at_powers_of_two(caplog):
     logged = [record.getMessage() for record in caplog.records]
     assert [line.partition(":")[0] for line in logged] == ["step 1", "step 2", "step 4"]
     assert "in no group do the rewards differ, so there is nothing to learn from (4 such rollouts so far)" in logged[-1]
+
+
+def test_a_group_is_scored_by_one_process_however_many_there_are(monkeypatch):
+    asked, part_of = [], RowShare.part_of
+    monkeypatch.setattr(RowShare, "part_of", lambda self, *sizes: asked.append(sizes) or part_of(self, *sizes))
+    roll_out()
+    assert (2 * GROUP, GROUP) in asked
+    assert [part_of(RowShare(share, 2), 3 * 4, 4) for share in range(2)] == [slice(0, 8), slice(8, 16)]
 
 
 @pytest.mark.parametrize("penalty", [{"beta": 0.1, "reference": "initial"}, {"entropy_coef": 0.01}])

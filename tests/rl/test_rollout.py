@@ -83,7 +83,7 @@ def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cach
             sampling_logprobs(z, OPTIONS.temperature, OPTIONS.top_k, OPTIONS.top_p)
             for z in completion_logits(model, prompt, found.tokens)
         ]
-        assert found.tokens == [int(np.argmax(logprob + noise[row, t])) for t, logprob in enumerate(expected)]
+        assert found.tokens.tolist() == [int(np.argmax(logprob + noise[row, t])) for t, logprob in enumerate(expected)]
         logprobs = [logprob[token] for logprob, token in zip(expected, found.tokens, strict=True)]
         np.testing.assert_allclose(found.logprobs - np.log(found.kept), logprobs, atol=1e-4)
 
@@ -171,7 +171,7 @@ def test_greedy_completions_are_those_of_transformers(name):
     options = RolloutConfig(max_prompt_length=9, max_completion_length=expected["completions"].shape[1])
     sampler = Sampler(graphdef, bytes_tokenizer(), (5, 71), options, 0, lambda: 4)
     result = sampler.complete(load_weights(folder), prompts, step=0, greedy=True)
-    assert [one.tokens for one in result] == [row[row >= 0].tolist() for row in expected["completions"]]
+    assert [one.tokens.tolist() for one in result] == [row[row >= 0].tolist() for row in expected["completions"]]
     assert not any(any(one.logprobs) for one in result)  # each token was certain
 
 
