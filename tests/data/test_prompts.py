@@ -54,9 +54,8 @@ def test_long_prompts_are_left_out_of_every_epoch_and_of_evaluation_and_warnings
     [
         ([LONG, "a" * 20], "all of the 2 training prompts .* the shortest has 23 tokens"),
         (["a", BAD, "b", BAD], r"2 lines are bad \(data:1, data:3\), the first: data:1: messages: <.*> is"),
-        ([], "no example"),
     ],
-    ids=["long prompts alone", "no chats", "no problems"],
+    ids=["long prompts alone", "no chats"],
 )
 def test_what_is_wrong_anywhere_in_a_list_is_an_error_at_once(problems: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
