@@ -59,7 +59,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def dump(config: Config) -> str:
     """The resolved configuration as YAML: every setting, defaults included; `load` reads it back unchanged."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    escaped = r"\x85" in repr(config)  # unless it is escaped, PyYAML reads this character as another line break
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=not escaped)
 
 
 def find(name: str) -> Path:

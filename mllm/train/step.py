@@ -55,8 +55,7 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
 
 def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
     """Shapes, dtypes and shardings of the state: moments have their parameters', scalars are replicated."""
-    mesh = jax.tree.leaves(params)[0].sharding.mesh
-    replicated = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(jax.tree.leaves(params)[0].sharding.mesh, PartitionSpec())
 
     def like(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

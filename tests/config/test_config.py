@@ -53,6 +53,13 @@ def test_every_shipped_configuration_begins_with_its_command_and_loads_unchanged
     assert configs.load(str(copy)) == config
 
 
+def test_a_text_with_an_unusual_line_break_is_read_as_it_was_dumped(tmp_path):
+    config = configs.load("tiny_sft.yaml", ['run_dir="one\\x85two 三"'])
+    (copy := tmp_path / "copy.yaml").write_text(configs.dump(config), encoding="utf-8")
+    assert configs.load(str(copy)) == config
+    assert config.run_dir == "one\x85two 三"
+
+
 def test_a_configuration_is_found_by_the_name_of_a_file_in_configs_or_answered_with_the_nearest_name():
     assert configs.load("tiny_grpo") == configs.load("tiny_grpo.yaml")
     with pytest.raises(UserError, match=r"did you mean tiny_grpo\.yaml\?"):
