@@ -35,7 +35,7 @@ def training_prompts(
     """The task's prompts, for ever: each once in an epoch, in another order in each; so many are read `ahead`.
 
     All prompts of a list, and the first hundred of problems that are made on demand, are checked at once: UserError
-    as for `usable_prompts`. Of the others, one that can't be used is left out. The iterator's position counts those
+    as for `usable_prompts`. A later one that can't be used is left out. The iterator's position counts those
     that are left out, too.
     """
     examples, name = task.train, task.name

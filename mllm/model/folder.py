@@ -43,7 +43,7 @@ def local_folder(
 ) -> Path:
     """The folder that `source` names: local, or that of a hub id or a bucket in the local cache, fetched if need be.
 
-    Of the last two only the files whose names match `patterns` are fetched. UserError, which names the setting `key`
+    From the hub or a bucket, files whose names match `patterns` are fetched. UserError, which names the setting `key`
     and the `last_resort`, is raised where it is neither a folder nor an id that the hub, or its local cache, gives.
     """
     if is_bucket(source):

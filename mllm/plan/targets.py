@@ -129,12 +129,12 @@ def gpus(count: int) -> Sequence[jax.Device]:
     shape = {"topology": f"1x1x{count}", "target_config": description}
     # JAX would ask for the CUDA libraries that a GPU needs.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    plugins = importlib.util.find_spec("jax_plugins")  # those that JAX finds by itself
+    folders = map(Path, plugins.submodule_search_locations or ()) if plugins else ()
     with silent_stderr():
-        try:
-            return topologies.get_topology_desc("h100", "cuda", **shape).devices
-        except NotImplementedError:  # JAX knows the plugin only where it is installed beside JAX
+        if not any([*folder.glob("xla_cuda*")] for folder in folders):
             register_gpu_plugin()
-            return topologies.get_topology_desc("h100", "cuda", **shape).devices
+        return topologies.get_topology_desc("h100", "cuda", **shape).devices
 
 
 def register_gpu_plugin() -> None:

@@ -52,7 +52,7 @@ class Sample(NamedTuple):
 def fields_of(task: Task) -> tuple[str, ...]:
     """What the task's examples have besides prompts: `answer`, `solution` and the data's further fields, by name.
 
-    Of problems that are made on demand, one is looked at.
+    It looks at one of those problems that are made on demand.
     """
     parts = [part if isinstance(part, list) else part[:1] for part in (task.train, task.heldout)]
     examples = [example for part in parts for example in part]

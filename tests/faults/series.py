@@ -91,7 +91,7 @@ class Series:
         self.runs = self.launches = 0
         self.running: list[Trainer] = []
         self.sizes: dict[str, int] = {}
-        """Of the logs, when what runs was launched."""
+        """Each log's bytes at the last launch, by its name."""
         self.trials: list[Trial] = []
         """The faults of the run that is under way."""
         self.finished: list[Trial] = []

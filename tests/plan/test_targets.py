@@ -5,6 +5,7 @@ For GPUs the account is held against arithmetic, too. No GPU has ever confirmed 
 
 import importlib.util
 import os
+from types import SimpleNamespace
 
 import head_programs as head
 import jax
@@ -58,10 +59,16 @@ def test_only_what_the_plugin_prints_while_it_loads_is_silenced(capfd):
     assert capfd.readouterr().err == "an error\n"
 
 
-def test_without_the_plugin_the_error_says_how_to_install_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(targets, "GPU_PLUGIN", tmp_path)
+def test_without_the_plugin_the_error_says_how_to_install_it_and_one_beside_jax_needs_no_other(monkeypatch, tmp_path):
+    monkeypatch.setattr(targets, "GPU_PLUGIN", tmp_path / "none")
     with pytest.raises(ModuleNotFoundError, match="isn't installed; make aot-gpu does"):
         targets.register_gpu_plugin()
+    monkeypatch.setattr(
+        targets.topologies, "get_topology_desc", lambda *_, **__: SimpleNamespace(devices=jax.devices())
+    )
+    (tmp_path / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert targets.gpus(1) == jax.devices()
 
 
 @pytest.mark.aot

@@ -180,7 +180,7 @@ class Plan(NamedTuple):
     def with_workspace(self, inputs: Inputs, room: int) -> "Plan":
         """The plan with as many columns as `room` bytes keep, in chunks of one size that take the least time.
 
-        Of the room a part is for dy, so that chunks may be larger: half of what all columns leave, or an eighth.
+        Some of the room is for dy, so that chunks may be larger: half of what all columns leave, or an eighth.
         """
         (vocabulary, features), rows = inputs.weight.shape, self.rows
         width = self.sizes.tiles.columns
