@@ -140,7 +140,7 @@ class NoHead(Forward):
     """A loss that costs nothing, to see what everything else takes."""
 
     def head_loss(
-        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch
+        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], copy: Any, batch: Batch
     ) -> tuple[Float[Array, ""], TokenLogprobs]:
         sums = jnp.sum(hidden, axis=-1, dtype=jnp.float32)
         none = jnp.zeros_like(sums)

@@ -1,7 +1,7 @@
 """The head's entry points: arguments are checked, leading dims flattened, and an engine is picked."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -49,6 +49,7 @@ def token_logprobs(
     where: Bool[Array, "*N"] | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     softcap: float | None = None,
+    weight_copy: Float[Array, "V D"] | None = None,
     dtype: Any = None,
     impl: Impl | None = None,
     sharding: HeadSharding | None = None,
@@ -65,6 +66,8 @@ def token_logprobs(
         where: the rows that count. The others cost (almost) nothing, give 0, get no gradient and may have any label.
         temperature: positive; a number, or a scalar that may be traced. Differentiation takes it for a constant.
         softcap: positive, a Python number.
+        weight_copy: what is multiplied in place of `weight`, laid out alike: a narrower copy, rounded as the caller
+            likes. `weight` gets the copy's gradient, in its own dtype, as if nothing were rounded. None: `weight`.
         dtype: the dtype of the matrix products' operands, cast tile by tile as they are read; every sum is float32.
             None: the wider of the arguments' dtypes. float32 products have the device's highest precision.
         impl: None for the best that runs here (see `choose_impl`), which never makes full logits; or a name.
@@ -76,10 +79,10 @@ def token_logprobs(
         ValueError: names the argument; before anything is compiled.
     """
     live = np.ones(np.shape(labels), np.bool_) if where is None else where
-    _check(hidden, weight, live, labels=labels, where=live)
-    hidden, weight = jnp.asarray(hidden), jnp.asarray(weight)
-    options = Options(checked_softcap(softcap), product_dtype(dtype, hidden, weight))
-    arrays = same_varying((hidden, weight, jnp.asarray(labels), jnp.asarray(live), checked_temperature(temperature)))
+    _check(hidden, weight, live, weight_copy, labels=labels, where=live)
+    everything = (hidden, weight, labels, live, checked_temperature(temperature), *_given(weight_copy))
+    arrays = same_varying(tuple(map(jnp.asarray, everything)))
+    options = _options(arrays[:2], weight_copy, dtype, softcap)
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> TokenLogprobs:
         inputs = _flat_inputs(*arrays)
@@ -98,6 +101,7 @@ def token_loss(
     weights: Float[Array, "*N"] | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     softcap: float | None = None,
+    weight_copy: Float[Array, "V D"] | None = None,
     workspace: int | None = None,
     dtype: Any = None,
     impl: Impl | None = None,
@@ -127,24 +131,26 @@ def token_loss(
         raise ValueError(f"workspace must be None or a number of bytes, not {workspace!r}")
     given: Any = np.ones(np.shape(labels), np.float32) if weights is None else weights
     named = {f"operands[{i}]": operand for i, operand in enumerate(operands)}
-    _check(hidden, weight, given != 0, labels=labels, weights=given, **named)
+    _check(hidden, weight, given != 0, weight_copy, labels=labels, weights=given, **named)
     everything = (hidden, weight, labels, given, checked_temperature(temperature), *operands)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
     closed = autodiff.close_objective(objective, [x.dtype for x in arrays[5:]], varying_axes(arrays[0]))
-    options = Options(
-        checked_softcap(softcap), product_dtype(dtype, *arrays[:2]), workspace, entropy_slopes=closed.uses_entropy
-    )
+    options = _options(arrays[:2], weight_copy, dtype, softcap, workspace=workspace, entropy_slopes=closed.uses_entropy)
+    copies = tuple(map(jnp.asarray, _given(weight_copy)))
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> tuple[Float[Array, ""], TokenLogprobs]:
         hidden, weight, labels, weights, temperature, *others = arrays
-        inputs = _flat_inputs(hidden, weight, labels, weights != 0, temperature)
-        per_token, shared = others[: len(operands)], tuple(others[len(operands) :])
+        per_token, others = others[: len(operands)], others[len(operands) :]
+        inputs = _flat_inputs(hidden, weight, labels, weights != 0, temperature, *others[: len(copies)])
+        shared = tuple(others[len(copies) :])
         terms = Terms(weights.reshape(-1).astype(jnp.float32), tuple(x.reshape(-1) for x in per_token), shared)
         engine = _engine(impl, inputs, options, sharding)
         loss, tokens = autodiff.token_loss(engine, options, closed.function, inputs, terms)
         return loss, _unflattened(jax.lax.stop_gradient(tokens), hidden)
 
-    return run_on_mesh(run, sharding, (*arrays, *closed.shared), lambda tokens: (jax.sharding.PartitionSpec(), tokens))
+    return run_on_mesh(
+        run, sharding, (*arrays, *copies, *closed.shared), lambda tokens: (jax.sharding.PartitionSpec(), tokens)
+    )
 
 
 def label_is_likeliest(
@@ -227,8 +233,26 @@ def _placed(name: str, sharding: HeadSharding | None) -> Engine:
     return engine if sharding is None or sharding.mesh.size == 1 else Sharded(engine, sharding.in_use())
 
 
-def _flat_inputs(hidden: Array, weight: Array, labels: Array, live: Array, temperature: Array) -> Inputs:
-    return Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), live.reshape(-1), temperature)
+def _options(sides: Sequence[Array], copy: Array | None, dtype: Any, softcap: Any, **more: Any) -> Options:
+    """The options of hidden states and a weight, of which a copy may be multiplied."""
+    hidden, weight = sides
+    product = product_dtype(dtype, hidden, weight if copy is None else copy)
+    if copy is not None:
+        more |= {"gradient_dtypes": (hidden.dtype, weight.dtype), "has_master": True}
+    return Options(checked_softcap(softcap), product, **more)
+
+
+def _flat_inputs(
+    hidden: Array, weight: Array, labels: Array, live: Array, temperature: Array, copy: Array | None = None
+) -> Inputs:
+    flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), live.reshape(-1)
+    if copy is None:
+        return Inputs(flat[0], weight, *flat[1:], temperature)
+    return Inputs(flat[0], copy, *flat[1:], temperature, master=weight)
+
+
+def _given(copy: Any) -> tuple[Any, ...]:
+    return () if copy is None else (copy,)
 
 
 def _unflattened(tokens: TokenLogprobs, hidden: Array) -> TokenLogprobs:
@@ -236,7 +260,7 @@ def _unflattened(tokens: TokenLogprobs, hidden: Array) -> TokenLogprobs:
     return TokenLogprobs(*(x.reshape(hidden.shape[:-1]) for x in tokens))
 
 
-def _check(hidden: Any, weight: Any, live: Any, **per_token: Any) -> None:
+def _check(hidden: Any, weight: Any, live: Any, copy: Any = None, **per_token: Any) -> None:
     """Checks the arrays that are given; `per_token` has the labels among others, by their names."""
     check_floating("hidden", hidden)
     check_floating("weight", weight)
@@ -245,5 +269,11 @@ def _check(hidden: Any, weight: Any, live: Any, **per_token: Any) -> None:
     if np.ndim(hidden) == 0 or np.shape(hidden)[-1] != np.shape(weight)[1]:
         shapes = f"{list(np.shape(hidden))} beside a weight {list(np.shape(weight))}"
         raise ValueError(f"hidden must be [..., features], with the features of weight, not {shapes}")
+    if copy is not None:
+        check_floating("weight_copy", copy)
+        if np.shape(copy) != np.shape(weight):
+            raise ValueError(
+                f"weight_copy must have weight's shape {list(np.shape(weight))}, not {list(np.shape(copy))}"
+            )
     check_tokens(np.shape(hidden)[:-1], "hidden", per_token)
     check_labels(per_token["labels"], live, vocabulary=np.shape(weight)[0])

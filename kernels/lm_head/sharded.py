@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from kernels.lm_head.contract import Engine, Gradients, Inputs, Objective, Options, Terms
+from kernels.lm_head.contract import Engine, Gradients, Inputs, Objective, Options, Terms, gradient_dtypes
 from kernels.lm_head.softmax import Softmax, TokenLogprobs
 
 
@@ -97,9 +97,11 @@ class Sharded:
     def gradients(
         self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, options: Options
     ) -> Gradients:
+        dtypes = gradient_dtypes(inputs, options)
+
         def pass_(own: Inputs, options: Options, softmax: Softmax, saved: Any, slopes: TokenLogprobs) -> Gradients:
             saved = jax.tree.map(lambda x: x[0], saved)
-            return self._summed(self.engine.gradients(own, softmax, saved, slopes, options), inputs)
+            return self._summed(self.engine.gradients(own, softmax, saved, slopes, options), dtypes)
 
         given = ((softmax, self._rows), (saved, self._saved), (slopes, self._rows))
         dh, dw = self._on_devices(pass_, self._gradients, inputs, options, *given)
@@ -108,9 +110,11 @@ class Sharded:
     def loss_and_gradients(
         self, inputs: Inputs, objective: Objective, terms: Terms, options: Options
     ) -> tuple[Softmax, Gradients]:
+        dtypes = gradient_dtypes(inputs, options)
+
         def pass_(own: Inputs, options: Options, terms: Terms) -> tuple[Softmax, Gradients]:
             softmax, gradients = self.engine.loss_and_gradients(own, objective, terms, options)
-            return softmax, self._summed(gradients, inputs)
+            return softmax, self._summed(gradients, dtypes)
 
         given = (terms, Terms(self._rows, self._rows, PartitionSpec()))  # type: ignore[arg-type]
         softmax, (dh, dw) = self._on_devices(pass_, (self._rows, self._gradients), inputs, options, given)
@@ -173,19 +177,20 @@ class Sharded:
             first = lax.axis_index(at.vocabulary) * len(weight)
             labels = labels.astype(jnp.int32) - first
             columns = jnp.clip(vocabulary - first, 0, len(weight))
-        dh_dtype = jnp.dtype(own.hidden.dtype if at.vocabulary is None else jnp.float32)
-        dw_dtype = jnp.dtype(jnp.float32 if at.tokens else own.weight.dtype)
+        dh_dtype, dw_dtype = gradient_dtypes(own, options)
+        dh_dtype = dh_dtype if at.vocabulary is None else jnp.dtype(jnp.float32)
+        dw_dtype = jnp.dtype(jnp.float32) if at.tokens else dw_dtype
         options = dataclasses.replace(
             options, vocabulary_axis=at.vocabulary, token_axes=at.tokens, gradient_dtypes=(dh_dtype, dw_dtype)
         )
         return own._replace(weight=weight, labels=labels, columns=columns), options
 
-    def _summed(self, gradients: Gradients, inputs: Inputs) -> Gradients:
+    def _summed(self, gradients: Gradients, dtypes: tuple[jnp.dtype, jnp.dtype]) -> Gradients:
         """The gradients summed over the devices that have a part of the sum; each keeps its part of the array."""
         at, (dh, dw) = self.sharding, gradients
         if dh is not None:
-            dh = (dh if at.vocabulary is None else lax.psum(dh, at.vocabulary)).astype(inputs.hidden.dtype)
-        return dh, None if dw is None else self._weight_summed(dw, inputs.weight.dtype)
+            dh = (dh if at.vocabulary is None else lax.psum(dh, at.vocabulary)).astype(dtypes[0])
+        return dh, None if dw is None else self._weight_summed(dw, dtypes[1])
 
     def _weight_summed(self, dw: Float[Array, "V D"], dtype: Any) -> Float[Array, "V d"]:
         """dW summed over the tokens' axes, and of its features those that this device stores."""

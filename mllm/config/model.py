@@ -56,6 +56,11 @@ class ModelConfig(Section):
     """The dtype of activations and of the products' operands; the residual stream, which layers add to, is float32."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters that the optimizer updates; not with `lora`, whose adapters are float32."""
+    compute_rounding: Literal["dithered", "nearest"] = "dithered"
+    """How float32 parameters become bfloat16 for the products. `nearest` hides an update until a weight has moved by
+    half the distance of two bfloat16 numbers, 0.2 to 0.4 % of itself; `dithered` rounds up the weights whose part of it
+    exceeds a fixed threshold of their own, so that the model moves with its parameters. Only with dtype bfloat16, and
+    float32 parameters or `lora`."""
     remat: Literal["none", "full"] = "full"
     """What the backward pass recomputes in each layer: nothing or everything."""
     lora: LoraConfig | None = None
@@ -78,6 +83,8 @@ class ModelConfig(Section):
             raise impossible("step", f"{self.step!r} is none of newest, best and the number of a step")
         if self.lora is not None:
             self.reject_unused("with lora (adapters are float32)", "param_dtype")
+        if self.dtype == "float32" or self.param_dtype == "bfloat16":
+            self.reject_unused("unless float32 parameters become bfloat16", "compute_rounding")
         return self
 
 

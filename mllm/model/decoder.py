@@ -22,6 +22,7 @@ from jaxtyping import Float, Float32, Int
 from kernels.precision import precision_of
 from mllm.model.architecture import Architecture
 from mllm.model.attention import Attention, set_precision
+from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.layout import (
     CACHED_KEYS,
     HIDDEN_STATES,
@@ -31,7 +32,6 @@ from mllm.model.layout import (
     Params,
     constrain,
     gather_layer_float32,
-    rounded,
 )
 from mllm.model.lora import Lora, adapter, add_adapter
 
@@ -45,6 +45,7 @@ class Decoder(nnx.Module):
         *,
         rngs: nnx.Rngs,
         dtype: DTypeLike = jnp.bfloat16,
+        dithered: bool = False,
         param_dtype: DTypeLike = jnp.float32,
         remat: Literal["none", "full"] = "none",
         attention: Attention | None = None,
@@ -53,13 +54,15 @@ class Decoder(nnx.Module):
     ) -> None:
         """Make random parameters: matrices normal with deviation `initializer_range`, biases 0, norms 1.
 
-        Activations and the products' operands have `dtype`; norms, rotary positions, softmax and the residual stream,
+        Activations and the products' operands have `dtype`, and float32 parameters are `dithered` on their way there or
+        rounded to nearest; norms, rotary positions, softmax and the residual stream,
         which the layers add to, are float32. `remat` says what the backward pass computes again in each layer: nothing
         or everything. Without `attention` XLA computes it; without `layout` there is one device, or XLA decides. With
         `lora` the products that it names have adapters, float32, made as zeros.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        self.rounding = Rounding(self.dtype, dithered)
         self.remat = remat
         self.attention = attention
         self.layout = layout
@@ -91,6 +94,13 @@ class Decoder(nnx.Module):
             return weight
         return add_adapter(weight, self.head_a[...], self.head_b[...], self.lora.scale)
 
+    def head_copy(self, weight: Float[jax.Array, "V D"]) -> Float[jax.Array, "V D"] | None:
+        """The compute copy of `head_weight`, without a gradient; None where the head is to narrow that itself."""
+        if not self.rounding.dithered or weight.dtype == self.dtype:
+            return None
+        name = "embed" if self.head is None and self.head_a is None else "head"
+        return compute_copy(jax.lax.stop_gradient(weight), self.rounding, name)
+
     def __call__(
         self, tokens: Int[jax.Array, "B T"], positions: Int[jax.Array, "B T"], segments: Int[jax.Array, "B T"]
     ) -> Float[jax.Array, "B T D"]:
@@ -120,7 +130,7 @@ class Decoder(nnx.Module):
         layout = self.layout
 
         def step(hidden: jax.Array, params: Params, rotation: jax.Array, segments: jax.Array) -> tuple[jax.Array, Any]:
-            layer = nnx.merge(graphdef, gather_layer_float32(params, self.dtype, layout))
+            layer = nnx.merge(graphdef, gather_layer_float32(params, self.rounding, layout))
             projected = layer.project(hidden, rotation)
             queries, keys, values = (
                 constrain(layout, x, axes) for x, axes in zip(projected, (QUERIES, KEYS, KEYS), strict=True)
@@ -145,7 +155,7 @@ class Decoder(nnx.Module):
     def look_up(self, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "B T D"]:
         """The tokens' rows of the embedding, rounded to the compute dtype, as the float32 residual stream begins."""
         hidden = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
-        return rounded(hidden, self.dtype).astype(jnp.float32)
+        return compute_copy(hidden, self.rounding, "embed", tokens).astype(jnp.float32)
 
     def last_norm(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
         """Hidden states in the compute dtype: the norm of the residual stream after the last layer."""
@@ -202,11 +212,13 @@ class Layer(nnx.Module):
         self, name: str, x: Float[jax.Array, "B T I"], dtype: DTypeLike | None = None
     ) -> Float[jax.Array, "B T O"]:
         """The layer's product `name` (q, k, ...) of x, with its bias and adapter if it has them, as `linear` is."""
-        y = linear(x, getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias", None), dtype)
-        if (a := getattr(self, f"{name}_a", None)) is None:
-            return y
+        weight, bias, a = (getattr(self, f"{name}_{part}", None) for part in ("weight", "bias", "a"))
+        assert weight is not None
+        if a is None:
+            return linear(x, weight, bias, dtype)
+        # Rounded once: what the adapter adds is less than half the distance of two bfloat16 numbers at first.
         low = linear(linear(x, a), getattr(self, f"{name}_b"), dtype=jnp.float32)
-        return (y.astype(jnp.float32) + self.lora_scale * low).astype(y.dtype)
+        return (linear(x, weight, bias, jnp.float32) + self.lora_scale * low).astype(dtype or x.dtype)
 
     def project(
         self, hidden: Float[jax.Array, "B T D"], rotation: Float[jax.Array, "2 B T 1 R"]

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from kernels.precision import precision_of
+from mllm.model.compute_copy import Rounding
 from mllm.model.decoder import Decoder, rotary
 from mllm.model.layout import (
     CACHED_KEYS,
@@ -63,26 +63,28 @@ def abstract_cache(model: Decoder, rows: int, places: int) -> Cache:
 
 
 def decoding_graphdef(model: Decoder) -> nnx.GraphDef:
-    """The graph of a model's modules that decoding weights are merged into: as the model, but without adapters."""
-    if model.lora is None:
+    """The graph of a model's modules that decoding weights are merged into: as the model, but without a head's adapter.
+
+    The layers' adapters stay apart from their matrices: merged and rounded, most of what they add would be lost.
+    """
+    if model.lora is None or "head" not in model.lora.targets:
         return nnx.split(model)[0]
-    config = model.config
-    if "head" in model.lora.targets:  # merged, the head is a matrix of its own
-        config = replace(config, tie_word_embeddings=False)
+    config = replace(model.config, tie_word_embeddings=False)  # merged, the head is a matrix of its own
+    lora = replace(model.lora, targets=tuple(name for name in model.lora.targets if name != "head"))
     options = {name: getattr(model, name) for name in ("dtype", "remat", "attention", "layout")}
-    return nnx.split(Decoder.abstract(config, **options))[0]
+    return nnx.split(Decoder.abstract(config, dithered=model.rounding.dithered, lora=lora, **options))[0]
 
 
 def decoding_weights(graphdef: nnx.GraphDef, params: Params) -> DecodingWeights:
     """The decoding weights of a model; one layer at a time, so that little more than the result is held."""
     model = nnx.merge(graphdef, params)
     outer, layers = split_layers(params)
-    options = model.dtype, model.layout, model.lora
+    options = model.rounding, model.layout
     indices = range(model.config.num_hidden_layers)
     shared = shared_parameters(model, outer)
     copied = nnx.State({name: value for name, value in outer.items() if name not in shared})
-    outer = nnx.State({**shared, **merge_and_gather(copied, None, *options)})
-    return DecodingWeights(outer, tuple(merge_and_gather(layers, i, *options) for i in indices))
+    outer = nnx.State({**shared, **gather_outer(copied, *options, model.lora)})
+    return DecodingWeights(outer, tuple(gather_layer(layers, i, *options) for i in indices))
 
 
 def abstract_decoding_weights(model: Decoder, params: Params) -> tuple[DecodingWeights, Params]:
@@ -94,7 +96,7 @@ def abstract_decoding_weights(model: Decoder, params: Params) -> tuple[DecodingW
     outer, layers = split_layers(params)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
     shared = shared_parameters(model, outer)
-    one, outer = (jax.eval_shape(lambda x: merge_adapters(x, model.lora), part) for part in (one, outer))
+    outer = jax.eval_shape(lambda x: merge_adapters(x, model.lora), outer)
     gathered = model.layout.abstract_gathered(one, model.dtype, "layers.")
     outer = model.layout.abstract_gathered(outer, model.dtype)
     return DecodingWeights(outer, (gathered,) * model.config.num_hidden_layers), shared
@@ -117,15 +119,17 @@ def shared_parameters(model: Decoder, outer: Params) -> dict[str, Any]:
     return {name: outer[name] for name in outer if is_gathered(name)}
 
 
-@partial(jax.jit, static_argnames=("dtype", "layout", "lora"))
-def merge_and_gather(
-    params: Params, index: Int[Any, ""] | None, dtype: DTypeLike, layout: Layout | None, lora: Lora | None
-) -> Params:
-    """One layer's parameters of those of all, or without an `index` those of no layer, as decode steps read them."""
-    if index is not None:
-        params = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), params)
-    prefix = "" if index is None else "layers."
-    return gather_parameters(merge_adapters(params, lora), dtype, layout, prefix)
+@partial(jax.jit, static_argnames=("rounding", "layout", "lora"))
+def gather_outer(params: Params, rounding: Rounding, layout: Layout | None, lora: Lora | None) -> Params:
+    """The parameters of no layer as decode steps read them."""
+    return gather_parameters(merge_adapters(params, lora), rounding, layout, "")
+
+
+@partial(jax.jit, static_argnames=("rounding", "layout"))
+def gather_layer(layers: Params, index: Int[Any, ""], rounding: Rounding, layout: Layout | None) -> Params:
+    """One layer's parameters of those of all as decode steps read them."""
+    one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), layers)
+    return gather_parameters(one, rounding, layout, "layers.")
 
 
 def decode_token(

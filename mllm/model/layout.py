@@ -19,6 +19,7 @@ from jaxtyping import Array, Float32, Shaped
 
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
+from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.parallel.mesh import RULES, sharding
 
 Params = Any
@@ -76,14 +77,14 @@ def parameter_name(path: KeyPath) -> str:
     return ".".join(str(key.key) for key in path if isinstance(key, DictKey))
 
 
-def map_parameters(function: Callable[[Any, tuple[str, ...]], Any], params: Params, prefix: str = "") -> Params:
-    """The tree with `function(parameter, its logical axes)` for each parameter; `prefix` begins the leaves' names.
+def map_parameters(function: Callable[[Any, str], Any], params: Params, prefix: str = "") -> Params:
+    """The tree with `function(parameter, its name)` for each parameter; `prefix` begins the leaves' names.
 
     With `prefix` "layers." they are one layer's, without the axis of layers.
     """
 
     def apply(path: KeyPath, leaf: Any) -> Any:
-        return function(leaf, LOGICAL_AXES[prefix + parameter_name(path)][-leaf.ndim :])
+        return function(leaf, prefix + parameter_name(path))
 
     return jax.tree_util.tree_map_with_path(apply, params)
 
@@ -93,9 +94,14 @@ def split_layers(params: Params) -> tuple[Params, Params]:
     return nnx.State({name: value for name, value in params.items() if name != "layers"}), params["layers"]
 
 
-def gathered_axes(axes: tuple[str, ...]) -> Axes:
+def axes_of(parameter: Any, name: str) -> tuple[str, ...]:
+    """The logical axes of a parameter as it is stored, or of one layer's."""
+    return LOGICAL_AXES[name][-parameter.ndim :]
+
+
+def gathered_axes(parameter: Any, name: str) -> Axes:
     """The logical axes of a parameter while products read it: the dim that fsdp shards is whole."""
-    return tuple(None if axis == "embed" else axis for axis in axes)
+    return tuple(None if axis == "embed" else axis for axis in axes_of(parameter, name))
 
 
 @dataclass(frozen=True)
@@ -144,11 +150,15 @@ class Layout:
 
     def abstract_parameters(self, params: Params) -> Params:
         """The shape and dtype of each parameter, with its sharding as it is stored."""
-        return map_parameters(lambda x, axes: self.abstract(x.shape, x.dtype, axes), params)
+        return map_parameters(lambda x, name: self.abstract(x.shape, x.dtype, axes_of(x, name)), params)
 
     def abstract_gathered(self, params: Params, dtype: DTypeLike, prefix: str = "") -> Params:
         """The shape, dtype and sharding of each parameter as `gather_parameters` gives it."""
-        return map_parameters(lambda x, axes: self.abstract(x.shape, dtype, gathered_axes(axes)), params, prefix)
+
+        def gathered(x: Any, name: str) -> jax.ShapeDtypeStruct:
+            return self.abstract(x.shape, jnp.float32 if x.ndim == 1 else dtype, gathered_axes(x, name))
+
+        return map_parameters(gathered, params, prefix)
 
 
 def constrain(layout: Layout | None, array: Shaped[Array, "..."], axes: Axes) -> Shaped[Array, "..."]:
@@ -156,33 +166,25 @@ def constrain(layout: Layout | None, array: Shaped[Array, "..."], axes: Axes) ->
     return array if layout is None else layout.constrain(array, axes)
 
 
-def rounded(values: Shaped[Array, "..."], dtype: DTypeLike) -> Shaped[Array, "..."]:
-    """A parameter, or rows of one, in the compute dtype.
-
-    Every copy of parameters that a model computes with is made here; only the head's kernels narrow their blocks.
-    """
-    return values.astype(dtype)
-
-
 def gather(
-    dtype: DTypeLike, layout: Layout | None, axes: tuple[str, ...], parameter: Shaped[Array, "..."]
+    rounding: Rounding, layout: Layout | None, name: str, parameter: Shaped[Array, "..."]
 ) -> Shaped[Array, "..."]:
-    """A parameter with these axes as products read it: rounded to `dtype`, and then gathered over fsdp."""
-    return constrain(layout, rounded(parameter, dtype), gathered_axes(axes))
+    """The parameter of this name as products read it: its compute copy, gathered over fsdp after it is made."""
+    return constrain(layout, compute_copy(parameter, rounding, name), gathered_axes(parameter, name))
 
 
-def gather_parameters(params: Params, dtype: DTypeLike, layout: Layout | None, prefix: str) -> Params:
+def gather_parameters(params: Params, rounding: Rounding, layout: Layout | None, prefix: str) -> Params:
     """Parameters as `gather` gives them; `prefix` as for `map_parameters`."""
-    return map_parameters(lambda x, axes: gather(dtype, layout, axes, x), params, prefix)
+    return map_parameters(lambda x, name: gather(rounding, layout, name, x), params, prefix)
 
 
-def gather_layer_float32(params: Params, dtype: DTypeLike, layout: Layout | None) -> Params:
+def gather_layer_float32(params: Params, rounding: Rounding, layout: Layout | None) -> Params:
     """One layer's parameters as `gather_parameters` gives them, with the same values, but float32.
 
-    So are their gradients, which devices add up over fsdp: in `dtype` that would round them once more.
+    So are their gradients, which devices add up over fsdp: in the compute dtype that would round them once more.
     """
-    gather = partial(gather_float32, dtype, layout)
-    return map_parameters(lambda x, axes: gather(axes, x.astype(jnp.float32)), params, "layers.")
+    gather = partial(gather_float32, rounding, layout)
+    return map_parameters(lambda x, name: gather(name, x.astype(jnp.float32)), params, "layers.")
 
 
 def round_and_gather(*arguments: Any) -> Float32[Array, "..."]:
@@ -193,5 +195,5 @@ gather_float32 = jax.custom_vjp(round_and_gather, nondiff_argnums=(0, 1, 2))
 # The gradient goes from the product straight to the parameter's own sharding; JAX's own rule would round it first.
 gather_float32.defvjp(
     lambda *arguments: (round_and_gather(*arguments), None),
-    lambda dtype, layout, axes, _, gradient: (constrain(layout, gradient, axes),),
+    lambda rounding, layout, name, _, gradient: (constrain(layout, gradient, axes_of(gradient, name)),),
 )

@@ -131,8 +131,9 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     lora, adapters = (None, None) if model.lora is None else peft.resolve(model.lora)
     param_dtype = model.param_dtype if lora is None else model.dtype
     dtypes = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(param_dtype)}
+    dithered = model.compute_rounding == "dithered"
     options = {"remat": model.remat, "attention": attention.attention, "layout": layout, "lora": lora}
-    graphdef, params = nnx.split(Decoder.abstract(architecture, **dtypes, **options))
+    graphdef, params = nnx.split(Decoder.abstract(architecture, **dtypes, dithered=dithered, **options))
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     if count > MOST_PARAMETERS:
         raise UserError(

@@ -18,7 +18,7 @@ from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.model.architecture import PRESETS
 from mllm.model.decoding import Cache, DecodingWeights, abstract_cache, abstract_decoding_weights, decoding_graphdef
-from mllm.model.layout import Params
+from mllm.model.layout import LOGICAL_AXES, Params
 from mllm.rl import slots
 from mllm.rl.schedule import most_places, prompts_a_batch
 from mllm.run.source_run import load_policy
@@ -136,10 +136,13 @@ class Programs:
         rows, width = self.prefill()[1][1].shape
         return abstract_cache(self.model, rows, width)
 
-    def head_operands(self) -> tuple[Float[Any, "B T D"], Float[Any, "V D"]]:
+    def head_operands(self) -> tuple[Float[Any, "B T D"], Float[Any, "V D"], Float[Any, "V D"] | None]:
+        """Hidden states of a micro-batch, the head's weight, and its copy if the head gets one."""
         shape = (self.rows.micro, self.rows.length, self.policy.architecture.hidden_size)
-        weight = self.model.embed if self.model.head is None else self.model.head
-        return self.array(shape, self.model.dtype, ("batch", "time", "hidden")), weight.get_value()
+        weight = (self.model.embed if self.model.head is None else self.model.head).get_value()
+        has_copy = self.model.rounding.dithered and weight.dtype != self.model.dtype
+        copy = self.array(weight.shape, self.model.dtype, LOGICAL_AXES["head"]) if has_copy else None
+        return self.array(shape, self.model.dtype, ("batch", "time", "hidden")), weight, copy
 
     def gradients(self) -> Params:
         """The gradients that an update sums up: in float32 over micro-batches, else as the parameters are."""

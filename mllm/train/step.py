@@ -30,7 +30,7 @@ from mllm.config.schema import Rows
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
-from mllm.model.layout import LOGICAL_AXES, Params, map_parameters
+from mllm.model.layout import LOGICAL_AXES, Params, axes_of, map_parameters
 from mllm.parallel.mesh import shard_batch, sharding
 from mllm.train import objectives
 from mllm.train.optimizer import update_count, update_key, updated
@@ -96,24 +96,26 @@ class Forward:
         temperature = rollout.temperature if grpo and rollout else 1.0
         self.options: dict[str, Any] = {"temperature": temperature, "impl": head.impl, "sharding": head_sharding(mesh)}
 
-    def head_logprobs(self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch) -> TokenLogprobs:
+    def head_logprobs(
+        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], copy: Float[Array, "V D"] | None, batch: Batch
+    ) -> TokenLogprobs:
         """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
-        where = batch.weights > 0
-        return token_logprobs(hidden, weight, batch.labels, where=where, dtype=hidden.dtype, **self.options)
+        how = {"where": batch.weights > 0, "weight_copy": copy, "dtype": hidden.dtype}
+        return token_logprobs(hidden, weight, batch.labels, **how, **self.options)
 
     def loss(self, params: Params, batch: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
         """The batch's share of the step's loss, and its log-probabilities without gradient, for the metrics."""
         return self.head_loss(*self.hidden(params, batch), batch)
 
     def head_loss(
-        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], batch: Batch
+        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], copy: Float[Array, "V D"] | None, batch: Batch
     ) -> tuple[Float[Array, ""], TokenLogprobs]:
-        """The same from hidden states and the vocabulary matrix."""
+        """The same from hidden states, the vocabulary matrix, and what is multiplied in its place, if it is a copy."""
         config, objective = self.grpo, objectives.sft
         operands: list[Array] = []
         if config is not None and config.loss_type == "gspo":
             # The ratio of a sequence needs the log-probabilities of all its tokens before any loss is known.
-            outputs, counts = self.head_logprobs(hidden, weight, batch), batch.weights > 0
+            outputs, counts = self.head_logprobs(hidden, weight, copy, batch), batch.weights > 0
             inputs = objectives.token_inputs(config, batch)
             losses = objectives.gspo(config, outputs.logprob, outputs.entropy, inputs, counts, batch.segments)
             return jnp.sum(jnp.where(counts, batch.weights * losses, 0.0)), jax.lax.stop_gradient(outputs)
@@ -131,18 +133,24 @@ class Forward:
             objective,
             *operands,
             weights=batch.weights,
+            weight_copy=copy,
             workspace=None if workspace is None else workspace * 2**20,
             dtype=hidden.dtype,
             **self.options,
         )
 
-    def hidden(self, params: Params, batch: Batch) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
-        """Hidden states and the vocabulary matrix: what the head takes."""
+    def hidden(
+        self, params: Params, batch: Batch
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "V D"], Float[Array, "V D"] | None]:
+        """Hidden states, the vocabulary matrix and its copy: what the head takes."""
         model = nnx.merge(self.graphdef, params)
         if model.layout is not None:
             # The parameters have these shardings already; a constraint on them constrains their gradients, too.
-            model = nnx.merge(self.graphdef, map_parameters(model.layout.constrain, params))
-        return model(batch.tokens, batch.positions, batch.segments), model.head_weight
+            constrain = model.layout.constrain
+            params = map_parameters(lambda x, name: constrain(x, axes_of(x, name)), params)
+            model = nnx.merge(self.graphdef, params)
+        weight = model.head_weight
+        return model(batch.tokens, batch.positions, batch.segments), weight, model.head_copy(weight)
 
     def metrics(self, batch: Batch, outputs: TokenLogprobs) -> Metrics:
         """The metrics of a whole batch, over the tokens with a weight, under TRL's names; NaN where there are none."""
@@ -238,12 +246,12 @@ def make_validation(
     @jax.jit(in_shardings=(None, sharding(forward.mesh, ("batch",))))
     def validation_pass(params: Params, batch: Batch) -> Float[Array, "3"]:
         def measure(_: None, micro: Batch) -> tuple[None, list[Float[Array, "B T"]]]:
-            hidden, weight = forward.hidden(params, micro)
-            where, sharding = micro.weights > 0, forward.options["sharding"]
+            hidden, weight, copy = forward.hidden(params, micro)
+            read, where, sharding = weight if copy is None else copy, micro.weights > 0, forward.options["sharding"]
             likeliest = label_is_likeliest(
-                hidden, weight, micro.labels, where=where, dtype=hidden.dtype, sharding=sharding
+                hidden, read, micro.labels, where=where, dtype=hidden.dtype, sharding=sharding
             )
-            return None, [forward.head_logprobs(hidden, weight, micro).logprob, likeliest.astype(jnp.float32)]
+            return None, [forward.head_logprobs(hidden, weight, copy, micro).logprob, likeliest.astype(jnp.float32)]
 
         zeros = jnp.zeros(batch.tokens.shape)
         outputs = loop(measure, None, [zeros, zeros], batch, forward.rows.micro)[1]

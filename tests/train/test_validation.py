@@ -34,7 +34,7 @@ def expected():
     places = np.tile(np.arange(20, dtype=np.int32), (COUNT, 1))
     for place in range(1, 21):  # the last logits are those of the documents as they are
         batch = Batch(tokens, places, np.ones_like(tokens), tokens, np.ones(tokens.shape, np.float32))
-        hidden, weight = hidden_of(params, shard_batch(mesh, batch))
+        hidden, weight, _ = hidden_of(params, shard_batch(mesh, batch))
         logits = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
         if place < 20:
             tokens[:, place] = np.where(RNG.random(COUNT) < 0.5, logits[:, place - 1].argmax(-1), tokens[:, place])

@@ -1,0 +1,65 @@
+"""The copies of parameters that products read: in the compute dtype, rounded to nearest or dithered.
+
+A float32 master that has moved by less than half the distance of two bfloat16 numbers is rounded to nearest back to
+where it was, so that neither the forward pass nor the sampler sees an update of reinforcement learning for tens of
+steps. A dithered copy is rounded up where the weight's fraction between its two neighbours exceeds a threshold in
+[0, 1) that belongs to this weight for ever: the share of the weights that step over is then equal to how far they have
+moved. What bfloat16 can hold stays as it is, so a run begins with the very model that it was given.
+
+A threshold is a hash of the parameter's name and of the weight's row and column: every process, mesh, resumed run and
+tool makes the same copy. All layers have the same thresholds. Vectors (norms, biases) are never rounded.
+"""
+
+import zlib
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Float32, Integer, Shaped, UInt32
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How compute copies are made."""
+
+    dtype: jnp.dtype
+    dithered: bool = False
+    """Whether float32 is dithered on its way to bfloat16; else it is rounded to nearest."""
+
+
+def compute_copy(
+    values: Shaped[Array, "*S"], rounding: Rounding, name: str, rows: Integer[Array, "*R"] | None = None
+) -> Shaped[Array, "*S"]:
+    """A parameter of one layer, or of none, as products read it; gradients pass through as if nothing were rounded.
+
+    Vectors become float32, matrices the compute dtype. `name` is the parameter's in `layout.PARAMETERS`, `rows` are the
+    numbers of its rows where only some are given.
+    """
+    if values.ndim == 1:
+        return values.astype(jnp.float32)
+    if not (rounding.dithered and values.dtype == jnp.float32 and rounding.dtype == jnp.bfloat16):
+        return values.astype(rounding.dtype)
+    number = jax.lax.broadcasted_iota(jnp.uint32, values.shape, values.ndim - 2) if rows is None else rows[..., None]
+    return dither(values, thresholds(name, number, jax.lax.broadcasted_iota(jnp.uint32, values.shape, values.ndim - 1)))
+
+
+@jax.custom_vjp
+def dither(values: Float32[Array, "*S"], bits: UInt32[Array, "*S"]) -> BFloat16[Array, "*S"]:
+    """Each number's neighbour in bfloat16: the one farther from 0 where its 16 last bits and `bits` carry."""
+    cut = (jax.lax.bitcast_convert_type(values, jnp.uint32) + bits) & jnp.uint32(0xFFFF0000)
+    # A carry would make other numbers of infinity and NaN.
+    rounded = jnp.where(jnp.isfinite(values), jax.lax.bitcast_convert_type(cut, jnp.float32), values)
+    return rounded.astype(jnp.bfloat16)
+
+
+dither.defvjp(lambda values, bits: (dither(values, bits), None), lambda _, slope: (slope.astype(jnp.float32), None))
+
+
+def thresholds(name: str, rows: Integer[Array, "..."], columns: Integer[Array, "..."]) -> UInt32[Array, "..."]:
+    """16 bits for each weight, from the parameter's name, its row and its column, which broadcast."""
+    first = jnp.uint32(zlib.crc32(name.encode()))
+    rows, columns = rows.astype(jnp.uint32), columns.astype(jnp.uint32)
+    number = first + rows * jnp.uint32(0x9E3779B1) + columns * jnp.uint32(0x85EBCA77)
+    # The integer hash `lowbias32` (C. Wellons, public domain), all but its last step.
+    number = (number ^ (number >> 16)) * jnp.uint32(0x7FEB352D)
+    return ((number ^ (number >> 15)) * jnp.uint32(0x846CA68B)) >> 16
