@@ -54,11 +54,11 @@ class Decoder(nnx.Module):
     ) -> None:
         """Make random parameters: matrices normal with deviation `initializer_range`, biases 0, norms 1.
 
-        Activations and the products' operands have `dtype`, and float32 parameters are `dithered` on their way there or
-        rounded to nearest; norms, rotary positions, softmax and the residual stream,
-        which the layers add to, are float32. `remat` says what the backward pass computes again in each layer: nothing
-        or everything. Without `attention` XLA computes it; without `layout` there is one device, or XLA decides. With
-        `lora` the products that it names have adapters, float32, made as zeros.
+        Activations and the products' operands have `dtype`; float32 matrices are `dithered` on their way there (see
+        compute_copy.py) or rounded to nearest. Norms, rotary positions, softmax and the residual stream, which the
+        layers add to, are float32. `remat` says what the backward pass computes again in each layer: nothing or
+        everything. Without `attention` XLA computes it; without `layout` there is one device, or XLA decides. With
+        `lora` the products that it names have adapters, float32, made as zeros, and vectors are float32, too.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -70,7 +70,7 @@ class Decoder(nnx.Module):
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(normal(rngs.params(), vocabulary))
         self.layers = Layer(config, self.dtype, param_dtype, rngs, lora)
-        self.norm = nnx.Param(jnp.ones(config.hidden_size, param_dtype))
+        self.norm = nnx.Param(jnp.ones(config.hidden_size, param_dtype if lora is None else jnp.float32))
         self.head = None if config.tie_word_embeddings else nnx.Param(normal(rngs.params(), vocabulary))
         self.lora = lora
         self.head_a: nnx.Param | None = None
@@ -183,7 +183,9 @@ class Layer(nnx.Module):
             return nnx.Param(normal(rngs.params(), (config.num_hidden_layers, rows, columns)))
 
         def constant(value: int, size: int) -> nnx.Param:
-            return nnx.Param(jnp.full((config.num_hidden_layers, size), value, param_dtype))
+            return nnx.Param(
+                jnp.full((config.num_hidden_layers, size), value, param_dtype if lora is None else jnp.float32)
+            )
 
         def bias(size: int) -> nnx.Param | None:
             return constant(0, size) if config.traits.qkv_bias else None

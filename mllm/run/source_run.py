@@ -9,20 +9,23 @@ from functools import partial
 
 import jax
 from jax.sharding import Mesh
+from jax.tree_util import KeyPath
+from jaxtyping import Array
 
 from mllm.config import load as configs
 from mllm.config.model import ModelConfig
 from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.model import load
-from mllm.model.layout import Params
+from mllm.model.compute_copy import Rounding, compute_copy
+from mllm.model.layout import Params, parameter_name
 from mllm.model.load import Policy
 from mllm.model.lora import merge_all_adapters
 from mllm.parallel.processes import gather_objects
 from mllm.run.checkpoint import restore_params
 from mllm.store.run_store import CONFIG, RunStore, find_run
 
-OWN = ("dtype", "param_dtype", "remat", "attention", "lora")
+OWN = ("dtype", "param_dtype", "compute_rounding", "remat", "attention", "lora")
 """Settings of a model that are not taken from the run that is its source."""
 
 
@@ -97,7 +100,7 @@ class SourceRun:
         dtype = self.config.model.param_dtype
         stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like)
         _, params = restore_params(self.store, stored, step)
-        return jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype), params, like)
+        return self.narrowed(params, like)
 
     def merged_parameters(self, step: int, like: Params) -> Params:
         """The same of a run that trained adapters: they are added to its model's matrices in float32."""
@@ -110,7 +113,19 @@ class SourceRun:
 
         @jax.jit(out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))
         def merge(params: Params) -> Params:
-            merged = merge_all_adapters(params, policy.lora)
-            return jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype), merged, like)
+            return self.narrowed(merge_all_adapters(params, policy.lora), like)
 
         return merge(policy.complete(adapters))
+
+    def narrowed(self, params: Params, like: Params) -> Params:
+        """The parameters in the dtypes of `like`; those that lose bits are rounded as the new run rounds its own."""
+
+        def narrow(path: KeyPath, leaf: Array, wanted: jax.ShapeDtypeStruct) -> Array:
+            if leaf.dtype == wanted.dtype:
+                return leaf
+            rounding = Rounding(wanted.dtype, self.model.compute_rounding == "dithered")
+            return copy(leaf, rounding, parameter_name(path)).astype(wanted.dtype)
+
+        copy = jax.jit(compute_copy, static_argnums=(1, 2))  # one array at a time, without temporaries
+
+        return jax.tree_util.tree_map_with_path(narrow, params, like)

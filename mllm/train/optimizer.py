@@ -17,6 +17,7 @@ from jax.tree_util import KeyPath, keystr
 from jaxtyping import Array, BFloat16, Float32, Int, Key
 
 from mllm.config.model import OptimizerConfig
+from mllm.model.compute_copy import dither
 from mllm.model.layout import Params, parameter_name
 
 
@@ -91,11 +92,7 @@ def updated(
 
 def round_at_random(values: Float32[Array, "*S"], key: Key[Array, ""]) -> BFloat16[Array, "*S"]:
     """Each number's neighbour below or above in bfloat16, the nearer one more likely; what bfloat16 can hold stays."""
-    noise = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
-    bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + noise
-    cut = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
-    # A carry would make other numbers of infinity and NaN.
-    return jnp.where(jnp.isfinite(values), cut, values).astype(jnp.bfloat16)
+    return dither(values, jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32))
 
 
 def update_key(seed: int, step: Any) -> Key[Array, ""]:
