@@ -6,8 +6,9 @@ steps. A dithered copy is rounded up where the weight's fraction between its two
 [0, 1) that belongs to this weight for ever: the share of the weights that step over is then equal to how far they have
 moved. What bfloat16 can hold stays as it is, so a run begins with the very model that it was given.
 
-A threshold is a hash of the parameter's name and of the weight's row and column: every process, mesh, resumed run and
-tool makes the same copy. All layers have the same thresholds. Vectors (norms, biases) are never rounded.
+A threshold is a hash of the parameter's name and of the weight's layer, row and column: every process, mesh, resumed
+run and tool makes the same copy. (Without the layer XLA for GPUs would compute them once for all layers and keep them.)
+Vectors (norms, biases) are never rounded.
 """
 
 import zlib
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float32, Integer, Shaped, UInt32
+from jax.typing import ArrayLike
+from jaxtyping import Array, BFloat16, Float32, Int, Integer, Shaped, UInt32
 
 
 @dataclass(frozen=True)
@@ -28,19 +30,26 @@ class Rounding:
 
 
 def compute_copy(
-    values: Shaped[Array, "*S"], rounding: Rounding, name: str, rows: Integer[Array, "*R"] | None = None
+    values: Shaped[Array, "*S"],
+    rounding: Rounding,
+    name: str,
+    layer: Int[ArrayLike, ""] = 0,
+    rows: Int[Array, "*R"] | None = None,
 ) -> Shaped[Array, "*S"]:
-    """A parameter of one layer, or of none, as products read it; gradients pass through as if nothing were rounded.
+    """A parameter as products read it; gradients pass through as if nothing were rounded.
 
-    Vectors become float32, matrices the compute dtype. `name` is the parameter's in `layout.PARAMETERS`, `rows` are the
-    numbers of its rows where only some are given.
+    Vectors become float32, matrices the compute dtype. `name` is the parameter's in `layout.PARAMETERS`, `layer` the
+    number of its layer, or of the first of those that are stacked. `rows` are the numbers of its rows where only some
+    are given.
     """
     if values.ndim == 1:
         return values.astype(jnp.float32)
     if not (rounding.dithered and values.dtype == jnp.float32 and rounding.dtype == jnp.bfloat16):
         return values.astype(rounding.dtype)
-    number = jax.lax.broadcasted_iota(jnp.uint32, values.shape, values.ndim - 2) if rows is None else rows[..., None]
-    return dither(values, thresholds(name, number, jax.lax.broadcasted_iota(jnp.uint32, values.shape, values.ndim - 1)))
+    *stacked, row, column = (jax.lax.broadcasted_iota(jnp.uint32, values.shape, dim) for dim in range(values.ndim))
+    if rows is not None:
+        stacked, row = [], rows[..., None]
+    return dither(values, thresholds(name, sum(stacked, jnp.asarray(layer)), row, column))
 
 
 @jax.custom_vjp
@@ -56,10 +65,10 @@ def dither(values: Float32[Array, "*S"], bits: UInt32[Array, "*S"]) -> BFloat16[
 dither.defvjp(lambda values, bits: (dither(values, bits), None), lambda _, slope: (slope.astype(jnp.float32), None))
 
 
-def thresholds(name: str, rows: Integer[Array, "..."], columns: Integer[Array, "..."]) -> UInt32[Array, "..."]:
-    """16 bits for each weight, from the parameter's name, its row and its column, which broadcast."""
+def thresholds(name: str, *numbers: Integer[Array, "..."]) -> UInt32[Array, "..."]:
+    """16 bits for each weight, from the parameter's name and the weight's layer, row and column, which broadcast."""
     first = jnp.uint32(zlib.crc32(name.encode()))
-    rows, columns = rows.astype(jnp.uint32), columns.astype(jnp.uint32)
-    number = first + rows * jnp.uint32(0x9E3779B1) + columns * jnp.uint32(0x85EBCA77)
+    factors = (0xC2B2AE3D, 0x9E3779B1, 0x85EBCA77)
+    number = sum((x.astype(jnp.uint32) * jnp.uint32(y) for x, y in zip(numbers, factors, strict=True)), first)
     # One round of the integer hash of C. Wellons's `prospector` (public domain): more rounds gave no better figures.
     return ((number ^ (number >> 15)) * jnp.uint32(0x2C1B3C6D)) >> 16

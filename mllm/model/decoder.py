@@ -129,8 +129,10 @@ class Decoder(nnx.Module):
         graphdef, layers = nnx.split(self.layers)
         layout = self.layout
 
-        def step(hidden: jax.Array, params: Params, rotation: jax.Array, segments: jax.Array) -> tuple[jax.Array, Any]:
-            layer = nnx.merge(graphdef, gather_layer_float32(params, self.rounding, layout))
+        def step(
+            hidden: jax.Array, params: Params, index: jax.Array, rotation: jax.Array, segments: jax.Array
+        ) -> tuple[jax.Array, Any]:
+            layer = nnx.merge(graphdef, gather_layer_float32(params, self.rounding, layout, index))
             projected = layer.project(hidden, rotation)
             queries, keys, values = (
                 constrain(layout, x, axes) for x, axes in zip(projected, (QUERIES, KEYS, KEYS), strict=True)
@@ -147,15 +149,15 @@ class Decoder(nnx.Module):
         hidden = constrain(layout, hidden, ("rows_of_replica", "time", "embed"))
         step = step if self.remat == "none" else rematerialize(step, self.dtype)
         return jax.lax.scan(
-            lambda hidden, params: step(hidden, params, rotation, segments),
+            lambda hidden, layer: step(hidden, *layer, rotation, segments),
             constrain(layout, hidden, HIDDEN_STATES),
-            layers,
+            (layers, jnp.arange(self.config.num_hidden_layers)),
         )
 
     def look_up(self, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "B T D"]:
         """The tokens' rows of the embedding, rounded to the compute dtype, as the float32 residual stream begins."""
         hidden = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
-        return compute_copy(hidden, self.rounding, "embed", tokens).astype(jnp.float32)
+        return compute_copy(hidden, self.rounding, "embed", rows=tokens).astype(jnp.float32)
 
     def last_norm(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
         """Hidden states in the compute dtype: the norm of the residual stream after the last layer."""

@@ -28,7 +28,8 @@ from mllm.model.layout import (
     Layout,
     Params,
     constrain,
-    gather_parameters,
+    gather,
+    map_parameters,
     split_layers,
 )
 from mllm.model.lora import Lora, merge_adapters
@@ -122,14 +123,14 @@ def shared_parameters(model: Decoder, outer: Params) -> dict[str, Any]:
 @partial(jax.jit, static_argnames=("rounding", "layout", "lora"))
 def gather_outer(params: Params, rounding: Rounding, layout: Layout | None, lora: Lora | None) -> Params:
     """The parameters of no layer as decode steps read them."""
-    return gather_parameters(merge_adapters(params, lora), rounding, layout, "")
+    return map_parameters(lambda x, name: gather(rounding, layout, name, x), merge_adapters(params, lora))
 
 
 @partial(jax.jit, static_argnames=("rounding", "layout"))
 def gather_layer(layers: Params, index: Int[Any, ""], rounding: Rounding, layout: Layout | None) -> Params:
     """One layer's parameters of those of all as decode steps read them."""
     one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), layers)
-    return gather_parameters(one, rounding, layout, "layers.")
+    return map_parameters(lambda x, name: gather(rounding, layout, name, x, index), one, "layers.")
 
 
 def decode_token(

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import DictKey, KeyPath
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float32, Shaped
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float32, Int, Shaped
 
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
@@ -153,7 +153,7 @@ class Layout:
         return map_parameters(lambda x, name: self.abstract(x.shape, x.dtype, axes_of(x, name)), params)
 
     def abstract_gathered(self, params: Params, dtype: DTypeLike, prefix: str = "") -> Params:
-        """The shape, dtype and sharding of each parameter as `gather_parameters` gives it."""
+        """The shape, dtype and sharding of each parameter as `gather` gives it."""
 
         def gathered(x: Any, name: str) -> jax.ShapeDtypeStruct:
             return self.abstract(x.shape, jnp.float32 if x.ndim == 1 else dtype, gathered_axes(x, name))
@@ -167,24 +167,19 @@ def constrain(layout: Layout | None, array: Shaped[Array, "..."], axes: Axes) ->
 
 
 def gather(
-    rounding: Rounding, layout: Layout | None, name: str, parameter: Shaped[Array, "..."]
+    rounding: Rounding, layout: Layout | None, name: str, parameter: Shaped[Array, "..."], layer: Int[ArrayLike, ""] = 0
 ) -> Shaped[Array, "..."]:
     """The parameter of this name as products read it: its compute copy, gathered over fsdp after it is made."""
-    return constrain(layout, compute_copy(parameter, rounding, name), gathered_axes(parameter, name))
+    return constrain(layout, compute_copy(parameter, rounding, name, layer), gathered_axes(parameter, name))
 
 
-def gather_parameters(params: Params, rounding: Rounding, layout: Layout | None, prefix: str) -> Params:
-    """Parameters as `gather` gives them; `prefix` as for `map_parameters`."""
-    return map_parameters(lambda x, name: gather(rounding, layout, name, x), params, prefix)
-
-
-def gather_layer_float32(params: Params, rounding: Rounding, layout: Layout | None) -> Params:
-    """One layer's parameters as `gather_parameters` gives them, with the same values, but float32.
+def gather_layer_float32(params: Params, rounding: Rounding, layout: Layout | None, layer: Int[Array, ""]) -> Params:
+    """The layer's parameters as `gather` gives them, with the same values, but float32.
 
     So are their gradients, which devices add up over fsdp: in the compute dtype that would round them once more.
     """
     gather = partial(gather_float32, rounding, layout)
-    return map_parameters(lambda x, name: gather(name, x.astype(jnp.float32)), params, "layers.")
+    return map_parameters(lambda x, name: gather(name, x.astype(jnp.float32), layer), params, "layers.")
 
 
 def round_and_gather(*arguments: Any) -> Float32[Array, "..."]:
@@ -195,5 +190,5 @@ gather_float32 = jax.custom_vjp(round_and_gather, nondiff_argnums=(0, 1, 2))
 # The gradient goes from the product straight to the parameter's own sharding; JAX's own rule would round it first.
 gather_float32.defvjp(
     lambda *arguments: (round_and_gather(*arguments), None),
-    lambda rounding, layout, name, _, gradient: (constrain(layout, gradient, axes_of(gradient, name)),),
+    lambda rounding, layout, name, _, gradient: (constrain(layout, gradient, axes_of(gradient, name)), None),
 )
