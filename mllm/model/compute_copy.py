@@ -7,7 +7,7 @@ steps. A dithered copy is rounded up where the weight's fraction between its two
 moved. What bfloat16 can hold stays as it is, so a run begins with the very model that it was given.
 
 A threshold is a hash of the parameter's name and of the weight's layer, row and column: every process, mesh, resumed
-run and tool makes the same copy. (Without the layer XLA for GPUs would compute them once for all layers and keep them.)
+run and tool makes the same copy.
 Vectors (norms, biases) are never rounded.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, BFloat16, Float32, Int, Integer, Shaped, UInt32
+from jaxtyping import Array, BFloat16, Float32, Int, Shaped, UInt32
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ def compute_copy(
         return values.astype(jnp.float32)
     if not (rounding.dithered and values.dtype == jnp.float32 and rounding.dtype == jnp.bfloat16):
         return values.astype(rounding.dtype)
-    *stacked, row, column = (jax.lax.broadcasted_iota(jnp.uint32, values.shape, dim) for dim in range(values.ndim))
-    if rows is not None:
-        stacked, row = [], rows[..., None]
-    return dither(values, thresholds(name, sum(stacked, jnp.asarray(layer)), row, column))
+    if rows is None and values.ndim > 2:
+        layer += jnp.arange(len(values))[:, None, None]
+    row = (jnp.arange(values.shape[-2]) if rows is None else rows)[..., None]
+    return dither(values, thresholds(name, layer, row, jnp.arange(values.shape[-1])))
 
 
 @jax.custom_vjp
@@ -57,18 +57,19 @@ def dither(values: Float32[Array, "*S"], bits: UInt32[Array, "*S"]) -> BFloat16[
     """Each number's neighbour in bfloat16: the one farther from 0 where its 16 last bits and `bits` carry."""
     pattern = jax.lax.bitcast_convert_type(values, jnp.uint32)
     carried = pattern + bits
-    # Only a NaN can carry into the sign. (Asked of the values alone, XLA for TPUs keeps the answer in an array.)
-    carried = jnp.where((carried ^ pattern) >> 31 == 0, carried, jnp.uint32(0x7FC00000))
+    # Only a NaN can carry into the sign. (What isn't finite, XLA for TPUs would keep as an array.)
+    carried |= ((carried ^ pattern) >> 31) * jnp.uint32(0x7FC00000)
     return jax.lax.bitcast_convert_type(carried & jnp.uint32(0xFFFF0000), jnp.float32).astype(jnp.bfloat16)
 
 
 dither.defvjp(lambda values, bits: (dither(values, bits), None), lambda _, slope: (slope.astype(jnp.float32), None))
 
 
-def thresholds(name: str, *numbers: Integer[Array, "..."]) -> UInt32[Array, "..."]:
+def thresholds(name: str, *index: Int[ArrayLike, "..."]) -> UInt32[Array, "..."]:
     """16 bits for each weight, from the parameter's name and the weight's layer, row and column, which broadcast."""
-    first = jnp.uint32(zlib.crc32(name.encode()))
-    factors = (0xC2B2AE3D, 0x9E3779B1, 0x85EBCA77)
-    number = sum((x.astype(jnp.uint32) * jnp.uint32(y) for x, y in zip(numbers, factors, strict=True)), first)
+    layer, row, column = (jnp.asarray(number).astype(jnp.uint32) for number in index)
+    row = jnp.uint32(zlib.crc32(name.encode())) + layer * jnp.uint32(0xC2B2AE3D) + row * jnp.uint32(0x9E3779B1)
+    # Row and column both depend on the layer, or XLA for GPUs would keep arrays of them from one layer to the next.
+    number = row + (layer + column) * jnp.uint32(0x85EBCA77)
     # One round of the integer hash of C. Wellons's `prospector` (public domain): more rounds gave no better figures.
     return ((number ^ (number >> 15)) * jnp.uint32(0x2C1B3C6D)) >> 16
