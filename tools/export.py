@@ -2,18 +2,20 @@
 
 RUN/export, or the folder --out, then holds config.json, generation_config.json, safetensors and the tokenizer;
 transformers loads it, and so does another run as its `model.source`. The adapters of a run with `model.lora` are merged
-into the model, or written by themselves (--adapter) as RUN/adapter in PEFT's format, which
-another run takes as its `model.lora.source`. An earlier export is replaced as a whole, or not at all. RUN and FOLDER
-may be in buckets; there an export that was cut off lacks config.json, so that nothing takes it for a model.
+into the model, or written by themselves (--adapter) as RUN/adapter in PEFT's format, which another run takes as its
+`model.lora.source`. With bfloat16, matrices are rounded as the run rounds them: dithered, unless it says otherwise. An
+earlier export is replaced as a whole, or not at all. RUN and FOLDER may be in buckets; there an export that was cut off
+lacks config.json, so that nothing takes it for a model.
 """
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mllm import errors
 from mllm.errors import UserError
-from mllm.store.run_store import CONFIG, find_run
+from mllm.store.run_store import CONFIG, find_run, tool_run
 
 if TYPE_CHECKING:
     from mllm.config.schema import Config
@@ -42,22 +44,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.adapter:
         said += f", adapters of {save_adapter(config, policy, params, out)}"
     else:
-        import jax.numpy as jnp
-
-        from mllm.model import weights
-        from mllm.model.lora import merge_all_adapters
-
-        weights.save(
-            out,
-            policy.exported,
-            merge_all_adapters(params, policy.lora),
-            dtype=jnp.dtype(options.dtype or config.model.dtype),
-            stop_ids=policy.stop_ids,
-            pad_id=policy.tokenizer.pad_token_id,
-            also=policy.tokenizer.save_pretrained,
-        )
+        said += "\n" + save_model(config, policy, step, params, options.dtype or config.model.dtype, options.run, out)
     print(said)
     return 0
+
+
+def save_model(config: "Config", policy: "Policy", step: int, params: "Params", dtype: str, run: str, out: str) -> str:
+    """Write the model's folder; returns a line of its README that says how many weights have moved in bfloat16."""
+    from mllm.model import weights
+    from mllm.model.compute_copy import Rounding
+    from mllm.model.folder import README, REPLACED
+    from mllm.model.lora import merge_all_adapters
+
+    merged, dithered = merge_all_adapters(params, policy.lora), Rounding.of(config.model).dithered
+    line = count_moved(policy, params, merged, tool_run(run).field(step, "first_weights"))
+    rounded = "float32; whoever loads them in bfloat16 rounds them to nearest"
+    if dtype == "bfloat16":
+        rounded = f"bfloat16, {'dithered' if dithered else 'rounded to nearest'} as in the run; vectors are float32"
+    text = f"{REPLACED}# Step {step} of {run}\n\nThe matrices are {rounded}. {line}\n\n"
+    text += f'    transformers.AutoModelForCausalLM.from_pretrained(FOLDER, torch_dtype="{dtype}")\n'
+
+    def add_files(folder: Path) -> None:
+        policy.tokenizer.save_pretrained(folder)
+        (folder / README).write_text(text, encoding="utf-8")
+
+    pad_id = policy.tokenizer.pad_token_id
+    options = {"dtype": dtype, "dithered": dithered, "stop_ids": policy.stop_ids, "pad_id": pad_id, "also": add_files}
+    weights.save(out, policy.exported, merged, **options)
+    return line
+
+
+def count_moved(policy: "Policy", params: "Params", merged: "Params", first: str | None) -> str:
+    """The share of sampled weights that have moved in bfloat16, dithered and rounded to nearest, as a sentence."""
+    import jax.numpy as jnp
+
+    from mllm.model.compute_copy import Rounding
+    from mllm.run.checkpoint import by_name
+    from mllm.run.moved import moved_share, sample
+
+    now, start = by_name(merged), "the run's first ones"
+    if policy.lora is not None:
+        base, start = by_name(policy.split(params)[1]), "those without adapters"
+        first, now = sample(base), {name: now[name] for name in base}
+    if not first:
+        return "How many weights have moved is not known of this run."
+    copies = (Rounding(jnp.dtype("bfloat16"), dithered) for dithered in (True, False))
+    share, nearest = (moved_share(first, now, rounding) for rounding in copies)
+    return f"In bfloat16 {share:.2%} of the sampled weights differ from {start}, rounded to nearest {nearest:.2%}."
 
 
 def restore(
@@ -76,7 +109,9 @@ def restore(
     from mllm.run.checkpoint import restore_params
     from mllm.run.source_run import load_policy
 
-    config = configs.load(str(store.local(CONFIG)), [f"model.dtype={dtype}"] if dtype else [])
+    other = [f"model.dtype={dtype}"] if dtype else []
+    other += ["model.compute_rounding=dithered"] if dtype == "float32" else []  # nothing is rounded then
+    config = configs.load(str(store.local(CONFIG)), other)
     if adapter and config.model.lora is None:
         raise UserError(f"--adapter: {run} trained the whole model (no model.lora): leave it out")
     policy = load_policy(config, make_mesh(MeshConfig()))

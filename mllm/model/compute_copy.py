@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, BFloat16, Float32, Int, Shaped, UInt32
 
+from mllm.config.model import ModelConfig
+
 
 @dataclass(frozen=True)
 class Rounding:
@@ -28,28 +30,40 @@ class Rounding:
     dithered: bool = False
     """Whether float32 is dithered on its way to bfloat16; else it is rounded to nearest."""
 
+    @classmethod
+    def of(cls, model: ModelConfig) -> "Rounding":
+        return cls(jnp.dtype(model.dtype), model.compute_rounding == "dithered")
+
 
 def compute_copy(
     values: Shaped[Array, "*S"],
     rounding: Rounding,
     name: str,
     layer: Int[ArrayLike, ""] = 0,
-    rows: Int[Array, "*R"] | None = None,
+    rows: Int[Array, "..."] | None = None,
 ) -> Shaped[Array, "*S"]:
-    """A parameter as products read it; gradients pass through as if nothing were rounded.
+    """A parameter of one layer, or of none, as products read it: vectors in float32, matrices as `narrowed` says."""
+    return values.astype(jnp.float32) if values.ndim == 1 else narrowed(values, rounding, name, layer, rows)
 
-    Vectors become float32, matrices the compute dtype. `name` is the parameter's in `layout.PARAMETERS`, `layer` the
-    number of its layer, or of the first of those that are stacked. `rows` are the numbers of its rows where only some
-    are given.
+
+def narrowed(
+    values: Shaped[Array, "*S"],
+    rounding: Rounding,
+    name: str,
+    layer: Int[ArrayLike, "..."] = 0,
+    rows: Int[Array, "..."] | None = None,
+    columns: Int[Array, "..."] | None = None,
+) -> Shaped[Array, "*S"]:
+    """A parameter in the dtype of `rounding`; gradients pass through as if nothing were rounded.
+
+    `name` is the parameter's in `layout.PARAMETERS`, `layer` the number of its layer. `rows` and `columns` are numbers
+    that broadcast to the shape of `values`, where these are only some of the parameter.
     """
-    if values.ndim == 1:
-        return values.astype(jnp.float32)
     if not (rounding.dithered and values.dtype == jnp.float32 and rounding.dtype == jnp.bfloat16):
         return values.astype(rounding.dtype)
-    if rows is None and values.ndim > 2:
-        layer += jnp.arange(len(values))[:, None, None]
-    row = (jnp.arange(values.shape[-2]) if rows is None else rows)[..., None]
-    return dither(values, thresholds(name, layer, row, jnp.arange(values.shape[-1])))
+    if rows is None:
+        rows = jnp.arange(values.shape[-2])[:, None] if values.ndim > 1 else jnp.asarray(0)
+    return dither(values, thresholds(name, layer, rows, jnp.arange(values.shape[-1]) if columns is None else columns))
 
 
 @jax.custom_vjp

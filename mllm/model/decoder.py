@@ -157,7 +157,7 @@ class Decoder(nnx.Module):
     def look_up(self, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "B T D"]:
         """The tokens' rows of the embedding, rounded to the compute dtype, as the float32 residual stream begins."""
         hidden = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
-        return compute_copy(hidden, self.rounding, "embed", rows=tokens).astype(jnp.float32)
+        return compute_copy(hidden, self.rounding, "embed", rows=tokens[..., None]).astype(jnp.float32)
 
     def last_norm(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
         """Hidden states in the compute dtype: the norm of the residual stream after the last layer."""

@@ -19,6 +19,7 @@ from mllm.errors import UserError, brief
 from mllm.progress import transfer_bar
 from mllm.store.bucket import Bucket, cache_folder, is_bucket
 from mllm.store.fetch import fetch_folder
+from mllm.store.folder import Folder
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SECONDS = 5
@@ -31,6 +32,8 @@ EXPORTED = re.compile(
     r"|chat_template\.jinja|adapter_config\.json|adapter_model\.safetensors"
 )
 """The files of an export, the tokenizer's included: all that may be replaced."""
+README, REPLACED = "README.md", "<!-- tools/export.py wrote this file, and replaces it. -->\n"
+"""The name of the file that describes an export, and its first line; with another one it is the user's."""
 LAST = ("config.json", "adapter_config.json")
 """The file without which a folder holds no model, and no adapters."""
 
@@ -152,7 +155,9 @@ def refuse_foreign_files(place: str | Path) -> None:
         raise UserError(f"{place}: is a file; choose another folder for the export")
     else:
         names = [entry.name + "/" * entry.is_dir() for entry in os.scandir(place)] if os.path.isdir(place) else []
-    if foreign := [name for name in names if name and not EXPORTED.fullmatch(name)]:
+    files = Bucket(str(place)) if is_bucket(place) else Folder(Path(place))
+    described = README in names and (files.read(README) or b"").startswith(REPLACED.encode())
+    if foreign := [name for name in names if name and not (described if name == README else EXPORTED.fullmatch(name))]:
         raise UserError(f"{place}/{min(foreign)}: no export wrote this, and it would be lost; choose another folder")
 
 

@@ -7,11 +7,12 @@ other ranks for some layers, biases, embeddings, other methods) is refused by th
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
+import jax.numpy as jnp
 
 from mllm.config.model import LoraConfig, LoraTarget
 from mllm.errors import UserError
 from mllm.model import weights
+from mllm.model.compute_copy import Rounding
 from mllm.model.folder import local_folder, read_json, replacing, write_json
 from mllm.model.layout import MATRICES, TENSORS, Params
 from mllm.model.lora import Lora
@@ -108,5 +109,5 @@ def save(place: str | Path, lora: Lora, adapters: Params, base: str | None) -> N
         "inference_mode": True,
     }
     with replacing(place) as unfinished:
-        weights.write_tensors(unfinished, adapters, np.dtype(np.float32), FILE)
+        weights.write_tensors(unfinished, adapters, Rounding(jnp.dtype(jnp.float32)), FILE)
         write_json(unfinished / CONFIG, described)

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
+from mllm.model.compute_copy import Rounding, narrowed
 from mllm.model.folder import read_json, replacing, write_json
 from mllm.model.layout import TENSORS, Params, parameter_name
 from mllm.parallel.mesh import spread
@@ -36,6 +37,7 @@ STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """The dtypes that can be read, with their bytes per number."""
 SHARD_BYTES = 2_000_000_000
 """The limit to the tensors in a saved file; one that is larger gets a file of its own."""
+narrow = jax.jit(narrowed, static_argnames=("rounding", "name"))
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -58,7 +60,7 @@ def load(
     model's head is surplus unless it equals the embedding.
     """
     tensors = open_tensors(folder) if tensors is None else tensors
-    check(tensors, {name: shape for name, shape, _, _ in tensors_of(abstract)}, folder, described)
+    check(tensors, {name: shape for name, shape, *_ in tensors_of(abstract)}, folder, described)
     with transfer_bar(f"loading {folder.name}", stored_bytes(tensors.values())) as bar:
 
         def read(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -196,52 +198,58 @@ def save(
     params: nnx.State,
     *,
     dtype: DTypeLike = jnp.bfloat16,
+    dithered: bool = False,
     stop_ids: Sequence[int] = (),
     pad_id: int | None = None,
     also: Callable[[Path], object] | None = None,
 ) -> None:
     """Write a folder, of a disk or a bucket, that transformers loads; the host holds one shard at a time.
 
-    An earlier export there is replaced as `replacing` says. `also` writes further files into the folder
-    (`tokenizer.save_pretrained`). UserError is raised as by `replacing`.
+    Matrices are the compute copies of a run, if `dithered` says how these are rounded. An earlier export there is
+    replaced as `replacing` says. `also` writes further files into the folder (`tokenizer.save_pretrained`). UserError
+    is raised as by `replacing`.
     """
     generation = {"eos_token_id": list(stop_ids) or None, "pad_token_id": pad_id}
     with replacing(place) as unfinished:
-        write_tensors(unfinished, params, np.dtype(dtype))
+        write_tensors(unfinished, params, Rounding(jnp.dtype(dtype), dithered))
         write_json(unfinished / "config.json", config.to_hf() | {"torch_dtype": str(np.dtype(dtype))})
         write_json(unfinished / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
         if also is not None:
             also(unfinished)
 
 
-def write_tensors(folder: Path, params: nnx.State, dtype: np.dtype, single: str = SINGLE) -> None:
+def write_tensors(folder: Path, params: nnx.State, rounding: Rounding, single: str = SINGLE) -> None:
     """Write the safetensors file `single`, or several and their index."""
-    shards: list[dict[str, tuple[jax.Array, Any]]] = [{}]
+    shards: list[dict[str, tuple[jax.Array, Any, str]]] = [{}]
     total = used = 0
-    for name, shape, parameter, index in tensors_of(params):
-        size = math.prod(shape) * dtype.itemsize
+    for tensor, shape, parameter, index, name in tensors_of(params):
+        size = math.prod(shape) * rounding.dtype.itemsize
         if shards[-1] and used + size > SHARD_BYTES:
             shards.append({})
             used = 0
-        shards[-1][name] = parameter, index
+        shards[-1][tensor] = parameter, index, name
         used, total = used + size, total + size
 
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = single if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         places |= dict.fromkeys(shard, file)
-        arrays = {name: np.asarray(parameter[index], dtype) for name, (parameter, index) in shard.items()}
+        arrays = {
+            tensor: np.asarray(narrow(x[layer], rounding, name, 0 if layer is ... else layer))
+            for tensor, (x, layer, name) in shard.items()
+        }
         save_file(arrays, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def tensors_of(params: nnx.State) -> Iterator[tuple[str, tuple[int, ...], Any, Any]]:
-    """The tensors of a checkpoint of `params`: name, shape, and the parameter and index that give its value."""
+def tensors_of(params: nnx.State) -> Iterator[tuple[str, tuple[int, ...], Any, Any, str]]:
+    """The tensors of a checkpoint of `params`: name, shape, the parameter and index of its values, and its name."""
     for path, parameter in jax.tree_util.tree_leaves_with_path(params):
-        name, shape = TENSORS[parameter_name(path)], parameter.shape
-        if "{}" not in name:
-            yield name, shape, parameter, ...
+        name, shape = parameter_name(path), parameter.shape
+        tensor = TENSORS[name]
+        if "{}" not in tensor:
+            yield tensor, shape, parameter, ..., name
             continue
         for layer in range(shape[0]):
-            yield name.format(layer), shape[1:], parameter, layer
+            yield tensor.format(layer), shape[1:], parameter, layer, name

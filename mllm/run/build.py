@@ -25,6 +25,7 @@ from mllm.data.sft_source import SftBatches, SftSource
 from mllm.data.source import Source
 from mllm.data.tasks.load import load as load_task
 from mllm.errors import UserError
+from mllm.model.compute_copy import Rounding
 from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare, check_same, is_writer, local_rows, raise_everywhere
 from mllm.parallel.watch import Watch
@@ -37,6 +38,7 @@ from mllm.run import folder, heartbeat, report, wandb
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.measurements import Measurement, Measurements
 from mllm.run.metrics import RunLog
+from mllm.run.moved import sample
 from mllm.run.signals import Interrupt
 from mllm.run.source_run import SourceRun, load_policy
 from mllm.run.state import PendingEvaluation, RunState
@@ -151,7 +153,7 @@ class Run:
             batches = SftBatches(config.data, self.source.validation, config.batch_size, share=rows)
             validate = make_validation(self.forward, batches.validate, self.interrupt.poll)
             repeated.append(Measurement(validate, validation.every))
-        return Measurements(repeated, at_end, validation)
+        return Measurements(repeated, at_end, validation, Rounding.of(config.model))
 
     def start(self) -> RunState:
         """The state from which the run goes on: that of the newest checkpoint, or of a new run without any.
@@ -168,7 +170,8 @@ class Run:
                 trained = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=shardings)(trained)
             pending = PendingEvaluation({}, []) if self.measurements.are_due(0, final=False) else None
             train = init_state(trained, self.optimizer)
-            state = RunState(0, train, self.source.position(), pending_evaluation=pending)
+            first = sample(train.params)
+            state = RunState(0, train, self.source.position(), pending_evaluation=pending, first_weights=first)
         if is_writer():
             config, policy = self.config, self.policy
             head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)

@@ -42,6 +42,7 @@ MEASURED = {
     "validation loss": "validation/loss",
     "test accuracy": "test/greedy_accuracy",
     "test reward": "test/reward",
+    "weights moved": "params/moved",
 }
 """The metrics of which a summary shows the first and the last value, and the lowest of a loss; by name."""
 
@@ -65,7 +66,8 @@ def measured(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 def number(record: dict[str, Any], key: str) -> str:
     interval = [f"{record[name]:.3f}" for name in (f"{key}_low", f"{key}_high") if name in record]
-    return f"{record[key]:.3f}" + f" ({' .. '.join(interval)})" * bool(interval)
+    value = f"{record[key]:.2%}" if key == "params/moved" else f"{record[key]:.3f}"
+    return value + f" ({' .. '.join(interval)})" * bool(interval)
 
 
 def progress(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.tree_util import KeyPath
 from jaxtyping import Array
@@ -17,10 +18,11 @@ from mllm.config.model import ModelConfig
 from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.model import load
-from mllm.model.compute_copy import Rounding, compute_copy
+from mllm.model.compute_copy import Rounding
 from mllm.model.layout import Params, parameter_name
 from mllm.model.load import Policy
 from mllm.model.lora import merge_all_adapters
+from mllm.model.weights import narrow
 from mllm.parallel.processes import gather_objects
 from mllm.run.checkpoint import restore_params
 from mllm.store.run_store import CONFIG, RunStore, find_run
@@ -100,7 +102,7 @@ class SourceRun:
         dtype = self.config.model.param_dtype
         stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like)
         _, params = restore_params(self.store, stored, step)
-        return self.narrowed(params, like)
+        return self.narrow(params, like)
 
     def merged_parameters(self, step: int, like: Params) -> Params:
         """The same of a run that trained adapters: they are added to its model's matrices in float32."""
@@ -113,19 +115,17 @@ class SourceRun:
 
         @jax.jit(out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))
         def merge(params: Params) -> Params:
-            return self.narrowed(merge_all_adapters(params, policy.lora), like)
+            return self.narrow(merge_all_adapters(params, policy.lora), like)
 
         return merge(policy.complete(adapters))
 
-    def narrowed(self, params: Params, like: Params) -> Params:
-        """The parameters in the dtypes of `like`; those that lose bits are rounded as the new run rounds its own."""
+    def narrow(self, params: Params, like: Params) -> Params:
+        """The parameters in the dtypes of `like`; the matrices that lose bits are rounded as the new run's copies."""
+        dithered = Rounding.of(self.model).dithered
 
-        def narrow(path: KeyPath, leaf: Array, wanted: jax.ShapeDtypeStruct) -> Array:
-            if leaf.dtype == wanted.dtype:
-                return leaf
-            rounding = Rounding(wanted.dtype, self.model.compute_rounding == "dithered")
-            return copy(leaf, rounding, parameter_name(path)).astype(wanted.dtype)
+        def rounded(path: KeyPath, leaf: Array, wanted: jax.ShapeDtypeStruct) -> Array:
+            layers = jnp.arange(len(leaf)).reshape(-1, *[1] * (leaf.ndim - 1)) if leaf.ndim > 2 else 0
+            same = leaf.dtype == wanted.dtype
+            return leaf if same else narrow(leaf, Rounding(wanted.dtype, dithered), parameter_name(path), layers)
 
-        copy = jax.jit(compute_copy, static_argnums=(1, 2))  # one array at a time, without temporaries
-
-        return jax.tree_util.tree_map_with_path(narrow, params, like)
+        return jax.tree_util.tree_map_with_path(rounded, params, like)

@@ -32,9 +32,10 @@ def assert_same_bits(left: Any, right: Any) -> None:
 
 
 def tensors_in(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Dtype, shape and bits of every tensor in the folder's files."""
+    """Dtype, shape and bits of every tensor in the folder's files; vectors as float32, which a save makes of them."""
     found = [one for path in folder.glob("*.safetensors") for one in load_file(path).items()]
-    return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in found}
+    arrays = {name: array.astype(np.float32) if array.ndim == 1 else array for name, array in found}
+    return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in arrays.items()}
 
 
 def bytes_in(folder: Path) -> dict[str, bytes]:

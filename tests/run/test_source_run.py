@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import arguments, changed, newest, records, run
@@ -12,8 +13,10 @@ from tiny import config
 import train
 from mllm.config.load import read
 from mllm.errors import UserError
+from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.parallel.mesh import make_mesh
 from mllm.run import folder as run_dir
+from mllm.run.checkpoint import by_name
 from mllm.run.measurements import Measurements
 from mllm.run.source_run import SourceRun, load_policy
 from mllm.store.run_store import RunStore
@@ -49,6 +52,8 @@ def following(first, folder, algorithm="sft", **model):
 def test_the_masters_of_the_newest_step_are_taken_with_sizes_tokenizer_and_stop_tokens_in_the_run_s_own_dtype_and_mesh(
     first, tmp_path
 ):
+    nearest = following(first, tmp_path, dtype="bfloat16", compute_rounding="nearest")
+    assert SourceRun.open(nearest.model).model.compute_rounding == "nearest"
     masters = jax.tree.leaves(newest(first).train.params)
     theirs = load_policy(first, make_mesh(first.mesh))
     for dtype, mesh in (("float32", {}), ("bfloat16", {"fsdp": 2})):
@@ -56,8 +61,9 @@ def test_the_masters_of_the_newest_step_are_taken_with_sizes_tokenizer_and_stop_
         policy = load_policy(settings, make_mesh(settings.mesh))
         assert (policy.architecture, policy.stop_ids) == (theirs.architecture, theirs.stop_ids)
         assert ord(STOP) in policy.stop_ids
-        for mine, yours in zip(jax.tree.leaves(policy.initial_params()), masters, strict=True):
-            np.testing.assert_array_equal(mine, np.asarray(yours).astype(dtype))
+        rounding = Rounding(jnp.dtype(dtype), dithered=True)
+        for (name, mine), yours in zip(by_name(policy.initial_params()).items(), masters, strict=True):
+            np.testing.assert_array_equal(mine, compute_copy(yours, rounding, name).astype(dtype))
 
 
 @pytest.mark.parametrize(("step", "number"), [("newest", 6), ("best", 2), (4, 4)])

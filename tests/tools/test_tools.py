@@ -80,7 +80,7 @@ def test_an_export_holds_the_newest_parameters_to_the_bit_and_leaves_the_run_as_
 
 def test_an_older_step_and_another_dtype_are_exported_on_request(exported, copy, capsys):
     assert export.main([str(copy), "--step", "2", "--dtype", "bfloat16"]) == 0
-    assert capsys.readouterr().out == f"step 2 of {copy} is exported to {copy / 'export'}\n"
+    assert capsys.readouterr().out.startswith(f"step 2 of {copy} is exported to {copy / 'export'}\n")
     at_4, at_2 = (jax.tree.leaves(load(run / "export")) for run in (exported, copy))
     assert not all(np.allclose(one, other, rtol=0.01) for one, other in zip(at_2, at_4, strict=True))
     sizes = [(run / "export" / "model.safetensors").stat().st_size for run in (copy, exported)]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from runs import assert_same_end, killed_after, newest, records, run
+from safetensors.numpy import load_file
 from tiny import ARCHITECTURE, config, load_weights, logits, make_trainer, random_batch
 
 import tools.export
@@ -18,9 +19,10 @@ from mllm.config.model import MeshConfig
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
 from mllm.model import weights
+from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.decoder import Decoder
 from mllm.model.decoding import decoding_graphdef, decoding_weights
-from mllm.model.lora import Lora, initial_adapters, split_adapters
+from mllm.model.lora import Lora, initial_adapters, merge_all_adapters, split_adapters
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.rl import grpo_source
 from mllm.run.checkpoint import Checkpoints
@@ -94,6 +96,7 @@ SECTIONS = {
     "grpo": {"num_iterations": 2, "beta": 0.1, "reference": "initial"},
     "task": {"rewards": [{"name": "user_rewards:even_characters"}]},
     "checkpoint": {"every": 4},
+    "eval": {"every": 4, "sampled": False},
 }
 
 
@@ -143,6 +146,19 @@ def test_its_merged_export_and_the_run_itself_are_a_next_run_s_model(finished):
         following = load_policy(lora_config(model=model), make_mesh(MeshConfig()))
         found = logits(following.graphdef, following.initial_params(), tokens)
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
+def test_its_merged_export_in_bfloat16_is_dithered_and_its_adapters_have_moved(finished, capsys):
+    settings, _ = finished
+    assert tools.export.main([settings.run_dir, "--dtype", "bfloat16"]) == 0
+    assert "% of the sampled weights differ from those without adapters, rounded to nearest" in capsys.readouterr().out
+    exported = load_file(Path(settings.run_dir, "export", "model.safetensors"))
+    _, policy, _, params = restore(settings.run_dir, None)
+    merged = merge_all_adapters(params, policy.lora)["layers"]["q_weight"][1]
+    copy = np.asarray(compute_copy(merged, Rounding(jnp.dtype("bfloat16"), dithered=True), "layers.q_weight"))
+    assert (exported["model.layers.1.self_attn.q_proj.weight"] == copy).all()
+    assert (copy != np.asarray(merged, copy.dtype)).any()
+    assert [line["params/moved"] > 0 for line in records(settings) if "params/moved" in line] == [False, True, True]
 
 
 def test_its_exported_adapters_are_a_next_run_s_beginning_also_under_sft(finished):

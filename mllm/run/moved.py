@@ -1,0 +1,59 @@
+"""How many of a run's weights have moved as products see them: the metric `params/moved`.
+
+A sample of the trained matrices' weights is kept as it was at the start, not rounded: every n-th of every n-th row, for
+one n that depends on the parameters' sizes alone, so that no mesh changes it. Of a small model it is all of them.
+"""
+
+import math
+from base64 import b64decode, b64encode
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float32
+
+from mllm.model.compute_copy import Rounding
+from mllm.model.layout import Params
+from mllm.model.weights import narrow
+from mllm.run.checkpoint import by_name
+
+SAMPLED = 2**15
+
+
+def sample(params: Params) -> str:
+    """The sampled weights of a tree of parameters, float32 in base64; all processes must call this."""
+    return b64encode(np.concatenate([weights.ravel() for weights in sampled(params)[0].values()]).tobytes()).decode()
+
+
+def moved_share(first: str, params: Params, rounding: Rounding) -> float:
+    """The share of sampled weights whose compute copies differ from those of the `first`, which `sample` has given."""
+    now, stride = sampled(params)
+    rest, changed = np.frombuffer(b64decode(first), np.float32), 0
+    for name, weights in now.items():
+        layers, rows, columns = np.ix_(*map(np.arange, weights.shape))
+        copy = partial(narrow, rounding=rounding, name=name, layer=layers, rows=stride * rows, columns=stride * columns)
+        then, rest = rest[: weights.size].reshape(weights.shape), rest[weights.size :]
+        changed += int(jnp.sum(copy(weights) != copy(then)))
+    return changed / sum(weights.size for weights in now.values())
+
+
+def sampled(params: Params) -> tuple[dict[str, Float32[np.ndarray, "L R C"]], int]:
+    """The sampled weights of each matrix, and the distance of their rows and columns: odd, as no size of a head is.
+
+    A matrix that no layer has is that of one layer.
+    """
+    leaves = by_name(params).items()
+    matrices = {name: leaf for name, leaf in leaves if leaf.ndim - name.startswith("layers.") == 2}
+    stride = math.ceil(math.sqrt(max(1, sum(leaf.size for leaf in matrices.values()) / SAMPLED))) // 2 * 2 + 1
+    sharding = next(iter(matrices.values())).sharding
+    whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+
+    @partial(jax.jit, out_shardings=whole)
+    def take(leaf: Array) -> Float32[Array, "L R C"]:
+        # By indices: XLA would exchange whole shards for a slice.
+        rows, columns = (np.arange(0, size, stride) for size in leaf.shape[-2:])
+        return leaf[..., rows[:, None], columns].astype(jnp.float32).reshape(-1, len(rows), len(columns))
+
+    return {name: np.asarray(take(leaf)) for name, leaf in matrices.items()}, stride
