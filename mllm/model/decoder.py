@@ -253,8 +253,10 @@ def linear(
     x: Float[jax.Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None = None, dtype: DTypeLike | None = None
 ) -> Float[jax.Array, "B T O"]:
     """x @ weight.T + bias: operands in the dtype of x, the result in `dtype`, without one in the dtype of x."""
-    y = product(dtype, x, weight[...].astype(jnp.float32))
-    return y if bias is None else (y.astype(jnp.float32) + bias[...]).astype(y.dtype)
+    if bias is None:
+        return product(dtype, x, weight[...].astype(jnp.float32))
+    # Rounded once: a bias that moves by less than half the distance of two bfloat16 numbers would be lost.
+    return (product(jnp.float32, x, weight[...].astype(jnp.float32)) + bias[...]).astype(dtype or x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
