@@ -49,6 +49,8 @@ VALUES = {
     "a label beyond the vocabulary": ("labels", {"labels": jnp.array([0, 1, 5, 2])}),
     "a temperature that is no number": ("temperature", {"temperature": math.nan}),
     "a softcap of zero": ("softcap", {"softcap": 0.0}),
+    "a copy of another shape": ("weight_copy must have .* not", {"weight_copy": jnp.zeros((5, 4))}),
+    "a copy that is no floating point": ("weight_copy", {"weight_copy": jnp.zeros((5, 3), int)}),
     "a dtype of integers": ("dtype", {"dtype": jnp.int8}),
     "an unknown implementation": ("one of full_logits, xla, mosaic_tpu, mosaic_gpu", {"impl": "warp"}),
 }

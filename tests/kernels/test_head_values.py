@@ -187,6 +187,33 @@ def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(le
     assert [(x.shape, x.dtype) for x in (*rows, *rows_of_loss, loss)] == [*want, *want, ((), F32)]
 
 
+# --- a copy of the weight ---
+
+
+@engines()
+def test_a_copy_is_multiplied_in_place_of_the_weight_which_gets_its_gradient(engine: Engine) -> None:
+    """The weight is NaN, so that nothing reads it; its gradient is float32, and of bfloat16 products not rounded."""
+    problem, cotangents, live = engine.problem(), random_cotangents(engine.shape[0]), engine.live("most")
+    objective, weights = OBJECTIVES["entropy bonus"], jnp.where(live, 0.7, 0.0)
+
+    def run(weight: jax.Array, **options: Any) -> tuple[Rows, Rows]:
+        given, options = problem._replace(weight=weight), {"impl": engine.impl, "temperature": 0.6, **options}
+        rows = values_and_gradients(*given, cotangents, where=jnp.asarray(live), **options)
+        return rows, cases.loss_and_gradients(given, objective, (), weights, **options).rows
+
+    with engine.strictly():
+        found = run(jnp.full(problem.weight.shape, jnp.nan, F32), weight_copy=problem.weight)
+        expected = run(problem.weight)
+    of_loss = cases.exact_loss(*problem, objective, weights=weights, temperature=0.6).rows
+    of_rows = exact(*problem, lambda *_: cotangents, where=live, temperature=0.6)
+    for got, plainly, truth in zip(found, expected, (of_rows, of_loss), strict=True):
+        assert got.weight.dtype == F32
+        for x, y in zip(got, plainly, strict=True):
+            np.testing.assert_array_equal(x.astype(y.dtype), y)
+        errors = [np.abs(np.float64(x.weight) - truth.weight).sum() for x in (got, plainly)]
+        assert errors[0] <= errors[1] * (0.9 if engine.dtype == BF16 else 1)
+
+
 # --- TPUs: dh from the expectation of W, where the entropy has no cotangent ---
 
 

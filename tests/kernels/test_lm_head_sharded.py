@@ -70,11 +70,18 @@ def both(*arguments, **options):
     return value + general(*arguments, **options)[0], tokens
 
 
+def of_a_copy(hidden, weight, *arguments, **options):
+    """Half as large as the weight, and in bfloat16: its gradient is the weight's all the same."""
+    copy = (jax.lax.stop_gradient(weight) / 2).astype(jnp.bfloat16)
+    return both(hidden, weight, *arguments, weight_copy=copy, **options)
+
+
 WAYS = {
     "general": (general, {}),
     "recomputed": (loss, {"workspace": 0}),
     "in waves": (loss, {"workspace": 2**20}),
     "both": (both, {}),
+    "a copy": (of_a_copy, {}),
 }
 
 
@@ -100,6 +107,8 @@ CASES = [
     (CUBE, {}, "in waves", {}, ALL),
     (CUBE, {}, "general", {}, (0,)),  # the other side is frozen
     (CUBE, {}, "in waves", {}, (1,)),
+    (CUBE, {}, "a copy", {}, ALL),
+    (CUBE, {}, "a copy", {}, (0,)),
     ((8, 1, 1), {}, "in waves", {}, ALL),
     ((1, 1, 8), {}, "in waves", {}, ALL),
     (CUBE, {"tokens": ("dp",)}, "in waves", {}, ALL),
@@ -214,6 +223,11 @@ def test_results_are_those_of_one_device_laid_out_like_the_arguments(tokens, wei
     assert all(x.sharding.is_equivalent_to(arguments[5].sharding, 2) for x in outputs)
     for gradient, argument in zip(gradients, arguments[:5], strict=True):
         assert gradient.sharding.is_equivalent_to(argument.sharding, gradient.ndim)
+
+
+def test_a_copy_is_laid_out_like_the_weight():
+    got = differentiated("a copy")(*laid_out(P("data"), P("model", "data")))
+    assert_near(got, differentiated("a copy")(*IN_ROWS))
 
 
 def test_the_mesh_may_be_set_and_a_sharding_may_name_its_axes():

@@ -50,9 +50,9 @@ def of_statistics(engine: Engine) -> Subject:
     return Subject(engine, scalar)
 
 
-def of_loss(engine: Engine) -> Subject:
+def of_loss(engine: Engine, **copy: Any) -> Subject:
     def scalar(hidden: Any, weight: Any, labels: Any, old: Any, advantage: Any, weights: Any) -> Any:
-        options: dict[str, Any] = {"weights": weights, "impl": engine.impl}
+        options: dict[str, Any] = {"weights": weights, "impl": engine.impl, **copy}
         return token_loss(hidden, weight, labels, OBJECTIVE, old, advantage, **options)
 
     return Subject(engine, scalar)
@@ -62,6 +62,7 @@ ON_TPU = TPU_F32._replace(shape=(200, 300, 64))
 SUBJECTS = {
     "token_logprobs, xla": of_statistics(XLA),
     "token_loss, xla": of_loss(XLA),
+    "token_loss of a copy, xla": of_loss(XLA, weight_copy=XLA.problem().weight / 2),
     "token_logprobs, mosaic_tpu": of_statistics(ON_TPU),
     "token_loss, mosaic_tpu": of_loss(ON_TPU),
     "logits, tiles": of_statistics(LOGITS),
@@ -107,6 +108,7 @@ EVERYWHERE = ["token_logprobs, xla", "token_loss, xla", "logits, tiles"]
     ("transformed", "name"),
     [
         *((t, name) for t in (in_a_checkpoint, exported, with_64_bit_types, in_leading_dims) for name in EVERYWHERE),
+        (in_a_checkpoint, "token_loss of a copy, xla"),
         *((in_leading_dims, name) for name in ("logits, reduction", "logits, kernels")),
     ],
 )
@@ -114,7 +116,9 @@ def test_results_and_gradients_are_the_same(transformed: Callable[..., Any], nam
     assert_near(jax.tree.leaves(transformed(SUBJECTS[name])), jax.tree.leaves(plainly(name)))
 
 
-@pytest.mark.parametrize("name", [*EVERYWHERE, "token_loss, mosaic_tpu", "logits, kernels"])
+@pytest.mark.parametrize(
+    "name", [*EVERYWHERE, "token_loss of a copy, xla", "token_loss, mosaic_tpu", "logits, kernels"]
+)
 def test_vmap_is_a_python_loop(name: str) -> None:
     """The second of the two has few rows that count."""
     subject = SUBJECTS[name]

@@ -1,15 +1,21 @@
-"""Every mesh gives the loss, gradients and log-probabilities of one device, to rounding.
+"""Every mesh gives the loss, gradients and log-probabilities of one device, to rounding, and its compute copies' bits.
 
 Each mesh has a model of another family. Rollouts on a mesh: tests/rl/test_rollout.py.
 """
 
 from functools import cache
+from operator import itemgetter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from runs import changed
 from tiny import ARCHITECTURE, config, forward_of, random_batch
 
+from mllm.model.decoding import decoding_weights
+from mllm.model.layout import gather_layer_float32
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.train.step import accumulate, make_logprob_pass
@@ -55,3 +61,35 @@ def test_loss_gradients_and_log_probabilities_are_those_of_one_device(family, sh
     for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=0, atol=2e-5 * np.abs(other).max())
     np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-5)
+
+
+def compute_copies(shape):
+    """What sampler and trainer multiply, of masters between bfloat16's numbers."""
+    settings = make_settings("qwen3", shape)
+    settings = changed(settings, model=settings.model.model_dump() | {"dtype": "bfloat16"})
+    policy = load_policy(settings, mesh := make_mesh(settings.mesh))
+    params = jax.device_put(initial("qwen3"), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
+    assert len(params["embed"][...].sharding.device_set) == mesh.size
+
+    @jax.jit
+    def of_trainer(params):
+        model = nnx.merge(policy.graphdef, params)
+        layers = [jax.tree.map(itemgetter(index), params["layers"]) for index in range(2)]
+        layers = [gather_layer_float32(one, model.rounding, model.layout) for one in layers]
+        return (
+            layers,
+            model.look_up(jnp.arange(264).reshape(2, -1)).reshape(264, -1),
+            model.head_copy(model.head_weight),
+        )
+
+    return jax.tree.map(np.asarray, (decoding_weights(policy.graphdef, params), of_trainer(params)))
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)])
+def test_compute_copies_are_those_of_one_device_to_the_bit_in_sampler_and_trainer(shape):
+    sampler, (layers, embedded, head) = expected = compute_copies((1, 1, 1))
+    of_both = (layers, embedded, head), (sampler.layers, *[sampler.outer["embed"][...]] * 2)
+    for one, other in ((compute_copies(shape), expected), of_both):
+        for leaf, same in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            np.testing.assert_array_equal(np.float32(leaf), np.float32(same))
+    assert (np.float32(head) != initial("qwen3")["embed"][...].astype(jnp.bfloat16)).mean() > 0.2

@@ -25,6 +25,7 @@ SETTINGS = {
     "sft": config("sft", steps=8, checkpoint={"every": 4}, eval={"every": 4}),
     "grpo": config(
         steps=10,
+        model={"dtype": "bfloat16"},  # whose masters are dithered
         grpo={"num_iterations": 2, "beta": 0.1, "reference": "initial"},
         task={"rewards": [{"name": EVEN}]},
         checkpoint={"every": 2},
