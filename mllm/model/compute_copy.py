@@ -56,18 +56,20 @@ def narrowed(
 ) -> Shaped[Array, "*S"]:
     """A parameter in the dtype of `rounding`; gradients pass through as if nothing were rounded.
 
-    `name` is the parameter's in `layout.PARAMETERS`, `layer` the number of its layer. `rows` and `columns` are numbers
-    that broadcast to the shape of `values`, where these are only some of the parameter.
+    `name` is the parameter's in `layout.PARAMETERS`, `layer` the number of its layer, unless all are stacked. Where
+    `values` are only some of the parameter's, `rows` and `columns` are numbers that broadcast to their shape.
     """
     if not (rounding.dithered and values.dtype == jnp.float32 and rounding.dtype == jnp.bfloat16):
         return values.astype(rounding.dtype)
+    if name.startswith("layers.") and values.ndim == 3:
+        layer = jnp.arange(len(values))[:, None, None]
     if rows is None:
         rows = jnp.arange(values.shape[-2])[:, None] if values.ndim > 1 else jnp.asarray(0)
     return dither(values, thresholds(name, layer, rows, jnp.arange(values.shape[-1]) if columns is None else columns))
 
 
 @jax.custom_vjp
-def dither(values: Float32[Array, "*S"], bits: UInt32[Array, "*S"]) -> BFloat16[Array, "*S"]:
+def dither(values: Float32[Array, "*S"], bits: UInt32[Array, "..."]) -> BFloat16[Array, "*S"]:
     """Each number's neighbour in bfloat16: the one farther from 0 where its 16 last bits and `bits` carry."""
     pattern = jax.lax.bitcast_convert_type(values, jnp.uint32)
     carried = pattern + bits

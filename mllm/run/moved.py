@@ -32,8 +32,8 @@ def moved_share(first: str, params: Params, rounding: Rounding) -> float:
     now, stride = sampled(params)
     rest, changed = np.frombuffer(b64decode(first), np.float32), 0
     for name, weights in now.items():
-        layers, rows, columns = np.ix_(*map(np.arange, weights.shape))
-        copy = partial(narrow, rounding=rounding, name=name, layer=layers, rows=stride * rows, columns=stride * columns)
+        rows, columns = np.ix_(*(stride * np.arange(size) for size in weights.shape[1:]))
+        copy = partial(narrow, rounding=rounding, name=name, rows=rows, columns=columns)
         then, rest = rest[: weights.size].reshape(weights.shape), rest[weights.size :]
         changed += int(jnp.sum(copy(weights) != copy(then)))
     return changed / sum(weights.size for weights in now.values())

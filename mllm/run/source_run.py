@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.tree_util import KeyPath
 from jaxtyping import Array
@@ -124,8 +123,7 @@ class SourceRun:
         dithered = Rounding.of(self.model).dithered
 
         def rounded(path: KeyPath, leaf: Array, wanted: jax.ShapeDtypeStruct) -> Array:
-            layers = jnp.arange(len(leaf)).reshape(-1, *[1] * (leaf.ndim - 1)) if leaf.ndim > 2 else 0
             same = leaf.dtype == wanted.dtype
-            return leaf if same else narrow(leaf, Rounding(wanted.dtype, dithered), parameter_name(path), layers)
+            return leaf if same else narrow(leaf, Rounding(wanted.dtype, dithered), parameter_name(path))
 
         return jax.tree_util.tree_map_with_path(rounded, params, like)

@@ -32,10 +32,9 @@ def assert_same_bits(left: Any, right: Any) -> None:
 
 
 def tensors_in(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Dtype, shape and bits of every tensor in the folder's files; vectors as float32, which a save makes of them."""
+    """Dtype, shape and bits of every tensor in the folder's files."""
     found = [one for path in folder.glob("*.safetensors") for one in load_file(path).items()]
-    arrays = {name: array.astype(np.float32) if array.ndim == 1 else array for name, array in found}
-    return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in arrays.items()}
+    return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in found}
 
 
 def bytes_in(folder: Path) -> dict[str, bytes]:

@@ -75,7 +75,7 @@ def compute_copies(shape):
     def of_trainer(params):
         model = nnx.merge(policy.graphdef, params)
         layers = [jax.tree.map(itemgetter(index), params["layers"]) for index in range(2)]
-        layers = [gather_layer_float32(one, model.rounding, model.layout) for one in layers]
+        layers = [gather_layer_float32(x, model.rounding, model.layout, jnp.asarray(i)) for i, x in enumerate(layers)]
         return (
             layers,
             model.look_up(jnp.arange(264).reshape(2, -1)).reshape(264, -1),

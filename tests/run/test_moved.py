@@ -12,7 +12,7 @@ from runs import assert_same_end, changed, killed_after, newest, records, run
 from safetensors.numpy import load_file
 from tiny import ARCHITECTURE, config
 
-from mllm.model.compute_copy import Rounding, compute_copy
+from mllm.model.compute_copy import Rounding, narrowed
 from mllm.model.layout import TENSORS
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
@@ -46,24 +46,22 @@ def copy(trained, tmp_path):
     return changed(trained, run_dir=str(shutil.copytree(trained.run_dir, tmp_path / "run")))
 
 
-def layers_of(params):
-    """Each tensor's parameter, and its values in one layer or in none."""
+def tensors_of(params, rounding):
+    """The tensors of a model's file, and their values in the dtype of the rounding."""
     for name, leaf in by_name(params).items():
-        for layer in range(len(leaf)) if "{}" in TENSORS[name] else (...,):
-            yield TENSORS[name].format(layer), name, leaf[layer]
+        if "{}" not in TENSORS[name]:
+            yield TENSORS[name], narrowed(leaf, rounding, name)
+        else:
+            for layer, values in enumerate(leaf):
+                yield TENSORS[name].format(layer), narrowed(values, rounding, name, layer)
 
 
 def all_moved(settings, rounding):
     """The share of all weights of a run's matrices whose compute copies differ from the start's."""
     first = load_policy(settings, make_mesh(settings.mesh)).initial_params()
-    trees = (layers_of(first), layers_of(newest(settings).train.params))
-    pairs = [
-        [np.asarray(compute_copy(leaf, rounding, name)).ravel() for _, name, leaf in pair]
-        for pair in zip(*trees, strict=True)
-        if pair[0][2].ndim == 2
-    ]
-    one, other = (np.concatenate(copies) for copies in zip(*pairs, strict=True))
-    return np.mean(one != other)
+    both = (tensors_of(params, rounding) for params in (first, newest(settings).train.params))
+    moved = [np.ravel(one != other) for (_, one), (_, other) in zip(*both, strict=True) if one.ndim == 2]
+    return np.mean(np.concatenate(moved))
 
 
 def test_the_share_of_moved_weights_is_measured_at_every_evaluation_from_0_on(trained):
@@ -96,7 +94,7 @@ def test_a_sample_is_of_all_matrices_and_the_same_on_every_mesh():
     assert stride % 2 == 1 < stride
     assert weights.keys() == matrices.keys()
     one, other = (
-        [np.ravel(compute_copy(leaf, DITHERED, name)[..., ::stride, ::stride]) for name, leaf in by_name(tree).items()]
+        [np.ravel(narrowed(leaf, DITHERED, name)[..., ::stride, ::stride]) for name, leaf in by_name(tree).items()]
         for tree in (matrices, {name: leaf * (1 + 1e-4) for name, leaf in matrices.items()})
     )
     assert found[0][1] == np.mean(np.concatenate(one) != np.concatenate(other))
@@ -108,13 +106,10 @@ def test_a_bfloat16_export_is_what_the_run_multiplies_and_may_be_replaced(traine
     folder = Path(copy.run_dir, "export")
     for dtype, rounding in (("float32", Rounding(jnp.dtype("float32"))), ("bfloat16", DITHERED)):
         assert export.main([copy.run_dir, "--dtype", dtype]) == 0
-        exported, nearer = load_file(folder / "model.safetensors"), 0
-        for tensor, name, leaf in layers_of(newest(trained).train.params):
-            expected = np.asarray(compute_copy(leaf, rounding, name))
+        exported = load_file(folder / "model.safetensors")
+        for tensor, expected in tensors_of(newest(trained).train.params, rounding):
             assert exported[tensor].dtype == expected.dtype
-            assert exported[tensor].tobytes() == expected.tobytes()
-            nearer += exported[tensor].tobytes() != np.asarray(leaf.astype(expected.dtype)).tobytes()
-        assert (nearer > 0) == (dtype == "bfloat16")
+            assert exported[tensor].tobytes() == np.asarray(expected).tobytes()
         said, line = capsys.readouterr().out.splitlines()
         assert said == f"step 4 of {copy.run_dir} is exported to {folder}"
         assert "differ from the run's first ones, rounded to nearest" in line
@@ -132,6 +127,6 @@ def test_a_run_that_rounds_to_nearest_exports_so_and_is_restored_in_float32(copy
     path.write_text(path.read_text().replace("compute_rounding: dithered", "compute_rounding: nearest"))
     assert export.main([copy.run_dir]) == 0
     exported = load_file(Path(copy.run_dir, "export", "model.safetensors"))
-    for tensor, name, leaf in layers_of(newest(copy).train.params):
-        assert exported[tensor].tobytes() == np.asarray(compute_copy(leaf, NEAREST, name)).tobytes()
+    for tensor, expected in tensors_of(newest(copy).train.params, NEAREST):
+        assert exported[tensor].tobytes() == np.asarray(expected).tobytes()
     assert export.restore(copy.run_dir, None, "float32")[0].model.dtype == "float32"

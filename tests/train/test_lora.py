@@ -155,7 +155,7 @@ def test_its_merged_export_in_bfloat16_is_dithered_and_its_adapters_have_moved(f
     exported = load_file(Path(settings.run_dir, "export", "model.safetensors"))
     _, policy, _, params = restore(settings.run_dir, None)
     merged = merge_all_adapters(params, policy.lora)["layers"]["q_weight"][1]
-    copy = np.asarray(compute_copy(merged, Rounding(jnp.dtype("bfloat16"), dithered=True), "layers.q_weight"))
+    copy = np.asarray(compute_copy(merged, Rounding(jnp.dtype("bfloat16"), dithered=True), "layers.q_weight", 1))
     assert (exported["model.layers.1.self_attn.q_proj.weight"] == copy).all()
     assert (copy != np.asarray(merged, copy.dtype)).any()
     assert [line["params/moved"] > 0 for line in records(settings) if "params/moved" in line] == [False, True, True]
