@@ -1,7 +1,7 @@
 """The head's entry points: arguments are checked, leading dims flattened, and an engine is picked."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -79,14 +79,15 @@ def token_logprobs(
         ValueError: names the argument; before anything is compiled.
     """
     live = np.ones(np.shape(labels), np.bool_) if where is None else where
-    _check(hidden, weight, live, weight_copy, labels=labels, where=live)
-    everything = (hidden, weight, labels, live, checked_temperature(temperature), *_given(weight_copy))
+    copy = weight if weight_copy is None else weight_copy
+    _check(hidden, weight, live, weight_copy=copy, labels=labels, where=live)
+    everything = (hidden, copy, labels, live, checked_temperature(temperature), weight)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
-    options = _options(arrays[:2], weight_copy, dtype, softcap)
+    options = _options(arrays[0], arrays[1], arrays[5], dtype, softcap)
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> TokenLogprobs:
-        inputs = _flat_inputs(*arrays)
-        tokens = autodiff.token_logprobs(_engine(impl, inputs, options, sharding), options, inputs)
+        inputs = _flat_inputs(*arrays[:5])
+        tokens = autodiff.token_logprobs(_engine(impl, inputs, options, sharding), options, inputs, arrays[5])
         return _unflattened(tokens, arrays[0])
 
     return run_on_mesh(run, sharding, arrays, lambda tokens: tokens)
@@ -131,26 +132,24 @@ def token_loss(
         raise ValueError(f"workspace must be None or a number of bytes, not {workspace!r}")
     given: Any = np.ones(np.shape(labels), np.float32) if weights is None else weights
     named = {f"operands[{i}]": operand for i, operand in enumerate(operands)}
-    _check(hidden, weight, given != 0, weight_copy, labels=labels, weights=given, **named)
-    everything = (hidden, weight, labels, given, checked_temperature(temperature), *operands)
+    copy = weight if weight_copy is None else weight_copy
+    _check(hidden, weight, given != 0, weight_copy=copy, labels=labels, weights=given, **named)
+    everything = (hidden, copy, labels, given, checked_temperature(temperature), weight, *operands)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
-    closed = autodiff.close_objective(objective, [x.dtype for x in arrays[5:]], varying_axes(arrays[0]))
-    options = _options(arrays[:2], weight_copy, dtype, softcap, workspace=workspace, entropy_slopes=closed.uses_entropy)
-    copies = tuple(map(jnp.asarray, _given(weight_copy)))
+    closed = autodiff.close_objective(objective, [x.dtype for x in arrays[6:]], varying_axes(arrays[0]))
+    more = {"workspace": workspace, "entropy_slopes": closed.uses_entropy}
+    options = _options(arrays[0], arrays[1], arrays[5], dtype, softcap, **more)
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> tuple[Float[Array, ""], TokenLogprobs]:
-        hidden, weight, labels, weights, temperature, *others = arrays
-        per_token, others = others[: len(operands)], others[len(operands) :]
-        inputs = _flat_inputs(hidden, weight, labels, weights != 0, temperature, *others[: len(copies)])
-        shared = tuple(others[len(copies) :])
+        hidden, copy, labels, weights, temperature, weight, *others = arrays
+        inputs = _flat_inputs(hidden, copy, labels, weights != 0, temperature)
+        per_token, shared = others[: len(operands)], tuple(others[len(operands) :])
         terms = Terms(weights.reshape(-1).astype(jnp.float32), tuple(x.reshape(-1) for x in per_token), shared)
         engine = _engine(impl, inputs, options, sharding)
-        loss, tokens = autodiff.token_loss(engine, options, closed.function, inputs, terms)
+        loss, tokens = autodiff.token_loss(engine, options, closed.function, inputs, weight, terms)
         return loss, _unflattened(jax.lax.stop_gradient(tokens), hidden)
 
-    return run_on_mesh(
-        run, sharding, (*arrays, *copies, *closed.shared), lambda tokens: (jax.sharding.PartitionSpec(), tokens)
-    )
+    return run_on_mesh(run, sharding, (*arrays, *closed.shared), lambda tokens: (jax.sharding.PartitionSpec(), tokens))
 
 
 def label_is_likeliest(
@@ -233,26 +232,13 @@ def _placed(name: str, sharding: HeadSharding | None) -> Engine:
     return engine if sharding is None or sharding.mesh.size == 1 else Sharded(engine, sharding.in_use())
 
 
-def _options(sides: Sequence[Array], copy: Array | None, dtype: Any, softcap: Any, **more: Any) -> Options:
-    """The options of hidden states and a weight, of which a copy may be multiplied."""
-    hidden, weight = sides
-    product = product_dtype(dtype, hidden, weight if copy is None else copy)
-    if copy is not None:
-        more |= {"gradient_dtypes": (hidden.dtype, weight.dtype), "has_master": True}
-    return Options(checked_softcap(softcap), product, **more)
+def _options(hidden: Array, copy: Array, weight: Array, dtype: Any, softcap: Any, **more: Any) -> Options:
+    product, gradients = product_dtype(dtype, hidden, copy), (hidden.dtype, weight.dtype)
+    return Options(checked_softcap(softcap), product, gradient_dtypes=gradients, **more)
 
 
-def _flat_inputs(
-    hidden: Array, weight: Array, labels: Array, live: Array, temperature: Array, copy: Array | None = None
-) -> Inputs:
-    flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), live.reshape(-1)
-    if copy is None:
-        return Inputs(flat[0], weight, *flat[1:], temperature)
-    return Inputs(flat[0], copy, *flat[1:], temperature, master=weight)
-
-
-def _given(copy: Any) -> tuple[Any, ...]:
-    return () if copy is None else (copy,)
+def _flat_inputs(hidden: Array, weight: Array, labels: Array, live: Array, temperature: Array) -> Inputs:
+    return Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), live.reshape(-1), temperature)
 
 
 def _unflattened(tokens: TokenLogprobs, hidden: Array) -> TokenLogprobs:
@@ -260,7 +246,7 @@ def _unflattened(tokens: TokenLogprobs, hidden: Array) -> TokenLogprobs:
     return TokenLogprobs(*(x.reshape(hidden.shape[:-1]) for x in tokens))
 
 
-def _check(hidden: Any, weight: Any, live: Any, copy: Any = None, **per_token: Any) -> None:
+def _check(hidden: Any, weight: Any, live: Any, *, weight_copy: Any = None, **per_token: Any) -> None:
     """Checks the arrays that are given; `per_token` has the labels among others, by their names."""
     check_floating("hidden", hidden)
     check_floating("weight", weight)
@@ -269,11 +255,10 @@ def _check(hidden: Any, weight: Any, live: Any, copy: Any = None, **per_token: A
     if np.ndim(hidden) == 0 or np.shape(hidden)[-1] != np.shape(weight)[1]:
         shapes = f"{list(np.shape(hidden))} beside a weight {list(np.shape(weight))}"
         raise ValueError(f"hidden must be [..., features], with the features of weight, not {shapes}")
-    if copy is not None:
-        check_floating("weight_copy", copy)
-        if np.shape(copy) != np.shape(weight):
-            raise ValueError(
-                f"weight_copy must have weight's shape {list(np.shape(weight))}, not {list(np.shape(copy))}"
-            )
+    if weight_copy is not None:
+        check_floating("weight_copy", weight_copy)
+        if np.shape(weight_copy) != np.shape(weight):
+            shapes = f"{list(np.shape(weight))}, not {list(np.shape(weight_copy))}"
+            raise ValueError(f"weight_copy must have weight's shape {shapes}")
     check_tokens(np.shape(hidden)[:-1], "hidden", per_token)
     check_labels(per_token["labels"], live, vocabulary=np.shape(weight)[0])

@@ -51,22 +51,22 @@ def close_objective(objective: Objective, dtypes: Sequence[Any], varying: Set[st
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def token_logprobs(engine: Engine, options: Options, inputs: Inputs) -> TokenLogprobs:
-    """The statistics, differentiable in `inputs`."""
-    return engine.forward(inputs._replace(master=None), options.values_alone)[0].outputs()
+def token_logprobs(engine: Engine, options: Options, inputs: Inputs, weight: Float[Array, "V D"]) -> TokenLogprobs:
+    """The statistics, differentiable in hidden states and `weight`, of which `inputs.weight` is a copy."""
+    return engine.forward(inputs, options.values_alone)[0].outputs()
 
 
-def _token_logprobs_forward(engine: Engine, options: Options, inputs: Any) -> tuple[TokenLogprobs, Any]:
-    options, inputs = _wanted(options, inputs)
+def _token_logprobs_forward(engine: Engine, options: Options, inputs: Any, weight: Any) -> tuple[TokenLogprobs, Any]:
+    options, inputs = _with_wanted_sides(options, inputs, weight), _values(inputs)
     softmax, saved = engine.forward(inputs, options)
     return softmax.outputs(), (options, inputs, softmax, saved)
 
 
-def _token_logprobs_backward(engine: Engine, _: Options, residuals: Any, cotangents: TokenLogprobs) -> tuple[Inputs]:
+def _token_logprobs_backward(engine: Engine, _: Options, residuals: Any, cotangents: TokenLogprobs) -> tuple[Any, Any]:
     options, inputs, softmax, saved = residuals
     slopes = TokenLogprobs(*map(_instantiate, cotangents))
     options = dataclasses.replace(options, entropy_slopes=not isinstance(cotangents.entropy, SymbolicZero))
-    return (_cotangent(engine.gradients(inputs, softmax, saved, slopes, options), options),)
+    return _cotangents(engine.gradients(inputs, softmax, saved, slopes, options))
 
 
 token_logprobs.defvjp(_token_logprobs_forward, _token_logprobs_backward, symbolic_zeros=True)
@@ -74,17 +74,17 @@ token_logprobs.defvjp(_token_logprobs_forward, _token_logprobs_backward, symboli
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def token_loss(
-    engine: Engine, options: Options, objective: Objective, inputs: Inputs, terms: Terms
+    engine: Engine, options: Options, objective: Objective, inputs: Inputs, weight: Float[Array, "V D"], terms: Terms
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
     """The loss, and the statistics, whose cotangents have no effect; `objective` is closed (see `close_objective`)."""
-    tokens = engine.forward(inputs._replace(master=None), options.values_alone)[0].outputs()
+    tokens = engine.forward(inputs, options.values_alone)[0].outputs()
     return weighted_sum(objective, inputs.live, tokens, terms), tokens
 
 
 def _token_loss_forward(
-    engine: Engine, options: Options, objective: Objective, inputs: Any, terms: Any
+    engine: Engine, options: Options, objective: Objective, inputs: Any, weight: Any, terms: Any
 ) -> tuple[tuple[Float[Array, ""], TokenLogprobs], Any]:
-    (options, inputs), terms = _wanted(options, inputs), _values(terms)
+    options, inputs, terms = _with_wanted_sides(options, inputs, weight), _values(inputs), _values(terms)
     if options.wants_any:
         softmax, gradients = engine.loss_and_gradients(inputs, objective, terms, options)
     else:
@@ -95,23 +95,20 @@ def _token_loss_forward(
 
 
 def _token_loss_backward(
-    _engine: Engine, options: Options, _objective: Objective, residuals: Any, cotangents: tuple[Any, Any]
-) -> tuple[Inputs, Terms]:
+    _engine: Engine, _options: Options, _objective: Objective, residuals: Any, cotangents: tuple[Any, Any]
+) -> tuple[Inputs, Array | None, Terms]:
     pull, gradients = residuals
     g_loss = _instantiate(cotangents[0])
     (g_terms,) = pull(g_loss)
     # Where the cotangent is the constant 1, as under `jax.grad` of this loss, XLA drops the product.
-    return _cotangent(jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients), options), g_terms
+    return *_cotangents(jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients)), g_terms
 
 
 token_loss.defvjp(_token_loss_forward, _token_loss_backward, symbolic_zeros=True)
 
 
-def _wanted(options: Options, inputs: Any) -> tuple[Options, Inputs]:
-    """The options with the sides that are differentiated, and the engine's inputs."""
-    weight = inputs.master or inputs.weight
-    options = dataclasses.replace(options, wants_hidden=inputs.hidden.perturbed, wants_weight=weight.perturbed)
-    return options, _values(inputs._replace(master=None))
+def _with_wanted_sides(options: Options, inputs: Any, weight: Any) -> Options:
+    return dataclasses.replace(options, wants_hidden=inputs.hidden.perturbed, wants_weight=weight.perturbed)
 
 
 def _values(perturbable: Any) -> Any:
@@ -122,7 +119,6 @@ def _instantiate(cotangent: Any) -> Array:
     return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
-def _cotangent(gradients: Gradients, options: Options) -> Inputs:
-    dh, dw = gradients
-    of_weight, of_master = (None, dw) if options.has_master else (dw, None)
-    return Inputs(dh, of_weight, None, None, None, None, of_master)  # type: ignore[arg-type]  # None: no cotangent
+def _cotangents(gradients: Gradients) -> tuple[Inputs, Array | None]:
+    """The cotangents of the inputs and of the weight, which gets that of its copy; None stands for zeros."""
+    return Inputs(gradients[0], None, None, None, None), gradients[1]  # type: ignore[arg-type]

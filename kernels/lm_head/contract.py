@@ -28,7 +28,6 @@ class Inputs(NamedTuple):
     live: Bool[Array, "N"]
     temperature: Float[Array, ""]
     columns: Integer[Array, ""] | None = None  # so many first rows of `weight` are the vocabulary; None: all
-    master: Float[Array, "V D"] | None = None  # gets dW in place of `weight`, its copy; no engine sees it
 
 
 @jax.tree_util.register_static
@@ -45,7 +44,6 @@ class Options:
     vocabulary_axis: str | None = None  # inside `shard_map`, the mesh axis over which the rows of `weight` are spread
     token_axes: tuple[str, ...] = ()  # inside `shard_map`, the mesh axes over which tokens are spread
     gradient_dtypes: tuple[jnp.dtype, jnp.dtype] | None = None  # dtypes of dh and dW; None: the inputs'
-    has_master: bool = False  # whether `Inputs.master` gets dW
 
     @property
     def wants_any(self) -> bool:
