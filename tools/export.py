@@ -40,12 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out or f"{options.run.rstrip('/')}/{'adapter' if options.adapter else 'export'}"
     refuse_foreign_files(out)
     config, policy, step, params = restore(options.run, options.step, adapter=options.adapter)
-    said = f"step {step} of {options.run} is exported to {out}"
     if options.adapter:
-        said += f", adapters of {save_adapter(config, policy, params, out)}"
+        told = f", adapters of {save_adapter(config, policy, params, out)}"
     else:
-        said += "\n" + save_model(config, policy, step, params, options.dtype or config.model.dtype, options.run, out)
-    print(said)
+        told = "\n" + save_model(config, policy, step, params, options.dtype or config.model.dtype, options.run, out)
+    print(f"step {step} of {options.run} is exported to {out}{told}")
     return 0
 
 
@@ -60,8 +59,8 @@ def save_model(config: "Config", policy: "Policy", step: int, params: "Params", 
     line = count_moved(policy, params, merged, tool_run(run).field(step, "first_weights"))
     rounded = "float32; whoever loads them in bfloat16 rounds them to nearest"
     if dtype == "bfloat16":
-        rounded = f"bfloat16, {'dithered' if dithered else 'rounded to nearest'} as in the run; vectors are float32"
-    text = f"{REPLACED}# Step {step} of {run}\n\nThe matrices are {rounded}. {line}\n\n"
+        rounded = f"bfloat16, {'dithered' if dithered else 'rounded to nearest'} as in the run"
+    text = f"{REPLACED}# Step {step} of {run}\n\nThe parameters are {rounded}. {line}\n\n"
     text += f'    transformers.AutoModelForCausalLM.from_pretrained(FOLDER, torch_dtype="{dtype}")\n'
 
     def add_files(folder: Path) -> None:
@@ -88,8 +87,7 @@ def count_moved(policy: "Policy", params: "Params", merged: "Params", first: str
         first, now = sample(base), {name: now[name] for name in base}
     if not first:
         return "How many weights have moved is not known of this run."
-    copies = (Rounding(jnp.dtype("bfloat16"), dithered) for dithered in (True, False))
-    share, nearest = (moved_share(first, now, rounding) for rounding in copies)
+    share, nearest = (moved_share(first, now, Rounding(jnp.dtype("bfloat16"), how)) for how in (True, False))
     return f"In bfloat16 {share:.2%} of the sampled weights differ from {start}, rounded to nearest {nearest:.2%}."
 
 

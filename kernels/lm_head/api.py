@@ -83,7 +83,8 @@ def token_logprobs(
     _check(hidden, weight, live, weight_copy=copy, labels=labels, where=live)
     everything = (hidden, copy, labels, live, checked_temperature(temperature), weight)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
-    options = _options(arrays[0], arrays[1], arrays[5], dtype, softcap)
+    dtypes = arrays[0].dtype, arrays[5].dtype
+    options = Options(checked_softcap(softcap), product_dtype(dtype, *arrays[:2]), gradient_dtypes=dtypes)
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> TokenLogprobs:
         inputs = _flat_inputs(*arrays[:5])
@@ -137,8 +138,9 @@ def token_loss(
     everything = (hidden, copy, labels, given, checked_temperature(temperature), weight, *operands)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
     closed = autodiff.close_objective(objective, [x.dtype for x in arrays[6:]], varying_axes(arrays[0]))
-    more = {"workspace": workspace, "entropy_slopes": closed.uses_entropy}
-    options = _options(arrays[0], arrays[1], arrays[5], dtype, softcap, **more)
+    product, dtypes = product_dtype(dtype, *arrays[:2]), (arrays[0].dtype, arrays[5].dtype)
+    slopes = closed.uses_entropy
+    options = Options(checked_softcap(softcap), product, workspace, entropy_slopes=slopes, gradient_dtypes=dtypes)
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> tuple[Float[Array, ""], TokenLogprobs]:
         hidden, copy, labels, weights, temperature, weight, *others = arrays
@@ -230,11 +232,6 @@ def _placed(name: str, sharding: HeadSharding | None) -> Engine:
     """The engine of that name, on every device of a mesh if there is one."""
     engine = _ENGINES[name]
     return engine if sharding is None or sharding.mesh.size == 1 else Sharded(engine, sharding.in_use())
-
-
-def _options(hidden: Array, copy: Array, weight: Array, dtype: Any, softcap: Any, **more: Any) -> Options:
-    product, gradients = product_dtype(dtype, hidden, copy), (hidden.dtype, weight.dtype)
-    return Options(checked_softcap(softcap), product, gradient_dtypes=gradients, **more)
 
 
 def _flat_inputs(hidden: Array, weight: Array, labels: Array, live: Array, temperature: Array) -> Inputs:

@@ -57,10 +57,9 @@ class ModelConfig(Section):
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters that the optimizer updates; not with `lora`, whose adapters are float32."""
     compute_rounding: Literal["dithered", "nearest"] = "dithered"
-    """How float32 parameters become bfloat16 for the products. `nearest` hides an update until a weight has moved by
-    half the distance of two bfloat16 numbers, 0.2 to 0.4 % of itself; `dithered` rounds up the weights whose part of it
-    exceeds a fixed threshold of their own, so that the model moves with its parameters. Only with dtype bfloat16, and
-    float32 parameters or `lora`."""
+    """How float32 parameters become bfloat16 for the products: to the `nearest`, which hides updates until a weight has
+    moved by half the distance of two numbers, or `dithered`, up where a weight's part of that distance exceeds a fixed
+    threshold of its own. Only with dtype bfloat16, and float32 parameters or `lora`."""
     remat: Literal["none", "full"] = "full"
     """What the backward pass recomputes in each layer: nothing or everything."""
     lora: LoraConfig | None = None

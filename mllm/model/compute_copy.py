@@ -7,8 +7,7 @@ steps. A dithered copy is rounded up where the weight's fraction between its two
 moved. What bfloat16 can hold stays as it is, so a run begins with the very model that it was given.
 
 A threshold is a hash of the parameter's name and of the weight's layer, row and column: every process, mesh, resumed
-run and tool makes the same copy.
-Vectors (norms, biases) are never rounded.
+run and tool makes the same copy. Vectors (norms, biases) are read in float32.
 """
 
 import zlib
@@ -39,22 +38,11 @@ def compute_copy(
     values: Shaped[Array, "*S"],
     rounding: Rounding,
     name: str,
-    layer: Int[ArrayLike, ""] = 0,
-    rows: Int[Array, "..."] | None = None,
-) -> Shaped[Array, "*S"]:
-    """A parameter of one layer, or of none, as products read it: vectors in float32, matrices as `narrowed` says."""
-    return values.astype(jnp.float32) if values.ndim == 1 else narrowed(values, rounding, name, layer, rows)
-
-
-def narrowed(
-    values: Shaped[Array, "*S"],
-    rounding: Rounding,
-    name: str,
     layer: Int[ArrayLike, "..."] = 0,
     rows: Int[Array, "..."] | None = None,
     columns: Int[Array, "..."] | None = None,
 ) -> Shaped[Array, "*S"]:
-    """A parameter in the dtype of `rounding`; gradients pass through as if nothing were rounded.
+    """A parameter in the compute dtype; gradients pass through as if nothing were rounded.
 
     `name` is the parameter's in `layout.PARAMETERS`, `layer` the number of its layer, unless all are stacked. Where
     `values` are only some of the parameter's, `rows` and `columns` are numbers that broadcast to their shape.

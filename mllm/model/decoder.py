@@ -94,10 +94,8 @@ class Decoder(nnx.Module):
             return weight
         return add_adapter(weight, self.head_a[...], self.head_b[...], self.lora.scale)
 
-    def head_copy(self, weight: Float[jax.Array, "V D"]) -> Float[jax.Array, "V D"] | None:
-        """The compute copy of `head_weight`, without a gradient; None where the head is to narrow that itself."""
-        if not self.rounding.dithered or weight.dtype == self.dtype:
-            return None
+    def head_copy(self, weight: Float[jax.Array, "V D"]) -> Float[jax.Array, "V D"]:
+        """The compute copy of `head_weight`, without a gradient."""
         name = "embed" if self.head is None and self.head_a is None else "head"
         return compute_copy(jax.lax.stop_gradient(weight), self.rounding, name)
 
@@ -185,9 +183,8 @@ class Layer(nnx.Module):
             return nnx.Param(normal(rngs.params(), (config.num_hidden_layers, rows, columns)))
 
         def constant(value: int, size: int) -> nnx.Param:
-            return nnx.Param(
-                jnp.full((config.num_hidden_layers, size), value, param_dtype if lora is None else jnp.float32)
-            )
+            dtype = param_dtype if lora is None else jnp.float32
+            return nnx.Param(jnp.full((config.num_hidden_layers, size), value, dtype))
 
         def bias(size: int) -> nnx.Param | None:
             return constant(0, size) if config.traits.qkv_bias else None
@@ -216,13 +213,14 @@ class Layer(nnx.Module):
         self, name: str, x: Float[jax.Array, "B T I"], dtype: DTypeLike | None = None
     ) -> Float[jax.Array, "B T O"]:
         """The layer's product `name` (q, k, ...) of x, with its bias and adapter if it has them, as `linear` is."""
-        weight, bias, a = (getattr(self, f"{name}_{part}", None) for part in ("weight", "bias", "a"))
-        assert weight is not None
+        a = getattr(self, f"{name}_a", None)
+        weight, bias = getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias", None)
+        y = linear(x, weight, bias, dtype if a is None else jnp.float32)
         if a is None:
-            return linear(x, weight, bias, dtype)
+            return y
         # Rounded once: what the adapter adds is less than half the distance of two bfloat16 numbers at first.
         low = linear(linear(x, a), getattr(self, f"{name}_b"), dtype=jnp.float32)
-        return (linear(x, weight, bias, jnp.float32) + self.lora_scale * low).astype(dtype or x.dtype)
+        return (y + self.lora_scale * low).astype(dtype or x.dtype)
 
     def project(
         self, hidden: Float[jax.Array, "B T D"], rotation: Float[jax.Array, "2 B T 1 R"]

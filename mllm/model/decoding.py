@@ -84,8 +84,8 @@ def decoding_weights(graphdef: nnx.GraphDef, params: Params) -> DecodingWeights:
     indices = range(model.config.num_hidden_layers)
     shared = shared_parameters(model, outer)
     copied = nnx.State({name: value for name, value in outer.items() if name not in shared})
-    outer = nnx.State({**shared, **gather_outer(copied, *options, model.lora)})
-    return DecodingWeights(outer, tuple(gather_layer(layers, i, *options) for i in indices))
+    outer = nnx.State({**shared, **merge_and_gather(copied, None, *options, model.lora)})
+    return DecodingWeights(outer, tuple(merge_and_gather(layers, i, *options) for i in indices))
 
 
 def abstract_decoding_weights(model: Decoder, params: Params) -> tuple[DecodingWeights, Params]:
@@ -121,16 +121,16 @@ def shared_parameters(model: Decoder, outer: Params) -> dict[str, Any]:
 
 
 @partial(jax.jit, static_argnames=("rounding", "layout", "lora"))
-def gather_outer(params: Params, rounding: Rounding, layout: Layout | None, lora: Lora | None) -> Params:
-    """The parameters of no layer as decode steps read them."""
-    return map_parameters(lambda x, name: gather(rounding, layout, name, x), merge_adapters(params, lora))
-
-
-@partial(jax.jit, static_argnames=("rounding", "layout"))
-def gather_layer(layers: Params, index: Int[Any, ""], rounding: Rounding, layout: Layout | None) -> Params:
-    """One layer's parameters of those of all as decode steps read them."""
-    one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), layers)
-    return map_parameters(lambda x, name: gather(rounding, layout, name, x, index), one, "layers.")
+def merge_and_gather(
+    params: Params, index: Int[Any, ""] | None, rounding: Rounding, layout: Layout | None, lora: Lora | None = None
+) -> Params:
+    """One layer's parameters of those of all, or without an `index` those of no layer, as decode steps read them."""
+    if index is not None:
+        params = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), params)
+    layer, prefix = (0, "") if index is None else (index, "layers.")
+    return map_parameters(
+        lambda x, name: gather(rounding, layout, name, x, layer), merge_adapters(params, lora), prefix
+    )
 
 
 def decode_token(

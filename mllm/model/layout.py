@@ -169,8 +169,10 @@ def constrain(layout: Layout | None, array: Shaped[Array, "..."], axes: Axes) ->
 def gather(
     rounding: Rounding, layout: Layout | None, name: str, parameter: Shaped[Array, "..."], layer: Int[ArrayLike, ""] = 0
 ) -> Shaped[Array, "..."]:
-    """The parameter of this name as products read it: its compute copy, gathered over fsdp after it is made."""
-    return constrain(layout, compute_copy(parameter, rounding, name, layer), gathered_axes(parameter, name))
+    """The parameter of this name as products read it, vectors in float32: gathered over fsdp after it is rounded."""
+    vector = parameter.ndim == 1
+    copy = parameter.astype(jnp.float32) if vector else compute_copy(parameter, rounding, name, layer)
+    return constrain(layout, copy, gathered_axes(parameter, name))
 
 
 def gather_layer_float32(params: Params, rounding: Rounding, layout: Layout | None, layer: Int[Array, ""]) -> Params:

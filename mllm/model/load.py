@@ -17,7 +17,6 @@ from mllm.errors import UserError
 from mllm.model import peft, weights
 from mllm.model.architecture import PRESETS, Architecture
 from mllm.model.attention import AttentionChoice, choose
-from mllm.model.compute_copy import Rounding
 from mllm.model.decoder import Decoder
 from mllm.model.folder import SMALL, local_folder
 from mllm.model.layout import Layout, Params
@@ -132,8 +131,8 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     lora, adapters = (None, None) if model.lora is None else peft.resolve(model.lora)
     param_dtype = model.param_dtype if lora is None else model.dtype
     dtypes = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(param_dtype)}
-    dithered = Rounding.of(model).dithered
     options = {"remat": model.remat, "attention": attention.attention, "layout": layout, "lora": lora}
+    dithered = model.compute_rounding == "dithered"
     graphdef, params = nnx.split(Decoder.abstract(architecture, **dtypes, dithered=dithered, **options))
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     if count > MOST_PARAMETERS:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
-from mllm.model.compute_copy import Rounding, narrowed
+from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.folder import read_json, replacing, write_json
 from mllm.model.layout import TENSORS, Params, parameter_name
 from mllm.parallel.mesh import spread
@@ -37,7 +37,7 @@ STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """The dtypes that can be read, with their bytes per number."""
 SHARD_BYTES = 2_000_000_000
 """The limit to the tensors in a saved file; one that is larger gets a file of its own."""
-narrow = jax.jit(narrowed, static_argnames=("rounding", "name"))
+narrow = jax.jit(compute_copy, static_argnames=("rounding", "name"))
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 

@@ -136,13 +136,12 @@ class Programs:
         rows, width = self.prefill()[1][1].shape
         return abstract_cache(self.model, rows, width)
 
-    def head_operands(self) -> tuple[Float[Any, "B T D"], Float[Any, "V D"], Float[Any, "V D"] | None]:
-        """Hidden states of a micro-batch, the head's weight, and its copy if the head gets one."""
-        shape = (self.rows.micro, self.rows.length, self.policy.architecture.hidden_size)
-        weight = (self.model.embed if self.model.head is None else self.model.head).get_value()
-        has_copy = self.model.rounding.dithered and weight.dtype != self.model.dtype
-        copy = self.array(weight.shape, self.model.dtype, LOGICAL_AXES["head"]) if has_copy else None
-        return self.array(shape, self.model.dtype, ("batch", "time", "hidden")), weight, copy
+    def head_operands(self) -> tuple[Float[Any, "B T D"], Float[Any, "V D"], Float[Any, "V D"]]:
+        """Hidden states of a micro-batch, the head's weight and its copy."""
+        dtype, weight = self.model.dtype, (self.model.embed if self.model.head is None else self.model.head).get_value()
+        hidden = (self.rows.micro, self.rows.length, self.policy.architecture.hidden_size)
+        copy = weight if weight.dtype == dtype else self.array(weight.shape, dtype, LOGICAL_AXES["head"])
+        return self.array(hidden, dtype, ("batch", "time", "hidden")), weight, copy
 
     def gradients(self) -> Params:
         """The gradients that an update sums up: in float32 over micro-batches, else as the parameters are."""

@@ -40,10 +40,7 @@ def moved_share(first: str, params: Params, rounding: Rounding) -> float:
 
 
 def sampled(params: Params) -> tuple[dict[str, Float32[np.ndarray, "L R C"]], int]:
-    """The sampled weights of each matrix, and the distance of their rows and columns: odd, as no size of a head is.
-
-    A matrix that no layer has is that of one layer.
-    """
+    """The sampled weights of each matrix, and the distance of their rows and columns: odd, as no size of a head is."""
     leaves = by_name(params).items()
     matrices = {name: leaf for name, leaf in leaves if leaf.ndim - name.startswith("layers.") == 2}
     stride = math.ceil(math.sqrt(max(1, sum(leaf.size for leaf in matrices.values()) / SAMPLED))) // 2 * 2 + 1

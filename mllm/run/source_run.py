@@ -9,7 +9,6 @@ from functools import partial
 
 import jax
 from jax.sharding import Mesh
-from jax.tree_util import KeyPath
 from jaxtyping import Array
 
 from mllm.config import load as configs
@@ -18,12 +17,12 @@ from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.model import load
 from mllm.model.compute_copy import Rounding
-from mllm.model.layout import Params, parameter_name
+from mllm.model.layout import Params, map_parameters
 from mllm.model.load import Policy
 from mllm.model.lora import merge_all_adapters
 from mllm.model.weights import narrow
 from mllm.parallel.processes import gather_objects
-from mllm.run.checkpoint import restore_params
+from mllm.run.checkpoint import by_name, restore_params
 from mllm.store.run_store import CONFIG, RunStore, find_run
 
 OWN = ("dtype", "param_dtype", "compute_rounding", "remat", "attention", "lora")
@@ -120,10 +119,9 @@ class SourceRun:
 
     def narrow(self, params: Params, like: Params) -> Params:
         """The parameters in the dtypes of `like`; the matrices that lose bits are rounded as the new run's copies."""
-        dithered = Rounding.of(self.model).dithered
+        dtypes, dithered = {name: leaf.dtype for name, leaf in by_name(like).items()}, Rounding.of(self.model).dithered
 
-        def rounded(path: KeyPath, leaf: Array, wanted: jax.ShapeDtypeStruct) -> Array:
-            same = leaf.dtype == wanted.dtype
-            return leaf if same else narrow(leaf, Rounding(wanted.dtype, dithered), parameter_name(path))
+        def rounded(leaf: Array, name: str) -> Array:
+            return leaf if leaf.dtype == dtypes[name] else narrow(leaf, Rounding(dtypes[name], dithered), name)
 
-        return jax.tree_util.tree_map_with_path(rounded, params, like)
+        return map_parameters(rounded, params)

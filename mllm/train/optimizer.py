@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, keystr
-from jaxtyping import Array, BFloat16, Float32, Int, Key
+from jaxtyping import Array, Int, Key
 
 from mllm.config.model import OptimizerConfig
 from mllm.model.compute_copy import dither
@@ -85,14 +85,10 @@ def updated(
     def narrow(path: KeyPath, value: Any, old: Any) -> Any:
         if value.dtype == old.dtype:
             return value
-        return round_at_random(value, jax.random.fold_in(key, zlib.crc32(keystr(path).encode())))
+        bits = jax.random.bits(jax.random.fold_in(key, zlib.crc32(keystr(path).encode())), value.shape, jnp.uint16)
+        return dither(value, bits.astype(jnp.uint32))  # with random bits: rounded at random
 
     return jax.tree_util.tree_map_with_path(narrow, new, (params, opt_state))
-
-
-def round_at_random(values: Float32[Array, "*S"], key: Key[Array, ""]) -> BFloat16[Array, "*S"]:
-    """Each number's neighbour below or above in bfloat16, the nearer one more likely; what bfloat16 can hold stays."""
-    return dither(values, jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32))
 
 
 def update_key(seed: int, step: Any) -> Key[Array, ""]:

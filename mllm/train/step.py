@@ -97,7 +97,7 @@ class Forward:
         self.options: dict[str, Any] = {"temperature": temperature, "impl": head.impl, "sharding": head_sharding(mesh)}
 
     def head_logprobs(
-        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], copy: Float[Array, "V D"] | None, batch: Batch
+        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], copy: Float[Array, "V D"], batch: Batch
     ) -> TokenLogprobs:
         """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
         how = {"where": batch.weights > 0, "weight_copy": copy, "dtype": hidden.dtype}
@@ -108,9 +108,9 @@ class Forward:
         return self.head_loss(*self.hidden(params, batch), batch)
 
     def head_loss(
-        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], copy: Float[Array, "V D"] | None, batch: Batch
+        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], copy: Float[Array, "V D"], batch: Batch
     ) -> tuple[Float[Array, ""], TokenLogprobs]:
-        """The same from hidden states, the vocabulary matrix, and what is multiplied in its place, if it is a copy."""
+        """The same from hidden states, the vocabulary matrix, and its copy, which is multiplied."""
         config, objective = self.grpo, objectives.sft
         operands: list[Array] = []
         if config is not None and config.loss_type == "gspo":
@@ -141,7 +141,7 @@ class Forward:
 
     def hidden(
         self, params: Params, batch: Batch
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "V D"], Float[Array, "V D"] | None]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "V D"], Float[Array, "V D"]]:
         """Hidden states, the vocabulary matrix and its copy: what the head takes."""
         model = nnx.merge(self.graphdef, params)
         if model.layout is not None:
@@ -247,9 +247,9 @@ def make_validation(
     def validation_pass(params: Params, batch: Batch) -> Float[Array, "3"]:
         def measure(_: None, micro: Batch) -> tuple[None, list[Float[Array, "B T"]]]:
             hidden, weight, copy = forward.hidden(params, micro)
-            read, where, sharding = weight if copy is None else copy, micro.weights > 0, forward.options["sharding"]
+            where, sharding = micro.weights > 0, forward.options["sharding"]
             likeliest = label_is_likeliest(
-                hidden, read, micro.labels, where=where, dtype=hidden.dtype, sharding=sharding
+                hidden, copy, micro.labels, where=where, dtype=hidden.dtype, sharding=sharding
             )
             return None, [forward.head_logprobs(hidden, weight, copy, micro).logprob, likeliest.astype(jnp.float32)]
 

@@ -11,7 +11,7 @@ from runs import changed
 from tiny import ARCHITECTURE, config, forward_of, random_batch
 
 from kernels.lm_head import xla
-from mllm.model.decoding import gather_layer
+from mllm.model.decoding import merge_and_gather
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import bytes_on_device, make_mesh, sharding
 from mllm.plan.programs import Programs
@@ -41,7 +41,7 @@ def programs(policy):
     shapes = Programs(SETTINGS, make_mesh(SETTINGS.mesh))
     layout, layer = shapes.layout, shapes.cache()[0]
     scalar, per_row = (layout.abstract(shape, jnp.int32, ("batch",)[: len(shape)]) for shape in ((), (ROWS,)))
-    gathered = gather_layer.lower(policy.params["layers"], 0, shapes.model.rounding, layout)
+    gathered = merge_and_gather.lower(policy.params["layers"], 0, shapes.model.rounding, layout)
     called = {
         "gather": gathered,
         "insert": insert.lower(layer, shapes.prefilled()[0], per_row, scalar, layout=layout),

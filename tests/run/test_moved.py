@@ -12,7 +12,7 @@ from runs import assert_same_end, changed, killed_after, newest, records, run
 from safetensors.numpy import load_file
 from tiny import ARCHITECTURE, config
 
-from mllm.model.compute_copy import Rounding, narrowed
+from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.layout import TENSORS
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
@@ -50,10 +50,10 @@ def tensors_of(params, rounding):
     """The tensors of a model's file, and their values in the dtype of the rounding."""
     for name, leaf in by_name(params).items():
         if "{}" not in TENSORS[name]:
-            yield TENSORS[name], narrowed(leaf, rounding, name)
+            yield TENSORS[name], compute_copy(leaf, rounding, name)
         else:
             for layer, values in enumerate(leaf):
-                yield TENSORS[name].format(layer), narrowed(values, rounding, name, layer)
+                yield TENSORS[name].format(layer), compute_copy(values, rounding, name, layer)
 
 
 def all_moved(settings, rounding):
@@ -94,7 +94,7 @@ def test_a_sample_is_of_all_matrices_and_the_same_on_every_mesh():
     assert stride % 2 == 1 < stride
     assert weights.keys() == matrices.keys()
     one, other = (
-        [np.ravel(narrowed(leaf, DITHERED, name)[..., ::stride, ::stride]) for name, leaf in by_name(tree).items()]
+        [np.ravel(compute_copy(leaf, DITHERED, name)[..., ::stride, ::stride]) for name, leaf in by_name(tree).items()]
         for tree in (matrices, {name: leaf * (1 + 1e-4) for name, leaf in matrices.items()})
     )
     assert found[0][1] == np.mean(np.concatenate(one) != np.concatenate(other))

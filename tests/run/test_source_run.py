@@ -13,7 +13,7 @@ from tiny import config
 import train
 from mllm.config.load import read
 from mllm.errors import UserError
-from mllm.model.compute_copy import Rounding, narrowed
+from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.parallel.mesh import make_mesh
 from mllm.run import folder as run_dir
 from mllm.run.checkpoint import by_name
@@ -63,7 +63,7 @@ def test_the_masters_of_the_newest_step_are_taken_with_sizes_tokenizer_and_stop_
         assert ord(STOP) in policy.stop_ids
         rounding = Rounding(jnp.dtype(dtype), dithered=True)
         for (name, mine), yours in zip(by_name(policy.initial_params()).items(), masters, strict=True):
-            np.testing.assert_array_equal(mine, narrowed(yours, rounding, name))
+            np.testing.assert_array_equal(mine, compute_copy(yours, rounding, name))
 
 
 @pytest.mark.parametrize(("step", "number"), [("newest", 6), ("best", 2), (4, 4)])
