@@ -219,7 +219,7 @@ class Layer(nnx.Module):
         if a is None:
             return y
         # Rounded once: what the adapter adds is less than half the distance of two bfloat16 numbers at first.
-        low = linear(linear(x, a), getattr(self, f"{name}_b"), dtype=jnp.float32)
+        low = linear(linear(x, a), getattr(self, f"{name}_b")).astype(jnp.float32)
         return (y + self.lora_scale * low).astype(dtype or x.dtype)
 
     def project(
