@@ -78,7 +78,7 @@ def test_the_share_of_weights_that_step_over_is_how_far_they_have_moved(part):
 
 
 def test_thresholds_are_uniform_and_independent_over_layers_rows_columns_and_parameters(bits):
-    """Of 49,152 draws from 65,536 numbers, 52.8 % of these are expected to come up."""
+    """49,152 draws from 65,536 numbers are expected to bring up 52.8 % of these."""
     assert 0.51 < len(np.unique(bits)) / 65536 < 0.55
     np.testing.assert_allclose(np.histogram(bits, 16, (0, 65536))[0] / bits.size, 1 / 16, rtol=0.1)
     others = [bits_of(name) for name in ("head", "layers.q_weight", "layers.k_weight")]

@@ -133,7 +133,7 @@ def test_adapters_of_a_bfloat16_model_move_it_as_float32_does(kind, distance):
 
 @pytest.mark.parametrize("target", ["q", "v"])
 def test_a_product_is_rounded_once_after_bias_and_adapter_and_has_the_gradients_of_float64(target):
-    """Of q, with an adapter or without; operands are numbers of bfloat16, but x a^T, which is small, is rounded."""
+    """The product is q, with an adapter or without. Operands are on the grid, but x a^T, which is small, is rounded."""
     sizes, lora = Architecture.from_hf(ARCHITECTURE, "test"), Lora(8, 16.0, (target,))
     graphdef, params = nnx.split(Layer(sizes, jnp.bfloat16, jnp.float32, nnx.Rngs(0), lora))
     rng, names = np.random.default_rng(3), ["q_weight", "q_bias", "q_a", "q_b"][: 4 if target == "q" else 2]
