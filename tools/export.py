@@ -67,9 +67,8 @@ def save_model(config: "Config", policy: "Policy", step: int, params: "Params", 
         policy.tokenizer.save_pretrained(folder)
         (folder / README).write_text(text, encoding="utf-8")
 
-    pad_id = policy.tokenizer.pad_token_id
-    options = {"dtype": dtype, "dithered": dithered, "stop_ids": policy.stop_ids, "pad_id": pad_id, "also": add_files}
-    weights.save(out, policy.exported, merged, **options)
+    ids = {"stop_ids": policy.stop_ids, "pad_id": policy.tokenizer.pad_token_id}
+    weights.save(out, policy.exported, merged, dtype=dtype, dithered=dithered, also=add_files, **ids)
     return line
 
 

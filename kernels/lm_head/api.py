@@ -255,7 +255,6 @@ def _check(hidden: Any, weight: Any, live: Any, *, weight_copy: Any = None, **pe
     if weight_copy is not None:
         check_floating("weight_copy", weight_copy)
         if np.shape(weight_copy) != np.shape(weight):
-            shapes = f"{list(np.shape(weight))}, not {list(np.shape(weight_copy))}"
-            raise ValueError(f"weight_copy must have weight's shape {shapes}")
+            raise ValueError(f"weight_copy must have weight's shape {np.shape(weight)}, not {np.shape(weight_copy)}")
     check_tokens(np.shape(hidden)[:-1], "hidden", per_token)
     check_labels(per_token["labels"], live, vocabulary=np.shape(weight)[0])

@@ -250,10 +250,9 @@ class Layer(nnx.Module):
 def linear(
     x: Float[jax.Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None = None, dtype: DTypeLike | None = None
 ) -> Float[jax.Array, "B T O"]:
-    """x @ weight.T + bias: operands in the dtype of x, the result in `dtype`, without one in the dtype of x."""
+    """x @ weight.T + bias, rounded once: operands in the dtype of x, the result in `dtype`, else in that of x."""
     if bias is None:
         return product(dtype, x, weight[...].astype(jnp.float32))
-    # Rounded once: a bias that moves by less than half the distance of two bfloat16 numbers would be lost.
     return (product(jnp.float32, x, weight[...].astype(jnp.float32)) + bias[...]).astype(dtype or x.dtype)
 
 

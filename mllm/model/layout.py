@@ -170,8 +170,7 @@ def gather(
     rounding: Rounding, layout: Layout | None, name: str, parameter: Shaped[Array, "..."], layer: Int[ArrayLike, ""] = 0
 ) -> Shaped[Array, "..."]:
     """The parameter of this name as products read it, vectors in float32: gathered over fsdp after it is rounded."""
-    vector = parameter.ndim == 1
-    copy = parameter.astype(jnp.float32) if vector else compute_copy(parameter, rounding, name, layer)
+    copy = parameter.astype(jnp.float32) if parameter.ndim == 1 else compute_copy(parameter, rounding, name, layer)
     return constrain(layout, copy, gathered_axes(parameter, name))
 
 
