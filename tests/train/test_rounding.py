@@ -14,6 +14,7 @@ from flax import nnx
 from tiny import ARCHITECTURE, config, forward_of, random_batch
 
 from mllm.model.architecture import Architecture
+from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.decoder import Layer
 from mllm.model.layout import map_parameters
 from mllm.model.load import load_policy
@@ -22,6 +23,7 @@ from mllm.model.tokenizer import bytes_tokenizer
 from mllm.parallel.mesh import make_mesh
 from mllm.rl import sampling
 from mllm.rl.rollout import Sampler
+from mllm.train.step import make_validation
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "initializer_range": 0.08}
 LORA = {"rank": 8, "alpha": 16.0, "targets": ("q", "k", "v", "o", "gate", "up", "down", "head")}
@@ -47,6 +49,7 @@ class Model:
             return jnp.vdot(logprobs, batch.weights), logprobs[:, PROMPT - 1 : -1]
 
         self.differentiated = jax.jit(jax.value_and_grad(mean, has_aux=True))
+        self.validate = make_validation(forward, lambda: [ROWS], lambda: None)
 
     def stored(self, params):
         return jax.tree.map(lambda x, like: x.astype(like.dtype), params, self.policy.params)
@@ -59,6 +62,9 @@ class Model:
 
     def trained(self, params):
         return self.run(params)[0]
+
+    def validated(self, params):
+        return np.array(list(self.validate(self.stored(params), 0).values()))
 
     def sampled(self, params):
         """The sampler's log-probabilities, where it draws these tokens."""
@@ -162,6 +168,19 @@ def test_a_run_begins_with_the_very_model_that_it_was_given():
     for one, other in zip(*(jax.tree.leaves(x.run(base()[0])) for x in (dithered, nearest)), strict=True):
         assert one.dtype == jnp.float32
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_a_dithered_model_is_that_of_its_copies_to_the_bit():
+    """Trainer, sampler and validation read nothing else of the matrices."""
+    rng = np.random.default_rng(2)
+    params = jax.tree.map(lambda x: x * (1 + 2**-8 * rng.uniform(-1, 1, x.shape).astype(np.float32)), base()[0])
+    rounding = Rounding(jnp.dtype("bfloat16"), dithered=True)
+    copies = map_parameters(
+        lambda x, name: compute_copy(x, rounding, name).astype(jnp.float32) if is_matrix(name) else x, params
+    )
+    dithered, nearest = (model("bfloat16", rounding) for rounding in ROUNDINGS)
+    for of in (Model.trained, Model.sampled, Model.validated):
+        assert of(dithered, params).tobytes() == of(nearest, copies).tobytes() != of(nearest, params).tobytes()
 
 
 def test_sampler_and_trainer_are_no_farther_apart_than_where_both_round_to_nearest():
