@@ -80,7 +80,7 @@ def token_logprobs(
     """
     live = np.ones(np.shape(labels), np.bool_) if where is None else where
     copy = weight if weight_copy is None else weight_copy
-    _check(hidden, weight, live, weight_copy=copy, labels=labels, where=live)
+    _check(hidden, weight, copy, live, labels=labels, where=live)
     everything = (hidden, copy, labels, live, checked_temperature(temperature), weight)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
     dtypes = arrays[0].dtype, arrays[5].dtype
@@ -134,7 +134,7 @@ def token_loss(
     given: Any = np.ones(np.shape(labels), np.float32) if weights is None else weights
     named = {f"operands[{i}]": operand for i, operand in enumerate(operands)}
     copy = weight if weight_copy is None else weight_copy
-    _check(hidden, weight, given != 0, weight_copy=copy, labels=labels, weights=given, **named)
+    _check(hidden, weight, copy, given != 0, labels=labels, weights=given, **named)
     everything = (hidden, copy, labels, given, checked_temperature(temperature), weight, *operands)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
     closed = autodiff.close_objective(objective, [x.dtype for x in arrays[6:]], varying_axes(arrays[0]))
@@ -169,7 +169,7 @@ def label_is_likeliest(
     temperature or softcap would change nothing. It is not differentiable, and plain XLA on every device: the maximum
     must be over the very numbers that the label's logit is one of, and the kernels compute that logit apart.
     """
-    _check(hidden, weight, where, labels=labels, where=where)
+    _check(hidden, weight, weight, where, labels=labels, where=where)
     inputs = _flat_inputs(hidden, weight, labels, where, jnp.ones(()))
     # The label's logit less the maximum; XLA drops the sums that nothing else uses.
     options = Options(None, product_dtype(dtype, hidden, weight)).values_alone
@@ -243,7 +243,7 @@ def _unflattened(tokens: TokenLogprobs, hidden: Array) -> TokenLogprobs:
     return TokenLogprobs(*(x.reshape(hidden.shape[:-1]) for x in tokens))
 
 
-def _check(hidden: Any, weight: Any, live: Any, *, weight_copy: Any = None, **per_token: Any) -> None:
+def _check(hidden: Any, weight: Any, copy: Any, live: Any, **per_token: Any) -> None:
     """Checks the arrays that are given; `per_token` has the labels among others, by their names."""
     check_floating("hidden", hidden)
     check_floating("weight", weight)
@@ -252,9 +252,8 @@ def _check(hidden: Any, weight: Any, live: Any, *, weight_copy: Any = None, **pe
     if np.ndim(hidden) == 0 or np.shape(hidden)[-1] != np.shape(weight)[1]:
         shapes = f"{list(np.shape(hidden))} beside a weight {list(np.shape(weight))}"
         raise ValueError(f"hidden must be [..., features], with the features of weight, not {shapes}")
-    if weight_copy is not None:
-        check_floating("weight_copy", weight_copy)
-        if np.shape(weight_copy) != np.shape(weight):
-            raise ValueError(f"weight_copy must have weight's shape {np.shape(weight)}, not {np.shape(weight_copy)}")
+    check_floating("weight_copy", copy)
+    if np.shape(copy) != np.shape(weight):
+        raise ValueError(f"weight_copy must have weight's shape {np.shape(weight)}, not {np.shape(copy)}")
     check_tokens(np.shape(hidden)[:-1], "hidden", per_token)
     check_labels(per_token["labels"], live, vocabulary=np.shape(weight)[0])

@@ -97,11 +97,11 @@ class Sharded:
     def gradients(
         self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, options: Options
     ) -> Gradients:
-        dtypes = gradient_dtypes(inputs, options)
-
-        def pass_(own: Inputs, options: Options, softmax: Softmax, saved: Any, slopes: TokenLogprobs) -> Gradients:
+        def pass_(own: Inputs, local: Options, softmax: Softmax, saved: Any, slopes: TokenLogprobs) -> Gradients:
             saved = jax.tree.map(lambda x: x[0], saved)
-            return self._summed(self.engine.gradients(own, softmax, saved, slopes, options), dtypes)
+            return self._summed(
+                self.engine.gradients(own, softmax, saved, slopes, local), gradient_dtypes(inputs, options)
+            )
 
         given = ((softmax, self._rows), (saved, self._saved), (slopes, self._rows))
         dh, dw = self._on_devices(pass_, self._gradients, inputs, options, *given)
@@ -110,11 +110,9 @@ class Sharded:
     def loss_and_gradients(
         self, inputs: Inputs, objective: Objective, terms: Terms, options: Options
     ) -> tuple[Softmax, Gradients]:
-        dtypes = gradient_dtypes(inputs, options)
-
-        def pass_(own: Inputs, options: Options, terms: Terms) -> tuple[Softmax, Gradients]:
-            softmax, gradients = self.engine.loss_and_gradients(own, objective, terms, options)
-            return softmax, self._summed(gradients, dtypes)
+        def pass_(own: Inputs, local: Options, terms: Terms) -> tuple[Softmax, Gradients]:
+            softmax, gradients = self.engine.loss_and_gradients(own, objective, terms, local)
+            return softmax, self._summed(gradients, gradient_dtypes(inputs, options))
 
         given = (terms, Terms(self._rows, self._rows, PartitionSpec()))  # type: ignore[arg-type]
         softmax, (dh, dw) = self._on_devices(pass_, (self._rows, self._gradients), inputs, options, given)
@@ -177,11 +175,10 @@ class Sharded:
             first = lax.axis_index(at.vocabulary) * len(weight)
             labels = labels.astype(jnp.int32) - first
             columns = jnp.clip(vocabulary - first, 0, len(weight))
-        dh_dtype, dw_dtype = gradient_dtypes(own, options)
-        dh_dtype = dh_dtype if at.vocabulary is None else jnp.dtype(jnp.float32)
-        dw_dtype = jnp.dtype(jnp.float32) if at.tokens else dw_dtype
+        wide, (dh, dw) = jnp.dtype(jnp.float32), gradient_dtypes(own, options)
+        dtypes = dh if at.vocabulary is None else wide, wide if at.tokens else dw
         options = dataclasses.replace(
-            options, vocabulary_axis=at.vocabulary, token_axes=at.tokens, gradient_dtypes=(dh_dtype, dw_dtype)
+            options, vocabulary_axis=at.vocabulary, token_axes=at.tokens, gradient_dtypes=dtypes
         )
         return own._replace(weight=weight, labels=labels, columns=columns), options
 

@@ -7,16 +7,16 @@ one n that depends on the parameters' sizes alone, so that no mesh changes it. O
 import math
 from base64 import b64decode, b64encode
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int
 
-from mllm.model.compute_copy import Rounding
+from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.layout import Params
-from mllm.model.weights import narrow
 from mllm.run.checkpoint import by_name
 
 SAMPLED = 2**15
@@ -29,14 +29,8 @@ def sample(params: Params) -> str:
 
 def moved_share(first: str, params: Params, rounding: Rounding) -> float:
     """The share of sampled weights whose compute copies differ from those of the `first`, which `sample` has given."""
-    now, stride = sampled(params)
-    rest, changed = np.frombuffer(b64decode(first), np.float32), 0
-    for name, weights in now.items():
-        rows, columns = np.ix_(*(stride * np.arange(size) for size in weights.shape[1:]))
-        copy = partial(narrow, rounding=rounding, name=name, rows=rows, columns=columns)
-        then, rest = rest[: weights.size].reshape(weights.shape), rest[weights.size :]
-        changed += int(jnp.sum(copy(weights) != copy(then)))
-    return changed / sum(weights.size for weights in now.values())
+    then = np.frombuffer(b64decode(first), np.float32)
+    return int(count_changed(then, *sampled(params), rounding)) / then.size
 
 
 def sampled(params: Params) -> tuple[dict[str, Float32[np.ndarray, "L R C"]], int]:
@@ -44,13 +38,26 @@ def sampled(params: Params) -> tuple[dict[str, Float32[np.ndarray, "L R C"]], in
     leaves = by_name(params).items()
     matrices = {name: leaf for name, leaf in leaves if leaf.ndim - name.startswith("layers.") == 2}
     stride = math.ceil(math.sqrt(max(1, sum(leaf.size for leaf in matrices.values()) / SAMPLED))) // 2 * 2 + 1
-    sharding = next(iter(matrices.values())).sharding
-    whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+    whole = NamedSharding(next(iter(matrices.values())).sharding.mesh, PartitionSpec())
+    return jax.tree.map(np.asarray, take(matrices, stride, whole)), stride
 
-    @partial(jax.jit, out_shardings=whole)
-    def take(leaf: Array) -> Float32[Array, "L R C"]:
+
+@partial(jax.jit, static_argnames=("stride", "sharding"))
+def take(matrices: dict[str, Array], stride: int, sharding: Any) -> dict[str, Float32[Array, "L R C"]]:
+    def at(leaf: Array) -> Float32[Array, "L R C"]:
         # By indices: XLA would exchange whole shards for a slice.
         rows, columns = (np.arange(0, size, stride) for size in leaf.shape[-2:])
         return leaf[..., rows[:, None], columns].astype(jnp.float32).reshape(-1, len(rows), len(columns))
 
-    return {name: np.asarray(take(leaf)) for name, leaf in matrices.items()}, stride
+    return jax.lax.with_sharding_constraint(jax.tree.map(at, matrices), sharding)
+
+
+@partial(jax.jit, static_argnames=("stride", "rounding"))
+def count_changed(then: Float32[Array, "N"], now: dict[str, Any], stride: int, rounding: Rounding) -> Int[Array, ""]:
+    moved = jnp.int32(0)
+    for name, weights in now.items():
+        first, then = then[: weights.size].reshape(weights.shape), then[weights.size :]
+        rows, columns = (stride * jnp.arange(size) for size in weights.shape[1:])
+        one, other = (compute_copy(x, rounding, name, 0, rows[:, None], columns) for x in (first, weights))
+        moved += jnp.sum(one != other)
+    return moved
