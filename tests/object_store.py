@@ -59,10 +59,12 @@ class ObjectStore:
         name = query.get("name", place.partition("/o/" if self.scheme == "gs" else f"/{BUCKET}/")[2])
         with self.lock:
             content, generation = self.objects.get(name, (b"", "0"))
+            expected = "0" if headers.get("If-None-Match") == "*" else headers.get("If-Match", generation)
+            if (name in self.objects or method != "HEAD") and (
+                query.get("ifGenerationMatch", expected).strip('"') != generation
+            ):
+                return 412, {}, b""
             if method in ("POST", "PUT"):
-                expected = "0" if headers.get("If-None-Match") == "*" else headers.get("If-Match", generation)
-                if query.get("ifGenerationMatch", expected).strip('"') != generation:
-                    return 412, {}, b""
                 generation = str(next(self.generations))
                 self.objects[name] = body, generation
                 self.written.append(name)

@@ -27,7 +27,7 @@ from mllm.data.tasks.load import load as load_task
 from mllm.errors import UserError
 from mllm.model.compute_copy import Rounding
 from mllm.parallel.mesh import make_mesh
-from mllm.parallel.processes import RowShare, check_same, is_writer, local_rows, raise_everywhere
+from mllm.parallel.processes import RowShare, check_same, gather_objects, is_writer, local_rows, raise_everywhere
 from mllm.parallel.watch import Watch
 from mllm.rl.evaluation import make_evaluation
 from mllm.rl.grpo_source import GrpoSource
@@ -37,7 +37,7 @@ from mllm.rl.schedule import slots_that_fit
 from mllm.run import folder, heartbeat, report, wandb
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.measurements import Measurement, Measurements
-from mllm.run.metrics import RunLog
+from mllm.run.metrics import RunLog, last_logged_step
 from mllm.run.moved import sample
 from mllm.run.signals import Interrupt
 from mllm.run.source_run import SourceRun, load_policy
@@ -65,6 +65,7 @@ class Run:
         self.interrupt = stack.enter_context(Interrupt())
         self.mesh = make_mesh(config.mesh)
         self.store, config = stack.enter_context(folder.claim(config, change))
+        self.interrupt.find_fault = lambda: self.store.failure
         with raise_everywhere():
             wandb.check(config.log)
             source_run = SourceRun.open(config.model)
@@ -161,7 +162,10 @@ class Run:
         The source is at its position then, and the log ends with its last line.
         """
         trained, self.trained = self.trained, None
-        state = self.checkpoints.restore(abstract_state(self.policy.trained, self.optimizer))
+        with raise_everywhere():
+            logged = last_logged_step(self.store) if is_writer() else -1
+        like = abstract_state(self.policy.trained, self.optimizer)
+        state = self.checkpoints.restore(like, gather_objects(logged)[0])
         if state is not None:
             self.source.seek(state.position)
         else:

@@ -48,11 +48,13 @@ class Checkpoints:
         keep, keep_best = self.config.keep, self.config.keep_best
         self.saving = Saving(self.store, state.step, by_name(state.train), document, keep=keep, keep_best=keep_best)
 
-    def restore(self, like: TrainState) -> RunState | None:
+    def restore(self, like: TrainState, logged: int | None = None) -> RunState | None:
         """The state in the newest undamaged checkpoint, or None if there is no checkpoint at all.
 
-        `like` has the arrays to read as ShapeDtypeStructs, with their shardings. UserError is raised if there
-        are checkpoints, and none of them can be read; or a damaged one can't be put aside.
+        `like` has the arrays to read as ShapeDtypeStructs, with their shardings; `logged` is the last step of the log.
+        If it is given, a checkpoint that lacks lines of the log counts as damaged: from an older one they are made
+        again. UserError is raised if there are checkpoints, and none of them can be read; or a damaged one can't be
+        put aside.
         """
         with raise_everywhere():
             steps = self.store.steps() if is_writer() else []
@@ -61,6 +63,9 @@ class Checkpoints:
         for step in steps:
             try:
                 arrays, document = load(self.store, step, by_name(like))
+                state = RunState.from_document(step, with_leaves(like, arrays), document)
+                if logged is not None and state.logged_step > logged:
+                    raise Damaged(f"metrics.jsonl lacks lines after step {max(0, logged)}, of {state.logged_step}")
             except Damaged as error:
                 damaged[step] = str(error)
                 continue
@@ -74,11 +79,11 @@ class Checkpoints:
             with raise_everywhere():
                 for number, reason in damaged.items() if is_writer() else ():
                     self.store.put_aside(number, reason)
-            return RunState.from_document(step, with_leaves(like, arrays), document)
+            return state
         if steps:
             raise UserError(
                 f"{self.store}/{CHECKPOINTS}: none of its {len(steps)} checkpoints can be read ({damaged[steps[0]]}); "
-                "take another run_dir"
+                "put back what is missing, or take another run_dir"
             )
         return None
 

@@ -115,15 +115,31 @@ def size_until(step: int, lines: Iterable[bytes]) -> int:
     """The bytes of JSON lines that stay: those before the first of a later step, or that a crash left incomplete."""
     end = 0
     for line in lines:
-        if not line.endswith(b"\n"):
-            break
-        try:
-            if json.loads(line)["step"] > step:
-                break
-        except (ValueError, KeyError, TypeError):
+        found = step_of(line)
+        if found is None or found > step:
             break
         end += len(line)
     return end
+
+
+def last_logged_step(store: RunStore) -> int:
+    """The step up to which metrics.jsonl has every line, the first of which may be 0 or 1; -1 if it has none."""
+    last = -1
+    for line in store.read_log("metrics.jsonl").splitlines(keepends=True):
+        found = step_of(line)
+        if found is None or (found != last + 1 and (last, found) != (-1, 1)):
+            break
+        last = found
+    return last
+
+
+def step_of(line: bytes) -> int | None:
+    """The step of a JSON line; None if a crash left it incomplete."""
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def read_records(store: RunStore, name: str) -> list[dict[str, Any]]:

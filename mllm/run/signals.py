@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -29,6 +30,10 @@ class Interrupt:
         self.received = 0
         """The signal's number; 0: none has come."""
         self.holding = False
+        self.find_fault: Callable[[], str] = lambda: ""
+        """Why the run must stop without a signal; empty: nothing is wrong."""
+        self.fault = ""
+        """What `find_fault` has said in any of the processes."""
         self.previous: dict[int, Any] = {}
         self.reading_end, self.writing_end = socket.socketpair()
 
@@ -52,19 +57,21 @@ class Interrupt:
                 print(f"\n{name}: saving and stopping soon; a second signal stops at once", file=sys.stderr, flush=True)
 
     def agree(self) -> bool:
-        """Whether a signal has reached any of the processes; `received` is then the same in all of them."""
-        if received := max(gather_objects(self.received)):  # else one that has come meanwhile would be lost
-            self.received = received
-        return received > 0
+        """Whether any of the processes must stop; `received` and `fault` are then the same in all of them."""
+        received, faults = zip(*gather_objects((self.received, self.find_fault())), strict=True)
+        if any(received):  # else one that has come meanwhile would be lost
+            self.received = max(received)
+        self.fault = next(filter(None, faults), "")
+        return any(received) or bool(self.fault)
 
     def poll(self) -> None:
-        """Raise `Interrupted` if a signal has reached any of the processes, all of which must call this."""
+        """Raise `Interrupted` if any of the processes must stop; all of them must call this."""
         if self.agree():
             raise Interrupted
 
     def poll_alone(self) -> None:
-        """Raise `Interrupted` if a signal has reached the only process; several go on to where all of them ask."""
-        if self.received and jax.process_count() == 1:
+        """Raise `Interrupted` if the only process must stop; several go on to where all of them ask."""
+        if (self.received or self.find_fault()) and jax.process_count() == 1:
             raise Interrupted
 
     def __exit__(self, *_: object) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,17 @@ SILENCE = {"TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "20", "TENSORSTORE_CURL_L
 """Seconds after which a server that does not answer has failed; tensorstore itself would wait for ever."""
 PART_BYTES = 2**25
 """The most bytes of a file in one request, so that a failed one is soon repeated and memory stays bounded."""
+ABSENT = b"\2"
+"""tensorstore's generation of an object that does not exist."""
 CONTENT = ("NOT_FOUND", "OUT_OF_RANGE", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "DATA_LOSS")
 """tensorstore's errors about what an object holds; after all others the bucket itself has failed."""
+
+
+class LeaseLost(UserError):
+    """Another process holds the run, and writes what this one wanted to write."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(f"run_dir: {url} was taken by another process; wait for it, or give another folder")
 
 
 def is_bucket(place: object) -> bool:
@@ -92,9 +101,13 @@ class Bucket:
         return self.read_generation(name)[0]
 
     def read_generation(self, name: str) -> tuple[bytes | None, bytes]:
-        """An object's content, None where there is no such object, and what `replace` takes as its generation."""
+        """An object's content, None where there is no such object, and the generation that `seen` returns."""
         found = self.result(self.objects.read(name), name, "read")
         return found.value if found.state == "value" else None, found.stamp.generation
+
+    def seen(self, name: str) -> bytes:
+        """The generation of an object, or of its absence: what `replace` and `remove` take."""
+        return self.result(self.objects.read(name, byte_range=slice(0, 0)), name, "read").stamp.generation
 
     def generation(self, name: str) -> bytes:
         """What differs whenever an object has been written anew; empty where there is no such object."""
@@ -123,19 +136,27 @@ class Bucket:
     def write(self, name: str, data: bytes) -> None:
         self.result(self.objects.write(name, data), name, "written")
 
-    def replace(self, name: str, data: bytes, generation: bytes) -> bytes | None:
-        """Write an object if it is still of this generation; returns its new one, None if another process was first."""
-        stamp = self.result(self.objects.write(name, data, if_equal=generation), name, "written")
+    def replace(self, name: str, data: bytes, seen: bytes = ABSENT) -> bytes:
+        """Write an object if it is still of the generation `seen`; returns its new one. LeaseLost if it is not."""
+        stamp = self.result(self.objects.write(name, data, if_equal=seen), name, "written")
         if stamp.generation:
             return stamp.generation
         # A request whose answer was lost has been repeated, and then finds its own work.
         content, new = self.read_generation(name)
-        return new if content == data else None
+        if content != data:
+            raise LeaseLost(self.url)
+        return new
 
-    def rename(self, old: str, new: str) -> None:
-        """Copy an object, which must be small, and remove the old one."""
-        self.write(new, self.read(old) or b"")
-        self.delete([old])
+    def remove(self, name: str, seen: bytes) -> None:
+        """Delete an object if it is still of the generation `seen`."""
+        self.result(self.objects.write(name, None, if_equal=seen), name, "deleted")
+
+    def rename(self, old: str, new: str, check: Callable[[], None]) -> None:
+        """Copy an object, which must be small, and remove the old one, unless `check` raises or it has changed."""
+        content, seen = self.read_generation(old)
+        check()
+        self.write(new, content or b"")
+        self.remove(old, seen)
 
     def names(self, prefix: str = "") -> list[str]:
         """The names of all objects that begin with `prefix`, in order."""

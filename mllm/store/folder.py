@@ -4,7 +4,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -78,7 +78,17 @@ class Folder:
             for folder in path.parents[: name.count("/") + 2]:  # they may be new, too
                 sync(folder)
 
-    def rename(self, old: str, new: str) -> None:
+    def seen(self, name: str) -> bytes:
+        """Nothing: the folder's lock keeps all others out, so that `replace` and `remove` have no condition."""
+        return b""
+
+    def replace(self, name: str, data: bytes, seen: bytes) -> None:
+        self.write(name, data)
+
+    def remove(self, name: str, seen: bytes) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def rename(self, old: str, new: str, check: Callable[[], None]) -> None:
         (self.path / old).rename(self.path / new)
 
     def entries(self, folder: str = "") -> list[str]:

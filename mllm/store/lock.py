@@ -17,9 +17,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import Any, TextIO
 
-from mllm.errors import UserError
+from mllm.errors import UserError, brief, printable
 from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
-from mllm.store.bucket import Bucket
+from mllm.store.bucket import Bucket, LeaseLost
 from mllm.store.run_store import LOCK, RunStore
 
 SECONDS = 60
@@ -118,6 +118,8 @@ def hold_bucket(store: RunStore, bucket: Bucket) -> Iterator[None]:
                 store.sync()
             except UserError as error:
                 lease.failure = error
+            except BaseException as error:  # such as no free file handle or memory: what is trained can be saved
+                store.failure = f"{store.url}: the logs can't be sent ({brief(error)}); check this machine"
 
     sender = threading.Thread(target=send, name="sender", daemon=True)
     sender.start()
@@ -130,20 +132,16 @@ def hold_bucket(store: RunStore, bucket: Bucket) -> Iterator[None]:
         lease.release()
 
 
-class LeaseLost(UserError):
-    """Another process has taken the lease."""
-
-
 class Lease:
     """An object that its holder rewrites every few seconds; who sees it unchanged for `SECONDS` may take it."""
 
     def __init__(self, bucket: Bucket, token: str) -> None:
         """Take the lease; UserError where another process holds it, or the bucket can't be written.
 
-        The lease of a process of this host that is dead is taken at once. That of another host is waited for.
+        The lease of a process that is known to be dead is taken at once. Any other is waited for.
         """
         self.bucket, self.token = bucket, token
-        self.renewed = time.monotonic()
+        self.renewed = clock()
         self.failure: UserError | None = None
         self.ended = threading.Event()
         self.generation = self.write(self.wait_for_end())
@@ -158,10 +156,10 @@ class Lease:
             holder.update(json.loads(content or b"{}"))
         if content is None or is_dead(holder):
             return generation
-        name = f"process {holder.get('process')} on {holder.get('host')}"
+        name = printable(f"process {holder.get('process')} on {holder.get('host')}")
         print(f"{self.bucket.url}: {name} held it; waiting {SECONDS} s for a sign of its life", file=sys.stderr)
-        deadline = time.monotonic() + SECONDS
-        while time.monotonic() < deadline:
+        deadline = clock() + SECONDS
+        while clock() < deadline:
             time.sleep(SECONDS / RENEWALS)
             content, now = self.bucket.read_generation(LOCK)
             if content is None:
@@ -172,11 +170,9 @@ class Lease:
 
     def write(self, generation: bytes) -> bytes:
         """Write the lease in place of the one of this generation, and return the new one's."""
-        holder = {"token": self.token, "host": socket.gethostname(), "process": os.getpid(), "time": time.time()}
-        begun = time.monotonic()
+        holder = {"token": self.token, **identity(os.getpid()), "time": time.time()}
+        begun = clock()  # the answer may come late
         new = self.bucket.replace(LOCK, json.dumps(holder).encode(), generation)
-        if new is None:
-            raise LeaseLost(f"run_dir: {self.bucket.url} was taken by another process; give another folder")
         self.renewed = begun
         return new
 
@@ -187,14 +183,14 @@ class Lease:
             except LeaseLost as error:
                 self.failure = error
                 return
-            except UserError as error:
-                logger.warning("the lease is not renewed: %s", error)
+            except Exception as error:  # the next attempt may succeed; if none does, `check` says so
+                logger.warning("the lease is not renewed: %s", brief(error))
 
     def check(self) -> None:
-        """Raise UserError if another process may have taken the run: nothing more may be published."""
+        """Raise UserError if another process may have taken the run: nothing more may be written."""
         if self.failure:
             raise self.failure
-        if time.monotonic() - self.renewed > SECONDS * 0.9:
+        if clock() - self.renewed > SECONDS * 0.9:
             raise UserError(f"run_dir: the lease of {self.bucket.url} could not be renewed; the same command resumes")
 
     def release(self) -> None:
@@ -202,20 +198,37 @@ class Lease:
         self.ended.set()
         self.thread.join()
         self.check()
-        self.bucket.delete([LOCK])
+        self.bucket.remove(LOCK, self.generation)
+
+
+def clock() -> float:
+    """Seconds that pass while the machine is suspended, too, where the system counts them."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def identity(process: int) -> dict[str, Any]:
+    """What tells a living process from all others, of other machines and containers too, as far as Linux says it."""
+    found: dict[str, Any] = {"process": process, "host": socket.gethostname()}
+    with suppress(OSError):  # another system
+        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        found["namespace"] = os.readlink("/proc/self/ns/pid")
+        state, *others = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        found["started"] = None if state in "ZX" else others[18]
+    return found
 
 
 def is_dead(holder: dict[str, Any]) -> bool:
-    """Whether a holder was a process of this host that is no more."""
-    if holder.get("host") != socket.gethostname():
-        return False
+    """Whether a holder was a process that is no more: only of those in this namespace of process ids it is known."""
     process = holder.get("process")
-    if process == os.getpid():  # in a container processes have the same numbers again
-        return True
+    if not isinstance(process, int) or not {"boot", "namespace", "started"} <= holder.keys():
+        return False
+    now = identity(process)
+    if any(now.get(name) != holder[name] for name in ("boot", "namespace")):
+        return False
     try:
-        os.kill(int(process or 0), 0)
+        os.kill(process, 0)
     except ProcessLookupError:
         return True
-    except (OSError, ValueError):
+    except (OSError, OverflowError):  # another user's
         pass
-    return False
+    return now.get("started", holder["started"]) != holder["started"]

@@ -48,21 +48,30 @@ class FileLog:
 
 
 class PartsLog:
-    """A log in a bucket: `sync` sends what was appended since the last time, in parts of their own."""
+    """A log in a bucket: `sync` sends what was appended since the last time, in parts of their own.
+
+    Each holder of the run writes a series of parts of its own, with a number above all that it has seen. The log is the
+    highest series that has a part at offset 0; what a holder that has lost the run still sends belongs to a lower one.
+    """
 
     def __init__(self, bucket: Bucket, name: str, cut: Cut | None, check: Callable[[], None]) -> None:
-        """Make the log's parts few and large again. `check` raises the UserError of a thread that could not send."""
+        """Write the log anew, in few and large parts. `check` raises UserError where nothing more may be written."""
         self.bucket, self.name, self.check = bucket, name, check
-        self.unsent = bytearray()
+        self.unsent, self.part = bytearray(), b""
         self.sending = threading.Lock()
-        content = read_parts(bucket, name)
+        earlier, content = list_parts(bucket, name), read_parts(bucket, name)
         if cut:
             content = content[: cut(io.BytesIO(content))]
-        self.offset, offsets = len(content), range(0, len(content), PART_BYTES)
-        stale = [offset for offset in part_offsets(bucket, name) if offset not in offsets]
-        for offset in reversed(offsets):  # until the first one is written, those that were there are the log
-            bucket.write(part_name(name, offset), content[offset : offset + PART_BYTES])
-        bucket.delete(part_name(name, offset) for offset in stale)
+        self.check()
+        self.series = 1 + max((series for series, _ in earlier), default=0)
+        self.offset = len(content)
+        for offset in reversed(range(0, len(content), PART_BYTES)):  # the first one makes the series the log
+            self.write(offset, content[offset : offset + PART_BYTES])
+        self.check()
+        bucket.delete(part_name(name, *part) for part in earlier)
+
+    def write(self, offset: int, part: bytes) -> None:
+        self.bucket.replace(part_name(self.name, self.series, offset), part)
 
     def append(self, record: bytes) -> None:
         self.check()
@@ -70,10 +79,13 @@ class PartsLog:
 
     def sync(self) -> None:
         with self.sending:
-            while part := bytes(self.unsent[:PART_BYTES]):
-                self.bucket.write(part_name(self.name, self.offset), part)
-                self.offset += len(part)
-                del self.unsent[: len(part)]
+            while self.unsent:
+                self.check()
+                self.part = self.part or bytes(self.unsent[:PART_BYTES])  # the same again where an attempt has failed
+                self.write(self.offset, self.part)
+                self.offset += len(self.part)
+                del self.unsent[: len(self.part)]
+                self.part = b""
 
     close = sync
 
@@ -81,23 +93,31 @@ class PartsLog:
 Log = FileLog | PartsLog
 
 
-def part_name(name: str, offset: int) -> str:
-    """The object that holds a log's bytes from `offset` on; the names sort as the offsets do."""
-    return f"{name}.{offset:015}"
+def part_name(name: str, series: int, offset: int) -> str:
+    """The object that holds a log's bytes from `offset` on; the names sort as the numbers do."""
+    return f"{name}.{series:06}.{offset:015}"
 
 
-def part_offsets(bucket: Bucket, name: str) -> list[int]:
-    """The offsets of a log's parts, ascending."""
-    pattern = re.compile(re.escape(name) + r"\.(\d{15})")
-    return [int(found[1]) for other in bucket.names(f"{name}.") if (found := pattern.fullmatch(other))]
+def list_parts(bucket: Bucket, name: str) -> list[tuple[int, int]]:
+    """The series and offset of each of a log's parts, ascending."""
+    pattern = re.compile(re.escape(name) + r"\.(\d{6})\.(\d{15})")
+    found = [pattern.fullmatch(other) for other in bucket.names(f"{name}.")]
+    return [(int(match[1]), int(match[2])) for match in found if match]
 
 
 def read_parts(bucket: Bucket, name: str) -> bytes:
-    """A log's content, without parts that do not follow the one before: those are a holder's that lost the run."""
-    begun = {offset: bucket.objects.read(part_name(name, offset)) for offset in part_offsets(bucket, name)}
-    content = bytearray()
-    for offset, future in begun.items():
-        part = bucket.result(future, part_name(name, offset), "read").value
-        if offset == len(content):
-            content += part
-    return bytes(content)
+    """A log's content, up to the first part that is missing."""
+    while True:
+        parts = list_parts(bucket, name)
+        newest = max((series for series, offset in parts if offset == 0), default=0)
+        begun = [(offset, part_name(name, newest, offset)) for series, offset in parts if series == newest]
+        reads = [(offset, part, bucket.objects.read(part)) for offset, part in begun]
+        content = bytearray()
+        for offset, part, future in reads:
+            found = bucket.result(future, part, "read")
+            if found.state != "value":  # another holder has replaced the series since it was listed
+                break
+            if offset == len(content):
+                content += found.value
+        else:
+            return bytes(content)

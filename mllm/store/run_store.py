@@ -3,11 +3,14 @@
     config.yaml                   a run has begun where this is
     lock                          who writes the run
     heartbeat.json, skipped/...   files as they are
-    metrics.jsonl                 a log; in a bucket a row of parts, metrics.jsonl.000000000000000 and so on
+    metrics.jsonl                 a log; in a bucket a row of parts: see mllm/store/log.py
     checkpoints/7.json            the sealed manifest of a checkpoint, written last: only it makes a checkpoint
     checkpoints/7-TOKEN/a/0.1     a chunk of the array `a`; TOKEN is the holder's, so that a process which has lost the
                                   run never writes into its successor's checkpoints
     checkpoints/damaged_7.json    the manifest of a checkpoint that was found damaged; its chunks stay
+
+In a bucket a process may find out late that another one has taken the run. So it first looks at what it is about to
+replace or remove, then checks its lease, and then does it on the condition that nothing has changed since it looked.
 
 Here nothing knows JAX: `mllm.store.checkpoints` writes and reads the arrays, and `mllm.store.lock` holds a run.
 """
@@ -54,6 +57,8 @@ class RunStore:
         """The holder's, in the names of what it writes; the same in all of several processes."""
         self.check: Callable[[], None] = lambda: None
         """Raises UserError where this process may not write any more, or could not send."""
+        self.failure = ""
+        """Why the thread that sends the logs could not, where the fault is this machine's: the run should end."""
         self.logs: dict[str, Log] = {}
         self.replaced: dict[str, bytes] = {}
         """Files that are replaced all the time, until a bucket has them."""
@@ -91,7 +96,9 @@ class RunStore:
     def write(self, name: str, data: bytes) -> None:
         """Write a file as a whole or not at all; it has survived a crash of the machine from then on."""
         with self.failing(name, "written"):
-            self.place.write(name, data)
+            seen = self.place.seen(name)
+            self.check()
+            self.place.replace(name, data, seen)
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a file that is replaced all the time: in a bucket only when the logs are sent. Raises OSError."""
@@ -189,12 +196,15 @@ class RunStore:
         with self.failing(f"{CHECKPOINTS}/{step}", "written"):
             if self.folder:
                 sync(self.folder / CHECKPOINTS / document["folder"])  # tensorstore has synced what is below
-            self.place.write(f"{CHECKPOINTS}/{step}.json", json.dumps(seal(document)).encode())
-            steps = self.steps()
-            kept = {*steps[-keep:], *([self.best_step(steps)] if keep_best else [])}
+        self.write(f"{CHECKPOINTS}/{step}.json", json.dumps(seal(document)).encode())
+        steps = self.steps()
+        kept = {*steps[-keep:], *([self.best_step(steps)] if keep_best else [])}
+        with self.failing(CHECKPOINTS, "written"):
             for old in (old for old in steps if old not in kept):
-                folder = self.folder_of(old)
-                self.place.delete([f"{CHECKPOINTS}/{old}.json"])
+                name = f"{CHECKPOINTS}/{old}.json"
+                seen, folder = self.place.seen(name), self.folder_of(old)
+                self.check()
+                self.place.remove(name, seen)
                 if folder:
                     self.place.delete_folder(folder)
 
@@ -204,7 +214,7 @@ class RunStore:
         while f"{aside}.json" in others:
             aside += "_again"
         try:
-            self.place.rename(f"{CHECKPOINTS}/{step}.json", f"{CHECKPOINTS}/{aside}.json")
+            self.place.rename(f"{CHECKPOINTS}/{step}.json", f"{CHECKPOINTS}/{aside}.json", self.check)
         except OSError as error:
             raise UserError(
                 f"{self.url}/{CHECKPOINTS}/{step}.json: can't be read ({reason}), nor put aside as {aside}.json "
@@ -222,6 +232,7 @@ class RunStore:
                     listed.add(self.manifest(name.removesuffix(".json"))["folder"])
                 except Damaged:  # any of its step's folders may be the one
                     listed |= {other for other in entries if other.startswith(f"{found[1]}-")}
+        self.check()
         with self.failing(CHECKPOINTS, "written"):
             self.place.delete(f"{CHECKPOINTS}/{name}" for name in entries if name.endswith(f".json{UNFINISHED}"))
             for name in entries:

@@ -35,9 +35,9 @@ def test_a_signal_that_comes_while_the_processes_ask_each_other_is_not_lost(monk
     with Interrupt() as interrupt:
         interrupt.holding = True
 
-        def gather(received):
+        def gather(own):
             interrupt.received = signal.SIGTERM  # as the thread notes it
-            return [received, 0]
+            return [own, (0, "")]
 
         monkeypatch.setattr(signals, "gather_objects", gather)
         assert not interrupt.agree()

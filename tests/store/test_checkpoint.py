@@ -267,7 +267,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(store):
             assert_equal(state, make_state(state.step))
             if state.step == 1:
                 found.add(name)
-                store.place.rename("checkpoints/damaged_2.json", "checkpoints/2.json")
+                store.place.rename("checkpoints/damaged_2.json", "checkpoints/2.json", store.check)
         store.write(name, content)
     assert {*names} <= found
 
