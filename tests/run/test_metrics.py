@@ -1,12 +1,13 @@
 """What a run writes of itself can be cut back to any step, and is whole JSON."""
 
+import json
 import math
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mllm.run import report
-from mllm.run.metrics import RunLog, size_until
+from mllm.run.metrics import RunLog, last_logged_step, size_until
 from mllm.stopwatch import Stopwatch
 from mllm.store.run_store import RunStore
 
@@ -16,6 +17,16 @@ def test_a_line_that_a_crash_tore_is_cut_off_and_those_of_later_steps(torn):
     assert size_until(9, [b'{"step": 0}\n', b'{"step": 1}\n', torn]) == 24
     assert size_until(0, [b'{"step": 0}\n', b'{"step": 1}\n', torn]) == 12
     assert size_until(-1, [b'{"step": 0}\n', torn]) == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "last"),
+    [([], -1), ([0, 1, 2], 2), ([1, 2], 2), ([2, 3], -1), ([0, 1, 3], 1), ([1, 2, 2], 2), (["0"], -1)],
+)
+def test_the_last_step_that_is_logged_has_no_gap_before_it(tmp_path, steps, last):
+    lines = "".join(json.dumps({"step": step}) + "\n" for step in steps)
+    (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 9')
+    assert last_logged_step(RunStore(tmp_path)) == last
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_metrics_and_is_left_out_of_tensorboard(tmp_path, caplog, capsys):

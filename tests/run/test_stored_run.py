@@ -1,7 +1,11 @@
 """A run in a bucket ends as one on a disk does, and survives the same; models, data and other runs are read there."""
 
+import errno
 import gzip
 import json
+import os
+import re
+import threading
 from pathlib import Path
 
 import pyarrow
@@ -15,8 +19,9 @@ from mllm.config.model import MeshConfig
 from mllm.model import weights
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
-from mllm.store import bucket, fetch
+from mllm.store import bucket, fetch, lock
 from mllm.store.bucket import Bucket
+from mllm.store.log import PartsLog
 from mllm.store.run_store import RunStore
 from tools import export, generate, plot, samples
 
@@ -52,6 +57,51 @@ def test_a_run_that_has_lost_its_newest_checkpoint_ends_as_one_on_a_disk(store, 
     assert place.steps() == [2, 4]
     assert {"checkpoints", "config.yaml"} <= {*place.entries()}
     assert "lock" not in place.entries()
+
+
+@pytest.mark.parametrize("store", ["gs"], indirect=True)
+def test_a_thread_that_can_not_send_saves_and_ends_the_run_and_lines_that_are_missing_are_made_again(
+    store, trained, capfd, caplog, monkeypatch
+):
+    settings = changed(trained, run_dir=f"{store.url}/run", steps=3)
+    sync = PartsLog.sync
+
+    def fail_in_the_thread(log):
+        if threading.current_thread().name == "sender":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        sync(log)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartsLog, "sync", fail_in_the_thread)
+        patch.setattr(lock, "SENDING_SECONDS", 0.01)
+        assert run(settings) == 2
+    line = (
+        r"error: .*/run: the logs can't be sent \(.*Too many open files\); check .* \(saved after step 1: the same .*\)"
+    )
+    assert re.fullmatch(line, capfd.readouterr().err.splitlines()[-1])
+    place = RunStore(settings.run_dir)
+    assert place.steps() == [1]
+
+    settings = changed(settings, steps=4)
+    assert run(settings) == 0
+    lose_line(place, -1)
+    assert run(settings) == 0
+    assert "checkpoint 4 can't be read (metrics.jsonl lacks lines after step 3, of 4); put aside" in caplog.text
+    assert_same_end(trained, settings)
+    lose_line(place, 1)
+    assert run(settings) == 2
+    assert (
+        "none of its 2 checkpoints can be read (metrics.jsonl lacks lines after step 1, of 4)" in capfd.readouterr().err
+    )
+
+
+def lose_line(place, index):
+    """Leave out a line of metrics.jsonl."""
+    lines = place.read_log("metrics.jsonl").splitlines(keepends=True)
+    del lines[index]
+    log = place.open_log("metrics.jsonl", lambda lines: 0)
+    log.append(b"".join(lines))
+    log.close()
 
 
 # What a run reads, and what reads it
