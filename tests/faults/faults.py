@@ -197,6 +197,36 @@ def start_twice(series: Series) -> None:
     series.kill()
 
 
+def stop_holder(series: Series) -> None:
+    """SIGSTOP all processes of a run until a second start has taken its lease and has begun to train; then go on.
+
+    What the first ones do then must change nothing, and the next start removes what they have left.
+    """
+    phase, count = series.aim("stopped holder", series.phases)
+    first = series.reach(phase, count)
+    time.sleep(series.moment())
+    for trainer in first:
+        trainer.signal(signal.SIGSTOP)
+    stopped, outputs = time.monotonic(), [series.output(i) for i in range(series.processes)]
+    second = series.launch()
+    second[0].follow(series.rng.choice(series.phases), count=series.rng.randint(1, 3))
+    resumed = time.monotonic()
+    for trainer in first:
+        trainer.signal(signal.SIGCONT)
+    codes = [trainer.end() for trainer in first]
+    ended = [seconds for seconds, name in first[0].marks if name == END and seconds < stopped]
+    trial = series.add("stopped holder", next(name for seconds, name in reversed(first[0].marks) if seconds < stopped))
+    trial.seconds["ended"] = time.monotonic() - resumed
+    lines = [last_line(path) for path in outputs]
+    alone = all(path.read_text(encoding="utf-8", errors="replace").count("error: ") == 1 for path in outputs)
+    if not ended and (not {*codes} <= FAILED | LOST or not alone):
+        trial.failure = f"stopped in {trial.hit}, it ended with {codes}: {lines}"
+    series.running = second
+    if not any(series.codes()):
+        series.launch()
+    series.check()
+
+
 # What lies on the disk
 
 
@@ -313,6 +343,7 @@ FAULTS = (
     *(Fault(f"checkpoint {kind}", 1 / 16, partial(damage, kind=kind)) for kind in DAMAGES),
     Fault("a torn log", 1 / 10, tear_log, place="disk"),
     Fault("a second start", 1 / 60, start_twice),
+    Fault("a stopped holder", 2 / 3, stop_holder, place="bucket"),
     Fault("a power cut", 1 / 10, cut_power, processes="one", place="disk"),
     Fault("a full disk", 1 / 30, fill_disk, ("sft",), "one", "disk"),
     Fault("failing requests", 1 / 10, fail_requests, place="bucket"),

@@ -6,6 +6,7 @@ How checkpoints lie in a run's folder or bucket is known here alone, in `Series.
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -20,7 +21,7 @@ from trainer import BETWEEN, END, Trainer
 from mllm.config.load import dump
 from mllm.config.schema import Config
 from mllm.errors import UserError
-from mllm.store.run_store import RunStore
+from mllm.store.run_store import ASIDE, CHECKPOINTS, CHUNKS, RunStore
 
 ONCE = ("start", "restore", "wait")
 """Phases that a process goes through once."""
@@ -251,7 +252,7 @@ class Series:
             assert_same_end(workload(self.name, run_dir), workload(self.name, f"{self.folder}/0"))
         except AssertionError as error:
             return f"it ends otherwise: {error}"
-        return ""
+        return f"it has left {left}" if (left := left_over(RunStore(run_dir))) else ""
 
     def close(self, problem: str) -> None:
         """The run is over; a problem, if there is one, is the failure of all of its trials."""
@@ -272,6 +273,18 @@ class Series:
         if self.trials:
             self.launch()
             self.check()
+
+
+def left_over(store: RunStore) -> list[str]:
+    """Folders of arrays that are no checkpoint's, and parts of logs that another holder has written anew."""
+    names = store.entries(CHECKPOINTS)
+    known = {store.field(step, "folder") for step in store.steps()}
+    damaged = {found[1] for name in names if (found := ASIDE.fullmatch(name))}
+    folders = [name for name in names if CHUNKS.fullmatch(name) and name not in known]
+    parts = [found for name in store.entries() if (found := re.fullmatch(r"(.*\.jsonl)\.(\d+)\.\d+", name))]
+    newest = {part[1]: part[2] for part in parts}
+    stale = [part[0] for part in parts if part[2] != newest[part[1]]]
+    return [name for name in folders if name.partition("-")[0] not in damaged] + stale
 
 
 def last_line(path: Path) -> str:

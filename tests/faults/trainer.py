@@ -137,7 +137,7 @@ def run(arguments: list[str], output: Path, token: str, pipe: Connection, variab
     from mllm.run.checkpoint import Checkpoints
     from mllm.run.metrics import RunLog
     from mllm.stopwatch import Stopwatch
-    from mllm.store import bucket
+    from mllm.store import bucket, lock
 
     def use_up_memory(*_: Any) -> None:
         raise MemoryError
@@ -145,6 +145,7 @@ def run(arguments: list[str], output: Path, token: str, pipe: Connection, variab
     trajectories.MOST_FAILED_GROUPS = 1.0  # those of the rewards that fail on purpose
     signal.signal(signal.SIGUSR1, use_up_memory)
     bucket.RETRIES.update(max_retries=12, initial_delay="5ms", max_delay="50ms")
+    lock.SECONDS, lock.SENDING_SECONDS = 10, 0.2
     os.environ |= {**variables, "FAULTS_TOKEN": token}
     if folder := variables.get("JAX_COMPILATION_CACHE_DIR"):
         # JAX is imported already. It lets only process 0 write, though the others' programs have other keys.
