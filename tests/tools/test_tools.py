@@ -16,6 +16,7 @@ from tiny import ARCHITECTURE, config
 from mllm.model.load import load_policy
 from mllm.model.tokenizer import bytes_tokenizer, stop_ids
 from mllm.parallel.mesh import make_mesh
+from mllm.rl.rollout import RolloutEngine
 from mllm.run.report import summary
 from mllm.store.run_store import RunStore
 from tools import export, generate, plot
@@ -131,6 +132,18 @@ def test_one_prompt_is_printed_and_the_seed_chooses_what_is_sampled(exported, ca
     assert printed("--dtype", "bfloat16")
     assert generate.main([str(exported), "hi", "--max-tokens", "50000"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: --max-tokens: 50000 after a prompt of")
+
+
+def test_slots_bound_how_many_prompts_are_completed_at_a_time(exported, tmp_path, monkeypatch):
+    at_a_time, decode_chunk = [], RolloutEngine.decode_chunk
+    monkeypatch.setattr(
+        RolloutEngine, "decode_chunk", lambda self: at_a_time.append(self.sequences.size) or decode_chunk(self)
+    )
+    (prompts := tmp_path / "prompts.jsonl").write_text('{"question": "1+2="}\n' * 3)
+    given = ["--prompts", str(prompts), "--out", str(out := tmp_path / "out.jsonl"), "--max-tokens", "8"]
+    assert generate.main([str(exported), *given, "--temperature", "1", "--slots", "1"]) == 0
+    assert len(out.read_text().splitlines()) == 3
+    assert {*at_a_time} == {1}
 
 
 # tools/plot.py
