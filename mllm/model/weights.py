@@ -32,6 +32,7 @@ from mllm.model.folder import read_json, replacing, write_json
 from mllm.model.layout import TENSORS, Params, parameter_name
 from mllm.parallel.mesh import spread
 from mllm.progress import transfer_bar
+from mllm.store.names import is_plain
 
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """The dtypes that can be read, with their bytes per number."""
@@ -146,7 +147,7 @@ def open_tensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(places.values())):
         # Only plain names: an index must not reach into other folders. Links are followed: the hub's cache has them.
-        if Path(name).name != name:
+        if "/" in name or not is_plain(name):
             raise UserError(f"{where}: {name!r} is not the name of a file in this folder")
         if not name.endswith(".safetensors"):
             raise UserError(f"{where}: {name!r} is no safetensors file, and others are never opened")

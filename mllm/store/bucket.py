@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm.errors import UserError
+from mllm.store.names import is_plain
 
 SCHEMES = {"gs": "gcs", "s3": "s3"}
 """tensorstore's driver of each scheme."""
@@ -50,10 +51,12 @@ class Bucket:
     """The objects whose names begin with a URL's path; every method raises UserError when its retries are spent."""
 
     def __init__(self, url: str) -> None:
-        """Opens nothing."""
+        """Opens nothing; UserError where the URL names no place in a bucket. It may be a stranger's."""
         scheme, _, rest = url.partition("://")
         rest = rest.strip("/")
         self.url = f"{scheme}://{rest}"
+        if not is_plain(rest):  # copies of its objects are below a folder of that name
+            raise self.no_place()
         name, _, path = rest.partition("/")
         self.spec = {"driver": SCHEMES[scheme], "bucket": name, "path": f"{path}/" if path else ""}
         if scheme == "s3" and "AWS_ENDPOINT_URL" in os.environ:  # which tensorstore does not read
@@ -66,12 +69,13 @@ class Bucket:
         import tensorstore
 
         try:
-            if self.spec["bucket"]:
-                return tensorstore.KvStore.open(self.spec, context=self.context).result()
+            return tensorstore.KvStore.open(self.spec, context=self.context).result()
         except ValueError:
-            pass
+            raise self.no_place() from None
+
+    def no_place(self) -> UserError:
         scheme = self.url.partition("://")[0]
-        raise UserError(f"{self.url}: is no place in a bucket: give {scheme}://bucket/path")
+        return UserError(f"{self.url}: is no place in a bucket: give {scheme}://bucket/path")
 
     @property
     def context(self) -> Any:

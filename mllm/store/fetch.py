@@ -17,13 +17,12 @@ from tqdm import tqdm
 
 from mllm.errors import UserError
 from mllm.store.bucket import Bucket, local_place
+from mllm.store.names import is_plain
 
 AT_ONCE = 8
 """Objects that are read at a time."""
 OBJECTS = "objects"
 """The folder of `local_place` for objects."""
-UNFIT = re.compile(r"(^|/)(\.|/|$)")
-"""Names that no file gets: hidden ones, and those that would lead out of their folder."""
 
 
 def fetch_files(source: str, key: str) -> list[Path]:
@@ -65,19 +64,20 @@ def matching(names: Sequence[str], pattern: str) -> list[str]:
     return [
         name
         for name in names
-        if name.count("/") == pattern.count("/") and not UNFIT.search(name)
+        if name.count("/") == pattern.count("/") and is_plain(name)
         if all(map(fnmatchcase, name.split("/"), pattern.split("/")))
     ]
 
 
 def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
     """Objects below a URL as files; UserError as `fetch_files`. One process of a machine fetches, and others wait."""
-    bucket = Bucket(url)
+    with naming(key):
+        bucket = Bucket(url)
     folder = local_place(bucket.url, OBJECTS)
 
     def get(name: str) -> Path:
-        path, generation = folder / name, bucket.generation(name)
-        if not generation or UNFIT.search(name):
+        path, generation = folder / name, is_plain(name) and bucket.generation(name)
+        if not generation:
             raise UserError(f"{bucket.url}/{name}: there is no such object: correct the URL")
         mark = path.with_name(f".{path.name}.generation")  # says of which generation the file is, and its size
         with suppress(OSError):

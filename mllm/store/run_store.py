@@ -33,9 +33,9 @@ from mllm.store.folder import UNFINISHED, Folder, sync
 from mllm.store.log import Cut, FileLog, Log, PartsLog, read_parts
 
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
-MANIFEST = re.compile(r"(\d+)\.json")
-ASIDE = re.compile(r"damaged_(\d+)(_again)*\.json")
-CHUNKS = re.compile(r"(\d+)-[0-9a-f]{8}\.\d+")
+MANIFEST = re.compile(r"([0-9]{1,18})\.json")
+ASIDE = re.compile(r"damaged_([0-9]{1,18})(_again)*\.json")
+CHUNKS = re.compile(r"([0-9]{1,18})-[0-9a-f]{8}\.[0-9]+")
 """The folder of a checkpoint's arrays."""
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class RunStore:
             document = unseal(json.loads(self.place.read(f"{CHECKPOINTS}/{name}.json") or b"null"))
         except (ValueError, OSError) as error:
             raise Damaged(f"{type(error).__name__}: {error}"[:200]) from None
-        if not CHUNKS.fullmatch(str(document.get("folder"))):
+        if not (CHUNKS.fullmatch(str(document.get("folder"))) and isinstance(document.get("arrays"), dict)):
             raise Damaged("an earlier version of this program wrote it")
         return document
 
@@ -245,11 +245,10 @@ def find_run(run: str, key: str) -> RunStore | None:
 
     UserError, which names the setting or argument `key`, is raised where a bucket can't be read.
     """
-    store = RunStore(run if is_bucket(run) else os.path.expanduser(run))
-    if store.folder:
-        return store if os.path.isfile(store.folder / CONFIG) else None
     try:
-        return store if store.is_run() else None
+        store = RunStore(run if is_bucket(run) else os.path.expanduser(run))
+        there = os.path.isfile(store.folder / CONFIG) if store.folder else store.is_run()
+        return store if there else None
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
 

@@ -6,10 +6,14 @@ makes the inputs, shows the smallest that fails, and tries it again in the next 
 
 import copy
 import json
+import os
+import shutil
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -33,6 +37,9 @@ from mllm.model import tokenizer, weights
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
 from mllm.rl.reward_functions import exact_match, flexible_match, think_answer_format
+from mllm.store.bucket import Bucket, cache_folder, local_place
+from mllm.store.fetch import OBJECTS, matching
+from mllm.store.run_store import CHUNKS, Damaged, RunStore, seal
 
 ROOT = Path(__file__).parents[2]
 
@@ -222,9 +229,62 @@ def read_model(folder: Path, given: dict[str, bytes]) -> None:
     config = weights.read_config(folder)
     assert Architecture.from_hf(config.to_hf(), "again") == config
     tensors = weights.open_tensors(folder)
+    assert {tensor.file.parent for tensor in tensors.values()} == {folder}
     weights.check(tensors, SHAPES, folder, "config.json")
     for name, shape in SHAPES.items():
         assert tensors[name][(slice(None),) * len(shape)].shape == shape
+
+
+# Names in a bucket, and the manifests of checkpoints
+
+parts = st.sampled_from(["a", "b.jsonl", "..", ".", ".a", "", "~", "\\", "..\\b", "\x00", "\x1b[2J", "*", "é"])
+names = st.one_of(st.just("run"), st.lists(st.one_of(parts, texts), min_size=1, max_size=5).map("/".join))
+COPIES = cache_folder() / OBJECTS
+
+
+def read_names(folder: Path, given: tuple[str, list[str]]) -> None:
+    """Copies of objects lie in the folder of their URL, by the names that they have there."""
+    place, listed = given
+    copies = local_place(Bucket(f"gs://{place}").url, OBJECTS)
+    for name in matching(listed, "*") + matching(listed, "*/*"):
+        path = copies / name
+        assert path.is_relative_to(copies) and copies.is_relative_to(COPIES)  # noqa: PT018
+        assert path == Path(os.path.normpath(path)) == copies / Path(*name.split("/"))
+        assert name.isprintable()
+
+
+MANIFEST = {"folder": "7-0123abcd.0", "arrays": {"params.embed": "0" * 16}, "best": None, "config": "seed: 0\n"}
+manifests = st.dictionaries(
+    st.one_of(
+        st.sampled_from(["7.json", "8.json", "damaged_3.json", "damaged_10.json", "damaged_10_again.json", "٣.json"]),
+        names,
+    ),
+    changed([{**MANIFEST, "folder": folder} for folder in (MANIFEST["folder"], "../keep", "8-0123abcd.0", "/keep")]),
+    max_size=3,
+)
+
+
+def read_manifests(folder: Path, given: dict[str, Any]) -> None:
+    """What a run removes lies in its folder of checkpoints, whatever manifests are there."""
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    store = RunStore(folder / "run")
+    for name in ("keep", *(f"checkpoints/{step}-0123abcd.0" for step in (7, 8, 9))):
+        (folder / "run" / name).mkdir(parents=True)
+        (folder / "run" / name / "a").touch()
+    for name, document in given.items():
+        with suppress(OSError, ValueError):  # no file can have this name
+            (folder / "run/checkpoints" / Path(name).name).write_text(json.dumps(seal(document)))
+    with patch("os.fsync"):  # which takes most of the time
+        store.publish(9, MANIFEST | {"folder": "9-0123abcd.0"}, keep=1, keep_best=False)
+    store.remove_unpublished()
+    assert store.steps() == [9]
+    assert store.entries() == ["checkpoints", "keep"]
+    assert store.entries("keep") == ["a"]
+    for name in {*store.entries("checkpoints")} & {"damaged_10.json", "damaged_10_again.json"}:
+        try:
+            assert CHUNKS.fullmatch(store.manifest(name.removesuffix(".json"))["folder"])
+        except Damaged as error:
+            raise UserError(str(error)) from None
 
 
 READERS = {
@@ -233,6 +293,8 @@ READERS = {
     "chats": (st.tuples(json_lines(CHATS), data_settings, st.integers(1, 3)), read_chats),
     "a task's file": (st.tuples(json_lines(LISTED), st.sampled_from(get_args(AnswerForm))), read_listed),
     "the files of a model": (models, read_model),
+    "names in a bucket": (st.tuples(names, st.lists(names, max_size=3)), read_names),
+    "manifests": (manifests, read_manifests),
     "completions": (st.one_of(pieces, repetitions, st.text(max_size=50)), read_completion),
 }
 

@@ -83,6 +83,7 @@ MODELS = {
     "a pickle named as safetensors": (pickled(WEIGHTS), "model.safetensors: truncated or not a safetensors file"),
     "a pickle in the index": (each(pickled(PICKLE), index(PICKLE)), f"index.json: '{PICKLE}' is no safetensors file"),
     "an index that leaves the folder": (index(f"../whole/{WEIGHTS}"), f"'../whole/{WEIGHTS}' is not the name of"),
+    "an index with control characters": (index("\x1b[2J.safetensors"), r"'\x1b[2J.safetensors' is not the name of"),
     "an index of missing tensors": (index(SHARD, "no.tensor"), f"tensor no.tensor is missing; {INDEX} says that it is"),
     "a damaged index": (each(index(SHARD), file(INDEX, "[" * 100_000)), "index.json: not readable as JSON"),
     "a missing shard": (index("b.safetensors"), "/b.safetensors: this shard is missing"),

@@ -12,9 +12,10 @@ from tiny import load_weights
 
 from mllm.errors import UserError
 from mllm.model import weights
-from mllm.model.folder import local_folder
+from mllm.model.folder import SMALL, local_folder
 from mllm.store import bucket, fetch
 from mllm.store.bucket import Bucket
+from mllm.store.run_store import find_run
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 pytestmark = pytest.mark.parametrize("place", ["gs", pytest.param("s3", marks=pytest.mark.faults)], indirect=True)
@@ -82,6 +83,38 @@ def test_what_cannot_be_had_is_one_line(server, url, source, answer, message):
     with pytest.raises(UserError, match=rf"^data.source: .*{re.escape(message)}") as error:
         fetch.fetch_files(f"{url}/{source}", "data.source")
     assert f"{url}/{source}" in str(error.value)
+
+
+# A stranger's names
+
+
+def test_no_url_leads_out_of_the_folder_of_copies(server, url, tmp_path):
+    """It may stand in the config.yaml of a stranger's run."""
+    (mine := tmp_path / "mine").mkdir()
+    outside = "../" * 20 + str(mine)[1:]
+    for name in (outside, "..", "a/../b", "a//b", "a\\b", ".a"):
+        server.objects[f"{url.partition('test-runs/')[2]}/{name}/config.json"] = b"theirs", "1"
+        for read in (
+            lambda url: local_folder(url, SMALL),
+            lambda url: find_run(url, "model.source"),
+            lambda url: fetch.fetch_files(f"{url}/config.json", "model.source"),
+            lambda url: fetch.fetch_files(f"{url}/*.json", "model.source"),
+        ):
+            with pytest.raises(UserError, match=r"^model.source: .* is no place in a bucket: give (gs|s3)://bucket/"):
+                read(f"{url}/{name}")
+    assert [*tmp_path.rglob("*")] == [mine]
+
+
+def test_an_object_whose_name_could_lead_elsewhere_is_not_fetched(server, url):
+    key = url.partition("test-runs/")[2]
+    hostile = ("a\\b.jsonl", "..\\b.jsonl", "\x1b[2J.jsonl", ".a.jsonl", "../b.jsonl", "/b.jsonl", "b/../c.jsonl")
+    for name in ("a.jsonl", *hostile):
+        server.objects[f"{key}/data/{name}"] = b"theirs", "1"
+    assert [path.name for path in fetch.fetch_files(f"{url}/data/*.jsonl", "data.source")] == ["a.jsonl"]
+    with pytest.raises(UserError, match="no object matches"):
+        fetch.fetch_files(f"{url}/data/*/*.jsonl", "data.source")
+    with pytest.raises(UserError, match="there is no such object"):
+        fetch.fetch(f"{url}/data", ["../b.jsonl"], "data.source")
 
 
 # Exports
