@@ -9,6 +9,7 @@ lacks config.json, so that nothing takes it for a model.
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from mllm.model.folder import refuse_foreign_files
 
     out = options.out or f"{options.run.rstrip('/')}/{'adapter' if options.adapter else 'export'}"
+    if not options.out and os.path.islink(out):
+        raise UserError(f"{out}: is a link, in a run that may be another's: give the folder that it leads to as --out")
     refuse_foreign_files(out)
     config, policy, step, params = restore(options.run, options.step, adapter=options.adapter)
     if options.adapter:
@@ -107,7 +110,7 @@ def restore(
 
     other = [f"model.dtype={dtype}"] if dtype else []
     other += ["model.compute_rounding=dithered"] if dtype == "float32" else []  # nothing is rounded then
-    config = configs.load(str(store.local(CONFIG)), other)
+    config = configs.load_begun(store.local(CONFIG), other)
     if adapter and config.model.lora is None:
         raise UserError(f"--adapter: {run} trained the whole model (no model.lora): leave it out")
     policy = load_policy(config, make_mesh(MeshConfig()))

@@ -8,6 +8,7 @@ Exit codes: 0 everything is finite, 1 something isn't, 2 an error that one line 
 """
 
 import argparse
+import re
 import sys
 import zipfile
 from collections import Counter
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("dump", metavar="RUN/skipped/step_N.npz", help="the batch of a skipped update")
     options = parser.parse_args(arguments)
     folder, skipped, name = options.dump.rpartition("skipped/")
-    if not skipped:
+    if not skipped or not re.fullmatch(r"step_[0-9]+\.npz", name):
         raise UserError(f"{options.dump}: not a batch as runs keep them, in run_dir/skipped/step_N.npz")
     run = tool_run(folder.rstrip("/") or ".")
     batch, step = read(run.local(f"skipped/{name}"))

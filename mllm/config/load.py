@@ -38,6 +38,22 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         apply_override(settings, override)
     places.locate(settings, (Path(), path.parent))  # what a command line names is meant from the current folder
+    return validate(settings, path, overrides)
+
+
+def load_begun(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a run's config.yaml; UserError as for `load`.
+
+    The run may be a stranger's: no module beside the file can be imported, and only the model is looked for.
+    """
+    settings = read(path)
+    places.locate(settings, (path.parent, Path()), places.FOLDERS)
+    for override in overrides:
+        apply_override(settings, override)
+    return validate(settings, path, overrides)
+
+
+def validate(settings: dict[str, Any], path: Path, overrides: Sequence[str]) -> Config:
     try:
         return Config.model_validate(settings)
     except ValidationError as error:

@@ -40,14 +40,14 @@ def importable() -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def locate(settings: dict[str, Any], folders: Sequence[Path]) -> None:
+def locate(settings: dict[str, Any], folders: Sequence[Path], keys: Sequence[str] = (*FILES, *FOLDERS)) -> None:
     """Replace each name of a file or folder in `settings` by its path in the first of `folders` that has it.
 
-    What none has stays: a hub id, or a file that is missing.
+    What none has stays: a hub id, or a file that is missing. So does what is not among `keys`.
     """
     task = settings.get("task")
     hub = isinstance(task, dict) and task.get("name") == "hub"  # there they are the names of splits
-    for key in (*FILES, *FOLDERS):
+    for key in keys:
         *sections, name = key.split(".")
         values: Any = settings
         for section in sections:

@@ -59,9 +59,14 @@ def load_tokenizer(source: str) -> Tokenizer:
 
     folder = local_folder(source, SMALL, "model.tokenizer", "bytes")
     try:
-        if not (folder / "tokenizer.json").is_file():
+        if not (file := folder / "tokenizer.json").is_file():
             raise FileNotFoundError("it has no tokenizer.json")
-        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+        if (settings := folder / "tokenizer_config.json").is_file() and "fast_tokenizer_files" in read_json(settings):
+            raise ValueError("fast_tokenizer_files in tokenizer_config.json may name files elsewhere: remove it")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), tokenizer_file=str(file))
+        if isinstance(templates := tokenizer.chat_template, dict):  # the names of the others would be files of exports
+            tokenizer.chat_template = templates.get("default")
+        return tokenizer
     except BaseException as error:  # the Rust library raises many kinds
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

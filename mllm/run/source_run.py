@@ -27,6 +27,8 @@ from mllm.store.run_store import CONFIG, RunStore, find_run
 
 OWN = ("dtype", "param_dtype", "compute_rounding", "remat", "attention", "lora")
 """Settings of a model that are not taken from the run that is its source."""
+MOST_RUNS = 50
+"""The most runs of which each begins with the next."""
 
 
 def load_policy(config: Config, mesh: Mesh, source: "SourceRun | None" = None) -> Policy:
@@ -54,10 +56,11 @@ class SourceRun:
     """Tokens that stop the run's model beside those of its own source."""
 
     @classmethod
-    def open(cls, model: ModelConfig) -> "SourceRun | None":
-        """The run that is a model's source; None if it begins with other parameters.
+    def open(cls, model: ModelConfig, runs: tuple[str, ...] = ()) -> "SourceRun | None":
+        """The run that is a model's source; None if it begins with other parameters. `runs` begin with it, in turn.
 
-        UserError is raised where its configuration can't be read, or no run is there and `model.step` is given.
+        UserError is raised where its configuration can't be read, no run is there and `model.step` is given, or it
+        begins with itself.
         """
         if not model.source or model.init != "pretrained":
             return None
@@ -65,8 +68,11 @@ class SourceRun:
             if model.step is not None:
                 raise UserError(f"model.step: no run is at {model.source}: give its run_dir, or remove the step")
             return None
-        config = configs.load(str(store.local(CONFIG)))
-        below = cls.open(config.model)
+        if store.url in runs or len(runs) == MOST_RUNS:
+            what = "itself" if store.url in runs else f"more than {MOST_RUNS} runs, one after the other"
+            raise UserError(f"model.source: {store} begins with {what}: give a run's export (tools/export.py)")
+        config = configs.load_begun(store.local(CONFIG))
+        below = cls.open(config.model, (*runs, store.url))
         theirs, stop = (below.model, below.stop) if below else (config.model, ())
         own = {name: getattr(model, name) for name in OWN} | {"tokenizer": model.tokenizer or theirs.tokenizer}
         stop = (*stop, *(config.rollout.stop if config.rollout else ()))

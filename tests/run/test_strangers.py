@@ -1,0 +1,165 @@
+"""A stranger's run or model: what reads it runs no code of it, and writes into no folder but its own."""
+
+import glob
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from runs import changed
+from tiny import config
+
+from mllm.config import places
+from mllm.data.tasks.load import function_records
+from mllm.errors import UserError
+from mllm.model.folder import replacing
+from mllm.model.tokenizer import bytes_tokenizer, load_tokenizer
+from mllm.parallel.mesh import make_mesh
+from mllm.run import folder as run_dir
+from mllm.run.source_run import MOST_RUNS, SourceRun, load_policy
+from mllm.store.run_store import RunStore
+from tools import export, generate, plot, replay, samples
+
+
+@pytest.fixture
+def stranger(tmp_path):
+    """The folder of a run with a log of each kind."""
+    folder = tmp_path / "stranger"
+    run_dir.write(RunStore(folder), config(run_dir=str(folder)))
+    sample = {"step": 1, "prompt": "1+1=", "completion": "2", "rewards": {}, "advantage": 0.0}
+    for name, record in {"metrics": {"step": 1, "loss": 1.0}, "samples": sample}.items():
+        (folder / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
+    return folder
+
+
+def beginning_with(folder, **sections):
+    """The settings of a run whose `model.source` is a folder."""
+    return config(model={"init": "pretrained", "architecture": None, "source": str(folder)}, **sections)
+
+
+# Code
+
+
+def test_no_module_of_a_run_that_is_read_can_be_imported(stranger, monkeypatch):
+    """Neither by this process nor by the rewards', at whose start Python would look for a sitecustomize, too."""
+    monkeypatch.setattr(places, "MODULES", [])
+    for name in ("stranger_module", "sitecustomize"):
+        (stranger / f"{name}.py").write_text("raise SystemExit('code was run')\n")
+    assert SourceRun.open(beginning_with(stranger).model)
+    assert export.main([str(stranger), "--adapter"]) == 2  # it has none
+    with places.importable():
+        assert importlib.util.find_spec("stranger_module") is None
+    with pytest.raises(UserError, match="No module named 'stranger_module'"):
+        function_records("stranger_module:problems")
+    assert str(stranger) not in places.MODULES  # the PYTHONPATH of the rewards' process
+
+
+def test_data_that_a_run_names_are_not_looked_for_when_its_model_is_read(stranger, monkeypatch):
+    settings = changed(config("sft"), data={"source": "/**/*.jsonl"}, task=None, eval=None, rollout=None)
+    run_dir.write(RunStore(stranger), settings)
+    monkeypatch.setattr(glob, "iglob", lambda *_, **__: pytest.fail("the whole disk is searched"))
+    source = SourceRun.open(beginning_with(stranger).model)
+    assert source.config.data.source == "/**/*.jsonl"
+
+
+# Links, which a folder on a disk may hold
+
+
+@pytest.mark.parametrize(("tool", "name"), [(samples, "samples.html"), (plot, "curves.png")])
+def test_a_tool_writes_its_file_in_the_place_of_a_link(stranger, tmp_path, tool, name):
+    (mine := tmp_path / "mine").write_text("mine")
+    (stranger / name).symlink_to(mine)
+    assert tool.main([str(stranger)]) == 0
+    assert mine.read_text() == "mine"
+    assert (stranger / name).stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("options", "name"), [([], "export"), (["--adapter"], "adapter")])
+def test_an_export_does_not_follow_a_link_in_the_run(stranger, tmp_path, capsys, options, name):
+    with replacing(tmp_path / "mine") as model:
+        (model / "config.json").write_text("mine")
+    (stranger / name).symlink_to(tmp_path / "mine")
+    assert export.main([str(stranger), *options]) == 2
+    assert f"error: {stranger / name}: is a link, in a run that may be another's:" in capsys.readouterr().err
+    assert (tmp_path / "mine/config.json").read_text() == "mine"
+
+
+# Names
+
+
+@pytest.mark.parametrize("name", ["../config.yaml", "step_1.npz/../../config.yaml", "/etc/passwd", "", "step_1.npz\n"])
+def test_a_batch_has_the_name_that_runs_give_it(stranger, capsys, name):
+    assert replay.main([f"{stranger}/skipped/{name}"]) == 2
+    assert "not a batch as runs keep them, in run_dir/skipped/step_N.npz" in capsys.readouterr().err
+
+
+def tokenizer_with(folder, **settings):
+    """The folder of a tokenizer with more settings."""
+    bytes_tokenizer().save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink()
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return str(folder)
+
+
+def test_an_export_holds_no_file_that_a_tokenizer_names(tmp_path):
+    named = [{"name": name, "template": "{{ 1 }}"} for name in ("default", "../../mine", "tool_use")]
+    tokenizer = load_tokenizer(tokenizer_with(tmp_path / "model", chat_template=named))
+    assert tokenizer.get_chat_template() == "{{ 1 }}"
+    for _ in range(2):  # the second replaces the first
+        with replacing(tmp_path / "export") as folder:
+            tokenizer.save_pretrained(folder)
+    assert {*(tmp_path / "export").rglob("*")} == {*(tmp_path / "export").iterdir()}
+    assert not [*tmp_path.rglob("mine*")]
+
+
+def test_a_tokenizer_is_read_from_no_other_folder(tmp_path):
+    model, other = Path(tokenizer_with(tmp_path / "model")), tmp_path / "other/tokenizer.1.0.0.json"
+    other.parent.mkdir()
+    other.write_text((model / "tokenizer.json").read_text().replace("<|im_end|>", "<|of the other|>"))
+    found = load_tokenizer(tokenizer_with(model, tokenizer_file=str(other)))
+    assert "<|of the other|>" not in found.get_vocab()
+    message = r"none can be read from .*fast_tokenizer_files in tokenizer_config.json may name files elsewhere: remove"
+    with pytest.raises(UserError, match=rf"^model.tokenizer: {message}"):
+        load_tokenizer(tokenizer_with(model, fast_tokenizer_files=[f"../other/{other.name}"]))
+
+
+# Chains of runs
+
+
+def chain(tmp_path, sources):
+    """Runs by their names, each of which begins with another; returns a configuration that begins with the first."""
+    for name, source in sources.items():
+        run_dir.write(RunStore(tmp_path / name), beginning_with(tmp_path / source, run_dir=str(tmp_path / name)))
+    return beginning_with(tmp_path / next(iter(sources)))
+
+
+@pytest.mark.parametrize("sources", [{"a": "a"}, {"a": "b", "b": "c", "c": "a"}], ids=str)
+def test_a_run_that_begins_with_itself_is_one_line(tmp_path, capsys, sources):
+    settings = chain(tmp_path, sources)
+    line = f"model.source: {tmp_path}/a begins with itself: give a run's export (tools/export.py)"
+    with pytest.raises(UserError) as error:
+        SourceRun.open(settings.model)
+    assert str(error.value) == line
+    assert generate.main([f"{tmp_path}/a", "1+1="]) == 2
+    assert "begins with itself: give a run's export" in capsys.readouterr().err
+
+
+def test_a_chain_of_very_many_runs_is_one_line(tmp_path):
+    settings = chain(tmp_path, {"0": "1"})
+    text = (tmp_path / "0/config.yaml").read_text()
+    for i in range(1, 300):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / f"{i}/config.yaml").write_text(text.replace(f"{tmp_path}/1\n", f"{tmp_path}/{i + 1}\n"))
+    with pytest.raises(UserError, match=rf"begins with more than {MOST_RUNS} runs, one after the other: give a run's"):
+        SourceRun.open(settings.model)
+
+
+def test_the_stop_tokens_of_all_runs_of_a_chain_stop_the_last(tmp_path):
+    last = config(run_dir=str(tmp_path / "c"), rollout={"stop": ["+"]})
+    run_dir.write(RunStore(tmp_path / "c"), last)
+    for name, source, stop in (("b", "c", "-"), ("a", "b", "=")):
+        settings = beginning_with(tmp_path / source, run_dir=str(tmp_path / name), rollout={"stop": [stop]})
+        run_dir.write(RunStore(tmp_path / name), settings)
+    policy = load_policy(beginning_with(tmp_path / "a"), make_mesh(config().mesh))
+    assert {*map(ord, "+-=")} < {*policy.stop_ids}
