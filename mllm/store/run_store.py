@@ -7,7 +7,7 @@
     checkpoints/7.json            the sealed manifest of a checkpoint, written last: only it makes a checkpoint
     checkpoints/7-TOKEN/a/0.1     a chunk of the array `a`; TOKEN is the holder's, so that a process which has lost the
                                   run never writes into its successor's checkpoints
-    checkpoints/damaged_7.json    the manifest of a checkpoint that was found damaged; its chunks stay
+    checkpoints/damaged_7.json    the manifest of a checkpoint that was found damaged; its chunks stay as long
 
 In a bucket a process may find out late that another one has taken the run. So it first looks at what it is about to
 replace or remove, then checks its lease, and then does it on the condition that nothing has changed since it looked.
@@ -21,7 +21,7 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,7 @@ class RunStore:
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, ascending."""
-        return sorted(int(found[1]) for name in self.entries(CHECKPOINTS) if (found := MANIFEST.fullmatch(name)))
+        return sorted(numbers(MANIFEST, self.entries(CHECKPOINTS)).values())
 
     def manifest(self, name: int | str) -> dict[str, Any]:
         """The document of a checkpoint, by its step, or by the name of one that was put aside.
@@ -172,13 +172,13 @@ class RunStore:
             raise Damaged("an earlier version of this program wrote it")
         return document
 
-    def field(self, step: int, name: str) -> Any:
+    def field(self, step: int | str, name: str) -> Any:
         """What the document of a checkpoint has under a name; None if it has nothing there, or is damaged."""
         with suppress(Damaged):
             return self.manifest(step).get(name)
         return None
 
-    def folder_of(self, step: int) -> str | None:
+    def folder_of(self, step: int | str) -> str | None:
         """The folder of a checkpoint's arrays; None if its manifest does not say it any more."""
         return (folder := self.field(step, "folder")) and f"{CHECKPOINTS}/{folder}"
 
@@ -190,6 +190,7 @@ class RunStore:
     def publish(self, step: int, document: Mapping[str, Any], keep: int, keep_best: bool) -> None:
         """Make a checkpoint of arrays that are written, then remove all but the newest `keep` ones and the best.
 
+        Those that were put aside are removed like the others, when as many newer ones are there.
         No checkpoint is newer than the logs: they are sent first.
         """
         self.sync()
@@ -197,10 +198,13 @@ class RunStore:
             if self.folder:
                 sync(self.folder / CHECKPOINTS / document["folder"])  # tensorstore has synced what is below
         self.write(f"{CHECKPOINTS}/{step}.json", json.dumps(seal(document)).encode())
-        steps = self.steps()
-        kept = {*steps[-keep:], *([self.best_step(steps)] if keep_best else [])}
+        entries = self.entries(CHECKPOINTS)
+        steps = sorted(numbers(MANIFEST, entries).values())
+        newest, aside = steps[-keep:], numbers(ASIDE, entries)
+        kept = {*newest, *([self.best_step(steps)] if keep_best else [])}
+        dropped: list[int | str] = [step for step in steps if step not in kept]
         with self.failing(CHECKPOINTS, "written"):
-            for old in (old for old in steps if old not in kept):
+            for old in dropped + [name for name, step in aside.items() if step < newest[0]]:
                 name = f"{CHECKPOINTS}/{old}.json"
                 seen, folder = self.place.seen(name), self.folder_of(old)
                 self.check()
@@ -238,6 +242,11 @@ class RunStore:
             for name in entries:
                 if CHUNKS.fullmatch(name) and name not in listed:
                     self.place.delete_folder(f"{CHECKPOINTS}/{name}")
+
+
+def numbers(pattern: re.Pattern[str], names: Iterable[str]) -> dict[str, int]:
+    """The steps of manifests whose names match a pattern, by the names without their end."""
+    return {name.removesuffix(".json"): int(found[1]) for name in names if (found := pattern.fullmatch(name))}
 
 
 def find_run(run: str, key: str) -> RunStore | None:

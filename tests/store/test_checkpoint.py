@@ -254,6 +254,21 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(st
         assert "(the checksum of params.embed and of 1 others differs)" in caplog.text
 
 
+@both
+def test_a_checkpoint_that_was_put_aside_is_removed_when_newer_ones_are_there_as_any_other(store):
+    save(store, 1, 2, keep=2)
+    flip_bits(store, 2)
+    with opened(store, keep=2) as checkpoints:
+        assert checkpoints.restore(like()).step == 1
+        for step in (2, 3):
+            checkpoints.save(make_state(step), "")
+            checkpoints.wait()
+        assert "damaged_2.json" in store.entries("checkpoints")
+        checkpoints.save(make_state(4), "")
+    left = {"3.json", "4.json", *(store.folder_of(step).rpartition("/")[2] for step in (3, 4))}
+    assert {*store.entries("checkpoints")} == left
+
+
 @disk
 def test_a_flipped_bit_is_found_or_changes_nothing(store):
     save(store, 1, 2)
