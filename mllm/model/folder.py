@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from mllm.errors import UserError, brief
 from mllm.progress import transfer_bar
 from mllm.store.bucket import Bucket, cache_folder, is_bucket
-from mllm.store.fetch import fetch_folder
+from mllm.store.fetch import OBJECTS, fetch_folder
 from mllm.store.folder import Folder
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -134,8 +134,8 @@ def replacing_in_bucket(url: str) -> Iterator[Path]:
     bucket = Bucket(url)
     refuse_foreign_files(url)
     try:
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix="export_", dir=cache_folder()) as folder:
+        (copies := cache_folder() / OBJECTS).mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix="export_", dir=copies) as folder:
             yield Path(folder)
             files = sorted(Path(folder).iterdir(), key=lambda path: (path.name in LAST, path.name))
             bucket.delete(bucket.names())

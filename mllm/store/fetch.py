@@ -1,28 +1,32 @@
 """Objects of a bucket as files of this machine: models and data, which all other code reads from disk.
 
 An object is fetched once, and again when its generation or entity tag says that it has changed. A file has
-its name only when it is whole. The folders below `local_place` may be deleted whenever nothing uses them.
+its name only when it is whole. The folders below `local_place` may be deleted whenever nothing uses them; each fetch
+removes those that nothing has used for `UNUSED_DAYS`, and of more than `MOST_BYTES` those that were used longest ago.
 """
 
 import fcntl
 import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tqdm import tqdm
 
 from mllm.errors import UserError
-from mllm.store.bucket import Bucket, local_place
+from mllm.store.bucket import Bucket, cache_folder, local_place
 from mllm.store.names import is_plain
 
 AT_ONCE = 8
 """Objects that are read at a time."""
 OBJECTS = "objects"
 """The folder of `local_place` for objects."""
+UNUSED_DAYS, MOST_BYTES = 30, 200 * 10**9
+LOCK = ".lock"
 
 
 def fetch_files(source: str, key: str) -> list[Path]:
@@ -98,7 +102,28 @@ def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
 
     bar = tqdm(desc=f"fetching {bucket.url}", unit="B", unit_scale=True, delay=1, disable=None)
     with naming(key), locked(folder), bar, ThreadPoolExecutor(AT_ONCE) as pool:
+        prune()
         return list(pool.map(get, names))
+
+
+def prune() -> None:
+    """Remove the files of URLs as the module says; not of those that were used within a day, or are being fetched."""
+    places = list[tuple[float, int, Path]]()
+    for place in (cache_folder() / OBJECTS).iterdir():
+        with suppress(OSError):  # another process may be removing them, too
+            files = [path.stat() for path in place.rglob("*") if path.is_file()]
+            used = max((file.st_mtime for file in files), default=0.0)
+            places.append((used, sum(file.st_size for file in files), place))
+    total = sum(size for _, size, _ in places)
+    for used, size, place in sorted(places):
+        days = (time.time() - used) / 86400
+        if days > UNUSED_DAYS or (days > 1 and total > MOST_BYTES):
+            with suppress(OSError), ExitStack() as held:
+                if all(held.enter_context(locked(lock.parent, wait=False)) for lock in place.rglob(LOCK)):
+                    for path in place.rglob("*"):
+                        if path.is_file() and path.name != LOCK:  # others may wait for the lock
+                            path.unlink()
+                    total -= size
 
 
 @contextmanager
@@ -120,7 +145,7 @@ def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
     Unless it is to `wait`, it may not get the folder: the value says whether it has.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    with (folder / LOCK).open("w") as file:  # its time is that of the last use
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,6 +1,8 @@
 """Models and data are read from a bucket as from a disk, fetched once, and exports are written there."""
 
+import os
 import re
+import time
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -115,6 +117,39 @@ def test_an_object_whose_name_could_lead_elsewhere_is_not_fetched(server, url):
         fetch.fetch_files(f"{url}/data/*/*.jsonl", "data.source")
     with pytest.raises(UserError, match="there is no such object"):
         fetch.fetch(f"{url}/data", ["../b.jsonl"], "data.source")
+
+
+# What copies take
+
+
+def test_copies_that_nothing_uses_any_more_are_removed_by_age_and_then_by_size(server, url, monkeypatch):
+    def get(name):
+        Bucket(f"{url}/{name}").write("a.jsonl", bytes(1000)) if name not in copies else None
+        copies[name] = fetch.fetch_files(f"{url}/{name}/a.jsonl", "data.source")[0]
+
+    copies = dict[str, Path]()
+    ages = {"new": 0, "day": 0.9, "days": 2, "week": 7, "old": 31, "being fetched": 32, "in use again": 33}
+    for name in ages:
+        get(name)
+    for name, days in ages.items():
+        for path in copies[name].parent.iterdir():
+            os.utime(path, (time.time() - days * 86400,) * 2)
+    requests = []
+    server.fault = lambda method, path: requests.append(path)
+    with fetch.locked(copies["being fetched"].parent):
+        get("in use again")
+    assert len(requests) == 1  # it was still there
+    assert [name for name in ages if not copies[name].exists()] == ["old"]
+
+    monkeypatch.setattr(fetch, "MOST_BYTES", 5500)
+    get("new")  # six of more than a thousand bytes
+    assert [name for name in ages if not copies[name].exists()] == ["week", "old"]
+    get("old")
+    assert copies["old"].read_bytes() == bytes(1000)
+    monkeypatch.setattr(fetch, "MOST_BYTES", 0)
+    get("new")
+    assert not copies["days"].exists()
+    assert copies["day"].exists()
 
 
 # Exports
