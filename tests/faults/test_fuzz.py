@@ -239,7 +239,6 @@ def read_model(folder: Path, given: dict[str, bytes]) -> None:
 
 parts = st.sampled_from(["a", "b.jsonl", "..", ".", ".a", "", "~", "\\", "..\\b", "\x00", "\x1b[2J", "*", "é"])
 names = st.one_of(st.just("run"), st.lists(st.one_of(parts, texts), min_size=1, max_size=5).map("/".join))
-COPIES = cache_folder() / OBJECTS
 
 
 def read_names(folder: Path, given: tuple[str, list[str]]) -> None:
@@ -248,7 +247,7 @@ def read_names(folder: Path, given: tuple[str, list[str]]) -> None:
     copies = local_place(Bucket(f"gs://{place}").url, OBJECTS)
     for name in matching(listed, "*") + matching(listed, "*/*"):
         path = copies / name
-        assert path.is_relative_to(copies) and copies.is_relative_to(COPIES)  # noqa: PT018
+        assert path.is_relative_to(copies) and copies.is_relative_to(cache_folder() / OBJECTS)  # noqa: PT018
         assert path == Path(os.path.normpath(path)) == copies / Path(*name.split("/"))
         assert name.isprintable()
 
