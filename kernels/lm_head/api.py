@@ -61,7 +61,7 @@ def token_logprobs(
     gradient that isn't asked for isn't computed, and gradients have the dtype of what they belong to.
 
     Args:
-        hidden: bfloat16, float16 or float32, as `weight`; they may differ.
+        hidden: bfloat16 or float32, as `weight`; they may differ.
         labels: rows of `weight`. A traced label can't be checked; out of range, it hits nothing: its logprob is `-lse`.
         where: the rows that count. The others cost (almost) nothing, give 0, get no gradient and may have any label.
         temperature: positive; a number, or a scalar that may be traced. Differentiation takes it for a constant.

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
+DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float32)))
+"""Not float16: a probability times a token's weight, such as 2^-16, would be 0 there for all but likely words."""
 
 
 def check_floating(name: str, value: Any) -> None:

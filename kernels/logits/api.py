@@ -41,11 +41,11 @@ def logits_logprobs(
     no gradient; a label there has logprob -inf.
 
     Args:
-        logits: bfloat16, float16 or float32.
+        logits: bfloat16 or float32.
         labels: columns of `logits`, as for `token_logprobs`.
         where: the rows that count. The others give 0, get no gradient and may hold anything.
         temperature: as for `token_logprobs`.
-        impl: "xla"; "mosaic_tpu", for TPUs, not for float16; None for the faster that runs here.
+        impl: "xla"; "mosaic_tpu", for TPUs; None for the faster that runs here.
 
     Raises:
         ValueError: names the argument; before anything is compiled.

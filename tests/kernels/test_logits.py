@@ -86,7 +86,6 @@ def test_one_row_alone_and_no_row_at_all_are_taken(engine: Engine, leading: tupl
         ((3, 4, 256), jnp.float32, False),  # a sequence's rows are padded to 8
         ((250, 300), jnp.float32, False),  # lies [V, N]: XLA takes it so
         ((8, 128, 300), jnp.float32, False),  # [V, B, T]
-        ((8, 256), jnp.float16, False),
         ((256,), jnp.float32, False),
     ],
     ids=str,

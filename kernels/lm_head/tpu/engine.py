@@ -63,9 +63,6 @@ class _Block(NamedTuple):
 
 
 def obstacle(inputs: Inputs, options: Options) -> str | None:
-    for name, dtype in {"hidden": inputs.hidden.dtype, "weight": inputs.weight.dtype, "dtype": options.dtype}.items():
-        if dtype not in (jnp.bfloat16, jnp.float32):
-            return f"{name} is {dtype}, and the kernels know bfloat16 and float32"
     cases = (
         case_of(inputs, options, "forward", jnp.dtype(jnp.float32)),
         case_of(inputs, options, "hidden"),
