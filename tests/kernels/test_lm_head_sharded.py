@@ -160,7 +160,6 @@ SUMS = [
     ("psum", "tp", (ROWS, D), "float32"),
     ("reduce_scatter", "fsdp", (WORDS // 2, D), "float32"),
     ("psum", "dp", (WORDS // 2, D), "float32"),
-    ("all_to_all", "fsdp", (WORDS, D // 2), "float32"),
 ]
 EXCHANGED = {
     "general": [GATHER_W, *MERGE, GATHER_W, *SUMS],
@@ -169,17 +168,20 @@ EXCHANGED = {
 }
 
 
+@pytest.mark.parametrize("weight", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("way", EXCHANGED)
-def test_devices_exchange_weights_once_a_pass_a_few_numbers_a_token_and_sums_of_gradients(way):
+def test_devices_exchange_weights_once_a_pass_a_few_numbers_a_token_and_sums_of_gradients(way, weight):
+    """What devices add up is float32 also where dW is bfloat16: only the sum is rounded."""
     function = differentiated(way, (0, 1), sharding=over(CUBE), dtype=jnp.bfloat16)
-    arguments = HIDDEN, jax.ShapeDtypeStruct((2 * WORDS, D), jnp.float32), *ARGUMENTS[2:]
+    arguments = HIDDEN, jax.ShapeDtypeStruct((2 * WORDS, D), weight), *ARGUMENTS[2:]
     found = []
     for equation in equations(jax.make_jaxpr(function)(*arguments).jaxpr):
         axes = equation.params.get("axis_name", equation.params.get("axes"))
         if equation.primitive.name in ("all_gather", "pmax", "psum", "reduce_scatter", "all_to_all"):
             names = axes if isinstance(axes, str) else ", ".join(axes)
             found += [(equation.primitive.name, names, x.aval.shape, str(x.aval.dtype)) for x in equation.outvars]
-    assert sorted(found) == sorted(EXCHANGED[way])
+    whole = ("all_to_all", "fsdp", (WORDS, D // 2), jnp.dtype(weight).name)
+    assert sorted(found) == sorted([*EXCHANGED[way], whole])
 
 
 def test_a_mesh_of_one_device_needs_no_map_over_devices():

@@ -5,6 +5,7 @@ tests/fixtures/peft was written by peft (tests/make_fixtures.py).
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -64,6 +65,9 @@ def test_adapters_are_written_as_peft_writes_them(tmp_path: Path) -> None:
     for one in (settings, their_settings):
         one["target_modules"].sort()
     assert settings.items() <= their_settings.items()
+    for rslora in (False, True):
+        peft.save(tmp_path / "adapter", replace(lora, rslora=rslora), nnx.State({}), BASE)
+        assert json.loads((tmp_path / "adapter" / peft.CONFIG).read_text())["use_rslora"] is rslora
 
 
 # What is refused

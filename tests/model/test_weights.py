@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from mllm.errors import UserError
 from mllm.model import weights
-from mllm.model.architecture import KNOWN_KEYS, Architecture
+from mllm.model.architecture import KNOWN_KEYS, PRESETS, Architecture
 from mllm.model.decoder import Decoder
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -55,6 +55,15 @@ def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_of_transformers(nam
     ours, published = (AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path, FIXTURES / name))
     assert all(ours[key] == published[key] for key in KNOWN_KEYS & published.keys()), (ours, published)
     assert_same_bits(load_weights(tmp_path), params)
+
+
+def test_a_llama_s_exported_positions_are_read_by_transformers_4_too() -> None:
+    """It knows no `rope_parameters`, but `rope_scaling`, as in the published config.json, and rope_theta on top."""
+    llama = PRESETS["meta-llama/Llama-3.2-1B"]
+    exported = {key: value for key, value in llama.to_hf().items() if key != "rope_parameters"}
+    published = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert exported["rope_scaling"] == {"rope_type": "llama3", **published, "original_max_position_embeddings": 8192}
+    assert Architecture.from_hf(exported, "test") == llama
 
 
 def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

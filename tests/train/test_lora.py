@@ -22,6 +22,7 @@ from mllm.model import weights
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.decoder import Decoder
 from mllm.model.decoding import decoding_graphdef, decoding_weights
+from mllm.model.layout import Layout
 from mllm.model.lora import Lora, initial_adapters, merge_all_adapters, split_adapters
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.rl import grpo_source
@@ -37,14 +38,17 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 
 def test_sampling_merges_adapters_to_rounding():
-    """The head is tied, the scale rslora's; tests/model/test_peft.py has what adapters compute, against peft."""
+    """On a mesh, with a tied head and rslora's scale; tests/model/test_peft.py has what adapters compute."""
     sizes, stored = weights.read_config(FIXTURES / "grouped_bfloat16"), load_weights(FIXTURES / "grouped_bfloat16")
+    layout = Layout.of(make_mesh(MeshConfig(tp=2)), sizes)
     lora = Lora(rank=3, alpha=6.0, targets=ALL, rslora=True)
     assert lora.scale == pytest.approx(6.0 / 3**0.5)
-    graphdef, abstract = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32, lora=lora))
-    adapters, _ = split_adapters(abstract)
+    graphdef, abstract = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32, lora=lora, layout=layout))
+    adapters, frozen = split_adapters(layout.abstract_parameters(abstract))
+    stored = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), stored, frozen)
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(adapters))))
-    adapters = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(next(keys), leaf.shape), adapters)
+    drawn = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(next(keys), leaf.shape), adapters)
+    adapters = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), drawn, adapters)
     whole, tokens = nnx.merge_state(stored, adapters), jnp.arange(24)[None] % sizes.vocab_size
     expected = logits(graphdef, whole, tokens)
     plain = logits(nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0], stored, tokens)
@@ -62,6 +66,17 @@ def test_adapters_begin_as_no_change_and_depend_on_the_seed():
     for name in first:
         assert (first[name][...] == again[name][...]).all()
         assert (first[name][...] != 0).any() == (first[name][...] != other[name][...]).any() == name.endswith("_a")
+
+
+def test_each_adapter_begins_with_random_numbers_of_its_own_uniform_within_peft_s_bound():
+    settings = lora_config("sft")
+    begun = initial_adapters(load_policy(settings, make_mesh(settings.mesh)).trained, 0)["layers"]
+    drawn = {name: np.asarray(leaf) for name, leaf in begun.items() if name.endswith("_a")}
+    assert {leaf.shape[-1] for leaf in drawn.values()} == {32, 64}
+    for leaf in drawn.values():
+        largest, bound = np.abs(leaf).max(), leaf.shape[-1] ** -0.5
+        assert 0.9 * bound < largest <= bound
+    assert len({leaf.tobytes() for leaf in drawn.values()}) == len(drawn) == 7
 
 
 def lora_config(algorithm="grpo", **sections):
