@@ -49,7 +49,7 @@ class Batch(NamedTuple):
     the loss of a step is a plain sum over tokens, however the rows are split into micro-batches or over devices."""
     advantages: Floats | None = None
     sampler_logprobs: Floats | None = None
-    """Log-probabilities under the distribution that was sampled from (temperature, top-k and top-p applied), nats."""
+    """The sampler's log-probabilities, with the temperature and before top-k and top-p, in nats."""
     old_logprobs: Floats | None = None
     """Log-probabilities under the parameters before this rollout's first update; None: those are the current ones."""
     reference_logprobs: Floats | None = None

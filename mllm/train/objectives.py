@@ -124,7 +124,11 @@ def old_logprobs(inputs: TokenInputs, logprob: Float[jax.Array, "*S"]) -> Float[
 
 
 def k3(logprob: Float[jax.Array, "*S"], reference: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
-    """The KL divergence to the reference (DeepSeekMath, eq. 4), estimated from samples: unbiased, never negative."""
+    """k3 (DeepSeekMath, eq. 4) of each token, which is never negative.
+
+    Over samples of the policy its mean is KL(policy || reference), but its derivative's mean is the derivative of
+    KL(reference || policy), the forward divergence: a penalty of k3 minimises that one.
+    """
     difference = jnp.minimum(reference - logprob, MAX_LOG_RATIO)
     return jnp.exp(difference) - difference - 1
 
