@@ -33,6 +33,8 @@ from tools.bench.frame import DEFAULTS, ROOT, positive, start
 Record = dict[str, Any]
 LEAST, MARGIN = 20, 10
 """Seconds without which no job begins, and those that a call leaves for its end."""
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+"""XLA's flag for the same bits in every run: sums have a fixed order, and no timing chooses products."""
 TRAINER = ("pydantic", "flax", "optax", "orbax", "grain", "array_record", "transformers", "safetensors", "tensorboardX")
 """Packages of the trainer that a machine with JAX may lack."""
 
@@ -48,6 +50,8 @@ class Job:
     """A pattern of the lines of its output that belong into the table."""
     obstacle: str = ""
     """Why it can't run here."""
+    xla_flags: str = ""
+    """In its environment, ahead of the user's own."""
 
 
 # --- the jobs, in order of value
@@ -88,6 +92,10 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     grpo |= {"task.heldout": 8, "task.rewards": [{"name": "tools.device:count"}]}
     steps = train("trainer", "tiny_grpo.yaml", grpo)
     yield steps
+    middle = half if cpu else (512, 1536, 4, 8)
+    twice = ["tools/bench", "twice", "{own}", *train("", "tiny_grpo.yaml", {**grpo, "steps": 3}, middle).command[1:]]
+    flags = DETERMINISTIC if platform == "gpu" else ""
+    yield Job("the same bits twice", twice, 500, "^two runs", trainer, flags)
     shown = "^(MiB|GiB|prefill |decode |log-prob |update |fits)"
     yield Job("its plan", [*steps.command, "--plan"], 300, shown, trainer)
     rows = ["--limit", "64"] if cpu else ["--hidden", "1024", "--layers", "16", "--rows", "256", "--slots", "256"]
@@ -174,6 +182,7 @@ def run(job: Job, folder: Path, platform: str, deadline: float) -> Record:
         **DEFAULTS,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "JAX_COMPILATION_CACHE_DIR": str((folder / "cache").absolute()),
+        "XLA_FLAGS": f"{job.xla_flags} {os.environ.get('XLA_FLAGS', '')}".strip(),
         "JAX_PLATFORMS": {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(platform, "cpu"),  # the tests' default is a CPU
     }
     limit = float(min(job.seconds, left))

@@ -64,7 +64,7 @@ def test_who_has_lost_the_lease_finds_out_at_the_next_renewal_and_publishes_noth
                 store.check()
                 time.sleep(0.01)
         try:
-            store.publish(7, {"folder": "7-0123abcd.0"}, 1, False)
+            store.publish(7, {"folder": "7-0123abcd.0", "arrays": {}}, 1, False)
         except UserError as error:
             told = str(error)
     assert TAKEN in told
@@ -215,20 +215,20 @@ def test_a_log_that_is_replaced_while_it_is_read_is_read_again(store, other, mon
 @buckets
 def test_a_lost_holder_publishes_nothing_over_its_successor_and_removes_nothing_of_it(store, other):
     for step in (1, 2):
-        store.publish(step, {"folder": f"{step}-00000001.0"}, 3, False)
+        store.publish(step, {"folder": f"{step}-00000001.0", "arrays": {}}, 3, False)
     looked = store.place.seen
 
     def look_and_stop(name):
         found = looked(name)
         store.place.seen = looked
         for step in (2, 3):
-            other.publish(step, {"folder": f"{step}-00000002.0"}, 3, False)
+            other.publish(step, {"folder": f"{step}-00000002.0", "arrays": {}}, 3, False)
         return found
 
     unaware(store)
     store.place.seen = look_and_stop
     with pytest.raises(LeaseLost, match=TAKEN):
-        store.publish(3, {"folder": "3-00000001.0"}, 1, False)
+        store.publish(3, {"folder": "3-00000001.0", "arrays": {}}, 1, False)
     assert {step: store.field(step, "folder")[2:10] for step in store.steps()} == {
         1: "00000001",
         2: "00000002",
@@ -244,7 +244,7 @@ def test_a_lost_holder_publishes_nothing_over_its_successor_and_removes_nothing_
 def test_who_could_not_renew_the_lease_or_has_lost_it_writes_and_removes_nothing(store, server, monkeypatch):
     """Each use of the store is refused by the lease's check, and by nothing else."""
     store.write(CONFIG, b"{}")
-    store.publish(1, {"folder": "1-00000001.0"}, 1, False)
+    store.publish(1, {"folder": "1-00000001.0", "arrays": {}}, 1, False)
     log = lines(store)
     store.check = Mock(side_effect=LeaseLost(store.url))
     log.check = store.check
@@ -258,7 +258,7 @@ def test_who_could_not_renew_the_lease_or_has_lost_it_writes_and_removes_nothing
         store.sync,
         lambda: lines(store),
         lambda: store.write(CONFIG, b"other"),
-        lambda: store.publish(2, {"folder": "2-00000001.0"}, 1, False),
+        lambda: store.publish(2, {"folder": "2-00000001.0", "arrays": {}}, 1, False),
         lambda: store.put_aside(1, "?"),
         store.remove_unpublished,
     ):
@@ -270,7 +270,7 @@ def test_who_could_not_renew_the_lease_or_has_lost_it_writes_and_removes_nothing
 @google
 def test_the_lease_is_checked_again_before_anything_is_pruned(store):
     for step in (1, 2):
-        store.publish(step, {"folder": f"{step}-00000001.0"}, 5, False)
+        store.publish(step, {"folder": f"{step}-00000001.0", "arrays": {}}, 5, False)
     checks = iter([None, None, LeaseLost(store.url)])  # before the logs, and before the manifest
 
     def check():
@@ -279,7 +279,7 @@ def test_the_lease_is_checked_again_before_anything_is_pruned(store):
 
     store.check = check
     with pytest.raises(LeaseLost):
-        store.publish(3, {"folder": "3-00000001.0"}, 1, False)
+        store.publish(3, {"folder": "3-00000001.0", "arrays": {}}, 1, False)
     assert store.steps() == [1, 2, 3]
 
 

@@ -95,7 +95,9 @@ measure(folder, {DEVICE}, jobs, read_results(folder), math.inf)"""
 def test_jobs_have_valid_settings_and_names_of_their_own(platform):
     jobs = list(make_jobs(DEVICE | {"platform": platform, "devices": 8}))
     assert len({job.name for job in jobs}) == len(jobs)
-    trained = [job.command for job in jobs if job.command[0] == "train.py"]
-    assert len(trained) == 5
+    trained = [job.command[job.command.index("--config") :] for job in jobs if "--config" in job.command]
+    assert len(trained) == 6
     for command in trained:
-        configs.load(command[2], [part for part in command[3:] if part != "--plan"])
+        configs.load(command[1], [part for part in command[2:] if part != "--plan"])
+    flags = ["--xla_gpu_deterministic_ops=true"] if platform == "gpu" else []
+    assert [job.xla_flags for job in jobs if job.xla_flags] == flags

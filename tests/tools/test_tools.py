@@ -16,10 +16,11 @@ from tiny import ARCHITECTURE, config
 from mllm.model.load import load_policy
 from mllm.model.tokenizer import bytes_tokenizer, stop_ids
 from mllm.parallel.mesh import make_mesh
-from mllm.rl.rollout import RolloutEngine
 from mllm.run.report import summary
-from mllm.store.run_store import RunStore
+from mllm.store.run_store import RunStore, seal
 from tools import export, generate, plot
+from tools.bench import __main__ as bench
+from tools.bench import twice
 
 ROOT = Path(__file__).parent.parent.parent
 PROMPTS = [
@@ -134,16 +135,29 @@ def test_one_prompt_is_printed_and_the_seed_chooses_what_is_sampled(exported, ca
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: --max-tokens: 50000 after a prompt of")
 
 
-def test_slots_bound_how_many_prompts_are_completed_at_a_time(exported, tmp_path, monkeypatch):
-    at_a_time, decode_chunk = [], RolloutEngine.decode_chunk
-    monkeypatch.setattr(
-        RolloutEngine, "decode_chunk", lambda self: at_a_time.append(self.sequences.size) or decode_chunk(self)
-    )
-    (prompts := tmp_path / "prompts.jsonl").write_text('{"question": "1+2="}\n' * 3)
-    given = ["--prompts", str(prompts), "--out", str(out := tmp_path / "out.jsonl"), "--max-tokens", "8"]
-    assert generate.main([str(exported), *given, "--temperature", "1", "--slots", "1"]) == 0
-    assert len(out.read_text().splitlines()) == 3
-    assert {*at_a_time} == {1}
+# tools/bench twice
+
+
+def test_where_two_runs_differ_is_said_by_line_and_array(trained, copy):
+    one, two = RunStore(trained.run_dir), RunStore(copy)
+    assert twice.difference(one, two) == ""
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join([*lines[:2], lines[2].replace("e", "E"), *lines[3:]]))
+    assert twice.difference(one, two) == "they differ in metrics.jsonl from line 3 on"
+    shutil.copytree(trained.run_dir, copy, dirs_exist_ok=True)
+    manifest = two.manifest(4)
+    manifest["arrays"]["params.norm"] = "another"
+    (copy / "checkpoints" / "4.json").write_text(json.dumps(seal(manifest)))
+    assert re.fullmatch(r"they differ in 1 of \d+ arrays, as params.norm", twice.difference(one, two))
+
+
+def test_two_runs_of_which_one_is_there_or_fails_are_refused(trained, tmp_path, capsys):
+    given = ["twice", str(tmp_path), "--config", "tiny_sft.yaml"]
+    assert bench.main([*given, "steps=none"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/one: {ROOT}/configs/tiny_sft.yaml steps=none")
+    (tmp_path / "two").symlink_to(trained.run_dir)
+    assert bench.main(given) == 2
+    assert capsys.readouterr().err == f"error: FOLDER: {tmp_path}/two is a run already; give another folder\n"
 
 
 # tools/plot.py
@@ -191,7 +205,7 @@ for command in sys.argv[1:]:
     assert not {"jax", "transformers", "matplotlib", "orbax"} & set(sys.modules), command
 """
 TOOLS = ("device.py", "export.py", "generate.py", "plot.py", "replay.py", "samples.py", "tune.py")
-BENCHES = ("bench", "bench head", "bench rollout")
+BENCHES = ("bench", "bench head", "bench rollout", "bench twice")
 
 
 def test_help_is_fast_and_imports_nothing_heavy():
