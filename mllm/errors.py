@@ -35,9 +35,16 @@ class StepError(CommonError):
     """No process can make the next step; what was done before it can be saved."""
 
 
-def printable(text: str) -> str:
-    """The text for a terminal: what it would obey, line ends too, is escaped."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+def printable(text: str, keep: str = "") -> str:
+    """The text for a terminal: what it would obey, line ends too unless `keep` has them, is escaped."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+class LogFormatter(logging.Formatter):
+    """Warnings quote data, rewards and servers, so they are escaped, too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n\t")
 
 
 def brief(error: BaseException) -> str:
@@ -99,5 +106,7 @@ def ending(error: BaseException) -> tuple[int, str]:
 
 def run_main(main: Callable[[], int]) -> NoReturn:
     """Run a script's `main`, which `command` decorates, and end the process with its exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", force=True)
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     sys.exit(main())

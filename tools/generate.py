@@ -6,7 +6,7 @@
 MODEL_OR_RUN is a run_dir, a folder in Hugging Face's layout, or a hub id. The model's chat template is applied. A line
 of prompts has a `question`, or `messages` of which the assistant's last ones are left out; a line of the output has
 the `messages`, the `completion`, how many `tokens` it has, and whether it `finished` or was cut off. Without
---temperature the likeliest token is taken.
+--temperature the likeliest token is taken. On a terminal, what it would obey in a completion is escaped.
 """
 
 import argparse
@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     completions = complete(options, policy, params, chats)
     if options.out is None:
         for completion in completions:
-            print(completion.text)
+            text = completion.text
+            print(errors.printable(text, keep="\n\t") if sys.stdout.isatty() else text)
         return 0
     lines = [
         {"messages": chat, "completion": one.text, "tokens": len(one.tokens), "finished": one.finished}

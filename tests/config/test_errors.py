@@ -43,11 +43,11 @@ logging.basicConfig(format="other %(message)s")
 
 @command
 def main():
-    logging.getLogger("mllm.data").warning("line 3 is skipped")
+    logging.getLogger("mllm.data").warning("line %s is skipped", "3\\x1b[2J\\x9b\\u202e")
     logging.getLogger("mllm.data").info("not shown")
     return 7
 
 run_main(main)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (7, "WARNING: line 3 is skipped\n")
+    assert (done.returncode, done.stderr) == (7, "WARNING: line 3\\x1b[2J\\x9b\\u202e is skipped\n")

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -133,6 +134,17 @@ def test_one_prompt_is_printed_and_the_seed_chooses_what_is_sampled(exported, ca
     assert printed("--dtype", "bfloat16")
     assert generate.main([str(exported), "hi", "--max-tokens", "50000"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: --max-tokens: 50000 after a prompt of")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_obeys_nothing_that_a_completion_says_and_a_file_gets_it_as_it_is(terminal, monkeypatch, capsys):
+    text = "a\tb\nc\x1b]0;title\x07\r\x9b2J\u202e 漢字\n"
+    monkeypatch.setattr(generate, "load", lambda options: (None, None, None))
+    monkeypatch.setattr(generate, "complete", lambda *given: [SimpleNamespace(text=text)])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert generate.main(["a model", "a prompt"]) == 0
+    shown = "a\tb\nc\\x1b]0;title\\x07\\r\\x9b2J\\u202e 漢字\n"
+    assert capsys.readouterr().out == (shown if terminal else text) + "\n"
 
 
 # tools/bench twice
