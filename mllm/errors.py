@@ -7,6 +7,7 @@ import argparse
 import functools
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn, ParamSpec
@@ -14,14 +15,20 @@ from typing import NoReturn, ParamSpec
 P = ParamSpec("P")
 
 LONGEST = 1500
+SECRETS = re.compile(r"""(\bhttps?://)(?:[^\s/'"]*@)?([^\s?#'"]*)(?:[?#][^\s'"]*)?""")
+"""A URL; what its groups leave out are user and password, query and fragment."""
 RESTART = 75
 """The exit code (EX_TEMPFAIL) of a process that ends because others were lost: the same command may go on."""
 
 
 class UserError(Exception):
-    """One line: the key, file or argument at fault, and the way out; what a terminal would obey is escaped."""
+    """One line: the key, file or argument at fault, and the way out.
+
+    What a terminal would obey is escaped, and what may be secret in a URL is left out.
+    """
 
     def __init__(self, message: str) -> None:
+        message = SECRETS.sub(r"\1\2", message)
         if len(message) > LONGEST:
             message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
         super().__init__(printable(message))

@@ -11,6 +11,12 @@ AnswerForm = Literal["whole", "hashes", "tags", "boxed"]
 """How a completion states its answer, see mllm/data/tasks/answers.py."""
 
 
+REWARD_URL = re.compile(r"""url:https?://(\[[\da-fA-F:.]+\]|[\w.-]+)(:\d+)?(/[!"$->@-~]*)?""", re.ASCII)
+"""A server's URL, whose path has any characters but ? and #."""
+REWARD_TOKEN = "MLLM_REWARD_TOKEN"
+"""The environment variable with the secret of servers that give rewards."""
+
+
 class RewardConfig(Section):
     """A reward function; docs/rewards.md has the details."""
 
@@ -21,6 +27,14 @@ class RewardConfig(Section):
     """The factor in the sum of rewards; 0: it is only logged."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function, by name."""
+
+    @model_validator(mode="after")
+    def check_url(self) -> Self:
+        if self.name.startswith("url:") and not REWARD_URL.fullmatch(self.name):
+            hidden = "without a user, a query or a fragment, which metrics, logs and config.yaml would show"
+            ways = f"a secret belongs into the environment variable {REWARD_TOKEN}, all else into args"
+            raise impossible("name", f"expected url:http(s)://HOST/PATH {hidden}: {ways}")
+        return self
 
 
 class ArithmeticConfig(Section):

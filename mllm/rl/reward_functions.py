@@ -108,7 +108,14 @@ BUILT_IN: dict[str, Callable[..., float]] = {
 }
 
 
-def post(url: str, /, **arguments: Any) -> list[Any]:
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would send completions and the token to a place that the configuration does not name."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def post(url: str, token: str, /, **arguments: Any) -> list[Any]:
     """The rewards that the server gives for a batch, where null says that it does not apply to a completion.
 
     The request's body is a JSON object with a batched function's arguments, except for `examples`; the answer is
@@ -116,15 +123,16 @@ def post(url: str, /, **arguments: Any) -> list[Any]:
     any other status, and an answer of another form, raise. The time limit is the caller's, who ends the process.
     """
     body = {name: value for name, value in arguments.items() if name not in ("examples", "answer")}
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     request = urllib.request.Request(url, json.dumps(body, default=str).encode(), headers)
     for pause in (*PAUSES, None):
         try:
-            with urllib.request.urlopen(request) as response:
+            with urllib.request.build_opener(NoRedirects).open(request) as response:
                 return listed_rewards(response.read(LONGEST_ANSWER))
         except urllib.error.HTTPError as error:
             said = error.read(QUOTED).decode(errors="replace")
-            problem = f"HTTP {error.code} {error.reason}: {said}"
+            followed = ", and no redirect is followed" * (error.code in range(300, 400))
+            problem = f"HTTP {error.code} {error.reason}{followed}: {said}"
             if error.code != 429 and error.code < 500:
                 raise ValueError(problem) from None
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError) as error:

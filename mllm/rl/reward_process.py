@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from mllm.config.task import REWARD_TOKEN
 from mllm.data.tasks.task import Example, Scorer, Task
 from mllm.errors import UserError
 from mllm.rl.reward_functions import BUILT_IN, post
@@ -191,10 +192,12 @@ def find(name: str, scorer: Scorer | None) -> Callable[..., Any]:
             raise UserError("task.rewards: this task has no scorer of its own: use exact_match or flexible_match")
         return scorer
     if name.startswith("url:"):
-        url = name.removeprefix("url:")
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"task.rewards: {name}: expected url:http://... or url:https://...")
-        return partial(post, url)
+        token = os.environ.get(REWARD_TOKEN, "")
+        if not token.isascii() or not token.isprintable():
+            raise UserError(
+                f"{REWARD_TOKEN}: no header can have its line ends or other special characters: remove them"
+            )
+        return partial(post, name.removeprefix("url:"), token)
     module, colon, function = name.partition(":")
     if not colon:
         known = f"{', '.join(BUILT_IN)}, task, package.module:function, or url:..."

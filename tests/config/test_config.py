@@ -127,6 +127,28 @@ def test_a_line_names_the_file_what_was_typed_and_the_setting_with_a_way_out(tmp
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://me:S3cret@host/score",
+        "https://S3cret@host:80",
+        "http://host/score?key=S3cret&other=1",
+        "http://host/score#S3cret",
+        "ftp://host/score",
+        "http:///score",
+        "http://[host/score",
+        "http://host:eighty/score",
+        "http://host/a score",
+    ],
+)
+def test_a_reward_s_url_has_no_secret_and_no_error_shows_one(tmp_path, address):
+    (tmp_path / "run.yaml").write_text(GRPO)
+    configs.load(str(tmp_path / "run.yaml"), ["task.rewards=[{name: 'url:http://[::1]:80/score/@7', args: {key: 1}}]"])
+    with pytest.raises(UserError, match=r"task\.rewards\.0\.name: .* environment variable MLLM_REWARD_TOKEN") as error:
+        configs.load(str(tmp_path / "run.yaml"), [f"task.rewards=[{{name: 'url:{address}'}}]"])
+    assert "S3cret" not in str(error.value)
+
+
 def test_the_settings_that_habits_are_answered_with_exist_and_the_habits_do_not():
     named = {name for answer in HABITS.values() for name in re.findall(r"\w+\.\w+(?:\.\w+)*", answer)}
     keys = {*keys_of(Config)}

@@ -148,7 +148,6 @@ def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monke
         ("overlong", {}, "overlong requires cache"),
         ("overlong", {"cache": 17}, r"overlong: cache is 17, expected 1 to rollout.max_completion_length \(16\)"),
         ("overlong", {"cache": "four"}, "overlong: "),
-        ("url:ftp://127.0.0.1", {}, "expected url:http://... or url:https://..."),
     ],
 )
 def test_a_function_that_can_not_be_called_is_an_error_of_one_line(name, args, message):
@@ -169,16 +168,25 @@ def test_a_function_that_needs_answers_is_refused_where_the_problems_have_none()
 
 @contextmanager
 def server(*replies):
-    """The address of a server, and the requests that it got; it gives each reply, a status and a body, once."""
+    """The address of a server, and the requests that it got.
+
+    It gives each reply once: a status, a body and, to be redirected, a location.
+    """
     requests, left = [], iter(replies)
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            status, body = next(left)
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+            secret = self.headers.get("Authorization")
+            requests.append(body | {"authorization": secret} if secret else body)
+            status, body, *location = next(left)
             self.send_response(status)
+            for address in location:
+                self.send_header("Location", address)
             self.end_headers()
             self.wfile.write(body)
+
+        do_GET = do_POST  # a redirected request is one
 
         def log_message(self, *_):
             pass
@@ -206,6 +214,28 @@ def test_any_other_answer_of_a_server_than_a_number_for_each_is_a_failure(reply,
         found = list(answers(bound(url, *given), given))
     assert [one for one, _ in found] == [kind, kind]
     assert re.fullmatch(message, found[0][1])
+
+
+def test_a_redirect_is_not_followed_with_completions_and_secret(monkeypatch):
+    monkeypatch.setenv("MLLM_REWARD_TOKEN", "a secret")
+    with server((302, b"elsewhere", "/other"), (200, b"[1]")) as (url, requests):
+        ((kind, message),) = answers(bound(url, sample("a")), [sample("a")])
+    assert (kind, message) == ("raised", "ValueError: HTTP 302 Found, and no redirect is followed: elsewhere")
+    assert len(requests) == 1
+
+
+def test_a_secret_of_the_environment_reaches_the_server_in_a_header(monkeypatch):
+    given = sample("a")
+    monkeypatch.setenv("MLLM_REWARD_TOKEN", "s3cret+/=")
+    with server((200, b"[1]"), (200, b"[1]")) as (url, requests):
+        values(url, given)
+        monkeypatch.delenv("MLLM_REWARD_TOKEN")
+        values(url, given)
+    assert [request.get("authorization") for request in requests] == ["Bearer s3cret+/=", None]
+    monkeypatch.setenv("MLLM_REWARD_TOKEN", "s3cret\n")  # as a file's content often ends
+    with pytest.raises(UserError, match=r"^MLLM_REWARD_TOKEN: ") as error:
+        bound(url, given)
+    assert "s3cret" not in str(error.value)
 
 
 def test_a_server_gets_the_batch_as_json_and_one_that_is_overrun_or_not_there_is_tried_again(monkeypatch):
