@@ -129,8 +129,9 @@ def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off
     assert run(settings) == 143
     assert run(settings) == 0
     assert tested == ["eval/"] * 3 + ["test/"] + ["eval/", "test/"]
-    prompts = (line["prompt"] for line in records(settings, "samples.jsonl"))
-    trained = {str(int(re.search(r"(\d+)\+1=", prompt)[1]) + 1) for prompt in prompts}
+    samples = records(settings, "samples.jsonl")
+    assert [line["step"] for line in samples] == [step for step in range(1, 9) for _ in range(8)]
+    trained = {str(int(re.search(r"(\d+)\+1=", line["prompt"])[1]) + 1) for line in samples}
     assert len(seen["eval/"]) == 3  # one of which is too long
     assert not seen["eval/"] & trained
     assert seen["test/"] == {str(answer) for answer in range(41, 61)}

@@ -2,11 +2,14 @@
 
 import json
 import logging
+import signal
+import time
 
 import pytest
 from runs import assert_same_end, changed, checkpoints, killed_after, records, run
 from tiny import config
 
+from mllm.run.measurements import Measurements
 from mllm.train.optimizer import make_schedule
 
 
@@ -67,14 +70,28 @@ def test_a_run_without_a_number_of_steps_that_works_is_refused(settings, tmp_pat
     assert "steps: set them: the task has 999999999984 problems, too many to count the" in capsys.readouterr().err
 
 
-def test_a_run_ends_early_and_keeps_the_best_by_its_validation(settings):
-    """The learning rate is so large that the loss soon rises."""
+def test_a_run_ends_early_and_keeps_the_best_by_its_validation(settings, monkeypatch):
+    """The learning rate is so large that the loss soon rises. A step whose validation a signal ends is not saved."""
+    measure = Measurements.measure_pending
+
+    def stopped(self, state, *given):
+        if state.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.1)  # for the thread that hears it
+        return measure(self, state, *given)
+
     learning = {"optimizer": {"schedule": "constant", "learning_rate": 0.3, "max_grad_norm": None}}
     validation = {"share": 0.2, "every": 1, "patience": 3}
     done = changed(settings(**learning), steps=60, data={"validation": validation})
     done = changed(done, checkpoint={"every": 1, "keep": 1, "keep_best": True})
+    with monkeypatch.context() as patch:
+        patch.setattr(Measurements, "measure_pending", stopped)
+        assert run(done) == 143
+    assert checkpoints(done) == [1]
     assert run(done) == 0
     losses = [line["validation/loss"] for line in records(done)]
     assert len(losses) < 60
     assert min(losses) == losses[-4]
     assert checkpoints(done) == [losses.index(min(losses)), len(losses) - 1]
+    assert run(done) == 0  # which knows that it has ended
+    assert len(records(done)) == len(losses)

@@ -68,10 +68,10 @@ def undisturbed(tmp_path_factory):
 
 
 def test_a_signal_saves_the_last_complete_step_and_the_same_command_resumes(undisturbed, tmp_path, monkeypatch, capsys):
-    """In an evaluation, and after the resume in a rollout's rewards."""
+    """Between the updates of a rollout, so that the evaluation of the next step is left; then in a rollout's rewards."""
     settings = changed(SETTINGS["grpo"], run_dir=str(tmp_path / "run"), checkpoint={"every": None})
     for phase, updates, number, saved, logged in (
-        ("eval", 6, signal.SIGTERM, [6], 5),
+        ("update", 5, signal.SIGTERM, [6], 5),
         ("reward", 2, signal.SIGINT, [6, 8], 8),
     ):
         entered, phase_of = [], stopwatch.Stopwatch.phase
@@ -88,7 +88,10 @@ def test_a_signal_saves_the_last_complete_step_and_the_same_command_resumes(undi
             assert run(settings) == 128 + number
         assert checkpoints(settings) == saved
         assert records(settings)[-1]["step"] == logged
-        assert (newest(settings).pending_evaluation is not None) == (phase == "eval")
+        assert (newest(settings).pending_evaluation is not None) == (logged < saved[-1])
+        if logged < saved[-1]:  # as a kill would leave it after the evaluation and before the next checkpoint
+            with Path(settings.run_dir, "metrics.jsonl").open("a") as log:
+                log.write(f'{{"step": {saved[-1]}}}\n')
         output, errors = capsys.readouterr()
         assert f"stopped by a signal after step {saved[-1]}; saved: the same command resumes" in errors
         assert output == ""
@@ -168,11 +171,15 @@ def test_updates_without_a_gradient_are_counted_and_the_learning_rate_waits_for_
         "optimizer": {"warmup_steps": 6},
         "checkpoint": {"every": None},
         "eval": None,
+        "log": {"samples": 3},
         "run_dir": str(tmp_path / "run"),
     }
     settings = changed(SETTINGS["grpo"], **sections)
     assert run(settings) == 0
     lines = records(settings)
+    assert [sample["step"] for sample in records(settings, "samples.jsonl")] == [
+        i for i in range(1, 7) for _ in range(3)
+    ]
     empty = [line["step"] for line in lines if line["frac_without_gradient"] == 1]
     assert 0 < len(empty) < len(lines)
     for line in lines:

@@ -1,0 +1,80 @@
+"""What a run's parts are made with: its seed, its number of steps, its signals, and what it is known again by."""
+
+import inspect
+import json
+import signal
+from functools import partial
+
+import pytest
+from tiny import config
+
+from mllm.run import build
+from mllm.run.build import Run
+from mllm.run.checkpoint import by_name
+from mllm.run.signals import Interrupted
+from mllm.store.checksum import checksums
+
+SEED = 7
+RANDOM = {"load_task", "Sampler", "GrpoSource", "SftSource", "make_train_step"}
+TIMED = {"make_optimizer", "make_schedule", "RunLog"}
+PLANNED = {"slots_that_fit"}
+
+
+@pytest.fixture(scope="module", params=["sft", "grpo"])
+def built(request, tmp_path_factory):
+    """A run whose data end before its steps and which validates, or one with a reference; its parts' arguments."""
+    folder, given = tmp_path_factory.mktemp("built"), {}
+    lines = [json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(40)]
+    (folder / "train.jsonl").write_text("".join(lines))
+    data = {"source": str(folder / "train.jsonl"), "epochs": 1, "validation": {"share": 0.2}}
+    parts = {"data": data} if request.param == "sft" else {"grpo": {"beta": 0.1, "reference": "initial"}}
+    settings = config(request.param, run_dir=str(folder / "run"), seed=SEED, **parts)
+
+    def noting(name, make):
+        def made(*args, **kwargs):
+            given[name] = inspect.signature(make).bind(*args, **kwargs).arguments
+            return make(*args, **kwargs)
+
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in RANDOM | TIMED | PLANNED:
+            patch.setattr(build, name, noting(name, getattr(build, name)))
+        with Run.build(settings) as run:
+            run.start()
+            yield run, given
+
+
+def test_every_random_number_depends_on_the_run_s_seed(built):
+    run, given = built
+    made = RANDOM - {"GrpoSource" if run.config.data else "SftSource"}
+    assert {name: given[name]["seed"] for name in made} == dict.fromkeys(made, SEED)
+    assert run.policy.seed == SEED
+
+
+def test_the_optimizer_the_schedule_and_the_log_know_where_the_data_end(built):
+    run, given = built
+    assert {given[name]["steps"] for name in TIMED} == {run.source.steps}
+    assert (run.source.steps < run.config.steps) == (run.config.data is not None)
+
+
+def test_a_run_is_known_again_by_the_reference_of_its_policy(built):
+    run, _ = built
+    assert bool(run.checkpoints.frozen) == (run.config.grpo is not None)
+    assert run.checkpoints.frozen == (checksums(by_name(run.reference)) if run.reference else {})
+
+
+def test_slots_are_planned_for_all_that_training_holds(built):
+    run, given = built
+    assert run.sampler.max_slots() > 0
+    planned = [given["slots_that_fit"][name] for name in ("policy", "rollout", "optimizer", "grpo")]
+    assert planned == [run.policy, run.config.rollout, run.config.optimizer, run.config.grpo]
+
+
+def test_a_signal_ends_whatever_a_run_is_in_the_middle_of(built, monkeypatch):
+    run, _ = built
+    monkeypatch.setattr(run.interrupt, "received", signal.SIGTERM)
+    validations = [partial(run.measurements.repeated[-1].measure, {}, 1)] if run.config.data else []
+    for poll in (run.sampler.poll, run.rewards.poll, *validations):
+        with pytest.raises(Interrupted):
+            poll()
