@@ -19,7 +19,7 @@ GROUP, LIMIT = 4, 4
 
 
 class RandomCompletions(Sampler):
-    """Completions of 1 to 4 tokens that depend on the step; those of 4 are cut off."""
+    """Completions of 1 to 4 tokens that depend on the step; those of 4 are cut off, and of longer ones more is kept."""
 
     def complete(self, params, prompts, *, step, first_sequence=0, greedy=False):
         rng = np.random.default_rng(step + first_sequence)
@@ -27,7 +27,8 @@ class RandomCompletions(Sampler):
         for number in range(len(prompts)):
             length = int(rng.integers(1, LIMIT + 1))
             tokens, logprobs = rng.integers(1, 256, length).tolist(), (-rng.random(length, np.float32) - 1).tolist()
-            found.append(Completion(tokens, logprobs, finished=length < LIMIT, text=f"{first_sequence + number}"))
+            kept, text = [length / LIMIT] * length, f"{first_sequence + number}"
+            found.append(Completion(tokens, logprobs, kept, finished=length < LIMIT, text=text))
         return found
 
 
@@ -41,6 +42,7 @@ class SquareRewards(RewardRunner):
         self.bad = {str(number) for number in bad}
 
     def score(self, samples):
+        self.samples = samples
         texts = [sample.completion for sample in samples]
         return [[("raised", "too many") if text in self.bad else ("value", float(text) ** 2)] for text in texts]
 
@@ -73,7 +75,7 @@ def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0):
 
 def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, **grpo):
     """The source with SquareRewards, unless others are given; `grpo` are settings of that section."""
-    settings = config(grpo={"num_generations": GROUP, **grpo})
+    settings = config(grpo={"num_generations": GROUP, **grpo}, rollout={"max_completion_length": 2 * LIMIT})
     mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), AXES)  # also where there are several processes
     source = GrpoSource(
         settings.grpo,

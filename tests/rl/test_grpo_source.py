@@ -4,10 +4,11 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from rollouts import GROUP, SquareRewards, grpo_source, linear_logprobs, sequences
+from rollouts import GROUP, LIMIT, SquareRewards, grpo_source, linear_logprobs, sequences
 from runs import checkpoints, records, run
 from tiny import config
 
+from mllm.errors import StepError
 from mllm.parallel.processes import RowShare
 from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
@@ -76,6 +77,18 @@ def test_a_group_in_which_a_reward_failed_is_left_out_and_changes_no_bit_of_the_
         if loss_type == "dapo":  # the mean over the tokens that are left
             expected[4] = (expected[4] > 0) * np.float32(1 / sum(len(one.tokens) for one in completions[GROUP:]))
         np.testing.assert_array_equal(fields, expected)
+
+
+def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed():
+    step, *_ = roll_out(loss_type="dr_grpo")
+    weights = {fields[4, -1] for fields in sequences(step.batch).values()}
+    assert weights == {1 / (2 * GROUP * 2 * LIMIT)}
+
+
+def test_more_than_half_of_the_groups_may_not_fail():
+    assert roll_out(bad=[0, 4], steps_per_generation=2)[0].metrics["frac_groups_failed"] == 0.5
+    with pytest.raises(StepError, match="a reward failed in 3 of 4 groups"):
+        roll_out(bad=[0, 4, 8], steps_per_generation=2)
 
 
 def test_rollouts_without_a_signal_are_logged_at_powers_of_two(caplog):
@@ -167,6 +180,13 @@ def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_beg
     assert (steps[4].batch.old_logprobs[:, 0] == -4).all()
     assert [len(step.samples) for step in steps] == [16, 0, 0, 0, 16]
     assert [source.resumable(step) for step in range(5)] == [True, False, False, False, True]
+    learned = [tuple(fields[3, fields[4] > 0]) for fields in sequences(steps[4].batch).values()]
+    completions = source.sampler.complete(None, [None] * 16, step=4)  # other ones than in step 0
+    assert sorted(learned) == sorted(tuple(one.tokens) for one in completions[:8])
+    scored = [(sample.tokens, sample.truncated) for sample in source.rewards.samples]
+    assert scored == [(one.tokens, not one.finished) for one in completions]
+    kept = np.concatenate([one.kept for one in completions])
+    assert steps[4].metrics["sampling/kept_probability/mean"] == pytest.approx(kept.mean())
 
 
 def test_a_rollout_is_split_by_groups_into_updates_with_denominators_of_their_own():
@@ -222,6 +242,8 @@ def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full_or_the_
     limit, unequal, rounds, drawn, learned
 ):
     source = make_source(unequal, dynamic_sampling=limit, steps_per_generation=2)
+    found, draw = [], source.draw
+    source.draw = lambda *given: found.append(draw(*given)) or found[-1]
     steps = [source.next(np.float32(0), number, Stopwatch()) for number in range(2)]
     assert len(source.rewards.drawn) == drawn
     assert source.rewards.sequences == list(range(drawn * GROUP))
@@ -234,6 +256,8 @@ def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full_or_the_
     assert len(parts[0]) == 4
     assert sum(len(sequences(step.batch)) for step in steps) == len(learned) * GROUP
     metrics = steps[0].metrics
+    assert metrics["num_tokens"] == sum(len(trajectory.tokens) for trajectory in found[0][0])
+    assert metrics["rewards/exact_match/mean"] == pytest.approx(1.5 * sum(n < drawn for n in unequal) / drawn)
     assert metrics["frac_reward_zero_std"] == pytest.approx(1 - sum(n < drawn for n in unequal) / drawn)
     if limit > 1:
         assert metrics["dynamic_sampling/rounds"] == rounds
@@ -260,5 +284,6 @@ def test_prompts_are_each_drawn_once_whatever_the_rounds_and_go_on_from_any_posi
         whole.next(np.float32(0), step, Stopwatch())
     assert source.rewards.drawn == whole.rewards.drawn[: len(source.rewards.drawn)]
     for drawn, position in positions:
-        source.seek(position)
+        source.seek(position := {**position, "updates_without_gradient": drawn})
+        assert source.position() == position
         assert next(source.prompts).example.prompt[-1]["content"] == whole.rewards.drawn[drawn]

@@ -141,7 +141,7 @@ def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off
     assert f"test accuracy      {lines[-1]['test/greedy_accuracy']:.3f} (" in capsys.readouterr().out
     long = [line["prompts_skipped"] for line in lines[1:]]
     assert long == sorted(long)
-    assert long[-1] >= 2
+    assert 2 <= long[-1] <= 10
     Path(files["train"]).write_text(Path(files["train"]).read_text().replace('"answer": "9"', '"answer": "8"'))
     assert run(changed(settings, steps=9)) == 2
     assert "data: the run began with other examples" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def undisturbed(tmp_path_factory):
 
 
 def test_a_signal_saves_the_last_complete_step_and_the_same_command_resumes(undisturbed, tmp_path, monkeypatch, capsys):
-    """Between the updates of a rollout, so that the evaluation of the next step is left; then in a rollout's rewards."""
+    """Between a rollout's updates, so that the next one's evaluation is left; then in a rollout's rewards."""
     settings = changed(SETTINGS["grpo"], run_dir=str(tmp_path / "run"), checkpoint={"every": None})
     for phase, updates, number, saved, logged in (
         ("update", 5, signal.SIGTERM, [6], 5),
@@ -145,6 +145,9 @@ def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newe
     assert RunStore(settings.run_dir).field(settings.steps, "best") == lines[-1]["eval/greedy_accuracy"]
     if name == "sft":
         assert lines[-1]["loss"] < lines[1]["loss"] * 0.8
+        seconds = [sum(timing.get(f"time/{phase}", 0) for phase in ("data", "update")) for timing in timings]
+        tokens = [second * timing["tokens_per_second"] for second, timing in zip(seconds, timings, strict=True)]
+        assert np.cumsum(tokens) == pytest.approx([line["num_tokens"] for line in lines[1:]])
         return
     samples = records(settings, "samples.jsonl")
     rollouts = range(1, settings.steps + 1, settings.grpo.num_iterations)

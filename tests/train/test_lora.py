@@ -110,6 +110,7 @@ SECTIONS = {
     "steps": 8,
     "grpo": {"num_iterations": 2, "beta": 0.1, "reference": "initial"},
     "task": {"rewards": [{"name": "user_rewards:even_characters"}]},
+    "rollout": {"temperature": 0.7},  # a part of the policy, in the sampler and in the trainer
     "checkpoint": {"every": 4},
     "eval": {"every": 4, "sampled": False},
 }
