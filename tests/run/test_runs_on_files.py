@@ -9,7 +9,10 @@ import pytest
 from runs import assert_same_end, changed, checkpoints, killed_after, records, run
 from tiny import config
 
+from mllm.data.sft_source import SftSource
+from mllm.errors import StepError
 from mllm.run.measurements import Measurements
+from mllm.store.run_store import RunStore
 from mllm.train.optimizer import make_schedule
 
 
@@ -28,7 +31,17 @@ def settings(tmp_path):
     return make
 
 
-def test_epochs_give_the_steps_and_the_schedule_of_a_run_that_validates_and_goes_on_after_a_kill(settings, tmp_path):
+def test_epochs_give_the_steps_and_the_schedule_of_a_run_that_validates_and_goes_on_after_a_kill(
+    settings, tmp_path, monkeypatch
+):
+    """And after data that could not be read: what was measured of the step before is known of its checkpoint."""
+    give = SftSource.next
+
+    def damaged(self, params, step, *others):
+        if step == 4:
+            raise StepError("damaged")
+        return give(self, params, step, *others)
+
     done = changed(settings(checkpoint={"every": 1, "keep": 20}), steps=None, data={"epochs": 2})
     assert run(done) == 0
     lines = records(done)
@@ -38,6 +51,11 @@ def test_epochs_give_the_steps_and_the_schedule_of_a_run_that_validates_and_goes
     schedule = make_schedule(done.optimizer, 8)
     assert [line["learning_rate"] for line in lines[1:]] == pytest.approx([float(schedule(i)) for i in range(8)])
     killed = killed_after(done, 2, tmp_path / "killed")
+    with monkeypatch.context() as patch:
+        patch.setattr(SftSource, "next", damaged)
+        assert run(changed(killed, checkpoint={"every": None})) == 2
+    assert checkpoints(killed)[-1] == 4
+    assert RunStore(killed.run_dir).field(4, "best") == -lines[4]["validation/loss"]
     assert run(killed) == 0
     assert_same_end(done, killed)
 

@@ -80,7 +80,7 @@ def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp
 
 def test_a_run_begins_where_its_source_ends_and_is_exported_and_sampled_from_like_any(first, tmp_path, capsys):
     second = following(first, tmp_path / "second", "grpo", dtype="float32")
-    second = changed(second, eval={"every": None}, grpo={"beta": 0.1, "reference": "initial"}, rollout={"stop": [STOP]})
+    second = changed(second, eval={"every": None}, grpo={"beta": 0.1, "reference": "initial"})
     assert run(second) == 0
     assert records(second)[0]["eval/greedy_accuracy"] == records(first)[-1]["eval/greedy_accuracy"]
     assert read(Path(second.run_dir, "config.yaml"))["model"]["step"] == 6
@@ -88,8 +88,11 @@ def test_a_run_begins_where_its_source_ends_and_is_exported_and_sampled_from_lik
     assert generate.main([second.run_dir, "1+2=", "--max-tokens", "2"]) == 0
     third = following(second, tmp_path / "third")
     assert train.main([*arguments(third), "--plan"]) == 0
-    begun = load_policy(third, make_mesh(third.mesh)).initial_params()
-    for mine, yours in zip(jax.tree.leaves(begun), jax.tree.leaves(newest(second).train.params), strict=True):
+    policy = load_policy(third, make_mesh(third.mesh))
+    assert ord(STOP) in policy.stop_ids  # which is the first one's setting alone
+    for mine, yours in zip(
+        jax.tree.leaves(policy.initial_params()), jax.tree.leaves(newest(second).train.params), strict=True
+    ):
         np.testing.assert_array_equal(mine, yours)
 
 

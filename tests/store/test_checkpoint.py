@@ -96,6 +96,7 @@ def test_every_field_of_a_state_is_restored_also_by_another_mesh(store):
     assert_equal(found := restored(store), state)
     assert (found.position, found.skipped_in_a_row, found.pending_evaluation) == (POSITION, 3, pending)
     assert found.logged_step == 1
+    assert store.folder_of(2).startswith(f"checkpoints/2-{store.token}.")  # which no other holder's saves have
     with opened(store) as checkpoints:
         found = checkpoints.restore(like(mesh := MeshConfig(fsdp=2, tp=4)))
     assert_equal(found, state)
