@@ -11,12 +11,14 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from runs import checksums, newest, run
 from tiny import ARCHITECTURE, config
 
 from mllm.model.load import load_policy
 from mllm.model.tokenizer import bytes_tokenizer, stop_ids
 from mllm.parallel.mesh import make_mesh
+from mllm.rl.rollout import Completion, Sampler
 from mllm.run.report import summary
 from mllm.store.run_store import RunStore, seal
 from tools import export, generate, plot
@@ -134,6 +136,28 @@ def test_one_prompt_is_printed_and_the_seed_chooses_what_is_sampled(exported, ca
     assert printed("--dtype", "bfloat16")
     assert generate.main([str(exported), "hi", "--max-tokens", "50000"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: --max-tokens: 50000 after a prompt of")
+
+
+@pytest.mark.parametrize(("model", "dtype"), [("", "bfloat16"), ("export", "float32")])
+def test_the_sampler_gets_what_the_options_say(exported, monkeypatch, capsys, model, dtype):
+    """Without --dtype the run would compute in float32, and its export in bfloat16."""
+    calls = []
+
+    def complete(self, params, prompts, **given):
+        calls.append((self, nnx.merge(self.graphdef, params), given))
+        return [Completion(text="7")]
+
+    monkeypatch.setattr(Sampler, "complete", complete)
+    numbers = {"max-tokens": 6, "temperature": 0.5, "top-k": 7, "top-p": 0.9, "seed": 3, "slots": 5}
+    options = [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
+    assert generate.main([str(exported / model), "1+2=", "--dtype", dtype, *options]) == 0
+    assert capsys.readouterr().out == "7\n"
+    ((sampler, decoder, given),) = calls
+    chosen = sampler.options
+    found = chosen.max_completion_length, chosen.temperature, chosen.top_k, chosen.top_p, sampler.seed
+    assert [*found, sampler.max_slots()] == [*numbers.values()]
+    assert decoder.rounding.dtype == dtype
+    assert not given["greedy"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
