@@ -1,4 +1,4 @@
-"""What a run's parts are made with: its seed, its number of steps, its signals, and what it is known again by."""
+"""What a run's parts are made with: its seed, numbers of steps and tokens, signals, and what it is known again by."""
 
 import inspect
 import json
@@ -17,7 +17,7 @@ from mllm.store.checksum import checksums
 SEED = 7
 RANDOM = {"load_task", "Sampler", "GrpoSource", "SftSource", "make_train_step"}
 TIMED = {"make_optimizer", "make_schedule", "RunLog"}
-PLANNED = {"slots_that_fit"}
+OTHERS = {"slots_that_fit", "RewardRunner"}
 
 
 @pytest.fixture(scope="module", params=["sft", "grpo"])
@@ -38,7 +38,7 @@ def built(request, tmp_path_factory):
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in RANDOM | TIMED | PLANNED:
+        for name in RANDOM | TIMED | OTHERS:
             patch.setattr(build, name, noting(name, getattr(build, name)))
         with Run.build(settings) as run:
             run.start()
@@ -69,6 +69,11 @@ def test_slots_are_planned_for_all_that_training_holds(built):
     assert run.sampler.max_slots() > 0
     planned = [given["slots_that_fit"][name] for name in ("policy", "rollout", "optimizer", "grpo")]
     assert planned == [run.policy, run.config.rollout, run.config.optimizer, run.config.grpo]
+
+
+def test_rewards_are_told_how_long_a_completion_may_be(built):
+    run, given = built
+    assert given["RewardRunner"]["max_completion_length"] == run.config.rollout.max_completion_length
 
 
 def test_a_signal_ends_whatever_a_run_is_in_the_middle_of(built, monkeypatch):

@@ -1,5 +1,6 @@
 """A run is another one's `model.source`: parameters, sizes, tokenizer and stop tokens come from it as they are."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -94,6 +95,16 @@ def test_a_run_begins_where_its_source_ends_and_is_exported_and_sampled_from_lik
         jax.tree.leaves(policy.initial_params()), jax.tree.leaves(newest(second).train.params), strict=True
     ):
         np.testing.assert_array_equal(mine, yours)
+
+
+def test_exported_adapters_name_the_export_of_the_run_below_them_which_other_programs_can_read(first, tmp_path):
+    settings = following(first, tmp_path / "run", lora={"rank": 2, "alpha": 4.0}, step=4)
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    adapters, _ = policy.split(policy.initial_params())
+    base = f"{first.run_dir}/export"
+    told = export.save_adapter(settings, policy, adapters, str(tmp_path / "adapter"))
+    assert told == f"{base}, which tools/export.py {first.run_dir} --step 4 writes"
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == base
 
 
 @pytest.mark.parametrize(
