@@ -1,8 +1,10 @@
 """An update is the same however it is computed: by which head, in which micro-batches, with how much padding."""
 
 from functools import cache
+from unittest.mock import Mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,6 +15,7 @@ from mllm.errors import UserError
 from mllm.model.layout import parameter_name
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
+from mllm.train import step
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state, accumulate, init_state, make_logprob_pass
 
@@ -159,6 +162,17 @@ def test_the_state_s_moments_are_laid_out_as_their_parameters():
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (like.shape, like.dtype, like.sharding)
     shard = {leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state) if leaf.shape == (260, 32)}
     assert shard == {(130, 16)}
+
+
+def test_the_head_is_told_its_workspace_in_bytes(monkeypatch):
+    settings = changed(SETTINGS["sft"], head={"workspace_mib": 3})
+    monkeypatch.setattr(step, "token_loss", head := Mock(side_effect=InterruptedError))
+    weight = jnp.zeros((260, 32))
+    with pytest.raises(InterruptedError):
+        forward_of(None, make_mesh(settings.mesh), settings).head_loss(
+            jnp.zeros((ROWS, LENGTH, 32)), weight, weight, BATCH
+        )
+    assert head.call_args.kwargs["workspace"] == 3 * 2**20
 
 
 def test_a_head_for_tpus_is_refused_on_other_devices():
