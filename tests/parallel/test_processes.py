@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from rollouts import GROUP, SquareRewards, grpo_source
+from rollouts import GROUP, SquareRewards, grpo_source, sequences
 from runs import (
     arguments,
     changed,
@@ -178,6 +178,11 @@ def check_rows_and_reading(path):
     ):
         pass
 
+    with tempfile.TemporaryDirectory() as folder:
+        with hold(store := RunStore(gather_objects(folder)[0])):
+            assert len({*gather_objects(store.token)}) == 1
+        gather_objects(None)  # before it is removed
+
     trajectories.MOST_FAILED_GROUPS = 0.25
     source = grpo_source(rewards=SquareRewards(range(GROUP, 2 * GROUP)))  # of process 1
     source.rows = RowShare(process, 2)
@@ -187,6 +192,9 @@ def check_rows_and_reading(path):
     assert [one.rewards for one in scored] == [[("value", i)] for i in (0, 1, 4)]
     with pytest.raises(StepError, match=r"in 1 of 2 groups.* exact_match raised 4 times, first: too many"):
         source.next(np.float32(0), 0, Stopwatch())
+    source.rewards = SquareRewards()
+    own = len(sequences(source.next(np.float32(0), 0, Stopwatch()).batch))
+    assert sum(gather_objects(own)) == 2 * GROUP
 
     data_records.BLOCK_BYTES, parsed = 1024, []
 

@@ -8,6 +8,8 @@ from functools import partial
 import pytest
 from tiny import config
 
+from mllm.data import sft_source
+from mllm.parallel.processes import RowShare
 from mllm.run import build
 from mllm.run.build import Run
 from mllm.run.checkpoint import by_name
@@ -17,7 +19,9 @@ from mllm.store.checksum import checksums
 SEED = 7
 RANDOM = {"load_task", "Sampler", "GrpoSource", "SftSource", "make_train_step"}
 TIMED = {"make_optimizer", "make_schedule", "RunLog"}
-OTHERS = {"slots_that_fit", "RewardRunner"}
+OTHERS = {"slots_that_fit", "RewardRunner", "make_evaluation", "SftBatches", "check_same"}
+ROWS = RowShare(0, 1)
+"""What the mesh is made to say of this process's rows; not the constant of a process that trains alone."""
 
 
 @pytest.fixture(scope="module", params=["sft", "grpo"])
@@ -28,7 +32,7 @@ def built(request, tmp_path_factory):
     (folder / "train.jsonl").write_text("".join(lines))
     data = {"source": str(folder / "train.jsonl"), "epochs": 1, "validation": {"share": 0.2}}
     parts = {"data": data} if request.param == "sft" else {"grpo": {"beta": 0.1, "reference": "initial"}}
-    settings = config(request.param, run_dir=str(folder / "run"), seed=SEED, **parts)
+    settings = config(request.param, run_dir=str(folder / "run"), seed=SEED, eval={}, **parts)
 
     def noting(name, make):
         def made(*args, **kwargs):
@@ -40,6 +44,8 @@ def built(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name in RANDOM | TIMED | OTHERS:
             patch.setattr(build, name, noting(name, getattr(build, name)))
+        patch.setattr(sft_source, "SftBatches", noting("training", sft_source.SftBatches))
+        patch.setattr(RowShare, "of_mesh", lambda mesh: ROWS)
         with Run.build(settings) as run:
             run.start()
             yield run, given
@@ -62,6 +68,15 @@ def test_a_run_is_known_again_by_the_reference_of_its_policy(built):
     run, _ = built
     assert bool(run.checkpoints.frozen) == (run.config.grpo is not None)
     assert run.checkpoints.frozen == (checksums(by_name(run.reference)) if run.reference else {})
+
+
+def test_data_validation_and_evaluation_are_shared_as_the_mesh_says(built):
+    run, given = built
+    shares = [given["make_evaluation"]["rows"], run.source.rows]
+    if run.config.data:
+        shares += [given["training"]["share"], given["SftBatches"]["share"]]
+    assert all(share is ROWS for share in shares)
+    assert given["check_same"]["value"] == run.source.position()
 
 
 def test_slots_are_planned_for_all_that_training_holds(built):
