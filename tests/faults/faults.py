@@ -214,12 +214,12 @@ def stop_holder(series: Series) -> None:
     for trainer in first:
         trainer.signal(signal.SIGCONT)
     codes = [trainer.end() for trainer in first]
-    ended = [seconds for seconds, name in first[0].marks if name == END and seconds < stopped]
     trial = series.add("stopped holder", next(name for seconds, name in reversed(first[0].marks) if seconds < stopped))
     trial.seconds["ended"] = time.monotonic() - resumed
     lines = [last_line(path) for path in outputs]
     alone = all(path.read_text(encoding="utf-8", errors="replace").count("error: ") == 1 for path in outputs)
-    if not ended and (not {*codes} <= FAILED | LOST or not alone):
+    released = trial.hit == END or (trial.hit == "start" and not any(codes))  # it had not taken the lease yet
+    if not released and (not {*codes} <= FAILED | LOST or not alone):
         trial.failure = f"stopped in {trial.hit}, it ended with {codes}: {lines}"
     series.running = second
     if not any(series.codes()):
