@@ -160,6 +160,8 @@ def test_sft_from_a_task_learns_its_solutions_and_needs_them():
     batch = next(batches_of("task", packing=False))
     for question, tokens in zip(questions(batch), documents(batch), strict=True):
         assert tokens[-len(str(eval(question[:-1]))) - 1 :] == [*str(eval(question[:-1])).encode(), END]
+    cut = documents(next(batches_of("task", packing=False, max_length=9)))
+    assert max(map(len, cut)) == 9 < max(map(len, documents(batch)))
     task = Task("judged", [Example([{"role": "user", "content": "a"}], "", None)], [])
     with pytest.raises(UserError, match=r"judged\[0\] has no solution"):
         SftBatches(DataConfig(source="task", max_length=9), task_documents(task, BYTES, 9), 1).train()

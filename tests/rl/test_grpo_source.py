@@ -8,8 +8,10 @@ from rollouts import GROUP, LIMIT, SquareRewards, grpo_source, linear_logprobs, 
 from runs import checkpoints, records, run
 from tiny import config
 
+from mllm.data.batch import Trajectory
 from mllm.errors import StepError
 from mllm.parallel.processes import RowShare
+from mllm.rl.trajectories import sample_line
 from mllm.stopwatch import Stopwatch
 from mllm.train import objectives
 
@@ -138,6 +140,12 @@ def test_failed_rewards_are_counted_and_null_in_samples_and_their_groups_left_ou
     assert [sample["advantage"] for sample in step.samples[:GROUP]] == [None] * GROUP
     assert step.samples[GROUP]["advantage"] < 0
     assert len({sample["prompt"] for sample in step.samples[:GROUP]}) == 1
+
+
+def test_a_sample_s_line_has_each_reward_under_its_name():
+    rewards = [("value", 2.0), ("raised", "no"), ("value", 3.0)]
+    whole = Trajectory(np.zeros(2, np.int32), np.array([False, True]), np.zeros(1, np.float32), rewards=rewards)
+    assert sample_line(whole, ["a", "b", "c"], 0.5)["rewards"] == {"a": 2.0, "b": None, "c": 3.0}
 
 
 def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp_path, capsys):

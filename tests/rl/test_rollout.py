@@ -134,8 +134,8 @@ def sample_groups(mesh, slots):
     """24 sequences of 6 prompts; most end while others are in the middle, and the next ones take their slots."""
     settings = config(mesh=mesh, model={"architecture": {**ARCHITECTURE, "initializer_range": 0.1}})
     policy = load_policy(settings, make_mesh(settings.mesh))
-    options = RolloutConfig(max_prompt_length=20, max_completion_length=40)
-    sampler = Sampler(policy.graphdef, bytes_tokenizer(), range(0, 260, 20), options, 1, lambda: slots)
+    options = RolloutConfig(max_prompt_length=20, max_completion_length=40, max_slots=None if mesh else slots)
+    sampler = Sampler(policy.graphdef, bytes_tokenizer(), range(0, 260, 20), options, 1, lambda: slots if mesh else 99)
     result = sampler.complete(policy.initial_params(), GROUPS, step=2)
     assert sampler.work.slot_steps <= slots * sampler.work.steps  # over all devices
     return result

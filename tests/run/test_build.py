@@ -32,7 +32,9 @@ def built(request, tmp_path_factory):
     (folder / "train.jsonl").write_text("".join(lines))
     data = {"source": str(folder / "train.jsonl"), "epochs": 1, "validation": {"share": 0.2}}
     parts = {"data": data} if request.param == "sft" else {"grpo": {"beta": 0.1, "reference": "initial"}}
-    settings = config(request.param, run_dir=str(folder / "run"), seed=SEED, eval={}, **parts)
+    settings = config(
+        request.param, run_dir=str(folder / "run"), seed=SEED, eval={}, rollout={"temperature": 0.7}, **parts
+    )
 
     def noting(name, make):
         def made(*args, **kwargs):
@@ -84,6 +86,11 @@ def test_slots_are_planned_for_all_that_training_holds(built):
     assert run.sampler.max_slots() > 0
     planned = [given["slots_that_fit"][name] for name in ("policy", "rollout", "optimizer", "grpo")]
     assert planned == [run.policy, run.config.rollout, run.config.optimizer, run.config.grpo]
+
+
+def test_the_temperature_is_a_part_of_the_policy_and_not_of_what_sft_learns(built):
+    run, _ = built
+    assert run.forward.options["temperature"] == (0.7 if run.config.grpo else 1.0)
 
 
 def test_rewards_are_told_how_long_a_completion_may_be(built):

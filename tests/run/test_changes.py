@@ -14,10 +14,11 @@ DECAYING = {"optimizer": {"learning_rate": 1e-2, "schedule": "linear", "warmup_s
 
 
 def begun(folder, step=4, **sections):
-    """A run's folder with a checkpoint after `step`, and its configuration."""
+    """A run's folder, whose newest checkpoint is that of `step`, and its configuration."""
     settings = config(run_dir=str(folder), **sections)
     run_dir.write(RunStore(folder), settings)
-    RunStore(folder).write(f"checkpoints/{step}.json", b"")
+    for checkpoint in (step - 1, step):
+        RunStore(folder).write(f"checkpoints/{checkpoint}.json", b"")
     return settings
 
 

@@ -17,7 +17,7 @@ from mllm.errors import UserError
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.parallel.mesh import make_mesh
 from mllm.run import folder as run_dir
-from mllm.run.checkpoint import by_name
+from mllm.run.checkpoint import by_name, restore_params
 from mllm.run.measurements import Measurements
 from mllm.run.source_run import SourceRun, load_policy
 from mllm.store.run_store import RunStore
@@ -74,6 +74,9 @@ def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp
     assert source is not None
     begun = source.pin(settings)
     assert begun.model.step == number
+    params = load_policy(settings, make_mesh(settings.mesh)).initial_params()
+    _, theirs = restore_params(source.store, load_policy(first, make_mesh(first.mesh)).trained, number)
+    np.testing.assert_array_equal(params["embed"], theirs["embed"])
     run_dir.write(RunStore(settings.run_dir), begun)
     with run_dir.claim(settings) as (_, resumed):
         assert resumed == begun

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -125,16 +126,20 @@ def test_a_bucket_has_what_was_appended_and_replaced_when_the_run_is_let_go(stor
 def test_a_thread_sends_logs_and_its_error_is_raised_where_more_is_appended(store, server, monkeypatch):
     monkeypatch.setattr(lock, "SENDING_SECONDS", 0.05)
     monkeypatch.setattr(lock, "SECONDS", 60)
-    with pytest.raises(UserError, match=r"can't be written \(.*\); check the bucket"), hold(store):  # noqa: PT012
+    told = ""
+    with suppress(UserError), hold(store):  # which raises what it could not send, too
         log = store.open_log("metrics.jsonl")
         log.append(b"1\n")
         while "metrics" not in server.written[-1]:
             time.sleep(0.01)
         server.fault = lambda method, path: "503"
-        for _ in range(500):
-            log.append(b"1\n")
-            time.sleep(0.02)
-        pytest.fail("the thread says nothing")
+        try:
+            for _ in range(500):
+                log.append(b"1\n")
+                time.sleep(0.02)
+        except UserError as error:
+            told = str(error)
+    assert re.search(r"can't be written \(.*\); check the bucket", told)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl", "tensorboard"])

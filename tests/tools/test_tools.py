@@ -78,6 +78,7 @@ def test_an_export_holds_the_newest_parameters_to_the_bit_and_leaves_the_run_as_
     for leaf, same in zip(*leaves, strict=True):
         np.testing.assert_array_equal(leaf, same)
     generation = json.loads((exported / "export" / "generation_config.json").read_text())
+    assert generation["pad_token_id"] == bytes_tokenizer().pad_token_id
     assert generation["eos_token_id"] == list(stop_ids(bytes_tokenizer(), stop=("~",)))
     left = {path: sum_ for path, sum_ in checksums(exported).items() if not path.startswith("export")}
     assert left == checksums(Path(trained.run_dir))

@@ -62,8 +62,10 @@ def test_every_dim_has_a_logical_axis_and_weight_decay_applies_to_matrices_alone
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0, 3.0])
 def test_updates_are_optax_s_with_clipping_weight_decay_and_the_schedule(max_grad_norm):
     params, gradients = {"v": jnp.arange(2.0), "w": jnp.arange(4.0)}, {"v": jnp.ones(2), "w": jnp.arange(4.0) - 1}
-    ours = make_optimizer(config(weight_decay=0.3, max_grad_norm=max_grad_norm, b2=0.95, schedule="linear"), 10)
-    decay = optax.adamw(optax.linear_schedule(0.1, 0.0, 10), 0.9, 0.95, 1e-8, weight_decay=0.3)
+    ours = make_optimizer(
+        config(weight_decay=0.3, max_grad_norm=max_grad_norm, b2=0.95, eps=1e-6, schedule="linear"), 10
+    )
+    decay = optax.adamw(optax.linear_schedule(0.1, 0.0, 10), 0.9, 0.95, 1e-6, weight_decay=0.3)
     theirs = decay if max_grad_norm is None else optax.chain(optax.clip_by_global_norm(max_grad_norm), decay)
     state, their_state = ours.init(params), theirs.init(params)
     for scale in (1, 100):  # norms of 2.8 and 283: the second update shows how the first was clipped
