@@ -76,11 +76,13 @@ class Measurements:
         return patience is not None and state.validations_without_gain >= patience
 
     def score(self, metrics: Mapping[str, Any]) -> float | None:
-        """What `checkpoint.keep_best` compares, higher is better; None where it was not measured at this step.
+        """What `checkpoint.keep_best` compares, higher is better; None where it was not measured, or is not finite.
 
         It is the validation's loss, negated, if the run validates; else the greedy accuracy on held-out problems, or
         their reward where they have no answers.
         """
         if self.validation:
-            return -metrics["validation/loss"] if "validation/loss" in metrics else None
-        return metrics.get("eval/greedy_accuracy", metrics.get("eval/reward"))
+            score = -metrics.get("validation/loss", math.nan)
+        else:
+            score = float(metrics.get("eval/greedy_accuracy", metrics.get("eval/reward", math.nan)))
+        return score if math.isfinite(score) else None

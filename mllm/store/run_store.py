@@ -17,6 +17,7 @@ Here nothing knows JAX: `mllm.store.checkpoints` writes and reads the arrays, an
 
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -184,7 +185,8 @@ class RunStore:
 
     def best_step(self, steps: list[int]) -> int | None:
         """The step of the best of these checkpoints; None if none has a score."""
-        scores = {step: score for step in steps if (score := self.field(step, "best")) is not None}
+        found = {step: self.field(step, "best") for step in steps}
+        scores = {step: score for step, score in found.items() if isinstance(score, float) and math.isfinite(score)}
         return max(scores, key=lambda step: (scores[step], step), default=None)
 
     def publish(self, step: int, document: Mapping[str, Any], keep: int, keep_best: bool) -> None:

@@ -1,6 +1,7 @@
 """What is measured when, which checkpoint is the best by it, and when a run ends early."""
 
 import json
+import math
 import re
 import signal
 import time
@@ -93,6 +94,9 @@ def test_the_best_checkpoint_is_that_of_the_validation_or_of_the_held_out_proble
     assert Measurements().score(everything) == 0.5
     assert Measurements().score({"eval/reward": 0.7, "test/reward": 1.0}) == 0.7
     assert Measurements().score({"loss": 1.0}) is None
+    for wrong in (math.nan, math.inf, -math.inf):
+        assert validates.score(everything | {"validation/loss": wrong}) is None
+        assert Measurements().score({"eval/reward": wrong}) is None
 
 
 def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off(tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import math
 import re
 import resource
 import sys
@@ -143,6 +144,14 @@ def test_the_newest_are_kept_and_the_best_beside_them_also_after_a_resume(store)
         save(store, *steps, accuracies=accuracies, keep=2, keep_best=True)
     assert store.steps() == [2, 4, 5]
     assert len(store.entries("checkpoints")) == 6
+
+
+@disk
+def test_a_checkpoint_whose_score_is_not_finite_is_never_the_best(store):
+    save(store, 4, 8, 12, 16, accuracies={4: math.nan, 8: 0.5, 12: 0.9, 16: math.inf}, keep=1, keep_best=True)
+    assert store.steps() == [12, 16]
+    assert store.best_step([12, 16]) == 12
+    assert store.best_step([16]) is None
 
 
 @disk
