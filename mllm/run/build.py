@@ -35,7 +35,7 @@ from mllm.rl.rewards import RewardRunner
 from mllm.rl.rollout import Sampler
 from mllm.rl.schedule import slots_that_fit
 from mllm.run import folder, heartbeat, report, wandb
-from mllm.run.checkpoint import Checkpoints
+from mllm.run.checkpoint import Checkpoints, common_steps
 from mllm.run.measurements import Measurement, Measurements
 from mllm.run.metrics import RunLog, last_logged_step
 from mllm.run.moved import sample
@@ -69,7 +69,8 @@ class Run:
         with raise_everywhere():
             wandb.check(config.log)
             source_run = SourceRun.open(config.model)
-            if source_run and not self.store.is_run():
+            begun = gather_objects(self.store.is_run())[0]  # processes may see a folder's files at different times
+            if source_run and not begun:
                 config = source_run.pin(config)
             self.config = config
             self.task = load_task(config.task, config.seed) if config.task else None
@@ -97,7 +98,7 @@ class Run:
             self.train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
             self.measurements = self.make_measurements()
             # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
-            needed = self.source.needs_reference or policy.lora is not None or not self.store.steps()
+            needed = self.source.needs_reference or policy.lora is not None or not common_steps(self.store)
             initial = policy.initial_params() if needed else None
             self.trained, self.frozen = policy.split(initial)
             """The parameters that updates change, until `start` has taken them; and those that none changes."""

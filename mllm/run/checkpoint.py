@@ -56,9 +56,7 @@ class Checkpoints:
         again. UserError is raised if there are checkpoints, and none of them can be read; or a damaged one can't be
         put aside.
         """
-        with raise_everywhere():
-            steps = self.store.steps() if is_writer() else []
-        steps = gather_objects(steps)[0][::-1]
+        steps = common_steps(self.store)[::-1]
         damaged: dict[int, str] = {}
         for step in steps:
             try:
@@ -116,9 +114,18 @@ class Checkpoints:
     close = end_saving
 
 
+def common_steps(store: RunStore) -> list[int]:
+    """The steps of the checkpoints that process 0 sees, ascending; all processes must call this."""
+    with raise_everywhere():
+        return gather_objects(store.steps() if is_writer() else [])[0]
+
+
 def restore_params(store: RunStore, like: Params, step: int | None = None) -> tuple[int, Params]:
-    """The step and parameters of a run's checkpoint, that of `step` or the newest; UserError where it can't be read."""
-    steps = store.steps()
+    """The step and parameters of a run's checkpoint, that of `step` or the newest; UserError where it can't be read.
+
+    All processes must call this.
+    """
+    steps = common_steps(store)
     if not steps or (step is not None and step not in steps):
         raise UserError(f"{store}: no checkpoint{'' if step is None else f' {step}'}; there are {steps}")
     step = steps[-1] if step is None else step

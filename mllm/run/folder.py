@@ -10,7 +10,7 @@ from typing import Any
 from mllm.config.load import dump, read
 from mllm.config.schema import Change, Config
 from mllm.errors import UserError
-from mllm.parallel.processes import is_writer, raise_everywhere
+from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
 from mllm.store.folder import UNFINISHED
 from mllm.store.lock import hold
 from mllm.store.run_store import CONFIG, LOCK, RunStore
@@ -55,21 +55,30 @@ def check(store: RunStore, config: Config, change: bool = False) -> Config:
     """The configuration with which the run there goes on, or a new one begins: with the record of its changes.
 
     `change` permits settings to differ as `check_changes` says. UserError is raised if the place holds a run of
-    another configuration, or something that is no run.
+    another configuration, or something that is no run. Process 0 looks: others may see files of a disk they share
+    later.
     """
+    found = gather_objects(look(store) if is_writer() else None)[0]
+    if found is None:
+        if change:
+            raise UserError(f"--change: {store} holds no run; leave it out to begin one")
+        return config.model_copy(update={"changes": ()})
+    old, newest = found
+    return check_changes(store, old, config, newest, change)
+
+
+def look(store: RunStore) -> tuple[dict[str, Any], int] | None:
+    """The configuration of the run that is there and its newest checkpoint's step; None in an empty place."""
     for path in (store.folder, *store.folder.parents) if store.folder else ():
         if path.is_file():
             raise UserError(f"run_dir: {path} is a file; give a folder")
     entries = store.entries()
-    if CONFIG not in entries:
-        # A run that was killed before it began leaves these two.
-        if {*entries} - {CONFIG + UNFINISHED, LOCK}:
-            raise UserError(f"run_dir: {store} holds other files and no config.yaml; give an empty or new folder")
-        if change:
-            raise UserError(f"--change: {store} holds no run; leave it out to begin one")
-        return config.model_copy(update={"changes": ()})
-    newest = max(store.steps(), default=0)
-    return check_changes(store, read(store.local(CONFIG)), config, newest, change)
+    if CONFIG in entries:
+        return read(store.local(CONFIG)), max(store.steps(), default=0)
+    # A run that was killed before it began leaves these two.
+    if {*entries} - {CONFIG + UNFINISHED, LOCK}:
+        raise UserError(f"run_dir: {store} holds other files and no config.yaml; give an empty or new folder")
+    return None
 
 
 def write(store: RunStore, config: Config) -> None:

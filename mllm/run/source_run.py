@@ -21,7 +21,7 @@ from mllm.model.layout import Params, map_parameters
 from mllm.model.load import Policy
 from mllm.model.lora import merge_all_adapters
 from mllm.model.weights import narrow
-from mllm.parallel.processes import gather_objects
+from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
 from mllm.run.checkpoint import by_name, restore_params
 from mllm.store.run_store import CONFIG, RunStore, find_run
 
@@ -84,7 +84,15 @@ class SourceRun:
         return config.model_copy(update={"model": config.model.model_copy(update={"step": step})})
 
     def choose_step(self, step: int | str | None) -> int:
-        """The number of the step that `model.step` names; UserError where the run has no such checkpoint."""
+        """The number of the step that `model.step` names for process 0; all processes must call this.
+
+        UserError is raised where the run has no such checkpoint.
+        """
+        with raise_everywhere():
+            return gather_objects(self.find_step(step) if is_writer() else 0)[0]
+
+    def find_step(self, step: int | str | None) -> int:
+        """The same as this process finds it."""
         steps = self.store.steps()
         found = step
         if step == "best":  # where it is not kept, the best that is left need not be the best
@@ -99,8 +107,6 @@ class SourceRun:
     def read_parameters(self, step: int | str | None, like: Params) -> Params:
         """The parameters of a checkpoint, sharded and of the dtypes as `like`; UserError where there is none."""
         step = self.choose_step(step)
-        if len({*gather_objects(step)}) > 1:
-            raise UserError(f"model.source: {self.store} was saving just now: try again")
         if self.config.model.lora is not None:
             return self.merged_parameters(step, like)
         dtype = self.config.model.param_dtype

@@ -5,26 +5,33 @@ Each process writes and reads what lies on its devices; any mesh of any number o
 
 import itertools
 import math
+import re
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore
 
 from mllm.errors import UserError, brief
 from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
 from mllm.progress import transfer_bar
 from mllm.store.arrays import open_arrays, read_arrays, release_freed_memory, write_arrays
-from mllm.store.bucket import CONTENT, Bucket, status
+from mllm.store.bucket import CONTENT, status
 from mllm.store.checksum import checksums
-from mllm.store.folder import find_fault
+from mllm.store.folder import MISSING, find_fault
 from mllm.store.run_store import CHECKPOINTS, Damaged, RunStore
 
 PATIENCE = 600
 """Seconds that a process waits for the others to write their parts; one that fails ends the others long before."""
+VISIBLE, POLLING = 90, 1
+"""Seconds in which all processes must see what process 0 sees, and between two looks; NFS caches for at most 60."""
+Opened = tuple[dict[str, Any], dict[str, tensorstore.TensorStore]]
+"""A checkpoint's document and its arrays, of which nothing is read yet."""
 NUMBERS = itertools.count()
 """The saves of this process are numbered, so that none writes into the folder of a checkpoint that was put aside."""
 
@@ -64,8 +71,9 @@ class Saving:
                     store.publish(step, sealed, keep, keep_best)
             except BaseException as error:  # raised by `wait`
                 self.error = error
-                if store.folder and is_writer():  # there may be no room for anything else
-                    store.place.delete_folder(f"{CHECKPOINTS}/{folder}")
+                with suppress(UserError):  # there may be no room for anything else
+                    if store.folder and is_writer() and step not in store.steps():
+                        store.place.delete_folder(f"{CHECKPOINTS}/{folder}")
             finally:
                 copied.set()
                 self.seconds = time.monotonic() - begun
@@ -107,12 +115,21 @@ def load(
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     """Some arrays of a checkpoint, by name, with the shardings of `like`, and its document.
 
-    All processes must call this. Damaged is raised in all of them alike, and UserError where a bucket fails.
+    All processes must call this. Damaged is raised in all of them alike, and UserError where a disk or bucket fails.
     """
+
+    def opened() -> Opened:
+        document = store.manifest(step)
+        return document, open_arrays(store.place, f"{CHECKPOINTS}/{document['folder']}", like)
+
     with transfer_bar(f"checkpoint {step}", nbytes(like)) as bar:
+        found = None
         with damaged_everywhere(store, step):
-            document = store.manifest(step)
-            stores = open_arrays(store.place, f"{CHECKPOINTS}/{document['folder']}", like)
+            if is_writer():
+                found = opened()
+        folder = gather_objects(found and found[0]["folder"])[0]
+        with damaged_everywhere(store, step):
+            document, stores = found or opened_as_seen(opened, folder, f"{store}/{CHECKPOINTS}/{step}")
         with damaged_everywhere(store, step):
             arrays = read_arrays(stores, like, bar.update)
     found, stored = checksums(arrays), document["arrays"]
@@ -122,12 +139,47 @@ def load(
     return arrays, document
 
 
+def opened_as_seen(opened: Callable[[], Opened], folder: str, place: str) -> Opened:
+    """What `opened` returns once it finds the arrays in `folder`, as process 0 does; UserError where it never does.
+
+    NFS shows other machines for up to a minute what a folder held before.
+    """
+    deadline, waiting = time.monotonic() + VISIBLE, False
+    while True:
+        try:
+            if (found := opened())[0]["folder"] == folder:
+                return found
+        except Exception as error:
+            if damage(error) is None:
+                raise
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{place}: process {jax.process_index()} has not seen for {VISIBLE} s what process 0 sees there; "
+                "let run_dir be one folder that all processes share"
+            )
+        if not waiting:
+            print(f"waiting up to {VISIBLE} s until {place} is seen here as process 0 sees it", file=sys.stderr)
+        waiting = True
+        time.sleep(POLLING)
+
+
+def damage(error: Exception) -> str | None:
+    """How data that raise this when they are read differ from those that were written; None where other things fail.
+
+    What a file or object holds, or lacks, is damage. An error of the machine is not: too many open files, a disk or
+    bucket that does not answer, no memory. The checkpoint may be sound.
+    """
+    if (fault := find_fault(error)) is not None:
+        return fault.strerror if fault.errno in MISSING else None
+    if isinstance(error, ValueError) and re.fullmatch("[A-Z_]+", status(error)) and status(error) not in CONTENT:
+        return None  # tensorstore's, of requests or of memory
+    found = isinstance(error, Damaged | ValueError | LookupError | TypeError)
+    return f"{type(error).__name__}: {brief(error)[:200]}" if found else None
+
+
 @contextmanager
 def damaged_everywhere(store: RunStore, step: int) -> Iterator[None]:
-    """What one process raises inside, Damaged or anything that a damaged file may cause, is Damaged in all.
-
-    Where a bucket fails it is a UserError: the checkpoint may be sound.
-    """
+    """What is `damage` in one process is Damaged in all; an error of the disk or bucket is a UserError."""
     reason = None
     with raise_everywhere():
         try:
@@ -137,10 +189,9 @@ def damaged_everywhere(store: RunStore, step: int) -> Iterator[None]:
         except Damaged as error:
             reason = str(error)
         except Exception as error:
-            if isinstance(store.place, Bucket) and status(error) not in CONTENT:
-                raise store.place.failure(error, f"{CHECKPOINTS}/{step}", "read") from None
-            fault = find_fault(error)
-            reason = fault.strerror if fault else f"{type(error).__name__}: {brief(error)[:200]}"
+            if (reason := damage(error)) is None:
+                with store.failing(f"{CHECKPOINTS}/{step}", "read"):
+                    raise
     if reasons := [reason for reason in gather_objects(reason) if reason is not None]:
         raise Damaged(reasons[0])
 

@@ -17,7 +17,11 @@ REMEDY = {
     errno.EACCES: "allow access there",
     errno.EPERM: "allow access there",
     errno.EROFS: "allow writing there",
+    errno.EMFILE: "allow more open files (ulimit -n)",
+    errno.ENOMEM: "give the machine more memory",
 }
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+"""Errors that say what is on a disk; after all others the disk or the machine has failed."""
 TENSORSTORE_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 """The operating system's error number in the text of tensorstore's errors, which are ValueErrors."""
 UNFINISHED = ".tmp"

@@ -163,11 +163,12 @@ class RunStore:
     def manifest(self, name: int | str) -> dict[str, Any]:
         """The document of a checkpoint, by its step, or by the name of one that was put aside.
 
-        Raises Damaged where it is missing, has changed, or can't be read on a disk.
+        Raises Damaged where it is missing or has changed, UserError where the disk or the bucket fails.
         """
+        content = self.read(f"{CHECKPOINTS}/{name}.json")
         try:
-            document = unseal(json.loads(self.place.read(f"{CHECKPOINTS}/{name}.json") or b"null"))
-        except (ValueError, OSError) as error:
+            document = unseal(json.loads(content or b"null"))
+        except (ValueError, RecursionError) as error:
             raise Damaged(f"{type(error).__name__}: {error}"[:200]) from None
         if not (CHUNKS.fullmatch(str(document.get("folder"))) and isinstance(document.get("arrays"), dict)):
             raise Damaged("an earlier version of this program wrote it")

@@ -230,6 +230,9 @@ def check_rows_and_reading(path):
         assert sum(map(sum, gather_objects(read))) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         loaded.append(checksums(by_name(params)))
     assert loaded[0] == loaded[1] == loaded[2]
+    import test_reading  # which pytest does not find from here, and this process does
+
+    test_reading.check_processes(f"{path}.run")
     watch.watch.finish(None)
 
 
