@@ -132,8 +132,8 @@ def load(
             document, stores = found or opened_as_seen(opened, folder, f"{store}/{CHECKPOINTS}/{step}")
         with damaged_everywhere(store, step):
             arrays = read_arrays(stores, like, bar.update)
-    found, stored = checksums(arrays), document["arrays"]
-    if wrong := [name for name in found if found[name] != stored.get(name)]:
+    sums, stored = checksums(arrays), document["arrays"]
+    if wrong := [name for name in sums if sums[name] != stored.get(name)]:
         more = f" and of {len(wrong) - 1} others" if wrong[1:] else ""
         raise Damaged(f"the checksum of {wrong[0]}{more} differs")
     return arrays, document

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from mllm.errors import UserError, brief, printable
 from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
 from mllm.store.bucket import Bucket, LeaseLost
+from mllm.store.folder import sync
 from mllm.store.run_store import LOCK, RunStore
 
 SECONDS = 60
@@ -65,6 +66,8 @@ def hold_folder(store: RunStore, folder: Path) -> Iterator[None]:
     with store.failing("", "written"):
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         file = open_locked(folder)
+        for path in made:
+            sync(path.parent)
     try:
         yield
     finally:
