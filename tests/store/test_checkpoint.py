@@ -170,24 +170,6 @@ def test_the_last_undamaged_checkpoint_stays_until_a_newer_one_is_complete(store
     assert {"damaged_2.json", "damaged_3.json"} < {*store.entries("checkpoints")}
 
 
-@both
-def test_what_a_save_has_left_that_was_cut_off_is_removed_at_the_next_start(store):
-    save(store, 1, 2)
-    flip_bits(store, 2)
-    restored(store)
-    before = store.entries("checkpoints")
-    left = ["3-0123abcd.0/params.norm/0", "2-0123abcd.1/params.norm/0"]
-    for name in left:
-        store.write(f"checkpoints/{name}", b"?")
-    store.write("checkpoints/notes.txt", b"mine")
-    restored(store)
-    assert store.entries("checkpoints") == sorted([*before, "notes.txt"])
-    store.write("checkpoints/1.json", b"?")
-    store.write("checkpoints/1-0123abcd.2/params.norm/0", b"?")  # which of the two it was, nobody knows
-    with opened(store):
-        assert len([name for name in store.entries("checkpoints") if name.startswith("1-")]) == 2
-
-
 # Damage
 
 
