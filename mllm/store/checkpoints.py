@@ -127,7 +127,7 @@ def load(
         with damaged_everywhere(store, step):
             if is_writer():
                 found = opened()
-        folder = gather_objects(found and found[0]["folder"])[0]
+        folder = gather_objects(found[0]["folder"] if found else "")[0]
         with damaged_everywhere(store, step):
             document, stores = found or opened_as_seen(opened, folder, f"{store}/{CHECKPOINTS}/{step}")
         with damaged_everywhere(store, step):
