@@ -24,6 +24,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 from jax import process_count, process_index
 from jax.errors import JaxRuntimeError
+from jaxtyping import Int32
 from tqdm import tqdm
 
 from mllm.config.data import DataConfig
@@ -84,7 +85,8 @@ def open_documents(folder: Path, summary: dict[str, Any]) -> Documents:
         try:
             with lock:
                 # A process may have no row of a last batch, and the reader takes no empty list.
-                return [unpacked(record) for record in (records.__getitems__(indices) if indices else ())]
+                found = records.__getitems__(indices) if indices else ()
+                return [unsigned(np.frombuffer(record, np.int32)) for record in found]
         except (RuntimeError, ValueError) as error:
             raise UserError(f"data.cache: {folder} is damaged ({brief(error)}): delete it") from None
 
@@ -159,7 +161,7 @@ def write_documents(folder: Path, origin: Origin, config: DataConfig, encoded: I
                     break
                 continue
             document, complete = found
-            record = packed(document)
+            record = signed(document).tobytes()
             writer.write(record)
             content.update(record)
             sizes.write(np.array(document.size, np.int32).tobytes())
@@ -178,17 +180,30 @@ def exchange(own: Iterator[list[Encoded]]) -> Iterator[Encoded]:
 
     They wait for each other by `gather_objects`.
     """
-    while parts := [part for part in gather_objects(next(own, None)) if part is not None]:
-        yield from chain.from_iterable(parts)
+    if process_count() == 1:
+        yield from chain.from_iterable(own)
+        return
+    blocks = (shareable(block) for block in own)
+    while parts := [part for part in gather_objects(next(blocks, None)) if part is not None]:
+        for place, found, *complete in chain.from_iterable(parts):
+            yield place, (unsigned(found), *complete) if complete else UserError(found)
 
 
-def packed(document: Document) -> bytes:
-    """A document as it is stored: its tokens in int32, with all bits inverted where one is learned."""
-    return np.where(document.learned, ~document.tokens, document.tokens).tobytes()
+def shareable(block: list[Encoded]) -> list[Any]:
+    """The documents of a block as `gather_objects` takes them: signed tokens, or the line of an error."""
+    return [
+        [place, str(found)] if isinstance(found, UserError) else [place, signed(found[0]), found[1]]
+        for place, found in block
+    ]
 
 
-def unpacked(record: bytes) -> Document:
-    stored = np.frombuffer(record, np.int32)
+def signed(document: Document) -> Int32[np.ndarray, " T"]:
+    """A document's tokens, with all bits inverted where one is learned."""
+    return np.where(document.learned, ~document.tokens, document.tokens)
+
+
+def unsigned(stored: Int32[np.ndarray, " T"]) -> Document:
+    """The document of signed tokens."""
     return Document(np.where(stored < 0, ~stored, stored), stored < 0)
 
 

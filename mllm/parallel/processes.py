@@ -1,11 +1,13 @@
 """Several processes that train one model: how they connect, which rows each of them has, and how they share values.
 
-What only one process knows it shares by `gather_objects`; process 0 writes the run's files. A process that dies takes
-the others with it, and the same command resumes.
+What only one process knows it shares by `gather_objects`, as JSON and numbers: nothing that comes from another process
+is unpickled. Process 0 writes the run's files. A process that dies takes the others with it, and the same command
+resumes.
 """
 
+import json
+import math
 import os
-import pickle
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -25,6 +27,8 @@ from mllm.parallel import watch
 T = TypeVar("T")
 FRAME = 4096
 """Bytes of the first message in `exchange`; only longer values take a second one."""
+ARRAY = "array of"
+"""The key of an object that stands for an array in `pack`: its dtype and shape."""
 
 
 class ProcessGroup(NamedTuple):
@@ -122,7 +126,8 @@ class SomeLeft(Exception):
 def gather_objects(value: T) -> list[T]:
     """The values that the processes pass, in the order of the processes; all of them must call it at the same place.
 
-    Inside of `raise_everywhere`, all leave that if one of them has left it with an error.
+    Values are JSON with arrays of numbers in it. A tuple becomes a list, unless the process is alone. Inside of
+    `raise_everywhere`, all leave that if one of them has left it with an error.
     """
     found = exchange((value, None))
     if any(error for _, error in found):
@@ -134,13 +139,44 @@ def exchange(value: T) -> list[T]:
     """What each process passes, in the order of the processes."""
     if jax.process_count() == 1:
         return [value]
-    message = np.frombuffer(pickle.dumps((jax.process_index(), value)), np.uint8)
+    message = np.frombuffer(pack([jax.process_index(), value]), np.uint8)
     lengths, frames = multihost_utils.process_allgather((np.int32(message.size), pad_or_cut(message, FRAME)))
     if max(lengths) > FRAME:
         # Lengths are powers of two, because JAX compiles a program for each.
         frames = multihost_utils.process_allgather(pad_or_cut(message, 1 << (int(max(lengths)) - 1).bit_length()))
-    values = dict(pickle.loads(frame[:length].tobytes()) for frame, length in zip(frames, lengths, strict=True))
+    values = dict(unpack(frame[:length].tobytes()) for frame, length in zip(frames, lengths, strict=True))
     return [values[process] for process in range(jax.process_count())]
+
+
+def pack(value: Any) -> bytes:
+    """A value as JSON in a line, and the bytes of its arrays behind it; TypeError where it is made of anything else."""
+    arrays: list[bytes] = []
+
+    def refer(array: Any) -> dict[str, Any]:
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
+            raise TypeError(f"processes share JSON and arrays of numbers, not {array!r:.200}")
+        arrays.append(array.tobytes())
+        return {ARRAY: [array.dtype.name, array.shape]}
+
+    text = json.dumps(value, default=refer).encode()
+    return b"\n".join([text, b"".join(arrays)])
+
+
+def unpack(message: bytes) -> Any:
+    """The value that was packed; ValueError or TypeError where none was."""
+    text, _, rest = message.partition(b"\n")
+    place = 0
+
+    def restore(found: dict[str, Any]) -> Any:
+        nonlocal place
+        if found.keys() != {ARRAY}:
+            return found
+        name, shape = found[ARRAY]
+        array = np.frombuffer(rest, np.dtype(name), math.prod(shape), place).reshape(shape)
+        place += array.nbytes
+        return array
+
+    return json.loads(text, object_hook=restore)
 
 
 def pad_or_cut(message: np.ndarray, size: int) -> np.ndarray:
@@ -164,12 +200,14 @@ def raise_everywhere() -> Iterator[None]:
         errors = left.errors
     kind = StepError if all(error is None or error[1] for error in errors) else CommonError
     process, message = next((process, error[0]) for process, error in enumerate(errors) if error is not None)
-    raise kind(message if len({*errors}) == 1 else f"process {process}: {message}")
+    alike = all(error == errors[0] for error in errors)
+    raise kind(message if alike else f"process {process}: {message}")
 
 
 def check_same(value: object, message: str) -> None:
     """Raise CommonError with the message in all processes unless they all pass equal values."""
-    if any(other != value for other in gather_objects(value)):
+    first, *others = gather_objects(value)
+    if any(other != first for other in others):
         raise CommonError(message)
 
 

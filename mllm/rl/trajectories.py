@@ -61,7 +61,7 @@ def sample_trajectories(
             one.finished,
             prompt.example.prompt[-1]["content"],
             one.text,
-            answer,
+            [(kind, given) for kind, given in answer],  # lists, where another process sent them
         )
         for prompt, one, answer in zip(prompts, completions, answers, strict=True)
     ]

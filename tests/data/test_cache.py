@@ -59,7 +59,7 @@ def test_a_cache_is_made_once_for_the_same_content_tokenizer_and_settings(tmp_pa
 
 def test_any_token_is_stored_as_it_is():
     largest = Document(np.array([2**31 - 1, 5], np.int32), np.array([False, True]))
-    np.testing.assert_array_equal(cache.unpacked(cache.packed(largest)), largest)
+    np.testing.assert_array_equal(cache.unsigned(cache.signed(largest)), largest)
 
 
 @pytest.mark.parametrize("name", [cache.RECORDS, cache.SIZES, cache.SUMMARY])

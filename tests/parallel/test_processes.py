@@ -1,6 +1,9 @@
 """Two processes with four devices each give what one process with eight gives, and write it once."""
 
 import json
+import math
+import os
+import pickle
 import signal
 import subprocess
 import tempfile
@@ -13,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import multihost_utils
 from rollouts import GROUP, SquareRewards, grpo_source, sequences
 from runs import (
     arguments,
@@ -46,9 +50,12 @@ from mllm.parallel.processes import (
     ProcessGroup,
     RowShare,
     check_same,
+    exchange,
     gather_objects,
     local_rows,
+    pack,
     raise_everywhere,
+    unpack,
 )
 from mllm.rl import trajectories
 from mllm.run.checkpoint import by_name
@@ -134,12 +141,43 @@ def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_
 # Rows of each process
 
 
+class Executed:
+    """Makes a file when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def test_processes_share_json_and_arrays_to_the_bit_and_run_nothing_that_they_receive(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    numbers = [0.1, -0.0, 5e-324, 1.7976931348623157e308, math.inf, math.nan, 2**80]
+    arrays = [np.array([math.nan, 1e-45], np.float32), np.zeros((0, 3), bool), np.arange(6).reshape(2, 3)[:, ::2]]
+    value = {"numbers": numbers, "text": "\ud800\n\0", "none": None, "tree": [{"a": arrays[0]}, arrays[1:]]}
+    given = unpack(pack(value))
+    assert repr(given) == repr(value)
+    assert [one.tobytes() for one in (given["tree"][0]["a"], *given["tree"][1])] == [one.tobytes() for one in arrays]
+    assert unpack(pack((1, ("a",)))) == [1, ["a"]]
+    for other in ({1, 2}, b"bytes", np.array([None]), Executed()):
+        with pytest.raises(TypeError, match="processes share JSON and arrays of numbers, not "):
+            pack(other)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    arrays = (b'{"array of": [%b]}\n12345678' % array for array in (b'"object", [1]', b'"int32", [9]'))
+    for message in (pickle.dumps(Executed()), *arrays):
+        received = np.int32([len(message)]), np.frombuffer(message, np.uint8)[None]
+        monkeypatch.setattr(multihost_utils, "process_allgather", lambda own, received=received: received)
+        with pytest.raises((ValueError, TypeError)):
+            exchange(1)
+    assert not Path("executed").exists()
+
+
 def check_rows_and_reading(path):
     """Runs in each of two processes: values are gathered, rows shared, and each reads its part of data and weights."""
     join_group()
     process = jax.process_index()
     assert gather_objects({"process": process}) == [{"process": 0}, {"process": 1}]
     assert gather_objects("x" * 5000 * process) == ["", "x" * 5000]
+    with pytest.raises(TypeError, match="processes share JSON and arrays of numbers, not <object"):
+        gather_objects(object())
     check_same("both", "they differ")
     with pytest.raises(UserError, match="they differ"):
         check_same(process, "they differ")
@@ -199,7 +237,7 @@ def check_rows_and_reading(path):
     data_records.BLOCK_BYTES, parsed = 1024, []
 
     def count(line, original=data_records.parse):
-        parsed.append(line)
+        parsed.append(line.decode())
         return original(line)
 
     origin = data_records.Origin("data.source", path)
@@ -209,7 +247,7 @@ def check_rows_and_reading(path):
     own = tokenizing.encode_blocks(bytes_tokenizer(), 32, islice(origin.blocks(), process, None, 2))
     assert str([*cache.exchange(own)]) == str(expected)
     both = gather_objects(parsed)
-    assert sorted(chain(*both)) == sorted(Path(path).read_bytes().splitlines(keepends=True))
+    assert sorted(chain(*both)) == sorted(Path(path).read_text().splitlines(keepends=True))
     assert min(map(len, both)) > 80
 
     read: list[int] = []
