@@ -4,8 +4,8 @@
     ended.answer    # the last JSON object or array on a line of its stdout: the child calls `answer(value)`
     ended.reason    # "" or one line that says why the child failed
 
-A child that also calls `end_with_parent` dies with its parent, even when the parent is killed. This module imports
-only the standard library.
+A child that also calls `end_with_parent` dies with its parent, even when the parent is killed. This module needs only
+the standard library.
 """
 
 import json
@@ -22,6 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mllm.orphans import adopt, children, end_children
 
 PAUSE = 0.05
 LONGEST = 300
@@ -128,12 +130,7 @@ def kill_session(process: subprocess.Popen[Any]) -> None:
 
 def descendants(pid: int) -> list[int]:
     """The ids of a process's children and of theirs, in whatever session, as Linux lists them; elsewhere none."""
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in map(int, path.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
+    return [found for child in children(pid) for found in (child, *descendants(child))]
 
 
 def answer(value: Any) -> None:
@@ -143,11 +140,13 @@ def answer(value: Any) -> None:
 
 def end_with_parent(clean_up: Callable[[], None] | None = None) -> None:
     """In the child: from now on, die as soon as the parent has ended, after `clean_up`, with all that was started."""
+    adopt()
 
     def wait() -> None:
         os.read(0, 1)  # returns when nobody can write to stdin any more
         if clean_up is not None:
             clean_up()
+        end_children()
         if os.getsid(0) == os.getpid():
             os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)

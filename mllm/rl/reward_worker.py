@@ -2,8 +2,9 @@
 
 A user's function may raise, hang in C code with every signal blocked, end or fork its process, print, and write to or
 close whatever is open. So the process is a fresh interpreter (forking one that runs JAX's threads may deadlock) in a
-session of its own, and its output goes to stderr. Its answers are lines of JSON that are checked, never unpickled. When
-an answer is late, the process is killed with all that it started; and it ends with the trainer, however that ends.
+session of its own, and its output goes to stderr. Its answers are lines of JSON that are checked, never unpickled. Its
+parent is a guard (mllm/orphans.py), which ends with it: when an answer is late, when a function ends the process, and
+when the trainer ends, however that does, the guard kills all that the process has started, in sessions of its own, too.
 Memory is not limited, and functions have the rights of the user who trains.
 """
 
@@ -28,14 +29,6 @@ from mllm.rl.reward_process import FAILURES, HANDSHAKE, LARGEST, NOT_APPLICABLE,
 START_TIMEOUT = 120.0
 LONGEST_LINE = 2**15
 TICK = 0.1
-GUARD = """
-import os, signal, sys
-for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, signal.SIG_IGN)
-sys.stdin.read()
-os.killpg(int(sys.argv[1]), signal.SIGKILL)
-"""
-"""A program that kills the process group in its argument when its stdin closes, so when the trainer ends."""
 
 
 class Worker:
@@ -49,6 +42,7 @@ class Worker:
     codes: list[str]
     """For each function `Reward.code`."""
     process: subprocess.Popen[bytes]
+    """The guard, which ends as the process does."""
 
     def __init__(
         self,
@@ -68,9 +62,11 @@ class Worker:
         self.socket, theirs = socket.socketpair()
         self.received = b""
         path = [entry or os.getcwd() for entry in sys.path]
+        code = f"from mllm.rl.reward_process import work; work({theirs.fileno()})"
+        guard = f"from mllm.orphans import guard; guard({theirs.fileno()}, {code!r})"
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"from mllm.rl.reward_process import work; work({theirs.fileno()})"],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-P", "-S", "-c", guard],
+            stdin=subprocess.PIPE,
             stdout=2,
             pass_fds=[theirs.fileno()],
             # the functions may import JAX themselves; the accelerator is the trainer's
@@ -78,12 +74,6 @@ class Worker:
             start_new_session=True,  # Ctrl-C is the trainer's to handle
         )
         theirs.close()
-        self.guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", GUARD, str(self.process.pid)],
-            stdin=subprocess.PIPE,
-            stdout=2,
-            start_new_session=True,
-        )
         self.alive = True
         try:
             self.send(self.bound, START_TIMEOUT)
@@ -173,9 +163,9 @@ class Worker:
         if not self.alive:
             return
         self.alive = False
-        self.guard.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.communicate(timeout=1)  # the guard's stdin closes
         kill_session(self.process)
-        self.guard.communicate()
         self.socket.close()
 
 

@@ -13,18 +13,20 @@ import textwrap
 import time
 import zlib
 from array import array
+from contextlib import suppress
 from pathlib import Path
 
 import hostile_rewards
 import numpy as np
 import pytest
-from hostile_rewards import ALARM, CATCHES, ENDING, FOREVER, FORK_AND_EXIT, HANGING, LASTING, PRINTS, SESSION
+from hostile_rewards import ALARM, CATCHES, DAEMON, ENDING, FOREVER, FORK_AND_EXIT, HANGING, LASTING, PRINTS, SESSION
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm.config.task import RewardConfig, TaskConfig
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
+from mllm.orphans import children
 from mllm.rl.reward_functions import BUILT_IN
 from mllm.rl.reward_process import LARGEST, Sample, judge
 from mllm.rl.reward_worker import parse
@@ -84,9 +86,9 @@ def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax_and
     """Only a main thread may set an alarm, as math-verify does."""
     alarm = "signal.signal(signal.SIGALRM, print)"
     with opened(HOSTILE, "exact_match", "late") as runner:
-        pid, found = runner.workers[0].process.pid, score(runner, "result = os.getpid()", "7", alarm)
+        (pid,), found = children(runner.workers[0].process.pid), score(runner, "result = os.getpid()", "7", alarm)
         assert score(runner, "result = 'jax' in sys.modules")[0][0] == ("value", 0)
-        assert runner.workers[0].process.pid == pid
+        assert children(runner.workers[0].process.pid) == [pid]
     assert [own for own, *_ in found] == [("value", pid), ("value", 1), ("value", 1)]
     files = {HOSTILE: Path(hostile_rewards.__file__), "own_rewards:late": Path("own_rewards.py")}
     assert runner.codes == {name: f"{zlib.crc32(file.read_bytes()):08x}" for name, file in files.items()}
@@ -170,7 +172,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def assert_gone(pid, seconds=10.0):
+def assert_gone(pid, seconds=1.0):
     deadline = time.monotonic() + seconds
     while not is_gone(pid):
         assert time.monotonic() < deadline, f"{pid} is still there"
@@ -182,11 +184,12 @@ def trainer(does):
     script = f"""
         from array import array
         from mllm.data.tasks.task import Example
+        from mllm.orphans import children
         from mllm.rl.reward_process import Sample
         from mllm.rl.reward_worker import Worker
         worker = Worker([({HOSTILE!r}, {{}})], None, ["answer"], 4, lambda: None)
         worker.start()
-        print(worker.process.pid, flush=True)
+        print(*children(worker.process.pid), flush=True)
         print(worker.ask(0, [Sample(Example([], "7"), {does!r}, array("i", [1]), False)], 60))
         worker.kill()
     """
@@ -226,18 +229,28 @@ def test_what_a_function_started_ends_with_a_worker_that_is_killed_and_one_that_
         with pytest.raises(Stop):
             score(hostile, f"{SESSION}; sleep()", poll=poll)
         assert_gone(noted()[0], seconds=2)
-        assert score(hostile, FORK_AND_EXIT)[0][0][0] == "raised"
-        assert_gone(noted()[1], seconds=2)
+        for does in (FORK_AND_EXIT, f"{SESSION}; os._exit(3)", f"{DAEMON}\ntime.sleep(0.1); os._exit(3)"):
+            assert score(hostile, does) == [[("raised", "ended its process with exit code 3")]]
+            assert_gone(noted()[-1], seconds=2)
+    assert len(noted()) == 4
 
 
-def test_a_trainer_that_is_killed_takes_a_hanging_function_with_it():
-    killed = trainer(FOREVER)
+def test_a_trainer_that_is_killed_takes_a_hanging_function_with_it_and_its_processes_in_sessions_of_their_own(noted):
+    killed = trainer(f"{SESSION}\n{DAEMON}\n{FOREVER}")
     process = int(killed.stdout.readline())
-    time.sleep(0.3)
-    assert not is_gone(process)
-    killed.kill()
-    killed.communicate()
-    assert_gone(process)
+    while len(noted()) < 2:
+        time.sleep(0.01)
+    left = [process, *noted()]
+    try:
+        assert not any(map(is_gone, left))
+        killed.kill()
+        for pid in left:
+            assert_gone(pid)
+    finally:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed.communicate()
 
 
 def test_neither_signals_to_the_job_nor_an_alarm_left_by_another_disturb_a_function():
@@ -247,7 +260,9 @@ def test_neither_signals_to_the_job_nor_an_alarm_left_by_another_disturb_a_funct
         def poll():
             if len(sent) < 4:
                 sent.append((signal.SIGTERM, signal.SIGINT)[len(sent) % 2])
-                os.kill(both.workers[0].process.pid, sent[-1])
+                guard = both.workers[0].process.pid
+                for pid in (guard, *children(guard)):
+                    os.kill(pid, sent[-1])
 
         assert score(both, ALARM, poll=poll) == [[("value", 1), ("value", 1)]]
         assert len(sent) == 4

@@ -52,13 +52,15 @@ def test_what_the_child_started_ends_with_it(end, tmp_path):
     assert_ends(ended.answer["pid"])
 
 
-def test_a_child_that_asks_for_it_dies_with_a_killed_parent(tmp_path):
-    place = tmp_path / "pid"
-    child = f"child_process.end_with_parent(); print(os.getpid(), file=open({str(place)!r}, 'w'), flush=True)"
+def test_a_child_that_asks_for_it_dies_with_a_killed_parent_and_all_that_it_has_started(tmp_path):
+    place = tmp_path / "pids"
+    daemon = "os.fork() or os.setsid() or os.fork() and os._exit(0)"
+    child = f"child_process.end_with_parent(); {daemon}; print(os.getpid(), file=open({str(place)!r}, 'a'), flush=True)"
     parent = f"child_process.run({python(child + '; time.sleep(60)')!r})"
     process = subprocess.Popen(python(parent))
-    while not (place.exists() and place.read_text()):
+    while not place.exists() or place.read_text().count("\n") < 2:
         time.sleep(0.05)
     process.kill()
     process.wait()
-    assert_ends(int(place.read_text()))
+    for pid in map(int, place.read_text().split()):
+        assert_ends(pid)
