@@ -5,8 +5,8 @@ The same command again resumes from the newest checkpoint in run_dir, and ends a
 Several processes train one model, over the devices of all, if each gets --coordinator HOST:PORT (of process 0),
 --processes and --process, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in its environment, or
 --cluster where JAX knows the cluster (TPU pods, Slurm, Open MPI, Kubernetes). They share run_dir, and end together.
-Exit codes: 0 done; 1 a bug, with a traceback; 2 an error that you can mend, in one line; 75 another process was lost:
-start again; 143 or 130 saved and stopped by SIGTERM or SIGINT.
+Exit codes: 0 done; 1 a bug, with a traceback; 2 an error that you can mend, in one line; 75 another process was lost,
+or --stall-limit reached: start again; 143 or 130 saved and stopped by SIGTERM or SIGINT.
 """
 
 # Nothing heavy is imported here: --help, --print-config and errors in the configuration must not wait for JAX.
@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.print_config:
         print(configs.dump(config), end="")
         return 0
+    if options.stall_limit is not None and not options.stall_limit > 0:
+        raise UserError("--stall-limit: give seconds above 0, more than the longest phase and loading take")
     if options.target and not options.plan:
         raise UserError("--target: is for --plan; training takes the devices at hand")
     if options.plan:
@@ -41,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     flags = options.coordinator, options.processes, options.process
     if group := ProcessGroup.of_cluster(options.wait) if options.cluster else ProcessGroup.find(*flags):
-        group.join(options.wait)
-    return train(config, options.change)
+        group.join(options.wait, config.model_dump(mode="json"))
+    return train(config, options.change, options.stall_limit)
 
 
 def make_parser() -> ArgumentParser:
@@ -52,6 +54,12 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--plan", action="store_true", help="say what the run will hold in memory, and exit")
     parser.add_argument("--target", metavar="SLICE", help="with --plan: for TPUs that aren't there, such as v6e:2x4")
     parser.add_argument("--change", action="store_true", help="go on from run_dir with other settings than it has had")
+    parser.add_argument(
+        "--stall-limit",
+        type=float,
+        metavar="SECONDS",
+        help="end with code 75 after so long in one phase (default never)",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     several = parser.add_argument_group("several processes")
     address, count, index = map(os.environ.get, ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
@@ -63,7 +71,7 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def train(config: Config, change: bool = False) -> int:
+def train(config: Config, change: bool = False, stall_limit: float | None = None) -> int:
     """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
     from mllm.parallel.mesh import shard_batch
     from mllm.parallel.processes import is_writer
@@ -74,7 +82,7 @@ def train(config: Config, change: bool = False) -> int:
     from mllm.stopwatch import Stopwatch
 
     # Load and check every part: nothing is written before all of them are sound.
-    with Run.build(config, change) as run:
+    with Run.build(config, change, stall_limit) as run:
         config, source, measurements, checkpoints = run.config, run.source, run.measurements, run.checkpoints
         whole = partial(run.policy.join, frozen=run.frozen)
 

@@ -84,7 +84,7 @@ def join_group() -> None:
     group = train.make_parser().parse_args(["--config", ""])
     found = ProcessGroup.find(group.coordinator, group.processes, group.process)
     assert found
-    found.join(60)
+    found.join(60, {})
 
 
 def free_address() -> str:

@@ -6,7 +6,7 @@ Tags, anchors and merges, with which one line can fill the memory, are refused; 
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,15 @@ def dump(config: Config) -> str:
     """The resolved configuration as YAML: every setting, defaults included; `load` reads it back unchanged."""
     escaped = r"\x85" in repr(config)  # unless it is escaped, PyYAML reads this character as another line break
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=not escaped)
+
+
+def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The settings in which two configurations differ: dotted key, old value, new value."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, old, new
 
 
 def find(name: str) -> Path:

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from mllm.errors import RESTART, CommonError, StepError, UserError, brief
-from mllm.parallel import watch
+from mllm.parallel import meeting
 
 T = TypeVar("T")
 FRAME = 4096
@@ -73,9 +73,10 @@ class ProcessGroup(NamedTuple):
             raise UserError(f"--cluster: none found ({reason}); give --coordinator, --processes and --process")
         return cls(address, processes, process, devices)
 
-    def join(self, seconds: int) -> None:
-        """Connect to the other processes, before any other use of JAX; UserError where process 0's port is taken.
+    def join(self, seconds: int, settings: Mapping[str, Any]) -> None:
+        """Connect to the other processes, before any other use of JAX.
 
+        UserError is raised where process 0's port is taken, or a process has other settings or programs.
         If they are not all there within `seconds`, the process ends with an error in one line and exit code RESTART:
         JAX's own time limit would abort it with a C++ stack trace.
         """
@@ -93,9 +94,10 @@ class ProcessGroup(NamedTuple):
         watchdog.daemon = True
         watchdog.start()
         try:
-            watch.begin(self.process, self.processes, self.coordinator)
+            bound = meeting.begin(meeting.Member.of(self.process, self.processes, settings), self.coordinator)
             jax.distributed.initialize(
-                coordinator_address=watch.relay(self.coordinator) if self.process else self.coordinator,
+                coordinator_address=meeting.relay(self.coordinator) if self.process else self.coordinator,
+                coordinator_bind_address=bound,
                 num_processes=self.processes,
                 process_id=self.process,
                 local_device_ids=self.devices,

@@ -6,8 +6,8 @@ machine, network or disk hangs, is silent, which is noticed after SILENCE second
 passes on what has happened; each process prints it and ends at once, because a collective that waits for a lost process
 can't be interrupted.
 
-Left out: to end a run whose main thread hangs while its process lives. Nothing tells that from slow work, such as
-compiling; a line says where each process is.
+Nothing tells a main thread that hangs from slow work, such as compiling: a line says where each process is, and a limit
+of the user's ends the run (`limit_stalls`). A thread here that fails ends the run, too, for nobody else would notice.
 """
 
 import json
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mllm.errors import RESTART, CommonError, UserError, ending
+from mllm.errors import RESTART, CommonError, UserError, ending, printable
 
 BEAT = 2.0
 SILENCE = 30.0
@@ -31,6 +31,8 @@ SILENCE = 30.0
 GRACE = 1.0
 """Seconds that a process's last message is given to arrive before its connection is cut."""
 LONGEST_MESSAGE = 2**16
+LATEST = 2**40
+"""The largest sum of two times in a message."""
 END = "end"
 """The phase of a process that has trained to its end: its connection may close."""
 GO_ON = "the same command goes on from the newest checkpoint"
@@ -66,13 +68,17 @@ class Link:
         with suppress(OSError):  # whoever reads finds out that the connection is closed
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> dict[str, Any] | None:
-        """The next message; None if the connection is closed."""
-        with suppress(OSError, ValueError):
-            message = json.loads(self.lines.readline(LONGEST_MESSAGE))
-            self.heard = time.monotonic()
-            return message if isinstance(message, dict) else None
-        return None
+    def receive(self, longest: int = LONGEST_MESSAGE) -> dict[str, Any] | None:
+        """The next message, empty where what came is none; None if the connection is closed."""
+        line, message = b"", None
+        with suppress(OSError):
+            line = self.lines.readline(longest)
+        if not line:
+            return None
+        self.heard = time.monotonic()
+        with suppress(ValueError, RecursionError):
+            message = json.loads(line)
+        return message if isinstance(message, dict) else {}
 
 
 class Watch:
@@ -88,13 +94,25 @@ class Watch:
         """Seconds without a new phase after which a line says where each process is."""
         self.ending = threading.Lock()
         self.stopped = threading.Event()
-        self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
         for link in self.links.values():
             link.heard = time.monotonic()  # nobody had to say anything until the last one came
-        self.thread.start()
+        self.thread = self.begin(self.run)
         for number, link in [*self.links.items()]:
             link.socket.settimeout(None)
-            threading.Thread(target=self.listen, args=(number, link), name="watch", daemon=True).start()
+            self.begin(self.listen, number, link)
+
+    def begin(self, work: Callable[..., None], *arguments: Any) -> threading.Thread:
+        """Start a thread; whatever it raises ends the run."""
+
+        def guarded() -> None:
+            try:
+                work(*arguments)
+            except BaseException as error:
+                self.fail(error)
+
+        thread = threading.Thread(target=guarded, name="watch", daemon=True)
+        thread.start()
+        return thread
 
     def mark(self, step: int, phase: str) -> None:
         """Note what this process does from now on."""
@@ -114,30 +132,58 @@ class Watch:
 
     def listen(self, number: int, link: Link) -> None:
         """Read another process's messages; if its connection closes before the run has ended, end this process, too."""
-        while message := link.receive():
-            if "end" in message:
-                self.end(*message["end"])
-            link.status = Status(*message["status"])
+        while (message := link.receive()) is not None:
+            match message:
+                case {"end": [int(code), str(line)]} if 0 < code < 256:
+                    self.end(code, printable(line))
+                case {
+                    "status": [int(process), int(step), str(phase), int() | float() as since, int() | float() as now]
+                } if process == number and step >= 0 and phase.isprintable() and abs(since) + abs(now) < LATEST:
+                    link.status = Status(process, step, phase, since, now)
+                case _:
+                    raise UserError(f"process {number} sent what is no message of this program: {message!r:.100}")
         del self.links[number]
         if link.status.phase != END:
             self.end(RESTART, f"{link.status} was killed, or has lost its machine or network: {GO_ON}")
 
     def beat(self) -> None:
         """Send and publish what this process does, and look for processes that are silent."""
-        own = self.status._replace(time=time.time())
-        links = [*self.links.values()]
-        others = [] if own.process else [link.status for link in links]
-        self.publish(statuses := sorted([own, *others]))
+        own, links = self.status._replace(time=time.time()), [*self.links.values()]
+        self.publish(statuses := self.statuses())
         stalled = own.time - max(status.since for status in statuses)
         if own.process == 0 and stalled > self.patience:
             self.patience = 2 * stalled  # so that long phases are not reported every time
             where = ", ".join(map(str, statuses))
-            sys.stderr.write(f"warning: no new phase for {stalled / 60:.0f} minutes: {where}\n")
+            with suppress(OSError, ValueError):
+                sys.stderr.write(f"warning: no new phase for {stalled / 60:.0f} minutes: {where}\n")
         for link in links:
             link.send(status=own)
             if time.monotonic() - link.heard > SILENCE:
                 why = "it is stopped, or its machine, network or disk hangs"
                 self.end(RESTART, f"{link.status} has been silent for {SILENCE:.0f} s: {why}; {GO_ON}")
+
+    def statuses(self) -> list[Status]:
+        """What process 0 knows of all processes, and the others of themselves."""
+        others = [] if self.status.process else [link.status for link in [*self.links.values()]]
+        return sorted([self.status._replace(time=time.time()), *others])
+
+    def limit_stalls(self, seconds: float) -> None:
+        """From now on process 0 ends the run when no process has had a new phase for so long.
+
+        Only time in which this thread runs is counted: a process that is stopped, or whose machine sleeps, loses none.
+        """
+
+        def run() -> None:
+            pause, idle, before = min(BEAT, seconds / 4), 0.0, list[Any]()
+            while not self.stopped.wait(pause) and self.status.phase != END:
+                now = [status[:4] for status in self.statuses()]
+                idle, before = idle + pause if now == before else 0.0, now
+                if idle >= seconds:
+                    where = ", ".join(map(str, self.statuses()))
+                    self.end(RESTART, f"--stall-limit: no new phase for {seconds:g} s: {where}; {GO_ON}")
+
+        if self.status.process == 0:
+            self.begin(run)
 
     def end(self, code: int, line: str, details: str = "") -> None:
         """End this process with an error in one line, and first all others, with the same code and line.
@@ -150,10 +196,12 @@ class Watch:
             link.send(end=[code, line])
         with suppress(OSError, ValueError):  # the output may be on a full disk, or closed
             sys.stdout.flush()
+        output = 2
         with suppress(OSError):
             output = os.dup(2)
             for stream in (1, 2):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        with suppress(OSError):
             os.write(output, f"{details}error: {line}\n".encode(errors="backslashreplace"))
         time.sleep(GRACE if self.links else 0)
         os._exit(code)
@@ -169,11 +217,15 @@ class Watch:
                 for link in [*self.links.values()]:
                     link.send(status=self.status)
             return
-        code, line = ending(error)
-        if code == 1:
+        if ending(error)[0] == 1:
             time.sleep(SILENCE + 2 * BEAT if is_jax(error) else GRACE)
+        self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End as `end` does, by an error of this process alone; a bug has its traceback."""
+        code, line = ending(error)
         details = "".join(traceback.format_exception(error)) if code == 1 else ""
-        self.end(code, f"process {self.status.process}: {line}", details)
+        self.end(code, f"process {self.status.process}: {line}" if self.links else line, details)
 
     def stop(self) -> None:
         """End the thread of a process that trains alone."""
@@ -190,95 +242,3 @@ def is_jax(error: BaseException | None) -> bool:
 
 watch: Watch | None = None
 """This process's, if it is one of several."""
-
-
-def begin(process: int, processes: int, coordinator: str) -> None:
-    """Connect the processes' threads; waits until all have come. `coordinator` is process 0's host:port.
-
-    The threads meet at the port below the coordinator's. UserError is raised if that can't be opened, and in all that
-    have come if one of them was started with another number of `processes`.
-    """
-    global watch
-    host, _, port = coordinator.rpartition(":")
-    address = host.strip("[]"), int(port) - 1
-    watch = Watch(process, {0: visit(process, processes, address)} if process else receive(processes, address[1]))
-
-
-def receive(processes: int, port: int) -> dict[int, Link]:
-    """The links to all other processes, which come to this port of process 0's."""
-    links: dict[int, Link] = {}
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    try:
-        server = socket.create_server(("", port), family=family, backlog=processes, dualstack_ipv6=dual)
-    except OSError as error:
-        reason = f"can't be opened ({error.strerror}); take another port"
-        raise UserError(f"--coordinator: {port}, the port below the coordinator's, {reason}") from None
-    with server:
-        while len(links) < processes - 1:
-            link = Link(server.accept()[0])
-            try:
-                number, count = json.loads(link.socket.recv(LONGEST_MESSAGE))["hello"]
-            except (OSError, KeyError, ValueError, TypeError):  # it is no process of this run
-                continue
-            if count != processes:
-                problem = f"--processes: process {number} was started with {count}, process 0 with {processes}"
-                for other in (link, *links.values()):
-                    other.send(end=[2, problem])
-                raise UserError(problem)
-            if number in links:
-                link.send(end=[2, f"--process: {number} was started twice"])
-                continue
-            link.status = link.status._replace(process=number)
-            links[number] = link
-    for link in links.values():
-        link.send(go=True)
-    return links
-
-
-def visit(process: int, processes: int, address: tuple[str, int]) -> Link:
-    """The link to process 0, at the port where it waits for the others; the process ends if it is refused."""
-    while True:
-        with suppress(OSError):
-            link = Link(socket.create_connection(address, SILENCE))
-            break
-        time.sleep(0.1)
-    link.send(hello=[process, processes])
-    link.socket.settimeout(None)
-    message = link.receive() or {"end": [RESTART, "process 0 ended before all processes had come"]}
-    if "end" in message:
-        code, line = message["end"]
-        print(f"error: {line}", file=sys.stderr)
-        sys.exit(code)
-    return link
-
-
-def relay(address: str) -> str:
-    """Return the address of a relay on this machine that forwards connections to `address`, which may open later.
-
-    JAX aborts a process, with a stack trace, when its connection to process 0 closes. This one stays open, so that the
-    process can end as `Watch` says.
-    """
-    host, _, port = address.rpartition(":")
-    server = socket.create_server(("localhost", 0))
-
-    def serve() -> None:
-        while True:
-            here = server.accept()[0]
-            while True:
-                with suppress(OSError):
-                    there = socket.create_connection((host.strip("[]"), int(port)))
-                    break
-                time.sleep(0.1)
-            for pair in ((here, there), (there, here)):
-                threading.Thread(target=forward, args=pair, daemon=True).start()
-
-    threading.Thread(target=serve, name="relay", daemon=True).start()
-    return f"localhost:{server.getsockname()[1]}"
-
-
-def forward(source: socket.socket, target: socket.socket) -> None:
-    """Send what comes from one socket to the other, which stays open when the first is closed."""
-    with suppress(OSError):
-        while chunk := source.recv(2**16):
-            target.sendall(chunk)

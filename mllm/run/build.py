@@ -51,12 +51,13 @@ class Run:
 
     @classmethod
     @contextmanager
-    def build(cls, config: Config, change: bool = False) -> Iterator["Run"]:
+    def build(cls, config: Config, change: bool = False, stall_limit: float | None = None) -> Iterator["Run"]:
         """The run of a configuration, whose place is held until the end; UserError where something can't work.
 
-        All processes must enter this. `change` permits other settings than the run has had.
+        All processes must enter this. `change` permits other settings than the run has had. Without a new phase for
+        `stall_limit` seconds the run ends.
         """
-        with ExitStack() as stack, heartbeat.watched() as watch:
+        with ExitStack() as stack, heartbeat.watched(stall_limit) as watch:
             yield cls(config, change, stack, watch)
 
     def __init__(self, config: Config, change: bool, stack: ExitStack, watch: Watch) -> None:

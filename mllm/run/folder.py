@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mllm.config.load import dump, read
+from mllm.config.load import differences, dump, read
 from mllm.config.schema import Change, Config
 from mllm.errors import UserError
 from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
@@ -123,12 +123,3 @@ def check_changes(run: object, old: dict[str, Any], config: Config, newest: int,
         if before != after:
             changes.append(Change(step=newest, key=key, old=before, new=after))
     return config.model_copy(update={"changes": tuple(changes)})
-
-
-def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The settings in which two configurations differ: dotted key, old value, new value."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in [*old, *(name for name in new if name not in old)]:
-            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif old != new:
-        yield key, old, new

@@ -17,9 +17,14 @@ NAME = "heartbeat.json"
 
 
 @contextmanager
-def watched() -> Iterator[Watch]:
-    """This process's watch. At the end of the body the processes of a run end together: see `Watch.finish`."""
+def watched(stall_limit: float | None = None) -> Iterator[Watch]:
+    """This process's watch. At the end of the body the processes of a run end together: see `Watch.finish`.
+
+    The run also ends when it has shown no new phase for `stall_limit` seconds.
+    """
     found, error = watch.watch or Watch(), None
+    if stall_limit is not None:
+        found.limit_stalls(stall_limit)
     try:
         yield found
     except BaseException as raised:

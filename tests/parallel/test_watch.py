@@ -1,22 +1,22 @@
 """A process ends, with one line and an exit code, when another one is lost, silent, or says that it has failed.
 
-A run's heartbeat.json says what its processes do, and when they last said so.
+So it does when its main thread or its watch's threads do no more. A run's heartbeat.json says what its processes do,
+and when they last said so.
 """
 
 import json
+import queue
 import socket
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
 
 import pytest
-from runs import ROOT, environment, free_address
+from runs import ROOT, environment
 
 from mllm.parallel import watch
-from mllm.parallel.watch import forward, receive, visit
+from mllm.parallel.watch import Link, Watch
 from mllm.run.heartbeat import NAME, publish, watched
 from mllm.store.run_store import RunStore
 
@@ -111,32 +111,94 @@ def test_an_error_that_all_raise_alike_ends_nobody():
     other.close()
 
 
-def test_a_process_that_was_started_twice_is_refused_and_one_with_another_number_of_them_ends_all(capsys):
-    address = "localhost", int(free_address().rpartition(":")[2]) - 1
-    with ThreadPoolExecutor() as pool:
-        zero = pool.submit(receive, 3, address[1])
-        visits = [pool.submit(visit, 1, 3, address) for _ in range(2)]
-        wait(visits, return_when=FIRST_COMPLETED)
-        visits.append(pool.submit(visit, 2, 4, address))
-    message = "--processes: process 2 was started with 4, process 0 with 3"
-    assert str(zero.exception()) == message
-    assert [visit.exception().code for visit in visits] == [2, 2, 2]
-    assert capsys.readouterr().err == "error: --process: 1 was started twice\n" + f"error: {message}\n" * 2
+def test_a_watch_that_fails_ends_the_process_and_says_why():
+    child, other = begin(1, "own.publish = lambda statuses: statuses.no_such_thing")
+    told = b"".join(iter(partial(other.recv, 4096), b"")).split(b"\n")[-2]
+    line = "process 1: AttributeError: 'list' object has no attribute 'no_such_thing'"
+    assert json.loads(told) == {"end": [1, line]}
+    assert child.communicate(timeout=10)[1].decode().splitlines()[-1] == f"error: {line}"
+    assert child.returncode == 1
+    other.close()
 
 
-def test_a_relay_keeps_the_connection_open_when_the_other_side_closes_its():
-    (far, here), (there, near) = socket.socketpair(), socket.socketpair()
-    thread = threading.Thread(target=forward, args=(here, there))
-    thread.start()
-    far.sendall(b"x")
-    assert near.recv(1) == b"x"
-    far.close()
-    thread.join()
-    near.settimeout(0.1)
-    with pytest.raises(TimeoutError):
-        near.recv(1)
-    for end in (here, there, near):
-        end.close()
+@pytest.fixture
+def ended(monkeypatch):
+    """Collects with what code and line this process would have ended."""
+    found = queue.SimpleQueue()
+    monkeypatch.setattr(Watch, "end", lambda self, code, line, details="": found.put((code, line)))
+    monkeypatch.setattr(watch, "BEAT", 0.02)
+    return found
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "",
+        "[" * 60_000,
+        "[]",
+        '{"status": null}',
+        '{"status": [1, 3, "data", 0]}',
+        '{"status": [1, "3", "data", 0, 0]}',
+        '{"status": [1, -1, "data", 0, 0]}',
+        '{"status": [1, 3, "\\u001b[2J", 0, 0]}',
+        '{"status": [1, 3, "data", NaN, 0]}',
+        '{"status": [1, 3, "data", 1e999, 0]}',
+        '{"status": [0, 3, "data", 0, 0]}',
+        '{"end": [0, "all is well"]}',
+        '{"end": [2, 7]}',
+        '{"end": 2}',
+        "\xff",
+        "1" * 100_000,
+    ],
+)
+def test_a_message_that_is_none_ends_the_run_and_names_who_sent_it(ended, message):
+    ours, theirs = socket.socketpair()
+    own = Watch(0, {1: Link(ours)})
+    theirs.sendall(message.encode("latin-1") + b"\n")
+    code, line = ended.get(timeout=5)
+    assert line.startswith("process 0: process 1 sent what is no message of this program: {")
+    assert (code, line.isprintable()) == (2, True)
+    own.stop()
+    theirs.close()
+
+
+# A main thread that hangs
+
+
+def test_a_run_without_a_new_phase_ends_at_the_users_limit_and_says_where_each_process_is():
+    child, other = begin(0, "own.limit_stalls(0.4)")
+    other.sendall(said("data"))
+    line = (
+        "error: --stall-limit: no new phase for 0.4 s: process 0 (after step 7, update), process 1 (after step 3, data)"
+    )
+    assert child.communicate(timeout=10)[1].decode().startswith(line)
+    assert child.returncode == 75
+    other.close()
+
+
+def test_a_phase_of_any_process_counts_for_the_limit_and_a_process_that_is_alone_has_one_too(ended):
+    with watched(stall_limit=0.2) as alone:
+        for step in range(40):
+            alone.mark(step, "update")
+            time.sleep(0.01)
+        assert ended.empty()
+        code, line = ended.get(timeout=5)
+        assert (code, line[:62]) == (75, "--stall-limit: no new phase for 0.2 s: process 0 (after step 3")
+    ours, theirs = socket.socketpair()
+    several = Watch(0, {1: Link(ours)})
+    several.limit_stalls(0.2)
+    for step in range(40):
+        theirs.sendall(json.dumps({"status": [1, step, "data", step, 0]}).encode() + b"\n")
+        time.sleep(0.01)
+    theirs.sendall(said("end"))
+    theirs.close()
+    several.stop()
+    while several.links:
+        time.sleep(0.01)
+    assert ended.empty()
+
+
+# What a supervisor reads
 
 
 def test_the_heartbeat_is_replaced_while_the_run_lives_and_not_before_it_has_begun(tmp_path, monkeypatch):
