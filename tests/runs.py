@@ -58,8 +58,8 @@ class ExitCode(int):
         return f"{self:d} ({names[self]}, from outside unless this test sent it)" if self in names else f"{self:d}"
 
 
-def run(config: Config) -> int:
-    return ExitCode(train.main(arguments(config)))
+def run(config: Config, *options: str) -> int:
+    return ExitCode(train.main([*arguments(config), *options]))
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -108,7 +108,7 @@ def outputs(processes: list[subprocess.Popen], exit_code: int = 0) -> list[str]:
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [exit_code] * len(processes), "\n".join(said)
+    assert [ExitCode(process.returncode) for process in processes] == [exit_code] * len(processes), "\n".join(said)
     return said
 
 

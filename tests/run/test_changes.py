@@ -2,10 +2,9 @@
 
 import pytest
 import yaml
-from runs import arguments, assert_same_end, changed, checkpoints, killed_after, records, run
+from runs import assert_same_end, changed, checkpoints, killed_after, records, run
 from tiny import config
 
-import train
 from mllm.errors import UserError
 from mllm.run import folder as run_dir
 from mllm.store.run_store import RunStore
@@ -129,7 +128,7 @@ def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_sho
     assert run(first) == 0
     new = {"steps": 8, "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2}}
     straight = changed(first, **new)
-    assert train.main([*arguments(straight), "--change"]) == 0
+    assert run(straight, "--change") == 0
     killed = killed_after(straight, 4, tmp_path / "killed")
 
     assert run(killed) == 0
