@@ -60,7 +60,7 @@ def save_model(config: "Config", policy: "Policy", step: int, params: "Params", 
 
     merged, dithered = merge_all_adapters(params, policy.lora), Rounding.of(config.model).dithered
     line = count_moved(policy, params, merged, tool_run(run).field(step, "first_weights"))
-    how = "dithered as in the run" if dithered else "rounded to nearest as in the run"
+    how = "dithered" if dithered else "rounded to nearest"
     what = {"float32": "; whoever loads them in bfloat16 rounds them to nearest", "bfloat16": f", {how}"}[dtype]
     text = f"{REPLACED}# Step {step} of {run}\n\nThe parameters are {dtype}{what}. {line}\n\n"
     text += f'    transformers.AutoModelForCausalLM.from_pretrained(FOLDER, torch_dtype="{dtype}")\n'
