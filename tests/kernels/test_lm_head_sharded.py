@@ -108,7 +108,6 @@ CASES = [
     (CUBE, {}, "general", {}, (0,)),  # the other side is frozen
     (CUBE, {}, "in waves", {}, (1,)),
     (CUBE, {}, "a copy", {}, ALL),
-    (CUBE, {}, "a copy", {}, (0,)),
     ((8, 1, 1), {}, "in waves", {}, ALL),
     ((1, 1, 8), {}, "in waves", {}, ALL),
     (CUBE, {"tokens": ("dp",)}, "in waves", {}, ALL),
