@@ -103,6 +103,7 @@ class ProcessGroup(NamedTuple):
                 local_device_ids=self.devices,
                 cluster_detection_method="deactivate",
                 initialization_timeout=seconds + 60,
+                heartbeat_timeout_seconds=24 * 60 * 60,  # the watch notices first, and says which process is silent
                 shutdown_timeout_seconds=30,
             )
         except jax.errors.JaxRuntimeError as error:
