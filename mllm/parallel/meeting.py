@@ -73,16 +73,17 @@ class Member(NamedTuple):
         return None
 
 
-def begin(own: Member, coordinator: str) -> str:
+def begin(own: Member, coordinator: str, missing: list[int]) -> str:
     """Connect the processes' threads; waits until all have come. `coordinator` is process 0's host:port.
 
     The threads meet at the port below the coordinator's. Returns where JAX's coordinator is to listen. UserError is
-    raised if a port can't be opened, and in all that have come if one of them differs from process 0.
+    raised if a port can't be opened, and in all that have come if one of them differs from process 0. Process 0 takes
+    those that have come from the numbers that are `missing`.
     """
     host, _, port = coordinator.rpartition(":")
     bound = listening(coordinator)
     here, below = bound.rpartition(":")[0].strip("[]"), int(port) - 1
-    links = {0: visit(own, (host.strip("[]"), below))} if own.process else receive(own, here, below)
+    links = {0: visit(own, (host.strip("[]"), below))} if own.process else receive(own, here, below, missing)
     watch.watch = watch.Watch(own.process, links)
     return bound
 
@@ -113,8 +114,8 @@ def open_port(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=host == "::")
 
 
-def receive(own: Member, host: str, port: int) -> dict[int, Link]:
-    """The links to all other processes, which come to this port of process 0's."""
+def receive(own: Member, host: str, port: int, missing: list[int]) -> dict[int, Link]:
+    """The links to all other processes, which come to this port of process 0's; those that are `missing` grow fewer."""
     links: dict[int, Link] = {}
     visitors: SimpleQueue[tuple[Link, Member]] = SimpleQueue()
     try:
@@ -124,7 +125,7 @@ def receive(own: Member, host: str, port: int) -> dict[int, Link]:
         raise UserError(f"--coordinator: {port}, the port below the coordinator's, {reason}") from None
     with server:
         server.settimeout(TICK)
-        while len(links) < own.processes - 1:
+        while missing:
             with suppress(OSError, RuntimeError):  # nobody has come, or too many at once
                 connection, (place, *_) = server.accept()
                 threading.Thread(target=greet, args=(own, connection, place, visitors), daemon=True).start()
@@ -139,6 +140,7 @@ def receive(own: Member, host: str, port: int) -> dict[int, Link]:
                     continue
                 link.status = link.status._replace(process=other.process)
                 links[other.process] = link
+                missing.remove(other.process)
     for link in links.values():
         link.send(go=True)
     return links

@@ -81,9 +81,13 @@ class ProcessGroup(NamedTuple):
         JAX's own time limit would abort it with a C++ stack trace.
         """
 
+        missing = [] if self.process else [*range(1, self.processes)]
+
         def give_up() -> None:
             silent = "process 0 does not answer or " if self.process else ""
             late = f"{silent}not all {self.processes} processes came to {self.coordinator} within {seconds} s"
+            if missing:
+                late += f"; missing: process {', '.join(map(str, missing)):.60}"
             print(f"error: --coordinator: {late}", file=sys.stderr, flush=True)
             os._exit(RESTART)
 
@@ -94,7 +98,7 @@ class ProcessGroup(NamedTuple):
         watchdog.daemon = True
         watchdog.start()
         try:
-            bound = meeting.begin(meeting.Member.of(self.process, self.processes, settings), self.coordinator)
+            bound = meeting.begin(meeting.Member.of(self.process, self.processes, settings), self.coordinator, missing)
             jax.distributed.initialize(
                 coordinator_address=meeting.relay(self.coordinator) if self.process else self.coordinator,
                 coordinator_bind_address=bound,

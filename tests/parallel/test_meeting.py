@@ -32,13 +32,13 @@ def place() -> tuple[str, int]:
 def meet(place, visitor: Member):
     """What process 0 and its only visitor come to: their links, or their errors."""
     with ThreadPoolExecutor() as pool:
-        met = pool.submit(receive, member(0, 2), *place), pool.submit(visit, visitor, place)
+        met = pool.submit(receive, member(0, 2), *place, [1]), pool.submit(visit, visitor, place)
         return [one.exception() or one.result() for one in met]
 
 
 def test_a_process_that_was_started_twice_is_refused_and_one_with_another_number_of_them_ends_all(place, capsys):
     with ThreadPoolExecutor() as pool:
-        zero = pool.submit(receive, member(0), *place)
+        zero = pool.submit(receive, member(0), *place, [1, 2])
         visits = [pool.submit(visit, member(1), place) for _ in range(2)]
         wait(visits, return_when=FIRST_COMPLETED)
         visits.append(pool.submit(visit, member(2, 4), place))
@@ -113,7 +113,7 @@ def test_whatever_strangers_send_they_are_ignored_with_a_line_and_those_who_are_
     place, capsys
 ):
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
-        met = pool.submit(receive, member(0), *place)
+        met = pool.submit(receive, member(0), *place, [1, 2])
         while not met.done():
             try:
                 silent = stack.enter_context(socket.create_connection(place))
@@ -140,7 +140,7 @@ def test_whatever_strangers_send_they_are_ignored_with_a_line_and_those_who_are_
 
 def test_a_process_of_another_run_dir_is_refused_and_the_others_go_on(place, capsys):
     with ThreadPoolExecutor() as pool:
-        met = pool.submit(receive, member(0, 2), *place)
+        met = pool.submit(receive, member(0, 2), *place, [1])
         with pytest.raises(SystemExit, match="2"):
             visit(member(1, 2, run_dir="runs/other"), place)
         assert not met.done()
@@ -205,7 +205,7 @@ def test_process_0_listens_at_the_coordinators_address_where_that_is_its_own_alo
 def test_nobody_gets_in_at_another_address_than_the_coordinators(place, monkeypatch):
     met = []
 
-    def look(own, host, port):
+    def look(own, host, port, missing):
         with meeting.open_port(host, port), pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port))  # a machine has all of 127.0.0.0/8
         met.append((host, port))
@@ -213,7 +213,7 @@ def test_nobody_gets_in_at_another_address_than_the_coordinators(place, monkeypa
 
     monkeypatch.setattr(meeting, "receive", look)
     monkeypatch.setattr(watch, "watch", None)
-    assert begin(member(0), f"127.0.0.1:{place[1] + 1}") == f"127.0.0.1:{place[1] + 1}"
+    assert begin(member(0), f"127.0.0.1:{place[1] + 1}", [1, 2]) == f"127.0.0.1:{place[1] + 1}"
     assert met == [place]
     watch.watch.stop()
 

@@ -291,7 +291,9 @@ def test_missing_processes_are_an_error_in_one_line(tmp_path):
         spawn([*command, "--coordinator", free_address(), "--processes", "2", "--process", number], subprocess.STDOUT)
         for number in "01"
     )
-    assert outputs([without_others], RESTART)[0].startswith("error: --coordinator: not all 2 processes came to local")
+    (said,) = outputs([without_others], RESTART)
+    assert said.startswith("error: --coordinator: not all 2 processes came to localhost:")
+    assert said.endswith(" within 2 s; missing: process 1\n")
     (said,) = outputs([without_the_first], RESTART)
     assert said.startswith("error: --coordinator: process 0 does not answer or not all 2 processes came to localhost:")
     assert len(said.splitlines()) == 1
