@@ -276,7 +276,8 @@ def read_manifests(folder: Path, given: dict[str, Any]) -> None:
     with patch("os.fsync"):  # which takes most of the time
         store.publish(9, MANIFEST | {"folder": "9-0123abcd.0"}, keep=1, keep_best=True)
     store.remove_unpublished()
-    assert store.steps()[-1] == 9 and len(store.steps()) <= 2  # the last and the best
+    assert store.steps()[-1:] == [9]
+    assert len(store.steps()) <= 2  # the last and the best
     assert store.entries() == ["checkpoints", "keep"]
     assert store.entries("keep") == ["a"]
     for name in {*store.entries("checkpoints")} & {"damaged_10.json", "damaged_10_again.json"}:
