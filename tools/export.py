@@ -62,6 +62,8 @@ def save_model(config: "Config", policy: "Policy", step: int, params: "Params", 
     line = count_moved(policy, params, merged, tool_run(run).field(step, "first_weights"))
     how = "dithered" if dithered else "rounded to nearest"
     what = {"float32": "; whoever loads them in bfloat16 rounds them to nearest", "bfloat16": f", {how}"}[dtype]
+    if config.learned == "texts" and policy.tokenizer.chat_template:
+        line += " It has learned texts: give it prompts without the chat template."
     text = f"{REPLACED}# Step {step} of {run}\n\nThe parameters are {dtype}{what}. {line}\n\n"
     text += f'    transformers.AutoModelForCausalLM.from_pretrained(FOLDER, torch_dtype="{dtype}")\n'
 
@@ -69,7 +71,7 @@ def save_model(config: "Config", policy: "Policy", step: int, params: "Params", 
         policy.tokenizer.save_pretrained(folder)
         (folder / README).write_text(text, encoding="utf-8")
 
-    ids = {"stop_ids": policy.stop_ids, "pad_id": policy.tokenizer.pad_token_id}
+    ids = {"stop_ids": policy.stop_ids, "pad_id": policy.tokenizer.pad_token_id, "learned": config.learned}
     weights.save(out, policy.exported, merged, dtype=dtype, dithered=dithered, also=add_files, **ids)
     return line
 

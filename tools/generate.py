@@ -3,10 +3,11 @@
     python tools/generate.py MODEL_OR_RUN "What is 7 times 8?"
     python tools/generate.py MODEL_OR_RUN --prompts prompts.jsonl --out completions.jsonl
 
-MODEL_OR_RUN is a run_dir, a folder in Hugging Face's layout, or a hub id. The model's chat template is applied. A line
-of prompts has a `question`, or `messages` of which the assistant's last ones are left out; a line of the output has
-the `messages`, the `completion`, how many `tokens` it has, and whether it `finished` or was cut off. Without
---temperature the likeliest token is taken. On a terminal, what it would obey in a completion is escaped.
+MODEL_OR_RUN is a run_dir, a folder in Hugging Face's layout, or a hub id. The model's chat template is applied, unless
+the model has learned from texts. A line of prompts has a `question`, or `messages` of which the assistant's last ones
+are left out; a line of the output has the `messages`, the `completion`, how many `tokens` it has, and whether it
+`finished` or was cut off. Without --temperature the likeliest token is taken. On a terminal, what it would obey in a
+completion is escaped.
 """
 
 import argparse
@@ -15,16 +16,18 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from mllm import errors
+from mllm.config.task import ChatTemplate
 from mllm.data.formats import messages_of
 from mllm.data.records import Origin, Record, read_records, sound_records
 from mllm.errors import UserError
 from tools.bench.frame import positive
 
 if TYPE_CHECKING:
+    from mllm.config.task import Learned, TaskConfig
     from mllm.model.layout import Params
     from mllm.model.load import Policy
     from mllm.rl.rollout import Completion
@@ -39,11 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chats = read_prompts(options)
     if options.out and options.out.exists():
         raise UserError(f"--out: {options.out} exists, and would be overwritten; give another name")
-    policy, params, system = load(options)
-    if system := options.system or system:
+    policy, params, task, learned = load(options)
+    if system := options.system or (task and task.system_prompt):
         first = {"role": "system", "content": system}
         chats = [chat if chat[0]["role"] == "system" else [first, *chat] for chat in chats]
-    completions = complete(options, policy, params, chats)
+    args = (task and task.template_args) or {}
+    completions = complete(options, policy, params, encode(options, policy, chats, learned, args))
     if options.out is None:
         for completion in completions:
             text = completion.text
@@ -66,6 +70,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the user's message")
     parser.add_argument("--prompts", metavar="FILE", help="JSON lines of prompts")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where JSON lines of completions are written")
+    rule = "render prompts by the chat template; auto (default): unless the model has learned texts"
+    parser.add_argument("--chat-template", choices=get_args(ChatTemplate), default="auto", help=rule)
     parser.add_argument("--system", metavar="TEXT", help="the system's message; default: that of the run's task")
     most = f"of a completion (default {MOST_TOKENS}, if they fit)"
     parser.add_argument("--max-tokens", type=positive(int), metavar="N", help=most)
@@ -105,8 +111,8 @@ def read_chat(record: Record) -> Chat:
     return chat
 
 
-def load(options: argparse.Namespace) -> "tuple[Policy, Params, str | None]":
-    """The model, its parameters and, of a run, the system prompt of its task."""
+def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | None, Learned]":
+    """The model, its parameters, the task of a run, and what the model has learned from."""
     from mllm.config.model import MeshConfig, ModelConfig
     from mllm.model.load import load_model
     from mllm.parallel.mesh import make_mesh
@@ -118,23 +124,36 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, str | None]":
         dtype = options.dtype or "bfloat16"
         model = ModelConfig.model_validate({"source": options.model, "dtype": dtype, "param_dtype": dtype})
         policy = load_model(model, mesh, packed=False)
-        return policy, policy.initial_params(), None
+        return policy, policy.initial_params(), None, policy.learned
     config, policy, step, params = restore(options.model, None, options.dtype)
     print(f"{options.model}: step {step}", file=sys.stderr)
-    return policy, params, None if config.task is None else config.task.system_prompt
+    return policy, params, config.task, config.learned or policy.learned
+
+
+def encode(
+    options: argparse.Namespace, policy: "Policy", chats: Sequence[Chat], learned: "Learned", args: dict[str, Any]
+) -> list[list[int]]:
+    """The chats' tokens, rendered as the model has learned, with a line on stderr where they are not."""
+    from mllm.model.tokenizer import Renderer, encode_prompt, mismatch
+
+    renderer = Renderer(policy.tokenizer, options.chat_template, args)
+    renderers = [renderer.for_prompts(learned, are_texts=len(chat) == 1) for chat in chats]
+    for form in {each.form for each in renderers}:
+        for line in mismatch("--chat-template ", options.model, learned, "prompts", form):
+            print(line, file=sys.stderr)
+    return [encode_prompt(each, chat) for each, chat in zip(renderers, chats, strict=True)]
 
 
 def complete(
-    options: argparse.Namespace, policy: "Policy", params: "Params", chats: Sequence[Chat]
+    options: argparse.Namespace, policy: "Policy", params: "Params", prompts: Sequence[list[int]]
 ) -> "list[Completion]":
-    """The chats' completions; UserError where one doesn't fit the model's positions."""
+    """The prompts' completions; UserError where one doesn't fit the model's positions."""
     from tqdm import tqdm
 
     from mllm.config.grpo import RolloutConfig
-    from mllm.model.tokenizer import encode_prompt
+    from mllm.model.tokenizer import Renderer
     from mllm.rl.rollout import RolloutWork, Sampler
 
-    prompts = [encode_prompt(policy.tokenizer, chat) for chat in chats]
     longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
     limit = options.max_tokens or max(1, min(MOST_TOKENS, most - longest))
     if longest + limit > most:
@@ -149,7 +168,7 @@ def complete(
     with tqdm(total=len(prompts), unit=" prompts", leave=False, dynamic_ncols=True, disable=None) as bar:
         result = Sampler(
             policy.graphdef,
-            policy.tokenizer,
+            Renderer(policy.tokenizer),
             policy.stop_ids,
             RolloutConfig(**settings),
             options.seed,

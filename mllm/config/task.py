@@ -9,6 +9,9 @@ from mllm.config.section import Section, impossible
 
 AnswerForm = Literal["whole", "hashes", "tags", "boxed"]
 """How a completion states its answer, see mllm/data/tasks/answers.py."""
+ChatTemplate = Literal["auto", "always", "never"]
+Learned = Literal["texts", "chats", "both"]
+"""What a model has learned from: texts as they are, chats that its template has rendered, or both."""
 
 
 REWARD_URL = re.compile(r"""url:https?://(\[[\da-fA-F:.]+\]|[\w.-]+)(:\d+)?(/[!"$->@-~]*)?""", re.ASCII)
@@ -102,6 +105,8 @@ class TaskConfig(Section):
     that is less."""
     system_prompt: str | None = None
     """The system message before a prompt; it replaces the instruction that `gsm8k` and `reasoning_gym` append."""
+    template_args: dict[str, Any] | None = None
+    """Further variables of the chat template, by name, e.g. Qwen3's `enable_thinking: false`."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="exact_match"),)
     """What a completion is paid for; each name stands once."""
     reward_timeout: PositiveFloat = 2.0

@@ -28,23 +28,24 @@ from jaxtyping import Int32
 from tqdm import tqdm
 
 from mllm.config.data import DataConfig
+from mllm.config.task import Learned
 from mllm.data.records import Origin, bad_lines
 from mllm.data.tokenizing import Document, Documents, Encoded, encode_blocks
 from mllm.errors import UserError, brief
-from mllm.model.tokenizer import Tokenizer
+from mllm.model.tokenizer import Renderer, Tokenizer
 from mllm.parallel.processes import gather_objects
 from mllm.store.bucket import cache_folder
 from mllm.store.fetch import locked
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """The format of the cache and of what formats make of records; another one doesn't find older caches."""
 RECORDS, SIZES, SUMMARY = "documents.arrayrecord", "sizes.int32", "summary"
 MOST_BAD = 10_000
 
 
-def cached_documents(origin: Origin, config: DataConfig, tokenizer: Tokenizer) -> Documents:
+def cached_documents(origin: Origin, config: DataConfig, renderer: Renderer) -> Documents:
     """All examples of files or a hub id; a warning counts those that were skipped or cut.
 
     All processes must call it inside of `raise_everywhere`. UserError is raised if the source can't be read or differs
@@ -57,10 +58,11 @@ def cached_documents(origin: Origin, config: DataConfig, tokenizer: Tokenizer) -
         which = f"process {odd[0]} and process 0 have different examples"
         raise UserError(f"{origin.key}: {which}: give all the same data")
     try:
-        settings = [VERSION, content, tokenizer_digest(tokenizer), config.max_length, config.on_bad_line]
+        tokens = [tokenizer_digest(renderer.tokenizer), renderer.rule]
+        settings = [VERSION, content, *tokens, config.max_length, config.on_bad_line]
         folder = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
         while not all(gather_objects((summary := read_summary(folder)) is not None)):
-            make_together(folder, origin, config, tokenizer, content)
+            make_together(folder, origin, config, renderer, content)
     except JaxRuntimeError:  # another process was lost
         raise
     except (OSError, RuntimeError) as error:  # array_record's are RuntimeErrors
@@ -90,16 +92,17 @@ def open_documents(folder: Path, summary: dict[str, Any]) -> Documents:
         except (RuntimeError, ValueError) as error:
             raise UserError(f"data.cache: {folder} is damaged ({brief(error)}): delete it") from None
 
-    return Documents(sizes, read, summary["content"])
+    learned: Learned = "both" if 0 < summary["texts"] < len(sizes) else "texts" if summary["texts"] else "chats"
+    return Documents(sizes, read, summary["content"], learned)
 
 
-def make_together(folder: Path, origin: Origin, config: DataConfig, tokenizer: Tokenizer, content: str) -> None:
+def make_together(folder: Path, origin: Origin, config: DataConfig, renderer: Renderer, content: str) -> None:
     """Make the cache that some process lacks, each process a share of it, or wait for another run that makes it.
 
     One process of each machine writes it.
     """
     own = islice(origin.blocks(), process_index(), None, process_count())
-    encoded = exchange(encode_blocks(tokenizer, config.max_length, own))
+    encoded = exchange(encode_blocks(renderer, config.max_length, own))
     with locked(folder, wait=False) as has_lock:
         if has_lock and read_summary(folder) is None:
             make(folder, origin, config, encoded, content)
@@ -147,8 +150,8 @@ def clear(folder: Path) -> None:
 
 
 def write_documents(folder: Path, origin: Origin, config: DataConfig, encoded: Iterator[Encoded]) -> dict[str, Any]:
-    """Write documents and sizes. Returns a hash of the documents and how many records were skipped or cut."""
-    content, bad, cut = hashlib.sha256(), list[tuple[str, UserError]](), 0
+    """Write documents and sizes. Returns a hash of the documents and how many are texts, were skipped or cut."""
+    content, bad, cut, texts = hashlib.sha256(), list[tuple[str, UserError]](), 0, 0
     bar = tqdm(encoded, "tokenizing", unit=" records", dynamic_ncols=True, delay=1, disable=None)
     with (
         closing(ArrayRecordWriter(str(folder / RECORDS), "group_size:1")) as writer,
@@ -160,19 +163,20 @@ def write_documents(folder: Path, origin: Origin, config: DataConfig, encoded: I
                 if config.on_bad_line == "error" and len(bad) == MOST_BAD:
                     break
                 continue
-            document, complete = found
+            document, complete, is_text = found
             record = signed(document).tobytes()
             writer.write(record)
             content.update(record)
             sizes.write(np.array(document.size, np.int32).tobytes())
             cut += not complete
+            texts += is_text
         documents = sizes.tell()
     if bad and config.on_bad_line == "error":
         raise bad_lines(bad, origin.key)
     if not documents:
         none = f"all {len(bad)} lines are bad, the first: {bad[0][1]}" if bad else "there is no example in it"
         raise UserError(f"{origin.key}: {origin.source}: {none}")
-    return {"content": content.hexdigest(), "skipped": len(bad), "cut": cut}
+    return {"content": content.hexdigest(), "skipped": len(bad), "cut": cut, "texts": texts}
 
 
 def exchange(own: Iterator[list[Encoded]]) -> Iterator[Encoded]:

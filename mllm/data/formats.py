@@ -1,11 +1,12 @@
 """What a record may hold: texts, and chats in TRL's form, ShareGPT's or as a question with its answer."""
 
 import re
+from typing import Any
 
 from mllm.data.records import Record
 from mllm.errors import UserError
 
-ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
+ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
 """The role that a name means; the last two are ShareGPT's."""
 
 
@@ -23,7 +24,7 @@ def text(record: Record, key: str) -> str:
     return value
 
 
-def messages_of(record: Record, needs_answer: bool = True) -> list[dict[str, str]]:
+def messages_of(record: Record, needs_answer: bool = True) -> list[dict[str, Any]]:
     """The chat in a record: `messages`, `conversations` (ShareGPT's), or `question` and `answer`; else UserError.
 
     If it `needs_answer`, the assistant must have a message, else there may be none, nor an `answer`.
@@ -41,16 +42,21 @@ def messages_of(record: Record, needs_answer: bool = True) -> list[dict[str, str
     return chat
 
 
-def turns(record: Record, key: str) -> list[dict[str, str]]:
-    """The messages in `record[key]`, objects with role and content, or with ShareGPT's from and value."""
+def turns(record: Record, key: str) -> list[dict[str, Any]]:
+    """The messages in `record[key]`, objects with role and content, or with ShareGPT's from and value.
+
+    The assistant's calls of tools are kept; the content beside them, and that of a tool, may be null or missing.
+    """
     messages = record[key]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UserError(f"{key} must be a list of objects with role and content")
     chat = []
     for message in messages:
         names = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
-        role, content = (text(message, name) for name in names)
+        role, calls = text(message, names[0]), message.get("tool_calls") or None
         if (known := ROLES.get(role)) is None:
-            raise UserError(f"role {role!r} is none of system, user and assistant")
-        chat.append({"role": known, "content": content})
+            raise UserError(f"role {role!r} is none of system, user, assistant and tool")
+        silent = (calls or known == "tool") and not message.get(names[1])
+        said = {"role": known, "content": "" if silent else text(message, names[1])}
+        chat.append(said | {"tool_calls": calls} if calls else said)
     return chat

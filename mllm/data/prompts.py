@@ -6,13 +6,15 @@ the model's template takes, is left out like a long one.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from mllm.config.task import Learned, TaskConfig
 from mllm.data.records import sound_records
 from mllm.data.source import DataIterator, example_index
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.model.tokenizer import MessagesError, Tokenizer, encode_prompt
+from mllm.model.tokenizer import MessagesError, Renderer, check_template_args, encode_prompt
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +31,18 @@ class Prompt(NamedTuple):
     tokens: list[int]
 
 
+def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: Learned) -> Renderer:
+    """The renderer of a task's prompts, for a model that has `learned` this; UserError as for `check_template_args`."""
+    args = config.template_args or {}
+    check_template_args(renderer.tokenizer, args)
+    lists = [part for part in (task.train, task.heldout, task.test) if isinstance(part, list)]
+    given_messages = any(example.conversational for part in lists for example in part)
+    renderer = renderer.for_prompts(learned, config.system_prompt is None and not given_messages)
+    return replace(renderer, args=args)
+
+
 def training_prompts(
-    task: Task, tokenizer: Tokenizer, *, max_prompt_length: int, seed: int, ahead: int = 2
+    task: Task, renderer: Renderer, *, max_prompt_length: int, seed: int, ahead: int = 2
 ) -> DataIterator[Prompt]:
     """The task's prompts, for ever: each once in an epoch, in another order in each; so many are read `ahead`.
 
@@ -40,13 +52,13 @@ def training_prompts(
     """
     examples, name = task.train, task.name
     checked = examples if isinstance(examples, list) else examples[:CHECKED]
-    usable = usable_prompts(checked, tokenizer, max_prompt_length, f"training prompts of task {name}")
+    usable = usable_prompts(checked, renderer, max_prompt_length, f"training prompts of task {name}")
     warned = len(usable) < len(checked)
 
     def next_usable(position: int) -> tuple[Prompt, int]:
         nonlocal warned
         for place in range(position, position + MOST_SKIPPED):
-            _, prompt = read_prompt(examples, tokenizer, example_index(place, len(examples), seed))
+            _, prompt = read_prompt(examples, renderer, example_index(place, len(examples), seed))
             if isinstance(prompt, Prompt):
                 if len(prompt.tokens) <= max_prompt_length:
                     return prompt, place + 1
@@ -60,13 +72,13 @@ def training_prompts(
     return DataIterator(next_usable, len(examples), None, task.content, ahead)
 
 
-def usable_prompts(examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, what: str) -> list[Prompt]:
+def usable_prompts(examples: Sequence[Example], renderer: Renderer, max_length: int, what: str) -> list[Prompt]:
     """The examples with their prompts' tokens, without those of more than `max_length`, which a warning counts.
 
     `what` names the examples in messages: `held-out prompts of task gsm8k`. UserError is raised if all are too
     long, and lists those that can't be written as a chat.
     """
-    found = (read_prompt(examples, tokenizer, index) for index in range(len(examples)))
+    found = (read_prompt(examples, renderer, index) for index in range(len(examples)))
     read = [prompt for _, prompt in sound_records(found, what)]
     usable = [prompt for prompt in read if len(prompt.tokens) <= max_length]
     if read and not usable:
@@ -80,7 +92,7 @@ def usable_prompts(examples: Sequence[Example], tokenizer: Tokenizer, max_length
     return usable
 
 
-def read_prompt(examples: Sequence[Example], tokenizer: Tokenizer, index: int) -> tuple[str, Prompt | UserError]:
+def read_prompt(examples: Sequence[Example], renderer: Renderer, index: int) -> tuple[str, Prompt | UserError]:
     """The place of example `index`, and its prompt, or an error if the problem can't be made or is no chat.
 
     UserError is raised where the tokenizer is at fault.
@@ -90,6 +102,6 @@ def read_prompt(examples: Sequence[Example], tokenizer: Tokenizer, index: int) -
     except UserError as error:
         return f"problem {index}", error
     try:
-        return example.place, Prompt(example, encode_prompt(tokenizer, example.prompt))
+        return example.place, Prompt(example, encode_prompt(renderer, example.prompt))
     except MessagesError as error:
         return example.place, UserError(f"{example.place}: {error}")

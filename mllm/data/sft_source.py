@@ -9,6 +9,7 @@ opens the next batch. Mixtures are left out.
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from itertools import count, islice, tee
 from typing import Any
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 from mllm.config.data import DataConfig, names_files
 from mllm.config.section import LARGEST_NUMBER
+from mllm.config.task import Learned
 from mllm.data.batch import Batch, padded_length
 from mllm.data.cache import cached_documents
 from mllm.data.packing import add_sequence, empty_batch, first_fit
@@ -29,7 +31,7 @@ from mllm.data.tasks.task import OnDemand, Task, permute_index
 from mllm.data.tokenizing import Document, Documents, encode_document
 from mllm.errors import UserError
 from mllm.model.layout import Params
-from mllm.model.tokenizer import Tokenizer
+from mllm.model.tokenizer import Renderer
 from mllm.parallel.processes import ALL_ROWS, RowShare, raise_everywhere
 from mllm.stopwatch import Stopwatch
 
@@ -150,7 +152,7 @@ class SftSource:
         self,
         config: DataConfig,
         task: Task | None,
-        tokenizer: Tokenizer,
+        renderer: Renderer,
         mesh: Mesh,
         *,
         batch_size: int,
@@ -160,7 +162,8 @@ class SftSource:
     ) -> None:
         """UserError is raised where there is too little data, or it is bad."""
         self.rows = RowShare.of_mesh(mesh)
-        training, self.validation = load_documents(config, tokenizer, task)
+        training, self.validation = load_documents(config, renderer, task)
+        self.learned = training.learned
         batches = SftBatches(config, training, batch_size, seed, self.rows)
         self.data = batches.train()
         if steps is None and training.content is None and len(training) * (config.epochs or 1) > 2**24:
@@ -196,17 +199,17 @@ class SftSource:
         return True
 
 
-def load_documents(config: DataConfig, tokenizer: Tokenizer, task: Task | None) -> tuple[Documents, Documents | None]:
+def load_documents(config: DataConfig, renderer: Renderer, task: Task | None) -> tuple[Documents, Documents | None]:
     """The documents to train on, and those of the validation if there is one.
 
     UserError is raised if a source can't be read, a line is bad, or a share leaves nothing to train on.
     """
     if config.source == "task":
         assert task is not None
-        training = task_documents(task, tokenizer, config.max_length)
+        training = task_documents(task, renderer, config.max_length)
     else:
         training = cached_documents(
-            origin_of("data.source", config.source, config.subset, config.split), config, tokenizer
+            origin_of("data.source", config.source, config.subset, config.split), config, renderer
         )
     validation = config.validation
     if validation is None:
@@ -218,10 +221,10 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, task: Task | None) 
     else:
         assert validation.source is not None
         heldout = origin_of("data.validation.source", validation.source)
-    return training, cached_documents(heldout, config, tokenizer)
+    return training, cached_documents(heldout, config, renderer)
 
 
-def task_documents(task: Task, tokenizer: Tokenizer, max_length: int) -> Documents:
+def task_documents(task: Task, renderer: Renderer, max_length: int) -> Documents:
     """The solutions of a task's training problems, each made when it is needed; UserError then where it has none."""
 
     @lru_cache(CACHED_DOCUMENTS)
@@ -232,12 +235,13 @@ def task_documents(task: Task, tokenizer: Tokenizer, max_length: int) -> Documen
             raise UserError(f"data.source: {place} has no solution to learn from: give a file of JSON lines")
         messages = [*example.prompt, {"role": "assistant", "content": example.solution}]
         try:
-            return encode_document(tokenizer, max_length, {"messages": messages})[0]
+            return encode_document(renderer, max_length, {"messages": messages})[0]
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
 
     sizes = OnDemand(lambda index: make(index).size, range(len(task.train)))
-    return Documents(sizes, lambda indices: [make(index) for index in indices], task.content)
+    learned: Learned = "texts" if renderer.rule == "never" else "chats"
+    return Documents(sizes, lambda indices: [make(index) for index in indices], task.content, learned)
 
 
 def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:
@@ -249,7 +253,8 @@ def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:
 
     def choose(indices: Int[np.ndarray, " chosen"]) -> Documents:
         content = f"{documents.content} {len(indices)}"
-        return Documents(documents.sizes[indices], lambda chosen: documents.read(indices[chosen].tolist()), content)
+        sizes = documents.sizes[indices]
+        return replace(documents, sizes=sizes, read=lambda at: documents.read(indices[at].tolist()), content=content)
 
     return choose(np.delete(np.arange(len(documents)), heldout)), choose(heldout)
 

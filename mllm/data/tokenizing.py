@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32
 
+from mllm.config.task import Learned
 from mllm.data.formats import messages_of, text, turns
 from mllm.data.records import Block, Record, read_records
 from mllm.errors import UserError
-from mllm.model.tokenizer import Tokenizer, encode_example, encode_text
+from mllm.model.tokenizer import Message, Renderer, encode_example, encode_text, text_of
 
 
 class Document(NamedTuple):
@@ -48,25 +49,28 @@ class Documents:
     """The documents of these indices; to read many at once is faster than one by one."""
     content: str | None = None
     """A hash of all of them; None where they are made on demand."""
+    learned: Learned = "chats"
 
     def __len__(self) -> int:
         return len(self.sizes)
 
 
-Encoded = tuple[str, tuple[Document, bool] | UserError]
-"""The place of a record, and its document with whether that is all of it, or what is wrong with it."""
+Read = tuple[Document, bool, bool]
+"""The document of a record, whether it is all of it, and whether it is text that no template has rendered."""
+Encoded = tuple[str, Read | UserError]
+"""The place of a record, and its document, or what is wrong with it."""
 
 FEW = 32
 """About as many blocks are faster tokenized here than processes start, which import transformers."""
 MOST_WORKERS = 16
 
 
-def encode_blocks(tokenizer: Tokenizer, max_length: int, blocks: Iterable[Block]) -> Iterator[list[Encoded]]:
+def encode_blocks(renderer: Renderer, max_length: int, blocks: Iterable[Block]) -> Iterator[list[Encoded]]:
     """The documents of blocks of records, in their order; no more than some blocks of them are held at a time.
 
     UserError is raised if a worker process is killed.
     """
-    encode, left = partial(encode_document, tokenizer, max_length), iter(blocks)
+    encode, left = partial(encode_document, renderer, max_length), iter(blocks)
     for block in islice(left, FEW):
         yield list(read_records(block.records(), encode))
     workers = min(os.cpu_count() or 1, MOST_WORKERS)
@@ -84,42 +88,54 @@ def encode_blocks(tokenizer: Tokenizer, max_length: int, blocks: Iterable[Block]
         pool.shutdown(cancel_futures=True)
 
 
-def encode_document(tokenizer: Tokenizer, max_length: int, record: Record) -> tuple[Document, bool]:
-    """The record as a document of at most `max_length` tokens, and whether that is all of it."""
-    ids, learned = encode_record(tokenizer, record)
+def encode_document(renderer: Renderer, max_length: int, record: Record) -> Read:
+    """The record as a document of at most `max_length` tokens."""
+    ids, learned, is_text = encode_record(renderer, record)
     document = Document(np.array(ids[:max_length], np.int32), np.array(learned[:max_length], bool))
     document.learned[:1] = False
     if not document.learned.any():
         raise UserError(f"none of the tokens to learn lies within data.max_length ({max_length})")
-    return document, len(ids) <= max_length
+    return document, len(ids) <= max_length, is_text
 
 
-def encode_record(tokenizer: Tokenizer, record: Record) -> tuple[list[int], list[bool]]:
-    """The ids of a record, and which of them are learned; UserError where it is in no format.
+def encode_record(renderer: Renderer, record: Record) -> tuple[list[int], list[bool], bool]:
+    """The ids of a record, which of them are learned, and whether it is a text; UserError where it is in no format.
 
     `messages`, `conversations`, `question` and `answer`: the assistant's turns are learned. `prompt` and `completion`:
     the completion is, be they texts or lists of messages. `text`: every token is. The first of these that a record has
-    counts.
+    counts. The renderer's rule may make a chat of a prompt and its completion, and the reverse.
     """
+    tokenizer, rule = renderer.tokenizer, renderer.rule
+    prompt: list[Message] = []
     if not {"messages", "conversations", "question"}.isdisjoint(record):
-        return encode_example(tokenizer, messages_of(record))
-    if isinstance(record.get("prompt"), list):
-        prompt = turns(record, "prompt")
-        completion = messages_of({"messages": record.get("completion", [])})
-        return encode_example(tokenizer, prompt + completion, len(prompt))
-    if "completion" in record:
-        return encode_text(tokenizer, text(record, "prompt"), text(record, "completion"))
-    if "text" in record:
-        return encode_text(tokenizer, "", text(record, "text"))
-    known = "messages, conversations, question and answer, prompt and completion, text"
-    raise UserError(f"none of {known} is there")
+        answer = messages_of(record)
+    elif isinstance(record.get("prompt"), list):
+        prompt, answer = turns(record, "prompt"), messages_of({"messages": record.get("completion", [])})
+    elif "completion" in record:
+        asked, given = text(record, "prompt"), text(record, "completion")
+        if rule != "always":
+            return *encode_text(tokenizer, asked, given), True
+        answer = [{"role": "user", "content": asked}, {"role": "assistant", "content": given}]
+    elif "text" in record:
+        if rule == "always":
+            raise UserError("text has no turns, which chat_template: always renders: give prompt and completion")
+        return *encode_text(tokenizer, "", text(record, "text")), True
+    else:
+        known = "messages, conversations, question and answer, prompt and completion, text"
+        raise UserError(f"none of {known} is there")
+    if rule == "never":
+        *asking, answering = prompt + answer
+        return *encode_text(tokenizer, text_of(asking), answering["content"]), True
+    if record.get("tools"):
+        renderer = replace(renderer, args={**renderer.args, "tools": record["tools"]})
+    return *encode_example(renderer, prompt + answer, len(prompt)), False
 
 
-encode_here: Callable[[Record], tuple[Document, bool]]
+encode_here: Callable[[Record], Read]
 """A worker's function, which has the tokenizer."""
 
 
-def start_worker(encode: Callable[[Record], tuple[Document, bool]]) -> None:
+def start_worker(encode: Callable[[Record], Read]) -> None:
     """Prepare a worker process: it leaves Ctrl-C to its parent, and does not outlive it."""
     global encode_here
     encode_here = encode

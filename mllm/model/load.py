@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from mllm.config.model import ModelConfig
 from mllm.config.schema import Config
+from mllm.config.task import Learned
 from mllm.errors import UserError
 from mllm.model import peft, weights
 from mllm.model.architecture import PRESETS, Architecture
@@ -47,6 +48,8 @@ class Policy:
     lora: Lora | None = None
     adapters: Path | None = None
     """The folder with the adapters that training begins with; None: they begin as no change."""
+    learned: Learned = "chats"
+    """What the model has learned from: as its run or export says, else chats where the tokenizer has a template."""
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """The parameters that are trained, and those that are frozen; `join` undoes it."""
@@ -153,6 +156,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         seed=seed,
         lora=lora,
         adapters=adapters,
+        learned=weights.read_learned(folder) or ("chats" if tokenizer.chat_template else "texts"),
     )
 
 

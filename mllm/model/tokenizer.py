@@ -1,21 +1,25 @@
 """The checkpoint's tokenizer and chat template, and a byte tokenizer for models made from scratch.
 
 Tokenizer and template may be a stranger's. No code in the folder is run; the template is a program that Jinja's sandbox
-confines to its messages, and that is stopped after `TEMPLATE_SECONDS`. Its memory is not limited. Tools, documents, and
-content that isn't plain text are left out.
+confines to its messages, and that is stopped after `TEMPLATE_SECONDS`. Its memory is not limited. Documents, and
+content that isn't plain text, are left out.
 """
 
 import ctypes
+import inspect
+import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock, Thread, get_ident
 from typing import TYPE_CHECKING, Any, cast
 
+from mllm.config.task import ChatTemplate, Learned
 from mllm.errors import UserError, brief
 from mllm.model.folder import SMALL, local_folder, read_json
 
@@ -24,8 +28,40 @@ if TYPE_CHECKING:
 else:
     Tokenizer = Any  # transformers takes seconds to import: only the functions that make tokenizers do so
 
-Message = dict[str, str]
-"""{"role": "system" | "user" | "assistant", "content": text}"""
+Message = dict[str, Any]
+"""{"role": "system" | "user" | "assistant" | "tool", "content": text}, and where tools are called `tool_calls`."""
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """A tokenizer, and how prompts and examples become what it encodes: in data, tasks, evaluation and tools alike."""
+
+    tokenizer: Tokenizer
+    rule: ChatTemplate = "auto"
+    """`auto`: the chat template renders messages, and texts stay texts; `always`: it renders texts, too; `never`: the
+    messages of the user and of the assistant are texts."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template."""
+
+    @property
+    def form(self) -> Learned:
+        """What it makes of prompts."""
+        return "texts" if self.rule == "never" else "chats"
+
+    def for_prompts(self, learned: Learned, are_texts: bool) -> "Renderer":
+        """The one for prompts: `auto` is decided by what the model has learned, where none of them is a list."""
+        if self.rule != "auto":
+            return self
+        return replace(self, rule="never" if are_texts and learned == "texts" else "always")
+
+
+def mismatch(setting: str, who: str, learned: Learned, here: str, form: Learned) -> list[str]:
+    """A line that says that a model is given another form than it has learned; none where it is not."""
+    if learned == form or "both" in (learned, form):
+        return []
+    way_out = f"{setting}never leaves them texts" if form == "chats" else f"{setting}always renders them"
+    return [f"{who} knows {learned}, and {here} are {form}: {way_out}"]
+
 
 BYTES_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
@@ -117,7 +153,7 @@ def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[st
                 raise UserError(f"{path}: eos_token_id: {token!r} is no id of the tokenizer: repair or remove it")
             ids.append(token)
     if tokenizer.chat_template:
-        answered = render(tokenizer, [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}])
+        answered = render(tokenizer, [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}], {})
         closing = control_tokens(tokenizer).findall(answered.rpartition(".")[2])
         ids += [cast(int, tokenizer.convert_tokens_to_ids(token)) for token in closing[:1]]
     for text in stop:
@@ -143,31 +179,49 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
             raise UserError(f"model.tokenizer: it can't write {text}: its vocabulary is damaged")
 
 
-def encode_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """The ids of a chat up to where the assistant begins to speak; UserError where there are none."""
-    ids = encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
+def encode_prompt(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
+    """The ids of a prompt up to where the assistant begins to speak; UserError where there are none.
+
+    It is a chat that the template renders, or with the rule `never` the user's text as it stands.
+    """
+    tokenizer = renderer.tokenizer
+    if renderer.rule == "never":
+        return encode_text(tokenizer, text_of(messages), "")[0][:-1]
+    ids = encode(tokenizer, render(tokenizer, messages, renderer.args, add_generation_prompt=True))
     if not ids:
         raise MessagesError("messages: the tokenizer's chat template makes nothing of them")
     return ids
 
 
+def text_of(messages: Sequence[Message]) -> str:
+    """The text of a prompt that is a lone message of the user; UserError where it is anything else."""
+    if [message["role"] for message in messages] != ["user"]:
+        raise MessagesError("messages: with chat_template: never only a lone message of the user can be a prompt")
+    return messages[0]["content"]
+
+
 def encode_text(tokenizer: Tokenizer, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
     """The ids of a text without a chat template and an end of sequence, and which of them are not the prompt's.
 
-    The two pieces are tokenized apart, as when the prompt is given and the completion sampled. UserError is raised if
-    the tokenizer names no end of sequence, or a piece has the text of a control token.
+    A token with which the tokenizer begins its texts (Llama 3's, Gemma's) comes first. The two pieces are tokenized
+    apart, as when the prompt is given and the completion sampled. UserError is raised if the tokenizer names no end of
+    sequence, or a piece has the text of a control token.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("model.tokenizer: it names no end of sequence, which text without a chat template needs")
     for piece in (prompt, completion):
         if found := control_tokens(tokenizer).search(piece):
-            raise UserError(f"text: {found.group()} is a control token: give messages, which the chat template renders")
-    before, after = (encode(tokenizer, piece) for piece in (prompt, completion))
+            raise MessagesError(
+                f"text: {found.group()} is a control token: give messages, which the chat template renders"
+            )
+    first = encode(tokenizer, "a", whole=True)[:1]
+    before = [*(first if first == [tokenizer.bos_token_id] else ()), *encode(tokenizer, prompt)]
+    after = encode(tokenizer, completion)
     return [*before, *after, tokenizer.eos_token_id], [False] * len(before) + [True] * (len(after) + 1)
 
 
 def encode_example(
-    tokenizer: Tokenizer, messages: Sequence[Message], first_learned: int = 0
+    renderer: Renderer, messages: Sequence[Message], first_learned: int = 0
 ) -> tuple[list[int], list[bool]]:
     """The ids of a whole chat, and which of them are the assistant's, the token that ends each turn included.
 
@@ -176,16 +230,18 @@ def encode_example(
     tokenized by itself, as in `encode_prompt`. UserError is raised if there is no template, it fails, or it doesn't
     tell the assistant's turns from the others.
     """
-    text = render(tokenizer, messages)
+    tokenizer, args = renderer.tokenizer, renderer.args
+    text = render(tokenizer, messages, args)
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):
-        encoded: Any = apply_template(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
-        prompt = len(encode_prompt(tokenizer, messages[:first_learned])) if first_learned else 0
+        masked = {"return_dict": True, "return_assistant_tokens_mask": True}
+        encoded: Any = apply_template(tokenizer, messages, args, **masked)
+        prompt = len(encode_prompt(renderer, messages[:first_learned])) if first_learned else 0
         assistant = [bool(learned) for learned in encoded["assistant_masks"]]
         return list(encoded["input_ids"]), [False] * prompt + assistant[prompt:]
     borders, learned = [0], [False]
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
-            borders += assistant_span(tokenizer, messages, turn, text)
+            borders += assistant_span(tokenizer, messages, turn, text, args)
             learned += [turn >= first_learned, False]
     ids: list[int] = []
     mask: list[bool] = []
@@ -196,15 +252,17 @@ def encode_example(
     return ids, mask
 
 
-def assistant_span(tokenizer: Tokenizer, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int]:
+def assistant_span(
+    tokenizer: Tokenizer, messages: Sequence[Message], turn: int, text: str, args: Mapping[str, Any]
+) -> tuple[int, int]:
     """Where in `text` (the rendered chat) the assistant's turn starts, and where its closing control token ends.
 
     Text after that token, such as Qwen's newline, does not belong to the turn: sampling stops before it.
     """
     if turn == 0:
         raise MessagesError("messages: the first is the assistant's, so it answers nothing: begin with the user's")
-    before = render(tokenizer, messages[:turn], add_generation_prompt=True)
-    through = render(tokenizer, messages[: turn + 1])
+    before = render(tokenizer, messages[:turn], args, add_generation_prompt=True)
+    through = render(tokenizer, messages[: turn + 1], args)
     if text.startswith(through) and through.startswith(before):
         closing = list(control_tokens(tokenizer).finditer(through, len(before)))
         return len(before), closing[-1].end() if closing else len(through)
@@ -218,20 +276,33 @@ def assistant_span(tokenizer: Tokenizer, messages: Sequence[Message], turn: int,
     )
 
 
-def render(tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+def render(
+    tokenizer: Tokenizer, messages: Sequence[Message], args: Mapping[str, Any], *, add_generation_prompt: bool = False
+) -> str:
     """The chat as the template renders it; UserError where there is no template, or it refuses the chat.
 
     A message with the text of a control token is an error, too: Hugging Face's pipeline would read it as the token.
     """
     if not tokenizer.chat_template:
-        raise UserError("model.tokenizer: it has no chat template: use an instruction-tuned checkpoint's tokenizer")
-    for message in messages:
-        if found := control_tokens(tokenizer).search(message["content"]):
+        way_out = "use an instruction-tuned checkpoint's tokenizer, or texts"
+        raise UserError(f"model.tokenizer: it has no chat template, which messages need: {way_out}")
+    called = [message.get("tool_calls") for message in messages]
+    for text in (*(message["content"] for message in messages), json.dumps([called, {**args}], ensure_ascii=False)):
+        if found := control_tokens(tokenizer).search(text):
             raise MessagesError(f"messages: {found.group()} is a control token, which only the chat template may write")
-    return cast(str, apply_template(tokenizer, messages, add_generation_prompt=add_generation_prompt, tokenize=False))
+    options = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
+    return cast(str, apply_template(tokenizer, messages, args, **options))
 
 
-def apply_template(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> Any:
+def check_template_args(tokenizer: Tokenizer, args: Mapping[str, Any]) -> None:
+    """Raise UserError for a variable that the chat template doesn't read, or that isn't a setting's to give."""
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name in args:
+        if name in taken or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise UserError(f"task.template_args: the tokenizer's chat template has no variable {name}: remove it")
+
+
+def apply_template(tokenizer: Tokenizer, messages: Sequence[Message], args: Mapping[str, Any], **options: Any) -> Any:
     """The result of `apply_chat_template`; UserError where the template fails or takes too long."""
     try:
         with time_limit(TEMPLATE_SECONDS, "model.tokenizer: its chat template"):
@@ -240,7 +311,7 @@ def apply_template(tokenizer: Tokenizer, messages: Sequence[Message], **options:
                 raise UserError(f"model.tokenizer: its chat template is no text of up to {LARGEST_TEMPLATE} characters")
             refuse_powers(template)
             # Llama 3.2's template would write today's date, and a run that resumes tomorrow would see other prompts.
-            return tokenizer.apply_chat_template(list(messages), date_string=DATE, **options)
+            return tokenizer.apply_chat_template(list(messages), **({"date_string": DATE} | {**args}), **options)
     except UserError:
         raise
     except Exception as error:  # the template is a program, which may fail in any way
@@ -256,10 +327,10 @@ def refuse_powers(template: str) -> None:
         raise UserError("model.tokenizer: its chat template takes a power (**), which no chat needs")
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text, without any that the tokenizer adds; UserError where it fails."""
+def encode(tokenizer: Tokenizer, text: str, whole: bool = False) -> list[int]:
+    """The ids of a text, without any that the tokenizer adds to a `whole` one; UserError where it fails."""
     try:
-        return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode(text, add_special_tokens=whole)
     except Exception as error:  # the Rust library raises it for a vocabulary that lacks what the text needs
         raise UserError(f"model.tokenizer: it can't encode {text:.40}: {brief(error)}") from None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
+from mllm.config.task import Learned
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
 from mllm.model.compute_copy import Rounding, compute_copy
@@ -39,6 +40,8 @@ STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 SHARD_BYTES = 2_000_000_000
 """The limit to the tensors in a saved file; one that is larger gets a file of its own."""
 narrow = jax.jit(compute_copy, static_argnames=("rounding", "name"))
+LEARNED = "mllm_learned"
+"""The key of config.json that says what the model has learned from."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -48,6 +51,12 @@ def read_config(folder: Path) -> Architecture:
     if not path.is_file():
         raise UserError(f"{path}: missing; a checkpoint in Hugging Face's layout has it")
     return Architecture.from_hf(read_json(path), where=str(path))
+
+
+def read_learned(folder: Path | None) -> Learned | None:
+    """What the model of a folder has learned from, where the folder is an export that says so."""
+    known = read_json(folder / "config.json").get(LEARNED) if folder else None
+    return known if known in get_args(Learned) else None
 
 
 def load(
@@ -202,6 +211,7 @@ def save(
     dithered: bool = False,
     stop_ids: Sequence[int] = (),
     pad_id: int | None = None,
+    learned: Learned | None = None,
     also: Callable[[Path], object] | None = None,
 ) -> None:
     """Write a folder, of a disk or a bucket, that transformers loads; the host holds one shard at a time.
@@ -213,7 +223,8 @@ def save(
     generation = {"eos_token_id": list(stop_ids) or None, "pad_token_id": pad_id}
     with replacing(place) as unfinished:
         write_tensors(unfinished, params, Rounding(jnp.dtype(dtype), dithered))
-        write_json(unfinished / "config.json", config.to_hf() | {"torch_dtype": str(np.dtype(dtype))})
+        ours = {LEARNED: learned} if learned else {}
+        write_json(unfinished / "config.json", config.to_hf() | {"torch_dtype": str(np.dtype(dtype))} | ours)
         write_json(unfinished / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
         if also is not None:
             also(unfinished)

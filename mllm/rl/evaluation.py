@@ -42,7 +42,7 @@ def make_evaluation(
     Prompts that are longer than `rollout.max_prompt_length` are left out; UserError as for `usable_prompts`.
     """
     what = f"{prefix.strip('/')} prompts of task {task.name}"
-    prompts = usable_prompts(problems, sampler.tokenizer, sampler.options.max_prompt_length, what)
+    prompts = usable_prompts(problems, sampler.renderer, sampler.options.max_prompt_length, what)
     answered = all(prompt.example.answer is not None for prompt in prompts)
 
     def evaluate(params: Params, step: int) -> dict[str, float]:

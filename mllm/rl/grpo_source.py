@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from mllm.config.grpo import GrpoConfig
+from mllm.config.task import Learned
 from mllm.data.batch import Batch, Trajectory
 from mllm.data.packing import pack
 from mllm.data.prompts import training_prompts
@@ -65,7 +66,7 @@ class GrpoSource:
         self.update_rows = forward.rows
         self.rows, groups = RowShare.of_mesh(forward.mesh), config.groups_per_rollout(batch_size)
         limit, ahead = sampler.options.max_prompt_length, 2 * groups
-        self.prompts = training_prompts(task, sampler.tokenizer, max_prompt_length=limit, seed=seed, ahead=ahead)
+        self.prompts = training_prompts(task, sampler.renderer, max_prompt_length=limit, seed=seed, ahead=ahead)
         logprob_pass = make_logprob_pass(forward)
         self.logprob_pass: Callable[[Params, Batch], Float[Array, "B T"]] = lambda params, batch: logprob_pass(
             params, shard_batch(forward.mesh, batch)
@@ -76,6 +77,10 @@ class GrpoSource:
         """Since the process began: for warnings only."""
         self.parts: list[Step] = []
         """The data of the updates that share the current rollout."""
+
+    @property
+    def learned(self) -> Learned:
+        return self.sampler.renderer.form
 
     @property
     def needs_reference(self) -> bool:

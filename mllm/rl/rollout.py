@@ -27,7 +27,7 @@ from flax import nnx
 from mllm.config.grpo import RolloutConfig
 from mllm.model.decoding import Cache, LayerCache, abstract_cache, decoding_graphdef, decoding_weights
 from mllm.model.layout import Params
-from mllm.model.tokenizer import Tokenizer
+from mllm.model.tokenizer import Renderer
 from mllm.parallel.mesh import sharding
 from mllm.parallel.processes import gather_objects
 from mllm.rl import sampling
@@ -59,7 +59,7 @@ class Completion:
     finished: bool = False
     """Whether a stop token ended it; False if it was cut off."""
     text: str = ""
-    """Without the token that ended it."""
+    """Without the token that ended it, and without control tokens."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Sampler:
     """Completes prompts with parameters that each call passes."""
 
     graphdef: Any
-    tokenizer: Tokenizer
+    renderer: Renderer
     stop_ids: Sequence[int]
     options: RolloutConfig
     seed: int
@@ -126,8 +126,9 @@ class Sampler:
         engine = RolloutEngine(self, params, prompts, step, first_sequence, greedy)
         while engine.admit():
             engine.decode_chunk()
-        texts = self.tokenizer.batch_decode(
-            [one.tokens[: len(one.tokens) - one.finished].tolist() for one in engine.completions]
+        texts = self.renderer.tokenizer.batch_decode(
+            [one.tokens[: len(one.tokens) - one.finished].tolist() for one in engine.completions],
+            skip_special_tokens=True,
         )
         return [replace(one, text=text) for one, text in zip(engine.completions, texts, strict=True)]
 

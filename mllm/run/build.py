@@ -8,6 +8,7 @@ A run starts in one of these ways, which `Run.start` tells apart:
     finished   all steps are done: nothing is trained, and the summary is printed again
 """
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -21,11 +22,13 @@ import numpy as np
 
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
+from mllm.data.prompts import task_renderer
 from mllm.data.sft_source import SftBatches, SftSource
 from mllm.data.source import Source
 from mllm.data.tasks.load import load as load_task
 from mllm.errors import UserError
 from mllm.model.compute_copy import Rounding
+from mllm.model.tokenizer import Renderer, mismatch
 from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare, check_same, gather_objects, is_writer, local_rows, raise_everywhere
 from mllm.parallel.watch import Watch
@@ -44,6 +47,8 @@ from mllm.run.source_run import SourceRun, load_policy
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.step import Forward, abstract_state, choose_head, init_state, make_train_step, make_validation
+
+log = logging.getLogger(__name__)
 
 
 class Run:
@@ -75,25 +80,17 @@ class Run:
                 config = source_run.pin(config)
             self.config = config
             self.task = load_task(config.task, config.seed) if config.task else None
-            self.rewards = self.sampler = None
+            self.rewards: RewardRunner | None = None
+            self.sampler: Sampler | None = None
             if config.task and self.task and config.rollout:
                 most = config.rollout.max_completion_length
                 runner = RewardRunner(config.task, self.task, most, self.interrupt.poll_alone)
                 self.rewards = stack.enter_context(runner)
             self.policy = policy = load_policy(config, self.mesh, source_run)
             self.forward = Forward(policy.graphdef, self.mesh, config.head, config.rows, config.grpo, config.rollout)
-            if config.rollout:
-                self.sampler = Sampler(
-                    policy.graphdef,
-                    policy.tokenizer,
-                    policy.stop_ids,
-                    config.rollout,
-                    config.seed,
-                    # Not before it is needed, because other mistakes in the configuration come first.
-                    cache(partial(slots_that_fit, policy, config.rollout, config.optimizer, config.grpo)),
-                    self.interrupt.poll,
-                )
             self.source = self.make_source()
+            self.config = config = config.model_copy(update={"learned": self.source.learned})
+            self.warn_of_templates()
             self.optimizer = make_optimizer(config.optimizer, self.source.steps)
             schedule = make_schedule(config.optimizer, self.source.steps)
             self.train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
@@ -113,10 +110,38 @@ class Run:
         self.checkpoints = stack.enter_context(closing(Checkpoints(self.store, config.checkpoint, fixed)))
 
     def make_source(self) -> Source:
-        """The source of the algorithm's batches."""
-        config = self.config
+        """The source of the algorithm's batches; the sampler, too, which gives prompts the form that is learned."""
+        config, policy = self.config, self.policy
+        renderer, learned = Renderer(policy.tokenizer, config.chat_template), policy.learned
+        source: Source | None = None
+        if config.data is not None:
+            examples = renderer
+            if config.data.source == "task" and config.task and self.task:
+                examples = task_renderer(config.task, self.task, renderer, learned)
+            source = SftSource(
+                config.data,
+                self.task,
+                examples,
+                self.mesh,
+                batch_size=config.batch_size,
+                steps=config.steps,
+                warmup_steps=config.optimizer.warmup_steps,
+                seed=config.seed,
+            )
+            learned = source.learned
+        if config.task and self.task and config.rollout:
+            self.sampler = Sampler(
+                policy.graphdef,
+                task_renderer(config.task, self.task, renderer, learned),
+                policy.stop_ids,
+                config.rollout,
+                config.seed,
+                # Not before it is needed, because other mistakes in the configuration come first.
+                cache(partial(slots_that_fit, policy, config.rollout, config.optimizer, config.grpo)),
+                self.interrupt.poll,
+            )
         if config.grpo and self.task and self.sampler and self.rewards:
-            return GrpoSource(
+            source = GrpoSource(
                 config.grpo,
                 self.task,
                 self.sampler,
@@ -127,17 +152,19 @@ class Run:
                 seed=config.seed,
                 logged_samples=config.log.samples,
             )
-        assert config.data is not None
-        return SftSource(
-            config.data,
-            self.task,
-            self.policy.tokenizer,
-            self.mesh,
-            batch_size=config.batch_size,
-            steps=config.steps,
-            warmup_steps=config.optimizer.warmup_steps,
-            seed=config.seed,
-        )
+        assert source is not None
+        return source
+
+    def warn_of_templates(self) -> None:
+        """Say where the model is given texts, and knew chats, or the reverse."""
+        model, prompts, lines = self.config.model, f"the prompts of task {self.task and self.task.name}", list[str]()
+        if model.init == "pretrained":
+            what = "this run's examples" if self.config.data else prompts
+            lines += mismatch("chat_template=", f"{model.source}", self.policy.learned, what, self.source.learned)
+        if self.config.data and self.sampler:
+            lines += mismatch("chat_template=", "the run", self.source.learned, prompts, self.sampler.renderer.form)
+        for line in lines if is_writer() else ():
+            log.warning("%s", line)
 
     def make_measurements(self) -> Measurements:
         """The evaluation on held-out problems, SFT's validation and the test set, as far as the run has them."""

@@ -16,7 +16,7 @@ from mllm.store.lock import hold
 from mllm.store.run_store import CONFIG, LOCK, RunStore
 
 FREE = {
-    *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log", "changes"),
+    *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log", "learned", "changes"),
     *("grpo.row_length", "optimizer.max_skipped"),
     *("task.reward_workers", "data.cache"),
 }
@@ -101,7 +101,8 @@ def check_changes(run: object, old: dict[str, Any], config: Config, newest: int,
     if config.model.step in (None, "newest", "best"):  # the run began with the one that has this number
         config = config.model_copy(update={"model": config.model.model_copy(update={"step": step})})
     changes = [Change.model_validate(change) for change in old.get("changes") or ()]
-    for key, before, after in differences(old, config.model_dump(mode="json")):
+    # A run that is older than the setting lacks it.
+    for key, before, after in differences({"chat_template": "auto"} | old, config.model_dump(mode="json")):
         moved = key in PLACES and None not in (before, after) and before != "task"
         if moved or {key, key.split(".")[0]} & FREE:
             continue

@@ -40,7 +40,8 @@ def load_policy(config: Config, mesh: Mesh, source: "SourceRun | None" = None) -
     if source is None:
         return load.load_policy(config, mesh)
     policy = load.load_policy(config.model_copy(update={"model": source.model}), mesh, source.stop)
-    return replace(policy, read=partial(source.read_parameters, config.model.step, policy.stored))
+    read, learned = partial(source.read_parameters, config.model.step, policy.stored), source.config.learned
+    return replace(policy, read=read, learned=learned or policy.learned)
 
 
 @dataclass(frozen=True)

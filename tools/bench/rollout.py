@@ -61,7 +61,7 @@ def engine(options: Figures) -> Callable[[int], Figures]:
     from mllm.config.grpo import RolloutConfig
     from mllm.model.architecture import Architecture
     from mllm.model.decoder import Decoder
-    from mllm.model.tokenizer import bytes_tokenizer
+    from mllm.model.tokenizer import Renderer, bytes_tokenizer
     from mllm.rl import rollout
 
     architecture = Architecture.from_hf(qwen2_config(options["hidden"], options["layers"]), "bench")
@@ -71,7 +71,8 @@ def engine(options: Figures) -> Callable[[int], Figures]:
 
     def roll_out(seed: int) -> Figures:
         slots, work = options["slots"], rollout.RolloutWork()
-        sampler = rollout.Sampler(graphdef, bytes_tokenizer(), STOPS, config, seed, max_slots=lambda: slots, work=work)
+        tokens = Renderer(bytes_tokenizer())
+        sampler = rollout.Sampler(graphdef, tokens, STOPS, config, seed, max_slots=lambda: slots, work=work)
         sampler.complete(params, rows, step=0)
         return {"tokens": work.tokens, "useful": work.tokens / work.slot_steps}
 
