@@ -80,7 +80,7 @@ def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, **grpo):
     source = GrpoSource(
         settings.grpo,
         load_task(settings.task, seed=0),
-        sampler(None, BYTES, (258,), settings.rollout, 0),
+        sampler(None, tokenizers.Renderer(BYTES), (258,), settings.rollout, 0),
         rewards or SquareRewards(),
         forward_of(None, mesh, settings),
         batch_size=settings.batch_size,

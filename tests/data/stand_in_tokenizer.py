@@ -7,7 +7,7 @@ import sys
 class ImportsTokenizer:
     """It encodes whether JAX was imported, and ends its process on request."""
 
-    eos_token_id, added_tokens_decoder = 0, {}
+    eos_token_id, bos_token_id, added_tokens_decoder = 0, None, {}
 
     def encode(self, text, **_):
         if text == "die":

@@ -15,7 +15,7 @@ from mllm.data import cache, tokenizing
 from mllm.data.records import Block, Origin
 from mllm.data.tokenizing import Document
 from mllm.errors import UserError
-from mllm.model.tokenizer import bytes_tokenizer
+from mllm.model.tokenizer import Renderer, bytes_tokenizer
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def opened(tmp_path, monkeypatch):
 
     def open_cache(source, tokenizer=BYTES, **settings):
         given = {"source": str(source), "max_length": 32, "cache": f"{tmp_path}/cache", **settings}
-        return cache.cached_documents(Origin("data.source", str(source)), DataConfig(**given), tokenizer)
+        return cache.cached_documents(Origin("data.source", str(source)), DataConfig(**given), Renderer(tokenizer))
 
     return open_cache, made
 
@@ -142,9 +142,9 @@ def test_worker_processes_give_the_same_in_order_do_not_import_jax_and_their_dea
     monkeypatch.setattr(tokenizing, "MOST_WORKERS", 2)
     rows = [{"prompt": "a", "completion": "b" * number} for number in range(1, 9)]
     blocks = [Block("data", start, rows[start : start + 3]) for start in (0, 3, 6)]
-    encoded = list(chain(*tokenizing.encode_blocks(ImportsTokenizer(), 32, blocks)))
+    encoded = list(chain(*tokenizing.encode_blocks(Renderer(ImportsTokenizer()), 32, blocks)))
     assert [place for place, _ in encoded] == [f"data:{number}" for number in range(8)]
-    assert [document.tokens[0] for _, (document, _) in encoded] == [2] * 3 + [1] * 5
+    assert [document.tokens[0] for _, (document, *_) in encoded] == [2] * 3 + [1] * 5
     blocks.append(Block("data", 8, [{"text": "die"}]))
     with pytest.raises(UserError, match=r"data.source: a process that tokenizes was killed"):
-        list(tokenizing.encode_blocks(ImportsTokenizer(), 32, blocks))
+        list(tokenizing.encode_blocks(Renderer(ImportsTokenizer()), 32, blocks))

@@ -18,7 +18,7 @@ from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, OnDemand, Task
 from mllm.data.tokenizing import Documents
 from mllm.errors import UserError
-from mllm.model.tokenizer import bytes_tokenizer
+from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.processes import RowShare
 
 BYTES = bytes_tokenizer()
@@ -44,7 +44,7 @@ def some(count):
 
 def batches_of(source, *, batch_size=4, seed=0, **settings):
     config = DataConfig(**{"source": source, "max_length": 32, **settings})
-    documents, _ = load_documents(config, BYTES, ARITHMETIC)
+    documents, _ = load_documents(config, Renderer(BYTES), ARITHMETIC)
     return SftBatches(config, documents, batch_size, seed).train()
 
 
@@ -164,7 +164,7 @@ def test_sft_from_a_task_learns_its_solutions_and_needs_them():
     assert max(map(len, cut)) == 9 < max(map(len, documents(batch)))
     task = Task("judged", [Example([{"role": "user", "content": "a"}], "", None)], [])
     with pytest.raises(UserError, match=r"judged\[0\] has no solution"):
-        SftBatches(DataConfig(source="task", max_length=9), task_documents(task, BYTES, 9), 1).train()
+        SftBatches(DataConfig(source="task", max_length=9), task_documents(task, Renderer(BYTES), 9), 1).train()
 
 
 def counted(documents):
@@ -180,7 +180,7 @@ def read_all(documents):
 @pytest.mark.parametrize("packing", [False, True])
 def test_processes_partition_the_batch_of_a_single_one_and_read_their_own_documents_alone(tmp_path, packing):
     settings = DataConfig(source=write(tmp_path, some(60)), max_length=48, packing=packing, epochs=1)
-    whole, _ = load_documents(settings, BYTES, None)
+    whole, _ = load_documents(settings, Renderer(BYTES), None)
     noted = [counted(whole) for _ in SHARES]
     parts = (SftBatches(settings, noted[share.index][0], 4, share=share).train() for share in SHARES)
     sizes = np.zeros(2, int)
@@ -207,7 +207,7 @@ def test_a_split_of_a_hub_s_data_set_is_cached_by_its_files_and_read_without_nul
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     data = DataConfig(source="user/set", subset="main", max_length=32, validation={"split": "test"})
     for _ in range(2):
-        training, heldout = load_documents(data, BYTES, None)
+        training, heldout = load_documents(data, Renderer(BYTES), None)
         assert (read_all(training)[1][:-1], read_all(heldout)[2][:-1]) == (b"train 1", b"test 2")
     read_again = [("user/set", "main", split) for split in ("train", "test")]
     assert sorted(loaded) == sorted(read_again * 4)  # thrice for the files, once for the rows
@@ -215,7 +215,7 @@ def test_a_split_of_a_hub_s_data_set_is_cached_by_its_files_and_read_without_nul
 
 def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):
     settings = DataConfig(source=write(tmp_path, some(40)), max_length=32)
-    documents, _ = load_documents(settings, BYTES, None)
+    documents, _ = load_documents(settings, Renderer(BYTES), None)
     training, heldout = hold_out(documents, 0.2)
     trained, held, everything = map(read_all, (training, heldout, documents))
     assert (len(trained), len(held)) == (32, 8)
@@ -232,7 +232,7 @@ def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):
 )
 def test_batches_are_counted_from_sizes_alone_and_examples_that_fill_none_too(tmp_path, settings, batch_size, caplog):
     data = DataConfig(**{"source": write(tmp_path, some(41)), "max_length": 64, "epochs": 1, **settings})
-    documents, given = counted(load_documents(data, BYTES, None)[0])
+    documents, given = counted(load_documents(data, Renderer(BYTES), None)[0])
     batches = SftBatches(data, documents, batch_size, seed=3)
     examples = [int(batch.segments.max(1).sum()) for batch in batches.train()]
     expected, left = len(examples), 41 * data.epochs - sum(examples)

@@ -20,7 +20,7 @@ from mllm.data.tasks.gym import gym
 from mllm.data.tasks.load import load
 from mllm.data.tokenizing import encode_record
 from mllm.errors import UserError
-from mllm.model.tokenizer import bytes_tokenizer
+from mllm.model.tokenizer import Renderer, bytes_tokenizer
 
 BYTES = bytes_tokenizer()
 NAMES = {256: "<eot>", 257: "(", 258: ")"}
@@ -34,9 +34,9 @@ MARKED.chat_template = (
 """Its template marks what is learned."""
 
 
-def marked(record: dict[str, Any], tokenizer: Any = BYTES) -> str:
+def marked(record: dict[str, Any], tokenizer: Any = BYTES, rule: Any = "auto") -> str:
     """The record's text, in which learned tokens are in capitals or brackets of their own kind."""
-    ids, learned = encode_record(tokenizer, record)
+    ids, learned, _ = encode_record(Renderer(tokenizer, rule), record)
     names = [NAMES.get(token, chr(token)) for token in ids]
     return "".join(n.upper().translate({40: 91, 41: 93}) if y else n for n, y in zip(names, learned, strict=True))
 
@@ -60,11 +60,52 @@ def test_the_documentation_s_file_has_a_line_of_each_format() -> None:
     assert marks == ["(Add.)(3+4=)(7]", "(3+5=)(8]", "(3+6=)(9]", "(3+7=)(10]", "3+8=11]", "3+9=12]"]
 
 
+@pytest.mark.parametrize(
+    ("rule", "record", "expected"),
+    [
+        ("always", {"prompt": "a", "completion": "b"}, "(a)(B]"),
+        ("never", {"messages": SAID}, "aB]"),
+        ("never", {"question": "a", "answer": "b"}, "aB]"),
+        ("never", {"prompt": SAID[:1], "completion": SAID[1:]}, "aB]"),
+        ("never", {"text": "a"}, "A]"),
+    ],
+)
+def test_the_rule_may_make_a_chat_of_texts_and_texts_of_a_chat(rule: str, record: Any, expected: str) -> None:
+    assert marked(record, BYTES, rule) == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "record", "said"),
+    [
+        ("always", {"text": "a"}, "text has no turns, which chat_template: always renders"),
+        ("never", {"messages": SAID * 2}, "only a lone message of the user"),
+        ("never", {"messages": [{"role": "system", "content": "s"}, *SAID]}, "only a lone message of the user"),
+    ],
+)
+def test_what_a_rule_can_not_render_is_an_error(rule: str, record: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        marked(record, BYTES, rule)
+
+
+def test_a_call_of_tools_may_have_no_content_and_reaches_the_template_with_the_tools() -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template = "{{ tools[0].name if tools }}" + str(tokenizer.chat_template).replace(
+        "{{ message['content'] }}", "{{ message['content'] }}{{ message.tool_calls[0].name if message.tool_calls }}"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    chat = [SAID[0], call, {"role": "tool", "content": "7", "tool_calls": None}, {**SAID[1], "tool_calls": []}]
+    assert marked({"messages": chat, "tools": [{"name": "t"}]}, tokenizer) == "t(a)(ADD](7)(B]"
+    with pytest.raises(UserError, match="content must be a string"):
+        marked({"messages": [{**SAID[0], "content": None}, SAID[1]]})
+    with pytest.raises(UserError, match="is a control token"):
+        marked({"messages": [SAID[0], {**call, "tool_calls": [{"name": "<|im_end|>"}]}]})
+
+
 def test_text_needs_an_end_of_sequence() -> None:
     tokenizer = bytes_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"model.tokenizer: it names no end of sequence"):
-        encode_record(tokenizer, {"text": "a"})
+        encode_record(Renderer(tokenizer), {"text": "a"})
 
 
 @pytest.mark.parametrize(("count", "end"), [(1, "\n"), (3, "")])

@@ -1,18 +1,20 @@
 """Prompts come in a random order that is resumed exactly, without those that can't be used, which are counted."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from mllm.config.task import TaskConfig
 from mllm.data import prompts as data
-from mllm.data.prompts import training_prompts, usable_prompts
+from mllm.data.prompts import task_renderer, training_prompts, usable_prompts
 from mllm.data.source import DataIterator, example_index
 from mllm.data.tasks.task import Example, OnDemand, Task
 from mllm.errors import StepError, UserError
-from mllm.model.tokenizer import bytes_tokenizer
+from mllm.model.tokenizer import Renderer, bytes_tokenizer
 
-BYTES = bytes_tokenizer()
+BYTES = Renderer(bytes_tokenizer())
 LONG, BAD = "a" * 30, "<|im_end|>"
 
 
@@ -75,6 +77,31 @@ def test_problems_made_on_demand_are_left_out_and_counted_exactly_and_resume_too
         assert prompts.get_state() == resumed.get_state()
     left_out = [place for place in range(prompts.position) if example_index(place, 190, seed=0) in bad]
     assert prompts.position - prompts.given == len(left_out) > 30
+
+
+TEXT, MESSAGES = problem("a"), replace(problem("a"), conversational=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "learned", "problems", "system", "form"),
+    [
+        ("auto", "texts", [TEXT], None, "texts"),
+        ("auto", "chats", [TEXT], None, "chats"),
+        ("auto", "both", [TEXT], None, "chats"),
+        ("auto", "texts", [TEXT, MESSAGES], None, "chats"),
+        ("auto", "texts", [TEXT], "Add.", "chats"),
+        ("always", "texts", [TEXT], None, "chats"),
+        ("never", "chats", [TEXT], None, "texts"),
+    ],
+)
+def test_prompts_stay_texts_where_the_model_has_learned_texts_and_all_of_them_are(
+    rule: Any, learned: Any, problems: list[Example], system: str | None, form: str
+) -> None:
+    config = TaskConfig(name="arithmetic", system_prompt=system)
+    renderer = task_renderer(config, Task("listed", problems, []), Renderer(BYTES.tokenizer, rule), learned)
+    assert renderer.form == form
+    (prompt,) = usable_prompts([TEXT], renderer, 16, "prompts")
+    assert BYTES.tokenizer.decode(prompt.tokens) == {"texts": "a", "chats": "<|im_start|>a<|im_end|><|im_start|>"}[form]
 
 
 def test_too_many_bad_problems_in_a_row_end_the_run_so_that_it_can_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:

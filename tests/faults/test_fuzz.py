@@ -153,7 +153,7 @@ def read_chats(folder: Path, given: tuple[bytes, dict[str, Any], int]) -> None:
     content, options, batch_size = given
     (folder / "chats.jsonl").write_bytes(content)
     config = DataConfig(source=str(folder / "chats.jsonl"), **options)
-    batches = SftBatches(config, load_documents(config, BYTES, None)[0], batch_size).train()
+    batches = SftBatches(config, load_documents(config, tokenizer.Renderer(BYTES), None)[0], batch_size).train()
     first = next(batches)
     assert abs(first.weights.sum() - 1) < 1e-4
     assert first.tokens.shape[0] == batch_size
@@ -180,7 +180,8 @@ def read_listed(folder: Path, given: tuple[bytes, AnswerForm]) -> None:
     train = str(folder / "problems.jsonl")
     task = load_task(TaskConfig(name="jsonl", train=train, heldout=1, answer_form=form), seed=0)
     assert task.heldout[0].prompt not in [example.prompt for example in task.train]
-    assert training_prompts(task, BYTES, max_prompt_length=300, seed=0).get_state()["content"] == task.content
+    prompts = training_prompts(task, tokenizer.Renderer(BYTES), max_prompt_length=300, seed=0)
+    assert prompts.get_state()["content"] == task.content
 
 
 # Completions

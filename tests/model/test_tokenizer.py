@@ -9,12 +9,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from mllm.errors import UserError
 from mllm.model.tokenizer import (
     BYTES_TEMPLATE,
+    Renderer,
     bytes_tokenizer,
+    check_template_args,
     control_tokens,
     encode_example,
     encode_prompt,
@@ -72,7 +75,7 @@ def with_template(template: Any) -> PreTrainedTokenizerFast:
 
 def learned_text(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> str:
     """The assistant's tokens, with a bar between runs of them."""
-    ids, assistant = encode_example(tokenizer, messages)
+    ids, assistant = encode_example(Renderer(tokenizer), messages)
     assert len(ids) == len(assistant)
     shown = [chr(token) if token < 256 else f"<{token}>" for token in ids]
     runs = "".join(token if mine else "\0" for token, mine in zip(shown, assistant, strict=True))
@@ -100,9 +103,9 @@ def test_a_saved_byte_tokenizer_is_loaded_unchanged_beside_a_qwen2_config(tmp_pa
 
 
 def test_a_prompt_ends_where_the_assistant_begins_and_is_a_prefix_of_the_example() -> None:
-    prompt = encode_prompt(BYTES, CHAT[:1])
+    prompt = encode_prompt(Renderer(BYTES), CHAT[:1])
     assert prompt == [START, *b"3+4=", END, START]
-    ids, assistant = encode_example(BYTES, CHAT[:2])
+    ids, assistant = encode_example(Renderer(BYTES), CHAT[:2])
     assert ids == [*prompt, *b"7", END]
     assert assistant == [False] * len(prompt) + [True, True]
 
@@ -114,7 +117,7 @@ def test_all_turns_of_the_assistant_and_nothing_else_are_learned(template: str) 
 
 def test_tokenizing_turn_by_turn_changes_no_token_of_the_rendered_text() -> None:
     tokenizer = with_template(QWEN_TEMPLATE)
-    ids, _ = encode_example(tokenizer, CHAT)
+    ids, _ = encode_example(Renderer(tokenizer), CHAT)
     assert ids == tokenizer.encode(tokenizer.apply_chat_template(CHAT, tokenize=False), add_special_tokens=False)
 
 
@@ -128,7 +131,7 @@ def test_tokenizing_turn_by_turn_changes_no_token_of_the_rendered_text() -> None
 def test_a_template_that_fails_is_an_error_in_one_line(template: Any, message: str) -> None:
     """tests/run/bad_models.py has more of them."""
     with pytest.raises(UserError, match=message) as error:
-        encode_example(with_template(template), CHAT)
+        encode_example(Renderer(with_template(template)), CHAT)
     assert "\n" not in str(error.value)
 
 
@@ -139,23 +142,53 @@ def test_qwen3_s_thought_before_the_last_answer_is_learned_and_earlier_turns_hav
     assert learned_text(qwen3, CHAT[:2]) == f"{thought}7<{END}>"
 
 
+def test_a_variable_of_the_template_reaches_it_and_one_that_it_lacks_is_refused() -> None:
+    """`enable_thinking: false` makes Qwen3's template begin the answer with an empty thought."""
+    thought = "<think>\n\n</think>\n\n"
+    begins = "{% if enable_thinking is defined and not enable_thinking %}{{ thought }}{% endif %}{% endif %}"
+    tokenizer = with_template(QWEN3_TEMPLATE.removesuffix("{% endif %}") + begins)
+    quiet = Renderer(tokenizer, args={"enable_thinking": False})
+    begun, asked = (encode_prompt(renderer, CHAT[:1]) for renderer in (quiet, Renderer(tokenizer)))
+    assert begun == [*asked, *thought.encode()]
+    ids, learned = encode_example(quiet, CHAT[:2])
+    assert learned.index(True) == len(begun)  # the sampler never writes the thought, so it is not learned either
+    assert ids[: len(begun)] == begun
+    check_template_args(tokenizer, quiet.args)
+    for name in ("enable_thinkin", "tokenize", "tools"):
+        with pytest.raises(UserError, match=f"task.template_args: .* has no variable {name}: remove it"):
+            check_template_args(tokenizer, {name: False})
+
+
+def test_without_the_template_a_prompt_is_the_user_s_text_after_the_token_that_begins_texts() -> None:
+    assert encode_prompt(Renderer(BYTES, "never"), CHAT[:1]) == [*b"3+4="]
+    llama = bytes_tokenizer()
+    llama.bos_token = "<|endoftext|>"
+    begins = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", ENDOFTEXT)])
+    llama.backend_tokenizer.post_processor = begins
+    assert encode_prompt(Renderer(llama, "never"), CHAT[:1]) == [ENDOFTEXT, *b"3+4="]
+    for messages in (CHAT[:3], [{"role": "system", "content": "Add."}, CHAT[0]]):
+        with pytest.raises(UserError, match="only a lone message of the user"):
+            encode_prompt(Renderer(BYTES, "never"), messages)
+
+
 def test_llama_s_template_trims_answers_and_writes_the_same_date_every_day() -> None:
     llama = with_template(LLAMA_TEMPLATE)
     assert learned_text(llama, CHAT) == f"7<{END}>|Yes,\n I am.<{END}>"
-    assert "Today Date: 26 Jul 2024" in llama.decode(encode_prompt(llama, CHAT[:1]))
+    assert "Today Date: 26 Jul 2024" in llama.decode(encode_prompt(Renderer(llama), CHAT[:1]))
     assert stop_ids(llama) == (END,)
 
 
 def test_a_template_that_never_ends_is_stopped_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mllm.model.tokenizer.TEMPLATE_SECONDS", 0.1)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    renderer = Renderer(with_template(loop))
     with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match=r"its chat template took longer than 0\.1 s"):
-        pool.submit(encode_prompt, with_template(loop), CHAT[:1]).result()  # as Grain's threads render prompts
+        pool.submit(encode_prompt, renderer, CHAT[:1]).result()  # as Grain's threads render prompts
 
 
 def test_a_template_that_renders_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="makes nothing of them"):
-        encode_prompt(with_template("{# nothing #}"), CHAT[:1])
+        encode_prompt(Renderer(with_template("{# nothing #}")), CHAT[:1])
 
 
 def test_stop_ids_are_gathered_without_duplicates(tmp_path: Path) -> None:

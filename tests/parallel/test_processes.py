@@ -43,7 +43,7 @@ from mllm.errors import RESTART, StepError, UserError
 from mllm.model import weights
 from mllm.model.decoder import Decoder
 from mllm.model.layout import Layout
-from mllm.model.tokenizer import bytes_tokenizer
+from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel import watch
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.parallel.processes import (
@@ -206,7 +206,7 @@ def check_rows_and_reading(path):
     settings = DataConfig(source=source, max_length=32)
     differ = r"^data\.source: process 1 and process 0 have different examples"
     with pytest.raises(UserError, match=differ), raise_everywhere():
-        cache.cached_documents(data_records.Origin("data.source", source), settings, bytes_tokenizer())
+        cache.cached_documents(data_records.Origin("data.source", source), settings, Renderer(bytes_tokenizer()))
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -241,10 +241,10 @@ def check_rows_and_reading(path):
         return original(line)
 
     origin = data_records.Origin("data.source", path)
-    expected = list(chain(*tokenizing.encode_blocks(bytes_tokenizer(), 32, origin.blocks())))
+    expected = list(chain(*tokenizing.encode_blocks(Renderer(bytes_tokenizer()), 32, origin.blocks())))
     assert [place for place, *_ in expected] == [f"{path}:{number}" for number in range(1, 200)]
     data_records.parse = count
-    own = tokenizing.encode_blocks(bytes_tokenizer(), 32, islice(origin.blocks(), process, None, 2))
+    own = tokenizing.encode_blocks(Renderer(bytes_tokenizer()), 32, islice(origin.blocks(), process, None, 2))
     assert str([*cache.exchange(own)]) == str(expected)
     both = gather_objects(parsed)
     assert sorted(chain(*both)) == sorted(Path(path).read_text().splitlines(keepends=True))

@@ -18,7 +18,7 @@ from mllm.rl.rollout import Completion, Sampler
 EXAMPLES = [Example([{"role": "user", "content": f"{n}+0="}], str(n), answer_form="hashes") for n in (1, 2, 3, 4)]
 GREEDY = ["#### 1", "2", "#### 4", "five"]
 SAMPLED = ["1", "#### 2", "#### 3", "#### 4"]
-BYTES = tokenizers.bytes_tokenizer()
+BYTES = tokenizers.Renderer(tokenizers.bytes_tokenizer())
 TOKENS = [tokenizers.encode_prompt(BYTES, example.prompt) for example in EXAMPLES]
 TASK = TaskConfig(name="arithmetic")
 CALLS = []

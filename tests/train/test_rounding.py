@@ -19,7 +19,7 @@ from mllm.model.decoder import Layer
 from mllm.model.layout import map_parameters
 from mllm.model.load import load_policy
 from mllm.model.lora import Lora
-from mllm.model.tokenizer import bytes_tokenizer
+from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.mesh import make_mesh
 from mllm.rl import sampling
 from mllm.rl.rollout import Sampler
@@ -71,7 +71,7 @@ class Model:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sampling, "sequence_keys", lambda seed, step, sequences: sequences)
             patch.setattr(sampling, "sample", draw)
-            sampler = Sampler(self.policy.graphdef, bytes_tokenizer(), (-1,), self.settings.rollout, 0)
+            sampler = Sampler(self.policy.graphdef, Renderer(bytes_tokenizer()), (-1,), self.settings.rollout, 0)
             found = sampler.complete(self.stored(params), ROWS.tokens[:, :PROMPT].tolist(), step=0)
         return np.array([one.logprobs for one in found])[COUNTED]
 

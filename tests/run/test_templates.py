@@ -1,0 +1,136 @@
+"""What a model has learned from decides how it is asked: by later runs, by evaluation, and by the tools."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import ROOT, changed, records, run
+from tiny import config
+
+import train
+from mllm.config.load import read
+from mllm.run.build import Run
+from tools import export, generate
+
+ANSWERS = {"3+4=": "7", "1+2=": "3", "5+3=": "8"}
+TEXTS = [{"prompt": prompt, "completion": answer} for prompt, answer in ANSWERS.items()]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A run that has learned texts by heart, and measures them as a task's problems, with an export."""
+    folder = tmp_path_factory.mktemp("texts")
+    data, problems = folder / "data.jsonl", folder / "problems.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in TEXTS))
+    problems.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in ANSWERS.items()))
+    task = {"name": "jsonl", "train": str(problems), "heldout": 2}
+    settings = config(
+        "sft",
+        run_dir=str(folder / "run"),
+        steps=40,
+        data={"source": str(data), "max_length": 16, "packing": False},
+        task=task,
+    )
+    assert run(settings) == 0
+    assert export.main([settings.run_dir]) == 0
+    return settings
+
+
+def answers(model, questions, folder, *options):
+    """What a model answers to questions."""
+    prompts, out = folder / "prompts.jsonl", folder / f"{len([*folder.iterdir()])}.jsonl"
+    prompts.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
+    given = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", "4", "--dtype", "float32"]
+    assert generate.main([str(model), *given, *options]) == 0
+    found = [json.loads(line)["completion"] for line in out.read_text().splitlines()]
+    return dict(zip(questions, found, strict=True))
+
+
+def following(texts, folder, algorithm="grpo", model=None, **sections):
+    source = {"init": "pretrained", "architecture": None, "source": model or texts.run_dir}
+    return changed(config(algorithm, run_dir=str(folder)), model=source, **sections)
+
+
+def test_a_run_that_has_learned_texts_is_asked_by_texts_in_its_evaluation_by_generate_and_as_an_export(
+    texts, tmp_path, capsys
+):
+    assert records(texts)[-1]["eval/greedy_accuracy"] == 1
+    assert read(Path(texts.run_dir, "config.yaml"))["learned"] == "texts"
+    for model in (texts.run_dir, f"{texts.run_dir}/export"):
+        assert answers(model, ANSWERS, tmp_path) == ANSWERS
+    assert "knows" not in capsys.readouterr().err
+    assert answers(texts.run_dir, ANSWERS, tmp_path, "--chat-template", "always") != ANSWERS
+    line = f"{texts.run_dir} knows texts, and prompts are chats: --chat-template never leaves them texts"
+    assert line in capsys.readouterr().err.splitlines()
+    assert "prompts without the chat template" in Path(texts.run_dir, "export", "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("sections", "form", "warned"),
+    [
+        ({}, "texts", ""),
+        ({"task": {"system_prompt": "Add."}}, "chats", "the prompts of task arithmetic are chats: chat_template=never"),
+        ({"chat_template": "always"}, "chats", "knows texts, and the prompts of task arithmetic are chats"),
+    ],
+    ids=["auto", "a system prompt", "always"],
+)
+def test_a_run_that_begins_with_it_asks_by_texts_or_says_that_it_does_not(
+    texts, tmp_path, caplog, sections, form, warned
+):
+    settings = following(texts, tmp_path / "run", **sections)
+    with Run.build(settings) as begun:
+        assert begun.sampler.renderer.form == form
+        assert begun.config.learned == form
+    lines = [line for line in caplog.messages if "knows" in line]
+    assert len(lines) == bool(warned)
+    assert warned in "".join(lines)
+
+
+def test_a_model_with_a_template_that_is_given_texts_says_so(texts, tmp_path, caplog):
+    export_of_chats = tmp_path / "model"
+    shutil.copytree(f"{texts.run_dir}/export", export_of_chats)
+    sizes = json.loads((export_of_chats / "config.json").read_text())
+    del sizes["mllm_learned"]  # as anyone's model
+    (export_of_chats / "config.json").write_text(json.dumps(sizes))
+    data = texts.data.model_dump()
+    settings = following(texts, tmp_path / "run", "sft", data=data, model=str(export_of_chats))
+    with Run.build(changed(settings, eval=None, task=None, rollout=None)) as begun:
+        assert begun.source.learned == "texts"
+    assert "knows chats, and this run's examples are texts: chat_template=always renders them" in caplog.text
+
+
+EXAMPLES = sorted(path.name for path in (ROOT / "docs" / "examples").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def tiny_sft(tmp_path_factory):
+    """The export that examples begin with, of a shorter run."""
+    folder = tmp_path_factory.mktemp("tiny_sft") / "run"
+    assert train.main(["--config", "tiny_sft.yaml", f"run_dir={folder}"]) == 0
+    assert export.main([str(folder)]) == 0
+    return folder / "export"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_each_example_of_the_documentation_is_trained_and_then_answers_what_it_was_taught(name, tmp_path, request):
+    """Generate answers held-out problems exactly as often as the run's last evaluation has counted."""
+    path, folder = ROOT / "docs" / "examples" / name, tmp_path / "run"
+    settings = yaml.safe_load(path.read_text())
+    options = [f"run_dir={folder}"]
+    if "source" in settings["model"]:
+        options += [f"model.source={request.getfixturevalue('tiny_sft')}", "steps=8"]
+    assert train.main(["--config", str(path), *options]) == 0
+    with Run.build(train.configs.load(str(path), options)) as ended:
+        problems = {one.prompt[-1]["content"]: one.answer for one in ended.task.heldout} if ended.task else {}
+    if not problems:
+        lines = [json.loads(line) for line in (path.parent / "sums.jsonl").read_text().splitlines()]
+        problems = {line["prompt"]: line["completion"] for line in lines}
+    found = answers(folder, problems, tmp_path)
+    right = sum(found[prompt] == answer for prompt, answer in problems.items()) / len(problems)
+    if measured := [line["eval/greedy_accuracy"] for line in records(ended.config) if "eval/greedy_accuracy" in line]:
+        assert right == measured[-1] > 0
+    else:
+        assert right > 0.5
