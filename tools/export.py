@@ -11,6 +11,7 @@ lacks config.json, so that nothing takes it for a model.
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,7 @@ def save_model(config: "Config", policy: "Policy", step: int, params: "Params", 
     line = count_moved(policy, params, merged, tool_run(run).field(step, "first_weights"))
     how = "dithered" if dithered else "rounded to nearest"
     what = {"float32": "; whoever loads them in bfloat16 rounds them to nearest", "bfloat16": f", {how}"}[dtype]
-    if config.learned == "texts" and policy.tokenizer.chat_template:
+    if policy.learned == "texts" and policy.tokenizer.chat_template:
         line += " It has learned texts: give it prompts without the chat template."
     text = f"{REPLACED}# Step {step} of {run}\n\nThe parameters are {dtype}{what}. {line}\n\n"
     text += f'    transformers.AutoModelForCausalLM.from_pretrained(FOLDER, torch_dtype="{dtype}")\n'
@@ -71,7 +72,7 @@ def save_model(config: "Config", policy: "Policy", step: int, params: "Params", 
         policy.tokenizer.save_pretrained(folder)
         (folder / README).write_text(text, encoding="utf-8")
 
-    ids = {"stop_ids": policy.stop_ids, "pad_id": policy.tokenizer.pad_token_id, "learned": config.learned}
+    ids = {"stop_ids": policy.stop_ids, "pad_id": policy.tokenizer.pad_token_id, "learned": policy.learned}
     weights.save(out, policy.exported, merged, dtype=dtype, dithered=dithered, also=add_files, **ids)
     return line
 
@@ -116,6 +117,7 @@ def restore(
     if adapter and config.model.lora is None:
         raise UserError(f"--adapter: {run} trained the whole model (no model.lora): leave it out")
     policy = load_policy(config, make_mesh(MeshConfig()))
+    policy = replace(policy, learned=config.learned or policy.learned)
     step, params = restore_params(store, policy.trained, step)
     return config, policy, step, params if adapter else policy.complete(params)
 

@@ -27,7 +27,7 @@ from mllm.errors import UserError
 from tools.bench.frame import positive
 
 if TYPE_CHECKING:
-    from mllm.config.task import Learned, TaskConfig
+    from mllm.config.task import TaskConfig
     from mllm.model.layout import Params
     from mllm.model.load import Policy
     from mllm.rl.rollout import Completion
@@ -42,12 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chats = read_prompts(options)
     if options.out and options.out.exists():
         raise UserError(f"--out: {options.out} exists, and would be overwritten; give another name")
-    policy, params, task, learned = load(options)
+    policy, params, task = load(options)
     if system := options.system or (task and task.system_prompt):
         first = {"role": "system", "content": system}
         chats = [chat if chat[0]["role"] == "system" else [first, *chat] for chat in chats]
-    args = (task and task.template_args) or {}
-    completions = complete(options, policy, params, encode(options, policy, chats, learned, args))
+    prompts = encode(options, policy, chats, (task and task.template_args) or {})
+    completions = complete(options, policy, params, prompts)
     if options.out is None:
         for completion in completions:
             text = completion.text
@@ -111,8 +111,8 @@ def read_chat(record: Record) -> Chat:
     return chat
 
 
-def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | None, Learned]":
-    """The model, its parameters, the task of a run, and what the model has learned from."""
+def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | None]":
+    """The model, its parameters and, of a run, its task."""
     from mllm.config.model import MeshConfig, ModelConfig
     from mllm.model.load import load_model
     from mllm.parallel.mesh import make_mesh
@@ -124,22 +124,22 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | Non
         dtype = options.dtype or "bfloat16"
         model = ModelConfig.model_validate({"source": options.model, "dtype": dtype, "param_dtype": dtype})
         policy = load_model(model, mesh, packed=False)
-        return policy, policy.initial_params(), None, policy.learned
+        return policy, policy.initial_params(), None
     config, policy, step, params = restore(options.model, None, options.dtype)
     print(f"{options.model}: step {step}", file=sys.stderr)
-    return policy, params, config.task, config.learned or policy.learned
+    return policy, params, config.task
 
 
 def encode(
-    options: argparse.Namespace, policy: "Policy", chats: Sequence[Chat], learned: "Learned", args: dict[str, Any]
+    options: argparse.Namespace, policy: "Policy", chats: Sequence[Chat], args: dict[str, Any]
 ) -> list[list[int]]:
     """The chats' tokens, rendered as the model has learned, with a line on stderr where they are not."""
     from mllm.model.tokenizer import Renderer, encode_prompt, mismatch
 
     renderer = Renderer(policy.tokenizer, options.chat_template, args)
-    renderers = [renderer.for_prompts(learned, are_texts=len(chat) == 1) for chat in chats]
+    renderers = [renderer.for_prompts(policy.learned, are_texts=len(chat) == 1) for chat in chats]
     for form in {each.form for each in renderers}:
-        for line in mismatch("--chat-template ", options.model, learned, "prompts", form):
+        for line in mismatch("--chat-template ", options.model, policy.learned, "prompts", form):
             print(line, file=sys.stderr)
     return [encode_prompt(each, chat) for each, chat in zip(renderers, chats, strict=True)]
 

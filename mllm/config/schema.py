@@ -123,10 +123,9 @@ class Config(Section):
         else:
             self.check_sft()
         self.check_evaluation()
-        if self.chat_template == "never" and self.task is not None:
-            for name in ("system_prompt", "template_args"):
-                if getattr(self.task, name) is not None:
-                    raise impossible(f"task.{name}", "is for the chat template, and chat_template is never: remove it")
+        for name in ("system_prompt", "template_args") if self.chat_template == "never" else ():
+            if getattr(self.task, name, None) is not None:
+                raise impossible(f"task.{name}", "is for the chat template, and chat_template is never: remove it")
         shards = self.mesh.dp * self.mesh.fsdp
         for key, rows in (("batch_size", self.batch_size), ("micro_batch_size", self.micro_batch_size or 0)):
             if rows % shards:

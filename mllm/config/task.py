@@ -10,8 +10,8 @@ from mllm.config.section import Section, impossible
 AnswerForm = Literal["whole", "hashes", "tags", "boxed"]
 """How a completion states its answer, see mllm/data/tasks/answers.py."""
 ChatTemplate = Literal["auto", "always", "never"]
-Learned = Literal["texts", "chats", "both"]
-"""What a model has learned from: texts as they are, chats that its template has rendered, or both."""
+Learned = Literal["texts", "chats"]
+"""What a model has learned from: texts alone, as they are, or chats that its template has rendered."""
 
 
 REWARD_URL = re.compile(r"""url:https?://(\[[\da-fA-F:.]+\]|[\w.-]+)(:\d+)?(/[!"$->@-~]*)?""", re.ASCII)

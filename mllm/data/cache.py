@@ -28,7 +28,6 @@ from jaxtyping import Int32
 from tqdm import tqdm
 
 from mllm.config.data import DataConfig
-from mllm.config.task import Learned
 from mllm.data.records import Origin, bad_lines
 from mllm.data.tokenizing import Document, Documents, Encoded, encode_blocks
 from mllm.errors import UserError, brief
@@ -92,8 +91,7 @@ def open_documents(folder: Path, summary: dict[str, Any]) -> Documents:
         except (RuntimeError, ValueError) as error:
             raise UserError(f"data.cache: {folder} is damaged ({brief(error)}): delete it") from None
 
-    learned: Learned = "both" if 0 < summary["texts"] < len(sizes) else "texts" if summary["texts"] else "chats"
-    return Documents(sizes, read, summary["content"], learned)
+    return Documents(sizes, read, summary["content"], "texts" if summary["texts"] == len(sizes) else "chats")
 
 
 def make_together(folder: Path, origin: Origin, config: DataConfig, renderer: Renderer, content: str) -> None:

@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from mllm.config.data import DataConfig, names_files
 from mllm.config.section import LARGEST_NUMBER
-from mllm.config.task import Learned
 from mllm.data.batch import Batch, padded_length
 from mllm.data.cache import cached_documents
 from mllm.data.packing import add_sequence, empty_batch, first_fit
@@ -240,8 +239,7 @@ def task_documents(task: Task, renderer: Renderer, max_length: int) -> Documents
             raise UserError(f"{place}: {error}") from None
 
     sizes = OnDemand(lambda index: make(index).size, range(len(task.train)))
-    learned: Learned = "texts" if renderer.rule == "never" else "chats"
-    return Documents(sizes, lambda indices: [make(index) for index in indices], task.content, learned)
+    return Documents(sizes, lambda indices: [make(index) for index in indices], task.content, renderer.form)
 
 
 def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:

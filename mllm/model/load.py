@@ -19,7 +19,7 @@ from mllm.model import peft, weights
 from mllm.model.architecture import PRESETS, Architecture
 from mllm.model.attention import AttentionChoice, choose
 from mllm.model.decoder import Decoder
-from mllm.model.folder import SMALL, local_folder
+from mllm.model.folder import SMALL, local_folder, read_json
 from mllm.model.layout import Layout, Params
 from mllm.model.lora import Lora, initial_adapters, split_adapters
 from mllm.model.tokenizer import Tokenizer, check_fits, load_tokenizer, stop_ids
@@ -145,6 +145,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         )
     tokenizer = load_tokenizer(model.tokenizer or ("bytes" if folder is None else str(folder)))
     check_fits(tokenizer, architecture.vocab_size)
+    told = read_json(folder / "config.json").get(weights.LEARNED) if folder else None
     return Policy(
         architecture=architecture,
         tokenizer=tokenizer,
@@ -156,7 +157,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         seed=seed,
         lora=lora,
         adapters=adapters,
-        learned=weights.read_learned(folder) or ("chats" if tokenizer.chat_template else "texts"),
+        learned="texts" if told == "texts" or not (told or tokenizer.chat_template) else "chats",
     )
 
 

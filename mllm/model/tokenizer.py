@@ -57,7 +57,7 @@ class Renderer:
 
 def mismatch(setting: str, who: str, learned: Learned, here: str, form: Learned) -> list[str]:
     """A line that says that a model is given another form than it has learned; none where it is not."""
-    if learned == form or "both" in (learned, form):
+    if learned == form:
         return []
     way_out = f"{setting}never leaves them texts" if form == "chats" else f"{setting}always renders them"
     return [f"{who} knows {learned}, and {here} are {form}: {way_out}"]
@@ -153,7 +153,8 @@ def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[st
                 raise UserError(f"{path}: eos_token_id: {token!r} is no id of the tokenizer: repair or remove it")
             ids.append(token)
     if tokenizer.chat_template:
-        answered = render(tokenizer, [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}], {})
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
+        answered = render(Renderer(tokenizer), chat)
         closing = control_tokens(tokenizer).findall(answered.rpartition(".")[2])
         ids += [cast(int, tokenizer.convert_tokens_to_ids(token)) for token in closing[:1]]
     for text in stop:
@@ -184,10 +185,9 @@ def encode_prompt(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
 
     It is a chat that the template renders, or with the rule `never` the user's text as it stands.
     """
-    tokenizer = renderer.tokenizer
     if renderer.rule == "never":
-        return encode_text(tokenizer, text_of(messages), "")[0][:-1]
-    ids = encode(tokenizer, render(tokenizer, messages, renderer.args, add_generation_prompt=True))
+        return encode_text(renderer.tokenizer, text_of(messages), "")[0][:-1]
+    ids = encode(renderer.tokenizer, render(renderer, messages, add_generation_prompt=True))
     if not ids:
         raise MessagesError("messages: the tokenizer's chat template makes nothing of them")
     return ids
@@ -211,9 +211,8 @@ def encode_text(tokenizer: Tokenizer, prompt: str, completion: str) -> tuple[lis
         raise UserError("model.tokenizer: it names no end of sequence, which text without a chat template needs")
     for piece in (prompt, completion):
         if found := control_tokens(tokenizer).search(piece):
-            raise MessagesError(
-                f"text: {found.group()} is a control token: give messages, which the chat template renders"
-            )
+            what = f"{found.group()} is a control token: give messages, which the chat template renders"
+            raise MessagesError(f"text: {what}")
     first = encode(tokenizer, "a", whole=True)[:1]
     before = [*(first if first == [tokenizer.bos_token_id] else ()), *encode(tokenizer, prompt)]
     after = encode(tokenizer, completion)
@@ -230,18 +229,16 @@ def encode_example(
     tokenized by itself, as in `encode_prompt`. UserError is raised if there is no template, it fails, or it doesn't
     tell the assistant's turns from the others.
     """
-    tokenizer, args = renderer.tokenizer, renderer.args
-    text = render(tokenizer, messages, args)
+    tokenizer, text = renderer.tokenizer, render(renderer, messages)
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):
-        masked = {"return_dict": True, "return_assistant_tokens_mask": True}
-        encoded: Any = apply_template(tokenizer, messages, args, **masked)
+        encoded: Any = apply_template(renderer, messages, return_dict=True, return_assistant_tokens_mask=True)
         prompt = len(encode_prompt(renderer, messages[:first_learned])) if first_learned else 0
         assistant = [bool(learned) for learned in encoded["assistant_masks"]]
         return list(encoded["input_ids"]), [False] * prompt + assistant[prompt:]
     borders, learned = [0], [False]
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
-            borders += assistant_span(tokenizer, messages, turn, text, args)
+            borders += assistant_span(renderer, messages, turn, text)
             learned += [turn >= first_learned, False]
     ids: list[int] = []
     mask: list[bool] = []
@@ -252,23 +249,21 @@ def encode_example(
     return ids, mask
 
 
-def assistant_span(
-    tokenizer: Tokenizer, messages: Sequence[Message], turn: int, text: str, args: Mapping[str, Any]
-) -> tuple[int, int]:
+def assistant_span(renderer: Renderer, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int]:
     """Where in `text` (the rendered chat) the assistant's turn starts, and where its closing control token ends.
 
     Text after that token, such as Qwen's newline, does not belong to the turn: sampling stops before it.
     """
     if turn == 0:
         raise MessagesError("messages: the first is the assistant's, so it answers nothing: begin with the user's")
-    before = render(tokenizer, messages[:turn], args, add_generation_prompt=True)
-    through = render(tokenizer, messages[: turn + 1], args)
+    before = render(renderer, messages[:turn], add_generation_prompt=True)
+    through, tokens = render(renderer, messages[: turn + 1]), control_tokens(renderer.tokenizer)
     if text.startswith(through) and through.startswith(before):
-        closing = list(control_tokens(tokenizer).finditer(through, len(before)))
+        closing = list(tokens.finditer(through, len(before)))
         return len(before), closing[-1].end() if closing else len(through)
     # Qwen3's template writes an empty thought into the turns after the last question, and into no earlier one.
     said = text.find(messages[turn]["content"].strip(), len(before))
-    if text.startswith(before) and said >= 0 and (end := control_tokens(tokenizer).search(text, said)):
+    if text.startswith(before) and said >= 0 and (end := tokens.search(text, said)):
         return len(before), end.end()
     raise UserError(
         "model.tokenizer: its chat template rewrites earlier turns, so the assistant's can't be told "
@@ -276,22 +271,19 @@ def assistant_span(
     )
 
 
-def render(
-    tokenizer: Tokenizer, messages: Sequence[Message], args: Mapping[str, Any], *, add_generation_prompt: bool = False
-) -> str:
+def render(renderer: Renderer, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
     """The chat as the template renders it; UserError where there is no template, or it refuses the chat.
 
     A message with the text of a control token is an error, too: Hugging Face's pipeline would read it as the token.
     """
-    if not tokenizer.chat_template:
-        way_out = "use an instruction-tuned checkpoint's tokenizer, or texts"
-        raise UserError(f"model.tokenizer: it has no chat template, which messages need: {way_out}")
-    called = [message.get("tool_calls") for message in messages]
-    for text in (*(message["content"] for message in messages), json.dumps([called, {**args}], ensure_ascii=False)):
-        if found := control_tokens(tokenizer).search(text):
+    if not renderer.tokenizer.chat_template:
+        raise UserError("model.tokenizer: it has no chat template: use an instruction-tuned model's, or give texts")
+    called = [{**renderer.args}, *(message.get("tool_calls") for message in messages)]
+    said = [message["content"] for message in messages]
+    for text in (*said, json.dumps(called, ensure_ascii=False, default=str)):
+        if found := control_tokens(renderer.tokenizer).search(text):
             raise MessagesError(f"messages: {found.group()} is a control token, which only the chat template may write")
-    options = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
-    return cast(str, apply_template(tokenizer, messages, args, **options))
+    return cast(str, apply_template(renderer, messages, add_generation_prompt=add_generation_prompt, tokenize=False))
 
 
 def check_template_args(tokenizer: Tokenizer, args: Mapping[str, Any]) -> None:
@@ -302,16 +294,17 @@ def check_template_args(tokenizer: Tokenizer, args: Mapping[str, Any]) -> None:
             raise UserError(f"task.template_args: the tokenizer's chat template has no variable {name}: remove it")
 
 
-def apply_template(tokenizer: Tokenizer, messages: Sequence[Message], args: Mapping[str, Any], **options: Any) -> Any:
+def apply_template(renderer: Renderer, messages: Sequence[Message], **options: Any) -> Any:
     """The result of `apply_chat_template`; UserError where the template fails or takes too long."""
     try:
         with time_limit(TEMPLATE_SECONDS, "model.tokenizer: its chat template"):
-            template: Any = tokenizer.get_chat_template()
+            template: Any = renderer.tokenizer.get_chat_template()
             if not isinstance(template, str) or len(template) > LARGEST_TEMPLATE:
                 raise UserError(f"model.tokenizer: its chat template is no text of up to {LARGEST_TEMPLATE} characters")
             refuse_powers(template)
             # Llama 3.2's template would write today's date, and a run that resumes tomorrow would see other prompts.
-            return tokenizer.apply_chat_template(list(messages), **({"date_string": DATE} | {**args}), **options)
+            variables = {"date_string": DATE, **renderer.args}
+            return renderer.tokenizer.apply_chat_template(list(messages), **variables, **options)
     except UserError:
         raise
     except Exception as error:  # the template is a program, which may fail in any way

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +51,6 @@ def read_config(folder: Path) -> Architecture:
     if not path.is_file():
         raise UserError(f"{path}: missing; a checkpoint in Hugging Face's layout has it")
     return Architecture.from_hf(read_json(path), where=str(path))
-
-
-def read_learned(folder: Path | None) -> Learned | None:
-    """What the model of a folder has learned from, where the folder is an export that says so."""
-    known = read_json(folder / "config.json").get(LEARNED) if folder else None
-    return known if known in get_args(Learned) else None
 
 
 def load(

@@ -87,7 +87,6 @@ TEXT, MESSAGES = problem("a"), replace(problem("a"), conversational=True)
     [
         ("auto", "texts", [TEXT], None, "texts"),
         ("auto", "chats", [TEXT], None, "chats"),
-        ("auto", "both", [TEXT], None, "chats"),
         ("auto", "texts", [TEXT, MESSAGES], None, "chats"),
         ("auto", "texts", [TEXT], "Add.", "chats"),
         ("always", "texts", [TEXT], None, "chats"),
