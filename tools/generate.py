@@ -46,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if system := options.system or (task and task.system_prompt):
         first = {"role": "system", "content": system}
         chats = [chat if chat[0]["role"] == "system" else [first, *chat] for chat in chats]
-    prompts = encode(options, policy, chats, (task and task.template_args) or {})
-    completions = complete(options, policy, params, prompts)
+    completions = complete(options, policy, params, chats, (task and task.template_args) or {})
     if options.out is None:
         for completion in completions:
             text = completion.text
@@ -130,30 +129,25 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | Non
     return policy, params, config.task
 
 
-def encode(
-    options: argparse.Namespace, policy: "Policy", chats: Sequence[Chat], args: dict[str, Any]
-) -> list[list[int]]:
-    """The chats' tokens, rendered as the model has learned, with a line on stderr where they are not."""
+def complete(
+    options: argparse.Namespace, policy: "Policy", params: "Params", chats: Sequence[Chat], args: dict[str, Any]
+) -> "list[Completion]":
+    """The chats' completions; UserError where one doesn't fit the model's positions.
+
+    `args` are the chat template's. A line on stderr says where it renders what the model has not learned so.
+    """
+    from tqdm import tqdm
+
+    from mllm.config.grpo import RolloutConfig
     from mllm.model.tokenizer import Renderer, encode_prompt, mismatch
+    from mllm.rl.rollout import RolloutWork, Sampler
 
     renderer = Renderer(policy.tokenizer, options.chat_template, args)
     renderers = [renderer.for_prompts(policy.learned, are_texts=len(chat) == 1) for chat in chats]
     for form in {each.form for each in renderers}:
         for line in mismatch("--chat-template ", options.model, policy.learned, "prompts", form):
             print(line, file=sys.stderr)
-    return [encode_prompt(each, chat) for each, chat in zip(renderers, chats, strict=True)]
-
-
-def complete(
-    options: argparse.Namespace, policy: "Policy", params: "Params", prompts: Sequence[list[int]]
-) -> "list[Completion]":
-    """The prompts' completions; UserError where one doesn't fit the model's positions."""
-    from tqdm import tqdm
-
-    from mllm.config.grpo import RolloutConfig
-    from mllm.model.tokenizer import Renderer
-    from mllm.rl.rollout import RolloutWork, Sampler
-
+    prompts = [encode_prompt(each, chat) for each, chat in zip(renderers, chats, strict=True)]
     longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
     limit = options.max_tokens or max(1, min(MOST_TOKENS, most - longest))
     if longest + limit > most:
@@ -168,7 +162,7 @@ def complete(
     with tqdm(total=len(prompts), unit=" prompts", leave=False, dynamic_ncols=True, disable=None) as bar:
         result = Sampler(
             policy.graphdef,
-            Renderer(policy.tokenizer),
+            renderer,
             policy.stop_ids,
             RolloutConfig(**settings),
             options.seed,

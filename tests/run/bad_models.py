@@ -100,7 +100,6 @@ MODELS = {
     "an empty vocabulary": (edit(TOKENIZER, model=EMPTY), "model.tokenizer: it can't write user: its vocabulary is"),
     "more tokens than the model": (edit(SETTINGS, eos_token="<|one more|>"), "'<|one more|>' has id 260, but the"),
     "no end of sequence": (file("generation_config.json", '{"eos_token_id": -1}'), "eos_token_id: -1 is no id of"),
-    "no template": (without("chat_template.jinja"), "]: model.tokenizer: it has no chat template"),
     "a template that is damaged": (template("{% for"), REFUSES + "unexpected 'end of template'"),
     "a template of a huge power": (template("{{ 9**9**9**9 }}"), "model.tokenizer: its chat template takes a power"),
     "a template of two megabytes": (template("x" * 2**21), "model.tokenizer: its chat template is no text of up to"),

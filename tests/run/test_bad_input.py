@@ -204,7 +204,7 @@ LINES = {
     "deep nesting": (b"[" * 100_000, "not JSON in UTF-8 ("),
     "no object": (b"[1]", "expected a JSON object, got list"),
     "other fields": (b'{"txt": "a"}', "none of messages, conversations, question and answer, prompt and completion"),
-    "a tool's turn": (b'{"conversations": [{"from": "tool", "value": "a"}]}', "role 'tool' is none of"),
+    "another role": (b'{"conversations": [{"from": "bing", "value": "a"}]}', "role 'bing' is none of"),
     "no answer": (b'{"question": "a"}', "answer is missing"),
     "an answer that is no text": (b'{"question": "a", "answer": NaN}', "answer must be a string, got float"),
     "half a surrogate pair": (b'{"question": "a", "answer": "\\ud83d"}', "answer holds '\\ud83d', which is half"),

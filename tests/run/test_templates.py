@@ -12,6 +12,7 @@ from tiny import config
 import train
 from mllm.config.load import load, read
 from mllm.data.tasks.load import load as load_task
+from mllm.errors import UserError
 from mllm.run.build import Run
 from tools import export, generate
 
@@ -100,6 +101,22 @@ def test_a_model_with_a_template_that_is_given_texts_says_so(texts, tmp_path, ca
     with Run.build(changed(settings, eval=None, task=None, rollout=None)) as begun:
         assert begun.source.learned == "texts"
     assert "knows chats, and this run's examples are texts: chat_template=always renders them" in caplog.text
+
+
+def test_a_model_without_a_template_is_asked_by_texts_and_can_not_be_asked_by_chats(texts, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(f"{texts.run_dir}/export", base)
+    (base / "chat_template.jinja").unlink()
+    sizes = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(sizes | {"mllm_learned": None}))
+    with Run.build(following(texts, tmp_path / "run", model=str(base))) as begun:
+        assert begun.sampler.renderer.form == "texts"
+    for sections in ({"chat_template": "always"}, {"task": {"system_prompt": "Add."}}):
+        with (
+            pytest.raises(UserError, match="it has no chat template"),
+            Run.build(following(texts, tmp_path / "other", model=str(base), **sections)),
+        ):
+            pass
 
 
 EXAMPLES = {
