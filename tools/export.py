@@ -116,8 +116,7 @@ def restore(
     config = configs.load_begun(store.local(CONFIG), other)
     if adapter and config.model.lora is None:
         raise UserError(f"--adapter: {run} trained the whole model (no model.lora): leave it out")
-    policy = load_policy(config, make_mesh(MeshConfig()))
-    policy = replace(policy, learned=config.learned or policy.learned)
+    policy = replace(load_policy(config, make_mesh(MeshConfig())), learned=config.learned)
     step, params = restore_params(store, policy.trained, step)
     return config, policy, step, params if adapter else policy.complete(params)
 
@@ -129,7 +128,7 @@ def save_adapter(config: "Config", policy: "Policy", adapters: "Params", out: st
     assert policy.lora is not None
     source = config.model.source if config.model.init == "pretrained" else None
     base = f"{source}/export" if policy.read else source  # what was read is a run
-    peft.save(out, policy.lora, adapters, base)
+    peft.save(out, policy.lora, adapters, base, policy.learned)
     if policy.read:
         return f"{base}, which tools/export.py {source} --step {config.model.step} writes"
     return base or "random parameters"

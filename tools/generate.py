@@ -3,11 +3,10 @@
     python tools/generate.py MODEL_OR_RUN "What is 7 times 8?"
     python tools/generate.py MODEL_OR_RUN --prompts prompts.jsonl --out completions.jsonl
 
-MODEL_OR_RUN is a run_dir, a folder in Hugging Face's layout, or a hub id. The model's chat template is applied, unless
-the model has learned from texts. A line of prompts has a `question`, or `messages` of which the assistant's last ones
-are left out; a line of the output has the `messages`, the `completion`, how many `tokens` it has, and whether it
-`finished` or was cut off. Without --temperature the likeliest token is taken. On a terminal, what it would obey in a
-completion is escaped.
+MODEL_OR_RUN is a run_dir, a folder in Hugging Face's layout, or a hub id. Its chat template is applied, unless it has
+learned texts. A line of prompts has a `question`, or `messages` of which the assistant's last ones are left out; a line
+of the output has the `messages`, the `completion`, how many `tokens` it has, and whether it `finished` or was cut off.
+Without --temperature the likeliest token is taken. On a terminal, what it would obey in a completion is escaped.
 """
 
 import argparse
@@ -16,11 +15,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from mllm import errors
-from mllm.config.task import ChatTemplate
 from mllm.data.formats import messages_of
 from mllm.data.records import Origin, Record, read_records, sound_records
 from mllm.errors import UserError
@@ -70,7 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", metavar="FILE", help="JSON lines of prompts")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where JSON lines of completions are written")
     rule = "render prompts by the chat template; auto (default): unless the model has learned texts"
-    parser.add_argument("--chat-template", choices=get_args(ChatTemplate), default="auto", help=rule)
+    parser.add_argument("--chat-template", choices=["auto", "always", "never"], default="auto", help=rule)
     parser.add_argument("--system", metavar="TEXT", help="the system's message; default: that of the run's task")
     most = f"of a completion (default {MOST_TOKENS}, if they fit)"
     parser.add_argument("--max-tokens", type=positive(int), metavar="N", help=most)
@@ -132,22 +130,17 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | Non
 def complete(
     options: argparse.Namespace, policy: "Policy", params: "Params", chats: Sequence[Chat], args: dict[str, Any]
 ) -> "list[Completion]":
-    """The chats' completions; UserError where one doesn't fit the model's positions.
-
-    `args` are the chat template's. A line on stderr says where it renders what the model has not learned so.
-    """
+    """The chats' completions; `args` are the template's. UserError where one doesn't fit the model's positions."""
     from tqdm import tqdm
 
     from mllm.config.grpo import RolloutConfig
-    from mllm.model.tokenizer import Renderer, encode_prompt, mismatch
+    from mllm.model.tokenizer import Renderer, encode_prompt, warn_of_mismatch
     from mllm.rl.rollout import RolloutWork, Sampler
 
-    renderer = Renderer(policy.tokenizer, options.chat_template, args)
-    renderers = [renderer.for_prompts(policy.learned, are_texts=len(chat) == 1) for chat in chats]
-    for form in {each.form for each in renderers}:
-        for line in mismatch("--chat-template ", options.model, policy.learned, "prompts", form):
-            print(line, file=sys.stderr)
-    prompts = [encode_prompt(each, chat) for each, chat in zip(renderers, chats, strict=True)]
+    are_texts = all(len(chat) == 1 for chat in chats)
+    renderer = Renderer(policy.tokenizer, options.chat_template, args).for_prompts(policy.learned, are_texts)
+    warn_of_mismatch(options.model, policy.learned, "prompts", renderer.form, "--chat-template ")
+    prompts = [encode_prompt(renderer, chat) for chat in chats]
     longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
     limit = options.max_tokens or max(1, min(MOST_TOKENS, most - longest))
     if longest + limit > most:

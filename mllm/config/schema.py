@@ -14,7 +14,7 @@ from mllm.config.data import DataConfig
 from mllm.config.grpo import GrpoConfig, RolloutConfig
 from mllm.config.model import HeadConfig, MeshConfig, ModelConfig, OptimizerConfig
 from mllm.config.section import Section, impossible
-from mllm.config.task import ChatTemplate, EvalConfig, Learned, TaskConfig
+from mllm.config.task import ChatTemplate, EvalConfig, Form, TaskConfig
 
 
 class CheckpointConfig(Section):
@@ -88,9 +88,8 @@ class Config(Section):
     model: ModelConfig
     """What is trained."""
     chat_template: ChatTemplate = "auto"
-    """Whether the model's chat template renders data, tasks and evaluation: `always`; `never`, where all is text as it
-    is given; or `auto`: it renders messages, and a text only where it is a task's prompt and the model has not learned
-    from texts. docs/training.md has the details."""
+    """When the model's chat template renders data, tasks and evaluation: `always`, `never`, or `auto`: messages, and a
+    task's texts unless the model has learned texts. docs/training.md has the details."""
     head: HeadConfig = HeadConfig()
     """How the loss is computed from hidden states."""
     optimizer: OptimizerConfig
@@ -111,7 +110,7 @@ class Config(Section):
     """What is saved, and when."""
     log: LogConfig = LogConfig()
     """What is logged besides the metrics."""
-    learned: Learned | None = None
+    learned: Form | None = None
     """What the run learns from: a record in its config.yaml, for runs that begin with it and for tools."""
     changes: tuple[Change, ...] = ()
     """What `--change` has changed so far: a record in the run's config.yaml, which nothing reads elsewhere."""
@@ -123,9 +122,6 @@ class Config(Section):
         else:
             self.check_sft()
         self.check_evaluation()
-        for name in ("system_prompt", "template_args") if self.chat_template == "never" else ():
-            if getattr(self.task, name, None) is not None:
-                raise impossible(f"task.{name}", "is for the chat template, and chat_template is never: remove it")
         shards = self.mesh.dp * self.mesh.fsdp
         for key, rows in (("batch_size", self.batch_size), ("micro_batch_size", self.micro_batch_size or 0)):
             if rows % shards:

@@ -10,7 +10,7 @@ from mllm.config.section import Section, impossible
 AnswerForm = Literal["whole", "hashes", "tags", "boxed"]
 """How a completion states its answer, see mllm/data/tasks/answers.py."""
 ChatTemplate = Literal["auto", "always", "never"]
-Learned = Literal["texts", "chats"]
+Form = Literal["texts", "chats"]
 """What a model has learned from: texts alone, as they are, or chats that its template has rendered."""
 
 

@@ -45,7 +45,7 @@ def messages_of(record: Record, needs_answer: bool = True) -> list[dict[str, Any
 def turns(record: Record, key: str) -> list[dict[str, Any]]:
     """The messages in `record[key]`, objects with role and content, or with ShareGPT's from and value.
 
-    The assistant's calls of tools are kept; the content beside them, and that of a tool, may be null or missing.
+    Other fields, as the assistant's `tool_calls`, are the template's; content beside those, or a tool's, may be null.
     """
     messages = record[key]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -53,10 +53,9 @@ def turns(record: Record, key: str) -> list[dict[str, Any]]:
     chat = []
     for message in messages:
         names = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
-        role, calls = text(message, names[0]), message.get("tool_calls") or None
-        if (known := ROLES.get(role)) is None:
+        if (known := ROLES.get(role := text(message, names[0]))) is None:
             raise UserError(f"role {role!r} is none of system, user, assistant and tool")
-        silent = (calls or known == "tool") and not message.get(names[1])
-        said = {"role": known, "content": "" if silent else text(message, names[1])}
-        chat.append(said | {"tool_calls": calls} if calls else said)
+        others = {key: value for key, value in message.items() if value and key not in names}
+        silent = not message.get(names[1]) and ("tool_calls" in others or known == "tool")
+        chat.append(others | {"role": known, "content": "" if silent else text(message, names[1])})
     return chat

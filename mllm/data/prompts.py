@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from mllm.config.task import Learned, TaskConfig
+from mllm.config.task import Form, TaskConfig
 from mllm.data.records import sound_records
 from mllm.data.source import DataIterator, example_index
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.model.tokenizer import MessagesError, Renderer, check_template_args, encode_prompt
+from mllm.model.tokenizer import MessagesError, Renderer, encode_prompt
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,15 @@ class Prompt(NamedTuple):
     tokens: list[int]
 
 
-def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: Learned) -> Renderer:
-    """The renderer of a task's prompts, for a model that has `learned` this; UserError as for `check_template_args`."""
+def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: Form | None) -> Renderer:
+    """The renderer of a task's prompts for what a model has learned; UserError if an argument would have no effect."""
     args = config.template_args or {}
-    check_template_args(renderer.tokenizer, args)
+    for name in args:
+        if name not in (renderer.tokenizer.chat_template or "") or renderer.rule == "never":
+            raise UserError(f"task.template_args: no chat template that is used has a variable {name}: remove it")
     lists = [part for part in (task.train, task.heldout, task.test) if isinstance(part, list)]
     given_messages = any(example.conversational for part in lists for example in part)
-    renderer = renderer.for_prompts(learned, config.system_prompt is None and not given_messages)
-    return replace(renderer, args=args)
+    return replace(renderer, args=args).for_prompts(learned, config.system_prompt is None and not given_messages)
 
 
 def training_prompts(

@@ -10,7 +10,6 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from grain.experimental import ThreadPrefetchDatasetIterator
 
-from mllm.config.task import Learned
 from mllm.data.batch import Batch
 from mllm.data.tasks.task import permute_index
 from mllm.data.tokenizing import Documents
@@ -43,10 +42,6 @@ class Step:
 class Source(Protocol):
     steps: int
     """The number of updates of the run: `steps` of the configuration, or fewer where the data ends before."""
-
-    @property
-    def learned(self) -> Learned:
-        """Whether the model learns from texts, or from chats that its template renders."""
 
     @property
     def needs_reference(self) -> bool:

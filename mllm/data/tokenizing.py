@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from mllm.config.task import Learned
+from mllm.config.task import Form
 from mllm.data.formats import messages_of, text, turns
 from mllm.data.records import Block, Record, read_records
 from mllm.errors import UserError
-from mllm.model.tokenizer import Message, Renderer, encode_example, encode_text, text_of
+from mllm.model.tokenizer import Message, Renderer, encode_example, encode_text, texts_of
 
 
 class Document(NamedTuple):
@@ -49,16 +49,14 @@ class Documents:
     """The documents of these indices; to read many at once is faster than one by one."""
     content: str | None = None
     """A hash of all of them; None where they are made on demand."""
-    learned: Learned = "chats"
+    learned: Form = "chats"
 
     def __len__(self) -> int:
         return len(self.sizes)
 
 
-Read = tuple[Document, bool, bool]
-"""The document of a record, whether it is all of it, and whether it is text that no template has rendered."""
-Encoded = tuple[str, Read | UserError]
-"""The place of a record, and its document, or what is wrong with it."""
+Encoded = tuple[str, tuple[Document, bool, bool] | UserError]
+"""The place of a record, and its document with whether that is all of it and is a text, or what is wrong with it."""
 
 FEW = 32
 """About as many blocks are faster tokenized here than processes start, which import transformers."""
@@ -88,8 +86,8 @@ def encode_blocks(renderer: Renderer, max_length: int, blocks: Iterable[Block]) 
         pool.shutdown(cancel_futures=True)
 
 
-def encode_document(renderer: Renderer, max_length: int, record: Record) -> Read:
-    """The record as a document of at most `max_length` tokens."""
+def encode_document(renderer: Renderer, max_length: int, record: Record) -> tuple[Document, bool, bool]:
+    """The record as a document of at most `max_length` tokens, whether that is all of it, and whether it is a text."""
     ids, learned, is_text = encode_record(renderer, record)
     document = Document(np.array(ids[:max_length], np.int32), np.array(learned[:max_length], bool))
     document.learned[:1] = False
@@ -124,18 +122,17 @@ def encode_record(renderer: Renderer, record: Record) -> tuple[list[int], list[b
         known = "messages, conversations, question and answer, prompt and completion, text"
         raise UserError(f"none of {known} is there")
     if rule == "never":
-        *asking, answering = prompt + answer
-        return *encode_text(tokenizer, text_of(asking), answering["content"]), True
+        return *encode_text(tokenizer, *texts_of(prompt + answer, "user", "assistant")), True
     if record.get("tools"):
         renderer = replace(renderer, args={**renderer.args, "tools": record["tools"]})
     return *encode_example(renderer, prompt + answer, len(prompt)), False
 
 
-encode_here: Callable[[Record], Read]
+encode_here: Callable[[Record], tuple[Document, bool, bool]]
 """A worker's function, which has the tokenizer."""
 
 
-def start_worker(encode: Callable[[Record], Read]) -> None:
+def start_worker(encode: Callable[[Record], tuple[Document, bool, bool]]) -> None:
     """Prepare a worker process: it leaves Ctrl-C to its parent, and does not outlive it."""
     global encode_here
     encode_here = encode

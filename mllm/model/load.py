@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from mllm.config.model import ModelConfig
 from mllm.config.schema import Config
-from mllm.config.task import Learned
+from mllm.config.task import Form
 from mllm.errors import UserError
 from mllm.model import peft, weights
 from mllm.model.architecture import PRESETS, Architecture
@@ -48,8 +48,8 @@ class Policy:
     lora: Lora | None = None
     adapters: Path | None = None
     """The folder with the adapters that training begins with; None: they begin as no change."""
-    learned: Learned = "chats"
-    """What the model has learned from: as its run or export says, else chats where the tokenizer has a template."""
+    learned: Form | None = None
+    """What it has learned from: as its run or export says, else chats if there is a template; None: from nothing."""
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """The parameters that are trained, and those that are frozen; `join` undoes it."""
@@ -145,7 +145,10 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         )
     tokenizer = load_tokenizer(model.tokenizer or ("bytes" if folder is None else str(folder)))
     check_fits(tokenizer, architecture.vocab_size)
-    told = read_json(folder / "config.json").get(weights.LEARNED) if folder else None
+    learned: Form | None = None
+    if model.init == "pretrained" and folder:
+        told = read_json(adapters / peft.CONFIG if adapters else folder / "config.json").get(weights.LEARNED)
+        learned = "texts" if told == "texts" or not tokenizer.chat_template else "chats"
     return Policy(
         architecture=architecture,
         tokenizer=tokenizer,
@@ -157,7 +160,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         seed=seed,
         lora=lora,
         adapters=adapters,
-        learned="texts" if told == "texts" or not (told or tokenizer.chat_template) else "chats",
+        learned=learned,
     )
 
 

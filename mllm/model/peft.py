@@ -10,6 +10,7 @@ from typing import Any, get_args
 import jax.numpy as jnp
 
 from mllm.config.model import LoraConfig, LoraTarget
+from mllm.config.task import Form
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.compute_copy import Rounding
@@ -27,7 +28,7 @@ UNTOUCHED_BASE = (True, False, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights with which PEFT leaves the frozen matrices as they are."""
 NOT_COMPUTED = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("lora_dropout", "megatron_core", "qalora_group_size"),
+    *("lora_dropout", "megatron_core", "qalora_group_size", weights.LEARNED),
 }
 """Fields that say nothing about what an adapter computes."""
 
@@ -89,7 +90,7 @@ def load(folder: Path, abstract: Params) -> Params:
     return weights.load(folder, abstract, tensors, f"{CONFIG} and the model")
 
 
-def save(place: str | Path, lora: Lora, adapters: Params, base: str | None) -> None:
+def save(place: str | Path, lora: Lora, adapters: Params, base: str | None, learned: Form | None = None) -> None:
     """Write a folder that PEFT loads, also in a bucket, in float32; `base` names the model without adapters.
 
     An earlier export there is replaced as a whole, or not at all; UserError as for `replacing`.
@@ -107,7 +108,7 @@ def save(place: str | Path, lora: Lora, adapters: Params, base: str | None) -> N
         "fan_in_fan_out": False,
         "modules_to_save": None,
         "inference_mode": True,
-    }
+    } | ({weights.LEARNED: learned} if learned == "texts" else {})
     with replacing(place) as unfinished:
         weights.write_tensors(unfinished, adapters, Rounding(jnp.dtype(jnp.float32)), FILE)
         write_json(unfinished / CONFIG, described)

@@ -6,8 +6,7 @@ content that isn't plain text, are left out.
 """
 
 import ctypes
-import inspect
-import json
+import logging
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from threading import Lock, Thread, get_ident
 from typing import TYPE_CHECKING, Any, cast
 
-from mllm.config.task import ChatTemplate, Learned
+from mllm.config.task import ChatTemplate, Form
 from mllm.errors import UserError, brief
 from mllm.model.folder import SMALL, local_folder, read_json
 
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 else:
     Tokenizer = Any  # transformers takes seconds to import: only the functions that make tokenizers do so
+
+log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 """{"role": "system" | "user" | "assistant" | "tool", "content": text}, and where tools are called `tool_calls`."""
@@ -38,29 +39,27 @@ class Renderer:
 
     tokenizer: Tokenizer
     rule: ChatTemplate = "auto"
-    """`auto`: the chat template renders messages, and texts stay texts; `always`: it renders texts, too; `never`: the
-    messages of the user and of the assistant are texts."""
+    """`auto`: the template renders messages alone; `always`: texts, too; `never`: messages are texts as well."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
 
     @property
-    def form(self) -> Learned:
+    def form(self) -> Form:
         """What it makes of prompts."""
         return "texts" if self.rule == "never" else "chats"
 
-    def for_prompts(self, learned: Learned, are_texts: bool) -> "Renderer":
-        """The one for prompts: `auto` is decided by what the model has learned, where none of them is a list."""
+    def for_prompts(self, learned: Form | None, are_texts: bool) -> "Renderer":
+        """The one for prompts: where they are texts, and nothing is for the template, `auto` follows the model."""
         if self.rule != "auto":
             return self
-        return replace(self, rule="never" if are_texts and learned == "texts" else "always")
+        return replace(self, rule="never" if are_texts and not self.args and learned == "texts" else "always")
 
 
-def mismatch(setting: str, who: str, learned: Learned, here: str, form: Learned) -> list[str]:
-    """A line that says that a model is given another form than it has learned; none where it is not."""
-    if learned == form:
-        return []
-    way_out = f"{setting}never leaves them texts" if form == "chats" else f"{setting}always renders them"
-    return [f"{who} knows {learned}, and {here} are {form}: {way_out}"]
+def warn_of_mismatch(who: str, learned: Form | None, what: str, form: Form, setting: str = "chat_template=") -> None:
+    """Log a line where a model is given another form than it has learned."""
+    if learned not in (None, form):
+        way_out = "never leaves them texts" if form == "chats" else "always renders them"
+        log.warning("%s knows %s, and %s are %s: %s%s", who, learned, what, form, setting, way_out)
 
 
 BYTES_TEMPLATE = (
@@ -181,23 +180,21 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def encode_prompt(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
-    """The ids of a prompt up to where the assistant begins to speak; UserError where there are none.
-
-    It is a chat that the template renders, or with the rule `never` the user's text as it stands.
-    """
+    """The ids of a prompt up to where the assistant begins, of its text if the rule is `never`; UserError for none."""
     if renderer.rule == "never":
-        return encode_text(renderer.tokenizer, text_of(messages), "")[0][:-1]
-    ids = encode(renderer.tokenizer, render(renderer, messages, add_generation_prompt=True))
+        ids = encode_text(renderer.tokenizer, texts_of(messages, "user")[0], "")[0][:-1]
+    else:
+        ids = encode(renderer.tokenizer, render(renderer, messages, add_generation_prompt=True))
     if not ids:
-        raise MessagesError("messages: the tokenizer's chat template makes nothing of them")
+        raise MessagesError("messages: the tokenizer or its chat template makes nothing of them")
     return ids
 
 
-def text_of(messages: Sequence[Message]) -> str:
-    """The text of a prompt that is a lone message of the user; UserError where it is anything else."""
-    if [message["role"] for message in messages] != ["user"]:
-        raise MessagesError("messages: with chat_template: never only a lone message of the user can be a prompt")
-    return messages[0]["content"]
+def texts_of(messages: Sequence[Message], *roles: str) -> list[str]:
+    """The contents of a chat of these roles, to be used without the template; UserError where it has anything else."""
+    if [message["role"] for message in messages] != [*roles] or any(message.get("tool_calls") for message in messages):
+        raise MessagesError("messages: with chat_template: never only one of the user, and its answer, can be texts")
+    return [message["content"] for message in messages]
 
 
 def encode_text(tokenizer: Tokenizer, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
@@ -211,11 +208,9 @@ def encode_text(tokenizer: Tokenizer, prompt: str, completion: str) -> tuple[lis
         raise UserError("model.tokenizer: it names no end of sequence, which text without a chat template needs")
     for piece in (prompt, completion):
         if found := control_tokens(tokenizer).search(piece):
-            what = f"{found.group()} is a control token: give messages, which the chat template renders"
-            raise MessagesError(f"text: {what}")
-    first = encode(tokenizer, "a", whole=True)[:1]
-    before = [*(first if first == [tokenizer.bos_token_id] else ()), *encode(tokenizer, prompt)]
-    after = encode(tokenizer, completion)
+            raise MessagesError(f"text: {found.group()} is a control token: give messages, which the template renders")
+    begins = [token for token in tokenizer.encode("") if token == tokenizer.bos_token_id]
+    before, after = [*begins, *encode(tokenizer, prompt)], encode(tokenizer, completion)
     return [*before, *after, tokenizer.eos_token_id], [False] * len(before) + [True] * (len(after) + 1)
 
 
@@ -277,21 +272,14 @@ def render(renderer: Renderer, messages: Sequence[Message], *, add_generation_pr
     A message with the text of a control token is an error, too: Hugging Face's pipeline would read it as the token.
     """
     if not renderer.tokenizer.chat_template:
-        raise UserError("model.tokenizer: it has no chat template: use an instruction-tuned model's, or give texts")
-    called = [{**renderer.args}, *(message.get("tool_calls") for message in messages)]
-    said = [message["content"] for message in messages]
-    for text in (*said, json.dumps(called, ensure_ascii=False, default=str)):
-        if found := control_tokens(renderer.tokenizer).search(text):
-            raise MessagesError(f"messages: {found.group()} is a control token, which only the chat template may write")
+        raise UserError("model.tokenizer: it has no chat template: use one that has, or set chat_template: never")
     return cast(str, apply_template(renderer, messages, add_generation_prompt=add_generation_prompt, tokenize=False))
 
 
-def check_template_args(tokenizer: Tokenizer, args: Mapping[str, Any]) -> None:
-    """Raise UserError for a variable that the chat template doesn't read, or that isn't a setting's to give."""
-    taken = inspect.signature(tokenizer.apply_chat_template).parameters
-    for name in args:
-        if name in taken or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-            raise UserError(f"task.template_args: the tokenizer's chat template has no variable {name}: remove it")
+def strings_in(value: Any) -> list[str]:
+    """All texts in a nested value, names of fields too."""
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [value] if isinstance(value, str) else [text for part in parts for text in strings_in(part)]
 
 
 def apply_template(renderer: Renderer, messages: Sequence[Message], **options: Any) -> Any:
@@ -302,9 +290,13 @@ def apply_template(renderer: Renderer, messages: Sequence[Message], **options: A
             if not isinstance(template, str) or len(template) > LARGEST_TEMPLATE:
                 raise UserError(f"model.tokenizer: its chat template is no text of up to {LARGEST_TEMPLATE} characters")
             refuse_powers(template)
+            for text in strings_in([*messages, {**renderer.args}]):
+                if found := control_tokens(renderer.tokenizer).search(text):
+                    what = f"{found.group()} is a control token, which only the chat template may write"
+                    raise MessagesError(f"messages: {what}")
             # Llama 3.2's template would write today's date, and a run that resumes tomorrow would see other prompts.
-            variables = {"date_string": DATE, **renderer.args}
-            return renderer.tokenizer.apply_chat_template(list(messages), **variables, **options)
+            options |= {"date_string": DATE, **renderer.args}
+            return renderer.tokenizer.apply_chat_template(list(messages), **options)
     except UserError:
         raise
     except Exception as error:  # the template is a program, which may fail in any way
@@ -320,10 +312,10 @@ def refuse_powers(template: str) -> None:
         raise UserError("model.tokenizer: its chat template takes a power (**), which no chat needs")
 
 
-def encode(tokenizer: Tokenizer, text: str, whole: bool = False) -> list[int]:
-    """The ids of a text, without any that the tokenizer adds to a `whole` one; UserError where it fails."""
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text, without any that the tokenizer adds; UserError where it fails."""
     try:
-        return tokenizer.encode(text, add_special_tokens=whole)
+        return tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:  # the Rust library raises it for a vocabulary that lacks what the text needs
         raise UserError(f"model.tokenizer: it can't encode {text:.40}: {brief(error)}") from None
 

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from mllm.config.task import Learned
+from mllm.config.task import Form
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
 from mllm.model.compute_copy import Rounding, compute_copy
@@ -41,7 +41,7 @@ SHARD_BYTES = 2_000_000_000
 """The limit to the tensors in a saved file; one that is larger gets a file of its own."""
 narrow = jax.jit(compute_copy, static_argnames=("rounding", "name"))
 LEARNED = "mllm_learned"
-"""The key of config.json that says what the model has learned from."""
+"""The key of config.json, and of adapter_config.json, that says what the model has learned from; else chats."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -205,7 +205,7 @@ def save(
     dithered: bool = False,
     stop_ids: Sequence[int] = (),
     pad_id: int | None = None,
-    learned: Learned | None = None,
+    learned: Form | None = None,
     also: Callable[[Path], object] | None = None,
 ) -> None:
     """Write a folder, of a disk or a bucket, that transformers loads; the host holds one shard at a time.
@@ -217,7 +217,7 @@ def save(
     generation = {"eos_token_id": list(stop_ids) or None, "pad_token_id": pad_id}
     with replacing(place) as unfinished:
         write_tensors(unfinished, params, Rounding(jnp.dtype(dtype), dithered))
-        ours = {LEARNED: learned} if learned else {}
+        ours = {LEARNED: learned} if learned == "texts" else {}
         write_json(unfinished / "config.json", config.to_hf() | {"torch_dtype": str(np.dtype(dtype))} | ours)
         write_json(unfinished / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
         if also is not None:

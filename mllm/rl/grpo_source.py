@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from mllm.config.grpo import GrpoConfig
-from mllm.config.task import Learned
 from mllm.data.batch import Batch, Trajectory
 from mllm.data.packing import pack
 from mllm.data.prompts import training_prompts
@@ -77,10 +76,6 @@ class GrpoSource:
         """Since the process began: for warnings only."""
         self.parts: list[Step] = []
         """The data of the updates that share the current rollout."""
-
-    @property
-    def learned(self) -> Learned:
-        return self.sampler.renderer.form
 
     @property
     def needs_reference(self) -> bool:

@@ -8,7 +8,6 @@ A run starts in one of these ways, which `Run.start` tells apart:
     finished   all steps are done: nothing is trained, and the summary is printed again
 """
 
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -28,7 +27,7 @@ from mllm.data.source import Source
 from mllm.data.tasks.load import load as load_task
 from mllm.errors import UserError
 from mllm.model.compute_copy import Rounding
-from mllm.model.tokenizer import Renderer, mismatch
+from mllm.model.tokenizer import Renderer, warn_of_mismatch
 from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare, check_same, gather_objects, is_writer, local_rows, raise_everywhere
 from mllm.parallel.watch import Watch
@@ -47,8 +46,6 @@ from mllm.run.source_run import SourceRun, load_policy
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.step import Forward, abstract_state, choose_head, init_state, make_train_step, make_validation
-
-log = logging.getLogger(__name__)
 
 
 class Run:
@@ -89,8 +86,6 @@ class Run:
             self.policy = policy = load_policy(config, self.mesh, source_run)
             self.forward = Forward(policy.graphdef, self.mesh, config.head, config.rows, config.grpo, config.rollout)
             self.source = self.make_source()
-            self.config = config = config.model_copy(update={"learned": self.source.learned})
-            self.warn_of_templates()
             self.optimizer = make_optimizer(config.optimizer, self.source.steps)
             schedule = make_schedule(config.optimizer, self.source.steps)
             self.train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
@@ -104,35 +99,37 @@ class Run:
             """The parameters that the policy is compared with, where the objective does that."""
         check_same(self.source.position(), "data: the processes have different examples: give all the same data")
         with raise_everywhere():
-            folder.write(self.store, config)
+            folder.write(self.store, self.config)
         watch.publish = partial(heartbeat.publish, self.store, is_writer())
         fixed = self.reference or self.frozen
         self.checkpoints = stack.enter_context(closing(Checkpoints(self.store, config.checkpoint, fixed)))
 
     def make_source(self) -> Source:
-        """The source of the algorithm's batches; the sampler, too, which gives prompts the form that is learned."""
-        config, policy = self.config, self.policy
+        """The source of the algorithm's batches; `self.sampler`, too, since what is learned decides how it is asked."""
+        source: Source | None
+        config, policy, task = self.config, self.policy, self.task
         renderer, learned = Renderer(policy.tokenizer, config.chat_template), policy.learned
-        source: Source | None = None
+        who, source = str(config.model.source), None
         if config.data is not None:
-            examples = renderer
-            if config.data.source == "task" and config.task and self.task:
-                examples = task_renderer(config.task, self.task, renderer, learned)
+            from_task = config.task if config.data.source == "task" else None
             source = SftSource(
                 config.data,
-                self.task,
-                examples,
+                task,
+                task_renderer(from_task, task, renderer, learned) if from_task and task else renderer,
                 self.mesh,
                 batch_size=config.batch_size,
                 steps=config.steps,
                 warmup_steps=config.optimizer.warmup_steps,
                 seed=config.seed,
             )
-            learned = source.learned
-        if config.task and self.task and config.rollout:
+            warn_of_mismatch(who, learned, "this run's examples", source.learned)
+            who, learned = "the run", source.learned
+        if config.task and task and config.rollout:
+            renderer = task_renderer(config.task, task, renderer, learned)
+            warn_of_mismatch(who, learned, f"the prompts of task {task.name}", renderer.form)
             self.sampler = Sampler(
                 policy.graphdef,
-                task_renderer(config.task, self.task, renderer, learned),
+                renderer,
                 policy.stop_ids,
                 config.rollout,
                 config.seed,
@@ -140,10 +137,11 @@ class Run:
                 cache(partial(slots_that_fit, policy, config.rollout, config.optimizer, config.grpo)),
                 self.interrupt.poll,
             )
-        if config.grpo and self.task and self.sampler and self.rewards:
+        if config.grpo and task and self.sampler and self.rewards:
+            learned = renderer.form
             source = GrpoSource(
                 config.grpo,
-                self.task,
+                task,
                 self.sampler,
                 self.rewards,
                 self.forward,
@@ -153,18 +151,8 @@ class Run:
                 logged_samples=config.log.samples,
             )
         assert source is not None
+        self.config = config.model_copy(update={"learned": learned})
         return source
-
-    def warn_of_templates(self) -> None:
-        """Say where the model is given texts, and knew chats, or the reverse."""
-        model, prompts, lines = self.config.model, f"the prompts of task {self.task and self.task.name}", list[str]()
-        if model.init == "pretrained":
-            what = "this run's examples" if self.config.data else prompts
-            lines += mismatch("chat_template=", f"{model.source}", self.policy.learned, what, self.source.learned)
-        if self.config.data and self.sampler:
-            lines += mismatch("chat_template=", "the run", self.source.learned, prompts, self.sampler.renderer.form)
-        for line in lines if is_writer() else ():
-            log.warning("%s", line)
 
     def make_measurements(self) -> Measurements:
         """The evaluation on held-out problems, SFT's validation and the test set, as far as the run has them."""

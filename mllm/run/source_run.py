@@ -40,8 +40,9 @@ def load_policy(config: Config, mesh: Mesh, source: "SourceRun | None" = None) -
     if source is None:
         return load.load_policy(config, mesh)
     policy = load.load_policy(config.model_copy(update={"model": source.model}), mesh, source.stop)
-    read, learned = partial(source.read_parameters, config.model.step, policy.stored), source.config.learned
-    return replace(policy, read=read, learned=learned or policy.learned)
+    learned = policy.learned if policy.adapters else source.config.learned
+    read = partial(source.read_parameters, config.model.step, policy.stored)
+    return replace(policy, read=read, learned=learned)
 
 
 @dataclass(frozen=True)

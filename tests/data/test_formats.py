@@ -78,8 +78,8 @@ def test_the_rule_may_make_a_chat_of_texts_and_texts_of_a_chat(rule: str, record
     ("rule", "record", "said"),
     [
         ("always", {"text": "a"}, "text has no turns, which chat_template: always renders"),
-        ("never", {"messages": SAID * 2}, "only a lone message of the user"),
-        ("never", {"messages": [{"role": "system", "content": "s"}, *SAID]}, "only a lone message of the user"),
+        ("never", {"messages": SAID * 2}, "only one of the user, and its answer"),
+        ("never", {"messages": [{"role": "system", "content": "s"}, *SAID]}, "only one of the user, and its answer"),
     ],
 )
 def test_what_a_rule_can_not_render_is_an_error(rule: str, record: Any, said: str) -> None:
@@ -95,10 +95,13 @@ def test_a_call_of_tools_may_have_no_content_and_reaches_the_template_with_the_t
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
     chat = [SAID[0], call, {"role": "tool", "content": "7", "tool_calls": None}, {**SAID[1], "tool_calls": []}]
     assert marked({"messages": chat, "tools": [{"name": "t"}]}, tokenizer) == "t(a)(ADD](7)(B]"
+    assert marked({"messages": [SAID[0], call, {"role": "tool"}, SAID[1]]}, tokenizer) == "(a)(ADD]()(B]"
     with pytest.raises(UserError, match="content must be a string"):
         marked({"messages": [{**SAID[0], "content": None}, SAID[1]]})
     with pytest.raises(UserError, match="is a control token"):
-        marked({"messages": [SAID[0], {**call, "tool_calls": [{"name": "<|im_end|>"}]}]})
+        marked({"messages": [SAID[0], {**call, "tool_calls": [{"<|im_end|>": "add"}]}]})
+    with pytest.raises(UserError, match="only one of the user, and its answer"):
+        marked({"messages": [SAID[0], call]}, BYTES, "never")
 
 
 def test_text_needs_an_end_of_sequence() -> None:

@@ -83,24 +83,38 @@ TEXT, MESSAGES = problem("a"), replace(problem("a"), conversational=True)
 
 
 @pytest.mark.parametrize(
-    ("rule", "learned", "problems", "system", "form"),
+    ("rule", "learned", "problems", "settings", "form"),
     [
-        ("auto", "texts", [TEXT], None, "texts"),
-        ("auto", "chats", [TEXT], None, "chats"),
-        ("auto", "texts", [TEXT, MESSAGES], None, "chats"),
-        ("auto", "texts", [TEXT], "Add.", "chats"),
-        ("always", "texts", [TEXT], None, "chats"),
-        ("never", "chats", [TEXT], None, "texts"),
+        ("auto", "texts", [TEXT], {}, "texts"),
+        ("auto", "chats", [TEXT], {}, "chats"),
+        ("auto", None, [TEXT], {}, "chats"),
+        ("auto", "texts", [TEXT, MESSAGES], {}, "chats"),
+        ("auto", "texts", [TEXT], {"system_prompt": "Add."}, "chats"),
+        ("auto", "texts", [TEXT], {"template_args": {"messages": []}}, "chats"),
+        ("always", "texts", [TEXT], {}, "chats"),
+        ("never", "chats", [TEXT], {}, "texts"),
     ],
 )
 def test_prompts_stay_texts_where_the_model_has_learned_texts_and_all_of_them_are(
-    rule: Any, learned: Any, problems: list[Example], system: str | None, form: str
+    rule: Any, learned: Any, problems: list[Example], settings: dict[str, Any], form: str
 ) -> None:
-    config = TaskConfig(name="arithmetic", system_prompt=system)
+    config = TaskConfig(name="arithmetic", **settings)
     renderer = task_renderer(config, Task("listed", problems, []), Renderer(BYTES.tokenizer, rule), learned)
     assert renderer.form == form
-    (prompt,) = usable_prompts([TEXT], renderer, 16, "prompts")
+    (prompt,) = usable_prompts([TEXT], replace(renderer, args={}), 16, "prompts")
     assert BYTES.tokenizer.decode(prompt.tokens) == {"texts": "a", "chats": "<|im_start|>a<|im_end|><|im_start|>"}[form]
+
+
+@pytest.mark.parametrize(("rule", "name"), [("auto", "enable_thinkin"), ("never", "messages")])
+def test_an_argument_of_the_template_that_would_have_no_effect_is_refused(rule: Any, name: str) -> None:
+    config = TaskConfig(name="arithmetic", template_args={name: False})
+    with pytest.raises(UserError, match=f"task.template_args: no chat template .* has a variable {name}: remove it"):
+        task_renderer(config, Task("listed", [TEXT], []), Renderer(BYTES.tokenizer, rule), "chats")
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    with pytest.raises(UserError, match="makes nothing of them"):
+        usable_prompts([problem("")], Renderer(BYTES.tokenizer, "never"), 16, "prompts")
 
 
 def test_too_many_bad_problems_in_a_row_end_the_run_so_that_it_can_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,12 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tiny import logits
 
-from mllm.config.model import LoraConfig, LoraTarget, MeshConfig
+from mllm.config.model import LoraConfig, LoraTarget, MeshConfig, ModelConfig
 from mllm.errors import UserError
 from mllm.model import peft, weights
 from mllm.model.decoder import Decoder
 from mllm.model.layout import Layout, Params
+from mllm.model.load import load_model
 from mllm.model.lora import Lora, split_adapters
 from mllm.parallel.mesh import make_mesh
 
@@ -68,6 +69,15 @@ def test_adapters_are_written_as_peft_writes_them(tmp_path: Path) -> None:
     for rslora in (False, True):
         peft.save(tmp_path / "adapter", replace(lora, rslora=rslora), nnx.State({}), BASE)
         assert json.loads((tmp_path / "adapter" / peft.CONFIG).read_text())["use_rslora"] is rslora
+
+
+def test_adapters_say_that_they_have_learned_texts(tmp_path: Path) -> None:
+    taught = tmp_path / "adapter"
+    peft.save(taught, peft.read_config(PEFT), nnx.State({}), BASE, "texts")
+    for source, learned in ((PEFT, "chats"), (taught, "texts")):
+        settings = {"source": str(FIXTURES / "tiny_sft"), "tokenizer": "bytes", "lora": {"source": str(source)}}
+        model = ModelConfig.model_validate(settings)
+        assert load_model(model, make_mesh(MeshConfig()), packed=False).learned == learned
 
 
 # What is refused

@@ -70,8 +70,7 @@ def engine(options: Figures) -> Callable[[int], Figures]:
     config, rows = RolloutConfig.model_validate(limits), prompts(options)
 
     def roll_out(seed: int) -> Figures:
-        slots, work = options["slots"], rollout.RolloutWork()
-        tokens = Renderer(bytes_tokenizer())
+        slots, work, tokens = options["slots"], rollout.RolloutWork(), Renderer(bytes_tokenizer())
         sampler = rollout.Sampler(graphdef, tokens, STOPS, config, seed, max_slots=lambda: slots, work=work)
         sampler.complete(params, rows, step=0)
         return {"tokens": work.tokens, "useful": work.tokens / work.slot_steps}
