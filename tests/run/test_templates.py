@@ -121,7 +121,7 @@ def test_a_model_without_a_template_is_asked_by_texts_and_can_not_be_asked_by_ch
 
 EXAMPLES = {
     "sft.yaml": [],
-    "rewards.yaml": ["steps=50"],
+    "rewards.yaml": [],
     "task.yaml": ["steps=4", "optimizer.warmup_steps=0"],
     "task_function.yaml": ["steps=4", "optimizer.warmup_steps=0", "eval.test=false"],
     "off_policy.yaml": ["steps=4", "optimizer.warmup_steps=0"],
