@@ -1,7 +1,9 @@
 """Rollouts against the model without cache, padding or batch, applied to each whole sequence."""
 
+from array import array
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from mllm.model.load import load_policy
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.mesh import make_mesh
 from mllm.rl import rollout, sampling
-from mllm.rl.rollout import RolloutWork, Sampler
+from mllm.rl.rollout import Completion, RolloutWork, Sampler
 from mllm.rl.schedule import assign_prompts
 
 VOCABULARY, STOPS = 40, (3, 11, 12, 20, 33)
@@ -94,9 +96,17 @@ def test_a_completion_ends_with_its_first_stop_token_which_its_text_lacks_or_at_
         ends = np.flatnonzero(np.isin(one.tokens, STOPS)).tolist()
         assert ends == ([len(one.tokens) - 1] if one.finished else [])
         assert one.finished or len(one.tokens) == LIMIT
-        said = [token for token in one.tokens[: len(one.tokens) - one.finished] if token < 256]  # no control tokens
-        assert one.text == bytes_tokenizer().decode(said)
+        assert one.text == bytes_tokenizer().decode(one.tokens[: len(one.tokens) - one.finished])
     assert {(len(one.tokens), one.finished) for one in complete(model, prompts, stops=NO_STOPS)} == {(LIMIT, False)}
+
+
+def test_a_completion_s_text_has_no_control_tokens(monkeypatch):
+    """Rewards are given it, as TRL gives it to its functions."""
+    ended = Completion(array("i", [*b"<7", 257, *b">", 258]), finished=True)
+    engine = SimpleNamespace(admit=lambda: False, completions=[ended])
+    monkeypatch.setattr(rollout, "RolloutEngine", lambda *_: engine)
+    sampler = Sampler(None, Renderer(bytes_tokenizer()), STOPS, OPTIONS, 0)
+    assert [one.text for one in sampler.complete(None, [[1]], step=0)] == ["<7>"]
 
 
 def test_seed_and_step_choose_the_completions_and_need_no_further_program(model, prompts, completions, monkeypatch):
