@@ -1,12 +1,14 @@
 """Completes prompts with a model or a run's newest checkpoint, by the trainer's own rollout engine.
 
-    python tools/generate.py MODEL_OR_RUN "What is 7 times 8?"
+    python tools/generate.py MODEL_OR_RUN "What is 7 times 8?" "And 6 times 7?"
+    python tools/generate.py MODEL_OR_RUN < question.txt
     python tools/generate.py MODEL_OR_RUN --prompts prompts.jsonl --out completions.jsonl
 
-MODEL_OR_RUN is a run_dir, a folder in Hugging Face's layout, or a hub id. Its chat template is applied, unless it has
-learned texts. A line of prompts has a `question`, or `messages` of which the assistant's last ones are left out; a line
-of the output has the `messages`, the `completion`, how many `tokens` it has, and whether it `finished` or was cut off.
-Without --temperature the likeliest token is taken. On a terminal, what it would obey in a completion is escaped.
+MODEL_OR_RUN is a run_dir, a folder in Hugging Face's layout or PEFT's, or a hub id. Its chat template is applied, unless
+it has learned texts. A line of prompts has a `question`, or a `prompt` or `messages` of which the assistant's last ones
+are left out; a line of the output has the `messages`, the `completion`, how many `tokens` it has, and whether it
+`finished` or was cut off. Without --temperature the likeliest token is taken. On a terminal, what it would obey in a
+completion is escaped.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from mllm import errors
-from mllm.data.formats import messages_of
+from mllm.data.formats import messages_of, text, turns
 from mllm.data.records import Origin, Record, read_records, sound_records
 from mllm.errors import UserError
 from tools.bench.frame import positive
@@ -37,18 +39,19 @@ MOST_TOKENS = 512
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    chats = read_prompts(options)
+    chats = [chat for chat in read_prompts(options) for _ in range(options.n)]
     if options.out and options.out.exists():
         raise UserError(f"--out: {options.out} exists, and would be overwritten; give another name")
-    policy, params, task = load(options)
+    policy, params, task, name = load(options)
     if system := options.system or (task and task.system_prompt):
         first = {"role": "system", "content": system}
         chats = [chat if chat[0]["role"] == "system" else [first, *chat] for chat in chats]
-    completions = complete(options, policy, params, chats, (task and task.template_args) or {})
+    completions = complete(options, policy, params, chats, (task and task.template_args) or {}, name)
     if options.out is None:
-        for completion in completions:
-            text = completion.text
-            print(errors.printable(text, keep="\n\t") if sys.stdout.isatty() else text)
+        for chat, one in zip(chats, completions, strict=True):
+            if len(chats) > 1:
+                print(errors.printable(f"> {chat[-1]['content']}"), file=sys.stderr, flush=True)
+            print(errors.printable(one.text, keep="\n\t") if sys.stdout.isatty() else one.text, flush=True)
         return 0
     lines = [
         {"messages": chat, "completion": one.text, "tokens": len(one.tokens), "finished": one.finished}
@@ -64,8 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL_OR_RUN", help="a run_dir, a folder, both also in a bucket, or a hub id")
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the user's message")
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="a user's message; default: what is on stdin")
     parser.add_argument("--prompts", metavar="FILE", help="JSON lines of prompts")
+    parser.add_argument("--step", type=positive(int), metavar="N", help="a run's checkpoint; default: the newest")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where JSON lines of completions are written")
     rule = "render prompts by the chat template; auto (default): unless the model has learned texts"
     parser.add_argument("--chat-template", choices=["auto", "always", "never"], default="auto", help=rule)
@@ -74,23 +78,35 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=positive(int), metavar="N", help=most)
     greedy = "0 takes the likeliest token (default)"
     parser.add_argument("--temperature", type=positive(float, zero=True), default=0.0, help=greedy)
+    parser.add_argument("--n", type=positive(int), default=1, metavar="N", help="completions of each prompt")
     parser.add_argument("--top-p", type=positive(float, most=1), default=1.0)
     parser.add_argument("--top-k", type=positive(int, zero=True), default=0)
+    parser.add_argument("--min-p", type=positive(float, most=1), help="a token's least share of the likeliest one's")
+    parser.add_argument("--repetition-penalty", type=positive(float), help="above 1 tokens are less likely again")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends a completion; may be repeated"
+    )
     parser.add_argument("--seed", type=positive(int, zero=True), default=0)
     parser.add_argument("--slots", type=positive(int), default=64, metavar="N", help="prompts at a time (default 64)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16, or the run's")
     options = parser.parse_args(arguments)
-    if (options.prompt is None) == (options.prompts is None):
+    if options.prompt and options.prompts:
         raise UserError("--prompts: is instead of PROMPT: give one of them")
-    if options.out is not None and options.prompts is None:
-        raise UserError("--out: is for --prompts; other completions are printed")
+    if not options.prompt and not options.prompts and sys.stdin.isatty():
+        raise UserError("PROMPT: give one or more, or --prompts FILE, or a text on stdin")
+    for name in ("n", "top_p", "top_k", "min_p"):
+        if not options.temperature and getattr(options, name) != parser.get_default(name):
+            raise UserError(f"--{name.replace('_', '-')}: the likeliest tokens are always the same: give --temperature")
+    if "" in options.stop:
+        raise UserError("--stop: it is empty: give a text")
     return options
 
 
 def read_prompts(options: argparse.Namespace) -> list[Chat]:
     """The chats to be completed, without the assistant's last messages; UserError where a line is not as expected."""
-    if options.prompt is not None:
-        return [[{"role": "user", "content": options.prompt}]]
+    if options.prompts is None:
+        given = options.prompt or [sys.stdin.read().rstrip("\n")]
+        return [[{"role": "user", "content": text({"PROMPT": one}, "PROMPT")}] for one in given]
     found = read_records(Origin("--prompts", options.prompts).records(), read_chat)
     chats = [chat for _, chat in sound_records(found, "--prompts")]
     if not chats:
@@ -100,7 +116,9 @@ def read_prompts(options: argparse.Namespace) -> list[Chat]:
 
 def read_chat(record: Record) -> Chat:
     """The chat in a record, up to where the assistant shall speak; UserError where there is none."""
-    chat = messages_of(record, needs_answer=False)
+    if isinstance(record.get("prompt"), str):
+        record = {"question": text(record, "prompt")}
+    chat = turns(record, "prompt") if "prompt" in record else messages_of(record, needs_answer=False)
     while chat and chat[-1]["role"] == "assistant":
         chat.pop()
     if not chat:
@@ -108,37 +126,46 @@ def read_chat(record: Record) -> Chat:
     return chat
 
 
-def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | None]":
-    """The model, its parameters and, of a run, its task."""
+def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | None, str]":
+    """The model, its parameters, the task of a run, and what the model is in words."""
     from mllm.config.model import MeshConfig, ModelConfig
+    from mllm.model import peft
+    from mllm.model.folder import read_json
     from mllm.model.load import load_model
     from mllm.parallel.mesh import make_mesh
     from mllm.store.run_store import find_run
     from tools.export import restore
 
-    mesh = make_mesh(MeshConfig())
-    if find_run(options.model, "MODEL_OR_RUN") is None:
-        dtype = options.dtype or "bfloat16"
-        model = ModelConfig.model_validate({"source": options.model, "dtype": dtype, "param_dtype": dtype})
-        policy = load_model(model, mesh, packed=False)
-        return policy, policy.initial_params(), None
-    config, policy, step, params = restore(options.model, None, options.dtype)
-    print(f"{options.model}: step {step}", file=sys.stderr)
-    return policy, params, config.task
+    mesh, dtype = make_mesh(MeshConfig()), options.dtype or "bfloat16"
+    if find_run(options.model, "MODEL_OR_RUN") is not None:
+        config, policy, step, params = restore(options.model, options.step, options.dtype)
+        return policy, params, config.task, f"step {step}"
+    if options.step is not None:
+        raise UserError(f"--step: {options.model} is no run, which alone has checkpoints: leave it out")
+    model, name = {"source": options.model, "param_dtype": dtype}, "the model"
+    if (adapter := Path(options.model).expanduser() / peft.CONFIG).is_file():
+        base = read_json(adapter).get("base_model_name_or_path")
+        if not isinstance(base, str):
+            raise UserError(f"{adapter}: base_model_name_or_path names no model, whose adapters they are: add it")
+        model, name = {"source": base, "lora": {"source": options.model}}, f"adapters of {base}"
+    policy = load_model(ModelConfig.model_validate({**model, "dtype": dtype}), mesh, packed=False)
+    return policy, policy.initial_params(), None, name
 
 
 def complete(
-    options: argparse.Namespace, policy: "Policy", params: "Params", chats: Sequence[Chat], args: dict[str, Any]
+    options: argparse.Namespace, policy: "Policy", params: "Params", chats: list[Chat], args: dict[str, Any], name: str
 ) -> "list[Completion]":
-    """The chats' completions; `args` are the template's. UserError where one doesn't fit the model's positions."""
+    """The chats' completions; `args` are the template's, `name` is the model's. UserError where one doesn't fit the model's positions."""
     from tqdm import tqdm
 
     from mllm.config.grpo import RolloutConfig
-    from mllm.model.tokenizer import Renderer, encode_prompt, warn_of_mismatch
+    from mllm.model.tokenizer import Renderer, encode, encode_prompt, warn_of_mismatch
     from mllm.rl.rollout import RolloutWork, Sampler
 
     are_texts = all(len(chat) == 1 for chat in chats)
     renderer = Renderer(policy.tokenizer, options.chat_template, args).for_prompts(policy.learned, are_texts)
+    how = "rendered by the chat template" if renderer.form == "chats" else "texts, without the chat template"
+    print(f"{options.model}: {name}; prompts are {how}", file=sys.stderr)
     warn_of_mismatch(options.model, policy.learned, "prompts", renderer.form, "--chat-template ")
     prompts = [encode_prompt(renderer, chat) for chat in chats]
     longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
@@ -149,22 +176,25 @@ def complete(
             f"{most} positions of the model; at most {max(0, most - longest)} would fit"
         )
     settings: dict[str, Any] = {"max_prompt_length": longest, "max_completion_length": limit}
-    if options.temperature:
-        settings |= {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+    settings |= {key: getattr(options, key) for key in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    stops = [ids[0] for stop in options.stop if len(ids := encode(policy.tokenizer, stop)) == 1]
+    alone = len(prompts) == 1
     start, work = time.monotonic(), RolloutWork()
-    with tqdm(total=len(prompts), unit=" prompts", leave=False, dynamic_ncols=True, disable=None) as bar:
+    with tqdm(total=len(prompts), unit=" prompts", leave=False, dynamic_ncols=True, disable=alone or None) as bar:
         result = Sampler(
             policy.graphdef,
             renderer,
-            policy.stop_ids,
-            RolloutConfig(**settings),
+            (*policy.stop_ids, *stops),
+            RolloutConfig(temperature=options.temperature or 1.0, **settings),
             options.seed,
             max_slots=lambda: options.slots,
             poll=lambda: bar.update(work.completions - bar.n),
             work=work,
+            stop_texts=(*policy.stop_texts, *options.stop),
         ).complete(params, prompts, step=0, greedy=not options.temperature)
-    seconds = time.monotonic() - start
-    print(f"{len(prompts)} done, {work.tokens} tokens, {work.tokens / seconds:.0f} tokens/s", file=sys.stderr)
+    if not alone:
+        speed = work.tokens / (time.monotonic() - start)
+        print(f"{len(prompts)} done, {work.tokens} tokens, {speed:.0f} tokens/s", file=sys.stderr)
     return result
 
 

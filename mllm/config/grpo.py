@@ -1,6 +1,6 @@
 """The sections `rollout` and `grpo`: how completions are sampled, and what is learned from them."""
 
-from typing import Literal, Self, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -22,15 +22,20 @@ class RolloutConfig(Section):
     """The likeliest tokens are sampled from, as few as have this probability together; 1: all."""
     top_k: int = Field(default=0, ge=0)
     """How many of the likeliest tokens are sampled from; 0: all."""
-    stop: tuple[str, ...] = ()
-    """Tokens that end a completion, besides the model's own."""
+    min_p: float | None = Field(default=None, gt=0, le=1)
+    """Tokens that are less likely than this share of the likeliest one's probability are not sampled; null: all are."""
+    repetition_penalty: PositiveFloat | None = None
+    """What logits of tokens that were in the prompt or completion are divided by, or multiplied if negative, also for
+    greedy completions; null: 1. Not under GRPO, whose update computes the probabilities without it."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a completion, besides the model's own tokens; its text ends before them."""
     max_slots: PositiveInt | None = None
     """The most sequences that are decoded at a time, over all devices; None: as many as the devices' memory holds."""
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens may be excluded by top-k or top-p."""
-        return self.top_k > 0 or self.top_p < 1
+        """Whether tokens may be excluded by top-k, top-p or min-p."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p is not None
 
 
 class GrpoConfig(Section):

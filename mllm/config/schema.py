@@ -159,6 +159,8 @@ class Config(Section):
         self.need("algorithm: grpo", "task", "rollout", "grpo")
         assert self.grpo and self.rollout  # noqa: PT018
         self.reject_unused("by algorithm: grpo", "data")
+        if self.rollout.repetition_penalty is not None:
+            raise impossible("rollout.repetition_penalty", "changes the probabilities that grpo learns from: remove it")
         longest = self.rollout.max_prompt_length + self.rollout.max_completion_length
         if self.grpo.row_length is not None and self.grpo.row_length < longest:
             both = f"rollout.max_prompt_length + max_completion_length ({longest})"

@@ -21,9 +21,9 @@ class Trajectory(NamedTuple):
     sampled: Bool[np.ndarray, " T"]
     """Which tokens were sampled: these are learned. The others were given, as a prompt's are; the first always is."""
     logprobs: Float32[np.ndarray, " sampled"]
-    """The sampler's, of the sampled tokens, in nats: under the distribution before top-k and top-p."""
+    """The sampler's, of the sampled tokens, in nats: under the distribution before top-k, top-p and min-p."""
     kept: Float32[np.ndarray, " sampled"] | None = None
-    """The probability that top-k and top-p kept at each sampled token; None with neither of them."""
+    """The probability that top-k, top-p and min-p kept at each sampled token; None with none of them."""
     finished: bool = True
     """Whether a stop token ended it; False if it was cut off."""
     prompt: str = ""
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
     the loss of a step is a plain sum over tokens, however the rows are split into micro-batches or over devices."""
     advantages: Floats | None = None
     sampler_logprobs: Floats | None = None
-    """The sampler's log-probabilities, with the temperature and before top-k and top-p, in nats."""
+    """The sampler's log-probabilities, with the temperature and before top-k, top-p and min-p, in nats."""
     old_logprobs: Floats | None = None
     """Log-probabilities under the parameters before this rollout's first update; None: those are the current ones."""
     reference_logprobs: Floats | None = None

@@ -36,6 +36,8 @@ class Policy:
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
     """The tokens that end a completion."""
+    stop_texts: tuple[str, ...]
+    """The texts that end one, as settings have them."""
     attention: AttentionChoice
     graphdef: nnx.GraphDef
     params: Params
@@ -105,7 +107,7 @@ class Policy:
 def load_policy(config: Config, mesh: Mesh, stop: Sequence[str] = ()) -> Policy:
     """The policy of a configuration, checked to fit together; nothing of the parameters is read.
 
-    `stop` adds tokens to those of the model and the configuration. UserError is raised as by `load_model`, and if a
+    `stop` adds texts to those of the model and the configuration. UserError is raised as by `load_model`, and if a
     row may be longer than the model's positions.
     """
     packed = config.data is None or config.data.packing
@@ -123,7 +125,7 @@ def load_policy(config: Config, mesh: Mesh, stop: Sequence[str] = ()) -> Policy:
 
 
 def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[str] = (), seed: int = 0) -> Policy:
-    """The policy of a model; `packed` says whether rows hold several documents, `stop` adds tokens to the model's own.
+    """The policy of a model; `packed` says whether rows hold several documents, `stop` are texts that end a completion.
 
     UserError is raised if files of the model or tokenizer are missing, unreadable or don't fit, or the mesh doesn't
     divide the model.
@@ -153,6 +155,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         architecture=architecture,
         tokenizer=tokenizer,
         stop_ids=stop_ids(tokenizer, folder, stop),
+        stop_texts=tuple(stop),
         attention=attention,
         graphdef=graphdef,
         params=layout.abstract_parameters(params),

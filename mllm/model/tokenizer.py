@@ -140,8 +140,8 @@ def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[st
     """The ids that end a completion, without duplicates.
 
     They are the tokenizer's end of sequence, those in the folder's generation_config.json, the control token with
-    which the chat template closes the assistant's turn, and `stop`. UserError is raised if one of `stop` is not a
-    single token, generation_config.json is unreadable, or there are no ids.
+    which the chat template closes the assistant's turn, and the texts `stop` that are a single token. UserError is
+    raised if generation_config.json is unreadable, or there are no ids.
     """
     ids: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if folder is not None and (path := folder / "generation_config.json").is_file():
@@ -158,9 +158,7 @@ def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[st
         ids += [cast(int, tokenizer.convert_tokens_to_ids(token)) for token in closing[:1]]
     for text in stop:
         encoded = encode(tokenizer, text)
-        if len(encoded) != 1:
-            raise UserError(f"rollout.stop: {text!r} is {len(encoded)} tokens; each must be exactly one")
-        ids += encoded
+        ids += encoded if len(encoded) == 1 else []
     if not ids:
         raise UserError("rollout.stop: the tokenizer names no end of sequence; give a token that is one")
     return tuple(dict.fromkeys(ids))

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -53,13 +53,13 @@ class Completion:
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     """The stop token included."""
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
-    """Under the distribution over the whole vocabulary, with the temperature."""
+    """Under the distribution over the whole vocabulary, with the temperature and a penalty."""
     kept: "array[float] | None" = None
-    """The probability that top-k and top-p kept; None with neither of them."""
+    """The probability that top-k, top-p and min-p kept; None with none of them."""
     finished: bool = False
-    """Whether a stop token ended it; False if it was cut off."""
+    """Whether a stop token or text ended it; False if it was cut off."""
     text: str = ""
-    """Without the token that ended it, and without control tokens."""
+    """Without the token or text that ended it, and without control tokens."""
 
 
 @dataclass
@@ -104,6 +104,8 @@ class Sampler:
     """Called by all processes after each call of the decode program; what it raises ends the rollout."""
     work: RolloutWork = field(default_factory=RolloutWork)
     """What all rollouts so far did."""
+    stop_texts: Sequence[str] = ()
+    """Texts that end a completion; those of one token are among `stop_ids`, too."""
 
     def complete(
         self,
@@ -126,11 +128,26 @@ class Sampler:
         engine = RolloutEngine(self, params, prompts, step, first_sequence, greedy)
         while engine.admit():
             engine.decode_chunk()
-        texts = self.renderer.tokenizer.batch_decode(
-            [one.tokens[: len(one.tokens) - one.finished].tolist() for one in engine.completions],
-            skip_special_tokens=True,
-        )
-        return [replace(one, text=text) for one, text in zip(engine.completions, texts, strict=True)]
+        return [replace(one, text=self.text_of(one)) for one in engine.completions]
+
+    def text_of(self, completion: Completion) -> str:
+        """The text of a completion, up to the first of the stop texts."""
+        text = self.decode(completion.tokens[: len(completion.tokens) - (completion.tokens[-1] in self.stop_ids)])
+        return min((text.partition(stop)[0] for stop in self.stop_texts), key=len, default=text)
+
+    def decode(self, tokens: "array[int]") -> str:
+        return cast(str, self.renderer.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+    def stopped_length(self, tokens: "array[int]") -> int | None:
+        """The number of tokens with which the first stop text is complete, None without one in the last chunk."""
+        # A token has a byte at least; one more, since tokenizers may drop a space before the first.
+        first = max(0, len(tokens) - CHUNK - 1 - max(len(stop.encode()) for stop in self.stop_texts))
+
+        def stops(end: int) -> bool:
+            text = self.decode(tokens[first:end])
+            return any(stop in text for stop in self.stop_texts)
+
+        return next(filter(stops, range(first + 1, len(tokens))), len(tokens)) if stops(len(tokens)) else None
 
 
 class RolloutEngine:
@@ -262,7 +279,7 @@ class RolloutEngine:
 
     def decode_chunk(self) -> None:
         """Decode until `CHUNK` tokens are made or `stop_after` sequences have ended, in calls that don't take long."""
-        left, ended = CHUNK, 0
+        left, ended, before = CHUNK, 0, self.sequences.copy()
         enough = self.stop_after(int((self.sequences >= 0).sum()))
         while left and ended < enough:
             start, steps = time.perf_counter(), min(left, self.steps_a_call)
@@ -274,6 +291,19 @@ class RolloutEngine:
             # The first call compiles and says little: the fall is unbounded, the growth is not.
             speed = int(made * CALL_SECONDS / max(seconds, 1e-9))
             self.steps_a_call = max(1, min(2 * steps, speed, CHUNK))
+        if self.sampler.stop_texts:  # not after each call, since the clock says where one ends
+            self.stop_at_texts(before)
+
+    def stop_at_texts(self, sequences: np.ndarray) -> None:
+        """End the completions of the slots' sequences behind the token that completes a stop text."""
+        for place in zip(*np.nonzero(sequences >= 0), strict=True):
+            one = self.completions[sequences[place]]
+            if length := self.sampler.stopped_length(one.tokens):
+                self.work.tokens -= len(one.tokens) - length
+                self.work.completions += int(self.sequences[place] >= 0)
+                for items in (one.tokens, one.logprobs, one.kept or array("f")):
+                    del items[length:]
+                one.finished, self.sequences[place] = True, -1
 
     def stop_after(self, live: int) -> int:
         """How many of the `live` sequences have to end, at most all, before a chunk ends early."""
@@ -285,13 +315,17 @@ class RolloutEngine:
 
     def slots(self) -> Slots:
         """What determines the next token of each slot, arrays [X, B]; 0 where there is no sequence."""
-        live = self.sequences >= 0
+        live, most = self.sequences >= 0, self.options.max_prompt_length + self.options.max_completion_length
         tokens, lengths, counts = np.zeros((3, *live.shape), np.int32)
+        history = None if self.options.repetition_penalty is None else np.zeros((*live.shape, most), np.int32)
         for place in zip(*np.nonzero(live), strict=True):
             prompt, made = self.prompts[self.sequences[place]], self.completions[self.sequences[place]].tokens
             tokens[place] = made[-1] if made else prompt[-1]
             lengths[place], counts[place] = len(prompt) + len(made) - 1, len(made)
-        return Slots(tokens, lengths, counts, self.sequences + self.first_sequence, live)
+            if history is not None:
+                history[place] = tokens[place]
+                history[place][: lengths[place] + 1] = [*prompt, *made]
+        return Slots(tokens, lengths, counts, self.sequences + self.first_sequence, live, history)
 
     def run_decode(self, steps: int, stop_after: int) -> tuple[sampling.Draw, int]:
         """Call the decode program; the result's arrays [X, B, ...] are numpy's."""

@@ -1,15 +1,17 @@
-"""Sampling of the next token: temperature, top-k, top-p, and a random key for every token of every sequence.
+"""Sampling of the next token: temperature, top-k, top-p, min-p, and a random key for every token of every sequence.
 
 The noise of a token is a function of (seed, step, sequence, position) alone. Gumbel-max, argmax(logits + noise):
 Maddison et al. 2014, A* sampling, section 2. top-k: Fan et al. 2018, Hierarchical neural story generation, section 5.3.
-top-p: Holtzman et al. 2020, The curious case of neural text degeneration, section 3.1.
+top-p: Holtzman et al. 2020, The curious case of neural text degeneration, section 3.1. min-p: Nguyen et al. 2024,
+arXiv:2407.01082. The penalty of repetitions: Keskar et al. 2019, arXiv:1909.05858, section 4.1. All as in transformers.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int, Key
+from jaxtyping import Bool, Float, Int, Key
 
 from mllm.config.grpo import RolloutConfig
 
@@ -19,9 +21,9 @@ class Draw(NamedTuple):
 
     tokens: Int[Any, "B *C"]
     logprobs: Float[Any, "B *C"]
-    """Under the distribution over the whole vocabulary, before top-k and top-p."""
+    """Under the distribution over the whole vocabulary, with a penalty, before top-k, top-p and min-p."""
     kept: Float[Any, "B *C"] | None
-    """The probability of all tokens that top-k and top-p keep, by which they divide; None with neither of them."""
+    """The probability of all tokens that these keep, by which they divide; None with none of them."""
 
 
 def sequence_keys(
@@ -39,10 +41,13 @@ def sample(
     """One token for each row; `positions` are the places in completions.
 
     The temperature divides the logits. `top_k` keeps the k likeliest tokens, 0 all; among those `top_p` keeps the
-    fewest likeliest that have this probability together, 1 all.
+    fewest likeliest that have this probability together, 1 all; among those `min_p` keeps the ones with at least this
+    share of the largest probability.
     """
     logits = logits / options.temperature
     kept = exclude(logits, options.top_k, options.top_p)
+    if options.min_p is not None:
+        kept = jnp.where(kept < kept.max(-1, keepdims=True) + math.log(options.min_p), -jnp.inf, kept)
     keys = jax.vmap(jax.random.fold_in)(keys, positions)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, kept.shape[1:]))(keys)
     token = jnp.argmax(kept + noise, axis=-1)
@@ -58,6 +63,11 @@ def sample(
 def greedy(logits: Float[jax.Array, "B V"]) -> Draw:
     """The likeliest token of each row; its log-probability is 0, since no other could have been drawn."""
     return Draw(jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(logits.shape[0]), None)
+
+
+def penalize(logits: Float[jax.Array, "B V"], seen: Bool[jax.Array, "B V"], penalty: float) -> Float[jax.Array, "B V"]:
+    """The logits, those of tokens that were seen divided by the penalty if positive, and multiplied if negative."""
+    return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[jax.Array, "B V"]:

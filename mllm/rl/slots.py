@@ -39,6 +39,8 @@ class Slots(NamedTuple):
     """The sequence's number among those of the step."""
     live: Bool[Any, "B"]
     """False for a slot without a sequence: it is computed all the same, and its tokens mean nothing."""
+    history: Int[Any, "B L"] | None = None
+    """All tokens of prompt and completion, some repeatedly; None where nothing depends on them."""
 
 
 class Stream(NamedTuple):
@@ -140,24 +142,30 @@ def decode(
     alive = slots.live.sum()
 
     def unfinished(carry: tuple) -> Bool[jax.Array, ""]:
-        _, done, _, _, live = carry
+        _, done, _, _, live, _ = carry
         left = live.sum()
         return (done < steps) & (left > 0) & (alive - left < stop_after)
 
     def decode_step(carry: tuple) -> tuple:
-        chunk, done, cache, tokens, live = carry
+        chunk, done, cache, tokens, live, seen = carry
         hidden, cache = decode_token(graphdef, weights, cache, tokens, slots.lengths + done, end + done)
         positions = slots.counts + done
         logits = dot(hidden, model.head_weight, (1, 1), hidden.dtype)
+        if seen is not None:
+            logits = sampling.penalize(logits, seen, options.repetition_penalty or 1.0)
         drawn = sampling.greedy(logits) if greedy else sampling.sample(logits, keys, positions, options)
         stopped = (drawn.tokens[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= options.max_completion_length)
         chunk = jax.tree.map(lambda whole, new: whole.at[:, done].set(new), chunk, drawn)
-        return chunk, done + 1, cache, drawn.tokens, live & ~stopped
+        seen = None if seen is None else seen | (drawn.tokens[:, None] == jnp.arange(seen.shape[1]))
+        return chunk, done + 1, cache, drawn.tokens, live & ~stopped, seen
 
     shape = (slots.tokens.shape[0], CHUNK)
     kept = jnp.zeros(shape, jnp.float32) if options.truncates and not greedy else None
     none = sampling.Draw(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept), jnp.zeros((), jnp.int32)
-    chunk, done, cache, _, _ = jax.lax.while_loop(unfinished, decode_step, (*none, cache, slots.tokens, slots.live))
+    nothing = jnp.zeros(model.head_weight.shape[0], bool)
+    seen = None if slots.history is None else jax.vmap(lambda row: nothing.at[row].set(True))(slots.history)
+    start = (*none, cache, slots.tokens, slots.live, seen)
+    chunk, done, cache, *_ = jax.lax.while_loop(unfinished, decode_step, start)
     # Every process reads the tokens of all rows.
     return *jax.tree.map(partial(constrain, model.layout, axes=()), (chunk, done)), cache
 

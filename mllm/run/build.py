@@ -136,6 +136,7 @@ class Run:
                 # Not before it is needed, because other mistakes in the configuration come first.
                 cache(partial(slots_that_fit, policy, config.rollout, config.optimizer, config.grpo)),
                 self.interrupt.poll,
+                stop_texts=policy.stop_texts,
             )
         if config.grpo and task and self.sampler and self.rewards:
             learned = renderer.form

@@ -55,7 +55,7 @@ class SourceRun:
     model: ModelConfig
     """The model that begins with it, as if the run's own model were its source."""
     stop: tuple[str, ...]
-    """Tokens that stop the run's model beside those of its own source."""
+    """Texts that stop the run's model beside the tokens of its own source."""
 
     @classmethod
     def open(cls, model: ModelConfig, runs: tuple[str, ...] = ()) -> "SourceRun | None":

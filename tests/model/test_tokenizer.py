@@ -188,7 +188,7 @@ def test_a_template_that_renders_nothing_is_refused() -> None:
 
 def test_stop_ids_are_gathered_without_duplicates(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, ENDOFTEXT]}))
-    assert stop_ids(BYTES, tmp_path, stop=("\n",)) == (END, ENDOFTEXT, ord("\n"))
+    assert stop_ids(BYTES, tmp_path, stop=("\n", "two tokens")) == (END, ENDOFTEXT, ord("\n"))
     assert stop_ids(BYTES, tmp_path / "missing") == (END,)
 
 

@@ -1,7 +1,9 @@
 """Rollouts against the model without cache, padding or batch, applied to each whole sequence."""
 
 from array import array
+from collections import Counter
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ from mllm.parallel.mesh import make_mesh
 from mllm.rl import rollout, sampling
 from mllm.rl.rollout import Completion, RolloutWork, Sampler
 from mllm.rl.schedule import assign_prompts
+from mllm.rl.slots import CHUNK
 
 VOCABULARY, STOPS = 40, (3, 11, 12, 20, 33)
 NO_STOPS = (-1,) * len(STOPS)  # as many as STOPS, so that the same programs serve
@@ -77,13 +80,17 @@ def gumbel_noise(keys):
     return jax.vmap(lambda key: jax.vmap(partial(at, key))(jnp.arange(LIMIT)))(keys)
 
 
-def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cache(model, prompts):
-    completions = complete(model, prompts, seed=4, step=9, first_sequence=100)
+@pytest.mark.parametrize("options", [{}, {"min_p": 0.1, "repetition_penalty": 1.5}])
+def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cache(model, prompts, options):
+    chosen = OPTIONS.model_copy(update=options)
+    completions = complete(model, prompts, chosen, seed=4, step=9, first_sequence=100)
+    penalty, min_p = options.get("repetition_penalty", 1.0), options.get("min_p", 0.0)
     noise = np.float64(gumbel_noise(sampling.sequence_keys(4, 9, 100 + jnp.arange(len(prompts)))))
     for row, (prompt, found) in enumerate(zip(prompts, completions, strict=True)):
+        seen = [[*prompt, *found.tokens[:t]] for t in range(len(found.tokens))]
         expected = [
-            sampling_logprobs(z, OPTIONS.temperature, OPTIONS.top_k, OPTIONS.top_p)
-            for z in completion_logits(model, prompt, found.tokens)
+            sampling_logprobs(z, OPTIONS.temperature, OPTIONS.top_k, OPTIONS.top_p, min_p, before, penalty)
+            for z, before in zip(completion_logits(model, prompt, found.tokens), seen, strict=True)
         ]
         assert found.tokens.tolist() == [int(np.argmax(logprob + noise[row, t])) for t, logprob in enumerate(expected)]
         logprobs = [logprob[token] for logprob, token in zip(expected, found.tokens, strict=True)]
@@ -146,6 +153,7 @@ def sample_groups(mesh, slots):
     settings = config(mesh=mesh, model={"architecture": {**ARCHITECTURE, "initializer_range": 0.1}})
     policy = load_policy(settings, make_mesh(settings.mesh))
     options = RolloutConfig(max_prompt_length=20, max_completion_length=40, max_slots=None if mesh else slots)
+    options = options.model_copy(update={"repetition_penalty": 1.1})
     renderer, stops = Renderer(bytes_tokenizer()), range(0, 260, 20)
     sampler = Sampler(policy.graphdef, renderer, stops, options, 1, lambda: slots if mesh else 99)
     result = sampler.complete(policy.initial_params(), GROUPS, step=2)
@@ -160,6 +168,43 @@ def test_neither_slots_nor_devices_change_a_token():
     for one, other in zip(result, one_at_a_time, strict=True):
         assert (one.tokens, one.finished) == (other.tokens, other.finished)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_a_stop_text_of_several_tokens_cuts_tokens_behind_it_and_the_text_before_it_and_the_clock_changes_no_bit(
+    model, prompts, monkeypatch
+):
+    """Texts end completions in the first chunk and later ones, before and behind a stop token or the limit."""
+    options, stops, decode = (
+        RolloutConfig(max_prompt_length=12, max_completion_length=160),
+        (3,),
+        bytes_tokenizer().decode,
+    )
+    whole = complete(model, prompts[:8] * 8, options, stops=stops, slots=16)
+    pairs = Counter(pair for one in whole for pair in pairwise(one.tokens))
+    texts = [decode(pair) for pair, _ in pairs.most_common(30)[::15]]
+    work, found = RolloutWork(), []
+    for seconds in (rollout.CALL_SECONDS, 0.0):  # 0: a step in each call
+        monkeypatch.setattr(rollout, "CALL_SECONDS", seconds)
+        found.append(complete(model, prompts[:8] * 8, options, stops=stops, slots=16, stop_texts=texts, work=work))
+    assert found[0] == found[1]
+    ends = []
+    for one, full in zip(found[0], whole, strict=True):
+        complete_at = (n for n in range(len(full.tokens) + 1) if any(text in decode(full.tokens[:n]) for text in texts))
+        ends.append(next(complete_at, None))
+        assert one.tokens == full.tokens[: ends[-1]]
+        np.testing.assert_allclose(one.logprobs, full.logprobs[: ends[-1]], atol=1e-5)
+        assert one.finished == (full.finished or ends[-1] is not None)
+        assert one.text == min((full.text.partition(text)[0] for text in texts), key=len)
+    assert {None} < {*ends}
+    assert max(end for end in ends if end) > 2 * CHUNK
+    assert work.tokens == 2 * sum(len(one.tokens) for one in found[0])
+    assert work.completions == 2 * len(whole)
+
+
+def test_a_stop_text_may_be_part_of_a_token_or_of_a_character_s_bytes_and_is_found_once_it_is_complete():
+    sampler = Sampler(None, Renderer(bytes_tokenizer()), (0,), OPTIONS, 0, stop_texts=("\u00e9!", "END"))
+    for text, length in (("a\u00e9!b", 4), ("a\u00e9?", None), ("E" * 90 + "NDE", 92), ("", None)):
+        assert sampler.stopped_length(array("i", text.encode())) == length
 
 
 def test_a_distinct_prompt_is_prefilled_once_and_few_slot_steps_are_useless_where_four_times_as_many_sequences_wait(

@@ -7,7 +7,7 @@ import pytest
 from rollouts import sampling_logprobs
 
 from mllm.config.grpo import RolloutConfig
-from mllm.rl.sampling import exclude, sample, sequence_keys
+from mllm.rl.sampling import exclude, penalize, sample, sequence_keys
 
 DRAWS = 20_000
 LIMITS = {"max_prompt_length": 1, "max_completion_length": 1}
@@ -16,11 +16,13 @@ SETTINGS = [
     {"temperature": 2.0, "top_k": 4, "top_p": 1.0},
     {"temperature": 0.5, "top_k": 0, "top_p": 0.7},
     {"temperature": 1.5, "top_k": 5, "top_p": 0.8},
+    {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.3},
+    {"temperature": 2.0, "top_k": 6, "top_p": 0.9, "min_p": 0.35},
 ]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_tokens_are_as_frequent_as_the_distribution_says_and_what_top_k_and_top_p_keep_is_told_apart(settings):
+def test_tokens_are_as_frequent_as_the_distribution_says_and_what_is_kept_is_told_apart(settings):
     logits = np.random.default_rng(0).normal(size=8).astype(np.float32)
     rows, keys = jnp.broadcast_to(logits, (DRAWS, 8)), sequence_keys(0, 0, jnp.arange(DRAWS))
     drawn = jax.tree.map(
@@ -33,7 +35,7 @@ def test_tokens_are_as_frequent_as_the_distribution_says_and_what_top_k_and_top_
     chi_square = np.sum((counts - expected)[possible] ** 2 / expected[possible])
     assert chi_square < 24.3  # exceeded once in a thousand with 7 degrees of freedom
     np.testing.assert_allclose(drawn.logprobs, whole[drawn.tokens], rtol=1e-5, atol=1e-5)
-    if settings["top_k"] == 0 and settings["top_p"] == 1:
+    if settings == SETTINGS[0]:
         assert drawn.kept is None
     else:
         np.testing.assert_allclose(drawn.kept, np.exp(whole - drawn_from)[drawn.tokens], rtol=1e-5)
@@ -58,6 +60,43 @@ def test_tokens_are_as_frequent_as_the_distribution_says_and_what_top_k_and_top_
 def test_top_k_and_top_p_keep_the_likeliest_tokens_and_at_least_one(probabilities, top_k, top_p, kept):
     logits = exclude(jnp.log(jnp.array([probabilities])), top_k, top_p)
     assert np.flatnonzero(np.isfinite(logits[0])).tolist() == kept
+
+
+LOGITS = [2.0, -1.0, 0.5, -0.25, 0.0, 1.5, -3.0, 1.0]
+SEEN = [0, 3, 3, 6, 4]
+
+
+@pytest.mark.parametrize(
+    ("penalty", "expected"),
+    [
+        (1.3, [1.5384615384615383, -1.0, 0.5, -0.325, 0.0, 1.5, -3.9, 1.0]),
+        (0.5, [4.0, -1.0, 0.5, -0.125, 0.0, 1.5, -1.5, 1.0]),
+    ],
+)
+def test_the_penalty_of_repetitions_is_that_of_transformers(penalty, expected):
+    """The numbers are those of RepetitionPenaltyLogitsProcessor (transformers 5.23), in float64."""
+    seen = np.zeros((1, 8), bool)
+    seen[:, SEEN] = True
+    np.testing.assert_allclose(penalize(jnp.array([LOGITS]), seen, penalty)[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"min_p": 0.1}, [0, 2, 3, 4, 5, 7]),
+        ({"min_p": 0.3}, [0, 5, 7]),
+        ({"min_p": 1.0}, [0]),
+        ({"temperature": 0.7, "top_k": 6, "top_p": 0.9, "min_p": 0.25}, [0, 5]),
+    ],
+)
+def test_min_p_keeps_what_transformers_keeps(options, kept):
+    """MinPLogitsWarper (transformers 5.23), in the last row behind those of temperature, top-k and top-p."""
+    keys, positions = sequence_keys(0, 0, jnp.arange(2000)), jnp.zeros(2000, jnp.int32)
+    logits = jnp.broadcast_to(jnp.array(LOGITS), (2000, 8))
+    drawn = sample(logits, keys, positions, RolloutConfig(**LIMITS, **options))
+    assert np.unique(drawn.tokens).tolist() == kept
+    whole = sampling_logprobs(LOGITS, options.get("temperature", 1.0))
+    np.testing.assert_allclose(drawn.kept, np.exp(whole[kept]).sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 0.9)])

@@ -1,5 +1,6 @@
 """Tools on a run: an export that other programs load, completions of both, a picture of its curves; every --help."""
 
+import io
 import json
 import re
 import shutil
@@ -9,16 +10,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from runs import checksums, newest, run
 from tiny import ARCHITECTURE, config
 
-from mllm.model.load import load_policy
+from mllm.config.model import MeshConfig, ModelConfig
+from mllm.model import peft
+from mllm.model.load import load_model, load_policy
 from mllm.model.tokenizer import bytes_tokenizer, stop_ids
 from mllm.parallel.mesh import make_mesh
 from mllm.rl.rollout import Completion, Sampler
+from mllm.run.checkpoint import by_name
 from mllm.run.report import summary
 from mllm.store.run_store import RunStore, seal
 from tools import export, generate, plot
@@ -30,6 +35,8 @@ PROMPTS = [
     {"question": "1+2="},
     {"messages": [{"role": "user", "content": "7+7="}, {"role": "assistant", "content": "14"}]},
     {"messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2="}]},
+    {"prompt": "5+5="},
+    {"prompt": [{"role": "user", "content": "6+6="}], "completion": "12"},
 ]
 
 
@@ -120,10 +127,11 @@ def test_a_run_and_its_export_complete_a_file_of_prompts_alike_and_overwrite_not
     said, found = capsys.readouterr().err, [json.loads(line) for line in text.splitlines()]
     of_export = complete(exported / "export", tmp_path / "other.jsonl", "--system", "Sum.", "--dtype", "float32")
     assert of_export == (0, text)
-    assert [line["messages"][0]["content"] for line in found] == ["Sum.", "Sum.", "Add."]
-    assert found[1]["messages"][-1] == {"role": "user", "content": "7+7="}
+    assert [line["messages"][0]["content"] for line in found] == ["Sum.", "Sum.", "Add.", "Sum.", "Sum."]
+    asked = [{"role": "user", "content": question} for question in ("1+2=", "7+7=", "1+2=", "5+5=", "6+6=")]
+    assert [line["messages"][-1] for line in found] == asked
     assert all(line["completion"] and (line["tokens"] == 8 or line["finished"]) for line in found)
-    assert f"3 done, {sum(line['tokens'] for line in found)} tokens" in said
+    assert f"5 done, {sum(line['tokens'] for line in found)} tokens" in said
     assert complete(exported, out) == (2, text)
     assert "exists, and would be overwritten" in capsys.readouterr().err
 
@@ -139,32 +147,94 @@ def test_one_prompt_is_printed_and_the_seed_chooses_what_is_sampled(exported, ca
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: --max-tokens: 50000 after a prompt of")
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("", "bfloat16"), ("export", "float32")])
-def test_the_sampler_gets_what_the_options_say(exported, monkeypatch, capsys, model, dtype):
-    """Without --dtype the run would compute in float32, and its export in bfloat16."""
+@pytest.fixture
+def calls(monkeypatch):
+    """The samplers that are called, with their parameters, prompts and options; each answers with what it was asked."""
     calls = []
 
     def complete(self, params, prompts, **given):
-        calls.append((self, nnx.merge(self.graphdef, params), given))
-        return [Completion(text="7")]
+        calls.append((self, params, prompts, given))
+        return [Completion(text=self.renderer.tokenizer.decode(prompt, skip_special_tokens=True)) for prompt in prompts]
 
     monkeypatch.setattr(Sampler, "complete", complete)
-    numbers = {"max-tokens": 6, "temperature": 0.5, "top-k": 7, "top-p": 0.9, "seed": 3, "slots": 5}
+    return calls
+
+
+def test_prompts_on_the_command_line_are_answered_n_times_each_below_a_line_that_says_which(exported, calls, capsys):
+    assert generate.main([str(exported), "1+2=", "3+4=", "--temperature", "1", "--n", "2"]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == ["Sum.1+2=", "Sum.1+2=", "Sum.3+4=", "Sum.3+4="]
+    first, *others = said.err.splitlines()
+    assert first == f"{exported}: step 4; prompts are rendered by the chat template"
+    assert others[0].startswith("4 done, ")
+    assert others[1:] == ["> 1+2=", "> 1+2=", "> 3+4=", "> 3+4="]
+
+
+def test_without_a_prompt_it_is_what_stands_on_stdin_and_nothing_is_counted_for_one(
+    exported, calls, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    assert generate.main([f"{exported}/export", "--chat-template", "never"]) == 0
+    said = f"{exported}/export: the model; prompts are texts, without the chat template\n"
+    known = f"{exported}/export knows chats, and prompts are texts: --chat-template always renders them\n"
+    assert capsys.readouterr() == ("two\nlines\n", said + known)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert generate.main([f"{exported}/export"]) == 2
+    assert capsys.readouterr().err.startswith("error: PROMPT: give one or more, or --prompts FILE, or a text on stdin")
+
+
+def test_a_run_s_step_is_chosen(exported, calls, capsys):
+    for options in ((), ("--step", "2")):
+        assert generate.main([str(exported), "hi", *options]) == 0
+    assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == [
+        f"{exported}: step 4",
+        f"{exported}: step 2",
+    ]
+    newest, other = ({name: np.asarray(leaf) for name, leaf in by_name(call[1]).items()} for call in calls)
+    assert not all(np.array_equal(newest[name], other[name]) for name in newest)
+
+
+def test_an_adapter_s_folder_is_sampled_from_with_the_model_that_it_names(exported, calls, tmp_path, capsys):
+    settings = {"source": f"{exported}/export", "lora": {"rank": 2, "alpha": 4}, "dtype": "float32"}
+    policy = load_model(ModelConfig.model_validate(settings), make_mesh(MeshConfig()), packed=False)
+    adapters = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), policy.trained)
+    peft.save(tmp_path, policy.lora, adapters, settings["source"])
+    assert generate.main([str(tmp_path), "hi", "--dtype", "float32"]) == 0
+    assert f"{tmp_path}: adapters of {exported}/export; prompts are" in capsys.readouterr().err
+    ((_, params, *_),) = calls
+    assert jax.tree.structure(params) == jax.tree.structure(policy.params)
+    trained, frozen = policy.split(params)
+    assert all((leaf == 1).all() for leaf in jax.tree.leaves(trained))
+    jax.tree.map(np.testing.assert_array_equal, frozen, policy.stored_params())
+    (tmp_path / peft.CONFIG).write_text("{}")
+    assert generate.main([str(tmp_path), "hi"]) == 2
+    assert "base_model_name_or_path names no model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "dtype"), [("", "bfloat16"), ("export", "float32")])
+def test_the_sampler_gets_what_the_options_say(exported, calls, model, dtype):
+    """Without --dtype the run would compute in float32, and its export in bfloat16."""
+    numbers = {"max-tokens": 6, "temperature": 0.5, "top-k": 7, "top-p": 0.9, "min-p": 0.1, "repetition-penalty": 1.2}
+    numbers |= {"seed": 3, "slots": 5}
     options = [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
+    options += ["--stop", "two tokens", "--stop", "<|im_start|>"]
     assert generate.main([str(exported / model), "1+2=", "--dtype", dtype, *options]) == 0
-    assert capsys.readouterr().out == "7\n"
-    ((sampler, decoder, given),) = calls
+    ((sampler, params, _, given),) = calls
     chosen = sampler.options
-    found = chosen.max_completion_length, chosen.temperature, chosen.top_k, chosen.top_p, sampler.seed
-    assert [*found, sampler.max_slots()] == [*numbers.values()]
-    assert decoder.rounding.dtype == dtype
+    found = [chosen.max_completion_length, chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p]
+    assert [*found, chosen.repetition_penalty, sampler.seed, sampler.max_slots()] == [*numbers.values()]
+    assert nnx.merge(sampler.graphdef, params).rounding.dtype == dtype
+    of_run = () if model else ("~",)  # of an export its id alone
+    assert (*sampler.stop_texts,) == (*of_run, "two tokens", "<|im_start|>")
+    ids = {*stop_ids(bytes_tokenizer(), stop=("~", "<|im_start|>"))}
+    assert {*sampler.stop_ids} == ids
     assert not given["greedy"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_obeys_nothing_that_a_completion_says_and_a_file_gets_it_as_it_is(terminal, monkeypatch, capsys):
     text = "a\tb\nc\x1b]0;title\x07\r\x9b2J\u202e 漢字\n"
-    monkeypatch.setattr(generate, "load", lambda options: (None, None, None))
+    monkeypatch.setattr(generate, "load", lambda options: (None, None, None, ""))
     monkeypatch.setattr(generate, "complete", lambda *given: [SimpleNamespace(text=text)])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     assert generate.main(["a model", "a prompt"]) == 0
