@@ -4,9 +4,9 @@
     python tools/generate.py MODEL_OR_RUN < question.txt
     python tools/generate.py MODEL_OR_RUN --prompts prompts.jsonl --out completions.jsonl
 
-MODEL_OR_RUN is a run_dir, a folder in Hugging Face's layout or PEFT's, or a hub id. Its chat template is applied, unless
-it has learned texts. A line of prompts has a `question`, or a `prompt` or `messages` of which the assistant's last ones
-are left out; a line of the output has the `messages`, the `completion`, how many `tokens` it has, and whether it
+MODEL_OR_RUN is a run_dir, a folder in Hugging Face's layout or PEFT's, or a hub id. Its chat template is applied,
+unless it has learned texts. A line of prompts has a `question`, a `prompt`, or `messages` of which the assistant's last
+ones are left out; a line of the output has the `messages`, the `completion`, how many `tokens` it has, and whether it
 `finished` or was cut off. Without --temperature the likeliest token is taken. On a terminal, what it would obey in a
 completion is escaped.
 """
@@ -155,7 +155,7 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | Non
 def complete(
     options: argparse.Namespace, policy: "Policy", params: "Params", chats: list[Chat], args: dict[str, Any], name: str
 ) -> "list[Completion]":
-    """The chats' completions; `args` are the template's, `name` is the model's. UserError where one doesn't fit the model's positions."""
+    """The chats' completions; `args` are the template's. UserError where one doesn't fit the model's positions."""
     from tqdm import tqdm
 
     from mllm.config.grpo import RolloutConfig
