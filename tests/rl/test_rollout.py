@@ -204,7 +204,7 @@ def test_a_stop_text_of_several_tokens_cuts_tokens_behind_it_and_the_text_before
 def test_a_stop_text_may_be_part_of_a_token_or_of_a_character_s_bytes_and_is_found_once_it_is_complete():
     sampler = Sampler(None, Renderer(bytes_tokenizer()), (0,), OPTIONS, 0, stop_texts=("\u00e9!", "END"))
     for text, length in (("a\u00e9!b", 4), ("a\u00e9?", None), ("E" * 90 + "NDE", 92), ("", None)):
-        assert sampler.stopped_length(array("i", text.encode())) == length
+        assert sampler.stopped_length(array("i", [*text.encode()])) == length
 
 
 def test_a_distinct_prompt_is_prefilled_once_and_few_slot_steps_are_useless_where_four_times_as_many_sequences_wait(

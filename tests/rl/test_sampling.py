@@ -16,7 +16,7 @@ SETTINGS = [
     {"temperature": 2.0, "top_k": 4, "top_p": 1.0},
     {"temperature": 0.5, "top_k": 0, "top_p": 0.7},
     {"temperature": 1.5, "top_k": 5, "top_p": 0.8},
-    {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.3},
+    {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.5},
     {"temperature": 2.0, "top_k": 6, "top_p": 0.9, "min_p": 0.35},
 ]
 
@@ -75,8 +75,7 @@ SEEN = [0, 3, 3, 6, 4]
 )
 def test_the_penalty_of_repetitions_is_that_of_transformers(penalty, expected):
     """The numbers are those of RepetitionPenaltyLogitsProcessor (transformers 5.23), in float64."""
-    seen = np.zeros((1, 8), bool)
-    seen[:, SEEN] = True
+    seen = jnp.zeros((1, 8), bool).at[:, jnp.array(SEEN)].set(True)
     np.testing.assert_allclose(penalize(jnp.array([LOGITS]), seen, penalty)[0], expected, rtol=1e-6)
 
 
