@@ -38,6 +38,7 @@ from mllm.rl.rollout import Sampler
 from mllm.rl.schedule import slots_that_fit
 from mllm.run import folder, heartbeat, report, wandb
 from mllm.run.checkpoint import Checkpoints, common_steps
+from mllm.run.compiling import keep_programs
 from mllm.run.measurements import Measurement, Measurements
 from mllm.run.metrics import RunLog, last_logged_step
 from mllm.run.moved import sample
@@ -67,6 +68,7 @@ class Run:
         self.stack, self.watch = stack, watch
         self.interrupt = stack.enter_context(Interrupt())
         self.mesh = make_mesh(config.mesh)
+        keep_programs()
         self.store, config = stack.enter_context(folder.claim(config, change))
         self.interrupt.find_fault = lambda: self.store.failure
         with raise_everywhere():
