@@ -161,7 +161,7 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
         print(f"stopped by a signal after step {saved_step}; saved: the same command resumes", file=sys.stderr)
         return 128 + run.interrupt.received  # as a shell reports a process that a signal killed
     if is_writer():
-        print(report.summary(run.store))
+        print(report.summary(run.store, report.why_ended(state, source.steps)))
     return 0
 
 

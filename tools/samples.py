@@ -27,7 +27,12 @@ class Sample(BaseModel):
     prompt: str
     completion: str
     rewards: dict[str, FiniteFloat | None]
+    reward: FiniteFloat | None = None
+    """All of them, each times its weight; older runs have neither this nor what follows the advantage."""
     advantage: FiniteFloat | None
+    length: int | None = None
+    """In tokens."""
+    truncated: bool = False
 
 
 @errors.command
@@ -99,8 +104,9 @@ def print_newest(samples: list[Sample], step: int | None, prompt: str, limit: in
     if not found:
         raise UserError(f"no sample of {len(samples):,} has this --step and --prompt")
     for sample in found[-limit:]:
-        numbers = {**sample.rewards, "advantage": sample.advantage}
-        shown = (f"{name} {'null' if x is None else f'{x:.3f}'}" for name, x in numbers.items())
+        numbers = {"reward": sample.reward, **sample.rewards, "advantage": sample.advantage}
+        shown = [f"{name} {'null' if x is None else f'{x:.3f}'}" for name, x in numbers.items()]
+        shown += [f"length {sample.length}"] * (sample.length is not None) + ["cut off"] * sample.truncated
         print(errors.printable(f"step {sample.step}  {'  '.join(shown)}"))
         for name, text in (("prompt", sample.prompt), ("completion", sample.completion)):
             for number, line in enumerate(text.split("\n")):

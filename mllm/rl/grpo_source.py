@@ -119,7 +119,7 @@ class GrpoSource:
             kept = np.count_nonzero(~equal[groups]) / equal.size
             metrics |= {"dynamic_sampling/rounds": rounds, "dynamic_sampling/frac_groups_kept": kept}
         logged = zip(chosen[: self.logged_samples], np.where(failed, np.nan, advantages), strict=False)
-        samples = [trajectories.sample_line(trajectory, names, advantage) for trajectory, advantage in logged]
+        samples = [trajectories.sample_line(trajectory, self.rewards, advantage) for trajectory, advantage in logged]
         has_gradient = (advantages != 0) | (self.config.beta > 0) | (self.config.entropy_coef != 0)
         lengths, parts = np.array([len(trajectory.logprobs) for trajectory in chosen]), []
         mine = self.rows.part_of(self.update_rows.total)

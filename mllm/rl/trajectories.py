@@ -109,13 +109,16 @@ def completion_metrics(trajectories: Sequence[Trajectory], names: Sequence[str])
     return metrics
 
 
-def sample_line(trajectory: Trajectory, names: Sequence[str], advantage: float) -> dict[str, Any]:
+def sample_line(trajectory: Trajectory, functions: RewardRunner, advantage: float) -> dict[str, Any]:
     """The line of samples.jsonl; null for a reward that failed or does not apply, and for a NaN advantage."""
     return {
         "prompt": trajectory.prompt,
         "completion": trajectory.text,
-        "rewards": dict(zip(names, map(finite, map(number, trajectory.rewards)), strict=True)),
+        "rewards": dict(zip(functions.names, map(finite, map(number, trajectory.rewards)), strict=True)),
+        "reward": finite(weighted_sum([trajectory.rewards], functions.weights)[0]),
         "advantage": finite(advantage),
+        "length": len(trajectory.logprobs),
+        "truncated": not trajectory.finished,
     }
 
 

@@ -199,7 +199,8 @@ class Run:
         if is_writer():
             config, policy = self.config, self.policy
             head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)
-            print(report.start_line(self.mesh, policy.params, head, policy.attention, state.step), file=sys.stderr)
+            begun = report.start_line(self.mesh, policy, head, state.step)
+            print("\n".join([begun, *report.changed(config.changes, state.step)]), file=sys.stderr)
         log = RunLog(self.store, state.logged_step, self.source.steps, self.config)
         self.log = self.stack.enter_context(closing(log))
         return state

@@ -32,6 +32,18 @@ from mllm.store.run_store import RunStore
 RECORDS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 EVENTS = "tensorboard"
 Scalars = Mapping[str, float | int]
+MEASURED = {
+    "held-out, greedy": "eval/greedy_accuracy",
+    "held-out, sampled": "eval/sampled_accuracy",
+    "validation loss": "validation/loss",
+    "test reward": "test/reward",
+    "test accuracy": "test/greedy_accuracy",
+    "weights moved": "params/moved",
+}
+"""What is measured beside the updates, by its name on the terminal. Accuracy, which asks for the answer in the task's
+exact form, is shown only where `exact_match` is among the rewards."""
+STEP = {"reward": ("reward", ".3f"), "length": ("completions/mean_length", ".1f"), "entropy": ("entropy", ".3f")}
+"""The numbers in the line of a GRPO step, and how they are written."""
 
 
 class RunLog:
@@ -55,7 +67,7 @@ class RunLog:
             # TensorBoard hides older files' events from this step on.
             begin = SessionLog(status=SessionLog.START)
             self.files[EVENTS].append(event(step=last_step + 1, session_log=begin))
-        self.wandb, self.steps = None, steps
+        self.wandb, self.steps, self.said = None, steps, 0.0
         self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
         if self.files and config and config.log.wandb:
             self.wandb = Wandb(store, config)
@@ -66,19 +78,30 @@ class RunLog:
             self.append("samples.jsonl", step, sample)
         changed = {"changed": self.changes[step]} if step in self.changes else {}
         self.append("metrics.jsonl", step, {**metrics, **changed})
+        self.say(step, [f"{name} {number(metrics, key)}" for name, key in measured(metrics).items()])
 
     def write_timings(self, step: int, timings: Scalars, metrics: Scalars) -> None:
-        """Append the step's timings, and print a line with some of the `metrics` and the time that is left."""
+        """Append the step's timings, and print a line with some of the `metrics` and the time that is left.
+
+        There is a line at most every second, and one for the last step.
+        """
         self.append("timings.jsonl", step, timings)
-        shown = {"reward": metrics.get("reward"), "loss": metrics.get("loss")}
-        words = [f"{name} {value:.3f}" for name, value in shown.items() if value is not None]
+        now = time.monotonic()
+        self.first = self.first or (step, now)
+        if step not in (self.first[0], self.steps) and now < self.said + 1:
+            return
+        self.said = now
+        shown = STEP if "reward" in metrics else {"loss": ("loss", ".3f")}
+        words = [f"{name} {metrics[key]:{how}}" for name, (key, how) in shown.items() if metrics.get(key) is not None]
         words.append(f"{timings['tokens_per_second']:,.0f} tok/s")
-        if self.first is None:  # which compiles, and says nothing of the pace
-            self.first = step, time.monotonic()
-        else:
-            pace = (time.monotonic() - self.first[1]) / (step - self.first[0])
+        if step > self.first[0]:  # the first one compiles, and says nothing of the pace
+            pace = (now - self.first[1]) / (step - self.first[0])
             words.append(f"ETA {tqdm.format_interval(pace * (self.steps - step))}")
-        if self.files:
+        self.say(step, words)
+
+    def say(self, step: int, words: Sequence[str]) -> None:
+        """Print a line of the step, if there are words for it."""
+        if self.files and words:
             print("  ".join([f"step {step} of {self.steps}", *words]), file=sys.stderr, flush=True)
 
     def append(self, name: str, step: int, record: Mapping[str, Any]) -> None:
@@ -102,6 +125,29 @@ class RunLog:
             file.close()
         if self.wandb:
             self.wandb.close()
+
+
+def measured(record: Mapping[str, Any]) -> dict[str, str]:
+    """What a step measured beside its update: name on the terminal, metric."""
+    functions = functions_of(record, "eval/", "held-out ") | functions_of(record, "test/", "test ")
+    names = {"held-out reward": "eval/reward", **functions, **MEASURED}
+    exact = "eval/rewards/exact_match/mean" in record or "test/rewards/exact_match/mean" in record
+    found = {name: key for name, key in names.items() if record.get(key) is not None}
+    return {name: key for name, key in found.items() if exact or not key.endswith("accuracy")}
+
+
+def functions_of(record: Mapping[str, Any], prefix: str = "", place: str = "") -> dict[str, str]:
+    """The means of the reward functions, if there are several: after `place` each one's name, and the metric."""
+    begin, end = f"{prefix}rewards/", "/mean"
+    keys = [key for key, value in record.items() if key.startswith(begin) and key.endswith(end) and value is not None]
+    return {place + key.removeprefix(begin).removesuffix(end): key for key in keys if len(keys) > 1}
+
+
+def number(record: Mapping[str, Any], key: str) -> str:
+    """A measured number, an accuracy with its 95 % interval."""
+    interval = [f"{record[name]:.3f}" for name in (f"{key}_low", f"{key}_high") if name in record]
+    value = f"{record[key]:.2%}" if key == "params/moved" else f"{record[key]:.3f}"
+    return value + f" ({' .. '.join(interval)})" * bool(interval)
 
 
 def event(**content: Any) -> bytes:

@@ -1,8 +1,9 @@
 """What a run says on the terminal: a line when it starts, and at its end a table of accuracy, speed and memory."""
 
+import json
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -10,23 +11,24 @@ import jax
 from jax.sharding import Mesh
 
 from kernels.lm_head import EngineChoice
-from mllm.model.attention import AttentionChoice
-from mllm.model.layout import Params
-from mllm.run.metrics import read_records
+from mllm.config.schema import Change
+from mllm.model.load import Policy
+from mllm.run.metrics import functions_of, measured, number, read_records
+from mllm.run.state import RunState
 from mllm.store.run_store import RunStore
 
 
-def start_line(mesh: Mesh, params: Params, head: EngineChoice, attention: AttentionChoice, step: int) -> str:
+def start_line(mesh: Mesh, policy: Policy, head: EngineChoice, step: int) -> str:
     """Devices, mesh, parameters, the head and attention that were picked and why, and where the run begins."""
-    leaves = jax.tree.leaves(params)
-    count = sum(math.prod(leaf.shape) for leaf in leaves)
+    leaves, attention = jax.tree.leaves(policy.params), policy.attention
+    count, trained = (sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(p)) for p in (leaves, policy.trained))
     dtypes = "/".join(sorted({str(leaf.dtype) for leaf in leaves}))
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     return "; ".join(
         [
             f"{mesh.size} of {jax.device_count()} devices ({jax.devices()[0].device_kind})",
             f"mesh {axes}",
-            f"{count:,} parameters in {dtypes}",
+            f"{count:,} parameters in {dtypes}" + f", of which {trained:,} train" * (trained < count),
             f"head {head.impl}" + f" ({head.reason})" * bool(head.reason),
             f"attention {attention.attention.kernel if attention.attention else 'xla'}"
             + f" ({attention.reason})" * bool(attention.reason),
@@ -35,48 +37,54 @@ def start_line(mesh: Mesh, params: Params, head: EngineChoice, attention: Attent
     )
 
 
-MEASURED = {
-    "held-out, sampled": "eval/sampled_accuracy",
-    "held-out, greedy": "eval/greedy_accuracy",
-    "held-out reward": "eval/reward",
-    "validation loss": "validation/loss",
-    "test accuracy": "test/greedy_accuracy",
-    "test reward": "test/reward",
-    "weights moved": "params/moved",
-}
-"""The metrics of which a summary shows the first and the last value, and the lowest of a loss; by name."""
+LEARNED = {"reward": "reward", "length": "completions/mean_length", "cut off": "completions/clipped_ratio"}
+"""The numbers of GRPO's updates in a summary; `length` in tokens, `cut off` as a share of the completions."""
 
 
-def summary(store: RunStore) -> str:
-    """The table of a run, read from its metrics.jsonl and timings.jsonl."""
+def changed(changes: Sequence[Change], step: int) -> list[str]:
+    """A line for each setting that is another one from the next step on."""
+    new = [change for change in changes if change.step >= step]
+    return [f"after step {one.step}: {one.key} {json.dumps(one.old)} -> {json.dumps(one.new)}" for one in new]
+
+
+def why_ended(state: RunState, steps: int) -> str:
+    """After which step the run has ended, and why, where it had more of them."""
+    if state.step >= steps:
+        return f"after all {steps:,} steps"
+    validations = f"the validation loss has not fallen in {state.validations_without_gain} validations"
+    return f"after step {state.step:,} of {steps:,}: {validations} (data.validation.patience)"
+
+
+def summary(store: RunStore, ended: str = "") -> str:
+    """The table of a run, read from its metrics.jsonl and timings.jsonl; its first line says how it has `ended`."""
     metrics = read_records(store, "metrics.jsonl")
     timings = read_records(store, "timings.jsonl")
-    lines = [*measured(metrics), *progress(metrics), *speed(timings), ("", ""), *places(store)]
-    return "\n".join(["", *(f"{name:<18} {text}".rstrip() for name, text in lines)])
+    lines = [("ended", ended)] * bool(ended)
+    lines += [*held_out(metrics), *progress(metrics), *speed(timings), ("", ""), *places(store)]
+    width = max(18, *(len(name) for name, _ in lines))
+    return "\n".join(["", *(f"{name:<{width}} {text}".rstrip() for name, text in lines)])
 
 
-def measured(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What was measured on held-out data and when, accuracies with their 95 % intervals."""
-    for name, key in MEASURED.items():
-        if found := [record for record in metrics if record.get(key) is not None]:
-            lowest = [min(found, key=lambda record: record[key])] if key.endswith("loss") else []
-            chosen = {record["step"]: record for record in (found[0], *lowest, found[-1])}
-            yield name, ", ".join(f"{number(record, key)} at step {step}" for step, record in chosen.items())
-
-
-def number(record: dict[str, Any], key: str) -> str:
-    interval = [f"{record[name]:.3f}" for name in (f"{key}_low", f"{key}_high") if name in record]
-    value = f"{record[key]:.2%}" if key == "params/moved" else f"{record[key]:.3f}"
-    return value + f" ({' .. '.join(interval)})" * bool(interval)
+def held_out(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What was measured beside the updates and when: first, last, and a loss where it was lowest."""
+    for name, key in dict(pair for record in metrics for pair in measured(record).items()).items():
+        found = [record for record in metrics if record.get(key) is not None]
+        lowest = [min(found, key=lambda record: record[key])] if key.endswith("loss") else []
+        chosen = {record["step"]: record for record in (found[0], *lowest, found[-1])}
+        yield name, ", ".join(f"{number(record, key)} at step {step}" for step, record in chosen.items())
 
 
 def progress(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The reward, or without one the loss: the mean of the first and of the last tenth of the steps."""
-    name = "reward" if present(metrics, "reward") else "loss"
-    if values := present(metrics, name):
-        tenth = max(1, len(values) // 10)
-        first, last = fmean(values[:tenth]), fmean(values[-tenth:])
-        yield name, f"{first:.3f} in the first tenth, {last:.3f} in the last of {len(values)} steps"
+    """What updates learned from: the mean of the first and of the last tenth of the steps."""
+    functions = dict(pair for record in metrics for pair in functions_of(record).items())
+    for name, key in ({**LEARNED, **functions} if present(metrics, "reward") else {"loss": "loss"}).items():
+        if values := present(metrics, key):
+            tenth = max(1, len(values) // 10)
+            first, last = fmean(values[:tenth]), fmean(values[-tenth:])
+            yield name, f"{first:.3f} in the first tenth, {last:.3f} in the last of {len(values)} steps"
+    if metrics and (without := metrics[-1].get("updates_without_gradient")):
+        equal = "no completion's reward differed from its group's"
+        yield "nothing to learn", f"in {without:,} of {metrics[-1]['step']:,} updates: {equal}"
 
 
 def speed(timings: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:

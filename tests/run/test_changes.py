@@ -123,12 +123,18 @@ def test_data_may_be_elsewhere_but_other_data_are_refused(tmp_path, capsys):
         assert f"error: {key}: the run began with other examples: {way_out}" in capsys.readouterr().err
 
 
-def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_show_in_the_end(tmp_path):
+def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_show_in_the_end(tmp_path, capsys):
     first = config("sft", run_dir=str(tmp_path / "straight"), eval=None, rollout=None, **DECAYING)
     assert run(first) == 0
     new = {"steps": 8, "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2}}
     straight = changed(first, **new)
+    assert "->" not in capsys.readouterr().err
     assert run(straight, "--change") == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if "->" in line] == [
+        "after step 4: steps 4 -> 8",
+        "after step 4: optimizer.learning_rate 0.01 -> 0.001",
+        'after step 4: optimizer.schedule "linear" -> "cosine"',
+    ]
     killed = killed_after(straight, 4, tmp_path / "killed")
 
     assert run(killed) == 0

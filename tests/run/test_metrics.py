@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -38,14 +40,36 @@ def test_a_number_that_is_not_finite_is_null_in_the_metrics_and_is_left_out_of_t
     assert "NaN or Inf" not in caplog.text + "".join(capsys.readouterr())
 
 
-def test_each_step_is_a_line(tmp_path, capsys):
-    log = RunLog(RunStore(tmp_path), -1, 3)
-    for step in (1, 2, 3):
-        log.write_timings(step, {"time/update": 0.1, "tokens_per_second": 5.0}, {"loss": 1 / (step + 1)})
+def test_a_line_at_most_every_second_one_for_each_measurement_and_one_for_the_last_step(tmp_path, capsys, monkeypatch):
+    log, now = RunLog(RunStore(tmp_path), -1, 60), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for step in range(1, 61):
+        now[0] = 0.05 * step
+        metrics = {"loss": 1 / step} | ({"validation/loss": 2.0} if step in (30, 31) else {})
+        log.write(step, metrics)
+        log.write_timings(step, {"time/update": 0.1, "tokens_per_second": 5.0}, metrics)
     log.close()
     first, *others = capsys.readouterr().err.split("\n")
-    assert first == "step 1 of 3  loss 0.500  5 tok/s"  # which compiles, so that nothing is known of the others yet
-    assert others == [f"step {step} of 3  loss {1 / (step + 1):.3f}  5 tok/s  ETA 00:00" for step in (2, 3)] + [""]
+    assert first == "step 1 of 60  loss 1.000  5 tok/s"  # which compiles, so that nothing is known of the others yet
+    assert others == [
+        "step 21 of 60  loss 0.048  5 tok/s  ETA 00:01",
+        "step 30 of 60  validation loss 2.000",
+        "step 31 of 60  validation loss 2.000",
+        "step 41 of 60  loss 0.024  5 tok/s  ETA 00:00",
+        "step 60 of 60  loss 0.017  5 tok/s  ETA 00:00",
+        "",
+    ]
+    assert len((tmp_path / "timings.jsonl").read_text().splitlines()) == 60
+
+
+def test_the_line_of_a_grpo_step_has_its_reward_length_and_entropy(tmp_path, capsys):
+    log, metrics = RunLog(RunStore(tmp_path), -1, 3), {"reward": 0.5, "loss": -0.0, "completions/mean_length": 12.34}
+    for step, entropy in ((1, 0.25), (3, None)):
+        log.write_timings(step, {"tokens_per_second": 5.0}, {**metrics, "entropy": entropy})
+    log.close()
+    one, three = capsys.readouterr().err.splitlines()
+    assert one == "step 1 of 3  reward 0.500  length 12.3  entropy 0.250  5 tok/s"
+    assert three.startswith("step 3 of 3  reward 0.500  length 12.3  5 tok/s  ETA")
 
 
 def test_phases_add_up_and_evaluation_is_not_part_of_the_speed():
@@ -64,22 +88,47 @@ def test_phases_add_up_and_evaluation_is_not_part_of_the_speed():
 def test_the_summary_shows_what_was_measured_first_and_last_with_its_interval_and_a_loss_where_it_was_lowest(tmp_path):
     def measured(value):
         accuracy = {"eval/greedy_accuracy": value, "eval/greedy_accuracy_low": 0.2, "eval/greedy_accuracy_high": 0.9}
-        return {**accuracy, "eval/reward": value, "validation/loss": (value - 0.5) ** 2}
+        paid = {"eval/reward": value, "eval/rewards/exact_match/mean": value}
+        return {**accuracy, **paid, "validation/loss": (value - 0.5) ** 2}
 
     failed, last = {"eval/reward": math.nan, "loss": 2.0}, {"loss": 1.0, "test/reward": 0.75}
     log = RunLog(store := RunStore(tmp_path), -1, 3)
     for step, record in enumerate((measured(0.25), failed, measured(0.5), measured(0.75) | last)):
         log.write(step, record)
-    log.write_timings(1, {"time/update": 0.5, "tokens_per_second": 1234.0, "memory/peak_bytes": 3 * 2**20}, {})
+    timings = {"time/compile": 2.0, "time/update": 0.5, "tokens_per_second": 1234.0, "memory/peak_bytes": 3 * 2**20}
+    log.write_timings(1, timings, {})
     log.close()
-    lines = report.summary(store).splitlines()
-    assert lines[1:8] == [
-        "held-out, greedy   0.250 (0.200 .. 0.900) at step 0, 0.750 (0.200 .. 0.900) at step 3",
+    lines = report.summary(store, "after all 3 steps").splitlines()
+    assert lines[1:9] == [
+        "ended              after all 3 steps",
         "held-out reward    0.250 at step 0, 0.750 at step 3",
+        "held-out, greedy   0.250 (0.200 .. 0.900) at step 0, 0.750 (0.200 .. 0.900) at step 3",
         "validation loss    0.062 at step 0, 0.000 at step 2, 0.062 at step 3",
         "test reward        0.750 at step 3",
         "loss               2.000 in the first tenth, 1.000 in the last of 2 steps",
         "tokens/s           1,234 (median of the steps; prompts and completions)",
-        "seconds            update 0.5",
+        "seconds            compile 2.0, update 0.5",
     ]
     assert f"tensorboard        tensorboard --logdir {tmp_path}/tensorboard" in lines
+
+
+def test_the_summary_of_a_grpo_run_shows_what_each_reward_function_gave(tmp_path):
+    """Not how many answers were exact, which none of them asks for."""
+    log = RunLog(store := RunStore(tmp_path), -1, 2)
+    for step, value in enumerate((0.25, 0.5, 1.0)):
+        names = {"mine:f": value, "url:http://host/g": 1 - value}
+        paid = {f"{place}rewards/{name}/mean": mean for name, mean in names.items() for place in ("", "eval/")}
+        lengths = {"completions/mean_length": 4.0, "completions/clipped_ratio": value / 2}
+        log.write(step, {"eval/greedy_accuracy": 0.0, "eval/reward": value, "reward": value, **paid, **lengths})
+    log.close()
+    found = [re.sub(r"(?<=\S) +(?=\d\.)", "  ", line, count=1) for line in report.summary(store).splitlines()]
+    assert found[1:9] == [
+        "held-out reward  0.250 at step 0, 1.000 at step 2",
+        "held-out mine:f  0.250 at step 0, 1.000 at step 2",
+        "held-out url:http://host/g  0.750 at step 0, 0.000 at step 2",
+        "reward  0.250 in the first tenth, 1.000 in the last of 3 steps",
+        "length  4.000 in the first tenth, 4.000 in the last of 3 steps",
+        "cut off  0.125 in the first tenth, 0.500 in the last of 3 steps",
+        "mine:f  0.250 in the first tenth, 1.000 in the last of 3 steps",
+        "url:http://host/g  0.750 in the first tenth, 0.000 in the last of 3 steps",
+    ]

@@ -88,7 +88,7 @@ def test_a_run_without_a_number_of_steps_that_works_is_refused(settings, tmp_pat
     assert "steps: set them: the task has 999999999984 problems, too many to count the" in capsys.readouterr().err
 
 
-def test_a_run_ends_early_and_keeps_the_best_by_its_validation(settings, monkeypatch):
+def test_a_run_ends_early_says_so_and_keeps_the_best_by_its_validation(settings, monkeypatch, capsys):
     """The learning rate is so large that the loss soon rises. A step whose validation a signal ends is not saved."""
     measure = Measurements.measure_pending
 
@@ -111,5 +111,11 @@ def test_a_run_ends_early_and_keeps_the_best_by_its_validation(settings, monkeyp
     assert len(losses) < 60
     assert min(losses) == losses[-4]
     assert checkpoints(done) == [losses.index(min(losses)), len(losses) - 1]
+    printed = capsys.readouterr()
+    last = len(losses) - 1
+    reason = "the validation loss has not fallen in 3 validations (data.validation.patience)"
+    assert f"\nended              after step {last} of 60: {reason}\n" in printed.out
+    assert f"\nstep {last} of 60  validation loss {losses[-1]:.3f}  weights moved " in printed.err
     assert run(done) == 0  # which knows that it has ended
+    assert reason in capsys.readouterr().out
     assert len(records(done)) == len(losses)

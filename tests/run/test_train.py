@@ -110,7 +110,8 @@ def test_the_command_of_a_finished_run_trains_nothing_and_prints_the_summary_aga
     capsys.readouterr()
     assert run(settings) == 0
     printed = capsys.readouterr()
-    assert f"step {settings.steps}" in printed.out
+    assert printed.out.startswith(f"\nended              after all {settings.steps} steps\nheld-out reward    ")
+    assert "held-out, greedy" not in printed.out  # nobody asked for the exact answer
     assert str(Path(settings.run_dir, "metrics.jsonl")) in printed.out
     (line,) = [line for line in printed.err.splitlines() if "parameters" in line]
     assert line == (
@@ -164,8 +165,14 @@ def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newe
     samples = records(settings, "samples.jsonl")
     rollouts = range(1, settings.steps + 1, settings.grpo.num_iterations)
     assert [sample["step"] for sample in samples] == [step for step in rollouts for _ in range(settings.batch_size)]
-    assert set(samples[0]) == {"step", "prompt", "completion", "rewards", "advantage"}
-    assert np.mean([sample["rewards"][EVEN] for sample in samples[:8]]) == pytest.approx(lines[1]["reward"])
+    assert set(samples[0]) == {"step", "prompt", "completion", "rewards", "reward", "advantage", "length", "truncated"}
+    for values, metric in (
+        ([sample["rewards"][EVEN] for sample in samples], "reward"),
+        ([sample["reward"] for sample in samples], "reward"),
+        ([sample["length"] for sample in samples], "completions/mean_length"),
+        ([sample["truncated"] for sample in samples], "completions/clipped_ratio"),
+    ):
+        assert np.mean(values[:8]) == pytest.approx(lines[1][metric])
 
 
 def scalars(folder: Path) -> dict[tuple[str, int], float]:
@@ -177,7 +184,7 @@ def scalars(folder: Path) -> dict[tuple[str, int], float]:
 # Rewards that give less than was asked
 
 
-def test_updates_without_a_gradient_are_counted_and_the_learning_rate_waits_for_the_others(tmp_path):
+def test_updates_without_a_gradient_are_counted_and_the_learning_rate_waits_for_the_others(tmp_path, capsys):
     """That they change nothing: tests/train/test_train_step.py."""
     sections = {
         "steps": 6,
@@ -197,6 +204,7 @@ def test_updates_without_a_gradient_are_counted_and_the_learning_rate_waits_for_
     ]
     empty = [line["step"] for line in lines if line["frac_without_gradient"] == 1]
     assert 0 < len(empty) < len(lines)
+    assert f"\nnothing to learn   in {len(empty)} of 6 updates: no completion's reward" in capsys.readouterr().out
     for line in lines:
         count = sum(step <= line["step"] for step in empty)
         made = sum(step not in empty for step in range(1, line["step"]))

@@ -8,9 +8,10 @@ from tools import samples
 HOSTILE = '</script><script>0</script> <!-- <img src=x onerror=alert(2)> \x1b[31m\x07\x00 \u202eabc\u2028 漢字 "\\'
 
 
-def sample(step, prompt="1+1=", completion="2", reward=1.0, advantage=0.5):
-    rewards = {"exact_match": reward}
-    return {"step": step, "prompt": prompt, "completion": completion, "rewards": rewards, "advantage": advantage}
+def sample(step, prompt="1+1=", completion="2", reward=1.0, advantage=0.5, truncated=False):
+    rewards, total = {"exact_match": reward}, None if reward is None else reward / 2
+    line = {"step": step, "prompt": prompt, "completion": completion, "rewards": rewards, "reward": total}
+    return line | {"advantage": advantage, "length": len(completion), "truncated": truncated}
 
 
 def write(folder, lines, tail=""):
@@ -43,16 +44,23 @@ def test_hostile_text_stays_text(tmp_path, capsys):
 
 
 def test_the_newest_are_printed_and_null_is_shown(tmp_path, capsys):
-    write(tmp_path, [sample(1), sample(2, "5+5=", "a\nb", None, None), sample(2, "1+2=", "3"), sample(3)])
+    write(tmp_path, [sample(1), sample(2, "5+5=", "a\nb", None, None, True), sample(2, "1+2=", "3"), sample(3)])
     assert samples.main([str(tmp_path), "--print", "--step", "2", "--prompt", "5"]) == 0
     assert capsys.readouterr().out == (
-        "step 2  exact_match null  advantage null\n  prompt      5+5=\n  completion  a\n              b\n\n1 of 1\n"
+        "step 2  reward null  exact_match null  advantage null  length 3  cut off\n"
+        "  prompt      5+5=\n  completion  a\n              b\n\n1 of 1\n"
     )
     assert samples.main([str(tmp_path), "--print", "--limit", "2"]) == 0
     printed = capsys.readouterr().out
     assert re.findall(r"step \d|\d of \d", printed) == ["step 2", "step 3", "2 of 4"]
     assert samples.main([str(tmp_path), "--print", "--step", "9"]) == 2
     assert capsys.readouterr().err == "error: no sample of 4 has this --step and --prompt\n"
+
+
+def test_samples_of_an_older_run_are_shown_without_what_they_lack(tmp_path, capsys):
+    write(tmp_path, [{key: value for key, value in sample(1).items() if key not in ("reward", "length", "truncated")}])
+    assert samples.main([str(tmp_path), "--print"]) == 0
+    assert capsys.readouterr().out.startswith("step 1  reward null  exact_match 1.000  advantage 0.500\n")
 
 
 def test_a_page_that_would_be_too_large_holds_the_newest_samples(tmp_path, capsys, monkeypatch):

@@ -143,11 +143,13 @@ def test_the_reference_is_the_frozen_model_of_which_one_copy_is_held(finished):
     assert records(settings)[-1]["sampling/sampling_logp_difference/max"] < 1e-4
 
 
-def test_a_killed_run_that_saves_adapters_only_ends_as_one_that_was_not(finished, tmp_path):
+def test_a_killed_run_that_saves_adapters_only_and_says_how_many_ends_as_one_that_was_not(finished, tmp_path, capsys):
     settings, _ = finished
     killed = killed_after(settings, 4, tmp_path / "killed")
     assert run(killed) == 0
     assert_same_end(killed, settings)
+    count = sum(leaf.size for leaf in jax.tree.leaves(newest(settings).train.params))
+    assert f" parameters in bfloat16/float32, of which {count:,} train; head" in capsys.readouterr().err
     assert all(name.endswith(("_a", "_b")) for name in newest(settings).train.params["layers"])
 
 
