@@ -133,10 +133,12 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | Non
     from mllm.model.folder import read_json
     from mllm.model.load import load_model
     from mllm.parallel.mesh import make_mesh
+    from mllm.run.compiling import keep_programs
     from mllm.store.run_store import find_run
     from tools.export import restore
 
     mesh, dtype = make_mesh(MeshConfig()), options.dtype or "bfloat16"
+    keep_programs()
     if find_run(options.model, "MODEL_OR_RUN") is not None:
         config, policy, step, params = restore(options.model, options.step, options.dtype)
         return policy, params, config.task, f"step {step}"
