@@ -11,54 +11,33 @@ import jax
 
 
 class CompileClock:
-    """Counts the seconds in which the main thread traces, lowers and compiles programs, or reads compiled ones.
+    """Counts the seconds in which the main thread traces and compiles programs, or reads compiled ones.
 
     A line says which program is compiled where that takes more than a second.
     """
 
-    BACKEND = "/jax/core/compile/backend_compile_duration"
-    EVENTS = (
-        "/jax/core/compile/jaxpr_trace_duration",
-        "/jax/core/compile/jaxpr_to_mlir_module_duration",
-        BACKEND,
-    )
-
     def __init__(self) -> None:
-        self.seconds = self.taken = self.began = 0.0
+        self.seconds = self.began = 0.0
         self.depth = 0  # a trace has others in it
         self.notice = threading.Timer(0, print)
 
-    def listen(self) -> None:
-        """Hear JAX's events from now on."""
-        jax.monitoring.register_scalar_listener(self.begin)
-        jax.monitoring.register_event_duration_secs_listener(self.end)
-
-    def begin(self, event: str, value: float, **details: str | int) -> None:
-        if event in self.EVENTS and threading.current_thread() is threading.main_thread():
-            if self.depth == 0:
-                self.began = time.perf_counter()
+    def begin(self, event: str, value: float, fun_name: str | int = "", **_: str | int) -> None:
+        if event.startswith("/jax/core/compile/") and threading.current_thread() is threading.main_thread():
+            self.began = self.began if self.depth else time.perf_counter()
             self.depth += 1
-            if event == self.BACKEND and jax.process_index() == 0:
-                name = str(details.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
-                self.notice = threading.Timer(1, print, [f"compiling {name} ..."], {"file": sys.stderr})
-                self.notice.daemon = True
+            if event.endswith("backend_compile_duration") and jax.process_index() == 0:
+                text = f"compiling {str(fun_name).removeprefix('jit(').removesuffix(')')} ..."
+                self.notice = threading.Timer(1, print, [text], {"file": sys.stderr})
                 self.notice.start()
 
     def end(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event in self.EVENTS and threading.current_thread() is threading.main_thread() and self.depth:
+        if event.startswith("/jax/core/compile/") and threading.current_thread() is threading.main_thread():
             self.notice.cancel()
             self.depth -= 1
-            if self.depth == 0:
-                self.seconds += time.perf_counter() - self.began
-
-    def take(self) -> float:
-        """The seconds since the last call."""
-        seconds, self.taken = self.seconds - self.taken, self.seconds
-        return seconds
+            self.seconds += 0 if self.depth else time.perf_counter() - self.began
 
 
 COMPILING = CompileClock()
-"""This process's."""
 
 
 class Stopwatch:
@@ -78,8 +57,7 @@ class Stopwatch:
         try:
             yield
         finally:
-            seconds = time.perf_counter() - COMPILING.seconds - begin
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - COMPILING.seconds - begin
 
     def count_tokens(self, tokens: int) -> None:
         """Set the step's speed from the phases so far: evaluation and saving come after and are no part of it."""
@@ -87,7 +65,8 @@ class Stopwatch:
 
     def timings(self) -> dict[str, float]:
         """A line of timings.jsonl: seconds of compiling since the last one, and by phase; speed; peak bytes."""
-        times = {f"time/{name}": seconds for name, seconds in {"compile": COMPILING.take(), **self.seconds}.items()}
+        seconds, COMPILING.seconds = {"compile": COMPILING.seconds, **self.seconds}, 0.0
+        times = {f"time/{name}": value for name, value in seconds.items()}
         return {**times, "tokens_per_second": self.tokens_per_second, "memory/peak_bytes": peak_memory()}
 
 

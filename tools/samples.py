@@ -28,10 +28,9 @@ class Sample(BaseModel):
     completion: str
     rewards: dict[str, FiniteFloat | None]
     reward: FiniteFloat | None = None
-    """All of them, each times its weight; older runs have neither this nor what follows the advantage."""
+    """All of them, each times its weight; older runs have neither this nor the length in tokens."""
     advantage: FiniteFloat | None
     length: int | None = None
-    """In tokens."""
     truncated: bool = False
 
 

@@ -199,8 +199,7 @@ class Run:
         if is_writer():
             config, policy = self.config, self.policy
             head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)
-            begun = report.start_line(self.mesh, policy, head, state.step)
-            print("\n".join([begun, *report.changed(config.changes, state.step)]), file=sys.stderr)
+            print(report.start_lines(self.mesh, policy, head, config.changes, state.step), file=sys.stderr)
         log = RunLog(self.store, state.logged_step, self.source.steps, self.config)
         self.log = self.stack.enter_context(closing(log))
         return state

@@ -40,10 +40,14 @@ MEASURED = {
     "test accuracy": "test/greedy_accuracy",
     "weights moved": "params/moved",
 }
-"""What is measured beside the updates, by its name on the terminal. Accuracy, which asks for the answer in the task's
-exact form, is shown only where `exact_match` is among the rewards."""
-STEP = {"reward": ("reward", ".3f"), "length": ("completions/mean_length", ".1f"), "entropy": ("entropy", ".3f")}
-"""The numbers in the line of a GRPO step, and how they are written."""
+"""What is measured beside the updates, by its name on the terminal."""
+LEARNED = {
+    "reward": "reward",
+    "length": "completions/mean_length",
+    "cut off": "completions/clipped_ratio",
+    "entropy": "entropy",
+}
+"""The numbers of GRPO's updates: `length` in tokens, `cut off` as a share of the completions."""
 
 
 class RunLog:
@@ -67,7 +71,7 @@ class RunLog:
             # TensorBoard hides older files' events from this step on.
             begin = SessionLog(status=SessionLog.START)
             self.files[EVENTS].append(event(step=last_step + 1, session_log=begin))
-        self.wandb, self.steps, self.said = None, steps, 0.0
+        self.wandb, self.steps, self.said = None, steps, -1.0
         self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
         if self.files and config and config.log.wandb:
             self.wandb = Wandb(store, config)
@@ -81,18 +85,15 @@ class RunLog:
         self.say(step, [f"{name} {number(metrics, key)}" for name, key in measured(metrics).items()])
 
     def write_timings(self, step: int, timings: Scalars, metrics: Scalars) -> None:
-        """Append the step's timings, and print a line with some of the `metrics` and the time that is left.
-
-        There is a line at most every second, and one for the last step.
-        """
+        """Append the step's timings, and at most every second print some of the `metrics` and the time that is left."""
         self.append("timings.jsonl", step, timings)
         now = time.monotonic()
         self.first = self.first or (step, now)
-        if step not in (self.first[0], self.steps) and now < self.said + 1:
+        if now < self.said + 1 and step != self.steps:
             return
         self.said = now
-        shown = STEP if "reward" in metrics else {"loss": ("loss", ".3f")}
-        words = [f"{name} {metrics[key]:{how}}" for name, (key, how) in shown.items() if metrics.get(key) is not None]
+        shown = LEARNED if "reward" in metrics else {"loss": "loss"}
+        words = [f"{name} {metrics[key]:.3f}" for name, key in shown.items() if metrics.get(key) is not None]
         words.append(f"{timings['tokens_per_second']:,.0f} tok/s")
         if step > self.first[0]:  # the first one compiles, and says nothing of the pace
             pace = (now - self.first[1]) / (step - self.first[0])
@@ -128,19 +129,19 @@ class RunLog:
 
 
 def measured(record: Mapping[str, Any]) -> dict[str, str]:
-    """What a step measured beside its update: name on the terminal, metric."""
-    functions = functions_of(record, "eval/", "held-out ") | functions_of(record, "test/", "test ")
+    """What a step measured beside its update: name on the terminal, metric; accuracy if `exact_match` is a reward."""
+    functions = {f"held-out {name}": key for name, key in functions_of(record, "eval/").items()}
     names = {"held-out reward": "eval/reward", **functions, **MEASURED}
-    exact = "eval/rewards/exact_match/mean" in record or "test/rewards/exact_match/mean" in record
+    exact = any(key.endswith("rewards/exact_match/mean") for key in record)
     found = {name: key for name, key in names.items() if record.get(key) is not None}
     return {name: key for name, key in found.items() if exact or not key.endswith("accuracy")}
 
 
-def functions_of(record: Mapping[str, Any], prefix: str = "", place: str = "") -> dict[str, str]:
-    """The means of the reward functions, if there are several: after `place` each one's name, and the metric."""
-    begin, end = f"{prefix}rewards/", "/mean"
+def functions_of(record: Mapping[str, Any], place: str = "") -> dict[str, str]:
+    """The means of the reward functions, if there are several: each one's name and metric."""
+    begin, end = f"{place}rewards/", "/mean"
     keys = [key for key, value in record.items() if key.startswith(begin) and key.endswith(end) and value is not None]
-    return {place + key.removeprefix(begin).removesuffix(end): key for key in keys if len(keys) > 1}
+    return {key.removeprefix(begin).removesuffix(end): key for key in keys if len(keys) > 1}
 
 
 def number(record: Mapping[str, Any], key: str) -> str:

@@ -13,18 +13,18 @@ from jax.sharding import Mesh
 from kernels.lm_head import EngineChoice
 from mllm.config.schema import Change
 from mllm.model.load import Policy
-from mllm.run.metrics import functions_of, measured, number, read_records
+from mllm.run.metrics import LEARNED, functions_of, measured, number, read_records
 from mllm.run.state import RunState
 from mllm.store.run_store import RunStore
 
 
-def start_line(mesh: Mesh, policy: Policy, head: EngineChoice, step: int) -> str:
-    """Devices, mesh, parameters, the head and attention that were picked and why, and where the run begins."""
+def start_lines(mesh: Mesh, policy: Policy, head: EngineChoice, changes: Sequence[Change], step: int) -> str:
+    """What the run uses, with the head and attention and why, and where it begins; then what changes from there on."""
     leaves, attention = jax.tree.leaves(policy.params), policy.attention
     count, trained = (sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(p)) for p in (leaves, policy.trained))
     dtypes = "/".join(sorted({str(leaf.dtype) for leaf in leaves}))
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    return "; ".join(
+    begun = "; ".join(
         [
             f"{mesh.size} of {jax.device_count()} devices ({jax.devices()[0].device_kind})",
             f"mesh {axes}",
@@ -35,16 +35,10 @@ def start_line(mesh: Mesh, policy: Policy, head: EngineChoice, step: int) -> str
             f"resumed from step {step}" if step else "from the beginning",
         ]
     )
-
-
-LEARNED = {"reward": "reward", "length": "completions/mean_length", "cut off": "completions/clipped_ratio"}
-"""The numbers of GRPO's updates in a summary; `length` in tokens, `cut off` as a share of the completions."""
-
-
-def changed(changes: Sequence[Change], step: int) -> list[str]:
-    """A line for each setting that is another one from the next step on."""
-    new = [change for change in changes if change.step >= step]
-    return [f"after step {one.step}: {one.key} {json.dumps(one.old)} -> {json.dumps(one.new)}" for one in new]
+    new = [
+        f"after step {c.step}: {c.key} {json.dumps(c.old)} -> {json.dumps(c.new)}" for c in changes if c.step >= step
+    ]
+    return "\n".join([begun, *new])
 
 
 def why_ended(state: RunState, steps: int) -> str:
@@ -55,12 +49,11 @@ def why_ended(state: RunState, steps: int) -> str:
     return f"after step {state.step:,} of {steps:,}: {validations} (data.validation.patience)"
 
 
-def summary(store: RunStore, ended: str = "") -> str:
+def summary(store: RunStore, ended: str) -> str:
     """The table of a run, read from its metrics.jsonl and timings.jsonl; its first line says how it has `ended`."""
     metrics = read_records(store, "metrics.jsonl")
     timings = read_records(store, "timings.jsonl")
-    lines = [("ended", ended)] * bool(ended)
-    lines += [*held_out(metrics), *progress(metrics), *speed(timings), ("", ""), *places(store)]
+    lines = [("ended", ended), *held_out(metrics), *progress(metrics), *speed(timings), ("", ""), *places(store)]
     width = max(18, *(len(name) for name, _ in lines))
     return "\n".join(["", *(f"{name:<{width}} {text}".rstrip() for name, text in lines)])
 

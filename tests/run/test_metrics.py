@@ -63,13 +63,14 @@ def test_a_line_at_most_every_second_one_for_each_measurement_and_one_for_the_la
 
 
 def test_the_line_of_a_grpo_step_has_its_reward_length_and_entropy(tmp_path, capsys):
-    log, metrics = RunLog(RunStore(tmp_path), -1, 3), {"reward": 0.5, "loss": -0.0, "completions/mean_length": 12.34}
+    metrics = {"reward": 0.5, "loss": -0.0, "completions/mean_length": 12.25, "completions/clipped_ratio": 0.125}
+    log = RunLog(RunStore(tmp_path), -1, 3)
     for step, entropy in ((1, 0.25), (3, None)):
         log.write_timings(step, {"tokens_per_second": 5.0}, {**metrics, "entropy": entropy})
     log.close()
     one, three = capsys.readouterr().err.splitlines()
-    assert one == "step 1 of 3  reward 0.500  length 12.3  entropy 0.250  5 tok/s"
-    assert three.startswith("step 3 of 3  reward 0.500  length 12.3  5 tok/s  ETA")
+    assert one == "step 1 of 3  reward 0.500  length 12.250  cut off 0.125  entropy 0.250  5 tok/s"
+    assert three.startswith("step 3 of 3  reward 0.500  length 12.250  cut off 0.125  5 tok/s  ETA")
 
 
 def test_phases_add_up_and_evaluation_is_not_part_of_the_speed():
@@ -121,8 +122,9 @@ def test_the_summary_of_a_grpo_run_shows_what_each_reward_function_gave(tmp_path
         lengths = {"completions/mean_length": 4.0, "completions/clipped_ratio": value / 2}
         log.write(step, {"eval/greedy_accuracy": 0.0, "eval/reward": value, "reward": value, **paid, **lengths})
     log.close()
-    found = [re.sub(r"(?<=\S) +(?=\d\.)", "  ", line, count=1) for line in report.summary(store).splitlines()]
-    assert found[1:9] == [
+    found = [re.sub(r"(?<=\S) +(?=\d\.)", "  ", line, count=1) for line in report.summary(store, "").splitlines()]
+    assert found[1:10] == [
+        "ended",
         "held-out reward  0.250 at step 0, 1.000 at step 2",
         "held-out mine:f  0.250 at step 0, 1.000 at step 2",
         "held-out url:http://host/g  0.750 at step 0, 0.000 at step 2",

@@ -70,7 +70,7 @@ def test_the_share_of_moved_weights_is_measured_at_every_evaluation_from_0_on(tr
     assert measured[0] == 0
     assert 0.001 < measured[2] < measured[4] == pytest.approx(all_moved(trained, DITHERED), abs=0.004)
     assert measured[4] > 2 * all_moved(trained, NEAREST)
-    assert f"weights moved      0.00% at step 0, {measured[4]:.2%} at step 4" in summary(RunStore(trained.run_dir))
+    assert f"weights moved      0.00% at step 0, {measured[4]:.2%} at step 4" in summary(RunStore(trained.run_dir), "")
 
 
 def test_a_killed_run_measures_the_same(trained, tmp_path):
