@@ -11,10 +11,7 @@ import jax
 
 
 class CompileClock:
-    """Counts the seconds in which the main thread traces and compiles programs, or reads compiled ones.
-
-    A line says which program is compiled where that takes more than a second.
-    """
+    """Counts the seconds in which the main thread traces, compiles and reads programs, and names what takes long."""
 
     def __init__(self) -> None:
         self.seconds = self.began = 0.0

@@ -21,14 +21,13 @@ LARGEST = 16 * 2**20
 
 
 class Sample(BaseModel):
-    """A line of samples.jsonl; None for a reward that failed or does not apply, and for its advantage."""
+    """A line of samples.jsonl; None for a reward that failed or does not apply, and for what an older run lacks."""
 
     step: int
     prompt: str
     completion: str
     rewards: dict[str, FiniteFloat | None]
     reward: FiniteFloat | None = None
-    """All of them, each times its weight; older runs have neither this nor the length in tokens."""
     advantage: FiniteFloat | None
     length: int | None = None
     truncated: bool = False

@@ -1,7 +1,6 @@
 """Programs that were compiled once are read from a folder at later starts: mllm/xla in $XDG_CACHE_HOME or ~/.cache.
 
-Each process has one, since their programs differ, and JAX lets only process 0 write. Who sets JAX_COMPILATION_CACHE_DIR
-gets JAX's cache as it is.
+Each process has one: programs differ, and JAX lets only process 0 write. JAX_COMPILATION_CACHE_DIR turns on JAX's.
 """
 
 import functools
@@ -10,6 +9,7 @@ import os
 from types import SimpleNamespace
 
 import jax
+from filelock import FileLock
 from jax._src import compiler
 
 from mllm.stopwatch import COMPILING
@@ -36,13 +36,13 @@ def keep_programs() -> None:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.geteuid() or folder.stat().st_mode & 0o022:
             raise PermissionError("others can write it")  # and their programs must not run
-        (folder / ".lockfile").touch()  # JAX's
-        for program in folder.glob("*-cache"):  # without its -atime, which is written next, a kill has cut it off
-            if not program.with_name(program.name.removesuffix("cache") + "atime").exists():
-                program.unlink()
-    except OSError as error:
-        reason = f"{error.strerror or error}; so programs are compiled at each start (JAX_COMPILATION_CACHE_DIR)"
-        logging.getLogger(__name__).warning("%s: %s", folder, reason)
+        with FileLock(folder / ".lockfile", timeout=10):  # as JAX does
+            for program in folder.glob("*-cache"):  # without its -atime, which is written next, a kill has cut it off
+                if not program.with_name(program.name.removesuffix("cache") + "atime").exists():
+                    program.unlink()
+    except (OSError, NotImplementedError) as error:  # the latter where the file system has no locks
+        text = "%s: %s; so programs are compiled at each start (JAX_COMPILATION_CACHE_DIR)"
+        logging.getLogger(__name__).warning(text, folder, getattr(error, "strerror", None) or error)
         return
     if index:  # else JAX would not write
         vars(compiler)["distributed"] = SimpleNamespace(global_state=SimpleNamespace(process_id=0, client=None))
