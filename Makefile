@@ -51,7 +51,7 @@ aot: .venv/aot-installed
 	$(BIN)/python -m pytest -m "aot$(if $(ALL),, and not slow)"
 
 .venv/aot-installed: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[aot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tpu]'
 	@touch $@
 
 aot-gpu: .venv/aot-gpu

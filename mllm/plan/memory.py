@@ -3,12 +3,9 @@
 The run's programs are made from shapes (programs.py) and given to the compiler: that of the devices at hand, or, for
 devices that aren't there, that of `targets.py`. The head is the compiler's figure for the head's temporaries,
 compiled alone for a micro-batch, or the logits that tokens are sampled from; activations are whatever else the peak
-holds. The host's memory and fragmentation are left out.
+holds. All lengths are at their limits. The host's memory and fragmentation are left out.
 
-For devices of known rates a plan has an estimate of the seconds of a GRPO step, too, which nothing has measured.
-Assumed are prompts and completions of a quarter of their limits on average, the longest of a rollout at its limit;
-decode steps at `BANDWIDTH` of the memory's rate, which read the cache up to half of the limit; and all other phases at
-`FLOPS` of the rate of matrix products. What the host does, rewards and the exchange between devices are left out.
+What arithmetic says besides, without a compiler, is in estimate.py.
 """
 
 import math
@@ -23,20 +20,16 @@ from jax.sharding import Mesh
 from mllm.config.model import MeshConfig
 from mllm.config.schema import Config, Rows
 from mllm.errors import UserError
-from mllm.model.decoding import abstract_cache, abstract_decoding_weights
+from mllm.model.decoding import abstract_decoding_weights
 from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
 from mllm.plan import targets
+from mllm.plan.estimate import Estimate, better_meshes, checkpoints, other_heads, size, subject
 from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
 from mllm.rl.schedule import PREFILLED_BATCHES, slots_that_fit
 
 COLUMNS = ("parameters", "optimizer", "gradients", "KV cache", "head", "activations")
 GPU_CAVEAT = "by XLA's compiler without a GPU, with cuBLAS for all products, and never held against one (docs/log.md)"
-BANDWIDTH, FLOPS = 0.85, 0.4
-MEAN_LENGTH = 0.25
-"""The mean length over the limit."""
-
-ASSUMED = "prompts and completions of a quarter of their limits, 85 % of the bandwidth, 40 % of the flops"
 Tell = Callable[[str], None]
 
 
@@ -49,6 +42,8 @@ class Devices(NamedTuple):
     memory: int
     """Bytes that a program may have on each device."""
     target: str | None
+    rates: tuple[float, float] | None = None
+    """bfloat16 flop/s and the memory's byte/s; None where they aren't known."""
 
     @property
     def caveat(self) -> str | None:
@@ -67,7 +62,7 @@ class Phase(NamedTuple):
 
 
 def plan(config: Config, target: str | None, tell: Tell = print) -> None:
-    """Print what each phase takes, whether all phases fit, and about how large a micro-batch would.
+    """Print what is planned, what each phase takes, whether all phases fit, the estimate, and better settings.
 
     UserError is raised if a phase does not fit (the message names the nearest setting that does), or target or mesh
     are impossible.
@@ -79,25 +74,32 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     if devices.caveat:
         tell(f"{devices.name}: {devices.caveat}")
     shapes = Programs(config, devices.mesh)
+    tell(subject(config, shapes))
     if config.rollout is not None and config.rollout.max_slots is None:
         slots = slots_that_fit(shapes.policy, config.rollout, config.optimizer, config.grpo, devices.memory)
         shapes.config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_slots": slots})})
     found = phases(shapes, devices, tell)
     tell(table(found, devices.memory))
-    largest = max(found, key=lambda phase: phase.peak)
+    largest, update = max(found, key=lambda phase: phase.peak), found[-1]
     if largest.peak <= devices.memory:
-        tell(f"fits: {largest.name} takes most, and leaves {size(devices.memory - largest.peak)} of {memory}")
+        tell(f"fits: {largest.name} takes most, at full lengths, and leaves {size(devices.memory - largest.peak)}")
+    tell(other_heads(shapes, update.parts["head"]))
+    tell(checkpoints(config, shapes))
     if config.rollout is not None:
         tell(f"rollout: {shapes.slots} slots, {shapes.slots // shapes.layout.row_shards} a device")
-    if target and config.grpo:
-        step = estimate(shapes, *targets.chip(target).rates)
-        parts = f"rollout {step.rollout:.1f} s ({step.steps} decode steps), log-prob {step.logprob:.1f} s"
-        tell(f"estimate of a step, never measured: {parts}, update {step.update:.1f} s ({ASSUMED})")
-    rows = largest_micro_batch(found[-1], config.rows, devices.memory)
-    if rows:
-        tell(f"micro_batch_size: about {rows} would fit, of those that divide batch and mesh")
+    fitting = fitting_micro_batches(update, config.rows, devices.memory)
+    if fitting:
+        tell(f"micro_batch_size: up to about {fitting[-1]} would fit, of those that divide batch and mesh")
+    if devices.rates is None:
+        tell(f"no estimate of hours: the rates of {devices.name} aren't known; --target knows those of others")
+    else:
+        for line in Estimate(shapes, *devices.rates).lines(fitting):
+            tell(line)
     if largest.peak > devices.memory:
-        raise UserError(remedy(shapes, found, devices.memory, rows))
+        raise UserError(remedy(shapes, found, devices.memory, max(fitting, default=0)))
+    held = sum(update.parts[name] for name in ("parameters", "optimizer", "gradients"))
+    for line in better_meshes(config, devices.available, largest.peak, held, devices.memory):
+        tell(line)
 
 
 def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
@@ -132,7 +134,7 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         others = sum(held.values()) - shared + PREFILLED_BATCHES * prompts
         logits = shapes.array((shapes.slots, shapes.model.config.vocab_size), jnp.float32, ("batch", "vocab"))
         found.append(phase("decode", compiled("decode", "decode").peak + others, known, bytes_on_device(logits)))
-    if config.grpo is not None:
+    if shapes.logprob_passes:
         account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
         found.append(phase("log-prob", account.peak + reference + optimizer, held, head.temporaries))
     known = {**held, "gradients": bytes_on_device(shapes.gradients())}
@@ -144,12 +146,16 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
 def find_devices(config: MeshConfig, target: str | None) -> Devices:
     """The mesh on the devices at hand, TPUs as in `v6e:2x4`, or H100s as in `h100:8`; UserError where there is none."""
     if target is None:
-        mesh = make_mesh(config)
+        try:
+            mesh = make_mesh(config)
+        except UserError as error:
+            raise UserError(f"{error}; or plan for devices that aren't here, as with --target v6e:2x4") from None
         kind = mesh.devices.flat[0].device_kind
-        return Devices(f"{kind} at hand", mesh, jax.device_count(), device_memory(mesh), None)
+        rates = next((chip.rates for chip in targets.CHIPS.values() if chip.kind == kind), None)
+        return Devices(f"{kind} at hand", mesh, jax.device_count(), device_memory(mesh), None, rates)
     try:
-        mesh = targets.mesh(target, [getattr(config, axis) for axis in AXES], AXES)
-        return Devices(target, mesh, len(targets.devices(target)), targets.chip(target).memory, target)
+        mesh, chip = targets.mesh(target, [getattr(config, axis) for axis in AXES], AXES), targets.chip(target)
+        return Devices(target, mesh, len(targets.devices(target)), chip.memory, target, chip.rates)
     except (ValueError, ModuleNotFoundError) as error:
         raise UserError(f"--target: {error}") from None
 
@@ -177,8 +183,8 @@ def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
     return Phase(name, {**dict.fromkeys(COLUMNS, 0), **known, "head": head, "activations": rest - head})
 
 
-def largest_micro_batch(update: Phase, rows: Rows, memory: int) -> int:
-    """About how many rows of a micro-batch fit, of those that divide batch and mesh; 0: none.
+def fitting_micro_batches(update: Phase, rows: Rows, memory: int) -> list[int]:
+    """About how many rows of a micro-batch fit, in ascending order, of those that divide batch and mesh.
 
     Activations are taken to be proportional to the rows, and the head where it would have more of them.
     """
@@ -190,17 +196,18 @@ def largest_micro_batch(update: Phase, rows: Rows, memory: int) -> int:
         return fixed + head + scaled["activations"] * count <= memory
 
     divisors = (count for count in range(rows.shards, rows.total + 1, rows.shards) if rows.total % count == 0)
-    return max(filter(fits, divisors), default=0)
+    return [*filter(fits, divisors)]
 
 
 def remedy(shapes: Programs, found: Sequence[Phase], memory: int, rows: int) -> str:
-    """One line: what does not fit, by how much, and the nearest setting that does; `rows` is `largest_micro_batch`."""
+    """One line: what does not fit, by how much, and the nearest setting that does, such as `rows` of a micro-batch."""
     worst, mesh = max(found, key=lambda phase: phase.peak), shapes.config.mesh
     missing = f"{size(worst.peak - memory)} too much in {worst.name}"
     state = found[-1].parts["parameters"] + found[-1].parts["optimizer"]
     if state > memory:
         fsdp = mesh.fsdp * 2 ** math.ceil(math.log2(state / memory))
-        return f"mesh: parameters and optimizer take {size(state)} a device ({missing}); mesh.fsdp={fsdp} spreads them"
+        spread = f"mesh.fsdp={fsdp} spreads them over {mesh.dp * fsdp * mesh.tp}"
+        return f"mesh: parameters and optimizer take {size(state)} a device ({missing}); {spread}"
     if worst.name in ("prefill", "decode"):
         shards, fixed = mesh.dp * mesh.fsdp, worst.peak - worst.parts["KV cache"] - worst.parts["head"]
         fitting = int(shapes.slots * (memory - fixed) / (worst.peak - fixed)) // shards * shards
@@ -219,46 +226,3 @@ def table(phases: Sequence[Phase], memory: int) -> str:
         figures = [*(phase.parts[column] for column in COLUMNS), phase.peak, memory - phase.peak]
         lines.append(f"{phase.name:14}" + "".join(f"{figure / unit:13.2f}" for figure in figures))
     return "\n".join(lines)
-
-
-def size(count: int) -> str:
-    """A number of bytes, for people."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-class Seconds(NamedTuple):
-    """The seconds of a rollout with its log-prob passes and all of its updates, and the number of its decode steps."""
-
-    rollout: float
-    logprob: float
-    update: float
-    steps: int
-
-
-def estimate(shapes: Programs, flops: float, bandwidth: float) -> Seconds:
-    """The estimate for a GRPO run on devices with these rates in flop/s and byte/s."""
-    config, layout = shapes.config, shapes.layout
-    assert config.grpo is not None
-    assert config.rollout is not None
-    limit, devices = config.rollout.max_completion_length, layout.mesh.size
-    rows = config.grpo.steps_per_generation * config.batch_size
-    prompt, completion = (MEAN_LENGTH * length for length in (config.rollout.max_prompt_length, limit))
-    # A token is multiplied with all parameters but an embedding that is not the head, too.
-    multiplied = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.policy.params))
-    multiplied -= 0 if shapes.model.head is None else math.prod(shapes.model.embed.get_value().shape)
-    forward = 2 * multiplied / (FLOPS * flops * devices)
-    weights = bytes_on_device(shapes.decoding_weights())
-    cache = bytes_on_device(abstract_cache(shapes.model, layout.row_shards, 1))
-    # The devices' slots, full until the last sequences wait for the longest.
-    steps = max(limit, math.ceil(rows * completion / shapes.slots))
-    decoded = steps * weights + rows / layout.row_shards * completion * (prompt + limit / 2) * cache
-    prefilled = forward * prompt * rows / config.grpo.num_generations
-    # Forward, the gradient of activations and that of weights, which frozen ones lack; and forward once more.
-    update = 3 - (config.model.lora is not None) + (config.model.remat == "full")
-    passes = config.grpo.needs_old_logprobs + (config.grpo.beta > 0)
-    return Seconds(
-        rollout=decoded / (BANDWIDTH * bandwidth) + prefilled,
-        logprob=passes * forward * rows * (prompt + completion),
-        update=config.grpo.num_iterations * update * forward * rows * (prompt + completion),
-        steps=steps,
-    )

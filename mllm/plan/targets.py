@@ -1,7 +1,7 @@
 """Compiles JAX programs for devices that this machine doesn't have, by the real compilers.
 
-A target is a TPU, as in `v6e`, or a slice of them, as in `v6e:2x4`, compiled for by libtpu (`make aot` installs it); or
-the H100s of a host, as in `h100` and `h100:8`, compiled for by XLA's CUDA plugin (`make aot-gpu`). That is installed in
+A target is a TPU, as in `v6e`, or a slice of them, as in `v6e:2x4`, compiled for by libtpu (the extra `tpu`); or
+the H100s of a host, as in `h100` and `h100:8`, compiled for by XLA's CUDA plugin (`make .venv/aot-gpu`). That is in
 a folder of its own: if JAX found it without a driver, every program would complain.
 
 A program is named `package.module:function` or `file.py:function`; its function takes the target's mesh and keyword
@@ -56,6 +56,8 @@ ENVIRONMENT = {
 class Chip(NamedTuple):
     """A kind of device, as programs see it: a TensorCore of tpu7x, of which a chip has two, a chip elsewhere."""
 
+    kind: str
+    """The name that JAX has for the device."""
     dims: int
     """The number of dims of a slice's shape."""
     memory: int
@@ -67,12 +69,12 @@ class Chip(NamedTuple):
 # Rates: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, https://resources.nvidia.com/en-us-tensor-core
 # (SXM, without sparsity).
 TPUS = {
-    "v5e": Chip(2, int(15.75 * 2**30), (197e12, 819e9)),
-    "v5p": Chip(3, int(95.74 * 2**30), (459e12, 2765e9)),
-    "v6e": Chip(2, int(31.25 * 2**30), (918e12, 1640e9)),
-    "tpu7x": Chip(3, int(94.75 * 2**30), (576.75e12, 1845e9)),
+    "v5e": Chip("TPU v5 lite", 2, int(15.75 * 2**30), (197e12, 819e9)),
+    "v5p": Chip("TPU v5", 3, int(95.74 * 2**30), (459e12, 2765e9)),
+    "v6e": Chip("TPU v6 lite", 2, int(31.25 * 2**30), (918e12, 1640e9)),
+    "tpu7x": Chip("TPU7x", 3, int(94.75 * 2**30), (576.75e12, 1845e9)),
 }
-CHIPS = {**TPUS, "h100": Chip(1, 84_942_979_072 * 3 // 4, (989e12, 3350e9))}
+CHIPS = {**TPUS, "h100": Chip("NVIDIA H100 80GB HBM3", 1, 84_942_979_072 * 3 // 4, (989e12, 3350e9))}
 GPUS_OF_A_HOST = 8
 GPU_PLUGIN = Path(sys.prefix) / "aot-gpu"
 TPU_FILES = (".after_optimizations", ".after_optimizations_after_buffer_assignment.txt", "")
@@ -111,7 +113,7 @@ def devices(target: str) -> Sequence[jax.Device]:
     if chip not in TPUS:
         return gpus(*sizes)
     if importlib.util.find_spec("libtpu") is None:
-        raise ModuleNotFoundError("libtpu, the TPU compiler, isn't installed; make aot does")
+        raise ModuleNotFoundError("libtpu, the TPU compiler, isn't installed: pip install -e '.[tpu]' (half a minute)")
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     hosts = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(sizes) == 1 else {}
@@ -141,7 +143,7 @@ def register_gpu_plugin() -> None:
     """Make the plugin in `GPU_PLUGIN` known to JAX."""
     modules = sorted(path.name for path in GPU_PLUGIN.glob("jax_plugins/xla_cuda*"))
     if not modules:
-        raise ModuleNotFoundError("XLA's plugin for CUDA, which compiles for GPUs, isn't installed; make aot-gpu does")
+        raise ModuleNotFoundError("XLA's plugin for CUDA, which compiles for GPUs, isn't installed: make .venv/aot-gpu")
     sys.path.append(str(GPU_PLUGIN))
     # Pallas has looked for it beside the plugin, if it was imported before.
     runtime = next(GPU_PLUGIN.glob("jax_cuda*_plugin/libmosaic_gpu_runtime.so"))
