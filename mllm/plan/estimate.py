@@ -54,7 +54,7 @@ def checkpoints(config: Config, shapes: Programs) -> str:
 
 
 def other_heads(shapes: Programs, fused: int) -> str:
-    """The line that compares the compiler's bytes for the head's temporaries with the least that other heads need."""
+    """The line that compares the compiler's bytes for the head's temporaries with what other heads need."""
     rows, layout = shapes.rows, shapes.layout
     tokens = rows.micro // rows.shards * rows.length
     # The head `xla` keeps the logits of so many.
@@ -68,7 +68,7 @@ def other_heads(shapes: Programs, fused: int) -> str:
     full, chunked = (size(gathered + 4 * vocabulary * count) for count in (tokens, chunk))
     own = f"{shapes.config.head.impl or 'fused'} {size(fused)} by the compiler"
     others = f"full logits {full}, a scan over {chunk} tokens {chunked} and one product more"
-    return f"head of {tokens} tokens a device: {own}; by arithmetic at least: {others}"
+    return f"head of {tokens} tokens a device: {own}; by arithmetic about: {others}"
 
 
 class Seconds(NamedTuple):

@@ -228,7 +228,7 @@ def test_other_heads_need_their_logits_and_what_fsdp_gathers(config, shapes):
     logits = f"{(4 * 260 * tokens + gathered) / MIB:.1f} MiB"
     assert other_heads(shapes, MIB) == (
         "head of 40 tokens a device: fused 1.0 MiB by the compiler; "
-        f"by arithmetic at least: full logits {logits}, a scan over 40 tokens {logits} and one product more"
+        f"by arithmetic about: full logits {logits}, a scan over 40 tokens {logits} and one product more"
     )
     one = changed(config, mesh={"fsdp": 1}, data=None, rollout={"max_completion_length": 496})
     said = other_heads(Programs(one, make_mesh(one.mesh)), MIB)
