@@ -157,4 +157,4 @@ def better_meshes(config: Config, available: int, peak: int, held: int, memory: 
         yield f"mesh.fsdp={mesh.fsdp * factor} uses {used * factor} of the {available} devices, in place of {used}"
     whole = peak + (mesh.fsdp - 1) * held
     if mesh.fsdp > 1 and whole <= memory:
-        yield f"mesh.dp={shards} mesh.fsdp=1 fits, too (at most {size(whole)}), and gathers no parameters in each pass"
+        yield f"mesh.dp={shards} mesh.fsdp=1 fits, too (about {size(whole)} at most), and gathers no parameters"

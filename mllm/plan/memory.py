@@ -97,7 +97,8 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
             tell(line)
     if largest.peak > devices.memory:
         raise UserError(remedy(shapes, found, devices.memory, max(fitting, default=0)))
-    held = sum(update.parts[name] for name in ("parameters", "optimizer", "gradients"))
+    # A micro-batch has gradients of its own besides their sum.
+    held = sum(update.parts[name] for name in ("parameters", "optimizer", "gradients", "gradients"))
     for line in better_meshes(config, devices.available, largest.peak, held, devices.memory):
         tell(line)
 
