@@ -3,9 +3,8 @@
 The run's programs are made from shapes (programs.py) and given to the compiler: that of the devices at hand, or, for
 devices that aren't there, that of `targets.py`. The head is the compiler's figure for the head's temporaries,
 compiled alone for a micro-batch, or the logits that tokens are sampled from; activations are whatever else the peak
-holds. All lengths are at their limits. The host's memory and fragmentation are left out.
-
-What arithmetic says besides, without a compiler, is in estimate.py.
+holds. All lengths are at their limits. The host's memory and fragmentation are left out. estimate.py adds what follows
+by arithmetic.
 """
 
 import math
@@ -23,7 +22,7 @@ from mllm.errors import UserError
 from mllm.model.decoding import abstract_decoding_weights
 from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
 from mllm.plan import targets
-from mllm.plan.estimate import Estimate, better_meshes, checkpoints, other_heads, size, subject
+from mllm.plan.estimate import better_meshes, estimates, other_heads, size, subject
 from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
 from mllm.rl.schedule import PREFILLED_BATCHES, slots_that_fit
@@ -74,32 +73,27 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     if devices.caveat:
         tell(f"{devices.name}: {devices.caveat}")
     shapes = Programs(config, devices.mesh)
-    tell(subject(config, shapes))
+    for line in subject(shapes):
+        tell(line)
     if config.rollout is not None and config.rollout.max_slots is None:
         slots = slots_that_fit(shapes.policy, config.rollout, config.optimizer, config.grpo, devices.memory)
         shapes.config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_slots": slots})})
     found = phases(shapes, devices, tell)
     tell(table(found, devices.memory))
     largest, update = max(found, key=lambda phase: phase.peak), found[-1]
-    if largest.peak <= devices.memory:
-        tell(f"fits: {largest.name} takes most, at full lengths, and leaves {size(devices.memory - largest.peak)}")
-    tell(other_heads(shapes, update.parts["head"]))
-    tell(checkpoints(config, shapes))
-    if config.rollout is not None:
-        tell(f"rollout: {shapes.slots} slots, {shapes.slots // shapes.layout.row_shards} a device")
     fitting = fitting_micro_batches(update, config.rows, devices.memory)
-    if fitting:
-        tell(f"micro_batch_size: up to about {fitting[-1]} would fit, of those that divide batch and mesh")
-    if devices.rates is None:
-        tell(f"no estimate of hours: the rates of {devices.name} aren't known; --target knows those of others")
-    else:
-        for line in Estimate(shapes, *devices.rates).lines(fitting):
-            tell(line)
     if largest.peak > devices.memory:
         raise UserError(remedy(shapes, found, devices.memory, max(fitting, default=0)))
+    tell(f"fits: the peak at full lengths is {size(largest.peak)}, in the phase {largest.name}, of {memory}")
+    tell(other_heads(shapes, update.parts["head"]))
+    if config.rollout is not None:
+        tell(f"rollout: {shapes.slots} slots, {shapes.slots // shapes.layout.row_shards} a device")
+    tell(f"micro_batch_size: up to about {fitting[-1]} would fit, of those that divide batch and mesh")
+    unknown = f"no estimate of hours: the rates of {devices.name} aren't known; --target knows those of others"
     # A micro-batch has gradients of its own besides their sum.
     held = sum(update.parts[name] for name in ("parameters", "optimizer", "gradients", "gradients"))
-    for line in better_meshes(config, devices.available, largest.peak, held, devices.memory):
+    meshes = better_meshes(shapes, devices.available, largest.peak, held, devices.memory)
+    for line in (*(estimates(shapes, devices.rates, fitting) if devices.rates else [unknown]), *meshes):
         tell(line)
 
 
@@ -135,7 +129,7 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         others = sum(held.values()) - shared + PREFILLED_BATCHES * prompts
         logits = shapes.array((shapes.slots, shapes.model.config.vocab_size), jnp.float32, ("batch", "vocab"))
         found.append(phase("decode", compiled("decode", "decode").peak + others, known, bytes_on_device(logits)))
-    if shapes.logprob_passes:
+    if config.grpo and (config.grpo.needs_old_logprobs or config.grpo.beta > 0):
         account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
         found.append(phase("log-prob", account.peak + reference + optimizer, held, head.temporaries))
     known = {**held, "gradients": bytes_on_device(shapes.gradients())}
@@ -207,8 +201,7 @@ def remedy(shapes: Programs, found: Sequence[Phase], memory: int, rows: int) -> 
     state = found[-1].parts["parameters"] + found[-1].parts["optimizer"]
     if state > memory:
         fsdp = mesh.fsdp * 2 ** math.ceil(math.log2(state / memory))
-        spread = f"mesh.fsdp={fsdp} spreads them over {mesh.dp * fsdp * mesh.tp}"
-        return f"mesh: parameters and optimizer take {size(state)} a device ({missing}); {spread}"
+        return f"mesh: parameters and optimizer take {size(state)} a device ({missing}); mesh.fsdp={fsdp} spreads them"
     if worst.name in ("prefill", "decode"):
         shards, fixed = mesh.dp * mesh.fsdp, worst.peak - worst.parts["KV cache"] - worst.parts["head"]
         fitting = int(shapes.slots * (memory - fixed) / (worst.peak - fixed)) // shards * shards

@@ -96,7 +96,9 @@ class Programs:
 
     def head_of_update(self) -> Program:
         """The head alone with its gradients, on a micro-batch of the update; a frozen matrix has none."""
-        function = jax.value_and_grad(self.forward.head_loss, (0, 1) if self.trains_head else 0, has_aux=True)
+        lora = self.policy.lora
+        trained = (0, 1) if lora is None or "head" in lora.targets else 0
+        function = jax.value_and_grad(self.forward.head_loss, trained, has_aux=True)
         return function, (*self.head_operands(), self.batch(self.rows.micro))
 
     # --- their shapes -------------------------------------------------------------------------------------------------
@@ -140,17 +142,6 @@ class Programs:
         hidden = (self.rows.micro, self.rows.length, self.policy.architecture.hidden_size)
         copy = weight if weight.dtype == dtype else self.array(weight.shape, dtype, LOGICAL_AXES["head"])
         return self.array(hidden, dtype, ("batch", "time", "hidden")), weight, copy
-
-    @property
-    def logprob_passes(self) -> int:
-        """How often a rollout's log-probabilities are computed before its updates."""
-        grpo = self.config.grpo
-        return 0 if grpo is None else grpo.needs_old_logprobs + (grpo.beta > 0)
-
-    @property
-    def trains_head(self) -> bool:
-        lora = self.policy.lora
-        return lora is None or "head" in lora.targets
 
     def gradients(self) -> Params:
         """The gradients that an update sums up: in float32 over micro-batches, else as the parameters are."""
