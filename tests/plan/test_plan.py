@@ -181,7 +181,7 @@ def test_a_plan_says_its_subject_hours_and_that_figures_for_gpus_were_never_held
     # One update a rollout and no KL: the run has no log-prob pass, and none is compiled.
     starts = [
         "grpo of a new model, ",
-        "batch_size 8, 2 completions a prompt, ",
+        "batch_size 8, 4 completions a prompt, ",
         "checkpoint: ",
         *("prefill: ", "decode: ", "update: ", "update, head: "),
         "MiB a device",
