@@ -49,7 +49,7 @@ def subject(shapes: Programs) -> Iterator[str]:
 
 def other_heads(shapes: Programs, fused: int) -> str:
     """The line that compares the compiler's bytes for the head's temporaries with what other heads need."""
-    rows, mesh, lora = shapes.rows, shapes.mesh.shape, shapes.config.model.lora
+    rows, mesh, lora = shapes.rows, shapes.mesh.shape, shapes.policy.lora
     tokens = rows.micro // rows.shards * rows.length
     _, weight, copy = shapes.head_operands()
     vocabulary, gathered = weight.shape[0] // mesh["tp"], 0
