@@ -15,7 +15,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Olmo2Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -32,12 +42,13 @@ def make(
     max_shard_size: str = "1GB",
     **settings: object,
 ) -> None:
-    config = kind(**SIZES, max_position_embeddings=64, **settings)
+    config = kind(**{**SIZES, "max_position_embeddings": 64, **settings})
+    center = 0.0 if kind is Gemma3TextConfig else 1.0  # Gemma's norms multiply by 1 more than their parameter
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in key else 0.0, 0.25, generator=generator)
+            parameter.normal_(center if "norm" in key else 0.0, 0.25, generator=generator)
     folder = FIXTURES / name
     shutil.rmtree(folder, ignore_errors=True)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
@@ -107,4 +118,12 @@ if __name__ == "__main__":
     make("grouped_bfloat16", seed=2, dtype=torch.bfloat16, rope_parameters=rotation, **grouped)
     make("qwen3", Qwen3Config, seed=3, head_dim=16, **grouped)
     make("llama", LlamaConfig, seed=4, **(grouped | llama | {"tie_word_embeddings": False}))
+    # Queries look back over fewer tokens than the fixture's rows have, in layers on both sides of a full one.
+    windows = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5}
+    bases = {"sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+    bases["full_attention"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+    gemma = {"head_dim": 16, "query_pre_attn_scalar": 24, "rope_parameters": bases, "num_hidden_layers": 3}
+    make("gemma3", Gemma3TextConfig, seed=6, **(grouped | gemma | windows))
+    make("smollm3", SmolLM3Config, seed=7, rope_parameters=rotation, no_rope_layers=[1, 0], pad_token_id=0, **grouped)
+    make("olmo2", Olmo2Config, seed=8, **(grouped | {"pad_token_id": 0, "tie_word_embeddings": False}))
     make_adapters("peft", "untied_sharded", seed=5)

@@ -6,6 +6,7 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from mllm.errors import UserError
@@ -13,10 +14,11 @@ from mllm.errors import UserError
 LARGEST_SIZE = 2**31 - 1  # JAX counts in int32
 LARGEST_FLOAT = 10**15
 LARGEST = {"num_hidden_layers": 10_000}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
-
-Family = Literal["qwen2", "qwen3", "llama"]
-"""A `model_type` of config.json: Qwen2 and Qwen2.5; Qwen3's dense models; Llama 3, 3.1 and 3.2."""
+Family = Literal["qwen2", "qwen3", "llama", "smollm3", "olmo2", "gemma3_text"]
+"""A `model_type` of config.json: Qwen2 and Qwen2.5; Qwen3's dense models; Llama 3, 3.1 and 3.2; SmolLM3; OLMo 2; and
+Gemma 3 without images."""
 
 
 class Traits(NamedTuple):
@@ -24,19 +26,50 @@ class Traits(NamedTuple):
 
     architecture: str
     """The class of transformers that loads it."""
-    qkv_bias: bool
-    """Whether the products that make queries, keys and values have a bias."""
-    head_norms: bool
-    """Whether each head of queries and of keys is normalized before its rotation."""
-    unused: dict[str, Any]
+    fixed: dict[str, Any]
     """Further keys of its config.json, with the only value that is supported."""
+    qkv_bias: bool = False
+    """Whether the products that make queries, keys and values have a bias."""
+    head_norms: Literal["each", "all"] | None = None
+    """Whether each head of queries and of keys is normalized before its rotation, or all heads together."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Where attention and the feed-forward network have a norm: before, after (of what is added), or both."""
+    gemma: bool = False
+    """Whether norms multiply by 1 + weight, the gate is GELU, and the embedding is multiplied by sqrt(hidden_size)."""
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    """The values of transformers for what config.json leaves out, where they are the family's own."""
 
 
-NO_WINDOW: dict[str, Any] = {"use_sliding_window": False}
+SILU: dict[str, Any] = {"hidden_act": "silu"}
+NO_WINDOW: dict[str, Any] = {**SILU, "use_sliding_window": False}
+NO_BIAS: dict[str, Any] = {"attention_bias": False}
+UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False}
+GEMMA: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+GEMMA |= {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4_096, "max_position_embeddings": 131_072}
+GEMMA |= {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
 FAMILIES: dict[Family, Traits] = {
-    "qwen2": Traits("Qwen2ForCausalLM", True, False, NO_WINDOW),
-    "qwen3": Traits("Qwen3ForCausalLM", False, True, {**NO_WINDOW, "attention_bias": False}),
-    "llama": Traits("LlamaForCausalLM", False, False, {"attention_bias": False, "mlp_bias": False}),
+    "qwen2": Traits("Qwen2ForCausalLM", NO_WINDOW, qkv_bias=True),
+    "qwen3": Traits("Qwen3ForCausalLM", NO_WINDOW | NO_BIAS, head_norms="each", defaults={"head_dim": 128}),
+    "llama": Traits("LlamaForCausalLM", {**SILU, **NO_BIAS, "mlp_bias": False}),
+    "smollm3": Traits(
+        "SmolLM3ForCausalLM",
+        {**NO_WINDOW, **NO_BIAS, "mlp_bias": False},
+        defaults={"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+    ),
+    "olmo2": Traits("Olmo2ForCausalLM", SILU | NO_BIAS, head_norms="all", norms="after"),
+    "gemma3_text": Traits(
+        "Gemma3ForCausalLM",
+        {"hidden_activation": "gelu_pytorch_tanh", **NO_BIAS, **UNCAPPED},
+        head_norms="each",
+        norms="both",
+        gemma=True,
+        defaults=GEMMA,
+    ),
 }
 
 
@@ -47,6 +80,16 @@ class RopeScaling(NamedTuple):
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+class LayerKind(NamedTuple):
+    """What distinguishes the attention of some layers."""
+
+    window: int | None = None
+    """How many tokens a query attends to at most, its own the last of them; None: no limit."""
+    rope_theta: float | None = None
+    """The base of the rotary frequencies; None: nothing is rotated."""
+    rope_scaling: RopeScaling | float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +109,28 @@ class Architecture:
     max_position_embeddings: int = 32_768
     initializer_range: float = 0.02
     model_type: Family = "qwen2"
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | float | None = None
+    """A number divides all frequencies (arXiv:2306.15595)."""
+    query_pre_attn_scalar: int | None = None
+    sliding_window: int | None = None
+    rope_local_base_freq: float | None = None
+    layer_types: tuple[str, ...] = ()
+    no_rope_layers: tuple[int, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers: one, or two in Gemma 3 and SmolLM3."""
+        full = LayerKind(None, self.rope_theta, self.rope_scaling)
+        if self.layer_types:
+            return full, LayerKind(self.sliding_window, self.rope_local_base_freq)
+        return (full, LayerKind()) if self.no_rope_layers else (full,)
+
+    @property
+    def kind_of_layer(self) -> tuple[int, ...]:
+        """The number of each layer's kind."""
+        if self.layer_types:
+            return tuple(int(kind == SLIDING) for kind in self.layer_types)
+        return tuple(1 - rotated for rotated in self.no_rope_layers) or (0,) * self.num_hidden_layers
 
     @property
     def traits(self) -> Traits:
@@ -84,17 +148,30 @@ class Architecture:
         for key in sorted(settings.keys() - KNOWN_KEYS) if closed else ():
             close = difflib.get_close_matches(key, KNOWN_KEYS, n=1)
             raise UserError(f"{where}: {key} is unknown" + (f"; did you mean {close[0]}?" if close else ""))
-        # transformers 5 nests all of it in rope_parameters; older files have rope_theta on top, and rope_scaling.
-        rope: dict[str, Any] = {}
-        kind = "default"
-        for name in ("rope_scaling", "rope_parameters"):
+
+        def mapping(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
             if not isinstance(found := settings.get(name) or {}, Mapping):
                 raise UserError(f"{where}: {name} must be a mapping, not {found!r}")
+            return found
+
+        if settings.get("model_type") == "gemma3":  # a model of texts and images, of which the texts' part is made
+            settings = {**settings, "model_type": "gemma3_text", **mapping(settings, "text_config")}
+        family = family_of(settings, where)
+        traits = FAMILIES[family]
+        settings = {**settings, **{key: x for key, x in traits.defaults.items() if settings.get(key) is None}}
+        # transformers 5 nests all of it in rope_parameters, for Gemma 3 a level deeper; older files have rope_theta on
+        # top, and rope_scaling.
+        rope: dict[str, Any] = {}
+        kind = "default"
+        nested = mapping(settings, "rope_parameters")
+        local = mapping(nested, "sliding_attention")
+        for found in (mapping(settings, "rope_scaling"), mapping(nested, "full_attention") if traits.gemma else nested):
             rope |= found
             kind = found.get("rope_type", found.get("type", kind)) if kind == "default" else kind
-        family = check_supported(settings, kind, where)
+        check_supported(settings, traits, kind, local, where)
         # 10,000 is transformers' default.
         values = {**settings, **rope, "rope_theta": rope.get("rope_theta", settings.get("rope_theta", 10_000.0))}
+        values |= {"rope_local_base_freq": local.get("rope_theta", settings.get("rope_local_base_freq"))}
 
         def positive(key: str, number_type: Any, default: Any = MISSING) -> Any:
             value = values.get(key)
@@ -112,11 +189,10 @@ class Architecture:
         if not isinstance(tied, bool):
             raise UserError(f"{where}: tie_word_embeddings must be true or false, not {tied!r}")
         hidden, heads = positive("hidden_size", int), positive("num_attention_heads", int)
-        # Qwen3's heads have 128 numbers unless the file says otherwise.
-        head_dim = positive("head_dim", int, 128 if family == "qwen3" else max(hidden // heads, 1))
-        if settings.get("head_dim") is None and family != "qwen3" and hidden % heads:
+        head_dim = positive("head_dim", int, max(hidden // heads, 1))
+        if settings.get("head_dim") is None and hidden % heads:
             raise UserError(f"{where}: hidden_size {hidden} is not divisible by num_attention_heads ({heads})")
-        scaling = None
+        scaling: RopeScaling | float | None = positive("factor", float) if kind == "linear" else None
         if kind == "llama3":
             scaling = RopeScaling(
                 *(positive(key, number_type) for key, number_type in RopeScaling.__annotations__.items())
@@ -127,13 +203,24 @@ class Architecture:
             for field in fields(cls)
             if field.type in (int, float)
         }
+        layers = numbers["num_hidden_layers"]
+        if traits.gemma:
+            numbers |= {key: positive(key, int) for key in ("query_pre_attn_scalar", "sliding_window")}
+            numbers["rope_local_base_freq"] = positive("rope_local_base_freq", float)
+            every = positive("sliding_window_pattern", int, 6)
+            kinds = [FULL if place % every == 0 else SLIDING for place in range(1, layers + 1)]
+            numbers["layer_types"] = of_layers(settings, "layer_types", kinds, [FULL, SLIDING], where)
+        elif family == "smollm3":
+            every = positive("no_rope_layer_interval", int, 4)
+            rotated = [int(place % every != 0) for place in range(1, layers + 1)]
+            numbers["no_rope_layers"] = of_layers(settings, "no_rope_layers", rotated, [0, 1], where)
         config = cls(**numbers, tie_word_embeddings=tied, model_type=family, rope_scaling=scaling)
         if heads % config.num_key_value_heads:
             raise UserError(
                 f"{where}: num_attention_heads {heads} is not divisible by num_key_value_heads "
                 f"({config.num_key_value_heads})"
             )
-        if config.rope_scaling and not config.rope_scaling.low_freq_factor < config.rope_scaling.high_freq_factor:
+        if isinstance(scaling, RopeScaling) and not scaling.low_freq_factor < scaling.high_freq_factor:
             raise UserError(f"{where}: rope_parameters: low_freq_factor is not below high_freq_factor")
         if config.head_dim % 2:
             raise UserError(f"{where}: head_dim {config.head_dim} is odd; rotary positions need pairs")
@@ -141,49 +228,76 @@ class Architecture:
 
     def to_hf(self) -> dict[str, Any]:
         """The keys of a config.json that transformers, new and old, loads as this family's model."""
-        sizes = {key: value for key, value in asdict(self).items() if key not in ("model_type", "rope_scaling")}
+        sizes = {key: value for key, value in asdict(self).items() if value is not None and value != ()}
+        scaling = self.rope_scaling
         rope: dict[str, Any] = {"rope_type": "default"}
-        if self.rope_scaling is not None:
-            rope = {"rope_type": "llama3", **self.rope_scaling._asdict()}
+        if isinstance(scaling, RopeScaling):
+            rope = {"rope_type": "llama3", **scaling._asdict()}
+        elif scaling is not None:
+            rope = {"rope_type": "linear", "factor": scaling}
+        parameters = {**rope, "rope_theta": self.rope_theta}
+        if self.traits.gemma:
+            local = {"rope_type": "default", "rope_theta": self.rope_local_base_freq}
+            parameters = {"full_attention": parameters, "sliding_attention": local}
         return {
-            "architectures": [self.traits.architecture],
-            "model_type": self.model_type,
             **sizes,
-            "hidden_act": "silu",
-            "rope_parameters": {**rope, "rope_theta": self.rope_theta},
-            "rope_scaling": None if self.rope_scaling is None else rope,
+            "architectures": [self.traits.architecture],
+            "rope_parameters": parameters,
+            "rope_scaling": None if scaling is None else rope,
             "attention_dropout": 0.0,
-            **self.traits.unused,
+            **self.traits.fixed,
             "use_cache": True,
         }
 
 
 SMALLEST = Architecture(1, 1, 1, 1, 1, 1, 2, True)
-KNOWN_KEYS = frozenset(key for family in FAMILIES for key in replace(SMALLEST, model_type=family).to_hf())
+KNOWN_KEYS = frozenset(
+    {"sliding_window_pattern", "no_rope_layer_interval"}
+    | {field.name for field in fields(Architecture)}
+    | {key for family in FAMILIES for key in replace(SMALLEST, model_type=family).to_hf()}
+)
 """The keys that settings of a user's own model may have."""
 
 
-def check_supported(settings: Mapping[str, Any], rope_type: Any, where: str) -> Family:
-    """The model's family; UserError for a setting with which it would compute something else than the decoder does."""
+def family_of(settings: Mapping[str, Any], where: str) -> Family:
+    """The model's family; UserError where it is not known."""
     family = settings.get("model_type", "qwen2")
     if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f"{where}: model_type is {family!r}; supported are {', '.join(FAMILIES)}")
+    return family
+
+
+def check_supported(
+    settings: Mapping[str, Any], traits: Traits, rope_type: Any, local: Mapping[str, Any], where: str
+) -> None:
+    """Raise UserError for a setting with which the model would compute something else than the decoder does.
+
+    `local` has the rotary positions of sliding layers.
+    """
     layers = settings.get("layer_types") or []
     if not isinstance(layers, list | tuple):
         raise UserError(f"{where}: layer_types must be a list, not {layers!r}")
+    known = [FULL, SLIDING] if traits.gemma else [FULL]
     fixed: list[tuple[str, Any, list[Any]]] = [
-        ("hidden_act", settings.get("hidden_act", "silu"), ["silu"]),
-        ("layer_types", [kind for kind in layers if kind != "full_attention"], [[]]),
-        ("rope_parameters.rope_type", rope_type, ["default", "llama3"]),
+        ("layer_types", [kind for kind in layers if kind not in known], [[]]),
+        ("rope_parameters.rope_type", rope_type, ["default", "linear", "llama3"]),
+        ("rope_parameters.sliding_attention.rope_type", local.get("rope_type", "default"), ["default"]),
         ("attention_dropout", settings.get("attention_dropout", 0.0), [0.0]),
         ("quantization_config", settings.get("quantization_config"), [None]),
-        *((key, settings.get(key, value), [value]) for key, value in FAMILIES[family].unused.items()),
+        *((key, settings.get(key, value), [value]) for key, value in traits.fixed.items()),
     ]
     for key, value, supported in fixed:
         if value not in supported:
             choices = " or ".join(map(repr, supported))
             raise UserError(f"{where}: {key} is {value!r}; this model supports only {choices}")
-    return family
+
+
+def of_layers(settings: Mapping[str, Any], key: str, default: list[Any], known: list[Any], where: str) -> tuple:
+    """What a list of the settings says of each layer, by default `default`; UserError unless all are `known`."""
+    found = default if settings.get(key) is None else settings[key]
+    if not isinstance(found, list | tuple) or len(found) != len(default) or any(one not in known for one in found):
+        raise UserError(f"{where}: {key} must be a list of {len(default)}, each {known[0]!r} or {known[1]!r}")
+    return tuple(found)
 
 
 def published(
@@ -207,6 +321,12 @@ QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "max_pos
 LLAMA31 = {"model_type": "llama", "vocab_size": 128_256, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5, **LONG}
 LLAMA31 |= {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8_192)}
 LLAMA32 = {**LLAMA31, "rope_scaling": RopeScaling(32.0, 1.0, 4.0, 8_192)}
+GEMMA1B = {"model_type": "gemma3_text", "vocab_size": 262_144, "hidden_size": 1_152, "intermediate_size": 6_912}
+GEMMA1B |= {"num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 512}
+GEMMA1B |= {"max_position_embeddings": 32_768}
+GEMMA270M = {**GEMMA1B, "hidden_size": 640, "intermediate_size": 2_048, "num_hidden_layers": 18}
+GEMMA4B = {"model_type": "gemma3_text", "hidden_size": 2_560, "intermediate_size": 10_240, "num_hidden_layers": 34}
+GEMMA4B |= {"sliding_window": 1_024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 BOTH = ("", "-Instruct")
 PRESETS: dict[str, Architecture] = {
     **{f"Qwen/Qwen2.5-0.5B{kind}": published(QWEN25, 896, 4_864, 24, 14, 2) for kind in BOTH},
@@ -222,5 +342,8 @@ PRESETS: dict[str, Architecture] = {
     **{f"meta-llama/Llama-3.2-1B{kind}": published(LLAMA32, 2_048, 8_192, 16, 32) for kind in BOTH},
     **{f"meta-llama/Llama-3.2-3B{kind}": published(LLAMA32, 3_072, 8_192, 28, 24) for kind in BOTH},
     **{f"meta-llama/Llama-3.1-8B{kind}": published(LLAMA31, 4_096, 14_336, 32, 32) for kind in BOTH},
+    **{f"google/gemma-3-270m{kind}": Architecture.from_hf(GEMMA270M, "") for kind in ("", "-it")},
+    **{f"google/gemma-3-1b{kind}": Architecture.from_hf(GEMMA1B, "") for kind in ("-pt", "-it")},
+    **{f"google/gemma-3-4b{kind}": Architecture.from_hf(GEMMA4B, "") for kind in ("-pt", "-it")},
 }
 """The sizes of published checkpoints, by their hub ids: of others the hub has them."""

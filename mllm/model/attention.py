@@ -25,8 +25,8 @@ from mllm.parallel.mesh import RULES, sharding
 AttentionKernel = Literal["splash", "cudnn"]
 KERNELS: dict[str, AttentionKernel] = {"tpu": "splash", "gpu": "cudnn"}
 
-HEAD_DIMS = (64, 128)
-"""Those of the published models; both kernels have them on every device that they are for."""
+HEAD_DIMS: dict[AttentionKernel, tuple[int, ...]] = {"splash": (64, 128, 256), "cudnn": (64, 128)}
+"""Those of the published models that a kernel has on every device that it is for."""
 
 BLOCKS = (512, 256, 128)
 """Queries, or keys, in a block of splash attention, which takes the largest that divides the sequence.
@@ -46,6 +46,8 @@ class Attention:
     mesh: Mesh
     packed: bool
     """Whether a row may hold several documents. If False, a row must begin with its only document."""
+    window: int | None = None
+    """What `window` may limit the keys of a query to, beside all."""
 
     def __call__(
         self,
@@ -53,12 +55,14 @@ class Attention:
         keys: Float[jax.Array, "B T K H"],
         values: Float[jax.Array, "B T K H"],
         segments: Int[jax.Array, "B T"],
+        window: Int[jax.Array, ""] | None = None,
     ) -> Float[jax.Array, "B T N H"]:
         """softmax(q k^T / sqrt(H)) v over the keys of the query's segment up to the query, in the dtype of the queries.
 
-        Scores, softmax and sums are float32. Each device computes its own rows and heads. Padding, segment 0,
-        attends to padding or to what precedes it; its outputs are finite and reach no other token. On other
-        devices, as in tests, splash attention is interpreted and XLA replaces cuDNN.
+        Of these only the last `window` count if it is `self.window`, else all. Scores, softmax and sums are float32.
+        Each device computes its own rows and heads. Padding, segment 0, attends to padding or to what precedes it; its
+        outputs are finite and reach no other token. On other devices, as in tests, splash attention is interpreted and
+        XLA replaces cuDNN.
         """
         time = queries.shape[1]
         missing = -time % BLOCKS[-1]
@@ -72,14 +76,17 @@ class Attention:
         else:
             implementation: Literal["xla", "cudnn"] = "cudnn" if platform(self.mesh) == "gpu" else "xla"
             local = partial(cudnn_attention, packed=self.packed, implementation=implementation)
-        attend = jax.shard_map(
-            local,
+        within = partial(
+            jax.shard_map,
             mesh=self.mesh,
             in_specs=(heads, kv_heads, kv_heads, sharding(self.mesh, ("batch", "time")).spec),
             out_specs=heads,
             check_vma=False,  # a Pallas kernel does not say over which axes its results vary
         )
-        return attend(*padded)[:, :time]
+        if window is None or self.window is None:
+            return within(local)(*padded)[:, :time]
+        limited = partial(local, window=self.window)
+        return jax.lax.cond(window == self.window, within(limited), within(local), *padded)[:, :time]
 
 
 def splash_attention(
@@ -88,14 +95,17 @@ def splash_attention(
     values: Float[jax.Array, "B T K H"],
     segments: Int[jax.Array, "B T"],
     interpret: bool,
+    window: int | None = None,
 ) -> Float[jax.Array, "B T N H"]:
     """Splash attention over one device's rows and heads; T is a multiple of 128."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     _, time, heads, head_dim = queries.shape
     sizes: dict[str, Any] = dict.fromkeys(BLOCK_SIZES, next(size for size in BLOCKS if time % size == 0))
+    whole = (time, time)
+    mask = splash.CausalMask(whole) if window is None else splash.LocalMask(whole, (window - 1, 0), 0)
     kernel = splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([splash.CausalMask((time, time))] * heads),
+        splash.MultiHeadMask([mask] * heads),
         block_sizes=splash.BlockSizes(**sizes),
         interpret=interpret,
     )
@@ -115,10 +125,14 @@ def cudnn_attention(
     segments: Int[jax.Array, "B T"],
     packed: bool,
     implementation: Literal["xla", "cudnn"] = "cudnn",
+    window: int | None = None,
 ) -> Float[jax.Array, "B T N H"]:
     """cuDNN's attention over one device's rows and heads, with a mask only where rows are packed."""
     same = segments[:, None, :, None] == segments[:, None, None, :] if packed else None
-    attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+    limit = None if window is None else (window - 1, 0)
+    attend = partial(
+        jax.nn.dot_product_attention, is_causal=True, local_window_size=limit, implementation=implementation
+    )
     with set_precision(queries.dtype):
         return attend(queries, keys, values, mask=same)
 
@@ -168,8 +182,8 @@ def choose(
         return AttentionChoice(None, f"no kernel for {platform(mesh)} devices")
     if kv_heads % mesh.shape[axis]:
         obstacle = f"mesh.{axis} = {mesh.shape[axis]} does not divide the model's {kv_heads} kv_heads"
-    elif config.head_dim not in HEAD_DIMS:
-        sizes = " or ".join(map(str, HEAD_DIMS))
+    elif config.head_dim not in HEAD_DIMS[kernel]:
+        sizes = ", ".join(map(str, HEAD_DIMS[kernel][:-1])) + f" or {HEAD_DIMS[kernel][-1]}"
         obstacle = f"it needs heads of size {sizes}, and the model's have {config.head_dim}"
     elif kernel == "cudnn" and device not in jax.devices():
         obstacle = "cuDNN picks its kernel on the GPU, which is not here"  # so --plan assumes XLA's attention
@@ -178,7 +192,7 @@ def choose(
     elif kernel == "cudnn" and jnp.dtype(dtype) != jnp.bfloat16:
         obstacle = f"it computes in bfloat16, and model.dtype is {jnp.dtype(dtype)}"
     else:
-        return AttentionChoice(Attention(kernel, mesh, packed), "")
+        return AttentionChoice(Attention(kernel, mesh, packed, config.sliding_window), "")
     return AttentionChoice(None, f"{kernel} can't be used: {obstacle}")
 
 

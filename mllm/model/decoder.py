@@ -1,9 +1,10 @@
-"""Qwen2.5, Qwen3 and Llama 3 in Flax NNX: token ids of whole sequences to hidden states; `decoding.py` takes one token.
+"""Qwen, Llama, Gemma and kin in Flax NNX: token ids of whole sequences to hidden states; `decoding.py` takes one token.
 
 The parameters of all layers are stacked along a first dim L and applied by one `jax.lax.scan`, so that a deep model
 compiles as fast as a shallow one. Matrices keep Hugging Face's layout, [out, in]. Follows Qwen2.5 (arXiv:2412.15115,
-section 2), Qwen3 (arXiv:2505.09388, section 2), Llama 3 (arXiv:2407.21783, section 3.2), rotary positions
-(arXiv:2104.09864), RMSNorm (arXiv:1910.07467), grouped queries (arXiv:2305.13245) and SwiGLU (arXiv:2002.05202).
+section 2), Qwen3 (arXiv:2505.09388, section 2), Llama 3 (arXiv:2407.21783, section 3.2), Gemma 3 (arXiv:2503.19786,
+section 2), OLMo 2 (arXiv:2501.00656, section 2), rotary positions (arXiv:2104.09864), RMSNorm (arXiv:1910.07467),
+grouped queries (arXiv:2305.13245), SwiGLU and GeGLU (arXiv:2002.05202).
 
 Letters: B batch, T time, D hidden size, V vocabulary, L layers, H size of a head, N query heads, K key and value heads,
 R = H/2 rotated pairs; I and O the input and output size of a product.
@@ -34,6 +35,7 @@ from mllm.model.layout import (
     gather_layer_float32,
 )
 from mllm.model.lora import Lora, adapter, add_adapter
+from mllm.model.rotary import rotary, rotate
 
 
 class Decoder(nnx.Module):
@@ -52,7 +54,8 @@ class Decoder(nnx.Module):
         layout: Layout | None = None,
         lora: Lora | None = None,
     ) -> None:
-        """Make random parameters: matrices normal with deviation `initializer_range`, biases 0, norms 1.
+        """Make random parameters: matrices normal with deviation `initializer_range`, biases 0, norms 1 (Gemma's,
+        to which 1 is added, 0).
 
         Activations and the products' operands have `dtype`; float32 matrices are `dithered` on their way there (see
         compute_copy.py) or rounded to nearest. Norms, rotary positions, softmax and the residual stream, which the
@@ -70,7 +73,8 @@ class Decoder(nnx.Module):
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(normal(rngs.params(), vocabulary))
         self.layers = Layer(config, self.dtype, param_dtype, rngs, lora)
-        self.norm = nnx.Param(jnp.ones(config.hidden_size, param_dtype if lora is None else jnp.float32))
+        norm = jnp.full(config.hidden_size, 1 - config.traits.gemma, param_dtype if lora is None else jnp.float32)
+        self.norm = nnx.Param(norm)
         self.head = None if config.tie_word_embeddings else nnx.Param(normal(rngs.params(), vocabulary))
         self.lora = lora
         self.head_a: nnx.Param | None = None
@@ -104,9 +108,9 @@ class Decoder(nnx.Module):
     ) -> Float[jax.Array, "B T D"]:
         """Hidden states after the last norm, in the compute dtype.
 
-        A query attends to a key iff both have the same segment, not 0, and the key is not later. Positions count
-        within each document; segments count a row's documents from 1, and 0 is padding, whose hidden states are
-        finite and meaningless. A token id beyond the vocabulary gives NaN.
+        A query attends to a key iff both have the same segment, not 0, the key is not later and, in a layer with a
+        window, among the last so many. Positions count within each document; segments count a row's documents from 1,
+        and 0 is padding, whose hidden states are finite and meaningless. A token id beyond the vocabulary gives NaN.
         """
         hidden, _ = self.apply_layers(tokens, positions, segments)
         return constrain(self.layout, self.last_norm(hidden), HIDDEN_STATES)
@@ -123,19 +127,23 @@ class Decoder(nnx.Module):
         These are keys and values, [L, B, K, T, H] each, in the compute dtype. The arguments are as for a call.
         """
         attend = self.attention or masked_attention
-        rotation = rotary(positions, self.config)
+        kinds, time = self.config.kinds, positions.shape[1]
+        rotations = jnp.stack([rotary(positions, kind, self.config.head_dim) for kind in kinds])
+        windows = [min(kind.window or time, time) for kind in kinds]
         graphdef, layers = nnx.split(self.layers)
         layout = self.layout
 
         def step(
-            hidden: jax.Array, params: Params, index: jax.Array, rotation: jax.Array, segments: jax.Array
+            hidden: jax.Array, params: Params, index: jax.Array, rotations: jax.Array, segments: jax.Array
         ) -> tuple[jax.Array, Any]:
+            kind = jnp.asarray(self.config.kind_of_layer)[index] if len(kinds) > 1 else 0
+            window = jnp.asarray(windows)[kind] if min(windows) < time else None
             layer = nnx.merge(graphdef, gather_layer_float32(params, self.rounding, layout, index))
-            projected = layer.project(hidden, rotation)
+            projected = layer.project(hidden, rotations[kind])
             queries, keys, values = (
                 constrain(layout, x, axes) for x, axes in zip(projected, (QUERIES, KEYS, KEYS), strict=True)
             )
-            attended = attend(queries, keys, values, segments=segments)
+            attended = attend(queries, keys, values, segments=segments, window=window)
             hidden = constrain(layout, layer.add_attention(hidden, attended), HIDDEN_STATES)
             hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
             kept = tuple(constrain(layout, x.swapaxes(1, 2), CACHED_KEYS) for x in (keys, values)) if keep else None
@@ -147,19 +155,25 @@ class Decoder(nnx.Module):
         hidden = constrain(layout, hidden, ("rows_of_replica", "time", "embed"))
         step = step if self.remat == "none" else rematerialize(step, self.dtype)
         return jax.lax.scan(
-            lambda hidden, layer: step(hidden, *layer, rotation, segments),
+            lambda hidden, layer: step(hidden, *layer, rotations, segments),
             constrain(layout, hidden, HIDDEN_STATES),
             (layers, jnp.arange(self.config.num_hidden_layers)),
         )
 
     def look_up(self, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "B T D"]:
-        """The tokens' rows of the embedding, rounded to the compute dtype, as the float32 residual stream begins."""
+        """The tokens' rows of the embedding, rounded to the compute dtype, as the float32 residual stream begins.
+
+        Gemma's factor is rounded as well, as it was in training; its product with them is exact.
+        """
         hidden = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
-        return compute_copy(hidden, self.rounding, "embed", rows=tokens[..., None]).astype(jnp.float32)
+        hidden = compute_copy(hidden, self.rounding, "embed", rows=tokens[..., None]).astype(jnp.float32)
+        if not self.config.traits.gemma:
+            return hidden
+        return hidden * jnp.asarray(self.config.hidden_size**0.5, self.dtype).astype(jnp.float32)
 
     def last_norm(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
         """Hidden states in the compute dtype: the norm of the residual stream after the last layer."""
-        return rms_norm(hidden, self.norm, self.config.rms_norm_eps, self.dtype)
+        return rms_norm(hidden, self.norm, self.config.rms_norm_eps, self.dtype, self.config.traits.gemma)
 
 
 class Layer(nnx.Module):
@@ -186,17 +200,25 @@ class Layer(nnx.Module):
             dtype = param_dtype if lora is None else jnp.float32
             return nnx.Param(jnp.full((config.num_hidden_layers, size), value, dtype))
 
-        def bias(size: int) -> nnx.Param | None:
-            return constant(0, size) if config.traits.qkv_bias else None
+        traits = config.traits
 
-        self.attention_norm = constant(1, hidden)
+        def bias(size: int) -> nnx.Param | None:
+            return constant(0, size) if traits.qkv_bias else None
+
+        def norm(wanted: bool, size: int = hidden) -> nnx.Param | None:
+            return constant(1 - traits.gemma, size) if wanted else None
+
+        self.attention_norm = norm(traits.norms != "after")
         self.q_weight, self.q_bias = matrix(heads, hidden), bias(heads)
         self.k_weight, self.k_bias = matrix(kv_heads, hidden), bias(kv_heads)
         self.v_weight, self.v_bias = matrix(kv_heads, hidden), bias(kv_heads)
-        self.q_norm = constant(1, config.head_dim) if config.traits.head_norms else None
-        self.k_norm = constant(1, config.head_dim) if config.traits.head_norms else None
+        every = traits.head_norms == "all"
+        self.q_norm = norm(traits.head_norms is not None, heads if every else config.head_dim)
+        self.k_norm = norm(traits.head_norms is not None, kv_heads if every else config.head_dim)
         self.o_weight = matrix(hidden, heads)
-        self.mlp_norm = constant(1, hidden)
+        self.post_attention_norm = norm(traits.norms != "before")
+        self.mlp_norm, self.pre_mlp_norm = norm(traits.norms == "before"), norm(traits.norms == "both")
+        self.post_mlp_norm = norm(traits.norms != "before")
         self.gate_weight = matrix(mlp, hidden)
         self.up_weight = matrix(mlp, hidden)
         self.down_weight = matrix(hidden, mlp)
@@ -222,29 +244,51 @@ class Layer(nnx.Module):
         low = linear(linear(x, a), getattr(self, f"{name}_b")).astype(jnp.float32)
         return (y + self.lora_scale * low).astype(dtype or x.dtype)
 
+    def normalize(
+        self, x: Float[jax.Array, "B T *D"], weight: nnx.Param | None, dtype: DTypeLike, gain: float = 1.0
+    ) -> Float[jax.Array, "B T *D"]:
+        """The norm of x, times `gain`, in `dtype`; x where the layer has no such norm."""
+        if weight is None:
+            return x.astype(dtype)
+        return rms_norm(x, weight, self.config.rms_norm_eps, dtype, self.config.traits.gemma, gain)
+
     def project(
         self, hidden: Float[jax.Array, "B T D"], rotation: Float[jax.Array, "2 B T 1 R"]
     ) -> tuple[Float[jax.Array, "B T N H"], Float[jax.Array, "B T K H"], Float[jax.Array, "B T K H"]]:
-        """Queries and keys, both with rotary positions and in Qwen3 normalized before, and values."""
-        x = rms_norm(hidden, self.attention_norm, self.config.rms_norm_eps, self.dtype)
-        heads = (*hidden.shape[:2], -1, self.config.head_dim)
-        queries, keys, values = (self.product(name, x).reshape(heads) for name in "qkv")
-        if self.q_norm is not None and self.k_norm is not None:
-            queries = rms_norm(queries, self.q_norm, self.config.rms_norm_eps, self.dtype)
-            keys = rms_norm(keys, self.k_norm, self.config.rms_norm_eps, self.dtype)
-        return rotate(queries, rotation), rotate(keys, rotation), values
+        """Queries and keys, both with rotary positions and where the family does so normalized before, and values."""
+        x = self.normalize(hidden, self.attention_norm, self.dtype)
+        head_dim = self.config.head_dim
+
+        def heads(name: str, norm: nnx.Param | None = None, gain: float = 1.0) -> Float[jax.Array, "B T _ H"]:
+            y = self.product(name, x)
+            if norm is not None:
+                y = self.normalize(y.reshape(*y.shape[:2], -1, norm.shape[-1]), norm, self.dtype, gain)
+            return y.reshape(*y.shape[:2], -1, head_dim)
+
+        # Attention divides scores by sqrt(H), also where they are to be divided by another root.
+        gain = (head_dim / (self.config.query_pre_attn_scalar or head_dim)) ** 0.5
+        queries, keys = heads("q", self.q_norm, gain), heads("k", self.k_norm)
+        return rotate(queries, rotation), rotate(keys, rotation), heads("v")
 
     def add_attention(
         self, hidden: Float[jax.Array, "B T D"], attended: Float[jax.Array, "B T N H"]
     ) -> Float[jax.Array, "B T D"]:
         """hidden + o(attended), in the dtype of hidden: the residual stream after attention."""
-        return hidden + self.product("o", attended.reshape(*hidden.shape[:2], -1), dtype=hidden.dtype)
+        added = self.product("o", attended.reshape(*hidden.shape[:2], -1), dtype=hidden.dtype)
+        return hidden + self.normalize(added, self.post_attention_norm, hidden.dtype)
 
     def add_feed_forward(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
-        """hidden + down(silu(gate(x)) * up(x)) with x = norm(hidden), in the dtype of hidden."""
-        x = rms_norm(hidden, self.mlp_norm, self.config.rms_norm_eps, self.dtype)
-        gated = jax.nn.silu(self.product("gate", x)) * self.product("up", x)
-        return hidden + self.product("down", gated, dtype=hidden.dtype)
+        """hidden + down(silu(gate(x)) * up(x)) with x = norm(hidden), in the dtype of hidden; Gemma's has GELU."""
+        x = self.normalize(hidden, self.pre_mlp_norm if self.mlp_norm is None else self.mlp_norm, self.dtype)
+        gate = self.product("gate", x)
+        gate = gelu(gate) if self.config.traits.gemma else jax.nn.silu(gate)
+        added = self.product("down", gate * self.product("up", x), dtype=hidden.dtype)
+        return hidden + self.normalize(added, self.post_mlp_norm, hidden.dtype)
+
+
+def gelu(x: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
+    """GELU by its approximation with tanh (arXiv:1606.08415, section 2), rounded once: its x^3 is float32."""
+    return jax.nn.gelu(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def linear(
@@ -285,38 +329,21 @@ product.defvjp(run_product, differentiate_product)
 
 
 def rms_norm(
-    x: Float[jax.Array, "B T *D"], weight: nnx.Param, eps: float, dtype: DTypeLike
+    x: Float[jax.Array, "B T *D"],
+    weight: nnx.Param,
+    eps: float,
+    dtype: DTypeLike,
+    from_one: bool = False,
+    gain: float = 1.0,
 ) -> Float[jax.Array, "B T *D"]:
-    """x / sqrt(mean(x^2) + eps) * weight: computed in float32 and rounded once, to `dtype`."""
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight[...].astype(jnp.float32)).astype(dtype)
+    """x / sqrt(mean(x^2) + eps) * weight * gain: computed in float32 and rounded once, to `dtype`.
 
-
-def rotary(positions: Int[jax.Array, "B T"], config: Architecture) -> Float[jax.Array, "2 B T 1 R"]:
-    """The cosines and sines of position * theta^(-2i/H), float32 (arXiv:2104.09864, section 3.2.2).
-
-    Llama 3.1 divides low frequencies by a factor: those of wavelengths that fit less than `low_freq_factor` times into
-    the context that it was first trained with; in between the division sets in linearly (arXiv:2407.21783, section
-    3.4.2, and its published reference code).
+    With `from_one` the factor is 1 + weight, as Gemma's.
     """
-    exponents = -jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    frequencies = config.rope_theta**exponents
-    if (scaling := config.rope_scaling) is not None:
-        fits = scaling.original_max_position_embeddings * frequencies / (2 * jnp.pi)
-        kept = (fits - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        kept = jnp.clip(kept, 0, 1)
-        frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
-    return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
-
-
-def rotate(x: Float[jax.Array, "B T N H"], rotation: Float[jax.Array, "2 B T 1 R"]) -> Float[jax.Array, "B T N H"]:
-    """Rotate the pairs (i, i + H/2), as Hugging Face's checkpoints have them; the paper pairs neighbors."""
-    cosine, sine = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return rotated.astype(x.dtype)
+    wide, factor = x.astype(jnp.float32), weight[...].astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    factor = gain * (1 + factor) if from_one else factor
+    return (wide * scale * factor).astype(dtype)
 
 
 def masked_attention(
@@ -324,10 +351,14 @@ def masked_attention(
     keys: Float[jax.Array, "B T K H"],
     values: Float[jax.Array, "B T K H"],
     segments: Int[jax.Array, "B T"],
+    window: Int[jax.Array, ""] | None = None,
 ) -> Float[jax.Array, "B T N H"]:
-    """XLA's attention: `Decoder.__call__` says which keys a query attends to."""
+    """XLA's attention: `Decoder.__call__` says which keys a query attends to, and `window` how many at most."""
     same = (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, None, :]
     mask = jnp.tril(same)[:, None]
+    if window is not None:
+        place = jnp.arange(segments.shape[1])
+        mask &= place[:, None] - place < window
     with set_precision(queries.dtype):
         return jax.nn.dot_product_attention(queries, keys, values, mask=mask)
 

@@ -2,7 +2,8 @@
 
 Parameters and cache are one array a layer, because XLA for GPUs copies what a loop slices out of stacked arrays, at
 every token. The rows' tokens end at one place of the cache, so that a step writes one slice; where a row begins, the
-mask says. The dims of the cache are in the order in which XLA for TPUs keeps them.
+mask says. A layer with a window keeps no more places than that: place p is that of all tokens p, p + P, p + 2 P, ... of
+which it holds the newest. The dims of the cache are in the order in which XLA for TPUs keeps them.
 
 Letters: B rows, D hidden size, P places of the cache, H size of a head, N query heads, K key and value heads, G = N/K
 queries that share a key.
@@ -19,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 
 from kernels.precision import precision_of
 from mllm.model.compute_copy import Rounding
-from mllm.model.decoder import Decoder, rotary
+from mllm.model.decoder import Decoder
 from mllm.model.layout import (
     CACHED_KEYS,
     HIDDEN_STATES,
@@ -33,6 +34,7 @@ from mllm.model.layout import (
     split_layers,
 )
 from mllm.model.lora import Lora, merge_adapters
+from mllm.model.rotary import rotary
 
 
 class LayerCache(NamedTuple):
@@ -57,10 +59,13 @@ class DecodingWeights(NamedTuple):
 def abstract_cache(model: Decoder, rows: int, places: int) -> Cache:
     """The shapes, dtypes and, with a layout, shardings of a cache."""
     config, layout = model.config, model.layout
-    shape = (rows, config.num_key_value_heads, places, config.head_dim)
     sharding = None if layout is None else layout.sharding(CACHED_KEYS)
-    keys = jax.ShapeDtypeStruct(shape, model.dtype, sharding=sharding)
-    return (LayerCache(keys, keys),) * config.num_hidden_layers
+    cache = []
+    for kind in config.kinds:
+        shape = (rows, config.num_key_value_heads, min(places, kind.window or places), config.head_dim)
+        keys = jax.ShapeDtypeStruct(shape, model.dtype, sharding=sharding)
+        cache.append(LayerCache(keys, keys))
+    return tuple(cache[kind] for kind in config.kind_of_layer)
 
 
 def decoding_graphdef(model: Decoder) -> nnx.GraphDef:
@@ -144,29 +149,36 @@ def decode_token(
     """Hidden states after the last norm, from which the tokens after `tokens` are drawn, and the cache with `tokens`.
 
     `lengths` says how many tokens of each row are in the cache already, at the places before `end`. The new one
-    goes to place `end`, which must exist; that isn't checked.
+    goes to place `end`, which must exist in layers without a window; that isn't checked.
     """
     model = merge(graphdef, weights, 0)
     layout, config = model.layout, model.config
-    first = end - lengths
-    places = jnp.arange(cache[0].keys.shape[2])
-    visible = (places >= first[:, None]) & (places <= end)
-    rotation = rotary(lengths[:, None], config)
+    rotations = [rotary(lengths[:, None], kind, config.head_dim) for kind in config.kinds]
+
+    def visible(places: int) -> Bool[jax.Array, "B P"]:
+        tokens = end - (end - jnp.arange(places)) % places  # the newest of each place, by where the row's tokens end
+        return tokens >= (end - lengths)[:, None]
+
     hidden = constrain(layout, model.look_up(tokens[:, None]), HIDDEN_STATES)
     filled = []
     for index, layer_cache in enumerate(cache):
-        layer = merge(graphdef, weights, index).layers
+        layer, places = merge(graphdef, weights, index).layers, layer_cache.keys.shape[2]
+        rotation = rotations[config.kind_of_layer[index]]
         queries, keys, values = (
             constrain(layout, x, axes)
             for x, axes in zip(layer.project(hidden, rotation), (QUERIES, KEYS, KEYS), strict=True)
         )
         written = LayerCache(
             *(
-                constrain(layout, jax.lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), end, 2), CACHED_KEYS)
+                constrain(
+                    layout,
+                    jax.lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), end % places, 2),
+                    CACHED_KEYS,
+                )
                 for old, new in zip(layer_cache, (keys, values), strict=True)
             )
         )
-        hidden = layer.add_attention(hidden, attend(queries, written, visible))
+        hidden = layer.add_attention(hidden, attend(queries, written, visible(places)))
         hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
         filled.append(written)
     return model.last_norm(hidden)[:, 0], tuple(filled)

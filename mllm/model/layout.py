@@ -41,6 +41,9 @@ PARAMETERS: dict[str, tuple[tuple[str, ...], str]] = {
     "layers.k_norm": (("layers", "head_dim"), "model.layers.{}.self_attn.k_norm.weight"),
     "layers.o_weight": (("layers", "embed", "heads"), "model.layers.{}.self_attn.o_proj.weight"),
     "layers.mlp_norm": (("layers", "embed"), "model.layers.{}.post_attention_layernorm.weight"),
+    "layers.post_attention_norm": (("layers", "embed"), "model.layers.{}.post_attention_layernorm.weight"),
+    "layers.pre_mlp_norm": (("layers", "embed"), "model.layers.{}.pre_feedforward_layernorm.weight"),
+    "layers.post_mlp_norm": (("layers", "embed"), "model.layers.{}.post_feedforward_layernorm.weight"),
     "layers.gate_weight": (("layers", "mlp", "embed"), "model.layers.{}.mlp.gate_proj.weight"),
     "layers.up_weight": (("layers", "mlp", "embed"), "model.layers.{}.mlp.up_proj.weight"),
     "layers.down_weight": (("layers", "embed", "mlp"), "model.layers.{}.mlp.down_proj.weight"),
@@ -51,6 +54,7 @@ PARAMETERS: dict[str, tuple[tuple[str, ...], str]] = {
 
 A parameter's name is its path in `nnx.split(model)[1]`, joined with dots. `heads` and `kv_heads` are N*H and K*H long,
 the H rows of a head together. Norms and biases, which weight decay leaves alone, have at most one axis beside `layers`.
+What Hugging Face calls the norm after attention is in Qwen and Llama the one before the feed-forward network.
 Adapters follow from their matrices: a is [rank, in], b is [out, rank], and the names of their tensors are PEFT's.
 """
 MATRICES = {name.removesuffix("_weight"): name for name in PARAMETERS if name == "head" or name.endswith("_weight")}

@@ -42,6 +42,8 @@ SHARD_BYTES = 2_000_000_000
 narrow = jax.jit(compute_copy, static_argnames=("rounding", "name"))
 LEARNED = "mllm_learned"
 """The key of config.json, and of adapter_config.json, that says what the model has learned from; else chats."""
+TEXTS = "language_model."
+"""Where a model of texts and images has the tensors of the texts' part."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -63,7 +65,11 @@ def load(
     damaged or outside the folder, and for a tensor that is missing, surplus, of the wrong shape, or quantized. A tied
     model's head is surplus unless it equals the embedding.
     """
-    tensors = open_tensors(folder) if tensors is None else tensors
+    if tensors is None:
+        tensors = open_tensors(folder)
+        # Beside them a model of texts and images has others, which are not read.
+        texts = {name.replace(TEXTS, ""): tensor for name, tensor in tensors.items() if TEXTS in name}
+        tensors = texts or tensors
     check(tensors, {name: shape for name, shape, *_ in tensors_of(abstract)}, folder, described)
     with transfer_bar(f"loading {folder.name}", stored_bytes(tensors.values())) as bar:
 

@@ -178,6 +178,8 @@ class RolloutEngine:
         self.batches: list[Cache] = []
         self.candidates: list[deque[Candidate]] = [deque() for _ in range(self.shards)]
         self.cache: list[LayerCache] = []
+        self.places = 0
+        """The places of a layer's cache, except where a window leaves fewer."""
         self.end = 0
         """The place of the next token in the cache."""
         self.steps_a_call = 1
@@ -198,14 +200,14 @@ class RolloutEngine:
             for candidates, count in zip(self.candidates, live, strict=True)
         ]
         rows = max(count + len(new) for count, new in zip(live, entering, strict=True))
-        width = max((candidate.batch[0].keys.shape[2] for new in entering for candidate in new), default=0)
+        batches = [candidate.batch for new in entering for candidate in new]
+        width = max((layer.keys.shape[2] for batch in batches for layer in batch), default=0)
         if rows == 0:
             return False
         end = max(width, int(self.slots().lengths.max(initial=0)))
         slots, places = bucket(rows, slot_buckets(self.most_slots)), places_for(end, self.options)
-        held = self.cache[0].keys.shape[2] if self.cache else 0
-        full = self.end + CHUNK > held or self.end < end
-        if slots != self.sequences.shape[1] or full or places < held:
+        full = self.end + CHUNK > self.places or self.end < end
+        if slots != self.sequences.shape[1] or full or places < self.places:
             self.repack(slots, places, end)
         self.fill_slots(entering)
         return True
@@ -246,20 +248,21 @@ class RolloutEngine:
         sources = np.zeros((self.shards, slots), np.int32)
         kept = min(slots, order.shape[1])
         sources[:, :kept] = order[:, :kept]
+        shapes = abstract_cache(self.model, self.shards * slots, places)
         if self.cache:
-            before = end if end > self.end else 0
-            shift, placed = np.int32(self.end - end + before), self.on_devices(sources)
-            for index, layer in enumerate(self.cache):  # one at a time, so that no second cache is held
-                self.cache[index] = repack(layer, placed, shift, before=before, places=places, layout=self.layout)
+            moved = self.on_devices(sources), np.int32(self.end), np.int32(end)
+            for index, shape in enumerate(shapes):  # one at a time, so that no second cache is held
+                size = shape.keys.shape[2]
+                self.cache[index] = repack(self.cache[index], *moved, places=size, layout=self.layout)
         else:
-            shapes = abstract_cache(self.model, self.shards * slots, places)
             self.cache = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), x) for x in shapes]
         sequences = np.full((self.shards, slots), -1)
         sequences[:, :kept] = np.take_along_axis(self.sequences, order[:, :kept], axis=1)
-        self.sequences, self.end = sequences, end
+        self.sequences, self.places, self.end = sequences, places, end
 
     def fill_slots(self, entering: Sequence[Sequence[Candidate]]) -> None:
         """Put these sequences of each shard into free slots."""
+        config = self.model.config
         sources = {id(batch): np.full(self.sequences.shape, -1, np.int32) for batch in self.batches}
         for shard, candidates in enumerate(entering):
             free = np.flatnonzero(self.sequences[shard] < 0)
@@ -271,7 +274,8 @@ class RolloutEngine:
             if (chosen >= 0).any():
                 placed, end = self.on_devices(chosen), np.int32(self.end)
                 for index, prompts in enumerate(batch):
-                    self.cache[index] = insert(self.cache[index], prompts, placed, end, layout=self.layout)
+                    ring = config.kinds[config.kind_of_layer[index]].window is not None
+                    self.cache[index] = insert(self.cache[index], prompts, placed, end, ring=ring, layout=self.layout)
         wanted = {id(candidate.batch) for queue in self.candidates for candidate in queue}
         self.batches = [batch for batch in self.batches if id(batch) in wanted]
 

@@ -109,7 +109,8 @@ def slots_that_fit(
     place = bytes_on_device(abstract_cache(model, layout.row_shards, 1))
     waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, rollout.max_prompt_length) * place
     logits = layout.abstract((layout.row_shards, model.config.vocab_size), jnp.float32, ("batch", "vocab"))
-    slot = most_places(rollout) * place + LOGITS * bytes_on_device(logits)
+    longest = bytes_on_device(abstract_cache(model, layout.row_shards, most_places(rollout)))
+    slot = longest + LOGITS * bytes_on_device(logits)
     trained, frozen = policy.split(policy.params)
     state = abstract_state(trained, make_optimizer(optimizer, steps=1))
     kept = bytes_on_device((state.params, state.opt_state, frozen))

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from kernels.lm_head.contract import dot
 from mllm.config.grpo import RolloutConfig
-from mllm.model.decoding import Cache, DecodingWeights, LayerCache, decode_token, merge
+from mllm.model.decoding import Cache, DecodingWeights, LayerCache, abstract_cache, decode_token, merge
 from mllm.model.layout import CACHED_KEYS, Layout, Params, constrain
 from mllm.rl import sampling
 
@@ -62,28 +62,34 @@ def prefill(
     stacked = model.apply_layers(prompts, places, (places < lengths[:, None]).astype(jnp.int32), keep=True)[1]
     # A row begins with its prompt for cuDNN's sake; slots want it at the end.
     align = on_each_device(model.layout, jax.vmap(partial(jnp.roll, axis=1)), (CACHED_KEYS, ("batch",)))
+    kept = [layer.keys.shape[2] for layer in abstract_cache(model, len(prompts), width)]
     return tuple(
-        LayerCache(*(align(x[i], width - lengths) for x in stacked)) for i in range(model.config.num_hidden_layers)
+        LayerCache(*(align(x[i], width - lengths)[:, :, width - places :] for x in stacked))
+        for i, places in enumerate(kept)
     )
 
 
-@partial(jax.jit, static_argnames="layout", donate_argnums=0)
+@partial(jax.jit, static_argnames=("ring", "layout"), donate_argnums=0)
 def insert(
     cache: LayerCache,
     prompts: LayerCache,
     sources: Int[jax.Array, "B"],
     end: Int[jax.Array, ""],
     *,
+    ring: bool,
     layout: Layout | None,
 ) -> LayerCache:
     """The cache with prompt `sources[b]` of this device at the places of slot b before `end`; -1 leaves a slot alone.
 
-    `end` must be at least the prompts' width, which isn't checked.
+    `ring` says that the layer has a window, and place 0 follows the last. Without it `end` must be at least the
+    prompts' width, which isn't checked.
     """
 
     def write(
         old: Float[jax.Array, "B K P H"], new: Float[jax.Array, "M K W H"], sources: Int[jax.Array, "B"], end: jax.Array
     ) -> Float[jax.Array, "B K P H"]:
+        if ring:  # a prompt takes all places of its slot
+            new, end = jnp.roll(lengthen(new, old.shape[2]), end, axis=2), jnp.asarray(old.shape[2])
         window = jax.lax.dynamic_slice_in_dim(old, end - new.shape[2], new.shape[2], axis=2)
         window = jnp.where((sources >= 0)[:, None, None, None], new[jnp.maximum(sources, 0)], window)
         return jax.lax.dynamic_update_slice_in_dim(old, window, end - new.shape[2], axis=2)
@@ -92,30 +98,34 @@ def insert(
     return LayerCache(*(local(old, new, sources, end) for old, new in zip(cache, prompts, strict=True)))
 
 
-@partial(jax.jit, static_argnames=("before", "places", "layout"))
+@partial(jax.jit, static_argnames=("places", "layout"))
 def repack(
     cache: LayerCache,
     sources: Int[jax.Array, "B"],
-    shift: Int[jax.Array, ""],
+    ended: Int[jax.Array, ""],
+    end: Int[jax.Array, ""],
     *,
-    before: int,
     places: int,
     layout: Layout | None,
 ) -> LayerCache:
-    """A cache with the row of slot `sources[b]` of this device in slot b, with `before` places added at the front.
+    """A cache of `places` with the row of slot `sources[b]` of this device, which ended at `ended`, in slot b.
 
-    Then `shift` places at the front are dropped, and at the end places are added or dropped, so that there are
-    `places`. Added ones are 0.
+    There it ends at `end`. Only the newest tokens are kept where not all have a place.
     """
 
     def move(
-        old: Float[jax.Array, "N K P H"], sources: Int[jax.Array, "B"], shift: jax.Array
+        old: Float[jax.Array, "N K P H"], sources: Int[jax.Array, "B"], ended: jax.Array, end: jax.Array
     ) -> Float[jax.Array, "B K Q H"]:
-        padded = jnp.pad(old[sources], [(0, 0), (0, 0), (before, places), (0, 0)])
-        return jax.lax.dynamic_slice_in_dim(padded, shift, places, axis=2)
+        newest_last = jnp.roll(old[sources], -ended, axis=2)
+        return jnp.roll(lengthen(newest_last, places)[:, :, -places:], end, axis=2)
 
-    local = on_each_device(layout, move, (CACHED_KEYS, ("batch",), ()))
-    return LayerCache(*(local(old, sources, shift) for old in cache))
+    local = on_each_device(layout, move, (CACHED_KEYS, ("batch",), (), ()))
+    return LayerCache(*(local(old, sources, ended, end) for old in cache))
+
+
+def lengthen(keys: Float[jax.Array, "B K P H"], places: int) -> Float[jax.Array, "B K Q H"]:
+    """The keys or values with zeros in front, so that there are at least so many places."""
+    return jnp.pad(keys, [(0, 0), (0, 0), (max(places - keys.shape[2], 0), 0), (0, 0)])
 
 
 @partial(jax.jit, static_argnames=("graphdef", "options", "greedy"), donate_argnames="cache")

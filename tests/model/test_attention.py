@@ -71,22 +71,25 @@ def one_document_of(rows, time):
         ("cudnn", ONE, False, (3, 100, 4, 2, 64, jnp.float32), 1e-5),  # no mask: one document, and padding behind it
     ],
 )
+@pytest.mark.parametrize("window", [None, 20])
 def test_a_kernel_s_conventions_give_the_outputs_and_gradients_of_masked_attention(
-    kernel, mesh, packed, sizes, tolerance, monkeypatch
+    kernel, mesh, packed, sizes, tolerance, window, monkeypatch
 ):
     monkeypatch.setattr(attention, "BLOCKS", (128,))
-    check_against_masked(Attention(kernel, make_mesh(mesh), packed), sizes, tolerance)
+    # Of a model with sliding layers, these and the others.
+    check_against_masked(Attention(kernel, make_mesh(mesh), packed, window=20), sizes, tolerance, window)
 
 
-def check_against_masked(attend, sizes, tolerance):
+def check_against_masked(attend, sizes, tolerance, window=None):
     """`sizes`: rows, time, heads, heads of keys and values, their size, dtype."""
+    window = jnp.int32(sizes[1] if window is None else window)
     segments = (segments_of if attend.packed else one_document_of)(*sizes[:2])
     *inputs, weights = inputs_of(*sizes)
     weights *= (segments != 0)[:, :, None, None]  # the outputs of padding are never used
 
-    got = differentiated(lambda *qkv: attend(*qkv, segments), *inputs, weights)
+    got = differentiated(lambda *qkv: attend(*qkv, segments, window), *inputs, weights)
     exact = [x.astype(jnp.float32) for x in inputs]
-    expected = differentiated(lambda *qkv: masked_attention(*qkv, segments), *exact, weights)
+    expected = differentiated(lambda *qkv: masked_attention(*qkv, segments, window), *exact, weights)
     got[0], expected[0] = (out[segments != 0] for out in (got[0], expected[0]))
     for name, x, y in zip(("out", "queries", "keys", "values"), got, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max(), err_msg=name)
@@ -173,7 +176,7 @@ def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(platform, kernel,
 @pytest.mark.parametrize(
     ("kernel", "change", "setting", "reason"),
     [
-        ("splash", {"head_dim": 32}, {}, "it needs heads of size 64 or 128, and the model's have 32"),
+        ("splash", {"head_dim": 32}, {}, "it needs heads of size 64, 128 or 256, and the model's have 32"),
         ("splash", {}, {"mesh": FOUR}, "mesh.tp = 4 does not divide the model's 2 kv_heads"),
         ("cudnn", {"head_dim": 256}, {}, "it needs heads of size 64 or 128, and the model's have 256"),
         ("cudnn", {}, {"dtype": "float32"}, "it computes in bfloat16, and model.dtype is float32"),

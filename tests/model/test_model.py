@@ -26,7 +26,7 @@ from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama")
+NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama", "gemma3", "smollm3", "olmo2")
 
 
 class Fixture(NamedTuple):

@@ -21,7 +21,7 @@ from mllm.model.architecture import KNOWN_KEYS, PRESETS, Architecture
 from mllm.model.decoder import Decoder
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama")
+NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama", "gemma3", "smollm3", "olmo2")
 
 
 def assert_same_bits(left: Any, right: Any) -> None:

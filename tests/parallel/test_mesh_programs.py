@@ -44,8 +44,8 @@ def programs(policy):
     gathered = merge_and_gather.lower(policy.params["layers"], 0, shapes.model.rounding, layout)
     called = {
         "gather": gathered,
-        "insert": insert.lower(layer, shapes.prefilled()[0], per_row, scalar, layout=layout),
-        "repack": repack.lower(layer, per_row, scalar, before=0, places=48, layout=layout),
+        "insert": insert.lower(layer, shapes.prefilled()[0], per_row, scalar, ring=False, layout=layout),
+        "repack": repack.lower(layer, per_row, scalar, scalar, places=48, layout=layout),
         **{name: getattr(shapes, name)()[0].lower(*getattr(shapes, name)()[1]) for name in ("prefill", "decode")},
     }
     return SimpleNamespace(**{name: lowered.compile() for name, lowered in called.items()})

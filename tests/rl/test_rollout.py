@@ -218,7 +218,7 @@ def test_a_distinct_prompt_is_prefilled_once_and_few_slot_steps_are_useless_wher
     assert work.tokens / work.slot_steps >= 0.85
 
 
-@pytest.mark.parametrize("name", ["grouped_bfloat16", "qwen3"])
+@pytest.mark.parametrize("name", ["grouped_bfloat16", "qwen3", "gemma3", "smollm3", "olmo2"])
 def test_greedy_completions_are_those_of_transformers(name):
     """The completions of tests/make_fixtures.py: seven prompts of several lengths, two stop tokens."""
     folder = Path(__file__).parent.parent / "fixtures" / name
