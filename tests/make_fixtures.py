@@ -1,5 +1,5 @@
 """Makes tests/fixtures: tiny checkpoints of each family as transformers saves them, the logits that it computes, and
-its greedy completions; and adapters of one of them, as peft saves them.
+its greedy completions; and adapters of two of them, as peft saves them.
 
 Run it where torch and peft are installed, which the project itself never needs: `python tests/make_fixtures.py`. The
 result is committed (transformers 5.23, torch 2.13, peft 0.21, CPU). tests/fixtures/tiny_sft is what
@@ -85,12 +85,13 @@ def greedy_completions(model: PreTrainedModel) -> dict[str, np.ndarray]:
     }
 
 
-def make_adapters(name: str, base: str, seed: int) -> None:
+def make_adapters(name: str, base: str, seed: int, *others: str) -> None:
+    """`others` are adapted modules beside the layers'."""
     generator = torch.Generator().manual_seed(seed)
     expected = np.load(FIXTURES / base / "expected.npz")
     model = AutoModelForCausalLM.from_pretrained(FIXTURES / base, dtype=torch.float32, attn_implementation="eager")
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    settings = LoraConfig(r=3, lora_alpha=6, target_modules=[*layers, "lm_head"], task_type="CAUSAL_LM")
+    settings = LoraConfig(r=3, lora_alpha=6, target_modules=[*layers, *others], task_type="CAUSAL_LM")
     model = get_peft_model(model, settings).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -126,4 +127,5 @@ if __name__ == "__main__":
     make("gemma3", Gemma3TextConfig, seed=6, **(grouped | gemma | windows))
     make("smollm3", SmolLM3Config, seed=7, rope_parameters=rotation, no_rope_layers=[1, 0], pad_token_id=0, **grouped)
     make("olmo2", Olmo2Config, seed=8, **(grouped | {"pad_token_id": 0, "tie_word_embeddings": False}))
-    make_adapters("peft", "untied_sharded", seed=5)
+    make_adapters("peft", "untied_sharded", 5, "lm_head")
+    make_adapters("peft_gemma3", "gemma3", 9)

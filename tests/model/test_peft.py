@@ -1,6 +1,6 @@
 """Adapters in PEFT's format: peft's own compute the same here, ours are written alike, and what isn't supported.
 
-tests/fixtures/peft was written by peft (tests/make_fixtures.py).
+tests/fixtures/peft and peft_gemma3 were written by peft (tests/make_fixtures.py).
 """
 
 import json
@@ -38,13 +38,16 @@ def abstract_model(base: str, lora: Lora, **mesh: int) -> tuple[nnx.GraphDef, Pa
     return graphdef, *split_adapters(layout.abstract_parameters(params))
 
 
-def test_adapters_that_peft_wrote_give_the_logits_that_peft_computes_on_four_devices() -> None:
-    lora, folder = peft.resolve(LoraConfig(source=str(PEFT)))
-    assert (lora, folder) == (Lora(rank=3, alpha=6.0, targets=ALL), PEFT)
-    graphdef, adapters, frozen = abstract_model(BASE, lora, fsdp=2, tp=2)
-    stored = weights.load(FIXTURES / BASE, frozen)
-    whole = nnx.merge_state(stored, peft.load(PEFT, adapters))
-    expected, base = np.load(PEFT / "expected.npz")["logits"], np.load(FIXTURES / BASE / "expected.npz")
+@pytest.mark.parametrize(("name", "model", "targets"), [("peft", BASE, ALL), ("peft_gemma3", "gemma3", ALL[:-1])])
+def test_adapters_that_peft_wrote_give_the_logits_that_peft_computes_on_four_devices(
+    name: str, model: str, targets: tuple[LoraTarget, ...]
+) -> None:
+    lora, folder = peft.resolve(LoraConfig(source=str(FIXTURES / name)))
+    assert (lora, folder) == (Lora(rank=3, alpha=6.0, targets=targets), FIXTURES / name)
+    graphdef, adapters, frozen = abstract_model(model, lora, fsdp=2, tp=2)
+    stored = weights.load(FIXTURES / model, frozen)
+    whole = nnx.merge_state(stored, peft.load(folder, adapters))
+    expected, base = np.load(folder / "expected.npz")["logits"], np.load(FIXTURES / model / "expected.npz")
     assert np.abs(expected - base["logits"]).max() > 1
     found = logits(graphdef, whole, base["tokens"], base["positions"])
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)

@@ -66,6 +66,34 @@ def test_a_llama_s_exported_positions_are_read_by_transformers_4_too() -> None:
     assert Architecture.from_hf(exported, "test") == llama
 
 
+def test_the_text_part_of_a_gemma_3_of_texts_and_images_is_read_alone(tmp_path: Path) -> None:
+    """Its tensors and config.json are named as transformers writes them; what text_config leaves out has a default."""
+    texts = load_file(FIXTURES / "gemma3" / "model.safetensors")
+    images = {"vision_tower.embeddings.patch_embedding.bias": np.zeros(3, np.float32)}
+    save_file({f"language_model.{name}": x for name, x in texts.items()} | images, tmp_path / "model.safetensors")
+    settings = json.loads((FIXTURES / "gemma3" / "config.json").read_text())
+    config = {"model_type": "gemma3", "tie_word_embeddings": True, "text_config": settings, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert weights.read_config(tmp_path) == weights.read_config(FIXTURES / "gemma3")
+    assert_same_bits(load_weights(tmp_path), load_weights(FIXTURES / "gemma3"))
+
+
+# What the hub's config.json says that is not one of transformers' defaults.
+PUBLISHED = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+PUBLISHED |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+
+
+def test_gemma_3_4b_by_its_sparse_config_json_is_the_preset_and_has_five_sliding_layers_before_each_full_one() -> None:
+    sizes = Architecture.from_hf({"model_type": "gemma3", "text_config": PUBLISHED}, "test")
+    assert sizes == PRESETS["google/gemma-3-4b-it"]
+    assert (sizes.vocab_size, sizes.num_attention_heads, sizes.num_key_value_heads) == (262_208, 8, 4)
+    full, sliding = sizes.kinds
+    assert (full.window, full.rope_theta, full.rope_scaling) == (None, 1e6, 8.0)
+    assert (sliding.window, sliding.rope_theta, sliding.rope_scaling) == (1024, 1e4, None)
+    assert "".join(map(str, sizes.kind_of_layer)) == "111110" * 5 + "1111"
+    assert Architecture.from_hf(sizes.to_hf(), "test") == sizes
+
+
 def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A file holds several times the largest tensor, as in Qwen2.5: JAX, in a thread of its own, may release a tensor's
     # memory only when the next one has been read.

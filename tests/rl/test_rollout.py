@@ -21,13 +21,14 @@ from mllm.config.grpo import RolloutConfig
 from mllm.model import weights
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
+from mllm.model.decoding import LayerCache, abstract_cache
 from mllm.model.load import load_policy
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.mesh import make_mesh
 from mllm.rl import rollout, sampling
 from mllm.rl.rollout import Completion, RolloutWork, Sampler
 from mllm.rl.schedule import assign_prompts
-from mllm.rl.slots import CHUNK
+from mllm.rl.slots import CHUNK, insert, repack
 
 VOCABULARY, STOPS = 40, (3, 11, 12, 20, 33)
 NO_STOPS = (-1,) * len(STOPS)  # as many as STOPS, so that the same programs serve
@@ -230,6 +231,37 @@ def test_greedy_completions_are_those_of_transformers(name):
     result = sampler.complete(load_weights(folder), prompts, step=0, greedy=True)
     assert [one.tokens.tolist() for one in result] == [row[row >= 0].tolist() for row in expected["completions"]]
     assert not any(any(one.logprobs) for one in result)  # each token was certain
+
+
+def test_a_sliding_layer_s_cache_has_no_more_places_than_its_window():
+    sizes = weights.read_config(Path(__file__).parent.parent / "fixtures" / "gemma3")
+    cache = abstract_cache(Decoder.abstract(sizes), rows=2, places=24)
+    assert [layer.keys.shape[2] for layer in cache] == [5, 24, 5]
+
+
+def ring(lengths, end, places):
+    """Rows of tokens 1, 2, ... up to `lengths`, which end at `end`: the newest of each place, elsewhere 0."""
+    tokens = end - 1 - (end - 1 - np.arange(places)) % places - (end - np.array(lengths)[:, None]) + 1
+    keys = np.maximum(tokens, 0)[:, None, :, None].astype(np.float32)
+    return LayerCache(keys, -keys)
+
+
+@pytest.mark.parametrize(
+    ("places", "end", "later_places", "later_end"),
+    [
+        (6, 6, 8, 9),  # it grows into a ring of the window's 8 places,
+        (8, 9, 8, 23),
+        (8, 23, 8, 12),
+        (8, 12, 6, 5),  # and shrinks again
+    ],
+)
+def test_rings_keep_the_newest_tokens_of_rows_that_enter_and_move(places, end, later_places, later_end):
+    at, later = np.int32(end), np.int32(later_end)
+    prompts, lengths = ring([3, 5], 5, 5), [end, 3, 2]
+    entered = insert(ring(lengths, end, places), prompts, np.array([-1, 1, 0]), at, ring=True, layout=None)
+    jax.tree.map(np.testing.assert_array_equal, entered, ring([end, 5, 3], end, places))
+    moved = repack(entered, np.array([2, 0]), at, later, places=later_places, layout=None)
+    jax.tree.map(np.testing.assert_array_equal, moved, ring([3, end], later_end, later_places))
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20), st.integers(1, 8))
