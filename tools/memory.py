@@ -1,10 +1,11 @@
-"""Compares the memory of an update with full logits, with the fused head, and with the fused head and LoRA.
+"""Compares the memory of an update with full logits, with chunks of them, with the fused head, and that with LoRA.
 
     python tools/memory.py --config NAME [--target v6e:2x4] [--out FILE]
 
-The first two columns are the same update of all parameters but for the head: full logits (head.impl=full_logits), and
-the fused head. In the third, adapters are trained: those of model.lora, without it of rank 32. For micro-batches of 1
-to 64 sequences a shard (a device or, with tp, those that share its rows), the table and the picture say what a device
+The first three columns are the same update of all parameters but for the head: full logits (head.impl=full_logits),
+full logits of 1,024 tokens of a device at a time, which the backward pass computes again, as JAX's trainers have them,
+and the fused head. In the last, adapters are trained: those of model.lora, without it of rank 32. For micro-batches of
+1 to 64 sequences a shard (a device or, with tp, those that share its rows), the table and the picture say what a device
 holds at its peak (in brackets where it does not fit), and what holds it:
 
     parameters, optimizer, gradients   by shapes
@@ -43,9 +44,10 @@ from mllm.plan.targets import Account
 from mllm.train.step import Forward
 from tools.bench.frame import positive, table
 
-HEADS = ("full_logits", "fused", "lora")
+HEADS = ("full_logits", "chunked", "fused", "lora")
 """The columns: the head, and with the fused one adapters."""
 PARTS = ("parameters", "optimizer", "gradients", "activations", "head")
+CHUNK = 1024
 RANK = 32
 """The rank of adapters where the configuration has none."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -66,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             changed = with_head(config, head, micro, devices.mesh)
             model = head == "lora", micro  # what the model takes does not depend on the head
             if model not in bare:
-                bare[model] = account(changed, devices, "update", no_head=True).peak
-            bars[head, micro] = bar(changed, devices, bare[model])
+                bare[model] = account(changed, devices, "update", "none").peak
+            bars[head, micro] = bar(changed, devices, bare[model], head)
             print(f"{head} {micro}: {plan.size(bars[head, micro]['peak'])}", file=sys.stderr)
     print(f"{devices.name}, jax {jax.__version__}; a program may have {plan.size(devices.memory)} on a device\n")
     rows = []
@@ -103,7 +105,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 # --- figures
 
 
-def bar(config: Config, devices: Devices, bare: int) -> Bar:
+def bar(config: Config, devices: Devices, bare: int, head: str) -> Bar:
     """What holds the memory of an update, its peak, and the head alone; `bare` is the peak without a head."""
     shapes = Programs(config, devices.mesh)
     known = {
@@ -111,9 +113,9 @@ def bar(config: Config, devices: Devices, bare: int) -> Bar:
         "optimizer": bytes_on_device(shapes.state.opt_state),
         "gradients": bytes_on_device(shapes.gradients()),
     }
-    peak = account(config, devices, "update").peak
+    peak = account(config, devices, "update", head).peak
     parts = plan.phase("update", peak, known, max(peak - bare, 0)).parts
-    alone = account(config, devices, "head_of_update").temporaries
+    alone = account(config, devices, "head_of_update", head).temporaries
     return {**{name: parts[name] for name in PARTS}, "peak": peak, "head alone": alone}
 
 
@@ -122,17 +124,17 @@ def with_head(config: Config, head: str, micro: int, mesh: Mesh) -> Config:
     shards = mesh.shape["dp"] * mesh.shape["fsdp"]
     group = 2 if config.grpo is None else config.grpo.num_generations
     changes: dict[str, Any] = {"micro_batch_size": micro * shards, "batch_size": micro * shards * group}
-    if head == "full_logits":
-        changes["head"] = config.head.model_copy(update={"impl": head, "workspace_mib": None})
+    if head in ("full_logits", "chunked"):
+        changes["head"] = config.head.model_copy(update={"impl": "full_logits", "workspace_mib": None})
     lora = config.model.lora or LoraConfig(rank=RANK, alpha=RANK)
     model: dict[str, Any] = {"lora": lora, "param_dtype": "float32"} if head == "lora" else {"lora": None}
     changes["model"] = ModelConfig.model_validate({**config.model.model_dump(), **model})
     return config.model_copy(update=changes)
 
 
-def account(config: Config, devices: Devices, name: str, no_head: bool = False) -> Account:
-    """The memory of a program."""
-    settings = {"config": config.model_dump(mode="json"), "name": name, "no_head": no_head}
+def account(config: Config, devices: Devices, name: str, head: str) -> Account:
+    """The memory of a program with one of `HEADS` or "none"."""
+    settings = {"config": config.model_dump(mode="json"), "name": name, "head": head}
     return plan.account_of("tools.memory:program", devices, **settings)
 
 
@@ -147,9 +149,33 @@ class NoHead(Forward):
         return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none)
 
 
-def program(mesh: Mesh, *, config: dict[str, Any], name: str, no_head: bool) -> Program:
-    """The program of `Programs` with this name, with the configuration's head or `NoHead`."""
-    return getattr(Programs(Config.model_validate(config), mesh, NoHead if no_head else Forward), name)()
+class Chunked(Forward):
+    """The loss of up to `CHUNK` tokens of a shard at a time, computed again in the backward pass."""
+
+    def head_loss(
+        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], copy: Float[Array, "V D"], batch: Batch
+    ) -> tuple[Float[Array, ""], TokenLogprobs]:
+        rows, time = batch.labels.shape
+        most = max(CHUNK * self.rows.shards // rows, 1)
+        length = max(count for count in range(1, most + 1) if time % count == 0)
+
+        def pieces(x: Array) -> Array:
+            return x.reshape(rows, -1, length, *x.shape[2:]).swapaxes(0, 1)
+
+        @jax.checkpoint
+        def loss(hidden: Array, batch: Batch) -> tuple[Array, TokenLogprobs]:
+            return super(Chunked, self).head_loss(hidden, weight, copy, batch)
+
+        losses, found = jax.lax.map(lambda piece: loss(*piece), jax.tree.map(pieces, (hidden, batch)))
+        return jnp.sum(losses), jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, time), found)
+
+
+FORWARDS = {"none": NoHead, "chunked": Chunked}
+
+
+def program(mesh: Mesh, *, config: dict[str, Any], name: str, head: str) -> Program:
+    """The program of `Programs` with this name and this head."""
+    return getattr(Programs(Config.model_validate(config), mesh, FORWARDS.get(head, Forward)), name)()
 
 
 def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path) -> None:

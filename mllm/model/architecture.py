@@ -4,9 +4,8 @@
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from mllm.errors import UserError
@@ -28,6 +27,8 @@ class Traits(NamedTuple):
     """The class of transformers that loads it."""
     fixed: dict[str, Any]
     """Further keys of its config.json, with the only value that is supported."""
+    defaults: dict[str, Any]
+    """The values of transformers for what config.json leaves out, where they are the family's own."""
     qkv_bias: bool = False
     """Whether the products that make queries, keys and values have a bias."""
     head_norms: Literal["each", "all"] | None = None
@@ -36,40 +37,23 @@ class Traits(NamedTuple):
     """Where attention and the feed-forward network have a norm: before, after (of what is added), or both."""
     gemma: bool = False
     """Whether norms multiply by 1 + weight, the gate is GELU, and the embedding is multiplied by sqrt(hidden_size)."""
-    defaults: Mapping[str, Any] = MappingProxyType({})
-    """The values of transformers for what config.json leaves out, where they are the family's own."""
 
 
 SILU: dict[str, Any] = {"hidden_act": "silu"}
-NO_WINDOW: dict[str, Any] = {**SILU, "use_sliding_window": False}
-NO_BIAS: dict[str, Any] = {"attention_bias": False}
-UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False}
-GEMMA: dict[str, Any] = {
-    "vocab_size": 262_208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": True,
-}
+NO_WINDOW, NO_BIAS = {"use_sliding_window": False}, {"attention_bias": False}
+GEMMA_FIXED = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False, **NO_BIAS}
+GEMMA_FIXED |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+GEMMA = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
 GEMMA |= {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4_096, "max_position_embeddings": 131_072}
-GEMMA |= {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
+GEMMA |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+SMOLLM3 = {"rope_theta": 2e6, "tie_word_embeddings": True}
 FAMILIES: dict[Family, Traits] = {
-    "qwen2": Traits("Qwen2ForCausalLM", NO_WINDOW, qkv_bias=True),
-    "qwen3": Traits("Qwen3ForCausalLM", NO_WINDOW | NO_BIAS, head_norms="each", defaults={"head_dim": 128}),
-    "llama": Traits("LlamaForCausalLM", {**SILU, **NO_BIAS, "mlp_bias": False}),
-    "smollm3": Traits(
-        "SmolLM3ForCausalLM",
-        {**NO_WINDOW, **NO_BIAS, "mlp_bias": False},
-        defaults={"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
-    ),
-    "olmo2": Traits("Olmo2ForCausalLM", SILU | NO_BIAS, head_norms="all", norms="after"),
-    "gemma3_text": Traits(
-        "Gemma3ForCausalLM",
-        {"hidden_activation": "gelu_pytorch_tanh", **NO_BIAS, **UNCAPPED},
-        head_norms="each",
-        norms="both",
-        gemma=True,
-        defaults=GEMMA,
-    ),
+    "qwen2": Traits("Qwen2ForCausalLM", SILU | NO_WINDOW, {}, qkv_bias=True),
+    "qwen3": Traits("Qwen3ForCausalLM", SILU | NO_WINDOW | NO_BIAS, {"head_dim": 128}, head_norms="each"),
+    "llama": Traits("LlamaForCausalLM", SILU | NO_BIAS | {"mlp_bias": False}, {}),
+    "smollm3": Traits("SmolLM3ForCausalLM", SILU | NO_WINDOW | NO_BIAS | {"mlp_bias": False}, SMOLLM3),
+    "olmo2": Traits("Olmo2ForCausalLM", SILU | NO_BIAS, {"rms_norm_eps": 1e-5}, head_norms="all", norms="after"),
+    "gemma3_text": Traits("Gemma3ForCausalLM", GEMMA_FIXED, GEMMA, head_norms="each", norms="both", gemma=True),
 }
 
 
@@ -156,7 +140,9 @@ class Architecture:
 
         if settings.get("model_type") == "gemma3":  # a model of texts and images, of which the texts' part is made
             settings = {**settings, "model_type": "gemma3_text", **mapping(settings, "text_config")}
-        family = family_of(settings, where)
+        family = settings.get("model_type", "qwen2")
+        if not isinstance(family, str) or family not in FAMILIES:
+            raise UserError(f"{where}: model_type is {family!r}; supported are {', '.join(FAMILIES)}")
         traits = FAMILIES[family]
         settings = {**settings, **{key: x for key, x in traits.defaults.items() if settings.get(key) is None}}
         # transformers 5 nests all of it in rope_parameters, for Gemma 3 a level deeper; older files have rope_theta on
@@ -185,6 +171,12 @@ class Architecture:
                 raise UserError(f"{where}: {key} must be a positive {noun} up to {largest}, not {value!r}")
             return number_type(value)
 
+        def of_layers(key: str, known: Sequence[Any], default: Any = None) -> tuple:
+            found = settings.get(key) or default
+            if not isinstance(found, list | tuple) or len(found) != layers or any(one not in known for one in found):
+                raise UserError(f"{where}: {key} must be a list of {layers}, each {known[0]!r} or {known[1]!r}")
+            return tuple(found)
+
         tied = settings.get("tie_word_embeddings", False)
         if not isinstance(tied, bool):
             raise UserError(f"{where}: tie_word_embeddings must be true or false, not {tied!r}")
@@ -208,12 +200,10 @@ class Architecture:
             numbers |= {key: positive(key, int) for key in ("query_pre_attn_scalar", "sliding_window")}
             numbers["rope_local_base_freq"] = positive("rope_local_base_freq", float)
             every = positive("sliding_window_pattern", int, 6)
-            kinds = [FULL if place % every == 0 else SLIDING for place in range(1, layers + 1)]
-            numbers["layer_types"] = of_layers(settings, "layer_types", kinds, [FULL, SLIDING], where)
+            kinds = [SLIDING if place % every else FULL for place in range(1, layers + 1)]
+            numbers["layer_types"] = of_layers("layer_types", (FULL, SLIDING), kinds)
         elif family == "smollm3":
-            every = positive("no_rope_layer_interval", int, 4)
-            rotated = [int(place % every != 0) for place in range(1, layers + 1)]
-            numbers["no_rope_layers"] = of_layers(settings, "no_rope_layers", rotated, [0, 1], where)
+            numbers["no_rope_layers"] = of_layers("no_rope_layers", (0, 1))
         config = cls(**numbers, tie_word_embeddings=tied, model_type=family, rope_scaling=scaling)
         if heads % config.num_key_value_heads:
             raise UserError(
@@ -252,19 +242,11 @@ class Architecture:
 
 SMALLEST = Architecture(1, 1, 1, 1, 1, 1, 2, True)
 KNOWN_KEYS = frozenset(
-    {"sliding_window_pattern", "no_rope_layer_interval"}
-    | {field.name for field in fields(Architecture)}
-    | {key for family in FAMILIES for key in replace(SMALLEST, model_type=family).to_hf()}
+    {"sliding_window_pattern", *(field.name for field in fields(Architecture))}.union(
+        *(replace(SMALLEST, model_type=family).to_hf() for family in FAMILIES)
+    )
 )
 """The keys that settings of a user's own model may have."""
-
-
-def family_of(settings: Mapping[str, Any], where: str) -> Family:
-    """The model's family; UserError where it is not known."""
-    family = settings.get("model_type", "qwen2")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise UserError(f"{where}: model_type is {family!r}; supported are {', '.join(FAMILIES)}")
-    return family
 
 
 def check_supported(
@@ -290,14 +272,6 @@ def check_supported(
         if value not in supported:
             choices = " or ".join(map(repr, supported))
             raise UserError(f"{where}: {key} is {value!r}; this model supports only {choices}")
-
-
-def of_layers(settings: Mapping[str, Any], key: str, default: list[Any], known: list[Any], where: str) -> tuple:
-    """What a list of the settings says of each layer, by default `default`; UserError unless all are `known`."""
-    found = default if settings.get(key) is None else settings[key]
-    if not isinstance(found, list | tuple) or len(found) != len(default) or any(one not in known for one in found):
-        raise UserError(f"{where}: {key} must be a list of {len(default)}, each {known[0]!r} or {known[1]!r}")
-    return tuple(found)
 
 
 def published(

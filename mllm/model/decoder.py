@@ -54,8 +54,7 @@ class Decoder(nnx.Module):
         layout: Layout | None = None,
         lora: Lora | None = None,
     ) -> None:
-        """Make random parameters: matrices normal with deviation `initializer_range`, biases 0, norms 1 (Gemma's,
-        to which 1 is added, 0).
+        """Make random parameters: matrices normal with deviation `initializer_range`, biases 0, norms' factors 1.
 
         Activations and the products' operands have `dtype`; float32 matrices are `dithered` on their way there (see
         compute_copy.py) or rounded to nearest. Norms, rotary positions, softmax and the residual stream, which the
@@ -173,7 +172,7 @@ class Decoder(nnx.Module):
 
     def last_norm(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
         """Hidden states in the compute dtype: the norm of the residual stream after the last layer."""
-        return rms_norm(hidden, self.norm, self.config.rms_norm_eps, self.dtype, self.config.traits.gemma)
+        return rms_norm(hidden, self.norm, self.config, self.dtype)
 
 
 class Layer(nnx.Module):
@@ -244,46 +243,39 @@ class Layer(nnx.Module):
         low = linear(linear(x, a), getattr(self, f"{name}_b")).astype(jnp.float32)
         return (y + self.lora_scale * low).astype(dtype or x.dtype)
 
-    def normalize(
-        self, x: Float[jax.Array, "B T *D"], weight: nnx.Param | None, dtype: DTypeLike, gain: float = 1.0
-    ) -> Float[jax.Array, "B T *D"]:
-        """The norm of x, times `gain`, in `dtype`; x where the layer has no such norm."""
-        if weight is None:
-            return x.astype(dtype)
-        return rms_norm(x, weight, self.config.rms_norm_eps, dtype, self.config.traits.gemma, gain)
-
     def project(
         self, hidden: Float[jax.Array, "B T D"], rotation: Float[jax.Array, "2 B T 1 R"]
     ) -> tuple[Float[jax.Array, "B T N H"], Float[jax.Array, "B T K H"], Float[jax.Array, "B T K H"]]:
-        """Queries and keys, both with rotary positions and where the family does so normalized before, and values."""
-        x = self.normalize(hidden, self.attention_norm, self.dtype)
+        """Queries and keys, both with rotary positions and in some families normalized before, and values."""
+        x = rms_norm(hidden, self.attention_norm, self.config, self.dtype)
         head_dim = self.config.head_dim
+        heads = (*hidden.shape[:2], -1, head_dim)
 
-        def heads(name: str, norm: nnx.Param | None = None, gain: float = 1.0) -> Float[jax.Array, "B T _ H"]:
+        def normalized(name: str, norm: nnx.Param | None) -> Float[jax.Array, "B T _ H"]:
             y = self.product(name, x)
-            if norm is not None:
-                y = self.normalize(y.reshape(*y.shape[:2], -1, norm.shape[-1]), norm, self.dtype, gain)
-            return y.reshape(*y.shape[:2], -1, head_dim)
+            y = y if norm is None else y.reshape(*hidden.shape[:2], -1, norm.shape[-1])
+            return rms_norm(y, norm, self.config, self.dtype).reshape(heads)
 
-        # Attention divides scores by sqrt(H), also where they are to be divided by another root.
+        # Attention divides scores by sqrt(H), where Gemma may name another number.
         gain = (head_dim / (self.config.query_pre_attn_scalar or head_dim)) ** 0.5
-        queries, keys = heads("q", self.q_norm, gain), heads("k", self.k_norm)
-        return rotate(queries, rotation), rotate(keys, rotation), heads("v")
+        queries = rotate(normalized("q", self.q_norm), gain * rotation)
+        return queries, rotate(normalized("k", self.k_norm), rotation), self.product("v", x).reshape(heads)
 
     def add_attention(
         self, hidden: Float[jax.Array, "B T D"], attended: Float[jax.Array, "B T N H"]
     ) -> Float[jax.Array, "B T D"]:
         """hidden + o(attended), in the dtype of hidden: the residual stream after attention."""
         added = self.product("o", attended.reshape(*hidden.shape[:2], -1), dtype=hidden.dtype)
-        return hidden + self.normalize(added, self.post_attention_norm, hidden.dtype)
+        return hidden + rms_norm(added, self.post_attention_norm, self.config, hidden.dtype)
 
     def add_feed_forward(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
         """hidden + down(silu(gate(x)) * up(x)) with x = norm(hidden), in the dtype of hidden; Gemma's has GELU."""
-        x = self.normalize(hidden, self.pre_mlp_norm if self.mlp_norm is None else self.mlp_norm, self.dtype)
-        gate = self.product("gate", x)
-        gate = gelu(gate) if self.config.traits.gemma else jax.nn.silu(gate)
+        norm = self.pre_mlp_norm if self.mlp_norm is None else self.mlp_norm
+        x = rms_norm(hidden, norm, self.config, self.dtype)
+        activation = gelu if self.config.traits.gemma else jax.nn.silu
+        gate = activation(self.product("gate", x))
         added = self.product("down", gate * self.product("up", x), dtype=hidden.dtype)
-        return hidden + self.normalize(added, self.post_mlp_norm, hidden.dtype)
+        return hidden + rms_norm(added, self.post_mlp_norm, self.config, hidden.dtype)
 
 
 def gelu(x: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
@@ -329,21 +321,17 @@ product.defvjp(run_product, differentiate_product)
 
 
 def rms_norm(
-    x: Float[jax.Array, "B T *D"],
-    weight: nnx.Param,
-    eps: float,
-    dtype: DTypeLike,
-    from_one: bool = False,
-    gain: float = 1.0,
+    x: Float[jax.Array, "B T *D"], weight: nnx.Param | None, config: Architecture, dtype: DTypeLike
 ) -> Float[jax.Array, "B T *D"]:
-    """x / sqrt(mean(x^2) + eps) * weight * gain: computed in float32 and rounded once, to `dtype`.
+    """x / sqrt(mean(x^2) + eps) * weight, in Gemma * (1 + weight): computed in float32 and rounded once, to `dtype`.
 
-    With `from_one` the factor is 1 + weight, as Gemma's.
+    Without a weight, where the family has no such norm, it is x.
     """
+    if weight is None:
+        return x.astype(dtype)
     wide, factor = x.astype(jnp.float32), weight[...].astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    factor = gain * (1 + factor) if from_one else factor
-    return (wide * scale * factor).astype(dtype)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + config.rms_norm_eps)
+    return (wide * scale * (1 + factor if config.traits.gemma else factor)).astype(dtype)
 
 
 def masked_attention(

@@ -18,7 +18,7 @@ from tiny import config as tiny_config
 from tiny import load_weights, logits
 
 from mllm.model import weights
-from mllm.model.architecture import Architecture
+from mllm.model.architecture import SMALLEST, Architecture
 from mllm.model.decoder import Decoder, linear, rms_norm
 from mllm.model.decoding import abstract_cache, abstract_decoding_weights, decode_token, decoding_weights
 from mllm.model.layout import parameter_name
@@ -83,7 +83,7 @@ def test_the_norm_rounds_once() -> None:
     weight = nnx.Param(jnp.asarray(rng.uniform(0.5, 4, 64), jnp.bfloat16))
     wide = np.asarray(x, np.float64)
     exact = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-6) * np.asarray(weight[...], np.float64)
-    normed = rms_norm(x, weight, 1e-6, jnp.bfloat16)
+    normed = rms_norm(x, weight, SMALLEST, jnp.bfloat16)
     assert normed.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(normed, np.float64), exact, rtol=1.001 * 2**-8, atol=0)
 
