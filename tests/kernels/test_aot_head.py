@@ -27,7 +27,7 @@ pytestmark = [
 MIB = 2**20
 CHIPS = ("v5e", "v5p", "v6e", "tpu7x")
 FEATURES = (576, 896, 1536, 2048, 2560, 3584, 4096, 5120, 8192)
-VOCABULARIES = (32000, 50257, 128256, 151936, 152064, 256000, 75968, 32003, 18992)
+VOCABULARIES = (32000, 50257, 128256, 151936, 152064, 262144, 75968, 32003, 18992)
 
 
 MIXED = {"weight": "float32", "dtype": "bfloat16"}
@@ -58,6 +58,7 @@ CASES = [
     for j, features in enumerate(reversed(FEATURES))
     if features <= 2048 or entry[1] is not FLOAT32
 ]
+CASES += [pytest.param(*ENTRIES[4], 262144, features, "v6e") for features in (640, 1152)]  # Gemma 3 270M and 1B
 
 
 def compiled(mesh: Mesh, program: str, vocabulary: int, features: int, **options: Any) -> jax.stages.Compiled:

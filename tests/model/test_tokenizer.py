@@ -51,6 +51,16 @@ LLAMA_TEMPLATE = (
 )
 """Llama 3.2's template, with other control tokens: it dates the system's message, and trims all others."""
 
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{% set system = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' %}"
+    "{% for message in (messages[1:] if system else messages) %}"
+    "{% if (message.role == 'user') == loop.index0 % 2 %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<|im_start|>' + ('model' if message.role == 'assistant' else 'user') + '\\n' }}"
+    "{{ (system if loop.first else '') + message.content | trim + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>model\\n' }}{% endif %}"
+)
+"""Gemma 3's template, with other control tokens: the system's message is put into the user's first turn."""
+
 GENERATION_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}<|im_start|>"
     "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}\n"
@@ -171,6 +181,21 @@ def test_llama_s_template_trims_answers_and_writes_the_same_date_every_day() -> 
     assert learned_text(llama, CHAT) == f"7<{END}>|Yes,\n I am.<{END}>"
     assert "Today Date: 26 Jul 2024" in llama.decode(encode_prompt(Renderer(llama), CHAT[:1]))
     assert stop_ids(llama) == (END,)
+
+
+def test_gemma_s_template_writes_the_first_token_itself_and_takes_a_system_s_message_at_the_start_only(
+    tmp_path: Path,
+) -> None:
+    gemma = with_template(GEMMA_TEMPLATE)
+    gemma.bos_token, gemma.eos_token = "<|endoftext|>", "<|pad|>"
+    begins = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", ENDOFTEXT)])
+    gemma.backend_tokenizer.post_processor = begins  # as Gemma's, which would write it before each piece
+    system = {"role": "system", "content": "Add."}
+    assert learned_text(gemma, [system, *CHAT]) == f"7<{END}>|Yes,\n I am.<{END}>"
+    with pytest.raises(UserError, match="template refuses them: roles must alternate"):
+        learned_text(gemma, [*CHAT[:2], system, *CHAT[2:]])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [PAD, END]}))
+    assert stop_ids(gemma, tmp_path) == (PAD, END)
 
 
 def test_a_template_that_never_ends_is_stopped_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from mllm.plan import targets
 from mllm.plan.programs import Programs
 
 QWEN2, QWEN3, LLAMA = "Qwen/Qwen2.5-3B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"  # Llama's heads have 64
+GEMMA = "google/gemma-3-270m"  # of its layers most keep 512 places
 IN_PLACE = {"dynamic-update-slice", "get-tuple-element", "parameter", "bitcast", "tuple", "while"}
 INTO_VMEM = ("-start", "-done")  # a TPU's copies there, and back after an update
 
@@ -50,7 +51,7 @@ def decode_program(target, source, slots, shape):
 
 @pytest.mark.aot
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
-@pytest.mark.parametrize("source", [QWEN2, *(pytest.param(name, marks=pytest.mark.slow) for name in (QWEN3, LLAMA))])
+@pytest.mark.parametrize("source", [QWEN2, GEMMA, *(pytest.param(x, marks=pytest.mark.slow) for x in (QWEN3, LLAMA))])
 def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache(source):
     program, copies = decode_program("v6e:2x4", source, 320, (1, 8, 1))
     assert copies == []
@@ -59,7 +60,7 @@ def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache(source):
 
 @pytest.mark.aot_gpu
 @pytest.mark.skipif(not targets.GPU_PLUGIN.exists(), reason="needs XLA's plugin for CUDA, which make aot-gpu installs")
-@pytest.mark.parametrize(("source", "slots"), [(QWEN2, 320), (QWEN3, 80), (LLAMA, 80)])
+@pytest.mark.parametrize(("source", "slots"), [(QWEN2, 320), (QWEN3, 80), (LLAMA, 80), (GEMMA, 80)])
 def test_a_decode_step_on_an_h100_copies_neither_weights_nor_cache(source, slots):
     program, copies = decode_program("h100", source, slots, (1, 1, 1))
     assert copies == []

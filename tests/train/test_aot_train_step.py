@@ -1,8 +1,9 @@
 """A whole update of a model of each family, compiled by the real TPU compiler for eight chips that aren't there.
 
-Qwen2.5-0.5B and Llama 3.2 1B have heads of 64, Qwen3-0.6B of 128. Model with all layers, head, objective, backward pass
-and optimizer are those of train.py, with the configuration's own settings except for model and mesh. Parameters are
-only shapes. Leaves out results, which test_train_step.py checks on CPUs, and times, which only a TPU can tell.
+Qwen2.5-0.5B and Llama 3.2 1B have heads of 64, Qwen3-0.6B of 128, Gemma 3 4B of 256 and windows. Model with all layers,
+head, objective, backward pass and optimizer are those of train.py, with the configuration's own settings except for
+model and mesh. Parameters are only shapes. Leaves out results, which test_train_step.py checks on CPUs, and times,
+which only a TPU can tell.
 """
 
 import importlib.util
@@ -33,7 +34,7 @@ HBM = 32e9
 """Bytes of a v6e's memory."""
 LENGTH = 512 + 1024
 """Tokens of a row: prompt and completion of the configuration."""
-MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B")
+MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B", "google/gemma-3-4b-it")
 SPLASH = {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
 HEAD = {"head_forward_mean_keep", "head_kept_weight_gradient"}
 """The kernels of the head's single pass, in waves of tokens."""
