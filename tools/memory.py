@@ -3,8 +3,7 @@
     python tools/memory.py --config NAME [--target v6e:2x4] [--out FILE]
 
 The first three columns are the same update of all parameters but for the head: full logits (head.impl=full_logits),
-full logits of 1,024 tokens of a device at a time, which the backward pass computes again, as JAX's trainers have them,
-and the fused head. In the last, adapters are trained: those of model.lora, without it of rank 32. For micro-batches of
+those of 1,024 tokens of a shard at a time, made again in the backward pass, and the fused head. In the last, adapters are trained: those of model.lora, without it of rank 32. For micro-batches of
 1 to 64 sequences a shard (a device or, with tp, those that share its rows), the table and the picture say what a device
 holds at its peak (in brackets where it does not fit), and what holds it:
 
@@ -166,7 +165,7 @@ class Chunked(Forward):
         def loss(hidden: Array, batch: Batch) -> tuple[Array, TokenLogprobs]:
             return super(Chunked, self).head_loss(hidden, weight, copy, batch)
 
-        losses, found = jax.lax.map(lambda piece: loss(*piece), jax.tree.map(pieces, (hidden, batch)))
+        losses, found = jax.lax.map(lambda both: loss(*both), jax.tree.map(pieces, (hidden, batch)))
         return jnp.sum(losses), jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, time), found)
 
 

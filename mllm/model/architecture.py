@@ -42,7 +42,7 @@ class Traits(NamedTuple):
 SILU: dict[str, Any] = {"hidden_act": "silu"}
 NO_WINDOW, NO_BIAS = {"use_sliding_window": False}, {"attention_bias": False}
 GEMMA_FIXED = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False, **NO_BIAS}
-GEMMA_FIXED |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+GEMMA_FIXED |= {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window_pattern": 6}
 GEMMA = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
 GEMMA |= {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4_096, "max_position_embeddings": 131_072}
 GEMMA |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
@@ -69,9 +69,9 @@ class RopeScaling(NamedTuple):
 class LayerKind(NamedTuple):
     """What distinguishes the attention of some layers."""
 
-    window: int | None = None
+    window: int | None
     """How many tokens a query attends to at most, its own the last of them; None: no limit."""
-    rope_theta: float | None = None
+    rope_theta: float | None
     """The base of the rotary frequencies; None: nothing is rotated."""
     rope_scaling: RopeScaling | float | None = None
 
@@ -105,9 +105,8 @@ class Architecture:
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of layers: one, or two in Gemma 3 and SmolLM3."""
         full = LayerKind(None, self.rope_theta, self.rope_scaling)
-        if self.layer_types:
-            return full, LayerKind(self.sliding_window, self.rope_local_base_freq)
-        return (full, LayerKind()) if self.no_rope_layers else (full,)
+        other = LayerKind(self.sliding_window, self.rope_local_base_freq)  # both None in SmolLM3
+        return (full, other) if self.layer_types or self.no_rope_layers else (full,)
 
     @property
     def kind_of_layer(self) -> tuple[int, ...]:
@@ -199,8 +198,7 @@ class Architecture:
         if traits.gemma:
             numbers |= {key: positive(key, int) for key in ("query_pre_attn_scalar", "sliding_window")}
             numbers["rope_local_base_freq"] = positive("rope_local_base_freq", float)
-            every = positive("sliding_window_pattern", int, 6)
-            kinds = [SLIDING if place % every else FULL for place in range(1, layers + 1)]
+            kinds = [FULL if layer % 6 == 5 else SLIDING for layer in range(layers)]
             numbers["layer_types"] = of_layers("layer_types", (FULL, SLIDING), kinds)
         elif family == "smollm3":
             numbers["no_rope_layers"] = of_layers("no_rope_layers", (0, 1))
@@ -241,10 +239,8 @@ class Architecture:
 
 
 SMALLEST = Architecture(1, 1, 1, 1, 1, 1, 2, True)
-KNOWN_KEYS = frozenset(
-    {"sliding_window_pattern", *(field.name for field in fields(Architecture))}.union(
-        *(replace(SMALLEST, model_type=family).to_hf() for family in FAMILIES)
-    )
+KNOWN_KEYS = frozenset(field.name for field in fields(Architecture)).union(
+    *(replace(SMALLEST, model_type=family).to_hf() for family in FAMILIES)
 )
 """The keys that settings of a user's own model may have."""
 

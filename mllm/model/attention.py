@@ -130,11 +130,9 @@ def cudnn_attention(
     """cuDNN's attention over one device's rows and heads, with a mask only where rows are packed."""
     same = segments[:, None, :, None] == segments[:, None, None, :] if packed else None
     limit = None if window is None else (window - 1, 0)
-    attend = partial(
-        jax.nn.dot_product_attention, is_causal=True, local_window_size=limit, implementation=implementation
-    )
+    how: Any = {"is_causal": True, "local_window_size": limit, "implementation": implementation}
     with set_precision(queries.dtype):
-        return attend(queries, keys, values, mask=same)
+        return jax.nn.dot_product_attention(queries, keys, values, mask=same, **how)
 
 
 def set_precision(dtype: DTypeLike) -> Any:

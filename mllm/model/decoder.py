@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
 from kernels.precision import precision_of
-from mllm.model.architecture import Architecture
+from mllm.model.architecture import Architecture, LayerKind, RopeScaling
 from mllm.model.attention import Attention, set_precision
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.layout import (
@@ -35,7 +35,6 @@ from mllm.model.layout import (
     gather_layer_float32,
 )
 from mllm.model.lora import Lora, adapter, add_adapter
-from mllm.model.rotary import rotary, rotate
 
 
 class Decoder(nnx.Module):
@@ -166,9 +165,8 @@ class Decoder(nnx.Module):
         """
         hidden = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
         hidden = compute_copy(hidden, self.rounding, "embed", rows=tokens[..., None]).astype(jnp.float32)
-        if not self.config.traits.gemma:
-            return hidden
-        return hidden * jnp.asarray(self.config.hidden_size**0.5, self.dtype).astype(jnp.float32)
+        factor = self.config.hidden_size**0.5 if self.config.traits.gemma else 1
+        return hidden * jnp.asarray(factor, self.dtype).astype(jnp.float32)
 
     def last_norm(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
         """Hidden states in the compute dtype: the norm of the residual stream after the last layer."""
@@ -272,15 +270,12 @@ class Layer(nnx.Module):
         """hidden + down(silu(gate(x)) * up(x)) with x = norm(hidden), in the dtype of hidden; Gemma's has GELU."""
         norm = self.pre_mlp_norm if self.mlp_norm is None else self.mlp_norm
         x = rms_norm(hidden, norm, self.config, self.dtype)
-        activation = gelu if self.config.traits.gemma else jax.nn.silu
-        gate = activation(self.product("gate", x))
+        gate = self.product("gate", x)
+        # GELU is rounded once: it has an x^3.
+        gelu = self.config.traits.gemma
+        gate = jax.nn.gelu(gate.astype(jnp.float32)).astype(gate.dtype) if gelu else jax.nn.silu(gate)
         added = self.product("down", gate * self.product("up", x), dtype=hidden.dtype)
         return hidden + rms_norm(added, self.post_mlp_norm, self.config, hidden.dtype)
-
-
-def gelu(x: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
-    """GELU by its approximation with tanh (arXiv:1606.08415, section 2), rounded once: its x^3 is float32."""
-    return jax.nn.gelu(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def linear(
@@ -332,6 +327,34 @@ def rms_norm(
     wide, factor = x.astype(jnp.float32), weight[...].astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + config.rms_norm_eps)
     return (wide * scale * (1 + factor if config.traits.gemma else factor)).astype(dtype)
+
+
+def rotary(positions: Int[jax.Array, "B T"], kind: LayerKind, head_dim: int) -> Float[jax.Array, "2 B T 1 R"]:
+    """The cosines and sines of position * theta^(-2i/H), float32 (arXiv:2104.09864, section 3.2.2).
+
+    Where nothing is rotated they are 1 and 0. Llama 3.1 divides low frequencies by a factor: those of wavelengths that
+    fit less than `low_freq_factor` times into the context that it was first trained with; in between the division sets
+    in linearly (arXiv:2407.21783, section 3.4.2, and its published reference code).
+    """
+    exponents = -jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    frequencies = jnp.zeros_like(exponents) if kind.rope_theta is None else kind.rope_theta**exponents
+    if isinstance(scaling := kind.rope_scaling, RopeScaling):
+        fits = scaling.original_max_position_embeddings * frequencies / (2 * jnp.pi)
+        kept = (fits - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = jnp.clip(kept, 0, 1)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    elif scaling is not None:
+        frequencies = frequencies / scaling
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
+    return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+
+
+def rotate(x: Float[jax.Array, "B T N H"], rotation: Float[jax.Array, "2 B T 1 R"]) -> Float[jax.Array, "B T N H"]:
+    """Rotate the pairs (i, i + H/2), as Hugging Face's checkpoints have them; the paper pairs neighbors."""
+    cosine, sine = rotation
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def masked_attention(

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 
 from kernels.precision import precision_of
 from mllm.model.compute_copy import Rounding
-from mllm.model.decoder import Decoder
+from mllm.model.decoder import Decoder, rotary
 from mllm.model.layout import (
     CACHED_KEYS,
     HIDDEN_STATES,
@@ -34,7 +34,6 @@ from mllm.model.layout import (
     split_layers,
 )
 from mllm.model.lora import Lora, merge_adapters
-from mllm.model.rotary import rotary
 
 
 class LayerCache(NamedTuple):
@@ -163,6 +162,7 @@ def decode_token(
     filled = []
     for index, layer_cache in enumerate(cache):
         layer, places = merge(graphdef, weights, index).layers, layer_cache.keys.shape[2]
+        at = end % places
         rotation = rotations[config.kind_of_layer[index]]
         queries, keys, values = (
             constrain(layout, x, axes)
@@ -170,11 +170,7 @@ def decode_token(
         )
         written = LayerCache(
             *(
-                constrain(
-                    layout,
-                    jax.lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), end % places, 2),
-                    CACHED_KEYS,
-                )
+                constrain(layout, jax.lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), at, 2), CACHED_KEYS)
                 for old, new in zip(layer_cache, (keys, values), strict=True)
             )
         )

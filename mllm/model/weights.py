@@ -65,11 +65,9 @@ def load(
     damaged or outside the folder, and for a tensor that is missing, surplus, of the wrong shape, or quantized. A tied
     model's head is surplus unless it equals the embedding.
     """
-    if tensors is None:
-        tensors = open_tensors(folder)
-        # Beside them a model of texts and images has others, which are not read.
-        texts = {name.replace(TEXTS, ""): tensor for name, tensor in tensors.items() if TEXTS in name}
-        tensors = texts or tensors
+    tensors = open_tensors(folder) if tensors is None else tensors
+    # Beside them a model of texts and images has others, which are not read.
+    tensors = {name.replace(TEXTS, ""): tensor for name, tensor in tensors.items() if TEXTS in name} or tensors
     check(tensors, {name: shape for name, shape, *_ in tensors_of(abstract)}, folder, described)
     with transfer_bar(f"loading {folder.name}", stored_bytes(tensors.values())) as bar:
 

@@ -88,10 +88,10 @@ def estimate(shapes: Programs, flops: float, bandwidth: float, micro: int | None
         return Seconds(0.0, 0.0, update * rows.total * row, 0)
     limit, sequences = rollout.max_completion_length, grpo.steps_per_generation * config.batch_size
     prompt, completion = (MEAN_LENGTH * length for length in (rollout.max_prompt_length, limit))
-    cache = bytes_on_device(abstract_cache(shapes.model, layout.row_shards, 1))
+    cache = bytes_on_device(abstract_cache(shapes.model, layout.row_shards, int(prompt + limit / 2)))
     # The devices' slots, full until the last sequences wait for the longest.
     steps = max(limit, math.ceil(sequences * completion / shapes.slots))
-    decoded = steps * weights + sequences / layout.row_shards * completion * (prompt + limit / 2) * cache
+    decoded = steps * weights + sequences / layout.row_shards * completion * cache
     prefilled = forward * prompt * sequences / grpo.num_generations
     computed = min(rows.total, config.batch_size * (prompt + completion) / rows.length + micro / 2) * row
     passes = grpo.steps_per_generation * (grpo.needs_old_logprobs + (grpo.beta > 0))
