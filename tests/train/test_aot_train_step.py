@@ -1,9 +1,8 @@
 """A whole update of a model of each family, compiled by the real TPU compiler for eight chips that aren't there.
 
-Qwen2.5-0.5B and Llama 3.2 1B have heads of 64, Qwen3-0.6B of 128, Gemma 3 4B of 256 and windows. Model with all layers,
-head, objective, backward pass and optimizer are those of train.py, with the configuration's own settings except for
-model and mesh. Parameters are only shapes. Leaves out results, which test_train_step.py checks on CPUs, and times,
-which only a TPU can tell.
+Qwen2.5-0.5B and Llama 3.2 1B have heads of 64, Qwen3-0.6B of 128. Model with all layers, head, objective, backward pass
+and optimizer are those of train.py, with the configuration's own settings except for model and mesh. Parameters are
+only shapes. Leaves out results, which test_train_step.py checks on CPUs, and times, which only a TPU can tell.
 """
 
 import importlib.util
@@ -19,8 +18,9 @@ from tiny import make_trainer
 from mllm.config import load as configs
 from mllm.data.batch import Batch
 from mllm.model.architecture import PRESETS
-from mllm.parallel.mesh import sharding
+from mllm.parallel.mesh import AXES, sharding
 from mllm.plan import targets
+from mllm.plan.programs import Programs
 from mllm.train.step import abstract_state
 
 pytestmark = [
@@ -34,7 +34,7 @@ HBM = 32e9
 """Bytes of a v6e's memory."""
 LENGTH = 512 + 1024
 """Tokens of a row: prompt and completion of the configuration."""
-MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B", "google/gemma-3-4b-it")
+MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B")
 SPLASH = {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
 HEAD = {"head_forward_mean_keep", "head_kept_weight_gradient"}
 """The kernels of the head's single pass, in waves of tokens."""
@@ -103,3 +103,14 @@ def test_devices_add_up_the_gradients_of_matrices_in_float32(program, sizes):
     shards = {(count // SHAPE["tp"], sizes.hidden_size // SHAPE["fsdp"]) for count in rows}
     assert shards & {array.shape for array in matrices}
     assert {array.dtype for array in matrices} == {"f32"}
+
+
+def test_gemma_s_update_on_a_v6e_has_attention_kernels_with_and_without_a_window():
+    """Heads of 256; a kernel of the one kind stands beside one of the other, of which the layer's kind chooses."""
+    settings = configs.load("gemma3_270m_sft.yaml", ["model.init=random"])
+    mesh = targets.mesh("v6e", (1, 1, 1), AXES)
+    program = targets.compiled(*Programs(settings, mesh).update(), mesh)
+    names = kernels(program)
+    assert {re.sub("_segmented.*", "", name) for name in names} == SPLASH | HEAD
+    assert len(re.findall(r"%splash_mha_dkv\S* = .*tpu_custom_call", text(program))) == 2
+    assert targets.memory(program)["peak"] < 7 * 2**30
