@@ -3,9 +3,10 @@
     python tools/memory.py --config NAME [--target v6e:2x4] [--out FILE]
 
 The first three columns are the same update of all parameters but for the head: full logits (head.impl=full_logits),
-those of 1,024 tokens of a shard at a time, made again in the backward pass, and the fused head. In the last, adapters are trained: those of model.lora, without it of rank 32. For micro-batches of
-1 to 64 sequences a shard (a device or, with tp, those that share its rows), the table and the picture say what a device
-holds at its peak (in brackets where it does not fit), and what holds it:
+those of 1,024 tokens of a shard at a time, made again in the backward pass, and the fused head. In the last, adapters
+are trained: those of model.lora, without it of rank 32. For micro-batches of 1 to 64 sequences a shard (a device or,
+with tp, those that share its rows), the table and the picture say what a device holds at its peak (in brackets where it
+does not fit), and what holds it:
 
     parameters, optimizer, gradients   by shapes
     activations   the rest of the peak of an update without a head, whose loss is a sum of hidden states

@@ -113,4 +113,4 @@ def test_gemma_s_update_on_a_v6e_has_attention_kernels_with_and_without_a_window
     names = kernels(program)
     assert {re.sub("_segmented.*", "", name) for name in names} == SPLASH | HEAD
     assert len(re.findall(r"%splash_mha_dkv\S* = .*tpu_custom_call", text(program))) == 2
-    assert targets.memory(program)["peak"] < 7 * 2**30
+    assert targets.memory(program)["peak"] < 10 * 2**30  # the logits of a micro-batch would take 8 GiB more
