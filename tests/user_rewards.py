@@ -39,9 +39,11 @@ def slow(completion):
 CALLS = []
 
 
-def tires(completion):
-    """Works for two rollouts of eight completions, and raises thereafter."""
+def tires(completion, log_extra, log_metric):
+    """Works for two rollouts of eight completions, and raises thereafter; it logs the number of its call."""
     CALLS.append(completion)
+    log_extra("call", len(CALLS))
+    log_metric("calls", len(CALLS))
     if len(CALLS) > 16:
         raise RuntimeError("so\ntired")
     return len(completion) / 4

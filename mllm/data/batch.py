@@ -30,7 +30,7 @@ class Trajectory(NamedTuple):
     """The text of the prompt's last message."""
     text: str = ""
     """The text of the completion."""
-    rewards: Sequence[tuple[str, float | str]] = ()
+    rewards: Sequence[tuple[Any, ...]] = ()
     """What each reward function gave, as in `mllm.rl.reward_process.Answer`."""
 
 

@@ -31,6 +31,8 @@ PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds before each further request to a server that failed."""
 LONGEST_ANSWER = 2**26
 QUOTED = 200
+NOT_SENT = ("examples", "answer", "log_extra", "log_metric")
+"""Arguments that a server does not get: two of them it has by other names."""
 
 
 def exact_match(completion: str, answer: str | None, example: Example) -> float:
@@ -122,7 +124,7 @@ def post(url: str, token: str, /, **arguments: Any) -> list[Any]:
     a list, or an object with the list `rewards`. Connections that fail, and the statuses 429 and 5xx, are tried again;
     any other status, and an answer of another form, raise. The time limit is the caller's, who ends the process.
     """
-    body = {name: value for name, value in arguments.items() if name not in ("examples", "answer")}
+    body = {name: value for name, value in arguments.items() if name not in NOT_SENT}
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     request = urllib.request.Request(url, json.dumps(body, default=str).encode(), headers)
     for pause in (*PAUSES, None):

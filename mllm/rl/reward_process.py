@@ -1,8 +1,8 @@
 """The processes in which reward functions run: they find functions, call them, and judge what they return.
 
 A function gets the arguments that it declares, by their names. One that names `completions` or another plural is
-batched: each argument is a list, and so is what it returns (TRL's contract). What a signature needs and there isn't is
-a UserError. No JAX is imported here.
+batched: each argument is a list, and so is what it returns (TRL's contract). Coroutine functions run together. What a
+signature needs and there isn't is a UserError. No JAX is imported here.
 """
 
 import asyncio
@@ -13,12 +13,15 @@ import os
 import pickle
 import signal
 import socket
+import traceback
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -29,14 +32,18 @@ from mllm.rl.reward_functions import BUILT_IN, post
 
 FAILURES = ("raised", "timed_out", "not_a_number")
 NOT_APPLICABLE = "not_applicable"
-"""The kind of a batched function's None: it says nothing of this completion, which is neither failure nor 0."""
-Answer = tuple[str, float | str]
-"""What a function gave for a completion: ("value", number), or one of FAILURES or NOT_APPLICABLE, and a message."""
+"""The kind of None: the function says nothing of this completion, which is neither failure nor 0."""
+Logged = dict[str, dict[str, float | str]]
+Answer = tuple[str, float | str] | tuple[str, float | str, Logged]
+"""What a function gave for a completion: ("value", number), or one of FAILURES or NOT_APPLICABLE, and a message. What
+it logged with it follows, by name in `metrics` and `extra`."""
 HANDSHAKE = -1
 """The number of the first answer, `ready` or `failed`: whether the functions could be imported."""
 LARGEST = 1e18
 """The largest reward: squares of larger ones overflow the float32 in which a group's rewards are compared."""
-LONGEST_MESSAGE = 300
+LONGEST_MESSAGE, LONGEST_TEXT = 300, 1000
+MOST_LOGGED = 2**14
+"""The most bytes of what a function logs with a completion, and the most characters of a text in it."""
 
 
 class Sample(NamedTuple):
@@ -95,6 +102,40 @@ BATCHED: dict[str, Reader] = {
     "answers": lambda sample: sample.example.answer,
 }
 """The arguments of any function, of one that is called for each completion, and of a batched one, by their names."""
+LOGS = ("log_extra", "log_metric")
+"""The functions that any function may be given."""
+
+
+class Notes:
+    """What a function logs in a call, by TRL's `log_extra` and `log_metric`."""
+
+    def __init__(self, completions: int, batched: bool) -> None:
+        self.batched = batched
+        self.rows: list[dict[str, float | str]] = [{} for _ in range(completions)]
+        self.metrics = defaultdict[str, list[float]](list)
+
+    def log_extra(self, column: str, values: Any) -> None:
+        """Add a column to the completions: a value for each or, if the function is not batched, for the only one."""
+        for row, value in zip(self.rows, values if self.batched else [values], strict=True):
+            kind, given = judge(value)
+            row[str(column)] = given if kind == "value" else str(value)[:LONGEST_TEXT]
+
+    def log_metric(self, name: str, value: Any) -> None:
+        kind, given = judge(value)
+        if kind != "value":
+            raise ValueError(f"log_metric: {name} is no number: {given}")
+        self.metrics[str(name)].append(float(given))
+
+    def attach(self, answers: Iterable[tuple[str, float | str]]) -> Iterator[Answer]:
+        """The completions' answers, each with its values; the first has the metrics' means."""
+        metrics: dict[str, float | str] = {name: fmean(values) for name, values in self.metrics.items()}
+        for extra, answer in zip(self.rows, answers, strict=True):
+            logged = {"metrics": metrics, "extra": extra}
+            if len(json.dumps(logged)) > MOST_LOGGED:
+                yield "raised", f"log_extra and log_metric were given more than {MOST_LOGGED} bytes for a completion"
+            else:
+                yield (*answer, logged) if extra or metrics else answer
+            metrics = {}
 
 
 @dataclass(frozen=True)
@@ -105,16 +146,21 @@ class Reward:
     batched: bool
     readers: Mapping[str, Reader]
     constants: Mapping[str, Any]
-    code: str
-    """A checksum of the file that a user's function is in; empty for any other function."""
+    file: str
+    """The file that a user's function is in; empty for any other function."""
 
-    def __call__(self, samples: Sequence[Sample]) -> Any:
+    @property
+    def kind(self) -> str:
+        """How it is called: with each completion alone (`single`), or with all (`batched`, `async`)."""
+        return "async" if inspect.iscoroutinefunction(self.function) else "batched" if self.batched else "single"
+
+    def __call__(self, samples: Sequence[Sample], notes: Notes | None = None) -> Any:
         """What the function returns for the samples: for all of them if it is batched, else for the only one."""
         values: dict[str, Any] = {name: [read(one) for one in samples] for name, read in self.readers.items()}
         if not self.batched:
             values = {name: value for name, (value,) in values.items()}
-        result = self.function(**values, **self.constants)
-        return asyncio.run(result) if inspect.iscoroutinefunction(self.function) else result
+        logs = {name: getattr(notes, name) for name in LOGS if notes and name in self.constants}
+        return self.function(**values, **{**self.constants, **logs})
 
 
 def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, fields: Sequence[str], limit: int) -> Reward:
@@ -134,7 +180,7 @@ def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, fields: Sequ
     fixed = (BATCHED if batched else SINGLE) | EITHER
     if "answer" not in fields:
         fixed = {given: read for given, read in fixed.items() if given not in ("answer", "answers")}
-    constants = {"max_completion_length": limit}
+    constants = {"max_completion_length": limit} | dict.fromkeys(LOGS)
     readers = {field: partial(data_field, name=field) for field in fields} | fixed
     names = {*readers, *constants}
     for key in args:
@@ -152,23 +198,31 @@ def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, fields: Sequ
             why = "and the problems have none: name it in task.columns.answer, or set task.rewards"
         else:
             further = ", ".join(sorted({*fields} - {"answer"})) or "none"
-            there = f"{', '.join(fixed)}, max_completion_length, and the data's fields ({further})"
+            there = f"{', '.join([*fixed, *constants])}, and the data's fields ({further})"
             why = f"which there isn't; there are {there}; args gives further ones"
         raise UserError(f"{start} requires {parameter.name}, {why}")
     wanted = names if takes_all else declared
     given = {key: value for key, value in constants.items() if key in wanted} | dict(args)
     readers = {key: read for key, read in readers.items() if key in wanted - given.keys()}
-    reward = Reward(function, batched, readers, given, "" if name in BUILT_IN else checksum(function))
+    reward = Reward(function, batched, readers, given, "" if name in BUILT_IN else file_of(function))
     if name in BUILT_IN:
         try_out(start, reward)
     return reward
 
 
-def checksum(function: Callable[..., Any]) -> str:
-    """The CRC-32 of the file that a function is in; empty where Python knows none."""
+def file_of(function: Callable[..., Any]) -> str:
+    """The file that a function is in; empty where Python knows none."""
     try:
-        return f"{zlib.crc32(Path(inspect.getfile(inspect.unwrap(function))).read_bytes()):08x}"
-    except (TypeError, OSError):
+        return inspect.getfile(inspect.unwrap(function))
+    except TypeError:
+        return ""
+
+
+def checksum(path: str) -> str:
+    """The CRC-32 of a file; empty where it can't be read."""
+    try:
+        return f"{zlib.crc32(Path(path).read_bytes()):08x}"
+    except OSError:
         return ""
 
 
@@ -226,11 +280,11 @@ def work(handle: int) -> None:
     connection = socket.socket(fileno=handle)
     incoming = connection.makefile("rb")
 
-    def reply(number: int, kind: str, result: float | str) -> None:
+    def reply(*answer: Any) -> None:
         if os.getpid() != worker:
             os._exit(0)  # a function forked this process and returned in it, too
         try:
-            connection.sendall(json.dumps([number, kind, result]).encode() + b"\n")
+            connection.sendall(json.dumps(answer).encode() + b"\n")
         except OSError:
             os._exit(1)
 
@@ -240,39 +294,74 @@ def work(handle: int) -> None:
     except UserError as error:
         reply(HANDSHAKE, "failed", str(error))
         return
-    kinds = ("batched" if reward.batched else "single" for reward in rewards)
-    reply(HANDSHAKE, "ready", " ".join(f"{kind}:{reward.code}" for kind, reward in zip(kinds, rewards, strict=True)))
+    reply(HANDSHAKE, "ready", " ".join(f"{reward.kind}:{checksum(reward.file)}" for reward in rewards))
     while True:
         try:
-            function, first, samples = pickle.load(incoming)
+            functions, first, samples, seconds = pickle.load(incoming)
         except (EOFError, OSError):
             return
-        for number, answer in enumerate(answers(rewards[function], samples), first):
+        for number, answer in enumerate(answers([rewards[i] for i in functions], samples, seconds), first):
             reply(number, *answer)
 
 
-def answers(reward: Reward, samples: Sequence[Sample]) -> Iterator[Answer]:
-    """What the function gives for each sample."""
-    for part in [samples] if reward.batched else [[sample] for sample in samples]:
-        kind, returned = call(reward, part)
-        if kind != "value":
-            yield from [(kind, returned)] * len(part)
-        elif reward.batched:
-            yield from ((NOT_APPLICABLE, "") if value is None else judge(value) for value in returned)
-        else:
-            yield judge(returned)
+def answers(rewards: Sequence[Reward], samples: Sequence[Sample], seconds: float = 0.0) -> Iterator[Answer]:
+    """What each function gives for each sample; functions that are called together are coroutine functions.
 
-
-def call(reward: Reward, samples: Sequence[Sample]) -> tuple[str, Any]:
-    """("value", what the function returns: if it is batched, a list of as many values), or the answer for all."""
-    try:
-        returned = reward(samples)
-    except BaseException as error:  # SystemExit too: only this call has failed
-        return "raised", describe(error)
-    finally:
+    Of those, a call that no other one has followed for `seconds` (a batched one for as many times that as it has
+    samples) is timed out; the trainer watches over other calls.
+    """
+    calls = [
+        (reward, part, Notes(len(part), reward.batched))
+        for reward in rewards
+        for part in ([samples] if reward.batched else [[sample] for sample in samples])
+    ]
+    is_async = rewards[0].kind == "async"
+    results = asyncio.run(run_together(calls, seconds)) if is_async else (call(*one) for one in calls)
+    for (_, part, notes), (kind, returned) in zip(calls, results, strict=True):
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left would go off in another one
+        yield from notes.attach(map(judge, returned) if kind == "value" else [(kind, returned)] * len(part))
+
+
+Call = tuple[Reward, Sequence[Sample], Notes]
+
+
+def call(reward: Reward, samples: Sequence[Sample], notes: Notes) -> tuple[str, Any]:
+    """("value", what the function returns for each sample), or the answer for all."""
+    try:
+        returned = reward(samples, notes)
+    except BaseException as error:  # SystemExit too: only this call has failed
+        return "raised", describe(error, reward.file)
+    return listed(reward, samples, returned)
+
+
+async def call_async(reward: Reward, samples: Sequence[Sample], notes: Notes) -> tuple[str, Any]:
+    try:
+        returned = await reward(samples, notes)
+    except asyncio.CancelledError as error:
+        return "timed_out", str(error)
+    except BaseException as error:
+        return "raised", describe(error, reward.file)
+    return listed(reward, samples, returned)
+
+
+async def run_together(calls: Sequence[Call], seconds: float) -> list[tuple[str, Any]]:
+    """The results of calls that run at the same time; those left are cancelled when none ends for their limit."""
+    tasks = {asyncio.create_task(call_async(*one)): seconds * len(one[1]) for one in calls}
+    left = {*tasks}
+    while left:
+        limit = max(tasks[task] for task in left)
+        done, left = await asyncio.wait(left, timeout=limit or None, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            for task in left:
+                task.cancel(f"took longer than {limit:g} s")
+            break
+    return await asyncio.gather(*tasks)
+
+
+def listed(reward: Reward, samples: Sequence[Sample], returned: Any) -> tuple[str, Any]:
+    """("value", a value for each sample), or `not_a_number` for all of them."""
     if not reward.batched:
-        return "value", returned
+        return "value", [returned]
     try:
         values = list(returned)
         if len(values) != len(samples):
@@ -282,8 +371,10 @@ def call(reward: Reward, samples: Sequence[Sample]) -> tuple[str, Any]:
         return "not_a_number", f"returned no list of numbers: {describe(error)}"
 
 
-def judge(value: Any) -> Answer:
+def judge(value: Any) -> tuple[str, float | str]:
     """The number that a function returned, or `not_a_number`. Text is none, though numpy's has a `__float__`."""
+    if value is None:
+        return NOT_APPLICABLE, ""
     try:
         kind = getattr(getattr(value, "dtype", None), "kind", "f")
         no_number = isinstance(value, str | bytes) or kind in ("S", "U", "O", "M", "m", "c")
@@ -295,8 +386,11 @@ def judge(value: Any) -> Answer:
         return "not_a_number", f"returned a {type(value).__name__:.{LONGEST_MESSAGE}}: {describe(error)}"
 
 
-def describe(error: BaseException) -> str:
+def describe(error: BaseException, file: str = "") -> str:
+    """The error's kind and message, and the last line of the file that led to it."""
     try:
-        return f"{type(error).__name__}: {error!s:.{LONGEST_MESSAGE}}"
+        lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+        place = f" ({Path(file).name}:{lines[-1]})" if lines else ""
+        return f"{type(error).__name__}: {error!s:.{LONGEST_MESSAGE}}{place}"
     except BaseException:
         return "an exception that can't be printed"

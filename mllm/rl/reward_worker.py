@@ -24,7 +24,7 @@ from mllm.child_process import kill_session
 from mllm.config.places import MODULES
 from mllm.data.tasks.task import Scorer
 from mllm.errors import UserError
-from mllm.rl.reward_process import FAILURES, HANDSHAKE, LARGEST, NOT_APPLICABLE, Answer, Sample
+from mllm.rl.reward_process import FAILURES, HANDSHAKE, LARGEST, NOT_APPLICABLE, Answer, Logged, Sample
 
 START_TIMEOUT = 120.0
 LONGEST_LINE = 2**15
@@ -37,10 +37,10 @@ class Worker:
     While a method waits, it calls `poll` at least every 0.25 s; what `poll` raises passes through.
     """
 
-    batched: list[bool]
-    """For each function whether one call serves all samples; known once the process has started."""
+    kinds: list[str]
+    """For each function `Reward.kind`; known once the process has started."""
     codes: list[str]
-    """For each function `Reward.code`."""
+    """For each function a checksum of the file that it is in; empty for those of the trainer's own."""
     process: subprocess.Popen[bytes]
     """The guard, which ends as the process does."""
 
@@ -84,21 +84,26 @@ class Worker:
             self.kill()
             raise
         functions = [word.split(":") for word in message.split()]
-        self.batched, self.codes = [kind == "batched" for kind, _ in functions], [code for _, code in functions]
+        self.kinds, self.codes = [kind for kind, _ in functions], [code for _, code in functions]
 
-    def ask(self, function: int, samples: Sequence[Sample], seconds: float) -> list[Answer]:
-        """The function's answer for each sample. A batched call may take `seconds` for each of them."""
-        answers: list[Answer] = []
-        while len(answers) < len(samples):
+    def ask(self, functions: Sequence[int], samples: Sequence[Sample], seconds: float) -> list[Answer]:
+        """Each function's answers for the samples, one function after the other; several are called together.
+
+        A call with all samples may take `seconds` for each of them.
+        """
+        answers, wanted = list[Answer](), len(functions) * len(samples)
+        while len(answers) < wanted:
             if not self.alive or self.process.poll() is not None:
                 self.kill()
                 self.start()
-            limit = seconds * (len(samples) if self.batched[function] else 1)
-            self.send((function, len(answers), samples[len(answers) :]), limit)
-            while self.alive and len(answers) < len(samples):
+            kind = self.kinds[functions[0]]
+            # The process itself watches over coroutines, and is waited for longer.
+            limit = seconds * {"single": 1, "batched": wanted, "async": wanted + 1}[kind]
+            self.send((functions, len(answers), samples[len(answers) :], seconds), limit)
+            while self.alive and len(answers) < wanted:
                 answers.append(self.answer(len(answers), limit))
-            if self.batched[function]:
-                answers += answers[-1:] * (len(samples) - len(answers))  # the call has failed for the rest
+            if kind != "single":
+                answers += answers[-1:] * (wanted - len(answers))  # the call has failed for the rest
         return answers
 
     def send(self, message: Any, timeout: float) -> None:
@@ -116,8 +121,8 @@ class Worker:
             except ConnectionError:
                 return
 
-    def answer(self, number: int, timeout: float) -> tuple[str, Any]:
-        """The next answer, which must have this number: ("value", float), or another kind and a message."""
+    def answer(self, number: int, timeout: float) -> Any:
+        """The next answer, which must have this number; an `Answer`, or that of the handshake."""
         deadline = time.monotonic() + timeout
         while b"\n" not in self.received and len(self.received) < LONGEST_LINE:
             self.poll()
@@ -169,7 +174,7 @@ class Worker:
         self.socket.close()
 
 
-def parse(line: bytes, number: int) -> tuple[str, Any] | None:
+def parse(line: bytes, number: int) -> Any:
     """The answer on a line, or None where the line is no answer of this number: a function may have written it."""
     try:
         message = json.loads(line)
@@ -177,8 +182,29 @@ def parse(line: bytes, number: int) -> tuple[str, Any] | None:
         return None
     kinds = ("ready", "failed") if number == HANDSHAKE else (*FAILURES, NOT_APPLICABLE)
     match message:
-        case [int(given), "value", float(value)] if given == number and abs(value) <= LARGEST:
-            return "value", value
-        case [int(given), str(kind), str(text)] if given == number and kind in kinds:
-            return kind, " ".join("".join(c if c.isprintable() else " " for c in text).split())
+        case [int(given), str(kind), result, *rest] if given == number and len(rest) < 2:
+            logged = [checked for one in rest if (checked := checked_log(one))]
+            if len(logged) < len(rest):
+                return None
+            if kind == "value" and isinstance(result, float) and abs(result) <= LARGEST:
+                return kind, result, *logged
+            if kind in kinds and isinstance(result, str):
+                return kind, one_line(result), *logged
     return None
+
+
+def checked_log(logged: Any) -> Logged | None:
+    """What a function logged; None where it is of another form."""
+    match logged:
+        case {"metrics": {**metrics}, "extra": {**extra}, **rest} if not rest:
+            values = [*metrics.values(), *extra.values()]
+            if all((isinstance(x, float) and abs(x) <= LARGEST) or isinstance(x, str) for x in values):
+                return {
+                    name: {one_line(key): one_line(x) if isinstance(x, str) else x for key, x in part.items()}
+                    for name, part in logged.items()
+                }
+    return None
+
+
+def one_line(text: str) -> str:
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

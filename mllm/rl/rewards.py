@@ -6,6 +6,7 @@ A reward that raises, runs over its time or is not a number is counted and left 
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import chain, product
 from threading import Event
 
 import numpy as np
@@ -46,14 +47,14 @@ class RewardRunner:
         self.workers = [Worker(*given) for _ in range(config.reward_workers)]
         first = self.workers[0]
         first.start()  # the others start when they are needed
-        self.batched = first.batched
+        self.kinds = first.kinds
         self.codes = {name: code for name, code in zip(self.names, first.codes, strict=True) if code}
         self.warned: set[tuple[str, str]] = set()
-        if all(self.batched) and len(self.workers) > len(self.names):
+        if "single" not in self.kinds and len(self.workers) > (calls := len(self.calls(1))):
             first.kill()
             raise UserError(
-                f"task.reward_workers: {len(self.workers)} processes for {len(self.names)} batched functions, each of "
-                "which is called once with all completions, are more than can work"
+                f"task.reward_workers: {len(self.workers)} processes for {calls} calls with all completions, one for "
+                "each batched function and one for all async functions, are more than can work"
             )
 
     def score(self, samples: Sequence[Sample]) -> list[list[Answer]]:
@@ -68,9 +69,9 @@ class RewardRunner:
 
         def serve(worker: Worker) -> None:
             try:
-                for function, part in calls:  # each call goes to one thread: they share a list's iterator
-                    answers = worker.ask(function, [samples[i] for i in part], self.timeout)
-                    for sample, answer in zip(part, answers, strict=True):
+                for functions, part in calls:  # each call goes to one thread: they share a list's iterator
+                    answers = worker.ask(functions, [samples[i] for i in part], self.timeout)
+                    for (function, sample), answer in zip(product(functions, part), answers, strict=True):
                         found[sample][function] = answer
             except BaseException:
                 worker.kill()  # it may be in the middle of a function
@@ -88,8 +89,11 @@ class RewardRunner:
                 self.stopped.set()
                 raise
         for function, name in enumerate(self.names):
-            for kind, message in (row[function] for row in found):
-                if kind in FAILURES and (name, kind) not in self.warned:
+            column = [row[function] for row in found]
+            if {kind for kind, *_ in column} == {NOT_APPLICABLE}:
+                column = [("returned None", f"for all of {len(column)} completions; is a return missing?")]
+            for kind, message, *_ in column:
+                if kind in (*FAILURES, "returned None") and (name, kind) not in self.warned:
                     self.warned.add((name, kind))
                     log.warning("reward %s %s: %s (further ones are only counted)", name, kind, message)
         return found
@@ -99,12 +103,16 @@ class RewardRunner:
         if self.stopped.is_set():
             raise Stopped
 
-    def calls(self, count: int) -> list[tuple[int, range]]:
-        """Each call's function and samples, of so many; those of batched functions, which take longest, come first."""
+    def calls(self, count: int) -> list[tuple[list[int], range]]:
+        """Each call's functions and samples, of so many; those with all samples, which take longest, come first."""
         size = -(-count // (CHUNKS * len(self.workers))) or 1
         chunks = [range(first, min(first + size, count)) for first in range(0, count, size)]
-        whole = [(function, range(count)) for function, batched in enumerate(self.batched) if batched]
-        return whole + [(f, chunk) for f, batched in enumerate(self.batched) if not batched for chunk in chunks]
+        single, batched, together = (
+            [function for function, kind in enumerate(self.kinds) if kind == wanted]
+            for wanted in ("single", "batched", "async")
+        )
+        whole = [together] * bool(together) + [[function] for function in batched]
+        return [(call, range(count)) for call in whole] + [([f], chunk) for f in single for chunk in chunks]
 
     def __enter__(self) -> "RewardRunner":
         return self
@@ -116,24 +124,27 @@ class RewardRunner:
 
 def number(answer: Answer) -> float:
     """What a function gave; NaN where it failed or does not apply."""
-    kind, given = answer
+    kind, given, *_ = answer
     return float(given) if kind == "value" else float("nan")
 
 
 def weighted_sum(answers: Sequence[Sequence[Answer]], weights: Float[np.ndarray, "R"]) -> Float[np.ndarray, "B"]:
     """Each completion's reward; NaN where a function failed whose weight is not 0. What does not apply adds nothing."""
     values = np.array([[number(answer) for answer in row] for row in answers])
-    nothing = np.array([[kind == NOT_APPLICABLE for kind, _ in row] for row in answers])
+    nothing = np.array([[kind == NOT_APPLICABLE for kind, *_ in row] for row in answers])
     return np.where((weights == 0) | nothing, 0.0, weights * values).sum(axis=1)
 
 
 def reward_metrics(names: Sequence[str], answers: Sequence[Sequence[Answer]]) -> dict[str, float]:
-    """For each reward function the mean and deviation of its values, and how often it failed."""
+    """For each reward function what it logs, the mean and deviation of its values, and how often it failed."""
     metrics: dict[str, float] = {}
     for name, column in zip(names, zip(*answers, strict=True), strict=True):
+        logged = [notes["metrics"] for _, _, *rest in column for notes in rest]
+        for metric in dict.fromkeys(chain(*logged)):
+            metrics[f"rewards/{name}/{metric}"] = float(np.mean([one[metric] for one in logged if metric in one]))
         numbers = np.array([number(answer) for answer in column if answer[0] == "value"])
         metrics[f"rewards/{name}/mean"] = float(numbers.mean()) if numbers.size else float("nan")
         metrics[f"rewards/{name}/std"] = float(numbers.std()) if numbers.size else float("nan")
-        kinds = [kind for kind, _ in column]
+        kinds = [kind for kind, *_ in column]
         metrics |= {f"rewards/{name}/{failure}": kinds.count(failure) for failure in FAILURES}
     return metrics

@@ -80,7 +80,7 @@ def group_rewards(trajectories: Sequence[Trajectory], functions: RewardRunner, g
         failures = [
             (name, kind, message)
             for index, (name, weight) in enumerate(zip(functions.names, functions.weights, strict=True))
-            for kind, message in (one.rewards[index] for one in trajectories)
+            for kind, message, *_ in (one.rewards[index] for one in trajectories)
             if weight and kind in FAILURES
         ]
         (most, count), *_ = Counter(failure[:2] for failure in failures).most_common(1)
@@ -111,6 +111,7 @@ def completion_metrics(trajectories: Sequence[Trajectory], names: Sequence[str])
 
 def sample_line(trajectory: Trajectory, functions: RewardRunner, advantage: float) -> dict[str, Any]:
     """The line of samples.jsonl; null for a reward that failed or does not apply, and for a NaN advantage."""
+    extra = chain.from_iterable(logged["extra"].items() for _, _, *rest in trajectory.rewards for logged in rest)
     return {
         "prompt": trajectory.prompt,
         "completion": trajectory.text,
@@ -119,7 +120,7 @@ def sample_line(trajectory: Trajectory, functions: RewardRunner, advantage: floa
         "advantage": finite(advantage),
         "length": len(trajectory.logprobs),
         "truncated": not trajectory.finished,
-    }
+    } | ({"extra": columns} if (columns := dict(extra)) else {})
 
 
 def finite(value: float) -> float | None:

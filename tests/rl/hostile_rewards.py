@@ -69,14 +69,15 @@ def note(pid):
         file.write(f"{pid}\n")
 
 
+PLACE = r"\(hostile_rewards.py:[0-9]+\)"
 LASTING = {
-    r"raise ValueError('two\nlines \x1b[31m\ud800')": r"raised ValueError: two lines \[31m",
-    "raise KeyboardInterrupt": "raised KeyboardInterrupt:",
+    r"raise ValueError('two\nlines \x1b[31m\ud800')": rf"raised ValueError: two lines \[31m {PLACE}",
+    "raise KeyboardInterrupt": f"raised KeyboardInterrupt: {PLACE}",
     "recurse = lambda: recurse(); recurse()": "raised RecursionError: .*",
     "raise type('E', (Exception,), {'__str__': raises(OSError())})": "raised an exception that can't be printed",
-    "sys.exit(3)": "raised SystemExit: 3",
-    "bytearray(2**62)": "raised MemoryError:",
-    "result = None": "not_a_number returned None",
+    "sys.exit(3)": f"raised SystemExit: 3 {PLACE}",
+    "bytearray(2**62)": f"raised MemoryError: {PLACE}",
+    "result = None": "not_applicable ",
     "result = '1'": "not_a_number returned '1'",
     "result = float('-inf')": "not_a_number returned -inf",
     "result = Decimal('NaN')": "not_a_number returned .*",

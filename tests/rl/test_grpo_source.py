@@ -159,11 +159,14 @@ def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp
     assert run(settings) == 2
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")] == [
         "error: task.rewards: a reward failed in 2 of 2 groups, and in at most 50% of them it may; "
-        "user_rewards:tires raised 8 times, first: RuntimeError: so tired; correct the function "
-        "(saved after step 4: the same command resumes)"
+        "user_rewards:tires raised 8 times, first: RuntimeError: so tired (user_rewards.py:48); correct "
+        "the function (saved after step 4: the same command resumes)"
     ]
     assert checkpoints(settings) == [4]
     assert [line["step"] for line in records(settings)] == [1, 2, 3, 4]
+    # What the function logged meanwhile.
+    assert [line["rewards/user_rewards:tires/calls"] for line in records(settings)] == [4.5, 4.5, 12.5, 12.5]
+    assert [line["extra"] for line in records(settings, "samples.jsonl")] == [{"call": n + 1} for n in range(16)]
 
 
 def test_a_reward_whose_file_has_changed_since_the_checkpoint_is_logged(caplog):

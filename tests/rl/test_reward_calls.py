@@ -15,12 +15,12 @@ from mllm.config import load as configs
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.rl import reward_functions
-from mllm.rl.reward_process import Reward, Sample, answers, bind, fields_of
+from mllm.rl.reward_process import LOGS, Reward, Sample, answers, bind, fields_of
 
 # As a user writes them
 
 OWN_REWARDS = """
-import re
+import asyncio, json, re
 
 def named(prompt, completion, example, answer, completion_ids, length, truncated, level):
     return [prompt, completion, example.answer, answer, completion_ids, length, truncated, level]
@@ -40,6 +40,16 @@ def positional(completion, /):
 def needs_state(completions, trainer_state):
     return [0.0]
 
+def divides(completion):
+    count = len(completion) - 1
+    return helper(count)
+
+def helper(count):
+    return json.loads("{") if count > 2 else 1 / count
+
+def one_kind(completion, kind):
+    return 1.0 if kind == "sum" else None
+
 number = 1
 
 # In the shape of TRL's documentation: conversational format, a column of the data, one task among several
@@ -52,6 +62,48 @@ def format_reward(completions, **kwargs):
 async def only_math(prompts, completions, task, **kwargs):
     return [float(len(text)) if kind == "math" else None for text, kind in zip(completions, task)]
 
+def logs(completions, answer, **kwargs):
+    kwargs["log_extra"]("golden", answer)
+    kwargs["log_extra"](column="length", values=[len(text) for text in completions])
+    kwargs["log_metric"]("accuracy", 0.5)
+    kwargs["log_metric"](name="accuracy", value=1)
+    return [1.0] * len(completions)
+
+def logs_one(completion, log_extra, log_metric):
+    log_extra("said", completion * 2000)
+    log_metric("accuracy", len(completion) if completion else "no number")
+    return 1.0
+
+def logs_too_much(completion, log_extra):
+    for column in range(20):
+        log_extra(str(column), completion * 1000)
+    return 1.0
+
+# Each of them waits for the others, so one after the other they wait for ever
+
+def meet(completion, there=[]):
+    there.append(completion)
+    return asyncio.sleep(0.01) if len(there) == 4 else until(lambda: len(there) > 3)
+
+async def until(reached):
+    while not reached():
+        await asyncio.sleep(0.001)
+
+async def meets(completion):
+    await meet(completion)
+    return float(completion)
+
+async def meets_all(completions):
+    await asyncio.gather(*map(meet, completions))
+    return [10 * float(one) for one in completions]
+
+async def hangs_at_times(completion):
+    if completion == "hang":
+        await asyncio.sleep(60)
+    if completion == "exit":
+        raise SystemExit(3)
+    await asyncio.sleep(0.1 * len(completion))
+    return 1.0
 """
 
 
@@ -77,8 +129,12 @@ def bound(name, *samples, **args) -> Reward:
     return bind(name, args, None, fields_of(task), 16)
 
 
+def place_of(code):
+    return f"mine.py:{OWN_REWARDS[: OWN_REWARDS.index(code)].count(chr(10)) + 1}"
+
+
 def values(name, *samples, **args):
-    return [result for _, result in answers(bound(name, *samples, **args), samples)]
+    return [result for _, result in answers([bound(name, *samples, **args)], samples)]
 
 
 def test_a_function_gets_what_it_names():
@@ -87,7 +143,7 @@ def test_a_function_gets_what_it_names():
     assert bound("mine:with_default", given)([given]) == "kg"
     assert bound("mine:with_default", given, unit="g")([given]) == "g"
     fixed = ["answer", "completion_ids", "example", "length", "max_completion_length", "prompt", "truncated"]
-    assert bound("mine:everything", given, more=1)([given]) == sorted([*fixed, "level", "more"])
+    assert bound("mine:everything", given, more=1)([given]) == sorted([*fixed, *LOGS, "level", "more"])
 
 
 def test_a_batched_function_gets_lists_and_a_record_without_a_field_gives_none():
@@ -104,6 +160,8 @@ def test_a_batched_function_gets_lists_and_a_record_without_a_field_gives_none()
         "level": [2, None],
         "source": [None, "x"],
         "max_completion_length": 16,
+        "log_extra": None,
+        "log_metric": None,
     }
 
 
@@ -114,7 +172,54 @@ def test_functions_for_trl_work_as_they_are():
     thought = "<think>3 and 4</think><answer>7</answer>"
     assert values("mine:format_reward", *[sample(text, conversational=True) for text in (thought, "7")]) == [1, 0]
     tasks = [sample("abc", task="math"), sample("abc", task="code")]
-    assert list(answers(bound("mine:only_math", *tasks), tasks)) == [("value", 3.0), ("not_applicable", "")]
+    assert list(answers([bound("mine:only_math", *tasks)], tasks)) == [("value", 3.0), ("not_applicable", "")]
+
+
+def test_a_function_that_raises_says_the_line_of_its_file_that_led_there():
+    """A library's own line would not help."""
+    divided, parsed = values("mine:divides", sample("a"), sample("long"))
+    assert divided == f"ZeroDivisionError: division by zero ({place_of('1 / count')})"
+    assert re.fullmatch(rf"JSONDecodeError: .* \({place_of('json.loads')}\)", parsed)
+    (said,) = values("exact_match", sample("a", answer=None), sample("a"))[:1]
+    assert said == "ValueError: this problem has no answer"  # the line of a built-in function is not the user's
+
+
+def test_none_says_that_a_function_does_not_apply_also_where_it_is_called_for_each_completion():
+    given = [sample("a", kind="sum"), sample("a", kind="word")]
+    assert list(answers([bound("mine:one_kind", *given)], given)) == [("value", 1.0), ("not_applicable", "")]
+
+
+def test_what_functions_log_as_trl_s_do_comes_with_their_answers():
+    given = [sample("abc"), sample("")]
+    assert list(answers([bound("mine:logs", *given)], given)) == [
+        ("value", 1, {"metrics": {"accuracy": 0.75}, "extra": {"golden": "7", "length": 3}}),
+        ("value", 1, {"metrics": {}, "extra": {"golden": "7", "length": 0}}),
+    ]
+    one, other = answers([bound("mine:logs_one", *given)], given)
+    assert one == ("value", 1, {"metrics": {"accuracy": 3}, "extra": {"said": ("abc" * 334)[:1000]}})
+    message = f"ValueError: log_metric: accuracy is no number: returned 'no number' ({place_of('if completion else')})"
+    assert other == ("raised", message, {"metrics": {}, "extra": {"said": ""}})
+    (much,) = answers([bound("mine:logs_too_much", *given)], given[:1])
+    assert much == ("raised", "log_extra and log_metric were given more than 16384 bytes for a completion")
+
+
+def test_coroutine_functions_run_together_over_all_functions_and_completions():
+    given = [sample("1"), sample("2")]
+    together = [bound("mine:meets", *given), bound("mine:meets_all", *given)]
+    assert [value for _, value in answers(together, given, 5.0)] == [1, 2, 10, 20]
+
+
+def test_of_coroutines_that_run_together_those_that_hang_are_timed_out_and_slow_ones_are_waited_for():
+    given = [sample(text) for text in ("hang", "a", "exit", "abc", "ab")]
+    timed_out = ("timed_out", "took longer than 0.15 s")
+    found = list(answers([bound("mine:hangs_at_times", *given)], given, 0.15))
+    assert found == [
+        timed_out,
+        ("value", 1),
+        ("raised", f"SystemExit: 3 ({place_of('raise SystemExit')})"),
+        ("value", 1),
+        ("value", 1),
+    ]
 
 
 def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monkeypatch):
@@ -211,7 +316,7 @@ def server(*replies):
 def test_any_other_answer_of_a_server_than_a_number_for_each_is_a_failure(reply, kind, message):
     given = [sample("a"), sample("b")]
     with server(reply) as (url, _):
-        found = list(answers(bound(url, *given), given))
+        found = list(answers([bound(url, *given)], given))
     assert [one for one, _ in found] == [kind, kind]
     assert re.fullmatch(message, found[0][1])
 
@@ -219,7 +324,7 @@ def test_any_other_answer_of_a_server_than_a_number_for_each_is_a_failure(reply,
 def test_a_redirect_is_not_followed_with_completions_and_secret(monkeypatch):
     monkeypatch.setenv("MLLM_REWARD_TOKEN", "a secret")
     with server((302, b"elsewhere", "/other"), (200, b"[1]")) as (url, requests):
-        ((kind, message),) = answers(bound(url, sample("a")), [sample("a")])
+        ((kind, message),) = answers([bound(url, sample("a"))], [sample("a")])
     assert (kind, message) == ("raised", "ValueError: HTTP 302 Found, and no redirect is followed: elsewhere")
     assert len(requests) == 1
 
@@ -242,9 +347,9 @@ def test_a_server_gets_the_batch_as_json_and_one_that_is_overrun_or_not_there_is
     waited, given = [], [sample("a", level=2), sample("b")]
     monkeypatch.setattr(reward_functions, "time", SimpleNamespace(sleep=waited.append))  # other threads sleep, too
     with server((503, b""), (429, b""), (200, b'{"rewards": [0.5, null]}')) as (url, requests):
-        assert list(answers(bound(url, *given), given)) == [("value", 0.5), ("not_applicable", "")]
+        assert list(answers([bound(url, *given)], given)) == [("value", 0.5), ("not_applicable", "")]
     body = bound("mine:batch_of_everything", *given)(given)[0] | {"completions": ["a", "b"]}
-    assert requests == [{name: value for name, value in body.items() if name not in ("examples", "answer")}] * 3
+    assert requests == [{name: value for name, value in body.items() if name not in ("examples", "answer", *LOGS)}] * 3
     assert waited == [0.25, 0.5]
     with pytest.raises(ConnectionError, match=r"6 tries: URLError: .*refused"):
         bound("url:http://127.0.0.1:9/", *given)(given)

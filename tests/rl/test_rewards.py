@@ -101,9 +101,9 @@ def test_several_processes_give_what_one_gives():
     with opened("late", "batch", "exact_match", seconds=0.5, workers=3) as three:
         assert score(three, *mixed) == alone
     assert [late for late, *_ in alone if late[0] != "value"] == [
-        ("raised", "ValueError: no"),
+        ("raised", "ValueError: no (own_rewards.py:6)"),
         ("timed_out", "took longer than 0.5 s"),
-        ("raised", "ValueError: no"),
+        ("raised", "ValueError: no (own_rewards.py:6)"),
     ]
 
 
@@ -115,9 +115,14 @@ def test_a_batched_function_that_fails_fails_for_all_and_the_first_failure_of_a_
     assert no_list == (("not_a_number", "returned no list of numbers: TypeError: 'float' object is not iterable"),) * 3
     assert half == (("value", 1.0), *[("timed_out", "took longer than 0.9 s")] * 2)
     assert batch == (("value", 4.0), ("not_applicable", ""), ("value", 5.0))
-    assert late == (("value", 4.0), ("value", 0.0), ("raised", "ValueError: no"))
+    assert late == (("value", 4.0), ("value", 0.0), ("raised", "ValueError: no (own_rewards.py:6)"))
     failed = [record.getMessage() for record in caplog.records if "own_rewards:late" in record.getMessage()]
-    assert failed == ["reward own_rewards:late raised: ValueError: no (further ones are only counted)"]
+    assert failed == [
+        "reward own_rewards:late raised: ValueError: no (own_rewards.py:6) (further ones are only counted)"
+    ]
+    with opened("batch") as runner:
+        score(runner, "", "")
+    assert "reward own_rewards:batch returned None: for all of 2 completions; is a return missing?" in caplog.text
     # A batched function's None is neither a failure nor part of the mean.
     last = [row[-2:] for row in scores]
     np.testing.assert_array_equal(weighted_sum(last, np.array([1.0, 0.5])), [6, 0, math.nan])
@@ -131,7 +136,7 @@ def test_a_batched_function_that_fails_fails_for_all_and_the_first_failure_of_a_
 
 
 def test_more_processes_than_calls_are_refused():
-    with pytest.raises(UserError, match=r"task.reward_workers: 2 processes for 1 batched function.* than can work"):
+    with pytest.raises(UserError, match=r"task.reward_workers: 2 processes for 1 calls with all .* than can work"):
         opened("batch", workers=2)
 
 
@@ -190,7 +195,7 @@ def trainer(does):
         worker = Worker([({HOSTILE!r}, {{}})], None, ["answer"], 4, lambda: None)
         worker.start()
         print(*children(worker.process.pid), flush=True)
-        print(worker.ask(0, [Sample(Example([], "7"), {does!r}, array("i", [1]), False)], 60))
+        print(worker.ask([0], [Sample(Example([], "7"), {does!r}, array("i", [1]), False)], 60))
         worker.kill()
     """
     return subprocess.Popen(
@@ -299,6 +304,14 @@ def test_the_trainer_polls_while_it_waits_and_when_it_stops_all_functions_end_an
         ('[0, "value", 0.5]', ("value", 0.5)),
         (r'[0, "raised", "two\nlines \u001b[31m"]', ("raised", "two lines [31m")),
         ('[0, "not_applicable", ""]', ("not_applicable", "")),
+        (
+            r'[0, "value", 0.5, {"metrics": {"a\n": 0.5}, "extra": {"b": "\u001b\ud800"}}]',
+            ("value", 0.5, {"metrics": {"a": 0.5}, "extra": {"b": ""}}),
+        ),
+        *(
+            (f'[0, "value", 0.5, {logged}]', None)
+            for logged in ("1", "{}", '{"metrics": {"a": NaN}, "extra": {}}', '{"metrics": {}, "extra": {"a": []}}')
+        ),
         *((line, None) for line in ("", "[", "5", "[]", "null", '{"0": 1}', "[" * 5000, "\ud800", '[1, "value", 0.5]')),
         *((f'[0, "value", {value}]', None) for value in ("true", "1", '"1"', "[1.0]", "NaN", "1e19", "-Infinity")),
         *(
