@@ -24,7 +24,13 @@ from mllm.errors import ArgumentParser, StepError, UserError, command, run_main
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = make_parser().parse_intermixed_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options, unknown = make_parser().parse_known_intermixed_args(words)
+    if unknown:
+        name, _, value = unknown[0].partition("=")
+        value = value or " ".join(words[words.index(unknown[0]) + 1 :][:1])
+        setting = name.lstrip("-").replace("-", "_")
+        raise UserError(f"{unknown[0]}: no option; a setting has no dashes: {setting}={value}")
     config = configs.load(options.config, options.overrides)
     if options.print_config:
         print(configs.dump(config), end="")

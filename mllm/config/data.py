@@ -35,8 +35,8 @@ class DataConfig(Section):
     """The examples that SFT trains on."""
 
     source: str
-    """A file or a pattern of files (.jsonl, .jsonl.gz, .parquet), also in a bucket (gs://, s3://), a hub id, or `task`:
-    the task's own solutions."""
+    """A file or a pattern of files (.jsonl, .jsonl.gz, .csv, .parquet), also in a bucket (gs://, s3://), a hub id, or
+    `task`: the task's own solutions."""
     subset: str | None = None
     """The subset of a data set on the hub, e.g. `main`; not with files."""
     split: str = "train"
@@ -73,4 +73,8 @@ class DataConfig(Section):
 
 def names_files(source: str) -> bool:
     """Whether a source is a file or a pattern of files by its name, or in a bucket, and so no hub id."""
-    return "://" in source or source.endswith((".jsonl", ".jsonl.gz", ".parquet")) or not {*"*?["}.isdisjoint(source)
+    return (
+        "://" in source
+        or source.endswith((".jsonl", ".jsonl.gz", ".csv", ".parquet"))
+        or not {*"*?["}.isdisjoint(source)
+    )

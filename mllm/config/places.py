@@ -1,5 +1,6 @@
 """Where the files and modules that a configuration names are: in its own folder, or in the current one."""
 
+import difflib
 import glob
 import os
 import sys
@@ -57,6 +58,14 @@ def locate(settings: dict[str, Any], folders: Sequence[Path], keys: Sequence[str
             continue
         paths = [str(folder / value) for folder in folders]
         values[name] = next(filter(os.path.isdir if key in FOLDERS else is_file, paths), value)
+
+
+def missing(name: str, kind: str = "file") -> str:
+    """That there is no such file, where it was looked for, and which name there is most like it."""
+    folders = dict.fromkeys(os.path.dirname(os.path.join(folder, name)) for folder in MODULES or [os.getcwd()])
+    there = [os.path.basename(path) for folder in folders for path in glob.glob(f"{glob.escape(folder)}/*")]
+    close = difflib.get_close_matches(os.path.basename(name), there, n=1)
+    return f"{name}: no such {kind} in {' or '.join(folders)}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def is_file(path: str) -> bool:

@@ -82,8 +82,8 @@ class TaskConfig(Section):
     """`jsonl` (files), `hub` (a data set), `package.module:function`, which returns problems, or a built-in task:
     `arithmetic`, `gsm8k`, `reasoning_gym:NAME`."""
     train: str | None = None
-    """jsonl: a file, or a pattern of files (.jsonl, .jsonl.gz, .parquet), also in a bucket; hub: a split, by default
-    `train`."""
+    """jsonl: a file, or a pattern of files (.jsonl, .jsonl.gz, .csv, .parquet), also in a bucket; hub: a split, by
+    default `train`."""
     test: str | None = None
     """jsonl: the files of a test set, whose problems training never sees; hub: its split. Needs `eval.test`."""
     id: str | None = None

@@ -169,11 +169,10 @@ def write_documents(folder: Path, origin: Origin, config: DataConfig, encoded: I
             cut += not complete
             texts += is_text
         documents = sizes.tell()
-    if bad and config.on_bad_line == "error":
+    if bad and (config.on_bad_line == "error" or not documents):
         raise bad_lines(bad, origin.key)
     if not documents:
-        none = f"all {len(bad)} lines are bad, the first: {bad[0][1]}" if bad else "there is no example in it"
-        raise UserError(f"{origin.key}: {origin.source}: {none}")
+        raise UserError(f"{origin.key}: {origin.source}: there is no example in it")
     return {"content": content.hexdigest(), "skipped": len(bad), "cut": cut, "texts": texts}
 
 

@@ -59,16 +59,18 @@ def training_prompts(
     def next_usable(position: int) -> tuple[Prompt, int]:
         nonlocal warned
         for place in range(position, position + MOST_SKIPPED):
-            _, prompt = read_prompt(examples, renderer, example_index(place, len(examples), seed))
+            where, prompt = read_prompt(examples, renderer, example_index(place, len(examples), seed))
             if isinstance(prompt, Prompt):
                 if len(prompt.tokens) <= max_prompt_length:
                     return prompt, place + 1
-                long = f"{prompt.example.place} has {len(prompt.tokens)} tokens, and the limit is {max_prompt_length}"
-                prompt = UserError(f"rollout.max_prompt_length: {long}")
+                long = f"{len(prompt.tokens)} tokens, and the limit is {max_prompt_length}"
+                prompt = UserError(f"rollout.max_prompt_length: it has {long}")
             if not warned:
-                log.warning("a prompt of task %s is left out: %s (prompts_skipped counts them)", name, prompt)
+                log.warning(
+                    "a prompt of task %s is left out: %s: %s (prompts_skipped counts them)", name, where, prompt
+                )
                 warned = True
-        raise UserError(f"task {name}: {MOST_SKIPPED} prompts in a row can't be used, the last: {prompt}")
+        raise UserError(f"task {name}: {MOST_SKIPPED} prompts in a row can't be used, the last: {where}: {prompt}")
 
     return DataIterator(next_usable, len(examples), None, task.content, ahead)
 
@@ -105,4 +107,4 @@ def read_prompt(examples: Sequence[Example], renderer: Renderer, index: int) -> 
     try:
         return example.place, Prompt(example, encode_prompt(renderer, example.prompt))
     except MessagesError as error:
-        return example.place, UserError(f"{example.place}: {error}")
+        return example.place, error

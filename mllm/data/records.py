@@ -4,18 +4,21 @@ Several processes share the work by blocks of records: each reads all of the fil
 tokenizes its own blocks, which is slow. Blank lines are no records, but count in the lines' numbers.
 """
 
+import csv
 import glob
 import gzip
 import hashlib
+import io
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from mllm.config import places
 from mllm.errors import UserError, brief, need
 from mllm.store.bucket import is_bucket
 from mllm.store.fetch import fetch_files
@@ -25,13 +28,19 @@ Record = dict[str, Any]
 Records = Iterator[tuple[str, Record | UserError]]
 """Records with their places, `train.jsonl:17`, or what is wrong with them."""
 
-FORMATS = "a file of JSON lines (.jsonl, .jsonl.gz) or .parquet"
-LISTED_PLACES = 20
+FORMATS = "a file of JSON lines (.jsonl, .jsonl.gz), .csv or .parquet"
+LISTED_PLACES = 3
 """How many bad lines an error lists."""
 BLOCK_BYTES, BLOCK_ROWS = 2**16, 64
 """About the bytes of a block of lines, and the rows of a block of a table."""
 LONGEST_LINE = 2**23
 """The limit to a line's bytes: about a million tokens, each of which takes a hundred bytes for a moment."""
+
+
+class BadRecord(UserError):
+    """What is wrong with a record; where it is stands beside it."""
+
+    fields: Sequence[str] = ()
 
 
 class Block(NamedTuple):
@@ -41,7 +50,7 @@ class Block(NamedTuple):
     first: int
     """The number of the first line or row."""
     rows: Any
-    """Lines in bytes, or rows: a list, or pyarrow's RecordBatch."""
+    """Lines in bytes, or rows: a list, in which a blank one is empty bytes, or pyarrow's RecordBatch."""
 
     def records(self) -> Records:
         """The records; rows lack what is null in them, where every column of a table has a value or null."""
@@ -87,7 +96,7 @@ class Origin(NamedTuple):
             rows = iter(hub_split(self.source, self.subset, self.split, self.key))
             return numbered(f"{self.source}[{self.split}]", 0, iter(lambda: list(islice(rows, BLOCK_ROWS)), []))
         return chain.from_iterable(
-            numbered(str(path), 1, (row_blocks if path.suffix == ".parquet" else line_blocks)(path, self.key))
+            numbered(str(path), 1, READERS.get(path.suffix, line_blocks)(path, self.key))
             for path in file_paths(self.source, self.key)
         )
 
@@ -99,19 +108,20 @@ def numbered(source: str, first: int, blocks: Iterable[Any]) -> Iterator[Block]:
 
 
 def read_records(records: Iterable[tuple[str, Any]], read: Callable[[Any], T]) -> Iterator[tuple[str, T | UserError]]:
-    """What `read` gives for each record, or what is wrong with it: its place, and the UserError that `read` raises."""
+    """What `read` gives for each record, or the UserError that it raises, as a BadRecord."""
     for place, record in records:
         try:
             result = record if isinstance(record, UserError) else read(record)
         except UserError as error:
-            result = UserError(f"{place}: {error}")
+            result = BadRecord(str(error))
+            result.fields = [name for name in record if isinstance(name, str)] if isinstance(record, dict) else []
         yield place, result
 
 
 def sound_records(records: Iterable[tuple[str, T | UserError]], key: str) -> Iterator[tuple[str, T]]:
     """The records that aren't bad, with their places.
 
-    After the last one all bad lines are raised as one UserError, which names the setting `key` and lists their places.
+    After the last one all bad lines are raised as one UserError, which names the setting `key`.
     """
     bad: list[tuple[str, UserError]] = []
     for place, record in records:
@@ -124,24 +134,25 @@ def sound_records(records: Iterable[tuple[str, T | UserError]], key: str) -> Ite
 
 
 def bad_lines(bad: list[tuple[str, UserError]], key: str) -> UserError:
-    """The error of one or more bad lines, each with its place."""
-    (_, first), *more = bad
-    if not more:
-        return first
-    places = ", ".join(place for place, _ in bad[:LISTED_PLACES])
-    left = f" and {len(bad) - LISTED_PLACES} more" if len(bad) > LISTED_PLACES else ""
-    return UserError(f"{key}: {len(bad)} lines are bad ({places}{left}), the first: {first}")
+    """The error of bad lines: what is wrong with the first, all places with the same fault, the first one's fields."""
+    first = bad[0][1]
+    alike = [place for place, error in bad if str(error) == str(first)]
+    left, others = len(alike) - LISTED_PLACES, len(bad) - len(alike)
+    where = ", ".join(alike[:LISTED_PLACES]) + (f" and {left} more" if left > 0 else "")
+    also = f"; {others} other lines are bad, too" if others else ""
+    fields = ", ".join(first.fields) if isinstance(first, BadRecord) else ""
+    return UserError(f"{key}: {first} ({where}){also}" + f"; the fields there are {fields}" * bool(fields))
 
 
 def file_paths(source: str, key: str) -> list[Path]:
     """The file of that name, or the files that match it, in order; UserError where none does."""
     if is_bucket(source):
         return fetch_files(source, key)
-    if os.path.lexists(source) or not glob.has_magic(source):
+    if os.path.lexists(source):
         return [Path(source)]
     paths = sorted(path for path in glob.glob(source, recursive=True) if not os.path.isdir(path))
     if not paths:
-        raise UserError(f"{key}: no file matches {source}: give {FORMATS}")
+        raise UserError(f"{key}: {places.missing(source)}: give {FORMATS}")
     return [Path(path) for path in paths]
 
 
@@ -174,6 +185,20 @@ def row_blocks(path: Path, key: str) -> Iterator[Any]:
         raise UserError(f"{key}: {path} can't be read ({brief(error)}): give {FORMATS}") from None
 
 
+def csv_blocks(path: Path, key: str) -> Iterator[list[Any]]:
+    """The rows of a CSV file, named by its first; all values are texts. UserError where it can't be read."""
+    csv.field_size_limit(LONGEST_LINE)
+    try:
+        with open_file(path, key) as file:
+            rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+            header = next(rows, [])
+            named = (dict(zip_longest(header, row)) if row else b"" for row in rows)
+            numbered_as_lines = chain([b""], named)
+            yield from iter(lambda: list(islice(numbered_as_lines, BLOCK_ROWS)), [])
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"{key}: {path} can't be read ({brief(error)}): give {FORMATS}") from None
+
+
 def line_blocks(path: Path, key: str) -> Iterator[list[bytes]]:
     """The lines of a file; one beyond `LONGEST_LINE` is cut, one byte after the limit. UserError as by `open_file`."""
     lines, size = list[bytes](), 0
@@ -191,9 +216,15 @@ def line_blocks(path: Path, key: str) -> Iterator[list[bytes]]:
         yield lines
 
 
+READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {".parquet": row_blocks, ".csv": csv_blocks}
+"""What reads a file with this ending; `line_blocks` any other."""
+
+
 def parse(row: bytes | Record) -> Record:
     """The JSON object in a line, or a row without what is null in it; UserError where a line holds no object."""
     if isinstance(row, dict):
+        if None in row:
+            raise UserError("it has more values than the first line has names")
         return {name: value for name, value in row.items() if value is not None}
     if len(row) > LONGEST_LINE:
         raise UserError(f"longer than {LONGEST_LINE >> 20} MiB: is it a file of JSON lines?")
@@ -208,10 +239,11 @@ def parse(row: bytes | Record) -> Record:
 
 def hub_split(source: str, subset: str | None, split: str, key: str) -> Any:
     """The split of a hub's data set; UserError, which names the setting `key`, where it can't be had."""
-    need("datasets", "hub", f"{key}: {source} is no file here: give a local path; a hub id")
+    what = f"{key}: {places.missing(source) if key in places.FILES else source}"  # the id of a task is no path
+    need("datasets", "hub", f"{what}; a hub id")
     import datasets
 
     try:
         return datasets.load_dataset(source, subset, split=split)
     except Exception as error:  # many kinds: no network, no such data set, a damaged cache
-        raise UserError(f"{key}: {source} can't be had from the hub ({brief(error)}): give a local path") from None
+        raise UserError(f"{what}; it can't be had from the hub ({brief(error)}): give a local path") from None

@@ -15,6 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from mllm.config.places import missing
 from mllm.errors import UserError, brief
 from mllm.progress import transfer_bar
 from mllm.store.bucket import Bucket, cache_folder, is_bucket
@@ -58,7 +59,7 @@ def local_folder(
     if os.path.lexists(folder):
         raise UserError(f"{key}: {source}: is not a folder (archives and single files are never opened); {way_out}")
     if not HUB_ID.fullmatch(source):
-        raise UserError(f"{key}: {source}: no such folder; {way_out}")
+        raise UserError(f"{key}: {missing(source, 'folder')}; {way_out}")
     from huggingface_hub import HfApi, snapshot_download
 
     unreachable = None
@@ -71,8 +72,8 @@ def local_folder(
     try:
         return Path(snapshot_download(source, allow_patterns=[*patterns], local_files_only=unreachable is not None))
     except Exception as error:
-        reason = f"no such folder, and the hub did not give it ({brief(unreachable or error)})"
-        raise UserError(f"{key}: {source}: {reason}; {way_out}") from None
+        reason = f"and the hub did not give it ({brief(unreachable or error)})"
+        raise UserError(f"{key}: {missing(source, 'folder')}, {reason}; {way_out}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -44,6 +44,16 @@ def test_files_are_found_in_the_configurations_folder_and_the_current_one(here, 
     assert f"{config.task.train} {config.model.source}" == meant
 
 
+def test_what_is_missing_says_where_it_was_looked_for_and_the_nearest_name(here: Path) -> None:
+    (here / "ours" / "data").mkdir()
+    (here / "ours" / "data" / "train.jsonl").touch()
+    configs.load("ours/run.yaml")
+    assert places.missing("data/trian.jsonl") == (
+        f"data/trian.jsonl: no such file in {here}/ours/data or {here}/data; did you mean train.jsonl?"
+    )
+    assert places.missing("/nowhere/x") == "/nowhere/x: no such file in /nowhere"
+
+
 def test_a_section_in_a_section_is_looked_into(here: Path) -> None:
     (here / "ours" / "heldout.jsonl").touch()
     settings: dict[str, Any] = {"data": {"source": "hub/id", "validation": {"source": "heldout.jsonl"}}}

@@ -152,7 +152,7 @@ def test_bad_lines_are_skipped_and_counted_on_request(tmp_path, caplog, monkeypa
     read = batches_of(source, batch_size=1, on_bad_line="skip", packing=False)
     assert "5 bad lines were skipped" in caplog.text
     assert (read.examples, questions(next(read))) == (1, ["good"])
-    with pytest.raises(UserError, match=r"data.source: .*all 2 lines are bad, the first: .*data.jsonl:1: not JSON"):
+    with pytest.raises(UserError, match=r"data.source: not JSON .*data.jsonl:1"):
         batches_of(write(tmp_path, ["{", "["]), on_bad_line="skip")
 
 

@@ -135,25 +135,41 @@ def test_processes_read_every_line_and_row_once_in_order_with_its_number(
     assert [record for block in turns if block for record in block.records()] == expected
 
 
-def test_all_bad_lines_are_one_error_after_the_good_ones(tmp_path: Path) -> None:
+def test_all_bad_lines_are_one_error_after_the_good_ones_with_the_cause_three_places_and_the_fields(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_text('{"answer": "1"}\n{\n' + '{"answer": 2}\n' * 30)
+    path.write_text('{"answer": "1"}\n' + '{"solution": "2", "level": 1}\n' * 30 + "{\n")
     answers = read_records(Origin("task.train", str(path)).records(), lambda r: text(r, "answer"))
     read = sound_records(answers, "task.train")
     assert next(read) == (f"{path}:1", "1")
     with pytest.raises(UserError) as raised:
         next(read)
-    said = str(raised.value)
-    assert said.startswith(f"task.train: 31 lines are bad ({path}:2, {path}:3, ")
-    assert f"{path}:21 and 11 more), the first: {path}:2: not JSON" in said
-    assert f"{path}:22" not in said
+    assert str(raised.value) == (
+        f"task.train: answer is missing ({path}:2, {path}:3, {path}:4 and 27 more); 1 other lines are bad, too; "
+        "the fields there are solution, level"
+    )
+
+
+def test_a_csv_file_has_texts_named_by_its_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_bytes('\ufeffquestion,answer\r\n"1,5 +\n1 = ""?""","2,5"\r\n\r\nä,3\n4\n'.encode())
+    assert [*Origin("task.train", str(path)).records()] == [
+        (f"{path}:2", {"question": '1,5 +\n1 = "?"', "answer": "2,5"}),
+        (f"{path}:4", {"question": "ä", "answer": "3"}),
+        (f"{path}:5", {"question": "4"}),
+    ]
 
 
 @pytest.mark.parametrize(
     ("package", "use", "said"),
     [
-        ("pyarrow", lambda: next(Origin("--prompts", "a.parquet").records()), r"--prompts: a.parquet .*\[parquet\]"),
-        ("datasets", lambda: load(TaskConfig(name="gsm8k"), 0), r"task.path: openai/gsm8k is no file .*\.\[hub\]"),
+        (
+            "pyarrow",
+            lambda: next(records.row_blocks(Path("a.parquet"), "--prompts")),
+            r"--prompts: a.parquet .*\[parquet\]",
+        ),
+        ("datasets", lambda: load(TaskConfig(name="gsm8k"), 0), r"task.path: openai/gsm8k; a hub id .*\.\[hub\]"),
         ("reasoning_gym", lambda: gym("sums", 0, 1), r"task.name: reasoning_gym:sums needs .*\.\[reasoning\]"),
     ],
 )

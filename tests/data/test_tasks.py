@@ -76,7 +76,7 @@ def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_se
     assert task.test[0].solution == "It is <<3=3>>.\n#### 3"
     assert question(task.test[0]) == f"How much is 3? {GSM8K_INSTRUCTION}"
     write(tmp_path, [{"question": "How much is 5?", "answer": "It is 5."}], "test.jsonl")
-    with pytest.raises(UserError, match=r"test.jsonl:1: answer has no line '#### N' with the result"):
+    with pytest.raises(UserError, match=r"answer has no line '#### N' with the result \(.*test.jsonl:1\)"):
         load(TaskConfig(name="gsm8k", path=str(tmp_path), heldout=1), seed=0)
 
 
@@ -223,7 +223,7 @@ def test_other_content_is_another_hash_wherever_it_stands(tmp_path: Path) -> Non
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, settings: Any, fault: str) -> None:
-    with pytest.raises(UserError, match=rf"^{tmp_path}/train.jsonl:2: {fault}"):
+    with pytest.raises(UserError, match=rf"^task.train: {fault}.* \({tmp_path}/train.jsonl:2\)"):
         task(tmp_path, {"prompt": "1+1=", "question": "1+1="}, line, **settings)
 
 
@@ -252,7 +252,7 @@ def test_a_data_set_of_the_hub_becomes_problems_whose_fields_keep_its_names_for_
     assert example.place.startswith("us/sums[train]:")
     assert texts([example]) == [example.fields["question"]]
     assert example.answer == example.fields["solution"]
-    with pytest.raises(UserError, match=r"task.id: us/other can't be had from the hub \(Dataset 'us/other'"):
+    with pytest.raises(UserError, match=r"task.id: us/other; it can't be had from the hub \(Dataset 'us/other'"):
         load(TaskConfig(name="hub", id="us/other"), seed=0)
 
 
@@ -285,10 +285,10 @@ def test_a_function_returns_problems(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("yield {}\n raise ValueError('a\\nb')", "can't be used: ValueError: a$"),
         ("return 3", "can't be used: TypeError: 'int' object is not iterable"),
         ("return {'dev': []}", "returned 'dev': expected train, and test"),
-        ("return 'abc'", r"our_problems:make\[0\]: expected a mapping, got str"),
+        ("return 'abc'", r"task.name: expected a mapping, got str \(our_problems:make\[0\], our_"),
         (
             "return [{'prompt': 'a', 'f': lambda: 0}]",
-            r"make\[0\]: can't be sent to the rewards' process: .*Can't pickle",
+            r"can't be sent to the rewards' process: Can't pickle .*make\[0\]",
         ),
     ],
 )

@@ -19,6 +19,7 @@ from runs import arguments, checksums, spawn
 from tiny import config
 
 import train
+from mllm.config import places
 from mllm.config.load import dump
 from mllm.model import weights
 from mllm.model.load import load_policy
@@ -46,6 +47,7 @@ def model(exported, tmp_path):
 def refused(tmp_path, capfd, monkeypatch):
     """Calls a module's `main`, which must refuse with one line and leave all files as they are; returns the line."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(places, "MODULES", [])
     compiled = []
 
     def listen(event: str, seconds: float, **_: object) -> None:
@@ -121,6 +123,8 @@ def test_a_configuration_that_is_no_file_is_answered_with_the_shipped_ones(name,
 OVERRIDES = {
     # not key=value
     "steps": "steps: expected key.sub=value",
+    "--steps=10": "--steps=10: no option; a setting has no dashes: steps=10",
+    "--data.max-length": "--data.max-length: no option; a setting has no dashes: data.max_length=",
     "steps.x=1": "steps.x=1: steps is a value, not a section",
     "steps=[": "steps=[: the value is not readable as YAML",
     # of an unknown name, of the wrong type, out of bounds
@@ -137,9 +141,9 @@ OVERRIDES = {
     "rollout.stop=['']": "rollout.stop.0: String should have at least 1 character",
     "rollout.repetition_penalty=1.2": "rollout.repetition_penalty: changes the probabilities that grpo learns from",
     "task.heldout=60": "task.heldout: 60 of arithmetic's 100 problems",
-    "task.system_prompt='<|im_end|>'": "arithmetic[0]: messages: <|im_end|> is a control token",
+    "task.system_prompt='<|im_end|>'": "training prompts of task arithmetic: messages: <|im_end|> is a control token",
     "eval={test: true}": "eval.test: task arithmetic has no test set",
-    "task={name: gsm8k, path: nowhere}": "task.path: nowhere/train.jsonl can't be read",
+    "task={name: gsm8k, path: nowhere}": "task.path: nowhere/train.jsonl: no such file in {here}/nowhere: give a",
     "task={name: hub}": "task.id: task hub needs the id of a data set",
     # the model by its sizes
     "model.architecture.vocab_size=128": "model.tokenizer: its token '<|pad|>' has id 259",
@@ -164,7 +168,7 @@ OVERRIDES = {
 def test_an_impossible_setting_is_named(override, tmp_path, refused):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.tex").write_text("It was a dark and stormy night.")
-    assert OVERRIDES[override] in refused(train, *arguments(config(run_dir="run")), override)
+    assert OVERRIDES[override].format(here=tmp_path) in refused(train, *arguments(config(run_dir="run")), override)
 
 
 # The model's files
@@ -184,7 +188,7 @@ def test_a_single_file_is_no_model_and_no_data(tmp_path, refused):
     for source in (path, path.relative_to(tmp_path)):  # the second might be a hub id
         said = refused(train, *arguments(pretrained(source)))
         assert f"{source}: is not a folder (archives and single files are never opened)" in said
-    assert f"{path}:1: not JSON in UTF-8" in refused(train, *finetuned(path))
+    assert f" ({path}:1, {path}:2, " in refused(train, *finetuned(path))
 
 
 def test_code_in_a_models_folder_is_not_run(model, monkeypatch):
@@ -217,22 +221,37 @@ LINES = {
     "nine megabytes": (b'{"question": "' + b"a" * 9 * 2**20 + b'", "answer": "a"}', "longer than 8 MiB"),
 }
 FILES = {
-    "nothing": ("train.jsonl", None, "data.source: {path} can't be read (No such file or directory)"),
+    "nothing": ("train.jsonl", None, "data.source: {path}: no such file in {here}: give a file of JSON lines ("),
     "an empty file": ("train.jsonl", b"", "data.source: {path}: there is no example in it"),
     "too little": ("train.jsonl", GOOD, "data.source: {path} has 1 examples, too few for one batch in 1 epochs"),
-    "a pattern without files": ("train-*.jsonl", None, "data.source: no file matches {path}: give a file of JSON"),
+    "a pattern without files": ("train-*.jsonl", None, "data.source: {path}: no such file in {here}: give a file"),
     "half of gzip": (
         "train.jsonl.gz",
         gzip.compress(GOOD * 9)[:30],
         "data.source: {path} can't be read (Compressed file",
     ),
     "parquet that is none": ("train.parquet", GOOD, "data.source: {path} can't be read (Parquet"),
-    "a hub id that is too long": ("a" * 300, None, "data.source: {path} is no file here"),
+    "a hub id that is too long": ("a" * 300, None, "data.source: {path}: no such file in {here}; "),
+    "a table of no UTF-8": (
+        "train.csv",
+        b"text\n\xff\n",
+        "data.source: {path} can't be read ('utf-8' codec can't decode",
+    ),
+    "a table with an open quote": (
+        "train.csv",
+        b'text\n"a\n',
+        "data.source: {path} can't be read (unexpected end of data",
+    ),
+    "a row of too many values": (
+        "train.csv",
+        b"text\n\na\na,b\n",
+        "data.source: it has more values than the first line has names ({path}:4); the fields there are text",
+    ),
     "a pipe": ("data", os.mkfifo, "data.source: {path} is no regular file: give a file of JSON"),
 }
 """A data source's name, its bytes or how it is made, and the message."""
 FILES |= {
-    f"a line: {what}": ("train.jsonl", GOOD + line + b"\n" + GOOD, f"{{path}}:2: {text}")
+    f"a line: {what}": ("train.jsonl", GOOD + line + b"\n" + GOOD, f"data.source: {text}")
     for what, (line, text) in LINES.items()
 }
 
@@ -245,7 +264,10 @@ def test_bad_data_are_refused_and_not_waited_for(what, tmp_path, refused):
         make(path)
     elif make is not None:
         path.write_bytes(make)
-    assert text.format(path=path) in refused(train, *finetuned(path))
+    said = refused(train, *finetuned(path))
+    assert text.format(path=path, here=tmp_path) in said
+    if what.startswith("a line: "):
+        assert f" ({path}:2)" in said
 
 
 # The tools
@@ -268,7 +290,7 @@ TOOLS = (
     ("generate", "run hi --n 4", "--n: the likeliest tokens are always the same: give --temperature"),
     ("generate", "run ''", "PROMPT is empty"),
     ("generate", "begun hi --step 2", "--step: begun is no run, which alone has checkpoints: leave it out"),
-    ("generate", "run --prompts missing.jsonl", "--prompts: missing.jsonl can't be read"),
+    ("generate", "run --prompts missing.jsonl", "--prompts: missing.jsonl: no such file in "),
     ("memory", "--config tiny_sft --out run/x/y", "--out: run/x/y names no file in a folder that is there"),
     ("bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' is not N,D,V: three whole numbers from 1 to 99"),
     ("bench.head", "--live 0", "argument --live: 0 is not a number above 0, at most 1"),
