@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TOPICS = {
     "Reward": ("reward", "eval/reward", "eval/sampled_reward", "test/reward"),
-    "Accuracy": ("eval/greedy_accuracy", "eval/sampled_accuracy", "test/greedy_accuracy"),
+    "Accuracy": ("eval/greedy_accuracy", "test/greedy_accuracy"),
     "Loss (nats)": ("loss", "validation/loss"),
     "Validation: token accuracy": ("validation/token_accuracy",),
     "Entropy (nats)": ("entropy",),
@@ -29,9 +29,11 @@ TOPICS = {
     "Share of completions cut off": ("completions/clipped_ratio",),
     "Tokens per second": ("tokens_per_second",),
 }
-"""The metrics in each panel."""
+"""The metrics in each panel; avg@k and pass@k are accuracies, too."""
 KINDS = {
     "eval/sampled_": ("held-out, sampled", ".--"),
+    "eval/avg@": ("held-out", ".--"),
+    "eval/pass@": ("held-out", ".:"),
     "eval/": ("held-out", ".-"),
     "validation/": ("validation", ".--"),
     "test/": ("test", "*"),
@@ -87,11 +89,13 @@ def draw(runs: dict[str, list[Record]]) -> "Figure":
     """A picture with a panel for each topic of which a run has a metric; UserError if there is none."""
     from matplotlib.figure import Figure
 
+    from mllm.run.metrics import at_k
+
     curves = [
         (topic, run, key, having)
         for topic, metrics in TOPICS.items()
         for run, records in runs.items()
-        for key in metrics
+        for key in (*metrics, *(at_k(records) if topic == "Accuracy" else ()))
         if (having := [record for record in records if key in record])
         # A policy's loss is near 0 on its own samples, so its curve shows nothing.
         and not (key == "loss" and any("reward" in record for record in records))
@@ -129,7 +133,8 @@ def draw_curve(axis: Any, records: list[Record], key: str, color: str, run: str)
         )
     if len(steps) == 1:
         style = style.replace("-", "") or "."  # a line has no single point
-    axis.plot(steps, values, style, color=color, label=run + kind)
+    repeated = f", {key.partition('/')[2]}" if "@" in key else ""
+    axis.plot(steps, values, style, color=color, label=run + kind + repeated)
     if band:
         axis.fill_between(steps, *band, color=color, alpha=0.12 if len(steps) > 1 else 1)  # of one step a line
 

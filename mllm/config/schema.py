@@ -198,11 +198,16 @@ class Config(Section):
             self.need("eval", "task", "rollout")
         if self.task is not None and self.task.test is not None and not (self.eval and self.eval.test):
             raise impossible("task.test", "is measured only at the end of a run with eval.test: true; set that")
+        held_out = self.task is not None and self.task.heldout != 0
+        if self.eval is not None and not held_out and (self.eval.every or not self.eval.test):
+            raise impossible(
+                "task.heldout", "0 leaves eval nothing but eval.test at the end: set that alone, or hold out"
+            )
         if not self.checkpoint.keep_best:
             return
         validation = self.data and self.data.validation
-        judge, key = (validation, "data.validation.every") if validation else (self.eval, "eval.every")
-        if judge is None:
+        judge, key = (validation, "data.validation.every") if validation else (held_out and self.eval, "eval.every")
+        if not judge:
             raise impossible("checkpoint.keep_best", "needs an eval section" + " or data.validation" * bool(self.data))
         if judge.every and self.checkpoint.every and judge.every % self.checkpoint.every:
             problem = f"{key} ({judge.every}) is not a multiple of checkpoint.every ({self.checkpoint.every})"

@@ -100,9 +100,9 @@ class TaskConfig(Section):
     """arithmetic: the size of its problems."""
     path: str | None = None
     """gsm8k: a folder with train.jsonl and test.jsonl, also in a bucket; None: from the hub."""
-    heldout: PositiveInt | None = None
+    heldout: int | None = Field(default=None, ge=0)
     """How many training problems are held out for evaluation, and never trained on; None: 256, or a tenth of all where
-    that is less."""
+    that is less; 0: none."""
     system_prompt: str | None = None
     """The system message before a prompt; it replaces the instruction that `gsm8k` and `reasoning_gym` append."""
     template_args: dict[str, Any] | None = None
@@ -144,11 +144,11 @@ class TaskConfig(Section):
     @property
     def most_heldout(self) -> int:
         """The most problems that may be held out."""
-        return self.heldout or HELDOUT
+        return HELDOUT if self.heldout is None else self.heldout
 
     def heldout_of(self, problems: int) -> int:
         """How many of so many problems are held out."""
-        return self.heldout or min(HELDOUT, max(1, problems // 10))
+        return min(HELDOUT, max(1, problems // 10)) if self.heldout is None else self.heldout
 
 
 class EvalConfig(Section):
@@ -156,7 +156,8 @@ class EvalConfig(Section):
 
     every: PositiveInt | None = None
     """Steps between evaluations; None: only at step 0 and at the end."""
-    sampled: bool = False
-    """Measure one completion at the rollout's temperature besides the greedy one."""
+    samples: int = Field(default=0, ge=0)
+    """How many completions of each problem at the rollout's temperature are measured besides the greedy one: `avg@k`
+    and `pass@k`."""
     test: bool = False
     """Measure the task's test set, too: once, at the end of the run, under `test/`. Nothing is chosen by it."""

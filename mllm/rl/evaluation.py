@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from jaxtyping import Float
 
 from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.prompts import usable_prompts
@@ -32,12 +33,13 @@ def make_evaluation(
 ) -> Callable[[Params, int], dict[str, float]]:
     """The function (parameters, step) -> metrics that evaluates on the problems.
 
-    It completes each problem greedily and, if `options.sampled`, once at the rollout's temperature. The metrics are,
+    It completes each problem greedily and k = `options.samples` times at the rollout's temperature. The metrics are,
     with `prefix` for `eval/`: `eval/reward`, the mean over the completions whose rewards did not fail, and
     `eval/rewards/NAME/...` for each function; for the completions at temperature `eval/sampled_reward...`. If all
-    problems have answers, there are `eval/greedy_accuracy` (the answer in the task's exact form) with the ends `_low`
-    and `_high` of its 95 % interval and `eval/greedy_flexible_accuracy` (the last number counts), too; and the mean
-    length in tokens.
+    problems have answers, there are `eval/greedy_accuracy` (the answer in the task's exact form), `eval/avg@k` (the
+    mean accuracy at temperature) and `eval/pass@j` for k and the powers of two below it, each with the ends `_low` and
+    `_high` of its 95 % interval, and `eval/greedy_flexible_accuracy` (the last number counts); and the mean length in
+    tokens.
 
     Prompts that are longer than `rollout.max_prompt_length` are left out; UserError as for `usable_prompts`.
     """
@@ -47,17 +49,18 @@ def make_evaluation(
 
     def evaluate(params: Params, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        for mode in ("greedy", "sampled") if options.sampled else ("greedy",):
+        for mode, k in (("greedy", 1), ("sampled", options.samples))[: 1 + bool(options.samples)]:
             trajectories = sample_trajectories(
                 sampler,
                 rewards,
-                prompts,
+                [prompt for prompt in prompts for _ in range(k)],
                 params,
                 step=step,
                 first_sequence=FIRST_SEQUENCE,
                 rows=rows,
                 watch=Stopwatch(),
                 greedy=mode == "greedy",
+                group=k,
             )
             answers = [one.rewards for one in trajectories]
             total = weighted_sum(answers, rewards.weights)
@@ -67,24 +70,43 @@ def make_evaluation(
             metrics |= {f"{start}{name}": value for name, value in reward_metrics(rewards.names, answers).items()}
             metrics[f"{prefix}{mode}_mean_length"] = float(np.mean([len(one.logprobs) for one in trajectories]))
             if answered:
-                texts = [(one.text, prompt.example) for one, prompt in zip(trajectories, prompts, strict=True)]
+                examples = [prompt.example for prompt in prompts for _ in range(k)]
+                texts = [(one.text, example) for one, example in zip(trajectories, examples, strict=True)]
                 correct, flexible = (
-                    int(sum(match(text, example.answer, example) for text, example in texts))
+                    np.array([match(text, example.answer, example) for text, example in texts]).reshape(-1, k)
                     for match in (exact_match, flexible_match)
                 )
-                low, high = wilson(correct, len(prompts))
-                metrics |= {
-                    f"{prefix}{mode}_accuracy": correct / len(prompts),
-                    f"{prefix}{mode}_accuracy_low": low,
-                    f"{prefix}{mode}_accuracy_high": high,
-                    f"{prefix}{mode}_flexible_accuracy": flexible / len(prompts),
+                shares = {"greedy_accuracy" if mode == "greedy" else f"avg@{k}": correct.mean(axis=1)}
+                shares |= {
+                    f"pass@{j}": pass_at(j, correct) for j in sorted({k, *(2**i for i in range(1, 32))}) if 1 < j <= k
                 }
+                for name, values in shares.items():
+                    low, high = interval(values, k)
+                    metrics |= {f"{prefix}{name}": float(values.mean())}
+                    metrics |= {f"{prefix}{name}_low": low, f"{prefix}{name}_high": high}
+                metrics[f"{prefix}{mode}_flexible_accuracy"] = float(flexible.mean())
         return metrics
 
     return evaluate
 
 
-def wilson(successes: int, trials: int) -> tuple[float, float]:
+def pass_at(j: int, correct: Float[np.ndarray, "P k"]) -> Float[np.ndarray, " P"]:
+    """For each problem the probability that one of j completions is right, without bias (Chen et al. 2021, eq. 1)."""
+    k = correct.shape[1]
+    return np.array([1 - math.comb(k - int(row.sum()), j) / math.comb(k, j) for row in correct])
+
+
+def interval(values: Float[np.ndarray, " P"], k: int) -> tuple[float, float]:
+    """The 95 % interval of the mean over problems, each measured by k completions.
+
+    It is Wilson's for as many independent trials as give the mean's variance (Kish 1965), 1 to k for each problem.
+    """
+    share, count = float(values.mean()), len(values)
+    trials = float(np.clip(share * (1 - share) * count / max(values.var(), 1e-12), count, count * k))
+    return wilson(share * trials, trials)
+
+
+def wilson(successes: float, trials: float) -> tuple[float, float]:
     """The 95 % interval of a proportion (Wilson 1927; Newcombe 1998, method 3): sound at 0 and 1, too."""
     share, denominator = successes / trials, 2 * (trials + Z**2)
     center = (2 * trials * share + Z**2) / denominator

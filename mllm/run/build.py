@@ -165,7 +165,8 @@ class Run:
         rows = RowShare.of_mesh(self.mesh)
         if config.eval and config.task and task and sampler and rewards:
             make = partial(make_evaluation, config.eval, config.task, sampler=sampler, rewards=rewards, rows=rows)
-            repeated.append(Measurement(make(task.heldout), config.eval.every))
+            if task.heldout:
+                repeated.append(Measurement(make(task.heldout), config.eval.every))
             if config.eval.test:
                 if task.test is None:
                     raise UserError(f"eval.test: task {task.name} has no test set: remove it, or give the task one")

@@ -131,7 +131,8 @@ class RunLog:
 def measured(record: Mapping[str, Any]) -> dict[str, str]:
     """What a step measured beside its update: name on the terminal, metric; accuracy if `exact_match` is a reward."""
     functions = {f"held-out {name}": key for name, key in functions_of(record, "eval/").items()}
-    names = {"held-out reward": "eval/reward", **functions, **MEASURED}
+    several = {key.replace("eval/", "held-out ").replace("/", " "): key for key in at_k([record])}
+    names = {"held-out reward": "eval/reward", **functions, **several, **MEASURED}
     exact = any(key.endswith("rewards/exact_match/mean") for key in record)
     found = {name: key for name, key in names.items() if record.get(key) is not None}
     return {name: key for name, key in found.items() if exact or not key.endswith("accuracy")}
@@ -187,6 +188,15 @@ def step_of(line: bytes) -> int | None:
     except (ValueError, KeyError, TypeError):
         return None
     return step if isinstance(step, int) else None
+
+
+def at_k(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names of avg@k and pass@k in the metrics, each with its largest k."""
+    largest: dict[str, int] = {}
+    for start, _, k in (key.partition("@") for record in records for key in record):
+        if start in ("eval/avg", "eval/pass", "test/avg", "test/pass") and k.isdecimal():
+            largest[start] = max(int(k), largest.get(start, 0))
+    return [f"{start}@{k}" for start, k in largest.items()]
 
 
 def read_records(store: RunStore, name: str) -> list[dict[str, Any]]:

@@ -119,6 +119,14 @@ def test_reasoning_gym_holds_the_same_problems_out_of_every_seed_and_of_a_genera
 
 
 @pytest.mark.usefixtures("gym")
+def test_on_request_nothing_is_held_out(tmp_path: Path) -> None:
+    file = task(tmp_path, *SUMS, heldout=0)
+    generated = load(TaskConfig(name="reasoning_gym:sums", heldout=0), seed=0)
+    found = [(len(each.train), len(each.heldout)) for each in (arithmetic(heldout=0), file, generated)]
+    assert found == [(100, 0), (len(SUMS), 0), (20, 0)]
+
+
+@pytest.mark.usefixtures("gym")
 def test_reasoning_gyms_scorer_judges_the_tagged_answer_and_travels() -> None:
     task = load(TaskConfig(name="reasoning_gym:sums", heldout=1), seed=0)
     scorer, example = pickle.loads(pickle.dumps(task.scorer)), task.train[0]

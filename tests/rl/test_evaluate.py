@@ -1,6 +1,7 @@
 """Evaluation gives mean rewards, and where there are answers a count of right completions with Wilson's interval."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,14 +11,14 @@ from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.tasks.task import Example
 from mllm.model import tokenizer as tokenizers
 from mllm.parallel.processes import ALL_ROWS
-from mllm.rl.evaluation import make_evaluation, wilson
+from mllm.rl.evaluation import interval, make_evaluation, pass_at, wilson
 from mllm.rl.reward_process import NOT_APPLICABLE
 from mllm.rl.rewards import RewardRunner
 from mllm.rl.rollout import Completion, Sampler
 
 EXAMPLES = [Example([{"role": "user", "content": f"{n}+0="}], str(n), answer_form="hashes") for n in (1, 2, 3, 4)]
 GREEDY = ["#### 1", "2", "#### 4", "five"]
-SAMPLED = ["1", "#### 2", "#### 3", "#### 4"]
+SAMPLED = [["1"] * 4, ["#### 2"] + ["5"] * 3, ["#### 3", "5"] * 2, ["#### 4"] * 4]
 BYTES = tokenizers.Renderer(tokenizers.bytes_tokenizer())
 TOKENS = [tokenizers.encode_prompt(BYTES, example.prompt) for example in EXAMPLES]
 TASK = TaskConfig(name="arithmetic")
@@ -25,13 +26,16 @@ CALLS = []
 
 
 class FixedTexts(Sampler):
-    """Completes each prompt with its text above, the i-th prompt's in i tokens, and records the calls."""
+    """Completes each prompt with its text above, its n-th sample with the n-th, the i-th prompt's in i tokens."""
 
     def complete(self, params, prompts, *, step, first_sequence=0, greedy=False):
         CALLS.append((prompts, step, first_sequence, greedy))
-        texts = GREEDY if greedy else SAMPLED
         numbers = [TOKENS.index(prompt) for prompt in prompts]
-        return [Completion([0] * (i + 1), [0.0] * (i + 1), finished=True, text=texts[i]) for i in numbers]
+        texts = [GREEDY[i] if greedy else SAMPLED[i][numbers[:n].count(i)] for n, i in enumerate(numbers)]
+        return [
+            Completion([0] * (i + 1), [0.0] * (i + 1), finished=True, text=text)
+            for i, text in zip(numbers, texts, strict=True)
+        ]
 
 
 class Lengths(RewardRunner):
@@ -49,17 +53,19 @@ class Lengths(RewardRunner):
         return [*map(list, zip(lengths, halves, strict=True))]
 
 
-def evaluate(problems=EXAMPLES, prefix="eval/", sampled=True):
+def evaluate(problems=EXAMPLES, prefix="eval/", samples=1):
     """The metrics of step 3."""
     sampler = FixedTexts(None, BYTES, (1,), RolloutConfig(max_prompt_length=8, max_completion_length=4), seed=0)
-    return make_evaluation(EvalConfig(sampled=sampled), TASK, problems, sampler, Lengths(), ALL_ROWS, prefix)(None, 3)
+    return make_evaluation(EvalConfig(samples=samples), TASK, problems, sampler, Lengths(), ALL_ROWS, prefix)(None, 3)
 
 
 def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_training_never_uses():
     metrics = evaluate()
-    assert (metrics["eval/greedy_accuracy"], metrics["eval/sampled_accuracy"]) == (1 / 4, 3 / 4)
+    assert (metrics["eval/greedy_accuracy"], metrics["eval/avg@1"]) == (1 / 4, 3 / 4)
     assert (metrics["eval/greedy_flexible_accuracy"], metrics["eval/sampled_flexible_accuracy"]) == (2 / 4, 1)
-    assert (metrics["eval/greedy_accuracy_low"], metrics["eval/greedy_accuracy_high"]) == wilson(1, 4)
+    for name, right in (("greedy_accuracy", 1), ("avg@1", 3)):
+        assert (metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"]) == pytest.approx(wilson(right, 4))
+    assert not [name for name in metrics if "pass@" in name]
     assert metrics["eval/greedy_mean_length"] == 2.5
     assert metrics["eval/reward"] == (2 * 6 + 1 + 2 * 6) / 3
     assert metrics["eval/sampled_reward"] == (2 * 1 + 3 * 2 * 6) / 4
@@ -72,11 +78,44 @@ def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_t
 def test_where_a_problem_has_no_answer_there_are_rewards_and_no_accuracy_and_long_prompts_are_left_out(caplog):
     long = replace(EXAMPLES[2], prompt=[{"role": "user", "content": "a long question"}])
     problems = [EXAMPLES[0], replace(EXAMPLES[1], answer=None), long]
-    metrics = evaluate(problems, "test/", sampled=False)
+    metrics = evaluate(problems, "test/", samples=0)
     assert metrics["test/reward"] == (2 * 6 + 1) / 2
     assert metrics["test/greedy_mean_length"] == 1.5
     assert [name for name in metrics if "accuracy" in name or "sampled" in name] == []
     assert "1 of 3 test prompts of task arithmetic are longer than rollout.max_prompt_length" in caplog.text
+
+
+def test_several_samples_of_each_problem_give_avg_at_k_and_pass_at_k():
+    metrics = evaluate(samples=4)
+    assert CALLS[-1] == ([tokens for tokens in TOKENS for _ in range(4)], 3, 2**30, False)
+    found = {name: value for name, value in metrics.items() if "@" in name and name[-1].isdecimal()}
+    # Of the problems' four samples 0, 1, 2 and 4 are right.
+    assert found == pytest.approx(
+        {"eval/avg@4": 7 / 16, "eval/pass@2": (0 + 3 / 6 + 5 / 6 + 1) / 4, "eval/pass@4": 3 / 4}
+    )
+    ends = [(metrics[f"{name}_low"], metrics[f"{name}_high"]) for name in found]
+    assert ends == [interval(np.array(each), 4) for each in ([0, 0.25, 0.5, 1], [0, 0.5, 5 / 6, 1], [0.0, 1, 1, 1])]
+    assert metrics["eval/sampled_rewards/length/mean"] == (4 * 1 + 6 + 3 + 2 * 7 + 4 * 6) / 16
+
+
+def test_pass_at_k_is_unbiased_by_any_number_of_samples():
+    """The estimate's mean over all outcomes of 6 samples is the probability that one of 3 is right."""
+    share, outcomes = 0.3, np.array(list(product((0.0, 1.0), repeat=6)))
+    weights = np.prod(np.where(outcomes, share, 1 - share), axis=1)
+    assert weights @ pass_at(3, outcomes) == pytest.approx(1 - 0.7**3)
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_an_interval_over_problems_holds_the_true_mean_in_95_percent_and_more_samples_make_it_narrower(k):
+    rng = np.random.default_rng(0)
+    held, widths = [], []
+    for _ in range(1000):
+        difficulty = rng.beta(0.5, 1.0, 100)  # whose mean is a third
+        low, high = interval(rng.binomial(k, difficulty) / k, k)
+        held.append(low <= 1 / 3 <= high)
+        widths.append(high - low)
+    assert 0.93 <= np.mean(held) <= 0.97
+    assert np.mean(widths) == pytest.approx({1: 0.182, 8: 0.123}[k], abs=0.002)
 
 
 @pytest.mark.parametrize(

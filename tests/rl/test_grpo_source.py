@@ -153,7 +153,7 @@ def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp
         run_dir=str(tmp_path / "run"),
         steps=12,
         grpo={"num_iterations": 2},
-        task={"rewards": [{"name": "user_rewards:tires"}]},
+        task={"rewards": [{"name": "user_rewards:tires"}], "heldout": 0},
         checkpoint={"every": 12},
     )
     assert run(settings) == 2

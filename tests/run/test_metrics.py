@@ -93,6 +93,7 @@ def test_the_summary_shows_what_was_measured_first_and_last_with_its_interval_an
         return {**accuracy, **paid, "validation/loss": (value - 0.5) ** 2}
 
     failed, last = {"eval/reward": math.nan, "loss": 2.0}, {"loss": 1.0, "test/reward": 0.75}
+    last |= {"eval/pass@2": 0.5, "eval/pass@4": 0.75, "eval/pass@4_low": 0.5, "eval/pass@4_high": 0.875}
     log = RunLog(store := RunStore(tmp_path), -1, 3)
     for step, record in enumerate((measured(0.25), failed, measured(0.5), measured(0.75) | last)):
         log.write(step, record)
@@ -100,11 +101,12 @@ def test_the_summary_shows_what_was_measured_first_and_last_with_its_interval_an
     log.write_timings(1, timings, {})
     log.close()
     lines = report.summary(store, "after all 3 steps").splitlines()
-    assert lines[1:9] == [
+    assert lines[1:10] == [
         "ended              after all 3 steps",
         "held-out reward    0.250 at step 0, 0.750 at step 3",
         "held-out, greedy   0.250 (0.200 .. 0.900) at step 0, 0.750 (0.200 .. 0.900) at step 3",
         "validation loss    0.062 at step 0, 0.000 at step 2, 0.062 at step 3",
+        "held-out pass@4    0.750 (0.500 .. 0.875) at step 3",
         "test reward        0.750 at step 3",
         "loss               2.000 in the first tenth, 1.000 in the last of 2 steps",
         "tokens/s           1,234 (median of the steps; prompts and completions)",

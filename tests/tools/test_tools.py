@@ -289,13 +289,15 @@ def test_the_curves_of_a_run_are_drawn_into_its_folder_and_named_in_its_summary(
 
 def test_a_panel_has_what_its_runs_have_and_a_topic_of_none_has_no_panel():
     lengths = {f"completions/{name}_length": value for name, value in (("mean", 5.0), ("min", 2), ("max", 9))}
-    interval = {f"eval/greedy_accuracy{end}": value for end, value in (("", 0.5), ("_low", 0.4), ("_high", 0.7))}
+    accuracies = "eval/greedy_accuracy", "eval/avg@4", "eval/pass@2", "eval/pass@4"
+    ends = (("", 0.5), ("_low", 0.4), ("_high", 0.7))
+    interval = {f"{name}{end}": value for name in accuracies for end, value in ends}
     sft = [{"step": 0, "validation/loss": 3.0, **interval}, {"step": 1, "loss": 2.0}]
     no_answers = [{"step": 1, "reward": 0.5, "loss": 0.0, "kl": 0.1, "eval/reward": 0.4, "test/reward": 0.3}]
     no_answers += [{"step": 2, **lengths}, {"step": 3, **lengths}]
     assert drawn(sft=sft, grpo=no_answers) == {
         "Reward": ["grpo, training", "grpo, held-out", "grpo, test"],
-        "Accuracy": ["sft, held-out"],
+        "Accuracy": ["sft, held-out", "sft, held-out, avg@4", "sft, held-out, pass@4"],
         "Loss (nats)": ["sft, training", "sft, validation"],  # a policy's own loss says nothing
         "KL to the reference (nats)": ["grpo, training"],
         "Completion length (tokens)": ["grpo, training"],

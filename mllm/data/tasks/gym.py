@@ -22,7 +22,7 @@ def reasoning_gym(config: TaskConfig, seed: int) -> Task:
     """
     name, count = config.name.partition(":")[2], TRAIN_EXAMPLES
     heldout_count = config.heldout_of(count)
-    heldout_problems = gym(name, 0, heldout_count)
+    heldout_problems = gym(name, 0, max(1, heldout_count))
     heldout = [gym_example(config, heldout_problems, index) for index in range(heldout_count)]
     heldout_questions = {example.prompt[-1]["content"] for example in heldout}
     train_problems = gym(name, heldout_count + seed * count, count)
