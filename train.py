@@ -27,10 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     options, unknown = make_parser().parse_known_intermixed_args(words)
     if unknown:
-        name, _, value = unknown[0].partition("=")
+        name, _, value = unknown[0].lstrip("-").partition("=")
         value = value or " ".join(words[words.index(unknown[0]) + 1 :][:1])
-        setting = name.lstrip("-").replace("-", "_")
-        raise UserError(f"{unknown[0]}: no option; a setting has no dashes: {setting}={value}")
+        raise UserError(f"{unknown[0]}: no option; a setting has no dashes: {name.replace('-', '_')}={value}")
     config = configs.load(options.config, options.overrides)
     if options.print_config:
         print(configs.dump(config), end="")

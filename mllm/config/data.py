@@ -6,6 +6,8 @@ from pydantic import Field, PositiveInt, model_validator
 
 from mllm.config.section import Section, impossible
 
+FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".csv", ".parquet")
+
 
 class ValidationConfig(Section):
     """The loss on examples that training never sees, at step 0, every n steps and at the end."""
@@ -73,8 +75,4 @@ class DataConfig(Section):
 
 def names_files(source: str) -> bool:
     """Whether a source is a file or a pattern of files by its name, or in a bucket, and so no hub id."""
-    return (
-        "://" in source
-        or source.endswith((".jsonl", ".jsonl.gz", ".csv", ".parquet"))
-        or not {*"*?["}.isdisjoint(source)
-    )
+    return "://" in source or source.endswith(FILE_ENDINGS) or not {*"*?["}.isdisjoint(source)

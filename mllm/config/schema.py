@@ -201,7 +201,7 @@ class Config(Section):
         held_out = self.task is not None and self.task.heldout != 0
         if self.eval is not None and not held_out and (self.eval.every or not self.eval.test):
             raise impossible(
-                "task.heldout", "0 leaves eval nothing but eval.test at the end: set that alone, or hold out"
+                "task.heldout", "0 leaves eval nothing but eval.test: set that alone, or hold problems out"
             )
         if not self.checkpoint.keep_best:
             return

@@ -16,12 +16,10 @@ import socket
 import traceback
 import zlib
 from array import array
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -33,17 +31,17 @@ from mllm.rl.reward_functions import BUILT_IN, post
 FAILURES = ("raised", "timed_out", "not_a_number")
 NOT_APPLICABLE = "not_applicable"
 """The kind of None: the function says nothing of this completion, which is neither failure nor 0."""
-Logged = dict[str, dict[str, float | str]]
-Answer = tuple[str, float | str] | tuple[str, float | str, Logged]
-"""What a function gave for a completion: ("value", number), or one of FAILURES or NOT_APPLICABLE, and a message. What
-it logged with it follows, by name in `metrics` and `extra`."""
+Logged = tuple[str, str, float | str]
+"""What a function logged: `metric` or `extra`, a name and a value."""
+Answer = tuple[str, float | str, *tuple[Logged, ...]]
+"""What a function gave for a completion: ("value", number), or one of FAILURES or NOT_APPLICABLE, and a message; what
+it logged with it follows."""
 HANDSHAKE = -1
 """The number of the first answer, `ready` or `failed`: whether the functions could be imported."""
 LARGEST = 1e18
 """The largest reward: squares of larger ones overflow the float32 in which a group's rewards are compared."""
 LONGEST_MESSAGE, LONGEST_TEXT = 300, 1000
-MOST_LOGGED = 2**14
-"""The most bytes of what a function logs with a completion, and the most characters of a text in it."""
+"""The most characters of an error, and of a text that a function logs."""
 
 
 class Sample(NamedTuple):
@@ -107,35 +105,23 @@ LOGS = ("log_extra", "log_metric")
 
 
 class Notes:
-    """What a function logs in a call, by TRL's `log_extra` and `log_metric`."""
+    """What a function logs in a call, for each of its completions, by TRL's `log_extra` and `log_metric`."""
 
     def __init__(self, completions: int, batched: bool) -> None:
         self.batched = batched
-        self.rows: list[dict[str, float | str]] = [{} for _ in range(completions)]
-        self.metrics = defaultdict[str, list[float]](list)
+        self.rows: list[list[Logged]] = [[] for _ in range(completions)]
 
     def log_extra(self, column: str, values: Any) -> None:
         """Add a column to the completions: a value for each or, if the function is not batched, for the only one."""
         for row, value in zip(self.rows, values if self.batched else [values], strict=True):
             kind, given = judge(value)
-            row[str(column)] = given if kind == "value" else str(value)[:LONGEST_TEXT]
+            row.append(("extra", str(column), given if kind == "value" else str(value)[:LONGEST_TEXT]))
 
     def log_metric(self, name: str, value: Any) -> None:
         kind, given = judge(value)
         if kind != "value":
             raise ValueError(f"log_metric: {name} is no number: {given}")
-        self.metrics[str(name)].append(float(given))
-
-    def attach(self, answers: Iterable[tuple[str, float | str]]) -> Iterator[Answer]:
-        """The completions' answers, each with its values; the first has the metrics' means."""
-        metrics: dict[str, float | str] = {name: fmean(values) for name, values in self.metrics.items()}
-        for extra, answer in zip(self.rows, answers, strict=True):
-            logged = {"metrics": metrics, "extra": extra}
-            if len(json.dumps(logged)) > MOST_LOGGED:
-                yield "raised", f"log_extra and log_metric were given more than {MOST_LOGGED} bytes for a completion"
-            else:
-                yield (*answer, logged) if extra or metrics else answer
-            metrics = {}
+        self.rows[0].append(("metric", str(name), given))
 
 
 @dataclass(frozen=True)
@@ -307,8 +293,8 @@ def work(handle: int) -> None:
 def answers(rewards: Sequence[Reward], samples: Sequence[Sample], seconds: float = 0.0) -> Iterator[Answer]:
     """What each function gives for each sample; functions that are called together are coroutine functions.
 
-    Of those, a call that no other one has followed for `seconds` (a batched one for as many times that as it has
-    samples) is timed out; the trainer watches over other calls.
+    Of those, the calls that are left when none has ended for `seconds` (times the samples of a batched one) are timed
+    out; the trainer watches over other calls.
     """
     calls = [
         (reward, part, Notes(len(part), reward.batched))
@@ -317,58 +303,53 @@ def answers(rewards: Sequence[Reward], samples: Sequence[Sample], seconds: float
     ]
     is_async = rewards[0].kind == "async"
     results = asyncio.run(run_together(calls, seconds)) if is_async else (call(*one) for one in calls)
-    for (_, part, notes), (kind, returned) in zip(calls, results, strict=True):
+    for (reward, part, notes), returned in zip(calls, results, strict=True):
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left would go off in another one
-        yield from notes.attach(map(judge, returned) if kind == "value" else [(kind, returned)] * len(part))
+        for answer, logged in zip(judge_all(reward, returned, len(part)), notes.rows, strict=True):
+            yield *answer, *logged
 
 
-Call = tuple[Reward, Sequence[Sample], Notes]
-
-
-def call(reward: Reward, samples: Sequence[Sample], notes: Notes) -> tuple[str, Any]:
-    """("value", what the function returns for each sample), or the answer for all."""
+def call(reward: Reward, samples: Sequence[Sample], notes: Notes) -> Any:
+    """What the function returns, or the exception that it raises."""
     try:
-        returned = reward(samples, notes)
+        return reward(samples, notes)
     except BaseException as error:  # SystemExit too: only this call has failed
-        return "raised", describe(error, reward.file)
-    return listed(reward, samples, returned)
+        return error
 
 
-async def call_async(reward: Reward, samples: Sequence[Sample], notes: Notes) -> tuple[str, Any]:
-    try:
-        returned = await reward(samples, notes)
-    except asyncio.CancelledError as error:
-        return "timed_out", str(error)
-    except BaseException as error:
-        return "raised", describe(error, reward.file)
-    return listed(reward, samples, returned)
+async def run_together(calls: Sequence[tuple[Reward, Sequence[Sample], Notes]], seconds: float) -> list[Any]:
+    """What calls of coroutine functions return, or the exceptions that they raise."""
 
+    async def finish(reward: Reward, samples: Sequence[Sample], notes: Notes) -> Any:
+        try:
+            return await reward(samples, notes)
+        except BaseException as error:
+            return error
 
-async def run_together(calls: Sequence[Call], seconds: float) -> list[tuple[str, Any]]:
-    """The results of calls that run at the same time; those left are cancelled when none ends for their limit."""
-    tasks = {asyncio.create_task(call_async(*one)): seconds * len(one[1]) for one in calls}
+    tasks = [asyncio.create_task(finish(*one)) for one in calls]
+    limit = seconds * max(len(samples) for _, samples, _ in calls)
     left = {*tasks}
     while left:
-        limit = max(tasks[task] for task in left)
-        done, left = await asyncio.wait(left, timeout=limit or None, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            for task in left:
-                task.cancel(f"took longer than {limit:g} s")
-            break
+        ended, left = await asyncio.wait(left, timeout=limit or None, return_when=asyncio.FIRST_COMPLETED)
+        for task in () if ended else left:
+            task.cancel(f"took longer than {limit:g} s")
     return await asyncio.gather(*tasks)
 
 
-def listed(reward: Reward, samples: Sequence[Sample], returned: Any) -> tuple[str, Any]:
-    """("value", a value for each sample), or `not_a_number` for all of them."""
-    if not reward.batched:
-        return "value", [returned]
+def judge_all(reward: Reward, returned: Any, samples: int) -> list[tuple[str, float | str]]:
+    """The answer for each of so many samples, which is the same for all where the call failed."""
     try:
-        values = list(returned)
-        if len(values) != len(samples):
-            raise ValueError(f"{len(values)} values for {len(samples)} completions")
-        return "value", values
+        if isinstance(returned, asyncio.CancelledError):
+            failure = "timed_out", str(returned)
+        elif isinstance(returned, BaseException):
+            failure = "raised", describe(returned, reward.file)
+        elif len(values := list(returned) if reward.batched else [returned]) == samples:
+            return [judge(value) for value in values]
+        else:
+            failure = "not_a_number", f"returned no list of numbers: {len(values)} values for {samples} completions"
     except BaseException as error:
-        return "not_a_number", f"returned no list of numbers: {describe(error)}"
+        failure = "not_a_number", f"returned no list of numbers: {describe(error)}"
+    return [failure] * samples
 
 
 def judge(value: Any) -> tuple[str, float | str]:

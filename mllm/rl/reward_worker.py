@@ -24,10 +24,10 @@ from mllm.child_process import kill_session
 from mllm.config.places import MODULES
 from mllm.data.tasks.task import Scorer
 from mllm.errors import UserError
-from mllm.rl.reward_process import FAILURES, HANDSHAKE, LARGEST, NOT_APPLICABLE, Answer, Logged, Sample
+from mllm.rl.reward_process import FAILURES, HANDSHAKE, LARGEST, NOT_APPLICABLE, Answer, Sample
 
 START_TIMEOUT = 120.0
-LONGEST_LINE = 2**15
+LONGEST_LINE = 2**20
 TICK = 0.1
 
 
@@ -182,29 +182,19 @@ def parse(line: bytes, number: int) -> Any:
         return None
     kinds = ("ready", "failed") if number == HANDSHAKE else (*FAILURES, NOT_APPLICABLE)
     match message:
-        case [int(given), str(kind), result, *rest] if given == number and len(rest) < 2:
-            logged = [checked for one in rest if (checked := checked_log(one))]
-            if len(logged) < len(rest):
-                return None
-            if kind == "value" and isinstance(result, float) and abs(result) <= LARGEST:
-                return kind, result, *logged
-            if kind in kinds and isinstance(result, str):
-                return kind, one_line(result), *logged
+        case [int(given), "value", float(value), *logged] if given == number and abs(value) <= LARGEST:
+            return ("value", value, *logged) if all(map(is_logged, logged)) else None
+        case [int(given), str(kind), str(text), *logged] if given == number and kind in kinds:
+            line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+            return (kind, line, *logged) if all(map(is_logged, logged)) else None
     return None
 
 
-def checked_log(logged: Any) -> Logged | None:
-    """What a function logged; None where it is of another form."""
-    match logged:
-        case {"metrics": {**metrics}, "extra": {**extra}, **rest} if not rest:
-            values = [*metrics.values(), *extra.values()]
-            if all((isinstance(x, float) and abs(x) <= LARGEST) or isinstance(x, str) for x in values):
-                return {
-                    name: {one_line(key): one_line(x) if isinstance(x, str) else x for key, x in part.items()}
-                    for name, part in logged.items()
-                }
-    return None
-
-
-def one_line(text: str) -> str:
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+def is_logged(one: Any) -> bool:
+    """Whether this is `mllm.rl.reward_process.Logged`."""
+    match one:
+        case ["extra", str(), str()]:
+            return True
+        case ["extra" | "metric", str(), float(value)]:
+            return abs(value) <= LARGEST
+    return False

@@ -4,6 +4,7 @@ A reward that raises, runs over its time or is not a number is counted and left 
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain, product
@@ -14,7 +15,7 @@ from jaxtyping import Float
 
 from mllm.config.task import TaskConfig
 from mllm.data.tasks.task import Task
-from mllm.errors import UserError
+from mllm.errors import UserError, printable
 from mllm.rl.reward_process import FAILURES, NOT_APPLICABLE, Answer, Sample, fields_of
 from mllm.rl.reward_worker import TICK, Worker
 
@@ -107,12 +108,10 @@ class RewardRunner:
         """Each call's functions and samples, of so many; those with all samples, which take longest, come first."""
         size = -(-count // (CHUNKS * len(self.workers))) or 1
         chunks = [range(first, min(first + size, count)) for first in range(0, count, size)]
-        single, batched, together = (
-            [function for function, kind in enumerate(self.kinds) if kind == wanted]
-            for wanted in ("single", "batched", "async")
-        )
-        whole = [together] * bool(together) + [[function] for function in batched]
-        return [(call, range(count)) for call in whole] + [([f], chunk) for f in single for chunk in chunks]
+        together = [function for function, kind in enumerate(self.kinds) if kind == "async"]
+        whole = [together, *([function] for function, kind in enumerate(self.kinds) if kind == "batched")]
+        single = [[function] for function, kind in enumerate(self.kinds) if kind == "single"]
+        return [(call, range(count)) for call in whole if call] + [(call, chunk) for call in single for chunk in chunks]
 
     def __enter__(self) -> "RewardRunner":
         return self
@@ -139,9 +138,11 @@ def reward_metrics(names: Sequence[str], answers: Sequence[Sequence[Answer]]) ->
     """For each reward function what it logs, the mean and deviation of its values, and how often it failed."""
     metrics: dict[str, float] = {}
     for name, column in zip(names, zip(*answers, strict=True), strict=True):
-        logged = [notes["metrics"] for _, _, *rest in column for notes in rest]
-        for metric in dict.fromkeys(chain(*logged)):
-            metrics[f"rewards/{name}/{metric}"] = float(np.mean([one[metric] for one in logged if metric in one]))
+        logged = defaultdict[str, list[float]](list)
+        for kind, metric, value in chain.from_iterable(rest for _, _, *rest in column):
+            if kind == "metric":
+                logged[printable(metric)].append(float(value))
+        metrics |= {f"rewards/{name}/{metric}": float(np.mean(values)) for metric, values in logged.items()}
         numbers = np.array([number(answer) for answer in column if answer[0] == "value"])
         metrics[f"rewards/{name}/mean"] = float(numbers.mean()) if numbers.size else float("nan")
         metrics[f"rewards/{name}/std"] = float(numbers.std()) if numbers.size else float("nan")

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from mllm.data.batch import Trajectory
 from mllm.data.prompts import Prompt
-from mllm.errors import StepError
+from mllm.errors import StepError, printable
 from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare, raise_everywhere
 from mllm.rl.reward_process import FAILURES, Sample
@@ -61,7 +61,7 @@ def sample_trajectories(
             one.finished,
             prompt.example.prompt[-1]["content"],
             one.text,
-            [(kind, given) for kind, given in answer],  # lists, where another process sent them
+            [tuple(given) for given in answer],  # lists, where another process sent them
         )
         for prompt, one, answer in zip(prompts, completions, answers, strict=True)
     ]
@@ -111,7 +111,12 @@ def completion_metrics(trajectories: Sequence[Trajectory], names: Sequence[str])
 
 def sample_line(trajectory: Trajectory, functions: RewardRunner, advantage: float) -> dict[str, Any]:
     """The line of samples.jsonl; null for a reward that failed or does not apply, and for a NaN advantage."""
-    extra = chain.from_iterable(logged["extra"].items() for _, _, *rest in trajectory.rewards for logged in rest)
+    logged = chain.from_iterable(rest for _, _, *rest in trajectory.rewards)
+    extra = {
+        printable(column): printable(value, "\n\t") if isinstance(value, str) else value
+        for kind, column, value in logged
+        if kind == "extra"
+    }
     return {
         "prompt": trajectory.prompt,
         "completion": trajectory.text,
@@ -120,7 +125,8 @@ def sample_line(trajectory: Trajectory, functions: RewardRunner, advantage: floa
         "advantage": finite(advantage),
         "length": len(trajectory.logprobs),
         "truncated": not trajectory.finished,
-    } | ({"extra": columns} if (columns := dict(extra)) else {})
+        **({"extra": extra} if extra else {}),
+    }
 
 
 def finite(value: float) -> float | None:

@@ -99,7 +99,7 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (GRPO + "eval: {every: 2}\n", "checkpoint={every: 4, keep_best: true}", "eval.every (2) is not a multiple"),
         (GRPO, "task.rewards=[{name: format}, {name: format}]", "task.rewards: each name may stand once"),
         (GRPO, "checkpoint.keep_best=true", "checkpoint.keep_best: needs an eval section"),
-        (GRPO + "eval: {}\n", "task.heldout=0", "task.heldout: 0 leaves eval nothing but eval.test at the end"),
+        (GRPO + "eval: {}\n", "task.heldout=0", "task.heldout: 0 leaves eval nothing but eval.test: set"),
         (GRPO + "eval: {every: 2, test: true}\n", "task.heldout=0", "task.heldout: 0 leaves eval nothing but eval"),
         (GRPO.replace(": 50", ": 0") + "eval: {test: true}\n", "checkpoint.keep_best=true", "keep_best: needs an eval"),
         (GRPO, "model.source=null", "model.source: give a local folder or a hub id, or set model.init=random"),

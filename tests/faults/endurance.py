@@ -94,7 +94,7 @@ def run(steps: int) -> np.ndarray:
     jax.monitoring.register_event_duration_secs_listener(count)
     RunLog.write_timings, Checkpoints.save = sample, save_and_wait
     every = max(4, steps // 10 // 2 * 2)  # a rollout has two updates
-    sections = {"eval": {"every": every, "sampled": True}, "checkpoint": {"every": every, "keep": 3}}
+    sections = {"eval": {"every": every, "samples": 1}, "checkpoint": {"every": every, "keep": 3}}
     with tempfile.TemporaryDirectory(prefix="endurance_") as folder, redirect_stdout(sys.stderr):
         if code := runs.run(runs.changed(workload("grpo", f"{folder}/run"), steps=steps, **sections)):
             raise UserError(f"the run ended with exit code {code}")

@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {
         "steps": 24,
         "grpo": {"steps_per_generation": 2, "dynamic_sampling": 2, "beta": 0.1, "reference": "initial"},
-        "eval": {"every": 8, "sampled": True},
+        "eval": {"every": 8, "samples": 1},
         "task": {"heldout": 8, "rewards": [EVEN, {"name": "user_rewards:fussy", "weight": 0.5}]},
         "checkpoint": {"every": 4, "keep": 3},
     },
@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "task": {"heldout": 8, "rewards": [EVEN, {"name": "user_rewards:slow_at_times", "weight": 0.5}]},
     },
     "slow": {
-        "eval": {"every": 2, "sampled": True},
+        "eval": {"every": 2, "samples": 1},
         "task": {"heldout": 8, "rewards": [{"name": "user_rewards:slow"}]},
         "rollout": {"max_completion_length": 256, "max_slots": 1},
         "checkpoint": {"every": 2},

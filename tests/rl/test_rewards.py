@@ -305,12 +305,12 @@ def test_the_trainer_polls_while_it_waits_and_when_it_stops_all_functions_end_an
         (r'[0, "raised", "two\nlines \u001b[31m"]', ("raised", "two lines [31m")),
         ('[0, "not_applicable", ""]', ("not_applicable", "")),
         (
-            r'[0, "value", 0.5, {"metrics": {"a\n": 0.5}, "extra": {"b": "\u001b\ud800"}}]',
-            ("value", 0.5, {"metrics": {"a": 0.5}, "extra": {"b": ""}}),
+            '[0, "value", 0.5, ["metric", "a", 0.5], ["extra", "b", "c"]]',
+            ("value", 0.5, ["metric", "a", 0.5], ["extra", "b", "c"]),
         ),
         *(
             (f'[0, "value", 0.5, {logged}]', None)
-            for logged in ("1", "{}", '{"metrics": {"a": NaN}, "extra": {}}', '{"metrics": {}, "extra": {"a": []}}')
+            for logged in ("1", '["extra", "a"]', '["metric", "a", NaN]', '["metric", "a", "1"]', '["extra", "a", []]')
         ),
         *((line, None) for line in ("", "[", "5", "[]", "null", '{"0": 1}', "[" * 5000, "\ud800", '[1, "value", 0.5]')),
         *((f'[0, "value", {value}]', None) for value in ("true", "1", '"1"', "[1.0]", "NaN", "1e19", "-Infinity")),

@@ -312,7 +312,7 @@ for command in sys.argv[1:]:
         runpy.run_path(sys.argv[0], run_name="__main__")
     assert not {"jax", "transformers", "matplotlib", "orbax"} & set(sys.modules), command
 """
-TOOLS = ("device.py", "export.py", "generate.py", "plot.py", "replay.py", "samples.py", "tune.py")
+TOOLS = ("device.py", "export.py", "generate.py", "plot.py", "replay.py", "rewards.py", "samples.py", "tune.py")
 BENCHES = ("bench", "bench head", "bench rollout", "bench twice")
 
 

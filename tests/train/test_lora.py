@@ -112,7 +112,7 @@ SECTIONS = {
     "task": {"rewards": [{"name": "user_rewards:even_characters"}]},
     "rollout": {"temperature": 0.7},  # a part of the policy, in the sampler and in the trainer
     "checkpoint": {"every": 4},
-    "eval": {"every": 4, "sampled": False},
+    "eval": {"every": 4},
 }
 
 

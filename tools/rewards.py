@@ -1,0 +1,114 @@
+"""Tries a configuration's rewards without a model: python tools/rewards.py CONFIG [SAMPLES.jsonl]
+
+The first problems are answered twice: as their task wants it, and with nothing. SAMPLES.jsonl gives other completions:
+a run's samples.jsonl, or any lines with `prompt`, which is a problem's of the task, and `completion`.
+
+Exit codes: 0 every reward gave its numbers, 1 one failed, 2 an error that one line explains.
+"""
+
+import argparse
+import logging
+import sys
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+
+from mllm import errors
+from mllm.config import load as configs
+from mllm.config.schema import ModelConfig
+from mllm.data.formats import text
+from mllm.data.records import Origin, Record, read_records, sound_records
+from mllm.data.tasks.load import load as load_task
+from mllm.data.tasks.task import Example, Task
+from mllm.errors import UserError, printable
+from mllm.model.load import find_model
+from mllm.model.tokenizer import Tokenizer, bytes_tokenizer, encode, load_tokenizer
+from mllm.rl.reward_process import FAILURES, Sample
+from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
+
+PROBLEMS = 4
+"""How many problems are answered where no samples are given."""
+MOST_SEARCHED = 10**6
+"""How many training problems are searched for the samples' prompts."""
+FORMS = {"whole": "{}", "hashes": "#### {}", "tags": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}"}
+
+
+@errors.command
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or its name in configs/")
+    parser.add_argument(
+        "samples", metavar="SAMPLES.jsonl", nargs="?", help="completions; default: right and empty ones"
+    )
+    options = parser.parse_args(arguments)
+    config = configs.load(options.config)
+    if config.task is None or config.rollout is None:
+        raise UserError(f"{options.config}: rewards need the sections task and rollout: give a run's that has both")
+    task, most = load_task(config.task, config.seed), config.rollout.max_completion_length
+    with RewardRunner(config.task, task, most, lambda: None) as rewards:
+        pairs = completed(task, options.samples) if options.samples else answered(task.train[:PROBLEMS])
+        tokenizer = tokenizer_of(config.model)
+        stop = tokenizer.eos_token_id or 0
+        tokens = [[*encode(tokenizer, completion), stop] for _, completion in pairs]
+        samples = [
+            Sample(example, completion, array("i", ids[:most]), len(ids) > most)
+            for (example, completion), ids in zip(pairs, tokens, strict=True)
+        ]
+        answers = rewards.score(samples)
+    failed = False
+    for sample, row, total in zip(samples, answers, weighted_sum(answers, rewards.weights), strict=True):
+        lines = [("prompt", sample.example.prompt[-1]["content"]), ("completion", sample.completion)]
+        for name, (kind, given, *logged) in zip(rewards.names, row, strict=True):
+            failed |= kind in FAILURES
+            said = f"{given:.3f}" if kind == "value" else f"{kind} {given}"
+            lines.append((name, "  ".join([said, *(f"{column}: {value}" for _, column, value in logged)])))
+        for name, value in (*lines, ("reward", f"{total:.3f}")):
+            print(f"{name:<20} {printable(value)}")
+        print()
+    for metric, number in reward_metrics(rewards.names, answers).items():
+        if number or metric.rpartition("/")[2] not in FAILURES:
+            print(f"{printable(metric):<40} {number:.3g}")
+    return int(failed)
+
+
+def answered(problems: Sequence[Example]) -> list[tuple[Example, str]]:
+    """Each problem with its solution, or its answer in the form that the task wants, and with an empty completion."""
+    right = [one.solution or FORMS[one.answer_form].format(one.answer or "") for one in problems]
+    return [(one, completion) for one, good in zip(problems, right, strict=True) for completion in (good, "")]
+
+
+def completed(task: Task, file: str) -> list[tuple[Example, str]]:
+    """The samples in a file, each with the problem that has its prompt; UserError where one is bad or has none."""
+
+    def read(record: Record) -> tuple[str, str]:
+        if not isinstance(record.get("completion"), str):
+            raise UserError("completion must be a string")
+        return text(record, "prompt"), record["completion"]
+
+    samples = [
+        pair for _, pair in sound_records(read_records(Origin("SAMPLES.jsonl", file).records(), read), "SAMPLES")
+    ]
+    left, found = {prompt for prompt, _ in samples}, dict[str, Example]()
+    for example in chain(task.heldout, task.test or (), task.train[:MOST_SEARCHED]):
+        if not left:
+            break
+        found[prompt := example.prompt[-1]["content"]] = example
+        left.discard(prompt)
+    if left:
+        raise UserError(f"{file}: task {task.name} has no problem with the prompt {min(left)!r}: remove it")
+    return [(found[prompt], completion) for prompt, completion in samples]
+
+
+def tokenizer_of(model: ModelConfig) -> Tokenizer:
+    """The model's tokenizer or, where the model isn't there yet, bytes."""
+    try:
+        folder, _ = find_model(model)
+        return load_tokenizer(model.tokenizer or ("bytes" if folder is None else str(folder)))
+    except UserError as error:
+        logging.getLogger(__name__).warning("length and completion_ids are those of the text's bytes: %s", error)
+        return bytes_tokenizer()
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose rewards.py would hide a user's own
+    errors.run_main(main)
