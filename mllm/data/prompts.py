@@ -65,12 +65,11 @@ def training_prompts(
                     return prompt, place + 1
                 long = f"{len(prompt.tokens)} tokens, and the limit is {max_prompt_length}"
                 prompt = UserError(f"rollout.max_prompt_length: it has {long}")
+            problem = f"{where}: {prompt}"
             if not warned:
-                log.warning(
-                    "a prompt of task %s is left out: %s: %s (prompts_skipped counts them)", name, where, prompt
-                )
+                log.warning("a prompt of task %s is left out: %s (prompts_skipped counts them)", name, problem)
                 warned = True
-        raise UserError(f"task {name}: {MOST_SKIPPED} prompts in a row can't be used, the last: {where}: {prompt}")
+        raise UserError(f"task {name}: {MOST_SKIPPED} prompts in a row can't be used, the last: {problem}")
 
     return DataIterator(next_usable, len(examples), None, task.content, ahead)
 

@@ -106,7 +106,7 @@ def interval(values: Float[np.ndarray, " P"], k: int) -> tuple[float, float]:
     return wilson(share * trials, trials)
 
 
-def wilson(successes: float, trials: float) -> tuple[float, float]:
+def wilson(successes: float | int, trials: float | int) -> tuple[float, float]:
     """The 95 % interval of a proportion (Wilson 1927; Newcombe 1998, method 3): sound at 0 and 1, too."""
     share, denominator = successes / trials, 2 * (trials + Z**2)
     center = (2 * trials * share + Z**2) / denominator

@@ -16,7 +16,7 @@ import socket
 import traceback
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -305,8 +305,8 @@ def answers(rewards: Sequence[Reward], samples: Sequence[Sample], seconds: float
     results = asyncio.run(run_together(calls, seconds)) if is_async else (call(*one) for one in calls)
     for (reward, part, notes), returned in zip(calls, results, strict=True):
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left would go off in another one
-        for answer, logged in zip(judge_all(reward, returned, len(part)), notes.rows, strict=True):
-            yield *answer, *logged
+        for (kind, given), logged in zip(judge_all(reward, returned, len(part)), notes.rows, strict=True):
+            yield kind, given, *logged
 
 
 def call(reward: Reward, samples: Sequence[Sample], notes: Notes) -> Any:
@@ -320,13 +320,13 @@ def call(reward: Reward, samples: Sequence[Sample], notes: Notes) -> Any:
 async def run_together(calls: Sequence[tuple[Reward, Sequence[Sample], Notes]], seconds: float) -> list[Any]:
     """What calls of coroutine functions return, or the exceptions that they raise."""
 
-    async def finish(reward: Reward, samples: Sequence[Sample], notes: Notes) -> Any:
+    async def finish(coroutine: Awaitable[Any]) -> Any:
         try:
-            return await reward(samples, notes)
+            return await coroutine
         except BaseException as error:
             return error
 
-    tasks = [asyncio.create_task(finish(*one)) for one in calls]
+    tasks = [asyncio.create_task(finish(reward(samples, notes))) for reward, samples, notes in calls]
     limit = seconds * max(len(samples) for _, samples, _ in calls)
     left = {*tasks}
     while left:
@@ -336,7 +336,7 @@ async def run_together(calls: Sequence[tuple[Reward, Sequence[Sample], Notes]], 
     return await asyncio.gather(*tasks)
 
 
-def judge_all(reward: Reward, returned: Any, samples: int) -> list[tuple[str, float | str]]:
+def judge_all(reward: Reward, returned: Any, samples: int) -> Iterable[tuple[str, float | str]]:
     """The answer for each of so many samples, which is the same for all where the call failed."""
     try:
         if isinstance(returned, asyncio.CancelledError):
@@ -344,7 +344,7 @@ def judge_all(reward: Reward, returned: Any, samples: int) -> list[tuple[str, fl
         elif isinstance(returned, BaseException):
             failure = "raised", describe(returned, reward.file)
         elif len(values := list(returned) if reward.batched else [returned]) == samples:
-            return [judge(value) for value in values]
+            return map(judge, values)
         else:
             failure = "not_a_number", f"returned no list of numbers: {len(values)} values for {samples} completions"
     except BaseException as error:

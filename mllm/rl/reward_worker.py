@@ -185,8 +185,8 @@ def parse(line: bytes, number: int) -> Any:
         case [int(given), "value", float(value), *logged] if given == number and abs(value) <= LARGEST:
             return ("value", value, *logged) if all(map(is_logged, logged)) else None
         case [int(given), str(kind), str(text), *logged] if given == number and kind in kinds:
-            line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-            return (kind, line, *logged) if all(map(is_logged, logged)) else None
+            printable = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+            return (kind, printable, *logged) if all(map(is_logged, logged)) else None
     return None
 
 

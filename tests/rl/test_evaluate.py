@@ -115,7 +115,7 @@ def test_an_interval_over_problems_holds_the_true_mean_in_95_percent_and_more_sa
         held.append(low <= 1 / 3 <= high)
         widths.append(high - low)
     assert 0.93 <= np.mean(held) <= 0.97
-    assert np.mean(widths) == pytest.approx({1: 0.182, 8: 0.123}[k], abs=0.002)
+    assert np.mean(widths) == pytest.approx({1: 0.182, 8: 0.126}[k], abs=0.002)
 
 
 @pytest.mark.parametrize(

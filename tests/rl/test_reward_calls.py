@@ -307,7 +307,7 @@ def server(*replies):
 @pytest.mark.parametrize(
     ("reply", "kind", "message"),
     [
-        ((200, b"[1]"), "not_a_number", r"returned no list of numbers: ValueError: 1 values for 2 completions"),
+        ((200, b"[1]"), "not_a_number", r"returned no list of numbers: 1 values for 2 completions"),
         ((200, b'["1", NaN]'), "not_a_number", r"returned '1'"),
         ((200, b"<html>"), "raised", r"ValueError: expected a JSON list, .* the answer was '<html>'"),
         ((400, b"no field level"), "raised", r"ValueError: HTTP 400 Bad Request: no field level"),

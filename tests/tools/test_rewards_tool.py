@@ -12,6 +12,7 @@ run_dir: never
 steps: 1
 batch_size: 2
 model: {source: ./absent}
+optimizer: {learning_rate: 1.0e-3}
 task:
   name: jsonl
   train: problems.jsonl
