@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 
 from mllm import errors
 from mllm.config import load as configs
@@ -21,10 +22,10 @@ from mllm.data.records import Origin, Record, read_records, sound_records
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError, printable
-from mllm.model.load import find_model
-from mllm.model.tokenizer import Tokenizer, bytes_tokenizer, encode, load_tokenizer
 from mllm.rl.reward_process import FAILURES, Sample
 from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
+
+log = logging.getLogger(__name__)
 
 PROBLEMS = 4
 """How many problems are answered where no samples are given."""
@@ -47,9 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     task, most = load_task(config.task, config.seed), config.rollout.max_completion_length
     with RewardRunner(config.task, task, most, lambda: None) as rewards:
         pairs = completed(task, options.samples) if options.samples else answered(task.train[:PROBLEMS])
-        tokenizer = tokenizer_of(config.model)
-        stop = tokenizer.eos_token_id or 0
-        tokens = [[*encode(tokenizer, completion), stop] for _, completion in pairs]
+        tokens = token_ids(config.model, [completion for _, completion in pairs])
         samples = [
             Sample(example, completion, array("i", ids[:most]), len(ids) > most)
             for (example, completion), ids in zip(pairs, tokens, strict=True)
@@ -99,16 +98,22 @@ def completed(task: Task, file: str) -> list[tuple[Example, str]]:
     return [(found[prompt], completion) for prompt, completion in samples]
 
 
-def tokenizer_of(model: ModelConfig) -> Tokenizer:
-    """The model's tokenizer or, where the model isn't there yet, bytes."""
+def token_ids(model: ModelConfig, texts: Sequence[str]) -> list[list[int]]:
+    """Each text's tokens and a stop token; where the model isn't there yet, its bytes."""
+    from mllm.model.load import find_model
+    from mllm.model.tokenizer import bytes_tokenizer, encode, load_tokenizer
+
     try:
         folder, _ = find_model(model)
-        return load_tokenizer(model.tokenizer or ("bytes" if folder is None else str(folder)))
+        tokenizer = load_tokenizer(model.tokenizer or ("bytes" if folder is None else str(folder)))
     except UserError as error:
-        logging.getLogger(__name__).warning("length and completion_ids are those of the text's bytes: %s", error)
-        return bytes_tokenizer()
+        log.warning("length and completion_ids are those of the text's bytes: %s", error)
+        tokenizer = bytes_tokenizer()
+    stop = tokenizer.eos_token_id or 0
+    return [[*encode(tokenizer, one), stop] for one in texts]
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose rewards.py would hide a user's own
+    here = str(Path(__file__).resolve().parent)
+    sys.path[:] = [folder for folder in sys.path if folder != here]  # its rewards.py would hide a user's own
     errors.run_main(main)

@@ -1,6 +1,8 @@
 """tools/rewards.py: what rewards give for right, empty and given completions, where no model is."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -18,7 +20,7 @@ task:
   train: problems.jsonl
   heldout: 1
   answer_form: hashes
-  rewards: [{name: "tried_rewards:share"}, {name: exact_match, weight: 2}]
+  rewards: [{name: "rewards:share"}, {name: exact_match, weight: 2}]
 rollout: {max_prompt_length: 8, max_completion_length: 4}
 grpo: {num_generations: 2}
 """
@@ -32,45 +34,49 @@ def share(completion, length, truncated, log_metric, log_extra):
 
 @pytest.fixture
 def tried(tmp_path, monkeypatch, capsys):
-    """A function that runs the tool, with the lines of a file of samples, and returns exit code, output and error."""
+    """A function that calls the tool, with the lines of a file of samples, and returns exit code, output and error."""
     (tmp_path / "config.yaml").write_text(CONFIG)
-    (tmp_path / "tried_rewards.py").write_text(REWARDS)
+    (tmp_path / "rewards.py").write_text(REWARDS)
     problems = [{"prompt": f"{n}+{n}=", "answer": 2 * n} for n in (1, 2, 3)]
     (tmp_path / "problems.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
     monkeypatch.chdir(tmp_path)
 
     def tried(*samples):
         (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
-        code = rewards.main(["config.yaml", *["samples.jsonl"] * bool(samples)])
+        code = rewards.main(["config.yaml", "samples.jsonl"])
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
     return tried
 
 
-def test_without_samples_problems_are_answered_right_and_with_nothing(tried, caplog):
-    code, printed, _ = tried()
-    answered, blocks = 0, printed.split("\n\n")
+@pytest.mark.usefixtures("tried")
+def test_without_samples_problems_are_answered_right_and_with_nothing():
+    """The user's module may be called as the tool is."""
+    done = subprocess.run(
+        [sys.executable, rewards.__file__, "config.yaml"], capture_output=True, text=True, check=False
+    )
+    answered, blocks = 0, done.stdout.split("\n\n")
     for right, empty in zip(blocks[0:4:2], blocks[1:4:2], strict=True):
         prompt, completion, *given = right.splitlines()
         assert completion.split(maxsplit=1)[1] == f"#### {2 * int(prompt.split()[1][0])}"
         assert given == [
-            "tried_rewards:share  0.167  length: 4.0  cut: True",
+            "rewards:share        0.167  length: 4.0  cut: True",
             "exact_match          1.000",
             "reward               2.167",
         ]
-        assert "raised ZeroDivisionError: division by zero (tried_rewards.py:5)  length: 1.0  cut: False" in empty
+        assert "raised ZeroDivisionError: division by zero (rewards.py:5)  length: 1.0  cut: False" in empty
         answered += 1
-    assert (code, answered) == (1, 2)
+    assert (done.returncode, answered) == (1, 2)
     assert [line.split() for line in blocks[4].splitlines()] == [
-        ["rewards/tried_rewards:share/length", "2.5"],
-        ["rewards/tried_rewards:share/mean", "0.167"],
-        ["rewards/tried_rewards:share/std", "0"],
-        ["rewards/tried_rewards:share/raised", "2"],
+        ["rewards/rewards:share/length", "2.5"],
+        ["rewards/rewards:share/mean", "0.167"],
+        ["rewards/rewards:share/std", "0"],
+        ["rewards/rewards:share/raised", "2"],
         ["rewards/exact_match/mean", "0.5"],
         ["rewards/exact_match/std", "0.5"],
     ]
-    assert "length and completion_ids are those of the text's bytes: model.source: ./absent: no such" in caplog.text
+    assert "length and completion_ids are those of the text's bytes: model.source: ./absent: no such" in done.stderr
 
 
 def test_the_samples_of_a_run_are_scored_as_completions_of_the_problems_with_their_prompts(tried):
