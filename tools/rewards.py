@@ -27,10 +27,8 @@ from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
 
 log = logging.getLogger(__name__)
 
-PROBLEMS = 4
-"""How many problems are answered where no samples are given."""
-MOST_SEARCHED = 10**6
-"""How many training problems are searched for the samples' prompts."""
+PROBLEMS, MOST_SEARCHED = 4, 10**6
+"""How many training problems are answered without samples, and searched for the samples' prompts."""
 FORMS = {"whole": "{}", "hashes": "#### {}", "tags": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}"}
 
 
@@ -38,9 +36,7 @@ FORMS = {"whole": "{}", "hashes": "#### {}", "tags": "<answer>{}</answer>", "box
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, or its name in configs/")
-    parser.add_argument(
-        "samples", metavar="SAMPLES.jsonl", nargs="?", help="completions; default: right and empty ones"
-    )
+    parser.add_argument("samples", metavar="SAMPLES.jsonl", nargs="?", help="completions; else right and empty ones")
     options = parser.parse_args(arguments)
     config = configs.load(options.config)
     if config.task is None or config.rollout is None:
@@ -84,17 +80,18 @@ def completed(task: Task, file: str) -> list[tuple[Example, str]]:
             raise UserError("completion must be a string")
         return text(record, "prompt"), record["completion"]
 
-    samples = [
-        pair for _, pair in sound_records(read_records(Origin("SAMPLES.jsonl", file).records(), read), "SAMPLES")
-    ]
-    left, found = {prompt for prompt, _ in samples}, dict[str, Example]()
+    lines = read_records(Origin("SAMPLES.jsonl", file).records(), read)
+    samples = [pair for _, pair in sound_records(lines, "SAMPLES.jsonl")]
+    if not samples:
+        raise UserError(f"{file}: there is no sample in it")
+    wanted, found = {prompt for prompt, _ in samples}, dict[str, Example]()
     for example in chain(task.heldout, task.test or (), task.train[:MOST_SEARCHED]):
-        if not left:
+        if (prompt := example.prompt[-1]["content"]) in wanted:
+            found[prompt] = example
+        if len(found) == len(wanted):  # further problems may take long to make
             break
-        found[prompt := example.prompt[-1]["content"]] = example
-        left.discard(prompt)
-    if left:
-        raise UserError(f"{file}: task {task.name} has no problem with the prompt {min(left)!r}: remove it")
+    if unknown := wanted - found.keys():
+        raise UserError(f"{file}: task {task.name} has no problem with the prompt {min(unknown)!r}: remove it")
     return [(found[prompt], completion) for prompt, completion in samples]
 
 

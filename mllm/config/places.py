@@ -65,7 +65,7 @@ def missing(name: str, kind: str = "file") -> str:
     folders = dict.fromkeys(os.path.dirname(os.path.join(folder, name)) for folder in MODULES or [os.getcwd()])
     there = [os.path.basename(path) for folder in folders for path in glob.glob(f"{glob.escape(folder)}/*")]
     close = difflib.get_close_matches(os.path.basename(name), there, n=1)
-    return f"{name}: no such {kind} in {' or '.join(folders)}" + (f"; did you mean {close[0]}?" if close else "")
+    return f"{name}: no such {kind} in {' or '.join(folders)}" + (f" (did you mean {close[0]}?)" if close else "")
 
 
 def is_file(path: str) -> bool:

@@ -77,9 +77,8 @@ def make_evaluation(
                     for match in (exact_match, flexible_match)
                 )
                 shares = {"greedy_accuracy" if mode == "greedy" else f"avg@{k}": correct.mean(axis=1)}
-                shares |= {
-                    f"pass@{j}": pass_at(j, correct) for j in sorted({k, *(2**i for i in range(1, 32))}) if 1 < j <= k
-                }
+                js = [j for j in range(2, k + 1) if j == k or j.bit_count() == 1]
+                shares |= {f"pass@{j}": pass_at(j, correct) for j in js}
                 for name, values in shares.items():
                     low, high = interval(values, k)
                     metrics |= {f"{prefix}{name}": float(values.mean())}

@@ -49,7 +49,7 @@ def test_what_is_missing_says_where_it_was_looked_for_and_the_nearest_name(here:
     (here / "ours" / "data" / "train.jsonl").touch()
     configs.load("ours/run.yaml")
     assert places.missing("data/trian.jsonl") == (
-        f"data/trian.jsonl: no such file in {here}/ours/data or {here}/data; did you mean train.jsonl?"
+        f"data/trian.jsonl: no such file in {here}/ours/data or {here}/data (did you mean train.jsonl?)"
     )
     assert places.missing("/nowhere/x") == "/nowhere/x: no such file in /nowhere"
 

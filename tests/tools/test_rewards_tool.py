@@ -97,7 +97,8 @@ def test_samples_without_a_problem_and_bad_ones_are_errors_of_one_line(tried):
         2,
         "error: samples.jsonl: task jsonl has no problem with the prompt '4+4=': remove it\n",
     )
+    assert tried()[::2] == (2, "error: samples.jsonl: there is no sample in it\n")
     assert tried({"prompt": "1+1=", "text": "8"})[::2] == (
         2,
-        "error: SAMPLES: completion must be a string (samples.jsonl:1); the fields there are prompt, text\n",
+        "error: SAMPLES.jsonl: completion must be a string (samples.jsonl:1); the fields there are prompt, text\n",
     )
