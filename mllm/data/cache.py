@@ -28,7 +28,7 @@ from jaxtyping import Int32
 from tqdm import tqdm
 
 from mllm.config.data import DataConfig
-from mllm.data.records import Origin, bad_lines
+from mllm.data.records import BadRecord, Origin, bad_lines
 from mllm.data.tokenizing import Document, Documents, Encoded, encode_blocks
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Renderer, Tokenizer
@@ -186,14 +186,14 @@ def exchange(own: Iterator[list[Encoded]]) -> Iterator[Encoded]:
         return
     blocks = (shareable(block) for block in own)
     while parts := [part for part in gather_objects(next(blocks, None)) if part is not None]:
-        for place, found, *complete in chain.from_iterable(parts):
-            yield place, (unsigned(found), *complete) if complete else UserError(found)
+        for place, found, *about in chain.from_iterable(parts):
+            yield place, BadRecord(found, *about) if isinstance(found, str) else (unsigned(found), *about)
 
 
 def shareable(block: list[Encoded]) -> list[Any]:
-    """The documents of a block as `gather_objects` takes them: signed tokens, or the line of an error."""
+    """The documents of a block as `gather_objects` takes them: signed tokens, or an error's line and fields."""
     return [
-        [place, str(found)] if isinstance(found, UserError) else [place, signed(found[0]), found[1]]
+        [place, str(found), found.fields] if isinstance(found, BadRecord) else [place, signed(found[0]), *found[1:]]
         for place, found in block
     ]
 

@@ -25,8 +25,6 @@ from mllm.store.fetch import fetch_files
 
 T = TypeVar("T")
 Record = dict[str, Any]
-Records = Iterator[tuple[str, Record | UserError]]
-"""Records with their places, `train.jsonl:17`, or what is wrong with them."""
 
 FORMATS = "a file of JSON lines (.jsonl, .jsonl.gz), .csv or .parquet"
 LISTED_PLACES = 3
@@ -38,9 +36,15 @@ LONGEST_LINE = 2**23
 
 
 class BadRecord(UserError):
-    """What is wrong with a record; where it is stands beside it."""
+    """What is wrong with a record, and its fields; where it is stands beside it."""
 
-    fields: Sequence[str] = ()
+    def __init__(self, message: str, fields: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+
+Records = Iterator[tuple[str, Record | BadRecord]]
+"""Records with their places, `train.jsonl:17`, or what is wrong with them."""
 
 
 class Block(NamedTuple):
@@ -107,14 +111,14 @@ def numbered(source: str, first: int, blocks: Iterable[Any]) -> Iterator[Block]:
         first += len(rows)
 
 
-def read_records(records: Iterable[tuple[str, Any]], read: Callable[[Any], T]) -> Iterator[tuple[str, T | UserError]]:
+def read_records(records: Iterable[tuple[str, Any]], read: Callable[[Any], T]) -> Iterator[tuple[str, T | BadRecord]]:
     """What `read` gives for each record, or the UserError that it raises, as a BadRecord."""
     for place, record in records:
         try:
-            result = record if isinstance(record, UserError) else read(record)
+            result = record if isinstance(record, BadRecord) else read(record)
         except UserError as error:
-            result = BadRecord(str(error))
-            result.fields = [name for name in record if isinstance(name, str)] if isinstance(record, dict) else []
+            named = record if isinstance(record, dict) else ()
+            result = BadRecord(str(error), [name for name in named if isinstance(name, str)])
         yield place, result
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int32
 
 from mllm.config.task import Form
 from mllm.data.formats import messages_of, text, turns
-from mllm.data.records import Block, Record, read_records
+from mllm.data.records import BadRecord, Block, Record, read_records
 from mllm.errors import UserError
 from mllm.model.tokenizer import Message, Renderer, encode_example, encode_text, texts_of
 
@@ -55,7 +55,7 @@ class Documents:
         return len(self.sizes)
 
 
-Encoded = tuple[str, tuple[Document, bool, bool] | UserError]
+Encoded = tuple[str, tuple[Document, bool, bool] | BadRecord]
 """The place of a record, and its document with whether that is all of it and is a text, or what is wrong with it."""
 
 FEW = 32
