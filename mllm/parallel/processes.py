@@ -5,8 +5,8 @@ is unpickled. Process 0 writes the run's files. A process that dies takes the ot
 resumes.
 """
 
+import base64
 import json
-import math
 import os
 import sys
 import threading
@@ -28,7 +28,7 @@ T = TypeVar("T")
 FRAME = 4096
 """Bytes of the first message in `exchange`; only longer values take a second one."""
 ARRAY = "array of"
-"""The key of an object that stands for an array in `pack`: its dtype and shape."""
+"""The key of an object that stands for an array in `pack`: its dtype, shape and bytes."""
 
 
 class ProcessGroup(NamedTuple):
@@ -156,34 +156,26 @@ def exchange(value: T) -> list[T]:
 
 
 def pack(value: Any) -> bytes:
-    """A value as JSON in a line, and the bytes of its arrays behind it; TypeError where it is made of anything else."""
-    arrays: list[bytes] = []
+    """A value as JSON, with the bytes of its arrays as base64; TypeError where it is made of anything else."""
 
     def refer(array: Any) -> dict[str, Any]:
         if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
             raise TypeError(f"processes share JSON and arrays of numbers, not {array!r:.200}")
-        arrays.append(array.tobytes())
-        return {ARRAY: [array.dtype.name, array.shape]}
+        return {ARRAY: [array.dtype.name, array.shape, base64.b64encode(array.tobytes()).decode()]}
 
-    text = json.dumps(value, default=refer).encode()
-    return b"\n".join([text, b"".join(arrays)])
+    return json.dumps(value, default=refer).encode()
 
 
 def unpack(message: bytes) -> Any:
     """The value that was packed; ValueError or TypeError where none was."""
-    text, _, rest = message.partition(b"\n")
-    place = 0
 
     def restore(found: dict[str, Any]) -> Any:
-        nonlocal place
         if found.keys() != {ARRAY}:
             return found
-        name, shape = found[ARRAY]
-        array = np.frombuffer(rest, np.dtype(name), math.prod(shape), place).reshape(shape)
-        place += array.nbytes
-        return array
+        name, shape, content = found[ARRAY]
+        return np.frombuffer(base64.b64decode(content), np.dtype(name)).reshape(shape)
 
-    return json.loads(text, object_hook=restore)
+    return json.loads(message, object_hook=restore)
 
 
 def pad_or_cut(message: np.ndarray, size: int) -> np.ndarray:

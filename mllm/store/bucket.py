@@ -110,13 +110,8 @@ class Bucket:
         return found.value if found.state == "value" else None, found.stamp.generation
 
     def seen(self, name: str) -> bytes:
-        """The generation of an object, or of its absence: what `replace` and `remove` take."""
+        """The generation of an object, `ABSENT` where there is none: what `replace` and `remove` take."""
         return self.result(self.objects.read(name, byte_range=slice(0, 0)), name, "read").stamp.generation
-
-    def generation(self, name: str) -> bytes:
-        """What differs whenever an object has been written anew; empty where there is no such object."""
-        found = self.result(self.objects.read(name, byte_range=slice(0, 0)), name, "read")
-        return found.stamp.generation if found.state == "value" else b""
 
     def read_parts(self, name: str) -> Iterator[tuple[bytes, bytes]]:
         """An object's content in parts of at most `PART_BYTES`, in order, each with the object's generation.

@@ -18,7 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mllm.errors import UserError
-from mllm.store.bucket import Bucket, cache_folder, local_place
+from mllm.store.bucket import ABSENT, Bucket, cache_folder, local_place
 from mllm.store.names import is_plain
 
 AT_ONCE = 8
@@ -80,8 +80,8 @@ def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
     folder = local_place(bucket.url, OBJECTS)
 
     def get(name: str) -> Path:
-        path, generation = folder / name, is_plain(name) and bucket.generation(name)
-        if not generation:
+        path, generation = folder / name, bucket.seen(name) if is_plain(name) else ABSENT
+        if generation == ABSENT:
             raise UserError(f"{bucket.url}/{name}: there is no such object: correct the URL")
         mark = path.with_name(f".{path.name}.generation")  # says of which generation the file is, and its size
         with suppress(OSError):

@@ -161,7 +161,7 @@ def test_processes_share_json_and_arrays_to_the_bit_and_run_nothing_that_they_re
         with pytest.raises(TypeError, match="processes share JSON and arrays of numbers, not "):
             pack(other)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    arrays = (b'{"array of": [%b]}\n12345678' % array for array in (b'"object", [1]', b'"int32", [9]'))
+    arrays = (b'{"array of": [%b, "MTIzNDU2Nzg="]}' % array for array in (b'"object", [1]', b'"int32", [9]'))
     for message in (pickle.dumps(Executed()), *arrays):
         received = np.int32([len(message)]), np.frombuffer(message, np.uint8)[None]
         monkeypatch.setattr(multihost_utils, "process_allgather", lambda own, received=received: received)
