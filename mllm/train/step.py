@@ -15,15 +15,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kernels.lm_head import (
-    EngineChoice,
-    HeadSharding,
-    TokenLogprobs,
-    choose_impl,
-    label_is_likeliest,
-    token_logprobs,
-    token_loss,
-)
+from kernels import lm_head
+from kernels.lm_head import EngineChoice, HeadSharding, TokenLogprobs
 from mllm.config.grpo import GrpoConfig, RolloutConfig
 from mllm.config.model import HeadConfig, ModelConfig
 from mllm.config.schema import Rows
@@ -101,7 +94,7 @@ class Forward:
     ) -> TokenLogprobs:
         """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
         how = {"where": batch.weights > 0, "weight_copy": copy, "dtype": hidden.dtype}
-        return token_logprobs(hidden, weight, batch.labels, **how, **self.options)
+        return lm_head.token_logprobs(hidden, weight, batch.labels, **how, **self.options)
 
     def loss(self, params: Params, batch: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
         """The batch's share of the step's loss, and its log-probabilities without gradient, for the metrics."""
@@ -126,7 +119,7 @@ class Forward:
                 return objectives.grpo(config, logprob, entropy, jax.tree.unflatten(structure, operands))
 
         workspace = self.head.workspace_mib
-        return token_loss(
+        return lm_head.token_loss(
             hidden,
             weight,
             batch.labels,
@@ -177,7 +170,7 @@ def choose_head(
     dtype = jnp.dtype(model.dtype)
     hidden = jax.ShapeDtypeStruct((rows.micro, rows.length, architecture.hidden_size), dtype)
     weight = jax.ShapeDtypeStruct((architecture.vocab_size, architecture.hidden_size), model.param_dtype)
-    return choose_impl(hidden, weight, dtype=dtype, sharding=head_sharding(mesh))
+    return lm_head.choose_impl(hidden, weight, dtype=dtype, sharding=head_sharding(mesh))
 
 
 def make_train_step(
@@ -248,7 +241,7 @@ def make_validation(
         def measure(_: None, micro: Batch) -> tuple[None, list[Float[Array, "B T"]]]:
             hidden, weight, copy = forward.hidden(params, micro)
             where, sharding = micro.weights > 0, forward.options["sharding"]
-            likeliest = label_is_likeliest(
+            likeliest = lm_head.label_is_likeliest(
                 hidden, copy, micro.labels, where=where, dtype=hidden.dtype, sharding=sharding
             )
             return None, [forward.head_logprobs(hidden, weight, copy, micro).logprob, likeliest.astype(jnp.float32)]

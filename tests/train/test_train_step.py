@@ -166,7 +166,7 @@ def test_the_state_s_moments_are_laid_out_as_their_parameters():
 
 def test_the_head_is_told_its_workspace_in_bytes(monkeypatch):
     settings = changed(SETTINGS["sft"], head={"workspace_mib": 3})
-    monkeypatch.setattr(step, "token_loss", head := Mock(side_effect=InterruptedError))
+    monkeypatch.setattr(step.lm_head, "token_loss", head := Mock(side_effect=InterruptedError))
     weight = jnp.zeros((260, 32))
     with pytest.raises(InterruptedError):
         forward_of(None, make_mesh(settings.mesh), settings).head_loss(

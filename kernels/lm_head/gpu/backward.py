@@ -16,27 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from kernels.lm_head.gpu import products
 from kernels.lm_head.gpu.forward import LOG2E, Chunk, Rows, capped, hits_of_strip, is_hit, logit_work
-from kernels.lm_head.gpu.products import (
-    PIECE,
-    Operand,
-    Place,
-    Product,
-    Ref,
-    Scalar,
-    Strip,
-    Work,
-    blocks_of,
-    column_index,
-    kernel,
-    load,
-    load_vector,
-    piece_stages,
-    pieces_of,
-    run,
-    store_piece,
-    strips_of,
-)
+from kernels.lm_head.gpu.products import PIECE, Operand, Place, Product, Ref, Scalar, Strip, Work
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
 from kernels.lm_head.softmax import RowFactors
 
@@ -77,8 +59,8 @@ def logit_gradient(
 
             def strip_of_rows(place: Place, product: Product, step: Scalar) -> Scalar:
                 in_all = place._replace(row=token + place.row)
-                row = RowFactors(*(load_vector(by_row, in_all, i) for i in range(len(RowFactors._fields))))
-                label = load_vector(labels, in_all) - first
+                row = RowFactors(*(products.load_vector(by_row, in_all, i) for i in range(len(RowFactors._fields))))
+                label = products.load_vector(labels, in_all) - first
                 top, log_sum_e, at_p_log2_p = row.top * LOG2E, row.log_sum_e * LOG2E, row.at_p_log_p / LOG2E
                 hits = hits_of_strip(in_tile, first, in_all, tiles)
 
@@ -87,7 +69,7 @@ def logit_gradient(
                     y, step = product(t, step)
                     start = t * tiles.columns
                     left = columns - start
-                    for i, piece in enumerate(pieces_of(y)):
+                    for i, piece in enumerate(products.pieces_of(y)):
                         wide = functools.partial(lax.broadcast_in_dim, shape=piece.shape, broadcast_dimensions=(0,))
                         own_y = capped(piece, softcap)
                         log2_p = (own_y * (own_scale * LOG2E) - wide(top)) - wide(log_sum_e)
@@ -98,19 +80,20 @@ def logit_gradient(
                         corrected = functools.partial(_corrected, i, label - start, row.at_label, left)
                         by_y = lax.cond(hit | (left < tiles.columns), corrected, lambda x: x, by_y)
                         to = dy.at[pl.ds(place.row, tiles.rows_each), pl.ds(start + i * PIECE, PIECE)]
-                        store_piece(stages, place, i, by_y, to)
+                        products.store_piece(stages, place, i, by_y, to)
                     return step
 
                 return lax.fori_loop(place.tile, place.tile + place.tiles, tile, step)
 
             return strip_of_rows
 
-        run(tiles, work, Operand(h, False, token), Operand(w, False, first_row), multiplier, [piece_stages(h.dtype)])
+        operands = Operand(h, False, token), Operand(w, False, first_row)
+        products.run(tiles, work, *operands, multiplier, [products.piece_stages(h.dtype)])
 
     out = jax.ShapeDtypeStruct(size, rows.hidden.dtype, manual_axis_type=jax.typeof(rows.hidden).manual_axis_type)
     counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
     arguments = (counts, 1 / temperature[None], rows.hidden, weight, rows.labels, rows.in_tile, jnp.stack(factors))
-    return kernel(body, tiles, "lm_head_slopes", [out])(*arguments)[0]
+    return products.kernel(body, tiles, "lm_head_slopes", [out])(*arguments)[0]
 
 
 def _corrected(
@@ -118,8 +101,8 @@ def _corrected(
 ) -> Float[Array, "R P"]:
     """A piece of dy with `at_label` in each row's own column, and 0 in columns past the tile's `left` first ones."""
     wide = functools.partial(lax.broadcast_in_dim, shape=by_y.shape, broadcast_dimensions=(0,))
-    by_y = jnp.where(column_index(by_y, number) == wide(own_column), wide(at_label), by_y)
-    return jnp.where(column_index(by_y, number) < left, by_y, 0)
+    by_y = jnp.where(products.column_index(by_y, number) == wide(own_column), wide(at_label), by_y)
+    return jnp.where(products.column_index(by_y, number) < left, by_y, 0)
 
 
 def hidden_gradient(
@@ -170,24 +153,25 @@ def _product(
         first, first_depth = _aligned(tiles, counts, 0, 2)
         across = jnp.int32(-(-right.shape[1] // tiles.columns))
         slabs = lax.div(depth + (tiles.depth - 1), jnp.int32(tiles.depth))
-        work = Work(*strips_of(blocks_of(tiles, rows), across, 1), slabs)
+        work = Work(*products.strips_of(products.blocks_of(tiles, rows), across, 1), slabs)
 
         def strip(stages: Ref, place: Place, product: Product, step: Scalar) -> Scalar:
             y, step = product(place.tile, step)
             own, width = pl.ds(place.row, tiles.rows_each), stages.shape[-1]
-            for i, piece in enumerate(pieces_of(y, width)):
+            for i, piece in enumerate(products.pieces_of(y, width)):
                 columns = pl.ds(place.tile * tiles.columns + i * width, width)
                 if earlier:
-                    piece += load(earlier[0].at[own, columns])
-                store_piece(stages, place, i, piece, out.at[pl.ds(first + place.row, tiles.rows_each), columns], add)
+                    piece += products.load(earlier[0].at[own, columns])
+                to = out.at[pl.ds(first + place.row, tiles.rows_each), columns]
+                products.store_piece(stages, place, i, piece, to, add)
             return step
 
         multiplier = functools.partial(functools.partial, strip)
         operands = left._replace(ref=dy), Operand(right, True, 0, first_depth)
-        run(tiles, work, *operands, multiplier, [piece_stages(out.dtype)])
+        products.run(tiles, work, *operands, multiplier, [products.piece_stages(out.dtype)])
 
     counts = jnp.stack(places).astype(jnp.int32)
-    kernel(body, tiles, name)(counts, left.ref, right, *([] if before is None else [before]), out)
+    products.kernel(body, tiles, name)(counts, left.ref, right, *([] if before is None else [before]), out)
 
 
 def _aligned(tiles: Tiles, counts: Ref, *places: int) -> tuple[Scalar, ...]:

@@ -20,27 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.lm_head.gpu.products import (
-    PIECE,
-    Operand,
-    Place,
-    Product,
-    Ref,
-    Scalar,
-    Strip,
-    Work,
-    blocks_of,
-    column_index,
-    kernel,
-    load_vector,
-    piece_stages,
-    pieces_of,
-    run,
-    store_piece,
-    store_vectors,
-    strips_of,
-    vector_stages,
-)
+from kernels.lm_head.gpu import products
+from kernels.lm_head.gpu.products import PIECE, Operand, Place, Product, Ref, Scalar, Strip, Work
 from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes, Tiles, shared_blocks
 from kernels.lm_head.softmax import FLOOR, Running, combine, combine_all, empty_running
 
@@ -79,9 +60,9 @@ def capped(y: Float[Array, "R C"], softcap: float | None) -> Float[Array, "R C"]
 
 def logit_work(tiles: Tiles, strip: int, number: Scalar, columns: Scalar, depth: int) -> Work:
     """The products of so many rows with so many columns, in strips of `strip` tiles; `depth` is D."""
-    blocks, used = blocks_of(tiles, number), lax.div(columns + (tiles.columns - 1), jnp.int32(tiles.columns))
+    blocks, used = products.blocks_of(tiles, number), lax.div(columns + (tiles.columns - 1), jnp.int32(tiles.columns))
     slabs = jnp.int32(-(-depth // tiles.depth))
-    return Work(*strips_of(blocks, used, strip, shared_blocks(tiles, depth)), slabs)
+    return Work(*products.strips_of(blocks, used, strip, shared_blocks(tiles, depth)), slabs)
 
 
 def hits_of_strip(in_tile: Ref, first: Scalar, place: Place, tiles: Tiles) -> Scalar:
@@ -148,7 +129,7 @@ def forward(
 
             def strip_of_rows(place: Place, product: Product, step: Scalar) -> Scalar:
                 own_rows = pl.ds(place.row, tiles.rows_each)
-                label = load_vector(labels, place) - first
+                label = products.load_vector(labels, place) - first
                 hits = hits_of_strip(in_tile, first, place, tiles)
 
                 def tile(t: Scalar, carry: Any) -> Any:
@@ -158,11 +139,11 @@ def forward(
                     start = t * width
                     left, own_column = columns - start, label - start
                     # In pieces: few registers are left beside a tile's sums. The scale is for what is summed of them.
-                    pieces = [capped(piece, softcap) for piece in pieces_of(y)]
+                    pieces = [capped(piece, softcap) for piece in products.pieces_of(y)]
                     pieces = lax.cond(left < width, functools.partial(_masked, left), lambda *x: x, *pieces)
                     top = functools.reduce(jnp.maximum, pieces).max(axis=1)
                     if kept:
-                        store_vectors(vectors, place, [top * own_scale], lambda _: kept[0].at[t, own_rows])
+                        products.store_vectors(vectors, place, [top * own_scale], lambda _: kept[0].at[t, own_rows])
                     sum_e = sum_e_z = jnp.zeros_like(top)
                     for i, piece in enumerate(pieces):
                         below = piece - lax.broadcast_in_dim(top, piece.shape, (0,))
@@ -170,7 +151,7 @@ def forward(
                         sum_e, sum_e_z = sum_e + e.sum(axis=1), sum_e_z + (e * below).sum(axis=1)
                         if kept:
                             to = kept[1].at[pl.ds(place.row, 64), pl.ds(start + i * PIECE, PIECE)]
-                            store_piece(stages[0], place, i, below, to)
+                            products.store_piece(stages[0], place, i, below, to)
                     at_label = lax.cond(
                         hit, functools.partial(_at, own_column), lambda *x: jnp.zeros_like(top), *pieces
                     )
@@ -180,15 +161,15 @@ def forward(
                 nothing = empty_running(jnp.zeros((tiles.rows_each,), jnp.float32))
                 step, running = lax.fori_loop(place.tile, place.tile + place.tiles, tile, (step, nothing))
                 number = lax.div(place.tile, jnp.int32(strip))
-                store_vectors(vectors, place, running, lambda i: sums.at[number, i, own_rows])
+                products.store_vectors(vectors, place, running, lambda i: sums.at[number, i, own_rows])
                 return step
 
             return strip_of_rows
 
-        scratch = [piece_stages(KEPT_DTYPE)] * bool(kept) + [vector_stages(4)]
-        run(tiles, work, Operand(h, False), Operand(w, False, first_row), multiplier, scratch)
+        scratch = [products.piece_stages(KEPT_DTYPE)] * bool(kept) + [products.vector_stages(4)]
+        products.run(tiles, work, Operand(h, False), Operand(w, False, first_row), multiplier, scratch)
 
-    call = kernel(body, tiles, "lm_head_keep" if keep else "lm_head_forward", out)
+    call = products.kernel(body, tiles, "lm_head_keep" if keep else "lm_head_forward", out)
     counts = jnp.stack([rows.number, *chunk]).astype(jnp.int32)
     sums, *kept = call(counts, 1 / temperature[None], rows.hidden, weight, rows.labels, rows.in_tile)
     # Nothing was written for strips beyond the columns that count.
@@ -200,13 +181,13 @@ def forward(
 
 def _masked(left: Scalar, *pieces: Float[Array, "R P"]) -> tuple[Float[Array, "R P"], ...]:
     """Pieces of a tile, with a floor where columns are past the `left` first ones."""
-    return tuple(jnp.where(column_index(piece, i) < left, piece, FLOOR) for i, piece in enumerate(pieces))
+    return tuple(jnp.where(products.column_index(piece, i) < left, piece, FLOOR) for i, piece in enumerate(pieces))
 
 
 def _at(own_column: Int[Array, "R"], *pieces: Float[Array, "R P"]) -> Float[Array, "R"]:
     """Each row's element of a tile, given in pieces, in the row's own column; 0 where that isn't in the tile."""
-    hits = (
-        column_index(piece, i) == lax.broadcast_in_dim(own_column, piece.shape, (0,)) for i, piece in enumerate(pieces)
-    )
-    found = [jnp.where(hit, piece, 0).sum(axis=1) for hit, piece in zip(hits, pieces, strict=True)]
+    found = []
+    for i, piece in enumerate(pieces):
+        hit = products.column_index(piece, i) == lax.broadcast_in_dim(own_column, piece.shape, (0,))
+        found.append(jnp.where(hit, piece, 0).sum(axis=1))
     return functools.reduce(jnp.add, found)

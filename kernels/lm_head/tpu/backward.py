@@ -22,20 +22,8 @@ from jaxtyping import Array, Float, Integer
 from kernels.lm_head import target
 from kernels.lm_head.contract import Inputs, Options, capped, dot
 from kernels.lm_head.softmax import FLOOR, RowFactors, Softmax, TokenLogprobs, label_slope
-from kernels.lm_head.tpu.forward import (
-    LOG2E,
-    SUBLANES,
-    Given,
-    KeptExponentials,
-    Output,
-    block_spec,
-    cap_slope,
-    kernel_call,
-    label_rows,
-    lanes,
-    to_lanes,
-    zero_tail,
-)
+from kernels.lm_head.tpu import forward
+from kernels.lm_head.tpu.forward import LOG2E, SUBLANES, Given, KeptExponentials, Output
 from kernels.lm_head.tpu.tiles import LANES, Case, Tiles, case_of
 
 _FACTORS = len(RowFactors._fields)
@@ -104,13 +92,13 @@ def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
         @pl.when(j == 0)
         def _() -> None:
             scratch["sum"][...] = jnp.zeros(scratch["sum"].shape, jnp.float32)
-            scratch["label"][...] = to_lanes(labels[...])
+            scratch["label"][...] = forward.to_lanes(labels[...])
             for n in range(_FACTORS):
-                scratch["factors"][n] = to_lanes(factors[pl.ds(n, 1), :])
+                scratch["factors"][n] = forward.to_lanes(factors[pl.ds(n, 1), :])
             if "hidden" in scratch:
                 scratch["hidden"][...] = hidden[...].astype(dtype)
 
-        zero_tail(weight, ints[1] - j * tile.columns, j == last)
+        forward.zero_tail(weight, ints[1] - j * tile.columns, j == last)
         h_RD, w_TD = scratch.get("hidden", hidden), scratch.get("weight", weight)
         if "weight" in scratch:
             w_TD[...] = weight[...].astype(dtype)
@@ -123,8 +111,8 @@ def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
             first = j * tile.columns + s * step
             column_RS = lax.broadcasted_iota(jnp.int32, y_RS.shape, 1)
             y_RS = jnp.where(column_RS < ints[1] - first, y_RS, FLOOR)
-            hit_RS = column_RS == lanes(scratch["label"][...] - first, step)
-            factors_RS = RowFactors(*(lanes(scratch["factors"][n], step) for n in range(_FACTORS)))
+            hit_RS = column_RS == forward.lanes(scratch["label"][...] - first, step)
+            factors_RS = RowFactors(*(forward.lanes(scratch["factors"][n], step) for n in range(_FACTORS)))
             dy_RS = _dy(y_RS, hit_RS, scales[0], factors_RS, options)
             scratch["sum"][...] += dot(dy_RS.astype(dtype), w_TD[pl.ds(s * step, step), :], (1, 0), dtype)
 
@@ -140,7 +128,7 @@ def _dy(y: Array, hit: Array, scale: Array, factors: RowFactors, options: Option
     else:
         dy = jnp.exp2((y - factors.top) * (scale * LOG2E)) * (factors.at_p * jnp.exp2(-factors.log_sum_e * LOG2E))
     if options.softcap is not None:
-        dy *= cap_slope(y, options.softcap)
+        dy *= forward.cap_slope(y, options.softcap)
     return jnp.where(hit, factors.at_label, dy)
 
 
@@ -157,7 +145,7 @@ def kept_weight_gradient(
     if so_far is not None:
         case = dataclasses.replace(case, gradient=so_far.dtype)
     streamed = [
-        (array, block_spec(case, tile, (height, tile.rows), lambda i, j: (j, i), live=True))
+        (array, forward.block_spec(case, tile, (height, tile.rows), lambda i, j: (j, i), live=True))
         for array, height in ((kept.exponential, tile.columns), (kept.top, SUBLANES))
     ]
     return _gradient(_kept_kernel, case, tile, inputs, number, factors, options, streamed, so_far)
@@ -217,11 +205,11 @@ def _gradient(
     """The gradient that a kernel sums on the chip, a block of rows or a tile of the weight at a time."""
     side = inputs.hidden if case.by_rows else inputs.weight
     shape = tile.rows if case.by_rows else tile.columns, side.shape[1]
-    own = block_spec(case, tile, shape, lambda i, j: (i if case.by_rows else j, 0))
+    own = forward.block_spec(case, tile, shape, lambda i, j: (i if case.by_rows else j, 0))
     # The factors as rows of one array, padded to whole sublanes.
     factors_8M = jnp.stack([*factors, *[jnp.zeros_like(factors.top)] * (SUBLANES - _FACTORS)])
-    packed = factors_8M, block_spec(case, tile, (SUBLANES, tile.rows), lambda i, j: (0, i), live=True)
-    return kernel_call(
+    packed = factors_8M, forward.block_spec(case, tile, (SUBLANES, tile.rows), lambda i, j: (0, i), live=True)
+    return forward.kernel_call(
         kernel,
         case,
         tile,
@@ -252,4 +240,4 @@ def hidden_gradient_from_mean(
     """
     own = jnp.where(inputs.labels >= 0, label_slope(softmax, slopes, inputs.temperature, options.softcap), 0)
     at_mean = share * (slopes.lse - slopes.logprob) / inputs.temperature
-    return at_mean[:, None] * mean + own[:, None] * label_rows(inputs.weight, inputs.labels, options.dtype)
+    return at_mean[:, None] * mean + own[:, None] * forward.label_rows(inputs.weight, inputs.labels, options.dtype)
