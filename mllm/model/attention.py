@@ -105,9 +105,7 @@ def splash_attention(
     whole = (time, time)
     mask = splash.CausalMask(whole) if window is None else splash.LocalMask(whole, (window - 1, 0), 0)
     kernel = splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([mask] * heads),
-        block_sizes=splash.BlockSizes(**sizes),
-        interpret=interpret,
+        splash.MultiHeadMask([mask] * heads), block_sizes=splash.BlockSizes(**sizes), interpret=interpret
     )
     # The kernel leaves the scaling to its caller. In float32: a factor like 128^-1/2 would itself be rounded in
     # bfloat16, the same way for every score.

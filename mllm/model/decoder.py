@@ -24,16 +24,7 @@ from kernels.precision import precision_of
 from mllm.model.architecture import Architecture, LayerKind, RopeScaling
 from mllm.model.attention import Attention, set_precision
 from mllm.model.compute_copy import Rounding, compute_copy
-from mllm.model.layout import (
-    CACHED_KEYS,
-    HIDDEN_STATES,
-    KEYS,
-    QUERIES,
-    Layout,
-    Params,
-    constrain,
-    gather_layer_float32,
-)
+from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, QUERIES, Layout, Params, constrain, gather_layer_float32
 from mllm.model.lora import Lora, adapter, add_adapter
 
 
@@ -177,12 +168,7 @@ class Layer(nnx.Module):
     """The decoder's layer: when created, with the parameters of all layers, [L, ...]; in the scan, with one layer's."""
 
     def __init__(
-        self,
-        config: Architecture,
-        dtype: DTypeLike,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
-        lora: Lora | None = None,
+        self, config: Architecture, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs, lora: Lora | None = None
     ) -> None:
         self.config, self.dtype = config, dtype
         hidden, mlp = config.hidden_size, config.intermediate_size

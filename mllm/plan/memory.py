@@ -119,11 +119,7 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         # While tokens are sampled, the parameters and the optimizer's moments stay in memory.
         weights, shared = map(bytes_on_device, abstract_decoding_weights(shapes.model, shapes.policy.params))
         copied, cache, prompts = weights - shared, *map(bytes_on_device, (shapes.cache(), shapes.prefilled()))
-        known = {
-            **held,
-            "parameters": held["parameters"] + copied,
-            "KV cache": cache + PREFILLED_BATCHES * prompts,
-        }
+        known = {**held, "parameters": held["parameters"] + copied, "KV cache": cache + PREFILLED_BATCHES * prompts}
         others = reference + optimizer + copied + cache + (PREFILLED_BATCHES - 1) * prompts
         found.append(phase("prefill", compiled("prefill", "prefill").peak + others, known, 0))
         others = sum(held.values()) - shared + PREFILLED_BATCHES * prompts
@@ -149,7 +145,8 @@ def find_devices(config: MeshConfig, target: str | None) -> Devices:
         rates = next((chip.rates for chip in targets.CHIPS.values() if chip.kind == kind), None)
         return Devices(f"{kind} at hand", mesh, jax.device_count(), device_memory(mesh), None, rates)
     try:
-        mesh, chip = targets.mesh(target, [getattr(config, axis) for axis in AXES], AXES), targets.chip(target)
+        mesh = targets.mesh(target, [getattr(config, axis) for axis in AXES], AXES)
+        chip = targets.CHIPS[targets.split(target)[0]]
         return Devices(target, mesh, len(targets.devices(target)), chip.memory, target, chip.rates)
     except (ValueError, ModuleNotFoundError) as error:
         raise UserError(f"--target: {error}") from None
@@ -183,12 +180,12 @@ def fitting_micro_batches(update: Phase, rows: Rows, memory: int) -> list[int]:
 
     Activations are taken to be proportional to the rows, and the head where it would have more of them.
     """
-    scaled = {name: update.parts[name] / rows.micro for name in ("head", "activations")}
-    fixed = update.peak - update.parts["head"] - update.parts["activations"]
+    head, activations = (update.parts[name] for name in ("head", "activations"))
+    fixed = update.peak - head - activations
 
     def fits(count: int) -> bool:
-        head = max(update.parts["head"], scaled["head"] * count)
-        return fixed + head + scaled["activations"] * count <= memory
+        times = count / rows.micro
+        return fixed + head * max(1, times) + activations * times <= memory
 
     divisors = (count for count in range(rows.shards, rows.total + 1, rows.shards) if rows.total % count == 0)
     return [*filter(fits, divisors)]

@@ -56,8 +56,6 @@ class Programs:
         self.rows = config.rows
         self.forward = kind(self.policy.graphdef, mesh, config.head, self.rows, config.grpo, config.rollout)
 
-    # --- the programs -------------------------------------------------------------------------------------------------
-
     def prefill(self) -> Program:
         """The widest batch of prompts, whose keys and values are kept until slots are free."""
         assert self.config.rollout is not None
@@ -100,8 +98,6 @@ class Programs:
         trained = (0, 1) if lora is None or "head" in lora.targets else 0
         function = jax.value_and_grad(self.forward.head_loss, trained, has_aux=True)
         return function, (*self.head_operands(), self.batch(self.rows.micro))
-
-    # --- their shapes -------------------------------------------------------------------------------------------------
 
     def batch(self, rows: int, policies: bool = True) -> Batch:
         """The largest batch; with the log-probabilities under other policies, if the objective needs them."""

@@ -85,11 +85,6 @@ _TOTAL = re.compile(r"\(color=0\)\nTotal bytes: (\d+)")
 _TEMPORARY = re.compile(r"^allocation \d+: size (\d+), (?!color).*preallocated-temp", re.MULTILINE)
 
 
-def chip(target: str) -> Chip:
-    """The kind of the target's devices."""
-    return CHIPS[split(target)[0]]
-
-
 def split(target: str) -> tuple[str, tuple[int, ...]]:
     """The chip and the slice's shape, all ones for a bare chip; ValueError where one of them is unknown."""
     name, colon, shape = target.partition(":")

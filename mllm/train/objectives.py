@@ -212,9 +212,7 @@ def equal_rewards(rewards: Float[np.ndarray, "G n"]) -> Bool[np.ndarray, "G"]:
     return highest <= lowest  # also in a group without any reward: -inf <= inf
 
 
-def group_deviations(
-    rewards: Float[np.ndarray, "G n"],
-) -> tuple[Float[np.ndarray, "G n"], Float[np.ndarray, "G 1"]]:
+def group_deviations(rewards: Float[np.ndarray, "G n"]) -> tuple[Float[np.ndarray, "G n"], Float[np.ndarray, "G 1"]]:
     """Each reward's distance to the mean of its group, and the group's standard deviation (of the sample, n - 1).
 
     Rewards that failed are NaN: they enter neither, and have distance 0. Both are exactly 0 in a group of equal

@@ -136,14 +136,7 @@ def _forward_pass(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> t
 
 
 def _forward_over(
-    inputs: Inputs,
-    options: Options,
-    sizes: Sizes,
-    rows: Rows,
-    first: int,
-    last: int,
-    chunk: int,
-    keep: bool = False,
+    inputs: Inputs, options: Options, sizes: Sizes, rows: Rows, first: int, last: int, chunk: int, keep: bool = False
 ) -> tuple[Running, KeptLogits | None]:
     """The forward kernel over columns [first, last), in P parts: a weight of another dtype is cast chunk by chunk.
 

@@ -57,13 +57,7 @@ class KeptExponentials(NamedTuple):
 
 
 def forward(
-    inputs: Inputs,
-    number: Integer[Array, ""],
-    options: Options,
-    *,
-    tile: Tiles,
-    mean: Any = None,
-    keep: bool = False,
+    inputs: Inputs, number: Integer[Array, ""], options: Options, *, tile: Tiles, mean: Any = None, keep: bool = False
 ) -> tuple[Others, Float[Array, "M D"] | None, KeptExponentials | None]:
     """Sums of rows [0, number) over the vocabulary, E_q[W], and with `keep` exponentials.
 
