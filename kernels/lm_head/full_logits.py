@@ -12,20 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels.lm_head import target
-from kernels.lm_head.contract import (
-    Gradients,
-    Inputs,
-    Objective,
-    Options,
-    Terms,
-    dot,
-    gradient_dtypes,
-    local_labels,
-    logits_of,
-    loss_slopes,
-    number_of_columns,
-)
+from kernels.lm_head import contract, target
+from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms
 from kernels.lm_head.softmax import FLOOR, MASKED, Running, Softmax, TokenLogprobs, finish_live
 
 
@@ -36,12 +24,12 @@ def obstacle(inputs: Inputs, options: Options) -> None:
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "N V"] | None]:
     """The statistics, and y for backward."""
     hidden_ND, weight_VD = _live_hidden(inputs).astype(options.dtype), inputs.weight.astype(options.dtype)
-    y_NV = dot(hidden_ND, weight_VD, (1, 1), options.dtype)
+    y_NV = contract.dot(hidden_ND, weight_VD, (1, 1), options.dtype)
     z_NV = _logits(inputs, options, y_NV)
     top_N = jnp.maximum(z_NV.max(axis=1), FLOOR)  # a shard may have no column of the vocabulary
     below_NV = z_NV - top_N[:, None]
     e_NV = jnp.exp(below_NV)
-    label_N = local_labels(inputs)
+    label_N = contract.local_labels(inputs)
     label_z_N = jnp.take_along_axis(z_NV, jnp.maximum(label_N, 0)[:, None], axis=1)[:, 0]
     running = Running(top_N, e_NV.sum(axis=1), (e_NV * below_NV).sum(axis=1), jnp.where(label_N < 0, 0, label_z_N))
     return finish_live(running, inputs.live, options.vocabulary_axis), y_NV if options.wants_any else None
@@ -58,15 +46,15 @@ def gradients(
     if options.entropy_slopes:
         by_p_NV -= entropy_N1 * (log_p_NV + softmax.entropy[:, None])
     # XLA fuses the comparison with what follows; a scatter would be one more pass.
-    hit_NV = lax.broadcasted_iota(jnp.int32, y_NV.shape, 1) == local_labels(inputs)[:, None]
+    hit_NV = lax.broadcasted_iota(jnp.int32, y_NV.shape, 1) == contract.local_labels(inputs)[:, None]
     (dy_NV,) = pull(jnp.exp(log_p_NV) * by_p_NV + jnp.where(hit_NV, logprob_N1, 0))
     if target.platform() != "tpu":
         # A TPU's matrix units round a float32 operand themselves: there dy overwrites y, and needs no array of its own.
         dy_NV = dy_NV.astype(options.dtype)
-    dh_dtype, dw_dtype = gradient_dtypes(inputs, options)
+    dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
     weight_VD, hidden_ND = inputs.weight.astype(options.dtype), _live_hidden(inputs).astype(options.dtype)
-    dh = dot(dy_NV, weight_VD, (1, 0), options.dtype).astype(dh_dtype) if options.wants_hidden else None
-    dw = dot(dy_NV, hidden_ND, (0, 0), options.dtype).astype(dw_dtype) if options.wants_weight else None
+    dh = contract.dot(dy_NV, weight_VD, (1, 0), options.dtype).astype(dh_dtype) if options.wants_hidden else None
+    dw = contract.dot(dy_NV, hidden_ND, (0, 0), options.dtype).astype(dw_dtype) if options.wants_weight else None
     return dh, dw
 
 
@@ -75,7 +63,7 @@ def loss_and_gradients(
 ) -> tuple[Softmax, Gradients]:
     softmax, y_NV = forward(inputs, options)
     assert y_NV is not None
-    slopes = loss_slopes(objective, inputs.live, softmax.outputs(), terms)
+    slopes = contract.loss_slopes(objective, inputs.live, softmax.outputs(), terms)
     return softmax, gradients(inputs, softmax, y_NV, slopes, options)
 
 
@@ -85,8 +73,8 @@ def _live_hidden(inputs: Inputs) -> Float[Array, "N D"]:
 
 
 def _logits(inputs: Inputs, options: Options, y_NV: Float[Array, "N V"]) -> Float[Array, "N V"]:
-    z_NV = logits_of(inputs, options, y_NV)
+    z_NV = contract.logits_of(inputs, options, y_NV)
     if inputs.columns is None:
         return z_NV
     column_NV = lax.broadcasted_iota(jnp.int32, y_NV.shape, 1)
-    return jnp.where(column_NV < number_of_columns(inputs), z_NV, MASKED)
+    return jnp.where(column_NV < contract.number_of_columns(inputs), z_NV, MASKED)

@@ -15,19 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from kernels.lm_head import target
-from kernels.lm_head.contract import (
-    Gradients,
-    Inputs,
-    Objective,
-    Options,
-    Terms,
-    dot,
-    gradient_dtypes,
-    logits_of,
-    loss_slopes,
-    zeros,
-)
+from kernels.lm_head import contract, target
+from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms
 from kernels.lm_head.live_rows import live_rows, round_up, write
 from kernels.lm_head.softmax import (
     Columns,
@@ -63,7 +52,7 @@ def loss_and_gradients(
     if wave:
         return _waves(plan._replace(block=wave), inputs, objective, terms, options)
     softmax, _ = forward(inputs, options)
-    slopes = loss_slopes(objective, inputs.live, softmax.outputs(), terms)
+    slopes = contract.loss_slopes(objective, inputs.live, softmax.outputs(), terms)
     return softmax, gradients(inputs, softmax, None, slopes, options)
 
 
@@ -78,12 +67,13 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
 
         def tile(c: Array, running: Running) -> Running:
             w_TD, columns = _tile(plan, inputs, c, labels_R)
-            return include_tile(running, logits_of(inputs, options, _dot(options, h_RD, w_TD, (1, 1))), columns)
+            y_RT = _dot(options, h_RD, w_TD, (1, 1))
+            return include_tile(running, contract.logits_of(inputs, options, y_RT), columns)
 
-        running_R = lax.fori_loop(0, plan.tiles, tile, empty_running(zeros(inputs, plan.block)))
+        running_R = lax.fori_loop(0, plan.tiles, tile, empty_running(contract.zeros(inputs, plan.block)))
         return write(all_M, running_R, i * plan.block)
 
-    zeros_M = zeros(inputs, len(live.row))
+    zeros_M = contract.zeros(inputs, len(live.row))
     unvisited = Running(zeros_M, zeros_M + 1, zeros_M, zeros_M)  # finite
     all_M = live.over_blocks(plan.block, block, unvisited)
     running = jax.tree.map(lambda x: x[live.place], all_M)
@@ -113,14 +103,14 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogpro
                 dw_TD += _dot(options, dy_RT, h_RD, (0, 0))
             return dh_MD, dw_TD
 
-        dw_TD = zeros(inputs, plan.tile, features) if options.wants_weight else None
+        dw_TD = contract.zeros(inputs, plan.tile, features) if options.wants_weight else None
         dh_MD, dw_TD = live.over_blocks(plan.block, block, (dh_MD, dw_TD))
         return dh_MD, None if dw_TD is None else _add(dw_VD, dw_TD, _start(plan, inputs, c))
 
     vocabulary, features = inputs.weight.shape
-    dh_dtype, dw_dtype = gradient_dtypes(inputs, options)
-    dh_MD = zeros(inputs, len(live.row), features) if options.wants_hidden else None
-    dw_VD = zeros(inputs, vocabulary, features, dtype=dw_dtype) if options.wants_weight else None
+    dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
+    dh_MD = contract.zeros(inputs, len(live.row), features) if options.wants_hidden else None
+    dw_VD = contract.zeros(inputs, vocabulary, features, dtype=dw_dtype) if options.wants_weight else None
     dh_MD, dw_VD = lax.fori_loop(0, plan.tiles, tile, (dh_MD, dw_VD))
     return None if dh_MD is None else dh_MD.astype(dh_dtype)[live.place], dw_VD
 
@@ -141,12 +131,13 @@ def _waves(
             running, y_CRT = carry
             w_TD, columns = _tile(plan, inputs, c, labels_R)
             y_RT = _dot(options, h_RD, w_TD, (1, 1))
-            running = include_tile(running, logits_of(inputs, options, y_RT), columns)
+            running = include_tile(running, contract.logits_of(inputs, options, y_RT), columns)
             return running, lax.dynamic_update_index_in_dim(y_CRT, y_RT, c, 0)
 
-        running, y_CRT = lax.fori_loop(0, plan.tiles, forward, (empty_running(zeros(inputs, plan.block)), y_CRT))
+        nothing = empty_running(contract.zeros(inputs, plan.block))
+        running, y_CRT = lax.fori_loop(0, plan.tiles, forward, (nothing, y_CRT))
         softmax_R = finish_live(running, live_R, options.vocabulary_axis)
-        slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms.of_rows(row_R))
+        slopes_R = contract.loss_slopes(objective, live_R, softmax_R.outputs(), terms.of_rows(row_R))
 
         def backward(c: Array, carry: Any) -> Any:
             w_TD, columns = _tile(plan, inputs, c, labels_R)
@@ -158,19 +149,19 @@ def _waves(
                 dw_VD = _add(dw_VD, _dot(options, dy_RT, h_RD, (0, 0)), _start(plan, inputs, c))
             return dh_RD, dw_VD
 
-        dh_RD = zeros(inputs, plan.block, features) if options.wants_hidden else None
+        dh_RD = contract.zeros(inputs, plan.block, features) if options.wants_hidden else None
         dh_RD, dw_VD = lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD))
         start = i * plan.block
         dh_MD = None if dh_RD is None else write(dh_MD, dh_RD.astype(dh_dtype), start)
         return write(all_M, softmax_R, start), dh_MD, dw_VD, y_CRT
 
     vocabulary, features = inputs.weight.shape
-    dh_dtype, dw_dtype = gradient_dtypes(inputs, options)
+    dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
     sum_dtype = dw_dtype if len(live.row) == plan.block else jnp.float32
-    all_M = Softmax(*(zeros(inputs, len(live.row)) for _ in Softmax._fields))
-    dh_MD = zeros(inputs, len(live.row), features, dtype=dh_dtype) if options.wants_hidden else None
-    dw_VD = zeros(inputs, vocabulary, features, dtype=sum_dtype) if options.wants_weight else None
-    y_CRT = zeros(inputs, plan.tiles, plan.block, plan.tile)
+    all_M = Softmax(*(contract.zeros(inputs, len(live.row)) for _ in Softmax._fields))
+    dh_MD = contract.zeros(inputs, len(live.row), features, dtype=dh_dtype) if options.wants_hidden else None
+    dw_VD = contract.zeros(inputs, vocabulary, features, dtype=sum_dtype) if options.wants_weight else None
+    y_CRT = contract.zeros(inputs, plan.tiles, plan.block, plan.tile)
     all_M, dh_MD, dw_VD, _ = live.over_blocks(plan.block, wave, (all_M, dh_MD, dw_VD, y_CRT), options.in_step)
     dh = None if dh_MD is None else dh_MD[live.place]
     dw = None if dw_VD is None else dw_VD.astype(dw_dtype)
@@ -194,7 +185,7 @@ def _wave(plan: _Plan, inputs: Inputs, options: Options) -> int:
     bytes_a_row = 4 * plan.tiles * plan.tile
     room = plan.block * bytes_a_row if options.workspace is None else options.workspace
     wave = min(rows, _MOST_WAVE, room // bytes_a_row // 8 * 8)
-    if options.wants_weight and gradient_dtypes(inputs, options)[1] != jnp.float32 and wave < rows:
+    if options.wants_weight and contract.gradient_dtypes(inputs, options)[1] != jnp.float32 and wave < rows:
         # Several waves are summed in float32, which is no gradient then but one more array.
         room = 0 if options.workspace is None else max(0, options.workspace - 4 * inputs.weight.size)
         wave = min(wave, room // bytes_a_row // 8 * 8)
@@ -216,14 +207,14 @@ def _tile(plan: _Plan, inputs: Inputs, c: Array, labels_R: Integer[Array, "R"]) 
     return w_TD, Columns(fresh_T, fresh_T & (column_T == labels_R[:, None]))
 
 
-def _dot(options: Options, a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "_ _"]:
-    return dot(a.astype(options.dtype), b.astype(options.dtype), contract, options.dtype)
+def _dot(options: Options, a: Array, b: Array, dims: tuple[int, int]) -> Float[Array, "_ _"]:
+    return contract.dot(a.astype(options.dtype), b.astype(options.dtype), dims, options.dtype)
 
 
 def _product_slopes(
     inputs: Inputs, options: Options, y_RT: Array, softmax_R: Softmax, slopes_R: TokenLogprobs, columns: Columns
 ) -> Float[Array, "R T"]:
-    z_RT, pull = jax.vjp(functools.partial(logits_of, inputs, options), y_RT)
+    z_RT, pull = jax.vjp(functools.partial(contract.logits_of, inputs, options), y_RT)
     return pull(logit_slopes(z_RT, softmax_R, slopes_R, columns))[0]
 
 

@@ -68,9 +68,7 @@ class Programs:
         """A chunk of decode steps in the most slots, with the largest cache, which it reuses."""
         rows = self.slots
         ints, live = (self.array((rows,), dtype, ("batch",)) for dtype in (jnp.int32, jnp.bool))
-        scalar, stop = (
-            self.array(shape, jnp.int32, (None,)[: len(shape)]) for shape in ((), (len(self.policy.stop_ids),))
-        )
+        scalar, stop = self.array((), jnp.int32, ()), self.array((len(self.policy.stop_ids),), jnp.int32, (None,))
         stream = slots.Stream(stop, scalar, scalar)
         # `slots.decode` is only a part of the program that is compiled, so what it donates doesn't count.
         function = partial(slots.decode, decoding_graphdef(self.model), options=self.config.rollout, greedy=False)

@@ -16,19 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.lm_head import target
-from kernels.lm_head.contract import (
-    Gradients,
-    Inputs,
-    Objective,
-    Options,
-    Terms,
-    gradient_dtypes,
-    local_labels,
-    loss_slopes,
-    number_of_columns,
-    zeros,
-)
+from kernels.lm_head import contract, target
+from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms
 from kernels.lm_head.gpu import tiles
 from kernels.lm_head.gpu.backward import Block, hidden_gradient, logit_gradient, weight_gradient
 from kernels.lm_head.gpu.forward import Chunk, KeptLogits, Rows, labels_in_tiles
@@ -70,8 +59,8 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogpro
     live = live_rows(inputs.live, sizes.rows(len(inputs.labels)))
     rows = gather_rows(inputs, options, sizes, live.row, live.number)
     softmax, slopes = jax.tree.map(lambda x: x[live.row], (softmax, slopes))
-    dw_dtype = gradient_dtypes(inputs, options)[1]
-    dw = zeros(inputs, *inputs.weight.shape, dtype=dw_dtype) if options.wants_weight else None
+    dw_dtype = contract.gradient_dtypes(inputs, options)[1]
+    dw = contract.zeros(inputs, *inputs.weight.shape, dtype=dw_dtype) if options.wants_weight else None
     plan = Plan(sizes, len(rows.labels))
     dh, dw = _backward_pass(inputs, options, plan, rows, softmax, slopes, None, dw, add=False)
     return None if dh is None else jnp.where(inputs.live[:, None], dh[live.place], 0), dw
@@ -83,7 +72,7 @@ def loss_and_gradients(
     plan = make_plan(inputs, options)
     sizes = plan.sizes
     live = live_rows(inputs.live, plan.rows)
-    dh_dtype, dw_dtype = gradient_dtypes(inputs, options)
+    dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
     count, features = len(live.row), inputs.hidden.shape[1]
     one_wave = count == plan.rows
     sum_dtype = dw_dtype if one_wave else jnp.dtype(jnp.float32)
@@ -94,16 +83,16 @@ def loss_and_gradients(
         rows = gather_rows(inputs, options, sizes, row_R, jnp.clip(live.number - i * plan.rows, 0, plan.rows))
         running, kept = _forward_pass(inputs, options, plan, rows)
         softmax_R = _finish(options, running, live_R)
-        slopes_R = loss_slopes(objective, live_R, softmax_R.outputs(), terms.of_rows(row_R))
+        slopes_R = contract.loss_slopes(objective, live_R, softmax_R.outputs(), terms.of_rows(row_R))
         dh_RD, dw_VD = _backward_pass(inputs, options, plan, rows, softmax_R, slopes_R, kept, dw_VD, add=not one_wave)
         if dh_RD is not None:
             dh_MD = write(dh_MD, dh_RD, i * plan.rows)
         return write(softmax_M, softmax_R, i * plan.rows), dh_MD, dw_VD
 
     carry = (
-        Softmax(*(zeros(inputs, count) for _ in Softmax._fields)),
-        zeros(inputs, count, features, dtype=dh_dtype) if options.wants_hidden else None,
-        zeros(inputs, *inputs.weight.shape, dtype=sum_dtype) if options.wants_weight else None,
+        Softmax(*(contract.zeros(inputs, count) for _ in Softmax._fields)),
+        contract.zeros(inputs, count, features, dtype=dh_dtype) if options.wants_hidden else None,
+        contract.zeros(inputs, *inputs.weight.shape, dtype=sum_dtype) if options.wants_weight else None,
     )
     # The host would have to wait for the device before each step of a loop whose length is found there.
     one = wave(jnp.int32(0), carry) if one_wave else None
@@ -115,7 +104,7 @@ def loss_and_gradients(
 
 def gather_rows(inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> Rows:
     live = jnp.arange(len(row)) < number
-    labels = jnp.where(live, local_labels(inputs)[row], -1)
+    labels = jnp.where(live, contract.local_labels(inputs)[row], -1)
     in_tile = labels_in_tiles(labels, len(inputs.weight), sizes.tiles)
     return Rows(inputs.hidden[row].astype(options.dtype), labels, in_tile, live, number)
 
@@ -156,7 +145,7 @@ def _forward_over(
         found, kept = kernel(first + i * chunk, chunk)
         return combine(running, found), kept
 
-    nothing = empty_running(zeros(inputs, len(rows.labels)))
+    nothing = empty_running(contract.zeros(inputs, len(rows.labels)))
     return lax.scan(part, nothing, jnp.arange(-(-(last - first) // chunk)))
 
 
@@ -186,7 +175,7 @@ def _backward_pass(
     tiles, size = sizes.tiles, sizes.block(len(rows.labels))
     blocks, vocabulary = len(rows.labels) // size, len(inputs.weight)
     factors = row_factors(softmax, softmax.top, slopes, inputs.temperature, options.softcap).where(rows.live)
-    dh_sum = jax.new_ref(zeros(inputs, *rows.hidden.shape)) if options.wants_hidden else None
+    dh_sum = jax.new_ref(contract.zeros(inputs, *rows.hidden.shape)) if options.wants_hidden else None
     dw_sum = None if dw is None else jax.new_ref(dw)
 
     def chunk(first: Array, columns: int, number: Array | None = None) -> None:
@@ -213,7 +202,7 @@ def _backward_pass(
         elif dw_sum is None:
             lax.fori_loop(0, blocks, lambda i, _: block(i, None, chunk), None)
         else:
-            sums = jax.new_ref(zeros(inputs, columns, round_up(rows.hidden.shape[1], tiles.columns)))
+            sums = jax.new_ref(contract.zeros(inputs, columns, round_up(rows.hidden.shape[1], tiles.columns)))
             at_start = chunk._replace(first=jnp.int32(0))
             lax.fori_loop(0, blocks - 1, lambda i, _: block(i, sums, at_start, add=True), None)
             block(last, dw_sum, chunk, before=jax.freeze(sums))
@@ -224,13 +213,13 @@ def _backward_pass(
     if plan.kept_columns < vocabulary:
         first, left = plan.kept_columns, plan.chunk(vocabulary)
         lax.fori_loop(0, -(-(vocabulary - first) // left), lambda i, _: chunk(first + i * left, left), None)
-    dh = None if dh_sum is None else jax.freeze(dh_sum).astype(gradient_dtypes(inputs, options)[0])
+    dh = None if dh_sum is None else jax.freeze(dh_sum).astype(contract.gradient_dtypes(inputs, options)[0])
     return dh, None if dw_sum is None else jax.freeze(dw_sum)
 
 
 def _chunk(inputs: Inputs, options: Options, first: Array, size: int) -> tuple[Float[Array, "_ D"], Chunk]:
     """A chunk, and an array that has its rows of the weight in the products' dtype."""
-    columns = jnp.clip(number_of_columns(inputs) - first, 0, size)
+    columns = jnp.clip(contract.number_of_columns(inputs) - first, 0, size)
     if inputs.weight.dtype == options.dtype:
         return inputs.weight, Chunk(first, first, columns)
     row = jnp.minimum(first + jnp.arange(size), len(inputs.weight) - 1)

@@ -16,26 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from kernels.lm_head.contract import (
-    Gradients,
-    Inputs,
-    Objective,
-    Options,
-    Terms,
-    gradient_dtypes,
-    local_labels,
-    loss_slopes,
-    zeros,
-)
+from kernels.lm_head import contract
+from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms
 from kernels.lm_head.live_rows import LiveRows, live_rows, write
 from kernels.lm_head.softmax import RowFactors, Softmax, TokenLogprobs, row_factors
-from kernels.lm_head.tpu import tiles
-from kernels.lm_head.tpu.backward import (
-    hidden_gradient,
-    hidden_gradient_from_mean,
-    kept_weight_gradient,
-    weight_gradient,
-)
+from kernels.lm_head.tpu import backward, tiles
 from kernels.lm_head.tpu.forward import Others, finish
 from kernels.lm_head.tpu.forward import forward as forward_kernel
 from kernels.lm_head.tpu.tiles import Tiles, case_of
@@ -89,8 +74,8 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved | None]:
             mean_MD = write(mean_MD, mean_RD, i * rows)
         return write(others_M, others_R, i * rows), mean_MD
 
-    others_M = Others(*(zeros(inputs, len(live.row)) for _ in Others._fields))
-    mean_MD = zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype) if options.wants_hidden else None
+    others_M = Others(*(contract.zeros(inputs, len(live.row)) for _ in Others._fields))
+    mean_MD = None if dtype is None else contract.zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype)
     others, mean = jax.tree.map(lambda x: x[live.place], live.over_blocks(rows, over, (others_M, mean_MD)))
     softmax, top_y, share = finish(others, inputs, options)
     return softmax, Saved(top_y, share, mean) if options.wants_any else None
@@ -103,9 +88,9 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: TokenLogpr
         dh = _hidden_gradient(inputs, factors, options)
     elif options.wants_hidden:
         assert saved.mean is not None
-        local = inputs._replace(labels=local_labels(inputs))
-        dh = hidden_gradient_from_mean(local, options, softmax, slopes, saved.share, saved.mean)
-        dh = jnp.where(inputs.live[:, None], dh, 0).astype(gradient_dtypes(inputs, options)[0])
+        local = inputs._replace(labels=contract.local_labels(inputs))
+        dh = backward.hidden_gradient_from_mean(local, options, softmax, slopes, saved.share, saved.mean)
+        dh = jnp.where(inputs.live[:, None], dh, 0).astype(contract.gradient_dtypes(inputs, options)[0])
     if options.wants_weight:
         dw = _weight_gradient(inputs, factors, options)
     return dh, dw
@@ -115,7 +100,7 @@ def loss_and_gradients(
     inputs: Inputs, objective: Objective, terms: Terms, options: Options
 ) -> tuple[Softmax, Gradients]:
     """In waves where the workspace allows them, else with logits computed twice."""
-    dh_dtype, dw_dtype = gradient_dtypes(inputs, options)
+    dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
     wave = _wave(inputs, options)
     keep = wave is not None
     mean = jnp.dtype(jnp.float32) if options.wants_hidden and not options.entropy_slopes else None
@@ -128,26 +113,26 @@ def loss_and_gradients(
         block = _block(inputs, live, rows, i)
         others, mean_RD, kept = forward_kernel(block.inputs, block.number, options, tile=tile, mean=mean, keep=keep)
         softmax_R, top_y_R, share_R = finish(others, block.inputs, options)
-        slopes_R = loss_slopes(objective, block.inputs.live, softmax_R.outputs(), terms.of_rows(block.row))
+        slopes_R = contract.loss_slopes(objective, block.inputs.live, softmax_R.outputs(), terms.of_rows(block.row))
         factors_R = _row_factors(block.inputs, options, softmax_R, top_y_R, slopes_R)
         if mean_RD is not None:
-            dh_RD = hidden_gradient_from_mean(block.inputs, options, softmax_R, slopes_R, share_R, mean_RD)
+            dh_RD = backward.hidden_gradient_from_mean(block.inputs, options, softmax_R, slopes_R, share_R, mean_RD)
             dh_MD = write(dh_MD, dh_RD.astype(dh_dtype), i * rows)
         elif options.wants_hidden:
             own_tile = tiles.choose(case_of(block.inputs, options, "hidden"))
-            dh_RD = hidden_gradient(block.inputs, block.number, factors_R, options, own_tile)
+            dh_RD = backward.hidden_gradient(block.inputs, block.number, factors_R, options, own_tile)
             dh_MD = write(dh_MD, dh_RD, i * rows)
         if kept is not None:
             so_far = None if one_wave else dw_VD
-            dw_VD = kept_weight_gradient(block.inputs, block.number, factors_R, options, kept, so_far)
+            dw_VD = backward.kept_weight_gradient(block.inputs, block.number, factors_R, options, kept, so_far)
         return write(softmax_M, softmax_R, i * rows), write(top_y_M, top_y_R, i * rows), dh_MD, dw_VD
 
     count, features = len(live.row), inputs.hidden.shape[1]
     carry = (
-        Softmax(*(zeros(inputs, count) for _ in Softmax._fields)),
-        zeros(inputs, count),
-        zeros(inputs, count, features, dtype=dh_dtype) if options.wants_hidden else None,
-        zeros(inputs, *inputs.weight.shape, dtype=dw_dtype if one_wave else jnp.float32) if keep else None,
+        Softmax(*(contract.zeros(inputs, count) for _ in Softmax._fields)),
+        contract.zeros(inputs, count),
+        contract.zeros(inputs, count, features, dtype=dh_dtype) if options.wants_hidden else None,
+        contract.zeros(inputs, *inputs.weight.shape, dtype=dw_dtype if one_wave else jnp.float32) if keep else None,
     )
     softmax_M, top_y_M, dh_MD, dw = live.over_blocks(rows, over, carry, options.in_step)
     softmax, top_y = jax.tree.map(lambda x: x[live.place], (softmax_M, top_y_M))
@@ -157,7 +142,7 @@ def loss_and_gradients(
     if options.wants_weight:
         # One array of hidden's shape at a time: dh is complete before the rows are gathered once more.
         dh, hidden = lax.optimization_barrier((dh, inputs.hidden))
-        slopes = loss_slopes(objective, inputs.live, softmax.outputs(), terms)
+        slopes = contract.loss_slopes(objective, inputs.live, softmax.outputs(), terms)
         factors = _row_factors(inputs, options, softmax, top_y, slopes)
         dw = _weight_gradient(inputs._replace(hidden=hidden), factors, options)
     return softmax, (dh, dw)
@@ -168,7 +153,7 @@ def loss_and_gradients(
 
 def _block(inputs: Inputs, live: LiveRows, rows: int, i: Array) -> _Block:
     row_R, live_R = live.block(i, rows)
-    own = inputs._replace(hidden=inputs.hidden[row_R], labels=local_labels(inputs)[row_R], live=live_R)
+    own = inputs._replace(hidden=inputs.hidden[row_R], labels=contract.local_labels(inputs)[row_R], live=live_R)
     return _Block(own, jnp.clip(live.number - i * rows, 0, rows), row_R)
 
 
@@ -184,10 +169,10 @@ def _hidden_gradient(inputs: Inputs, factors: RowFactors, options: Options) -> F
     def over(i: Array, dh_MD: Array) -> Array:
         block = _block(inputs, live, rows, i)
         factors_R = jax.tree.map(lambda x: x[block.row], factors).where(block.inputs.live)
-        return write(dh_MD, hidden_gradient(block.inputs, block.number, factors_R, options, tile), i * rows)
+        return write(dh_MD, backward.hidden_gradient(block.inputs, block.number, factors_R, options, tile), i * rows)
 
-    dtype = gradient_dtypes(inputs, options)[0]
-    dh_MD = live.over_blocks(rows, over, zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype))
+    dtype = contract.gradient_dtypes(inputs, options)[0]
+    dh_MD = live.over_blocks(rows, over, contract.zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype))
     return jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
 
 
@@ -195,9 +180,9 @@ def _weight_gradient(inputs: Inputs, factors: RowFactors, options: Options) -> F
     tile = tiles.choose(case_of(inputs, options, "weight"))
     live = live_rows(inputs.live, tile.rows)
     live_M = jnp.arange(len(live.row)) < live.number
-    own = inputs._replace(hidden=inputs.hidden[live.row], labels=local_labels(inputs)[live.row], live=live_M)
+    own = inputs._replace(hidden=inputs.hidden[live.row], labels=contract.local_labels(inputs)[live.row], live=live_M)
     factors_M = jax.tree.map(lambda x: x[live.row], factors).where(live_M)
-    return weight_gradient(own, live.number, factors_M, options, tile)
+    return backward.weight_gradient(own, live.number, factors_M, options, tile)
 
 
 # --- sizes --------------------------------------------------------------------------------------------------------
@@ -218,7 +203,7 @@ def _wave(inputs: Inputs, options: Options) -> tuple[Tiles, int] | None:
     bytes_a_row = tiles.kept_bytes(len(inputs.weight), options.dtype, tile)
     needed = -(-len(inputs.labels) // tile.rows) * tile.rows
     room = _DEFAULT_WAVE * bytes_a_row if options.workspace is None else options.workspace
-    if needed * bytes_a_row > room and gradient_dtypes(inputs, options)[1] != jnp.float32:
+    if needed * bytes_a_row > room and contract.gradient_dtypes(inputs, options)[1] != jnp.float32:
         # Several waves are summed in float32, in an array beside dW.
         room = 0 if options.workspace is None else options.workspace - 4 * inputs.weight.size
     rows = min(needed, room // bytes_a_row)
