@@ -10,7 +10,6 @@ or --stall-limit reached: start again; 143 or 130 saved and stopped by SIGTERM o
 """
 
 # Nothing heavy is imported here: --help, --print-config and errors in the configuration must not wait for JAX.
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--config", required=True, metavar="NAME", help="a path, or a file in configs/")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     parser.add_argument("--plan", action="store_true", help="say what the run takes: memory, hours, disk; and exit")

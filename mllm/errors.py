@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
-from typing import NoReturn, ParamSpec
+from typing import Any, NoReturn, ParamSpec
 
 P = ParamSpec("P")
 
@@ -69,7 +69,10 @@ def need(module: str, extra: str, what: str) -> None:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Raises `UserError` where a command line is wrong, instead of printing the usage and leaving."""
+    """Shows a description as it stands; raises `UserError` where a command line is wrong, instead of leaving."""
+
+    def __init__(self, description: str | None, **options: Any) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)

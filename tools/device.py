@@ -10,7 +10,6 @@ As soon as a job ends, FOLDER has its line in results.jsonl and in table.md, and
 Exit codes: 0 all is done or left out, 1 something failed or is to come, 2 an error in one line, 143 after SIGTERM.
 """
 
-import argparse
 import importlib.util
 import json
 import math
@@ -125,7 +124,7 @@ def count(completion: str) -> float:
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = errors.ArgumentParser(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for the results; it may have some")
     limit = "end by then (default: no limit)"
     parser.add_argument("--minutes", type=positive(float), default=math.inf, metavar="M", help=limit)

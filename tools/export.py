@@ -8,7 +8,6 @@ earlier export is replaced as a whole, or not at all. RUN and FOLDER may be in b
 lacks config.json, so that nothing takes it for a model.
 """
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = errors.ArgumentParser(__doc__)
     parser.add_argument("run", metavar="RUN", help="a run_dir")
     parser.add_argument("--out", metavar="FOLDER", help="default: export, or adapter, in the run")
     parser.add_argument("--step", type=int, help="the checkpoint's; default: the newest")

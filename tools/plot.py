@@ -5,7 +5,6 @@ validation loss, entropy, KL, completions' lengths from the shortest to the long
 goes to the first run's curves.png.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -49,7 +48,7 @@ Record = dict[str, Any]
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = errors.ArgumentParser(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run_dir")
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: curves.png in the first run")
     options = parser.parse_args(arguments)

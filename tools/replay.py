@@ -7,7 +7,6 @@ isn't finite, and in which parameters.
 Exit codes: 0 everything is finite, 1 something isn't, 2 an error that one line explains.
 """
 
-import argparse
 import re
 import sys
 import zipfile
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = errors.ArgumentParser(__doc__)
     parser.add_argument("dump", metavar="RUN/skipped/step_N.npz", help="the batch of a skipped update")
     options = parser.parse_args(arguments)
     folder, skipped, name = options.dump.rpartition("skipped/")

@@ -6,7 +6,6 @@ a run's samples.jsonl, or any lines with `prompt`, which is a problem's of the t
 Exit codes: 0 every reward gave its numbers, 1 one failed, 2 an error that one line explains.
 """
 
-import argparse
 import logging
 import sys
 from array import array
@@ -34,7 +33,7 @@ FORMS = {"whole": "{}", "hashes": "#### {}", "tags": "<answer>{}</answer>", "box
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = errors.ArgumentParser(__doc__)
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, or its name in configs/")
     parser.add_argument("samples", metavar="SAMPLES.jsonl", nargs="?", help="completions; else right and empty ones")
     options = parser.parse_args(arguments)

@@ -4,7 +4,6 @@ Writes RUN/samples.html, one page without anything from the network: filtered by
 prompt's completions side by side between steps. With --print the newest go to the terminal instead.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from itertools import accumulate
@@ -35,7 +34,7 @@ class Sample(BaseModel):
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = errors.ArgumentParser(__doc__)
     parser.add_argument("run", metavar="RUN", help="a run_dir")
     parser.add_argument("--print", action="store_true", help="to the terminal, instead of a page")
     parser.add_argument("--step", type=int, help="with --print: only this step's")

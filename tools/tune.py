@@ -11,7 +11,6 @@ the table beside the change.
 bfloat16 only; not tried are several devices, and rows that don't count. Exit codes: 0 done, 2 an error in one line.
 """
 
-import argparse
 import math
 import sys
 import tempfile
@@ -31,7 +30,7 @@ PATIENCE = 180.0
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = errors.ArgumentParser(__doc__)
     add, shape = parser.add_argument, ",".join(map(str, LARGE))
     add("--shape", type=shape_of, default=shape, metavar="N,D,V", help=f"tokens, hidden size, vocabulary ({shape})")
     add("--most", type=positive(int), default=8, metavar="K", help="tilings of each of a TPU's kernels (default 8)")

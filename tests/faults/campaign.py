@@ -15,7 +15,6 @@ cores, --kills 3 three minutes; a fault of several processes about half a minute
 machines, their network; what a power cut makes of files but logs.
 """
 
-import argparse
 import logging
 import math
 import multiprocessing
@@ -45,7 +44,7 @@ PATHS = [str(Path(__file__).parents[up]) for up in (0, 1, 2)]
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[1], help="that train together (default 1)")
     parser.add_argument("--workloads", nargs="+", default=["sft", "grpo"], choices=["sft", "grpo"], help="default both")
     parser.add_argument(

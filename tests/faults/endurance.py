@@ -10,7 +10,6 @@ last fifth lies above its first by more than the limit allows.
 Exit codes: 0 nothing grows, 1 something does, 2 bad arguments. Linux only. Left out: the device's memory.
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -45,7 +44,7 @@ LIMITS = {
 
 @command
 def main(arguments=None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--steps", type=int, default=FEWEST, help=f"updates (default {FEWEST})")
     steps = parser.parse_args(arguments).steps
     if steps < FEWEST or steps % 2:

@@ -22,9 +22,7 @@ COMMANDS = ("head", "rollout", "twice")
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = errors.ArgumentParser(
-        prog="python tools/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = errors.ArgumentParser(__doc__, prog="python tools/bench")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
     parser.add_argument("options", nargs=argparse.REMAINDER, help="the command's own")
     options = parser.parse_args(arguments)

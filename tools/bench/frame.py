@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mllm import child_process, errors
+from mllm import child_process
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEFAULTS = {
@@ -29,12 +29,6 @@ Shape = tuple[int, int, int]
 
 
 # --- the command line
-
-
-def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    return errors.ArgumentParser(
-        prog=f"python tools/bench {name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
 
 
 def positive(kind: type[Number], *, zero: bool = False, most: float = math.inf) -> Callable[[str], Number]:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from mllm import errors
 from mllm.errors import UserError
-from tools.bench.frame import Figures, Shape, parser, positive, shape_of, start, table, title
+from tools.bench.frame import Figures, Shape, positive, shape_of, start, table, title
 
 if TYPE_CHECKING:
     from tools.bench.methods import Method
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    known = parser("head", __doc__)
+    known = errors.ArgumentParser(__doc__, prog="python tools/bench head")
     add, sizes = known.add_argument, [",".join(map(str, shape)) for shape in (SMALL, LARGE)]
     shape = f"tokens, hidden size, vocabulary (default on a CPU {sizes[0]}, else {sizes[1]})"
     add("--shape", type=shape_of, metavar="N,D,V", help=shape)

@@ -21,7 +21,7 @@ import numpy as np
 
 from mllm import errors
 from mllm.errors import UserError
-from tools.bench.frame import Figures, answer, parser, positive, start, table
+from tools.bench.frame import Figures, answer, positive, start, table
 
 STOPS = (3, 130, 259)
 VOCABULARY, DEVIATION = 260, 1e-3
@@ -134,7 +134,7 @@ def measure(task: Figures) -> Iterator[Figures]:
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    known = parser("rollout", __doc__)
+    known = errors.ArgumentParser(__doc__, prog="python tools/bench rollout")
     for option, default, meaning in (
         ("rows", 64, "sequences, eight for each prompt"),
         ("slots", 64, "slots of the engine"),

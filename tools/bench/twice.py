@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mllm import child_process
-from mllm.errors import UserError
+from mllm.errors import ArgumentParser, UserError
 from mllm.store.run_store import RunStore
 from tools.bench import frame
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = frame.parser("twice", __doc__)
+    parser = ArgumentParser(__doc__, prog="python tools/bench twice")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="for the two runs; it may have none of these")
     parser.add_argument("--config", required=True, metavar="NAME", help="a path, or a file in configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
