@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answers = rewards.score(samples)
     failed = False
     for sample, row, total in zip(samples, answers, weighted_sum(answers, rewards.weights), strict=True):
-        lines = [("prompt", sample.example.prompt[-1]["content"]), ("completion", sample.completion)]
+        lines = [("prompt", sample.example.question), ("completion", sample.completion)]
         for name, (kind, given, *logged) in zip(rewards.names, row, strict=True):
             failed |= kind in FAILURES
             said = f"{given:.3f}" if kind == "value" else f"{kind} {given}"
@@ -85,7 +85,7 @@ def completed(task: Task, file: str) -> list[tuple[Example, str]]:
         raise UserError(f"{file}: there is no sample in it")
     wanted, found = {prompt for prompt, _ in samples}, dict[str, Example]()
     for example in chain(task.heldout, task.test or (), task.train[:MOST_SEARCHED]):
-        if (prompt := example.prompt[-1]["content"]) in wanted:
+        if (prompt := example.question) in wanted:
             found[prompt] = example
         if len(found) == len(wanted):  # further problems may take long to make
             break

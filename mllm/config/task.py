@@ -141,13 +141,8 @@ class TaskConfig(Section):
         tasks = "arithmetic, gsm8k, reasoning_gym:NAME, jsonl, hub or package.module:function"
         raise impossible("name", f"there is no task {self.name}: give {tasks}")
 
-    @property
-    def most_heldout(self) -> int:
-        """The most problems that may be held out."""
-        return HELDOUT if self.heldout is None else self.heldout
-
-    def heldout_of(self, problems: int) -> int:
-        """How many of so many problems are held out."""
+    def heldout_of(self, problems: int = 10 * HELDOUT) -> int:
+        """How many of so many problems are held out; by default the most that may be."""
         return min(HELDOUT, max(1, problems // 10)) if self.heldout is None else self.heldout
 
 

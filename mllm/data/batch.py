@@ -12,6 +12,9 @@ from jaxtyping import Bool, Float, Float32, Int, Int32
 # Any: numpy's arrays from a source, JAX's within the step.
 Ints = Int[Any, "B T"]
 Floats = Float[Any, "B T"]
+SIZES = sorted(size * 2**power for power in range(26) for size in (16, 24))
+"""Lengths of rows, and of the rollout's prompts and caches: few, so that few programs are compiled. Each is at least
+two thirds of the next, so that at most a third is padding."""
 
 
 class Trajectory(NamedTuple):
@@ -55,12 +58,6 @@ class Batch(NamedTuple):
     reference_logprobs: Floats | None = None
 
 
-def padded_length(length: int, longest: int) -> int:
-    """The length that rows of `length` tokens are padded to: one of few, so that few programs are compiled.
-
-    It is a power of two, at least 16, or 3/4 of one, so that at most a third is padding; never more than `longest`.
-    """
-    power = 16
-    while power < length:
-        power *= 2
-    return min(power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power, longest)
+def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:
+    """The smallest of the ascending sizes that is at least `count`."""
+    return next(size for size in sizes if size >= count)

@@ -161,17 +161,18 @@ def file_paths(source: str, key: str) -> list[Path]:
 
 
 @contextmanager
-def open_file(path: Path, key: str, compressed: bool = False) -> Iterator[Any]:
+def open_file(path: Path, key: str, damaged: type[Exception] = csv.Error, compressed: bool = False) -> Iterator[Any]:
     """The file, open and decompressed (`.gz`) unless it is to be `compressed`.
 
-    UserError, which names the setting `key`, is raised where it can't be read.
+    UserError, which names the setting `key`, is raised where it can't be read, also in the body, which raises `damaged`
+    where the content is.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe may never return
         raise UserError(f"{key}: {path} is no regular file: give {FORMATS}")
     try:
         with gzip.open(path) if path.suffix == ".gz" and not compressed else path.open("rb") as file:
             yield file
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, damaged) as error:
         reason = getattr(error, "strerror", None) or brief(error)
         raise UserError(f"{key}: {path} can't be read ({reason}): give {FORMATS}") from None
 
@@ -182,25 +183,19 @@ def row_blocks(path: Path, key: str) -> Iterator[Any]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
-    try:
-        with open_file(path, key), ParquetFile(path) as table:
-            yield from table.iter_batches(BLOCK_ROWS)
-    except ArrowException as error:
-        raise UserError(f"{key}: {path} can't be read ({brief(error)}): give {FORMATS}") from None
+    with open_file(path, key, ArrowException), ParquetFile(path) as table:
+        yield from table.iter_batches(BLOCK_ROWS)
 
 
 def csv_blocks(path: Path, key: str) -> Iterator[list[Any]]:
     """The rows of a CSV file, named by its first; all values are texts. UserError where it can't be read."""
     csv.field_size_limit(LONGEST_LINE)
-    try:
-        with open_file(path, key) as file:
-            rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
-            header = next(rows, [])
-            named = (dict(zip_longest(header, row)) if row else b"" for row in rows)
-            numbered_as_lines = chain([b""], named)
-            yield from iter(lambda: list(islice(numbered_as_lines, BLOCK_ROWS)), [])
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise UserError(f"{key}: {path} can't be read ({brief(error)}): give {FORMATS}") from None
+    with open_file(path, key) as file:
+        rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+        header = next(rows, [])
+        named = (dict(zip_longest(header, row)) if row else b"" for row in rows)
+        numbered_as_lines = chain([b""], named)
+        yield from iter(lambda: list(islice(numbered_as_lines, BLOCK_ROWS)), [])
 
 
 def line_blocks(path: Path, key: str) -> Iterator[list[bytes]]:

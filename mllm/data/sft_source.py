@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from mllm.config.data import DataConfig, names_files
 from mllm.config.section import LARGEST_NUMBER
-from mllm.data.batch import Batch, padded_length
+from mllm.data.batch import Batch, bucket
 from mllm.data.cache import cached_documents
 from mllm.data.packing import add_sequence, empty_batch, first_fit
 from mllm.data.records import Origin
@@ -135,7 +135,7 @@ class SftBatches:
         sizes = np.array([self.documents.sizes[index] for index, _ in plan])
         longest = int(np.bincount([row for _, row in plan], sizes[:, 0]).max())
         weight = 1 / sizes[:, 1].sum()
-        batch = empty_batch((self.rows.stop - self.rows.start, padded_length(longest, self.config.max_length)))
+        batch = empty_batch((self.rows.stop - self.rows.start, min(bucket(longest), self.config.max_length)))
         own = [(index, row - self.rows.start) for index, row in plan if self.rows.start <= row < self.rows.stop]
         for (_, row), document in zip(own, self.documents.read([index for index, _ in own]), strict=True):
             add_sequence(batch, row, *document, weight, len(document.tokens))

@@ -113,7 +113,7 @@ class Programs:
         """Sequences that are decoded at a time, in training or in evaluation."""
         config, shards = self.config, self.layout.row_shards
         assert config.rollout is not None
-        evaluated = config.task.most_heldout * max(1, config.eval.samples) if config.eval and config.task else 0
+        evaluated = config.task.heldout_of() * max(1, config.eval.samples) if config.eval and config.task else 0
         rows = max(evaluated, config.grpo.steps_per_generation * config.batch_size if config.grpo else 0)
         most = config.rollout.max_slots or rows
         return shards * max(1, min(-(-rows // shards), most // shards))

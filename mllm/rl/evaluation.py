@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from jaxtyping import Float
@@ -45,23 +46,14 @@ def make_evaluation(
     """
     what = f"{prefix.strip('/')} prompts of task {task.name}"
     prompts = usable_prompts(problems, sampler.renderer, sampler.options.max_prompt_length, what)
+    sample = partial(sample_trajectories, sampler, rewards, first_sequence=FIRST_SEQUENCE, rows=rows)
     answered = all(prompt.example.answer is not None for prompt in prompts)
 
     def evaluate(params: Params, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for mode, k in (("greedy", 1), ("sampled", options.samples))[: 1 + bool(options.samples)]:
-            trajectories = sample_trajectories(
-                sampler,
-                rewards,
-                [prompt for prompt in prompts for _ in range(k)],
-                params,
-                step=step,
-                first_sequence=FIRST_SEQUENCE,
-                rows=rows,
-                watch=Stopwatch(),
-                greedy=mode == "greedy",
-                group=k,
-            )
+            repeated = [prompt for prompt in prompts for _ in range(k)]
+            trajectories = sample(repeated, params, step=step, watch=Stopwatch(), greedy=mode == "greedy", group=k)
             answers = [one.rewards for one in trajectories]
             total = weighted_sum(answers, rewards.weights)
             total = total[~np.isnan(total)]
@@ -70,8 +62,7 @@ def make_evaluation(
             metrics |= {f"{start}{name}": value for name, value in reward_metrics(rewards.names, answers).items()}
             metrics[f"{prefix}{mode}_mean_length"] = float(np.mean([len(one.logprobs) for one in trajectories]))
             if answered:
-                examples = [prompt.example for prompt in prompts for _ in range(k)]
-                texts = [(one.text, example) for one, example in zip(trajectories, examples, strict=True)]
+                texts = [(one.text, prompt.example) for one, prompt in zip(trajectories, repeated, strict=True)]
                 correct, flexible = (
                     np.array([match(text, example.answer, example) for text, example in texts]).reshape(-1, k)
                     for match in (exact_match, flexible_match)
@@ -81,8 +72,8 @@ def make_evaluation(
                 shares |= {f"pass@{j}": pass_at(j, correct) for j in js}
                 for name, values in shares.items():
                     low, high = interval(values, k)
-                    metrics |= {f"{prefix}{name}": float(values.mean())}
-                    metrics |= {f"{prefix}{name}_low": low, f"{prefix}{name}_high": high}
+                    ends = {f"{prefix}{name}_low": low, f"{prefix}{name}_high": high}
+                    metrics |= {f"{prefix}{name}": float(values.mean()), **ends}
                 metrics[f"{prefix}{mode}_flexible_accuracy"] = float(flexible.mean())
         return metrics
 

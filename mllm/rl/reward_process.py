@@ -66,11 +66,6 @@ def fields_of(task: Task) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*own, *(name for example in examples for name in example.fields)]))
 
 
-def batched_prompt(sample: Sample) -> Any:
-    """The messages of a conversational example, else the text."""
-    return sample.example.prompt if sample.example.conversational else sample.example.prompt[-1]["content"]
-
-
 def batched_completion(sample: Sample) -> Any:
     return [{"role": "assistant", "content": sample.completion}] if sample.example.conversational else sample.completion
 
@@ -89,12 +84,12 @@ EITHER: dict[str, Reader] = {
     "truncated": lambda sample: sample.truncated,
 }
 SINGLE: dict[str, Reader] = {
-    "prompt": lambda sample: sample.example.prompt[-1]["content"],
+    "prompt": lambda sample: sample.example.question,
     "completion": lambda sample: sample.completion,
     "example": lambda sample: sample.example,
 }
 BATCHED: dict[str, Reader] = {
-    "prompts": batched_prompt,
+    "prompts": lambda sample: sample.example.prompt if sample.example.conversational else sample.example.question,
     "completions": batched_completion,
     "examples": lambda sample: sample.example,
     "answers": lambda sample: sample.example.answer,
@@ -139,6 +134,11 @@ class Reward:
     def kind(self) -> str:
         """How it is called: with each completion alone (`single`), or with all (`batched`, `async`)."""
         return "async" if inspect.iscoroutinefunction(self.function) else "batched" if self.batched else "single"
+
+    @property
+    def code(self) -> str:
+        """The CRC-32 of the file; empty without one."""
+        return f"{zlib.crc32(Path(self.file).read_bytes()):08x}" if os.path.isfile(self.file) else ""
 
     def __call__(self, samples: Sequence[Sample], notes: Notes | None = None) -> Any:
         """What the function returns for the samples: for all of them if it is batched, else for the only one."""
@@ -204,14 +204,6 @@ def file_of(function: Callable[..., Any]) -> str:
         return ""
 
 
-def checksum(path: str) -> str:
-    """The CRC-32 of a file; empty where it can't be read."""
-    try:
-        return f"{zlib.crc32(Path(path).read_bytes()):08x}"
-    except OSError:
-        return ""
-
-
 def try_out(start: str, reward: Reward) -> None:
     """Call a built-in function once; UserError where `args` are none that it can work with."""
     example = Example([{"role": "user", "content": "1="}], "1", None)
@@ -234,9 +226,7 @@ def find(name: str, scorer: Scorer | None) -> Callable[..., Any]:
     if name.startswith("url:"):
         token = os.environ.get(REWARD_TOKEN, "")
         if not token.isascii() or not token.isprintable():
-            raise UserError(
-                f"{REWARD_TOKEN}: no header can have its line ends or other special characters: remove them"
-            )
+            raise UserError(f"{REWARD_TOKEN}: no header can hold its line ends or special characters: remove them")
         return partial(post, name.removeprefix("url:"), token)
     module, colon, function = name.partition(":")
     if not colon:
@@ -280,7 +270,7 @@ def work(handle: int) -> None:
     except UserError as error:
         reply(HANDSHAKE, "failed", str(error))
         return
-    reply(HANDSHAKE, "ready", " ".join(f"{reward.kind}:{checksum(reward.file)}" for reward in rewards))
+    reply(HANDSHAKE, "ready", " ".join(f"{reward.kind}:{reward.code}" for reward in rewards))
     while True:
         try:
             functions, first, samples, seconds = pickle.load(incoming)

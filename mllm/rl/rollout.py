@@ -25,21 +25,14 @@ import numpy as np
 from flax import nnx
 
 from mllm.config.grpo import RolloutConfig
+from mllm.data.batch import bucket
 from mllm.model.decoding import Cache, LayerCache, abstract_cache, decoding_graphdef, decoding_weights
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer
 from mllm.parallel.mesh import sharding
 from mllm.parallel.processes import gather_objects
 from mllm.rl import sampling
-from mllm.rl.schedule import (
-    PREFILLED_BATCHES,
-    WIDTHS,
-    assign_prompts,
-    bucket,
-    places_for,
-    prompts_a_batch,
-    slot_buckets,
-)
+from mllm.rl.schedule import PREFILLED_BATCHES, WIDTHS, assign_prompts, places_for, prompts_a_batch, slot_buckets
 from mllm.rl.slots import CHUNK, Slots, Stream, decode, insert, prefill, repack
 
 CALL_SECONDS = 0.25

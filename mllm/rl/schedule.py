@@ -10,6 +10,7 @@ from flax import nnx
 
 from mllm.config.grpo import GrpoConfig, RolloutConfig
 from mllm.config.model import OptimizerConfig
+from mllm.data.batch import SIZES, bucket
 from mllm.model.decoding import abstract_cache, abstract_decoding_weights
 from mllm.model.load import Policy
 from mllm.parallel.mesh import bytes_on_device, device_memory
@@ -24,9 +25,7 @@ PREFILLED_BATCHES = 2
 """The most batches of prompts whose keys and values wait for slots."""
 SPARE_PLACES = 4 * CHUNK
 """Places that repacking leaves behind the longest row, so that it is not repacked again soon."""
-PLACES = sorted(size * 2**power for power in range(26) for size in (16, 24))
-"""Numbers of places that a cache may have: each is at least two thirds of the next."""
-WIDTHS = [8, *PLACES]
+WIDTHS = [8, *SIZES]
 """Widths of batches of prompts."""
 SHARE = 0.92
 """The share of a device's memory that is given away: the rest is for fragments and what the compiler holds besides."""
@@ -59,11 +58,6 @@ def most_places(options: RolloutConfig) -> int:
     return options.max_prompt_length + options.max_completion_length + CHUNK
 
 
-def bucket(count: int, sizes: Sequence[int]) -> int:
-    """The smallest of the ascending sizes that is at least `count`."""
-    return next(size for size in sizes if size >= count)
-
-
 def slot_buckets(most: int) -> list[int]:
     """The numbers of slots that a shard may have: the most, and its half, down to a sixteenth."""
     return sorted({-(-most // 2**power) for power in range(5)})
@@ -85,8 +79,7 @@ def round_size(missing: int, whole: int, shards: int) -> int:
 
 def places_for(end: int, options: RolloutConfig) -> int:
     """The number of places of a cache whose rows end at `end`."""
-    most = most_places(options)
-    return bucket(min(end + SPARE_PLACES, most), [*(size for size in PLACES if size < most), most])
+    return min(bucket(end + SPARE_PLACES), most_places(options))
 
 
 def slots_that_fit(

@@ -59,7 +59,7 @@ def sample_trajectories(
             np.array(one.logprobs, np.float32),
             None if one.kept is None else np.array(one.kept, np.float32),
             one.finished,
-            prompt.example.prompt[-1]["content"],
+            prompt.example.question,
             one.text,
             [tuple(given) for given in answer],  # lists, where another process sent them
         )

@@ -34,7 +34,6 @@ EVENTS = "tensorboard"
 Scalars = Mapping[str, float | int]
 MEASURED = {
     "held-out, greedy": "eval/greedy_accuracy",
-    "held-out, sampled": "eval/sampled_accuracy",
     "validation loss": "validation/loss",
     "test reward": "test/reward",
     "test accuracy": "test/greedy_accuracy",

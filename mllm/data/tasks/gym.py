@@ -24,13 +24,13 @@ def reasoning_gym(config: TaskConfig, seed: int) -> Task:
     heldout_count = config.heldout_of(count)
     heldout_problems = gym(name, 0, max(1, heldout_count))
     heldout = [gym_example(config, heldout_problems, index) for index in range(heldout_count)]
-    heldout_questions = {example.prompt[-1]["content"] for example in heldout}
+    heldout_questions = {example.question for example in heldout}
     train_problems = gym(name, heldout_count + seed * count, count)
 
     def make(index: int) -> Example:
         for step in range(min(count, 1000)):
             example = gym_example(config, train_problems, (index + step) % count)
-            if example.prompt[-1]["content"] not in heldout_questions:
+            if example.question not in heldout_questions:
                 return example
         raise UserError(f"task.heldout: {config.name} makes too few problems beside the {heldout_count}")
 

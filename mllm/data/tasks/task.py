@@ -38,6 +38,11 @@ class Example:
     place: str = ""
     """Where it comes from, for error messages: `train.jsonl:17`."""
 
+    @property
+    def question(self) -> str:
+        """The text of the prompt's last message."""
+        return self.prompt[-1]["content"]
+
 
 Scorer = Callable[[str, str, Example], float]
 """(the user's message, completion, example) -> reward. It is sent to another process, so it must pickle."""
