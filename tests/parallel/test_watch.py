@@ -48,6 +48,13 @@ def begin(process: int, program: str = "") -> tuple[subprocess.Popen, socket.soc
     return child, ours
 
 
+def assert_ends(child: subprocess.Popen, other: socket.socket, line: str, code: int) -> None:
+    """With this beginning of its last line on stderr, and this exit code."""
+    assert child.communicate(timeout=10)[1].decode().splitlines()[-1].startswith(line)
+    assert child.returncode == code
+    other.close()
+
+
 def said(phase: str) -> bytes:
     return json.dumps({"status": [1, 3, phase, 0, 0]}).encode() + b"\n"
 
@@ -57,16 +64,13 @@ def test_a_process_ends_when_another_one_is_lost_with_a_line_and_the_code_of_a_r
     other.sendall(said("save"))
     other.close()
     line = "error: process 1 (after step 3, save) was killed, or has lost its machine or network: "
-    assert child.communicate(timeout=10)[1].decode().startswith(line)
-    assert child.returncode == 75
+    assert_ends(child, other, line, 75)
 
 
 def test_the_line_of_another_one_is_a_process_s_last_whatever_its_main_thread_does_meanwhile():
     child, other = begin(0, "while not own.ending.locked() or own.finish(None) or sys.exit(0): time.sleep(0.01)")
     other.sendall(json.dumps({"end": [2, "process 1: no room"]}).encode() + b"\n")
-    assert child.communicate(timeout=10)[1].decode().splitlines()[-1] == "error: process 1: no room"
-    assert child.returncode == 2
-    other.close()
+    assert_ends(child, other, "error: process 1: no room", 2)
 
 
 def test_a_process_ends_when_another_one_is_silent_and_not_when_it_has_trained_to_its_end():
@@ -98,9 +102,7 @@ def test_a_process_that_fails_tells_the_others_why(error, told, code):
     while chunk := other.recv(4096):
         messages += chunk
     assert told in [json.loads(message) for message in messages.split(b"\n")[:-1]]
-    assert child.communicate(timeout=10)[1].decode().splitlines()[-1] == f"error: {told['end'][1]}"
-    assert child.returncode == code
-    other.close()
+    assert_ends(child, other, f"error: {told['end'][1]}", code)
 
 
 def test_an_error_that_all_raise_alike_ends_nobody():
@@ -119,9 +121,7 @@ def test_a_watch_that_fails_ends_the_process_and_says_why():
     told = b"".join(iter(partial(other.recv, 4096), b"")).split(b"\n")[-2]
     line = "process 1: AttributeError: 'list' object has no attribute 'no_such_thing'"
     assert json.loads(told) == {"end": [1, line]}
-    assert child.communicate(timeout=10)[1].decode().splitlines()[-1] == f"error: {line}"
-    assert child.returncode == 1
-    other.close()
+    assert_ends(child, other, f"error: {line}", 1)
 
 
 @pytest.fixture
@@ -174,9 +174,7 @@ def test_a_run_without_a_new_phase_ends_at_the_users_limit_and_says_where_each_p
     line = (
         "error: --stall-limit: no new phase for 0.4 s: process 0 (after step 7, update), process 1 (after step 3, data)"
     )
-    assert child.communicate(timeout=10)[1].decode().startswith(line)
-    assert child.returncode == 75
-    other.close()
+    assert_ends(child, other, line, 75)
 
 
 def test_a_phase_of_any_process_counts_for_the_limit_and_a_process_that_is_alone_has_one_too(ended):

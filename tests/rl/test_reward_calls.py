@@ -47,9 +47,6 @@ def divides(completion):
 def helper(count):
     return json.loads("{") if count > 2 else 1 / count
 
-def one_kind(completion, kind):
-    return 1.0 if kind == "sum" else None
-
 number = 1
 
 # In the shape of TRL's documentation: conversational format, a column of the data, one task among several
@@ -177,11 +174,6 @@ def test_a_function_that_raises_says_the_line_of_its_file_that_led_there():
     assert re.fullmatch(rf"JSONDecodeError: .* \({place_of('json.loads')}\)", parsed)
     (said,) = values("exact_match", sample("a", answer=None), sample("a"))[:1]
     assert said == "ValueError: this problem has no answer"  # the line of a built-in function is not the user's
-
-
-def test_none_says_that_a_function_does_not_apply_also_where_it_is_called_for_each_completion():
-    given = [sample("a", kind="sum"), sample("a", kind="word")]
-    assert list(answers([bound("mine:one_kind", *given)], given)) == [("value", 1.0), ("not_applicable", "")]
 
 
 def test_what_functions_log_as_trl_s_do_comes_with_their_answers():

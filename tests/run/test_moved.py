@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import assert_same_end, changed, killed_after, newest, records, run
+from runs import changed, newest, records, run
 from safetensors.numpy import load_file
 from tiny import ARCHITECTURE, config
 
@@ -71,12 +71,6 @@ def test_the_share_of_moved_weights_is_measured_at_every_evaluation_from_0_on(tr
     assert 0.001 < measured[2] < measured[4] == pytest.approx(all_moved(trained, DITHERED), abs=0.004)
     assert measured[4] > 2 * all_moved(trained, NEAREST)
     assert f"weights moved      0.00% at step 0, {measured[4]:.2%} at step 4" in summary(RunStore(trained.run_dir), "")
-
-
-def test_a_killed_run_measures_the_same(trained, tmp_path):
-    killed = killed_after(trained, 2, tmp_path / "killed")
-    assert run(killed) == 0
-    assert_same_end(killed, trained)
 
 
 def test_a_sample_is_of_all_matrices_and_the_same_on_every_mesh():

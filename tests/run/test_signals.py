@@ -6,10 +6,7 @@ import sys
 import time
 
 import pytest
-import tiny
-from runs import run
 
-import train
 from mllm.run import signals
 from mllm.run.signals import Interrupt, Interrupted
 
@@ -72,10 +69,3 @@ with Interrupt() as interrupt:
             assert process.wait(timeout=5) == (130 if holds else 143)
         finally:
             process.kill()
-
-
-def test_a_test_that_trains_here_says_that_a_signal_has_stopped_its_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "main", lambda arguments: 128 + signal.SIGTERM)
-    stopped = run(tiny.config(run_dir=str(tmp_path / "run")))
-    assert stopped == 143
-    assert repr(stopped) == "143 (SIGTERM, from outside unless this test sent it)"

@@ -45,20 +45,6 @@ def trained(tmp_path_factory):
     return settings
 
 
-def test_a_run_that_has_lost_its_newest_checkpoint_ends_as_one_on_a_disk(store, trained, caplog):
-    settings = changed(trained, run_dir=f"{store.url}/run")
-    assert run(settings) == 0
-    place = RunStore(settings.run_dir)
-    chunk = f"{place.folder_of(4)}/params.embed/0.0"
-    place.write(chunk, place.read(chunk)[:-1] + b"?")
-    assert run(settings) == 0
-    assert "put aside as checkpoints/damaged_4.json" in caplog.text
-    assert_same_end(trained, settings)
-    assert place.steps() == [2, 4]
-    assert {"checkpoints", "config.yaml"} <= {*place.entries()}
-    assert "lock" not in place.entries()
-
-
 @pytest.mark.parametrize("store", ["gs"], indirect=True)
 def test_a_thread_that_can_not_send_saves_and_ends_the_run_and_lines_that_are_missing_are_made_again(
     store, trained, capfd, caplog, monkeypatch
