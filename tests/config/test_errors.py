@@ -21,9 +21,7 @@ from mllm.errors import UserError, command
         (ValueError("RESOURCE_EXHAUSTED: disk"), 1, ""),
     ],
 )
-def test_an_error_that_the_user_can_mend_is_one_line_and_a_code_and_a_bug_keeps_its_traceback(
-    error, code, printed, capsys
-):
+def test_an_error_that_the_user_can_mend_is_one_line_and_a_code_and_a_bug_a_traceback(error, code, printed, capsys):
     @command
     def main() -> int:
         raise error

@@ -135,9 +135,7 @@ def test_processes_read_every_line_and_row_once_in_order_with_its_number(
     assert [record for block in turns if block for record in block.records()] == expected
 
 
-def test_all_bad_lines_are_one_error_after_the_good_ones_with_the_cause_three_places_and_the_fields(
-    tmp_path: Path,
-) -> None:
+def test_all_bad_lines_are_one_error_after_the_good_ones_with_cause_places_and_fields(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"answer": "1"}\n' + '{"solution": "2", "level": 1}\n' * 30 + "{\n")
     answers = read_records(Origin("task.train", str(path)).records(), lambda r: text(r, "answer"))
@@ -164,11 +162,7 @@ def test_a_csv_file_has_texts_named_by_its_first_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("package", "use", "said"),
     [
-        (
-            "pyarrow",
-            lambda: next(records.row_blocks(Path("a.parquet"), "--prompts")),
-            r"--prompts: a.parquet .*\[parquet\]",
-        ),
+        ("pyarrow", lambda: next(records.row_blocks(Path("a.parquet"), "--prompts")), r": a.parquet .*\[parquet\]"),
         ("datasets", lambda: load(TaskConfig(name="gsm8k"), 0), r"task.path: openai/gsm8k; a hub id .*\.\[hub\]"),
         ("reasoning_gym", lambda: gym("sums", 0, 1), r"task.name: reasoning_gym:sums needs .*\.\[reasoning\]"),
     ],

@@ -39,9 +39,7 @@ def texts(prompts: DataIterator[Any], count: int) -> list[str]:
     return [next(prompts).example.prompt[0]["content"] for _ in range(count)]
 
 
-def test_long_prompts_are_left_out_of_every_epoch_and_of_evaluation_and_warnings_count_them(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_long_prompts_are_left_out_of_epochs_and_evaluation_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     task = listed("a", "b" * 30, "c", "d" * 40)
     drawn = texts(prompts_of(task), 10)
     assert [sorted(drawn[i : i + 2]) for i in range(0, 10, 2)] == [["a", "c"]] * 5
@@ -64,9 +62,7 @@ def test_what_is_wrong_anywhere_in_a_list_is_an_error_at_once(problems: list[str
         prompts_of(listed(*problems))
 
 
-def test_problems_made_on_demand_are_left_out_and_counted_exactly_and_resume_too(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_problems_made_on_demand_are_left_out_and_counted_and_resume_too(caplog: pytest.LogCaptureFixture) -> None:
     bad = set(range(100, 190, 3))
     prompts, resumed = (prompts_of(on_demand(190, bad)) for _ in range(2))
     assert sorted(texts(prompts, 160)) == sorted(str(i) for i in range(190) if i not in bad)

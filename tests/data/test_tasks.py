@@ -185,9 +185,7 @@ SUM = {"prompt": "2+2=", "level": ["easy", 2]}
         ({"prompt": [ASKED], "messages": [ASKED, SAID]}, {}, [ASKED], None, None),
     ],
 )
-def test_a_record_is_a_problem_whose_other_fields_reach_the_rewards(
-    tmp_path, record, settings, prompt, answer, solution
-):
+def test_a_record_is_a_problem_whose_other_fields_rewards_get(tmp_path, record, settings, prompt, answer, solution):
     example = first(tmp_path, record, **settings)
     assert (example.prompt, example.answer, example.solution) == (prompt, answer, solution)
     assert example.answer_form == settings.get("answer_form", "whole")
@@ -196,9 +194,7 @@ def test_a_record_is_a_problem_whose_other_fields_reach_the_rewards(
     assert example.conversational == isinstance(record[key], list)
 
 
-def test_held_out_problems_are_a_tenth_and_the_same_in_whatever_order_and_however_often_they_are_listed(
-    tmp_path: Path,
-) -> None:
+def test_held_out_problems_are_a_tenth_and_the_same_in_any_order_and_however_often_listed(tmp_path: Path) -> None:
     given, other = task(tmp_path, *SUMS), task(tmp_path, *reversed(SUMS), *SUMS[:50], heldout=10)
     assert (len(given.train), len(given.heldout)) == (90, 10)
     assert texts(given.heldout) == texts(other.heldout)
@@ -242,9 +238,7 @@ def test_files_that_are_empty_or_too_small_are_named(tmp_path: Path) -> None:
         task(tmp_path, SUMS[0])
 
 
-def test_a_data_set_of_the_hub_becomes_problems_whose_fields_keep_its_names_for_rewards(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_data_set_of_the_hub_becomes_problems_whose_fields_keep_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(source: str, subset: str | None, split: str) -> list[dict[str, Any]]:
         if (source, subset) != ("us/sums", "small"):
             raise FileNotFoundError(f"Dataset '{source}' doesn't exist on the Hub\nmore lines")
@@ -294,14 +288,9 @@ def test_a_function_returns_problems(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("return 3", "can't be used: TypeError: 'int' object is not iterable"),
         ("return {'dev': []}", "returned 'dev': expected train, and test"),
         ("return 'abc'", r"task.name: expected a mapping, got str \(our_problems:make\[0\], our_"),
-        (
-            "return [{'prompt': 'a', 'f': lambda: 0}]",
-            r"can't be sent to the rewards' process: Can't pickle .*make\[0\]",
-        ),
+        ("return [{'prompt': 'a', 'f': lambda: 0}]", r"the rewards' process: Can't pickle .*make\[0\]"),
     ],
 )
-def test_a_function_that_fails_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, fault: str
-) -> None:
+def test_a_failing_function_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, fault: str) -> None:
     with pytest.raises(UserError, match=fault):
         user_module(tmp_path, monkeypatch, code)

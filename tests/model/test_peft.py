@@ -63,12 +63,10 @@ def test_adapters_are_written_as_peft_writes_them(tmp_path: Path) -> None:
     for name, tensor in ours.items():
         assert tensor.dtype == np.float32
         np.testing.assert_array_equal(tensor, theirs[name])
-    settings, their_settings = (
-        json.loads((folder / peft.CONFIG).read_text()) for folder in (tmp_path / "adapter", PEFT)
-    )
-    for one in (settings, their_settings):
+    written, theirs = (json.loads((folder / peft.CONFIG).read_text()) for folder in (tmp_path / "adapter", PEFT))
+    for one in (written, theirs):
         one["target_modules"].sort()
-    assert settings.items() <= their_settings.items()
+    assert written.items() <= theirs.items()
     for rslora in (False, True):
         peft.save(tmp_path / "adapter", replace(lora, rslora=rslora), nnx.State({}), BASE)
         assert json.loads((tmp_path / "adapter" / peft.CONFIG).read_text())["use_rslora"] is rslora

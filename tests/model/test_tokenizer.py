@@ -183,9 +183,7 @@ def test_llama_s_template_trims_answers_and_writes_the_same_date_every_day() -> 
     assert stop_ids(llama) == (END,)
 
 
-def test_gemma_s_template_writes_the_first_token_itself_and_takes_a_system_s_message_at_the_start_only(
-    tmp_path: Path,
-) -> None:
+def test_gemma_s_template_writes_the_first_token_and_takes_a_system_s_message_at_the_start(tmp_path: Path) -> None:
     gemma = with_template(GEMMA_TEMPLATE)
     gemma.bos_token, gemma.eos_token = "<|endoftext|>", "<|pad|>"
     begins = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", ENDOFTEXT)])

@@ -52,10 +52,7 @@ def test_a_process_that_was_started_twice_is_refused_and_one_with_another_number
     ("settings", "line"),
     [
         ({"seed": 1}, "seed: process 1 has 1, process 0 0: give all the same"),
-        (
-            {"optimizer": {**SETTINGS["optimizer"], "b2": 0.9}},
-            "optimizer.b2: process 1 has 0.9, process 0 0.99: give all ",
-        ),
+        ({"optimizer": {**SETTINGS["optimizer"], "b2": 0.9}}, "optimizer.b2: process 1 has 0.9, process 0 0.99: "),
         ({"eval": None}, "eval: process 1 has None, process 0 {'every': "),
         ({"jax": "0.0.1"}, "jax: process 1 has '0.0.1', process 0 '0."),
         ({"mllm": "code of yesterday"}, "mllm: process 1 has 'code of yesterday', process 0 'code "),
@@ -109,9 +106,7 @@ HOSTILE = (
 )
 
 
-def test_whatever_strangers_send_they_are_ignored_with_a_line_and_those_who_are_silent_keep_nobody_waiting(
-    place, capsys
-):
+def test_whatever_strangers_send_they_are_ignored_with_a_line_and_silent_ones_keep_nobody_waiting(place, capsys):
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         met = pool.submit(receive, member(0), *place, [1, 2])
         while not met.done():
@@ -147,9 +142,7 @@ def test_a_process_of_another_run_dir_is_refused_and_the_others_go_on(place, cap
         pool.submit(visit, member(1, 2), place)
         assert {*met.result(timeout=5)} == {1}
     said = capsys.readouterr().err
-    assert (
-        "error: --coordinator: this process is refused: its run_dir or MLLM_TOKEN is not process 0's: give all" in said
-    )
+    assert "error: --coordinator: this process is refused: its run_dir or MLLM_TOKEN is not process 0's: " in said
     assert "127.0.0.1 is ignored: its run_dir or MLLM_TOKEN is not process 0's: give all" in said
 
 
@@ -184,7 +177,7 @@ def test_what_answers_instead_of_process_0_is_named(place, capsys):
         ("unknown:1234", [], "[::]:1234"),
     ],
 )
-def test_process_0_listens_at_the_coordinators_address_where_that_is_its_own_alone(
+def test_process_0_listens_at_the_coordinators_address_where_that_is_its_own(
     monkeypatch, coordinator, addresses, bound
 ):
     """192.0.2.1 is never a machine's own."""

@@ -54,9 +54,8 @@ def compute_results(family, shape):
 
 @pytest.mark.parametrize(("family", "shape"), MESHES.items())
 def test_loss_gradients_and_log_probabilities_are_those_of_one_device(family, shape):
-    (loss, gradients, logprobs), (expected_loss, expected, expected_logprobs) = (
-        compute_results(family, one) for one in (shape, (1, 1, 1))
-    )
+    loss, gradients, logprobs = compute_results(family, shape)
+    expected_loss, expected, expected_logprobs = compute_results(family, (1, 1, 1))
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=0, atol=2e-5 * np.abs(other).max())
@@ -76,11 +75,8 @@ def compute_copies(shape):
         model = nnx.merge(policy.graphdef, params)
         layers = [jax.tree.map(itemgetter(index), params["layers"]) for index in range(2)]
         layers = [gather_layer_float32(x, model.rounding, model.layout, jnp.asarray(i)) for i, x in enumerate(layers)]
-        return (
-            layers,
-            model.look_up(jnp.arange(264).reshape(2, -1)).reshape(264, -1),
-            model.head_copy(model.head_weight),
-        )
+        embedded = model.look_up(jnp.arange(264).reshape(2, -1)).reshape(264, -1)
+        return layers, embedded, model.head_copy(model.head_weight)
 
     return jax.tree.map(np.asarray, (decoding_weights(policy.graphdef, params), of_trainer(params)))
 

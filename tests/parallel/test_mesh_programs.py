@@ -90,9 +90,8 @@ def test_the_slots_that_fit_take_what_training_leaves_of_the_memory(policy):
     """Evaluation alone may need more slots than there is room for, so they never depend on the number of prompts."""
     least, most = (fitting_slots(policy, memory) for memory in (2**20, 2**30))
     assert least == 4  # one for each device that has rows of its own
-    shapes = Programs(
-        changed(SETTINGS, rollout={"max_slots": most}, eval={}, task={"heldout": 16}), make_mesh(SETTINGS.mesh)
-    )
+    evaluated = changed(SETTINGS, rollout={"max_slots": most}, eval={}, task={"heldout": 16})
+    shapes = Programs(evaluated, make_mesh(SETTINGS.mesh))
     assert shapes.slots == 16
     token = bytes_on_device(shapes.cache()) / (16 / 4) / (PROMPT + LIMIT + CHUNK)
     assert 0.7 * 2**30 < most / 4 * ((PROMPT + LIMIT + CHUNK) * token + 3 * 4 * 260 / 2) < 2**30

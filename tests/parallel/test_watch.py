@@ -171,9 +171,8 @@ def test_a_message_that_is_none_ends_the_run_and_names_who_sent_it(ended, messag
 def test_a_run_without_a_new_phase_ends_at_the_users_limit_and_says_where_each_process_is():
     child, other = begin(0, "own.limit_stalls(0.4)")
     other.sendall(said("data"))
-    line = (
-        "error: --stall-limit: no new phase for 0.4 s: process 0 (after step 7, update), process 1 (after step 3, data)"
-    )
+    where = "process 0 (after step 7, update), process 1 (after step 3, data)"
+    line = f"error: --stall-limit: no new phase for 0.4 s: {where}"
     assert_ends(child, other, line, 75)
 
 

@@ -151,14 +151,8 @@ def test_cpu_devices_share_the_host_s_memory():
     [
         (["--plan", "--target", "v9x:2x4"], "error: --target: target 'v9x:2x4': there are v5e, v5p, v6e, tpu7x and "),
         (["--target", "v6e:2x4"], "--target: is for --plan"),
-        (
-            ["--plan", "--target", "v6e:2x4"],
-            "error: --target: libtpu, the TPU compiler, isn't installed: pip install -e '.[tpu]' ",
-        ),
-        (
-            ["--plan", "mesh.tp=16"],
-            "but there are 8 devices: set mesh.tp=8; or plan for devices that aren't here, as ",
-        ),
+        (["--plan", "--target", "v6e:2x4"], "error: --target: libtpu, the TPU compiler, isn't installed: pip install"),
+        (["--plan", "mesh.tp=16"], "but there are 8 devices: set mesh.tp=8; or plan for devices that aren't here"),
     ],
 )
 def test_an_impossible_target_is_one_line(options, message, tmp_path, capsys, monkeypatch):

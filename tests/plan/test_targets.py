@@ -63,9 +63,8 @@ def test_without_the_plugin_the_error_says_how_to_install_it_and_one_beside_jax_
     monkeypatch.setattr(targets, "GPU_PLUGIN", tmp_path / "none")
     with pytest.raises(ModuleNotFoundError, match=r"isn't installed: make \.venv/aot-gpu"):
         targets.register_gpu_plugin()
-    monkeypatch.setattr(
-        targets.topologies, "get_topology_desc", lambda *_, **__: SimpleNamespace(devices=jax.devices())
-    )
+    found = SimpleNamespace(devices=jax.devices())
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", lambda *_, **__: found)
     (tmp_path / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
     assert targets.gpus(1) == jax.devices()

@@ -32,10 +32,8 @@ class FixedTexts(Sampler):
         CALLS.append((prompts, step, first_sequence, greedy))
         numbers = [TOKENS.index(prompt) for prompt in prompts]
         texts = [GREEDY[i] if greedy else SAMPLED[i][numbers[:n].count(i)] for n, i in enumerate(numbers)]
-        return [
-            Completion([0] * (i + 1), [0.0] * (i + 1), finished=True, text=text)
-            for i, text in zip(numbers, texts, strict=True)
-        ]
+        made = zip(numbers, texts, strict=True)
+        return [Completion([0] * (i + 1), [0.0] * (i + 1), finished=True, text=text) for i, text in made]
 
 
 class Lengths(RewardRunner):
@@ -90,9 +88,8 @@ def test_several_samples_of_each_problem_give_avg_at_k_and_pass_at_k():
     assert CALLS[-1] == ([tokens for tokens in TOKENS for _ in range(4)], 3, 2**30, False)
     found = {name: value for name, value in metrics.items() if "@" in name and name[-1].isdecimal()}
     # Of the problems' four samples 0, 1, 2 and 4 are right.
-    assert found == pytest.approx(
-        {"eval/avg@4": 7 / 16, "eval/pass@2": (0 + 3 / 6 + 5 / 6 + 1) / 4, "eval/pass@4": 3 / 4}
-    )
+    expected = {"avg@4": 7 / 16, "pass@2": (0 + 3 / 6 + 5 / 6 + 1) / 4, "pass@4": 3 / 4}
+    assert found == pytest.approx({f"eval/{name}": value for name, value in expected.items()})
     ends = [(metrics[f"{name}_low"], metrics[f"{name}_high"]) for name in found]
     assert ends == [interval(np.array(each), 4) for each in ([0, 0.25, 0.5, 1], [0, 0.5, 5 / 6, 1], [0.0, 1, 1, 1])]
     assert metrics["eval/sampled_rewards/length/mean"] == (4 * 1 + 6 + 3 + 2 * 7 + 4 * 6) / 16

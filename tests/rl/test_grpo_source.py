@@ -130,9 +130,8 @@ def test_failed_rewards_are_counted_and_null_in_samples_and_their_groups_left_ou
     assert step.metrics["rewards/exact_match/mean"] == pytest.approx(np.mean([i**2 for i in range(8) if i != 2]))
     assert step.metrics["rewards/exact_match/raised"] == 1
     assert (sound.metrics["frac_groups_failed"], step.metrics["frac_groups_failed"]) == (0, 0.5)
-    assert step.metrics["completions/clipped_ratio"] == pytest.approx(
-        np.mean([not one.finished for one in completions])
-    )
+    cut_off = np.mean([not one.finished for one in completions])
+    assert step.metrics["completions/clipped_ratio"] == pytest.approx(cut_off)
     assert step.metrics["num_tokens"] == step.tokens
     assert all(np.isfinite(field).all() for field in step.batch if field is not None)
     assert [sample["completion"] for sample in step.samples] == ["0", "1", "2", "3", "4"]
@@ -143,9 +142,10 @@ def test_failed_rewards_are_counted_and_null_in_samples_and_their_groups_left_ou
 
 
 def test_a_sample_s_line_has_each_reward_under_its_name():
-    rewards = [("value", 2.0), ("raised", "no"), ("value", 3.0)]
+    rewards, functions = [("value", 2.0), ("raised", "no"), ("value", 3.0)], SquareRewards()
+    functions.names = ["a", "b", "c"]
     whole = Trajectory(np.zeros(2, np.int32), np.array([False, True]), np.zeros(1, np.float32), rewards=rewards)
-    assert sample_line(whole, ["a", "b", "c"], 0.5)["rewards"] == {"a": 2.0, "b": None, "c": 3.0}
+    assert sample_line(whole, functions, 0.5)["rewards"] == {"a": 2.0, "b": None, "c": 3.0}
 
 
 def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp_path, capsys):
@@ -249,7 +249,7 @@ def make_source(unequal, **settings):
         (2, [], 2, 8, []),
     ],
 )
-def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full_or_the_limit_reached(
+def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full_or_a_limit(
     limit, unequal, rounds, drawn, learned
 ):
     source = make_source(unequal, dynamic_sampling=limit, steps_per_generation=2)
@@ -261,9 +261,8 @@ def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full_or_the_
     # Every group of the batch is one of those that were drawn, in their order.
     parts = [[line["prompt"] for line in part.samples[::GROUP]] for part in source.parts]
     assert parts[0] == parts[1]
-    assert [p for p in parts[0] if p in [source.rewards.drawn[n] for n in learned]] == [
-        source.rewards.drawn[n] for n in learned
-    ]
+    kept = [source.rewards.drawn[n] for n in learned]
+    assert [prompt for prompt in parts[0] if prompt in kept] == kept
     assert len(parts[0]) == 4
     assert sum(len(sequences(step.batch)) for step in steps) == len(learned) * GROUP
     metrics = steps[0].metrics

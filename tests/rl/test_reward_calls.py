@@ -178,17 +178,9 @@ def test_a_function_that_raises_says_the_line_of_its_file_that_led_there():
 
 def test_what_functions_log_as_trl_s_do_comes_with_their_answers():
     given = [sample("abc"), sample("")]
-    assert list(answers([bound("mine:logs", *given)], given)) == [
-        (
-            "value",
-            1,
-            ("extra", "golden", "7"),
-            ("extra", "length", 3),
-            ("metric", "accuracy", 0.5),
-            ("metric", "accuracy", 1),
-        ),
-        ("value", 1, ("extra", "golden", "7"), ("extra", "length", 0)),
-    ]
+    golden, metrics = ("extra", "golden", "7"), [("metric", "accuracy", value) for value in (0.5, 1)]
+    logged = [golden, ("extra", "length", 3), *metrics], [golden, ("extra", "length", 0)]
+    assert list(answers([bound("mine:logs", *given)], given)) == [("value", 1, *each) for each in logged]
     one, other = answers([bound("mine:logs_one", *given)], given)
     assert one == ("value", 1, ("extra", "said", ("abc" * 334)[:1000]), ("metric", "accuracy", 3))
     message = f"ValueError: log_metric: accuracy is no number: returned 'no number' ({place_of('if completion else')})"
@@ -203,15 +195,9 @@ def test_coroutine_functions_run_together_over_all_functions_and_completions():
 
 def test_of_coroutines_that_run_together_those_that_hang_are_timed_out_and_slow_ones_are_waited_for():
     given = [sample(text) for text in ("hang", "a", "exit", "abc", "ab")]
-    timed_out = ("timed_out", "took longer than 0.15 s")
+    timed_out, exited = "took longer than 0.15 s", f"SystemExit: 3 ({place_of('raise SystemExit')})"
     found = list(answers([bound("mine:hangs_at_times", *given)], given, 0.15))
-    assert found == [
-        timed_out,
-        ("value", 1),
-        ("raised", f"SystemExit: 3 ({place_of('raise SystemExit')})"),
-        ("value", 1),
-        ("value", 1),
-    ]
+    assert found == [("timed_out", timed_out), ("value", 1), ("raised", exited), ("value", 1), ("value", 1)]
 
 
 def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monkeypatch):

@@ -130,9 +130,7 @@ def test_seed_and_step_choose_the_completions_and_need_no_further_program(model,
     assert not traces
 
 
-def test_the_clock_cuts_chunks_into_calls_that_poll_may_end_and_changes_no_bit(
-    model, prompts, completions, monkeypatch
-):
+def test_the_clock_cuts_chunks_into_calls_that_poll_may_end_but_no_bit(model, prompts, completions, monkeypatch):
     polls = []
     monkeypatch.setattr(rollout, "CALL_SECONDS", 0.0)  # a step in each call
     work = RolloutWork()
@@ -175,11 +173,8 @@ def test_a_stop_text_of_several_tokens_cuts_tokens_behind_it_and_the_text_before
     model, prompts, monkeypatch
 ):
     """Texts end completions in the first chunk and later ones, before and behind a stop token or the limit."""
-    options, stops, decode = (
-        RolloutConfig(max_prompt_length=12, max_completion_length=160),
-        (3,),
-        bytes_tokenizer().decode,
-    )
+    options, stops = RolloutConfig(max_prompt_length=12, max_completion_length=160), (3,)
+    decode = bytes_tokenizer().decode
     whole = complete(model, prompts[:8] * 8, options, stops=stops, slots=16)
     pairs = Counter(pair for one in whole for pair in pairwise(one.tokens))
     texts = [decode(pair) for pair, _ in pairs.most_common(30)[::15]]
@@ -208,9 +203,7 @@ def test_a_stop_text_may_be_part_of_a_token_or_of_a_character_s_bytes_and_is_fou
         assert sampler.stopped_length(array("i", [*text.encode()])) == length
 
 
-def test_a_distinct_prompt_is_prefilled_once_and_few_slot_steps_are_useless_where_four_times_as_many_sequences_wait(
-    model, prompts
-):
+def test_a_distinct_prompt_is_prefilled_once_and_few_slot_steps_are_useless_where_many_wait(model, prompts):
     """Lengths are about geometric, with a mean of a quarter of the limit."""
     work, options = RolloutWork(), RolloutConfig(max_prompt_length=12, max_completion_length=160)
     complete(model, prompts[:8] * 8, options, stops=(3,), slots=16, work=work)

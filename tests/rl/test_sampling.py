@@ -25,9 +25,8 @@ SETTINGS = [
 def test_tokens_are_as_frequent_as_the_distribution_says_and_what_is_kept_is_told_apart(settings):
     logits = np.random.default_rng(0).normal(size=8).astype(np.float32)
     rows, keys = jnp.broadcast_to(logits, (DRAWS, 8)), sequence_keys(0, 0, jnp.arange(DRAWS))
-    drawn = jax.tree.map(
-        np.asarray, sample(rows, keys, jnp.zeros(DRAWS, jnp.int32), RolloutConfig(**LIMITS, **settings))
-    )
+    options = RolloutConfig(**LIMITS, **settings)
+    drawn = jax.tree.map(np.asarray, sample(rows, keys, jnp.zeros(DRAWS, jnp.int32), options))
     drawn_from, whole = sampling_logprobs(logits, **settings), sampling_logprobs(logits, settings["temperature"])
     counts, expected = np.bincount(drawn.tokens, minlength=8), DRAWS * np.exp(drawn_from)
     possible = expected > 0
@@ -102,9 +101,8 @@ def test_min_p_keeps_what_transformers_keeps(options, kept):
 def test_a_token_drawn_from_a_certain_softmax_is_the_likeliest_and_certain(top_k, top_p):
     logits = 1e11 * jax.random.normal(jax.random.key(0), (4, 260))
     keys, first = sequence_keys(0, 0, jnp.arange(4)), jnp.zeros(4, jnp.int32)
-    tokens, logprobs, _ = sample(
-        logits, keys, first, RolloutConfig(**LIMITS, temperature=0.5, top_k=top_k, top_p=top_p)
-    )
+    options = RolloutConfig(**LIMITS, temperature=0.5, top_k=top_k, top_p=top_p)
+    tokens, logprobs, _ = sample(logits, keys, first, options)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     np.testing.assert_array_equal(logprobs, 0)
 

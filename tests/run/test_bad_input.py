@@ -224,23 +224,11 @@ FILES = {
     "an empty file": ("train.jsonl", b"", "data.source: {path}: there is no example in it"),
     "too little": ("train.jsonl", GOOD, "data.source: {path} has 1 examples, too few for one batch in 1 epochs"),
     "a pattern without files": ("train-*.jsonl", None, "data.source: {path}: no such file in {here}: give a file"),
-    "half of gzip": (
-        "train.jsonl.gz",
-        gzip.compress(GOOD * 9)[:30],
-        "data.source: {path} can't be read (Compressed file",
-    ),
+    "half of gzip": ("train.jsonl.gz", gzip.compress(GOOD * 9)[:30], "{path} can't be read (Compressed file"),
     "parquet that is none": ("train.parquet", GOOD, "data.source: {path} can't be read (Parquet"),
     "a hub id that is too long": ("a" * 300, None, "data.source: {path}: no such file in {here}; "),
-    "a table of no UTF-8": (
-        "train.csv",
-        b"text\n\xff\n",
-        "data.source: {path} can't be read ('utf-8' codec can't decode",
-    ),
-    "a table with an open quote": (
-        "train.csv",
-        b'text\n"a\n',
-        "data.source: {path} can't be read (unexpected end of data",
-    ),
+    "a table of no UTF-8": ("train.csv", b"text\n\xff\n", "{path} can't be read ('utf-8' codec can't decode"),
+    "a table with an open quote": ("train.csv", b'text\n"a\n', "{path} can't be read (unexpected end of data"),
     "a row of too many values": (
         "train.csv",
         b"text\n\na\na,b\n",

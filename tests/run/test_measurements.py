@@ -103,10 +103,8 @@ def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off
     """The run goes on with the same problems only, a few of which have prompts that are too long."""
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
     for path, start in zip(files.values(), (0, 40), strict=True):
-        lines = [
-            {"prompt": f"{i}+1=" + "?" * 30 * (i in (3, 5, 7, 9, 11)), "answer": str(i + 1)}
-            for i in range(start, start + 20)
-        ]
+        prompts = {i: f"{i}+1=" + "?" * 30 * (i in (3, 5, 7, 9, 11)) for i in range(start, start + 20)}
+        lines = [{"prompt": prompt, "answer": str(i + 1)} for i, prompt in prompts.items()]
         Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = config(
         run_dir=str(tmp_path / "run"),

@@ -50,9 +50,7 @@ def following(first, folder, algorithm="sft", **model):
     return changed(config(algorithm, run_dir=str(folder), steps=2), model=source)
 
 
-def test_the_masters_of_the_newest_step_are_taken_with_sizes_tokenizer_and_stop_tokens_in_the_run_s_own_dtype_and_mesh(
-    first, tmp_path
-):
+def test_the_newest_masters_are_taken_with_sizes_and_stop_tokens_in_the_run_s_own_dtype_and_mesh(first, tmp_path):
     nearest = following(first, tmp_path, dtype="bfloat16", compute_rounding="nearest")
     assert SourceRun.open(nearest.model).model.compute_rounding == "nearest"
     masters = jax.tree.leaves(newest(first).train.params)
@@ -94,9 +92,8 @@ def test_a_run_begins_where_its_source_ends_and_is_exported_and_sampled_from_lik
     assert train.main([*arguments(third), "--plan"]) == 0
     policy = load_policy(third, make_mesh(third.mesh))
     assert ord(STOP) in policy.stop_ids  # which is the first one's setting alone
-    for mine, yours in zip(
-        jax.tree.leaves(policy.initial_params()), jax.tree.leaves(newest(second).train.params), strict=True
-    ):
+    both = map(jax.tree.leaves, (policy.initial_params(), newest(second).train.params))
+    for mine, yours in zip(*both, strict=True):
         np.testing.assert_array_equal(mine, yours)
 
 

@@ -55,7 +55,7 @@ def following(texts, folder, algorithm="grpo", model=None, **sections):
     return changed(config(algorithm, run_dir=str(folder)), model=source, **sections)
 
 
-def test_a_run_that_has_learned_texts_is_asked_by_texts_in_its_evaluation_by_generate_and_as_an_export(
+def test_a_run_that_has_learned_texts_is_asked_by_texts_in_evaluation_by_generate_and_as_export(
     texts, tmp_path, caplog
 ):
     assert records(texts)[-1]["eval/greedy_accuracy"] == 1
@@ -78,9 +78,7 @@ def test_a_run_that_has_learned_texts_is_asked_by_texts_in_its_evaluation_by_gen
     ],
     ids=["auto", "a system prompt", "always"],
 )
-def test_a_run_that_begins_with_it_asks_by_texts_or_says_that_it_does_not(
-    texts, tmp_path, caplog, sections, form, warned
-):
+def test_a_run_that_begins_with_it_asks_by_texts_or_says_that_not(texts, tmp_path, caplog, sections, form, warned):
     settings = following(texts, tmp_path / "run", **sections)
     with Run.build(settings) as begun:
         assert begun.sampler.renderer.form == form

@@ -199,9 +199,8 @@ def test_updates_without_a_gradient_are_counted_and_the_learning_rate_waits_for_
     settings = changed(SETTINGS["grpo"], **sections)
     assert run(settings) == 0
     lines = records(settings)
-    assert [sample["step"] for sample in records(settings, "samples.jsonl")] == [
-        i for i in range(1, 7) for _ in range(3)
-    ]
+    sampled = [sample["step"] for sample in records(settings, "samples.jsonl")]
+    assert sampled == [step for step in range(1, 7) for _ in range(3)]
     empty = [line["step"] for line in lines if line["frac_without_gradient"] == 1]
     assert 0 < len(empty) < len(lines)
     assert f"\nnothing to learn   in {len(empty)} of 6 updates: no completion's reward" in capsys.readouterr().out

@@ -284,9 +284,7 @@ def test_a_checkpoint_of_a_step_without_its_line_in_the_log_is_not_taken(store):
     pending = make_state(3, pending_evaluation=PendingEvaluation({}, []))  # whose line is written after its evaluation
     save(store, make_state(1), pending, make_state(4), keep=3)
     with opened(store) as checkpoints:
-        with pytest.raises(
-            UserError, match=r"none of its 3 .* \(metrics.jsonl lacks lines after step 0, of 4\); put back"
-        ):
+        with pytest.raises(UserError, match=r"none of its 3 .* lacks lines after step 0, of 4\); put back"):
             checkpoints.restore(like(), 0)
         assert checkpoints.restore(like(), 4).step == 4
         assert checkpoints.restore(like(), 2).step == 3

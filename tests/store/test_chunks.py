@@ -124,9 +124,8 @@ def test_chunks_are_parts_of_shards_and_neither_too_large_nor_too_small(monkeypa
 def memory_of_saves(folder):
     """Saves arrays of 96 MiB eight times; prints how far memory stays above that after the second, in MiB."""
     shapes = {f"{kind}.{rows}": (rows, 512) for kind in "abc" for rows in (1024, 2048, 3072, 3073, 3074, 4096)}
-    arrays = jax.device_put(
-        {name: np.ones(shapes[name], np.float32) for name in shapes}, sharding(make_mesh(MeshConfig()), ())
-    )
+    ones = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    arrays = jax.device_put(ones, sharding(make_mesh(MeshConfig()), ()))
     noise = jax.jit(lambda arrays: jax.tree.map(lambda leaf: leaf * 3 + 1, arrays), donate_argnums=0)
     resident = []
     for step in range(1, 9):

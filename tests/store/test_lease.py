@@ -229,11 +229,8 @@ def test_a_lost_holder_publishes_nothing_over_its_successor_and_removes_nothing_
     store.place.seen = look_and_stop
     with pytest.raises(LeaseLost, match=TAKEN):
         store.publish(3, {"folder": "3-00000001.0", "arrays": {}}, 1, False)
-    assert {step: store.field(step, "folder")[2:10] for step in store.steps()} == {
-        1: "00000001",
-        2: "00000002",
-        3: "00000002",
-    }
+    folders = {step: store.field(step, "folder")[2:10] for step in store.steps()}
+    assert folders == {1: "00000001", 2: "00000002", 3: "00000002"}
     seen = store.place.seen("checkpoints/2.json")
     other.write("checkpoints/2.json", b"{}")
     store.place.remove("checkpoints/2.json", seen)
@@ -287,9 +284,7 @@ def test_the_lease_is_checked_again_before_anything_is_pruned(store):
 
 
 @google
-def test_a_fault_of_the_machine_in_the_sending_thread_is_told_and_what_was_not_sent_is_sent_at_the_end(
-    store, monkeypatch
-):
+def test_a_fault_of_the_machine_in_the_sending_thread_is_told_and_the_rest_is_sent_at_the_end(store, monkeypatch):
     monkeypatch.setattr(lock, "SENDING_SECONDS", 0.01)
     monkeypatch.setattr(lock, "SECONDS", 60)
     with hold(store):
@@ -300,9 +295,7 @@ def test_a_fault_of_the_machine_in_the_sending_thread_is_told_and_what_was_not_s
             log.append(b"1\n")
             while not store.failure:
                 time.sleep(0.01)
-        assert (
-            store.failure == f"{store.url}: the logs can't be sent ([Errno 24] Too many open files); check this machine"
-        )
+        assert "the logs can't be sent ([Errno 24] Too many open files); check this machine" in store.failure
     assert sent(store) == b"1\n"
 
 

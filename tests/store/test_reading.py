@@ -50,9 +50,7 @@ def no_files_left():
     ("reads", "name"),
     [((RunStore, "steps"), ""), ((RunStore, "manifest"), r"/\d.json"), ((checkpoints, "open_arrays"), "/2")],
 )
-def test_a_process_without_files_left_puts_nothing_aside_and_begins_with_no_older_checkpoint(
-    store, monkeypatch, reads, name
-):
+def test_a_process_without_files_left_puts_nothing_aside_and_takes_no_older_checkpoint(store, monkeypatch, reads, name):
     read = getattr(*reads)
 
     def without_files(*arguments):
@@ -191,11 +189,7 @@ def test_a_process_waits_until_it_sees_the_checkpoint_that_process_0_sees(store,
     """With several processes: tests/parallel/test_processes.py."""
     monkeypatch.setattr(checkpoints, "POLLING", 0.01)
     folder = store.manifest(2)["folder"]
-    seen = [
-        Damaged("the document is no JSON object"),
-        ({"folder": "2-0123abcd.0"}, {}),
-        ValueError("NOT_FOUND: .zarray"),
-    ]
+    seen = [Damaged("the document is no JSON object"), ({"folder": "2-01"}, {}), ValueError("NOT_FOUND: .zarray")]
     opened = Mock(side_effect=[*seen, found := ({"folder": folder, "best": math.nan}, {})])
     assert checkpoints.opened_as_seen(opened, folder, "run/checkpoints/2") is found
     said = "waiting up to 90 s until run/checkpoints/2 is seen here as process 0 sees it\n"

@@ -15,9 +15,7 @@ from tools.bench import __main__ as bench
 from tools.bench import target
 
 
-def test_the_command_s_table_has_the_compiler_s_account_and_below_it_refusals_and_a_line_for_each_kernel(
-    monkeypatch, capsys
-):
+def test_the_command_s_table_has_the_compiler_s_account_and_below_it_refusals_and_kernels(monkeypatch, capsys):
     def compile_listed(chip, program, arguments, folder):
         if "scan" in arguments["method"]:
             raise ValueError("RESOURCE_EXHAUSTED: no room")

@@ -170,9 +170,7 @@ def test_prompts_on_the_command_line_are_answered_n_times_each_below_a_line_that
     assert others[1:] == ["> 1+2=", "> 1+2=", "> 3+4=", "> 3+4="]
 
 
-def test_without_a_prompt_it_is_what_stands_on_stdin_and_nothing_is_counted_for_one(
-    exported, calls, monkeypatch, capsys
-):
+def test_without_a_prompt_it_is_what_stands_on_stdin_and_is_not_counted(exported, calls, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
     assert generate.main([f"{exported}/export", "--chat-template", "never"]) == 0
     said = f"{exported}/export: the model; prompts are texts, without the chat template\n"
@@ -185,10 +183,8 @@ def test_without_a_prompt_it_is_what_stands_on_stdin_and_nothing_is_counted_for_
 def test_a_run_s_step_is_chosen(exported, calls, capsys):
     for options in ((), ("--step", "2")):
         assert generate.main([str(exported), "hi", *options]) == 0
-    assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == [
-        f"{exported}: step 4",
-        f"{exported}: step 2",
-    ]
+    said = [line.split(";")[0] for line in capsys.readouterr().err.splitlines()]
+    assert said == [f"{exported}: step {step}" for step in (4, 2)]
     newest, other = ({name: np.asarray(leaf) for name, leaf in by_name(call[1]).items()} for call in calls)
     assert not all(np.array_equal(newest[name], other[name]) for name in newest)
 

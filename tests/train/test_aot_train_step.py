@@ -77,9 +77,7 @@ def test_attention_and_head_are_kernels_in_both_passes(program):
     assert all("segmented" in name for name in names - HEAD)
 
 
-def test_the_update_fits_in_memory_without_an_array_as_large_as_the_logits_of_a_device_s_tokens(
-    program, settings, weight
-):
+def test_the_update_fits_in_memory_without_an_array_as_large_as_a_device_s_logits(program, settings, weight):
     memory, tokens = targets.memory(program), settings.micro_batch_size * LENGTH // (SHAPE["dp"] * SHAPE["fsdp"])
     assert memory["peak"] < HBM
     assert memory["output"] - memory["alias"] < 2**20  # the new state takes the place of the old
@@ -95,9 +93,7 @@ def test_the_head_s_weight_is_gathered_once_a_micro_batch(program, weight):
 def test_devices_add_up_the_gradients_of_matrices_in_float32(program, sizes):
     """Sums of activations over tp have a dim of tokens; the sums of vectors are also how short ones are gathered."""
     sums = [array for array in exchanged(program) if array.kind in ("all-reduce", "reduce-scatter")]
-    matrices = [
-        array for array in sums if len(array.shape) == 2 and not any(size % LENGTH == 0 for size in array.shape)
-    ]
+    matrices = [one for one in sums if len(one.shape) == 2 and not any(size % LENGTH == 0 for size in one.shape)]
     # Qwen3-0.6B's feed-forward matrices have, on a device, as many rows as a sequence has tokens.
     rows = {sizes.intermediate_size, sizes.num_attention_heads * sizes.head_dim}
     shards = {(count // SHAPE["tp"], sizes.hidden_size // SHAPE["fsdp"]) for count in rows}

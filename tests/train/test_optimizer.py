@@ -46,13 +46,11 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_its_final_fraction(schedul
 def test_every_dim_has_a_logical_axis_and_weight_decay_applies_to_matrices_alone():
     applies = {}
     lora = Lora(rank=2, alpha=1.0, targets=get_args(LoraTarget))
-    for family in ("qwen2", "qwen3"):  # together they have every parameter
+    for family in ("qwen2", "qwen3", "gemma3_text"):  # together they have every parameter
         sizes = {**ARCHITECTURE, "model_type": family, "tie_word_embeddings": False}
         _, params = nnx.split(Decoder.abstract(Architecture.from_hf(sizes, "test"), lora=lora))
-        assert all(
-            leaf.ndim == len(LOGICAL_AXES[parameter_name(path)])
-            for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            assert leaf.ndim == len(LOGICAL_AXES[parameter_name(path)])
         applies |= {parameter_name(path): value for path, value in jax.tree_util.tree_leaves_with_path(decays(params))}
     assert set(applies) == set(LOGICAL_AXES)
     exceptions = {name for name, value in applies.items() if not value}
@@ -62,9 +60,8 @@ def test_every_dim_has_a_logical_axis_and_weight_decay_applies_to_matrices_alone
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0, 3.0])
 def test_updates_are_optax_s_with_clipping_weight_decay_and_the_schedule(max_grad_norm):
     params, gradients = {"v": jnp.arange(2.0), "w": jnp.arange(4.0)}, {"v": jnp.ones(2), "w": jnp.arange(4.0) - 1}
-    ours = make_optimizer(
-        config(weight_decay=0.3, max_grad_norm=max_grad_norm, b2=0.95, eps=1e-6, schedule="linear"), 10
-    )
+    options = {"weight_decay": 0.3, "max_grad_norm": max_grad_norm, "b2": 0.95, "eps": 1e-6}
+    ours = make_optimizer(config(**options, schedule="linear"), 10)
     decay = optax.adamw(optax.linear_schedule(0.1, 0.0, 10), 0.9, 0.95, 1e-6, weight_decay=0.3)
     theirs = decay if max_grad_norm is None else optax.chain(optax.clip_by_global_norm(max_grad_norm), decay)
     state, their_state = ours.init(params), theirs.init(params)
@@ -111,9 +108,8 @@ def test_moments_fall_as_slowly_as_b2_says():
 
     @jax.jit
     def fall(state):
-        return jax.lax.fori_loop(
-            0, 100, lambda t, state: updated(optimizer, zeros, params, state, update_key(0, t))[1], state
-        )
+        once = lambda t, state: updated(optimizer, zeros, params, state, update_key(0, t))[1]  # noqa: E731
+        return jax.lax.fori_loop(0, 100, once, state)
 
     nu = optax.tree.get(fall(state), "nu")["w"]
     assert nu.dtype == jnp.bfloat16

@@ -19,13 +19,8 @@ from mllm.train.objectives import sequence_weights
 from mllm.train.step import accumulate
 
 SEQUENCES, GROUP, PROMPT, COMPLETION = 40, 4, 8, 16
-PENALTIES = {
-    "beta": 0.1,
-    "reference": "initial",
-    "entropy_coef": 0.01,
-    "dual_clip": 1.2,
-    "importance_sampling": "sequence_mask",
-}
+PENALTIES = {"beta": 0.1, "reference": "initial", "entropy_coef": 0.01}
+PENALTIES |= {"dual_clip": 1.2, "importance_sampling": "sequence_mask"}
 MESHES = {(1, 1, 1): (3, None), (2, 2, 2): (4, 61)}
 """The mesh's shape: micro-batch and row length, by default the longest sequence's."""
 ONE_DEVICE = (1, 1, 1)

@@ -167,11 +167,9 @@ def test_the_state_s_moments_are_laid_out_as_their_parameters():
 def test_the_head_is_told_its_workspace_in_bytes(monkeypatch):
     settings = changed(SETTINGS["sft"], head={"workspace_mib": 3})
     monkeypatch.setattr(step.lm_head, "token_loss", head := Mock(side_effect=InterruptedError))
-    weight = jnp.zeros((260, 32))
+    weight, forward = jnp.zeros((260, 32)), forward_of(None, make_mesh(settings.mesh), settings)
     with pytest.raises(InterruptedError):
-        forward_of(None, make_mesh(settings.mesh), settings).head_loss(
-            jnp.zeros((ROWS, LENGTH, 32)), weight, weight, BATCH
-        )
+        forward.head_loss(jnp.zeros((ROWS, LENGTH, 32)), weight, weight, BATCH)
     assert head.call_args.kwargs["workspace"] == 3 * 2**20
 
 
