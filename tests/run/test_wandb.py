@@ -62,7 +62,7 @@ def test_a_run_sends_every_step_once_goes_on_there_and_does_not_depend_on_the_se
     assert_same_end(settings, whole)  # as any run that is given more steps
     first, second = service.begun
     assert (first["id"], first["name"], first["project"]) == (second["id"], "mine", "project")
-    assert second["config"] == settings.model_dump(mode="json")
+    assert second["config"] == settings.model_dump(mode="json") | {"learned": "chats"}
     before = {step: numbers for step, numbers in numbers_of(settings).items() if step < 3}
     assert service.steps == before | {3: {"loss": 0.5}}
     (warning,) = [record.getMessage() for record in caplog.records if "wandb" in record.getMessage()]
