@@ -130,7 +130,7 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | Non
     """The model, its parameters, the task of a run, and what the model is in words."""
     from mllm.config.model import MeshConfig, ModelConfig
     from mllm.model import peft
-    from mllm.model.folder import read_json
+    from mllm.model.folder import SMALL, local_folder, read_json
     from mllm.model.load import load_model
     from mllm.parallel.mesh import make_mesh
     from mllm.run.compiling import keep_programs
@@ -149,6 +149,7 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | Non
         base = read_json(adapter).get("base_model_name_or_path")
         if not isinstance(base, str):
             raise UserError(f"{adapter}: base_model_name_or_path names no model, whose adapters they are: add it")
+        local_folder(base, SMALL, f"{adapter}: base_model_name_or_path", "export it (tools/export.py RUN)")
         model, name = {"source": base, "lora": {"source": options.model}}, f"adapters of {base}"
     policy = load_model(ModelConfig.model_validate({**model, "dtype": dtype}), mesh, packed=False)
     return policy, policy.initial_params(), None, name

@@ -201,9 +201,13 @@ def test_an_adapter_s_folder_is_sampled_from_with_the_model_that_it_names(export
     trained, frozen = policy.split(params)
     assert all((leaf == 1).all() for leaf in jax.tree.leaves(trained))
     jax.tree.map(np.testing.assert_array_equal, frozen, policy.stored_params())
-    (tmp_path / peft.CONFIG).write_text("{}")
-    assert generate.main([str(tmp_path), "hi"]) == 2
-    assert "base_model_name_or_path names no model" in capsys.readouterr().err
+    for written, said in (
+        ("{}", " names no model"),
+        ('{"base_model_name_or_path": "x/y/z"}', ": x/y/z: no such folder"),
+    ):
+        (tmp_path / peft.CONFIG).write_text(written)
+        assert generate.main([str(tmp_path), "hi"]) == 2
+        assert f"{peft.CONFIG}: base_model_name_or_path{said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("", "bfloat16"), ("export", "float32")])
