@@ -29,7 +29,6 @@ TABLE = (
     ("val_files eval_dataset", "data.validation; under GRPO eval and task.test"),
     ("max_seq_length", "data.max_length; under GRPO the two lengths of rollout"),
     ("response_length max_response_length max_new_tokens", "rollout.max_completion_length"),
-    ("stop_strings", "rollout.stop"),
     ("n group_size", "grpo.num_generations"),
     ("kl_coef kl_loss_coef use_kl_loss", "grpo.beta, with grpo.reference: initial"),
     ("clip_ratio clip_ratio_low clip_ratio_high", "grpo.epsilon and grpo.epsilon_high"),

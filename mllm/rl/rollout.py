@@ -125,11 +125,9 @@ class Sampler:
 
     def text_of(self, completion: Completion) -> str:
         """The text of a completion, up to the first of the stop texts."""
-        text = self.decode(completion.tokens[: len(completion.tokens) - (completion.tokens[-1] in self.stop_ids)])
+        own = completion.tokens[: len(completion.tokens) - (completion.tokens[-1] in self.stop_ids)]
+        text = cast(str, self.renderer.tokenizer.decode(own.tolist(), skip_special_tokens=True))
         return min((text.partition(stop)[0] for stop in self.stop_texts), key=len, default=text)
-
-    def decode(self, tokens: "array[int]") -> str:
-        return cast(str, self.renderer.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
     def stopped_length(self, tokens: "array[int]") -> int | None:
         """The number of tokens with which the first stop text is complete, None without one in the last chunk."""
@@ -137,7 +135,7 @@ class Sampler:
         first = max(0, len(tokens) - CHUNK - 1 - max(len(stop.encode()) for stop in self.stop_texts))
 
         def stops(end: int) -> bool:
-            text = self.decode(tokens[first:end])
+            text = self.renderer.tokenizer.decode(tokens[first:end].tolist(), skip_special_tokens=True)
             return any(stop in text for stop in self.stop_texts)
 
         return next(filter(stops, range(first + 1, len(tokens))), len(tokens)) if stops(len(tokens)) else None

@@ -174,8 +174,7 @@ def decode(
     none = sampling.Draw(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept), jnp.zeros((), jnp.int32)
     nothing = jnp.zeros(model.head_weight.shape[0], bool)
     seen = None if slots.history is None else jax.vmap(lambda row: nothing.at[row].set(True))(slots.history)
-    start = (*none, cache, slots.tokens, slots.live, seen)
-    chunk, done, cache, *_ = jax.lax.while_loop(unfinished, decode_step, start)
+    chunk, done, cache, *_ = jax.lax.while_loop(unfinished, decode_step, (*none, cache, slots.tokens, slots.live, seen))
     # Every process reads the tokens of all rows.
     return *jax.tree.map(partial(constrain, model.layout, axes=()), (chunk, done)), cache
 
