@@ -101,7 +101,7 @@ def estimate(shapes: Programs, flops: float, bandwidth: float, micro: int | None
 
 
 def estimates(shapes: Programs, rates: tuple[float, float], micro_batches: Sequence[int]) -> Iterator[str]:
-    """Lines on the seconds of a step, the run's hours, and one of these micro-batches that saves a tenth or more."""
+    """Lines on a step's seconds, the run's hours, and the largest of the best micro-batches, if it saves a tenth."""
     step, config = estimate(shapes, *rates), shapes.config
     total, steps = step.rollout + step.logprob + step.update, config.steps or 1000
     parts, assumed = f"update {step.update:.1f} s", f"{FLOPS:.0%} of the flops"
@@ -111,9 +111,11 @@ def estimates(shapes: Programs, rates: tuple[float, float], micro_batches: Seque
     yield f"estimate of a step, never measured: {parts} ({assumed})"
     hours = steps / (config.grpo.updates_per_rollout if config.grpo else 1) * total / 3600
     yield f"estimate of {steps} steps: {hours:.2f} h, without evaluations, rewards, compiling and exchange"
-    update, micro = min((estimate(shapes, *rates, micro).update, micro) for micro in micro_batches)
-    if step.update - update > total / 10:
-        yield f"micro_batch_size={micro} is better by the estimate: an update of {update:.1f} s, not {step.update:.1f}"
+    updates = {micro: estimate(shapes, *rates, micro).update for micro in micro_batches}
+    micro = max(micro for micro, update in updates.items() if update <= 1.05 * min(updates.values()))
+    if step.update - updates[micro] > total / 10:
+        found = f"an update of {updates[micro]:.1f} s, not {step.update:.1f}"
+        yield f"micro_batch_size={micro} is better by the estimate: {found}"
 
 
 def better_meshes(shapes: Programs, available: int, peak: int, held: int, memory: int) -> Iterator[str]:
