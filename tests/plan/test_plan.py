@@ -168,9 +168,17 @@ def test_an_impossible_target_is_one_line(options, message, tmp_path, capsys, mo
 def test_a_plan_says_its_subject_hours_and_that_figures_for_gpus_were_never_held_against_one(monkeypatch):
     monkeypatch.setattr(targets, "gpus", lambda count: jax.devices()[:count])
     monkeypatch.setattr(memory, "account_of", lambda *_, **__: Account(0, 5000))
-    told = []
-    memory.plan(tiny.config(mesh={"fsdp": 2}, steps=7200), "h100:2", told.append)
-    assert told[0].startswith("h100:2: mesh dp 1, fsdp 2, tp 1, 2 of 2 devices, 59.33 GiB each")
+    for module in ("estimate", "memory"):
+        monkeypatch.setattr(f"mllm.plan.{module}.size", str)
+    told, config = [], tiny.config(mesh={"fsdp": 2}, steps=7200)
+    memory.plan(config, "h100:2", told.append)
+    shapes = Programs(config, make_mesh(config.mesh))
+    params, optimizer, gradients = map(
+        bytes_on_device, (shapes.policy.params, shapes.state.opt_state, shapes.gradients())
+    )
+    # The other device has as much of each, and a micro-batch has gradients of its own besides their sum.
+    most = int(told[10].split()[7].strip(",")) + params + optimizer + 2 * gradients
+    assert told[0].startswith(f"h100:2: mesh dp 1, fsdp 2, tp 1, 2 of 2 devices, {targets.chip('h100').memory} each")
     assert "never held against one" in told[1]
     # One update a rollout and no KL: the run has no log-prob pass, and none is compiled.
     starts = [
@@ -186,7 +194,7 @@ def test_a_plan_says_its_subject_hours_and_that_figures_for_gpus_were_never_held
         "estimate of a step, never measured: rollout 0.0 s (4 decode steps), ",
         "estimate of 7200 steps: 0.00 h, ",
         "micro_batch_size=8 is better by the estimate: ",
-        "mesh.dp=2 mesh.fsdp=1 fits, too (about ",
+        f"mesh.dp=2 mesh.fsdp=1 fits, too (about {most} at most)",
     ]
     for line, start in zip(told[2:], starts, strict=True):
         assert line.startswith(start)
@@ -214,14 +222,15 @@ def test_a_checkpoint_has_parameters_and_moments_and_an_older_one_stays_until_th
     assert line.endswith(f"has up to 5 at a time, {5 * mib:.1f} MiB")
 
 
-def test_other_heads_need_their_logits_and_what_fsdp_gathers(config, shapes):
+def test_other_heads_need_their_logits_and_what_fsdp_gathers(config, shapes, monkeypatch):
+    monkeypatch.setattr("mllm.plan.estimate.size", str)
     # Two rows of 20 tokens a device; the gathered matrix and its gradient, both in float32.
-    logits = f"about {(4 * 260 * 40 + 2 * 4 * 260 * 32) / MIB:.1f} MiB"
-    said = "head for 40 tokens a device: fused 1.0 MiB by the compiler; "
-    assert other_heads(shapes, MIB) == said + f"chunks of {CHUNK} {logits}, full logits {logits}"
+    logits = f"about {4 * 260 * 40 + 2 * 4 * 260 * 32}"
+    said = "head for 40 tokens a device: fused 7 by the compiler; "
+    assert other_heads(shapes, 7) == said + f"chunks of {CHUNK} {logits}, full logits {logits}"
     one = changed(config, mesh={"fsdp": 1}, rollout={"max_completion_length": 496})
-    chunked, full = (f"about {4 * 260 * count / MIB:.1f} MiB" for count in (CHUNK, 4 * 512))
-    said = other_heads(Programs(one, make_mesh(one.mesh)), MIB)
+    chunked, full = (f"about {4 * 260 * count}" for count in (CHUNK, 4 * 512))
+    said = other_heads(Programs(one, make_mesh(one.mesh)), 7)
     assert said.endswith(f"; chunks of {CHUNK} {chunked}, full logits {full}")
 
 
