@@ -112,17 +112,15 @@ def estimates(shapes: Programs, rates: tuple[float, float], micro_batches: Seque
     hours = steps / (config.grpo.updates_per_rollout if config.grpo else 1) * total / 3600
     yield f"estimate of {steps} steps: {hours:.2f} h, without evaluations, rewards, compiling and exchange"
     updates = {micro: estimate(shapes, *rates, micro).update for micro in micro_batches}
-    micro = max(micro for micro, update in updates.items() if update <= 1.05 * min(updates.values()))
-    if step.update - updates[micro] > total / 10:
-        found = f"an update of {updates[micro]:.1f} s, not {step.update:.1f}"
-        yield f"micro_batch_size={micro} is better by the estimate: {found}"
+    best = max(micro for micro, update in updates.items() if update <= 1.05 * min(updates.values()))
+    if step.update - updates[best] > total / 10:
+        yield f"micro_batch_size={best} is better by the estimate: update {updates[best]:.1f} s, not {step.update:.1f}"
 
 
 def better_meshes(shapes: Programs, available: int, peak: int, held: int, memory: int) -> Iterator[str]:
     """Lines on meshes that use more devices, or exchange less; `held` are the bytes that fsdp divides."""
     config, mesh, hidden = shapes.config, shapes.config.mesh, shapes.policy.architecture.hidden_size
-    shards, used = mesh.dp * mesh.fsdp, shapes.mesh.size
-    micro = config.micro_batch_size or config.batch_size
+    shards, used, micro = mesh.dp * mesh.fsdp, shapes.mesh.size, config.micro_batch_size or config.batch_size
     divided = math.gcd(config.batch_size // shards, micro // shards, hidden // mesh.fsdp)
     factor = max(n for n in range(1, available // used + 1) if divided % n == 0)
     if factor > 1:

@@ -316,6 +316,6 @@ def test_a_micro_batch_is_better_that_has_less_padding_or_reads_the_weights_less
         shapes = Programs(config, make_mesh(config.mesh))
         update, better = (estimate(shapes, *rates, micro).update for micro in (None, said))
         *_, line = estimates(shapes, rates, [1, 2, 4, 8])
-        assert line.startswith(f"micro_batch_size={said} is better by the estimate: an update of {better:.1f} s, not ")
+        assert line.startswith(f"micro_batch_size={said} is better by the estimate: update {better:.1f} s, not ")
         assert line.endswith(f"{update:.1f}")
         assert len([*estimates(shapes, rates, [config.micro_batch_size])]) == 2
