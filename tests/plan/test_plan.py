@@ -178,7 +178,7 @@ def test_a_plan_says_its_subject_hours_and_that_figures_for_gpus_were_never_held
     )
     # The other device has as much of each, and a micro-batch has gradients of its own besides their sum.
     most = int(told[10].split()[7].strip(",")) + params + optimizer + 2 * gradients
-    assert told[0].startswith(f"h100:2: mesh dp 1, fsdp 2, tp 1, 2 of 2 devices, {targets.chip('h100').memory} each")
+    assert told[0].startswith(f"h100:2: mesh dp 1, fsdp 2, tp 1, 2 of 2 devices, {targets.CHIPS['h100'].memory} each")
     assert "never held against one" in told[1]
     # One update a rollout and no KL: the run has no log-prob pass, and none is compiled.
     starts = [

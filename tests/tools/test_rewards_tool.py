@@ -41,6 +41,7 @@ def tried(tmp_path, monkeypatch, capsys):
     (tmp_path / "problems.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "rewards", raising=False)  # that of docs/examples, if another test has imported it
+    monkeypatch.syspath_prepend(tmp_path)  # other tests have named folders with a rewards.py
 
     def tried(*samples):
         (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
