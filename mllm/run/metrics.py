@@ -129,12 +129,12 @@ class RunLog:
 
 def measured(record: Mapping[str, Any]) -> dict[str, str]:
     """What a step measured beside its update: name on the terminal, metric; accuracy if `exact_match` is a reward."""
-    functions = {f"held-out {name}": key for name, key in functions_of(record, "eval/").items()}
-    several = {key.replace("eval/", "held-out ").replace("/", " "): key for key in at_k([record])}
-    names = {"held-out reward": "eval/reward", **functions, **several, **MEASURED}
     exact = any(key.endswith("rewards/exact_match/mean") for key in record)
-    found = {name: key for name, key in names.items() if record.get(key) is not None}
-    return {name: key for name, key in found.items() if exact or not key.endswith("accuracy")}
+    functions = {f"held-out {name}": key for name, key in functions_of(record, "eval/").items()}
+    accuracy = {key.replace("eval/", "held-out ").replace("/", " "): key for key in at_k([record]) if exact}
+    others = {name: key for name, key in MEASURED.items() if exact or not key.endswith("accuracy")}
+    names = {"held-out reward": "eval/reward", **functions, **accuracy, **others}
+    return {name: key for name, key in names.items() if record.get(key) is not None}
 
 
 def functions_of(record: Mapping[str, Any], place: str = "") -> dict[str, str]:

@@ -119,20 +119,21 @@ def test_the_summary_of_a_grpo_run_shows_what_each_reward_function_gave(tmp_path
     """Not how many answers were exact, which none of them asks for."""
     log = RunLog(store := RunStore(tmp_path), -1, 2)
     for step, value in enumerate((0.25, 0.5, 1.0)):
-        names = {"mine:f": value, "url:http://host/g": 1 - value}
+        names = {"mine:f": value, "url:http://host/g@2": 1 - value}
         paid = {f"{place}rewards/{name}/mean": mean for name, mean in names.items() for place in ("", "eval/")}
         lengths = {"completions/mean_length": 4.0, "completions/clipped_ratio": value / 2}
-        log.write(step, {"eval/greedy_accuracy": 0.0, "eval/reward": value, "reward": value, **paid, **lengths})
+        exact = dict.fromkeys(("eval/greedy_accuracy", "eval/avg@4", "eval/pass@4", "test/avg@4"), 0.0)
+        log.write(step, {**exact, "eval/reward": value, "reward": value, **paid, **lengths})
     log.close()
     found = [re.sub(r"(?<=\S) +(?=\d\.)", "  ", line, count=1) for line in report.summary(store, "").splitlines()]
     assert found[1:10] == [
         "ended",
         "held-out reward  0.250 at step 0, 1.000 at step 2",
         "held-out mine:f  0.250 at step 0, 1.000 at step 2",
-        "held-out url:http://host/g  0.750 at step 0, 0.000 at step 2",
+        "held-out url:http://host/g@2  0.750 at step 0, 0.000 at step 2",
         "reward  0.250 in the first tenth, 1.000 in the last of 3 steps",
         "length  4.000 in the first tenth, 4.000 in the last of 3 steps",
         "cut off  0.125 in the first tenth, 0.500 in the last of 3 steps",
         "mine:f  0.250 in the first tenth, 1.000 in the last of 3 steps",
-        "url:http://host/g  0.750 in the first tenth, 0.000 in the last of 3 steps",
+        "url:http://host/g@2  0.750 in the first tenth, 0.000 in the last of 3 steps",
     ]
