@@ -135,9 +135,8 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
                 if measurements.are_due(step, finished):
                     state = replace(state, pending_evaluation=PendingEvaluation(metrics, data.samples))
                     with watch.phase("eval"):
-                        state, metrics, finished = measurements.measure_pending(
-                            state, whole(state.train.params), finished
-                        )
+                        params = whole(state.train.params)
+                        state, metrics, finished = measurements.measure_pending(state, params, finished)
 
                 # Log, and save: the lines of a step are on disk before its checkpoint is.
                 log.write(step, metrics, data.samples)

@@ -83,9 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=positive(int, zero=True), default=0)
     parser.add_argument("--min-p", type=positive(float, most=1), help="a token's least share of the likeliest one's")
     parser.add_argument("--repetition-penalty", type=positive(float), help="above 1 tokens are less likely again")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends a completion; may be repeated"
-    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a completion; repeatable")
     parser.add_argument("--seed", type=positive(int, zero=True), default=0)
     parser.add_argument("--slots", type=positive(int), default=64, metavar="N", help="prompts at a time (default 64)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16, or the run's")
@@ -174,10 +172,8 @@ def complete(
     longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
     limit = options.max_tokens or max(1, min(MOST_TOKENS, most - longest))
     if longest + limit > most:
-        raise UserError(
-            f"--max-tokens: {limit} after a prompt of {longest} tokens are more than the "
-            f"{most} positions of the model; at most {max(0, most - longest)} would fit"
-        )
+        fault = f"{limit} after a prompt of {longest} tokens are more than the {most} positions of the model"
+        raise UserError(f"--max-tokens: {fault}; at most {max(0, most - longest)} would fit")
     settings: dict[str, Any] = {"max_prompt_length": longest, "max_completion_length": limit}
     settings |= {key: getattr(options, key) for key in ("top_p", "top_k", "min_p", "repetition_penalty")}
     stops = [ids[0] for stop in options.stop if len(ids := encode(policy.tokenizer, stop)) == 1]

@@ -38,6 +38,7 @@ from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan import memory as plan
+from mllm.plan.estimate import CHUNK
 from mllm.plan.memory import Devices
 from mllm.plan.programs import Program, Programs
 from mllm.plan.targets import Account
@@ -47,7 +48,6 @@ from tools.bench.frame import positive, table
 HEADS = ("full_logits", "chunked", "fused", "lora")
 """The columns: the head, and with the fused one adapters."""
 PARTS = ("parameters", "optimizer", "gradients", "activations", "head")
-CHUNK = 1024
 RANK = 32
 """The rank of adapters where the configuration has none."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)

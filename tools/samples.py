@@ -58,19 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read(run: RunStore) -> list[Sample]:
     """The complete lines of a run's samples.jsonl; UserError where there are none, or one is damaged."""
     if not (lines := run.read_log("samples.jsonl").split(b"\n")[:-1]):
-        raise UserError(
-            f"{run}: no samples.jsonl with a line in it; give the run_dir of a GRPO run whose log.samples is not 0"
-        )
+        way_out = "give the run_dir of a GRPO run whose log.samples is not 0"
+        raise UserError(f"{run}: no samples.jsonl with a line in it; {way_out}")
     samples = []
     for number, line in enumerate(lines, 1):
         try:
             samples.append(Sample.model_validate_json(line))
         except ValidationError as error:
             reason = error.errors()[0]
-            where = ".".join(map(str, reason["loc"]))
-            raise UserError(
-                f"{run}/samples.jsonl: damaged: line {number}: {where}{': ' * bool(where)}{reason['msg']}"
-            ) from None
+            fault = ": ".join(filter(None, (".".join(map(str, reason["loc"])), reason["msg"])))
+            raise UserError(f"{run}/samples.jsonl: damaged: line {number}: {fault}") from None
     return samples
 
 

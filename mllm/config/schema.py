@@ -200,9 +200,8 @@ class Config(Section):
             raise impossible("task.test", "is measured only at the end of a run with eval.test: true; set that")
         held_out = self.task is not None and self.task.heldout != 0
         if self.eval is not None and not held_out and (self.eval.every or not self.eval.test):
-            raise impossible(
-                "task.heldout", "0 leaves eval nothing but eval.test: set that alone, or hold problems out"
-            )
+            fault = "0 leaves eval nothing but eval.test"
+            raise impossible("task.heldout", f"{fault}: set that alone, or hold problems out")
         if not self.checkpoint.keep_best:
             return
         validation = self.data and self.data.validation

@@ -66,9 +66,8 @@ def cached_documents(origin: Origin, config: DataConfig, renderer: Renderer) -> 
         raise
     except (OSError, RuntimeError) as error:  # array_record's are RuntimeErrors
         reason = getattr(error, "strerror", None) or brief(error)
-        raise UserError(
-            f"data.cache: {caches} can't be written ({reason}): make room, or set data.cache to another folder"
-        ) from None
+        way_out = "make room, or set data.cache to another folder"
+        raise UserError(f"data.cache: {caches} can't be written ({reason}): {way_out}") from None
     assert summary is not None
     for name, what in (("skipped", "bad lines were skipped"), ("cut", "examples were cut at data.max_length")):
         if summary[name]:

@@ -83,13 +83,11 @@ def usable_prompts(examples: Sequence[Example], renderer: Renderer, max_length: 
     found = (read_prompt(examples, renderer, index) for index in range(len(examples)))
     read = [prompt for _, prompt in sound_records(found, what)]
     usable = [prompt for prompt in read if len(prompt.tokens) <= max_length]
+    limit = "rollout.max_prompt_length"
     if read and not usable:
         shortest = min(len(prompt.tokens) for prompt in read)
-        raise UserError(
-            f"rollout.max_prompt_length: all of the {len(read)} {what} are longer: the shortest has {shortest} tokens"
-        )
+        raise UserError(f"{limit}: all of the {len(read)} {what} are longer: the shortest has {shortest} tokens")
     if left_out := len(read) - len(usable):
-        limit = "rollout.max_prompt_length"
         log.warning("%d of %d %s are longer than %s and are left out", left_out, len(read), what, limit)
     return usable
 

@@ -70,10 +70,8 @@ class SftBatches:
         try:
             self.read(0)
         except StopIteration:
-            raise UserError(
-                f"data.source: {self.config.source} has {size} examples, too few for one batch in "
-                f"{self.config.epochs} epochs: lower batch_size, or raise data.epochs"
-            ) from None
+            fault = f"{self.config.source} has {size} examples, too few for one batch in {self.config.epochs} epochs"
+            raise UserError(f"data.source: {fault}: lower batch_size, or raise data.epochs") from None
         return batches
 
     def validate(self) -> Iterator[Batch]:
@@ -207,9 +205,8 @@ def load_documents(config: DataConfig, renderer: Renderer, task: Task | None) ->
         assert task is not None
         training = task_documents(task, renderer, config.max_length)
     else:
-        training = cached_documents(
-            origin_of("data.source", config.source, config.subset, config.split), config, renderer
-        )
+        origin = origin_of("data.source", config.source, config.subset, config.split)
+        training = cached_documents(origin, config, renderer)
     validation = config.validation
     if validation is None:
         return training, None

@@ -185,9 +185,7 @@ class Architecture:
             raise UserError(f"{where}: hidden_size {hidden} is not divisible by num_attention_heads ({heads})")
         scaling: RopeScaling | float | None = positive("factor", float) if kind == "linear" else None
         if kind == "llama3":
-            scaling = RopeScaling(
-                *(positive(key, number_type) for key, number_type in RopeScaling.__annotations__.items())
-            )
+            scaling = RopeScaling(*(positive(*number) for number in RopeScaling.__annotations__.items()))
         defaults = {"num_key_value_heads": heads, "head_dim": head_dim, "rope_theta": None}
         numbers = {
             field.name: positive(field.name, field.type, defaults.get(field.name, field.default))
@@ -203,11 +201,8 @@ class Architecture:
         elif family == "smollm3":
             numbers["no_rope_layers"] = of_layers("no_rope_layers", (0, 1))
         config = cls(**numbers, tie_word_embeddings=tied, model_type=family, rope_scaling=scaling)
-        if heads % config.num_key_value_heads:
-            raise UserError(
-                f"{where}: num_attention_heads {heads} is not divisible by num_key_value_heads "
-                f"({config.num_key_value_heads})"
-            )
+        if heads % (shared := config.num_key_value_heads):
+            raise UserError(f"{where}: num_attention_heads {heads} is not divisible by num_key_value_heads ({shared})")
         if isinstance(scaling, RopeScaling) and not scaling.low_freq_factor < scaling.high_freq_factor:
             raise UserError(f"{where}: rope_parameters: low_freq_factor is not below high_freq_factor")
         if config.head_dim % 2:
@@ -283,9 +278,7 @@ QWEN25, QWEN25_FROM_7B, LONG = {"vocab_size": 151_936}, {"vocab_size": 152_064},
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960}
 LLAMA3 = {"model_type": "llama", "vocab_size": 128_256, "rope_theta": 500_000, "rms_norm_eps": 1e-5, **LONG}
 SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8_192}
-LLAMA31, LLAMA32 = (
-    {**LLAMA3, "rope_scaling": {"rope_type": "llama3", "factor": factor, **SCALING}} for factor in (8, 32)
-)
+LLAMA31, LLAMA32 = ({**LLAMA3, "rope_scaling": {"rope_type": "llama3", "factor": by, **SCALING}} for by in (8, 32))
 GEMMA1B = {"model_type": "gemma3_text", "vocab_size": 262_144, "sliding_window": 512, "max_position_embeddings": 32_768}
 GEMMA4B = {"model_type": "gemma3_text", "sliding_window": 1_024, "rope_scaling": {"rope_type": "linear", "factor": 8}}
 BOTH = ("", "-Instruct")

@@ -129,9 +129,7 @@ class Decoder(nnx.Module):
             window = jnp.asarray(windows)[kind] if min(windows) < time else None
             layer = nnx.merge(graphdef, gather_layer_float32(params, self.rounding, layout, index))
             projected = layer.project(hidden, rotations[kind])
-            queries, keys, values = (
-                constrain(layout, x, axes) for x, axes in zip(projected, (QUERIES, KEYS, KEYS), strict=True)
-            )
+            queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
             attended = attend(queries, keys, values, segments=segments, window=window)
             hidden = constrain(layout, layer.add_attention(hidden, attended), HIDDEN_STATES)
             hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)

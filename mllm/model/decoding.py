@@ -132,9 +132,8 @@ def merge_and_gather(
     if index is not None:
         params = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), params)
     layer, prefix = (0, "") if index is None else (index, "layers.")
-    return map_parameters(
-        lambda x, name: gather(rounding, layout, name, x, layer), merge_adapters(params, lora), prefix
-    )
+    merged = merge_adapters(params, lora)
+    return map_parameters(lambda x, name: gather(rounding, layout, name, x, layer), merged, prefix)
 
 
 def decode_token(
@@ -162,18 +161,11 @@ def decode_token(
     filled = []
     for index, layer_cache in enumerate(cache):
         layer, places = merge(graphdef, weights, index).layers, layer_cache.keys.shape[2]
-        at = end % places
-        rotation = rotations[config.kind_of_layer[index]]
-        queries, keys, values = (
-            constrain(layout, x, axes)
-            for x, axes in zip(layer.project(hidden, rotation), (QUERIES, KEYS, KEYS), strict=True)
-        )
-        written = LayerCache(
-            *(
-                constrain(layout, jax.lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), at, 2), CACHED_KEYS)
-                for old, new in zip(layer_cache, (keys, values), strict=True)
-            )
-        )
+        projected = layer.project(hidden, rotations[config.kind_of_layer[index]])
+        queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
+        write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=end % places, axis=2)
+        both = (write(old, new.swapaxes(1, 2)) for old, new in zip(layer_cache, (keys, values), strict=True))
+        written = LayerCache(*(constrain(layout, x, CACHED_KEYS) for x in both))
         hidden = layer.add_attention(hidden, attend(queries, written, visible(places)))
         hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
         filled.append(written)

@@ -141,10 +141,8 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     graphdef, params = nnx.split(Decoder.abstract(architecture, **dtypes, dithered=dithered, **options))
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     if count > MOST_PARAMETERS:
-        raise UserError(
-            f"{'model.architecture' if folder is None else folder / 'config.json'}: {count:,} parameters "
-            f"are more than any model has: correct its sizes"
-        )
+        where = "model.architecture" if folder is None else folder / "config.json"
+        raise UserError(f"{where}: {count:,} parameters are more than any model has: correct its sizes")
     tokenizer = load_tokenizer(model.tokenizer or ("bytes" if folder is None else str(folder)))
     check_fits(tokenizer, architecture.vocab_size)
     learned: Form | None = None

@@ -48,9 +48,8 @@ def resolve(config: LoraConfig) -> tuple[Lora, Path | None]:
         wanted, found = getattr(config, name), getattr(stored, name)
         if wanted is not None and (sorted(wanted) != sorted(found) if name == "targets" else wanted != found):
             wanted, found = (", ".join(x) if name == "targets" else x for x in (wanted, found))
-            raise UserError(
-                f"model.lora.{name}: the adapters of {config.source} have {found}, not {wanted}: leave it out"
-            )
+            fault = f"the adapters of {config.source} have {found}, not {wanted}"
+            raise UserError(f"model.lora.{name}: {fault}: leave it out")
     return stored, folder
 
 

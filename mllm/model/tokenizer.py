@@ -105,10 +105,8 @@ def load_tokenizer(source: str) -> Tokenizer:
     except BaseException as error:  # the Rust library raises many kinds
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise UserError(
-            f"model.tokenizer: none can be read from {source} ({brief(error)}): "
-            "give a folder with tokenizer.json, a hub id, or bytes"
-        ) from None
+        way_out = "give a folder with tokenizer.json, a hub id, or bytes"
+        raise UserError(f"model.tokenizer: none can be read from {source} ({brief(error)}): {way_out}") from None
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -168,10 +166,8 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise UserError if the tokenizer has an id without a row in an embedding of `vocab_size` rows, or loses text."""
     token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     if last >= vocab_size:
-        raise UserError(
-            f"model.tokenizer: its token {token!r} has id {last}, but the embedding has {vocab_size} rows: "
-            "use the tokenizer that the model was made with"
-        )
+        fault = f"its token {token!r} has id {last}, but the embedding has {vocab_size} rows"
+        raise UserError(f"model.tokenizer: {fault}: use the tokenizer that the model was made with")
     for text in ("user", "7"):  # a damaged vocabulary silently drops what it lacks
         if str(tokenizer.decode(encode(tokenizer, text))).strip() != text:
             raise UserError(f"model.tokenizer: it can't write {text}: its vocabulary is damaged")
@@ -258,10 +254,8 @@ def assistant_span(renderer: Renderer, messages: Sequence[Message], turn: int, t
     said = text.find(messages[turn]["content"].strip(), len(before))
     if text.startswith(before) and said >= 0 and (end := tokens.search(text, said)):
         return len(before), end.end()
-    raise UserError(
-        "model.tokenizer: its chat template rewrites earlier turns, so the assistant's can't be told "
-        "from the others: mark them in the template with {% generation %}"
-    )
+    fault = "its chat template rewrites earlier turns, so the assistant's can't be told from the others"
+    raise UserError(f"model.tokenizer: {fault}: mark them in the template with {{% generation %}}")
 
 
 def render(renderer: Renderer, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:

@@ -141,10 +141,8 @@ def open_tensors(folder: Path) -> dict[str, Tensor]:
     if not (folder / INDEX).is_file():
         pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
         if pickled:
-            raise UserError(
-                f"{folder}: only pickled weights ({pickled[0]}), which are never opened; "
-                "convert them to safetensors with transformers' save_pretrained"
-            )
+            way_out = "convert them to safetensors with transformers' save_pretrained"
+            raise UserError(f"{folder}: only pickled weights ({pickled[0]}), which are never opened; {way_out}")
         raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}")
 
     where = folder / INDEX
@@ -192,10 +190,8 @@ def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], 
         head, embed = (tensors[TENSORS[name]] for name in ("head", "embed"))
         kinds = [(tensor.stored.get_shape(), tensor.stored.get_dtype()) for tensor in (head, embed)]
         if kinds[0] != kinds[1] or not np.array_equal(head[:, :], embed[:, :]):
-            raise UserError(
-                f"{head.file}: tensor {head.name} is not the embedding, but config.json says tie_word_embeddings: "
-                "set that to false, or remove the tensor"
-            )
+            fault = f"tensor {head.name} is not the embedding, but config.json says tie_word_embeddings"
+            raise UserError(f"{head.file}: {fault}: set that to false, or remove the tensor")
     elif surplus:
         raise UserError(f"{tensors[surplus[0]].file}: tensor {surplus[0]} is not part of this model")
 

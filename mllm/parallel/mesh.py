@@ -48,10 +48,8 @@ def make_mesh(config: MeshConfig) -> Mesh:
         way_out = f"set {ways}" if ways else "lower more than one of them"
         raise UserError(f"mesh: dp * fsdp * tp = {needed}, but there are {len(devices)} devices: {way_out}")
     if needed < len(devices) and jax.process_count() > 1:
-        raise UserError(
-            f"mesh: dp * fsdp * tp = {needed}, but the {jax.process_count()} processes have {len(devices)} devices "
-            "and must use all: raise one of them"
-        )
+        there = f"the {jax.process_count()} processes have {len(devices)} devices and must use all"
+        raise UserError(f"mesh: dp * fsdp * tp = {needed}, but {there}: raise one of them")
     grid = np.array(devices[:needed]).reshape([axes[axis] for axis in AXES])
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

@@ -225,10 +225,8 @@ class RowShare:
         held = {process: tuple(np.flatnonzero((owners == process).any(axis=1)).tolist()) for process in {*owners.flat}}
         shares = sorted({*held.values()})
         if [row for share in shares for row in share] != list(range(len(owners))) or len({*map(len, shares)}) > 1:
-            raise UserError(
-                f"mesh: the {jax.local_device_count()} devices of a process hold a part of a tp group "
-                f"(mesh.tp {mesh.shape['tp']}): let one of the two divide the other"
-            )
+            part = f"a part of a tp group (mesh.tp {mesh.shape['tp']}): let one of the two divide the other"
+            raise UserError(f"mesh: the {jax.local_device_count()} devices of a process hold {part}")
         return cls(shares.index(held[jax.process_index()]), len(shares))
 
     def part_of(self, total: int, group: int = 1) -> slice:

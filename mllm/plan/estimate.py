@@ -95,9 +95,8 @@ def estimate(shapes: Programs, flops: float, bandwidth: float, micro: int | None
     prefilled = forward * prompt * sequences / grpo.num_generations
     computed = min(rows.total, config.batch_size * (prompt + completion) / rows.length + micro / 2) * row
     passes = grpo.steps_per_generation * (grpo.needs_old_logprobs + (grpo.beta > 0))
-    return Seconds(
-        decoded / bandwidth + prefilled, passes * computed, update * grpo.updates_per_rollout * computed, steps
-    )
+    updates = update * grpo.updates_per_rollout * computed
+    return Seconds(decoded / bandwidth + prefilled, passes * computed, updates, steps)
 
 
 def estimates(shapes: Programs, rates: tuple[float, float], micro_batches: Sequence[int]) -> Iterator[str]:

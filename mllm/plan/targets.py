@@ -249,9 +249,8 @@ def account(target: str, program: str, axes: Mapping[str, int], **arguments: Any
         given = {**arguments, "mesh": dict(axes)}
         ended = run_child(target, program, given, flags, folder, until=lambda: any(folder.glob(f"*{last}")))
         # Files of the compiler for the CPU have other names.
-        report, assignment = (
-            next(folder.glob(f"*{begin}-{file}.txt"), None) for file in ("memory-usage-report", "buffer-assignment")
-        )
+        names = "memory-usage-report", "buffer-assignment"
+        report, assignment = (next(folder.glob(f"*{begin}-{name}.txt"), None) for name in names)
         if report is None or assignment is None:
             raise ValueError(f"{program} on {target}: {ended.reason or 'the compiler left no report'}")
         return parse_account(report.read_text(), assignment.read_text())

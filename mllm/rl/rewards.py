@@ -53,10 +53,9 @@ class RewardRunner:
         self.warned: set[tuple[str, str]] = set()
         if "single" not in self.kinds and len(self.workers) > (calls := len(self.calls(1))):
             first.kill()
-            raise UserError(
-                f"task.reward_workers: {len(self.workers)} processes for {calls} calls with all completions, one for "
-                "each batched function and one for all async functions, are more than can work"
-            )
+            many = f"{len(self.workers)} processes for {calls} calls with all completions"
+            each = "one for each batched function and one for all async functions"
+            raise UserError(f"task.reward_workers: {many}, {each}, are more than can work")
 
     def score(self, samples: Sequence[Sample]) -> list[list[Answer]]:
         """Every function's answer for every sample; they don't depend on the number of processes.

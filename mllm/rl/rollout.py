@@ -208,10 +208,8 @@ class RolloutEngine:
         if len(self.batches) == PREFILLED_BATCHES:
             return False
         free = self.most_slots - (self.sequences >= 0).sum(axis=1)
-        return any(
-            queue and len(candidates) < count
-            for queue, candidates, count in zip(self.queues, self.candidates, free, strict=True)
-        )
+        shards = zip(self.queues, self.candidates, free, strict=True)
+        return any(queue and len(candidates) < count for queue, candidates, count in shards)
 
     def prefill(self) -> None:
         """Prefill the next prompts of each shard."""

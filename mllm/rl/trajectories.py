@@ -85,11 +85,9 @@ def group_rewards(trajectories: Sequence[Trajectory], functions: RewardRunner, g
         ]
         (most, count), *_ = Counter(failure[:2] for failure in failures).most_common(1)
         name, kind, message = next(failure for failure in failures if failure[:2] == most)
-        raise StepError(
-            f"task.rewards: a reward failed in {failed.sum()} of {failed.size} groups, and in at most "
-            f"{MOST_FAILED_GROUPS:.0%} of them it may; {name} {kind} {count} times, first: {message}; "
-            "correct the function"
-        )
+        share = f"{failed.sum()} of {failed.size} groups, and in at most {MOST_FAILED_GROUPS:.0%} of them it may"
+        first = f"{name} {kind} {count} times, first: {message}"
+        raise StepError(f"task.rewards: a reward failed in {share}; {first}; correct the function")
     return np.where(failed[:, None], np.nan, rewards)
 
 

@@ -69,20 +69,16 @@ class Checkpoints:
                 continue
             # Only what both know: a change of grpo.beta adds a reference, or takes it away.
             if any(self.frozen.get(name, sums) != sums for name, sums in document["frozen"].items()):
-                raise UserError(
-                    f"model: {self.store} belongs to a run with other frozen parameters, or another reference: "
-                    "give that model, and the same model.lora.source"
-                )
+                fault = "belongs to a run with other frozen parameters, or another reference"
+                raise UserError(f"model: {self.store} {fault}: give that model, and the same model.lora.source")
             # Only now: if none can be read the fault may lie elsewhere, and they stay as they are.
             with raise_everywhere():
                 for number, reason in damaged.items() if is_writer() else ():
                     self.store.put_aside(number, reason)
             return state
         if steps:
-            raise UserError(
-                f"{self.store}/{CHECKPOINTS}: none of its {len(steps)} checkpoints can be read ({damaged[steps[0]]}); "
-                "put back what is missing, or take another run_dir"
-            )
+            fault = f"none of its {len(steps)} checkpoints can be read ({damaged[steps[0]]})"
+            raise UserError(f"{self.store}/{CHECKPOINTS}: {fault}; put back what is missing, or take another run_dir")
         return None
 
     def wait(self) -> None:

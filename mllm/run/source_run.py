@@ -120,9 +120,8 @@ class SourceRun:
         """The same of a run that trained adapters: they are added to its model's matrices in float32."""
         policy = load_policy(self.config, jax.tree.leaves(like)[0].sharding.mesh)
         if policy.exported != policy.architecture:
-            raise UserError(
-                f"model.source: {self.store} parted the head from the embedding: give its export (tools/export.py)"
-            )
+            fault = f"{self.store} parted the head from the embedding"
+            raise UserError(f"model.source: {fault}: give its export (tools/export.py)")
         _, adapters = restore_params(self.store, policy.trained, step)
 
         @jax.jit(out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))

@@ -173,9 +173,7 @@ def plan_reads(store: tensorstore.TensorStore, leaf: jax.ShapeDtypeStruct, turns
         holders.setdefault(box_of(index, leaf.shape), set()).add(device.process_index)
     chunk = [size or 1 for size in store.chunk_layout.read_chunk.shape or ()]
     for corner in itertools.product(*map(range, [0] * len(chunk), leaf.shape, chunk)):
-        box = tuple(
-            (start, min(start + step, size)) for start, step, size in zip(corner, chunk, leaf.shape, strict=True)
-        )
+        box = tuple((low, min(low + step, size)) for low, step, size in zip(corner, chunk, leaf.shape, strict=True))
         needed = sorted(set().union(*(held for part, held in holders.items() if overlap(part, box) is not None)))
         yield Piece(box, tuple(needed), needed[next(turns) % len(needed)] if needed[1:] else needed[0])
 

@@ -89,9 +89,8 @@ class Bucket:
     def failure(self, error: BaseException, name: str, use: str) -> UserError:
         """What the user is told of a tensorstore error."""
         reason = re.sub(r"^[A-Z_]+: | \[[a-z_]+=.*", "", str(error).partition("\n")[0])
-        return UserError(
-            f"{self.url}/{name}: can't be {use} ({reason}); check the bucket and its credentials, and start again"
-        )
+        way_out = "check the bucket and its credentials, and start again"
+        return UserError(f"{self.url}/{name}: can't be {use} ({reason}); {way_out}")
 
     def result(self, future: Any, name: str, use: str) -> Any:
         """The result of a request; UserError where it failed."""

@@ -104,10 +104,9 @@ def wait_for_processes(store: RunStore, folder: str) -> None:
         try:
             ocp.multihost.get_barrier_sync_fn()(key=folder, timeout_ms=PATIENCE * 1000)
         except jax.errors.JaxRuntimeError:
-            raise UserError(
-                f"{store.url}/{CHECKPOINTS}/{folder}: not all processes have written their parts within {PATIENCE} s; "
-                "the same command goes on from the checkpoint before"
-            ) from None
+            fault = f"not all processes have written their parts within {PATIENCE} s"
+            way_out = "the same command goes on from the checkpoint before"
+            raise UserError(f"{store.url}/{CHECKPOINTS}/{folder}: {fault}; {way_out}") from None
 
 
 def load(
@@ -153,10 +152,8 @@ def opened_as_seen(opened: Callable[[], Opened], folder: str, place: str) -> Ope
             if damage(error) is None:
                 raise
         if time.monotonic() > deadline:
-            raise UserError(
-                f"{place}: process {jax.process_index()} has not seen for {VISIBLE} s what process 0 sees there; "
-                "let run_dir be one folder that all processes share"
-            )
+            fault = f"process {jax.process_index()} has not seen for {VISIBLE} s what process 0 sees there"
+            raise UserError(f"{place}: {fault}; let run_dir be one folder that all processes share")
         if not waiting:
             print(f"waiting up to {VISIBLE} s until {place} is seen here as process 0 sees it", file=sys.stderr)
         waiting = True

@@ -223,10 +223,8 @@ class RunStore:
         try:
             self.place.rename(f"{CHECKPOINTS}/{step}.json", f"{CHECKPOINTS}/{aside}.json", self.check)
         except OSError as error:
-            raise UserError(
-                f"{self.url}/{CHECKPOINTS}/{step}.json: can't be read ({reason}), nor put aside as {aside}.json "
-                f"({error.strerror}); rename or remove it"
-            ) from None
+            fault = f"can't be read ({reason}), nor put aside as {aside}.json ({error.strerror})"
+            raise UserError(f"{self.url}/{CHECKPOINTS}/{step}.json: {fault}; rename or remove it") from None
         logger.warning("checkpoint %d can't be read (%s); put aside as %s/%s.json", step, reason, CHECKPOINTS, aside)
 
     def remove_unpublished(self) -> None:

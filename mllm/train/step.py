@@ -5,6 +5,7 @@ This is the only file of the trainer that calls the head.
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -197,9 +198,7 @@ def make_train_step(
 
         new = updated(optimizer, gradients, state.params, state.opt_state, update_key(seed, state.step))
         # No `cond`: XLA for GPUs holds its results beside the state, and on every device the whole of them.
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(made, new, old), new, (state.params, state.opt_state)
-        )
+        params, opt_state = jax.tree.map(partial(jnp.where, made), new, (state.params, state.opt_state))
         metrics = {
             "loss": loss,
             "grad_norm": norm,

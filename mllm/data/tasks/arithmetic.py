@@ -14,10 +14,9 @@ def arithmetic(config: TaskConfig) -> Task:
     problems = 10 ** (shape.digits * shape.operands) * len(set(shape.operators)) ** (shape.operands - 1)
     heldout = config.heldout_of(problems)
     if problems < 2 * heldout:
-        raise UserError(
-            f"task.heldout: {heldout} of arithmetic's {problems} problems leave fewer to train on: "
-            f"set it to at most {problems // 2}, or raise task.arithmetic.digits or operands"
-        )
+        fault = f"{heldout} of arithmetic's {problems} problems leave fewer to train on"
+        way_out = f"set it to at most {problems // 2}, or raise task.arithmetic.digits or operands"
+        raise UserError(f"task.heldout: {fault}: {way_out}")
 
     def make(index: int) -> Example:
         expression, answer = arithmetic_problem(permute_index(index, problems), shape)

@@ -121,10 +121,8 @@ def split_task(name: str, problems: Sequence[Example], heldout: int, test: Seque
     train = [example for key, example in zip(hashes, problems, strict=True) if key in trained]
     if not train or len(chosen) < heldout:
         beside = " that are not in its test set" if tested else ""
-        raise UserError(
-            f"task.heldout: {heldout} of task {name}'s {len(listed)} problems{beside} leave none to train on: "
-            "set it lower, or give more problems"
-        )
+        fault = f"{heldout} of task {name}'s {len(listed)} problems{beside} leave none to train on"
+        raise UserError(f"task.heldout: {fault}: set it lower, or give more problems")
     if left_out := sum(key in tested for key in hashes):
         log.warning("task %s: %d training problems are in its test set and are left out", name, left_out)
     every = (*problems, *(test or ()))
