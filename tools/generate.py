@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=positive(int, zero=True), default=0)
     parser.add_argument("--slots", type=positive(int), default=64, metavar="N", help="prompts at a time (default 64)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16, or the run's")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if options.prompt and options.prompts:
         raise UserError("--prompts: is instead of PROMPT: give one of them")
     if not options.prompt and not options.prompts and sys.stdin.isatty():

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run_dir")
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: curves.png in the first run")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     runs = [tool_run(run) for run in options.runs]
     out = options.out or runs[0].local_folder / "curves.png"
     figure = draw({str(run): read_run(run) for run in runs})

@@ -92,7 +92,9 @@ class RunLog:
             return
         self.said = now
         shown = LEARNED if "reward" in metrics else {"loss": "loss"}
-        words = [f"{name} {metrics[key]:.3f}" for name, key in shown.items() if metrics.get(key) is not None]
+        there = {name: metrics[key] for name, key in shown.items() if metrics.get(key) is not None}
+        # An update in which no token counts has no entropy; a loss that is NaN has to be seen.
+        words = [f"{name} {x:.3f}" for name, x in there.items() if name == "loss" or math.isfinite(x)]
         words.append(f"{timings['tokens_per_second']:,.0f} tok/s")
         if step > self.first[0]:  # the first one compiles, and says nothing of the pace
             pace = (now - self.first[1]) / (step - self.first[0])

@@ -65,7 +65,7 @@ def test_a_line_at_most_every_second_one_for_each_measurement_and_one_for_the_la
 def test_the_line_of_a_grpo_step_has_its_reward_length_and_entropy(tmp_path, capsys):
     metrics = {"reward": 0.5, "loss": -0.0, "completions/mean_length": 12.25, "completions/clipped_ratio": 0.125}
     log = RunLog(RunStore(tmp_path), -1, 3)
-    for step, entropy in ((1, 0.25), (3, None)):
+    for step, entropy in ((1, 0.25), (3, math.nan)):
         log.write_timings(step, {"tokens_per_second": 5.0}, {**metrics, "entropy": entropy})
     log.close()
     one, three = capsys.readouterr().err.splitlines()

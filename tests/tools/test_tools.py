@@ -182,7 +182,7 @@ def test_without_a_prompt_it_is_what_stands_on_stdin_and_is_not_counted(exported
 
 def test_a_run_s_step_is_chosen(exported, calls, capsys):
     for options in ((), ("--step", "2")):
-        assert generate.main([str(exported), "hi", *options]) == 0
+        assert generate.main([str(exported), *options, "hi"]) == 0
     said = [line.split(";")[0] for line in capsys.readouterr().err.splitlines()]
     assert said == [f"{exported}: step {step}" for step in (4, 2)]
     newest, other = ({name: np.asarray(leaf) for name, leaf in by_name(call[1]).items()} for call in calls)
