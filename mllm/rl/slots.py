@@ -116,7 +116,8 @@ def repack(
     def move(
         old: Float[jax.Array, "N K P H"], sources: Int[jax.Array, "B"], ended: jax.Array, end: jax.Array
     ) -> Float[jax.Array, "B K Q H"]:
-        newest_last = jnp.roll(old[sources], -ended, axis=2)
+        # Without the barrier, XLA for CPUs (jax 0.12) never ends, or crashes, where one row is gathered and rolled.
+        newest_last = jnp.roll(jax.lax.optimization_barrier(old[sources]), -ended, axis=2)
         return jnp.roll(lengthen(newest_last, places)[:, :, -places:], end, axis=2)
 
     local = on_each_device(layout, move, (CACHED_KEYS, ("batch",), (), ()))
