@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mllm.child_process import kill_session
@@ -61,7 +62,8 @@ class Worker:
         """Start the process; UserError where a function can't be had, or requires what there isn't."""
         self.socket, theirs = socket.socketpair()
         self.received = b""
-        path = [entry or os.getcwd() for entry in sys.path]
+        # the guard reads no .pth, which may be all that says where this package is
+        path = [*(entry or os.getcwd() for entry in sys.path), str(Path(__file__).parents[2])]
         code = f"from mllm.rl.reward_process import work; work({theirs.fileno()})"
         guard = f"from mllm.orphans import guard; guard({theirs.fileno()}, {code!r})"
         self.process = subprocess.Popen(
