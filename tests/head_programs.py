@@ -33,7 +33,7 @@ def general(mesh: Mesh, *, entropy: bool = False, **sizes: Any) -> Program:
 
     def gradients(hidden: Array, weight: Array, labels: Array, live: Array, *cotangents: Array) -> Any:
         def split(hidden: Array, weight: Array) -> Any:
-            results = tuple(statistics(hidden, weight, labels, live))
+            results = tuple(statistics(hidden, weight, labels, live))[:3]
             return results[:outputs], results[outputs:]
 
         results, pull, rest = jax.vjp(split, hidden, weight, has_aux=True)

@@ -146,7 +146,7 @@ class NoHead(Forward):
     ) -> tuple[Float[Array, ""], TokenLogprobs]:
         sums = jnp.sum(hidden, axis=-1, dtype=jnp.float32)
         none = jnp.zeros_like(sums)
-        return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none)
+        return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none, none > 0)
 
 
 class Chunked(Forward):

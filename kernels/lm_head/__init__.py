@@ -1,6 +1,6 @@
 """The fused LM head: log-probabilities, losses and gradients without [tokens, vocabulary] logits (docs/head.md)."""
 
-from kernels.lm_head.api import EngineChoice, choose_impl, label_is_likeliest, token_logprobs, token_loss
+from kernels.lm_head.api import EngineChoice, choose_impl, token_logprobs, token_loss
 from kernels.lm_head.sharded import HeadSharding
 from kernels.lm_head.softmax import TokenLogprobs
 
@@ -9,7 +9,6 @@ __all__ = [
     "HeadSharding",
     "TokenLogprobs",
     "choose_impl",
-    "label_is_likeliest",
     "token_logprobs",
     "token_loss",
 ]

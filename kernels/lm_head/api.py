@@ -47,6 +47,8 @@ def token_logprobs(
     labels: Integer[Array, "*N"],
     *,
     where: Bool[Array, "*N"] | None = None,
+    weights: Float[Array, "*N"] | None = None,
+    ignore_index: int | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     softcap: float | None = None,
     weight_copy: Float[Array, "V D"] | None = None,
@@ -56,14 +58,20 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Log-probability of each label, log-normaliser and entropy under `softmax(z)`: float32 [*N], in nats.
 
+    `likeliest` beside them is boolean. The label's logit is one of the numbers that it is compared with, but in
+    mosaic_tpu, where a label within rounding of the largest logit may be either.
+
     `z = cap(hidden @ weight.T) / temperature`, with `cap(y) = softcap * tanh(y / softcap)` where there is a softcap.
     It is differentiable in `hidden` and `weight` under any cotangent of the three (reverse mode, first order). A
     gradient that isn't asked for isn't computed, and gradients have the dtype of what they belong to.
 
     Args:
         hidden: bfloat16 or float32, as `weight`; they may differ.
-        labels: rows of `weight`. A traced label can't be checked; out of range, it hits nothing: its logprob is `-lse`.
+        labels: rows of `weight`. A traced label can't be checked: where it counts and is out of range, its logprob is
+            NaN, and so are the gradients under that one's cotangent.
         where: the rows that count. The others cost (almost) nothing, give 0, get no gradient and may have any label.
+        weights: rows of weight 0 don't count, as for `token_loss`; the weights have no other effect.
+        ignore_index: rows with this label don't count (torch's is -100); None: no label is special.
         temperature: positive; a number, or a scalar that may be traced. Differentiation takes it for a constant.
         softcap: positive, a Python number.
         weight_copy: what is multiplied in place of `weight`, laid out alike: a narrower copy, rounded as the caller
@@ -78,9 +86,8 @@ def token_logprobs(
     Raises:
         ValueError: names the argument; before anything is compiled.
     """
-    live = np.ones(np.shape(labels), np.bool_) if where is None else where
     copy = weight if weight_copy is None else weight_copy
-    _check(hidden, weight, copy, live, labels=labels, where=live)
+    live = _checked_live(hidden, weight, copy, ignore_index, labels=labels, where=where, weights=weights)
     everything = (hidden, copy, labels, live, checked_temperature(temperature), weight)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
     dtypes = arrays[0].dtype, arrays[5].dtype
@@ -89,7 +96,7 @@ def token_logprobs(
     def run(sharding: HeadSharding | None, *arrays: Array) -> TokenLogprobs:
         inputs = _flat_inputs(*arrays[:5])
         tokens = autodiff.token_logprobs(_engine(impl, inputs, options, sharding), options, inputs, arrays[5])
-        return _unflattened(tokens, arrays[0])
+        return _unflattened(_without_bad_labels(tokens, inputs), arrays[0])
 
     return run_on_mesh(run, sharding, arrays, lambda tokens: tokens)
 
@@ -100,7 +107,9 @@ def token_loss(
     labels: Integer[Array, "*N"],
     objective: Objective,
     *operands: Shaped[Array, "*N"],
+    where: Bool[Array, "*N"] | None = None,
     weights: Float[Array, "*N"] | None = None,
+    ignore_index: int | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     softcap: float | None = None,
     weight_copy: Float[Array, "V D"] | None = None,
@@ -113,12 +122,15 @@ def token_loss(
 
     Cross-entropy is `lambda logprob, entropy: -logprob`. The loss is a float32 scalar, differentiable in `hidden`,
     `weight`, `weights`, floating operands, and floating values that `objective` closes over (reverse mode, first
-    order). Asked for the value alone, it does none of the gradient's work.
+    order). Asked for the value alone, it does none of the gradient's work. A label that counts and is out of range
+    makes it NaN.
 
     Args beyond those of `token_logprobs`:
         objective: any differentiable function of scalars (it runs under `jax.vmap`, a token at a time). What differs
-            from token to token reaches it as an operand, floating, integer or boolean.
-        weights: each token's share in the loss; rows of weight 0 are those that don't count. None: 1 everywhere.
+            from token to token reaches it as an operand, floating, integer or boolean. An objective with a required
+            keyword argument `lse` (for z-loss) or `mean_logit` (the mean of z over the vocabulary, for label
+            smoothing) gets it, too; `mean_logit` reads the weight once more, and can't be had with a softcap.
+        weights: each token's share in the loss; rows of weight 0 don't count. None: 1 everywhere.
         workspace: bytes that the loss may take beside the gradients and a few tiles. What backward needs is kept for
             as many tokens as fit, a wave: 3 matrix products; where the smallest wave doesn't fit, logits are computed
             twice: 4. The float32 sum of a narrower weight's gradient over several waves is workspace, too. None, in
@@ -134,47 +146,31 @@ def token_loss(
     given: Any = np.ones(np.shape(labels), np.float32) if weights is None else weights
     named = {f"operands[{i}]": operand for i, operand in enumerate(operands)}
     copy = weight if weight_copy is None else weight_copy
-    _check(hidden, weight, copy, given != 0, labels=labels, weights=given, **named)
-    everything = (hidden, copy, labels, given, checked_temperature(temperature), weight, *operands)
+    live = _checked_live(hidden, weight, copy, ignore_index, labels=labels, where=where, weights=given, **named)
+    statistics = autodiff.named_statistics(objective)
+    if "mean_logit" in statistics and softcap is not None:
+        raise ValueError("objective: mean_logit can't be had with a softcap, under which it is no function of mean(W)")
+    everything = (hidden, copy, labels, live, checked_temperature(temperature), weight, given, *operands)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
-    closed = autodiff.close_objective(objective, [x.dtype for x in arrays[6:]], varying_axes(arrays[0]))
+    dtypes = [*(x.dtype for x in arrays[7:]), *[jnp.float32] * ("mean_logit" in statistics)]
+    closed = autodiff.close_objective(objective, statistics, dtypes, varying_axes(arrays[0]))
     product, dtypes = product_dtype(dtype, *arrays[:2]), (arrays[0].dtype, arrays[5].dtype)
     slopes = closed.uses_entropy
     options = Options(checked_softcap(softcap), product, workspace, entropy_slopes=slopes, gradient_dtypes=dtypes)
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> tuple[Float[Array, ""], TokenLogprobs]:
-        hidden, copy, labels, weights, temperature, weight, *others = arrays
-        inputs = _flat_inputs(hidden, copy, labels, weights != 0, temperature)
-        per_token, shared = others[: len(operands)], tuple(others[len(operands) :])
-        terms = Terms(weights.reshape(-1).astype(jnp.float32), tuple(x.reshape(-1) for x in per_token), shared)
+        hidden, copy, labels, live, temperature, weight, weights, *others = arrays
+        inputs = _flat_inputs(hidden, copy, labels, live, temperature)
+        per_token, shared = [x.reshape(-1) for x in others[: len(operands)]], tuple(others[len(operands) :])
+        if "mean_logit" in statistics:
+            per_token.append(_mean_logit(inputs, weight))
+        own = jnp.where(_has_bad_label(inputs), jnp.nan, weights.reshape(-1).astype(jnp.float32))
+        terms = Terms(own, tuple(per_token), shared)
         engine = _engine(impl, inputs, options, sharding)
         loss, tokens = autodiff.token_loss(engine, options, closed.function, inputs, weight, terms)
-        return loss, _unflattened(jax.lax.stop_gradient(tokens), hidden)
+        return loss, _unflattened(jax.lax.stop_gradient(_without_bad_labels(tokens, inputs)), hidden)
 
     return run_on_mesh(run, sharding, (*arrays, *closed.shared), lambda tokens: (jax.sharding.PartitionSpec(), tokens))
-
-
-def label_is_likeliest(
-    hidden: Float[Array, "*N D"],
-    weight: Float[Array, "V D"],
-    labels: Integer[Array, "*N"],
-    *,
-    where: Bool[Array, "*N"],
-    dtype: Any = None,
-    sharding: HeadSharding | None = None,
-) -> Bool[Array, "*N"]:
-    """True where no token has a larger logit `hidden @ weight.T` than the label has, ties included; 1 matrix product.
-
-    It is False where `where` is. The arguments are those of `token_logprobs`; ValueError names the one at fault. A
-    temperature or softcap would change nothing. It is not differentiable, and plain XLA on every device: the maximum
-    must be over the very numbers that the label's logit is one of, and the kernels compute that logit apart.
-    """
-    _check(hidden, weight, weight, where, labels=labels, where=where)
-    inputs = _flat_inputs(hidden, weight, labels, where, jnp.ones(()))
-    # The label's logit less the maximum; XLA drops the sums that nothing else uses.
-    options = Options(None, product_dtype(dtype, hidden, weight)).values_alone
-    below = _engine("xla", inputs, options, sharding).forward(inputs, options)[0].label
-    return ((below >= 0) & inputs.live).reshape(labels.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,17 +239,50 @@ def _unflattened(tokens: TokenLogprobs, hidden: Array) -> TokenLogprobs:
     return TokenLogprobs(*(x.reshape(hidden.shape[:-1]) for x in tokens))
 
 
-def _check(hidden: Any, weight: Any, copy: Any, live: Any, **per_token: Any) -> None:
-    """Checks the arrays that are given; `per_token` has the labels among others, by their names."""
+def _has_bad_label(inputs: Inputs) -> Bool[Array, "N"]:
+    """Whether a row counts and has a label out of range."""
+    return inputs.live & ((inputs.labels < 0) | (inputs.labels >= len(inputs.weight)))
+
+
+def _without_bad_labels(tokens: TokenLogprobs, inputs: Inputs) -> TokenLogprobs:
+    bad = _has_bad_label(inputs)
+    # A factor, so that gradients are NaN as well.
+    return tokens._replace(logprob=tokens.logprob * jnp.where(bad, jnp.nan, 1), likeliest=tokens.likeliest & ~bad)
+
+
+def _mean_logit(inputs: Inputs, weight: Float[Array, "V D"]) -> Float[Array, "N"]:
+    """The mean of the logits over the vocabulary, which is a product with the mean row of the copy that is multiplied.
+
+    `weight` gets the gradient.
+    """
+    mean_D, copy_D = (jnp.mean(x, axis=0, dtype=jnp.float32) for x in (weight, inputs.weight))
+    mean_D += jax.lax.stop_gradient(copy_D - mean_D)
+    hidden_ND = jnp.where(inputs.live[:, None], inputs.hidden, 0).astype(jnp.float32)
+    return jnp.sum(hidden_ND * mean_D, axis=1) / inputs.temperature
+
+
+def _checked_live(hidden: Any, weight: Any, copy: Any, ignore_index: int | None, **per_token: Any) -> Any:
+    """The rows that count, [*N] boolean, after checks of the arrays that are given.
+
+    `per_token` has `labels`, `where` and `weights` among others, by their names; None where they aren't given.
+    """
     check_floating("hidden", hidden)
     check_floating("weight", weight)
     if np.ndim(weight) != 2 or 0 in np.shape(weight):
         raise ValueError(f"weight must be [vocabulary, features], not {list(np.shape(weight))}")
     if np.ndim(hidden) == 0 or np.shape(hidden)[-1] != np.shape(weight)[1]:
         shapes = f"{list(np.shape(hidden))} beside a weight {list(np.shape(weight))}"
-        raise ValueError(f"hidden must be [..., features], with the features of weight, not {shapes}")
+        turned = "; pass weight.T" if np.shape(hidden)[-1:] == np.shape(weight)[:1] else ""
+        raise ValueError(f"hidden must be [..., features], with the features of weight, not {shapes}{turned}")
     check_floating("weight_copy", copy)
     if np.shape(copy) != np.shape(weight):
         raise ValueError(f"weight_copy must have weight's shape {np.shape(weight)}, not {np.shape(copy)}")
-    check_tokens(np.shape(hidden)[:-1], "hidden", per_token)
-    check_labels(per_token["labels"], live, vocabulary=np.shape(weight)[0])
+    given = {name: value for name, value in per_token.items() if value is not None}
+    check_tokens(np.shape(hidden)[:-1], "hidden", given)
+    live: Any = given.get("where", np.ones(np.shape(hidden)[:-1], np.bool_))
+    if "weights" in given:
+        live = live & (given["weights"] != 0)
+    if ignore_index is not None:
+        live = live & (given["labels"] != ignore_index)
+    check_labels(given["labels"], live, vocabulary=np.shape(weight)[0])
+    return live

@@ -6,7 +6,8 @@ differentiated is left out (`symbolic_zeros`). JAX differentiates nothing in an 
 
 import dataclasses
 import functools
-from collections.abc import Sequence, Set
+import inspect
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -16,27 +17,48 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float
 
 from kernels.lm_head.contract import Engine, Gradients, Inputs, Objective, Options, Terms, weighted_sum
-from kernels.lm_head.softmax import TokenLogprobs
+from kernels.lm_head.softmax import Slopes, TokenLogprobs
 from kernels.lm_head.target import vary
 
 
 class ClosedObjective(NamedTuple):
     """An objective whose closed-over values are arguments: a custom rule differentiates by its arguments only."""
 
-    function: Objective  # (logprob, entropy, *operands, *shared) -> loss of one token
+    function: Objective  # (logprob, entropy, lse, *operands, *shared) -> loss of one token
     shared: tuple[Array, ...]
     uses_entropy: bool
 
 
-def close_objective(objective: Objective, dtypes: Sequence[Any], varying: Set[str]) -> ClosedObjective:
-    """The objective of operands with these dtypes which, under the caller's `shard_map`, vary over these axes."""
-    dtypes = (jnp.float32, jnp.float32, *dtypes)
+def named_statistics(objective: Callable[..., Any]) -> Sequence[str]:
+    """Those of `lse` and `mean_logit` that the objective requires by keyword."""
+    try:
+        parameters = inspect.signature(objective).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    required = [x.name for x in parameters if x.kind == x.KEYWORD_ONLY and x.default is x.empty]
+    return [name for name in ("lse", "mean_logit") if name in required]
+
+
+def close_objective(
+    objective: Callable[..., Any], names: Sequence[str], dtypes: Sequence[Any], varying: Set[str]
+) -> ClosedObjective:
+    """The objective of operands with these dtypes which, under the caller's `shard_map`, vary over these axes.
+
+    `names` are its `named_statistics`; `mean_logit`, where it is one of them, is the last operand.
+    """
+    dtypes = (jnp.float32, jnp.float32, jnp.float32, *dtypes)
+
+    def by_place(logprob: Array, entropy: Array, lse: Array, *operands: Array) -> Array:
+        given = {"lse": lse, "mean_logit": operands[-1] if operands else None}
+        own = operands[: len(operands) - ("mean_logit" in names)]
+        return objective(logprob, entropy, *own, **{name: given[name] for name in names})
+
     if varying:
-        closed = jax.make_jaxpr(objective)(*(vary(jnp.zeros((), dtype), varying) for dtype in dtypes))
+        closed = jax.make_jaxpr(by_place)(*(vary(jnp.zeros((), dtype), varying) for dtype in dtypes))
     else:
         # A mesh that is set would stay with what is traced under it, which could then not run inside `shard_map`.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            closed = jax.make_jaxpr(objective)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
+            closed = jax.make_jaxpr(by_place)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
     out: list[Any] = closed.out_avals
     if [x.shape for x in out] != [()] or not jnp.issubdtype(out[0].dtype, jnp.floating):
         raise ValueError(f"objective must give one floating number a token, not {out}")
@@ -53,18 +75,18 @@ def close_objective(objective: Objective, dtypes: Sequence[Any], varying: Set[st
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def token_logprobs(engine: Engine, options: Options, inputs: Inputs, weight: Float[Array, "V D"]) -> TokenLogprobs:
     """The statistics, differentiable in hidden states and `weight`, of which `inputs.weight` is a copy."""
-    return engine.forward(inputs, options.values_alone)[0].outputs()
+    return engine.forward(inputs, options.values_alone)[0].outputs(inputs.live)
 
 
 def _token_logprobs_forward(engine: Engine, options: Options, inputs: Any, weight: Any) -> tuple[TokenLogprobs, Any]:
     options, inputs = _with_wanted_sides(options, inputs, weight), _values(inputs)
     softmax, saved = engine.forward(inputs, options)
-    return softmax.outputs(), (options, inputs, softmax, saved)
+    return softmax.outputs(inputs.live), (options, inputs, softmax, saved)
 
 
 def _token_logprobs_backward(engine: Engine, _: Options, residuals: Any, cotangents: TokenLogprobs) -> tuple[Any, Any]:
     options, inputs, softmax, saved = residuals
-    slopes = TokenLogprobs(*map(_instantiate, cotangents))
+    slopes = Slopes(*map(_instantiate, cotangents[:3]))
     options = dataclasses.replace(options, entropy_slopes=not isinstance(cotangents.entropy, SymbolicZero))
     return _cotangents(engine.gradients(inputs, softmax, saved, slopes, options))
 
@@ -77,8 +99,8 @@ def token_loss(
     engine: Engine, options: Options, objective: Objective, inputs: Inputs, weight: Float[Array, "V D"], terms: Terms
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
     """The loss, and the statistics, whose cotangents have no effect; `objective` is closed (see `close_objective`)."""
-    tokens = engine.forward(inputs, options.values_alone)[0].outputs()
-    return weighted_sum(objective, inputs.live, tokens, terms), tokens
+    tokens = engine.forward(inputs, options.values_alone)[0].outputs(inputs.live)
+    return weighted_sum(objective, inputs.live, *tokens[:3], terms), tokens
 
 
 def _token_loss_forward(
@@ -89,8 +111,8 @@ def _token_loss_forward(
         softmax, gradients = engine.loss_and_gradients(inputs, objective, terms, options)
     else:
         softmax, gradients = engine.forward(inputs, options)[0], (None, None)
-    tokens = softmax.outputs()
-    loss, pull = jax.vjp(functools.partial(weighted_sum, objective, inputs.live, tokens), terms)
+    tokens = softmax.outputs(inputs.live)
+    loss, pull = jax.vjp(functools.partial(weighted_sum, objective, inputs.live, *tokens[:3]), terms)
     return (loss, tokens), (pull, gradients)
 
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
-from kernels.lm_head.softmax import Softmax, TokenLogprobs
+from kernels.lm_head.softmax import Slopes, Softmax
 from kernels.lm_head.target import vary, varying_axes
 from kernels.precision import precision_of
 
 Objective = Callable[..., jax.Array]
-"""(logprob, entropy, *operands) -> the loss of one token, all scalars; differentiable in the floating ones."""
+"""(logprob, entropy, lse, *operands) -> the loss of one token, all scalars; differentiable in the floating ones."""
 
 Gradients = tuple[Array | None, Array | None]  # dh [N, D] and dW [V, D]; None where not asked for
 
@@ -78,9 +78,7 @@ class Engine(Protocol):
     def forward(self, inputs: Inputs, options: Options) -> tuple[Softmax, Any]:
         """The tokens' statistics, and what the wanted gradients need again: a tree of arrays [N, ...], or None."""
 
-    def gradients(
-        self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, options: Options
-    ) -> Gradients:
+    def gradients(self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: Slopes, options: Options) -> Gradients:
         """The wanted gradients of a scalar with derivatives `slopes`; dh is the part of this vocabulary shard."""
 
     def loss_and_gradients(
@@ -129,8 +127,15 @@ def logits_of(inputs: Inputs, options: Options, y: Float[Array, "R T"]) -> Float
     return capped(y, options.softcap) / inputs.temperature
 
 
-def weighted_sum(objective: Objective, live: Bool[Array, "N"], tokens: TokenLogprobs, terms: Terms) -> Float[Array, ""]:
-    """`sum_i weights_i * objective(logprob_i, entropy_i, *operands_i)` over the rows that count.
+def weighted_sum(
+    objective: Objective,
+    live: Bool[Array, "N"],
+    logprob: Float[Array, "N"],
+    lse: Float[Array, "N"],
+    entropy: Float[Array, "N"],
+    terms: Terms,
+) -> Float[Array, ""]:
+    """`sum_i weights_i * objective(logprob_i, entropy_i, lse_i, *operands_i)` over the rows that count.
 
     An objective may be NaN at a row that doesn't count: neither the sum nor a gradient sees it, except the gradients of
     arrays (not scalars) that the rows share. That takes a `where` before the objective as well as after it.
@@ -142,10 +147,10 @@ def weighted_sum(objective: Objective, live: Bool[Array, "N"], tokens: TokenLogp
     def of_token(live: jax.Array, *scalars: jax.Array) -> jax.Array:
         return objective(*scalars, *(x if x.ndim else guard(x, live) for x in terms.shared))
 
-    values = jax.vmap(of_token)(live, guard(tokens.logprob), guard(tokens.entropy), *map(guard, terms.operands))
+    values = jax.vmap(of_token)(live, *map(guard, (logprob, entropy, lse, *terms.operands)))
     return jnp.sum(jnp.where(live, guard(terms.weights) * values.astype(jnp.float32), 0))
 
 
-def loss_slopes(objective: Objective, live: Bool[Array, "N"], tokens: TokenLogprobs, terms: Terms) -> TokenLogprobs:
+def loss_slopes(objective: Objective, live: Bool[Array, "N"], softmax: Softmax, terms: Terms) -> Slopes:
     """The derivatives of `weighted_sum` by the tokens' statistics."""
-    return jax.grad(weighted_sum, 2)(objective, live, tokens, terms)
+    return Slopes(*jax.grad(weighted_sum, (2, 3, 4))(objective, live, *softmax.outputs(live)[:3], terms))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from kernels.lm_head import contract, target
 from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms
-from kernels.lm_head.softmax import FLOOR, MASKED, Running, Softmax, TokenLogprobs, finish_live
+from kernels.lm_head.softmax import FLOOR, MASKED, Running, Slopes, Softmax, finish_live
 
 
 def obstacle(inputs: Inputs, options: Options) -> None:
@@ -36,7 +36,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "N 
 
 
 def gradients(
-    inputs: Inputs, softmax: Softmax, y_NV: Float[Array, "N V"], slopes: TokenLogprobs, options: Options
+    inputs: Inputs, softmax: Softmax, y_NV: Float[Array, "N V"], slopes: Slopes, options: Options
 ) -> Gradients:
     """The products of `dz = p (g_lse - g_logprob - g_entropy (log p + H)) + g_logprob onehot` with W and hidden."""
     logprob_N1, lse_N1, entropy_N1 = (jnp.where(inputs.live, x, 0)[:, None] for x in slopes)
@@ -63,7 +63,7 @@ def loss_and_gradients(
 ) -> tuple[Softmax, Gradients]:
     softmax, y_NV = forward(inputs, options)
     assert y_NV is not None
-    slopes = contract.loss_slopes(objective, inputs.live, softmax.outputs(), terms)
+    slopes = contract.loss_slopes(objective, inputs.live, softmax, terms)
     return softmax, gradients(inputs, softmax, y_NV, slopes, options)
 
 

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Float
 
 from kernels.lm_head.contract import Engine, Gradients, Inputs, Objective, Options, Terms, gradient_dtypes
-from kernels.lm_head.softmax import Softmax, TokenLogprobs
+from kernels.lm_head.softmax import Slopes, Softmax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +94,8 @@ class Sharded:
 
         return self._on_devices(pass_, (self._rows, self._saved), inputs, options)
 
-    def gradients(
-        self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: TokenLogprobs, options: Options
-    ) -> Gradients:
-        def pass_(own: Inputs, local: Options, softmax: Softmax, saved: Any, slopes: TokenLogprobs) -> Gradients:
+    def gradients(self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: Slopes, options: Options) -> Gradients:
+        def pass_(own: Inputs, local: Options, softmax: Softmax, saved: Any, slopes: Slopes) -> Gradients:
             saved = jax.tree.map(lambda x: x[0], saved)
             return self._summed(
                 self.engine.gradients(own, softmax, saved, slopes, local), gradient_dtypes(inputs, options)

@@ -21,6 +21,15 @@ class TokenLogprobs(NamedTuple):
     logprob: Float[Array, "*N"]  # `log p[label]`
     lse: Float[Array, "*N"]  # `log sum exp z`, the normaliser
     entropy: Float[Array, "*N"]  # `-sum p log p`
+    likeliest: Bool[Array, "*N"]  # whether no token has a larger logit than the label; ties count
+
+
+class Slopes(NamedTuple):
+    """The derivatives of a scalar by three statistics of each token."""
+
+    logprob: Float[Array, "*N"]
+    lse: Float[Array, "*N"]
+    entropy: Float[Array, "*N"]
 
 
 class Columns(NamedTuple):
@@ -50,8 +59,10 @@ class Softmax(NamedTuple):
     label: Float[Array, "R"]
     entropy: Float[Array, "R"]
 
-    def outputs(self) -> TokenLogprobs:
-        return TokenLogprobs(self.label - self.log_sum_e, self.top + self.log_sum_e, self.entropy)
+    def outputs(self, live: Bool[Array, "R"]) -> TokenLogprobs:
+        """What the head returns; `live` are the rows that count."""
+        likeliest = (self.label >= 0) & live
+        return TokenLogprobs(self.label - self.log_sum_e, self.top + self.log_sum_e, self.entropy, likeliest)
 
 
 def empty_running(zeros_R: Float[Array, "R"]) -> Running:
@@ -113,9 +124,7 @@ def finish_live(running: Running, live: Bool[Array, "R"], axis: str | None) -> S
     return Softmax(*(jnp.where(live, x, 0) for x in finish(running)))
 
 
-def logit_slopes(
-    z_RT: Float[Array, "R T"], softmax: Softmax, slopes: TokenLogprobs, columns: Columns
-) -> Float[Array, "R T"]:
+def logit_slopes(z_RT: Float[Array, "R T"], softmax: Softmax, slopes: Slopes, columns: Columns) -> Float[Array, "R T"]:
     """`dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy)`, where `slopes` has a row's three g."""
     g_logprob, g_lse, g_entropy, entropy = (
         x[:, None] for x in (slopes.logprob, slopes.lse, slopes.entropy, softmax.entropy)
@@ -126,9 +135,7 @@ def logit_slopes(
     return jnp.where(columns.fresh, dz_RT, 0)
 
 
-def label_slope(
-    softmax: Softmax, slopes: TokenLogprobs, temperature: Array, softcap: float | None
-) -> Float[Array, "R"]:
+def label_slope(softmax: Softmax, slopes: Slopes, temperature: Array, softcap: float | None) -> Float[Array, "R"]:
     """The derivative by the label's y = h·W, in which 1 - p is computed by expm1."""
     log_p = softmax.label - softmax.log_sum_e
     p = jnp.exp(log_p)
@@ -159,7 +166,7 @@ class RowFactors(NamedTuple):
 
 
 def row_factors(
-    softmax: Softmax, top: Float[Array, "R"], slopes: TokenLogprobs, temperature: Array, softcap: float | None
+    softmax: Softmax, top: Float[Array, "R"], slopes: Slopes, temperature: Array, softcap: float | None
 ) -> RowFactors:
     """The factors for the derivatives `slopes` by the rows' statistics."""
     scale = 1 / temperature

@@ -21,8 +21,8 @@ from kernels.lm_head.live_rows import live_rows, round_up, write
 from kernels.lm_head.softmax import (
     Columns,
     Running,
+    Slopes,
     Softmax,
-    TokenLogprobs,
     empty_running,
     finish_live,
     include_tile,
@@ -52,7 +52,7 @@ def loss_and_gradients(
     if wave:
         return _waves(plan._replace(block=wave), inputs, objective, terms, options)
     softmax, _ = forward(inputs, options)
-    slopes = contract.loss_slopes(objective, inputs.live, softmax.outputs(), terms)
+    slopes = contract.loss_slopes(objective, inputs.live, softmax, terms)
     return softmax, gradients(inputs, softmax, None, slopes, options)
 
 
@@ -80,7 +80,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
     return finish_live(running, inputs.live, options.vocabulary_axis), None
 
 
-def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogprobs, options: Options) -> Gradients:
+def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, options: Options) -> Gradients:
     """The gradients by recomputation: 3 matrix products, 2 for one gradient alone."""
     plan = _plan(inputs)
     live = live_rows(inputs.live, plan.block)
@@ -137,7 +137,7 @@ def _waves(
         nothing = empty_running(contract.zeros(inputs, plan.block))
         running, y_CRT = lax.fori_loop(0, plan.tiles, forward, (nothing, y_CRT))
         softmax_R = finish_live(running, live_R, options.vocabulary_axis)
-        slopes_R = contract.loss_slopes(objective, live_R, softmax_R.outputs(), terms.of_rows(row_R))
+        slopes_R = contract.loss_slopes(objective, live_R, softmax_R, terms.of_rows(row_R))
 
         def backward(c: Array, carry: Any) -> Any:
             w_TD, columns = _tile(plan, inputs, c, labels_R)
@@ -212,7 +212,7 @@ def _dot(options: Options, a: Array, b: Array, dims: tuple[int, int]) -> Float[A
 
 
 def _product_slopes(
-    inputs: Inputs, options: Options, y_RT: Array, softmax_R: Softmax, slopes_R: TokenLogprobs, columns: Columns
+    inputs: Inputs, options: Options, y_RT: Array, softmax_R: Softmax, slopes_R: Slopes, columns: Columns
 ) -> Float[Array, "R T"]:
     z_RT, pull = jax.vjp(functools.partial(contract.logits_of, inputs, options), y_RT)
     return pull(logit_slopes(z_RT, softmax_R, slopes_R, columns))[0]

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from kernels.lm_head import target
 from kernels.lm_head.arguments import check_floating, check_labels, check_tokens, checked_temperature
-from kernels.lm_head.softmax import Softmax, TokenLogprobs, finish
+from kernels.lm_head.softmax import Slopes, Softmax, TokenLogprobs, finish
 from kernels.lm_head.target import same_varying
 from kernels.logits import tpu as logits_tpu
 from kernels.logits import xla as logits_xla
@@ -84,13 +84,13 @@ def _logprobs(passes: ModuleType, given: Given) -> TokenLogprobs:
 
 def _forward(passes: ModuleType, given: Given) -> tuple[TokenLogprobs, tuple[Given, Softmax]]:
     softmax = finish(passes.sums(given))
-    tokens = TokenLogprobs(*(jnp.where(given.live, x, 0) for x in softmax.outputs()))
-    return tokens, (given, softmax)
+    softmax = Softmax(*(jnp.where(given.live, x, 0) for x in softmax))
+    return softmax.outputs(given.live), (given, softmax)
 
 
-def _backward(passes: ModuleType, saved: tuple[Given, Softmax], slopes: TokenLogprobs) -> tuple[Given]:
+def _backward(passes: ModuleType, saved: tuple[Given, Softmax], cotangents: TokenLogprobs) -> tuple[Given]:
     given, softmax = saved
-    gradient = passes.gradient(given, softmax, slopes)
+    gradient = passes.gradient(given, softmax, Slopes(*cotangents[:3]))
     return (Given(gradient, None, None, None),)  # type: ignore[arg-type]  # None: no cotangent
 
 

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Shaped
 
 from kernels.lm_head.live_rows import round_up
-from kernels.lm_head.softmax import FLOOR, Running, Softmax, TokenLogprobs
+from kernels.lm_head.softmax import FLOOR, Running, Slopes, Softmax
 from kernels.logits.xla import Given, p_term, row_factors
 
 _LANES, _GROUP = 128, 16  # columns and rows of a piece; bfloat16 has 16 sublanes
@@ -59,7 +59,7 @@ def sums(given: Given) -> Running:
     return Running(scale * top, sum_e, scale * sum_e_z, jnp.where(inside, scale * label, 0))
 
 
-def gradient(given: Given, softmax: Softmax, slopes: TokenLogprobs) -> Float[Array, "*N V"]:
+def gradient(given: Given, softmax: Softmax, slopes: Slopes) -> Float[Array, "*N V"]:
     """The derivatives by the logits of a scalar with derivatives `slopes` by the statistics, in the logits' memory."""
     logits, labels, live, scale = given
     factors = jnp.stack([x.reshape(-1) for x in (*row_factors(softmax, slopes, scale), live.astype(jnp.float32))], 1)

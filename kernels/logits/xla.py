@@ -19,8 +19,8 @@ from kernels.lm_head.softmax import (
     MASKED,
     Columns,
     Running,
+    Slopes,
     Softmax,
-    TokenLogprobs,
     combine,
     empty_running,
     include_tile,
@@ -53,7 +53,7 @@ def sums(given: Given) -> Running:
     return Running(*lax.reduce(columns, nothing, lambda a, b: tuple(combine(Running(*a), Running(*b))), (z.ndim - 1,)))
 
 
-def gradient(given: Given, softmax: Softmax, slopes: TokenLogprobs) -> Float[Array, "*N V"]:
+def gradient(given: Given, softmax: Softmax, slopes: Slopes) -> Float[Array, "*N V"]:
     """The derivatives by the logits of a scalar with derivatives `slopes` by the statistics; elementwise."""
     logits, labels, live, scale = given
     factors = row_factors(softmax, slopes, scale)
@@ -64,7 +64,7 @@ def gradient(given: Given, softmax: Softmax, slopes: TokenLogprobs) -> Float[Arr
     return jnp.where(live[..., None], slope, 0).astype(logits.dtype)
 
 
-def row_factors(softmax: Softmax, slopes: TokenLogprobs, scale: Float[Array, ""]) -> tuple[Float[Array, "*N"], ...]:
+def row_factors(softmax: Softmax, slopes: Slopes, scale: Float[Array, ""]) -> tuple[Float[Array, "*N"], ...]:
     """Each row's maximum, log of the sum, and the factors of p, p log p and the label's 1 in a logit's derivative."""
     at_p = slopes.lse - slopes.logprob - slopes.entropy * softmax.entropy
     return softmax.top, softmax.log_sum_e, scale * at_p, -scale * slopes.entropy, scale * slopes.logprob

@@ -238,12 +238,8 @@ def make_validation(
     @jax.jit(in_shardings=(None, sharding(forward.mesh, ("batch",))))
     def validation_pass(params: Params, batch: Batch) -> Float[Array, "3"]:
         def measure(_: None, micro: Batch) -> tuple[None, list[Float[Array, "B T"]]]:
-            hidden, weight, copy = forward.hidden(params, micro)
-            where, sharding = micro.weights > 0, forward.options["sharding"]
-            likeliest = lm_head.label_is_likeliest(
-                hidden, copy, micro.labels, where=where, dtype=hidden.dtype, sharding=sharding
-            )
-            return None, [forward.head_logprobs(hidden, weight, copy, micro).logprob, likeliest.astype(jnp.float32)]
+            found = forward.head_logprobs(*forward.hidden(params, micro), micro)
+            return None, [found.logprob, found.likeliest.astype(jnp.float32)]
 
         zeros = jnp.zeros(batch.tokens.shape)
         outputs = loop(measure, None, [zeros, zeros], batch, forward.rows.micro)[1]
@@ -277,7 +273,8 @@ def accumulate(
         return jax.tree.map(jnp.add, sums, (loss, gradients)), outputs
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    none = TokenLogprobs(*[jnp.zeros(batch.tokens.shape)] * 3)
+    zeros_BT = jnp.zeros(batch.tokens.shape)
+    none = TokenLogprobs(zeros_BT, zeros_BT, zeros_BT, zeros_BT > 0)
     (loss, gradients), outputs = loop(add, (jnp.zeros(()), zeros), none, batch, rows)
     return loss, outputs, gradients
 

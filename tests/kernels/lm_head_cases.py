@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from oracle import HAIR, SLACK, Exact, Objective, Rows, exact, exact_loss
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
+from kernels.lm_head.softmax import Slopes
 from kernels.logits import logits_logprobs
 
 SCALES = {"near-uniform": 1.0, "peaked": 30.0, "saturated": 1000.0}
@@ -102,8 +103,8 @@ def random_problem(
     return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
 
 
-def random_cotangents(n: int) -> TokenLogprobs:
-    return TokenLogprobs(*jnp.asarray(np.random.default_rng(2).normal(size=(3, n)), jnp.float32))
+def random_cotangents(n: int) -> Slopes:
+    return Slopes(*jnp.asarray(np.random.default_rng(2).normal(size=(3, n)), jnp.float32))
 
 
 def clipped_ratio(logprob: jax.Array, entropy: jax.Array, old: jax.Array, advantage: jax.Array) -> jax.Array:
@@ -145,13 +146,13 @@ def outputs_of(hidden: jax.Array, weight: jax.Array, labels: jax.Array, impl: An
 
 
 def pulled_back(
-    hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: TokenLogprobs, impl: Any = None, **options: Any
+    hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: Slopes, impl: Any = None, **options: Any
 ) -> Rows:
     """Values and gradients; where the entropy's cotangent is None, it has none, not even zeros."""
     given = [x for x in cotangents if x is not None]
 
     def outputs(h: jax.Array, w: jax.Array) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-        outputs = tuple(outputs_of(h, w, labels, impl, **options))
+        outputs = tuple(outputs_of(h, w, labels, impl, **options))[:3]
         return outputs[: len(given)], outputs[len(given) :]
 
     outputs, pull_back, others = jax.vjp(outputs, hidden, weight, has_aux=True)
@@ -163,7 +164,7 @@ values_and_gradients = jax.jit(pulled_back, static_argnames=("impl", "softcap", 
 
 @functools.partial(jax.jit, static_argnames="softcap")
 def plain_values_and_gradients(
-    hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: TokenLogprobs, **options: Any
+    hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: Slopes, **options: Any
 ) -> Rows:
     def total(*outputs: jax.Array) -> jax.Array:
         return sum(jnp.vdot(g, x) for g, x in zip(cotangents, outputs, strict=True))
@@ -189,7 +190,7 @@ def loss_and_gradients(
 
     run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     (value, outputs), gradients = run(problem.hidden, problem.weight)
-    return Loss(value, Rows(*outputs, *gradients))
+    return Loss(value, Rows(*outputs[:3], *gradients))
 
 
 @functools.partial(jax.jit, static_argnames=("objective", "softcap"))
@@ -207,7 +208,7 @@ def plain_loss_and_gradients(
 
 def check(
     problem: Problem,
-    cotangents: TokenLogprobs,
+    cotangents: Slopes,
     *,
     impl: str,
     live: np.ndarray | None = None,
@@ -219,7 +220,7 @@ def check(
     options = {"temperature": 1.0} | options  # of any temperature, subject and yardstick are compiled once
     given = jax.tree.map(lambda x: jnp.where(live, x, jnp.nan), cotangents)
     got = values_and_gradients(*poisoned(problem, ~live), given, impl=impl, where=jnp.asarray(live), **options)
-    cotangents = TokenLogprobs(*(jnp.zeros(live.shape) if x is None else x for x in cotangents))
+    cotangents = Slopes(*(jnp.zeros(live.shape) if x is None else x for x in cotangents))
     yardstick = plain_values_and_gradients(*problem, cotangents, where=jnp.asarray(live), **options)
     truth = exact(*problem, lambda *_: cotangents, where=live, **options)
     if impl.startswith("logits"):  # they have no weight

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from engines import GPU_SIZES, V6E
 
-from kernels.lm_head import HeadSharding, label_is_likeliest, token_logprobs, token_loss
+from kernels.lm_head import HeadSharding, token_logprobs, token_loss
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.logits import logits_logprobs
 
@@ -27,20 +27,21 @@ def cross_entropy(logprob: jax.Array, entropy: jax.Array, *operands: jax.Array) 
     return -logprob
 
 
+def smoothed(logprob: jax.Array, entropy: jax.Array, *, mean_logit: jax.Array) -> jax.Array:
+    return -mean_logit
+
+
 def call_token_loss(
     hidden: Any, weight: Any, labels: Any, operands: Any = (), objective: Any = cross_entropy, **options: Any
 ) -> Any:
     return token_loss(hidden, weight, labels, objective, *operands, **options)
 
 
-def call_label_is_likeliest(hidden: Any, weight: Any, labels: Any) -> Any:
-    return label_is_likeliest(hidden, weight, labels, where=jnp.ones(4, bool))
-
-
 SHAPES_AND_DTYPES = {
     "labels of another rank": ("labels", {"labels": jnp.zeros((4, 1), int)}),
     "labels that are no integers": ("labels", {"labels": jnp.zeros(4)}),
     "a weight of another hidden size": ("weight", {"weight": jnp.zeros((5, 4))}),
+    "a kernel [D, V]": ("pass weight.T", {"weight": jnp.zeros((3, 5))}),
     "a weight that is no matrix": ("weight", {"weight": jnp.zeros((1, 5, 3))}),
     "hidden that is no floating point": ("hidden", {"hidden": jnp.zeros((4, 3), int)}),
     "a label below zero": ("labels", {"labels": jnp.array([0, 1, -1, 2])}),
@@ -60,6 +61,8 @@ VALUES = {
 }
 OF_TOKEN_LOSS = {
     "weights of another rank": ("weights", {"weights": jnp.ones((4, 1))}),
+    "where that is not boolean": ("where", {"where": jnp.ones(4)}),
+    "a mean logit under a softcap": ("mean_logit.* softcap", {"objective": smoothed, "softcap": 1.0}),
     "an operand of another shape": ("operand", {"operands": (jnp.ones(4), jnp.ones(5))}),
     "an objective of two numbers": ("objective", {"objective": lambda *scalars: jnp.stack(scalars)}),
     "a workspace below zero": ("workspace", {"workspace": -1}),
@@ -78,7 +81,6 @@ OF_LOGITS = {
 FAULTS = {
     token_logprobs: SHAPES_AND_DTYPES | VALUES | {"where of another shape": ("where", {"where": jnp.ones(3, bool)})},
     call_token_loss: SHAPES_AND_DTYPES | VALUES | OF_TOKEN_LOSS,
-    call_label_is_likeliest: SHAPES_AND_DTYPES,
     logits_logprobs: OF_LOGITS,
 }
 

@@ -177,7 +177,7 @@ def test_the_cotangent_of_the_loss_scales_its_gradients() -> None:
 def test_the_outputs_beside_the_loss_have_no_gradient() -> None:
     def metrics(h: jax.Array, w: jax.Array) -> jax.Array:
         outputs = token_loss(h, w, XLA.problem().labels, lambda logprob, entropy: -logprob, impl="xla")[1]
-        return sum(jnp.sum(x) for x in outputs)
+        return sum(jnp.sum(x) for x in outputs[:3])
 
     assert not any(np.any(g) for g in jax.jit(jax.grad(metrics, argnums=(0, 1)))(*XLA.problem()[:2]))
 

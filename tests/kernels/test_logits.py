@@ -18,6 +18,7 @@ from lm_head_cases import assert_near, random_cotangents, values_and_gradients
 from oracle import Rows
 
 from kernels.lm_head import TokenLogprobs
+from kernels.lm_head.softmax import Slopes
 from kernels.logits import logits_logprobs
 
 HIDDEN, IDENTITY, LABELS = LOGITS.problem()
@@ -26,7 +27,7 @@ AT_LABEL = jnp.arange(300) == LABELS[:, None]
 GIVEN = random_cotangents(20)
 
 
-def run(engine: Engine, logits: jax.Array, labels: jax.Array = LABELS, given: TokenLogprobs = GIVEN) -> Rows:
+def run(engine: Engine, logits: jax.Array, labels: jax.Array = LABELS, given: Slopes = GIVEN) -> Rows:
     where = jnp.ones(labels.shape, bool)
     with engine.strictly():
         return values_and_gradients(logits, IDENTITY, labels, given, impl=engine.impl, where=where)
@@ -70,7 +71,7 @@ def test_rows_without_a_distribution_are_nan_and_leave_the_others_alone(engine: 
 @pytest.mark.parametrize("leading", [(), (0,), (3, 0)], ids=str)
 def test_one_row_alone_and_no_row_at_all_are_taken(engine: Engine, leading: tuple[int, ...]) -> None:
     ones = jnp.ones(leading)
-    got = run(engine, jnp.zeros((*leading, 300)), jnp.zeros(leading, int), TokenLogprobs(ones, ones, ones))
+    got = run(engine, jnp.zeros((*leading, 300)), jnp.zeros(leading, int), Slopes(ones, ones, ones))
     assert [x.shape for x in got[:4]] == [leading] * 3 + [(*leading, 300)]
     np.testing.assert_allclose(got.entropy, np.full(leading, math.log(300)), rtol=1e-6)
 
@@ -110,7 +111,7 @@ def shapes(leading: tuple[int, ...], columns: int, dtype: Any) -> list[Any]:
     """Logits, labels and cotangents."""
     rows = jax.ShapeDtypeStruct(leading, jnp.float32)
     labels = jax.ShapeDtypeStruct(leading, jnp.int32)
-    return [jax.ShapeDtypeStruct((*leading, columns), dtype), labels, TokenLogprobs(rows, rows, rows)]
+    return [jax.ShapeDtypeStruct((*leading, columns), dtype), labels, Slopes(rows, rows, rows)]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

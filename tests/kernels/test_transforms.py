@@ -89,7 +89,7 @@ def exported(subject: Subject) -> Any:
 def with_64_bit_types(subject: Subject) -> Any:
     with jax.enable_x64(True):
         got = subject.run(subject.differentiated())
-    assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype(jnp.float32)}
+    assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype(jnp.float32), jnp.dtype(bool)}
     return got
 
 

@@ -140,7 +140,9 @@ class Average(Forward):
         self.rows = Rows(length=10, micro=1, total=1, shards=1)
 
     def loss(self, params, batch):
-        return jnp.mean(params["w"][...].astype(jnp.float32)), TokenLogprobs(*[jnp.zeros(batch.tokens.shape)] * 3)
+        return jnp.mean(params["w"][...].astype(jnp.float32)), TokenLogprobs(
+            *[jnp.zeros(batch.tokens.shape)] * 3, batch.tokens > 0
+        )
 
     def metrics(self, batch, outputs):
         return {}

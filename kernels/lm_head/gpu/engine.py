@@ -27,8 +27,8 @@ from kernels.lm_head.live_rows import live_rows, round_up, write
 from kernels.lm_head.softmax import (
     RowFactors,
     Running,
+    Slopes,
     Softmax,
-    TokenLogprobs,
     combine,
     empty_running,
     finish_live,
@@ -54,7 +54,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
     return _finish(options, jax.tree.map(lambda x: x[live.place], running), inputs.live), None
 
 
-def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogprobs, options: Options) -> Gradients:
+def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, options: Options) -> Gradients:
     sizes = tiles.choose(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, sizes.rows(len(inputs.labels)))
     rows = gather_rows(inputs, options, sizes, live.row, live.number)
@@ -83,7 +83,7 @@ def loss_and_gradients(
         rows = gather_rows(inputs, options, sizes, row_R, jnp.clip(live.number - i * plan.rows, 0, plan.rows))
         running, kept = _forward_pass(inputs, options, plan, rows)
         softmax_R = _finish(options, running, live_R)
-        slopes_R = contract.loss_slopes(objective, live_R, softmax_R.outputs(), terms.of_rows(row_R))
+        slopes_R = contract.loss_slopes(objective, live_R, softmax_R, terms.of_rows(row_R))
         dh_RD, dw_VD = _backward_pass(inputs, options, plan, rows, softmax_R, slopes_R, kept, dw_VD, add=not one_wave)
         if dh_RD is not None:
             dh_MD = write(dh_MD, dh_RD, i * plan.rows)
@@ -165,7 +165,7 @@ def _backward_pass(
     plan: Plan,
     rows: Rows,
     softmax: Softmax,
-    slopes: TokenLogprobs,
+    slopes: Slopes,
     kept: KeptLogits | None,
     dw: Float[Array, "V D"] | None,
     add: bool,

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Integer
 
 from kernels.lm_head import target
 from kernels.lm_head.contract import Inputs, Options, capped, dot
-from kernels.lm_head.softmax import FLOOR, RowFactors, Softmax, TokenLogprobs, label_slope
+from kernels.lm_head.softmax import FLOOR, RowFactors, Slopes, Softmax, label_slope
 from kernels.lm_head.tpu import forward
 from kernels.lm_head.tpu.forward import LOG2E, SUBLANES, Given, KeptExponentials, Output
 from kernels.lm_head.tpu.tiles import LANES, Case, Tiles, case_of
@@ -230,7 +230,7 @@ def hidden_gradient_from_mean(
     inputs: Inputs,
     options: Options,
     softmax: Softmax,
-    slopes: TokenLogprobs,
+    slopes: Slopes,
     share: Float[Array, "N"],
     mean: Float[Array, "N D"],
 ) -> Float[Array, "N D"]:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Integer
 from kernels.lm_head import contract
 from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms
 from kernels.lm_head.live_rows import LiveRows, live_rows, write
-from kernels.lm_head.softmax import RowFactors, Softmax, TokenLogprobs, row_factors
+from kernels.lm_head.softmax import RowFactors, Slopes, Softmax, row_factors
 from kernels.lm_head.tpu import backward, tiles
 from kernels.lm_head.tpu.forward import Others, finish
 from kernels.lm_head.tpu.forward import forward as forward_kernel
@@ -81,7 +81,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved | None]:
     return softmax, Saved(top_y, share, mean) if options.wants_any else None
 
 
-def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: TokenLogprobs, options: Options) -> Gradients:
+def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: Slopes, options: Options) -> Gradients:
     factors = _row_factors(inputs, options, softmax, saved.top_y, slopes)
     dh = dw = None
     if options.wants_hidden and options.entropy_slopes:
@@ -113,7 +113,7 @@ def loss_and_gradients(
         block = _block(inputs, live, rows, i)
         others, mean_RD, kept = forward_kernel(block.inputs, block.number, options, tile=tile, mean=mean, keep=keep)
         softmax_R, top_y_R, share_R = finish(others, block.inputs, options)
-        slopes_R = contract.loss_slopes(objective, block.inputs.live, softmax_R.outputs(), terms.of_rows(block.row))
+        slopes_R = contract.loss_slopes(objective, block.inputs.live, softmax_R, terms.of_rows(block.row))
         factors_R = _row_factors(block.inputs, options, softmax_R, top_y_R, slopes_R)
         if mean_RD is not None:
             dh_RD = backward.hidden_gradient_from_mean(block.inputs, options, softmax_R, slopes_R, share_R, mean_RD)
@@ -142,7 +142,7 @@ def loss_and_gradients(
     if options.wants_weight:
         # One array of hidden's shape at a time: dh is complete before the rows are gathered once more.
         dh, hidden = lax.optimization_barrier((dh, inputs.hidden))
-        slopes = contract.loss_slopes(objective, inputs.live, softmax.outputs(), terms)
+        slopes = contract.loss_slopes(objective, inputs.live, softmax, terms)
         factors = _row_factors(inputs, options, softmax, top_y, slopes)
         dw = _weight_gradient(inputs._replace(hidden=hidden), factors, options)
     return softmax, (dh, dw)
@@ -157,7 +157,7 @@ def _block(inputs: Inputs, live: LiveRows, rows: int, i: Array) -> _Block:
     return _Block(own, jnp.clip(live.number - i * rows, 0, rows), row_R)
 
 
-def _row_factors(inputs: Inputs, options: Options, softmax: Softmax, top_y: Array, slopes: TokenLogprobs) -> RowFactors:
+def _row_factors(inputs: Inputs, options: Options, softmax: Softmax, top_y: Array, slopes: Slopes) -> RowFactors:
     return row_factors(softmax, top_y, slopes, inputs.temperature, options.softcap).where(inputs.live)
 
 
