@@ -1,6 +1,7 @@
 """The fused LM head: log-probabilities, losses and gradients without [tokens, vocabulary] logits (docs/head.md)."""
 
 from kernels.lm_head.api import EngineChoice, choose_impl, token_logprobs, token_loss
+from kernels.lm_head.divergence import divergence_loss, token_divergence
 from kernels.lm_head.sharded import HeadSharding
 from kernels.lm_head.softmax import TokenLogprobs
 
@@ -9,6 +10,8 @@ __all__ = [
     "HeadSharding",
     "TokenLogprobs",
     "choose_impl",
+    "divergence_loss",
+    "token_divergence",
     "token_logprobs",
     "token_loss",
 ]

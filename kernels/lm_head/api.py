@@ -11,8 +11,9 @@ from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from kernels.lm_head import autodiff, full_logits, target, xla
 from kernels.lm_head.arguments import (
-    check_floating,
+    check_copy,
     check_labels,
+    check_model,
     check_tokens,
     checked_softcap,
     checked_temperature,
@@ -152,8 +153,8 @@ def token_loss(
         raise ValueError("objective: mean_logit can't be had with a softcap, under which it is no function of mean(W)")
     everything = (hidden, copy, labels, live, checked_temperature(temperature), weight, given, *operands)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
-    dtypes = [*(x.dtype for x in arrays[7:]), *[jnp.float32] * ("mean_logit" in statistics)]
-    closed = autodiff.close_objective(objective, statistics, dtypes, varying_axes(arrays[0]))
+    of_operands = [*(x.dtype for x in arrays[7:]), *[jnp.float32] * ("mean_logit" in statistics)]
+    closed = autodiff.close_objective(objective, statistics, of_operands, varying_axes(arrays[0]))
     product, dtypes = product_dtype(dtype, *arrays[:2]), (arrays[0].dtype, arrays[5].dtype)
     slopes = closed.uses_entropy
     options = Options(checked_softcap(softcap), product, workspace, entropy_slopes=slopes, gradient_dtypes=dtypes)
@@ -227,7 +228,7 @@ def _engine(impl: str | None, inputs: Inputs, options: Options, sharding: HeadSh
 def _placed(name: str, sharding: HeadSharding | None) -> Engine:
     """The engine of that name, on every device of a mesh if there is one."""
     engine = _ENGINES[name]
-    return engine if sharding is None or sharding.mesh.size == 1 else Sharded(engine, sharding.in_use())
+    return engine if sharding is None or sharding.mesh.size == 1 else Sharded(sharding.in_use(), engine)
 
 
 def _flat_inputs(hidden: Array, weight: Array, labels: Array, live: Array, temperature: Array) -> Inputs:
@@ -266,17 +267,8 @@ def _checked_live(hidden: Any, weight: Any, copy: Any, ignore_index: int | None,
 
     `per_token` has `labels`, `where` and `weights` among others, by their names; None where they aren't given.
     """
-    check_floating("hidden", hidden)
-    check_floating("weight", weight)
-    if np.ndim(weight) != 2 or 0 in np.shape(weight):
-        raise ValueError(f"weight must be [vocabulary, features], not {list(np.shape(weight))}")
-    if np.ndim(hidden) == 0 or np.shape(hidden)[-1] != np.shape(weight)[1]:
-        shapes = f"{list(np.shape(hidden))} beside a weight {list(np.shape(weight))}"
-        turned = "; pass weight.T" if np.shape(hidden)[-1:] == np.shape(weight)[:1] else ""
-        raise ValueError(f"hidden must be [..., features], with the features of weight, not {shapes}{turned}")
-    check_floating("weight_copy", copy)
-    if np.shape(copy) != np.shape(weight):
-        raise ValueError(f"weight_copy must have weight's shape {np.shape(weight)}, not {np.shape(copy)}")
+    check_model("", hidden, weight)
+    check_copy(copy, weight)
     given = {name: value for name, value in per_token.items() if value is not None}
     check_tokens(np.shape(hidden)[:-1], "hidden", given)
     live: Any = given.get("where", np.ones(np.shape(hidden)[:-1], np.bool_))

@@ -18,6 +18,25 @@ def check_floating(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(str, DTYPES))}, not {jnp.result_type(value)}")
 
 
+def check_model(prefix: str, hidden: Any, weight: Any) -> None:
+    """Checks hidden states and weight against each other; their names begin with `prefix`."""
+    check_floating(f"{prefix}hidden", hidden)
+    check_floating(f"{prefix}weight", weight)
+    (states, rows), name = (np.shape(hidden), np.shape(weight)), f"{prefix}weight"
+    if len(rows) != 2 or 0 in rows:
+        raise ValueError(f"{name} must be [vocabulary, features], not {list(rows)}")
+    if states[-1:] != rows[1:]:
+        turned = f"; pass {name}.T" if states[-1:] == rows[:1] else ""
+        shapes = f"{list(states)} beside a weight {list(rows)}{turned}"
+        raise ValueError(f"{prefix}hidden must be [..., features], with the features of {name}, not {shapes}")
+
+
+def check_copy(copy: Any, weight: Any) -> None:
+    check_floating("weight_copy", copy)
+    if np.shape(copy) != np.shape(weight):
+        raise ValueError(f"weight_copy must have weight's shape {np.shape(weight)}, not {np.shape(copy)}")
+
+
 def check_tokens(lead: tuple[int, ...], owner: str, per_token: Mapping[str, Any]) -> None:
     """Checks that all has `owner`'s leading shape `lead`, that labels are integers, and that `where` is boolean."""
     for name, kind, word in (("labels", jnp.integer, "integers"), ("where", jnp.bool_, "boolean")):

@@ -79,14 +79,14 @@ def token_logprobs(engine: Engine, options: Options, inputs: Inputs, weight: Flo
 
 
 def _token_logprobs_forward(engine: Engine, options: Options, inputs: Any, weight: Any) -> tuple[TokenLogprobs, Any]:
-    options, inputs = _with_wanted_sides(options, inputs, weight), _values(inputs)
+    options, inputs = with_wanted_sides(options, inputs, weight), values(inputs)
     softmax, saved = engine.forward(inputs, options)
     return softmax.outputs(inputs.live), (options, inputs, softmax, saved)
 
 
 def _token_logprobs_backward(engine: Engine, _: Options, residuals: Any, cotangents: TokenLogprobs) -> tuple[Any, Any]:
     options, inputs, softmax, saved = residuals
-    slopes = Slopes(*map(_instantiate, cotangents[:3]))
+    slopes = Slopes(*map(instantiate, cotangents[:3]))
     options = dataclasses.replace(options, entropy_slopes=not isinstance(cotangents.entropy, SymbolicZero))
     return _cotangents(engine.gradients(inputs, softmax, saved, slopes, options))
 
@@ -106,7 +106,7 @@ def token_loss(
 def _token_loss_forward(
     engine: Engine, options: Options, objective: Objective, inputs: Any, weight: Any, terms: Any
 ) -> tuple[tuple[Float[Array, ""], TokenLogprobs], Any]:
-    options, inputs, terms = _with_wanted_sides(options, inputs, weight), _values(inputs), _values(terms)
+    options, inputs, terms = with_wanted_sides(options, inputs, weight), values(inputs), values(terms)
     if options.wants_any:
         softmax, gradients = engine.loss_and_gradients(inputs, objective, terms, options)
     else:
@@ -120,7 +120,7 @@ def _token_loss_backward(
     _engine: Engine, _options: Options, _objective: Objective, residuals: Any, cotangents: tuple[Any, Any]
 ) -> tuple[Inputs, Array | None, Terms]:
     pull, gradients = residuals
-    g_loss = _instantiate(cotangents[0])
+    g_loss = instantiate(cotangents[0])
     (g_terms,) = pull(g_loss)
     # Where the cotangent is the constant 1, as under `jax.grad` of this loss, XLA drops the product.
     return *_cotangents(jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients)), g_terms
@@ -129,15 +129,18 @@ def _token_loss_backward(
 token_loss.defvjp(_token_loss_forward, _token_loss_backward, symbolic_zeros=True)
 
 
-def _with_wanted_sides(options: Options, inputs: Any, weight: Any) -> Options:
+def with_wanted_sides(options: Options, inputs: Any, weight: Any) -> Options:
+    """The options that leave out what isn't differentiated; arguments are those of a rule with symbolic zeros."""
     return dataclasses.replace(options, wants_hidden=inputs.hidden.perturbed, wants_weight=weight.perturbed)
 
 
-def _values(perturbable: Any) -> Any:
+def values(perturbable: Any) -> Any:
+    """The values of a rule's arguments."""
     return jax.tree.map(lambda x: x.value, perturbable)
 
 
-def _instantiate(cotangent: Any) -> Array:
+def instantiate(cotangent: Any) -> Array:
+    """The cotangent, zeros where it is symbolic."""
     return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
 
 

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 from kernels.lm_head.contract import Engine, Gradients, Inputs, Objective, Options, Terms, gradient_dtypes
 from kernels.lm_head.softmax import Slopes, Softmax
+from kernels.lm_head.two_softmaxes import Divergence, Pair, PairEngine, TwoSoftmaxes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +59,8 @@ class HeadSharding:
         auto = self.mesh.update(axis_types=(AxisType.Auto,) * len(self.mesh.axis_names))
         return HeadSharding(auto, tokens, vocabulary, features)
 
-    def check(self, hidden: Float[Array, "N D"], weight: Float[Array, "V D"]) -> None:
-        """Raise ValueError where the arrays can't be laid out so, or are laid out otherwise."""
+    def check(self, hidden: Float[Array, "N D"], weight: Float[Array, "V D"], prefix: str = "") -> None:
+        """Raise ValueError where the arrays can't be laid out so, or are laid out otherwise; `prefix` begins names."""
         for axis in (*self.tokens, self.vocabulary, self.features):
             if axis not in (None, *self.mesh.axis_names):
                 raise ValueError(f"sharding: {axis!r} is none of the mesh's axes {', '.join(self.mesh.axis_names)}")
@@ -67,65 +68,26 @@ class HeadSharding:
             raise ValueError(f"sharding: {self.vocabulary!r} is the vocabulary's, and can't be another's axis as well")
         if hidden.shape[0] % self.devices(*self.tokens):
             shards = f"{self.devices(*self.tokens)} shards over {', '.join(self.tokens)}"
-            raise ValueError(f"hidden: {hidden.shape[0]} tokens don't make {shards}; add some that don't count")
+            raise ValueError(f"{prefix}hidden: {hidden.shape[0]} tokens don't make {shards}; add some that don't count")
         if weight.shape[1] % self.devices(self.features):
             shards = f"{self.devices(self.features)} shards over {self.features}"
-            raise ValueError(f"weight: {weight.shape[1]} features don't make {shards}; set sharding's features to None")
+            way_out = "set sharding's features to None"
+            raise ValueError(f"{prefix}weight: {weight.shape[1]} features don't make {shards}; {way_out}")
         uneven = weight.shape[0] % self.devices(self.vocabulary)
         weight_spec = PartitionSpec(None, self.features) if uneven else self.weight_spec
         for name, array, spec in (("hidden", hidden, self.hidden_spec), ("weight", weight, weight_spec)):
             if isinstance(array, jax.core.Tracer) or len(array.sharding.device_set) == 1:
                 continue  # unknown, or still to be spread
             if not array.sharding.is_equivalent_to(NamedSharding(self.mesh, spec), 2):
-                raise ValueError(f"{name} must be laid out as sharding says, by {spec}, and has {array.sharding}")
+                laid_out = f"laid out as sharding says, by {spec}, and has {array.sharding}"
+                raise ValueError(f"{prefix}{name} must be {laid_out}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharded:
-    """An engine that runs the passes of another on every device of a mesh."""
+class _OnMesh:
+    """The passes of an engine on every device of a mesh."""
 
-    engine: Engine
     sharding: HeadSharding
-
-    def forward(self, inputs: Inputs, options: Options) -> tuple[Softmax, Any]:
-        def pass_(own: Inputs, options: Options) -> tuple[Softmax, Any]:
-            softmax, saved = self.engine.forward(own, options)
-            return softmax, jax.tree.map(lambda x: x[None], saved)
-
-        return self._on_devices(pass_, (self._rows, self._saved), inputs, options)
-
-    def gradients(self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: Slopes, options: Options) -> Gradients:
-        def pass_(own: Inputs, local: Options, softmax: Softmax, saved: Any, slopes: Slopes) -> Gradients:
-            saved = jax.tree.map(lambda x: x[0], saved)
-            return self._summed(
-                self.engine.gradients(own, softmax, saved, slopes, local), gradient_dtypes(inputs, options)
-            )
-
-        given = ((softmax, self._rows), (saved, self._saved), (slopes, self._rows))
-        dh, dw = self._on_devices(pass_, self._gradients, inputs, options, *given)
-        return dh, None if dw is None else dw[: len(inputs.weight)]
-
-    def loss_and_gradients(
-        self, inputs: Inputs, objective: Objective, terms: Terms, options: Options
-    ) -> tuple[Softmax, Gradients]:
-        def pass_(own: Inputs, local: Options, terms: Terms) -> tuple[Softmax, Gradients]:
-            softmax, gradients = self.engine.loss_and_gradients(own, objective, terms, local)
-            return softmax, self._summed(gradients, gradient_dtypes(inputs, options))
-
-        given = (terms, Terms(self._rows, self._rows, PartitionSpec()))  # type: ignore[arg-type]
-        softmax, (dh, dw) = self._on_devices(pass_, (self._rows, self._gradients), inputs, options, given)
-        return softmax, (dh, None if dw is None else dw[: len(inputs.weight)])
-
-    def obstacle(self, inputs: Inputs, options: Options) -> str | None:
-        """The engine's reason, given one device's part of the arrays."""
-        found: list[str | None] = []
-
-        def pass_(own: Inputs, options: Options) -> tuple[()]:
-            found.append(self.engine.obstacle(own, options))
-            return ()
-
-        jax.eval_shape(lambda inputs: self._on_devices(pass_, (), inputs, options), inputs)
-        return found[0]
 
     @property
     def _rows(self) -> PartitionSpec:
@@ -148,19 +110,24 @@ class Sharded:
         The rows of W are padded to a multiple of the vocabulary's devices, and so are those of a dW that is returned.
         """
         vocabulary = inputs.weight.shape[0]
-        missing = -vocabulary % self.sharding.devices(self.sharding.vocabulary)
-        if missing:
-            inputs = inputs._replace(weight=jnp.pad(inputs.weight, ((0, missing), (0, 0))))
 
         def on_device(own: Inputs, *arguments: Any) -> Any:
             return pass_(*self._prepared(own, options, vocabulary), *arguments)
 
-        hidden, weight = self._gradients
-        own = Inputs(hidden, weight, self._rows, self._rows, PartitionSpec())  # type: ignore[arg-type]
         arguments, specs = [x for x, _ in given], [spec for _, spec in given]
         return jax.shard_map(
-            on_device, mesh=self.sharding.mesh, in_specs=(own, *specs), out_specs=out_specs, check_vma=False
-        )(inputs, *arguments)
+            on_device, mesh=self.sharding.mesh, in_specs=(self._inputs, *specs), out_specs=out_specs, check_vma=False
+        )(self._padded(inputs), *arguments)
+
+    @property
+    def _inputs(self) -> Inputs:
+        """The layout of a pass's arguments."""
+        return Inputs(*self._gradients, self._rows, self._rows, PartitionSpec())  # type: ignore[arg-type]
+
+    def _padded(self, inputs: Inputs) -> Inputs:
+        """The inputs, with rows of W for all devices of the vocabulary."""
+        missing = -len(inputs.weight) % self.sharding.devices(self.sharding.vocabulary)
+        return inputs._replace(weight=jnp.pad(inputs.weight, ((0, missing), (0, 0)))) if missing else inputs
 
     def _prepared(self, own: Inputs, options: Options, vocabulary: int) -> tuple[Inputs, Options]:
         """The engine's arguments on one device: W's features gathered, labels counted from its first row of W."""
@@ -203,6 +170,122 @@ class Sharded:
         dw = lax.psum_scatter(dw, at.features, scatter_dimension=0, tiled=True)
         dw = (lax.psum(dw, others) if others else dw).astype(dtype)
         return lax.all_to_all(dw, at.features, split_axis=1, concat_axis=0, tiled=True)[:rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded(_OnMesh):
+    """An engine that runs the passes of another on every device of a mesh."""
+
+    engine: Engine
+
+    def forward(self, inputs: Inputs, options: Options) -> tuple[Softmax, Any]:
+        def pass_(own: Inputs, options: Options) -> tuple[Softmax, Any]:
+            softmax, saved = self.engine.forward(own, options)
+            return softmax, jax.tree.map(lambda x: x[None], saved)
+
+        return self._on_devices(pass_, (self._rows, self._saved), inputs, options)
+
+    def gradients(self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: Slopes, options: Options) -> Gradients:
+        def pass_(own: Inputs, local: Options, softmax: Softmax, saved: Any, slopes: Slopes) -> Gradients:
+            saved = jax.tree.map(lambda x: x[0], saved)
+            return self._summed(
+                self.engine.gradients(own, softmax, saved, slopes, local), gradient_dtypes(inputs, options)
+            )
+
+        given = ((softmax, self._rows), (saved, self._saved), (slopes, self._rows))
+        dh, dw = self._on_devices(pass_, self._gradients, inputs, options, *given)
+        return dh, None if dw is None else dw[: len(inputs.weight)]
+
+    def loss_and_gradients(
+        self, inputs: Inputs, objective: Objective, terms: Terms, options: Options
+    ) -> tuple[Softmax, Gradients]:
+        def pass_(own: Inputs, local: Options, terms: Terms) -> tuple[Softmax, Gradients]:
+            softmax, gradients = self.engine.loss_and_gradients(own, objective, terms, local)
+            return softmax, self._summed(gradients, gradient_dtypes(inputs, options))
+
+        given = (terms, Terms(self._rows, self._rows, PartitionSpec()))  # type: ignore[arg-type]
+        softmax, (dh, dw) = self._on_devices(pass_, (self._rows, self._gradients), inputs, options, given)
+        return softmax, (dh, None if dw is None else dw[: len(inputs.weight)])
+
+    def obstacle(self, inputs: Inputs, options: Options) -> str | None:
+        """The engine's reason, given one device's part of the arrays."""
+        found: list[str | None] = []
+
+        def pass_(own: Inputs, options: Options) -> tuple[()]:
+            found.append(self.engine.obstacle(own, options))
+            return ()
+
+        jax.eval_shape(lambda inputs: self._on_devices(pass_, (), inputs, options), inputs)
+        return found[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedPair(_OnMesh):
+    """An engine for divergences that runs the passes of another on every device of a mesh."""
+
+    engine: PairEngine
+
+    def forward(self, pair: Pair, how: Divergence, options: Options) -> TwoSoftmaxes:
+        return self._on_pairs(lambda own, local: self.engine.forward(own, how, local), self._rows, pair, options)
+
+    def gradients(
+        self, pair: Pair, found: TwoSoftmaxes, slopes: Float[Array, "N"], how: Divergence, options: Options
+    ) -> Gradients:
+        def pass_(own: Pair, local: Options, found: TwoSoftmaxes, slopes: Array) -> Gradients:
+            return self._summed(
+                self.engine.gradients(own, found, slopes, how, local), gradient_dtypes(pair.student, options)
+            )
+
+        given = (found, self._rows), (slopes, self._rows)
+        return self._whole(pair, self._on_pairs(pass_, self._gradients, pair, options, *given))
+
+    def loss_and_gradients(
+        self, pair: Pair, weights: Float[Array, "N"], how: Divergence, options: Options
+    ) -> tuple[TwoSoftmaxes, Gradients]:
+        def pass_(own: Pair, local: Options, weights: Array) -> tuple[TwoSoftmaxes, Gradients]:
+            found, gradients = self.engine.loss_and_gradients(own, weights, how, local)
+            return found, self._summed(gradients, gradient_dtypes(pair.student, options))
+
+        given = (weights, self._rows)
+        found, gradients = self._on_pairs(pass_, (self._rows, self._gradients), pair, options, given)
+        return found, self._whole(pair, gradients)
+
+    def obstacle(self, pair: Pair, options: Options) -> str | None:
+        """The engine's reason, given one device's part of the arrays."""
+        found: list[str | None] = []
+
+        def pass_(own: Pair, options: Options) -> tuple[()]:
+            found.append(self.engine.obstacle(own, options))
+            return ()
+
+        jax.eval_shape(lambda pair: self._on_pairs(pass_, (), pair, options), pair)
+        return found[0]
+
+    def _on_pairs(
+        self, pass_: Callable[..., Any], out_specs: Any, pair: Pair, options: Options, *given: tuple[Any, Any]
+    ) -> Any:
+        """`pass_(pair, options, *arguments)` on each device's part, which has the same tokens of both vocabularies."""
+        shared = min(len(model.weight) for model in pair)
+        most = jnp.int32(shared) if pair.student.columns is None else pair.student.columns
+        if self.sharding.vocabulary is not None:
+            pair = Pair(*(model._replace(weight=model.weight[:shared]) for model in pair))
+        student, teacher = (model._replace(columns=None) for model in pair)
+
+        def on_device(student: Inputs, local: Options, teacher: Inputs, most: Array, *arguments: Any) -> Any:
+            teacher, _ = self._prepared(teacher, options, shared)
+            axis, rows = self.sharding.vocabulary, len(student.weight)
+            first = 0 if axis is None else lax.axis_index(axis) * rows
+            own = (model._replace(columns=jnp.clip(most - first, 0, rows)) for model in (student, teacher))
+            return pass_(Pair(*own), local, *arguments)
+
+        given = (self._padded(teacher), self._inputs), (most, PartitionSpec()), *given
+        return self._on_devices(on_device, out_specs, student, options, *given)
+
+    def _whole(self, pair: Pair, gradients: Gradients) -> Gradients:
+        """Gradients with rows of dW for all of the student's vocabulary, and no more."""
+        dh, dw = gradients
+        rows = len(pair.student.weight)
+        return dh, None if dw is None else jnp.pad(dw[:rows], ((0, max(0, rows - len(dw))), (0, 0)))
 
 
 # --- meshes with Explicit axes ----------------------------------------------------------------------------------------

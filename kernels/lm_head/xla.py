@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from kernels.lm_head import contract, target
 from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms
@@ -34,10 +34,13 @@ _TILE, _TILE_ELEMENTS = 2048, 2**22  # columns at most, and elements of a tile o
 _LEAST_WAVE, _MOST_WAVE = 64, 2048  # fewer rows would touch all of dW too often, more make a tile too large
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
+    """Blocks of rows and tiles of columns, of the first `vocabulary` rows of a weight."""
+
     block: int
     tile: int
     tiles: int
+    vocabulary: int
 
 
 def obstacle(inputs: Inputs, options: Options) -> None:
@@ -47,8 +50,8 @@ def obstacle(inputs: Inputs, options: Options) -> None:
 def loss_and_gradients(
     inputs: Inputs, objective: Objective, terms: Terms, options: Options
 ) -> tuple[Softmax, Gradients]:
-    plan = _plan(inputs)
-    wave = _wave(plan, inputs, options)
+    plan = make_plan(len(inputs.labels), *inputs.weight.shape)
+    wave = wave_rows(plan, inputs, options)
     if wave:
         return _waves(plan._replace(block=wave), inputs, objective, terms, options)
     softmax, _ = forward(inputs, options)
@@ -58,7 +61,7 @@ def loss_and_gradients(
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
     """The statistics of all tokens: 1 matrix product."""
-    plan = _plan(inputs)
+    plan = make_plan(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, plan.block)
 
     def block(i: Array, all_M: Running) -> Running:
@@ -67,7 +70,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
 
         def tile(c: Array, running: Running) -> Running:
             w_TD, columns = _tile(plan, inputs, c, labels_R)
-            y_RT = _dot(options, h_RD, w_TD, (1, 1))
+            y_RT = product(options, h_RD, w_TD, (1, 1))
             return include_tile(running, contract.logits_of(inputs, options, y_RT), columns)
 
         running_R = lax.fori_loop(0, plan.tiles, tile, empty_running(contract.zeros(inputs, plan.block)))
@@ -82,7 +85,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
 
 def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, options: Options) -> Gradients:
     """The gradients by recomputation: 3 matrix products, 2 for one gradient alone."""
-    plan = _plan(inputs)
+    plan = make_plan(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, plan.block)
 
     def tile(c: Array, carry: Any) -> Any:
@@ -94,18 +97,18 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, opt
             w_TD, columns = _tile(plan, inputs, c, inputs.labels[row_R])
             softmax_R = jax.tree.map(lambda x: x[row_R], softmax)
             slopes_R = jax.tree.map(lambda g: jnp.where(live_R, g[row_R], 0), slopes)
-            y_RT = _dot(options, h_RD, w_TD, (1, 1))
+            y_RT = product(options, h_RD, w_TD, (1, 1))
             dy_RT = _product_slopes(inputs, options, y_RT, softmax_R, slopes_R, columns)
             dh_MD, dw_TD = carry
             if options.wants_hidden:
-                dh_MD = _add(dh_MD, _dot(options, dy_RT, w_TD, (1, 0)), i * plan.block)
+                dh_MD = add_rows(dh_MD, product(options, dy_RT, w_TD, (1, 0)), i * plan.block)
             if options.wants_weight:
-                dw_TD += _dot(options, dy_RT, h_RD, (0, 0))
+                dw_TD += product(options, dy_RT, h_RD, (0, 0))
             return dh_MD, dw_TD
 
         dw_TD = contract.zeros(inputs, plan.tile, features) if options.wants_weight else None
         dh_MD, dw_TD = live.over_blocks(plan.block, block, (dh_MD, dw_TD))
-        return dh_MD, None if dw_TD is None else _add(dw_VD, dw_TD, _start(plan, inputs, c))
+        return dh_MD, None if dw_TD is None else add_rows(dw_VD, dw_TD, start_of(plan, c))
 
     vocabulary, features = inputs.weight.shape
     dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
@@ -116,7 +119,7 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, opt
 
 
 def _waves(
-    plan: _Plan, inputs: Inputs, objective: Objective, terms: Terms, options: Options
+    plan: Plan, inputs: Inputs, objective: Objective, terms: Terms, options: Options
 ) -> tuple[Softmax, Gradients]:
     """Statistics and gradients, keeping a block's products: 3 matrix products, 2 for one gradient alone."""
     live = live_rows(inputs.live, plan.block)
@@ -130,7 +133,7 @@ def _waves(
         def forward(c: Array, carry: Any) -> Any:
             running, y_CRT = carry
             w_TD, columns = _tile(plan, inputs, c, labels_R)
-            y_RT = _dot(options, h_RD, w_TD, (1, 1))
+            y_RT = product(options, h_RD, w_TD, (1, 1))
             running = include_tile(running, contract.logits_of(inputs, options, y_RT), columns)
             return running, lax.dynamic_update_index_in_dim(y_CRT, y_RT, c, 0)
 
@@ -144,9 +147,9 @@ def _waves(
             dy_RT = _product_slopes(inputs, options, y_CRT[c], softmax_R, slopes_R, columns)
             dh_RD, dw_VD = carry
             if options.wants_hidden:
-                dh_RD += _dot(options, dy_RT, w_TD, (1, 0))
+                dh_RD += product(options, dy_RT, w_TD, (1, 0))
             if options.wants_weight:
-                dw_VD = _add(dw_VD, _dot(options, dy_RT, h_RD, (0, 0)), _start(plan, inputs, c))
+                dw_VD = add_rows(dw_VD, product(options, dy_RT, h_RD, (0, 0)), start_of(plan, c))
             return dh_RD, dw_VD
 
         dh_RD = contract.zeros(inputs, plan.block, features) if options.wants_hidden else None
@@ -171,19 +174,18 @@ def _waves(
 # --- blocks and tiles ---------------------------------------------------------------------------------------------
 
 
-def _plan(inputs: Inputs) -> _Plan:
-    vocabulary, features = inputs.weight.shape
+def make_plan(tokens: int, vocabulary: int, features: int) -> Plan:
     most = min(_TILE, max(256, _TILE_ELEMENTS // features))
     tile = min(vocabulary, round_up(-(-vocabulary // -(-vocabulary // most)), 128))
     block = _CPU_BLOCK if target.platform() == "cpu" else _BLOCK
-    return _Plan(min(block, round_up(len(inputs.labels), 8)), tile, -(-vocabulary // tile))
+    return Plan(min(block, round_up(tokens, 8)), tile, -(-vocabulary // tile), vocabulary)
 
 
-def _wave(plan: _Plan, inputs: Inputs, options: Options) -> int:
-    """The number of rows whose logits are kept at a time, or 0 to compute them again."""
+def wave_rows(plan: Plan, inputs: Inputs, options: Options, logits: int = 1) -> int:
+    """The number of rows of which so many sets of logits are kept at a time, or 0 to compute them again."""
     rows = round_up(len(inputs.labels), 8)
-    bytes_a_row = 4 * plan.tiles * plan.tile
-    room = plan.block * bytes_a_row if options.workspace is None else options.workspace
+    bytes_a_row = 4 * logits * plan.tiles * plan.tile
+    room = plan.block * 4 * plan.tiles * plan.tile if options.workspace is None else options.workspace
     wave = min(rows, _MOST_WAVE, room // bytes_a_row // 8 * 8)
     if options.wants_weight and contract.gradient_dtypes(inputs, options)[1] != jnp.float32 and wave < rows:
         # Several waves are summed in float32, which is no gradient then but one more array.
@@ -192,22 +194,28 @@ def _wave(plan: _Plan, inputs: Inputs, options: Options) -> int:
     return wave if wave >= min(rows, _LEAST_WAVE) else 0
 
 
-def _start(plan: _Plan, inputs: Inputs, c: Array) -> Array:
+def start_of(plan: Plan, c: Array) -> Array:
     """The first column of tile c; the last tile begins early enough to be whole."""
-    return jnp.minimum(c * plan.tile, inputs.weight.shape[0] - plan.tile)
+    return jnp.minimum(c * plan.tile, plan.vocabulary - plan.tile)
 
 
-def _tile(plan: _Plan, inputs: Inputs, c: Array, labels_R: Integer[Array, "R"]) -> tuple[Float[Array, "T D"], Columns]:
-    start = _start(plan, inputs, c)
-    column_T = start + jnp.arange(plan.tile)
+def columns_of(plan: Plan, inputs: Inputs, c: Array) -> tuple[Int[Array, "T"], Bool[Array, "T"]]:
+    """The columns of tile c, and which of them count in it."""
+    column_T = start_of(plan, c) + jnp.arange(plan.tile)
     fresh_T = column_T >= c * plan.tile
-    if inputs.columns is not None:
-        fresh_T &= column_T < inputs.columns
-    w_TD = lax.dynamic_slice_in_dim(inputs.weight, start, plan.tile)
-    return w_TD, Columns(fresh_T, fresh_T & (column_T == labels_R[:, None]))
+    return column_T, fresh_T if inputs.columns is None else fresh_T & (column_T < inputs.columns)
 
 
-def _dot(options: Options, a: Array, b: Array, dims: tuple[int, int]) -> Float[Array, "_ _"]:
+def weight_tile(plan: Plan, inputs: Inputs, c: Array) -> Float[Array, "T D"]:
+    return lax.dynamic_slice_in_dim(inputs.weight, start_of(plan, c), plan.tile)
+
+
+def _tile(plan: Plan, inputs: Inputs, c: Array, labels_R: Integer[Array, "R"]) -> tuple[Float[Array, "T D"], Columns]:
+    column_T, fresh_T = columns_of(plan, inputs, c)
+    return weight_tile(plan, inputs, c), Columns(fresh_T, fresh_T & (column_T == labels_R[:, None]))
+
+
+def product(options: Options, a: Array, b: Array, dims: tuple[int, int]) -> Float[Array, "_ _"]:
     return contract.dot(a.astype(options.dtype), b.astype(options.dtype), dims, options.dtype)
 
 
@@ -218,6 +226,6 @@ def _product_slopes(
     return pull(logit_slopes(z_RT, softmax_R, slopes_R, columns))[0]
 
 
-def _add(x: Array, rows: Array, start: Array) -> Array:
+def add_rows(x: Array, rows: Array, start: Array) -> Array:
     old = lax.dynamic_slice_in_dim(x, start, len(rows))
     return lax.dynamic_update_slice_in_dim(x, (old + rows).astype(x.dtype), start, 0)

@@ -15,7 +15,6 @@ from engines import (
     BF16,
     EVERY,
     F32,
-    FULL,
     GPU,
     LOGITS,
     LOGITS_ON_GPU,
@@ -23,7 +22,6 @@ from engines import (
     OF_LOGITS,
     TPU,
     TPU_F32,
-    XLA,
     XLA_BF16,
     Engine,
     engines,
@@ -152,15 +150,15 @@ def test_the_outputs_alone_are_as_accurate_as_full_logits(engine: Engine) -> Non
     with engine.strictly():
         got = jax.jit(lambda *x: token_logprobs(*x, where=live, impl=engine.impl))(*poisoned(problem, ~live))
     want = exact(*problem, lambda *_: np.zeros((3, len(live))), where=live)
-    for x, y in zip(got, want[:3], strict=True):
+    for x, y in zip(got[:3], want[:3], strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 # --- labels, shapes and dtypes ---
 
 
-@engines(FULL, XLA, TPU, GPU, *OF_LOGITS)
-def test_a_traced_label_outside_of_the_vocabulary_hits_nothing(engine: Engine) -> None:
+@engines(*OF_LOGITS)
+def test_a_traced_label_outside_of_the_logits_hits_nothing(engine: Engine) -> None:
     """Nor the padding of the last tile. Its logprob is -lse, and its gradient that of the normaliser alone."""
     n, v, _ = engine.shape
     problem, cotangents = engine.problem(), random_cotangents(n)
@@ -174,8 +172,7 @@ def test_a_traced_label_outside_of_the_vocabulary_hits_nothing(engine: Engine) -
     without = cotangents.logprob.at[::2].set(0)
     lse = cotangents.lse.at[::2].add(-cotangents.logprob[::2])
     truth = exact(*problem, lambda *_: (without, lse, cotangents.entropy))
-    for x, y in zip(got[3 : 4 if engine in OF_LOGITS else 5], truth[3:5], strict=False):
-        np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=0, atol=2**-7 * np.abs(y).max())
+    np.testing.assert_allclose(got.hidden, truth.hidden, rtol=0, atol=2**-7 * np.abs(truth.hidden).max())
 
 
 @pytest.mark.parametrize("leading", [(24, 1), (), (0,)], ids=str)

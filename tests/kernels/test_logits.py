@@ -17,7 +17,6 @@ from engines import LOGITS, LOGITS_ON_GPU, OF_LOGITS, V6E, Engine, engines
 from lm_head_cases import assert_near, random_cotangents, values_and_gradients
 from oracle import Rows
 
-from kernels.lm_head import TokenLogprobs
 from kernels.lm_head.softmax import Slopes
 from kernels.logits import logits_logprobs
 
@@ -101,9 +100,9 @@ def test_a_program_for_tpus_has_the_kernels_where_they_fit_without_a_copy(
     assert ("tpu_custom_call" in text) == by_kernels
 
 
-def gradient(impl: str | None, logits: Any, labels: Any, cotangents: Any) -> tuple[TokenLogprobs, jax.Array]:
+def gradient(impl: str | None, logits: Any, labels: Any, cotangents: Any) -> tuple[Slopes, jax.Array]:
     """Values and gradient."""
-    values, pull_back = jax.vjp(lambda logits: logits_logprobs(logits, labels, impl=impl), logits)
+    values, pull_back = jax.vjp(lambda logits: Slopes(*logits_logprobs(logits, labels, impl=impl)[:3]), logits)
     return values, pull_back(cotangents)[0]
 
 

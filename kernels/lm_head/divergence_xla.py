@@ -1,0 +1,212 @@
+"""Divergences of two heads in plain XLA, a tile of both models' logits at a time; the counterpart of xla.py.
+
+With r = D_teacher / D, in matrix products of 2 N V D flops: statistics take 1 + r, and jsd as much again where logits
+aren't kept, since the mixture needs both normalisers; gradients from recomputed logits 3 + r. Waves, which keep both
+models' logits of some rows, take 3 + r in all.
+
+Suffixes as in xla.py; 2 for student and teacher, E the teacher's features.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels.lm_head import contract, two_softmaxes
+from kernels.lm_head.contract import Gradients, Options
+from kernels.lm_head.live_rows import live_rows, write
+from kernels.lm_head.two_softmaxes import Divergence, Pair, TwoSoftmaxes
+from kernels.lm_head.xla import Plan, add_rows, columns_of, make_plan, product, start_of, wave_rows, weight_tile
+
+
+def obstacle(pair: Pair, options: Options) -> None:
+    """It always runs."""
+
+
+def forward(pair: Pair, how: Divergence, options: Options) -> TwoSoftmaxes:
+    """The statistics of all rows: 1 + r matrix products, or twice as many for jsd without room for logits."""
+    plan, options = _plan(pair), options.values_alone
+    wave = 0 if how.in_one_pass else wave_rows(plan, pair.student, options, logits=2)
+    if wave:
+        return _waves(plan._replace(block=wave), pair, None, how, options)[0]
+    live = live_rows(pair.student.live, plan.block)
+
+    def block(i: Array, all_M: TwoSoftmaxes) -> TwoSoftmaxes:
+        row_R, live_R = live.block(i, plan.block)
+        logits = _Logits(plan, _rows(pair, row_R, live_R), options)
+        return write(all_M, _statistics(plan, logits, logits.of_tile, live_R, how, options), i * plan.block)
+
+    all_M = live.over_blocks(plan.block, block, _nothing(pair, len(live.row)), options.in_step)
+    return jax.tree.map(lambda x: x[live.place], all_M)
+
+
+def gradients(
+    pair: Pair, found: TwoSoftmaxes, slopes: Float[Array, "N"], how: Divergence, options: Options
+) -> Gradients:
+    """The student's gradients by recomputed logits: 3 + r matrix products, 2 + r for one gradient alone."""
+    plan, student = _plan(pair), pair.student
+    live = live_rows(student.live, plan.block)
+
+    def tile(c: Array, carry: Any) -> Any:
+        dh_MD, dw_VD = carry
+
+        def block(i: Array, carry: Any) -> Any:
+            row_R, live_R = live.block(i, plan.block)
+            own, found_R = _rows(pair, row_R, live_R), jax.tree.map(lambda x: x[row_R], found)
+            logits = _Logits(plan, own, options)
+            slopes_R = jnp.where(live_R, slopes[row_R], 0)
+            dy_RT = logits.product_slopes(logits.of_tile(c), c, found_R, slopes_R, how)
+            dh_MD, dw_TD = carry
+            if options.wants_hidden:
+                w_TD = weight_tile(plan, student, c)
+                dh_MD = add_rows(dh_MD, product(options, dy_RT, w_TD, (1, 0)), i * plan.block)
+            if options.wants_weight:
+                dw_TD += product(options, dy_RT, own.student.hidden, (0, 0))
+            return dh_MD, dw_TD
+
+        dw_TD = contract.zeros(student, plan.tile, features) if options.wants_weight else None
+        dh_MD, dw_TD = live.over_blocks(plan.block, block, (dh_MD, dw_TD))
+        return dh_MD, None if dw_TD is None else add_rows(dw_VD, dw_TD, start_of(plan, c))
+
+    vocabulary, features = student.weight.shape
+    dh_dtype, dw_dtype = contract.gradient_dtypes(student, options)
+    dh_MD = contract.zeros(student, len(live.row), features) if options.wants_hidden else None
+    dw_VD = contract.zeros(student, vocabulary, features, dtype=dw_dtype) if options.wants_weight else None
+    dh_MD, dw_VD = lax.fori_loop(0, plan.tiles, tile, (dh_MD, dw_VD))
+    return None if dh_MD is None else dh_MD.astype(dh_dtype)[live.place], dw_VD
+
+
+def loss_and_gradients(
+    pair: Pair, weights: Float[Array, "N"], how: Divergence, options: Options
+) -> tuple[TwoSoftmaxes, Gradients]:
+    """The statistics, and the gradients of the divergences' weighted sum: 3 + r matrix products in waves."""
+    plan = _plan(pair)
+    wave = wave_rows(plan, pair.student, options, logits=2)
+    if wave:
+        return _waves(plan._replace(block=wave), pair, weights, how, options)
+    found = forward(pair, how, dataclasses.replace(options, workspace=0))
+    return found, gradients(pair, found, weights, how, options)
+
+
+def _waves(
+    plan: Plan, pair: Pair, weights: Float[Array, "N"] | None, how: Divergence, options: Options
+) -> tuple[TwoSoftmaxes, Gradients]:
+    """Statistics and wanted gradients, keeping a block's logits."""
+    student = pair.student
+    live = live_rows(student.live, plan.block)
+
+    def wave(i: Array, carry: Any) -> Any:
+        all_M, dh_MD, dw_VD, y_C2RT = carry
+        row_R, live_R = live.block(i, plan.block)
+        own = _rows(pair, row_R, live_R)
+        logits = _Logits(plan, own, options)
+        y_C2RT = lax.fori_loop(
+            0, plan.tiles, lambda c, kept: lax.dynamic_update_index_in_dim(kept, logits.of_tile(c), c, 0), y_C2RT
+        )
+        found_R = _statistics(plan, logits, lambda c: y_C2RT[c], live_R, how, options)
+        all_M = write(all_M, found_R, i * plan.block)
+        if weights is None:
+            return all_M, dh_MD, dw_VD, y_C2RT
+        slopes_R = jnp.where(live_R, weights[row_R], 0)
+
+        def backward(c: Array, carry: Any) -> Any:
+            dy_RT = logits.product_slopes(y_C2RT[c], c, found_R, slopes_R, how)
+            dh_RD, dw_VD = carry
+            if options.wants_hidden:
+                dh_RD += product(options, dy_RT, weight_tile(plan, student, c), (1, 0))
+            if options.wants_weight:
+                dw_VD = add_rows(dw_VD, product(options, dy_RT, own.student.hidden, (0, 0)), start_of(plan, c))
+            return dh_RD, dw_VD
+
+        dh_RD = contract.zeros(student, plan.block, features) if options.wants_hidden else None
+        dh_RD, dw_VD = lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD))
+        dh_MD = None if dh_RD is None else write(dh_MD, dh_RD.astype(dh_dtype), i * plan.block)
+        return all_M, dh_MD, dw_VD, y_C2RT
+
+    vocabulary, features = student.weight.shape
+    dh_dtype, dw_dtype = contract.gradient_dtypes(student, options)
+    sum_dtype = dw_dtype if len(live.row) == plan.block else jnp.float32
+    dh_MD = contract.zeros(student, len(live.row), features, dtype=dh_dtype) if options.wants_hidden else None
+    dw_VD = contract.zeros(student, vocabulary, features, dtype=sum_dtype) if options.wants_weight else None
+    carry = _nothing(pair, len(live.row)), dh_MD, dw_VD, contract.zeros(student, plan.tiles, 2, plan.block, plan.tile)
+    all_M, dh_MD, dw_VD, _ = live.over_blocks(plan.block, wave, carry, options.in_step)
+    dh = None if dh_MD is None else dh_MD[live.place]
+    return jax.tree.map(lambda x: x[live.place], all_M), (dh, None if dw_VD is None else dw_VD.astype(dw_dtype))
+
+
+# --- blocks and tiles ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Logits:
+    """Both models' products of a block of rows, tile by tile, and what follows from them."""
+
+    plan: Plan
+    own: Pair  # of the block's rows
+    options: Options
+
+    def of_tile(self, c: Array) -> Float[Array, "2 R T"]:
+        """The products y of tile c."""
+        return jnp.stack([product(self.options, x.hidden, weight_tile(self.plan, x, c), (1, 1)) for x in self.own])
+
+    def fresh(self, c: Array) -> Bool[Array, "T"]:
+        return columns_of(self.plan, self.own.student, c)[1]
+
+    def scaled(self, y: Float[Array, "*R T"]) -> Float[Array, "*R T"]:
+        return contract.logits_of(self.own.student, self.options, y)
+
+    def product_slopes(
+        self, y_2RT: Array, c: Array, found: TwoSoftmaxes, slopes: Float[Array, "R"], how: Divergence
+    ) -> Float[Array, "R T"]:
+        """The derivatives by the student's products."""
+        z_RT, pull = jax.vjp(self.scaled, y_2RT[0])
+        z_2RT = jnp.stack([z_RT, self.scaled(y_2RT[1])])
+        return pull(two_softmaxes.logit_slopes(z_2RT, found, slopes, self.fresh(c), how))[0]
+
+
+def _statistics(
+    plan: Plan,
+    logits: _Logits,
+    products: Callable[[Array], Float[Array, "2 R T"]],
+    live_R: Bool[Array, "R"],
+    how: Divergence,
+    options: Options,
+) -> TwoSoftmaxes:
+    """The statistics of a block; `products` gives those of a tile."""
+
+    def tile(c: Array, running: two_softmaxes.RunningPair) -> two_softmaxes.RunningPair:
+        return two_softmaxes.include_tile(running, logits.scaled(products(c)), logits.fresh(c), how)
+
+    zeros_R = contract.zeros(logits.own.student, plan.block)
+    running = lax.fori_loop(0, plan.tiles, tile, two_softmaxes.empty(zeros_R))
+    found = two_softmaxes.finish(running, live_R, how, options.vocabulary_axis)
+    if how.in_one_pass:
+        return found
+
+    def mixture(c: Array, sums: Float[Array, "2 R"]) -> Float[Array, "2 R"]:
+        log_p_2RT = two_softmaxes.log_p(logits.scaled(products(c)), found)
+        return sums + jnp.stack(two_softmaxes.mixture_sums(log_p_2RT, logits.fresh(c), how))
+
+    sums = lax.fori_loop(0, plan.tiles, mixture, jnp.stack([zeros_R, zeros_R]))
+    if options.vocabulary_axis is not None:
+        sums = lax.psum(sums, options.vocabulary_axis)
+    divergence, to_mixture = jnp.where(live_R, sums, 0)
+    return found._replace(divergence=divergence, to_mixture=to_mixture)
+
+
+def _plan(pair: Pair) -> Plan:
+    student, teacher = (x.weight.shape for x in pair)
+    return make_plan(len(pair.student.labels), min(student[0], teacher[0]), max(student[1], teacher[1]))
+
+
+def _rows(pair: Pair, row_R: Int[Array, "R"], live_R: Bool[Array, "R"]) -> Pair:
+    """The pair at these rows; 0 where they don't count: a block that runs for its collectives must not hold NaN."""
+    return Pair(*(x._replace(hidden=jnp.where(live_R[:, None], x.hidden[row_R], 0)) for x in pair))
+
+
+def _nothing(pair: Pair, rows: int) -> TwoSoftmaxes:
+    return TwoSoftmaxes(*(contract.zeros(pair.student, rows) for _ in TwoSoftmaxes._fields))

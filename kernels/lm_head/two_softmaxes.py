@@ -1,0 +1,185 @@
+"""Two softmaxes over the same columns, seen a tile at a time: their divergence, and its derivatives by the student's z.
+
+With p the student's probabilities, q the teacher's and m = beta q + (1 - beta) p (Agarwal et al. 2023, GKD,
+arXiv:2306.13649, section 3):
+
+    forward_kl  KL(q || p)                              dz = p - q
+    reverse_kl  KL(p || q)                              dz = p (log p - log q - KL)
+    jsd         beta KL(q || m) + (1 - beta) KL(p || m)  dz = (1 - beta) p (log p - log m - KL(p || m))
+
+Where both have the same logits, all of it is exactly 0. Suffixes: R rows, T columns of a tile.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from kernels.lm_head.contract import Gradients, Inputs, Options
+from kernels.lm_head.softmax import FLOOR, MASKED
+
+Kind = Literal["forward_kl", "reverse_kl", "jsd"]
+KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    kind: Kind
+    beta: float  # of jsd alone
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether sums over unnormalised exponentials give the value: not with m, which takes both normalisers."""
+        return self.kind != "jsd"
+
+
+class Pair(NamedTuple):
+    """Student and teacher at the same rows. `columns`, as far as both weights reach, are the tokens that both have."""
+
+    student: Inputs  # labels aren't looked at
+    teacher: Inputs
+
+
+class RunningPair(NamedTuple):
+    """Sums over the columns seen so far, with e = exp(z - top) and `top` the maximum of z, of each softmax.
+
+    `cross` is the sum of e (z - top - (z' - top')), where e and z are the first argument's of the KL divergence, and
+    primes are the other's.
+    """
+
+    top: Float[Array, "2 R"]
+    sum_e: Float[Array, "2 R"]
+    cross: Float[Array, "R"]
+
+
+class TwoSoftmaxes(NamedTuple):
+    """The maximum of z and log sum exp(z - top), of student and teacher; the divergence; KL(p || m) for jsd, else 0."""
+
+    top: Float[Array, "R"]
+    log_sum_e: Float[Array, "R"]
+    teacher_top: Float[Array, "R"]
+    teacher_log_sum_e: Float[Array, "R"]
+    divergence: Float[Array, "R"]
+    to_mixture: Float[Array, "R"]
+
+
+@runtime_checkable
+class PairEngine(Protocol):
+    """An implementation of divergences, as `contract.Engine` is one of the head. Rows that don't count are 0."""
+
+    def forward(self, pair: Pair, how: Divergence, options: Options) -> TwoSoftmaxes:
+        """The statistics of all rows."""
+
+    def gradients(
+        self, pair: Pair, found: TwoSoftmaxes, slopes: Float[Array, "N"], how: Divergence, options: Options
+    ) -> Gradients:
+        """The student's wanted gradients of a scalar with derivatives `slopes`; dh is this vocabulary shard's part."""
+
+    def loss_and_gradients(
+        self, pair: Pair, weights: Float[Array, "N"], how: Divergence, options: Options
+    ) -> tuple[TwoSoftmaxes, Gradients]:
+        """The statistics, and the wanted gradients of the divergences' sum with these weights."""
+
+    def obstacle(self, pair: Pair, options: Options) -> str | None:
+        """The reason why it can't run, or None. The pair may be shapes and dtypes alone."""
+
+
+def empty(zeros_R: Float[Array, "R"]) -> RunningPair:
+    """The state before any column."""
+    zeros_2R = jnp.stack([zeros_R, zeros_R])
+    return RunningPair(zeros_2R + FLOOR, zeros_2R, zeros_R)
+
+
+def include_tile(
+    running: RunningPair, z_2RT: Float[Array, "2 R T"], fresh_T: Bool[Array, "T"], how: Divergence
+) -> RunningPair:
+    """The state after one more tile of columns, of which `fresh_T` count."""
+    z_2RT = jnp.where(fresh_T, z_2RT, MASKED)
+    top = jnp.maximum(running.top, z_2RT.max(axis=2))
+    below_2RT = z_2RT - top[:, :, None]
+    e_2RT = jnp.exp(below_2RT)
+    raised = _raised(running, top, how)
+    cross = raised.cross
+    if how.in_one_pass:
+        first = _first(how)
+        apart_RT = jnp.where(fresh_T, below_2RT[first] - below_2RT[1 - first], 0)
+        cross += (e_2RT[first] * apart_RT).sum(axis=1)
+    return RunningPair(top, raised.sum_e + e_2RT.sum(axis=2), cross)
+
+
+def finish(running: RunningPair, live: Bool[Array, "R"], how: Divergence, axis: str | None) -> TwoSoftmaxes:
+    """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count.
+
+    For jsd the divergence is still to be added up (`mixture_sums`). Devices exchange two maxima and three sums a row.
+    """
+    if axis is not None:
+        top = lax.pmax(running.top, axis)
+        raised = _raised(running, top, how)
+        running = RunningPair(top, *lax.psum((raised.sum_e, raised.cross), axis))
+    log_sum_e, first = jnp.log(running.sum_e), _first(how)
+    divergence = running.cross / running.sum_e[first] - log_sum_e[first] + log_sum_e[1 - first]
+    (top, teacher_top), (own, teachers) = running.top, log_sum_e
+    found = (top, own, teacher_top, teachers, divergence if how.in_one_pass else 0, 0)
+    return TwoSoftmaxes(*(jnp.where(live, x, 0.0) for x in found))
+
+
+def log_p(z_2RT: Float[Array, "2 R T"], found: TwoSoftmaxes) -> Float[Array, "2 R T"]:
+    """Both softmaxes' log-probabilities."""
+    top_2R = jnp.stack([found.top, found.teacher_top])
+    log_sum_e_2R = jnp.stack([found.log_sum_e, found.teacher_log_sum_e])
+    return (z_2RT - top_2R[:, :, None]) - log_sum_e_2R[:, :, None]
+
+
+def mixture_sums(
+    log_p_2RT: Float[Array, "2 R T"], fresh_T: Bool[Array, "T"], how: Divergence
+) -> tuple[Float[Array, "R"], Float[Array, "R"]]:
+    """A tile's part of jsd, and of KL(p || m)."""
+    p_2RT = jnp.where(fresh_T, jnp.exp(log_p_2RT), 0)
+    of_student_RT, of_teacher_RT = p_2RT * above_mixture(log_p_2RT, how)
+    divergence_RT = how.beta * of_teacher_RT + (1 - how.beta) * of_student_RT
+    return divergence_RT.sum(axis=1), of_student_RT.sum(axis=1)
+
+
+def above_mixture(log_p_2RT: Float[Array, "2 R T"], how: Divergence) -> Float[Array, "2 R T"]:
+    """log p - log m and log q - log m: 0 where p = q."""
+    apart_RT = log_p_2RT[0] - log_p_2RT[1]
+    # log m less the larger of the two; the smaller one's share of m is its part of the sum.
+    share_RT = jnp.where(apart_RT > 0, how.beta, 1 - how.beta)
+    mixture_RT = jnp.log1p(share_RT * jnp.expm1(-jnp.abs(apart_RT)))
+    return jnp.stack([jnp.minimum(apart_RT, 0), jnp.minimum(-apart_RT, 0)]) - mixture_RT
+
+
+def logit_slopes(
+    z_2RT: Float[Array, "2 R T"],
+    found: TwoSoftmaxes,
+    slopes: Float[Array, "R"],
+    fresh_T: Bool[Array, "T"],
+    how: Divergence,
+) -> Float[Array, "R T"]:
+    """The derivatives by the student's logits of a scalar with derivatives `slopes` by the rows' divergences."""
+    log_p_2RT = log_p(z_2RT, found)
+    p_RT, q_RT = jnp.exp(log_p_2RT)
+    if how.kind == "forward_kl":
+        dz_RT = p_RT - q_RT
+    elif how.kind == "reverse_kl":
+        dz_RT = p_RT * (log_p_2RT[0] - log_p_2RT[1] - found.divergence[:, None])
+    else:
+        dz_RT = (1 - how.beta) * p_RT * (above_mixture(log_p_2RT, how)[0] - found.to_mixture[:, None])
+    return jnp.where(fresh_T, slopes[:, None] * dz_RT, 0)
+
+
+def _first(how: Divergence) -> int:
+    """The softmax over which KL's expectation is taken: 0 the student's, 1 the teacher's."""
+    return int(how.kind == "forward_kl")
+
+
+def _raised(running: RunningPair, top: Float[Array, "2 R"], how: Divergence) -> RunningPair:
+    """The sums relative to other maxima."""
+    shift, first = running.top - top, _first(how)
+    e = jnp.exp(shift)
+    apart = shift[first] - shift[1 - first]
+    return RunningPair(top, e * running.sum_e, e[first] * (running.cross + apart * running.sum_e[first]))
