@@ -1,0 +1,342 @@
+"""`token_divergence` and `divergence_loss` by every engine: what they give, what they never read, and what they cost.
+
+What is right is divergence_oracle.py, and near enough is as near as the ordinary JAX program with full logits comes.
+"""
+
+import collections
+import functools
+import math
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from divergence_cases import (
+    ENGINES,
+    F32,
+    GENERAL,
+    KINDS,
+    WAYS,
+    Models,
+    alike,
+    check,
+    cotangents_of,
+    models_of,
+    run,
+    values_of,
+)
+from divergence_oracle import exact_divergences
+from engines import FULL, XLA, XLA_BF16, parameter
+from jax.extend.core.primitives import dot_general_p
+from lm_head_cases import SCALES, assert_near, equations
+
+from kernels.lm_head import divergence_loss, token_divergence
+
+every_engine = pytest.mark.parametrize("engine", [parameter(x) for x in ENGINES])
+every_way = pytest.mark.parametrize(("engine", "way"), [parameter(x, way) for x in ENGINES for way in WAYS[x]])
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+# --- the oracle itself ---
+
+
+@every_kind
+@pytest.mark.parametrize("options", [{"temperature": 0.7}, {"softcap": 2.0, "temperature": 1.3}, {"more": -50}])
+def test_the_oracle_is_what_jax_makes_of_a_plain_program_in_float64(kind, options):
+    models = models_of(XLA, more=options.pop("more", 40))
+    live, cotangents, options = XLA.live("most"), cotangents_of(models), {"kind": kind} | KINDS[kind] | options
+    common = min(len(models.weight), len(models.teacher_weight))
+    with jax.enable_x64(True):
+        h, w, teacher_h, teacher_w = (jnp.asarray(np.asarray(x, np.float64)) for x in models)
+
+        def values(h, w):
+            return jnp.where(live, values_of(h @ w[:common].T, teacher_h @ teacher_w[:common].T, **options), 0)
+
+        want = (values(h, w), *jax.grad(lambda *x: jnp.vdot(cotangents, values(*x)), (0, 1))(h, w))
+    assert_near(exact_divergences(*models, cotangents, where=live, **options)[:3], want, 1e-12)
+
+
+def test_the_oracle_knows_coins_and_certainties():
+    fair, three_of_four = np.zeros((2, 1)), np.log([[3.0], [1.0]])
+    coins = functools.partial(exact_divergences, [[1.0]], fair, [[1.0]], three_of_four, [1.0])
+    np.testing.assert_allclose(coins(kind="forward_kl").values, 0.75 * np.log(1.5) + 0.25 * np.log(0.5))
+    np.testing.assert_allclose(coins(kind="reverse_kl").values, -0.5 * np.log(0.75))
+    heads, tails = np.eye(2)[:, :1], np.eye(2)[:, 1:]
+    certain = functools.partial(exact_divergences, [[1000.0]], heads, [[1000.0]], tails, [1.0])
+    for kind, value in {"forward_kl": 1000, "reverse_kl": 1000, "jsd": -0.3 * np.log(0.3) - 0.7 * np.log(0.7)}.items():
+        np.testing.assert_allclose(certain(kind=kind, beta=0.3).values, value)
+
+
+# --- values and gradients ---
+
+
+@every_kind
+@every_way
+def test_any_softmaxes_of_any_rows_are_as_accurate_as_full_logits(engine, way, kind):
+    """Student and teacher disagree where they are saturated."""
+    for softmax, rows in (("near-uniform", "every"), ("peaked", "a block and one"), ("saturated", "few")):
+        check(engine, way, models_of(engine, SCALES[softmax]), kind, rows)
+    check(engine, way, models_of(engine, 30.0), kind, "most", temperature=0.6)
+    assert not np.any(check(engine, way, models_of(engine), kind, "none").weight)
+
+
+@every_engine
+@pytest.mark.parametrize(
+    ("kind", "more", "common"),
+    [("forward_kl", -16, None), ("reverse_kl", -16, 130), ("jsd", 0, None), ("jsd", 40, 130), ("forward_kl", 8, 1)],
+)
+def test_only_tokens_of_both_vocabularies_exist(engine, kind, more, common):
+    """The smaller number of rows, or `teacher_vocabulary`; other rows get no gradient."""
+    models = models_of(engine, more=more, common=common)
+    smaller = min(len(models.weight), len(models.teacher_weight))
+    for way in (GENERAL, "some"):
+        got = check(engine, way, models, kind, "most", teacher_vocabulary=common)
+        assert not np.any(got.weight.astype(F32)[common or smaller :])
+
+
+@every_engine
+@every_kind
+def test_the_softcap_comes_before_the_temperature_on_both_sides(engine, kind):
+    check(engine, "some", models_of(engine, 30.0), kind, softcap=20.0, temperature=0.6)
+
+
+@pytest.mark.parametrize("beta", [0.001, 0.5, 0.9])
+def test_any_mixture_of_student_and_teacher_is_as_accurate_as_full_logits(beta):
+    check(XLA, "some", models_of(XLA, 30.0), "jsd", beta=beta)
+
+
+@every_kind
+def test_float32_masters_with_bfloat16_products_get_float32_gradients(kind):
+    narrow = models_of(XLA_BF16)
+    _, want = run(XLA_BF16, "all", narrow, kind)
+    _, got = run(XLA, "all", Models(*(x.astype(F32) for x in narrow)), kind, dtype=jnp.bfloat16)
+    assert_near(got.values, want.values, 1e-5)
+    assert_near(got[1:], [x.astype(F32) for x in want[1:]], 2**-7)
+    assert all(np.any(x != x.astype(jnp.bfloat16).astype(F32)) for x in got[1:])
+
+
+@every_kind
+@every_way
+def test_equal_models_differ_by_exactly_nothing_and_near_ones_never_by_less(engine, way, kind):
+    for scale in SCALES.values():
+        total, got = run(engine, way, alike(models_of(engine, scale)), kind)
+        assert total == 0
+        assert not any(np.any(x.astype(F32)) for x in got)
+        for difference in (1e-6, 1e-4, 1e-2):
+            assert np.min(run(engine, way, alike(models_of(engine, scale), difference), kind)[1].values) >= -1e-6
+
+
+@every_kind
+@every_way
+def test_a_nan_in_a_row_that_counts_is_not_hidden(engine, way, kind):
+    models = models_of(engine)
+    for side in ("hidden", "teacher_hidden"):
+        total, got = run(engine, way, models._replace(**{side: getattr(models, side).at[5].set(jnp.nan)}), kind)
+        assert np.isnan(total)
+        assert np.isnan(got.weight.astype(F32)).any()
+        for x in (got.values, got.hidden.astype(F32).sum(axis=1)):
+            np.testing.assert_array_equal(np.isnan(x), np.arange(len(models.hidden)) == 5)
+
+
+# --- the rule of differentiation, transformations: which every engine shares ---
+
+
+def loss_of(way, **options):
+    """(hidden, weight, teacher_hidden, teacher_weight, weights) to loss and divergences."""
+
+    def by_divergences(*arguments):
+        values = token_divergence(*arguments[:4], where=arguments[4] != 0, **options)
+        return jnp.vdot(arguments[4], values), values
+
+    def by_loss(*arguments):
+        return divergence_loss(*arguments[:4], weights=arguments[4], workspace=XLA.bytes_of(way), **options)
+
+    return by_divergences if way == GENERAL else by_loss
+
+
+def test_student_and_weights_get_gradients_teacher_and_the_divergences_beside_get_none():
+    models = models_of(XLA)
+    weights = jnp.where(XLA.live("most"), cotangents_of(models), 0)
+
+    @jax.jit
+    def gradients(*arguments):
+        run = jax.value_and_grad(loss_of("some"), (0, 1, 2, 3, 4), has_aux=True)
+        scaled = jax.grad(lambda *x: 3 * loss_of("some")(*x)[0] + loss_of("some")(*x)[0] ** 2, (0, 1))
+        beside = jax.grad(lambda *x: loss_of("some")(*x)[1].sum(), (0, 1, 2, 3, 4))
+        teacher = jax.grad(lambda *x: loss_of(GENERAL)(*x)[0], (2, 3))
+        return run(*arguments), scaled(*arguments), (beside(*arguments), teacher(*arguments))
+
+    with XLA.strictly():
+        ((loss, values), once), scaled, nothing = gradients(*models, weights)
+    live = weights != 0
+    np.testing.assert_allclose(np.where(live, once[4], 0), values, rtol=1e-6)
+    assert_near(scaled, [(3 + 2 * loss) * x for x in once[:2]])
+    assert not any(np.any(x) for x in (*jax.tree.leaves(nothing), *once[2:4]))
+
+
+@pytest.mark.parametrize("way", [GENERAL, "some"])
+def test_transformations_and_leading_dims_give_the_same(way):
+    models = models_of(XLA)
+    arguments, loss = (*models, jnp.where(XLA.live("most"), cotangents_of(models), 0)), loss_of(way)
+
+    def differentiated(function, sides=(0, 1)):
+        return jax.value_and_grad(function, sides, has_aux=True)
+
+    def in_two_dims(h, w, th, tw, weights):
+        total, values = loss(h.reshape(9, 10, -1), w, th.reshape(9, 10, -1), tw, weights.reshape(9, 10))
+        assert values.shape == (9, 10)
+        return total, values.reshape(-1)
+
+    with XLA.strictly():
+        want = jax.jit(differentiated(loss))(*arguments)
+        for function in (differentiated(jax.checkpoint(loss)), differentiated(in_two_dims)):
+            assert_near(jax.jit(function)(*arguments), want)
+        assert_near(differentiated(loss)(*arguments), want)
+        for side in (0, 1):  # the other is frozen
+            assert_near(jax.jit(differentiated(loss, side))(*arguments)[1], want[1][side])
+
+
+def test_rows_count_where_the_mask_and_their_weight_say_so_and_weigh_1_without_one():
+    models = models_of(XLA)
+    live, weights = XLA.live("most"), jnp.arange(90) % 3.0
+    loss = functools.partial(divergence_loss, *models)
+    assert_near(loss(where=live, weights=jnp.where(live, weights, jnp.nan)), loss(weights=weights * live))
+    assert_near(loss(where=live), loss(weights=live.astype(F32)))
+    assert_near(loss()[1], token_divergence(*models, kind="reverse_kl", beta=0.5))
+
+
+# --- what it costs ---
+
+N, V, D, T = 96, 384, 20, 28
+"""Whole tiles and blocks, and widths that no other dim has."""
+VALUE = "the value alone"
+
+
+def shapes_of(n, v, d, t, dtype=F32):
+    return tuple(jax.ShapeDtypeStruct(*x) for x in (((n, d), dtype), ((v, d), dtype), ((n, t), dtype), ((v, t), dtype)))
+
+
+def products(engine, way, kind, live=N, sides=(0, 1)):
+    """How many products of 2·N·V·D flops run, of the student's width and of the teacher's; `live` rows count."""
+    found = collections.Counter()
+    bind = dot_general_p.bind
+
+    def counted(a, b, **how):
+        out = bind(a, b, **how)
+        multiplications = out.size * math.prod(a.shape[i] for i in how["dimension_numbers"][0][0])
+        width = next((x for x in (D, T) if x in (*a.shape, *b.shape)), 1)
+        jax.debug.callback(lambda: found.update({width: multiplications}))
+        return out
+
+    function = loss_of(GENERAL if way == VALUE else way, kind=kind, impl=engine.impl)
+    if way != VALUE:
+        function = jax.value_and_grad(function, sides, has_aux=True)
+    rng = np.random.default_rng(4)
+    models = [jnp.asarray(rng.normal(size=x.shape), F32) for x in shapes_of(N, V, D, T)]
+    weights = jnp.where(rng.permutation(N) < live, 0.5, 0)
+    jax.clear_caches()  # of functions that were traced without the count
+    with engine.strictly(), mock.patch.object(dot_general_p, "bind", counted):
+        jax.block_until_ready(jax.jit(lambda *x: function(*x))(*models, weights))
+        jax.effects_barrier()
+    return np.array([found[D] / D, found[T] / T]) / (N * V)
+
+
+@every_kind
+@pytest.mark.parametrize(
+    ("engine", "way"), [parameter(x, way) for x in (XLA, FULL) for way in (VALUE, *WAYS[x]) if way != "some"]
+)
+def test_it_takes_as_few_products_as_documented(engine, way, kind):
+    """1 + r for the value, r being the teacher's width over the student's; with gradients 3 + r where logits are kept.
+
+    Without room for them 4 + 2r, and 5 + 3r for the jsd; one less without the gradient of a side.
+    """
+    least = np.array((1, 1) if way == VALUE else (3, 1))
+    kept = engine is FULL or way in ("all", VALUE)
+    most = least if kept else np.array((5, 3) if kind == "jsd" else (4, 2))
+    found = products(engine, way, kind)
+    assert np.all((found >= least) & (found <= most)), found
+    for side in (0, 1) if way in ("all", "none") else ():
+        assert products(engine, way, kind, sides=(side,))[0] <= most[0] - 1
+
+
+@every_kind
+@pytest.mark.parametrize("way", [VALUE, GENERAL, "none"])
+def test_products_follow_the_rows_that_count(way, kind):
+    """In whole blocks of 16 rows."""
+    assert not products(XLA, way, kind, live=0).any()
+    assert (products(XLA, way, kind, live=17) <= (17 + 2 * 15) / N * products(XLA, way, kind)).all()
+
+
+LARGE = (40_009, 151_936, 896, 1536)
+
+
+@every_kind
+@pytest.mark.parametrize("way", [VALUE, GENERAL, 0, None, 2**40])
+def test_no_value_carries_both_rows_and_vocabulary(way, kind):
+    """The largest are two waves' logits, of 2048 rows each at most."""
+    n, v = LARGE[:2]
+
+    def total(*arguments):
+        if way in (VALUE, GENERAL):
+            return token_divergence(*arguments, kind=kind, impl="xla").sum()
+        return divergence_loss(*arguments, kind=kind, impl="xla", workspace=way)[0]
+
+    function = total if way == VALUE else jax.grad(total, (0, 1))
+    jaxpr = jax.make_jaxpr(function)(*shapes_of(*LARGE, jnp.bfloat16)).jaxpr
+    shapes = {x.aval.shape for e in equations(jaxpr) for x in e.outvars if hasattr(x.aval, "shape")}
+    assert len(shapes) > 10, "the walk has not seen the loops"
+    for shape in shapes:
+        assert not (any(x >= n for x in shape[:-1]) and shape[-1] >= v), shape
+        assert math.prod(shape) <= 2 * 2048 * 153_600, shape
+
+
+@pytest.mark.parametrize("workspace", [0, 2**26])
+def test_temporaries_stay_within_the_workspace_and_a_few_tiles(workspace):
+    n, v, d, t = 8192, 16_411, 64, 96
+    loss = lambda *x: divergence_loss(*x, kind="jsd", workspace=workspace, impl="xla")[0]  # noqa: E731
+    memory = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes_of(n, v, d, t)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= workspace + 64 * 2**20 + 4 * n * d
+
+
+# --- what is refused ---
+
+GOOD = dict(zip(Models._fields, map(jnp.zeros, ((4, 3), (5, 3), (4, 2), (6, 2))), strict=True))
+GOOD["teacher_vocabulary"] = 5
+FAULTS = {
+    "an unknown kind": ("kind", {"kind": "kl"}),
+    "a beta of 0": ("beta", {"kind": "jsd", "beta": 0.0}),
+    "a beta of 1": ("beta", {"kind": "jsd", "beta": 1.0}),
+    "a beta that is no number": ("beta", {"kind": "jsd", "beta": math.nan}),
+    "another model's tokens": ("teacher_hidden", {"teacher_hidden": jnp.zeros((3, 2))}),
+    "a teacher's weight of another width": ("teacher_weight", {"teacher_weight": jnp.zeros((6, 3))}),
+    "a teacher's weight that is no matrix": ("teacher_weight", {"teacher_weight": jnp.zeros((1, 6, 2))}),
+    "a float16 teacher": ("teacher_hidden", {"teacher_hidden": jnp.zeros((4, 2), jnp.float16)}),
+    "a teacher's weight of integers": ("teacher_weight", {"teacher_weight": jnp.zeros((6, 2), int)}),
+    "a vocabulary larger than the student's": ("teacher_vocabulary", {"teacher_vocabulary": 6}),
+    "a vocabulary larger than the teacher's": ("teacher_vocabulary", {"teacher_weight": jnp.zeros((4, 2))}),
+    "no vocabulary": ("teacher_vocabulary", {"teacher_vocabulary": 0}),
+    "a weight of another width": ("weight", {"weight": jnp.zeros((5, 4))}),
+    "float16 hidden states": ("hidden", {"hidden": jnp.zeros((4, 3), jnp.float16)}),
+    "where of another shape": ("where", {"where": jnp.ones(3, bool)}),
+    "where that is not boolean": ("where", {"where": jnp.ones(4)}),
+    "a temperature of 0": ("temperature", {"temperature": 0.0}),
+    "a softcap below 0": ("softcap", {"softcap": -1.0}),
+    "float16 products": ("dtype", {"dtype": jnp.float16}),
+    "an unknown implementation": ("impl", {"impl": "warp"}),
+}
+OF_THE_LOSS = {
+    "weights of another shape": ("weights", {"weights": jnp.ones(3)}),
+    "a workspace below zero": ("workspace", {"workspace": -1}),
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "fault"),
+    [*((token_divergence, x) for x in FAULTS), *((divergence_loss, x) for x in FAULTS | OF_THE_LOSS)],
+)
+def test_the_argument_at_fault_is_named(function, fault):
+    jax.eval_shape(functools.partial(function, **GOOD))
+    argument, faults = (FAULTS | OF_THE_LOSS)[fault]
+    with pytest.raises(ValueError, match=rf"\b{argument}\b"):
+        function(**(GOOD | faults))
