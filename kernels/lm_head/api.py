@@ -1,7 +1,8 @@
 """The head's entry points: arguments are checked, leading dims flattened, and an engine is picked."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -21,7 +22,7 @@ from kernels.lm_head.arguments import (
 )
 from kernels.lm_head.contract import Engine, Inputs, Objective, Options, Terms
 from kernels.lm_head.gpu import engine as mosaic_gpu
-from kernels.lm_head.sharded import HeadSharding, Sharded, run_on_mesh
+from kernels.lm_head.sharded import HeadSharding, Sharded, rows_of, run_on_mesh
 from kernels.lm_head.softmax import TokenLogprobs
 from kernels.lm_head.target import same_varying, varying_axes
 from kernels.lm_head.tpu import engine as mosaic_tpu
@@ -95,9 +96,10 @@ def token_logprobs(
     options = Options(checked_softcap(softcap), product_dtype(dtype, *arrays[:2]), gradient_dtypes=dtypes)
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> TokenLogprobs:
-        inputs = _flat_inputs(*arrays[:5])
-        tokens = autodiff.token_logprobs(_engine(impl, inputs, options, sharding), options, inputs, arrays[5])
-        return _unflattened(_without_bad_labels(tokens, inputs), arrays[0])
+        rows = rows_of(arrays[2].shape, sharding)
+        inputs = _flat_inputs(rows.flat, *arrays[:5])
+        tokens = autodiff.token_logprobs(_engine(impl, inputs, options, rows.sharding), options, inputs, arrays[5])
+        return TokenLogprobs(*map(rows.folded, _without_bad_labels(tokens, inputs)))
 
     return run_on_mesh(run, sharding, arrays, lambda tokens: tokens)
 
@@ -161,15 +163,17 @@ def token_loss(
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> tuple[Float[Array, ""], TokenLogprobs]:
         hidden, copy, labels, live, temperature, weight, weights, *others = arrays
-        inputs = _flat_inputs(hidden, copy, labels, live, temperature)
-        per_token, shared = [x.reshape(-1) for x in others[: len(operands)]], tuple(others[len(operands) :])
+        rows = rows_of(labels.shape, sharding)
+        inputs = _flat_inputs(rows.flat, hidden, copy, labels, live, temperature)
+        per_token, shared = list(map(rows.flat, others[: len(operands)])), tuple(others[len(operands) :])
         if "mean_logit" in statistics:
             per_token.append(_mean_logit(inputs, weight))
-        own = jnp.where(_has_bad_label(inputs), jnp.nan, weights.reshape(-1).astype(jnp.float32))
+        own = jnp.where(_has_bad_label(inputs), jnp.nan, rows.flat(weights).astype(jnp.float32))
         terms = Terms(own, tuple(per_token), shared)
-        engine = _engine(impl, inputs, options, sharding)
+        engine = _engine(impl, inputs, options, rows.sharding)
         loss, tokens = autodiff.token_loss(engine, options, closed.function, inputs, weight, terms)
-        return loss, _unflattened(jax.lax.stop_gradient(_without_bad_labels(tokens, inputs)), hidden)
+        tokens = jax.lax.stop_gradient(_without_bad_labels(tokens, inputs))
+        return loss, TokenLogprobs(*map(rows.folded, tokens))
 
     return run_on_mesh(run, sharding, (*arrays, *closed.shared), lambda tokens: (jax.sharding.PartitionSpec(), tokens))
 
@@ -195,11 +199,12 @@ def choose_impl(
     "Here" is the mesh of `sharding`, else the mesh that is set, else JAX's default device. Arrays may be shapes and
     dtypes alone.
     """
-    tokens = hidden.shape[:-1]
-    own = (hidden.shape, hidden.dtype), (weight.shape, weight.dtype)
-    arrays = (*own, (tokens, jnp.int32), (tokens, jnp.bool_), ((), jnp.float32))
-    inputs = jax.eval_shape(_flat_inputs, *(jax.ShapeDtypeStruct(*x) for x in arrays))
-    return _choose(inputs, Options(checked_softcap(softcap), product_dtype(dtype, hidden, weight)), sharding)
+    count = math.prod(hidden.shape[:-1])
+    states = (count, hidden.shape[-1]), hidden.dtype
+    arrays = (states, (weight.shape, weight.dtype), ((count,), jnp.int32), ((count,), jnp.bool_), ((), jnp.float32))
+    inputs = Inputs(*(jax.ShapeDtypeStruct(*x) for x in arrays))  # type: ignore[arg-type]
+    of_rows = None if sharding is None else sharding.of_rows
+    return _choose(inputs, Options(checked_softcap(softcap), product_dtype(dtype, hidden, weight)), of_rows)
 
 
 def _choose(inputs: Inputs, options: Options, sharding: HeadSharding | None) -> EngineChoice:
@@ -231,13 +236,10 @@ def _placed(name: str, sharding: HeadSharding | None) -> Engine:
     return engine if sharding is None or sharding.mesh.size == 1 else Sharded(sharding.in_use(), engine)
 
 
-def _flat_inputs(hidden: Array, weight: Array, labels: Array, live: Array, temperature: Array) -> Inputs:
-    return Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), live.reshape(-1), temperature)
-
-
-def _unflattened(tokens: TokenLogprobs, hidden: Array) -> TokenLogprobs:
-    """The statistics with the leading dims of hidden."""
-    return TokenLogprobs(*(x.reshape(hidden.shape[:-1]) for x in tokens))
+def _flat_inputs(
+    flat: Callable[[Array], Array], hidden: Array, weight: Array, labels: Array, live: Array, temperature: Array
+) -> Inputs:
+    return Inputs(flat(hidden), weight, flat(labels), flat(live), temperature)
 
 
 def _has_bad_label(inputs: Inputs) -> Bool[Array, "N"]:
