@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from engines import (
     BF16,
+    CHUNKED,
     EVERY,
     F32,
     FULL,
@@ -158,7 +159,7 @@ def test_the_outputs_alone_are_as_accurate_as_full_logits(engine: Engine) -> Non
 # --- labels, shapes and dtypes ---
 
 
-@engines(FULL, XLA, TPU, GPU, *OF_LOGITS)
+@engines(FULL, CHUNKED, XLA, TPU, GPU, *OF_LOGITS)
 def test_a_traced_label_outside_of_the_vocabulary_hits_nothing(engine: Engine) -> None:
     """Nor the padding of the last tile. Its logprob is -lse, and its gradient that of the normaliser alone."""
     n, v, _ = engine.shape

@@ -1,0 +1,87 @@
+"""The head with the logits of a chunk of tokens at a time, made again for the gradients: the baseline in little memory.
+
+It is what JAX trainers do by `jax.checkpoint` in a scan over tokens, in its strongest form: a chunk is a part of the
+program with full logits, has as many tokens as the fused head's default keeps the logits of, or as fit the workspace,
+and dW is summed in float32, in place if the weight is float32. It takes 4 matrix products; rows that don't count cost
+as much as the others.
+
+Suffixes: R rows of a chunk, D features, V vocabulary.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from kernels.lm_head import contract, full_logits, target
+from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms
+from kernels.lm_head.live_rows import round_up
+from kernels.lm_head.softmax import Softmax, TokenLogprobs
+
+_CPU_ROWS, _ROWS, _LEAST_ROWS = 256, 1024, 64
+
+
+def obstacle(inputs: Inputs, options: Options) -> None:
+    """Nothing keeps it from running."""
+
+
+def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
+    """The statistics: 1 matrix product."""
+
+    def chunk(_: None, rows: tuple[Array, ...]) -> tuple[None, Softmax]:
+        return None, full_logits.forward(_of_rows(inputs, *rows), options.values_alone)[0]
+
+    return _joined(inputs, lax.scan(chunk, None, _chunks(inputs, options))[1]), None
+
+
+def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogprobs, options: Options) -> Gradients:
+    """The gradients: 3 matrix products, 2 for one gradient alone."""
+    dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
+    # The statistics that are made again with the logits are not used: without an axis nothing is exchanged for them.
+    again = dataclasses.replace(options, vocabulary_axis=None, gradient_dtypes=(dh_dtype, jnp.dtype(jnp.float32)))
+
+    def chunk(dw_VD: Array | None, chunk: Any) -> tuple[Array | None, Array | None]:
+        rows, softmax_R, slopes_R = chunk
+        own = _of_rows(inputs, *rows)
+        dh_RD, more_VD = full_logits.gradients(own, softmax_R, full_logits.forward(own, again)[1], slopes_R, again)
+        return None if dw_VD is None else dw_VD + more_VD, dh_RD
+
+    dw_VD = contract.zeros(inputs, *inputs.weight.shape) if options.wants_weight else None
+    dw_VD, dh = lax.scan(chunk, dw_VD, _chunks(inputs, options, softmax, slopes))
+    return _joined(inputs, dh), None if dw_VD is None else dw_VD.astype(dw_dtype)
+
+
+def loss_and_gradients(
+    inputs: Inputs, objective: Objective, terms: Terms, options: Options
+) -> tuple[Softmax, Gradients]:
+    softmax, _ = forward(inputs, options)
+    slopes = contract.loss_slopes(objective, inputs.live, softmax.outputs(), terms)
+    return softmax, gradients(inputs, softmax, None, slopes, options)
+
+
+def _chunks(inputs: Inputs, options: Options, *more: Any) -> Any:
+    """Hidden states, labels and live rows, and trees of further arrays [N, ...], as chunks [C, R, ...] of equal size."""
+    most = _CPU_ROWS if target.platform() == "cpu" else _ROWS
+    if options.workspace is not None:
+        most = max(_LEAST_ROWS, options.workspace // (4 * len(inputs.weight)) // 8 * 8)
+    count = len(inputs.labels)
+    rows = round_up(-(-count // -(-count // most)), min(8, count))
+
+    def chunks(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, -count % rows), *[(0, 0)] * (x.ndim - 1)))
+        return padded.reshape(-1, rows, *x.shape[1:])
+
+    found = jax.tree.map(chunks, ((inputs.hidden, inputs.labels, inputs.live), *more))
+    return found if more else found[0]
+
+
+def _of_rows(inputs: Inputs, hidden: Array, labels: Array, live: Array) -> Inputs:
+    return inputs._replace(hidden=hidden, labels=labels, live=live)
+
+
+def _joined(inputs: Inputs, chunks: Any) -> Any:
+    """A tree of arrays [N, ...] of chunks [C, R, ...]."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: len(inputs.labels)], chunks)
