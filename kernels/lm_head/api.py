@@ -125,8 +125,8 @@ def token_loss(
             twice: 4. The float32 sum of a narrower weight's gradient over several waves is workspace, too. None, in
             xla: float32 products of 256 tokens (1024 on accelerators); in mosaic_tpu, which uses none where the weight
             is frozen or the objective uses the entropy: exponentials of 1024 tokens; both without room for such a sum;
-            in mosaic_gpu: float16 logits of 1024 tokens. chunked_logits has the logits of a chunk in it, of 64 tokens at
-            least; full_logits ignores it.
+            in mosaic_gpu: float16 logits of 1024 tokens. chunked_logits keeps in it the logits of one chunk, 64 tokens
+            at least; full_logits ignores it.
 
     Raises:
         ValueError: names the argument; before anything is compiled.

@@ -24,6 +24,11 @@ from kernels.lm_head.softmax import Softmax, TokenLogprobs
 _CPU_ROWS, _ROWS, _LEAST_ROWS = 256, 1024, 64
 
 
+def most_rows(platform: str) -> int:
+    """The rows of a chunk without a workspace, at most."""
+    return _CPU_ROWS if platform == "cpu" else _ROWS
+
+
 def obstacle(inputs: Inputs, options: Options) -> None:
     """Nothing keeps it from running."""
 
@@ -63,8 +68,8 @@ def loss_and_gradients(
 
 
 def _chunks(inputs: Inputs, options: Options, *more: Any) -> Any:
-    """Hidden states, labels and live rows, and trees of further arrays [N, ...], as chunks [C, R, ...] of equal size."""
-    most = _CPU_ROWS if target.platform() == "cpu" else _ROWS
+    """Hidden states, labels, live rows, and trees of more arrays [N, ...], as chunks [C, R, ...] of equal size."""
+    most = most_rows(target.platform())
     if options.workspace is not None:
         most = max(_LEAST_ROWS, options.workspace // (4 * len(inputs.weight)) // 8 * 8)
     count = len(inputs.labels)

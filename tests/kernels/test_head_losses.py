@@ -91,9 +91,7 @@ def test_an_objective_of_the_entropy_is_as_accurate_as_full_logits(engine: Engin
     assert_accurate(engine, problem, objective, weights, largest=False, **options)
 
 
-@pytest.mark.parametrize(
-    ("impl", "workspace"), [("xla", 0), ("xla", 100_000), ("xla", 1 << 27), ("chunked_logits", 0)]
-)
+@pytest.mark.parametrize(("impl", "workspace"), [("xla", 0), ("xla", 100_000), ("xla", 1 << 27), ("chunked_logits", 0)])
 def test_a_sum_over_many_tokens_does_not_wear_down_in_bfloat16(impl: str, workspace: int) -> None:
     problem, objective = cases.random_problem((5003, 37, 8), 1.0, BF16), OBJECTIVES["entropy bonus"]
     cases.check_loss(problem, objective, jnp.ones(5003), impl=impl, workspace=workspace)

@@ -55,12 +55,12 @@ def test_a_method_that_fails_is_a_line_with_the_reason_and_the_others_are_measur
         return ([], "ValueError: impl: it can't run here") if task else ([DEVICE], "")
 
     monkeypatch.setattr(head, "start", start)
-    assert head.main(["--methods", "optax", "scan", "--shape", "24,16,130", "--live", "1", "0.5"]) == 0
+    assert head.main(["--methods", "optax", "chunked logits", "--shape", "24,16,130", "--live", "1", "0.5"]) == 0
     whole, half = capsys.readouterr().out.split("\n\n")[1:]
     assert "not measured: MemoryError: optax on full logits" in whole.splitlines()
     assert [cells(line)[0] for line in half.splitlines()].count("optax on full logits") == 1
     for table in (whole, half):
-        refused = "not measured: ValueError: impl: it can't run here: scan over 256 tokens, recomputed"
+        refused = "not measured: ValueError: impl: it can't run here: chunked logits; chunked logits, workspace 640 MiB"
         assert refused in table.splitlines()
 
 
