@@ -1,9 +1,8 @@
 """The head with the logits of a chunk of tokens at a time, made again for the gradients: the baseline in little memory.
 
-It is what JAX trainers do by `jax.checkpoint` in a scan over tokens, in its strongest form: a chunk is a part of the
-program with full logits, has as many tokens as the fused head's default keeps the logits of, or as fit the workspace,
-and dW is summed in float32, in place if the weight is float32. It takes 4 matrix products; rows that don't count cost
-as much as the others.
+It is what JAX trainers do by `jax.checkpoint` in a scan over tokens, in its strongest form: full logits' program for as
+many tokens as the fused head's default keeps the logits of, or as fit the workspace. dW is summed in float32; rows that
+don't count cost as much as the others.
 
 Suffixes: R rows of a chunk, D features, V vocabulary.
 """
@@ -36,10 +35,10 @@ def obstacle(inputs: Inputs, options: Options) -> None:
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
     """The statistics: 1 matrix product."""
 
-    def chunk(_: None, rows: tuple[Array, ...]) -> tuple[None, Softmax]:
-        return None, full_logits.forward(_of_rows(inputs, *rows), options.values_alone)[0]
+    def chunk(rows: dict[str, Array]) -> Softmax:
+        return full_logits.forward(inputs._replace(**rows), options.values_alone)[0]
 
-    return _joined(inputs, lax.scan(chunk, None, _chunks(inputs, options))[1]), None
+    return _joined(inputs, lax.map(chunk, _chunks(inputs, options))), None
 
 
 def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogprobs, options: Options) -> Gradients:
@@ -50,13 +49,14 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogpro
 
     def chunk(dw_VD: Array | None, chunk: Any) -> tuple[Array | None, Array | None]:
         rows, softmax_R, slopes_R = chunk
-        own = _of_rows(inputs, *rows)
-        dh_RD, more_VD = full_logits.gradients(own, softmax_R, full_logits.forward(own, again)[1], slopes_R, again)
+        own = inputs._replace(**rows)
+        _, y_RV = full_logits.forward(own, again)
+        dh_RD, more_VD = full_logits.gradients(own, softmax_R, y_RV, slopes_R, again)
         return None if dw_VD is None else dw_VD + more_VD, dh_RD
 
     dw_VD = contract.zeros(inputs, *inputs.weight.shape) if options.wants_weight else None
-    dw_VD, dh = lax.scan(chunk, dw_VD, _chunks(inputs, options, softmax, slopes))
-    return _joined(inputs, dh), None if dw_VD is None else dw_VD.astype(dw_dtype)
+    dw_VD, dh_CRD = lax.scan(chunk, dw_VD, (_chunks(inputs, options), *_chunks(inputs, options, (softmax, slopes))))
+    return _joined(inputs, dh_CRD), None if dw_VD is None else dw_VD.astype(dw_dtype)
 
 
 def loss_and_gradients(
@@ -67,24 +67,18 @@ def loss_and_gradients(
     return softmax, gradients(inputs, softmax, None, slopes, options)
 
 
-def _chunks(inputs: Inputs, options: Options, *more: Any) -> Any:
-    """Hidden states, labels, live rows, and trees of more arrays [N, ...], as chunks [C, R, ...] of equal size."""
-    most = most_rows(target.platform())
+def _chunks(inputs: Inputs, options: Options, arrays: Any = None) -> Any:
+    """A tree of arrays [N, ...], by default those of the inputs, as chunks [C, R, ...] of one size."""
+    most, count = most_rows(target.platform()), len(inputs.labels)
     if options.workspace is not None:
         most = max(_LEAST_ROWS, options.workspace // (4 * len(inputs.weight)) // 8 * 8)
-    count = len(inputs.labels)
     rows = round_up(-(-count // -(-count // most)), min(8, count))
 
     def chunks(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, -count % rows), *[(0, 0)] * (x.ndim - 1)))
-        return padded.reshape(-1, rows, *x.shape[1:])
+        return jnp.pad(x, ((0, -count % rows), *[(0, 0)] * (x.ndim - 1))).reshape(-1, rows, *x.shape[1:])
 
-    found = jax.tree.map(chunks, ((inputs.hidden, inputs.labels, inputs.live), *more))
-    return found if more else found[0]
-
-
-def _of_rows(inputs: Inputs, hidden: Array, labels: Array, live: Array) -> Inputs:
-    return inputs._replace(hidden=hidden, labels=labels, live=live)
+    own = {"hidden": inputs.hidden, "labels": inputs.labels, "live": inputs.live}
+    return jax.tree.map(chunks, own if arrays is None else arrays)
 
 
 def _joined(inputs: Inputs, chunks: Any) -> Any:
