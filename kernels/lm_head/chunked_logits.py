@@ -51,8 +51,9 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: TokenLogpro
         rows, softmax_R, slopes_R = chunk
         own = inputs._replace(**rows)
         _, y_RV = full_logits.forward(own, again)
+        assert y_RV is not None
         dh_RD, more_VD = full_logits.gradients(own, softmax_R, y_RV, slopes_R, again)
-        return None if dw_VD is None else dw_VD + more_VD, dh_RD
+        return jax.tree.map(jnp.add, dw_VD, more_VD), dh_RD
 
     dw_VD = contract.zeros(inputs, *inputs.weight.shape) if options.wants_weight else None
     dw_VD, dh_CRD = lax.scan(chunk, dw_VD, (_chunks(inputs, options), *_chunks(inputs, options, (softmax, slopes))))
