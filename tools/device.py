@@ -69,7 +69,7 @@ def make_jobs(device: Mapping[str, Any]) -> Iterator[Job]:
     failures = "^(FAILED|ERROR)|passed|failed|crashed"
     yield Job("tests", tests, 550, failures, needless or absent("xdist", "pytest_timeout"))
     yield Job("tune", ["tools/tune.py", *shape, "--limit", "380"], 400, r"^\||^mosaic|refused|left out", needless)
-    yield Job("peers in JAX", [*head, "scan", "tokamax", "tunix", "optax"])
+    yield Job("peers in JAX", [*head, "chunked", "tokamax", "tunix", "optax"])
     neither = absent("torch", "liger_kernel") and absent("torch", "cut_cross_entropy")
     only = neither if platform == "gpu" else "it is for GPUs"
     yield Job("peers in torch", [*head, "Liger", "cut-cross"], obstacle=only)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
-from kernels.lm_head import autodiff, full_logits, target, xla
+from kernels.lm_head import autodiff, chunked_logits, full_logits, target, xla
 from kernels.lm_head.arguments import (
     check_copy,
     check_labels,
@@ -27,10 +27,11 @@ from kernels.lm_head.softmax import TokenLogprobs
 from kernels.lm_head.target import same_varying, varying_axes
 from kernels.lm_head.tpu import engine as mosaic_tpu
 
-Impl = Literal["full_logits", "xla", "mosaic_tpu", "mosaic_gpu"]
+Impl = Literal["full_logits", "chunked_logits", "xla", "mosaic_tpu", "mosaic_gpu"]
 
 _ENGINES: Mapping[str, Engine] = {
     "full_logits": full_logits,
+    "chunked_logits": chunked_logits,
     "xla": xla,
     "mosaic_tpu": mosaic_tpu,
     "mosaic_gpu": mosaic_gpu,
@@ -139,7 +140,8 @@ def token_loss(
             twice: 4. The float32 sum of a narrower weight's gradient over several waves is workspace, too. None, in
             xla: float32 products of 256 tokens (1024 on accelerators); in mosaic_tpu, which uses none where the weight
             is frozen or the objective uses the entropy: exponentials of 1024 tokens; both without room for such a sum;
-            in mosaic_gpu: float16 logits of 1024 tokens. full_logits ignores it.
+            in mosaic_gpu: float16 logits of 1024 tokens. chunked_logits keeps in it the logits of one chunk, 64 tokens
+            at least; full_logits ignores it.
 
     Raises:
         ValueError: names the argument; before anything is compiled.

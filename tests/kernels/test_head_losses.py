@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from engines import (
     BF16,
+    CHUNKED,
+    CHUNKED_BF16,
     F32,
     FULL,
     FULL_BF16,
@@ -44,6 +46,7 @@ every_workspace = pytest.mark.parametrize(
     ("engine", "workspace"),
     [
         parameter(FULL, "all"),
+        parameter(CHUNKED, "none"),
         *(parameter(engine, workspace) for engine in (XLA, TPU, GPU) for workspace in ("none", "some", "all")),
     ],
 )
@@ -73,6 +76,7 @@ def test_any_workspace_is_as_accurate_as_full_logits(engine: Engine, workspace: 
     ("engine", "workspace"),
     [
         parameter(FULL_BF16, "all"),
+        parameter(CHUNKED_BF16, "some"),
         parameter(XLA_BF16, "none"),
         parameter(XLA, "some"),
         parameter(TPU, "all"),
@@ -87,10 +91,10 @@ def test_an_objective_of_the_entropy_is_as_accurate_as_full_logits(engine: Engin
     assert_accurate(engine, problem, objective, weights, largest=False, **options)
 
 
-@pytest.mark.parametrize("workspace", [0, 100_000, 1 << 27], ids=["none", "waves", "all"])
-def test_a_sum_over_many_tokens_does_not_wear_down_in_bfloat16(workspace: int) -> None:
+@pytest.mark.parametrize(("impl", "workspace"), [("xla", 0), ("xla", 100_000), ("xla", 1 << 27), ("chunked_logits", 0)])
+def test_a_sum_over_many_tokens_does_not_wear_down_in_bfloat16(impl: str, workspace: int) -> None:
     problem, objective = cases.random_problem((5003, 37, 8), 1.0, BF16), OBJECTIVES["entropy bonus"]
-    cases.check_loss(problem, objective, jnp.ones(5003), impl="xla", workspace=workspace)
+    cases.check_loss(problem, objective, jnp.ones(5003), impl=impl, workspace=workspace)
 
 
 @every_workspace
@@ -128,6 +132,7 @@ def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine,
     ("engine", "workspace"),
     [
         parameter(FULL_BF16, 0),
+        parameter(CHUNKED_BF16, 0),
         parameter(XLA_BF16, XLA.waves),
         parameter(XLA_BF16, 0),
         parameter(TPU, TPU.waves),

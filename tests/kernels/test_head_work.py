@@ -81,6 +81,8 @@ NO_WORKSPACE, A_SMALL_WAVE, ONE_WAVE = 0, 16 * 384 * 4, 10**9
         ("xla", loss_of("entropy bonus", ONE_WAVE), 3, 2, 2),
         ("xla, narrow weight", loss_of("entropy bonus", A_SMALL_WAVE), 4, 2, 3),
         ("xla, narrow weight", loss_of("entropy bonus", A_SMALL_WAVE + 4 * V * D), 3, 2, 2),
+        ("chunked_logits", likelihood_and_entropy, 4, 3, 3),
+        ("chunked_logits", loss_of("cross-entropy", ONE_WAVE), 4, 3, 3),
         ("mosaic_tpu", likelihood, 4, 2, 3),
         ("mosaic_tpu", likelihood_and_entropy, 6, 4, 3),
         ("mosaic_tpu", loss_of("cross-entropy", NO_WORKSPACE), 4, 2, 3),
@@ -180,6 +182,7 @@ A_WAVE = 2048 * 153_600  # its logits, of so many rows and never all of them
     ("impl", "function", "largest"),
     [
         *(("xla", f, A_WAVE) for f in (likelihood, *(loss_of("cross-entropy", x) for x in (0, None, 2**40)))),
+        ("chunked_logits", loss_of("cross-entropy", None), LARGE[1] * 1024),
         *(("mosaic_tpu", f, LARGE[1] * LARGE[2]) for f in (likelihood_and_entropy, loss_of("cross-entropy", 0))),
     ],
 )
