@@ -45,7 +45,9 @@ def test_a_table_for_each_share_has_what_was_measured_and_names_what_could_not_b
         assert temporaries >= 0
         assert max(loss, dh, dw) < 1e-5
         assert "not measured: needs torch, liger_kernel, a GPU: Liger, fused linear" in absent
-    assert progress.count("\n") == 2  # a line for each method
+    rows = [cells(line)[0] for line in progress.splitlines() if line.startswith("|")]
+    assert rows == ["optax on full logits, 100%", "optax on full logits, 25%"], "as they come"
+    assert progress.count("N=24, D=16, V=130: ") == 2, "a line for each method"
 
 
 def test_a_method_that_fails_is_a_line_with_the_reason_and_the_others_are_measured(monkeypatch, capsys):
