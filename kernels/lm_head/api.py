@@ -212,8 +212,9 @@ def choose_impl(
 def _choose(inputs: Inputs, options: Options, sharding: HeadSharding | None) -> EngineChoice:
     platform = target.platform(None if sharding is None else sharding.mesh)
     impl, reason = _DEFAULTS.get(platform, _DEFAULTS["cpu"])
-    why_not = _placed(impl, sharding).obstacle(inputs, options)
-    return EngineChoice(impl, reason) if why_not is None else EngineChoice("xla", f"{impl} can't run: {why_not}")
+    kernels = "mosaic_gpu" if platform == "gpu" else impl
+    why_not = _placed(kernels, sharding).obstacle(inputs, options)
+    return EngineChoice(impl, reason) if why_not is None else EngineChoice("xla", f"{kernels} can't run: {why_not}")
 
 
 def _engine(impl: str | None, inputs: Inputs, options: Options, sharding: HeadSharding | None) -> Engine:

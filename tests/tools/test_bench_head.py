@@ -48,7 +48,9 @@ def test_a_table_for_each_share_has_what_was_measured_and_names_what_could_not_b
     of_all = [cells(table.splitlines()[5])[i] for table, i in ((first, 2), (second, 2), (first, 5))]
     assert cells(last.splitlines()[1]) == ["method", "/three, 100%", "/three, 25%", "temp MiB"]
     assert [cells(line) for line in last.splitlines()[3:]] == [["optax on full logits", *of_all]]
-    assert progress.count("\n") == 2  # a line for each method
+    rows = [cells(line)[0] for line in progress.splitlines() if line.startswith("|")]
+    assert rows == ["optax on full logits, 100%", "optax on full logits, 25%"], "as they come"
+    assert progress.count("N=24, D=16, V=130: ") == 2, "a line for each method"
 
 
 def test_a_method_that_fails_is_a_line_with_the_reason_and_the_others_are_measured(monkeypatch, capsys):

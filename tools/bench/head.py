@@ -2,6 +2,7 @@
 
 Every method computes the cross-entropy of the same tokens and its gradients by hidden states and weight, unless its
 name says otherwise, each in a process of its own. What isn't installed or can't run here is named with the reason.
+Tables come at the end; a method's rows go to stderr as soon as it has run, with the share of rows that count.
 
     ms         median of the rounds, of calls that keep the device busy                      [host's clock]
     /three     the median, over rounds, of the ratio to the time of h Wᵀ, g W and gᵀ h, as XLA (or torch, for
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from mllm import errors
 from mllm.errors import UserError
-from tools.bench.frame import Figures, Shape, positive, shape_of, start, table, title
+from tools.bench.frame import Figures, Shape, line, positive, shape_of, start, table, title
 
 if TYPE_CHECKING:
     from tools.bench.methods import Method
@@ -78,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             obstacle = method.obstacle(platform)
             given = {**task, "method": method.name}
             measured[method.name] = ([], obstacle) if obstacle else start(CHILD, given, options.timeout, cache)
+            for figures in measured[method.name][0]:
+                print(line([f"{method.name}, {figures['live']:.0%}", *cells(figures)]), file=sys.stderr)
     for live in lives:
         print(f"\n{title(shape)}, {dtype}, {live:.0%} of the rows count")
         print(text(live, measured))
