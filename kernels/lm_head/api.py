@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -146,6 +146,62 @@ def token_loss(
     Raises:
         ValueError: names the argument; before anything is compiled.
     """
+    rows: dict[str, Any] = {"where": where, "weights": weights, "ignore_index": ignore_index}
+    how: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "weight_copy": weight_copy, "dtype": dtype}
+    how |= {"workspace": workspace, "impl": impl, "sharding": sharding}
+    return _token_loss(hidden, weight, labels, objective, operands, **rows, **how)
+
+
+def token_loss_and_gradients(
+    hidden: Float[Array, "*N D"],
+    weight: Float[Array, "V D"],
+    labels: Integer[Array, "*N"],
+    objective: Objective,
+    *operands: Shaped[Array, "*N"],
+    into: Float[Array, "V D"] | None = None,
+    **options: Any,
+) -> tuple[tuple[Float[Array, ""], TokenLogprobs], tuple[Float[Array, "*N D"], Float[Array, "V D"]]]:
+    """What `token_loss` returns, dh, and dW in float32 whatever the weight's dtype, with `into` added.
+
+    To accumulate gradients, give each call the dW of the one before: nothing is rounded between them, and on one device
+    xla, chunked_logits, mosaic_gpu, and mosaic_tpu where it keeps exponentials, sum in the memory of `into`, if
+    that is donated or made in the same program. Call it inside `jit`. `options` are those of `token_loss`.
+
+    Raises:
+        ValueError: names the argument; before anything is compiled.
+    """
+    if into is not None and (np.shape(into), jnp.result_type(into)) != (np.shape(weight), jnp.float32):
+        raise ValueError(f"into must be float32 {list(np.shape(weight))}, as weight is, not {jax.typeof(into)}")
+    copy = options.pop("weight_copy", None)
+
+    def loss(hidden: Array, master: Array) -> tuple[Array, TokenLogprobs]:
+        own = {**options, "weight_copy": weight if copy is None else copy}
+        return _token_loss(hidden, master, labels, objective, operands, into=into, **own)
+
+    # No number of the master is read: it has the dtype of the gradient.
+    master = jnp.zeros_like(weight, dtype=jnp.float32)
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, master)
+
+
+def _token_loss(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    objective: Any,
+    operands: Sequence[Any],
+    *,
+    where: Any = None,
+    weights: Any = None,
+    ignore_index: int | None = None,
+    temperature: Any = 1.0,
+    softcap: float | None = None,
+    weight_copy: Any = None,
+    workspace: int | None = None,
+    dtype: Any = None,
+    impl: Impl | None = None,
+    sharding: HeadSharding | None = None,
+    into: Any = None,
+) -> tuple[Float[Array, ""], TokenLogprobs]:
     if workspace is not None and (not isinstance(workspace, int) or workspace < 0):
         raise ValueError(f"workspace must be None or a number of bytes, not {workspace!r}")
     given: Any = np.ones(np.shape(labels), np.float32) if weights is None else weights
@@ -155,9 +211,10 @@ def token_loss(
     statistics = autodiff.named_statistics(objective)
     if "mean_logit" in statistics and softcap is not None:
         raise ValueError("objective: mean_logit can't be had with a softcap, under which it is no function of mean(W)")
-    everything = (hidden, copy, labels, live, checked_temperature(temperature), weight, given, *operands)
+    sums = () if into is None else (into,)
+    everything = (hidden, copy, labels, live, checked_temperature(temperature), weight, given, *sums, *operands)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
-    of_operands = [*(x.dtype for x in arrays[7:]), *[jnp.float32] * ("mean_logit" in statistics)]
+    of_operands = [*(x.dtype for x in arrays[7 + len(sums) :]), *[jnp.float32] * ("mean_logit" in statistics)]
     closed = autodiff.close_objective(objective, statistics, of_operands, varying_axes(arrays[0]))
     product, dtypes = product_dtype(dtype, *arrays[:2]), (arrays[0].dtype, arrays[5].dtype)
     slopes = closed.uses_entropy
@@ -165,6 +222,7 @@ def token_loss(
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> tuple[Float[Array, ""], TokenLogprobs]:
         hidden, copy, labels, live, temperature, weight, weights, *others = arrays
+        into = others.pop(0) if sums else None
         rows = rows_of(labels.shape, sharding)
         inputs = _flat_inputs(rows.flat, hidden, copy, labels, live, temperature)
         per_token, shared = list(map(rows.flat, others[: len(operands)])), tuple(others[len(operands) :])
@@ -173,7 +231,7 @@ def token_loss(
         own = jnp.where(_has_bad_label(inputs), jnp.nan, rows.flat(weights).astype(jnp.float32))
         terms = Terms(own, tuple(per_token), shared)
         engine = _engine(impl, inputs, options, rows.sharding)
-        loss, tokens = autodiff.token_loss(engine, options, closed.function, inputs, weight, terms)
+        loss, tokens = autodiff.token_loss(engine, options, closed.function, inputs, weight, terms, into)
         tokens = jax.lax.stop_gradient(_without_bad_labels(tokens, inputs))
         return loss, TokenLogprobs(*map(rows.folded, tokens))
 

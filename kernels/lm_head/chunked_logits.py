@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from kernels.lm_head import contract, full_logits, target
 from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms
@@ -41,8 +41,15 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
     return _joined(inputs, lax.map(chunk, _chunks(inputs, options))), None
 
 
-def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, options: Options) -> Gradients:
-    """The gradients: 3 matrix products, 2 for one gradient alone."""
+def gradients(
+    inputs: Inputs,
+    softmax: Softmax,
+    saved: None,
+    slopes: Slopes,
+    options: Options,
+    into: Float[Array, "V D"] | None = None,
+) -> Gradients:
+    """The gradients: 3 matrix products, 2 for one gradient alone; dW with `into` added."""
     dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
     # The statistics that are made again with the logits are not used: without an axis nothing is exchanged for them.
     again = dataclasses.replace(options, vocabulary_axis=None, gradient_dtypes=(dh_dtype, jnp.dtype(jnp.float32)))
@@ -56,16 +63,21 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, opt
         return jax.tree.map(jnp.add, dw_VD, more_VD), dh_RD
 
     dw_VD = contract.zeros(inputs, *inputs.weight.shape) if options.wants_weight else None
+    dw_VD = dw_VD if into is None else into
     dw_VD, dh_CRD = lax.scan(chunk, dw_VD, (_chunks(inputs, options), *_chunks(inputs, options, (softmax, slopes))))
     return _joined(inputs, dh_CRD), None if dw_VD is None else dw_VD.astype(dw_dtype)
 
 
 def loss_and_gradients(
-    inputs: Inputs, objective: Objective, terms: Terms, options: Options
+    inputs: Inputs,
+    objective: Objective,
+    terms: Terms,
+    options: Options,
+    into: Float[Array, "V D"] | None = None,
 ) -> tuple[Softmax, Gradients]:
     softmax, _ = forward(inputs, options)
     slopes = contract.loss_slopes(objective, inputs.live, softmax, terms)
-    return softmax, gradients(inputs, softmax, None, slopes, options)
+    return softmax, gradients(inputs, softmax, None, slopes, options, into)
 
 
 def _chunks(inputs: Inputs, options: Options, arrays: Any = None) -> Any:

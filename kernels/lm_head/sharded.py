@@ -203,7 +203,12 @@ class Sharded(_OnMesh):
         return dh, None if dw is None else dw[: len(inputs.weight)]
 
     def loss_and_gradients(
-        self, inputs: Inputs, objective: Objective, terms: Terms, options: Options
+        self,
+        inputs: Inputs,
+        objective: Objective,
+        terms: Terms,
+        options: Options,
+        into: Float[Array, "V D"] | None = None,
     ) -> tuple[Softmax, Gradients]:
         def pass_(own: Inputs, local: Options, terms: Terms) -> tuple[Softmax, Gradients]:
             softmax, gradients = self.engine.loss_and_gradients(own, objective, terms, local)
@@ -211,7 +216,8 @@ class Sharded(_OnMesh):
 
         given = (terms, Terms(self._rows, self._rows, PartitionSpec()))  # type: ignore[arg-type]
         softmax, (dh, dw) = self._on_devices(pass_, (self._rows, self._gradients), inputs, options, given)
-        return softmax, (dh, None if dw is None else dw[: len(inputs.weight)])
+        dw = None if dw is None else dw[: len(inputs.weight)]
+        return softmax, (dh, dw if dw is None or into is None else into + dw)
 
     def obstacle(self, inputs: Inputs, options: Options) -> str | None:
         """The engine's reason, given one device's part of the arrays."""
@@ -365,7 +371,7 @@ def _sharding_of(mesh: AbstractMesh, hidden: PartitionSpec, weight: PartitionSpe
     Where the vocabulary is spread over an axis of the tokens, the weight's features are, if they can be, instead.
     """
     tokens, *others = (*map(_axes, hidden[:-1]), ())
-    sequence = tuple(axis for axes in others for axis in axes)
+    sequence = sum(others, ())
     vocabulary, features = (next(iter(_axes(entry)), None) for entry in weight)
     if vocabulary in (*tokens, *sequence):
         vocabulary, features = None, vocabulary if width % mesh.shape[vocabulary] == 0 else None
