@@ -205,6 +205,26 @@ class Sharded:
         return lax.all_to_all(dw, at.features, split_axis=1, concat_axis=0, tiled=True)[:rows]
 
 
+def on_devices(
+    pass_: Callable[..., Any], engine: Engine, inputs: Inputs, options: Options, *given: Array, sums: bool = False
+) -> Any:
+    """`pass_(inputs, options, *given)` where the engine's passes run: on each device's part.
+
+    All that is given and returned has rows [N, ...]; with `sums`, what is returned are `Gradients` of a device's part.
+    """
+    if not isinstance(engine, Sharded):
+        return pass_(inputs, options, *given)
+    dtypes = gradient_dtypes(inputs, options)
+
+    def own_part(own: Inputs, options: Options, *given: Array) -> Any:
+        found = pass_(own, options, *given)
+        return engine._summed(found, dtypes) if sums else found
+
+    specs = engine._gradients if sums else engine._rows
+    found = engine._on_devices(own_part, specs, inputs, options, *((x, engine._rows) for x in given))
+    return (found[0], None if found[1] is None else found[1][: len(inputs.weight)]) if sums else found
+
+
 # --- meshes with Explicit axes ----------------------------------------------------------------------------------------
 
 
