@@ -3,6 +3,7 @@
 from kernels.lm_head.api import EngineChoice, choose_impl, token_logprobs, token_loss
 from kernels.lm_head.sharded import HeadSharding
 from kernels.lm_head.softmax import TokenLogprobs
+from kernels.lm_head.top_k import top_k_logprobs
 
 __all__ = [
     "EngineChoice",
@@ -11,4 +12,5 @@ __all__ = [
     "choose_impl",
     "token_logprobs",
     "token_loss",
+    "top_k_logprobs",
 ]
