@@ -16,6 +16,7 @@ from kernels.lm_head.arguments import (
     check_labels,
     check_model,
     check_tokens,
+    checked_candidates,
     checked_softcap,
     checked_temperature,
     product_dtype,
@@ -52,6 +53,7 @@ def token_logprobs(
     where: Bool[Array, "*N"] | None = None,
     weights: Float[Array, "*N"] | None = None,
     ignore_index: int | None = None,
+    candidates: Integer[Array, "*N K"] | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     softcap: float | None = None,
     weight_copy: Float[Array, "V D"] | None = None,
@@ -75,6 +77,8 @@ def token_logprobs(
         where: the rows that count. The others cost (almost) nothing, give 0, get no gradient and may have any label.
         weights: rows of weight 0 don't count, as for `token_loss`; the weights have no other effect.
         ignore_index: rows with this label don't count (torch's is -100); None: no label is special.
+        candidates: ids of any words for each row, whose log-probabilities are `.candidates`, float32 [*N, K], as
+            differentiable as the others; out of range, they are treated as labels are. Nothing of [*N, K, D] is made.
         temperature: positive; a number, or a scalar that may be traced. Differentiation takes it for a constant.
         softcap: positive, a Python number.
         weight_copy: what is multiplied in place of `weight`, laid out alike: a narrower copy, rounded as the caller
@@ -91,7 +95,8 @@ def token_logprobs(
     """
     copy = weight if weight_copy is None else weight_copy
     live = _checked_live(hidden, weight, copy, ignore_index, labels=labels, where=where, weights=weights)
-    everything = (hidden, copy, labels, live, checked_temperature(temperature), weight)
+    ids = () if candidates is None else (checked_candidates(candidates, live, np.shape(weight)[0]),)
+    everything = (hidden, copy, labels, live, checked_temperature(temperature), weight, *ids)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
     dtypes = arrays[0].dtype, arrays[5].dtype
     options = Options(checked_softcap(softcap), product_dtype(dtype, *arrays[:2]), gradient_dtypes=dtypes)
@@ -99,8 +104,9 @@ def token_logprobs(
     def run(sharding: HeadSharding | None, *arrays: Array) -> TokenLogprobs:
         rows = rows_of(arrays[2].shape, sharding)
         inputs = _flat_inputs(rows.flat, *arrays[:5])
-        tokens = autodiff.token_logprobs(_engine(impl, inputs, options, rows.sharding), options, inputs, arrays[5])
-        return TokenLogprobs(*map(rows.folded, _without_bad_labels(tokens, inputs)))
+        engine, ids = _engine(impl, inputs, options, rows.sharding), next(map(rows.flat, arrays[6:]), None)
+        tokens = autodiff.token_logprobs(engine, options, inputs, arrays[5], ids)
+        return jax.tree.map(rows.folded, _without_bad_labels(tokens, inputs, ids))
 
     return run_on_mesh(run, sharding, arrays, lambda tokens: tokens)
 
@@ -233,7 +239,7 @@ def _token_loss(
         engine = _engine(impl, inputs, options, rows.sharding)
         loss, tokens = autodiff.token_loss(engine, options, closed.function, inputs, weight, terms, into)
         tokens = jax.lax.stop_gradient(_without_bad_labels(tokens, inputs))
-        return loss, TokenLogprobs(*map(rows.folded, tokens))
+        return loss, jax.tree.map(rows.folded, tokens)
 
     return run_on_mesh(run, sharding, (*arrays, *closed.shared), lambda tokens: (jax.sharding.PartitionSpec(), tokens))
 
@@ -308,10 +314,16 @@ def _has_bad_label(inputs: Inputs) -> Bool[Array, "N"]:
     return inputs.live & ((inputs.labels < 0) | (inputs.labels >= len(inputs.weight)))
 
 
-def _without_bad_labels(tokens: TokenLogprobs, inputs: Inputs) -> TokenLogprobs:
+def _without_bad_labels(
+    tokens: TokenLogprobs, inputs: Inputs, ids: Integer[Array, "N K"] | None = None
+) -> TokenLogprobs:
     bad = _has_bad_label(inputs)
     # A factor, so that gradients are NaN as well.
-    return tokens._replace(logprob=tokens.logprob * jnp.where(bad, jnp.nan, 1), likeliest=tokens.likeliest & ~bad)
+    tokens = tokens._replace(logprob=tokens.logprob * jnp.where(bad, jnp.nan, 1), likeliest=tokens.likeliest & ~bad)
+    if ids is None or tokens.candidates is None:
+        return tokens
+    bad_NK = inputs.live[:, None] & ((ids < 0) | (ids >= len(inputs.weight)))
+    return tokens._replace(candidates=tokens.candidates * jnp.where(bad_NK, jnp.nan, 1))
 
 
 def _mean_logit(inputs: Inputs, weight: Float[Array, "V D"]) -> Float[Array, "N"]:

@@ -231,6 +231,26 @@ class Sharded(_OnMesh):
         return found[0]
 
 
+def on_devices(
+    pass_: Callable[..., Any], engine: Engine, inputs: Inputs, options: Options, *given: Array, sums: bool = False
+) -> Any:
+    """`pass_(inputs, options, *given)` where the engine's passes run: on each device's part.
+
+    All that is given and returned has rows [N, ...]; with `sums`, what is returned are `Gradients` of a device's part.
+    """
+    if not isinstance(engine, Sharded):
+        return pass_(inputs, options, *given)
+    dtypes = gradient_dtypes(inputs, options)
+
+    def own_part(own: Inputs, options: Options, *given: Array) -> Any:
+        found = pass_(own, options, *given)
+        return engine._summed(found, dtypes) if sums else found
+
+    specs = engine._gradients if sums else engine._rows
+    found = engine._on_devices(own_part, specs, inputs, options, *((x, engine._rows) for x in given))
+    return (found[0], None if found[1] is None else found[1][: len(inputs.weight)]) if sums else found
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardedPair(_OnMesh):
     """An engine for divergences that runs the passes of another on every device of a mesh."""
@@ -308,14 +328,15 @@ class Rows(NamedTuple):
 
     sharding: HeadSharding | None  # of the rows
     flat: Callable[[Array], Array]  # [B, T, ..., *rest] -> [N, *rest]
-    folded: Callable[[Array], Array]  # [N] -> [B, T, ...]
+    folded: Callable[[Array], Array]  # [N, *rest] -> [B, T, ..., *rest]
 
 
 def rows_of(lead: tuple[int, ...], sharding: HeadSharding | None) -> Rows:
     """The rows of arrays with these leading dims; ValueError where they can't be laid out so."""
     count = math.prod(lead)
     if sharding is None or not sharding.sequence:
-        return Rows(sharding, lambda x: x.reshape(count, *x.shape[len(lead) :]), lambda x: x.reshape(lead))
+        flat = lambda x: x.reshape(count, *x.shape[len(lead) :])  # noqa: E731
+        return Rows(sharding, flat, lambda x: x.reshape(*lead, *x.shape[1:]))
     sizes = sharding.devices(*sharding.tokens), sharding.devices(*sharding.sequence)
     if len(lead) != 2 or lead[0] % sizes[0] or lead[1] % sizes[1]:
         shards = f"{sizes[0]} x {sizes[1]} shards over {', '.join(sharding.tokens)} x {', '.join(sharding.sequence)}"
@@ -325,10 +346,11 @@ def rows_of(lead: tuple[int, ...], sharding: HeadSharding | None) -> Rows:
     together, mesh = PartitionSpec(rows.tokens), sharding.in_use().mesh
     local = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
 
-    def flat(x: Array) -> Array:
-        return local(lambda x: x.reshape(-1, *x.shape[2:]), in_specs=apart, out_specs=together)(x)
-
-    return Rows(rows, flat, local(lambda x: x.reshape(own), in_specs=together, out_specs=apart))
+    return Rows(
+        rows,
+        local(lambda x: x.reshape(-1, *x.shape[2:]), in_specs=apart, out_specs=together),
+        local(lambda x: x.reshape(*own, *x.shape[1:]), in_specs=together, out_specs=apart),
+    )
 
 
 # --- meshes with Explicit axes ----------------------------------------------------------------------------------------

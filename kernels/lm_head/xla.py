@@ -8,7 +8,8 @@ Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D featur
 """
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,8 @@ from kernels.lm_head.softmax import (
     include_tile,
     logit_slopes,
 )
+
+State = TypeVar("State")
 
 _CPU_BLOCK, _BLOCK = 256, 1024
 _TILE, _TILE_ELEMENTS = 2048, 2**22  # columns at most, and elements of a tile of dW: 16 MiB in float32
@@ -65,26 +68,42 @@ def loss_and_gradients(
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
     """The statistics of all tokens: 1 matrix product."""
+
+    def include(running: Running, z_RT: Array, columns: Columns, *_: Array) -> Running:
+        return include_tile(running, z_RT, columns)
+
+    running = stream(inputs, options, lambda rows: empty_running(contract.zeros(inputs, rows)), include)
+    return finish_live(running, inputs.live, options.vocabulary_axis), None
+
+
+def stream(
+    inputs: Inputs,
+    options: Options,
+    empty: Callable[[int], State],
+    include: Callable[[State, Array, Columns, Array, Array], State],
+) -> State:
+    """The state of all rows after one pass over the vocabulary, a tree of arrays [N, ...]: 1 matrix product.
+
+    `empty` makes the state of so many rows, and `include(state, z_RT, columns, column_T, row_R)` the one after a tile
+    of logits. Rows that don't count have ones.
+    """
     plan = make_plan(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, plan.block)
 
-    def block(i: Array, all_M: Running) -> Running:
+    def block(i: Array, all_M: State) -> State:
         row_R, _ = live.block(i, plan.block)
         h_RD, labels_R = inputs.hidden[row_R], inputs.labels[row_R]
 
-        def tile(c: Array, running: Running) -> Running:
+        def tile(c: Array, state: State) -> State:
             w_TD, columns = _tile(plan, inputs, c, labels_R)
-            y_RT = product(options, h_RD, w_TD, (1, 1))
-            return include_tile(running, contract.logits_of(inputs, options, y_RT), columns)
+            z_RT = contract.logits_of(inputs, options, product(options, h_RD, w_TD, (1, 1)))
+            return include(state, z_RT, columns, start_of(plan, c) + jnp.arange(plan.tile), row_R)
 
-        running_R = lax.fori_loop(0, plan.tiles, tile, empty_running(contract.zeros(inputs, plan.block)))
-        return write(all_M, running_R, i * plan.block)
+        return write(all_M, lax.fori_loop(0, plan.tiles, tile, empty(plan.block)), i * plan.block)
 
-    zeros_M = contract.zeros(inputs, len(live.row))
-    unvisited = Running(zeros_M, zeros_M + 1, zeros_M, zeros_M)  # finite
+    unvisited = jax.tree.map(jnp.ones_like, empty(len(live.row)))
     all_M = live.over_blocks(plan.block, block, unvisited)
-    running = jax.tree.map(lambda x: x[live.place], all_M)
-    return finish_live(running, inputs.live, options.vocabulary_axis), None
+    return jax.tree.map(lambda x: x[live.place], all_M)
 
 
 def gradients(

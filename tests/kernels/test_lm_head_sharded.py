@@ -249,7 +249,7 @@ def test_results_are_those_of_one_device_laid_out_like_the_arguments(tokens, wei
     got = differentiated("both")(*arguments)
     assert_near(got, on_one_device())
     (_, outputs), gradients = got
-    assert all(x.sharding.is_equivalent_to(arguments[5].sharding, 2) for x in outputs)
+    assert all(x.sharding.is_equivalent_to(arguments[5].sharding, 2) for x in outputs[:4])
     for gradient, argument in zip(gradients, arguments[:5], strict=True):
         assert gradient.sharding.is_equivalent_to(argument.sharding, gradient.ndim)
 

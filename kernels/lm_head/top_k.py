@@ -1,0 +1,132 @@
+"""The likeliest tokens of each row, and what else is found without labels in one pass over the vocabulary: plain XLA.
+
+Suffixes: N rows, R rows of a block; T columns of a tile, K columns of a list.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels.lm_head import contract, xla
+from kernels.lm_head.api import _checked_live, _placed
+from kernels.lm_head.arguments import checked_softcap, checked_temperature, product_dtype
+from kernels.lm_head.contract import Inputs, Options
+from kernels.lm_head.sharded import HeadSharding, on_devices, rows_of, run_on_mesh
+from kernels.lm_head.softmax import Columns, Softmax, empty_running, finish_live, include_tile
+from kernels.lm_head.target import same_varying
+
+Lists = tuple[Array, ...]
+"""Columns of each row, [N, K] each: their logits and ids, and what else is known of them."""
+
+
+def top_k_logprobs(
+    hidden: Float[Array, "*N D"],
+    weight: Float[Array, "V D"],
+    k: int,
+    *,
+    where: Bool[Array, "*N"] | None = None,
+    temperature: float | Float[Array, ""] = 1.0,
+    softcap: float | None = None,
+    dtype: Any = None,
+    sharding: HeadSharding | None = None,
+) -> tuple[Float[Array, "*N K"], Int[Array, "*N K"]]:
+    """The k largest log-probabilities of each row, float32, and their ids, int32; the largest first, ties by lower id.
+
+    One matrix product, and no logits [N, V]. It has no gradient; that of `token_logprobs(..., candidates=ids)` is
+    theirs. Arguments are as for `token_logprobs`, and so is the ValueError. Rows that don't count give 0.
+    """
+    if not isinstance(k, int) or not 1 <= k <= np.shape(weight)[0]:
+        raise ValueError(f"k must be a number from 1 to the vocabulary's {np.shape(weight)[0]}, not {k!r}")
+
+    def pass_(inputs: Inputs, options: Options) -> Lists:
+        softmax, lists = search(inputs, options, k, partial(largest, k))
+        z_NK, id_NK = largest(k, of_all_shards(options, lists))
+        logprob_NK = (z_NK - softmax.top[:, None]) - softmax.log_sum_e[:, None]
+        return tuple(jnp.where(inputs.live[:, None], x, 0) for x in (logprob_NK, id_NK))
+
+    return over_rows(pass_, sharding, (hidden, weight), where, (temperature, softcap, dtype))
+
+
+def search(
+    inputs: Inputs,
+    options: Options,
+    k: int,
+    choose: Callable[[Lists], Lists],
+    noise: Callable[[Array, Array], Array] | None = None,
+) -> tuple[Softmax, Lists]:
+    """The statistics, and the k columns that `choose` takes of many: of those of one tile, and of two lists.
+
+    Lists of this shard are (z, id), and with `noise(id_T, row_R)` [R, T] they have z + noise as well.
+    """
+
+    def include(state: Any, z_RT: Array, columns: Columns, column_T: Array, row_R: Array) -> Any:
+        running, lists = state
+        z_RT, id_T = jnp.where(columns.fresh, z_RT, -jnp.inf), first_column(options, inputs) + column_T
+        new = z_RT, jnp.broadcast_to(id_T, z_RT.shape), *([] if noise is None else [z_RT + noise(id_T, row_R)])
+        lists = tuple(jnp.concatenate(both, axis=1) for both in zip(lists, choose(new), strict=True))
+        return include_tile(running, z_RT, columns), choose(lists)
+
+    def empty(rows: int) -> Any:
+        nothing = contract.zeros(inputs, rows, k) - jnp.inf, contract.zeros(inputs, rows, k, dtype=jnp.int32)
+        return empty_running(contract.zeros(inputs, rows)), (*nothing, *([] if noise is None else nothing[:1]))
+
+    running, lists = xla.stream(inputs, options, empty, include)
+    return finish_live(running, inputs.live, options.vocabulary_axis), lists
+
+
+def largest(k: int, lists: Lists, by: int = 0) -> Lists:
+    """The k columns in which the `by`th array is largest, or all if they are fewer; ties in their order."""
+    k = min(k, lists[by].shape[1])
+    place_RK = jnp.argmax(lists[by], axis=1, keepdims=True) if k == 1 else lax.top_k(lists[by], k)[1]
+    return tuple(jnp.take_along_axis(x, place_RK, axis=1) for x in lists)
+
+
+def first_column(options: Options, inputs: Inputs) -> Array:
+    """The id of the first column on this device."""
+    shard = 0 if options.vocabulary_axis is None else lax.axis_index(options.vocabulary_axis)
+    return jnp.int32(shard * len(inputs.weight))
+
+
+def of_all_shards(options: Options, lists: Lists) -> Lists:
+    """The lists of all shards of the vocabulary beside each other, in their order."""
+    axis = options.vocabulary_axis
+    return lists if axis is None else tuple(lax.all_gather(x, axis, axis=1, tiled=True) for x in lists)
+
+
+def over_rows(
+    pass_: Callable[..., Lists],
+    sharding: HeadSharding | None,
+    arrays: tuple[Any, Any],
+    where: Any,
+    settings: tuple[Any, Any, Any],
+    *given: Any,
+) -> Any:
+    """`pass_(inputs, options, *given)` after checks of hidden, weight, `where`, and temperature, softcap, dtype.
+
+    All that is given and returned has rows [*N, ...], in the pass [N, ...]. Labels mean nothing.
+    """
+    labels = np.zeros(np.shape(arrays[0])[:-1], np.int32)
+    live = _checked_live(*arrays, arrays[1], None, labels=labels, where=where)
+    everything = (*arrays, labels, live, checked_temperature(settings[0]), *given)
+    everything = same_varying(tuple(map(jnp.asarray, everything)))
+    options = Options(checked_softcap(settings[1]), product_dtype(settings[2], *everything[:2]))
+
+    def run(sharding: HeadSharding | None, *arrays: Array) -> Lists:
+        rows = rows_of(labels.shape, sharding)
+
+        def flat(x: Array) -> Array:
+            # Without rows, one is computed and dropped.
+            return rows.flat(x) if labels.size else jnp.ones((1, *x.shape[labels.ndim :]), x.dtype)
+
+        inputs = Inputs(flat(arrays[0]), arrays[1], flat(arrays[2]), flat(arrays[3]), arrays[4])
+        if rows.sharding is not None:
+            rows.sharding.check(inputs.hidden, inputs.weight)
+        found = on_devices(pass_, _placed("xla", rows.sharding), inputs, options, *map(flat, arrays[5:]))
+        return tuple(rows.folded(x if labels.size else x[:0]) for x in found)
+
+    return run_on_mesh(run, sharding, everything, lambda tokens: tokens)
