@@ -60,7 +60,7 @@ class Softmax(NamedTuple):
     label: Float[Array, "R"]
     entropy: Float[Array, "R"]
 
-    def outputs(self, live: Bool[Array, "R"]) -> TokenLogprobs:
+    def outputs(self, live: Bool[Array, "*R"]) -> TokenLogprobs:
         """What the head returns; `live` are the rows that count."""
         likeliest = (self.label >= 0) & live
         return TokenLogprobs(self.label - self.log_sum_e, self.top + self.log_sum_e, self.entropy, likeliest)

@@ -123,7 +123,7 @@ def over_rows(
             of_row = x.shape[len(lead) :]  # without rows, one is computed and dropped
             return x.reshape(count, *of_row) if count else jnp.ones((1, *of_row), x.dtype)
 
-        inputs = Inputs(flat(arrays[0]), arrays[1], *map(flat, arrays[2:4]), arrays[4])
+        inputs = Inputs(flat(arrays[0]), arrays[1], flat(arrays[2]), flat(arrays[3]), arrays[4])
         if sharding is not None:
             sharding.check(inputs.hidden, inputs.weight)
         found = on_devices(pass_, _placed("xla", sharding), inputs, options, *map(flat, arrays[5:]))
