@@ -98,14 +98,14 @@ def _token_logprobs_backward(
     slopes = Slopes(*map(instantiate, cotangents[:3]))
     options = dataclasses.replace(options, entropy_slopes=not isinstance(cotangents.entropy, SymbolicZero))
     of_ids: Gradients = None, None
-    by_ids: Any = cotangents.candidates
-    if ids is not None and ids.size and not isinstance(by_ids, SymbolicZero):
-        g_NK = jnp.where(inputs.live[:, None], by_ids, 0)
+    given: Any = cotangents.candidates
+    if ids is not None and ids.size and not isinstance(given, SymbolicZero):
+        g_NK = jnp.where(inputs.live[:, None], given, 0)
         slopes = slopes._replace(lse=slopes.lse - g_NK.sum(axis=1))
         of_ids = on_devices(candidates.gradients, engine, inputs._replace(labels=ids), options, g_NK, sums=True)
     found = engine.gradients(inputs, softmax, saved, slopes, options)
-    both = (x if x is None or more is None else x + more for x, more in zip(found, of_ids, strict=True))
-    return *_cotangents(tuple(both)), None  # type: ignore[arg-type]
+    dh, dw = (x if x is None or more is None else x + more for x, more in zip(found, of_ids, strict=True))
+    return *_cotangents((dh, dw)), None
 
 
 def _outputs(

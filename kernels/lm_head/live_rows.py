@@ -44,6 +44,8 @@ class LiveRows(NamedTuple):
 
 def live_rows(live: Bool[Array, "N"], block: int) -> LiveRows:
     """The order of rows for blocks of `block` rows."""
+    # Without the barrier, libtpu 0.0.42 crashes where 64 rows are known to count ("scatter_emitter.cc: Check failed").
+    live = lax.optimization_barrier(live)
     # By counting: two sorts of 65536 rows would cost the TPU compiler half a minute.
     row, ahead = jnp.arange(len(live)), jnp.cumsum(live, dtype=jnp.int32)
     count = jnp.sum(live, dtype=jnp.int32)

@@ -7,6 +7,7 @@ bisects for the logits that it keeps, over logits [N, V], and sorts nothing.
 Suffixes: N rows, R rows of a block; V vocabulary, T columns of a tile, K columns of a list.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -76,8 +77,8 @@ def sample_tokens(
 def kept_by_top_p(z_NV: Float[Array, "N V"], top_p: float, axis: str | None = None) -> Bool[Array, "N V"]:
     """Which logits top-p keeps: those above which there is less than `top_p` of the probability.
 
-    It takes 40 sums over the logits; logits of one softmax that differ by less than 1e-10 may count as equal. `axis` is
-    the mesh axis over which columns are spread, inside `shard_map`.
+    It takes 30 sums over the logits; those that differ by less than 1e-7, as float32 probabilities do, may count as
+    equal. `axis` is the mesh axis over which columns are spread, inside `shard_map`.
     """
 
     def mass(kept_NV: Array | bool) -> Float[Array, "N 1"]:
@@ -93,9 +94,11 @@ def kept_by_top_p(z_NV: Float[Array, "N V"], top_p: float, axis: str | None = No
     top_N1 = z_NV.max(axis=1, keepdims=True)
     top_N1 = top_N1 if axis is None else lax.pmax(top_N1, axis)
     wanted_N1 = top_p * mass(True)
-    # Below the first number all probabilities are 0 in float32; near 1e9, logits are further apart.
-    low_N1 = jnp.minimum(top_N1 - 110, jnp.nextafter(top_N1, -jnp.inf))
-    return z_NV > lax.fori_loop(0, 40, halve, (low_N1, top_N1))[0]
+    columns = z_NV.shape[1] * (1 if axis is None else lax.psum(1, axis))
+    # All tokens below this depth have less than 1 - top_p together. Near 1e9, logits are further apart than that.
+    depth = 1 + math.log(columns / (1 - top_p))
+    low_N1 = jnp.minimum(top_N1 - depth, jnp.nextafter(top_N1, -jnp.inf))
+    return z_NV > lax.fori_loop(0, 30, halve, (low_N1, top_N1))[0]
 
 
 def gumbel(keys_R2: UInt32[Array, "R 2"], id_T: Int[Array, "T"]) -> Float[Array, "R T"]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Key
 
+from kernels.lm_head.sampling import kept_by_top_p
 from mllm.config.grpo import RolloutConfig
 
 
@@ -75,12 +76,9 @@ def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[
 
     The token that reaches `top_p` is kept, as in transformers; so are tokens as likely as the last one kept.
     """
-    if 0 < top_k < logits.shape[-1]:
-        likeliest = jax.lax.top_k(logits, top_k)[0]
-    elif top_p < 1:
-        likeliest = jnp.sort(logits, axis=-1, descending=True)
-    else:
-        return logits
+    if not 0 < top_k < logits.shape[-1]:
+        return logits if top_p == 1 else jnp.where(kept_by_top_p(logits, top_p), logits, -jnp.inf)
+    likeliest = jax.lax.top_k(logits, top_k)[0]
     if top_p < 1:
         probability = jax.nn.softmax(likeliest, axis=-1)
         before = jnp.cumsum(probability, axis=-1) - probability

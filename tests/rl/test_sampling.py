@@ -61,6 +61,26 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens_and_at_least_one(probabilitie
     assert np.flatnonzero(np.isfinite(logits[0])).tolist() == kept
 
 
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 1e11])
+def test_top_p_keeps_what_sorted_logits_say_ties_included(scale, top_p):
+    logits = scale * np.random.default_rng(0).normal(size=(16, 30_000)).astype(np.float32)
+    logits[:8, ::2] = logits[:8, 1::2]  # pairs
+    logits[3:5] = np.round(logits[3:5])
+    descending = -np.sort(-logits.astype(np.float64), axis=1)
+    probability = np.exp(descending - descending[:, :1])
+    probability /= probability.sum(1, keepdims=True)
+    before = np.cumsum(probability, axis=1) - probability
+    # float32 sums of 30,000 probabilities are off by some 1e-7, as those of sorted ones are
+    fewest, most = (
+        np.where(before < x, descending, np.inf).min(1, keepdims=True) for x in (top_p - 1e-6, top_p + 1e-6)
+    )
+    kept = np.asarray(exclude(jnp.asarray(logits), 0, top_p))
+    least = np.where(np.isfinite(kept), kept, np.inf).min(1, keepdims=True)
+    np.testing.assert_array_equal(kept, np.where(logits >= least, logits, -np.inf))
+    assert np.all((least <= fewest) & (least >= most))
+
+
 LOGITS = [2.0, -1.0, 0.5, -0.25, 0.0, 1.5, -3.0, 1.0]
 SEEN = [0, 3, 3, 6, 4]
 
