@@ -11,6 +11,7 @@ Where both have the same logits, all of it is exactly 0. Suffixes: R rows, T col
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -125,6 +126,32 @@ def finish(running: RunningPair, live: Bool[Array, "R"], how: Divergence, axis: 
     (top, teacher_top), (own, teachers) = running.top, log_sum_e
     found = (top, own, teacher_top, teachers, divergence if how.in_one_pass else 0, 0)
     return TwoSoftmaxes(*(jnp.where(live, x, 0.0) for x in found))
+
+
+def statistics(
+    tiles: int,
+    logits: Callable[[Array], tuple[Float[Array, "2 R T"], Bool[Array, "T"]]],
+    live: Bool[Array, "R"],
+    how: Divergence,
+    axis: str | None,
+) -> TwoSoftmaxes:
+    """The statistics of rows; `logits` gives both models' in tile c, and which of its columns count there."""
+
+    def tile(c: Array, running: RunningPair) -> RunningPair:
+        return include_tile(running, *logits(c), how)
+
+    zeros_R = 0 * live.astype(jnp.float32)
+    found = finish(lax.fori_loop(0, tiles, tile, empty(zeros_R)), live, how, axis)
+    if how.in_one_pass:
+        return found
+
+    def mixture(c: Array, sums: Float[Array, "2 R"]) -> Float[Array, "2 R"]:
+        z_2RT, fresh_T = logits(c)
+        return sums + jnp.stack(mixture_sums(log_p(z_2RT, found), fresh_T, how))
+
+    sums = lax.fori_loop(0, tiles, mixture, jnp.stack([zeros_R, zeros_R]))
+    divergence, to_mixture = jnp.where(live, sums if axis is None else lax.psum(sums, axis), 0)
+    return found._replace(divergence=divergence, to_mixture=to_mixture)
 
 
 def log_p(z_2RT: Float[Array, "2 R T"], found: TwoSoftmaxes) -> Float[Array, "2 R T"]:
