@@ -31,6 +31,8 @@ from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes, kept_bytes
 from kernels.lm_head.live_rows import live_rows, round_up, write
 from kernels.lm_head.two_softmaxes import Divergence, Pair, TwoSoftmaxes
 
+_ROWS = 2048  # rows whose statistics are taken at a time, at most: so many hidden states of both models are gathered
+
 
 def obstacle(pair: Pair, options: Options) -> str | None:
     of_student, of_teacher = (engine.obstacle(model, options) for model in pair)
@@ -46,8 +48,7 @@ def gradients(
     pair: Pair, found: TwoSoftmaxes, slopes: Float[Array, "N"], how: Divergence, options: Options
 ) -> Gradients:
     """The student's gradients by logits computed anew: 3 + r matrix products, 2 + r for one gradient alone."""
-    plan = _plan(pair, how, dataclasses.replace(options, workspace=0))
-    return _anew(plan, _of_common_tokens(pair), found, slopes, how, options)
+    return _anew(_of_common_tokens(pair), found, slopes, how, options, 0)
 
 
 def loss_and_gradients(
@@ -58,7 +59,7 @@ def loss_and_gradients(
     if plan.keep:
         return _by_rows(plan, pair, weights, how, options)
     found, _ = _by_rows(plan, pair, None, how, options)
-    return found, _anew(plan, pair, found, weights, how, options)
+    return found, _anew(pair, found, weights, how, options, _room(pair, options))
 
 
 def _by_rows(
@@ -104,13 +105,17 @@ def _by_rows(
 
 
 def _anew(
-    plan: "_Plan", pair: Pair, found: TwoSoftmaxes, slopes: Float[Array, "N"], how: Divergence, options: Options
+    pair: Pair, found: TwoSoftmaxes, slopes: Float[Array, "N"], how: Divergence, options: Options, room: int
 ) -> Gradients:
     """The wanted gradients by logits computed again, over chunks of columns and in each over blocks of rows."""
-    student, sizes = pair.student, plan.sizes
+    student, plan = pair.student, _chunks(pair, len(pair.student.labels), room)
+    sizes = plan.sizes
     live = live_rows(student.live, sizes.rows(len(student.labels)))
-    rows = _gathered(plan, pair, options, live.row, live.number)
-    found_M, slopes_M = jax.tree.map(lambda x: x[live.row], (found, jnp.where(student.live, slopes, 0)))
+    # Not ahead of the statistics: so many hidden states would be there beside their logits.
+    row_M, found = lax.optimization_barrier((live.row, found))
+    rows = _gathered(plan, pair, options, row_M, live.number)
+    found_M, slopes_M = jax.tree.map(lambda x: x[row_M], (found, slopes))
+    slopes_M = jnp.where(rows[0].live, slopes_M, 0)
     size = sizes.block(len(live.row))
 
     def dy(c: Array, block: Block, *_: Any) -> Float[Array, "R C"]:
@@ -153,24 +158,15 @@ class _Plan(NamedTuple):
 def _plan(pair: Pair, how: Divergence, options: Options) -> _Plan:
     """Waves if there is room for them, and they take less time than logits computed again."""
     (student, features), (teacher, width) = (model.weight.shape for model in pair)
-    common, tokens = min(student, teacher), len(pair.student.labels)
-    sizes = tiles.choose(tokens, common, features)
-    unit, rows = sizes.tiles.cluster_rows, sizes.rows(tokens)
-
-    def plan(sizes: Sizes, rows: int, keep: bool) -> _Plan:
-        chunk = round_up(-(-common // -(-common // sizes.chunk)), sizes.tiles.columns)  # all of nearly one size
-        return _Plan(sizes, rows, chunk, -(-common // chunk), keep)
-
-    def waves(rows: int) -> _Plan:
-        return plan(tiles.choose(rows, common, features), rows, keep=True)
+    sizes = tiles.choose(len(pair.student.labels), min(student, teacher), features)
+    unit, rows = sizes.tiles.cluster_rows, sizes.rows(len(pair.student.labels))
 
     def within(room: int) -> _Plan:
         """Waves of the most rows whose logits are at most `room` bytes."""
-        found = waves(min(tokens, room // (2 * kept_bytes(common, sizes.tiles))))
+        found = _waves(pair, min(rows, room // (2 * kept_bytes(min(student, teacher), sizes.tiles))))
         return found._replace(rows=min(room // found.bytes_a_row, rows, sizes.most_rows) // unit * unit)
 
-    half = waves(sizes.default_rows // 2)
-    room = half.rows * half.bytes_a_row if options.workspace is None else options.workspace
+    room = _room(pair, options)
     found, again, of_wave = within(room), options.wants_any + (not how.in_one_pass), 0
     if options.wants_weight and found.rows < rows:
         of_wave = sizes.wave_cost + (0 if pair.student.weight.dtype == options.dtype else sizes.cast_cost)
@@ -179,10 +175,40 @@ def _plan(pair: Pair, how: Divergence, options: Options) -> _Plan:
             found = within(max(0, (options.workspace or 0) - 4 * pair.student.weight.size))
     if found.rows and -(-rows // found.rows) * of_wave < rows * again * (1 + width / features):
         return found._replace(rows=round_up(-(-rows // -(-rows // found.rows)), unit))
-    # A chunk's logits of both models and dy are three arrays where the head has one.
-    size = sizes.block(tokens)
-    spare = (room - 2 * tiles.dy_bytes(size, features)) // 3
-    return plan(tiles.choose(tokens, common, features, spare), size, keep=False)
+    room = room if options.wants_any or options.workspace is not None else 0
+    # XLA writes two float32 arrays of a chunk's size on the way to jsd's sums.
+    return _chunks(pair, min(rows, _ROWS), room, 3 if how.in_one_pass else 6)
+
+
+def _waves(pair: Pair, rows: int) -> _Plan:
+    """Waves of so many rows, in chunks of nearly one size."""
+    (student, features), (teacher, _) = (model.weight.shape for model in pair)
+    return _even(min(student, teacher), tiles.choose(rows, min(student, teacher), features), rows, keep=True)
+
+
+def _chunks(pair: Pair, rows: int, room: int, arrays: int = 3) -> _Plan:
+    """Blocks of at most so many rows without kept logits, in chunks that take `room` bytes beyond the head's.
+
+    The head has one array of a chunk's size, dy. `arrays` are such as there are here: by default dy and the logits of
+    both models.
+    """
+    (student, features), (teacher, _) = (model.weight.shape for model in pair)
+    common = min(student, teacher)
+    size = tiles.choose(rows, common, features).block(rows)
+    dy = tiles.dy_bytes(size, features)
+    sizes = tiles.choose(rows, common, features, (room + dy) // arrays - dy)
+    return _even(common, sizes, size, keep=False)
+
+
+def _even(common: int, sizes: Sizes, rows: int, keep: bool) -> _Plan:
+    chunk = round_up(-(-common // -(-common // sizes.chunk)), sizes.tiles.columns)
+    return _Plan(sizes, rows, chunk, -(-common // chunk), keep)
+
+
+def _room(pair: Pair, options: Options) -> int:
+    """Bytes of the workspace; by default, of as many logits as the head keeps."""
+    half = _waves(pair, tiles.choose(1, *pair.student.weight.shape).default_rows // 2)
+    return half.rows * half.bytes_a_row if options.workspace is None else options.workspace
 
 
 @dataclasses.dataclass(frozen=True)
