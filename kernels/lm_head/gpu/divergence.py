@@ -176,8 +176,8 @@ def _plan(pair: Pair, how: Divergence, options: Options) -> _Plan:
     if found.rows and -(-rows // found.rows) * of_wave < rows * again * (1 + width / features):
         return found._replace(rows=round_up(-(-rows // -(-rows // found.rows)), unit))
     room = room if options.wants_any or options.workspace is not None else 0
-    # XLA writes two float32 arrays of a chunk's size on the way to jsd's sums.
-    return _chunks(pair, min(rows, _ROWS), room, 3 if how.in_one_pass else 6)
+    # XLA writes up to three float32 arrays of a chunk's size on the way to jsd's sums.
+    return _chunks(pair, min(rows, _ROWS), room, 3 if how.in_one_pass else 8)
 
 
 def _waves(pair: Pair, rows: int) -> _Plan:
