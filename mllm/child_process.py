@@ -21,12 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mllm.orphans import adopt, children, end_children
 
 PAUSE = 0.05
 LONGEST = 300
+LATE = "the time limit was reached"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Ended:
         if self.code == 0:
             return ""
         if self.late:
-            return "the time limit was reached"
+            return LATE
         lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
         # JAX's remarks come after the error.
         errors = [line for line in lines if re.match(r"\S*(Error|Exception|EXHAUSTED)\b", line)]
@@ -77,13 +78,19 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     until: Callable[[], bool] | None = None,
+    folder: Path | None = None,
 ) -> Ended:
     """Run a command to its end or its time limit, then kill whatever it started and left running.
 
-    The child is killed, too, once `until` returns True.
+    The child is killed, too, once `until` returns True. What it prints stands in stdout.txt and stderr.txt of `folder`
+    as it comes.
     """
     deadline = math.inf if seconds is None else time.monotonic() + seconds
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+
+    def file(name: str) -> IO[bytes]:
+        return (folder / name).open("w+b") if folder else tempfile.TemporaryFile()
+
+    with file("stdout.txt") as stdout, file("stderr.txt") as stderr:
         process = subprocess.Popen(
             command,
             cwd=cwd,

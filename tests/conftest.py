@@ -31,7 +31,7 @@ if version("jaxlib").startswith("0.10."):  # later ones have no other emitters
 # beartype knows typing.Self only where it decorates whole classes, and jaxtyping decorates functions: not the sections
 # of the configuration, nor signals. The head's entry points check their arguments themselves, and which errors they
 # raise is a part of their contract.
-UNCHECKED = {"mllm.run.signals", "kernels.lm_head.api", "kernels.logits.api"}
+UNCHECKED = {"mllm.run.signals", "kernels.lm_head.api", "kernels.lm_head.divergence", "kernels.logits.api"}
 ROOT = Path(__file__).parent.parent
 FILES = [path.relative_to(ROOT) for package in ("mllm", "kernels") for path in (ROOT / package).rglob("*.py")]
 MODULES = {".".join(path.with_suffix("").parts) for path in FILES}
@@ -55,10 +55,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with a slow test come first, so that the workers, who take a file at a time, end together."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-
-
-def pytest_exception_interact(node: pytest.Item, call: pytest.CallInfo) -> None:
-    """A GPU that failed once fails in this process ever after: pytest-xdist names the test and starts another one."""
-    failed = call.excinfo is not None and call.excinfo.typename == "JaxRuntimeError"
-    if failed and "PYTEST_XDIST_WORKER" in os.environ and node.get_closest_marker("gpu"):
-        os._exit(1)

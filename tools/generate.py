@@ -162,6 +162,7 @@ def complete(
     from mllm.config.grpo import RolloutConfig
     from mllm.model.tokenizer import Renderer, encode, encode_prompt, warn_of_mismatch
     from mllm.rl.rollout import RolloutWork, Sampler
+    from mllm.stopwatch import COMPILING
 
     are_texts = all(len(chat) == 1 for chat in chats)
     renderer = Renderer(policy.tokenizer, options.chat_template, args).for_prompts(policy.learned, are_texts)
@@ -178,7 +179,7 @@ def complete(
     settings |= {key: getattr(options, key) for key in ("top_p", "top_k", "min_p", "repetition_penalty")}
     stops = [ids[0] for stop in options.stop if len(ids := encode(policy.tokenizer, stop)) == 1]
     alone = len(prompts) == 1
-    start, work = time.monotonic(), RolloutWork()
+    start, work = time.monotonic() - COMPILING.seconds, RolloutWork()
     with tqdm(total=len(prompts), unit=" prompts", leave=False, dynamic_ncols=True, disable=alone or None) as bar:
         result = Sampler(
             policy.graphdef,
@@ -192,7 +193,7 @@ def complete(
             stop_texts=(*policy.stop_texts, *options.stop),
         ).complete(params, prompts, step=0, greedy=not options.temperature)
     if not alone:
-        speed = work.tokens / (time.monotonic() - start)
+        speed = work.tokens / (time.monotonic() - COMPILING.seconds - start)
         print(f"{len(prompts)} done, {work.tokens} tokens, {speed:.0f} tokens/s", file=sys.stderr)
     return result
 

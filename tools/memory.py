@@ -3,10 +3,10 @@
     python tools/memory.py --config NAME [--target v6e:2x4] [--out FILE]
 
 The first three columns are the same update of all parameters but for the head: full logits (head.impl=full_logits),
-those of 1,024 tokens of a shard at a time, made again in the backward pass, and the fused head. In the last, adapters
-are trained: those of model.lora, without it of rank 32. For micro-batches of 1 to 64 sequences a shard (a device or,
-with tp, those that share its rows), the table and the picture say what a device holds at its peak (in brackets where it
-does not fit), and what holds it:
+chunks of them that are made again for the gradients (head.impl=chunked_logits), and the fused head. In the last,
+adapters are trained: those of model.lora, without it of rank 32. For micro-batches of 1 to 64 sequences a shard (a
+device or, with tp, those that share its rows), the table and the picture say what a device holds at its peak (in
+brackets where it does not fit), and what holds it:
 
     parameters, optimizer, gradients   by shapes
     activations   the rest of the peak of an update without a head, whose loss is a sum of hidden states
@@ -38,14 +38,13 @@ from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan import memory as plan
-from mllm.plan.estimate import CHUNK
 from mllm.plan.memory import Devices
 from mllm.plan.programs import Program, Programs
 from mllm.plan.targets import Account
 from mllm.train.step import Forward
 from tools.bench.frame import positive, table
 
-HEADS = ("full_logits", "chunked", "fused", "lora")
+HEADS = ("full_logits", "chunked_logits", "fused", "lora")
 """The columns: the head, and with the fused one adapters."""
 PARTS = ("parameters", "optimizer", "gradients", "activations", "head")
 RANK = 32
@@ -124,8 +123,8 @@ def with_head(config: Config, head: str, micro: int, mesh: Mesh) -> Config:
     shards = mesh.shape["dp"] * mesh.shape["fsdp"]
     group = 2 if config.grpo is None else config.grpo.num_generations
     changes: dict[str, Any] = {"micro_batch_size": micro * shards, "batch_size": micro * shards * group}
-    if head in ("full_logits", "chunked"):
-        changes["head"] = config.head.model_copy(update={"impl": "full_logits", "workspace_mib": None})
+    if head in HEADS[:2]:
+        changes["head"] = config.head.model_copy(update={"impl": head, "workspace_mib": None})
     lora = config.model.lora or LoraConfig(rank=RANK, alpha=RANK)
     model: dict[str, Any] = {"lora": lora, "param_dtype": "float32"} if head == "lora" else {"lora": None}
     changes["model"] = ModelConfig.model_validate({**config.model.model_dump(), **model})
@@ -149,33 +148,9 @@ class NoHead(Forward):
         return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none, none > 0)
 
 
-class Chunked(Forward):
-    """The loss of up to `CHUNK` tokens of a shard at a time, computed again in the backward pass."""
-
-    def head_loss(
-        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], copy: Float[Array, "V D"], batch: Batch
-    ) -> tuple[Float[Array, ""], TokenLogprobs]:
-        rows, time = batch.labels.shape
-        most = max(CHUNK * self.rows.shards // rows, 1)
-        length = max(count for count in range(1, most + 1) if time % count == 0)
-
-        def pieces(x: Array) -> Array:
-            return x.reshape(rows, -1, length, *x.shape[2:]).swapaxes(0, 1)
-
-        @jax.checkpoint
-        def loss(hidden: Array, batch: Batch) -> tuple[Array, TokenLogprobs]:
-            return super(Chunked, self).head_loss(hidden, weight, copy, batch)
-
-        losses, found = jax.lax.map(lambda both: loss(*both), jax.tree.map(pieces, (hidden, batch)))
-        return jnp.sum(losses), jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, time), found)
-
-
-FORWARDS = {"none": NoHead, "chunked": Chunked}
-
-
 def program(mesh: Mesh, *, config: dict[str, Any], name: str, head: str) -> Program:
     """The program of `Programs` with this name and this head."""
-    return getattr(Programs(Config.model_validate(config), mesh, FORWARDS.get(head, Forward)), name)()
+    return getattr(Programs(Config.model_validate(config), mesh, NoHead if head == "none" else Forward), name)()
 
 
 def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path) -> None:

@@ -26,8 +26,8 @@ from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
 
 log = logging.getLogger(__name__)
 
-PROBLEMS, MOST_SEARCHED = 4, 10**6
-"""How many training problems are answered without samples, and searched for the samples' prompts."""
+PROBLEMS, MOST_SEARCHED, SHOWN = 4, 10**6, 8
+"""How many training problems are answered without samples, and searched for their prompts; completions shown."""
 FORMS = {"whole": "{}", "hashes": "#### {}", "tags": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}"}
 
 
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, or its name in configs/")
     parser.add_argument("samples", metavar="SAMPLES.jsonl", nargs="?", help="completions; else right and empty ones")
     options = parser.parse_args(arguments)
+    if options.samples and "=" in options.samples and not Path(options.samples).exists():
+        raise UserError(f"{options.samples}: settings aren't taken here: change {options.config}")
     config = configs.load(options.config)
     if config.task is None or config.rollout is None:
         raise UserError(f"{options.config}: rewards need the sections task and rollout: give a run's that has both")
@@ -49,16 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for (example, completion), ids in zip(pairs, tokens, strict=True)
         ]
         answers = rewards.score(samples)
-    failed = False
-    for sample, row, total in zip(samples, answers, weighted_sum(answers, rewards.weights), strict=True):
+    failed = any(kind in FAILURES for row in answers for kind, *_ in row)
+    for sample, row, total in zip(samples[:SHOWN], answers, weighted_sum(answers, rewards.weights), strict=False):
         lines = [("prompt", sample.example.question), ("completion", sample.completion)]
         for name, (kind, given, *logged) in zip(rewards.names, row, strict=True):
-            failed |= kind in FAILURES
             said = f"{given:.3f}" if kind == "value" else f"{kind} {given}"
             lines.append((name, "  ".join([said, *(f"{column}: {value}" for _, column, value in logged)])))
         for name, value in (*lines, ("reward", f"{total:.3f}")):
             print(f"{name:<20} {printable(value)}")
         print()
+    if len(samples) > SHOWN:
+        print(f"the first {SHOWN} of {len(samples)} completions; of all:")
     for metric, number in reward_metrics(rewards.names, answers).items():
         if number or metric.rpartition("/")[2] not in FAILURES:
             print(f"{printable(metric):<40} {number:.3g}")

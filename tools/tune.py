@@ -3,8 +3,9 @@
     python tools/tune.py --shape 8192,2048,151936
 
 A row is what `tools/bench head` says of a way through the head that runs the kernel with these tiles, in a process of
-its own: its time beside the bare products', and its errors. One that fails or hangs is named with the reason. On a TPU
-the other kernels keep their tiles; on a GPU all kernels have the same tiles, and then chunks of the vocabulary of
+its own: its time beside the bare products', and its errors. It goes to stderr as soon as it is there, with the best so
+far; tables come at the end. One that fails is named with the reason; after one that hangs, none is tried. On a TPU the
+other kernels keep their tiles; on a GPU all kernels have the same tiles, and then chunks of the vocabulary of
 several sizes are tried. Nothing is noted: sizes that win belong into kernels/lm_head/tpu/tiles.py or gpu/tiles.py, with
 the table beside the change.
 
@@ -19,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script sees only its own folder
-from mllm import errors
+from mllm import child_process, errors
 from mllm.errors import UserError
-from tools.bench.frame import positive, shape_of, start, table
+from tools.bench.frame import line, positive, shape_of, start, table
 from tools.bench.head import CHILD, COLUMNS, LARGE, LEAST, cells
 
 PATIENCE = 180.0
@@ -34,33 +35,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add, shape = parser.add_argument, ",".join(map(str, LARGE))
     add("--shape", type=shape_of, default=shape, metavar="N,D,V", help=f"tokens, hidden size, vocabulary ({shape})")
     add("--most", type=positive(int), default=8, metavar="K", help="tilings of each of a TPU's kernels (default 8)")
-    add("--limit", type=positive(float), default=math.inf, metavar="SECONDS", help="begin no tiling after so long")
+    add("--limit", type=positive(float), default=math.inf, metavar="SECONDS", help="begin no tiling that may end later")
     options = parser.parse_args(arguments)
-    deadline = time.monotonic() + options.limit
+    deadline, last, stopped = time.monotonic() + options.limit, 0.0, ""
     with tempfile.TemporaryDirectory() as cache:
         # Processes of their own: one that has looked at a TPU keeps it from all others.
         listed, failure = start(CHILD, {"shape": options.shape, "most": options.most}, PATIENCE, cache)
         if failure or not listed:
             raise UserError(failure or "there is no TPU or Hopper GPU here, and tile sizes are found by timing them")
         for kernel in listed:
-            found, refused, left_out = [], [], 0
+            found, refused, left_out = list[list[str]](), [], 0
             task = {"shape": options.shape, "dtype": "bfloat16", "lives": [1.0], "rounds": 5, "least": LEAST}
             for tiles in kernel["tilings"]:
-                if time.monotonic() > deadline:
+                begin = time.monotonic()
+                if stopped := stopped or ("--limit" if begin + last > deadline else ""):
                     left_out += 1
                     continue
                 name = ", ".join(f"{name}={size}" for name, size in tiles.items() if name != "kernel")
                 given = {**task, "method": f"{kernel['impl']}, {kernel['way']}", "tiles": tiles}
                 print(f"{kernel['kernel']}: {name}", file=sys.stderr)
                 measured, failure = start(CHILD, given, PATIENCE, cache)
+                last = time.monotonic() - begin
                 if failure:
                     refused.append(f"refused: {name}: {failure}")
+                    stopped = "a device that hangs once isn't trusted" if failure == child_process.LATE else ""
                 else:
-                    found.append([name, *cells(measured[0])])
-            found.sort(key=lambda row: float(row[1]))
+                    row = [name, *cells(measured[0])]
+                    found = sorted([*found, row], key=lambda row: float(row[1]))
+                    print(line([*row, f"best so far: {found[0][0]}"]), file=sys.stderr)
             print(f"\n{kernel['impl']}, {kernel['kernel']}, by {kernel['way']}")
             if left_out:
-                refused.append(f"--limit: {left_out} tilings were left out")
+                refused.append(f"{stopped}: {left_out} tilings were left out")
             print("\n".join([table(["tiles", *COLUMNS[1:]], found), *refused]), flush=True)
     return 0
 

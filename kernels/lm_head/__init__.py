@@ -1,6 +1,6 @@
 """The fused LM head: log-probabilities, losses and gradients without [tokens, vocabulary] logits (docs/head.md)."""
 
-from kernels.lm_head.api import EngineChoice, choose_impl, token_logprobs, token_loss
+from kernels.lm_head.api import EngineChoice, choose_impl, token_logprobs, token_loss, token_loss_and_gradients
 from kernels.lm_head.divergence import divergence_loss, token_divergence
 from kernels.lm_head.sharded import HeadSharding
 from kernels.lm_head.softmax import TokenLogprobs
@@ -14,4 +14,5 @@ __all__ = [
     "token_divergence",
     "token_logprobs",
     "token_loss",
+    "token_loss_and_gradients",
 ]

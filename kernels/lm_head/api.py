@@ -1,7 +1,8 @@
 """The head's entry points: arguments are checked, leading dims flattened, and an engine is picked."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
-from kernels.lm_head import autodiff, full_logits, target, xla
+from kernels.lm_head import autodiff, chunked_logits, full_logits, target, xla
 from kernels.lm_head.arguments import (
     check_copy,
     check_labels,
@@ -21,15 +22,16 @@ from kernels.lm_head.arguments import (
 )
 from kernels.lm_head.contract import Engine, Inputs, Objective, Options, Terms
 from kernels.lm_head.gpu import engine as mosaic_gpu
-from kernels.lm_head.sharded import HeadSharding, Sharded, run_on_mesh
+from kernels.lm_head.sharded import HeadSharding, Sharded, rows_of, run_on_mesh
 from kernels.lm_head.softmax import TokenLogprobs
 from kernels.lm_head.target import same_varying, varying_axes
 from kernels.lm_head.tpu import engine as mosaic_tpu
 
-Impl = Literal["full_logits", "xla", "mosaic_tpu", "mosaic_gpu"]
+Impl = Literal["full_logits", "chunked_logits", "xla", "mosaic_tpu", "mosaic_gpu"]
 
 _ENGINES: Mapping[str, Engine] = {
     "full_logits": full_logits,
+    "chunked_logits": chunked_logits,
     "xla": xla,
     "mosaic_tpu": mosaic_tpu,
     "mosaic_gpu": mosaic_gpu,
@@ -95,9 +97,10 @@ def token_logprobs(
     options = Options(checked_softcap(softcap), product_dtype(dtype, *arrays[:2]), gradient_dtypes=dtypes)
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> TokenLogprobs:
-        inputs = _flat_inputs(*arrays[:5])
-        tokens = autodiff.token_logprobs(_engine(impl, inputs, options, sharding), options, inputs, arrays[5])
-        return _unflattened(_without_bad_labels(tokens, inputs), arrays[0])
+        rows = rows_of(arrays[2].shape, sharding)
+        inputs = _flat_inputs(rows.flat, *arrays[:5])
+        tokens = autodiff.token_logprobs(_engine(impl, inputs, options, rows.sharding), options, inputs, arrays[5])
+        return TokenLogprobs(*map(rows.folded, _without_bad_labels(tokens, inputs)))
 
     return run_on_mesh(run, sharding, arrays, lambda tokens: tokens)
 
@@ -137,11 +140,68 @@ def token_loss(
             twice: 4. The float32 sum of a narrower weight's gradient over several waves is workspace, too. None, in
             xla: float32 products of 256 tokens (1024 on accelerators); in mosaic_tpu, which uses none where the weight
             is frozen or the objective uses the entropy: exponentials of 1024 tokens; both without room for such a sum;
-            in mosaic_gpu: float16 logits of 1024 tokens. full_logits ignores it.
+            in mosaic_gpu: float16 logits of 1024 tokens. chunked_logits keeps in it the logits of one chunk, 64 tokens
+            at least; full_logits ignores it.
 
     Raises:
         ValueError: names the argument; before anything is compiled.
     """
+    rows: dict[str, Any] = {"where": where, "weights": weights, "ignore_index": ignore_index}
+    how: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "weight_copy": weight_copy, "dtype": dtype}
+    how |= {"workspace": workspace, "impl": impl, "sharding": sharding}
+    return _token_loss(hidden, weight, labels, objective, operands, **rows, **how)
+
+
+def token_loss_and_gradients(
+    hidden: Float[Array, "*N D"],
+    weight: Float[Array, "V D"],
+    labels: Integer[Array, "*N"],
+    objective: Objective,
+    *operands: Shaped[Array, "*N"],
+    into: Float[Array, "V D"] | None = None,
+    **options: Any,
+) -> tuple[tuple[Float[Array, ""], TokenLogprobs], tuple[Float[Array, "*N D"], Float[Array, "V D"]]]:
+    """What `token_loss` returns, dh, and dW in float32 whatever the weight's dtype, with `into` added.
+
+    To accumulate gradients, give each call the dW of the one before: nothing is rounded between them, and on one device
+    xla, chunked_logits, mosaic_gpu, and mosaic_tpu where it keeps exponentials, sum in the memory of `into`, if
+    that is donated or made in the same program. Call it inside `jit`. `options` are those of `token_loss`.
+
+    Raises:
+        ValueError: names the argument; before anything is compiled.
+    """
+    if into is not None and (np.shape(into), jnp.result_type(into)) != (np.shape(weight), jnp.float32):
+        raise ValueError(f"into must be float32 {list(np.shape(weight))}, as weight is, not {jax.typeof(into)}")
+    copy = options.pop("weight_copy", None)
+
+    def loss(hidden: Array, master: Array) -> tuple[Array, TokenLogprobs]:
+        own = {**options, "weight_copy": weight if copy is None else copy}
+        return _token_loss(hidden, master, labels, objective, operands, into=into, **own)
+
+    # No number of the master is read: it has the dtype of the gradient.
+    master = jnp.zeros_like(weight, dtype=jnp.float32)
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, master)
+
+
+def _token_loss(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    objective: Any,
+    operands: Sequence[Any],
+    *,
+    where: Any = None,
+    weights: Any = None,
+    ignore_index: int | None = None,
+    temperature: Any = 1.0,
+    softcap: float | None = None,
+    weight_copy: Any = None,
+    workspace: int | None = None,
+    dtype: Any = None,
+    impl: Impl | None = None,
+    sharding: HeadSharding | None = None,
+    into: Any = None,
+) -> tuple[Float[Array, ""], TokenLogprobs]:
     if workspace is not None and (not isinstance(workspace, int) or workspace < 0):
         raise ValueError(f"workspace must be None or a number of bytes, not {workspace!r}")
     given: Any = np.ones(np.shape(labels), np.float32) if weights is None else weights
@@ -151,9 +211,10 @@ def token_loss(
     statistics = autodiff.named_statistics(objective)
     if "mean_logit" in statistics and softcap is not None:
         raise ValueError("objective: mean_logit can't be had with a softcap, under which it is no function of mean(W)")
-    everything = (hidden, copy, labels, live, checked_temperature(temperature), weight, given, *operands)
+    sums = () if into is None else (into,)
+    everything = (hidden, copy, labels, live, checked_temperature(temperature), weight, given, *sums, *operands)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
-    of_operands = [*(x.dtype for x in arrays[7:]), *[jnp.float32] * ("mean_logit" in statistics)]
+    of_operands = [*(x.dtype for x in arrays[7 + len(sums) :]), *[jnp.float32] * ("mean_logit" in statistics)]
     closed = autodiff.close_objective(objective, statistics, of_operands, varying_axes(arrays[0]))
     product, dtypes = product_dtype(dtype, *arrays[:2]), (arrays[0].dtype, arrays[5].dtype)
     slopes = closed.uses_entropy
@@ -161,15 +222,18 @@ def token_loss(
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> tuple[Float[Array, ""], TokenLogprobs]:
         hidden, copy, labels, live, temperature, weight, weights, *others = arrays
-        inputs = _flat_inputs(hidden, copy, labels, live, temperature)
-        per_token, shared = [x.reshape(-1) for x in others[: len(operands)]], tuple(others[len(operands) :])
+        into = others.pop(0) if sums else None
+        rows = rows_of(labels.shape, sharding)
+        inputs = _flat_inputs(rows.flat, hidden, copy, labels, live, temperature)
+        per_token, shared = list(map(rows.flat, others[: len(operands)])), tuple(others[len(operands) :])
         if "mean_logit" in statistics:
             per_token.append(_mean_logit(inputs, weight))
-        own = jnp.where(_has_bad_label(inputs), jnp.nan, weights.reshape(-1).astype(jnp.float32))
+        own = jnp.where(_has_bad_label(inputs), jnp.nan, rows.flat(weights).astype(jnp.float32))
         terms = Terms(own, tuple(per_token), shared)
-        engine = _engine(impl, inputs, options, sharding)
-        loss, tokens = autodiff.token_loss(engine, options, closed.function, inputs, weight, terms)
-        return loss, _unflattened(jax.lax.stop_gradient(_without_bad_labels(tokens, inputs)), hidden)
+        engine = _engine(impl, inputs, options, rows.sharding)
+        loss, tokens = autodiff.token_loss(engine, options, closed.function, inputs, weight, terms, into)
+        tokens = jax.lax.stop_gradient(_without_bad_labels(tokens, inputs))
+        return loss, TokenLogprobs(*map(rows.folded, tokens))
 
     return run_on_mesh(run, sharding, (*arrays, *closed.shared), lambda tokens: (jax.sharding.PartitionSpec(), tokens))
 
@@ -195,18 +259,20 @@ def choose_impl(
     "Here" is the mesh of `sharding`, else the mesh that is set, else JAX's default device. Arrays may be shapes and
     dtypes alone.
     """
-    tokens = hidden.shape[:-1]
-    own = (hidden.shape, hidden.dtype), (weight.shape, weight.dtype)
-    arrays = (*own, (tokens, jnp.int32), (tokens, jnp.bool_), ((), jnp.float32))
-    inputs = jax.eval_shape(_flat_inputs, *(jax.ShapeDtypeStruct(*x) for x in arrays))
-    return _choose(inputs, Options(checked_softcap(softcap), product_dtype(dtype, hidden, weight)), sharding)
+    count = math.prod(hidden.shape[:-1])
+    states = (count, hidden.shape[-1]), hidden.dtype
+    arrays = (states, (weight.shape, weight.dtype), ((count,), jnp.int32), ((count,), jnp.bool_), ((), jnp.float32))
+    inputs = Inputs(*(jax.ShapeDtypeStruct(*x) for x in arrays))  # type: ignore[arg-type]
+    of_rows = None if sharding is None else sharding.of_rows
+    return _choose(inputs, Options(checked_softcap(softcap), product_dtype(dtype, hidden, weight)), of_rows)
 
 
 def _choose(inputs: Inputs, options: Options, sharding: HeadSharding | None) -> EngineChoice:
     platform = target.platform(None if sharding is None else sharding.mesh)
     impl, reason = _DEFAULTS.get(platform, _DEFAULTS["cpu"])
-    why_not = _placed(impl, sharding).obstacle(inputs, options)
-    return EngineChoice(impl, reason) if why_not is None else EngineChoice("xla", f"{impl} can't run: {why_not}")
+    kernels = "mosaic_gpu" if platform == "gpu" else impl
+    why_not = _placed(kernels, sharding).obstacle(inputs, options)
+    return EngineChoice(impl, reason) if why_not is None else EngineChoice("xla", f"{kernels} can't run: {why_not}")
 
 
 def _engine(impl: str | None, inputs: Inputs, options: Options, sharding: HeadSharding | None) -> Engine:
@@ -231,13 +297,10 @@ def _placed(name: str, sharding: HeadSharding | None) -> Engine:
     return engine if sharding is None or sharding.mesh.size == 1 else Sharded(sharding.in_use(), engine)
 
 
-def _flat_inputs(hidden: Array, weight: Array, labels: Array, live: Array, temperature: Array) -> Inputs:
-    return Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), live.reshape(-1), temperature)
-
-
-def _unflattened(tokens: TokenLogprobs, hidden: Array) -> TokenLogprobs:
-    """The statistics with the leading dims of hidden."""
-    return TokenLogprobs(*(x.reshape(hidden.shape[:-1]) for x in tokens))
+def _flat_inputs(
+    flat: Callable[[Array], Array], hidden: Array, weight: Array, labels: Array, live: Array, temperature: Array
+) -> Inputs:
+    return Inputs(flat(hidden), weight, flat(labels), flat(live), temperature)
 
 
 def _has_bad_label(inputs: Inputs) -> Bool[Array, "N"]:

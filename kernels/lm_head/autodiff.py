@@ -96,19 +96,28 @@ token_logprobs.defvjp(_token_logprobs_forward, _token_logprobs_backward, symboli
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def token_loss(
-    engine: Engine, options: Options, objective: Objective, inputs: Inputs, weight: Float[Array, "V D"], terms: Terms
+    engine: Engine,
+    options: Options,
+    objective: Objective,
+    inputs: Inputs,
+    weight: Float[Array, "V D"],
+    terms: Terms,
+    into: Float[Array, "V D"] | None = None,
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
-    """The loss, and the statistics, whose cotangents have no effect; `objective` is closed (see `close_objective`)."""
+    """The loss, and the statistics, whose cotangents have no effect; `objective` is closed (see `close_objective`).
+
+    The weight's gradient has `into` added, which is right where the loss's cotangent is 1.
+    """
     tokens = engine.forward(inputs, options.values_alone)[0].outputs(inputs.live)
     return weighted_sum(objective, inputs.live, *tokens[:3], terms), tokens
 
 
 def _token_loss_forward(
-    engine: Engine, options: Options, objective: Objective, inputs: Any, weight: Any, terms: Any
+    engine: Engine, options: Options, objective: Objective, inputs: Any, weight: Any, terms: Any, into: Any
 ) -> tuple[tuple[Float[Array, ""], TokenLogprobs], Any]:
     options, inputs, terms = with_wanted_sides(options, inputs, weight), values(inputs), values(terms)
     if options.wants_any:
-        softmax, gradients = engine.loss_and_gradients(inputs, objective, terms, options)
+        softmax, gradients = engine.loss_and_gradients(inputs, objective, terms, options, values(into))
     else:
         softmax, gradients = engine.forward(inputs, options)[0], (None, None)
     tokens = softmax.outputs(inputs.live)
@@ -118,12 +127,12 @@ def _token_loss_forward(
 
 def _token_loss_backward(
     _engine: Engine, _options: Options, _objective: Objective, residuals: Any, cotangents: tuple[Any, Any]
-) -> tuple[Inputs, Array | None, Terms]:
+) -> tuple[Inputs, Array | None, Terms, None]:
     pull, gradients = residuals
     g_loss = instantiate(cotangents[0])
     (g_terms,) = pull(g_loss)
     # Where the cotangent is the constant 1, as under `jax.grad` of this loss, XLA drops the product.
-    return *_cotangents(jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients)), g_terms
+    return *_cotangents(jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients)), g_terms, None
 
 
 token_loss.defvjp(_token_loss_forward, _token_loss_backward, symbolic_zeros=True)

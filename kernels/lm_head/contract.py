@@ -82,9 +82,14 @@ class Engine(Protocol):
         """The wanted gradients of a scalar with derivatives `slopes`; dh is the part of this vocabulary shard."""
 
     def loss_and_gradients(
-        self, inputs: Inputs, objective: Objective, terms: Terms, options: Options
+        self,
+        inputs: Inputs,
+        objective: Objective,
+        terms: Terms,
+        options: Options,
+        into: Float[Array, "V D"] | None = None,
     ) -> tuple[Softmax, Gradients]:
-        """The statistics, and the gradients of `weighted_sum`."""
+        """The statistics, and the gradients of `weighted_sum`; dW, which is float32 then, with `into` added."""
 
     def obstacle(self, inputs: Inputs, options: Options) -> str | None:
         """The reason why it can't run, or None. `inputs` may be shapes and dtypes alone."""

@@ -5,7 +5,7 @@ Neither model's logits exist as an array. The student's side is differentiable, 
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from kernels.lm_head.arguments import (
 from kernels.lm_head.autodiff import instantiate, values, with_wanted_sides
 from kernels.lm_head.contract import Gradients, Inputs, Options
 from kernels.lm_head.gpu import divergence as gpu_divergence
-from kernels.lm_head.sharded import HeadSharding, ShardedPair, run_on_mesh
+from kernels.lm_head.sharded import HeadSharding, ShardedPair, rows_of, run_on_mesh
 from kernels.lm_head.target import same_varying
 from kernels.lm_head.two_softmaxes import KINDS, Divergence, Kind, Pair, PairEngine
 
@@ -76,9 +76,9 @@ def token_divergence(
     arrays, how, options = _checked(models, given, kind, beta, temperature, softcap, teacher_vocabulary, dtype)
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> Float[Array, "*N"]:
-        pair, weight = _pair(arrays, teacher_vocabulary)
-        found = _divergences(_engine(impl, pair, options, sharding), how, options, pair, weight)
-        return found.reshape(arrays[0].shape[:-1])
+        rows = rows_of(arrays[6].shape, sharding)
+        pair, weight = _pair(rows.flat, arrays, teacher_vocabulary)
+        return rows.folded(_divergences(_engine(impl, pair, options, rows.sharding), how, options, pair, weight))
 
     return run_on_mesh(run, sharding, arrays, lambda tokens: tokens)
 
@@ -117,10 +117,11 @@ def divergence_loss(
     options = dataclasses.replace(options, workspace=workspace)
 
     def run(sharding: HeadSharding | None, *arrays: Array) -> tuple[Float[Array, ""], Float[Array, "*N"]]:
-        pair, weight = _pair(arrays, teacher_vocabulary)
-        shares = arrays[7].reshape(-1).astype(jnp.float32)
-        loss, found = _loss(_engine(impl, pair, options, sharding), how, options, pair, weight, shares)
-        return loss, jax.lax.stop_gradient(found).reshape(arrays[0].shape[:-1])
+        rows = rows_of(arrays[6].shape, sharding)
+        pair, weight = _pair(rows.flat, arrays, teacher_vocabulary)
+        shares = rows.flat(arrays[7]).astype(jnp.float32)
+        loss, found = _loss(_engine(impl, pair, options, rows.sharding), how, options, pair, weight, shares)
+        return loss, rows.folded(jax.lax.stop_gradient(found))
 
     return run_on_mesh(run, sharding, arrays, lambda tokens: (PartitionSpec(), tokens))
 
@@ -212,15 +213,17 @@ def _engine(impl: str | None, pair: Pair, options: Options, sharding: HeadShardi
     return engine
 
 
-def _pair(arrays: Sequence[Array], teacher_vocabulary: int | None) -> tuple[Pair, Float[Array, "V D"]]:
+def _pair(
+    flat: Callable[[Array], Array], arrays: Sequence[Array], teacher_vocabulary: int | None
+) -> tuple[Pair, Float[Array, "V D"]]:
     """The pair, whose student multiplies the copy of the weight, and the weight."""
     hidden, weight, teacher_hidden, teacher_weight, copy, temperature, live, weights = arrays
-    live = (live & (weights != 0)).reshape(-1)
+    live = flat(live & (weights != 0))
     columns = None if teacher_vocabulary is None else jnp.int32(teacher_vocabulary)
 
     def side(hidden: Array, weight: Array) -> Inputs:
         none = jnp.zeros(live.shape, jnp.int32)
-        return Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, none, live, temperature, columns)
+        return Inputs(flat(hidden), weight, none, live, temperature, columns)
 
     return Pair(side(hidden, copy), side(teacher_hidden, teacher_weight)), weight
 

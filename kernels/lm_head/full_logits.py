@@ -59,12 +59,17 @@ def gradients(
 
 
 def loss_and_gradients(
-    inputs: Inputs, objective: Objective, terms: Terms, options: Options
+    inputs: Inputs,
+    objective: Objective,
+    terms: Terms,
+    options: Options,
+    into: Float[Array, "V D"] | None = None,
 ) -> tuple[Softmax, Gradients]:
     softmax, y_NV = forward(inputs, options)
     assert y_NV is not None
     slopes = contract.loss_slopes(objective, inputs.live, softmax, terms)
-    return softmax, gradients(inputs, softmax, y_NV, slopes, options)
+    dh, dw = gradients(inputs, softmax, y_NV, slopes, options)
+    return softmax, (dh, dw if into is None or dw is None else into + dw)
 
 
 def _live_hidden(inputs: Inputs) -> Float[Array, "N D"]:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +31,21 @@ class HeadSharding:
     """The layout of tokens and weight on a mesh, by names of its axes; None: whole on every device.
 
     Hidden states [N, D] and all that is given for each token are spread over `tokens` in the order of the rows
-    ([B, T, D]: over B), the rows of the weight [V, D] over `vocabulary`, its columns over `features`; gradients have
-    the layout of what they belong to. N and D must be divisible by the devices along their axes. A V that is not is
-    padded, which copies the weight.
+    ([B, T, D]: B over `tokens`, T over `sequence`), the rows of the weight [V, D] over `vocabulary`, its columns over
+    `features`; gradients have the layout of what they belong to. N, B, T and D must be divisible by the devices along
+    their axes. A V that is not is padded, which copies the weight.
     """
 
     mesh: Mesh | AbstractMesh
     tokens: tuple[str, ...]
     vocabulary: str | None = None
     features: str | None = None
+    sequence: tuple[str, ...] = ()
+
+    @property
+    def of_rows(self) -> "HeadSharding":
+        """The layout of rows [N] that each device has made of its own part of [B, T]."""
+        return dataclasses.replace(self, tokens=(*self.tokens, *self.sequence), sequence=())
 
     @property
     def hidden_spec(self) -> PartitionSpec:
@@ -57,7 +63,7 @@ class HeadSharding:
         vocabulary, features = (axis if self.devices(axis) > 1 else None for axis in (self.vocabulary, self.features))
         tokens = tuple(axis for axis in self.tokens if self.devices(axis) > 1)
         auto = self.mesh.update(axis_types=(AxisType.Auto,) * len(self.mesh.axis_names))
-        return HeadSharding(auto, tokens, vocabulary, features)
+        return HeadSharding(auto, tokens, vocabulary, features, self.sequence)
 
     def check(self, hidden: Float[Array, "N D"], weight: Float[Array, "V D"], prefix: str = "") -> None:
         """Raise ValueError where the arrays can't be laid out so, or are laid out otherwise; `prefix` begins names."""
@@ -197,7 +203,12 @@ class Sharded(_OnMesh):
         return dh, None if dw is None else dw[: len(inputs.weight)]
 
     def loss_and_gradients(
-        self, inputs: Inputs, objective: Objective, terms: Terms, options: Options
+        self,
+        inputs: Inputs,
+        objective: Objective,
+        terms: Terms,
+        options: Options,
+        into: Float[Array, "V D"] | None = None,
     ) -> tuple[Softmax, Gradients]:
         def pass_(own: Inputs, local: Options, terms: Terms) -> tuple[Softmax, Gradients]:
             softmax, gradients = self.engine.loss_and_gradients(own, objective, terms, local)
@@ -205,7 +216,8 @@ class Sharded(_OnMesh):
 
         given = (terms, Terms(self._rows, self._rows, PartitionSpec()))  # type: ignore[arg-type]
         softmax, (dh, dw) = self._on_devices(pass_, (self._rows, self._gradients), inputs, options, given)
-        return softmax, (dh, None if dw is None else dw[: len(inputs.weight)])
+        dw = None if dw is None else dw[: len(inputs.weight)]
+        return softmax, (dh, dw if dw is None or into is None else into + dw)
 
     def obstacle(self, inputs: Inputs, options: Options) -> str | None:
         """The engine's reason, given one device's part of the arrays."""
@@ -288,6 +300,37 @@ class ShardedPair(_OnMesh):
         return dh, None if dw is None else jnp.pad(dw[:rows], ((0, max(0, rows - len(dw))), (0, 0)))
 
 
+# --- leading dims ---------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """How leading dims [B, T, ...] become rows [N] and back. A device whose T is spread keeps its part of the rows."""
+
+    sharding: HeadSharding | None  # of the rows
+    flat: Callable[[Array], Array]  # [B, T, ..., *rest] -> [N, *rest]
+    folded: Callable[[Array], Array]  # [N] -> [B, T, ...]
+
+
+def rows_of(lead: tuple[int, ...], sharding: HeadSharding | None) -> Rows:
+    """The rows of arrays with these leading dims; ValueError where they can't be laid out so."""
+    count = math.prod(lead)
+    if sharding is None or not sharding.sequence:
+        return Rows(sharding, lambda x: x.reshape(count, *x.shape[len(lead) :]), lambda x: x.reshape(lead))
+    sizes = sharding.devices(*sharding.tokens), sharding.devices(*sharding.sequence)
+    if len(lead) != 2 or lead[0] % sizes[0] or lead[1] % sizes[1]:
+        shards = f"{sizes[0]} x {sizes[1]} shards over {', '.join(sharding.tokens)} x {', '.join(sharding.sequence)}"
+        raise ValueError(f"hidden: leading dims {list(lead)} don't make {shards}; add tokens that don't count")
+    own, apart = (lead[0] // sizes[0], lead[1] // sizes[1]), PartitionSpec(sharding.tokens, sharding.sequence)
+    rows = sharding.of_rows
+    together, mesh = PartitionSpec(rows.tokens), sharding.in_use().mesh
+    local = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+
+    def flat(x: Array) -> Array:
+        return local(lambda x: x.reshape(-1, *x.shape[2:]), in_specs=apart, out_specs=together)(x)
+
+    return Rows(rows, flat, local(lambda x: x.reshape(own), in_specs=together, out_specs=apart))
+
+
 # --- meshes with Explicit axes ----------------------------------------------------------------------------------------
 
 
@@ -313,7 +356,8 @@ def run_on_mesh(
     elif sharding.mesh.shape != mesh.shape:
         raise ValueError(f"sharding: its mesh {dict(sharding.mesh.shape)} is not the arguments' {dict(mesh.shape)}")
     else:
-        tokens = PartitionSpec(sharding.tokens, *[None] * (arrays[0].ndim - 2))
+        dims = sharding.tokens, sharding.sequence or None, *[None] * arrays[0].ndim
+        tokens = PartitionSpec(*dims[: arrays[0].ndim - 1])
     in_auto_mode = functools.partial(function, sharding)
     run = jax.sharding.auto_axes(in_auto_mode, axes=mesh.explicit_axes, out_sharding=out_specs(tokens))
     # Outside of `jit`, JAX would not change the axes' mode.
@@ -326,11 +370,12 @@ def _sharding_of(mesh: AbstractMesh, hidden: PartitionSpec, weight: PartitionSpe
 
     Where the vocabulary is spread over an axis of the tokens, the weight's features are, if they can be, instead.
     """
-    tokens = tuple(axis for entry in hidden[:-1] for axis in _axes(entry))
+    tokens, *others = (*map(_axes, hidden[:-1]), ())
+    sequence = sum(others, ())
     vocabulary, features = (next(iter(_axes(entry)), None) for entry in weight)
-    if vocabulary in tokens:
+    if vocabulary in (*tokens, *sequence):
         vocabulary, features = None, vocabulary if width % mesh.shape[vocabulary] == 0 else None
-    return HeadSharding(mesh, tokens, vocabulary, features)
+    return HeadSharding(mesh, tokens, vocabulary, features, sequence)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

@@ -29,6 +29,12 @@ def multiprocessors() -> int:
     return found or 132
 
 
+def kind() -> str:
+    """JAX's name for the kind of device that is traced for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
 def why_not_hopper() -> str | None:
     """The reason why the device that is traced for is no GPU of the Hopper generation, or None."""
     if platform() != "gpu":
@@ -37,9 +43,9 @@ def why_not_hopper() -> str | None:
     if device is None:
         found = getattr(jax.devices()[0], "compute_capability", None)
         return None if found == "9.0" else f"it needs a Hopper GPU, and this one has compute capability {found}"
-    if any(name in device.device_kind for name in ("H100", "H200", "H800", "H20")):
+    if any(name in kind() for name in ("H100", "H200", "H800", "H20")):
         return None
-    return f"it needs a Hopper GPU, and this is {device.device_kind}"
+    return f"it needs a Hopper GPU, and this is {kind()}"
 
 
 def varying_axes(*arrays: Any) -> Set[str]:

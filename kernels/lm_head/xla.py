@@ -48,15 +48,19 @@ def obstacle(inputs: Inputs, options: Options) -> None:
 
 
 def loss_and_gradients(
-    inputs: Inputs, objective: Objective, terms: Terms, options: Options
+    inputs: Inputs,
+    objective: Objective,
+    terms: Terms,
+    options: Options,
+    into: Float[Array, "V D"] | None = None,
 ) -> tuple[Softmax, Gradients]:
     plan = make_plan(len(inputs.labels), *inputs.weight.shape)
     wave = wave_rows(plan, inputs, options)
     if wave:
-        return _waves(plan._replace(block=wave), inputs, objective, terms, options)
+        return _waves(plan._replace(block=wave), inputs, objective, terms, options, into)
     softmax, _ = forward(inputs, options)
     slopes = contract.loss_slopes(objective, inputs.live, softmax, terms)
-    return softmax, gradients(inputs, softmax, None, slopes, options)
+    return softmax, gradients(inputs, softmax, None, slopes, options, into)
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
@@ -83,8 +87,15 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
     return finish_live(running, inputs.live, options.vocabulary_axis), None
 
 
-def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, options: Options) -> Gradients:
-    """The gradients by recomputation: 3 matrix products, 2 for one gradient alone."""
+def gradients(
+    inputs: Inputs,
+    softmax: Softmax,
+    saved: None,
+    slopes: Slopes,
+    options: Options,
+    into: Float[Array, "V D"] | None = None,
+) -> Gradients:
+    """The gradients by recomputation: 3 matrix products, 2 for one gradient alone; dW with `into` added."""
     plan = make_plan(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, plan.block)
 
@@ -114,12 +125,17 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, opt
     dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
     dh_MD = contract.zeros(inputs, len(live.row), features) if options.wants_hidden else None
     dw_VD = contract.zeros(inputs, vocabulary, features, dtype=dw_dtype) if options.wants_weight else None
-    dh_MD, dw_VD = lax.fori_loop(0, plan.tiles, tile, (dh_MD, dw_VD))
+    dh_MD, dw_VD = lax.fori_loop(0, plan.tiles, tile, (dh_MD, dw_VD if into is None else into))
     return None if dh_MD is None else dh_MD.astype(dh_dtype)[live.place], dw_VD
 
 
 def _waves(
-    plan: Plan, inputs: Inputs, objective: Objective, terms: Terms, options: Options
+    plan: Plan,
+    inputs: Inputs,
+    objective: Objective,
+    terms: Terms,
+    options: Options,
+    into: Float[Array, "V D"] | None,
 ) -> tuple[Softmax, Gradients]:
     """Statistics and gradients, keeping a block's products: 3 matrix products, 2 for one gradient alone."""
     live = live_rows(inputs.live, plan.block)
@@ -165,7 +181,8 @@ def _waves(
     dh_MD = contract.zeros(inputs, len(live.row), features, dtype=dh_dtype) if options.wants_hidden else None
     dw_VD = contract.zeros(inputs, vocabulary, features, dtype=sum_dtype) if options.wants_weight else None
     y_CRT = contract.zeros(inputs, plan.tiles, plan.block, plan.tile)
-    all_M, dh_MD, dw_VD, _ = live.over_blocks(plan.block, wave, (all_M, dh_MD, dw_VD, y_CRT), options.in_step)
+    carry = all_M, dh_MD, dw_VD if into is None else into, y_CRT
+    all_M, dh_MD, dw_VD, _ = live.over_blocks(plan.block, wave, carry, options.in_step)
     dh = None if dh_MD is None else dh_MD[live.place]
     dw = None if dw_VD is None else dw_VD.astype(dw_dtype)
     return jax.tree.map(lambda x: x[live.place], all_M), (dh, dw)

@@ -90,7 +90,7 @@ class ModelConfig(Section):
 class HeadConfig(Section):
     """How the loss is computed from hidden states; docs/head.md has the details."""
 
-    impl: Literal["full_logits", "xla", "mosaic_tpu", "mosaic_gpu"] | None = None
+    impl: Literal["full_logits", "chunked_logits", "xla", "mosaic_tpu", "mosaic_gpu"] | None = None
     """How it is computed; None: the fastest that runs on this device without making [tokens, vocabulary] logits."""
     workspace_mib: int | None = Field(default=None, ge=0)
     """Memory in which the loss may keep logits; 0 computes them twice instead; None: the head chooses. Not with impl

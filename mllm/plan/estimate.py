@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 
+from kernels.lm_head import chunked_logits
 from mllm.model.decoding import abstract_cache
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan.programs import Programs
@@ -20,8 +21,6 @@ from mllm.plan.programs import Programs
 BANDWIDTH, FLOPS = 0.85, 0.4
 MEAN_LENGTH = 0.25
 """The mean length over the limit."""
-CHUNK = 1024
-"""Tokens whose logits a chunked head has at a time."""
 
 
 def size(count: int) -> str:
@@ -57,9 +56,10 @@ def other_heads(shapes: Programs, fused: int) -> str:
         # Each device has the whole matrix in the compute dtype and, if it is trained, its gradient in float32.
         trained = lora is None or "head" in lora.targets
         gathered = vocabulary * weight.shape[1] * (copy.dtype.itemsize + 4 * trained)
-    full, chunked = (size(gathered + 4 * vocabulary * count) for count in (tokens, min(tokens, CHUNK)))
+    chunk = chunked_logits.most_rows(shapes.mesh.devices.flat[0].platform)
+    full, chunked = (size(gathered + 4 * vocabulary * count) for count in (tokens, min(tokens, chunk)))
     own = f"{shapes.config.head.impl or 'fused'} {size(fused)} by the compiler"
-    return f"head for {tokens} tokens a device: {own}; chunks of {CHUNK} about {chunked}, full logits about {full}"
+    return f"head for {tokens} tokens a device: {own}; chunks of {chunk} about {chunked}, full logits about {full}"
 
 
 class Seconds(NamedTuple):

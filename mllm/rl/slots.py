@@ -116,9 +116,11 @@ def repack(
     def move(
         old: Float[jax.Array, "N K P H"], sources: Int[jax.Array, "B"], ended: jax.Array, end: jax.Array
     ) -> Float[jax.Array, "B K Q H"]:
-        # Without the barrier, XLA for CPUs (jax 0.12) never ends, or crashes, where one row is gathered and rolled.
-        newest_last = jnp.roll(jax.lax.optimization_barrier(old[sources]), -ended, axis=2)
-        return jnp.roll(lengthen(newest_last, places)[:, :, -places:], end, axis=2)
+        # A gather, not two rolls: XLA's program for CPUs never ends where one of several rows is gathered and rolled.
+        held = old.shape[2]
+        age = (end - 1 - jnp.arange(places)) % places  # 0: the newest token's
+        moved = old[sources][:, :, (ended - 1 - age) % held]
+        return jnp.where((age < held)[:, None], moved, 0)
 
     local = on_each_device(layout, move, (CACHED_KEYS, ("batch",), (), ()))
     return LayerCache(*(local(old, sources, ended, end) for old in cache))

@@ -3,8 +3,8 @@
 Tiles of the Pallas kernels are the smallest that the hardware takes. On a TPU 300 rows make three blocks, two of them
 in one call of a kernel and one in the next, and 499 columns two tiles of two steps each, the last not full. On a Hopper
 GPU 200 rows make two blocks, 296 columns three tiles in two chunks, of each the last not full, and 128 features two
-slabs. In plain XLA 90 rows make six blocks, and 301 columns three tiles, the last of which overlaps the one before. Of
-logits that exist, 300 columns make three tiles.
+slabs. In plain XLA 90 rows make six blocks, and 301 columns three tiles, the last of which overlaps the one before;
+chunks of logits are four, the last not full. Of logits that exist, 300 columns make three tiles.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import strict_tpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from lm_head_cases import Problem, random_problem
 
-from kernels.lm_head import xla
+from kernels.lm_head import chunked_logits, xla
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
 from kernels.lm_head.tpu import tiles as tpu_tiles
@@ -33,8 +33,9 @@ V6E = AbstractMesh(
 )
 """For tracing: what is traced under this mesh is for a TPU."""
 TPU_TILES = {"rows": 128, "columns": 256, "step": 128, "call": 256}
-GPU_SIZES = Sizes(Tiles(columns=128, slots=2, cluster=1), chunk=256, wave_cost=0, cast_cost=0)
+GPU_SIZES = Sizes(Tiles(columns=128, slots=2, cluster=1), chunk=256, wave_bytes=0, cast_bytes=0)
 XLA_SIZES = {"_CPU_BLOCK": 16, "_BLOCK": 16, "_TILE": 128, "_LEAST_WAVE": 8}
+CHUNK_SIZES = {"_CPU_ROWS": 24, "_ROWS": 24, "_LEAST_ROWS": 16}
 LOGITS_SIZES = {"_ROWS": 16, "_ROW_BYTES": 1024, "_AT_A_TIME": 1, "_IN_A_TURN": 2}
 needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="jax before 0.12 has no interpreter for these kernels"
@@ -67,6 +68,7 @@ class Engine(NamedTuple):
                 stack.enter_context(strict_tpu.strict_interpreter(**strictness))
             else:
                 stack.enter_context(mock.patch.multiple(xla, **XLA_SIZES))
+                stack.enter_context(mock.patch.multiple(chunked_logits, **CHUNK_SIZES))
                 stack.enter_context(mock.patch.object(logits_xla, "_COLUMNS", 128))
             if self.impl == "logits, as a GPU reduces them":
                 stack.enter_context(mock.patch.object(logits_xla.target, "platform", return_value="gpu"))
@@ -96,7 +98,9 @@ class Engine(NamedTuple):
 
 XLA = Engine("xla", F32, (90, 301, 16), 40 * 384 * 4)
 FULL = XLA._replace(impl="full_logits")
-XLA_BF16, FULL_BF16 = XLA._replace(dtype=BF16, waves=XLA.waves + 4 * 301 * 16), FULL._replace(dtype=BF16)
+CHUNKED = XLA._replace(impl="chunked_logits")
+XLA_BF16 = XLA._replace(dtype=BF16, waves=XLA.waves + 4 * 301 * 16)
+FULL_BF16, CHUNKED_BF16 = FULL._replace(dtype=BF16), CHUNKED._replace(dtype=BF16)
 TPU_F32 = Engine("mosaic_tpu", F32, (300, 499, 64), 200_000 + 4 * 499 * 64, 256)
 TPU = TPU_F32._replace(dtype=BF16)
 """Its `waves`: exponentials of 128 rows, and a float32 sum of dW."""
@@ -106,7 +110,8 @@ LOGITS = Engine("logits", F32, (20, 300, 300))
 LOGITS_ON_GPU = LOGITS._replace(impl="logits, as a GPU reduces them")
 LOGITS_TPU = LOGITS._replace(impl="logits, mosaic_tpu")
 OF_LOGITS = (LOGITS, LOGITS_ON_GPU, LOGITS_TPU)
-EVERY = (FULL, FULL_BF16, XLA, XLA_BF16, TPU_F32, TPU, GPU, *OF_LOGITS, *(x._replace(dtype=BF16) for x in OF_LOGITS))
+EVERY = (FULL, FULL_BF16, CHUNKED, CHUNKED_BF16, XLA, XLA_BF16, TPU_F32, TPU, GPU, *OF_LOGITS)
+EVERY += tuple(x._replace(dtype=BF16) for x in OF_LOGITS)
 
 
 def parameter(engine: Engine, *others: Any, slow: bool = False) -> Any:
@@ -118,4 +123,4 @@ def parameter(engine: Engine, *others: Any, slow: bool = False) -> Any:
 
 def engines(*chosen: Engine) -> Any:
     """The decorator of a test that takes an `engine`: for each of these, by default one of each kind of the head's."""
-    return pytest.mark.parametrize("engine", list(map(parameter, chosen or (FULL, XLA, TPU, GPU))))
+    return pytest.mark.parametrize("engine", list(map(parameter, chosen or (FULL, CHUNKED, XLA, TPU, GPU))))

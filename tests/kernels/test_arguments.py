@@ -57,7 +57,7 @@ VALUES = {
     "a copy that is no floating point": ("weight_copy", {"weight_copy": jnp.zeros((5, 3), int)}),
     "a dtype of integers": ("dtype", {"dtype": jnp.int8}),
     "float16 products": ("dtype must be None or one of bfloat16, float32,", {"dtype": jnp.float16}),
-    "an unknown implementation": ("one of full_logits, xla, mosaic_tpu, mosaic_gpu", {"impl": "warp"}),
+    "an unknown implementation": ("one of full_logits, chunked_logits, xla, mosaic_tpu, mosaic_gpu", {"impl": "warp"}),
 }
 OF_TOKEN_LOSS = {
     "weights of another rank": ("weights", {"weights": jnp.ones((4, 1))}),

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from engines import (
     BF16,
+    CHUNKED,
+    CHUNKED_BF16,
     F32,
     FULL,
     FULL_BF16,
@@ -32,7 +34,7 @@ from engines import (
 from lm_head_cases import OBJECTIVES, SCALES, Loss, Problem, loss_and_gradients, sparse_weights
 from oracle import Objective, exact, exact_loss
 
-from kernels.lm_head import token_loss
+from kernels.lm_head import token_loss, token_loss_and_gradients
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
 
@@ -44,6 +46,7 @@ every_workspace = pytest.mark.parametrize(
     ("engine", "workspace"),
     [
         parameter(FULL, "all"),
+        parameter(CHUNKED, "none"),
         *(parameter(engine, workspace) for engine in (XLA, TPU, GPU) for workspace in ("none", "some", "all")),
     ],
 )
@@ -73,6 +76,7 @@ def test_any_workspace_is_as_accurate_as_full_logits(engine: Engine, workspace: 
     ("engine", "workspace"),
     [
         parameter(FULL_BF16, "all"),
+        parameter(CHUNKED_BF16, "some"),
         parameter(XLA_BF16, "none"),
         parameter(XLA, "some"),
         parameter(TPU, "all"),
@@ -87,10 +91,10 @@ def test_an_objective_of_the_entropy_is_as_accurate_as_full_logits(engine: Engin
     assert_accurate(engine, problem, objective, weights, largest=False, **options)
 
 
-@pytest.mark.parametrize("workspace", [0, 100_000, 1 << 27], ids=["none", "waves", "all"])
-def test_a_sum_over_many_tokens_does_not_wear_down_in_bfloat16(workspace: int) -> None:
+@pytest.mark.parametrize(("impl", "workspace"), [("xla", 0), ("xla", 100_000), ("xla", 1 << 27), ("chunked_logits", 0)])
+def test_a_sum_over_many_tokens_does_not_wear_down_in_bfloat16(impl: str, workspace: int) -> None:
     problem, objective = cases.random_problem((5003, 37, 8), 1.0, BF16), OBJECTIVES["entropy bonus"]
-    cases.check_loss(problem, objective, jnp.ones(5003), impl="xla", workspace=workspace)
+    cases.check_loss(problem, objective, jnp.ones(5003), impl=impl, workspace=workspace)
 
 
 @every_workspace
@@ -128,6 +132,7 @@ def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine,
     ("engine", "workspace"),
     [
         parameter(FULL_BF16, 0),
+        parameter(CHUNKED_BF16, 0),
         parameter(XLA_BF16, XLA.waves),
         parameter(XLA_BF16, 0),
         parameter(TPU, TPU.waves),
@@ -200,6 +205,56 @@ def test_weights_operands_and_what_the_objective_closes_over_get_gradients_too()
     want = by_weights, w * rows.logprob, np.sum(w * b * rows.entropy)
     for x, y in zip(gradients(w, a, jnp.float32(0.5)), want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("engine", "workspace"),
+    [
+        parameter(XLA_BF16, "none"),
+        parameter(XLA_BF16, "all"),
+        parameter(FULL_BF16, "all"),
+        parameter(CHUNKED_BF16, "some"),
+        parameter(TPU, "none"),
+        parameter(TPU, "all"),
+        parameter(GPU, "some"),
+    ],
+)
+def test_gradients_of_a_bfloat16_weight_are_summed_in_float32_over_calls(engine: Engine, workspace: str) -> None:
+    """The loss of all rows, taken a half at a time, has the dW of all rows, rounded nowhere; dh has hidden's dtype."""
+    problem, weights = engine.problem(), sparse_weights(engine.shape[0])
+    options: dict[str, Any] = {"impl": engine.impl, "workspace": engine.bytes_of(workspace)}
+    half = jnp.arange(engine.shape[0]) % 2 == 0
+
+    @jax.jit
+    def halves(into: jax.Array | None) -> Any:
+        dw = into
+        for counts in (half, ~half):
+            given = {"weights": jnp.where(counts, weights, 0), "into": dw, **options}
+            _, (dh, dw) = token_loss_and_gradients(*problem, CROSS_ENTROPY, **given)
+        return dh, dw
+
+    with engine.strictly():
+        want = loss_and_gradients(problem, CROSS_ENTROPY, (), weights, **options)
+        (dh, dw), (_, more) = halves(None), halves(jnp.full(problem.weight.shape, 0.5))
+    exactly = exact_loss(*problem, CROSS_ENTROPY, weights=weights).rows.weight
+    assert dw.dtype == F32
+    assert dh.dtype == engine.dtype
+    error, rounded = (np.abs(np.asarray(x, np.float64) - exactly).max() for x in (dw, want.rows.weight))
+    assert error <= rounded
+    assert np.any(dw != dw.astype(BF16).astype(F32))
+    np.testing.assert_allclose(more - 0.5, dw, rtol=0, atol=1e-6)
+    live = np.asarray(~half & (weights != 0))
+    np.testing.assert_allclose(dh[live].astype(F32), want.rows.hidden[live].astype(F32), rtol=2**-7)
+
+
+def test_into_is_summed_in_place_and_refused_where_it_is_no_float32_weight() -> None:
+    hidden, weight, labels = (jnp.zeros((512, 64), BF16), jnp.zeros((200_000, 64), BF16), jnp.zeros(512, int))
+    into = jax.ShapeDtypeStruct(weight.shape, F32)
+    step = lambda into: token_loss_and_gradients(hidden, weight, labels, CROSS_ENTROPY, into=into, workspace=0)[1][1]  # noqa: E731
+    account = jax.jit(step, donate_argnums=0).lower(into).compile().memory_analysis()
+    assert account.temp_size_in_bytes < 2 * weight.size
+    with pytest.raises(ValueError, match="into must be float32"):
+        token_loss_and_gradients(hidden, weight, labels, CROSS_ENTROPY, into=weight)
 
 
 # --- Hopper: logits in float16, sums over waves and blocks, clusters ---

@@ -81,6 +81,8 @@ NO_WORKSPACE, A_SMALL_WAVE, ONE_WAVE = 0, 16 * 384 * 4, 10**9
         ("xla", loss_of("entropy bonus", ONE_WAVE), 3, 2, 2),
         ("xla, narrow weight", loss_of("entropy bonus", A_SMALL_WAVE), 4, 2, 3),
         ("xla, narrow weight", loss_of("entropy bonus", A_SMALL_WAVE + 4 * V * D), 3, 2, 2),
+        ("chunked_logits", likelihood_and_entropy, 4, 3, 3),
+        ("chunked_logits", loss_of("cross-entropy", ONE_WAVE), 4, 3, 3),
         ("mosaic_tpu", likelihood, 4, 2, 3),
         ("mosaic_tpu", likelihood_and_entropy, 6, 4, 3),
         ("mosaic_tpu", loss_of("cross-entropy", NO_WORKSPACE), 4, 2, 3),
@@ -110,6 +112,17 @@ def test_a_loss_on_hopper_takes_as_few_products_as_documented(workspace: int, pr
     found = 4 - min(kept / len(weight), 1)
     assert found == pytest.approx(products, abs=0.006)
     assert found >= 4 - workspace * 2**20 / (2 * len(hidden) * len(weight))
+
+
+@pytest.mark.parametrize(("kind", "waves"), [("NVIDIA H100 80GB HBM3", 1), ("NVIDIA H800", 1), ("NVIDIA H200", 16)])
+def test_whether_waves_pay_on_hopper_follows_the_device_s_memory(kind: str, waves: int) -> None:
+    """An H200 reads and writes the float32 sum of dW, once a wave, in fewer rows' time."""
+    hidden, weight, labels, weights = shapes_of(32768, 151_936, 2048)
+    options = Options(None, jnp.dtype(jnp.bfloat16), 640 * 2**20)
+    device = AbstractDevice(kind, num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(V6E.update(abstract_device=device)):
+        plan = gpu_tiles.make_plan(Inputs(hidden, weight, labels, weights, weights), options)
+    assert len(hidden) / plan.rows == waves
 
 
 @pytest.mark.parametrize("live", [0, 17])
@@ -180,6 +193,7 @@ A_WAVE = 2048 * 153_600  # its logits, of so many rows and never all of them
     ("impl", "function", "largest"),
     [
         *(("xla", f, A_WAVE) for f in (likelihood, *(loss_of("cross-entropy", x) for x in (0, None, 2**40)))),
+        ("chunked_logits", loss_of("cross-entropy", None), LARGE[1] * 1024),
         *(("mosaic_tpu", f, LARGE[1] * LARGE[2]) for f in (likelihood_and_entropy, loss_of("cross-entropy", 0))),
     ],
 )
@@ -258,18 +272,34 @@ def test_full_logits_take_their_memory_and_their_derivative_s_two_exponentials_a
 
 
 @pytest.mark.parametrize(
-    ("platform", "features", "impl", "reason"),
+    ("platform", "weight", "impl", "reason"),
     [
-        ("cpu", 256, "xla", "no TPU or Hopper GPU here"),
-        ("tpu", 256, "mosaic_tpu", "by its compiler's schedule"),
-        ("tpu", 1 << 22, "xla", "mosaic_tpu can't run: "),
-        ("gpu", 256, "xla", "mosaic_gpu has not been timed on a device"),
+        ("cpu", (1024, 256), "xla", "no TPU or Hopper GPU here"),
+        ("tpu", (1024, 256), "mosaic_tpu", "by its compiler's schedule"),
+        ("tpu", (1024, 1 << 22), "xla", "mosaic_tpu can't run: "),
+        ("gpu", (1024, 256), "xla", "mosaic_gpu has not been timed on a device"),
+        (
+            "gpu",
+            (1020, 256),
+            "xla",
+            "mosaic_gpu can't run: weight is 1020 x 256, and the kernels need multiples of 8 x 64",
+        ),
+        (
+            "gpu",
+            (1024, 96),
+            "xla",
+            "mosaic_gpu can't run: weight is 1024 x 96, and the kernels need multiples of 8 x 64",
+        ),
+        ("an older gpu", (1024, 256), "xla", "mosaic_gpu can't run: it needs a Hopper GPU, "),
     ],
 )
 def test_the_choice_of_an_engine_comes_with_its_reason(
-    platform: str, features: int, impl: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    platform: str, weight: tuple[int, int], impl: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target, "platform", lambda mesh=None: platform)
-    choice = choose_impl(*(jax.ShapeDtypeStruct((*rows, features), "bfloat16") for rows in ((2, 32), (1024,))))
+    monkeypatch.setattr(target, "platform", lambda mesh=None: platform.split()[-1])
+    if platform == "gpu":
+        monkeypatch.setattr(target, "why_not_hopper", lambda: None)
+    choice = choose_impl(*(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((2, 32, weight[1]), weight)))
     assert choice.impl == impl
     assert choice.reason.startswith(reason)
+    assert "\n" not in choice.reason

@@ -5,7 +5,9 @@ are those at the edges of the vocabulary's shards, and no mesh divides the vocab
 that there are several of them.
 """
 
+import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +125,32 @@ def test_values_and_gradients_are_those_of_one_device(shape, axes, way, options,
     assert_near((got, gradients), (want, tuple(by_all[i] for i in sides)))
 
 
+@pytest.mark.parametrize(("way", "options"), [("general", {}), ("in waves", SCALED)], ids=str)
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_sequence_may_be_spread_and_no_hidden_state_leaves_its_device(way, options, explicit):
+    """B over two devices, T over two (context parallelism), the vocabulary over two."""
+    in_rows = [x.reshape(8, 10, *x.shape[1:]) if np.shape(x)[:1] == (N,) else x for x in ARGUMENTS]
+    labels, want = LABELS.reshape(8, 10), of_one_device(way, **options)
+    if explicit:
+        mesh = jax.make_mesh(CUBE, ("dp", "cp", "tp"))
+        specs = P("dp", "cp"), P(None, "tp"), P("dp", "cp"), P("dp", "cp"), P(), P("dp", "cp")
+        put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+        *in_rows, labels = map(put, (*in_rows, labels), specs)
+    else:
+        mesh = jax.make_mesh(CUBE, ("dp", "cp", "tp"), axis_types=(AxisType.Auto,) * 3)
+        options = options | {"sharding": HeadSharding(mesh, ("dp",), "tp", sequence=("cp",))}
+    function, settings = WAYS[way]
+    run = jax.value_and_grad(lambda *x: function(*x[:-1], labels=x[-1], **settings, **options), ALL, has_aux=True)
+    with jax.sharding.set_mesh(mesh) if explicit else contextlib.nullcontext():
+        compiled = jax.jit(run).lower(*in_rows, labels).compile()
+        got = compiled(*in_rows, labels)
+    flat = [np.reshape(x, np.shape(y)) for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
+    assert_near(flat, jax.tree.leaves(want))
+    moved = re.findall(r"= f32\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)\(", compiled.as_text())
+    sizes = {np.prod([int(n) for n in shape.split(",") if n]) for shape in moved}
+    assert not [size for size in sizes if N * D // 8 <= size < V * D], moved  # the weight's features are gathered
+
+
 KERNELS = [((2, 1, 2), "general", True), ((1, 4, 1), "general", False), ((1, 2, 2), "in waves", False)]
 
 
@@ -238,11 +266,12 @@ def test_the_mesh_may_be_set_and_a_sharding_may_name_its_axes():
         assert_near(differentiated("both", sharding=sharding)(*IN_ROWS), on_one_device())
 
 
-def test_with_full_logits_a_device_multiplies_its_own_tokens_with_its_own_rows_of_the_weight():
-    function, arguments = differentiated("both", impl="full_logits"), laid_out(P("data"), P("model"))
+@pytest.mark.parametrize(("impl", "rows"), [("full_logits", 40), ("chunked_logits", 24)])
+def test_with_full_logits_a_device_multiplies_its_own_tokens_with_its_own_rows_of_the_weight(impl, rows):
+    function, arguments = differentiated("both", impl=impl), laid_out(P("data"), P("model"))
     assert_near(function(*arguments), on_one_device())
     text = function.lower(*arguments).as_text()
-    assert "tensor<40x64xf32>" in text
+    assert f"tensor<{rows}x64xf32>" in text
     assert "tensor<80x128xf32>" not in text
 
 

@@ -106,6 +106,8 @@ def test_every_kernel_fits_a_multiprocessor_and_spills_nothing(options: dict[str
     for path in kernels:
         report, ptx, passes = (path.with_suffix(end).read_text() for end in (".ptxas", ".ptx", ".mlir-passes.log"))
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
+        waits = re.findall("serialized|warpgroup.wait is injected", report)
+        assert not waits, "no product waits for the one before, other than where the kernel says so"
         static = re.search(r", (\d+) bytes smem", report)
         dynamic = max(map(int, re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)))
         assert dynamic + (int(static[1]) if static else 0) <= gpu_tiles.SHARED_MEMORY

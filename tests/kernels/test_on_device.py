@@ -3,7 +3,8 @@
     JAX_PLATFORMS=tpu python -m pytest -m tpu tests/kernels/test_on_device.py
     JAX_PLATFORMS=cuda python -m pytest -m gpu tests/kernels/test_on_device.py
 
-`make device` runs them. Two minutes by estimate, most of it compiling; no device has run them.
+`make device` runs them, each in a process of its own: a GPU that failed once fails in a process ever after. Two minutes
+by estimate, most of it compiling; no device has run them.
 
 Shapes are off every tile. What only a device can show is a race: so the same call must give the same bits again and
 again. Left out: what tests on a CPU compile or interpret.
@@ -18,7 +19,7 @@ import lm_head_cases as cases
 import numpy as np
 import pytest
 
-from kernels.lm_head import target, token_loss  # noqa: F401  target: in the condition below
+from kernels.lm_head import TokenLogprobs, target, token_logprobs, token_loss  # noqa: F401  target: in the condition below
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
 from kernels.lm_head.tpu import tiles as tpu_tiles
@@ -38,6 +39,31 @@ def kernels() -> str:
     return f"mosaic_{jax.default_backend()}"
 
 
+def off(found: jax.Array, right: jax.Array) -> jax.Array:
+    found, right = found.astype(jnp.float32), right.astype(jnp.float32)
+    return jnp.abs(found - right).max() / jnp.abs(right).max()
+
+
+@pytest.mark.parametrize("result", ["forward", "dh", "dW"])
+def test_a_result_asked_for_alone_is_right(result: str) -> None:
+    """That of full logits. Only the kernels run that the result takes, so that a hang or a crash names one."""
+    problem = cases.random_problem((600, 1400, 192), dtype=jnp.bfloat16)
+    cotangents = cases.random_cotangents(600)
+
+    def values(hidden: Any, weight: Any, impl: Any) -> TokenLogprobs:
+        return token_logprobs(hidden, weight, problem.labels, impl=impl)
+
+    def scalar(*arguments: Any) -> jax.Array:
+        return sum(map(jnp.vdot, values(*arguments), cotangents))
+
+    function = values if result == "forward" else jax.grad(scalar, 0 if result == "dh" else 1)
+    call = jax.jit(function, static_argnums=2)
+    for found, right in zip(
+        *map(jax.tree.leaves, (call(*problem[:2], x) for x in (kernels(), "full_logits"))), strict=True
+    ):
+        assert off(found, right) <= (1e-4 if result == "forward" else 0.02)
+
+
 @pytest.mark.parametrize("softmax", cases.SCALES)
 @pytest.mark.parametrize("impl", ["the kernels", "xla"])
 def test_values_and_gradients_are_as_accurate_as_full_logits(impl: str, softmax: str) -> None:
@@ -54,7 +80,7 @@ def test_every_workspace_is_as_accurate_as_full_logits(workspace: int | None) ->
     problem = cases.random_problem((600, 1400, 192), dtype=jnp.bfloat16)
     small: Any = tpu_tiles.override(rows=128, columns=256, step=128)
     if jax.default_backend() == "gpu":
-        small = gpu_tiles.override(Sizes(Tiles(), 512, wave_cost=0))
+        small = gpu_tiles.override(Sizes(Tiles(), 512, wave_bytes=0))
     with small:
         cases.check_loss(problem, CROSS_ENTROPY, cases.sparse_weights(600), impl=kernels(), workspace=workspace)
 
@@ -89,10 +115,6 @@ def test_at_qwens_size_the_results_are_those_of_the_xla_engine(workspace: int) -
             return token_loss(hidden, weight, labels, lambda logprob, h: -logprob - 0.01 * h, **options)
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(hidden, weight)
-
-    def off(found: jax.Array, right: jax.Array) -> jax.Array:
-        found, right = found.astype(jnp.float32), right.astype(jnp.float32)
-        return jnp.abs(found - right).max() / jnp.abs(right).max()
 
     (loss, rows), (dh, dw) = results(kernels(), workspace)
     (right_loss, right_rows), (right_dh, right_dw) = results("xla", 0)

@@ -56,7 +56,7 @@ def test_sampler_and_trainer_multiply_at_the_same_precision(
 
 
 @each_dtype
-@pytest.mark.parametrize("impl", ["xla", "full_logits", "mosaic_tpu"])
+@pytest.mark.parametrize("impl", ["xla", "full_logits", "chunked_logits", "mosaic_tpu"])
 def test_the_head_multiplies_at_the_precision_of_its_operands(impl: str, dtype: str) -> None:
     sizes = {"tokens": 256, "vocabulary": 512, "features": 128, "hidden": dtype, "weight": dtype, "impl": impl}
     mesh = make_mesh(MeshConfig())

@@ -14,7 +14,7 @@ from mllm.config.schema import Rows
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.parallel.mesh import bytes_on_device, make_mesh
 from mllm.plan import memory, targets
-from mllm.plan.estimate import BANDWIDTH, CHUNK, FLOPS, better_meshes, estimate, estimates, other_heads, subject
+from mllm.plan.estimate import BANDWIDTH, FLOPS, better_meshes, estimate, estimates, other_heads, subject
 from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
 from mllm.rl import rollout
@@ -227,11 +227,11 @@ def test_other_heads_need_their_logits_and_what_fsdp_gathers(config, shapes, mon
     # Two rows of 20 tokens a device; the gathered matrix and its gradient, both in float32.
     logits = f"about {4 * 260 * 40 + 2 * 4 * 260 * 32}"
     said = "head for 40 tokens a device: fused 7 by the compiler; "
-    assert other_heads(shapes, 7) == said + f"chunks of {CHUNK} {logits}, full logits {logits}"
+    assert other_heads(shapes, 7) == said + f"chunks of 256 {logits}, full logits {logits}"
     one = changed(config, mesh={"fsdp": 1}, rollout={"max_completion_length": 496})
-    chunked, full = (f"about {4 * 260 * count}" for count in (CHUNK, 4 * 512))
+    chunked, full = (f"about {4 * 260 * count}" for count in (256, 4 * 512))
     said = other_heads(Programs(one, make_mesh(one.mesh)), 7)
-    assert said.endswith(f"; chunks of {CHUNK} {chunked}, full logits {full}")
+    assert said.endswith(f"; chunks of 256 {chunked}, full logits {full}")
 
 
 @pytest.mark.parametrize(

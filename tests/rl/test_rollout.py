@@ -255,6 +255,8 @@ def test_rings_keep_the_newest_tokens_of_rows_that_enter_and_move(places, end, l
     jax.tree.map(np.testing.assert_array_equal, entered, ring([end, 5, 3], end, places))
     moved = repack(entered, np.array([2, 0]), at, later, places=later_places, layout=None)
     jax.tree.map(np.testing.assert_array_equal, moved, ring([3, end], later_end, later_places))
+    one = repack(entered, np.array([2]), at, later, places=later_places, layout=None)  # two rolls of it did not end
+    jax.tree.map(np.testing.assert_array_equal, one, ring([3], later_end, later_places))
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20), st.integers(1, 8))

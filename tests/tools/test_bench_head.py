@@ -32,7 +32,7 @@ def test_a_table_for_each_share_has_what_was_measured_and_names_what_could_not_b
     chosen = ["--methods", "optax", "liger", "--live", "0.25", "1", "--repeats", "2"]
     assert bench.main(["head", "--shape", "24,16,130", *chosen]) == 0
     said, progress = capsys.readouterr()
-    about, first, second = said.split("\n\n")
+    about, first, second, last = said.split("\n\n")
     assert about.startswith(f"cpu cpu, jax {jax.__version__}, ")
     for table, share in ((first, "100%"), (second, "25%")):
         title, columns, _, three, four, optax, *absent = table.splitlines()
@@ -45,7 +45,12 @@ def test_a_table_for_each_share_has_what_was_measured_and_names_what_could_not_b
         assert temporaries >= 0
         assert max(loss, dh, dw) < 1e-5
         assert "not measured: needs torch, liger_kernel, a GPU: Liger, fused linear" in absent
-    assert progress.count("\n") == 2  # a line for each method
+    of_all = [cells(table.splitlines()[5])[i] for table, i in ((first, 2), (second, 2), (first, 5))]
+    assert cells(last.splitlines()[1]) == ["method", "/three, 100%", "/three, 25%", "temp MiB"]
+    assert [cells(line) for line in last.splitlines()[3:]] == [["optax on full logits", *of_all]]
+    rows = [cells(line)[0] for line in progress.splitlines() if line.startswith("|")]
+    assert rows == ["optax on full logits, 100%", "optax on full logits, 25%"], "as they come"
+    assert progress.count("N=24, D=16, V=130: ") == 2, "a line for each method"
 
 
 def test_a_method_that_fails_is_a_line_with_the_reason_and_the_others_are_measured(monkeypatch, capsys):
@@ -55,12 +60,12 @@ def test_a_method_that_fails_is_a_line_with_the_reason_and_the_others_are_measur
         return ([], "ValueError: impl: it can't run here") if task else ([DEVICE], "")
 
     monkeypatch.setattr(head, "start", start)
-    assert head.main(["--methods", "optax", "scan", "--shape", "24,16,130", "--live", "1", "0.5"]) == 0
-    whole, half = capsys.readouterr().out.split("\n\n")[1:]
+    assert head.main(["--methods", "optax", "chunked logits", "--shape", "24,16,130", "--live", "1", "0.5"]) == 0
+    whole, half, _ = capsys.readouterr().out.split("\n\n")[1:]
     assert "not measured: MemoryError: optax on full logits" in whole.splitlines()
     assert [cells(line)[0] for line in half.splitlines()].count("optax on full logits") == 1
     for table in (whole, half):
-        refused = "not measured: ValueError: impl: it can't run here: scan over 256 tokens, recomputed"
+        refused = "not measured: ValueError: impl: it can't run here: chunked logits; chunked logits, workspace 640 MiB"
         assert refused in table.splitlines()
 
 

@@ -17,23 +17,23 @@ from tools.bench import target
 
 def test_the_command_s_table_has_the_compiler_s_account_and_below_it_refusals_and_kernels(monkeypatch, capsys):
     def compile_listed(chip, program, arguments, folder):
-        if "scan" in arguments["method"]:
+        if "640 MiB" in arguments["method"]:
             raise ValueError("RESOURCE_EXHAUSTED: no room")
         return {"temp": 3 * 2**20, "peak": 2**30}
 
     monkeypatch.setattr(targets, "mesh", lambda name: None)
     monkeypatch.setattr(target, "compile_listed", compile_listed)
     monkeypatch.setattr(target, "read_folder", lambda *_, **__: [("dW", (100, 10, 0.9, 0))])
-    chosen = ["mosaic_tpu, workspace 0", "scan over 1024", "liger"]
+    chosen = ["mosaic_tpu, workspace 0", "chunked logits, w", "liger"]
     assert bench.main(["head", "--target", "v6e", "--shape", "512,256,1000", "--methods", *chosen]) == 0
     _, _, title, columns, _, row, *lines = capsys.readouterr().out.splitlines()
     assert title == "N=512, D=256, V=1000"
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (columns, row)]
-    assert cells[0] == ["method", "products", "temp MiB", "peak MiB"]
-    assert cells[1] == ["mosaic_tpu, workspace 0", "4", "3.0", "1024.0"]
+    assert cells[0] == list(target.COLUMNS)
+    assert cells[1] == ["mosaic_tpu, workspace 0", "4", "1.48", "3.0", "1024.0"]
     assert lines == [
         "mosaic_tpu, workspace 0: dW, bundles 100, vmatmuls 10, mxu 90.0%, spills 0",
-        "scan over 1024 tokens, recomputed: refused: RESOURCE_EXHAUSTED: no room",
+        "chunked logits, workspace 640 MiB: refused: RESOURCE_EXHAUSTED: no room",
     ]
 
 

@@ -85,6 +85,12 @@ def test_the_samples_of_a_run_are_scored_as_completions_of_the_problems_with_the
         *("1+1=", "0.000", "0.500"),
     ]
     assert "3\\x1b" in printed
+    _, printed, _ = tried(
+        *[{"prompt": "1+1=", "completion": "#### 2"}] * 6, *[{"prompt": "1+1=", "completion": "2"}] * 3
+    )
+    assert printed.count("prompt") == 8
+    assert "the first 8 of 9 completions; of all:\n" in printed
+    assert ["rewards/exact_match/mean", "0.667"] in map(str.split, printed.splitlines())
 
 
 def test_samples_without_a_problem_and_bad_ones_are_errors_of_one_line(tried):
@@ -97,3 +103,9 @@ def test_samples_without_a_problem_and_bad_ones_are_errors_of_one_line(tried):
         2,
         "error: SAMPLES.jsonl: completion must be a string (samples.jsonl:1); the fields there are prompt, text\n",
     )
+
+
+@pytest.mark.usefixtures("tried")
+def test_a_setting_is_not_taken_for_a_file_of_samples(capsys):
+    assert rewards.main(["config.yaml", "task.heldout=2"]) == 2
+    assert capsys.readouterr().err == "error: task.heldout=2: settings aren't taken here: change config.yaml\n"

@@ -6,6 +6,7 @@ import jax
 
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.tpu import tiles as tpu_tiles
+from mllm import child_process
 from tools import tune
 from tools.bench import measure
 
@@ -17,7 +18,10 @@ FIGURES = {"rounds": ROUNDS, "temp_bytes": 0, "errors": [0.0, 0.002], "products"
 def test_the_fastest_tiling_is_first_and_one_that_fails_is_a_line_with_the_reason(monkeypatch, capsys):
     tried = [{"kernel": "weight", "rows": rows, "columns": 512, "step": 256} for rows in (128, 256, 512, 1024)]
 
+    said = []
+
     def start(module, task, seconds, cache):
+        said.append([line for line in capsys.readouterr().err.splitlines() if "best so far" in line])
         if "most" in task:
             return [{"impl": "mosaic_tpu", "kernel": "dW", "way": "workspace 0", "tilings": tried}], ""
         assert task["method"] == "mosaic_tpu, workspace 0"
@@ -28,7 +32,10 @@ def test_the_fastest_tiling_is_first_and_one_that_fails_is_a_line_with_the_reaso
     now = [0]
     monkeypatch.setattr(tune, "start", start)
     monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
-    assert tune.main(["--limit", "25"]) == 0
+    assert tune.main(["--limit", "35"]) == 0  # each takes ten
+    best = [line.split("|")[-2].strip() for lines in said for line in lines]
+    assert best == [f"best so far: rows={rows}, columns=512, step=256" for rows in (128, 256)]
+    assert list(map(len, said)) == [0, 0, 1, 1], "as soon as a tiling was measured"
     _, title, columns, _, first, second, *refused = capsys.readouterr().out.splitlines()
     assert title == "mosaic_tpu, dW, by workspace 0"
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (columns, first, second)]
@@ -36,6 +43,21 @@ def test_the_fastest_tiling_is_first_and_one_that_fails_is_a_line_with_the_reaso
     assert cells[1][:3] == ["rows=256, columns=512, step=256", "2000.00", "0.67"]
     assert cells[2][:3] == ["rows=128, columns=512, step=256", "4000.00", "1.33"]
     assert refused == ["refused: rows=512, columns=512, step=256: no room", "--limit: 1 tilings were left out"]
+
+
+def test_after_a_tiling_that_hangs_none_is_tried(monkeypatch, capsys):
+    listed = {"impl": "mosaic_gpu", "way": "workspace 0", "tilings": [{"slots": slots} for slots in (3, 4, 5, 6)]}
+
+    def start(module, task, *_):
+        if "most" in task:
+            return [{**listed, "kernel": kernel} for kernel in ("loss", "another")], ""
+        return ([], child_process.LATE) if task["tiles"]["slots"] == 4 else ([FIGURES], "")
+
+    monkeypatch.setattr(tune, "start", start)
+    assert tune.main([]) == 0
+    said, untrusted = capsys.readouterr().out.splitlines(), "a device that hangs once isn't trusted: "
+    assert f"refused: slots=4: {child_process.LATE}" in said
+    assert [line for line in said if untrusted in line] == [f"{untrusted}{n} tilings were left out" for n in (2, 4)]
 
 
 def chosen(tilings_found, choose):

@@ -84,9 +84,14 @@ def start(
 # --- the table
 
 
+def line(cells: Iterable[str]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with aligned columns; all but the first are numbers."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     rule = ["-" * widths[0], *(f"{'-' * (width - 1)}:" for width in widths[1:])]
     cells = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in (columns, rule, *rows))
-    return "\n".join(f"| {' | '.join(each)} |" for each in cells)
+    return "\n".join(map(line, cells))

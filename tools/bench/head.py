@@ -2,6 +2,7 @@
 
 Every method computes the cross-entropy of the same tokens and its gradients by hidden states and weight, unless its
 name says otherwise, each in a process of its own. What isn't installed or can't run here is named with the reason.
+Tables come at the end; a method's rows go to stderr as soon as it has run, with the share of rows that count.
 
     ms         median of the rounds, of calls that keep the device busy                      [host's clock]
     /three     the median, over rounds, of the ratio to the time of h Wᵀ, g W and gᵀ h, as XLA (or torch, for
@@ -12,7 +13,8 @@ name says otherwise, each in a process of its own. What isn't installed or can't
     loss ...   the largest difference to plain JAX in float64 (on TPUs float32 at the highest precision), relative to
                the largest magnitude there; for the general backward, "loss" compares logprob and lse
 
-With --target, the methods are compiled for a TPU that isn't there, and not run: see tools/bench/target.py.
+A last table has the ratios to three at each share of rows that count, and temporaries. With --target, the methods are
+compiled for a TPU or an H100 that isn't there, and not run: see tools/bench/target.py.
 
 Leaves out several devices. Exit codes: 0 done, 2 an error that one line explains.
 """
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from mllm import errors
 from mllm.errors import UserError
-from tools.bench.frame import Figures, Shape, positive, shape_of, start, table, title
+from tools.bench.frame import Figures, Shape, line, positive, shape_of, start, table, title
 
 if TYPE_CHECKING:
     from tools.bench.methods import Method
@@ -54,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.target:
         from tools.bench import target
 
-        target.run(options.target, options.shape or LARGE, chosen_methods(options.methods, known_methods("tpu")))
+        known = known_methods(target.platform(options.target))
+        target.run(options.target, options.shape or LARGE, chosen_methods(options.methods, known))
         return 0
     with tempfile.TemporaryDirectory() as cache:
         found, failure = start(CHILD, {}, options.timeout, cache)
@@ -63,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         platform, kind = found[0]["platform"], found[0]["kind"]
         cpu = platform == "cpu"
         methods = chosen_methods(options.methods, known_methods(platform))
-        lives = sorted(set(options.live or ([1.0] if cpu else [1.0, 0.5, 0.25])), reverse=True)
+        lives = sorted(set(options.live or [1.0, 0.25]), reverse=True)
         dtype, rounds = options.dtype or ("float32" if cpu else "bfloat16"), options.repeats or (5 if cpu else 10)
         installed = {found.name.replace("_", "-"): found.version for found in importlib.metadata.distributions()}
         versions = ", ".join(f"{name} {installed[name]}" for name in PACKAGES if name in installed)
@@ -76,9 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             obstacle = method.obstacle(platform)
             given = {**task, "method": method.name}
             measured[method.name] = ([], obstacle) if obstacle else start(CHILD, given, options.timeout, cache)
+            for figures in measured[method.name][0]:
+                print(line([f"{method.name}, {figures['live']:.0%}", *cells(figures)]), file=sys.stderr)
     for live in lives:
         print(f"\n{title(shape)}, {dtype}, {live:.0%} of the rows count")
         print(text(live, measured))
+    print(f"\n{title(shape)}, {dtype}, to choose by\n{summary(lives, measured)}")
     if not any(found for found, _ in measured.values()):
         raise UserError("--shape, --methods: nothing could be measured")
     return 0
@@ -90,11 +96,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     shape = f"tokens, hidden size, vocabulary (default on a CPU {sizes[0]}, else {sizes[1]})"
     add("--shape", type=shape_of, metavar="N,D,V", help=shape)
     add("--dtype", choices=("float32", "bfloat16"), help="default on a CPU float32, else bfloat16")
-    live = "shares of rows that count (default 1 0.5 0.25, on a CPU 1)"
+    live = "shares of rows that count (default 1 0.25)"
     add("--live", type=positive(float, most=1), nargs="+", metavar="SHARE", help=live)
     add("--methods", nargs="+", metavar="TEXT", help="only those whose name has one of these in it")
     add("--timeout", type=positive(float), default=300.0, metavar="S", help="for one method, all shares (default 300)")
-    add("--target", metavar="CHIP", help="compile for this TPU, as in v6e, and time nothing")
+    add("--target", metavar="CHIP", help="compile for this chip, as in v6e or h100, and time nothing")
     add("--repeats", type=positive(int), help="rounds timed, after one that is not (default on a CPU 5, else 10)")
     options = known.parse_args(arguments)
     for name in ("live", "dtype", "repeats"):
@@ -131,6 +137,13 @@ def text(live: float, measured: Mapping[str, Measured]) -> str:
             rows.insert(0, [f"{number} bare products, {library}", *times, *[""] * 4])
     absent = [f"not measured: {why}: {'; '.join(names)}" for why, names in reasons.items()]
     return "\n".join([table(COLUMNS, rows), *absent] if rows else absent)
+
+
+def summary(lives: Sequence[float], measured: Mapping[str, Measured]) -> str:
+    """The table of the methods that were measured at every share: the ratios to three bare products, and memory."""
+    whole = {name: list(map(cells, found)) for name, (found, _) in measured.items() if len(found) == len(lives)}
+    rows = [[name, *(each[1] for each in found), found[0][4]] for name, found in whole.items()]
+    return table(("method", *(f"/three, {live:.0%}" for live in lives), "temp MiB"), rows)
 
 
 def bare_seconds(found: Figures, number: int) -> list[float]:

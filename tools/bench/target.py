@@ -1,16 +1,19 @@
-"""The head's methods, compiled for a TPU that isn't there: python tools/bench head --target v6e
+"""The head's methods, compiled for a TPU or an H100 that isn't there: python tools/bench head --target v6e
 
 Nothing runs, and no figure is a time. The table has the matrix products of 2 N V D flops each that a method has to
-make, and the compiler's account of HBM: temporaries, beside arguments and results, and the peak, with them. bfloat16.
+make; for TPUs the cycles of its hot loops over those of three products that keep the MXUs busy, as if each of its
+kernels made as many products; and the compiler's account of HBM: temporaries, beside arguments and results, and the
+peak, with them. bfloat16. Bytes moved are left out, for the compiler counts a loop's body or a kernel's operands once.
 
-Below it stands how busy the MXUs are in the hot loop of each Pallas kernel, or of XLA's own products where a method
-has no kernel, by the compiler's listing. It lists bundles, of which a TensorCore issues one in a cycle. The hot loop is
-the one whose own bundles (outside inner loops) hold the most `vmatmul`s. One `vmatmul` takes 16 rows of bfloat16 (8 of
-float32) through an MXU; how many cycles that keeps the MXU busy, `CYCLES`, follows from the published rate and the
-clock. Left out are HBM that doesn't keep up, queues that hide a stall, and the loop's first and last turns.
+Below it stands, for TPUs, how busy the MXUs are in the hot loop of each Pallas kernel, or of XLA's own products where a
+method has no kernel, by the compiler's listing. It lists bundles, of which a TensorCore issues one in a cycle. The hot
+loop is the one whose own bundles (outside inner loops) hold the most `vmatmul`s. One `vmatmul` takes 16 rows of
+bfloat16 (8 of float32) through an MXU; how many cycles that keeps the MXU busy, `CYCLES`, follows from the published
+rate and the clock. Left out are HBM that doesn't keep up, queues that hide a stall, and a loop's first and last turns.
 """
 
 import re
+import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +37,7 @@ vmatmul on each MXU in every 8 bundles.
 """
 MXUS = {"v5e": 4, "v5p": 4, "v6e": 2, "tpu7x": 2}
 DELAY_SLOTS = 4
-
+COLUMNS = ("method", "products", "cycles /three", "temp MiB", "peak MiB")
 
 Kernel = tuple[int, int, float, int]
 """A kernel's figures, all of them static: bundles, vmatmuls, mxu and spills, as `read_kernel` says."""
@@ -46,10 +49,8 @@ Kernel = tuple[int, int, float, int]
 def run(target: str, shape: Shape, chosen: Sequence[Method]) -> None:
     """Print a table of the methods that run through JAX, with a line for each kernel.
 
-    UserError is raised if there is no such chip, or libtpu isn't installed.
+    UserError is raised if the compiler isn't installed.
     """
-    if target not in targets.TPUS:
-        raise UserError(f"--target: target {target!r}: there are {', '.join(targets.TPUS)}")
     try:
         targets.mesh(target)
     except ModuleNotFoundError as error:
@@ -57,7 +58,7 @@ def run(target: str, shape: Shape, chosen: Sequence[Method]) -> None:
     print(f"{target} by its compiler, jax {jax.__version__}, bfloat16; nothing was run, and nothing is a time")
     rows, remarks = [], []
     for method in chosen:
-        if method.obstacle("tpu"):
+        if method.obstacle(platform(target)) or "torch" in method.needs:
             continue
         about = {"method": method.name, "shape": list(shape)}
         with tempfile.TemporaryDirectory() as folder:
@@ -67,16 +68,25 @@ def run(target: str, shape: Shape, chosen: Sequence[Method]) -> None:
                 remarks.append(f"{method.name}: refused: {error}")
                 continue
             kernels = read_folder(Path(folder), target)
-        rows.append([method.name, str(method.products), *(f"{account[name] / 2**20:.1f}" for name in ("temp", "peak"))])
+        cycles = [method.products / 3 / mxu for _, (_, _, mxu, _) in kernels]
+        sizes = (f"{account[name] / 2**20:.1f}" for name in ("temp", "peak"))
+        rows.append([method.name, str(method.products), f"{statistics.mean(cycles):.2f}" if cycles else "", *sizes])
         for name, (bundles, vmatmuls, mxu, spills) in kernels:
             figures = f"bundles {bundles}, vmatmuls {vmatmuls}, mxu {mxu:.1%}, spills {spills}"
             remarks.append(f"{method.name}: {name}, {figures}")
-    print("\n".join([f"\n{title(shape)}", table(("method", "products", "temp MiB", "peak MiB"), rows), *remarks]))
+    print("\n".join([f"\n{title(shape)}", table(COLUMNS, rows), *remarks]))
+
+
+def platform(target: str) -> str:
+    """`tpu` or `gpu`; UserError is raised if there is no such chip."""
+    if target not in targets.CHIPS:
+        raise UserError(f"--target: target {target!r}: there are {', '.join(targets.CHIPS)}")
+    return "tpu" if target in targets.TPUS else "gpu"
 
 
 def program(mesh: Mesh, *, method: str, shape: Sequence[int]) -> tuple[Call | None, Sequence[Any]]:
     """A method at tokens, features, vocabulary, for the process that compiles it."""
-    [found] = [known for known in methods("tpu") if known.name == method]
+    [found] = [known for known in methods(mesh.devices.flat[0].platform) if known.name == method]
     tokens, features, vocabulary = shape
     array = jax.ShapeDtypeStruct
     weights = [array((tokens,), jnp.float32)] * 3
@@ -92,7 +102,8 @@ def compile_listed(chip: str, program: str, arguments: Mapping[str, Any], folder
     such chip, or the compiler refuses.
     """
     options = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
-    ended = targets.run_child(chip, program, arguments, {"LIBTPU_INIT_ARGS": options}, folder)
+    environment = {"LIBTPU_INIT_ARGS": options} if chip in targets.TPUS else {"XLA_FLAGS": targets.GPU_FILES[2]}
+    ended = targets.run_child(chip, program, arguments, environment, folder)
     if ended.reason:
         raise ValueError(ended.reason)
     return ended.answer

@@ -167,9 +167,9 @@ def _plan(pair: Pair, how: Divergence, options: Options) -> _Plan:
         return found._replace(rows=min(room // found.bytes_a_row, rows, sizes.most_rows) // unit * unit)
 
     room = _room(pair, options)
-    found, again, of_wave = within(room), options.wants_any + (not how.in_one_pass), 0
+    found, again, of_wave = within(room), options.wants_any + (not how.in_one_pass), 0.0
     if options.wants_weight and found.rows < rows:
-        of_wave = sizes.wave_cost + (0 if pair.student.weight.dtype == options.dtype else sizes.cast_cost)
+        of_wave = sizes.wave_cost(cast=pair.student.weight.dtype != options.dtype)
         if contract.gradient_dtypes(pair.student, options)[1] != jnp.float32:
             # Several waves are summed in float32, which is no gradient then but one more array.
             found = within(max(0, (options.workspace or 0) - 4 * pair.student.weight.size))

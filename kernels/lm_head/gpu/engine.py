@@ -68,7 +68,11 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, opt
 
 
 def loss_and_gradients(
-    inputs: Inputs, objective: Objective, terms: Terms, options: Options
+    inputs: Inputs,
+    objective: Objective,
+    terms: Terms,
+    options: Options,
+    into: Float[Array, "V D"] | None = None,
 ) -> tuple[Softmax, Gradients]:
     plan = make_plan(inputs, options)
     sizes = plan.sizes
@@ -76,6 +80,7 @@ def loss_and_gradients(
     dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
     count, features = len(live.row), inputs.hidden.shape[1]
     one_wave = count == plan.rows
+    add = not one_wave or into is not None
     sum_dtype = dw_dtype if one_wave else jnp.dtype(jnp.float32)
 
     def wave(i: Array, carry: Any) -> Any:
@@ -85,7 +90,7 @@ def loss_and_gradients(
         running, kept = _forward_pass(inputs, options, plan, rows)
         softmax_R = _finish(options, running, live_R)
         slopes_R = contract.loss_slopes(objective, live_R, softmax_R, terms.of_rows(row_R))
-        dh_RD, dw_VD = _backward_pass(inputs, options, plan, rows, softmax_R, slopes_R, kept, dw_VD, add=not one_wave)
+        dh_RD, dw_VD = _backward_pass(inputs, options, plan, rows, softmax_R, slopes_R, kept, dw_VD, add=add)
         if dh_RD is not None:
             dh_MD = write(dh_MD, dh_RD, i * plan.rows)
         return write(softmax_M, softmax_R, i * plan.rows), dh_MD, dw_VD
@@ -95,6 +100,7 @@ def loss_and_gradients(
         contract.zeros(inputs, count, features, dtype=dh_dtype) if options.wants_hidden else None,
         contract.zeros(inputs, *inputs.weight.shape, dtype=sum_dtype) if options.wants_weight else None,
     )
+    carry = carry if into is None else (*carry[:2], into)
     # The host would have to wait for the device before each step of a loop whose length is found there.
     one = wave(jnp.int32(0), carry) if one_wave else None
     softmax_M, dh_MD, dw = one or live.over_blocks(plan.rows, wave, carry, options.in_step)

@@ -22,7 +22,9 @@ _VECTOR_STAGES = 2048  # bytes of shared memory for vectors that are being store
 _MOST_STRIP = 32  # tiles
 _DY_AND_DH, _LEAST_DY = 64 * 2**20, 32 * 2**20  # bytes: of dy and one array of hidden's shape together; of dy, at least
 _SHARED_ROWS = 16 * 2**20  # bytes of hidden states that clusters share in the L2 cache
-_LAUNCHES = 1700  # a chunk's kernel launches, as depth that could be summed meanwhile: 20 us, an estimate
+_LAUNCHES = 20e-6  # seconds of a chunk's kernel launches, an estimate
+_RATES = {"H200": (790e12, 4.3e12), "H100": (750e12, 3.35e12)}
+"""flop/s that products reach, and the memory's byte/s; other Hopper GPUs count as an H100. Nothing was timed."""
 _STAGE = 64 * 128  # bytes of a piece of a tile that is being stored: 64 rows of 128 bytes
 STAGES = 2  # number of pieces that a warpgroup stores at a time
 _MOST_CHUNK = 66 * 256  # columns
@@ -63,10 +65,8 @@ class Sizes:
     chunk: int  # columns of the vocabulary that backward takes at a time; whole tiles
     most_rows: int = 8192  # rows that backward takes at a time, at most
     default_rows: int = 1024  # rows whose logits are kept where the caller names no workspace
-    wave_cost: int = 900
-    """Time to read and write a float32 sum of dW, in rows whose product takes as long: 8 V D bytes, against 2 V D flops
-    a row, at an H100's 3.35 TB/s and 750 TFLOP/s. Arithmetic, nothing was timed."""
-    cast_cost: int = 1350  # time to read a float32 weight twice and to write it in bfloat16, in the same unit
+    wave_bytes: int = 8  # of each number of dW, to read and write a float32 sum
+    cast_bytes: int = 12  # of each number of a float32 weight, to read it twice and to write it in bfloat16
 
     def __post_init__(self) -> None:
         assert self.chunk % self.tiles.columns == 0
@@ -89,6 +89,12 @@ class Sizes:
 
         return min(range(1, min(tiles, _MOST_STRIP) + 1), key=lambda strip: (longest(strip), -strip))
 
+    def wave_cost(self, cast: bool) -> float:
+        """What a wave takes beside its products, in rows whose product takes as long; `cast`: of a float32 weight."""
+        # A row's product, 2 V D flops, against so many bytes of V D numbers.
+        flops, bandwidth = _rates()
+        return (self.wave_bytes + cast * self.cast_bytes) * flops / bandwidth / 2
+
     def cost(self, rows: int, features: int, columns: int, chunk: int, products: int = 3) -> int:
         """Estimated cost of backward over so many columns, in depth that the busiest cluster sums over all its tiles.
 
@@ -97,13 +103,15 @@ class Sizes:
         whole, rest = divmod(columns, chunk)
         tiles, block = self.tiles, self.block(rows)
         blocks, across = block // tiles.cluster_rows, -(-features // tiles.columns)
+        of_tile = 2 * tiles.rows * tiles.columns * target.multiprocessors()  # flops of all blocks, by depth
+        launches = round(_LAUNCHES * _rates()[0] / of_tile)
 
         def of_chunk(columns: int) -> int:
             in_chunk = -(-columns // tiles.columns)
             hidden = _rounds(tiles, blocks * across) * columns
             weight = _rounds(tiles, in_chunk * across) * block
             again = _rounds(tiles, blocks * in_chunk) * features if products == 3 else 0
-            return hidden + weight + again + _LAUNCHES
+            return hidden + weight + again + launches
 
         return whole * of_chunk(chunk) + (of_chunk(rest) if rest else 0)
 
@@ -111,6 +119,10 @@ class Sizes:
 def _rounds(tiles: Tiles, number: int) -> int:
     """How many of so many tiles, or strips, the cluster with the most of them gets."""
     return -(-number // (target.multiprocessors() // tiles.cluster))
+
+
+def _rates() -> tuple[float, float]:
+    return next((rates for name, rates in _RATES.items() if name in target.kind()), _RATES["H100"])
 
 
 def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
@@ -216,7 +228,7 @@ def make_plan(inputs: Inputs, options: Options) -> Plan:
     if gradient_dtypes(inputs, options)[1] != jnp.float32:
         room = 0 if options.workspace is None else max(0, room - 4 * inputs.weight.size)
     most = min(room // bytes_a_row, sizes.most_rows) // tiles.cluster_rows * tiles.cluster_rows
-    cost = sizes.wave_cost + (0 if inputs.weight.dtype == options.dtype else sizes.cast_cost)
+    cost = sizes.wave_cost(cast=inputs.weight.dtype != options.dtype)
     if not most or -(-rows // most) * cost >= rows * (1 - plan.kept_columns / vocabulary):
         return plan
     return Plan(sizes, round_up(-(-rows // -(-rows // most)), tiles.cluster_rows)).with_workspace(inputs, room)

@@ -97,7 +97,11 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: Slopes, op
 
 
 def loss_and_gradients(
-    inputs: Inputs, objective: Objective, terms: Terms, options: Options
+    inputs: Inputs,
+    objective: Objective,
+    terms: Terms,
+    options: Options,
+    into: Float[Array, "V D"] | None = None,
 ) -> tuple[Softmax, Gradients]:
     """In waves where the workspace allows them, else with logits computed twice."""
     dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
@@ -123,7 +127,7 @@ def loss_and_gradients(
             dh_RD = backward.hidden_gradient(block.inputs, block.number, factors_R, options, own_tile)
             dh_MD = write(dh_MD, dh_RD, i * rows)
         if kept is not None:
-            so_far = None if one_wave else dw_VD
+            so_far = None if one_wave and into is None else dw_VD
             dw_VD = backward.kept_weight_gradient(block.inputs, block.number, factors_R, options, kept, so_far)
         return write(softmax_M, softmax_R, i * rows), write(top_y_M, top_y_R, i * rows), dh_MD, dw_VD
 
@@ -134,6 +138,8 @@ def loss_and_gradients(
         contract.zeros(inputs, count, features, dtype=dh_dtype) if options.wants_hidden else None,
         contract.zeros(inputs, *inputs.weight.shape, dtype=dw_dtype if one_wave else jnp.float32) if keep else None,
     )
+    if keep and into is not None:
+        carry = *carry[:3], into
     softmax_M, top_y_M, dh_MD, dw = live.over_blocks(rows, over, carry, options.in_step)
     softmax, top_y = jax.tree.map(lambda x: x[live.place], (softmax_M, top_y_M))
     dh = None if dh_MD is None else jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
@@ -145,6 +151,7 @@ def loss_and_gradients(
         slopes = contract.loss_slopes(objective, inputs.live, softmax, terms)
         factors = _row_factors(inputs, options, softmax, top_y, slopes)
         dw = _weight_gradient(inputs._replace(hidden=hidden), factors, options)
+        dw = dw if into is None else into + dw
     return softmax, (dh, dw)
 
 
