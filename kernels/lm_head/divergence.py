@@ -25,11 +25,12 @@ from kernels.lm_head.arguments import (
 )
 from kernels.lm_head.autodiff import instantiate, values, with_wanted_sides
 from kernels.lm_head.contract import Gradients, Inputs, Options
+from kernels.lm_head.gpu import divergence as gpu_divergence
 from kernels.lm_head.sharded import HeadSharding, ShardedPair, rows_of, run_on_mesh
 from kernels.lm_head.target import same_varying
 from kernels.lm_head.two_softmaxes import KINDS, Divergence, Kind, Pair, PairEngine
 
-_ENGINES: dict[str, PairEngine] = {"xla": divergence_xla}
+_ENGINES: dict[str, PairEngine] = {"xla": divergence_xla, "mosaic_gpu": gpu_divergence}
 
 
 def token_divergence(

@@ -38,7 +38,7 @@ def forward(pair: Pair, how: Divergence, options: Options) -> TwoSoftmaxes:
     def block(i: Array, all_M: TwoSoftmaxes) -> TwoSoftmaxes:
         row_R, live_R = live.block(i, plan.block)
         logits = _Logits(plan, _rows(pair, row_R, live_R), options)
-        return write(all_M, _statistics(plan, logits, logits.of_tile, live_R, how, options), i * plan.block)
+        return write(all_M, logits.statistics(logits.of_tile, live_R, how), i * plan.block)
 
     all_M = live.over_blocks(plan.block, block, _nothing(pair, len(live.row)), options.in_step)
     return jax.tree.map(lambda x: x[live.place], all_M)
@@ -107,7 +107,7 @@ def _waves(
         y_C2RT = lax.fori_loop(
             0, plan.tiles, lambda c, kept: lax.dynamic_update_index_in_dim(kept, logits.of_tile(c), c, 0), y_C2RT
         )
-        found_R = _statistics(plan, logits, lambda c: y_C2RT[c], live_R, how, options)
+        found_R = logits.statistics(lambda c: y_C2RT[c], live_R, how)
         all_M = write(all_M, found_R, i * plan.block)
         if weights is None:
             return all_M, dh_MD, dw_VD, y_C2RT
@@ -159,6 +159,13 @@ class _Logits:
     def scaled(self, y: Float[Array, "*R T"]) -> Float[Array, "*R T"]:
         return contract.logits_of(self.own.student, self.options, y)
 
+    def statistics(
+        self, products: Callable[[Array], Float[Array, "2 R T"]], live_R: Bool[Array, "R"], how: Divergence
+    ) -> TwoSoftmaxes:
+        """The statistics of the block; `products` gives those of a tile."""
+        of_tile = lambda c: (self.scaled(products(c)), self.fresh(c))  # noqa: E731
+        return two_softmaxes.statistics(self.plan.tiles, of_tile, live_R, how, self.options.vocabulary_axis)
+
     def product_slopes(
         self, y_2RT: Array, c: Array, found: TwoSoftmaxes, slopes: Float[Array, "R"], how: Divergence
     ) -> Float[Array, "R T"]:
@@ -166,36 +173,6 @@ class _Logits:
         z_RT, pull = jax.vjp(self.scaled, y_2RT[0])
         z_2RT = jnp.stack([z_RT, self.scaled(y_2RT[1])])
         return pull(two_softmaxes.logit_slopes(z_2RT, found, slopes, self.fresh(c), how))[0]
-
-
-def _statistics(
-    plan: Plan,
-    logits: _Logits,
-    products: Callable[[Array], Float[Array, "2 R T"]],
-    live_R: Bool[Array, "R"],
-    how: Divergence,
-    options: Options,
-) -> TwoSoftmaxes:
-    """The statistics of a block; `products` gives those of a tile."""
-
-    def tile(c: Array, running: two_softmaxes.RunningPair) -> two_softmaxes.RunningPair:
-        return two_softmaxes.include_tile(running, logits.scaled(products(c)), logits.fresh(c), how)
-
-    zeros_R = contract.zeros(logits.own.student, plan.block)
-    running = lax.fori_loop(0, plan.tiles, tile, two_softmaxes.empty(zeros_R))
-    found = two_softmaxes.finish(running, live_R, how, options.vocabulary_axis)
-    if how.in_one_pass:
-        return found
-
-    def mixture(c: Array, sums: Float[Array, "2 R"]) -> Float[Array, "2 R"]:
-        log_p_2RT = two_softmaxes.log_p(logits.scaled(products(c)), found)
-        return sums + jnp.stack(two_softmaxes.mixture_sums(log_p_2RT, logits.fresh(c), how))
-
-    sums = lax.fori_loop(0, plan.tiles, mixture, jnp.stack([zeros_R, zeros_R]))
-    if options.vocabulary_axis is not None:
-        sums = lax.psum(sums, options.vocabulary_axis)
-    divergence, to_mixture = jnp.where(live_R, sums, 0)
-    return found._replace(divergence=divergence, to_mixture=to_mixture)
 
 
 def _plan(pair: Pair) -> Plan:

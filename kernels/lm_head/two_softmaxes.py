@@ -11,6 +11,7 @@ Where both have the same logits, all of it is exactly 0. Suffixes: R rows, T col
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -127,6 +128,32 @@ def finish(running: RunningPair, live: Bool[Array, "R"], how: Divergence, axis: 
     return TwoSoftmaxes(*(jnp.where(live, x, 0.0) for x in found))
 
 
+def statistics(
+    tiles: int,
+    logits: Callable[[Array], tuple[Float[Array, "2 R T"], Bool[Array, "T"]]],
+    live: Bool[Array, "R"],
+    how: Divergence,
+    axis: str | None,
+) -> TwoSoftmaxes:
+    """The statistics of rows; `logits` gives both models' in tile c, and which of its columns count there."""
+
+    def tile(c: Array, running: RunningPair) -> RunningPair:
+        return include_tile(running, *logits(c), how)
+
+    zeros_R = 0 * live.astype(jnp.float32)
+    found = finish(lax.fori_loop(0, tiles, tile, empty(zeros_R)), live, how, axis)
+    if how.in_one_pass:
+        return found
+
+    def mixture(c: Array, sums: Float[Array, "2 R"]) -> Float[Array, "2 R"]:
+        z_2RT, fresh_T = logits(c)
+        return sums + jnp.stack(mixture_sums(log_p(z_2RT, found), fresh_T, how))
+
+    sums = lax.fori_loop(0, tiles, mixture, jnp.stack([zeros_R, zeros_R]))
+    divergence, to_mixture = jnp.where(live, sums if axis is None else lax.psum(sums, axis), 0)
+    return found._replace(divergence=divergence, to_mixture=to_mixture)
+
+
 def log_p(z_2RT: Float[Array, "2 R T"], found: TwoSoftmaxes) -> Float[Array, "2 R T"]:
     """Both softmaxes' log-probabilities."""
     top_2R = jnp.stack([found.top, found.teacher_top])
@@ -141,7 +168,10 @@ def mixture_sums(
     p_2RT = jnp.where(fresh_T, jnp.exp(log_p_2RT), 0)
     of_student_RT, of_teacher_RT = p_2RT * above_mixture(log_p_2RT, how)
     divergence_RT = how.beta * of_teacher_RT + (1 - how.beta) * of_student_RT
-    return divergence_RT.sum(axis=1), of_student_RT.sum(axis=1)
+    # In one reduction: XLA for GPUs would write arrays that two of them share.
+    zeros, add = (jnp.float32(0), jnp.float32(0)), lambda x, y: (x[0] + y[0], x[1] + y[1])
+    divergence, of_student = lax.reduce((divergence_RT, of_student_RT), zeros, add, (1,))
+    return divergence, of_student
 
 
 def above_mixture(log_p_2RT: Float[Array, "2 R T"], how: Divergence) -> Float[Array, "2 R T"]:

@@ -2,14 +2,15 @@
 
 docs/head.md describes the passes and their number of products. Where the objective is known (`token_loss`), forward
 keeps logits of as many columns as fit into a workspace; or, in waves that add to a float32 dW, of all columns of some
-rows, if that is less work (`make_plan`, `Sizes.wave_bytes`).
+rows, if that is less work (`make_plan`, `Sizes.wave_cost`).
 
 Suffixes: N rows, M those in the kernels' order, R of a wave, B of a block of them; V vocabulary, D features; C columns
 of a chunk, K those kept of each of P parts; U tiles of columns, T columns of a tile.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,9 +120,9 @@ def gather_rows(inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, 
 
 
 def _forward_pass(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> tuple[Running, KeptLogits | None]:
-    """Running statistics over the whole vocabulary, and the logits that the plan says to keep (see `_forward_over`)."""
+    """Running statistics over the whole vocabulary, and the logits that the plan says to keep (see `forward_over`)."""
     vocabulary, first = len(inputs.weight), plan.kept_columns
-    over = functools.partial(_forward_over, inputs, options, plan.sizes, rows)
+    over = functools.partial(forward_over, inputs, options, plan.sizes, rows)
     if not first:
         return over(0, vocabulary, plan.chunk(vocabulary))
     running, kept = over(0, first, plan.kept_chunk, keep=True)
@@ -130,7 +131,7 @@ def _forward_pass(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> t
     return running, kept
 
 
-def _forward_over(
+def forward_over(
     inputs: Inputs, options: Options, sizes: Sizes, rows: Rows, first: int, last: int, chunk: int, keep: bool = False
 ) -> tuple[Running, KeptLogits | None]:
     """The forward kernel over columns [first, last), in P parts: a weight of another dtype is cast chunk by chunk.
@@ -139,7 +140,7 @@ def _forward_over(
     """
 
     def kernel(first: Array, size: int) -> tuple[Running, KeptLogits | None]:
-        weight, columns = _chunk(inputs, options, first, size)
+        weight, columns = chunk_of(inputs, options, first, size)
         how: Any = {"size": size, "sizes": sizes, "softcap": options.softcap, "keep": keep}
         return forward_kernel(rows, weight, columns, inputs.temperature, **how)
 
@@ -165,6 +166,16 @@ def _finish(options: Options, running: Running, live: Bool[Array, "R"]) -> Softm
 # --- backward -------------------------------------------------------------------------------------------------------
 
 
+class Span(NamedTuple):
+    """Chunks of so many columns that follow each other, and what makes dy of a chunk and a block of rows."""
+
+    first: int
+    columns: int
+    chunks: int
+    slopes: Callable[[Array, Block, Chunk, Float[Array, "_ D"]], Float[Array, "B C"]]
+    """(the chunk's number in the span, block, chunk, an array with the chunk's weights) -> dy."""
+
+
 def _backward_pass(
     inputs: Inputs,
     options: Options,
@@ -176,27 +187,50 @@ def _backward_pass(
     dw: Float[Array, "V D"] | None,
     add: bool,
 ) -> Gradients:
-    """dh, and dW written or added to `dw`."""
+    """dh, and dW written or added to `dw`; dy is made of kept logits, or of logits anew."""
     sizes = plan.sizes
-    tiles, size = sizes.tiles, sizes.block(len(rows.labels))
-    blocks, vocabulary = len(rows.labels) // size, len(inputs.weight)
+    size, vocabulary = sizes.block(len(rows.labels)), len(inputs.weight)
     factors = row_factors(softmax, softmax.top, slopes, inputs.temperature, options.softcap).where(rows.live)
+
+    def of_kept(number: Array, block: Block, chunk: Chunk, _: Array) -> Float[Array, "B C"]:
+        columns = plan.kept_chunk
+        own = read_kept(kept, number, block.first, (size, columns), columns // sizes.tiles.columns)
+        return _kept_logit_gradient(inputs, options, rows, factors, own, block, chunk)
+
+    def anew(_: Array, block: Block, chunk: Chunk, weight: Array) -> Float[Array, "B C"]:
+        how: Any = {"size": (size, left), "sizes": sizes, "softcap": options.softcap}
+        places = block, chunk, inputs.temperature
+        return logit_gradient(rows, weight, factors, *places, entropy=options.entropy_slopes, **how)
+
+    first, left = plan.kept_columns, plan.chunk(vocabulary)
+    spans = [Span(0, plan.kept_chunk, first // plan.kept_chunk, of_kept)] if first else []
+    if first < vocabulary:
+        spans.append(Span(first, left, -(-(vocabulary - first) // left), anew))
+    return products_of_slopes(inputs, options, sizes, rows, spans, dw, add)
+
+
+def products_of_slopes(
+    inputs: Inputs,
+    options: Options,
+    sizes: Sizes,
+    rows: Rows,
+    spans: Sequence[Span],
+    dw: Float[Array, "V D"] | None,
+    add: bool,
+) -> Gradients:
+    """dh, and dW written or added to `dw`, from the spans' dy."""
+    tiles, size = sizes.tiles, sizes.block(len(rows.labels))
+    blocks = len(rows.labels) // size
     dh_sum = jax.new_ref(contract.zeros(inputs, *rows.hidden.shape)) if options.wants_hidden else None
     dw_sum = None if dw is None else jax.new_ref(dw)
 
-    def chunk(first: Array, columns: int, number: Array | None = None) -> None:
-        """Adds a chunk's part of the gradients; dy is made of the kept logits of that number, or of logits anew."""
-        weight, chunk = _chunk(inputs, options, first, columns)
+    def chunk(span: Span, number: Array) -> None:
+        """Adds a chunk's part of the gradients."""
+        weight, chunk = chunk_of(inputs, options, span.first + number * span.columns, span.columns)
 
         def block(i: Array, out: Any, chunk_of_out: Chunk, **how_to_add: Any) -> None:
             block = Block(i * size, jnp.clip(rows.number - i * size, 0, size))
-            if kept is None or number is None:
-                how: Any = {"softcap": options.softcap, "entropy": options.entropy_slopes}
-                places = block, chunk, inputs.temperature
-                dy = logit_gradient(rows, weight, factors, *places, size=(size, columns), sizes=sizes, **how)
-            else:
-                own = _read_kept(kept, number, block.first, (size, columns), columns // tiles.columns)
-                dy = _kept_logit_gradient(inputs, options, rows, factors, own, block, chunk)
+            dy = span.slopes(number, block, chunk, weight)
             if dh_sum is not None:
                 hidden_gradient(dh_sum, dy, weight, block, chunk, tiles=tiles)
             if out is not None:
@@ -208,22 +242,18 @@ def _backward_pass(
         elif dw_sum is None:
             lax.fori_loop(0, blocks, lambda i, _: block(i, None, chunk), None)
         else:
-            sums = jax.new_ref(contract.zeros(inputs, columns, round_up(rows.hidden.shape[1], tiles.columns)))
+            sums = jax.new_ref(contract.zeros(inputs, span.columns, round_up(rows.hidden.shape[1], tiles.columns)))
             at_start = chunk._replace(first=jnp.int32(0))
             lax.fori_loop(0, blocks - 1, lambda i, _: block(i, sums, at_start, add=True), None)
             block(last, dw_sum, chunk, before=jax.freeze(sums))
 
-    if plan.kept_columns:
-        own_size = plan.kept_chunk
-        lax.fori_loop(0, plan.kept_columns // own_size, lambda i, _: chunk(i * own_size, own_size, i), None)
-    if plan.kept_columns < vocabulary:
-        first, left = plan.kept_columns, plan.chunk(vocabulary)
-        lax.fori_loop(0, -(-(vocabulary - first) // left), lambda i, _: chunk(first + i * left, left), None)
+    for span in spans:
+        lax.fori_loop(0, span.chunks, lambda i, _, span=span: chunk(span, i), None)
     dh = None if dh_sum is None else jax.freeze(dh_sum).astype(contract.gradient_dtypes(inputs, options)[0])
     return dh, None if dw_sum is None else jax.freeze(dw_sum)
 
 
-def _chunk(inputs: Inputs, options: Options, first: Array, size: int) -> tuple[Float[Array, "_ D"], Chunk]:
+def chunk_of(inputs: Inputs, options: Options, first: Array, size: int) -> tuple[Float[Array, "_ D"], Chunk]:
     """A chunk, and an array that has its rows of the weight in the products' dtype."""
     columns = jnp.clip(contract.number_of_columns(inputs) - first, 0, size)
     if inputs.weight.dtype == options.dtype:
@@ -232,7 +262,7 @@ def _chunk(inputs: Inputs, options: Options, first: Array, size: int) -> tuple[F
     return inputs.weight[row].astype(options.dtype), Chunk(first, jnp.int32(0), columns)
 
 
-def _read_kept(kept: KeptLogits, number: Array, row: Array, size: tuple[int, int], tiles: int) -> KeptLogits:
+def read_kept(kept: KeptLogits, number: Array, row: Array, size: tuple[int, int], tiles: int) -> KeptLogits:
     """What is kept of the chunk of that number, and of a block of rows from `row` on; `size` is their product's."""
     part, place = (number, 0) if len(kept.below) > 1 else (0, number)
     below_BC = lax.dynamic_slice(kept.below, (part, row, place * size[1]), (1, *size))[0]

@@ -89,6 +89,12 @@ class Sizes:
 
         return min(range(1, min(tiles, _MOST_STRIP) + 1), key=lambda strip: (longest(strip), -strip))
 
+    def wave_cost(self, cast: bool) -> float:
+        """What a wave takes beside its products, in rows whose product takes as long; `cast`: of a float32 weight."""
+        # A row's product, 2 V D flops, against so many bytes of V D numbers.
+        flops, bandwidth = _rates()
+        return (self.wave_bytes + cast * self.cast_bytes) * flops / bandwidth / 2
+
     def cost(self, rows: int, features: int, columns: int, chunk: int, products: int = 3) -> int:
         """Estimated cost of backward over so many columns, in depth that the busiest cluster sums over all its tiles.
 
@@ -222,10 +228,7 @@ def make_plan(inputs: Inputs, options: Options) -> Plan:
     if gradient_dtypes(inputs, options)[1] != jnp.float32:
         room = 0 if options.workspace is None else max(0, room - 4 * inputs.weight.size)
     most = min(room // bytes_a_row, sizes.most_rows) // tiles.cluster_rows * tiles.cluster_rows
-    # In rows whose product, 2 V D flops, takes as long as moving V D numbers of so many bytes.
-    moved, (flops, bandwidth) = sizes.wave_bytes, _rates()
-    moved += 0 if inputs.weight.dtype == options.dtype else sizes.cast_bytes
-    cost = moved * flops / bandwidth / 2
+    cost = sizes.wave_cost(cast=inputs.weight.dtype != options.dtype)
     if not most or -(-rows // most) * cost >= rows * (1 - plan.kept_columns / vocabulary):
         return plan
     return Plan(sizes, round_up(-(-rows // -(-rows // most)), tiles.cluster_rows)).with_workspace(inputs, room)
