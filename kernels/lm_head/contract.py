@@ -122,7 +122,7 @@ def capped(y: Float[Array, "*R"], softcap: float | None) -> Float[Array, "*R"]:
     return y if softcap is None else softcap * jnp.tanh(y / softcap)
 
 
-def logits_of(inputs: Inputs, options: Options, y: Float[Array, "R T"]) -> Float[Array, "R T"]:
+def logits_of(inputs: Inputs, options: Options, y: Float[Array, "*R"]) -> Float[Array, "*R"]:
     """The logits of products y = hidden @ weight.T: softcap and temperature applied."""
     return capped(y, options.softcap) / inputs.temperature
 
