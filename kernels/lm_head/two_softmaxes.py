@@ -189,7 +189,7 @@ def _first(how: Divergence) -> int:
     return int(how.kind == "forward_kl")
 
 
-def _raised(running: RunningPair, top: Float[Array, "2 R"], how: Divergence) -> RunningPair:
+def _raised(running: RunningPair, top: Float[Array, "2 *R"], how: Divergence) -> RunningPair:
     """The sums relative to other maxima."""
     shift, first = running.top - top, _first(how)
     e = jnp.exp(shift)

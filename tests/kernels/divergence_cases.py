@@ -21,7 +21,7 @@ ENGINES = (XLA, XLA_BF16, TPU_F32, TPU)
 KINDS = {"forward_kl": {}, "reverse_kl": {}, "jsd": {"beta": 0.3}}
 GENERAL = "general"
 """`token_divergence` under cotangents; the other ways are `divergence_loss` with so much workspace."""
-WAYS = {XLA: (GENERAL, "none", "some", "all"), XLA_BF16: (GENERAL, "none", "some", "all"), TPU_F32: (GENERAL,), TPU: ("none",)}
+WAYS = dict.fromkeys(ENGINES, (GENERAL, "none", "some", "all")) | {TPU_F32: (GENERAL,), TPU: ("none",)}
 
 
 class Models(NamedTuple):

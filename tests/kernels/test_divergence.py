@@ -27,7 +27,7 @@ from divergence_cases import (
     values_of,
 )
 from divergence_oracle import exact_divergences
-from engines import FULL, XLA, XLA_BF16, parameter
+from engines import XLA, XLA_BF16, parameter
 from jax.extend.core.primitives import dot_general_p
 from lm_head_cases import SCALES, assert_near, equations
 
@@ -244,7 +244,7 @@ def products(engine, way, kind, live=N, sides=(0, 1)):
 
 @every_kind
 @pytest.mark.parametrize(
-    ("engine", "way"), [parameter(x, way) for x in (XLA, FULL) for way in (VALUE, *WAYS[x]) if way != "some"]
+    ("engine", "way"), [parameter(x, way) for x in (XLA,) for way in (VALUE, *WAYS[x]) if way != "some"]
 )
 def test_it_takes_as_few_products_as_documented(engine, way, kind):
     """1 + r for the value, r being the teacher's width over the student's; with gradients 3 + r where logits are kept.
@@ -252,7 +252,7 @@ def test_it_takes_as_few_products_as_documented(engine, way, kind):
     Without room for them 4 + 2r, and 5 + 3r for the jsd; one less without the gradient of a side.
     """
     least = np.array((1, 1) if way == VALUE else (3, 1))
-    kept = engine is FULL or way in ("all", VALUE)
+    kept = way in ("all", VALUE)
     most = least if kept else np.array((5, 3) if kind == "jsd" else (4, 2))
     found = products(engine, way, kind)
     assert np.all((found >= least) & (found <= most)), found

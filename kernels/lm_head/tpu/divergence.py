@@ -53,7 +53,7 @@ class _Plan(NamedTuple):
 class _Block(NamedTuple):
     """Rows in the kernels' order."""
 
-    pair: Pair  # of these rows alone, 0 where they don't count
+    pair: Pair  # of these rows alone
     number: Integer[Array, ""]  # how many of the rows count; they are the first
     row: Integer[Array, "R"]  # where they are among all rows
 
@@ -157,8 +157,7 @@ def _block(pair: Pair, live: LiveRows, plan: _Plan, i: Array) -> _Block:
     columns = jnp.minimum(*map(number_of_columns, pair))
 
     def of_rows(model: contract.Inputs) -> contract.Inputs:
-        hidden = jnp.where(live_R[:, None], model.hidden[row_R], 0)
-        return model._replace(hidden=hidden, labels=model.labels[row_R], live=live_R, columns=columns)
+        return model._replace(hidden=model.hidden[row_R], labels=model.labels[row_R], live=live_R, columns=columns)
 
     return _Block(Pair(*map(of_rows, pair)), jnp.clip(live.number - i * plan.rows, 0, plan.rows), row_R)
 
