@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from kernels.lm_head import divergence_xla
+from kernels.lm_head import divergence_xla, target
 from kernels.lm_head.arguments import (
     check_copy,
     check_model,
@@ -25,12 +25,18 @@ from kernels.lm_head.arguments import (
 )
 from kernels.lm_head.autodiff import instantiate, values, with_wanted_sides
 from kernels.lm_head.contract import Gradients, Inputs, Options
-from kernels.lm_head.gpu import divergence as gpu_divergence
+from kernels.lm_head.gpu import divergence as divergence_gpu
 from kernels.lm_head.sharded import HeadSharding, ShardedPair, rows_of, run_on_mesh
 from kernels.lm_head.target import same_varying
+from kernels.lm_head.tpu import divergence as divergence_tpu
 from kernels.lm_head.two_softmaxes import KINDS, Divergence, Kind, Pair, PairEngine
 
-_ENGINES: dict[str, PairEngine] = {"xla": divergence_xla, "mosaic_gpu": gpu_divergence}
+_ENGINES: Mapping[str, PairEngine] = {
+    "xla": divergence_xla,
+    "mosaic_tpu": divergence_tpu,
+    "mosaic_gpu": divergence_gpu,
+}
+_DEFAULTS = {"tpu": "mosaic_tpu"}  # where it can run; elsewhere "xla"
 
 
 def token_divergence(
@@ -65,7 +71,7 @@ def token_divergence(
         teacher_vocabulary: both models have the first so many tokens in common, and have no others: both softmaxes are
             over these. None: the smaller of V and W.
         weight_copy: what is multiplied in place of `weight`, as for `token_logprobs`.
-        impl: None or "xla", which runs everywhere.
+        impl: "xla", which runs everywhere, "mosaic_tpu" or "mosaic_gpu"; None: on TPUs mosaic_tpu where it can run.
         sharding: the layout of both models' arrays. Where V and W differ and the vocabulary is spread, the larger
             weight is copied.
 
@@ -105,7 +111,8 @@ def divergence_loss(
     """`sum_i weights_i * divergence_i`, and the divergences without gradient; loss, dh and dW in one pass.
 
     With r = E / D, in matrix products of 2 N V D flops: 3 + r where `workspace` has room for both models' logits of
-    some tokens, else 4 + 2 r (jsd: 5 + 3 r). The arguments are those of `token_divergence` and `token_loss`.
+    some tokens, which mosaic_tpu never keeps, else 4 + 2 r (jsd: 5 + 3 r). The arguments are those of
+    `token_divergence` and `token_loss`.
 
     Raises:
         ValueError: names the argument; before anything is compiled.
@@ -202,15 +209,23 @@ def _cotangents(gradients: Gradients) -> tuple[Pair, Array | None]:
 def _engine(impl: str | None, pair: Pair, options: Options, sharding: HeadSharding | None) -> PairEngine:
     if impl not in (None, *_ENGINES):
         raise ValueError(f"impl must be None or one of {', '.join(_ENGINES)}, not {impl!r}")
-    engine = _ENGINES[impl or "xla"]
     if sharding is not None:
         for prefix, model in zip(("", "teacher_"), pair, strict=True):
             sharding.check(model.hidden, model.weight, prefix)
-        if sharding.mesh.size > 1:
-            engine = ShardedPair(sharding.in_use(), engine)
-    if (why_not := engine.obstacle(pair, options)) is not None:
-        raise ValueError(f"impl: {impl} can't run here: {why_not}")
-    return engine
+    platform = target.platform(None if sharding is None else sharding.mesh)
+    engine = _placed(impl or _DEFAULTS.get(platform, "xla"), sharding)
+    why_not = engine.obstacle(pair, options)
+    if why_not is None:
+        return engine
+    if impl is None:
+        return _placed("xla", sharding)
+    raise ValueError(f"impl: {impl} can't run here: {why_not}")
+
+
+def _placed(name: str, sharding: HeadSharding | None) -> PairEngine:
+    """The engine of that name, on every device of a mesh if there is one."""
+    engine = _ENGINES[name]
+    return engine if sharding is None or sharding.mesh.size == 1 else ShardedPair(sharding.in_use(), engine)
 
 
 def _pair(

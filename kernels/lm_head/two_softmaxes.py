@@ -7,7 +7,8 @@ arXiv:2306.13649, section 3):
     reverse_kl  KL(p || q)                              dz = p (log p - log q - KL)
     jsd         beta KL(q || m) + (1 - beta) KL(p || m)  dz = (1 - beta) p (log p - log m - KL(p || m))
 
-Where both have the same logits, all of it is exactly 0. Suffixes: R rows, T columns of a tile.
+Where both have the same logits, all of it is exactly 0. Suffixes: R rows, T columns of a tile, which are dim `dim` of a
+tile of both models' logits: 2, but 1 in TPU kernels, where columns come before rows.
 """
 
 import dataclasses
@@ -96,20 +97,27 @@ def empty(zeros_R: Float[Array, "R"]) -> RunningPair:
 
 
 def include_tile(
-    running: RunningPair, z_2RT: Float[Array, "2 R T"], fresh_T: Bool[Array, "T"], how: Divergence
+    running: RunningPair, z_2RT: Float[Array, "2 *S"], fresh: Bool[Array, "..."], how: Divergence, dim: int = 2
 ) -> RunningPair:
-    """The state after one more tile of columns, of which `fresh_T` count."""
-    z_2RT = jnp.where(fresh_T, z_2RT, MASKED)
-    top = jnp.maximum(running.top, z_2RT.max(axis=2))
-    below_2RT = z_2RT - top[:, :, None]
+    """The state after one more tile of columns, of which `fresh` count."""
+    z_2RT = jnp.where(fresh, z_2RT, MASKED)
+    top = jnp.maximum(running.top, z_2RT.max(axis=dim))
+    below_2RT = z_2RT - jnp.expand_dims(top, dim)
     e_2RT = jnp.exp(below_2RT)
     raised = _raised(running, top, how)
     cross = raised.cross
     if how.in_one_pass:
         first = _first(how)
-        apart_RT = jnp.where(fresh_T, below_2RT[first] - below_2RT[1 - first], 0)
-        cross += (e_2RT[first] * apart_RT).sum(axis=1)
-    return RunningPair(top, raised.sum_e + e_2RT.sum(axis=2), cross)
+        apart_RT = jnp.where(fresh, below_2RT[first] - below_2RT[1 - first], 0)
+        cross += (e_2RT[first] * apart_RT).sum(axis=dim - 1)
+    return RunningPair(top, raised.sum_e + e_2RT.sum(axis=dim), cross)
+
+
+def combine_all(parts: RunningPair, how: Divergence) -> RunningPair:
+    """The state after the columns of all parts, which are stacked along the dim before the rows."""
+    top = parts.top.max(axis=1)
+    raised = _raised(parts, top[:, None], how)
+    return RunningPair(top, raised.sum_e.sum(axis=1), raised.cross.sum(axis=0))
 
 
 def finish(running: RunningPair, live: Bool[Array, "R"], how: Divergence, axis: str | None) -> TwoSoftmaxes:
@@ -147,59 +155,62 @@ def statistics(
 
     def mixture(c: Array, sums: Float[Array, "2 R"]) -> Float[Array, "2 R"]:
         z_2RT, fresh_T = logits(c)
-        return sums + jnp.stack(mixture_sums(log_p(z_2RT, found), fresh_T, how))
+        terms = mixture_terms(log_p(z_2RT, found), fresh_T, how)
+        # In one reduction: XLA for GPUs would write arrays that two of them share.
+        zero, add = (jnp.float32(0), jnp.float32(0)), lambda x, y: (x[0] + y[0], x[1] + y[1])
+        return sums + jnp.stack(lax.reduce(terms, zero, add, (1,)))
 
     sums = lax.fori_loop(0, tiles, mixture, jnp.stack([zeros_R, zeros_R]))
     divergence, to_mixture = jnp.where(live, sums if axis is None else lax.psum(sums, axis), 0)
     return found._replace(divergence=divergence, to_mixture=to_mixture)
 
 
-def log_p(z_2RT: Float[Array, "2 R T"], found: TwoSoftmaxes) -> Float[Array, "2 R T"]:
+def log_p(z_2RT: Float[Array, "2 *S"], found: TwoSoftmaxes, dim: int = 2) -> Float[Array, "2 *S"]:
     """Both softmaxes' log-probabilities."""
     top_2R = jnp.stack([found.top, found.teacher_top])
     log_sum_e_2R = jnp.stack([found.log_sum_e, found.teacher_log_sum_e])
-    return (z_2RT - top_2R[:, :, None]) - log_sum_e_2R[:, :, None]
+    return (z_2RT - jnp.expand_dims(top_2R, dim)) - jnp.expand_dims(log_sum_e_2R, dim)
 
 
-def mixture_sums(
-    log_p_2RT: Float[Array, "2 R T"], fresh_T: Bool[Array, "T"], how: Divergence
-) -> tuple[Float[Array, "R"], Float[Array, "R"]]:
-    """A tile's part of jsd, and of KL(p || m)."""
-    p_2RT = jnp.where(fresh_T, jnp.exp(log_p_2RT), 0)
+def mixture_terms(
+    log_p_2RT: Float[Array, "2 *S"], fresh: Bool[Array, "..."], how: Divergence
+) -> tuple[Float[Array, "*S"], Float[Array, "*S"]]:
+    """What each column of a tile adds to jsd, and to KL(p || m)."""
+    p_2RT = jnp.where(fresh, jnp.exp(log_p_2RT), 0)
     of_student_RT, of_teacher_RT = p_2RT * above_mixture(log_p_2RT, how)
-    divergence_RT = how.beta * of_teacher_RT + (1 - how.beta) * of_student_RT
-    # In one reduction: XLA for GPUs would write arrays that two of them share.
-    zeros, add = (jnp.float32(0), jnp.float32(0)), lambda x, y: (x[0] + y[0], x[1] + y[1])
-    divergence, of_student = lax.reduce((divergence_RT, of_student_RT), zeros, add, (1,))
-    return divergence, of_student
+    return how.beta * of_teacher_RT + (1 - how.beta) * of_student_RT, of_student_RT
 
 
-def above_mixture(log_p_2RT: Float[Array, "2 R T"], how: Divergence) -> Float[Array, "2 R T"]:
+def above_mixture(log_p_2RT: Float[Array, "2 *S"], how: Divergence) -> Float[Array, "2 *S"]:
     """log p - log m and log q - log m: 0 where p = q."""
     apart_RT = log_p_2RT[0] - log_p_2RT[1]
     # log m less the larger of the two; the smaller one's share of m is its part of the sum.
     share_RT = jnp.where(apart_RT > 0, how.beta, 1 - how.beta)
-    mixture_RT = jnp.log1p(share_RT * jnp.expm1(-jnp.abs(apart_RT)))
+    # With t = tanh(x / 2), expm1(-x) is -2 t / (1 + t): kernels for TPUs have no expm1.
+    tanh_RT = jnp.tanh(jnp.abs(apart_RT) / 2)
+    mixture_RT = jnp.log1p(-2 * share_RT * tanh_RT / (1 + tanh_RT))
     return jnp.stack([jnp.minimum(apart_RT, 0), jnp.minimum(-apart_RT, 0)]) - mixture_RT
 
 
 def logit_slopes(
-    z_2RT: Float[Array, "2 R T"],
+    z_2RT: Float[Array, "2 *S"],
     found: TwoSoftmaxes,
-    slopes: Float[Array, "R"],
-    fresh_T: Bool[Array, "T"],
+    slopes: Float[Array, "*R"],
+    fresh: Bool[Array, "..."],
     how: Divergence,
-) -> Float[Array, "R T"]:
+    dim: int = 2,
+) -> Float[Array, "*S"]:
     """The derivatives by the student's logits of a scalar with derivatives `slopes` by the rows' divergences."""
-    log_p_2RT = log_p(z_2RT, found)
+    log_p_2RT = log_p(z_2RT, found, dim)
+    divergence, to_mixture, slopes = (jnp.expand_dims(x, dim - 1) for x in (found.divergence, found.to_mixture, slopes))
     p_RT, q_RT = jnp.exp(log_p_2RT)
     if how.kind == "forward_kl":
         dz_RT = p_RT - q_RT
     elif how.kind == "reverse_kl":
-        dz_RT = p_RT * (log_p_2RT[0] - log_p_2RT[1] - found.divergence[:, None])
+        dz_RT = p_RT * (log_p_2RT[0] - log_p_2RT[1] - divergence)
     else:
-        dz_RT = (1 - how.beta) * p_RT * (above_mixture(log_p_2RT, how)[0] - found.to_mixture[:, None])
-    return jnp.where(fresh_T, slopes[:, None] * dz_RT, 0)
+        dz_RT = (1 - how.beta) * p_RT * (above_mixture(log_p_2RT, how)[0] - to_mixture)
+    return jnp.where(fresh, slopes * dz_RT, 0)
 
 
 def _first(how: Divergence) -> int:
@@ -207,7 +218,7 @@ def _first(how: Divergence) -> int:
     return int(how.kind == "forward_kl")
 
 
-def _raised(running: RunningPair, top: Float[Array, "2 R"], how: Divergence) -> RunningPair:
+def _raised(running: RunningPair, top: Float[Array, "2 *R"], how: Divergence) -> RunningPair:
     """The sums relative to other maxima."""
     shift, first = running.top - top, _first(how)
     e = jnp.exp(shift)

@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from divergence_oracle import Divergences, exact_divergences
-from engines import XLA, XLA_BF16
+from engines import TPU, TPU_F32, XLA, XLA_BF16
 from oracle import HAIR, SLACK
 
 from kernels.lm_head import divergence_loss, token_divergence
 
 F32 = jnp.float32
-ENGINES = (XLA, XLA_BF16)
+ENGINES = (XLA, XLA_BF16, TPU_F32, TPU)
 KINDS = {"forward_kl": {}, "reverse_kl": {}, "jsd": {"beta": 0.3}}
 GENERAL = "general"
 """`token_divergence` under cotangents; the other ways are `divergence_loss` with so much workspace."""
-WAYS = dict.fromkeys(ENGINES, (GENERAL, "none", "some", "all"))
+WAYS = dict.fromkeys(ENGINES, (GENERAL, "none", "some", "all")) | {TPU_F32: (GENERAL,), TPU: ("none",)}
 
 
 class Models(NamedTuple):

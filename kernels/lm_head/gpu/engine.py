@@ -194,6 +194,7 @@ def _backward_pass(
 
     def of_kept(number: Array, block: Block, chunk: Chunk, _: Array) -> Float[Array, "B C"]:
         columns = plan.kept_chunk
+        assert kept is not None
         own = read_kept(kept, number, block.first, (size, columns), columns // sizes.tiles.columns)
         return _kept_logit_gradient(inputs, options, rows, factors, own, block, chunk)
 

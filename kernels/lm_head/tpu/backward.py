@@ -57,7 +57,7 @@ def _weight_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
         def products(s: int) -> Float[Array, "S R"]:
             return dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1), dtype)
 
-        for s, product_SR in _one_ahead(products, tile.columns // step):
+        for s, product_SR in one_ahead(products, tile.columns // step):
             y_SR = capped(product_SR, options.softcap)
             column_SR = lax.broadcasted_iota(jnp.int32, y_SR.shape, 0)
             hit_SR = column_SR == labels[...] - (j * tile.columns + s * step)
@@ -106,7 +106,7 @@ def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
         def products(s: int) -> Float[Array, "R S"]:
             return dot(h_RD[...], w_TD[pl.ds(s * step, step), :], (1, 1), dtype)
 
-        for s, product_RS in _one_ahead(products, tile.columns // step):
+        for s, product_RS in one_ahead(products, tile.columns // step):
             y_RS = capped(product_RS, options.softcap)
             first = j * tile.columns + s * step
             column_RS = lax.broadcasted_iota(jnp.int32, y_RS.shape, 1)
@@ -180,7 +180,7 @@ def _kept_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
         out["gradient"][...] = scratch["sum"][...].astype(out["gradient"].dtype)
 
 
-def _one_ahead(products: Callable[[int], Array], steps: int) -> Iterator[tuple[int, Array]]:
+def one_ahead(products: Callable[[int], Array], steps: int) -> Iterator[tuple[int, Array]]:
     """The number of each step and its products; those of the next step are begun before."""
     following = products(0)
     for s in range(steps):

@@ -246,15 +246,16 @@ def kernel_call(
     *,
     streamed: Sequence[Given] = (),
     others: Sequence[Given] = (),
+    more: Sequence[Integer[Array, ""]] = (),
     outputs: dict[str, Output],
     scratch: dict[str, Any],
     aliases: dict[int, int] | None = None,
 ) -> dict[str, Array]:
     """The results of a kernel over blocks of rows and tiles of the weight, of which rows [0, number) count.
 
-    Its refs are two arrays of scalars (how many rows and how many columns count; 1 / temperature), hidden states,
-    `streamed` (by default the weight), labels, `others`, outputs by name, and scratch by name: with `hidden` and
-    `weight` for a block and a tile in the products' dtype, where the arguments have another.
+    Its refs are two arrays of scalars (how many rows and how many columns count, `more`; 1 / temperature), hidden
+    states, `streamed` (by default the weight), labels, `others`, outputs by name, and scratch by name: with `hidden`
+    and `weight` for a block and a tile in the products' dtype, where the arguments have another.
     """
     hidden, work = inputs.hidden, case.tokens * case.vocabulary
     height, features = tile.rows, hidden.shape[1]
@@ -292,7 +293,11 @@ def kernel_call(
             bytes_accessed=tiles.traffic(case, tile),
         ),
         name=name,
-    )(jnp.stack([number, number_of_columns(inputs)]), (1 / inputs.temperature)[None], *(array for array, _ in given))
+    )(
+        jnp.stack([number, number_of_columns(inputs), *more]),
+        (1 / inputs.temperature)[None],
+        *(array for array, _ in given),
+    )
 
 
 def block_spec(
