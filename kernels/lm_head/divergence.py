@@ -105,8 +105,9 @@ def divergence_loss(
 ) -> tuple[Float[Array, ""], Float[Array, "*N"]]:
     """`sum_i weights_i * divergence_i`, and the divergences without gradient; loss, dh and dW in one pass.
 
-    With r = E / D, in matrix products of 2 N V D flops: in XLA 3 + r where `workspace` has room for both models' logits
-    of some tokens, else 4 + 2 r (jsd: 5 + 3 r), and so it is on TPUs with any. The arguments are those of `token_divergence` and `token_loss`.
+    With r = E / D, in matrix products of 2 N V D flops: 3 + r where `workspace` has room for both models' logits of
+    some tokens, else 4 + 2 r (jsd: 5 + 3 r); by mosaic_tpu the latter with any workspace. The arguments are
+    those of `token_divergence` and `token_loss`.
 
     Raises:
         ValueError: names the argument; before anything is compiled.

@@ -86,7 +86,7 @@ WAVES, NONE = {"workspace": 2**20}, {"workspace": 0}
         ((1, 1, 3), {}, (90, V), by_loss, WAVES | FORWARD),
         ((2, 2, 2), {"vocabulary": None}, (V, 100), by_loss, WAVES | JSD),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_divergences_and_gradients_are_those_of_one_device(devices, axes, words, function, options):
     mesh = mesh_of(devices)

@@ -253,9 +253,9 @@ def kernel_call(
 ) -> dict[str, Array]:
     """The results of a kernel over blocks of rows and tiles of the weight, of which rows [0, number) count.
 
-    Its refs are two arrays of scalars (how many rows and how many columns count, `more`; 1 / temperature), hidden states,
-    `streamed` (by default the weight), labels, `others`, outputs by name, and scratch by name: with `hidden` and
-    `weight` for a block and a tile in the products' dtype, where the arguments have another.
+    Its refs are two arrays of scalars (how many rows and how many columns count, and `more`; 1 / temperature), hidden
+    states, `streamed` (by default the weight), labels, `others`, outputs by name, and scratch by name: with `hidden`
+    and `weight` for a block and a tile in the products' dtype, where the arguments have another.
     """
     hidden, work = inputs.hidden, case.tokens * case.vocabulary
     height, features = tile.rows, hidden.shape[1]
