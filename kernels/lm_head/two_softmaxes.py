@@ -8,12 +8,13 @@ arXiv:2306.13649, section 3):
     jsd         beta KL(q || m) + (1 - beta) KL(p || m)  dz = (1 - beta) p (log p - log m - KL(p || m))
 
 Where both have the same logits, all of it is exactly 0. Suffixes: R rows, T columns of a tile, which are dim `dim` of a
-tile of both models' logits: 2, but 1 in TPU kernels, where columns come before rows.
+tile of both models' logits: 2, but 1 in TPU kernels, where columns come before rows. These have z, and its maxima, in
+units of `scale`: a product by 1 / temperature before the maximum is subtracted would not be rounded the same twice.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -97,37 +98,44 @@ def empty(zeros_R: Float[Array, "R"]) -> RunningPair:
 
 
 def include_tile(
-    running: RunningPair, z_2RT: Float[Array, "2 *S"], fresh: Bool[Array, "..."], how: Divergence, dim: int = 2
+    running: RunningPair,
+    z_2RT: Float[Array, "2 *R T"],
+    fresh: Bool[Array, "..."],
+    how: Divergence,
+    dim: int = 2,
+    scale: Any = 1,
 ) -> RunningPair:
     """The state after one more tile of columns, of which `fresh` count."""
     z_2RT = jnp.where(fresh, z_2RT, MASKED)
     top = jnp.maximum(running.top, z_2RT.max(axis=dim))
     below_2RT = z_2RT - jnp.expand_dims(top, dim)
-    e_2RT = jnp.exp(below_2RT)
-    raised = _raised(running, top, how)
+    e_2RT = jnp.exp(below_2RT * scale)
+    raised = _raised(running, top, how, scale)
     cross = raised.cross
     if how.in_one_pass:
         first = _first(how)
-        apart_RT = jnp.where(fresh, below_2RT[first] - below_2RT[1 - first], 0)
+        apart_RT = jnp.where(fresh, (below_2RT[first] - below_2RT[1 - first]) * scale, 0)
         cross += (e_2RT[first] * apart_RT).sum(axis=dim - 1)
     return RunningPair(top, raised.sum_e + e_2RT.sum(axis=dim), cross)
 
 
-def combine_all(parts: RunningPair, how: Divergence) -> RunningPair:
+def combine_all(parts: RunningPair, how: Divergence, scale: Any) -> RunningPair:
     """The state after the columns of all parts, which are stacked along the dim before the rows."""
     top = parts.top.max(axis=1)
-    raised = _raised(parts, top[:, None], how)
+    raised = _raised(parts, top[:, None], how, scale)
     return RunningPair(top, raised.sum_e.sum(axis=1), raised.cross.sum(axis=0))
 
 
-def finish(running: RunningPair, live: Bool[Array, "R"], how: Divergence, axis: str | None) -> TwoSoftmaxes:
+def finish(
+    running: RunningPair, live: Bool[Array, "R"], how: Divergence, axis: str | None, scale: Any = 1
+) -> TwoSoftmaxes:
     """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count.
 
     For jsd the divergence is still to be added up (`mixture_sums`). Devices exchange two maxima and three sums a row.
     """
     if axis is not None:
         top = lax.pmax(running.top, axis)
-        raised = _raised(running, top, how)
+        raised = _raised(running, top, how, scale)
         running = RunningPair(top, *lax.psum((raised.sum_e, raised.cross), axis))
     log_sum_e, first = jnp.log(running.sum_e), _first(how)
     divergence = running.cross / running.sum_e[first] - log_sum_e[first] + log_sum_e[1 - first]
@@ -165,23 +173,23 @@ def statistics(
     return found._replace(divergence=divergence, to_mixture=to_mixture)
 
 
-def log_p(z_2RT: Float[Array, "2 *S"], found: TwoSoftmaxes, dim: int = 2) -> Float[Array, "2 *S"]:
+def log_p(z_2RT: Float[Array, "2 *R T"], found: TwoSoftmaxes, dim: int = 2, scale: Any = 1) -> Float[Array, "2 *R T"]:
     """Both softmaxes' log-probabilities."""
     top_2R = jnp.stack([found.top, found.teacher_top])
     log_sum_e_2R = jnp.stack([found.log_sum_e, found.teacher_log_sum_e])
-    return (z_2RT - jnp.expand_dims(top_2R, dim)) - jnp.expand_dims(log_sum_e_2R, dim)
+    return (z_2RT - jnp.expand_dims(top_2R, dim)) * scale - jnp.expand_dims(log_sum_e_2R, dim)
 
 
 def mixture_terms(
-    log_p_2RT: Float[Array, "2 *S"], fresh: Bool[Array, "..."], how: Divergence
-) -> tuple[Float[Array, "*S"], Float[Array, "*S"]]:
+    log_p_2RT: Float[Array, "2 *R T"], fresh: Bool[Array, "..."], how: Divergence
+) -> tuple[Float[Array, "*R T"], Float[Array, "*R T"]]:
     """What each column of a tile adds to jsd, and to KL(p || m)."""
     p_2RT = jnp.where(fresh, jnp.exp(log_p_2RT), 0)
     of_student_RT, of_teacher_RT = p_2RT * above_mixture(log_p_2RT, how)
     return how.beta * of_teacher_RT + (1 - how.beta) * of_student_RT, of_student_RT
 
 
-def above_mixture(log_p_2RT: Float[Array, "2 *S"], how: Divergence) -> Float[Array, "2 *S"]:
+def above_mixture(log_p_2RT: Float[Array, "2 *R T"], how: Divergence) -> Float[Array, "2 *R T"]:
     """log p - log m and log q - log m: 0 where p = q."""
     apart_RT = log_p_2RT[0] - log_p_2RT[1]
     # log m less the larger of the two; the smaller one's share of m is its part of the sum.
@@ -193,15 +201,16 @@ def above_mixture(log_p_2RT: Float[Array, "2 *S"], how: Divergence) -> Float[Arr
 
 
 def logit_slopes(
-    z_2RT: Float[Array, "2 *S"],
+    z_2RT: Float[Array, "2 *R T"],
     found: TwoSoftmaxes,
-    slopes: Float[Array, "*R"],
+    slopes: Float[Array, "..."],
     fresh: Bool[Array, "..."],
     how: Divergence,
     dim: int = 2,
-) -> Float[Array, "*S"]:
+    scale: Any = 1,
+) -> Float[Array, "*R T"]:
     """The derivatives by the student's logits of a scalar with derivatives `slopes` by the rows' divergences."""
-    log_p_2RT = log_p(z_2RT, found, dim)
+    log_p_2RT = log_p(z_2RT, found, dim, scale)
     divergence, to_mixture, slopes = (jnp.expand_dims(x, dim - 1) for x in (found.divergence, found.to_mixture, slopes))
     p_RT, q_RT = jnp.exp(log_p_2RT)
     if how.kind == "forward_kl":
@@ -218,9 +227,9 @@ def _first(how: Divergence) -> int:
     return int(how.kind == "forward_kl")
 
 
-def _raised(running: RunningPair, top: Float[Array, "2 *R"], how: Divergence) -> RunningPair:
+def _raised(running: RunningPair, top: Float[Array, "2 *R"], how: Divergence, scale: Any) -> RunningPair:
     """The sums relative to other maxima."""
     shift, first = running.top - top, _first(how)
-    e = jnp.exp(shift)
-    apart = shift[first] - shift[1 - first]
+    e = jnp.exp(shift * scale)
+    apart = (shift[first] - shift[1 - first]) * scale
     return RunningPair(top, e * running.sum_e, e[first] * (running.cross + apart * running.sum_e[first]))

@@ -17,11 +17,11 @@ from oracle import HAIR, SLACK
 from kernels.lm_head import divergence_loss, token_divergence
 
 F32 = jnp.float32
-ENGINES = (XLA, XLA_BF16, TPU_F32, TPU)
+ENGINES = (XLA, XLA_BF16, TPU)
 KINDS = {"forward_kl": {}, "reverse_kl": {}, "jsd": {"beta": 0.3}}
 GENERAL = "general"
 """`token_divergence` under cotangents; the other ways are `divergence_loss` with so much workspace."""
-WAYS = dict.fromkeys(ENGINES, (GENERAL, "none", "some", "all")) | {TPU_F32: (GENERAL,), TPU: ("none",)}
+WAYS = dict.fromkeys(ENGINES, (GENERAL, "none", "some", "all")) | {TPU: ("none",), TPU_F32: (GENERAL,)}
 
 
 class Models(NamedTuple):

@@ -27,14 +27,14 @@ from divergence_cases import (
     values_of,
 )
 from divergence_oracle import exact_divergences
-from engines import XLA, XLA_BF16, parameter
+from engines import TPU, XLA, XLA_BF16, parameter
 from jax.extend.core.primitives import dot_general_p
 from lm_head_cases import SCALES, assert_near, equations
 
 from kernels.lm_head import divergence_loss, token_divergence
 
 every_engine = pytest.mark.parametrize("engine", [parameter(x) for x in ENGINES])
-every_way = pytest.mark.parametrize(("engine", "way"), [parameter(x, way) for x in ENGINES for way in WAYS[x]])
+every_way = pytest.mark.parametrize(("engine", "way"), [parameter(x, way) for x in WAYS for way in WAYS[x]])
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -107,10 +107,11 @@ def test_any_mixture_of_student_and_teacher_is_as_accurate_as_full_logits(beta):
 
 
 @every_kind
-def test_float32_masters_with_bfloat16_products_get_float32_gradients(kind):
-    narrow = models_of(XLA_BF16)
-    _, want = run(XLA_BF16, "all", narrow, kind)
-    _, got = run(XLA, "all", Models(*(x.astype(F32) for x in narrow)), kind, dtype=jnp.bfloat16)
+@pytest.mark.parametrize("engine", [parameter(XLA_BF16), parameter(TPU)])
+def test_float32_masters_with_bfloat16_products_get_float32_gradients(engine, kind):
+    narrow = models_of(engine)
+    _, want = run(engine, "all", narrow, kind)
+    _, got = run(engine, "all", Models(*(x.astype(F32) for x in narrow)), kind, dtype=jnp.bfloat16)
     assert_near(got.values, want.values, 1e-5)
     assert_near(got[1:], [x.astype(F32) for x in want[1:]], 2**-7)
     assert all(np.any(x != x.astype(jnp.bfloat16).astype(F32)) for x in got[1:])

@@ -11,7 +11,8 @@ XLA multiplies a chunk's dy by the weight and by hidden states. So the value tak
 jsd; loss and both gradients take 4 + 2 r, and 5 + 3 r for jsd. Logits aren't kept, whatever the workspace: it makes
 chunks wider, so that the rows are gathered, and the float32 sums of dh read and written, less often.
 
-Suffixes as in `forward.py`; E features of the teacher, 2 for student and teacher; C T D: columns of a chunk are T here.
+Maxima are in units of y, as in `forward.py`. Suffixes as there, but T columns of a chunk; E the teacher's features, 2
+for student and teacher.
 """
 
 import functools
@@ -68,14 +69,15 @@ def obstacle(pair: Pair, options: Options) -> str | None:
 
 def forward(pair: Pair, how: Divergence, options: Options) -> TwoSoftmaxes:
     """The statistics of all rows: 1 + r matrix products, 2 + 2 r for jsd."""
-    plan, axis = _plan(pair, options), options.vocabulary_axis
+    plan, axis, scale = _plan(pair, options), options.vocabulary_axis, 1 / pair.student.temperature
     live = live_rows(pair.student.live, plan.rows)
 
     def over(i: Array, all_M: TwoSoftmaxes) -> TwoSoftmaxes:
         block = _block(pair, live, plan, i)
         live_R = block.pair.student.live
         sums_58R = _call("statistics", block, how, options, plan).reshape(5, SUBLANES, -1)
-        found = two_softmaxes.finish(two_softmaxes.combine_all(_running(sums_58R), how), live_R, how, axis)
+        running = two_softmaxes.combine_all(_running(sums_58R), how, scale)
+        found = two_softmaxes.finish(running, live_R, how, axis, scale)
         if not how.in_one_pass:
             sums_2R = _call("mixture", block, how, options, plan, found).reshape(2, SUBLANES, -1).sum(axis=1)
             divergence, to_mixture = jnp.where(live_R, sums_2R if axis is None else lax.psum(sums_2R, axis), 0)
@@ -112,9 +114,9 @@ def gradients(
 
         dw_TD = contract.zeros(student, width, features) if options.wants_weight else None
         dh_MD, dw_TD = live.over_blocks(plan.rows, over, (dh_MD, dw_TD))
-        if dw_TD is None:
-            return dh_MD, None
-        return dh_MD, lax.dynamic_update_slice_in_dim(dw_VD, dw_TD.astype(dw_dtype), first, 0)
+        return dh_MD, None if dw_TD is None else lax.dynamic_update_slice_in_dim(
+            dw_VD, dw_TD.astype(dw_dtype), first, 0
+        )
 
     vocabulary, features = student.weight.shape
     dh_dtype, dw_dtype = contract.gradient_dtypes(student, options)
@@ -182,7 +184,7 @@ def _call(
 ) -> Float[Array, "_ R"]:
     """A kernel's result for the `width` columns from `first` on (whole tiles): sums of each sublane's columns, or dy.
 
-    In rows past those that count, sums are undefined and dy is 0.
+    In blocks of rows past those that count, dy is 0.
     """
     (student, teacher), (case, tile, rows, _) = block.pair, plan
     width = len(student.weight) if width is None else width
@@ -235,35 +237,27 @@ def _call(
 
 
 def _kernel(*refs: Any, tile: Tiles, options: Options, part: Part, how: Divergence) -> None:
-    ints, scales, hidden, weight, _, teacher_hidden, teacher_weight, vectors, outputs, scratch = refs
+    ints, scales, hidden, weight, _labels, teacher_hidden, teacher_weight, vectors, outputs, scratch = refs
     i, j = pl.program_id(0), pl.program_id(1)
     rows, step, dtype, out = tile.rows, tile.step, options.dtype, outputs["result"]
     counts = i * rows < ints[0]
 
-    if part == "slopes":
-
-        @pl.when(jnp.logical_not(counts))
-        def zero_slopes() -> None:
-            out[...] = jnp.zeros(out.shape, out.dtype)
+    @pl.when((j == 0) | jnp.logical_not(counts))
+    def _() -> None:
+        out[...] = jnp.zeros(out.shape, out.dtype)
+        maxima = jnp.full((2 * SUBLANES, rows), FLOOR if part == "statistics" else 0, out.dtype)
+        out[pl.ds(0, 2 * SUBLANES), :] = maxima
 
     @pl.when(counts)
     def compute() -> None:
         given = {"hidden": hidden, "weight": weight, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
-        for name in given.keys() & scratch.keys():
+        for name in [name for name in given if name in scratch]:
 
             @pl.when((j == 0) | name.endswith("weight"))
             def cast(name: str = name) -> None:
                 scratch[name][...] = given[name][...].astype(dtype)
 
         h_RD, w_TD, h_RE, w_TE = (scratch.get(name, ref) for name, ref in given.items())
-        if part != "slopes":
-
-            @pl.when(j == 0)
-            def begin_sums() -> None:
-                out[...] = jnp.zeros(out.shape, jnp.float32)
-                if part == "statistics":
-                    out[pl.ds(0, 2 * SUBLANES), :] = jnp.full((2 * SUBLANES, rows), FLOOR)
-
         of_row = [vectors[pl.ds(n, 1), :] for n in range(7)]
         found, at_y_1R = TwoSoftmaxes(*of_row[:6]), of_row[6]
 
@@ -276,17 +270,16 @@ def _kernel(*refs: Any, tile: Tiles, options: Options, part: Part, how: Divergen
             column = functools.partial(lax.broadcasted_iota, jnp.int32, y_2C8R.shape[1:])
             fresh_C8R = SUBLANES * column(0) + column(1) < ints[1] - (j * tile.columns + s * step)
             y_2C8R = jnp.where(fresh_C8R, y_2C8R, 0)  # past the arrays' ends there may be NaN
-            z_2C8R = y_2C8R * scales[0]
             if part == "statistics":
                 running = _running(out[...].reshape(5, SUBLANES, rows))
-                running = two_softmaxes.include_tile(running, z_2C8R, fresh_C8R, how, dim=1)
+                running = two_softmaxes.include_tile(running, y_2C8R, fresh_C8R, how, 1, scales[0])
                 out[...] = jnp.concatenate([*running[:2], running.cross[None]]).reshape(out.shape)
             elif part == "mixture":
-                log_p_2C8R = two_softmaxes.log_p(z_2C8R, found, dim=1)
+                log_p_2C8R = two_softmaxes.log_p(y_2C8R, found, 1, scales[0])
                 terms = two_softmaxes.mixture_terms(log_p_2C8R, fresh_C8R, how)
                 out[...] += jnp.concatenate([term_C8R.sum(axis=0) for term_C8R in terms])
             else:
-                dy_C8R = two_softmaxes.logit_slopes(z_2C8R, found, at_y_1R, fresh_C8R, how, dim=1)
+                dy_C8R = two_softmaxes.logit_slopes(y_2C8R, found, at_y_1R, fresh_C8R, how, 1, scales[0])
                 if options.softcap is not None:
                     dy_C8R *= head.cap_slope(y_2C8R[0], options.softcap)
                 out[pl.ds(s * step, step), :] = dy_C8R.reshape(step, rows).astype(dtype)
