@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from kernels.lm_head import HeadSharding, token_logprobs, token_loss
+from kernels.lm_head import HeadSharding, divergence_loss, token_logprobs, token_loss
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
 
@@ -73,6 +73,23 @@ def loss(
             return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
 
     return step, arguments
+
+
+def divergence(
+    mesh: Mesh, *, kind: str, workspace: int | None = None, teacher_features: int = 3584, **sizes: Any
+) -> Program:
+    """A divergence from a teacher whose hidden states have another width, and its gradients."""
+    options, (hidden, weight, _, weights, *_) = options_and_shapes(mesh, **sizes)
+    given: dict[str, Any] = {"kind": kind, "workspace": workspace, **options}
+    teacher = (jax.ShapeDtypeStruct((len(x), teacher_features), x.dtype, sharding=x.sharding) for x in (hidden, weight))
+
+    def step(hidden: Array, weight: Array, weights: Array, *teacher: Array) -> Any:
+        def total(hidden: Array, weight: Array) -> Any:
+            return divergence_loss(hidden, weight, *teacher, weights=weights, **given)
+
+        return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
+
+    return step, (hidden, weight, weights, *teacher)
 
 
 def options_and_shapes(
