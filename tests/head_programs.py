@@ -76,10 +76,10 @@ def loss(
 
 
 def divergence(
-    mesh: Mesh, *, kind: Any, teacher_features: int, workspace: int | None = None, impl: str | None = None, **sizes: Any
+    mesh: Mesh, *, kind: Any, teacher_features: int = 3584, workspace: int | None = None, **sizes: Any
 ) -> Program:
     """The divergence of a teacher, whose vocabulary is a little larger, and its gradients by student and weight."""
-    options, (hidden, weight, _, weights, *_) = options_and_shapes(mesh, impl=impl, **sizes)
+    options, (hidden, weight, _, weights, *_) = options_and_shapes(mesh, **sizes)
     teacher = [
         jax.ShapeDtypeStruct((rows, teacher_features), x.dtype, sharding=x.sharding)
         for rows, x in ((hidden.shape[0], hidden), (weight.shape[0] + 128, weight))

@@ -71,7 +71,8 @@ def token_divergence(
         teacher_vocabulary: both models have the first so many tokens in common, and have no others: both softmaxes are
             over these. None: the smaller of V and W.
         weight_copy: what is multiplied in place of `weight`, as for `token_logprobs`.
-        impl: "xla", which runs everywhere, "mosaic_tpu" or "mosaic_gpu"; None: on TPUs mosaic_tpu where it can run.
+        impl: "xla", which runs everywhere; "mosaic_tpu"; "mosaic_gpu", which keeps logits in float16; None: on TPUs
+            mosaic_tpu where it can run, else xla.
         sharding: the layout of both models' arrays. Where V and W differ and the vocabulary is spread, the larger
             weight is copied.
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from divergence_oracle import Divergences, exact_divergences
-from engines import TPU, TPU_F32, XLA, XLA_BF16
+from engines import GPU, TPU, TPU_F32, XLA, XLA_BF16
 from oracle import HAIR, SLACK
 
 from kernels.lm_head import divergence_loss, token_divergence
@@ -21,7 +21,9 @@ ENGINES = (XLA, XLA_BF16, TPU)
 KINDS = {"forward_kl": {}, "reverse_kl": {}, "jsd": {"beta": 0.3}}
 GENERAL = "general"
 """`token_divergence` under cotangents; the other ways are `divergence_loss` with so much workspace."""
-WAYS = dict.fromkeys(ENGINES, (GENERAL, "none", "some", "all")) | {TPU: ("none",), TPU_F32: (GENERAL,)}
+WAYS = {XLA: (GENERAL, "none", "some", "all"), XLA_BF16: ("some",), TPU: ("none",), TPU_F32: (GENERAL,)}
+HOPPER = GPU._replace(waves=420_000)
+"""Its `waves`: both models' logits of 128 rows, and a float32 sum of dW. Each of its cases takes a minute."""
 
 
 class Models(NamedTuple):
@@ -52,7 +54,7 @@ def cotangents_of(models):
     return jnp.asarray(np.random.default_rng(3).normal(size=len(models.hidden)), F32)
 
 
-STATIC = ("kind", "beta", "softcap", "teacher_vocabulary", "workspace", "impl", "dtype")
+STATIC = ("kind", "beta", "softcap", "teacher_vocabulary", "workspace", "impl", "dtype", "rounded")
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -78,11 +80,18 @@ def run(engine, way, models, kind, live=None, **options):
         return answer(models, given, jnp.asarray(live), workspace, kind=kind, impl=engine.impl, **options)
 
 
-def values_of(y, teacher_y, *, kind, beta=0.5, temperature=1.0, softcap=None):
+def in_float16(y):
+    """Logits less their row's largest, rounded to float16; differentiated as if they weren't."""
+    top = jnp.max(y, axis=1, keepdims=True)
+    return y + jax.lax.stop_gradient((y - top).astype(jnp.float16) + top - y)
+
+
+def values_of(y, teacher_y, *, kind, beta=0.5, temperature=1.0, softcap=None, rounded=False):
     """Divergences of the softmaxes of two arrays of products, as anyone would write them."""
 
     def log_softmax(y):
-        return jax.nn.log_softmax((y if softcap is None else softcap * jnp.tanh(y / softcap)) / temperature)
+        y = y if softcap is None else softcap * jnp.tanh(y / softcap)
+        return jax.nn.log_softmax((in_float16(y) if rounded else y) / temperature)
 
     def kl(log_a, log_b):
         return jnp.sum(jnp.exp(log_a) * (log_a - log_b), axis=1)
@@ -108,19 +117,26 @@ def plain(models, cotangents, live, *, teacher_vocabulary=None, **options):
     return Divergences(jnp.where(live, values, 0), product("nv,vd->nd", dy, weight[:common]).astype(hidden.dtype), dw)
 
 
-def assert_as_accurate_as_plain(got, yardstick, truth):
-    """Of values and gradients, the root-mean-square and the largest error against `truth`; NaN in `got` fails."""
+def assert_as_accurate_as_plain(got, yardstick, truth, largest=SLACK):
+    """Of values and gradients, the root-mean-square and the largest error against `truth`; NaN in `got` fails.
+
+    `largest` is by how much the largest error may be larger than the plain program's.
+    """
     for name in Divergences._fields:
         want, ours, theirs = (np.asarray(getattr(x, name), np.float64) for x in (truth, got, yardstick))
         assert ours.shape == want.shape
         hair = HAIR * getattr(truth.resolution, name)
-        for norm in (lambda x: np.sqrt(np.mean(x**2)), lambda x: np.max(np.abs(x))):
+        for norm, slack in ((lambda x: np.sqrt(np.mean(x**2)), SLACK), (lambda x: np.max(np.abs(x)), largest)):
             error, of_plain = norm(ours - want), norm(theirs - want)
-            assert error <= SLACK * of_plain + hair, f"{name}: {error:.3g}; plain {of_plain:.3g}, hair {hair:.3g}"
+            assert error <= slack * of_plain + hair, f"{name}: {error:.3g}; plain {of_plain:.3g}, hair {hair:.3g}"
 
 
 def check(engine, way, models, kind, rows="every", **options):
-    """Results, after they were found as accurate as the plain program's. Rows that don't count hold poison."""
+    """Results, after they were found as accurate as the plain program's. Rows that don't count hold poison.
+
+    The Hopper engine is judged by plain logits in float16, in which it keeps its own: rounded otherwise, so that the
+    largest of so few errors tells less.
+    """
     live, cotangents = engine.live(rows), cotangents_of(models)
 
     def poisoned(x):
@@ -129,9 +145,10 @@ def check(engine, way, models, kind, rows="every", **options):
     sick = models._replace(hidden=poisoned(models.hidden), teacher_hidden=poisoned(models.teacher_hidden))
     total, got = run(engine, way, sick, kind, live, **options)
     options = {"kind": kind, "temperature": 1.0} | KINDS[kind] | options
-    yardstick = plain(models, cotangents, jnp.asarray(live), **options)
+    rounded = engine.impl == "mosaic_gpu"
+    yardstick = plain(models, cotangents, jnp.asarray(live), rounded=rounded, **options)
     truth = exact_divergences(*models, cotangents, where=live, **options)
-    assert_as_accurate_as_plain(got, yardstick, truth)
+    assert_as_accurate_as_plain(got, yardstick, truth, largest=2.0 if rounded else SLACK)
     terms = np.where(live, cotangents * got.values, 0)
     np.testing.assert_allclose(total, terms.sum(), rtol=0, atol=1e-6 * np.abs(terms).sum())
     assert got.values.dtype == total.dtype == F32

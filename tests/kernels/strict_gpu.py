@@ -60,7 +60,7 @@ def strict_interpreter(multiprocessors: int = 4) -> Iterator[None]:
             patches.enter_context(plgpu.force_gpu_interpret_mode(params))
             yield
             jax.effects_barrier()
-        assert not callbacks.get_races().races_found
+        assert callbacks._races is None or not callbacks.get_races().races_found  # None where no kernel ran
         assert not any(_in_flight.values()), "a product was never waited for"
     except jax.errors.JaxRuntimeError as error:
         raise AssertionError(str(error)) from error

@@ -90,7 +90,7 @@ def test_only_tokens_of_both_vocabularies_exist(engine, kind, more, common):
     """The smaller number of rows, or `teacher_vocabulary`; other rows get no gradient."""
     models = models_of(engine, more=more, common=common)
     smaller = min(len(models.weight), len(models.teacher_weight))
-    for way in (GENERAL, "some"):
+    for way in (GENERAL, "some") if engine is XLA else (GENERAL,):
         got = check(engine, way, models, kind, "most", teacher_vocabulary=common)
         assert not np.any(got.weight.astype(F32)[common or smaller :])
 

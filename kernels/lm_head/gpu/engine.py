@@ -193,6 +193,7 @@ def _backward_pass(
     factors = row_factors(softmax, softmax.top, slopes, inputs.temperature, options.softcap).where(rows.live)
 
     def of_kept(number: Array, block: Block, chunk: Chunk, _: Array) -> Float[Array, "B C"]:
+        assert kept is not None
         columns = plan.kept_chunk
         assert kept is not None
         own = read_kept(kept, number, block.first, (size, columns), columns // sizes.tiles.columns)
