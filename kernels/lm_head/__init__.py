@@ -2,8 +2,8 @@
 
 from kernels.lm_head.api import EngineChoice, choose_impl, token_logprobs, token_loss, token_loss_and_gradients
 from kernels.lm_head.divergence import divergence_loss, token_divergence
+from kernels.lm_head.layout import HeadSharding
 from kernels.lm_head.sampling import sample_tokens
-from kernels.lm_head.sharded import HeadSharding
 from kernels.lm_head.softmax import TokenLogprobs
 from kernels.lm_head.top_k import top_k_logprobs
 

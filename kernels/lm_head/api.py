@@ -23,7 +23,8 @@ from kernels.lm_head.arguments import (
 )
 from kernels.lm_head.contract import Engine, Inputs, Objective, Options, Terms
 from kernels.lm_head.gpu import engine as mosaic_gpu
-from kernels.lm_head.sharded import HeadSharding, Sharded, rows_of, run_on_mesh
+from kernels.lm_head.layout import HeadSharding, rows_of, run_on_mesh
+from kernels.lm_head.sharded import Sharded
 from kernels.lm_head.softmax import TokenLogprobs
 from kernels.lm_head.target import same_varying, varying_axes
 from kernels.lm_head.tpu import engine as mosaic_tpu
@@ -94,7 +95,7 @@ def token_logprobs(
         ValueError: names the argument; before anything is compiled.
     """
     copy = weight if weight_copy is None else weight_copy
-    live = _checked_live(hidden, weight, copy, ignore_index, labels=labels, where=where, weights=weights)
+    live = checked_live(hidden, weight, copy, ignore_index, labels=labels, where=where, weights=weights)
     ids = () if candidates is None else (checked_candidates(candidates, live, np.shape(weight)[0]),)
     everything = (hidden, copy, labels, live, checked_temperature(temperature), weight, *ids)
     arrays = same_varying(tuple(map(jnp.asarray, everything)))
@@ -213,7 +214,7 @@ def _token_loss(
     given: Any = np.ones(np.shape(labels), np.float32) if weights is None else weights
     named = {f"operands[{i}]": operand for i, operand in enumerate(operands)}
     copy = weight if weight_copy is None else weight_copy
-    live = _checked_live(hidden, weight, copy, ignore_index, labels=labels, where=where, weights=given, **named)
+    live = checked_live(hidden, weight, copy, ignore_index, labels=labels, where=where, weights=given, **named)
     statistics = autodiff.named_statistics(objective)
     if "mean_logit" in statistics and softcap is not None:
         raise ValueError("objective: mean_logit can't be had with a softcap, under which it is no function of mean(W)")
@@ -277,7 +278,7 @@ def _choose(inputs: Inputs, options: Options, sharding: HeadSharding | None) -> 
     platform = target.platform(None if sharding is None else sharding.mesh)
     impl, reason = _DEFAULTS.get(platform, _DEFAULTS["cpu"])
     kernels = "mosaic_gpu" if platform == "gpu" else impl
-    why_not = _placed(kernels, sharding).obstacle(inputs, options)
+    why_not = placed(kernels, sharding).obstacle(inputs, options)
     return EngineChoice(impl, reason) if why_not is None else EngineChoice("xla", f"{kernels} can't run: {why_not}")
 
 
@@ -290,14 +291,14 @@ def _engine(impl: str | None, inputs: Inputs, options: Options, sharding: HeadSh
         return full_logits
     if impl is None:
         impl = _choose(inputs, options, sharding).impl
-    engine = _placed(impl, sharding)
+    engine = placed(impl, sharding)
     why_not = engine.obstacle(inputs, options)
     if why_not is not None:
         raise ValueError(f"impl: {impl} can't run here: {why_not}")
     return engine
 
 
-def _placed(name: str, sharding: HeadSharding | None) -> Engine:
+def placed(name: str, sharding: HeadSharding | None) -> Engine:
     """The engine of that name, on every device of a mesh if there is one."""
     engine = _ENGINES[name]
     return engine if sharding is None or sharding.mesh.size == 1 else Sharded(sharding.in_use(), engine)
@@ -337,7 +338,7 @@ def _mean_logit(inputs: Inputs, weight: Float[Array, "V D"]) -> Float[Array, "N"
     return jnp.sum(hidden_ND * mean_D, axis=1) / inputs.temperature
 
 
-def _checked_live(hidden: Any, weight: Any, copy: Any, ignore_index: int | None, **per_token: Any) -> Any:
+def checked_live(hidden: Any, weight: Any, copy: Any, ignore_index: int | None, **per_token: Any) -> Any:
     """The rows that count, [*N] boolean, after checks of the arrays that are given.
 
     `per_token` has `labels`, `where` and `weights` among others, by their names; None where they aren't given.

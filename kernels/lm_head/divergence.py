@@ -26,7 +26,8 @@ from kernels.lm_head.arguments import (
 from kernels.lm_head.autodiff import instantiate, values, with_wanted_sides
 from kernels.lm_head.contract import Gradients, Inputs, Options
 from kernels.lm_head.gpu import divergence as divergence_gpu
-from kernels.lm_head.sharded import HeadSharding, ShardedPair, rows_of, run_on_mesh
+from kernels.lm_head.layout import HeadSharding, rows_of, run_on_mesh
+from kernels.lm_head.sharded import ShardedPair
 from kernels.lm_head.target import same_varying
 from kernels.lm_head.tpu import divergence as divergence_tpu
 from kernels.lm_head.two_softmaxes import KINDS, Divergence, Kind, Pair, PairEngine

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from kernels.lm_head import contract, full_logits
 from kernels.lm_head.contract import Inputs, Options
-from kernels.lm_head.sharded import HeadSharding
+from kernels.lm_head.layout import HeadSharding
 from kernels.lm_head.softmax import Softmax
 from kernels.lm_head.top_k import Lists, first_column, largest, of_all_shards, over_rows, search
 

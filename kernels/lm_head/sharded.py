@@ -1,92 +1,24 @@
-"""The head over a mesh of devices: tokens over some of its axes, the vocabulary over another, W stored in shards.
+"""The head over a mesh of devices: an engine's passes inside `jax.shard_map`, on a device's own tokens and rows of W.
 
-An engine's pass runs inside `jax.shard_map`, on a device's own tokens and its rows of W; docs/head.md says what devices
-exchange. Where gradients are bfloat16, XLA for TPUs rounds dh, and dW after its first sum, ahead of adding them up.
-JAX differentiates nothing in here. Hidden states whose features are spread are not supported.
-
-On a mesh with Explicit axes, array types say how arrays are laid out. The head's loops and gathers don't say how
-results are laid out, as Explicit axes demand. So the head runs with all axes in Auto mode (`jax.sharding.auto_axes`),
-and takes the layout from the types where no `HeadSharding` is given.
+docs/head.md says what devices exchange. Where gradients are bfloat16, XLA for TPUs rounds dh, and dW after its first
+sum, ahead of adding them up. JAX differentiates nothing in here. Hidden states whose features are spread are not
+supported.
 """
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from kernels.lm_head.contract import Engine, Gradients, Inputs, Objective, Options, Terms, gradient_dtypes
+from kernels.lm_head.layout import HeadSharding
 from kernels.lm_head.softmax import Slopes, Softmax
 from kernels.lm_head.two_softmaxes import Divergence, Pair, PairEngine, TwoSoftmaxes
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadSharding:
-    """The layout of tokens and weight on a mesh, by names of its axes; None: whole on every device.
-
-    Hidden states [N, D] and all that is given for each token are spread over `tokens` in the order of the rows
-    ([B, T, D]: B over `tokens`, T over `sequence`), the rows of the weight [V, D] over `vocabulary`, its columns over
-    `features`; gradients have the layout of what they belong to. N, B, T and D must be divisible by the devices along
-    their axes. A V that is not is padded, which copies the weight.
-    """
-
-    mesh: Mesh | AbstractMesh
-    tokens: tuple[str, ...]
-    vocabulary: str | None = None
-    features: str | None = None
-    sequence: tuple[str, ...] = ()
-
-    @property
-    def of_rows(self) -> "HeadSharding":
-        """The layout of rows [N] that each device has made of its own part of [B, T]."""
-        return dataclasses.replace(self, tokens=(*self.tokens, *self.sequence), sequence=())
-
-    @property
-    def hidden_spec(self) -> PartitionSpec:
-        return PartitionSpec(self.tokens, None)
-
-    @property
-    def weight_spec(self) -> PartitionSpec:
-        return PartitionSpec(self.vocabulary, self.features)
-
-    def devices(self, *axes: str | None) -> int:
-        return math.prod(1 if axis is None else self.mesh.shape[axis] for axis in axes)
-
-    def in_use(self) -> "HeadSharding":
-        """This layout without the axes along which there is one device, on the same mesh with Auto axes."""
-        vocabulary, features = (axis if self.devices(axis) > 1 else None for axis in (self.vocabulary, self.features))
-        tokens = tuple(axis for axis in self.tokens if self.devices(axis) > 1)
-        auto = self.mesh.update(axis_types=(AxisType.Auto,) * len(self.mesh.axis_names))
-        return HeadSharding(auto, tokens, vocabulary, features, self.sequence)
-
-    def check(self, hidden: Float[Array, "N D"], weight: Float[Array, "V D"], prefix: str = "") -> None:
-        """Raise ValueError where the arrays can't be laid out so, or are laid out otherwise; `prefix` begins names."""
-        for axis in (*self.tokens, self.vocabulary, self.features):
-            if axis not in (None, *self.mesh.axis_names):
-                raise ValueError(f"sharding: {axis!r} is none of the mesh's axes {', '.join(self.mesh.axis_names)}")
-        if self.vocabulary is not None and self.vocabulary in (*self.tokens, self.features):
-            raise ValueError(f"sharding: {self.vocabulary!r} is the vocabulary's, and can't be another's axis as well")
-        if hidden.shape[0] % self.devices(*self.tokens):
-            shards = f"{self.devices(*self.tokens)} shards over {', '.join(self.tokens)}"
-            raise ValueError(f"{prefix}hidden: {hidden.shape[0]} tokens don't make {shards}; add some that don't count")
-        if weight.shape[1] % self.devices(self.features):
-            shards = f"{self.devices(self.features)} shards over {self.features}"
-            way_out = "set sharding's features to None"
-            raise ValueError(f"{prefix}weight: {weight.shape[1]} features don't make {shards}; {way_out}")
-        uneven = weight.shape[0] % self.devices(self.vocabulary)
-        weight_spec = PartitionSpec(None, self.features) if uneven else self.weight_spec
-        for name, array, spec in (("hidden", hidden, self.hidden_spec), ("weight", weight, weight_spec)):
-            if isinstance(array, jax.core.Tracer) or len(array.sharding.device_set) == 1:
-                continue  # unknown, or still to be spread
-            if not array.sharding.is_equivalent_to(NamedSharding(self.mesh, spec), 2):
-                laid_out = f"laid out as sharding says, by {spec}, and has {array.sharding}"
-                raise ValueError(f"{prefix}{name} must be {laid_out}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,88 +250,3 @@ class ShardedPair(_OnMesh):
         dh, dw = gradients
         rows = len(pair.student.weight)
         return dh, None if dw is None else jnp.pad(dw[:rows], ((0, max(0, rows - len(dw))), (0, 0)))
-
-
-# --- leading dims ---------------------------------------------------------------------------------------------------
-
-
-class Rows(NamedTuple):
-    """How leading dims [B, T, ...] become rows [N] and back. A device whose T is spread keeps its part of the rows."""
-
-    sharding: HeadSharding | None  # of the rows
-    flat: Callable[[Array], Array]  # [B, T, ..., *rest] -> [N, *rest]
-    folded: Callable[[Array], Array]  # [N, *rest] -> [B, T, ..., *rest]
-
-
-def rows_of(lead: tuple[int, ...], sharding: HeadSharding | None) -> Rows:
-    """The rows of arrays with these leading dims; ValueError where they can't be laid out so."""
-    count = math.prod(lead)
-    if sharding is None or not sharding.sequence:
-        flat = lambda x: x.reshape(count, *x.shape[len(lead) :])  # noqa: E731
-        return Rows(sharding, flat, lambda x: x.reshape(*lead, *x.shape[1:]))
-    sizes = sharding.devices(*sharding.tokens), sharding.devices(*sharding.sequence)
-    if len(lead) != 2 or lead[0] % sizes[0] or lead[1] % sizes[1]:
-        shards = f"{sizes[0]} x {sizes[1]} shards over {', '.join(sharding.tokens)} x {', '.join(sharding.sequence)}"
-        raise ValueError(f"hidden: leading dims {list(lead)} don't make {shards}; add tokens that don't count")
-    own, apart = (lead[0] // sizes[0], lead[1] // sizes[1]), PartitionSpec(sharding.tokens, sharding.sequence)
-    rows = sharding.of_rows
-    together, mesh = PartitionSpec(rows.tokens), sharding.in_use().mesh
-    local = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-
-    return Rows(
-        rows,
-        local(lambda x: x.reshape(-1, *x.shape[2:]), in_specs=apart, out_specs=together),
-        local(lambda x: x.reshape(*own, *x.shape[1:]), in_specs=together, out_specs=apart),
-    )
-
-
-# --- meshes with Explicit axes ----------------------------------------------------------------------------------------
-
-
-def run_on_mesh(
-    function: Callable[..., Any],
-    sharding: HeadSharding | None,
-    arrays: Sequence[Array],
-    out_specs: Callable[[PartitionSpec], Any],
-) -> Any:
-    """`function(sharding, *arrays)`, in Auto mode if a mesh with Explicit axes is set or is in the arrays' types.
-
-    `arrays` begins with hidden [*N, D] and weight [V, D]. `out_specs` takes the spec of an array [*N] to a prefix of
-    the tree of results. Without a sharding, `function` gets the one that the types have.
-    """
-    meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays))
-    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
-    if mesh is None:
-        return function(sharding, *arrays)
-    if sharding is None:
-        hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in arrays[:2])
-        sharding = _sharding_of(mesh, hidden_spec, weight_spec, arrays[1].shape[1])
-        tokens = PartitionSpec(*hidden_spec[:-1])
-    elif sharding.mesh.shape != mesh.shape:
-        raise ValueError(f"sharding: its mesh {dict(sharding.mesh.shape)} is not the arguments' {dict(mesh.shape)}")
-    else:
-        dims = sharding.tokens, sharding.sequence or None, *[None] * arrays[0].ndim
-        tokens = PartitionSpec(*dims[: arrays[0].ndim - 1])
-    in_auto_mode = functools.partial(function, sharding)
-    run = jax.sharding.auto_axes(in_auto_mode, axes=mesh.explicit_axes, out_sharding=out_specs(tokens))
-    # Outside of `jit`, JAX would not change the axes' mode.
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(run)(*arrays)
-
-
-def _sharding_of(mesh: AbstractMesh, hidden: PartitionSpec, weight: PartitionSpec, width: int) -> HeadSharding:
-    """The layout that the types of hidden [*N, D] and weight [V, D] say; `width` is D.
-
-    Where the vocabulary is spread over an axis of the tokens, the weight's features are, if they can be, instead.
-    """
-    tokens, *others = (*map(_axes, hidden[:-1]), ())
-    sequence = sum(others, ())
-    vocabulary, features = (next(iter(_axes(entry)), None) for entry in weight)
-    if vocabulary in (*tokens, *sequence):
-        vocabulary, features = None, vocabulary if width % mesh.shape[vocabulary] == 0 else None
-    return HeadSharding(mesh, tokens, vocabulary, features, sequence)
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one dim of a spec."""
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

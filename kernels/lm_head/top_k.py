@@ -13,10 +13,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.lm_head import contract, xla
-from kernels.lm_head.api import _checked_live, _placed
+from kernels.lm_head.api import checked_live, placed
 from kernels.lm_head.arguments import checked_softcap, checked_temperature, product_dtype
 from kernels.lm_head.contract import Inputs, Options
-from kernels.lm_head.sharded import HeadSharding, on_devices, rows_of, run_on_mesh
+from kernels.lm_head.layout import HeadSharding, rows_of, run_on_mesh
+from kernels.lm_head.sharded import on_devices
 from kernels.lm_head.softmax import Columns, Softmax, empty_running, finish_live, include_tile
 from kernels.lm_head.target import same_varying
 
@@ -111,7 +112,7 @@ def over_rows(
     All that is given and returned has rows [*N, ...], in the pass [N, ...]. Labels mean nothing.
     """
     labels = np.zeros(np.shape(arrays[0])[:-1], np.int32)
-    live = _checked_live(*arrays, arrays[1], None, labels=labels, where=where)
+    live = checked_live(*arrays, arrays[1], None, labels=labels, where=where)
     everything = (*arrays, labels, live, checked_temperature(settings[0]), *given)
     everything = same_varying(tuple(map(jnp.asarray, everything)))
     options = Options(checked_softcap(settings[1]), product_dtype(settings[2], *everything[:2]))
@@ -126,7 +127,7 @@ def over_rows(
         inputs = Inputs(flat(arrays[0]), arrays[1], flat(arrays[2]), flat(arrays[3]), arrays[4])
         if rows.sharding is not None:
             rows.sharding.check(inputs.hidden, inputs.weight)
-        found = on_devices(pass_, _placed("xla", rows.sharding), inputs, options, *map(flat, arrays[5:]))
+        found = on_devices(pass_, placed("xla", rows.sharding), inputs, options, *map(flat, arrays[5:]))
         return tuple(rows.folded(x if labels.size else x[:0]) for x in found)
 
     return run_on_mesh(run, sharding, everything, lambda tokens: tokens)

@@ -81,7 +81,7 @@ def test_a_program_compiles_to_its_kernels_within_its_memory(
 
 @pytest.mark.parametrize(
     ("chip", "kind", "workspace", "beside_it"),
-    [("v5e", "reverse_kl", 0, 100), pytest.param("v6e", "jsd", 256, 200, marks=pytest.mark.slow)],
+    [("v5e", "reverse_kl", 0, 100), pytest.param("v6e", "jsd", 256, 220, marks=pytest.mark.slow)],
 )
 def test_a_divergence_compiles_to_its_kernels_within_its_memory(
     chip: str, kind: str, workspace: int, beside_it: int
