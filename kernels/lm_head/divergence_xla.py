@@ -18,9 +18,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels.lm_head import contract, two_softmaxes
 from kernels.lm_head.contract import Gradients, Options
-from kernels.lm_head.live_rows import live_rows, write
+from kernels.lm_head.live_rows import live_rows, round_up, write
 from kernels.lm_head.two_softmaxes import Divergence, Pair, TwoSoftmaxes
-from kernels.lm_head.xla import Plan, add_rows, columns_of, make_plan, product, start_of, wave_rows, weight_tile
+from kernels.lm_head.xla import (
+    Plan,
+    columns_of,
+    in_waves,
+    make_plan,
+    product,
+    products_of_slopes,
+    wave_rows,
+    weight_tile,
+)
 
 
 def obstacle(pair: Pair, options: Options) -> None:
@@ -32,7 +41,8 @@ def forward(pair: Pair, how: Divergence, options: Options) -> TwoSoftmaxes:
     plan, options = _plan(pair), options.values_alone
     wave = 0 if how.in_one_pass else wave_rows(plan, pair.student, options, logits=2)
     if wave:
-        return _waves(plan._replace(block=wave), pair, None, how, options)[0]
+        none = contract.zeros(pair.student, len(pair.student.labels))
+        return _waves(plan._replace(block=wave), pair, none, how, options)[0]
     live = live_rows(pair.student.live, plan.block)
 
     def block(i: Array, all_M: TwoSoftmaxes) -> TwoSoftmaxes:
@@ -48,36 +58,13 @@ def gradients(
     pair: Pair, found: TwoSoftmaxes, slopes: Float[Array, "N"], how: Divergence, options: Options
 ) -> Gradients:
     """The student's gradients by recomputed logits: 3 + r matrix products, 2 + r for one gradient alone."""
-    plan, student = _plan(pair), pair.student
-    live = live_rows(student.live, plan.block)
+    plan = _plan(pair)
 
-    def tile(c: Array, carry: Any) -> Any:
-        dh_MD, dw_VD = carry
+    def dy(c: Array, row_R: Array, live_R: Array) -> Float[Array, "R T"]:
+        logits, found_R = _Logits(plan, _rows(pair, row_R, live_R), options), jax.tree.map(lambda x: x[row_R], found)
+        return logits.product_slopes(logits.of_tile(c), c, found_R, jnp.where(live_R, slopes[row_R], 0), how)
 
-        def block(i: Array, carry: Any) -> Any:
-            row_R, live_R = live.block(i, plan.block)
-            own, found_R = _rows(pair, row_R, live_R), jax.tree.map(lambda x: x[row_R], found)
-            logits = _Logits(plan, own, options)
-            slopes_R = jnp.where(live_R, slopes[row_R], 0)
-            dy_RT = logits.product_slopes(logits.of_tile(c), c, found_R, slopes_R, how)
-            dh_MD, dw_TD = carry
-            if options.wants_hidden:
-                w_TD = weight_tile(plan, student, c)
-                dh_MD = add_rows(dh_MD, product(options, dy_RT, w_TD, (1, 0)), i * plan.block)
-            if options.wants_weight:
-                dw_TD += product(options, dy_RT, own.student.hidden, (0, 0))
-            return dh_MD, dw_TD
-
-        dw_TD = contract.zeros(student, plan.tile, features) if options.wants_weight else None
-        dh_MD, dw_TD = live.over_blocks(plan.block, block, (dh_MD, dw_TD))
-        return dh_MD, None if dw_TD is None else add_rows(dw_VD, dw_TD, start_of(plan, c))
-
-    vocabulary, features = student.weight.shape
-    dh_dtype, dw_dtype = contract.gradient_dtypes(student, options)
-    dh_MD = contract.zeros(student, len(live.row), features) if options.wants_hidden else None
-    dw_VD = contract.zeros(student, vocabulary, features, dtype=dw_dtype) if options.wants_weight else None
-    dh_MD, dw_VD = lax.fori_loop(0, plan.tiles, tile, (dh_MD, dw_VD))
-    return None if dh_MD is None else dh_MD.astype(dh_dtype)[live.place], dw_VD
+    return products_of_slopes(plan, pair.student, options, dy)
 
 
 def loss_and_gradients(
@@ -93,49 +80,24 @@ def loss_and_gradients(
 
 
 def _waves(
-    plan: Plan, pair: Pair, weights: Float[Array, "N"] | None, how: Divergence, options: Options
+    plan: Plan, pair: Pair, weights: Float[Array, "N"], how: Divergence, options: Options
 ) -> tuple[TwoSoftmaxes, Gradients]:
     """Statistics and wanted gradients, keeping a block's logits."""
-    student = pair.student
-    live = live_rows(student.live, plan.block)
 
-    def wave(i: Array, carry: Any) -> Any:
-        all_M, dh_MD, dw_VD, y_C2RT = carry
-        row_R, live_R = live.block(i, plan.block)
-        own = _rows(pair, row_R, live_R)
-        logits = _Logits(plan, own, options)
-        y_C2RT = lax.fori_loop(
-            0, plan.tiles, lambda c, kept: lax.dynamic_update_index_in_dim(kept, logits.of_tile(c), c, 0), y_C2RT
-        )
-        found_R = logits.statistics(lambda c: y_C2RT[c], live_R, how)
-        all_M = write(all_M, found_R, i * plan.block)
-        if weights is None:
-            return all_M, dh_MD, dw_VD, y_C2RT
-        slopes_R = jnp.where(live_R, weights[row_R], 0)
+    def wave(row_R: Array, live_R: Array, _: Array, y_C2RT: Array) -> Any:
+        logits = _Logits(plan, _rows(pair, row_R, live_R), options)
 
-        def backward(c: Array, carry: Any) -> Any:
-            dy_RT = logits.product_slopes(y_C2RT[c], c, found_R, slopes_R, how)
-            dh_RD, dw_VD = carry
-            if options.wants_hidden:
-                dh_RD += product(options, dy_RT, weight_tile(plan, student, c), (1, 0))
-            if options.wants_weight:
-                dw_VD = add_rows(dw_VD, product(options, dy_RT, own.student.hidden, (0, 0)), start_of(plan, c))
-            return dh_RD, dw_VD
+        def keep(c: Array, y_C2RT: Array) -> Array:
+            return lax.dynamic_update_index_in_dim(y_C2RT, logits.of_tile(c), c, 0)
 
-        dh_RD = contract.zeros(student, plan.block, features) if options.wants_hidden else None
-        dh_RD, dw_VD = lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD))
-        dh_MD = None if dh_RD is None else write(dh_MD, dh_RD.astype(dh_dtype), i * plan.block)
-        return all_M, dh_MD, dw_VD, y_C2RT
+        y_C2RT = lax.fori_loop(0, plan.tiles, keep, y_C2RT)
+        found_R, slopes_R = logits.statistics(lambda c: y_C2RT[c], live_R, how), jnp.where(live_R, weights[row_R], 0)
+        return found_R, y_C2RT, lambda c: logits.product_slopes(y_C2RT[c], c, found_R, slopes_R, how)
 
-    vocabulary, features = student.weight.shape
-    dh_dtype, dw_dtype = contract.gradient_dtypes(student, options)
-    sum_dtype = dw_dtype if len(live.row) == plan.block else jnp.float32
-    dh_MD = contract.zeros(student, len(live.row), features, dtype=dh_dtype) if options.wants_hidden else None
-    dw_VD = contract.zeros(student, vocabulary, features, dtype=sum_dtype) if options.wants_weight else None
-    carry = _nothing(pair, len(live.row)), dh_MD, dw_VD, contract.zeros(student, plan.tiles, 2, plan.block, plan.tile)
-    all_M, dh_MD, dw_VD, _ = live.over_blocks(plan.block, wave, carry, options.in_step)
-    dh = None if dh_MD is None else dh_MD[live.place]
-    return jax.tree.map(lambda x: x[live.place], all_M), (dh, None if dw_VD is None else dw_VD.astype(dw_dtype))
+    all_M = _nothing(pair, round_up(len(weights), plan.block))
+    return in_waves(
+        plan, pair.student, options, wave, all_M, contract.zeros(pair.student, plan.tiles, 2, plan.block, plan.tile)
+    )
 
 
 # --- blocks and tiles ---------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def finish(
 ) -> TwoSoftmaxes:
     """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count.
 
-    For jsd the divergence is still to be added up (`mixture_sums`). Devices exchange two maxima and three sums a row.
+    For jsd the divergence is still to be added up (`mixture_terms`). Devices exchange two maxima and three sums a row.
     """
     if axis is not None:
         top = lax.pmax(running.top, axis)

@@ -116,6 +116,25 @@ def gradients(
 ) -> Gradients:
     """The gradients by recomputation: 3 matrix products, 2 for one gradient alone; dW with `into` added."""
     plan = make_plan(len(inputs.labels), *inputs.weight.shape)
+
+    def dy(c: Array, row_R: Array, live_R: Array) -> Float[Array, "R T"]:
+        w_TD, columns = _tile(plan, inputs, c, inputs.labels[row_R])
+        softmax_R = jax.tree.map(lambda x: x[row_R], softmax)
+        slopes_R = jax.tree.map(lambda g: jnp.where(live_R, g[row_R], 0), slopes)
+        y_RT = product(options, inputs.hidden[row_R], w_TD, (1, 1))
+        return _product_slopes(inputs, options, y_RT, softmax_R, slopes_R, columns)
+
+    return products_of_slopes(plan, inputs, options, dy, into)
+
+
+def products_of_slopes(
+    plan: Plan,
+    inputs: Inputs,
+    options: Options,
+    dy: Callable[[Array, Array, Array], Float[Array, "R T"]],
+    into: Float[Array, "V D"] | None = None,
+) -> Gradients:
+    """The wanted gradients, tile by tile and in each block by block; `dy(c, row_R, live_R)` are slopes by products."""
     live = live_rows(inputs.live, plan.block)
 
     def tile(c: Array, carry: Any) -> Any:
@@ -123,17 +142,12 @@ def gradients(
 
         def block(i: Array, carry: Any) -> Any:
             row_R, live_R = live.block(i, plan.block)
-            h_RD = inputs.hidden[row_R]
-            w_TD, columns = _tile(plan, inputs, c, inputs.labels[row_R])
-            softmax_R = jax.tree.map(lambda x: x[row_R], softmax)
-            slopes_R = jax.tree.map(lambda g: jnp.where(live_R, g[row_R], 0), slopes)
-            y_RT = product(options, h_RD, w_TD, (1, 1))
-            dy_RT = _product_slopes(inputs, options, y_RT, softmax_R, slopes_R, columns)
-            dh_MD, dw_TD = carry
+            dy_RT, (dh_MD, dw_TD) = dy(c, row_R, live_R), carry
             if options.wants_hidden:
-                dh_MD = add_rows(dh_MD, product(options, dy_RT, w_TD, (1, 0)), i * plan.block)
+                dh_RD = product(options, dy_RT, weight_tile(plan, inputs, c), (1, 0))
+                dh_MD = add_rows(dh_MD, dh_RD, i * plan.block)
             if options.wants_weight:
-                dw_TD += product(options, dy_RT, h_RD, (0, 0))
+                dw_TD += product(options, dy_RT, inputs.hidden[row_R], (0, 0))
             return dh_MD, dw_TD
 
         dw_TD = contract.zeros(inputs, plan.tile, features) if options.wants_weight else None
@@ -157,13 +171,9 @@ def _waves(
     into: Float[Array, "V D"] | None,
 ) -> tuple[Softmax, Gradients]:
     """Statistics and gradients, keeping a block's products: 3 matrix products, 2 for one gradient alone."""
-    live = live_rows(inputs.live, plan.block)
 
-    def wave(i: Array, carry: Any) -> Any:
-        all_M, dh_MD, dw_VD, y_CRT = carry
-        row_R, live_R = live.block(i, plan.block)
-        # A block may have no row that counts, and still run for its collectives: its rows must not hold NaN.
-        h_RD, labels_R = jnp.where(live_R[:, None], inputs.hidden[row_R], 0), inputs.labels[row_R]
+    def wave(row_R: Array, live_R: Array, h_RD: Array, y_CRT: Array) -> Any:
+        labels_R = inputs.labels[row_R]
 
         def forward(c: Array, carry: Any) -> Any:
             running, y_CRT = carry
@@ -177,31 +187,61 @@ def _waves(
         softmax_R = finish_live(running, live_R, options.vocabulary_axis)
         slopes_R = contract.loss_slopes(objective, live_R, softmax_R, terms.of_rows(row_R))
 
+        def dy(c: Array) -> Float[Array, "R T"]:
+            columns = _tile(plan, inputs, c, labels_R)[1]
+            return _product_slopes(inputs, options, y_CRT[c], softmax_R, slopes_R, columns)
+
+        return softmax_R, y_CRT, dy
+
+    all_M = Softmax(*(contract.zeros(inputs, round_up(len(inputs.labels), plan.block)) for _ in Softmax._fields))
+    kept = contract.zeros(inputs, plan.tiles, plan.block, plan.tile)
+    return in_waves(plan, inputs, options, wave, all_M, kept, into)
+
+
+def in_waves(
+    plan: Plan,
+    inputs: Inputs,
+    options: Options,
+    wave: Callable[[Array, Array, Array, Array], tuple[State, Array, Callable[[Array], Float[Array, "R T"]]]],
+    all_M: State,
+    kept: Array,
+    into: Float[Array, "V D"] | None = None,
+) -> tuple[State, Gradients]:
+    """Statistics [N, ...], a tree of arrays such as `all_M`, and the wanted gradients, a block of rows at a time.
+
+    `wave(row_R, live_R, h_RD, kept)` gives a block's statistics, what it has kept for backward, and tiles of slopes.
+    """
+    live = live_rows(inputs.live, plan.block)
+
+    def block(i: Array, carry: Any) -> Any:
+        all_M, dh_MD, dw_VD, kept = carry
+        row_R, live_R = live.block(i, plan.block)
+        # A block may have no row that counts, and still run for its collectives: its rows must not hold NaN.
+        h_RD = jnp.where(live_R[:, None], inputs.hidden[row_R], 0)
+        all_R, kept, dy = wave(row_R, live_R, h_RD, kept)
+
         def backward(c: Array, carry: Any) -> Any:
-            w_TD, columns = _tile(plan, inputs, c, labels_R)
-            dy_RT = _product_slopes(inputs, options, y_CRT[c], softmax_R, slopes_R, columns)
-            dh_RD, dw_VD = carry
+            dy_RT, (dh_RD, dw_VD) = dy(c), carry
             if options.wants_hidden:
-                dh_RD += product(options, dy_RT, w_TD, (1, 0))
+                dh_RD += product(options, dy_RT, weight_tile(plan, inputs, c), (1, 0))
             if options.wants_weight:
                 dw_VD = add_rows(dw_VD, product(options, dy_RT, h_RD, (0, 0)), start_of(plan, c))
             return dh_RD, dw_VD
 
-        dh_RD = contract.zeros(inputs, plan.block, features) if options.wants_hidden else None
-        dh_RD, dw_VD = lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD))
         start = i * plan.block
-        dh_MD = None if dh_RD is None else write(dh_MD, dh_RD.astype(dh_dtype), start)
-        return write(all_M, softmax_R, start), dh_MD, dw_VD, y_CRT
+        if options.wants_any:
+            dh_RD = contract.zeros(inputs, plan.block, features) if options.wants_hidden else None
+            dh_RD, dw_VD = lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD))
+            dh_MD = None if dh_RD is None else write(dh_MD, dh_RD.astype(dh_dtype), start)
+        return write(all_M, all_R, start), dh_MD, dw_VD, kept
 
     vocabulary, features = inputs.weight.shape
     dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
     sum_dtype = dw_dtype if len(live.row) == plan.block else jnp.float32
-    all_M = Softmax(*(contract.zeros(inputs, len(live.row)) for _ in Softmax._fields))
     dh_MD = contract.zeros(inputs, len(live.row), features, dtype=dh_dtype) if options.wants_hidden else None
     dw_VD = contract.zeros(inputs, vocabulary, features, dtype=sum_dtype) if options.wants_weight else None
-    y_CRT = contract.zeros(inputs, plan.tiles, plan.block, plan.tile)
-    carry = all_M, dh_MD, dw_VD if into is None else into, y_CRT
-    all_M, dh_MD, dw_VD, _ = live.over_blocks(plan.block, wave, carry, options.in_step)
+    carry = all_M, dh_MD, dw_VD if into is None else into, kept
+    all_M, dh_MD, dw_VD, _ = live.over_blocks(plan.block, block, carry, options.in_step)
     dh = None if dh_MD is None else dh_MD[live.place]
     dw = None if dw_VD is None else dw_VD.astype(dw_dtype)
     return jax.tree.map(lambda x: x[live.place], all_M), (dh, dw)
