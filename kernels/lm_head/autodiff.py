@@ -32,7 +32,7 @@ class ClosedObjective(NamedTuple):
 
 
 def named_statistics(objective: Callable[..., Any]) -> Sequence[str]:
-    """Those of `lse` and `mean_logit` that the objective requires by keyword."""
+    """Which of `lse` and `mean_logit` the objective requires by keyword."""
     try:
         parameters = inspect.signature(objective).parameters.values()
     except (TypeError, ValueError):
