@@ -118,7 +118,7 @@ def plain(models, cotangents, live, *, teacher_vocabulary=None, **options):
 
 
 def assert_as_accurate_as_plain(got, yardstick, truth, largest=SLACK):
-    """Of values and gradients, the root-mean-square and the largest error against `truth`; NaN in `got` fails.
+    """The criterion for values and gradients: root-mean-square and largest error against `truth`; NaN in `got` fails.
 
     `largest` is by how much the largest error may be larger than the plain program's.
     """
