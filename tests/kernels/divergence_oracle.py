@@ -61,7 +61,7 @@ def exact_divergences(
     g_R1 = np.asarray(cotangents)[live].astype(np.float64)[:, None]
 
     def logits(h: Any, w: Any) -> tuple[np.ndarray, ...]:
-        """Of one model: hidden states, weight, logits, their slopes by the product, log-probabilities."""
+        """One model: hidden states, weight, logits, their slopes by the product, log-probabilities."""
         h_RD, w_KD = np.asarray(h)[live].astype(np.float64), np.asarray(w)[:common].astype(np.float64)
         y_RK = h_RD @ w_KD.T
         tanh_RK = 0 * y_RK if softcap is None else np.tanh(y_RK / softcap)

@@ -46,7 +46,7 @@ def off(found: jax.Array, right: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("result", ["forward", "dh", "dW"])
 def test_a_result_asked_for_alone_is_right(result: str) -> None:
-    """That of full logits. Only the kernels run that the result takes, so that a hang or a crash names one."""
+    """It is that of full logits, and only the kernels run that it takes: a hang or a crash names one."""
     problem = cases.random_problem((600, 1400, 192), dtype=jnp.bfloat16)
     cotangents = cases.random_cotangents(600)
 
