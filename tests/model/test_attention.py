@@ -76,7 +76,7 @@ def test_a_kernel_s_conventions_give_the_outputs_and_gradients_of_masked_attenti
     kernel, mesh, packed, sizes, tolerance, window, monkeypatch
 ):
     monkeypatch.setattr(attention, "BLOCKS", (128,))
-    # Of a model with sliding layers, these and the others.
+    # A model with sliding layers has these and the others.
     check_against_masked(Attention(kernel, make_mesh(mesh), packed, window=20), sizes, tolerance, window)
 
 

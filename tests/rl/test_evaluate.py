@@ -87,7 +87,7 @@ def test_several_samples_of_each_problem_give_avg_at_k_and_pass_at_k():
     metrics = evaluate(samples=4)
     assert CALLS[-1] == ([tokens for tokens in TOKENS for _ in range(4)], 3, 2**30, False)
     found = {name: value for name, value in metrics.items() if "@" in name and name[-1].isdecimal()}
-    # Of the problems' four samples 0, 1, 2 and 4 are right.
+    # The problems have 0, 1, 2 and 4 right samples of four.
     expected = {"avg@4": 7 / 16, "pass@2": (0 + 3 / 6 + 5 / 6 + 1) / 4, "pass@4": 3 / 4}
     assert found == pytest.approx({f"eval/{name}": value for name, value in expected.items()})
     ends = [(metrics[f"{name}_low"], metrics[f"{name}_high"]) for name in found]
