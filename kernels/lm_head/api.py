@@ -170,9 +170,9 @@ def token_loss_and_gradients(
 ) -> tuple[tuple[Float[Array, ""], TokenLogprobs], tuple[Float[Array, "*N D"], Float[Array, "V D"]]]:
     """What `token_loss` returns, dh, and dW in float32 whatever the weight's dtype, with `into` added.
 
-    To accumulate gradients, give each call the dW of the one before: nothing is rounded between them, and on one device
-    xla, chunked_logits, mosaic_gpu, and mosaic_tpu where it keeps exponentials, sum in the memory of `into`, if
-    that is donated or made in the same program. Call it inside `jit`. `options` are those of `token_loss`.
+    To accumulate gradients, give each call the dW of the one before: nothing is rounded between them. On one device xla
+    sums in the memory of `into`, if that is donated or made in the same program; the kernels' engines are made to, and
+    no compiler's account of them was read. Call it inside `jit`. `options` are those of `token_loss`.
 
     Raises:
         ValueError: names the argument; before anything is compiled.
