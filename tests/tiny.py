@@ -65,7 +65,7 @@ def make_trainer(settings: Config, mesh=None):
 
 def forward_of(graphdef, mesh, settings: Config) -> Forward:
     """The model and the head of a run."""
-    return Forward(graphdef, mesh, settings.head, settings.rows, settings.grpo, settings.rollout)
+    return Forward.of(settings, graphdef, mesh)
 
 
 def random_batch(rows: int, length: int, seed: int = 0) -> Batch:

@@ -41,6 +41,7 @@ from mllm.plan import memory as plan
 from mllm.plan.memory import Devices
 from mllm.plan.programs import Program, Programs
 from mllm.plan.targets import Account
+from mllm.train.head import States
 from mllm.train.step import Forward
 from tools.bench.frame import positive, table
 
@@ -140,10 +141,8 @@ def account(config: Config, devices: Devices, name: str, head: str) -> Account:
 class NoHead(Forward):
     """A loss that costs nothing, to see what everything else takes."""
 
-    def head_loss(
-        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], copy: Any, batch: Batch
-    ) -> tuple[Float[Array, ""], TokenLogprobs]:
-        sums = jnp.sum(hidden, axis=-1, dtype=jnp.float32)
+    def head_loss(self, states: States, batch: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
+        sums = jnp.sum(states.hidden, axis=-1, dtype=jnp.float32)
         none = jnp.zeros_like(sums)
         return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none, none > 0)
 

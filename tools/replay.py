@@ -59,13 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     when = f"{between} updates {'earlier' if checkpoint < step else 'later'}" if between else "as they were then"
     print(f"step {step} of {run}, parameters of checkpoint {checkpoint}: {when}")
 
-    forward = Forward(policy.graphdef, make_mesh(MeshConfig()), config.head, config.rows, config.grpo, config.rollout)
+    forward = Forward.of(config, policy.graphdef, make_mesh(MeshConfig()))
 
     @jax.jit
     def examine(params: Any, row: "Batch") -> tuple[Any, Any, Any]:
         """Whether the hidden states are finite, the loss, and which gradients are finite."""
         loss, gradients = jax.value_and_grad(lambda params: forward.loss(params, row)[0])(params)
-        finite = jnp.isfinite(forward.hidden(params, row)[0]).all()
+        finite = jnp.isfinite(forward.states(params, row).hidden).all()
         return finite, loss, jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), gradients)
 
     broken: list[str] = []

@@ -50,7 +50,7 @@ def other_heads(shapes: Programs, fused: int) -> str:
     """The line that compares the compiler's bytes for the head's temporaries with what other heads need."""
     rows, mesh, lora = shapes.rows, shapes.mesh.shape, shapes.policy.lora
     tokens = rows.micro // rows.shards * rows.length
-    _, weight, copy = shapes.head_operands()
+    _, weight, copy = shapes.head_states()
     vocabulary, gathered = weight.shape[0] // mesh["tp"], 0
     if mesh["fsdp"] > 1:
         # Each device has the whole matrix in the compute dtype and, if it is trained, its gradient in float32.

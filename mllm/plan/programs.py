@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Float
 
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
@@ -22,6 +21,7 @@ from mllm.model.layout import LOGICAL_AXES, Params
 from mllm.rl import slots
 from mllm.rl.schedule import most_places, prompts_a_batch
 from mllm.run.source_run import load_policy
+from mllm.train.head import States
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.step import Forward, abstract_state, make_logprob_pass, make_train_step
 
@@ -54,7 +54,7 @@ class Programs:
         self.layout = self.model.layout
         self.array = self.layout.abstract
         self.rows = config.rows
-        self.forward = kind(self.policy.graphdef, mesh, config.head, self.rows, config.grpo, config.rollout)
+        self.forward = kind.of(config, self.policy.graphdef, mesh)
 
     def prefill(self) -> Program:
         """The widest batch of prompts, whose keys and values are kept until slots are free."""
@@ -88,14 +88,18 @@ class Programs:
 
     def head_of_logprob(self) -> Program:
         """The head alone, on a micro-batch of the log-prob pass."""
-        return self.forward.head_logprobs, (*self.head_operands(), self.batch(self.rows.micro, policies=False))
+        return self.forward.head.logprobs, (self.head_states(), self.batch(self.rows.micro, policies=False))
 
     def head_of_update(self) -> Program:
         """The head alone with its gradients, on a micro-batch of the update; a frozen matrix has none."""
         lora = self.policy.lora
         trained = (0, 1) if lora is None or "head" in lora.targets else 0
-        function = jax.value_and_grad(self.forward.head_loss, trained, has_aux=True)
-        return function, (*self.head_operands(), self.batch(self.rows.micro))
+
+        def loss(hidden: Any, weight: Any, copy: Any, batch: Batch) -> Any:
+            return self.forward.head_loss(States(hidden, weight, copy), batch)
+
+        function = jax.value_and_grad(loss, trained, has_aux=True)
+        return function, (*self.head_states(), self.batch(self.rows.micro))
 
     def batch(self, rows: int, policies: bool = True) -> Batch:
         """The largest batch; with the log-probabilities under other policies, if the objective needs them."""
@@ -130,12 +134,12 @@ class Programs:
         rows, width = self.prefill()[1][1].shape
         return abstract_cache(self.model, rows, width)
 
-    def head_operands(self) -> tuple[Float[Any, "B T D"], Float[Any, "V D"], Float[Any, "V D"]]:
+    def head_states(self) -> States:
         """Hidden states of a micro-batch, the head's weight and its copy."""
         dtype, weight = self.model.dtype, (self.model.embed if self.model.head is None else self.model.head).get_value()
         hidden = (self.rows.micro, self.rows.length, self.policy.architecture.hidden_size)
         copy = weight if weight.dtype == dtype else self.array(weight.shape, dtype, LOGICAL_AXES["head"])
-        return self.array(hidden, dtype, ("batch", "time", "hidden")), weight, copy
+        return States(self.array(hidden, dtype, ("batch", "time", "hidden")), weight, copy)
 
     def gradients(self) -> Params:
         """The gradients that an update sums up: in float32 over micro-batches, else as the parameters are."""

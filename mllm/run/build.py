@@ -45,8 +45,9 @@ from mllm.run.moved import sample
 from mllm.run.signals import Interrupt
 from mllm.run.source_run import SourceRun, load_policy
 from mllm.run.state import PendingEvaluation, RunState
+from mllm.train.head import choose_head
 from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.step import Forward, abstract_state, choose_head, init_state, make_train_step, make_validation
+from mllm.train.step import Forward, abstract_state, init_state, make_train_step, make_validation
 
 
 class Run:
@@ -86,7 +87,7 @@ class Run:
                 runner = RewardRunner(config.task, self.task, most, self.interrupt.poll_alone)
                 self.rewards = stack.enter_context(runner)
             self.policy = policy = load_policy(config, self.mesh, source_run)
-            self.forward = Forward(policy.graphdef, self.mesh, config.head, config.rows, config.grpo, config.rollout)
+            self.forward = Forward.of(config, policy.graphdef, self.mesh)
             self.source = self.make_source()
             self.optimizer = make_optimizer(config.optimizer, self.source.steps)
             schedule = make_schedule(config.optimizer, self.source.steps)

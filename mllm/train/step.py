@@ -1,7 +1,4 @@
-"""One update: model -> hidden -> head -> objective -> gradients -> optimizer; the log-prob pass; SFT's validation.
-
-This is the only file of the trainer that calls the head.
-"""
+"""One update: model -> hidden -> head -> objective -> gradients -> optimizer; the log-prob pass; SFT's validation."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -16,20 +13,15 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kernels import lm_head
-from kernels.lm_head import EngineChoice, HeadSharding, TokenLogprobs
-from mllm.config.grpo import GrpoConfig, RolloutConfig
-from mllm.config.model import HeadConfig, ModelConfig
-from mllm.config.schema import Rows
+from kernels.lm_head import TokenLogprobs
+from mllm.config.schema import Config, Rows
 from mllm.data.batch import Batch
-from mllm.errors import UserError
-from mllm.model.architecture import Architecture
-from mllm.model.layout import LOGICAL_AXES, Params, axes_of, map_parameters
+from mllm.model.layout import Params, axes_of, map_parameters
 from mllm.parallel.mesh import shard_batch, sharding
-from mllm.train import objectives
+from mllm.train.algorithms import Algorithm, Metrics, algorithm_of
+from mllm.train.head import Head, States
 from mllm.train.optimizer import update_count, update_key, updated
 
-Metrics = dict[str, Float[Array, ""]]
 Carry = TypeVar("Carry")
 NONE_FROZEN: Params = nnx.State({})
 
@@ -66,76 +58,32 @@ def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> T
 
 
 class Forward:
-    """Model and head as functions of the parameters and a batch; UserError if `head.impl` is for other devices."""
+    """Model, head and loss as functions of the parameters and a batch."""
 
-    def __init__(
-        self,
-        graphdef: Any,
-        mesh: Mesh,
-        head: HeadConfig,
-        rows: Rows,
-        grpo: GrpoConfig | None = None,
-        rollout: RolloutConfig | None = None,
-    ) -> None:
-        """`grpo` None: SFT, which does not look at `rollout`."""
-        impl, kind = head.impl or "", mesh.devices.flat[0].platform
-        needed = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}.get(impl, kind)
-        if needed != kind:
-            needs = f"{impl} needs a {needed.upper()}"
-            raise UserError(f"head.impl: {needs}, and the devices here are of the kind {kind}: remove it")
+    def __init__(self, graphdef: Any, mesh: Mesh, head: Head, rows: Rows, algorithm: Algorithm) -> None:
         self.graphdef = graphdef
         self.mesh = mesh
-        self.head, self.rows, self.grpo = head, rows, grpo
-        # The policy is the distribution that is sampled from: its temperature is part of it.
-        temperature = rollout.temperature if grpo and rollout else 1.0
-        self.options: dict[str, Any] = {"temperature": temperature, "impl": head.impl, "sharding": head_sharding(mesh)}
+        self.head, self.rows, self.algorithm = head, rows, algorithm
 
-    def head_logprobs(
-        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], copy: Float[Array, "V D"], batch: Batch
-    ) -> TokenLogprobs:
+    @classmethod
+    def of(cls, config: Config, graphdef: Any, mesh: Mesh) -> "Forward":
+        """The functions of a configuration; UserError if `head.impl` is for other devices."""
+        temperature = config.rollout.temperature if config.grpo and config.rollout else 1.0
+        return cls(graphdef, mesh, Head(config.head, mesh, temperature), config.rows, algorithm_of(config))
+
+    def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
         """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
-        how = {"where": batch.weights > 0, "weight_copy": copy, "dtype": hidden.dtype}
-        return lm_head.token_logprobs(hidden, weight, batch.labels, **how, **self.options)
+        return self.head.logprobs(self.states(params, batch), batch)
 
-    def loss(self, params: Params, batch: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
-        """The batch's share of the step's loss, and its log-probabilities without gradient, for the metrics."""
-        return self.head_loss(*self.hidden(params, batch), batch)
+    def loss(self, params: Params, batch: Batch) -> tuple[Float[Array, ""], Any]:
+        """The batch's share of the step's loss, and what `metrics` takes, without gradient."""
+        return self.head_loss(self.states(params, batch), batch)
 
-    def head_loss(
-        self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], copy: Float[Array, "V D"], batch: Batch
-    ) -> tuple[Float[Array, ""], TokenLogprobs]:
-        """The same from hidden states, the vocabulary matrix, and its copy, which is multiplied."""
-        config, objective = self.grpo, objectives.sft
-        operands: list[Array] = []
-        if config is not None and config.loss_type == "gspo":
-            # The ratio of a sequence needs the log-probabilities of all its tokens before any loss is known.
-            outputs, counts = self.head_logprobs(hidden, weight, copy, batch), batch.weights > 0
-            inputs = objectives.token_inputs(config, batch)
-            losses = objectives.gspo(config, outputs.logprob, outputs.entropy, inputs, counts, batch.segments)
-            return jnp.sum(jnp.where(counts, batch.weights * losses, 0.0)), jax.lax.stop_gradient(outputs)
-        if config is not None:
-            operands, structure = jax.tree.flatten(objectives.token_inputs(config, batch))
+    def head_loss(self, states: States, batch: Batch) -> tuple[Float[Array, ""], Any]:
+        """The same from what the head takes."""
+        return self.algorithm.loss(self.head, states, batch)
 
-            def objective(logprob: Array, entropy: Array, *operands: Array) -> Array:
-                return objectives.grpo(config, logprob, entropy, jax.tree.unflatten(structure, operands))
-
-        workspace = self.head.workspace_mib
-        return lm_head.token_loss(
-            hidden,
-            weight,
-            batch.labels,
-            objective,
-            *operands,
-            weights=batch.weights,
-            weight_copy=copy,
-            workspace=None if workspace is None else workspace * 2**20,
-            dtype=hidden.dtype,
-            **self.options,
-        )
-
-    def hidden(
-        self, params: Params, batch: Batch
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "V D"], Float[Array, "V D"]]:
+    def states(self, params: Params, batch: Batch) -> States:
         """Hidden states, the vocabulary matrix and its copy: what the head takes."""
         model = nnx.merge(self.graphdef, params)
         if model.layout is not None:
@@ -144,34 +92,7 @@ class Forward:
             params = map_parameters(lambda x, name: constrain(x, axes_of(x, name)), params)
             model = nnx.merge(self.graphdef, params)
         weight = model.head_weight
-        return model(batch.tokens, batch.positions, batch.segments), weight, model.head_copy(weight)
-
-    def metrics(self, batch: Batch, outputs: TokenLogprobs) -> Metrics:
-        """The metrics of a whole batch, over the tokens with a weight, under TRL's names; NaN where there are none."""
-        mask = batch.weights > 0
-        if self.grpo is None:
-            return {"entropy": objectives.masked_mean(outputs.entropy, mask)}
-        metrics = objectives.policy_metrics(self.grpo, outputs.logprob, outputs.entropy, batch)
-        return {name: jnp.where(mask.any(), value, jnp.nan) for name, value in metrics.items()}
-
-
-def head_sharding(mesh: Mesh) -> HeadSharding:
-    """The shardings of the head's arguments: tokens have the batch's, the vocabulary matrix its parameter's."""
-    (tokens,) = sharding(mesh, ("batch",)).spec
-    vocabulary, features = sharding(mesh, LOGICAL_AXES["head"]).spec
-    return HeadSharding(mesh, tokens, vocabulary, features)
-
-
-def choose_head(
-    head: HeadConfig, model: ModelConfig, rows: Rows, architecture: Architecture, mesh: Mesh
-) -> EngineChoice:
-    """The implementation of the head that the train step uses, and the reason why it is not a faster one."""
-    if head.impl is not None:
-        return EngineChoice(head.impl, "head.impl asks for it")
-    dtype = jnp.dtype(model.dtype)
-    hidden = jax.ShapeDtypeStruct((rows.micro, rows.length, architecture.hidden_size), dtype)
-    weight = jax.ShapeDtypeStruct((architecture.vocab_size, architecture.hidden_size), model.param_dtype)
-    return lm_head.choose_impl(hidden, weight, dtype=dtype, sharding=head_sharding(mesh))
+        return States(model(batch.tokens, batch.positions, batch.segments), weight, model.head_copy(weight))
 
 
 def make_train_step(
@@ -188,7 +109,7 @@ def make_train_step(
 
     @jax.jit(donate_argnums=0)
     def train_step(state: TrainState, batch: Batch, frozen: Params = NONE_FROZEN) -> tuple[TrainState, Metrics]:
-        def loss_of(trained: Params, micro: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
+        def loss_of(trained: Params, micro: Batch) -> tuple[Float[Array, ""], Any]:
             return forward.loss(nnx.merge_state(trained, frozen), micro)
 
         loss, outputs, gradients = accumulate(loss_of, state.params, batch, forward.rows.micro)
@@ -204,7 +125,7 @@ def make_train_step(
             "grad_norm": norm,
             "learning_rate": schedule(update_count(state.opt_state)),
             "skipped": 1.0 - sound,
-            **forward.metrics(batch, outputs),
+            **forward.algorithm.metrics(batch, outputs),
         }
         return TrainState(params, opt_state, state.step + 1), metrics
 
@@ -217,7 +138,7 @@ def make_logprob_pass(forward: Forward) -> Callable[[Any, Batch], Float[Array, "
     @jax.jit(in_shardings=(None, sharding(forward.mesh, ("batch",))))
     def logprob_pass(params: Params, batch: Batch) -> Float[Array, "B T"]:
         def logprobs(_: None, micro: Batch) -> tuple[None, Float[Array, "B T"]]:
-            return None, forward.head_logprobs(*forward.hidden(params, micro), micro).logprob
+            return None, forward.logprobs(params, micro).logprob
 
         return loop(logprobs, None, jnp.zeros(batch.tokens.shape), batch, forward.rows.micro)[1]
 
@@ -238,7 +159,7 @@ def make_validation(
     @jax.jit(in_shardings=(None, sharding(forward.mesh, ("batch",))))
     def validation_pass(params: Params, batch: Batch) -> Float[Array, "3"]:
         def measure(_: None, micro: Batch) -> tuple[None, list[Float[Array, "B T"]]]:
-            found = forward.head_logprobs(*forward.hidden(params, micro), micro)
+            found = forward.logprobs(params, micro)
             return None, [found.logprob, found.likeliest.astype(jnp.float32)]
 
         zeros = jnp.zeros(batch.tokens.shape)
@@ -260,21 +181,22 @@ def make_validation(
 
 
 def accumulate(
-    loss_fn: Callable[..., tuple[Float[Array, ""], TokenLogprobs]], params: Params, batch: Batch, rows: int
-) -> tuple[Float[Array, ""], TokenLogprobs, Params]:
+    loss_fn: Callable[..., tuple[Float[Array, ""], Any]], params: Params, batch: Batch, rows: int
+) -> tuple[Float[Array, ""], Any, Params]:
     """Loss, outputs and gradients of the batch, computed for `rows` rows at a time and summed in float32."""
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
     if rows == batch.tokens.shape[0]:
         (loss, outputs), gradients = value_and_grad(params, batch)
         return loss, outputs, gradients
 
-    def add(sums: tuple[Float[Array, ""], Any], micro: Batch) -> tuple[tuple[Float[Array, ""], Any], TokenLogprobs]:
+    def add(sums: tuple[Float[Array, ""], Any], micro: Batch) -> tuple[tuple[Float[Array, ""], Any], Any]:
         (loss, outputs), gradients = value_and_grad(params, micro)
         return jax.tree.map(jnp.add, sums, (loss, gradients)), outputs
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    zeros_BT = jnp.zeros(batch.tokens.shape)
-    none = TokenLogprobs(zeros_BT, zeros_BT, zeros_BT, zeros_BT > 0)
+    micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+    _, outputs = jax.eval_shape(loss_fn, params, micro)
+    none = jax.tree.map(lambda x: jnp.zeros((len(batch.tokens), *x.shape[1:]), x.dtype), outputs)
     (loss, gradients), outputs = loop(add, (jnp.zeros(()), zeros), none, batch, rows)
     return loss, outputs, gradients
 

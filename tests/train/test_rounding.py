@@ -44,8 +44,7 @@ class Model:
         forward = forward_of(self.policy.graphdef, mesh, self.settings)
 
         def mean(trained, frozen, batch):
-            hidden = forward.hidden(self.policy.join(trained, frozen), batch)
-            logprobs = forward.head_logprobs(*hidden, batch).logprob
+            logprobs = forward.logprobs(self.policy.join(trained, frozen), batch).logprob
             return jnp.vdot(logprobs, batch.weights), logprobs[:, PROMPT - 1 : -1]
 
         self.differentiated = jax.jit(jax.value_and_grad(mean, has_aux=True))

@@ -15,7 +15,8 @@ from mllm.errors import UserError
 from mllm.model.layout import parameter_name
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
-from mllm.train import step
+from mllm.train import head
+from mllm.train.head import States
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state, accumulate, init_state, make_logprob_pass
 
@@ -72,7 +73,7 @@ def gradient_of(settings, padding=0):
     @jax.jit(compiler_options=QUICKLY)
     def compute(params, batch):
         loss, outputs, gradients = accumulate(forward.loss, params, batch, settings.micro_batch_size or ROWS)
-        return {"loss": loss, **forward.metrics(batch, outputs)}, gradients
+        return {"loss": loss, **forward.algorithm.metrics(batch, outputs)}, gradients
 
     return lambda params: compute(params, shard_batch(mesh, batch))
 
@@ -166,11 +167,11 @@ def test_the_state_s_moments_are_laid_out_as_their_parameters():
 
 def test_the_head_is_told_its_workspace_in_bytes(monkeypatch):
     settings = changed(SETTINGS["sft"], head={"workspace_mib": 3})
-    monkeypatch.setattr(step.lm_head, "token_loss", head := Mock(side_effect=InterruptedError))
+    monkeypatch.setattr(head.lm_head, "token_loss", called := Mock(side_effect=InterruptedError))
     weight, forward = jnp.zeros((260, 32)), forward_of(None, make_mesh(settings.mesh), settings)
     with pytest.raises(InterruptedError):
-        forward.head_loss(jnp.zeros((ROWS, LENGTH, 32)), weight, weight, BATCH)
-    assert head.call_args.kwargs["workspace"] == 3 * 2**20
+        forward.head_loss(States(jnp.zeros((ROWS, LENGTH, 32)), weight, weight), BATCH)
+    assert called.call_args.kwargs["workspace"] == 3 * 2**20
 
 
 def test_a_head_for_tpus_is_refused_on_other_devices():

@@ -1,0 +1,86 @@
+"""The head as the trainer calls it, on hidden states of a batch. No other file of `mllm` calls the head's losses."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from kernels import lm_head
+from kernels.lm_head import EngineChoice, HeadSharding, TokenLogprobs
+from mllm.config.model import HeadConfig, ModelConfig
+from mllm.config.schema import Rows
+from mllm.data.batch import Batch
+from mllm.errors import UserError
+from mllm.model.architecture import Architecture
+from mllm.model.layout import LOGICAL_AXES
+from mllm.parallel.mesh import sharding
+
+
+class States(NamedTuple):
+    """What a model gives the head: hidden states, the vocabulary matrix, and its copy, which is multiplied."""
+
+    hidden: Float[Array, "B T D"]
+    weight: Float[Array, "V D"]
+    copy: Float[Array, "V D"]
+
+
+class Head:
+    """The head's functions with the settings of a run; UserError if `head.impl` is for other devices."""
+
+    def __init__(self, config: HeadConfig, mesh: Mesh, temperature: float = 1.0) -> None:
+        """The policy is the distribution that is sampled from, so its temperature is part of it."""
+        impl, kind = config.impl or "", mesh.devices.flat[0].platform
+        needed = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}.get(impl, kind)
+        if needed != kind:
+            needs = f"{impl} needs a {needed.upper()}"
+            raise UserError(f"head.impl: {needs}, and the devices here are of the kind {kind}: remove it")
+        self.workspace = None if config.workspace_mib is None else config.workspace_mib * 2**20
+        self.options: dict[str, Any] = {
+            "temperature": temperature,
+            "impl": config.impl,
+            "sharding": head_sharding(mesh),
+        }
+
+    def logprobs(self, states: States, batch: Batch) -> TokenLogprobs:
+        """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
+        how = {"where": batch.weights > 0, "weight_copy": states.copy, "dtype": states.hidden.dtype}
+        return lm_head.token_logprobs(states.hidden, states.weight, batch.labels, **how, **self.options)
+
+    def loss(
+        self, states: States, batch: Batch, objective: Callable[..., Array], *operands: Array
+    ) -> tuple[Float[Array, ""], TokenLogprobs]:
+        """The weighted sum of `objective(logprob, entropy, *operands)`; the log-probabilities without gradient."""
+        return lm_head.token_loss(
+            states.hidden,
+            states.weight,
+            batch.labels,
+            objective,
+            *operands,
+            weights=batch.weights,
+            weight_copy=states.copy,
+            workspace=self.workspace,
+            dtype=states.hidden.dtype,
+            **self.options,
+        )
+
+
+def head_sharding(mesh: Mesh) -> HeadSharding:
+    """The shardings of the head's arguments: tokens have the batch's, the vocabulary matrix its parameter's."""
+    (tokens,) = sharding(mesh, ("batch",)).spec
+    vocabulary, features = sharding(mesh, LOGICAL_AXES["head"]).spec
+    return HeadSharding(mesh, tokens, vocabulary, features)
+
+
+def choose_head(
+    head: HeadConfig, model: ModelConfig, rows: Rows, architecture: Architecture, mesh: Mesh
+) -> EngineChoice:
+    """The implementation of the head that the train step uses, and the reason why it is not a faster one."""
+    if head.impl is not None:
+        return EngineChoice(head.impl, "head.impl asks for it")
+    dtype = jnp.dtype(model.dtype)
+    hidden = jax.ShapeDtypeStruct((rows.micro, rows.length, architecture.hidden_size), dtype)
+    weight = jax.ShapeDtypeStruct((architecture.vocab_size, architecture.hidden_size), model.param_dtype)
+    return lm_head.choose_impl(hidden, weight, dtype=dtype, sharding=head_sharding(mesh))
